@@ -1,0 +1,56 @@
+"""Is the fast version still the same function, and is it still fast? Declare a `Pair`; pytest answers."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from perfsuite.errors import PerfsuiteError
+from perfsuite.pair import Cost, Pair, Side, Workload, compiled, side, stateful
+from perfsuite.specs import (
+    constant,
+    floats,
+    integers,
+    listof,
+    module,
+    recorded,
+    sampled,
+    scalar,
+    size,
+    tensor,
+)
+
+if TYPE_CHECKING:
+    from perfsuite.api import check, measure
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Cost",
+    "Pair",
+    "PerfsuiteError",
+    "Side",
+    "Workload",
+    "check",
+    "compiled",
+    "constant",
+    "floats",
+    "integers",
+    "listof",
+    "measure",
+    "module",
+    "recorded",
+    "sampled",
+    "scalar",
+    "side",
+    "size",
+    "stateful",
+    "tensor",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # check and measure need torch: imported when first used, so that `import perfsuite` costs nothing.
+    if name in ("check", "measure"):
+        return getattr(importlib.import_module("perfsuite.api"), name)
+    raise AttributeError(f"module 'perfsuite' has no attribute {name!r}")

@@ -1,0 +1,1 @@
+"""check and measure: the pair's items from Python, for notebooks."""

@@ -1,0 +1,23 @@
+"""Errors that end in one line for the user: what is wrong, where, and the remedy."""
+
+from __future__ import annotations
+
+
+class PerfsuiteError(Exception):
+    """A user's mistake or a machine's lack, told in one line that names it and the remedy."""
+
+
+class PairError(PerfsuiteError):
+    """A pair is declared in a way that cannot be proven or timed."""
+
+
+class BaselineError(PerfsuiteError):
+    """A baseline file is missing, damaged, foreign or of another schema."""
+
+
+class MachineError(PerfsuiteError):
+    """This machine is not the one the baseline was recorded on, or lacks what is needed."""
+
+
+class RevisionError(PerfsuiteError):
+    """A revision cannot be loaded beside the current tree."""

@@ -1,0 +1,266 @@
+"""The front door: a `Pair` declared at module level becomes pytest items that prove, time and gate it."""
+
+from __future__ import annotations
+
+import inspect
+import keyword
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from perfsuite.errors import PairError
+from perfsuite.specs import RecordedSpec, ScalarSpec, Size, Spec, symbols
+
+CLOCKS = ("device", "wall")
+DIRECTIONS = ("forward", "backward", "both")
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Promises:
+    """What a workload must hold, each gated: a speedup over the reference, and bounds on one call."""
+
+    speedup: float | None = None
+    peak_bytes: int | None = None
+    host_syncs: int | None = None
+    launches: int | None = None
+
+
+class Workload:
+    """One size to time: `Workload("window64", k=6, n=8, P=8, clock="wall", speedup=20.0, host_syncs=0)`.
+
+    `clock` is the one the promise is on: "device" (kernels alone, launch latency hidden) or "wall" (from the
+    call to synchronised completion). `direction` is "forward", "backward" or "both". `device` restricts the
+    workload to one kind of device, "cpu" or "cuda"; elsewhere it is skipped with that reason. Remaining keywords
+    are the sizes, and the values of scalar inputs.
+    """
+
+    __slots__ = ("clock", "device", "direction", "dtype", "name", "promises", "sizes")
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        clock: str = "device",
+        direction: str = "forward",
+        dtype: str | None = None,
+        device: str | None = None,
+        speedup: float | None = None,
+        peak_bytes: int | None = None,
+        host_syncs: int | None = None,
+        launches: int | None = None,
+        **sizes: int | float,
+    ) -> None:
+        for what, value, allowed in (
+            ("clock", clock, CLOCKS),
+            ("direction", direction, DIRECTIONS),
+            ("dtype", dtype, (None, *DTYPES)),
+            ("device", device, (None, "cpu", "cuda")),
+        ):
+            if value not in allowed:
+                choices = ", ".join(str(a) for a in allowed if a is not None)
+                raise PairError(f"workload {name!r}: {what}={value!r} is not one of {choices}")
+        if speedup is not None and not speedup > 0:
+            raise PairError(f"workload {name!r}: speedup={speedup!r} must be above 0")
+        self.name = name
+        self.clock = clock
+        self.direction = direction
+        self.dtype = dtype
+        self.device = device
+        self.promises = Promises(speedup=speedup, peak_bytes=peak_bytes, host_syncs=host_syncs, launches=launches)
+        self.sizes = dict(sizes)
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{k}={v}" for k, v in self.sizes.items())
+        return f"Workload({self.name!r}, {sizes})"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cost:
+    """The least work the function can do, as functions of the workload's sizes.
+
+    `bytes` counts each input read once and each output written once; `flops` the arithmetic in `precision`
+    ("float32", "tf32", "bfloat16", "float16"). Both are for the workload's own direction: a function that names
+    a parameter `direction` receives it.
+    """
+
+    bytes: Callable[..., float] | None = None
+    flops: Callable[..., float] | None = None
+    precision: str = "float32"
+
+    def of(self, sizes: Mapping[str, Any], direction: str) -> tuple[float, float]:
+        """(bytes, operations) at these sizes."""
+        return _call_cost(self.bytes, sizes, direction), _call_cost(self.flops, sizes, direction)
+
+
+def _call_cost(count: Callable[..., float] | None, sizes: Mapping[str, Any], direction: str) -> float:
+    if count is None:
+        return 0.0
+    parameters = inspect.signature(count).parameters
+    known = {**sizes, "direction": direction}
+    return float(count(**{k: v for k, v in known.items() if k in parameters}))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Side:
+    """A callable with what it needs: where it runs, whether it is available, whether it is compiled.
+
+    `available` returns None, or the reason (with the remedy) why this machine cannot run it.
+    """
+
+    call: Callable[..., Any]
+    devices: tuple[str, ...] = ("cpu", "cuda")
+    available: Callable[[], str | None] | None = None
+    compile: Mapping[str, Any] | None = None
+    stateful: bool = False
+
+
+def side(
+    call: Callable[..., Any],
+    *,
+    devices: Sequence[str] = ("cpu", "cuda"),
+    available: Callable[[], str | None] | None = None,
+) -> Side:
+    """A rival or variant that runs only on some devices, or only where `available()` returns None."""
+    return Side(call=call, devices=tuple(devices), available=available)
+
+
+def compiled(call: Callable[..., Any] | Side, **options: Any) -> Side:
+    """`torch.compile(call, **options)`, compiled when it is first needed; `options` as torch.compile's."""
+    if isinstance(call, Side):
+        return Side(
+            call=call.call,
+            devices=call.devices,
+            available=call.available,
+            compile=dict(options),
+            stateful=call.stateful,
+        )
+    return Side(call=call, compile=dict(options))
+
+
+def stateful(make: Callable[..., Callable[..., Any]] | Side) -> Side:
+    """A side that is a factory: `make(*inputs)` builds a step, `step(*step_inputs)` is what runs and is timed."""
+    if isinstance(make, Side):
+        return Side(
+            call=make.call,
+            devices=make.devices,
+            available=make.available,
+            compile=make.compile,
+            stateful=True,
+        )
+    return Side(call=make, stateful=True)
+
+
+@dataclass(kw_only=True, eq=False)
+class Pair:
+    """A reference and an optimized side of one function, with all that is needed to prove and time them.
+
+    Sides are called with the inputs by position, in the order of `inputs`. They return a tensor, a number, None,
+    or a tuple, list or dict of these.
+
+    inputs       name → spec (`tensor`, `scalar`, `listof`, `module`, `recorded`, `constant`, or nested)
+    step_inputs  for stateful sides: inputs drawn anew for each step
+    mutates      inputs changed in place; any other must come back untouched
+    writes       inputs that are outputs only: filled with NaN before the call
+    gradients    compare gradients of every floating input that is not mutated
+    rivals       name → side: what a user would pick instead; proven equal, then timed beside the two
+    variants     name → side: other paths of the optimized side, proven equal but not timed
+    workloads    the sizes that are timed
+    cost         the least bytes and operations → the limit on this device
+    dtypes       precisions to prove, each an item of its own
+    sizes        name → `size(low, high, multiple_of=)` for property tests
+    where        a condition on the sizes, by name; other draws are not made
+    truth        a cheaper float64 truth; proven against the reference at small sizes
+    precision    a lower working precision that the optimized side declares, e.g. "bfloat16"
+    excuse       inputs (float64) → bool mask of output elements within rounding of a threshold
+    steps        for stateful sides: after how many steps the states are compared
+    time_limit   seconds one item may take before it counts as hanging
+    """
+
+    reference: Callable[..., Any] | Side
+    optimized: Callable[..., Any] | Side
+    inputs: Mapping[str, Spec]
+    workloads: Sequence[Workload] = ()
+    step_inputs: Mapping[str, Spec] = field(default_factory=dict)
+    mutates: Collection[str] = frozenset()
+    writes: Collection[str] = frozenset()
+    gradients: bool = True
+    rivals: Mapping[str, Callable[..., Any] | Side] = field(default_factory=dict)
+    variants: Mapping[str, Callable[..., Any] | Side] = field(default_factory=dict)
+    cost: Cost | None = None
+    dtypes: Sequence[str] = ("float32",)
+    sizes: Mapping[str, Size] = field(default_factory=dict)
+    where: Callable[..., bool] | None = None
+    truth: Callable[..., Any] | None = None
+    precision: str | None = None
+    excuse: Callable[..., Any] | None = None
+    steps: Sequence[int] = (1, 2, 17, 100)
+    time_limit: float = 300.0
+    name: str = "pair"
+
+    def __post_init__(self) -> None:
+        self.mutates = frozenset(self.mutates)
+        self.writes = frozenset(self.writes)
+        if isinstance(self.workloads, Workload):
+            self.workloads = (self.workloads,)
+        every = {**self.inputs, **self.step_inputs}
+        for role, names in (("mutates", self.mutates), ("writes", self.writes)):
+            for name in sorted(names - set(every)):
+                raise PairError(f"{role}={{{name!r}}}: there is no such input; the inputs are {', '.join(every)}")
+        for name in every:
+            if not name.isidentifier() or keyword.iskeyword(name):
+                raise PairError(f"input {name!r} is not a Python name; rename it")
+        for dtype in (*self.dtypes, *([self.precision] if self.precision else [])):
+            if dtype not in DTYPES:
+                raise PairError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+        if not self.dtypes:
+            raise PairError("dtypes is empty; name at least one precision to prove, e.g. ('float32',)")
+        for name in (*self.rivals, *self.variants):
+            if name in ("reference", "optimized"):
+                raise PairError(f"a rival or variant may not be called {name!r}; choose another name")
+        if self.is_stateful != as_side(self.optimized).stateful:
+            raise PairError("one side is stateful(...) and the other is not; wrap both")
+
+    @property
+    def is_stateful(self) -> bool:
+        return as_side(self.reference).stateful
+
+    @property
+    def symbols(self) -> set[str]:
+        """The names of the sizes that the inputs depend on."""
+        return symbols(dict(self.inputs)) | symbols(dict(self.step_inputs))
+
+    @property
+    def is_recorded(self) -> bool:
+        return any(isinstance(s, RecordedSpec) for s in self.inputs.values())
+
+    def validate(self) -> None:
+        """Raise PairError for what can only be known once the whole pair is there: its workloads."""
+        if not self.workloads:
+            raise PairError(
+                f"pair {self.name!r} has no workload, so that nothing of it is timed; "
+                f'add workloads=[Workload("name", {", ".join(f"{s}=…" for s in sorted(self.symbols))})]'
+            )
+        seen: set[str] = set()
+        scalars = {k for k, v in self.inputs.items() if isinstance(v, ScalarSpec)}
+        for workload in self.workloads:
+            if workload.name in seen:
+                raise PairError(f"pair {self.name!r} has two workloads called {workload.name!r}; rename one")
+            seen.add(workload.name)
+            unbound = sorted((self.symbols | scalars) - set(workload.sizes))
+            if unbound:
+                raise PairError(
+                    f"pair {self.name!r}, workload {workload.name!r}: size {unbound[0]!r} is unbound; "
+                    f"give {unbound[0]}=… in the workload"
+                )
+            unknown = sorted(set(workload.sizes) - self.symbols - scalars)
+            if unknown:
+                raise PairError(
+                    f"pair {self.name!r}, workload {workload.name!r}: no input has a size {unknown[0]!r}; "
+                    f"the sizes are {', '.join(sorted(self.symbols | scalars))}"
+                )
+
+
+def as_side(call: Callable[..., Any] | Side) -> Side:
+    """The callable as a `Side`, with the defaults of one."""
+    return call if isinstance(call, Side) else Side(call=call)

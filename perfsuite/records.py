@@ -1,0 +1,265 @@
+"""Frozen records that pass from stage to stage. They hold no tensors and serialise to JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, TypeVar
+
+from perfsuite.errors import PerfsuiteError
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InputCase:
+    """How one tensor input is made: its memory layout and the regime of its values."""
+
+    layout: str = "contiguous"
+    regime: str = "normal"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """One draw of a pair's inputs: everything needed to build the same tensors again."""
+
+    dtype: str
+    sizes: Mapping[str, Any]
+    inputs: Mapping[str, InputCase]
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evidence:
+    """What an equivalence check established."""
+
+    pair: str
+    dtype: str
+    device: str
+    draws: int
+    discarded: int
+    elements: int
+    excused: int
+    worst: float
+    """The largest error seen, as a fraction of its budget."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SideRecord:
+    """One side of one workload in one process. Times are seconds a call, medians over the process."""
+
+    device_s: float | None
+    wall_s: float | None
+    blocks_s: tuple[float, ...]
+    """Median seconds a call in each block, on the workload's clock."""
+    peak_bytes: int | None
+    host_syncs: int | None
+    launches: int | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limit:
+    """The device's limit for a workload, from its cost and the ceilings measured in the same process."""
+
+    seconds: float
+    by: str
+    """"memory" or "compute"."""
+    bytes: float
+    flops: float
+    ceiling: float
+    """Bytes a second or operations a second."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Condition:
+    """The state of the device over a measurement."""
+
+    sm_clock_mhz: float | None = None
+    sm_clock_min_mhz: float | None = None
+    temperature_c: float | None = None
+    power_w: float | None = None
+    throttle: tuple[str, ...] = ()
+    set_aside: int = 0
+    """Quads not used because the device throttled while they ran."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measurement:
+    """One workload timed in one process.
+
+    `log_ratios[other]` holds one value a block: the median over its quads of log(time of `other` / time of
+    `optimized`), so that a positive value means that `optimized` is faster. Keys are "reference", each rival,
+    and in a second look "accepted", the optimized side of the accepted revision.
+    """
+
+    id: str
+    pair: str
+    workload: str
+    device: str
+    clock: str
+    direction: str
+    dtype: str
+    sizes: Mapping[str, Any]
+    seed: int
+    sides: Mapping[str, SideRecord]
+    log_ratios: Mapping[str, tuple[float, ...]]
+    few: tuple[str, ...] = ()
+    """Sides too slow to repeat: sampled a few times only."""
+    skipped: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Rivals that were not timed, each with the reason."""
+    limit: Limit | None = None
+    condition: Condition = Condition()
+    seconds: float = 0.0
+    evidence: Evidence | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromiseRecord:
+    """What a workload promises, as declared when it was collected."""
+
+    speedup: float | None = None
+    peak_bytes: int | None = None
+    host_syncs: int | None = None
+    launches: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """The machine: what must agree with a baseline (`device`) and what is said when it differs."""
+
+    device: str
+    """Slug of the device, e.g. "nvidia-h200"; the baseline's file name."""
+    device_name: str
+    count: int
+    cpu: str
+    cores: int
+    memory_bytes: int
+    driver: str | None
+    cuda: str | None
+    power_limit_w: float | None
+    python: str
+    torch: str | None
+    triton: str | None
+    platform: str
+
+
+class Status(enum.StrEnum):
+    """The verdict on one workload."""
+
+    PASS = "PASS"
+    IMPROVED = "IMPROVED"
+    NOT_EQUIVALENT = "NOT_EQUIVALENT"
+    BELOW_FLOOR = "BELOW_FLOOR"
+    REGRESSED = "REGRESSED"
+    NOISY = "NOISY"
+    NO_BASELINE = "NO_BASELINE"
+    WRONG_MACHINE = "WRONG_MACHINE"
+    UNMEASURED = "UNMEASURED"
+    WAIVED = "WAIVED"
+
+    @property
+    def green(self) -> bool:
+        return self in (Status.PASS, Status.IMPROVED, Status.WAIVED)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """The gate's answer for one workload, in one line (`message`) and in figures.
+
+    `slowdown` is the estimated relative slowdown of the optimized side against what was accepted (0.03 = 3%
+    slower), `low` and `high` its 95% interval. `moved` names the side that moved: "optimized", "reference",
+    "device" or None.
+    """
+
+    id: str
+    status: Status
+    message: str
+    slowdown: float | None = None
+    low: float | None = None
+    high: float | None = None
+    margin: float | None = None
+    speedup: float | None = None
+    speedup_low: float | None = None
+    speedup_high: float | None = None
+    accepted_speedup: float | None = None
+    moved: str | None = None
+    look: int = 0
+    """1 or 2: which stage of the gate decided; 0 where neither ran."""
+    processes: int = 0
+
+
+def to_json(value: Any) -> Any:
+    """A record as plain JSON values."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: to_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(k): to_json(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_json(v) for v in value]
+    if isinstance(value, enum.Enum):
+        return value.value
+    return value
+
+
+def from_json(kind: type[R], data: Any) -> R:
+    """The record of type `kind` that `to_json` gave; PerfsuiteError names a field that is missing or wrong."""
+    result: R = _read(kind, data, kind.__name__)
+    return result
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
+
+
+def _read(kind: Any, data: Any, where: str) -> Any:
+    origin = typing.get_origin(kind)
+    if kind is Any:
+        return data
+    if origin in (typing.Union, types.UnionType):
+        options = typing.get_args(kind)
+        if data is None and type(None) in options:
+            return None
+        return _read(next(o for o in options if o is not type(None)), data, where)
+    if dataclasses.is_dataclass(kind):
+        return _read_record(typing.cast(type, kind), data, where)
+    if origin is tuple:
+        if not isinstance(data, list):
+            raise PerfsuiteError(f"{where} is not a list")
+        return tuple(_read(typing.get_args(kind)[0], v, where) for v in data)
+    if origin is not None and issubclass(origin, Mapping):
+        if not isinstance(data, Mapping):
+            raise PerfsuiteError(f"{where} is not a table")
+        value = typing.get_args(kind)[1]
+        return {k: _read(value, v, f"{where}.{k}") for k, v in data.items()}
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        try:
+            return kind(data)
+        except ValueError:
+            raise PerfsuiteError(f"{where}: {data!r} is not a {kind.__name__}") from None
+    if kind is float and isinstance(data, int) and not isinstance(data, bool):
+        return float(data)
+    if not isinstance(data, kind) or (isinstance(data, bool) and kind is not bool):
+        raise PerfsuiteError(f"{where} is {data!r}, not {kind.__name__}")
+    return data
+
+
+def _read_record(kind: type, data: Any, where: str) -> Any:
+    if not isinstance(data, Mapping):
+        raise PerfsuiteError(f"{where} is not a table")
+    fields = {f.name: f for f in dataclasses.fields(kind)}
+    unknown = sorted(set(data) - set(fields))
+    if unknown:
+        raise PerfsuiteError(f"{where} has an unknown field {unknown[0]!r}")
+    values = {}
+    for name, field in fields.items():
+        if name in data:
+            values[name] = _read(_hints(kind)[name], data[name], f"{where}.{name}")
+        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            raise PerfsuiteError(f"{where} lacks {name!r}")
+    return kind(**values)

@@ -1,0 +1,221 @@
+"""What an input looks like: its shape in symbolic sizes, its dtype, its values.
+
+A spec is a plain description. `perfsuite.inputs` draws from it with Hypothesis and builds tensors; nothing
+here imports torch, so that declaring a pair costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from perfsuite.errors import PairError
+
+if TYPE_CHECKING:
+    import torch
+
+Dim: TypeAlias = "int | str"
+Bound: TypeAlias = "int | str"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Floats:
+    """Real values. Without bounds: every magnitude the dtype holds, NaN and infinities included.
+
+    `low` and `high` bound the domain; extreme values then stay within it and are finite.
+    """
+
+    low: float | None = None
+    high: float | None = None
+    nonfinite: bool = True
+
+    @property
+    def bounded(self) -> bool:
+        return self.low is not None and self.high is not None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Integers:
+    """Whole numbers in [low, high), like `torch.randint`; bounds may be names of sizes.
+
+    A sequence of bounds holds one for each column of the last dimension. With `outside`, some drawn values lie
+    beyond the bounds, for functions that define what happens then.
+    """
+
+    low: Bound = 0
+    high: Bound | tuple[Bound, ...] = 2
+    outside: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampled:
+    """Values made by a function of (generator, shape, dtype), on the CPU."""
+
+    make: Callable[[torch.Generator, tuple[int, ...], torch.dtype], torch.Tensor]
+
+
+Values: TypeAlias = "Floats | Integers | Sampled"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorSpec:
+    """A tensor of symbolic sizes. `dtype=None` follows the precision under test."""
+
+    dims: tuple[Dim, ...]
+    dtype: str | None = None
+    values: Values = Floats()
+    period: float | None = None
+    layouts: tuple[str, ...] | None = None
+    differentiable: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScalarSpec:
+    """A Python number: a size by name, or a draw from `values`."""
+
+    values: Floats | Integers
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ListSpec:
+    """`count` inputs of one spec, as a list."""
+
+    count: Dim
+    item: Spec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModuleSpec:
+    """A `torch.nn.Module` with its parameters, built anew for each draw from the sizes.
+
+    The weights are seeded by the draw; the module is cast to the dtype under test and moved to the device.
+    """
+
+    build: Callable[..., torch.nn.Module]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecordedSpec:
+    """An input saved by `torch.save` from a real run; floating tensors are cast to the dtype under test."""
+
+    path: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConstantSpec:
+    """The same Python value in every draw."""
+
+    value: Any
+
+
+# A spec, or a tuple, list or dict of specs.
+Spec: TypeAlias = "TensorSpec | ScalarSpec | ListSpec | ModuleSpec | RecordedSpec | ConstantSpec | Any"
+
+LAYOUTS = ("contiguous", "transposed", "strided", "offset", "expanded")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Size:
+    """The range of one symbolic size in property tests: [low, high], a multiple of `multiple_of`."""
+
+    low: int = 0
+    high: int = 33
+    multiple_of: int = 1
+
+
+def floats(low: float | None = None, high: float | None = None, *, nonfinite: bool = True) -> Floats:
+    """Real values, in [low, high] where bounds are given."""
+    if low is not None and high is not None and not low <= high:
+        raise PairError(f"floats({low}, {high}): the lower bound is above the upper one; swap them")
+    return Floats(low=low, high=high, nonfinite=nonfinite and low is None and high is None)
+
+
+def integers(low: Bound = 0, high: Bound | Sequence[Bound] = 2, *, outside: bool = False) -> Integers:
+    """Whole numbers in [low, high); bounds may name sizes, one bound a column if `high` is a sequence."""
+    upper = high if isinstance(high, (int, str)) else tuple(high)
+    return Integers(low=low, high=upper, outside=outside)
+
+
+def sampled(make: Callable[[torch.Generator, tuple[int, ...], torch.dtype], torch.Tensor]) -> Sampled:
+    """Values from a function of (generator, shape, dtype) that returns a CPU tensor."""
+    return Sampled(make=make)
+
+
+def tensor(
+    *dims: Dim,
+    dtype: str | None = None,
+    values: Values | None = None,
+    period: float | None = None,
+    layouts: Sequence[str] | None = None,
+    differentiable: bool = True,
+) -> TensorSpec:
+    """A tensor input of shape `dims`, each an int or the name of a size shared between inputs.
+
+    `dtype` None follows the precision under test; `period` compares it on a circle (when it is an output too);
+    `layouts` restricts the memory layouts drawn; `differentiable=False` keeps it out of the gradient check.
+    """
+    unknown = set(layouts or ()) - set(LAYOUTS)
+    if unknown:
+        raise PairError(f"tensor: unknown layout {sorted(unknown)[0]!r}; choose from {', '.join(LAYOUTS)}")
+    if values is None:
+        values = Integers() if dtype is not None and not dtype.startswith(("float", "bfloat")) else Floats()
+    return TensorSpec(
+        dims=dims,
+        dtype=dtype,
+        values=values,
+        period=period,
+        layouts=tuple(layouts) if layouts else None,
+        differentiable=differentiable,
+    )
+
+
+def scalar(values: Floats | Integers) -> ScalarSpec:
+    """A Python number; a workload sets it by the input's name."""
+    return ScalarSpec(values=values)
+
+
+def listof(count: Dim, item: Spec) -> ListSpec:
+    """A list of `count` inputs of one spec, e.g. an optimizer's parameters."""
+    return ListSpec(count=count, item=item)
+
+
+def module(build: Callable[..., torch.nn.Module]) -> ModuleSpec:
+    """A module input: `build(**sizes)` makes it, its parameters are differentiated too."""
+    return ModuleSpec(build=build)
+
+
+def recorded(path: str) -> RecordedSpec:
+    """An input recorded from a real run with `torch.save`; the path is relative to the test module."""
+    return RecordedSpec(path=path)
+
+
+def constant(value: Any) -> ConstantSpec:
+    """A Python value that is the same in every draw."""
+    return ConstantSpec(value=value)
+
+
+def size(low: int = 0, high: int = 33, *, multiple_of: int = 1) -> Size:
+    """The range of a symbolic size in property tests, ends included."""
+    if low > high or low < 0 or multiple_of < 1:
+        raise PairError(f"size({low}, {high}, multiple_of={multiple_of}): not a range; use 0 <= low <= high")
+    return Size(low=low, high=high, multiple_of=multiple_of)
+
+
+def symbols(spec: Any) -> set[str]:
+    """The names of the sizes that a spec depends on."""
+    match spec:
+        case TensorSpec():
+            names = {d for d in spec.dims if isinstance(d, str)}
+            if isinstance(spec.values, Integers):
+                bounds = spec.values.high if isinstance(spec.values.high, tuple) else (spec.values.high,)
+                names |= {b for b in (*bounds, spec.values.low) if isinstance(b, str)}
+            return names
+        case ListSpec():
+            return symbols(spec.item) | ({spec.count} if isinstance(spec.count, str) else set())
+        case tuple() | list():
+            return set().union(*(symbols(s) for s in spec))
+        case Mapping():
+            return set().union(*(symbols(s) for s in spec.values()))
+        case _:
+            return set()
