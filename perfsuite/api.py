@@ -1,1 +1,52 @@
-"""check and measure: the pair's items from Python, for notebooks."""
+"""`check` and `measure`: a pair's proofs and timings from Python, for notebooks."""
+
+from __future__ import annotations
+
+import hypothesis
+import torch
+
+from perfsuite import equivalence, execution, integrity, sampling
+from perfsuite import inputs as make
+from perfsuite.pair import Pair, as_side
+from perfsuite.records import Case, Evidence, Measurement
+
+
+def check(pair: Pair, *, examples: int = 25, device: str | None = None) -> tuple[Evidence, ...]:
+    """Prove the pair equal in each of its dtypes, gradients included, and its integrity; the evidence of each proof.
+
+    NotEquivalent, with the offending draw in its last line, where a side is not the same function.
+    """
+    where = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    gradients = pair.gradients and not pair.is_stateful and bool(execution.differentiable(pair))
+    found = []
+    for dtype in pair.dtypes:
+        for with_gradients in (False, True) if gradients else (False,):
+            tally = equivalence.Tally()
+
+            @hypothesis.settings(max_examples=examples, deadline=None, database=None, report_multiple_bugs=False)
+            @hypothesis.given(make.cases(pair, dtype))
+            def prove(case: Case, gradients: bool = with_gradients, tally: equivalence.Tally = tally) -> None:
+                try:
+                    equivalence.check_case(pair, case, where, gradients=gradients, tally=tally)
+                    if tally.draws <= 3 and not gradients:
+                        integrity.check(pair, case, where)
+                except equivalence.NotEquivalent as error:
+                    raise equivalence.NotEquivalent(f"{error}\ndraw: {make.case_line(case)}") from None
+
+            prove()
+            found.append(tally.evidence(pair, dtype, where))
+    return tuple(found)
+
+
+def measure(pair: Pair, *, device: str | None = None) -> tuple[Measurement, ...]:
+    """Time every workload of the pair in this process, each after its proof on the very inputs timed.
+
+    Workloads for another kind of device are left out.
+    """
+    pair.validate()
+    where = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return tuple(
+        sampling.measure(pair, workload, workload_id=f"{pair.name}::speed[{workload.name}]", device=where)
+        for workload in pair.workloads
+        if workload.device in (None, where) and execution.unavailable(as_side(pair.optimized), where) is None
+    )

@@ -1,0 +1,36 @@
+# Every target sets up what it needs: tools/bootstrap.py prints the Python to use. See `make help`.
+.DEFAULT_GOAL := help
+
+BOOTSTRAP = $$(command -v python3 || command -v python || { echo "make: install Python 3.11 or newer" >&2; exit 1; })
+SETUP = bootstrap=$(BOOTSTRAP) && python=$$("$$bootstrap" tools/bootstrap.py)
+# More arguments for the command, e.g. make run ARGS='-k rotor_update'
+ARGS ?=
+
+.PHONY: run test check format gate doctor clean help
+
+run: ## prove, measure and report, with what this machine has
+	@$(SETUP) && "$$python" -m perfsuite run $(ARGS)
+
+test: ## correctness of every pair and the harness's own tests (nothing is timed)
+	@$(SETUP) && "$$python" -m pytest -p perfsuite.plugin -m "not perf" $(ARGS)
+
+check: ## formatting, lint and types
+	@$(SETUP) && { "$$python" -c "import ruff, mypy" 2>/dev/null || \
+		{ echo "make check: run $$python -m pip install -c constraints.txt ruff mypy" >&2; exit 1; }; } && \
+	"$$python" -m ruff format --check . && "$$python" -m ruff check . && "$$python" -m mypy
+
+format: ## rewrite the sources as `make check` wants them
+	@$(SETUP) && "$$python" -m ruff format . && "$$python" -m ruff check --fix .
+
+gate: ## hold this machine's measurements against its baseline
+	@$(SETUP) && "$$python" -m perfsuite gate $(ARGS)
+
+doctor: ## what this machine can run, what is missing, and the remedy
+	@$(SETUP) && "$$python" -m perfsuite doctor $(ARGS)
+
+clean: ## remove caches, builds and reports; .venv and baselines stay
+	@rm -rf build dist .perfsuite .hypothesis .pytest_cache .mypy_cache .ruff_cache *.egg-info
+	@find . -name __pycache__ -type d -not -path './.venv/*' -not -path './.git/*' -prune -exec rm -rf {} +
+
+help: ## this list
+	@sed -n 's/^\([a-z]*\): ## /\1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do printf '  make %-8s %s\n' "$$name" "$$text"; done

@@ -1,0 +1,301 @@
+"""lior and speed from one quadratic form, fused with its gradient (trainer2, technique 000.3)."""
+
+import torch
+
+from optimized.kernels import ceil_div, jit, on_device_of, tl, use_triton
+
+# A thread holds whole rows, its coordinates and the metric in registers: 64 entries are as many as fit well. Wider
+# forms are bound by arithmetic and belong to a matrix product.
+MAX_COORDINATES = 8
+# A program walks over tiles of 256 rows, 2 a thread: four 16-byte loads of the velocity in flight each.
+BLOCK = 256
+NUM_WARPS = 4
+# So that the metric is loaded once for many tiles: eight programs for each of an H200's 132 multiprocessors.
+FORWARD_PROGRAMS = 1056
+# The backward keeps a sum for each entry of the metric beside it: 1 row a thread, and as many programs as are
+# resident at once, each of which writes one partial sum.
+BACKWARD_BLOCK = 128
+BACKWARD_PROGRAMS = 528
+
+
+def lior_and_speed(
+    velocity: torch.Tensor,
+    curvature: torch.Tensor,
+    metric: torch.Tensor | None,
+    metric_diag: torch.Tensor | None = None,
+    eps: float = 1e-8,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(lior, speed), each [B]: speed is the length of the velocity in the metric, lior is curvature * speed.
+
+    speed is `sqrt(max(v' g v, 0) + eps)`, or with `metric_diag` `sqrt(max(sum g_i v_i^2, 0) + eps)`.
+    float32 on CUDA with n <= 8 and one metric for all rows takes the Triton kernels, forward and backward,
+    deterministic; everything else the vectorised form. The kernels have no second derivative.
+
+    velocity     [B, n]
+    curvature    [B], R_sc
+    metric       [n, n] or [B, n, n]; None if metric_diag is given
+    metric_diag  [n] or None; when given it alone is the metric
+
+    Source: trainer2, technique 000.3.
+    """
+    form = metric if metric_diag is None else metric_diag
+    if form.dim() < 3 and 0 < velocity.shape[1] <= MAX_COORDINATES and use_triton(velocity, curvature, form):
+        return lior_and_speed_triton(velocity, curvature, metric, metric_diag, eps)
+    return lior_and_speed_vectorised(velocity, curvature, metric, metric_diag, eps)
+
+
+def lior_and_speed_vectorised(
+    velocity: torch.Tensor,
+    curvature: torch.Tensor,
+    metric: torch.Tensor | None,
+    metric_diag: torch.Tensor | None = None,
+    eps: float = 1e-8,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`lior_and_speed` in PyTorch operations, the form computed once, on any device and dtype."""
+    if metric_diag is not None:
+        form = (metric_diag * velocity * velocity).sum(-1)
+    elif metric.dim() == 3:
+        form = (torch.bmm(velocity[:, None], metric).squeeze(1) * velocity).sum(-1)
+    else:
+        form = ((velocity @ metric) * velocity).sum(-1)
+    speed = torch.sqrt(torch.clamp(form, min=0) + eps)
+    return curvature * speed, speed
+
+
+def lior_and_speed_triton(
+    velocity: torch.Tensor,
+    curvature: torch.Tensor,
+    metric: torch.Tensor | None,
+    metric_diag: torch.Tensor | None = None,
+    eps: float = 1e-8,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`lior_and_speed` as a fused Triton kernel with its own backward, float32, one metric for all rows."""
+    form = metric if metric_diag is None else metric_diag
+    if not 0 < velocity.shape[1] <= MAX_COORDINATES or form.dim() == 3:
+        return lior_and_speed_vectorised(velocity, curvature, metric, metric_diag, eps)
+    return _LiorAndSpeed.apply(velocity, curvature, form, eps)
+
+
+class _LiorAndSpeed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, velocity, curvature, form, eps):
+        rows, n = velocity.shape
+        # The kernels read whole rows in 16-byte pieces.
+        velocity, form = velocity.contiguous(), form.contiguous()
+        lior = torch.empty(rows, dtype=velocity.dtype, device=velocity.device)
+        speed = torch.empty_like(lior)
+        ctx.save_for_backward(velocity, curvature, form)
+        ctx.eps = eps
+        if rows:
+            with on_device_of(velocity):
+                _forward_kernel[(min(ceil_div(rows, BLOCK), FORWARD_PROGRAMS),)](
+                    velocity,
+                    curvature,
+                    form,
+                    lior,
+                    speed,
+                    rows,
+                    curvature.stride(0),
+                    eps,
+                    N=n,
+                    BLOCK=BLOCK,
+                    DIAGONAL=form.dim() == 1,
+                    num_warps=NUM_WARPS,
+                )
+        return lior, speed
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, d_lior, d_speed):
+        velocity, curvature, form = ctx.saved_tensors
+        rows, n = velocity.shape
+        diagonal = form.dim() == 1
+        d_velocity = torch.empty_like(velocity)
+        d_curvature = torch.empty(rows, dtype=velocity.dtype, device=velocity.device)
+        if not rows:
+            return d_velocity, d_curvature, torch.zeros_like(form), None
+        programs = min(ceil_div(rows, BACKWARD_BLOCK), BACKWARD_PROGRAMS)
+        form_needed = ctx.needs_input_grad[2]
+        partial = torch.empty((programs, *form.shape) if form_needed else 1, dtype=torch.float32, device=form.device)
+        with on_device_of(velocity):
+            _backward_kernel[(programs,)](
+                velocity,
+                curvature,
+                form,
+                d_lior,
+                d_speed,
+                d_velocity,
+                d_curvature,
+                partial,
+                rows,
+                curvature.stride(0),
+                d_lior.stride(0),
+                d_speed.stride(0),
+                ctx.eps,
+                N=n,
+                LOG2_CELLS=(n if diagonal else n * n).bit_length() if n > 1 else 1,
+                BLOCK=BACKWARD_BLOCK,
+                DIAGONAL=diagonal,
+                FORM_NEEDED=form_needed,
+                num_warps=NUM_WARPS,
+            )
+        # Summed in a fixed order, with no atomics: the gradient is the same at every run.
+        return d_velocity, d_curvature, partial.sum(0) if form_needed else None, None
+
+
+@jit
+def _load_row(velocity_ptr, row, rows, N: tl.constexpr, BLOCK: tl.constexpr):
+    """The coordinates of BLOCK rows as a tuple of [BLOCK]: 16 bytes a load, a row's all in one thread."""
+    four = tl.arange(0, 4)
+    v = ()
+    for chunk in tl.static_range((N + 3) // 4):
+        column = chunk * 4 + four
+        inside = (row < rows)[:, None] & (column < N)[None, :]
+        quad = tl.load(velocity_ptr + row[:, None] * N + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        even, odd = tl.split(tl.reshape(quad, (BLOCK, 2, 2)))
+        v0, v2 = tl.split(even)
+        v1, v3 = tl.split(odd)
+        v = v + (v0, v1, v2, v3)
+    return v
+
+
+@jit
+def _forward_kernel(
+    velocity_ptr,
+    curvature_ptr,
+    form_ptr,
+    lior_ptr,
+    speed_ptr,
+    rows,
+    stride_curvature,
+    eps,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DIAGONAL: tl.constexpr,
+):
+    g = ()
+    for cell in tl.static_range(N if DIAGONAL else N * N):
+        g = g + (tl.load(form_ptr + cell).to(tl.float32),)
+    for start in range(tl.program_id(0) * BLOCK, rows, tl.num_programs(0) * BLOCK):
+        row = (start + tl.arange(0, BLOCK)).to(tl.int64)
+        curvature = tl.load(curvature_ptr + row * stride_curvature, mask=row < rows, other=0.0).to(tl.float32)
+        v = _load_row(velocity_ptr, row, rows, N, BLOCK)
+        q = tl.zeros((BLOCK,), dtype=tl.float32)
+        for j in tl.static_range(N):
+            if DIAGONAL:
+                along = v[j] * g[j]
+            else:
+                along = v[0] * g[j]
+                for i in tl.static_range(1, N):
+                    along += v[i] * g[i * N + j]
+            q += along * v[j]
+        # Not tl.maximum: NaN must stay.
+        speed = tl.sqrt_rn(tl.where(q < 0, 0.0, q) + eps)
+        tl.store(lior_ptr + row, curvature * speed, mask=row < rows)
+        tl.store(speed_ptr + row, speed, mask=row < rows)
+
+
+@jit
+def _backward_kernel(
+    velocity_ptr,
+    curvature_ptr,
+    form_ptr,
+    d_lior_ptr,
+    d_speed_ptr,
+    d_velocity_ptr,
+    d_curvature_ptr,
+    partial_ptr,
+    rows,
+    stride_curvature,
+    stride_d_lior,
+    stride_d_speed,
+    eps,
+    N: tl.constexpr,
+    LOG2_CELLS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DIAGONAL: tl.constexpr,
+    FORM_NEEDED: tl.constexpr,
+):
+    CELLS: tl.constexpr = N if DIAGONAL else N * N
+    PADDED: tl.constexpr = 1 << LOG2_CELLS
+    zero = tl.zeros((BLOCK,), dtype=tl.float32)
+    # The gradient needs g + g' alone, and the metric's own gradient is symmetric: i <= j of both is enough.
+    g = ()
+    d_g = ()
+    for i in tl.static_range(N):
+        if DIAGONAL:
+            g = g + (tl.load(form_ptr + i).to(tl.float32) * 2.0,)
+            d_g = d_g + (zero,)
+        else:
+            for j in tl.static_range(N):
+                if i <= j:
+                    upper = tl.load(form_ptr + i * N + j).to(tl.float32)
+                    g = g + (upper + tl.load(form_ptr + j * N + i).to(tl.float32),)
+                    d_g = d_g + (zero,)
+                else:
+                    g = g + (g[j * N + i],)
+    four = tl.arange(0, 4)
+    for start in range(tl.program_id(0) * BLOCK, rows, tl.num_programs(0) * BLOCK):
+        row = (start + tl.arange(0, BLOCK)).to(tl.int64)
+        curvature = tl.load(curvature_ptr + row * stride_curvature, mask=row < rows, other=0.0).to(tl.float32)
+        d_lior = tl.load(d_lior_ptr + row * stride_d_lior, mask=row < rows, other=0.0).to(tl.float32)
+        d_speed = tl.load(d_speed_ptr + row * stride_d_speed, mask=row < rows, other=0.0).to(tl.float32)
+        v = _load_row(velocity_ptr, row, rows, N, BLOCK)
+        twice_q = zero
+        slope = ()
+        for j in tl.static_range(N):
+            if DIAGONAL:
+                s = v[j] * g[j]
+            else:
+                s = zero
+                for i in tl.static_range(N):
+                    s += v[i] * g[i * N + j]
+            twice_q += s * v[j]
+            slope = slope + (s,)
+        q = 0.5 * twice_q
+        speed = tl.sqrt_rn(tl.where(q < 0, 0.0, q) + eps)
+        # Where q is negative the clamp lets nothing through; at 0 it does, as torch.clamp(min=0).
+        d_q = tl.where(q >= 0, tl.div_rn(d_speed + d_lior * curvature, 2.0 * speed), 0.0)
+        tl.store(d_curvature_ptr + row, d_lior * speed, mask=row < rows)
+        for chunk in tl.static_range((N + 3) // 4):
+            quad = ()
+            for c in tl.static_range(4):
+                quad = quad + ((d_q * slope[chunk * 4 + c]) if chunk * 4 + c < N else zero,)
+            column = chunk * 4 + four
+            inside = (row < rows)[:, None] & (column < N)[None, :]
+            pair = tl.join(tl.join(quad[0], quad[2]), tl.join(quad[1], quad[3]))
+            tl.store(
+                d_velocity_ptr + row[:, None] * N + column[None, :], tl.reshape(pair, (BLOCK, 4)), mask=inside
+            )
+        if FORM_NEEDED:
+            new = ()
+            for i in tl.static_range(N):
+                weighted = d_q * v[i]
+                if DIAGONAL:
+                    new = new + (d_g[i] + weighted * v[i],)
+                else:
+                    for j in tl.static_range(i, N):
+                        new = new + (d_g[i * N - i * (i - 1) // 2 + j - i] + weighted * v[j],)
+            d_g = new
+    if FORM_NEEDED:
+        # All entries side by side, so that one reduction over the threads serves them.
+        cells = ()
+        for i in tl.static_range(N):
+            if DIAGONAL:
+                cells = cells + (d_g[i],)
+            else:
+                for j in tl.static_range(N):
+                    if i <= j:
+                        cells = cells + (d_g[i * N - i * (i - 1) // 2 + j - i],)
+                    else:
+                        cells = cells + (d_g[j * N - j * (j - 1) // 2 + i - j],)
+        for _ in tl.static_range(CELLS, PADDED):
+            cells = cells + (zero,)
+        for level in tl.static_range(LOG2_CELLS):
+            joined = ()
+            for cell in tl.static_range(PADDED >> (level + 1)):
+                joined = joined + (tl.join(cells[cell], cells[cell + (PADDED >> (level + 1))]),)
+            cells = joined
+        total = tl.sum(tl.reshape(cells[0], (BLOCK, PADDED)), axis=0)
+        cell = tl.arange(0, PADDED)
+        tl.store(partial_ptr + tl.program_id(0) * CELLS + cell, total, mask=cell < CELLS)

@@ -1,0 +1,179 @@
+"""Rotor update without a host synchronisation: one Triton kernel on CUDA (trainer2, technique 000.2)."""
+
+import math
+
+import torch
+
+from optimized.kernels import ceil_div, jit, on_device_of, tl, use_triton
+
+MIN_LENGTH = 1e-6
+
+# A program owns this many slots and passes over all pairs in tiles: a 64 x 64 comparison fits the registers of
+# one warp pair, and the usual call (at most 64 slots and pairs) is then one program, one pass.
+BLOCK_SLOTS = tl.constexpr(64)
+BLOCK_PAIRS = tl.constexpr(64)
+NUM_WARPS = 2
+# The kernel does k * P comparisons. Beyond this many (some 20 us) the linear index_add_ is the better choice,
+# although its atomics make the order of accumulation vary on CUDA.
+MAX_COMPARISONS = 1 << 24
+
+# Constants stand to the right of a tensor: the interpreter does not convert one on the left.
+TWO_PI = tl.constexpr(2 * math.pi)
+PI = tl.constexpr(math.pi)
+HALF_PI = tl.constexpr(math.pi / 2)
+QUARTER_PI = tl.constexpr(math.pi / 4)
+TAN_PI_8 = tl.constexpr(math.tan(math.pi / 8))
+
+
+def rotor_update(
+    theta: torch.Tensor,
+    velocity: torch.Tensor,
+    index: torch.Tensor,
+    loss_delta: torch.Tensor,
+    eta: float = 10.0,
+) -> torch.Tensor:
+    """Turn each listed rotor angle against the change of the loss, in place; returns `theta`.
+
+    For each row (i, j, slot) of `index`:
+    `theta[slot] += 0.01 * eta * (-loss_delta) * atan2(v_j, v_i) * hypot(v_i, v_j)`. A row is skipped where the
+    length is below 1e-6, an index is out of range, or the value is not finite. Slots may repeat and then
+    accumulate. At the end every angle is wrapped to [-pi, pi).
+
+    The host never waits for the device. float32 on CUDA takes the deterministic Triton kernel while k * P is
+    at most 2^24; everything else the vectorised form.
+
+    theta       [k], radians, changed in place
+    velocity    [n], mean velocity over batch and window
+    index       [P, 3] int64, rows (i, j, slot)
+    loss_delta  0-d, nudged minus free loss
+
+    Source: trainer2, technique 000.2.
+    """
+    if use_triton(theta, velocity, loss_delta) and theta.shape[0] * index.shape[0] <= MAX_COMPARISONS:
+        return rotor_update_triton(theta, velocity, index, loss_delta, eta)
+    return rotor_update_vectorised(theta, velocity, index, loss_delta, eta)
+
+
+def rotor_update_vectorised(
+    theta: torch.Tensor,
+    velocity: torch.Tensor,
+    index: torch.Tensor,
+    loss_delta: torch.Tensor,
+    eta: float = 10.0,
+) -> torch.Tensor:
+    """`rotor_update` in PyTorch operations on all pairs at once, on any device and dtype."""
+    slots, n, pairs = theta.shape[0], velocity.shape[0], index.shape[0]
+    if slots and n and pairs:
+        i, j, slot = index.unbind(1)
+        valid = (i >= 0) & (i < n) & (j >= 0) & (j < n) & (slot >= 0) & (slot < slots)
+        # Clamped and zeroed rather than selected: a boolean index would have to tell the host its size.
+        v_i = velocity[i.clamp(0, n - 1)]
+        v_j = velocity[j.clamp(0, n - 1)]
+        length = torch.hypot(v_i, v_j)
+        delta = 0.01 * eta * (-loss_delta) * torch.atan2(v_j, v_i) * length
+        valid &= (length >= MIN_LENGTH) & torch.isfinite(delta)
+        theta.index_add_(0, slot.clamp(0, slots - 1), torch.where(valid, delta, 0.0))
+    turns = torch.floor((theta + math.pi) / (2 * math.pi))
+    wrapped = theta - 2 * math.pi * turns
+    wrapped = torch.where(wrapped >= math.pi, -math.pi, wrapped)
+    return theta.copy_(torch.where(wrapped < -math.pi, -math.pi, wrapped))
+
+
+def rotor_update_triton(
+    theta: torch.Tensor,
+    velocity: torch.Tensor,
+    index: torch.Tensor,
+    loss_delta: torch.Tensor,
+    eta: float = 10.0,
+) -> torch.Tensor:
+    """`rotor_update` as one Triton kernel, float32: deterministic, O(k * P)."""
+    slots = theta.shape[0]
+    if slots == 0:
+        return theta
+    grid = (ceil_div(slots, BLOCK_SLOTS.value),)
+    with on_device_of(theta):
+        _rotor_update_kernel[grid](
+            theta,
+            velocity,
+            index,
+            loss_delta,
+            0.01 * eta,
+            slots,
+            velocity.shape[0],
+            index.shape[0],
+            theta.stride(0),
+            velocity.stride(0),
+            index.stride(0),
+            index.stride(1),
+            num_warps=NUM_WARPS,
+        )
+    return theta
+
+
+@jit
+def _hypot(x, y):
+    # Scaled by the longer side, so that no square overflows or underflows.
+    x, y = tl.abs(x), tl.abs(y)
+    longer, shorter = tl.maximum(x, y), tl.minimum(x, y)
+    ratio = tl.div_rn(shorter, tl.where(longer > 0, longer, 1.0))
+    return longer * tl.sqrt_rn(1.0 + ratio * ratio)
+
+
+@jit
+def _atan2(y, x):
+    # libdevice is not there under the interpreter. atan on [0, tan(pi/8)] is Cephes' atanf; the rest by symmetry.
+    ax, ay = tl.abs(x), tl.abs(y)
+    longer, shorter = tl.maximum(ax, ay), tl.minimum(ax, ay)
+    t = tl.div_rn(shorter, tl.where(longer > 0, longer, 1.0))
+    far = t > TAN_PI_8
+    t = tl.where(far, tl.div_rn(t - 1.0, t + 1.0), t)
+    z = t * t
+    p = ((8.05374449538e-2 * z - 1.38776856032e-1) * z + 1.99777106478e-1) * z - 3.33329491539e-1
+    angle = p * z * t + t
+    angle = tl.where(far, angle + QUARTER_PI, angle)
+    angle = tl.where(ay > ax, -angle + HALF_PI, angle)
+    angle = tl.where(x < 0, -angle + PI, angle)
+    # The sign bit, not y < 0: atan2(-0.0, -1) is -pi.
+    return tl.where(y.to(tl.int32, bitcast=True) < 0, -angle, angle)
+
+
+@jit
+def _rotor_update_kernel(
+    theta_ptr,
+    velocity_ptr,
+    index_ptr,
+    loss_delta_ptr,
+    rate,
+    slots,
+    n,
+    pairs,
+    stride_theta,
+    stride_velocity,
+    stride_pair,
+    stride_column,
+):
+    own = tl.program_id(0) * BLOCK_SLOTS + tl.arange(0, BLOCK_SLOTS)
+    total = tl.zeros((BLOCK_SLOTS,), dtype=tl.float32)
+    scale = rate * -tl.load(loss_delta_ptr).to(tl.float32)
+    for start in range(0, pairs, BLOCK_PAIRS):
+        pair = (start + tl.arange(0, BLOCK_PAIRS)).to(tl.int64)
+        row = index_ptr + pair * stride_pair
+        i = tl.load(row, mask=pair < pairs, other=-1)
+        j = tl.load(row + stride_column, mask=pair < pairs, other=-1)
+        slot = tl.load(row + 2 * stride_column, mask=pair < pairs, other=-1)
+        valid = (i >= 0) & (i < n) & (j >= 0) & (j < n)
+        v_i = tl.load(velocity_ptr + i * stride_velocity, mask=valid, other=0.0).to(tl.float32)
+        v_j = tl.load(velocity_ptr + j * stride_velocity, mask=valid, other=0.0).to(tl.float32)
+        length = _hypot(v_i, v_j)
+        delta = scale * _atan2(v_j, v_i) * length
+        # False for NaN too. The components as well: tl.maximum may hide a NaN in one of them.
+        infinity = float("inf")
+        finite = (tl.abs(v_i) < infinity) & (tl.abs(v_j) < infinity) & (tl.abs(delta) < infinity)
+        delta = tl.where(valid & finite & (length >= 1e-6), delta, 0.0)
+        total += tl.sum(tl.where(slot[None, :] == own[:, None], delta[None, :], 0.0), axis=1)
+    address = theta_ptr + own.to(tl.int64) * stride_theta
+    angle = tl.load(address, mask=own < slots, other=0.0).to(tl.float32) + total
+    angle = angle - tl.floor((angle + PI) / TWO_PI) * TWO_PI
+    angle = tl.where(angle >= PI, -PI, angle)
+    angle = tl.where(angle < -PI, -PI, angle)
+    tl.store(address, angle, mask=own < slots)

@@ -1,0 +1,74 @@
+"""What every Triton path shares: a guarded import, whether kernels can run here, and the device to launch on.
+
+Kernel modules import `jit`, `tl` and `triton` from here, so that a machine without Triton still imports them and
+takes the PyTorch path. They must not use `from __future__ import annotations`: the interpreter then no longer
+recognises `tl.constexpr`.
+"""
+
+import contextlib
+import os
+from types import SimpleNamespace
+
+import torch
+
+try:
+    import triton
+    import triton.language as tl
+
+    jit = triton.jit
+except ImportError:
+    triton = None
+    # Enough for kernel modules to be imported: constants with a `.value`, annotations.
+    tl = SimpleNamespace(constexpr=lambda value: SimpleNamespace(value=value))
+
+    def jit(kernel):
+        return kernel
+
+
+# The kernels here use 16-byte loads and TF32 tensor cores: Ampere or newer.
+MIN_CAPABILITY = (8, 0)
+
+
+def interpreting() -> bool:
+    """Whether Triton kernels run in its interpreter, on CPU tensors too."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def triton_reason() -> str | None:
+    """None if Triton kernels can run here, else why not and what to do about it."""
+    if triton is None:
+        return "triton is not installed; pip install 'triton>=3.6,<3.8' (Linux only)"
+    if interpreting():
+        return None
+    if not torch.cuda.is_available():
+        return "no CUDA device; set TRITON_INTERPRET=1 before triton is imported to run kernels on the CPU"
+    if torch.cuda.get_device_capability() < MIN_CAPABILITY:
+        need = ".".join(map(str, MIN_CAPABILITY))
+        return f"the GPU's compute capability is below {need}; use a newer one, or the PyTorch path"
+    return None
+
+
+def use_triton(*tensors: torch.Tensor) -> bool:
+    """Whether the kernels serve these tensors: float32 on one GPU that can run them."""
+    first = tensors[0]
+    if triton is None or not first.is_cuda:
+        return False
+    if any(t.device != first.device or t.dtype != torch.float32 for t in tensors):
+        return False
+    return torch.cuda.get_device_capability(first.device) >= MIN_CAPABILITY
+
+
+def on_device_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager:
+    """Make the tensor's GPU current: Triton launches on the current device, not on the arguments'."""
+    if not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(tensor.device)
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """The least power of two that is >= max(n, 1)."""
+    return 1 << max(n - 1, 0).bit_length()

@@ -1,0 +1,213 @@
+"""Compile a pair's Triton kernels ahead of time for sm_90, on any machine: a kernel that would not build is red.
+
+In a process without TRITON_INTERPRET the pair's sides are called on CPU tensors at the workloads' sizes, with a
+driver that stands for an sm_90 device. Each launch compiles its kernel, specialised exactly as on the device, and
+runs nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import TYPE_CHECKING, Any
+
+from perfsuite.errors import PairError, PerfsuiteError
+from perfsuite.pair import Pair, as_side
+
+if TYPE_CHECKING:
+    import pytest
+
+CAPABILITY = 90
+WARP_SIZE = 32
+AHEAD = "PERFSUITE_AHEAD"
+"""Environment variable of the compiling process: where it writes what it compiled."""
+MAX_SHARED_BYTES = 227 * 1024
+"""Shared memory that one block may have on sm_90."""
+
+
+def kernels_of(pair: Pair) -> dict[str, Any]:
+    """Triton kernels reachable from the pair's sides, by qualified name; empty where triton is not loaded."""
+    if "triton" not in sys.modules:
+        return {}
+    found: dict[str, Any] = {}
+    seen: set[str] = set()
+    sides = [pair.optimized, *pair.variants.values()]
+    waiting = [m for s in sides if (m := _module_of(as_side(s).call)) is not None]
+    while waiting:
+        module = waiting.pop()
+        if module.__name__ in seen:
+            continue
+        seen.add(module.__name__)
+        for name, value in list(vars(module).items()):
+            if type(value).__name__ in ("JITFunction", "InterpretedFunction"):
+                if _launched_from_host(value) and value.fn.__module__ == module.__name__:
+                    found[f"{module.__name__}.{name}"] = value
+            else:
+                other = value if isinstance(value, ModuleType) else _module_of(value)
+                if other is not None and _beside(other, module):
+                    waiting.append(other)
+    return found
+
+
+def _module_of(value: Any) -> ModuleType | None:
+    name = getattr(value, "__module__", None) if isinstance(value, (FunctionType, type)) else None
+    return sys.modules.get(name) if name else None
+
+
+def _beside(other: ModuleType, module: ModuleType) -> bool:
+    """Whether `other` belongs to the same project as `module`."""
+    return other.__name__.partition(".")[0] == module.__name__.partition(".")[0]
+
+
+def _launched_from_host(kernel: Any) -> bool:
+    """A kernel stores its results; a device function, called by kernels alone, returns them."""
+    import ast
+    import inspect
+    import textwrap
+
+    tree = ast.parse(textwrap.dedent(inspect.getsource(kernel.fn)))
+    return not any(isinstance(n, ast.Return) and n.value is not None for n in ast.walk(tree))
+
+
+def compile_in_subprocess(item: pytest.Item, seconds: float) -> None:
+    """Compile the item's pair in a fresh process; PerfsuiteError with the compiler's line where a kernel fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "compiled.json"
+        environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+        environment |= {AHEAD: str(out), "TRITON_INTERPRET": "0"}
+        arguments = ["-p", "no:cacheprovider", "-q", "--rootdir", str(item.config.rootpath)]
+        if item.config.inipath is not None:
+            arguments += ["-c", str(item.config.inipath)]
+        command = [sys.executable, "-m", "pytest", *arguments, item.nodeid]
+        try:
+            done = subprocess.run(
+                command, cwd=item.config.rootpath, env=environment, capture_output=True, text=True, timeout=seconds
+            )
+        except subprocess.TimeoutExpired:
+            raise PerfsuiteError(f"its kernels did not compile for sm_90 within {seconds:g} s") from None
+        if not out.exists():
+            tail = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()][-4:]
+            raise PerfsuiteError(
+                f"compiling for sm_90 ended with exit code {done.returncode}: {' | '.join(tail)[:600]}"
+            )
+        result = json.loads(out.read_text())
+    if result["error"]:
+        raise PerfsuiteError(result["error"])
+    item.user_properties.append(("kernels", json.dumps(result["kernels"])))
+
+
+def compile_pair(pair: Pair, out: Path) -> None:
+    """In the compiling process: compile all the pair's kernels and write what came of it to `out`."""
+    expected = kernels_of(pair)
+    compiled: dict[str, dict[str, Any]] = {}
+    error = ""
+    try:
+        with recording(compiled):
+            for _ in _launch_all(pair):
+                pass
+        missing = sorted(set(expected) - set(compiled))
+        if missing:
+            raise PairError(
+                f"kernel {missing[0]} is launched by none of the pair's workloads or variants; add one that does"
+            )
+    except Exception as problem:
+        lines = [line for line in str(problem).splitlines() if line.strip()] or [""]
+        text = (
+            str(problem) if isinstance(problem, PerfsuiteError) else f"{type(problem).__name__}: {' '.join(lines[-3:])}"
+        )
+        error = f"does not compile for sm_90: {text[:600]}"
+    out.write_text(json.dumps({"error": error, "kernels": compiled}))
+
+
+def _launch_all(pair: Pair) -> Iterator[str]:
+    """Call every path that launches Triton kernels, forward and backward, at every workload's sizes."""
+    import torch
+
+    from perfsuite import execution
+    from perfsuite import inputs as make
+
+    sides = [s for n, s in pair.variants.items() if as_side(s).available is None or not _reason(as_side(s))]
+    kernels = [s for s in sides if "cpu" in as_side(s).devices] or [pair.optimized]
+    for workload in pair.workloads:
+        case = make.workload_case(workload, pair.dtypes[0], seed=0)
+        for side in map(as_side, kernels):
+            values = make.build(pair, case, "cpu")
+            call = execution.callable_of(side)
+            if pair.is_stateful:
+                call(*values.values())(*make.build_step(pair, case, "cpu", 1).values())
+            else:
+                gradients = workload.direction != "forward"
+                with torch.set_grad_enabled(gradients):
+                    execution.run(call, pair, values, gradients=gradients, seed=0)
+            yield workload.name
+
+
+def _reason(side: Any) -> str | None:
+    return side.available() if side.available is not None else None
+
+
+class recording:  # noqa: N801 - a context manager
+    """Inside, a launch of a Triton kernel compiles it for sm_90 and records it; nothing runs."""
+
+    def __init__(self, compiled: dict[str, dict[str, Any]]) -> None:
+        self.compiled = compiled
+
+    def __enter__(self) -> None:
+        from triton.backends.compiler import GPUTarget
+        from triton.runtime import driver
+        from triton.runtime.jit import JITFunction
+
+        target = GPUTarget("cuda", CAPABILITY, WARP_SIZE)
+        self._run = JITFunction.run
+        compiled, run = self.compiled, self._run
+
+        def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+            binary = run(kernel, *args, grid=grid, warmup=True, **kwargs)
+            name = f"{kernel.fn.__module__}.{kernel.fn.__name__}"
+            shared = binary.metadata.shared
+            if shared > MAX_SHARED_BYTES:
+                raise PairError(
+                    f"kernel {name} wants {shared} bytes of shared memory a block; sm_90 has {MAX_SHARED_BYTES}"
+                )
+            record = compiled.setdefault(name, {"variants": 0, "shared_bytes": 0, "ptx_lines": 0})
+            record["variants"] += 1
+            record["shared_bytes"] = max(record["shared_bytes"], shared)
+            record["ptx_lines"] = max(record["ptx_lines"], binary.asm["ptx"].count("\n"))
+            return binary
+
+        driver.set_active(_Sm90(target))
+        JITFunction.run = compile_only
+
+    def __exit__(self, *exc: object) -> None:
+        from triton.runtime import driver
+        from triton.runtime.jit import JITFunction
+
+        JITFunction.run = self._run
+        driver.reset_active()
+
+
+class _Sm90:
+    """Stands for the driver of an sm_90 device, as far as compiling asks."""
+
+    def __init__(self, target: Any) -> None:
+        self._target = target
+
+    def get_current_target(self) -> Any:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> Any:
+        import torch
+
+        return torch.device("cpu")

@@ -1,0 +1,202 @@
+"""The command `perfsuite`: a thin front on the same pytest items.
+
+Exit codes: 0 all is well · 1 a verdict is red, a proof failed or something was not measured · 2 interrupted, or the
+command line is wrong · 3 an internal error · 4 the run could not begin (a damaged baseline, a wrong option) · 5 nothing
+was collected.
+
+Other packages add commands through the entry-point group "perfsuite.commands": each entry is a click command.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import click
+
+from perfsuite import __version__
+from perfsuite.errors import PerfsuiteError
+
+COMMANDS = "perfsuite.commands"
+REPORT = ".perfsuite/report"
+
+
+class Commands(click.Group):
+    """Our commands, and those that other packages add."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [*super().list_commands(ctx), *sorted(e.name for e in entry_points(group=COMMANDS))]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        own = super().get_command(ctx, cmd_name)
+        if own is not None:
+            return own
+        for entry in entry_points(group=COMMANDS, name=cmd_name):
+            try:
+                command = entry.load()
+            except Exception as error:
+                raise click.ClickException(f"command {cmd_name!r} of {entry.value} cannot be loaded: {error}") from None
+            if isinstance(command, click.Command):
+                return command
+            raise click.ClickException(f"{entry.value} in the entry-point group {COMMANDS!r} is no click command")
+        return None
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="perfsuite")
+def main() -> None:
+    """Is the fast version still the same function, and is it still fast?
+
+    A pair of functions, declared once in a test module, is proven equal, timed on this machine, held against what was
+    accepted, and fails where it falls short. Start with `perfsuite doctor`, then `perfsuite run`.
+    """
+
+
+def _selection(command: Any) -> Any:
+    command = click.argument("paths", nargs=-1, type=click.Path())(command)
+    return click.option("-k", "keyword", metavar="EXPRESSION", help="Only items whose names match, as pytest's -k.")(
+        command
+    )
+
+
+def _pytest(
+    mode: str,
+    paths: Sequence[str],
+    keyword: str | None,
+    *,
+    marker: str = "perf",
+    report: str | None = None,
+    arguments: Sequence[str] = (),
+    extra: Sequence[str] = (),
+) -> int:
+    """Run pytest on the items, in this process."""
+    import pytest
+
+    given = ["-m", marker] if marker else []
+    given += ["-k", keyword] if keyword else []
+    given += [f"--perfsuite-mode={mode}", *(f"--perfsuite-argument={a}" for a in arguments)]
+    given += [f"--perfsuite-report={report}"] if report else []
+    plugins = [] if _registered() else ["-p", "perfsuite.plugin"]
+    return int(pytest.main([*plugins, *given, *extra, *paths]))
+
+
+def _registered() -> bool:
+    return any(e.value == "perfsuite.plugin" for e in entry_points(group="pytest11"))
+
+
+@main.command()
+@_selection
+@click.option("--report", default=REPORT, show_default=True, type=click.Path(), help="Folder of the report.")
+@click.option("--profile", type=click.Choice(["dev", "ci", "thorough"]), help="How many draws a proof takes.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON when done.")
+def run(paths: tuple[str, ...], keyword: str | None, report: str, profile: str | None, as_json: bool) -> None:
+    """Prove and measure every pair on this machine, and write a report.
+
+    Proofs first: only what is equal is timed. No baseline is needed; `perfsuite gate` holds the result against one.
+    """
+    extra = [f"--perfsuite-profile={profile}"] if profile else []
+    marker = "correctness or perf"
+    _finish(_pytest("run", paths, keyword, marker=marker, report=report, extra=extra), report, as_json)
+
+
+@main.command()
+@_selection
+@click.option("--report", default=REPORT, show_default=True, type=click.Path(), help="Folder of the report.")
+@click.option("--baselines", type=click.Path(), help="Folder of the baselines.  [default: baselines]")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON when done.")
+def gate(paths: tuple[str, ...], keyword: str | None, report: str, baselines: str | None, as_json: bool) -> None:
+    """Hold every workload against its accepted baseline; red where one falls short.
+
+    The same as `pytest -m perf --benchmark-compare`, which needs no options either, and besides writes JUnit, JSON, a
+    Markdown job summary and, on GitHub, annotations.
+    """
+    extra = [f"--perfsuite-baselines={baselines}"] if baselines else []
+    code = _pytest("gate", paths, keyword, report=report, extra=extra)
+    _finish(code, report, as_json, summary=True)
+
+
+def _finish(code: int, report: str, as_json: bool, *, summary: bool = False) -> None:
+    from perfsuite.report import jsonfile, markdown
+
+    written = Path(report) / "report.json"
+    if as_json and written.exists():
+        click.echo(written.read_text())
+    if summary and written.exists():
+        markdown.append_job_summary(jsonfile.read(written))
+    sys.exit(code)
+
+
+@main.command()
+@_selection
+@click.option("--reason", help="Why the new figures are right; kept in the baseline. Asked for where it is missing.")
+@click.option("--more", is_flag=True, help="Add a session to an unchanged revision instead of replacing its figures.")
+@click.option("--prune", is_flag=True, help="Drop workloads that no longer exist.")
+@click.option("--processes", default=5, show_default=True, type=click.IntRange(3), help="Measuring processes.")
+@click.option("--allow-dirty", is_flag=True, help="Accept with uncommitted changes; the code cannot be loaded again.")
+@click.option("--baselines", type=click.Path(), help="Folder of the baselines.  [default: baselines]")
+def accept(
+    paths: tuple[str, ...],
+    keyword: str | None,
+    reason: str | None,
+    more: bool,
+    prune: bool,
+    processes: int,
+    allow_dirty: bool,
+    baselines: str | None,
+) -> None:
+    """Measure on this machine and write the figures into its baseline.
+
+    The only way to change a baseline. Prints what changes and by how much.
+    """
+    if not reason:
+        if not sys.stdin.isatty():
+            raise click.UsageError("give --reason: why are the new figures right?")
+        reason = click.prompt("Why are the new figures right?")
+    arguments = [f"reason={reason}", f"processes={processes}"]
+    arguments += [f"{n}=yes" for n, on in (("more", more), ("prune", prune), ("dirty", allow_dirty)) if on]
+    extra = [f"--perfsuite-baselines={baselines}"] if baselines else []
+    sys.exit(_pytest("accept", paths, keyword, arguments=arguments, extra=extra))
+
+
+@main.command()
+@click.argument("revision")
+@_selection
+@click.option("--report", default=REPORT, show_default=True, type=click.Path(), help="Folder of the report.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON when done.")
+def compare(revision: str, paths: tuple[str, ...], keyword: str | None, report: str, as_json: bool) -> None:
+    """Time the optimized sides of REVISION and of the work tree against each other.
+
+    Both are loaded in one process and interleaved, so that the state of the machine cancels. No baseline is needed.
+    """
+    _finish(_pytest("compare", paths, keyword, report=report, arguments=[f"revision={revision}"]), report, as_json)
+
+
+@main.command(name="list")
+@_selection
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def list_(paths: tuple[str, ...], keyword: str | None, as_json: bool) -> None:
+    """List pairs and workloads, their promises and what is accepted on this machine."""
+    arguments = ["json=yes"] if as_json else []
+    sys.exit(_pytest("list", paths, keyword, arguments=arguments, extra=["-qq", "--no-header", "--no-summary"]))
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def doctor(as_json: bool) -> None:
+    """Say what this machine can run and what is missing, each with its remedy."""
+    from perfsuite import doctor as examination
+    from perfsuite.records import to_json
+
+    try:
+        findings = examination.examine()
+    except PerfsuiteError as error:
+        raise click.ClickException(str(error)) from None
+    if as_json:
+        click.echo(json.dumps([to_json(f) for f in findings], indent=2))
+    else:
+        examination.show(findings)
+    sys.exit(1 if examination.unfit(findings) else 0)

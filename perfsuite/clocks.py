@@ -1,0 +1,151 @@
+"""The two clocks, on a GPU and on a CPU.
+
+*device*: kernels alone. A spinning kernel holds the stream while the host enqueues the timed calls, so that launch
+latency is hidden; each call lies between two events. The spin ends by itself: a call that synchronises cannot
+deadlock behind it, only make the sample invalid, and the caller never puts one there.
+*wall*: from the call to synchronised completion, what a user waits for.
+
+The timers are bound here, when the module is first imported, before any user code runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from time import perf_counter_ns
+from typing import Any
+
+import torch
+
+from perfsuite.errors import MachineError
+
+# A stream holds about 1024 pending launches; past that the host waits and its latency shows.
+QUEUE_DEPTH = 800
+SPIN_MARGIN = 1.5
+SPIN_EXTRA_S = 50e-6
+FLUSH_L2_MULTIPLE = 2
+
+
+class CpuClock:
+    """`perf_counter` around each call; both clocks are this one."""
+
+    kinds = ("wall",)
+
+    def sample(
+        self, kind: str, reset: Callable[[], None], call: Callable[[], object], calls: int, launches: int
+    ) -> float:
+        """Mean seconds a call over `calls` calls."""
+        total = 0
+        for _ in range(calls):
+            reset()
+            start = perf_counter_ns()
+            call()
+            total += perf_counter_ns() - start
+        return total / calls * 1e-9
+
+    def synchronize(self) -> None:
+        """Nothing is asynchronous here."""
+
+
+class CudaClock:
+    """CUDA events for the device clock, `perf_counter` and synchronisation for the wall clock.
+
+    Before each timed call L2 is emptied by reading a buffer of twice its size: reading leaves clean lines, where
+    writing would leave dirty ones for the timed kernel to write back.
+    """
+
+    kinds = ("device", "wall")
+
+    def __init__(self) -> None:
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        l2_bytes = int(getattr(properties, "L2_cache_size", 64 << 20)) or (64 << 20)
+        self._flush = torch.zeros(FLUSH_L2_MULTIPLE * l2_bytes // 4, dtype=torch.float32, device="cuda")
+        self._event: Callable[..., Any] = torch.cuda.Event
+        self._spin: Callable[[int], None] = getattr(torch.cuda, "_sleep")  # noqa: B009 - private, and untyped
+        self._sync = torch.cuda.synchronize
+        self._enqueue_s: dict[int, float] = {}
+        self._cycles_per_s = self._calibrate()
+        self.unhidden = 0
+        """Samples whose launch latency could not be hidden."""
+
+    def _calibrate(self) -> float:
+        cycles = 5_000_000
+        rates: list[float] = []
+        for _ in range(3):
+            start, end = self._event(enable_timing=True), self._event(enable_timing=True)
+            start.record()
+            self._spin(cycles)
+            end.record()
+            self._sync()
+            rates.append(cycles / (start.elapsed_time(end) * 1e-3))
+        rate = max(rates)
+        if not math.isfinite(rate) or rate <= 0:
+            raise MachineError("the device's events measure no time; its clock cannot be trusted")
+        return rate
+
+    def flush(self) -> None:
+        """Empty L2 of the inputs and of what earlier calls left."""
+        self._flush.amax()
+
+    def synchronize(self) -> None:
+        """Wait for all work on the device."""
+        self._sync()
+
+    def sample(
+        self, kind: str, reset: Callable[[], None], call: Callable[[], object], calls: int, launches: int
+    ) -> float:
+        """Mean seconds a call over `calls` calls, on the clock `kind`; `launches` is what one call launches."""
+        if kind == "wall":
+            return self._wall(reset, call, calls)
+        return self._device(reset, call, calls, launches)
+
+    def _wall(self, reset: Callable[[], None], call: Callable[[], object], calls: int) -> float:
+        total = 0
+        for _ in range(calls):
+            reset()
+            self.flush()
+            self._sync()
+            start = perf_counter_ns()
+            call()
+            self._sync()
+            total += perf_counter_ns() - start
+        return total / calls * 1e-9
+
+    def _device(self, reset: Callable[[], None], call: Callable[[], object], calls: int, launches: int) -> float:
+        hide = launches <= QUEUE_DEPTH
+        key = id(call)
+        for attempt in range(3):
+            starts = [self._event(enable_timing=True) for _ in range(calls)]
+            ends = [self._event(enable_timing=True) for _ in range(calls)]
+            gate = self._event()
+            self._sync()
+            if hide:
+                enqueue_s = self._enqueue_s.get(key, 1e-3) * SPIN_MARGIN * 2**attempt + SPIN_EXTRA_S
+                self._spin(int(enqueue_s * self._cycles_per_s))
+            gate.record()
+            began = perf_counter_ns()
+            for start, end in zip(starts, ends, strict=True):
+                reset()
+                self.flush()
+                start.record()
+                call()
+                end.record()
+            took = (perf_counter_ns() - began) * 1e-9
+            hidden = hide and not gate.query()
+            self._sync()
+            self._enqueue_s[key] = max(took, 0.8 * self._enqueue_s.get(key, 0.0))
+            if hidden or not hide:
+                break
+        self.unhidden += not hidden
+        elapsed_ms: float = sum(s.elapsed_time(e) for s, e in zip(starts, ends, strict=True))
+        return elapsed_ms / calls * 1e-3
+
+    @staticmethod
+    def calls_within_queue(calls: int, launches: int) -> int:
+        """How many calls fit in the stream's queue beside their resets, flushes and events."""
+        return max(1, min(calls, QUEUE_DEPTH // (launches + 8)))
+
+
+def clock_for(device: str) -> CpuClock | CudaClock:
+    """The clock of that device."""
+    return CudaClock() if torch.device(device).type == "cuda" else CpuClock()

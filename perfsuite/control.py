@@ -1,0 +1,559 @@
+"""One pytest run's control: who measures, when, and what each timed item is told."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, date, datetime
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import pytest
+
+from perfsuite import baseline, gate, machine, revision, waivers
+from perfsuite.errors import BaselineError, PerfsuiteError, RevisionError
+from perfsuite.progress import Progress
+from perfsuite.records import Machine, Measurement, Status, Verdict
+from perfsuite.report.model import Correctness, RunReport
+from perfsuite.speed import SpeedItem
+from perfsuite.workers import Failure, Job, Journal, Workers, load_job
+
+ACCEPT_PROCESSES = 5
+SCRATCH = ".perfsuite"
+RED_IN_A_PLAIN_RUN = (Status.NOT_EQUIVALENT, Status.BELOW_FLOOR, Status.UNMEASURED)
+"""A plain run has one process: it can break a promise, not settle one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """What one timed item is told."""
+
+    measurements: tuple[Measurement, ...] = ()
+    verdict: Verdict | None = None
+    message: str = ""
+    red: bool = False
+    skipped: bool = False
+
+
+@dataclass(slots=True)
+class _Found:
+    """What has been measured so far."""
+
+    runs: dict[str, list[Measurement]] = field(default_factory=dict)
+    failures: dict[str, Failure] = field(default_factory=dict)
+
+    def add(self, id: str, outcome: Measurement | Failure) -> None:
+        if isinstance(outcome, Failure):
+            self.failures.setdefault(id, outcome)
+        else:
+            self.runs.setdefault(id, []).append(outcome)
+
+
+class Control:
+    """Registered as a plugin of the run; `mode` is worker, ahead, measure, gate, accept, list or compare."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+        self.root = config.rootpath
+        self.job: Job | None = load_job()
+        option = config.option
+        comparing = getattr(option, "benchmark_compare", None)
+        self.mode: str = "worker" if self.job else option.perfsuite_mode or ("gate" if comparing else "measure")
+        if self.mode == "run":
+            self.mode = "measure"
+        self.arguments = _arguments(option.perfsuite_argument)
+        self.items: dict[str, SpeedItem] = {}
+        self.known: dict[str, SpeedItem] = {}
+        self.problems: list[str] = []
+        self.notes: list[str] = []
+        self.found = _Found()
+        self.verdicts: dict[str, Verdict] = {}
+        self.started = datetime.now(UTC)
+        self.clock = monotonic()
+        self.complete = True
+        self.counts = {"passed": 0, "failed": 0, "skipped": 0}
+        self.skip_reasons: dict[str, int] = {}
+        self.correctness_failures: dict[str, str] = {}
+        self.measured_correctness = False
+        self._stream: Iterator[tuple[str, Measurement | Failure]] | None = None
+        self._progress: Progress | None = None
+        self._machine: Machine | None = None
+        self._baseline: baseline.Baseline | None = None
+        self._swallowed_path(comparing)
+        if self.mode == "gate" and comparing is not None and hasattr(option, "benchmark_compare"):
+            # Ours replaces pytest-benchmark's comparison, which never fails by itself.
+            option.benchmark_compare = None
+        if self.mode in ("gate", "measure", "accept", "compare") and getattr(option, "numprocesses", None):
+            raise pytest.UsageError("timed items cannot run beside each other: run without -n (xdist)")
+
+    def _swallowed_path(self, comparing: Any) -> None:
+        if isinstance(comparing, str) and Path(comparing).exists() and not comparing.endswith(".json"):
+            raise pytest.UsageError(
+                f"--benchmark-compare took {comparing!r} as its value, so that it was not collected; "
+                f"write --benchmark-compare last"
+            )
+
+    # --- what there is -------------------------------------------------------------------------------------------
+
+    @property
+    def machine(self) -> Machine:
+        """This machine, by the driver's word: the parent never opens the device."""
+        if self._machine is None:
+            self._machine = machine.identify()
+        return self._machine
+
+    @property
+    def device(self) -> str:
+        return "cuda" if self.machine.count else "cpu"
+
+    @property
+    def baselines(self) -> Path:
+        chosen = self.config.option.perfsuite_baselines
+        return self.root / (chosen or "baselines")
+
+    @property
+    def baseline_path(self) -> Path:
+        return self.baselines / f"{self.machine.device}.json"
+
+    def collected(self, every: Sequence[pytest.Item], selected: Sequence[pytest.Item]) -> None:
+        """All collected items, and those that -k and -m left."""
+        self.known = {i.nodeid: i for i in every if isinstance(i, SpeedItem)}
+        self.items = {i.nodeid: i for i in selected if isinstance(i, SpeedItem)}
+        if self.mode != "gate":
+            return
+        try:
+            self._load_baseline()
+            self._waivers = waivers.load(
+                self.baselines / "waivers.toml", today=date.today(), known_ids={*self.known, *self._entries}
+            )
+        except PerfsuiteError as error:
+            raise pytest.UsageError(str(error)) from None
+        in_scope = {k: e for k, e in self._entries.items() if self._in_scope(k)}
+        self.problems += gate.missing(in_scope, self.known, whole=True)
+        if not self.items:
+            self.problems.append("nothing was measured: no timed item of a pair was selected; see `perfsuite list`")
+
+    def _load_baseline(self) -> None:
+        path = self.baseline_path
+        if path.exists():
+            self._baseline = baseline.load(path)
+            errors, notes = baseline.compare_machines(self._baseline.machine, self.machine)
+            self.wrong_machine = errors
+            self.notes += notes
+            return
+        self.wrong_machine = []
+        others = sorted(p.stem for p in self.baselines.glob("*.json"))
+        if others:
+            self.notes.append(f"no baseline for {self.machine.device}; there are: {', '.join(others)}")
+
+    @property
+    def _entries(self) -> Mapping[str, baseline.Entry]:
+        return self._baseline.entries if self._baseline else {}
+
+    def _in_scope(self, id: str) -> bool:
+        """Whether the arguments of this run cover the file of an accepted workload, whole."""
+        file = self.root / id.partition("::")[0]
+        if any("::" in a for a in self.config.args):
+            return False
+        given = [(self.config.invocation_params.dir / a).resolve() for a in self.config.args]
+        return any(file.resolve() == g or g in file.resolve().parents for g in given)
+
+    # --- measuring -----------------------------------------------------------------------------------------------
+
+    def _workers(self) -> Workers:
+        self._progress = self._progress or Progress(self.config)
+        return Workers(
+            root=self.root,
+            folder=self.root / SCRATCH / "workers",
+            arguments=self._worker_arguments(),
+            limits={i: item.pair.time_limit for i, item in self.items.items()},
+            progress=self._progress.begin,
+        )
+
+    def _worker_arguments(self) -> list[str]:
+        option = self.config.option
+        arguments = ["-p", "no:cacheprovider", "-o", "addopts=", "-q", "-m", "", f"--rootdir={self.root}"]
+        if self.config.inipath is not None:
+            arguments += ["-c", str(self.config.inipath)]
+        if "perfsuite.plugin" in (option.plugins or []):
+            arguments += ["-p", "perfsuite.plugin"]
+        return arguments
+
+    def _measurable(self) -> list[str]:
+        return [i for i, item in self.items.items() if self.inapplicable(item) is None]
+
+    def inapplicable(self, item: SpeedItem) -> str | None:
+        """Why the workload is not for this machine, or None."""
+        wanted = item.workload.device
+        if wanted is None or wanted == self.device:
+            return None
+        return f"the workload is for {wanted}; this machine measures on {self.device}"
+
+    def result(self, item: SpeedItem) -> Result:
+        """What became of one workload; measures on demand."""
+        reason = self.inapplicable(item)
+        if reason is not None and item.nodeid not in self._entries:
+            return Result(skipped=True, message=reason)
+        if self.mode == "gate":
+            if not self.verdicts:
+                self._gate()
+            verdict = self.verdicts[item.nodeid]
+            runs = tuple(self.found.runs.get(item.nodeid, ()))
+            return Result(measurements=runs, verdict=verdict, message=verdict.message, red=not verdict.status.green)
+        return self._plain(item)
+
+    def _plain(self, item: SpeedItem) -> Result:
+        """One process, streamed: each item waits for its own measurement."""
+        id = item.nodeid
+        if self._stream is None:
+            self._stream = self._workers().run(self._measurable())
+            self._expect(1, len(self._measurable()))
+        while id not in self.found.runs and id not in self.found.failures:
+            try:
+                self.found.add(*next(self._stream))
+            except StopIteration:
+                self.found.add(id, Failure(status=Status.UNMEASURED, message="the measuring process never reached it"))
+        failure = self.found.failures.get(id)
+        if failure is not None and failure.skipped:
+            return Result(skipped=True, message=failure.message)
+        if failure is not None:
+            verdict = _failed(id, failure)
+        else:
+            looked = gate.promises_look(
+                {id: self.found.runs[id]}, {id: item.promises}, selected=max(1, len(self.items))
+            )
+            verdict = looked[id]
+        self.verdicts[id] = verdict
+        runs = tuple(self.found.runs.get(id, ()))
+        red = verdict.status in RED_IN_A_PLAIN_RUN
+        return Result(measurements=runs, verdict=verdict, message=verdict.message, red=red)
+
+    def _expect(self, processes: int, workloads: int) -> None:
+        if self._progress is not None:
+            self._progress.expect(processes, workloads)
+
+    def _through(
+        self,
+        workers: Workers,
+        found: _Found,
+        ids: Sequence[str],
+        processes: int,
+        accepted: Mapping[str, tuple[str, ...]] | None = None,
+    ) -> None:
+        """`processes` processes, one after the other; a workload that fails in one is not tried in the next."""
+        self._expect(processes, len(ids))
+        for _ in range(processes):
+            left = [i for i in ids if i not in found.failures]
+            for id, outcome in workers.run(left, accepted=accepted):
+                found.add(id, outcome)
+        if self._progress is not None:
+            self._progress.done()
+
+    # --- the gate ------------------------------------------------------------------------------------------------
+
+    def _gate(self) -> None:
+        ids = self._measurable()
+        promises = {i: self.items[i].promises for i in self.items}
+        selected = max(1, len(self.items))
+        if self.wrong_machine:
+            self.verdicts = {
+                i: Verdict(id=i, status=Status.WRONG_MACHINE, message=f"WRONG_MACHINE {i}: {self.wrong_machine[0]}")
+                for i in self.items
+            }
+            return
+        workers = self._workers()
+        unknown = [i for i in ids if i not in self._entries]
+        self._through(workers, self.found, [i for i in ids if i in self._entries], gate.FIRST_PROCESSES)
+        # One process is enough to say what a workload without a baseline does, and that it is equal.
+        self._through(workers, self.found, unknown, 1 if unknown else 0)
+        failed = self.found.failures
+        judged = {i: self.found.runs.get(i, []) for i in ids if i not in failed and i not in unknown}
+        looked = gate.first_look(
+            self._entries, judged, {i: promises[i] for i in judged}, selected=selected, prior=self._prior()
+        )
+        verdicts = {i: v for i, v in looked.items() if isinstance(v, Verdict)}
+        opened = {i: o for i, o in looked.items() if isinstance(o, gate.Open)}
+        if opened:
+            verdicts |= self._second(workers, opened)
+        for id in self.items:
+            if id in verdicts:
+                continue
+            if id in failed:
+                verdicts[id] = _failed(id, failed[id])
+            elif id in unknown:
+                verdicts[id] = self._no_baseline(id)
+            else:
+                reason = self.inapplicable(self.items[id]) or "it was not measured"
+                text = f"UNMEASURED {id}: it is in the baseline, but {reason}"
+                verdicts[id] = Verdict(id=id, status=Status.UNMEASURED, message=text)
+        self.verdicts = waivers.apply(verdicts, self._waivers)
+
+    def _prior(self) -> Any:
+        return gate.suite_prior(self._entries) if self._entries else None
+
+    def _no_baseline(self, id: str) -> Verdict:
+        path = self.baseline_path
+        where = path.relative_to(self.root) if self.root in path.parents else path
+        what = f"it is not in {where}" if path.exists() else f"there is no {where}"
+        return Verdict(
+            id=id,
+            status=Status.NO_BASELINE,
+            message=f"NO_BASELINE {id}: {what}; accept it with `perfsuite accept -k … --reason …`",
+        )
+
+    def _second(self, workers: Workers, opened: Mapping[str, gate.Open]) -> dict[str, Verdict]:
+        """Stage 2: against the accepted revision where git has it, else against the baseline in more processes."""
+        trees: dict[str, tuple[str, ...]] = {}
+        unloaded: dict[str, str] = {}
+        folder = self.root / SCRATCH / "revisions"
+        extracted: dict[str, Path | str] = {}
+        try:
+            for id, item in opened.items():
+                rev = item.entry.revision
+                if rev is None:
+                    unloaded[id] = "it was accepted outside git"
+                elif item.entry.dirty:
+                    unloaded[id] = f"it was accepted with uncommitted changes on {baseline.short(rev)}"
+                else:
+                    if rev not in extracted:
+                        try:
+                            extracted[rev] = revision.extract(rev, self.root, folder)
+                        except RevisionError as error:
+                            extracted[rev] = str(error)
+                    tree = extracted[rev]
+                    if isinstance(tree, str):
+                        unloaded[id] = tree
+                    else:
+                        trees[id] = (str(tree), rev)
+            verdicts: dict[str, Verdict] = {}
+            if trees:
+                second = _Found()
+                self._through(workers, second, list(trees), gate.SECOND_PROCESSES, accepted=trees)
+                for id, failure in second.failures.items():
+                    if failure.message.startswith(UNLOADED):
+                        unloaded[id] = failure.message.removeprefix(UNLOADED)
+                    else:
+                        verdicts[id] = _failed(id, failure)
+                settled = {i: o for i, o in opened.items() if i in trees and i not in second.failures}
+                verdicts |= gate.second_look(settled, second.runs)
+                for id in settled:
+                    self.found.runs[id] += second.runs.get(id, [])
+            if unloaded:
+                verdicts |= self._stored(workers, opened, unloaded)
+            return verdicts
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _stored(
+        self, workers: Workers, opened: Mapping[str, gate.Open], unloaded: Mapping[str, str]
+    ) -> dict[str, Verdict]:
+        more = gate.STORED_PROCESSES - gate.FIRST_PROCESSES
+        self._through(workers, self.found, list(unloaded), more)
+        verdicts: dict[str, Verdict] = {}
+        for reason in dict.fromkeys(unloaded.values()):
+            ids = [i for i, r in unloaded.items() if r == reason]
+            failed = [i for i in ids if i in self.found.failures]
+            verdicts |= {i: _failed(i, self.found.failures[i]) for i in failed}
+            left = {i: opened[i] for i in ids if i not in failed}
+            verdicts |= gate.stored_look(left, {i: self.found.runs[i] for i in left}, reason=reason)
+        return verdicts
+
+    # --- accept, compare, list -----------------------------------------------------------------------------------
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> object:
+        if self.mode == "worker":
+            from perfsuite import worker
+
+            assert self.job is not None
+            worker.run(self.job, Journal(self.job), session.items, self.device)
+            return True
+        if self.mode in ("accept", "compare", "list"):
+            if session.testsfailed:
+                raise session.Interrupted(f"{session.testsfailed} error(s) while collecting; mend them first")
+            try:
+                return getattr(self, f"_{self.mode}")()
+            except PerfsuiteError as error:
+                self.problems.append(str(error))
+                return True
+        return None
+
+    def _list(self) -> bool:
+        return True
+
+    def _accept(self) -> bool:
+        if not self.items:
+            self.problems.append("nothing to accept: no timed item of a pair was selected; see `perfsuite list`")
+            return True
+        head, dirty = revision.head(self.root)
+        more = self.arguments.get("more") == "yes"
+        if dirty and self.arguments.get("dirty") != "yes":
+            raise BaselineError(
+                "the work tree has uncommitted changes, so that the accepted code could not be loaded again; "
+                "commit them, or accept with --allow-dirty"
+            )
+        if self.baseline_path.exists():
+            baseline.load(self.baseline_path)  # a damaged file is told before the minutes of measuring
+        ids = self._measurable()
+        if not ids:
+            self.problems.append(
+                f"nothing to accept: none of {len(self.items)} selected workloads is for {self.device}"
+            )
+            return True
+        processes = int(self.arguments.get("processes", ACCEPT_PROCESSES))
+        self._through(self._workers(), self.found, ids, processes)
+        promises = {i: self.items[i].promises for i in ids}
+        self.verdicts = {i: _failed(i, f) for i, f in self.found.failures.items()}
+        measured = {i: r for i, r in self.found.runs.items() if i not in self.found.failures}
+        looked = gate.promises_look(
+            measured, {i: promises[i] for i in measured}, selected=max(1, len(ids)), processes=processes
+        )
+        self.verdicts |= looked
+        red = [v for v in self.verdicts.values() if not v.status.green]
+        self.problems += [f"not accepted: {v.message}" for v in red]
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        entries = [
+            baseline.entry_from(
+                measured[v.id],
+                machine=self.machine,
+                promises=promises[v.id],
+                revision=head,
+                dirty=dirty,
+                reason=self.arguments.get("reason", ""),
+                accepted=now,
+            )
+            for v in looked.values()
+            if v.status.green
+        ]
+        if not entries:
+            return True
+        drop = list(self._gone()) if self.arguments.get("prune") == "yes" else []
+        old, new = baseline.update(
+            self.baseline_path,
+            lambda before: baseline.merge(before, entries, machine=self.machine, more=more, drop=drop),
+        )
+        self.notes += baseline.describe_changes(old, new)
+        self.notes.append(f"wrote {self.baseline_path}")
+        return True
+
+    def _gone(self) -> Collection[str]:
+        """Accepted workloads that no longer exist, as far as this run's arguments reach."""
+        entries = baseline.load(self.baseline_path).entries if self.baseline_path.exists() else {}
+        return [i for i in entries if i not in self.known and self._in_scope(i)]
+
+    def _compare(self) -> bool:
+        rev = self.arguments["revision"]
+        full = revision.resolve(rev, self.root)
+        folder = self.root / SCRATCH / "revisions"
+        ids = self._measurable()
+        if not ids:
+            self.problems.append("nothing to compare: no timed item of a pair for this machine was selected")
+            return True
+        try:
+            tree = revision.extract(full, self.root, folder)
+            trees = {i: (str(tree), full) for i in ids}
+            self._through(self._workers(), self.found, ids, gate.SECOND_PROCESSES, accepted=trees)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        failures = self.found.failures
+        self.verdicts = {i: _failed(i, f) for i, f in failures.items()}
+        runs = {i: self.found.runs[i] for i in ids if i not in failures}
+        if runs:
+            self.verdicts |= gate.compare_look(runs, revision=full, selected=len(ids))
+        return True
+
+    # --- what the run tells --------------------------------------------------------------------------------------
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if "correctness" not in report.keywords or (report.when != "call" and not (report.skipped or report.failed)):
+            return
+        self.counts[report.outcome] += 1
+        if report.skipped and isinstance(report.longrepr, tuple):
+            reason = str(report.longrepr[2]).removeprefix("Skipped: ")
+            self.skip_reasons[reason] = self.skip_reasons.get(reason, 0) + 1
+        if report.failed:
+            self.correctness_failures[report.nodeid] = (str(report.longrepr).splitlines() or [""])[0]
+
+    def pytest_keyboard_interrupt(self) -> None:
+        self.complete = False
+
+    def report(self) -> RunReport:
+        """The run as the reports show it."""
+        head, _ = revision.head(self.root)
+        verdicts = self.verdicts
+        if self.mode == "measure":
+            # A plain run judges promises alone: PASS would read as the gate's.
+            verdicts = {i: v for i, v in verdicts.items() if v.status in RED_IN_A_PLAIN_RUN}
+        return RunReport(
+            machine=self.machine,
+            revision=head,
+            started=self.started.isoformat(timespec="seconds"),
+            seconds=monotonic() - self.clock,
+            measurements={i: tuple(r) for i, r in self.found.runs.items()},
+            verdicts=verdicts,
+            promises={i: item.promises for i, item in self.items.items()},
+            correctness=Correctness(**self.counts, skip_reasons=self.skip_reasons, failures=self.correctness_failures),
+            problems=tuple(self.problems),
+            complete=self.complete,
+            selected=len(self.items),
+            collected=len(self.known),
+        )
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self.mode == "worker":
+            return
+        if self._stream is not None and hasattr(self._stream, "close"):
+            self._stream.close()
+        if self._progress is not None:
+            self._progress.done()
+        red = [v for v in self.verdicts.values() if not v.status.green]
+        if (self.problems or (red and self.mode != "measure")) and session.exitstatus in (
+            pytest.ExitCode.OK,
+            pytest.ExitCode.NO_TESTS_COLLECTED,
+        ):
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        folder = self.config.option.perfsuite_report
+        if folder and self.mode != "list":
+            from perfsuite.report import write_all
+
+            try:
+                self.written = write_all(self.report(), Path(folder))
+            except PerfsuiteError as error:
+                self.problems.append(str(error))
+                session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        if self.mode == "worker":
+            return
+        if self.mode == "list":
+            from perfsuite import listing
+
+            listing.show(self)
+            return
+        from perfsuite.report import annotations, terminal
+
+        shown = self.report()
+        if shown.measurements or shown.verdicts or self.problems:
+            terminalreporter.section("perfsuite", sep="=")
+            terminal.show(shown, terminal.console(terminalreporter._tw._file))
+        for note in self.notes:
+            terminalreporter.write_line(note)
+        for form, path in getattr(self, "written", {}).items():
+            terminalreporter.write_line(f"{form}: {path}")
+        if self.mode == "gate" and annotations.wanted():
+            for line in annotations.lines(shown):
+                terminalreporter.write_line(line)
+
+
+UNLOADED = "accepted revision not loaded: "
+
+
+def _failed(id: str, failure: Failure) -> Verdict:
+    return Verdict(id=id, status=failure.status, message=f"{failure.status} {id}: {failure.message}")
+
+
+def _arguments(given: Sequence[str]) -> dict[str, str]:
+    return {k: v for k, _, v in (a.partition("=") for a in given)}

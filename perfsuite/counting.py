@@ -1,0 +1,80 @@
+"""Host syncs and kernel launches of one call, from the profiler's record of CUDA runtime calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from perfsuite.errors import MachineError
+
+LAUNCHES = frozenset(
+    {
+        "cudaLaunchKernel",
+        "cudaLaunchKernelExC",
+        "cudaLaunchCooperativeKernel",
+        "cudaGraphLaunch",
+        "cuLaunchKernel",
+        "cuLaunchKernelEx",
+        "cuLaunchCooperativeKernel",
+        "cuGraphLaunch",
+    }
+)
+SYNCS = frozenset(
+    {
+        "cudaDeviceSynchronize",
+        "cudaStreamSynchronize",
+        "cudaEventSynchronize",
+        "cudaMemcpy",
+        "cudaMemcpy2D",
+        "cudaMemset",
+        "cuCtxSynchronize",
+        "cuStreamSynchronize",
+        "cuEventSynchronize",
+        "cuMemcpyDtoH_v2",
+        "cuMemcpyHtoD_v2",
+    }
+)
+
+
+def count_calls(
+    sides: Mapping[str, tuple[Callable[[], None], Callable[[], object]]],
+) -> dict[str, tuple[int, int]]:
+    """name → (host syncs, kernel launches) of one call, for sides given as (reset, call), all warmed up.
+
+    A sentinel with a known launch and a known sync runs in the same session: a profiler that captured nothing is an
+    error, not a count of zero.
+    """
+    probe = torch.zeros(1, device="cuda")
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=activities) as profile:
+        for name, (reset, call) in sides.items():
+            reset()
+            torch.cuda.synchronize()
+            with torch.profiler.record_function(f"perfsuite::{name}"):
+                call()
+            torch.cuda.synchronize()
+        with torch.profiler.record_function("perfsuite::@sentinel"):
+            (probe + 1).item()
+        torch.cuda.synchronize()
+    events = profile.events() or []
+    ranges = {
+        e.name.removeprefix("perfsuite::"): (e.time_range.start, e.time_range.end)
+        for e in events
+        if e.name.startswith("perfsuite::") and e.device_type.name == "CPU"
+    }
+    marks = sorted((e.time_range.start, e.name) for e in events if e.name in LAUNCHES or e.name in SYNCS)
+    counts: dict[str, tuple[int, int]] = {}
+    for name in (*sides, "@sentinel"):
+        if name not in ranges:
+            raise MachineError(f"the profiler lost the call of {name!r}; host syncs and launches cannot be counted")
+        low, high = ranges[name]
+        inside = [mark for start, mark in marks if low <= start <= high]
+        counts[name] = (sum(m in SYNCS for m in inside), sum(m in LAUNCHES for m in inside))
+    syncs, launches = counts.pop("@sentinel")
+    if syncs < 1 or launches < 1:
+        raise MachineError(
+            "the profiler captured no CUDA runtime calls; run without another profiler, and see `perfsuite doctor`"
+        )
+    return counts

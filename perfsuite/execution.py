@@ -1,0 +1,200 @@
+"""Run one side on given inputs and lay out all it produced: outputs, changed inputs, gradients."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import torch
+
+from perfsuite import inputs as make
+from perfsuite.errors import PairError
+from perfsuite.pair import Pair, Side
+from perfsuite.records import Case
+from perfsuite.specs import ModuleSpec, TensorSpec
+
+Leaf: TypeAlias = "torch.Tensor | float | int | bool | None"
+Leaves: TypeAlias = dict[str, Leaf]
+
+_compiled: weakref.WeakKeyDictionary[Callable[..., Any], dict[str, Callable[..., Any]]] = weakref.WeakKeyDictionary()
+
+
+def callable_of(side: Side) -> Callable[..., Any]:
+    """What to call for a side; a compiled one is compiled for static shapes unless it says otherwise."""
+    if side.compile is None:
+        return side.call
+    options = {"dynamic": False, **side.compile}
+    if side.stateful:
+        return _compiled_factory(side.call, options)
+    known = _compiled.setdefault(side.call, {})
+    key = repr(sorted(options.items(), key=str))
+    if key not in known:
+        known[key] = torch.compile(side.call, **options)
+    return known[key]
+
+
+def forget_compiled() -> None:
+    """Drop every compiled function: the next workload compiles for its own shapes."""
+    _compiled.clear()
+    if torch._dynamo.utils.counters or torch._dynamo.config:
+        torch._dynamo.reset()
+
+
+def _compiled_factory(make_step: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    def build(*args: Any) -> Any:
+        return torch.compile(make_step(*args), **options)
+
+    return build
+
+
+@contextmanager
+def quiet(side: Side) -> Iterator[None]:
+    """Silence the warnings that torch.compile itself raises: they are not the user's to mend."""
+    if side.compile is None:
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def unavailable(side: Side, device: str) -> str | None:
+    """Why this machine cannot run the side, or None."""
+    kind = torch.device(device).type
+    if kind not in side.devices:
+        return f"runs on {' or '.join(side.devices)} only, and this machine has no such device"
+    return side.available() if side.available is not None else None
+
+
+def differentiable(pair: Pair) -> tuple[str, ...]:
+    """The inputs whose gradients are compared."""
+    return tuple(
+        name
+        for name, spec in pair.inputs.items()
+        if name not in pair.mutates and name not in pair.writes and _is_differentiable(spec)
+    )
+
+
+def _is_differentiable(spec: Any) -> bool:
+    if isinstance(spec, ModuleSpec):
+        return True
+    leaf = make._tensor_spec(spec)
+    floating = ("float", "bfloat")
+    return (
+        isinstance(leaf, TensorSpec) and leaf.differentiable and (leaf.dtype is None or leaf.dtype.startswith(floating))
+    )
+
+
+def flatten(value: Any, path: str = "output") -> Iterator[tuple[str, Leaf]]:
+    """(name, leaf) for everything a side returned."""
+    if value is None or isinstance(value, (torch.Tensor, bool, int, float)):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from flatten(item, f"{path}[{key!r}]")
+    elif isinstance(value, (list, tuple)):
+        for i, item in enumerate(value):
+            yield from flatten(item, f"{path}[{i}]")
+    else:
+        raise PairError(f"{path} is a {type(value).__name__}; a side returns tensors, numbers, None, or nests of them")
+
+
+def poison(pair: Pair, inputs: Mapping[str, Any]) -> None:
+    """Fill the inputs that are outputs only, so that an element left unwritten is seen."""
+    for name in pair.writes:
+        for _, tensor in make.tensors_in(inputs[name]):
+            fill_poison(tensor)
+
+
+def fill_poison(tensor: torch.Tensor) -> None:
+    """NaN in floating tensors, the largest value in whole ones."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        tensor.fill_(float("nan"))
+    elif tensor.dtype is torch.bool:
+        tensor.fill_(True)
+    else:
+        tensor.fill_(torch.iinfo(tensor.dtype).max)
+
+
+def require_gradients(pair: Pair, inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Mark the differentiable inputs; path → leaf tensor."""
+    marked: dict[str, torch.Tensor] = {}
+    for name in differentiable(pair):
+        for path, tensor in make.tensors_in(inputs[name], name):
+            if tensor.is_floating_point():
+                marked[path] = tensor.requires_grad_()
+    return marked
+
+
+def incoming(outputs: Mapping[str, Leaf], seed: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """(differentiable outputs, non-uniform incoming gradients), the same on every side for one seed."""
+    kept = [(n, o) for n, o in outputs.items() if isinstance(o, torch.Tensor) and o.requires_grad]
+    weights = []
+    for name, output in kept:
+        large = output.numel() > make.DRAW_ON_DEVICE
+        source = output.device.type if large else "cpu"
+        generator = make.generator_for(seed, f"incoming {name}", source)
+        drawn = torch.randn(output.shape, generator=generator, device=source, dtype=torch.float32)
+        weights.append(drawn.to(device=output.device, dtype=output.dtype))
+    return [o for _, o in kept], weights
+
+
+def run(call: Callable[..., Any], pair: Pair, inputs: dict[str, Any], *, gradients: bool, seed: int) -> Leaves:
+    """Call the side; its outputs, then what it changed in place, then the gradients, by name.
+
+    `inputs` are consumed: a mutating side changes them.
+    """
+    marked = require_gradients(pair, inputs) if gradients else {}
+    with torch.set_grad_enabled(gradients):
+        returned = call(*inputs.values())
+    leaves = _with_changed(pair, inputs, returned)
+    if gradients:
+        outputs, weights = incoming(leaves, seed)
+        if outputs:
+            torch.autograd.backward(outputs, weights)
+        for path, tensor in marked.items():
+            leaves[f"gradient of {path}"] = tensor.grad
+    return {name: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for name, leaf in leaves.items()}
+
+
+def _with_changed(pair: Pair, inputs: Mapping[str, Any], returned: Any) -> Leaves:
+    """The returned leaves, then the inputs changed in place; an input that is itself returned counts once."""
+    changed = {
+        path: tensor
+        for name in (*sorted(pair.mutates), *sorted(pair.writes))
+        for path, tensor in make.tensors_in(inputs[name], name)
+    }
+    leaves: Leaves = {}
+    for name, leaf in flatten(returned):
+        same = next((path for path, tensor in changed.items() if tensor is leaf), None)
+        leaves[f"{name} is {same}" if same else name] = True if same else leaf
+    return leaves | {f"{path} (in place)": tensor for path, tensor in changed.items()}
+
+
+def run_steps(
+    make_step: Callable[..., Any],
+    pair: Pair,
+    case: Case,
+    inputs: dict[str, Any],
+    steps: Sequence[int],
+    prepare: Callable[[dict[str, Any], int], dict[str, Any]],
+    device: str,
+) -> dict[int, Leaves]:
+    """Build the step and run it; the state after each of `steps`. `prepare` changes the step inputs (upcasts)."""
+    step = make_step(*inputs.values())
+    states: dict[int, Leaves] = {}
+    for i in range(1, max(steps) + 1):
+        arguments = prepare(make.build_step(pair, case, device, i), i)
+        returned = step(*arguments.values())
+        if i in steps:
+            leaves = _with_changed(pair, inputs, returned)
+            states[i] = {
+                f"{name} after {i} step{'s' * (i > 1)}": leaf.detach().clone()
+                if isinstance(leaf, torch.Tensor)
+                else leaf
+                for name, leaf in leaves.items()
+            }
+    return states

@@ -1,0 +1,451 @@
+"""Inputs: a Hypothesis strategy of cases, and the tensors that a case stands for.
+
+A case is pure data (sizes, layout and value regime of each input, one seed), so that it shrinks well and one
+printed line rebuilds the same tensors anywhere.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+from perfsuite.errors import PairError, PerfsuiteError
+from perfsuite.pair import Pair, Workload
+from perfsuite.records import Case, InputCase
+from perfsuite.specs import (
+    LAYOUTS,
+    Bound,
+    ConstantSpec,
+    Dim,
+    Floats,
+    Integers,
+    ListSpec,
+    ModuleSpec,
+    RecordedSpec,
+    Sampled,
+    ScalarSpec,
+    Size,
+    TensorSpec,
+)
+
+# Where kernels go wrong: empty, one, primes, and one off the usual tile sizes.
+SMALL_EDGES = (0, 1, 2, 3, 4, 5, 7, 8, 9, 13, 15, 16, 17, 31, 32, 33)
+LARGE_EDGES = (63, 64, 65, 127, 128, 129, 257)
+SMALL_HIGH = 33
+
+UNBOUNDED_REGIMES = ("normal", "sorted", "repeated", "zeros", "mixed", "tiny", "huge", "denormal", "nonfinite")
+BOUNDED_REGIMES = ("normal", "sorted", "repeated", "edges", "tiny")
+INTEGER_REGIMES = ("normal", "sorted", "repeated", "edges")
+
+# Above this many elements values are drawn on the target device: drawing 50 M on a CPU takes most of a second.
+DRAW_ON_DEVICE = 1 << 20
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The torch dtype of that name."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise PairError(f"dtype {name!r} is not a torch dtype")
+    return dtype
+
+
+# --- drawing cases -------------------------------------------------------------------------------------------
+
+
+@st.composite
+def cases(draw: st.DrawFn, pair: Pair, dtype: str) -> Case:
+    """A strategy of cases of the pair in that precision; shrinks toward small, contiguous, normal, seed 0."""
+    names = sorted(pair.symbols)
+    # At most one size is large, so that products of sizes stay small without rejecting draws.
+    large = draw(st.sampled_from([None, *names])) if names else None
+    sizes: dict[str, Any] = {}
+    for name in names:
+        sizes[name] = draw(_size(pair.sizes.get(name), large=name == large))
+    if pair.where is not None:
+        from hypothesis import assume
+
+        assume(pair.where(**sizes))
+    every = {**pair.inputs, **pair.step_inputs}
+    inputs: dict[str, InputCase] = {}
+    adversarial = draw(st.sampled_from(["none", "one", "all"]))
+    tensors = [name for name, spec in every.items() if _tensor_spec(spec) is not None]
+    chosen = draw(st.sampled_from(tensors)) if adversarial == "one" and tensors else None
+    for name, spec in every.items():
+        if isinstance(spec, ScalarSpec):
+            sizes[name] = draw(_scalar(spec, sizes))
+        leaf = _tensor_spec(spec)
+        if leaf is None:
+            continue
+        layout = draw(st.sampled_from(_layouts(pair, name, leaf)))
+        plain = adversarial == "none" or (adversarial == "one" and name != chosen)
+        regime = "normal" if plain else draw(st.sampled_from(regimes(leaf)))
+        if layout != "contiguous" or regime != "normal":
+            inputs[name] = InputCase(layout=layout, regime=regime)
+    seed = draw(st.integers(0, 2**31 - 1))
+    return Case(dtype=dtype, sizes=sizes, inputs=inputs, seed=seed)
+
+
+def _size(spec: Size | None, *, large: bool) -> st.SearchStrategy[int]:
+    edges: tuple[int, ...]
+    if spec is None:
+        low, high, step = 0, SMALL_HIGH, 1
+        edges = (*SMALL_EDGES, *LARGE_EDGES) if large else SMALL_EDGES
+    else:
+        low, high, step = spec.low, spec.high, spec.multiple_of
+        edges = tuple(e for e in (*SMALL_EDGES, *LARGE_EDGES, high, high - 1) if low <= e <= high)
+    edges = tuple(sorted({e for e in edges if e % step == 0}))
+    whole = st.integers(-(-low // step), high // step).map(lambda i: i * step)
+    return st.one_of(st.sampled_from(edges), whole) if edges else whole
+
+
+def _scalar(spec: ScalarSpec, sizes: Mapping[str, int]) -> st.SearchStrategy[Any]:
+    if isinstance(spec.values, Integers):
+        low, high = _bounds(spec.values, sizes)
+        return st.integers(low, max(low, high[0] - 1))
+    return st.floats(spec.values.low, spec.values.high, allow_nan=False, allow_infinity=False)
+
+
+def _tensor_spec(spec: Any) -> TensorSpec | None:
+    """The tensor spec at the leaves of `spec`: they share layout and regime."""
+    if isinstance(spec, TensorSpec):
+        return spec
+    if isinstance(spec, ListSpec):
+        return _tensor_spec(spec.item)
+    if isinstance(spec, (tuple, list)):
+        return next(filter(None, map(_tensor_spec, spec)), None)
+    if isinstance(spec, dict):
+        return next(filter(None, map(_tensor_spec, spec.values())), None)
+    return None
+
+
+def _layouts(pair: Pair, name: str, spec: TensorSpec) -> tuple[str, ...]:
+    allowed = spec.layouts or LAYOUTS
+    written = name in pair.mutates or name in pair.writes
+    # An expanded tensor has several elements in one place: writing into it has no meaning.
+    return tuple(layout for layout in allowed if not (written and layout == "expanded")) or ("contiguous",)
+
+
+def regimes(spec: TensorSpec) -> tuple[str, ...]:
+    """The value regimes that the spec's values allow."""
+    match spec.values:
+        case Sampled():
+            return ("normal",)
+        case Integers():
+            return (*INTEGER_REGIMES, "outside") if spec.values.outside else INTEGER_REGIMES
+        case Floats() as values:
+            if values.low is None and values.high is None:
+                return UNBOUNDED_REGIMES if values.nonfinite else UNBOUNDED_REGIMES[:-1]
+            return BOUNDED_REGIMES
+
+
+def workload_case(workload: Workload, dtype: str, seed: int) -> Case:
+    """The case of a workload: its sizes, plain layouts and values, and a seed of this run."""
+    return Case(dtype=workload.dtype or dtype, sizes=dict(workload.sizes), inputs={}, seed=seed)
+
+
+# --- building tensors ----------------------------------------------------------------------------------------
+
+
+def build(pair: Pair, case: Case, device: str, *, home: Path | None = None) -> dict[str, Any]:
+    """The inputs that the case stands for, on `device`; `home` is where recorded inputs are found."""
+    return {
+        name: _build(spec, name, case, device, home, case.inputs.get(name, InputCase()))
+        for name, spec in pair.inputs.items()
+    }
+
+
+def build_step(pair: Pair, case: Case, device: str, step: int) -> dict[str, Any]:
+    """The step inputs of a stateful pair at that step: drawn anew for each."""
+    return {
+        name: _build(spec, f"{name}@{step}", case, device, None, case.inputs.get(name, InputCase()))
+        for name, spec in pair.step_inputs.items()
+    }
+
+
+def _build(spec: Any, name: str, case: Case, device: str, home: Path | None, how: InputCase) -> Any:
+    match spec:
+        case TensorSpec():
+            return _tensor(spec, name, case, device, how)
+        case ScalarSpec():
+            return case.sizes[name]
+        case ConstantSpec():
+            return spec.value
+        case ListSpec():
+            count = _resolve(spec.count, case.sizes)
+            return [_build(spec.item, f"{name}.{i}", case, device, home, how) for i in range(count)]
+        case ModuleSpec():
+            return _module(spec, name, case, device)
+        case RecordedSpec():
+            return _recorded(spec, case, device, home)
+        case tuple() | list():
+            built = [_build(s, f"{name}.{i}", case, device, home, how) for i, s in enumerate(spec)]
+            return type(spec)(built)
+        case dict():
+            return {k: _build(s, f"{name}.{k}", case, device, home, how) for k, s in spec.items()}
+    raise PairError(f"input {name!r}: {spec!r} is not a spec; use tensor(), scalar(), listof(), module() or constant()")
+
+
+def _resolve(dim: Dim | Bound, sizes: Mapping[str, Any]) -> int:
+    return int(sizes[dim]) if isinstance(dim, str) else dim
+
+
+def _bounds(values: Integers, sizes: Mapping[str, Any]) -> tuple[int, tuple[int, ...]]:
+    upper = values.high if isinstance(values.high, tuple) else (values.high,)
+    return _resolve(values.low, sizes), tuple(_resolve(b, sizes) for b in upper)
+
+
+def generator_for(seed: int, name: str, device: str) -> torch.Generator:
+    """A generator that depends on the seed and the input's name alone."""
+    generator = torch.Generator(device=device)
+    generator.manual_seed((seed << 32) ^ zlib.crc32(name.encode()))
+    return generator
+
+
+def _tensor(spec: TensorSpec, name: str, case: Case, device: str, how: InputCase) -> torch.Tensor:
+    shape = tuple(_resolve(d, case.sizes) for d in spec.dims)
+    dtype = dtype_of(spec.dtype or case.dtype)
+    if how.layout == "expanded" and shape and shape[0] > 1:
+        row = _values(spec, name, case, device, how.regime, (1, *shape[1:]), dtype)
+        return row.expand(shape)
+    data = _values(spec, name, case, device, how.regime, shape, dtype)
+    return with_layout(data, how.layout)
+
+
+def with_layout(data: torch.Tensor, layout: str) -> torch.Tensor:
+    """The same values in another memory layout."""
+    if layout == "transposed" and data.ndim >= 2:
+        return data.transpose(-1, -2).contiguous().transpose(-1, -2)
+    if layout in ("strided", "transposed") and data.ndim >= 1:
+        wide = data.new_zeros((*data.shape[:-1], 2 * data.shape[-1]))
+        view = wide[..., ::2]
+        view.copy_(data)
+        return view
+    if layout == "offset":
+        flat = data.new_zeros(data.numel() + 1)
+        view = flat[1:].view(data.shape)
+        view.copy_(data)
+        return view
+    return data
+
+
+def _values(
+    spec: TensorSpec, name: str, case: Case, device: str, regime: str, shape: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
+    numel = math.prod(shape)
+    source = device if numel > DRAW_ON_DEVICE and not isinstance(spec.values, Sampled) else "cpu"
+    generator = generator_for(case.seed, name, source)
+    if isinstance(spec.values, Sampled):
+        made = spec.values.make(generator, shape, dtype)
+        return made.to(device=device, dtype=dtype)
+    if isinstance(spec.values, Integers):
+        low, high = _bounds(spec.values, case.sizes)
+        whole = _integers(generator, source, low, high, regime, shape)
+        return whole.to(device=device, dtype=dtype)
+    real = _floats(generator, source, spec.values, regime, shape, dtype)
+    return real.to(device=device, dtype=dtype)
+
+
+def _integers(
+    generator: torch.Generator, source: str, low: int, high: tuple[int, ...], regime: str, shape: tuple[int, ...]
+) -> torch.Tensor:
+    upper = torch.tensor(high, device=source)
+    span = (upper - low).clamp_min(1)  # an empty range yields its lower bound
+    unit = torch.rand(shape, generator=generator, device=source, dtype=torch.float64)
+    drawn = low + (unit * span).long()
+    if regime == "edges":
+        drawn = torch.where(unit < 0.5, torch.full_like(drawn, low), (low + span - 1).expand_as(drawn))
+    elif regime == "repeated" and drawn.numel():
+        drawn = drawn.flatten()[:1].expand(drawn.numel()).reshape(shape).clamp(max=low + span - 1)
+    elif regime == "sorted" and drawn.ndim:
+        drawn = drawn.sort(dim=0).values
+    elif regime == "outside":
+        beyond = torch.tensor([-1, -(2**40), 2**40], device=source)
+        pick = torch.randint(0, 4, shape, generator=generator, device=source)
+        off = torch.where(pick == 3, upper.expand(drawn.shape), beyond[pick.clamp(max=2)])
+        drawn = torch.where(unit < 0.4, off, drawn)
+    return drawn
+
+
+def _floats(
+    generator: torch.Generator,
+    source: str,
+    values: Floats,
+    regime: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    info = torch.finfo(dtype)
+    work = torch.float64 if math.prod(shape) <= DRAW_ON_DEVICE else torch.float32
+    if values.low is None and values.high is None:
+        real = torch.randn(shape, generator=generator, device=source, dtype=work)
+    else:
+        low = values.low if values.low is not None else (values.high or 0.0) - 4.0
+        high = values.high if values.high is not None else low + 4.0
+        real = torch.rand(shape, generator=generator, device=source, dtype=work) * (high - low) + low
+    sign = torch.where(real < 0, -1.0, 1.0).to(work)
+    match regime:
+        case "sorted" if real.ndim:
+            real = real.sort(dim=-1).values
+        case "repeated" if real.numel():
+            real = (
+                real.flatten()[: max(1, real.shape[-1] if real.ndim else 1)]
+                .repeat(-(-real.numel() // max(1, real.shape[-1] if real.ndim else 1)))[: real.numel()]
+                .reshape(shape)
+            )
+        case "zeros":
+            real = torch.zeros_like(real)
+        case "tiny":
+            real = real * math.sqrt(info.tiny)
+        case "huge":
+            real = real * math.sqrt(info.max) / 4
+        case "denormal":
+            real = real * info.tiny / 8
+        case "mixed":
+            exponent = torch.rand(shape, generator=generator, device=source, dtype=work) * 12 - 6
+            real = real * 10**exponent
+        case "edges":
+            pick = torch.randint(0, 3, shape, generator=generator, device=source)
+            middle = min(max(0.0, float(real.min())), float(real.max())) if real.numel() else 0.0
+            real = torch.where(pick == 0, real.new_tensor(low), torch.where(pick == 1, real.new_tensor(high), middle))
+        case "nonfinite":
+            special = torch.tensor([math.nan, math.inf, -math.inf], dtype=work, device=source)
+            which = torch.randint(0, 3, shape, generator=generator, device=source)
+            hit = torch.rand(shape, generator=generator, device=source, dtype=work) < 0.15
+            real = torch.where(hit, special[which], real)
+    if values.low is not None or values.high is not None:
+        if regime == "tiny" and not (values.low or 0.0) <= 0.0 <= (values.high or 0.0):
+            real = sign * 0 + low
+        real = real.clamp(values.low, values.high)
+    return real
+
+
+def _module(spec: ModuleSpec, name: str, case: Case, device: str) -> torch.nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed((case.seed << 8) ^ zlib.crc32(name.encode()))
+        built = spec.build(**case.sizes)
+    return built.to(device=device, dtype=dtype_of(case.dtype))
+
+
+def _recorded(spec: RecordedSpec, case: Case, device: str, home: Path | None) -> Any:
+    path = (home or Path.cwd()) / spec.path
+    try:
+        value = torch.load(path, map_location=device, weights_only=True)
+    except FileNotFoundError:
+        raise PairError(f"recorded({spec.path!r}): no such file {path}; record it again with torch.save") from None
+    return map_tensors(value, lambda t: t.to(dtype_of(case.dtype)) if t.is_floating_point() else t)
+
+
+# --- walking and copying -------------------------------------------------------------------------------------
+
+
+def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The same nested value with every tensor changed; modules are copied, their tensors changed."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, torch.nn.Module):
+        import copy
+
+        twin = copy.deepcopy(value)
+        for parameter in [*twin.parameters(), *twin.buffers()]:
+            parameter.data = change(parameter.data)
+        return twin
+    if isinstance(value, (list, tuple)):
+        return type(value)(map_tensors(v, change) for v in value)
+    if isinstance(value, dict):
+        return {k: map_tensors(v, change) for k, v in value.items()}
+    return value
+
+
+def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """(path, tensor) for every tensor in a nested value, module parameters and buffers included."""
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif isinstance(value, torch.nn.Module):
+        for name, parameter in [*value.named_parameters(), *value.named_buffers()]:
+            yield f"{path}.{name}", parameter
+    elif isinstance(value, (list, tuple)):
+        for i, item in enumerate(value):
+            yield from tensors_in(item, f"{path}[{i}]")
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from tensors_in(item, f"{path}[{key!r}]")
+
+
+def clone(value: Any) -> Any:
+    """A copy in fresh memory that keeps each tensor's layout (strides, offset of the storage's start)."""
+    return map_tensors(value, _clone_tensor)
+
+
+def _clone_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    if tensor.is_contiguous() and tensor.storage_offset() == 0:
+        return tensor.clone()
+    if 0 in tensor.stride() and tensor.numel() > 1:
+        index = tuple(slice(0, 1) if s == 0 else slice(None) for s in tensor.stride())
+        return tensor[index].clone().expand(tensor.shape)
+    # The whole storage is copied, so that the view keeps its strides and offset.
+    whole = tensor.new_empty(0).set_(tensor.untyped_storage()).clone()
+    return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def upcast(value: Any) -> Any:
+    """Floating tensors in float64, in fresh memory; everything else copied."""
+    return map_tensors(value, lambda t: t.detach().double() if t.is_floating_point() else _clone_tensor(t))
+
+
+def jitter(pair: Pair, inputs: Mapping[str, Any], generator: torch.Generator, eps: float) -> dict[str, Any]:
+    """Inputs moved by a few units in the last place, within their domain: a draw just beside this one."""
+
+    def moved(spec: Any, tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_floating_point() or tensor.numel() > DRAW_ON_DEVICE:
+            return _clone_tensor(tensor)
+        noise = torch.rand(tensor.shape, generator=generator, dtype=torch.float64).to(tensor.device)
+        values = (tensor.double() * (1 + 4 * eps * (2 * noise - 1))).to(tensor.dtype)
+        leaf = _tensor_spec(spec)
+        if leaf is not None and isinstance(leaf.values, Floats) and (leaf.values.low, leaf.values.high) != (None, None):
+            values = values.clamp(leaf.values.low, leaf.values.high)
+        return values
+
+    every = {**pair.inputs, **pair.step_inputs}
+    return {name: map_tensors(value, functools.partial(moved, every[name])) for name, value in inputs.items()}
+
+
+# --- one line that reproduces --------------------------------------------------------------------------------
+
+
+def case_line(case: Case) -> str:
+    """The case as one short line, e.g. "k=6,n=8;theta=strided/huge;seed=12"."""
+    sizes = ",".join(f"{k}={v!r}" for k, v in case.sizes.items())
+    inputs = [f"{k}={v.layout}/{v.regime}" for k, v in case.inputs.items()]
+    return ";".join([*([sizes] if sizes else []), *inputs, f"seed={case.seed}"])
+
+
+def parse_case(line: str, dtype: str) -> Case:
+    """The case that `case_line` printed."""
+    sizes: dict[str, Any] = {}
+    inputs: dict[str, InputCase] = {}
+    seed = 0
+    try:
+        for part in filter(None, line.split(";")):
+            key, _, value = part.partition("=")
+            if "/" in value and "," not in part:
+                layout, _, regime = value.partition("/")
+                inputs[key] = InputCase(layout=layout, regime=regime)
+            elif key == "seed" and "," not in part:
+                seed = int(value)
+            else:
+                for item in part.split(","):
+                    name, _, number = item.partition("=")
+                    sizes[name] = int(number) if number.lstrip("-").isdigit() else float(number)
+    except ValueError:
+        raise PerfsuiteError(
+            f"--perfsuite-case {line!r} is not a case; copy the whole line that a failure printed"
+        ) from None
+    return Case(dtype=dtype, sizes=sizes, inputs=inputs, seed=seed)

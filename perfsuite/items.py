@@ -1,0 +1,285 @@
+"""The pytest items of a pair: equivalence, gradients, integrity, kernels, truth (correctness) and speed (perf)."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import functools
+import os
+import shlex
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase
+
+from perfsuite import ahead, equivalence, execution, integrity
+from perfsuite import inputs as make
+from perfsuite.equivalence import NotEquivalent, Tally
+from perfsuite.errors import PairError, PerfsuiteError
+from perfsuite.pair import Pair, Side, as_side
+from perfsuite.records import Case, Evidence
+from perfsuite.speed import SpeedItem
+
+EXAMPLES = {"dev": 25, "ci": 50, "thorough": 500}
+INTEGRITY_EXAMPLES = {"dev": 3, "ci": 5, "thorough": 30}
+SMALL_STEP_EXAMPLES = 8
+"""Stateful pairs take 100 steps a draw: fewer draws."""
+
+Prove = Callable[[Case, Tally], None]
+
+
+class Hang(BaseException):
+    """An item ran past its time limit; not an Exception, so that nothing on the way swallows or repeats it."""
+
+
+def device() -> str:
+    """Where correctness items run: the GPU where there is one."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class PairCollector(pytest.Collector):
+    """A module-level Pair: collects the items that prove and time it."""
+
+    def __init__(self, *, pair: Pair, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.pair = pair
+        bound = [n for n, v in vars(self.parent.obj).items() if v is pair]  # type: ignore[union-attr]
+        if len(bound) > 1:
+            raise self.CollectError(f"one pair is bound to two names, {bound[0]!r} and {bound[1]!r}; keep one")
+        pair.name = self.name
+
+    @property
+    def home(self) -> Path:
+        return self.path.parent
+
+    def collect(self) -> Iterator[pytest.Item]:
+        try:
+            self.pair.validate()
+        except PairError as error:
+            raise self.CollectError(str(error)) from None
+        yield from self._correctness()
+        for workload in self.pair.workloads:
+            item = SpeedItem.from_parent(
+                self, name=f"speed[{workload.name}]", pair=self.pair, workload=workload, home=self.home
+            )
+            item.add_marker(pytest.mark.perf)
+            if workload.device == "cuda":
+                item.add_marker("gpu")
+            yield item
+
+    def _correctness(self) -> Iterator[pytest.Item]:
+        pair = self.pair
+        for dtype in pair.dtypes:
+            yield self._proof(f"equivalence[{dtype}]", dtype, "optimized", as_side(pair.optimized), gradients=False)
+        for name, side in pair.variants.items():
+            for dtype in pair.dtypes:
+                yield self._proof(f"equivalence[{dtype}-{name}]", dtype, name, as_side(side), gradients=False)
+        if pair.gradients and not pair.is_stateful and execution.differentiable(pair):
+            for dtype in pair.dtypes:
+                yield self._proof(f"gradients[{dtype}]", dtype, "optimized", as_side(pair.optimized), gradients=True)
+            for name, side in pair.variants.items():
+                for dtype in pair.dtypes:
+                    yield self._proof(f"gradients[{dtype}-{name}]", dtype, name, as_side(side), gradients=True)
+        yield self._item("integrity", pair.dtypes[0], self._integrity, None)
+        if pair.truth is not None:
+            yield self._item("truth", "float64", self._truth, None)
+        if ahead.kernels_of(pair):
+            yield KernelsItem.from_parent(self, name="kernels[sm_90]", pair=pair)
+
+    def _proof(self, name: str, dtype: str, side_name: str, side: Side, *, gradients: bool) -> pytest.Item:
+        def prove(case: Case, tally: Tally) -> None:
+            equivalence.check_case(
+                self.pair,
+                case,
+                device(),
+                side=side,
+                side_name=side_name,
+                gradients=gradients,
+                tally=tally,
+                home=self.home,
+            )
+
+        return self._item(name, dtype, prove, execution.unavailable(side, device()))
+
+    def _item(self, name: str, dtype: str, prove: Prove, unavailable: str | None) -> pytest.Item:
+        item: ProofItem = ProofItem.from_parent(self, name=name, pair=self.pair, dtype=dtype, prove=prove)
+        item.add_marker(pytest.mark.correctness)
+        if unavailable:
+            item.add_marker(pytest.mark.skip(reason=unavailable))
+        return item
+
+    def _integrity(self, case: Case, tally: Tally) -> None:
+        integrity.check(self.pair, case, device(), home=self.home)
+        tally.draws += 1
+
+    def _truth(self, case: Case, tally: Tally) -> None:
+        equivalence.check_truth(self.pair, case, device())
+        tally.draws += 1
+
+
+class ProofItem(pytest.Function):
+    """A property over Hypothesis draws; fails with one readable message and the line that reproduces it."""
+
+    def __init__(
+        self, *, name: str, parent: PairCollector, pair: Pair, dtype: str, prove: Prove, **kwargs: Any
+    ) -> None:
+        self.pair, self.dtype, self.prove = pair, dtype, prove
+        self.tally = Tally()
+        self.evidence: Evidence | None = None
+        self.current: Case | None = None
+        self.kind = name.partition("[")[0]
+        profile = parent.config.option.perfsuite_profile or ("ci" if os.environ.get("CI") else "dev")
+        super().__init__(name=name, parent=parent, callobj=self._test(profile, f"{parent.nodeid}::{name}"), **kwargs)
+
+    def _test(self, profile: str, nodeid: str) -> Any:
+        examples = (INTEGRITY_EXAMPLES if self.kind == "integrity" else EXAMPLES)[profile]
+        if self.pair.is_stateful and self.kind != "integrity":
+            examples = max(SMALL_STEP_EXAMPLES, examples // 8)
+
+        @hypothesis.settings(
+            max_examples=examples,
+            derandomize=profile == "ci",  # takes no notice of earlier failures either
+            deadline=None,
+            print_blob=False,
+            report_multiple_bugs=False,
+            phases=[p for p in Phase if p is not Phase.explain],
+            suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],
+        )
+        @hypothesis.given(case=make.cases(self.pair, self.dtype))
+        def prove_draws(case: Case) -> None:
+            __tracebackhide__ = True
+            self._prove(case)
+
+        # Hypothesis seeds a derandomised test from its function: without this every pair had the same draws.
+        prove_draws.hypothesis.inner_test._hypothesis_internal_add_digest = nodeid.encode()
+        return prove_draws
+
+    def _prove(self, case: Case) -> None:
+        self.current = case
+        try:
+            self.prove(case, self.tally)
+        except (NotEquivalent, PairError) as error:
+            error.case = case  # type: ignore[union-attr]
+            raise
+        except torch.OutOfMemoryError as error:
+            raise _with_case(
+                NotEquivalent(f"{self.pair.name}: runs out of memory: {_first_line(error)}"), case
+            ) from None
+        except (hypothesis.errors.HypothesisException, hypothesis.errors.UnsatisfiedAssumption):
+            raise
+        except Exception as error:
+            raise _with_case(NotEquivalent(self._raised(error)), case) from None
+
+    def _raised(self, error: Exception) -> str:
+        frames = traceback.extract_tb(error.__traceback__)
+        harness = Path(__file__).parent
+        own = [f for f in frames if harness not in Path(f.filename).parents and "site-packages" not in f.filename]
+        calls = [f.name for f in frames if Path(f.filename) == harness / "equivalence.py"]
+        who = "reference" if "establish" in calls else "optimized side"
+        where = f" at {_relative(own[-1].filename)}:{own[-1].lineno}" if own else ""
+        remedy = "; bound the sizes it is drawn at with sizes= or where=" if who == "reference" else ""
+        return f"{self.pair.name}: the {who} raises {type(error).__name__}{where}: {_first_line(error)}{remedy}"
+
+    def runtest(self) -> None:
+        __tracebackhide__ = True
+        line = self.config.option.perfsuite_case
+        with time_limit(self.pair.time_limit):
+            if line:
+                self._prove(make.parse_case(line, self.dtype))
+            else:
+                super().runtest()
+        if self.kind in ("equivalence", "gradients"):
+            self.evidence = self.tally.evidence(self.pair, self.dtype, device())
+
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException]) -> Any:
+        error = excinfo.value
+        if isinstance(error, Hang):
+            return self._told(f"{self.pair.name}: {error}", self.current)
+        if isinstance(error, (NotEquivalent, PerfsuiteError)):
+            return self._told(str(error), getattr(error, "case", None))
+        if isinstance(error, (hypothesis.errors.Unsatisfiable, hypothesis.errors.FailedHealthCheck)):
+            return (
+                f"{self.pair.name}: too few sizes satisfy where=; "
+                f"give sizes={{name: size(low, high, multiple_of=…)}} instead"
+            )
+        return super().repr_failure(excinfo)
+
+    def _told(self, message: str, case: Case | None) -> str:
+        if case is None:
+            return message
+        node = shlex.quote(self.nodeid)
+        return f"{message}\nreproduce: pytest {node} --perfsuite-case={shlex.quote(make.case_line(case))}"
+
+    def reportinfo(self) -> tuple[Path, int | None, str]:
+        return self.path, None, self.nodeid.partition("::")[2].replace("::", ".")
+
+
+class KernelsItem(pytest.Function):
+    """Every Triton kernel that the pair's sides launch at its workloads' sizes compiles for sm_90, without a GPU."""
+
+    def __init__(self, *, name: str, parent: PairCollector, pair: Pair, **kwargs: Any) -> None:
+        self.pair = pair
+        super().__init__(name=name, parent=parent, callobj=self._compile, **kwargs)
+        self.add_marker(pytest.mark.correctness)
+
+    def _compile(self) -> None:
+        __tracebackhide__ = True
+        out = os.environ.get(ahead.AHEAD)
+        if out:
+            ahead.compile_pair(self.pair, Path(out))
+        else:
+            ahead.compile_in_subprocess(self, self.pair.time_limit)
+
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException]) -> Any:
+        if isinstance(excinfo.value, PerfsuiteError):
+            return f"{self.pair.name}: {excinfo.value}"
+        return super().repr_failure(excinfo)
+
+    def reportinfo(self) -> tuple[Path, int | None, str]:
+        return self.path, None, self.nodeid.partition("::")[2].replace("::", ".")
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise Hang in the main thread after `seconds`; end the process if it is stuck where Python cannot interrupt."""
+
+    def expire(signum: int, frame: Any) -> None:
+        raise Hang(f"hangs: stopped after its time limit of {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, expire)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    with contextlib.suppress(Exception):  # no real stderr under some captures
+        faulthandler.dump_traceback_later(seconds + 30, exit=True, file=sys.__stderr__ or sys.stderr)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _with_case(error: NotEquivalent, case: Case) -> NotEquivalent:
+    error.case = case  # type: ignore[attr-defined]
+    return error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [""])[0][:300]
+
+
+@functools.cache
+def _here() -> Path:
+    return Path.cwd()
+
+
+def _relative(filename: str) -> str:
+    path = Path(filename)
+    return str(path.relative_to(_here())) if _here() in path.parents else filename

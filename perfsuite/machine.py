@@ -1,0 +1,409 @@
+"""What this machine is, and the state of its GPU while it measures. Never imports torch; works without NVML."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import statistics
+import subprocess
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from perfsuite.errors import MachineError
+from perfsuite.records import Condition, Machine
+
+DEVICE_NODES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg")
+
+# NVML's clocks event reasons. The bits are part of its ABI; named here because pynvml renamed the constants.
+REASONS = {
+    0x0001: "idle",
+    0x0002: "application clocks",
+    0x0004: "SW power cap",
+    0x0008: "HW slowdown",
+    0x0010: "sync boost",
+    0x0020: "SW thermal",
+    0x0040: "HW thermal",
+    0x0080: "HW power brake",
+    0x0100: "display clock",
+    0x0200: "board limit",
+    0x0400: "reliability",
+}
+
+# Those that make a sample unfit: they halve the clock or step it at a moment that has nothing to do with the code.
+# The software power cap is not among them: a large matmul draws the board's whole power budget, so the cap holds
+# whenever such a kernel runs, for both sides alike; setting it aside would leave nothing to time.
+UNFIT = frozenset({"HW slowdown", "SW thermal", "HW thermal", "HW power brake"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gpu:
+    """A GPU that CUDA_VISIBLE_DEVICES leaves visible."""
+
+    name: str
+    memory_bytes: int | None = None
+    power_limit_w: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Survey:
+    """What the driver says. `problem` tells in one line why it says nothing."""
+
+    driver: str | None = None
+    cuda: str | None = None
+    """The newest CUDA that the driver runs."""
+    gpus: tuple[Gpu, ...] = ()
+    source: str = "NVML"
+    problem: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """One reading of a GPU; a figure that it does not give is None."""
+
+    sm_clock_mhz: float | None
+    temperature_c: float | None
+    power_w: float | None
+    reasons: frozenset[str]
+
+
+def has_gpu() -> bool:
+    """Whether there is an NVIDIA GPU here that torch could use; under a millisecond where there is none."""
+    if _hidden() or not any(os.path.exists(node) for node in DEVICE_NODES):
+        return False
+    version = package_version("torch")
+    return version is None or not version.endswith("+cpu")
+
+
+def identify(*, prefer: str | None = None) -> Machine:
+    """This machine: its GPU if it has one that torch can use, otherwise its CPU.
+
+    `prefer="cpu"` describes the CPU of a machine that has a GPU; `prefer="cuda"` raises MachineError where there
+    is none. MachineError also where there is a GPU that nothing can name.
+    """
+    if prefer not in (None, "cpu", "cuda"):
+        raise MachineError(f"device {prefer!r} is not one of cpu, cuda")
+    gpu = prefer != "cpu" and has_gpu()
+    if prefer == "cuda" and not gpu:
+        raise MachineError(f"no usable GPU: {why_no_gpu()}")
+    cpu = cpu_model()
+    survey = survey_gpus() if gpu else Survey()
+    if gpu and not survey.gpus:
+        raise MachineError(
+            f"there is a GPU here, but its name cannot be read: {survey.problem}; "
+            "repair the driver, or set CUDA_VISIBLE_DEVICES= to measure the CPU"
+        )
+    first = survey.gpus[0] if survey.gpus else None
+    return Machine(
+        device=gpu_slug(first.name) if first else cpu_slug(cpu, _cpuinfo()),
+        device_name=first.name if first else cpu,
+        count=len(survey.gpus),
+        cpu=cpu,
+        cores=_cores(),
+        memory_bytes=_memory_bytes(),
+        driver=survey.driver,
+        cuda=(torch_cuda() or survey.cuda) if first else None,
+        power_limit_w=first.power_limit_w if first else None,
+        python=platform.python_version(),
+        torch=package_version("torch"),
+        triton=package_version("triton"),
+        platform=f"{platform.system()}-{platform.release()}-{platform.machine()}",
+    )
+
+
+def why_no_gpu() -> str:
+    """Why `has_gpu` says no, with the remedy."""
+    if not any(os.path.exists(node) for node in DEVICE_NODES):
+        return "no NVIDIA device node in /dev; run on a machine, or in a container, with a GPU (docker run --gpus all)"
+    if _hidden():
+        return f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']!r} hides it; unset it"
+    version = package_version("torch")
+    return f"torch {version} is a CPU build; install a CUDA build of torch"
+
+
+def survey_gpus() -> Survey:
+    """The visible GPUs in CUDA's order, and the driver; from NVML, or where that fails from nvidia-smi."""
+    try:
+        with _nvml() as nvml:
+            return Survey(
+                driver=_asked(nvml, "nvmlSystemGetDriverVersion", as_text),
+                cuda=_asked(nvml, "nvmlSystemGetCudaDriverVersion", lambda v: f"{v // 1000}.{v % 1000 // 10}"),
+                gpus=tuple(
+                    Gpu(
+                        name=_asked(nvml, "nvmlDeviceGetName", as_text, handle) or "NVIDIA GPU",
+                        memory_bytes=_asked(nvml, "nvmlDeviceGetMemoryInfo", lambda m: int(m.total), handle),
+                        power_limit_w=_asked(nvml, "nvmlDeviceGetEnforcedPowerLimit", lambda mw: mw / 1000, handle),
+                    )
+                    for handle in _visible_handles(nvml)
+                ),
+            )
+    except Exception as error:  # pynvml's errors are its own classes, and it may not be installed at all
+        problem = _one_line(error)
+    return _survey_smi(problem)
+
+
+class Monitor:
+    """The state of one GPU over a measurement: `with Monitor(0) as m: m.sample(); …; m.condition()`.
+
+    `index` is torch's: it counts the visible GPUs. None, a machine without a GPU, a missing NVML or a function
+    that it lacks give readings without that figure, never an exception.
+    """
+
+    def __init__(self, index: int | None = 0) -> None:
+        self.index = index
+        self.samples: list[Sample] = []
+        self._stack = contextlib.ExitStack()
+        self._nvml: Any = None
+        self._handle: Any = None
+
+    def __enter__(self) -> Monitor:
+        if self.index is None or not has_gpu():
+            return self
+        try:
+            nvml = self._stack.enter_context(_nvml())
+            self._handle = _visible_handles(nvml)[self.index]
+            self._nvml = nvml
+        except Exception:  # as in survey_gpus; doctor is where a broken NVML is reported
+            self._stack.close()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._nvml = self._handle = None
+        self._stack.close()
+
+    def sample(self) -> Sample:
+        """Read the GPU now, about 0.1 ms; kept for `condition`."""
+        reading = self._read()
+        self.samples.append(reading)
+        return reading
+
+    def throttled(self) -> bool:
+        """Whether the latest sample shows the clock held down for a reason that makes timings unfit (UNFIT)."""
+        return bool(self.samples) and not UNFIT.isdisjoint(self.samples[-1].reasons)
+
+    def condition(self, set_aside: int = 0) -> Condition:
+        """All samples in one record: median and lowest clock, median power, highest temperature, every reason."""
+        # An idle GPU lowers its clock; readings taken between kernels say nothing about the kernels.
+        busy = [s for s in self.samples if "idle" not in s.reasons] or self.samples
+        clocks = [s.sm_clock_mhz for s in busy if s.sm_clock_mhz is not None]
+        powers = [s.power_w for s in busy if s.power_w is not None]
+        temperatures = [s.temperature_c for s in busy if s.temperature_c is not None]
+        reasons: set[str] = set().union(*(s.reasons for s in busy))
+        return Condition(
+            sm_clock_mhz=statistics.median(clocks) if clocks else None,
+            sm_clock_min_mhz=min(clocks, default=None),
+            temperature_c=max(temperatures, default=None),
+            power_w=round(statistics.median(powers), 1) if powers else None,
+            throttle=tuple(sorted(reasons - {"idle"})),
+            set_aside=set_aside,
+        )
+
+    def _read(self) -> Sample:
+        nvml, handle = self._nvml, self._handle
+        if nvml is None:
+            return Sample(sm_clock_mhz=None, temperature_c=None, power_w=None, reasons=frozenset())
+        # Constants by value (SM clock 1, GPU sensor 0), for the same reason as REASONS.
+        mask = _asked(nvml, "nvmlDeviceGetCurrentClocksEventReasons", int, handle)
+        if mask is None:
+            mask = _asked(nvml, "nvmlDeviceGetCurrentClocksThrottleReasons", int, handle)
+        return Sample(
+            sm_clock_mhz=_asked(nvml, "nvmlDeviceGetClockInfo", float, handle, 1),
+            temperature_c=_asked(nvml, "nvmlDeviceGetTemperature", float, handle, 0),
+            power_w=_asked(nvml, "nvmlDeviceGetPowerUsage", lambda mw: mw / 1000, handle),
+            reasons=reason_names(mask or 0),
+        )
+
+
+def reason_names(mask: int) -> frozenset[str]:
+    """Names of the clocks event reasons in an NVML mask; a bit without a name as hexadecimal."""
+    bits = [1 << i for i in range(mask.bit_length()) if mask >> i & 1]
+    return frozenset(REASONS.get(bit, hex(bit)) for bit in bits)
+
+
+def gpu_slug(name: str) -> str:
+    """ "NVIDIA H200" → "nvidia-h200"; a name without its maker gets it, so that one device has one slug."""
+    slug = _slug(name)
+    return slug if slug.startswith("nvidia-") else f"nvidia-{slug}"
+
+
+def cpu_slug(model: str, info: Mapping[str, str]) -> str:
+    """ "Intel(R) Xeon(R) Gold 6338 CPU @ 2.00GHz" → "cpu-intel-xeon-gold-6338".
+
+    Clouds often hide the model ("Intel(R) Xeon(R) Processor"); family and model numbers then tell chips apart.
+    """
+    text = re.sub(r"\((R|TM|C)\)", " ", model, flags=re.IGNORECASE)
+    text = re.sub(r"@.*$|\b\d+-Core\b|\bCPU\b|\bProcessor\b|\bwith .* Graphics\b", " ", text, flags=re.IGNORECASE)
+    slug = _slug(text) or "unknown"
+    if not any(c.isdigit() for c in slug) and "cpu family" in info and "model" in info:
+        slug += f"-f{info['cpu family']}m{info['model']}"
+    return f"cpu-{slug}"
+
+
+def cpu_model() -> str:
+    """The CPU's name as the operating system gives it."""
+    info = _cpuinfo()
+    if "model name" in info:
+        return " ".join(info["model name"].split())
+    if "CPU part" in info:  # Arm gives numbers only
+        return f"{platform.machine()} implementer {info.get('CPU implementer', '?')} part {info['CPU part']}"
+    return platform.processor() or platform.machine() or "unknown"
+
+
+@cache
+def package_version(name: str) -> str | None:
+    """Version of an installed package, without importing it; None where it is not installed."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+@cache
+def torch_cuda() -> str | None:
+    """The CUDA version that torch was built for, read from its version.py; None for a CPU build or no torch."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    try:
+        text = (Path(spec.origin).parent / "version.py").read_text()
+    except OSError:
+        return None
+    found = re.search(r"^cuda\b.*=\s*['\"]([\d.]+)['\"]", text, re.MULTILINE)
+    return found.group(1) if found else None
+
+
+def as_text(value: Any) -> str:
+    """NVML's strings: bytes from older versions of pynvml, text from newer ones."""
+    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
+
+
+@contextlib.contextmanager
+def _nvml() -> Iterator[Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # an old distribution called pynvml warns when it is imported
+        nvml = importlib.import_module("pynvml")
+    nvml.nvmlInit()
+    try:
+        yield nvml
+    finally:
+        with contextlib.suppress(Exception):
+            nvml.nvmlShutdown()
+
+
+def _asked(nvml: Any, function: str, read: Callable[[Any], Any], *arguments: Any) -> Any:
+    """`read` of what an NVML function returns; None where this NVML, driver or GPU does not have it."""
+    try:
+        return read(getattr(nvml, function)(*arguments))
+    except Exception:
+        return None
+
+
+def _visible_handles(nvml: Any) -> list[Any]:
+    """NVML handles of the GPUs that CUDA shows, in its order.
+
+    NVML counts by PCI address and CUDA by speed unless CUDA_DEVICE_ORDER says otherwise; among equal GPUs, all
+    that a benchmark machine should hold, the two agree.
+    """
+    every = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return every
+    handles: list[Any] = []
+    for token in (t.strip() for t in visible.split(",")):
+        handle = _handle_of(nvml, token, every)
+        if handle is None:  # as CUDA does: the first name it does not know ends the list
+            break
+        handles.append(handle)
+    return handles
+
+
+def _handle_of(nvml: Any, token: str, every: list[Any]) -> Any:
+    if token.isdigit():
+        return every[int(token)] if int(token) < len(every) else None
+    if token.startswith("GPU-"):  # CUDA takes an abbreviated UUID, NVML does not
+        return next((h for h in every if (_asked(nvml, "nvmlDeviceGetUUID", as_text, h) or "").startswith(token)), None)
+    if token.startswith("MIG-"):
+        return _asked(nvml, "nvmlDeviceGetHandleByUUID", lambda h: h, token)
+    return None
+
+
+def _survey_smi(problem: str) -> Survey:
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return Survey(problem=f"NVML: {problem}; nvidia-smi is not on PATH")
+    query = [command, "--query-gpu=index,uuid,name,driver_version,power.limit", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        return Survey(problem=f"NVML: {problem}; nvidia-smi: {_one_line(error)}")
+    rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line.count(",") == 4]
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if shown is not None:
+        tokens = [t.strip() for t in shown.split(",")]
+        rows = [r for t in tokens for r in rows if t == r[0] or (t.startswith("GPU-") and r[1].startswith(t))]
+    gpus = tuple(Gpu(name=name, power_limit_w=_number(limit)) for _, _, name, _, limit in rows)
+    if not gpus:
+        return Survey(problem=f"NVML: {problem}; nvidia-smi names no visible GPU")
+    return Survey(driver=rows[0][3], gpus=gpus, source="nvidia-smi", problem=f"NVML: {problem}")
+
+
+def _hidden() -> bool:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible is not None and visible.strip() in ("", "-1", "NoDevFiles")
+
+
+@cache
+def _cpuinfo() -> dict[str, str]:
+    """The first processor's entries in /proc/cpuinfo; empty where there is none."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(errors="replace")
+    except OSError:
+        return {}
+    info: dict[str, str] = {}
+    for line in text.splitlines():
+        key, found, value = line.partition(":")
+        if found:
+            info.setdefault(key.strip(), value.strip())
+    return info
+
+
+def _cores() -> int:
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # not on macOS
+        return os.cpu_count() or 1
+
+
+def _memory_bytes() -> int:
+    """The host's memory, or the container's share of it."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with contextlib.suppress(OSError, ValueError):
+        total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return total
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,0 +1,111 @@
+"""The pytest plugin: a module-level `Pair` becomes items that prove, time and gate it.
+
+Kept light: nothing here imports torch, Hypothesis or the stages until a test module that holds a pair is collected.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Iterable
+
+    from perfsuite.control import Control
+
+MARKERS = (
+    "correctness: proves that a pair's two sides are the same function",
+    "perf: times a pair's sides against each other, and gates them with --benchmark-compare",
+    "gpu: needs a CUDA device",
+    "multi_gpu: needs two or more CUDA devices",
+)
+PROFILES = ("dev", "ci", "thorough")
+DEVICE_NODES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg")
+JOB = "PERFSUITE_JOB"
+"""Environment variable that makes this pytest process a measuring worker: the path of its job file."""
+
+CONTROL = pytest.StashKey["Control"]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("perfsuite")
+    group.addoption(
+        "--perfsuite-profile",
+        choices=PROFILES,
+        help="draws a proof takes: dev (quick, random), ci (derandomised; the default where CI is set), thorough",
+    )
+    group.addoption("--perfsuite-case", metavar="CASE", help="prove this one draw: the line that a failure printed")
+    group.addoption(
+        "--perfsuite-report", metavar="DIR", help="write report.html, report.json and the job summary to DIR"
+    )
+    group.addoption(
+        "--perfsuite-mode", choices=("accept", "list", "compare", "gate", "run"), help="used by `perfsuite`"
+    )
+    group.addoption("--perfsuite-argument", action="append", default=[], help="used by `perfsuite`")
+    group.addoption("--perfsuite-baselines", metavar="DIR", help="folder of the baselines (default: baselines)")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    for marker in MARKERS:
+        config.addinivalue_line("markers", marker)
+    if not any(os.path.exists(node) for node in DEVICE_NODES):
+        # Triton reads this when it is first imported: without a GPU its kernels can only run interpreted.
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+    if _wants_control(config):
+        _control(config)
+
+
+def _wants_control(config: pytest.Config) -> bool:
+    option = config.option
+    # "-m perf" asks for timed items, "-m 'not perf'" does not.
+    perf = re.search(r"(?<!not )\bperf\b", option.markexpr or "")
+    gate = perf and (getattr(option, "benchmark_compare", None) or getattr(option, "numprocesses", None))
+    return bool(gate or option.perfsuite_mode or JOB in os.environ)
+
+
+def _control(config: pytest.Config) -> Control:
+    """The run's control, made when the first pair (or a gate) needs it."""
+    if CONTROL not in config.stash:
+        from perfsuite.control import Control
+
+        config.stash[CONTROL] = Control(config)
+        config.pluginmanager.register(config.stash[CONTROL], "perfsuite-control")
+    return config.stash[CONTROL]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: object) -> Any:
+    pair_module = sys.modules.get("perfsuite.pair")
+    if pair_module is None or not isinstance(obj, pair_module.Pair) or not isinstance(collector, pytest.Module):
+        return None
+    from perfsuite.items import PairCollector
+
+    _control(collector.config)
+    return PairCollector.from_parent(collector, name=name, pair=obj)
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """`gpu` and `multi_gpu` on ordinary tests skip with their reason where there are too few devices."""
+    needed = 2 if item.get_closest_marker("multi_gpu") else 1 if item.get_closest_marker("gpu") else 0
+    if needed:
+        from perfsuite import machine
+
+        count = len(machine.survey_gpus().gpus) if machine.has_gpu() else 0
+        if count < needed:
+            item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA device{'s' * (needed > 1)}; {count} here"))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> Generator[None, Iterable[Any], Iterable[Any]]:
+    every = list(items)
+    result = yield
+    if CONTROL in config.stash:
+        config.stash[CONTROL].collected(every, items)
+    return result

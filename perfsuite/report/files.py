@@ -1,0 +1,29 @@
+"""Files are replaced whole: a reader, or a run that is killed, never sees half a report."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from pathlib import Path
+
+from perfsuite.errors import PerfsuiteError
+
+
+def write(path: Path, text: str) -> Path:
+    """Write `text` to `path` atomically, with the folders above it; PerfsuiteError in one line if that fails."""
+    temporary = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(temporary, 0o644)  # mkstemp's 0600 would hide it from whoever collects a CI job's files
+        os.replace(temporary, path)
+    except OSError as error:
+        if temporary is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+        reason = error.strerror or str(error)
+        raise PerfsuiteError(f"cannot write {path}: {reason}; make its folder writable or name another") from None
+    return path

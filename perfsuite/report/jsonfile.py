@@ -1,0 +1,48 @@
+"""The run as JSON, for machines; reads back into the same records."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from perfsuite.errors import PerfsuiteError
+from perfsuite.records import from_json, to_json
+from perfsuite.report.files import write as write_text
+from perfsuite.report.model import RunReport
+
+SCHEMA = 1
+
+
+def document(report: RunReport) -> str:
+    """The report as JSON text."""
+    return json.dumps({"perfsuite_report": SCHEMA, **to_json(report)}, indent=1, ensure_ascii=False) + "\n"
+
+
+def write(report: RunReport, path: Path) -> Path:
+    """Write the report to `path`."""
+    return write_text(path, document(report))
+
+
+def parse(text: str, source: str = "the report") -> RunReport:
+    """The report that `document` gave; PerfsuiteError in one line for anything else."""
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise PerfsuiteError(f"{source} is not JSON: {error}; run again to write a new one") from None
+    schema = data.pop("perfsuite_report", None) if isinstance(data, dict) else None
+    if schema != SCHEMA:
+        known = "no perfsuite report" if schema is None else f"a report of schema {schema}; this version reads {SCHEMA}"
+        raise PerfsuiteError(f"{source} is {known}")
+    try:
+        return from_json(RunReport, data)
+    except PerfsuiteError as error:
+        raise PerfsuiteError(f"{source}: {error}; run again to write a new one") from None
+
+
+def read(path: Path) -> RunReport:
+    """The report in the file `path`."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PerfsuiteError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+    return parse(text, str(path))

@@ -1,0 +1,318 @@
+"""What the reports show: the record of a run, and one row a workload made from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from perfsuite.baseline import Entry
+from perfsuite.records import Machine, Measurement, PromiseRecord, SideRecord, Status, Verdict
+
+BASE_SIDES = ("optimized", "reference", "accepted")
+
+Standing = Literal["faster", "equal", "slower"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Correctness:
+    """How the correctness items ended."""
+
+    passed: int = 0
+    failed: int = 0
+    skipped: int = 0
+    skip_reasons: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    failures: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Item id → one line."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunReport:
+    """One run: what was proven, measured and decided, on which machine. Keys of the tables are workload ids."""
+
+    machine: Machine
+    revision: str | None
+    started: str
+    """ISO 8601, with the offset from UTC."""
+    seconds: float
+    measurements: Mapping[str, tuple[Measurement, ...]] = dataclasses.field(default_factory=dict)
+    """One a process."""
+    verdicts: Mapping[str, Verdict] = dataclasses.field(default_factory=dict)
+    promises: Mapping[str, PromiseRecord] = dataclasses.field(default_factory=dict)
+    correctness: Correctness = Correctness()
+    problems: tuple[str, ...] = ()
+    """What went wrong with the run as a whole, a line each."""
+    complete: bool = True
+    """False for a run that was interrupted."""
+    selected: int | None = None
+    """How many workloads were asked for, of `collected`."""
+    collected: int | None = None
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """Every workload, in the order measured; then those that have only a verdict."""
+        return tuple(dict.fromkeys([*self.measurements, *self.verdicts]))
+
+    @property
+    def partial(self) -> str | None:
+        """ "3 of 27 workloads" where not all were selected."""
+        if self.selected is None or self.collected is None or self.selected >= self.collected:
+            return None
+        return f"{self.selected} of {self.collected} workloads"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """How many times as fast as another side the optimized one is, over all processes."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def standing(self) -> Standing:
+        """Of the optimized side: "equal" where the interval does not exclude 1."""
+        if (self.low if self.low is not None else self.value) > 1:
+            return "faster"
+        if (self.high if self.high is not None else self.value) < 1:
+            return "slower"
+        return "equal"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One workload as the tables show it."""
+
+    id: str
+    technique: str
+    workload: str
+    clock: str = ""
+    direction: str = ""
+    dtype: str = ""
+    processes: int = 0
+    reference_s: float | None = None
+    optimized_s: float | None = None
+    speedup: Comparison | None = None
+    rival: str | None = None
+    """The fastest one."""
+    rival_s: float | None = None
+    against_rival: Comparison | None = None
+    limit_s: float | None = None
+    limit_by: str = ""
+    limit_fraction: float | None = None
+    """Limit / optimized: 1 is as fast as the device can."""
+    sm_clock_mhz: float | None = None
+    throttle: tuple[str, ...] = ()
+    status: Status | None = None
+    message: str = ""
+
+    @property
+    def loses(self) -> str | None:
+        """Why the optimized side does not beat its best rival, in one line; None where it does or has none."""
+        if self.rival is None or self.against_rival is None or self.against_rival.standing == "faster":
+            return None
+        if self.against_rival.standing == "equal":
+            return f"no faster than {self.rival}"
+        return f"slower than {self.rival}: {1 / self.against_rival.value:.3g}× its time"
+
+
+def rows(report: RunReport) -> tuple[Row, ...]:
+    """A row a workload, those of one technique together."""
+    made = [row(i, report.measurements.get(i, ()), report.verdicts.get(i)) for i in report.ids]
+    order = {technique: n for n, technique in enumerate(dict.fromkeys(r.technique for r in made))}
+    return tuple(sorted(made, key=lambda r: order[r.technique]))
+
+
+def row(workload_id: str, measurements: Sequence[Measurement], verdict: Verdict | None = None) -> Row:
+    """The row of one workload: medians over its processes, the verdict's figures where it has them."""
+    technique, workload = names(workload_id)
+    status, message = (verdict.status, verdict.message) if verdict else (None, "")
+    if not measurements:
+        return Row(id=workload_id, technique=technique, workload=workload, status=status, message=message)
+    first = measurements[0]
+    times = {side: side_seconds(measurements, side) for side in sides(measurements)}
+    rivals = {name: t for name, t in times.items() if name not in BASE_SIDES and t is not None}
+    best = min(rivals, key=lambda name: rivals[name], default=None)
+    speedup = compare(measurements, "reference")
+    if verdict is not None and verdict.speedup is not None:
+        speedup = Comparison(value=verdict.speedup, low=verdict.speedup_low, high=verdict.speedup_high)
+    limits = [m.limit for m in measurements if m.limit is not None]
+    fractions = [f for m in measurements if (f := limit_fraction(m)) is not None]
+    clocks = [m.condition.sm_clock_mhz for m in measurements if m.condition.sm_clock_mhz is not None]
+    return Row(
+        id=workload_id,
+        technique=technique,
+        workload=workload,
+        clock=first.clock,
+        direction=first.direction,
+        dtype=first.dtype,
+        processes=len(measurements),
+        reference_s=times.get("reference"),
+        optimized_s=times.get("optimized"),
+        speedup=speedup,
+        rival=best,
+        rival_s=rivals[best] if best else None,
+        against_rival=compare(measurements, best) if best else None,
+        limit_s=statistics.median(m.seconds for m in limits) if limits else None,
+        limit_by=limits[0].by if limits else "",
+        limit_fraction=statistics.median(fractions) if fractions else None,
+        sm_clock_mhz=statistics.median(clocks) if clocks else None,
+        throttle=tuple(sorted({reason for m in measurements for reason in m.condition.throttle})),
+        status=status,
+        message=message,
+    )
+
+
+def entry_row(entry: Entry) -> Row:
+    """The row of an accepted workload, over all its sessions."""
+    technique, workload = names(entry.id)
+    rivals = {name: side.seconds for name, side in entry.sides.items() if name not in BASE_SIDES}
+    best = min(rivals, key=lambda name: rivals[name], default=None)
+    optimized = entry.sides["optimized"].seconds if "optimized" in entry.sides else None
+    return Row(
+        id=entry.id,
+        technique=technique,
+        workload=workload,
+        clock=entry.clock,
+        direction=entry.direction,
+        dtype=entry.dtype,
+        processes=sum(len(session.processes) for session in entry.sessions),
+        reference_s=entry.sides["reference"].seconds if "reference" in entry.sides else None,
+        optimized_s=optimized,
+        speedup=_accepted(entry, "reference"),
+        rival=best,
+        rival_s=rivals[best] if best else None,
+        against_rival=_accepted(entry, best) if best else None,
+        limit_s=entry.limit.seconds if entry.limit else None,
+        limit_by=entry.limit.by if entry.limit else "",
+        limit_fraction=entry.limit.seconds / optimized if entry.limit and optimized else None,
+    )
+
+
+def _accepted(entry: Entry, other: str) -> Comparison | None:
+    """As stored: the geometric mean over sessions, with the range of the processes."""
+    means = [mean for session in entry.process_means(other) for mean in session]
+    if not means:
+        return None
+    several = len(means) > 1
+    return Comparison(
+        value=entry.speedup(other),
+        low=math.exp(min(means)) if several else None,
+        high=math.exp(max(means)) if several else None,
+    )
+
+
+def names(workload_id: str) -> tuple[str, str]:
+    """(technique, workload): "tests/geometry/test_rotor_update.py::rotor_update::speed[window64]" gives
+    ("geometry/rotor_update", "window64")."""
+    path, *rest = workload_id.split("::")
+    pair = rest[0] if len(rest) > 1 else re.sub(r"^test_|\.py$", "", path.rpartition("/")[2])
+    folder = path.rpartition("/")[0].rpartition("/")[2]
+    found = re.search(r"\[(.*)\]$", workload_id)
+    technique = pair if folder in ("", ".", "tests", "test") else f"{folder}/{pair}"
+    return technique, found.group(1) if found else rest[-1] if rest else workload_id
+
+
+def sides(measurements: Iterable[Measurement]) -> tuple[str, ...]:
+    """Every side timed in any process: reference and optimized first, then as measured."""
+    seen = dict.fromkeys(name for m in measurements for name in m.sides)
+    return tuple(sorted(seen, key=lambda name: {"reference": 0, "optimized": 1, "accepted": 2}.get(name, 3)))
+
+
+def seconds_of(side: SideRecord | None, clock: str) -> float | None:
+    """A side's time in one process on the workload's clock, or failing that on the one it has."""
+    if side is None:
+        return None
+    first, second = (side.device_s, side.wall_s) if clock == "device" else (side.wall_s, side.device_s)
+    if first is not None or second is not None:
+        return first if first is not None else second
+    return statistics.median(side.blocks_s) if side.blocks_s else None
+
+
+def side_seconds(measurements: Iterable[Measurement], side: str) -> float | None:
+    """A side's time: the median over processes."""
+    times = [t for m in measurements if (t := seconds_of(m.sides.get(side), m.clock)) is not None]
+    return statistics.median(times) if times else None
+
+
+def limit_fraction(measurement: Measurement) -> float | None:
+    """The limit over the optimized side's time in one process, on the workload's clock."""
+    time = seconds_of(measurement.sides.get("optimized"), measurement.clock)
+    return measurement.limit.seconds / time if measurement.limit is not None and time else None
+
+
+def compare(measurements: Sequence[Measurement], other: str) -> Comparison | None:
+    """Time of `other` over time of optimized: the median over processes of each one's median block.
+
+    The interval is a plain one for rows that no verdict covers: the widest of the processes' own, each the
+    narrowest pair of order statistics that holds the median of its blocks with 95% confidence.
+    """
+    logs = [sorted(m.log_ratios[other]) for m in measurements if m.log_ratios.get(other)]
+    if not logs:
+        ours, theirs = side_seconds(measurements, "optimized"), side_seconds(measurements, other)
+        return Comparison(value=theirs / ours) if ours and theirs else None
+    value = statistics.median(statistics.median(blocks) for blocks in logs)
+    bounds = [b for blocks in logs if (b := _median_bounds(blocks)) is not None]
+    if not bounds:
+        return Comparison(value=math.exp(value))
+    low, high = min(b[0] for b in bounds), max(b[1] for b in bounds)
+    return Comparison(value=math.exp(value), low=math.exp(low), high=math.exp(high))
+
+
+def _median_bounds(ordered: Sequence[float]) -> tuple[float, float] | None:
+    n, outside, k = len(ordered), 0.0, 0
+    while k < n // 2:
+        outside += 2 * math.comb(n, k) / 2**n
+        if outside > 0.05:
+            break
+        k += 1
+    return (ordered[k - 1], ordered[n - k]) if k else None
+
+
+def counts(report: RunReport) -> dict[str, int]:
+    """How many workloads have which verdict, in the order of `Status`; those without one as "measured"."""
+    found = {status.value: 0 for status in Status}
+    for verdict in report.verdicts.values():
+        found[verdict.status.value] += 1
+    found["measured"] = len(set(report.measurements) - set(report.verdicts))
+    return {name: n for name, n in found.items() if n}
+
+
+def headline(report: RunReport) -> str:
+    """The run in one line."""
+    parts = [f"{n} {name}" for name, n in counts(report).items()] or ["nothing measured"]
+    c = report.correctness
+    if c.passed or c.failed or c.skipped:
+        parts.append(f"correctness: {c.passed} passed, {c.failed} failed, {c.skipped} skipped")
+    if report.partial:
+        parts.append(report.partial)
+    return " · ".join(parts)
+
+
+def machine_line(machine: Machine) -> str:
+    """The machine in one line."""
+    device = f"{machine.count} × {machine.device_name}" if machine.count > 1 else machine.device_name
+    parts = [device]
+    if machine.power_limit_w is not None:
+        parts.append(f"{machine.power_limit_w:.0f} W")
+    for name, value in (("driver", machine.driver), ("CUDA", machine.cuda), ("torch", machine.torch)):
+        if value:
+            parts.append(f"{name} {value}")
+    if machine.triton:
+        parts.append(f"triton {machine.triton}")
+    parts.append(f"Python {machine.python}")
+    if machine.cpu != machine.device_name:
+        parts.append(f"{machine.cpu}, {machine.cores} cores")
+    else:
+        parts.append(f"{machine.cores} cores")
+    return ", ".join(parts)
+
+
+def not_green(report: RunReport) -> tuple[Verdict, ...]:
+    """The verdicts that are not green, in the order of the rows."""
+    every = [report.verdicts[r.id] for r in rows(report) if r.id in report.verdicts]
+    return tuple(v for v in every if not v.status.green)

@@ -1,0 +1,160 @@
+"""The run as a table in the terminal: one row a workload, then what needs attention in plain sentences."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, TextIO
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from perfsuite.records import Status
+from perfsuite.report import units
+from perfsuite.report.model import Row, RunReport, headline, machine_line, not_green, rows
+
+PLAIN_WIDTH = 100
+"""Columns where the output is no terminal: a CI log's, not the 80 that would fold every row."""
+
+GAP = " "
+
+
+def console(file: TextIO | None = None) -> Console:
+    """A console that is readable in a CI log too."""
+    target = file or sys.stdout
+    width = None if target.isatty() or os.environ.get("COLUMNS") else PLAIN_WIDTH
+    return Console(file=target, width=width, highlight=False, soft_wrap=False)
+
+
+def show(report: RunReport, out: Console | None = None) -> None:
+    """Print the whole report."""
+    out = out or console()
+    every = rows(report)
+    out.print(Text(machine_line(report.machine), style="bold"), soft_wrap=True)
+    if report.revision:
+        out.print(Text(f"revision {report.revision}", style="dim"))
+    if every:
+        out.print(table(every, out.width))
+    for line in attention(report, every):
+        out.print(line, soft_wrap=True)  # one finding, one line: a log is searched by line
+    style = "bold red" if report.problems or not_green(report) or report.correctness.failed else "bold"
+    out.print(Text(f"{headline(report)} · {units.duration(report.seconds)}", style=style), soft_wrap=True)
+
+
+def table(every: tuple[Row, ...], width: int = PLAIN_WIDTH) -> Group:
+    """One row a workload, a heading a technique. Columns that nothing fills are left out."""
+    columns = [c for c in COLUMNS if c.needed is None or any(c.needed(r) for r in every)]
+    for spare in ("MHz", "interval", "limit", "best rival"):
+        if sum(min(c.width(every), c.narrowest or 999) + len(GAP) for c in columns) > width:
+            columns = [c for c in columns if c.title != spare]
+    widths = [c.width(every) for c in columns]
+    over = sum(widths) + len(GAP) * len(widths) - width
+    for n, column in enumerate(columns):
+        # Names fold, figures do not.
+        cut = max(0, min(over, widths[n] - column.narrowest)) if column.narrowest else 0
+        widths[n], over = widths[n] - cut, over - cut
+    cells = {r.id: [c.cell(r) for c in columns] for r in every}
+    parts: list[RenderableType] = [_grid(columns, widths, [[Text(c.title, style="bold") for c in columns]])]
+    parts.append(Text("─" * min(width, sum(widths) + len(GAP) * (len(widths) - 1)), style="dim"))
+    for technique, found in itertools.groupby(every, lambda r: r.technique):
+        parts.append(Text(technique, style="bold"))
+        parts.append(_grid(columns, widths, [cells[r.id] for r in found]))
+    return Group(*parts)
+
+
+def _grid(columns: list[Column], widths: list[int], lines: list[list[Text]]) -> Table:
+    grid = Table.grid(padding=(0, len(GAP), 0, 0), pad_edge=False)
+    for column, width in zip(columns, widths, strict=True):
+        grid.add_column(justify=column.justify, width=width, overflow="fold", no_wrap=not column.narrowest)
+    for line in lines:
+        grid.add_row(*line)
+    return grid
+
+
+def attention(report: RunReport, every: tuple[Row, ...]) -> list[Text]:
+    """What needs attention, a line each: the worst first."""
+    lines = [Text(f"✗ {problem}", style="red") for problem in report.problems]
+    if not report.complete:
+        lines.append(Text("✗ interrupted: this report holds what was measured until then", style="red"))
+    lines += [Text(f"✗ {item}: {why}", style="red") for item, why in report.correctness.failures.items()]
+    lines += [Text(f"✗ {verdict.message}", style="red") for verdict in not_green(report)]
+    for row in every:
+        if row.status in (Status.WAIVED, Status.IMPROVED):
+            lines.append(Text(f"• {row.message}", style="yellow"))
+        if row.loses:
+            lines.append(Text(f"• {row.technique}[{row.workload}] is {row.loses}", style="yellow"))
+        unfit = [reason for reason in row.throttle if reason != "SW power cap"]
+        if unfit:
+            lines.append(Text(f"• {row.technique}[{row.workload}]: clock limited ({', '.join(unfit)})", style="yellow"))
+    reasons = sorted(report.correctness.skip_reasons.items(), key=lambda item: -item[1])
+    lines += [Text(f"• {n} skipped: {reason}", style="dim") for reason, n in reasons]
+    return lines
+
+
+def _speedup(row: Row) -> Text:
+    if row.speedup is None:
+        return Text(units.MISSING)
+    style = {"faster": "green", "equal": "yellow", "slower": "red"}[row.speedup.standing]
+    return Text(units.ratio(row.speedup.value), style=style)
+
+
+def _interval(row: Row) -> Text:
+    return Text(units.interval(row.speedup.low, row.speedup.high) if row.speedup else "", style="dim")
+
+
+def _rival(row: Row) -> Text:
+    if row.rival is None:
+        return Text(units.MISSING, style="dim")
+    text = Text(f"{row.rival} {units.seconds(row.rival_s)}")
+    if row.loses and row.against_rival is not None:
+        # A mark and not colour alone: a CI log has no colours.
+        text.append(" =" if row.against_rival.standing == "equal" else " ✗", style="bold yellow")
+    return text
+
+
+def _clock(row: Row) -> Text:
+    if row.sm_clock_mhz is None:
+        return Text(units.MISSING)
+    return Text(f"{row.sm_clock_mhz:.0f}", style="yellow" if row.throttle else "")
+
+
+def _verdict(row: Row) -> Text:
+    if row.status is None:
+        return Text("")
+    style = "yellow" if row.status is Status.WAIVED else "green" if row.status.green else "bold red"
+    return Text(row.status.value.replace("_", " "), style=style)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Column:
+    """A column of the table. `needed`: whether a row fills it; `narrowest`: it may be folded to so many."""
+
+    title: str
+    cell: Callable[[Row], Text]
+    justify: Literal["left", "right"] = "right"
+    needed: Callable[[Row], bool] | None = None
+    narrowest: int = 0
+
+    def width(self, every: tuple[Row, ...]) -> int:
+        return max(len(self.title), *(self.cell(row).cell_len for row in every))
+
+
+COLUMNS = (
+    Column(title="workload", cell=lambda r: Text(f"  {r.workload}"), justify="left", narrowest=12),
+    Column(title="reference", cell=lambda r: Text(units.seconds(r.reference_s))),
+    Column(title="optimized", cell=lambda r: Text(units.seconds(r.optimized_s))),
+    Column(title="speedup", cell=_speedup),
+    Column(title="interval", cell=_interval, justify="left"),
+    Column(title="best rival", cell=_rival, justify="left", needed=lambda r: r.rival is not None, narrowest=12),
+    Column(
+        title="limit",
+        cell=lambda r: Text(units.percent(r.limit_fraction)),
+        needed=lambda r: r.limit_fraction is not None,
+    ),
+    Column(title="MHz", cell=_clock, needed=lambda r: r.sm_clock_mhz is not None),
+    Column(title="verdict", cell=_verdict, justify="left", needed=lambda r: r.status is not None, narrowest=10),
+)

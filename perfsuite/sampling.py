@@ -1,0 +1,525 @@
+"""Time the sides of one workload against each other in one process: a `Measurement`.
+
+The unit is the *quad*: all sides once in a random order, then once in the reverse order, so that a linear drift of
+the device cancels in every ratio. The median of QUADS quads is a *block*; between blocks the inputs are allocated
+afresh, in another order and at other addresses, which removes most of the bias that lasts a buffer's life. BLOCKS
+blocks are a process. A side too slow to repeat joins the first quad of each block only, or of a few.
+
+Nothing is timed before every side's outputs on the very inputs timed have been proven equal.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import random
+import secrets
+import statistics
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from perfsuite import ceilings, equivalence, execution
+from perfsuite import inputs as make
+from perfsuite.clocks import CpuClock, CudaClock, clock_for
+from perfsuite.counting import count_calls
+from perfsuite.errors import PairError
+from perfsuite.machine import Monitor
+from perfsuite.pair import Pair, Side, Workload, as_side
+from perfsuite.records import Case, Condition, Evidence, Limit, Measurement, SideRecord
+
+QUADS = 7
+BLOCKS = 8
+WARMUP_CALLS = 3
+SAMPLE_S = 1e-3
+"""A sample repeats a short call until it spans about this long."""
+MAX_CALLS = 32
+FLUSH_S = 60e-6
+SLOW_S = 8e-3
+"""A side slower than this a call joins one quad a block; at 8 ms a full share would take 0.9 s."""
+VERY_SLOW_S = 0.1
+FEW_BLOCKS = 3
+EXTRA_BLOCKS = 4
+"""Blocks measured again at most, for those set aside because the device throttled."""
+OTHER_CLOCK_SAMPLES = 5
+REPLICAS_UP_TO = 1 << 16
+"""Above this many elements the reference's error is well known from one draw."""
+OPTIMIZED, REFERENCE, ACCEPTED = "optimized", "reference", "accepted"
+
+
+@dataclass(slots=True)
+class Runner:
+    """One side on its own copy of the inputs, ready to be called again and again."""
+
+    name: str
+    side: Side
+    pair: Pair
+    case: Case
+    direction: str
+    device: str
+    home: Path | None = None
+    inputs: dict[str, Any] = field(default_factory=dict)
+    call: Callable[[], object] = lambda: None
+    reset: Callable[[], None] = lambda: None
+    returned: Any = None
+    gradients: Any = None
+    marked: dict[str, torch.Tensor] = field(default_factory=dict)
+    padding: Any = None
+
+    def allocate(self, master: Mapping[str, Any], rng: random.Random) -> None:
+        """Fresh copies of the inputs, at other addresses than before."""
+        before = self.inputs
+        self.returned = self.gradients = None
+        self.padding = torch.empty(512 * rng.randint(1, 4096), dtype=torch.uint8, device=self.device)
+        self.inputs = make.clone(dict(master))
+        del before
+        self._bind(master)
+
+    def _bind(self, master: Mapping[str, Any]) -> None:
+        function = execution.callable_of(self.side)
+        if self.pair.is_stateful:
+            step = function(*self.inputs.values())
+            arguments = tuple(make.build_step(self.pair, self.case, self.device, 1).values())
+            self.call, self.reset = lambda: step(*arguments), lambda: None
+            return
+        arguments = tuple(self.inputs.values())
+        changed = {*self.pair.mutates, *self.pair.writes}
+        restore = [
+            (tensor, original)
+            for name in sorted(changed)
+            for (_, tensor), (_, original) in zip(
+                make.tensors_in(self.inputs[name], name), make.tensors_in(master[name], name), strict=True
+            )
+        ]
+        if self.direction == "forward":
+            self.call, self.reset = self._forward(function, arguments), self._restorer(restore)
+            return
+        self.marked = execution.require_gradients(self.pair, self.inputs)
+        leaves = list(self.marked.values())
+        sample = dict(execution.flatten(function(*arguments)))
+        outputs, weights = execution.incoming(sample, self.case.seed)
+        if not outputs or not leaves:
+            raise PairError(
+                f"{self.pair.name}: direction={self.direction!r}, but no output depends on an input's gradient"
+            )
+        del sample, outputs
+
+        def forward() -> list[torch.Tensor]:
+            self.returned = function(*arguments)
+            return [o for _, o in execution.flatten(self.returned) if isinstance(o, torch.Tensor) and o.requires_grad]
+
+        if self.direction == "both":
+
+            def both() -> object:
+                self.gradients = torch.autograd.grad(forward(), leaves, weights, allow_unused=True)
+                return self.gradients
+
+            self.call, self.reset = both, self._restorer(restore)
+            return
+        restoring = self._restorer(restore)
+        pending: list[torch.Tensor] = []
+
+        def before() -> None:
+            restoring()
+            pending[:] = forward()
+
+        def backward() -> object:
+            self.gradients = torch.autograd.grad(pending, leaves, weights, allow_unused=True)
+            return self.gradients
+
+        self.call, self.reset = backward, before
+
+    def _forward(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Callable[[], object]:
+        def forward() -> object:
+            self.returned = function(*arguments)
+            return self.returned
+
+        return forward
+
+    def _restorer(self, restore: list[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], None]:
+        def reset() -> None:
+            self.returned = self.gradients = None
+            for tensor, original in restore:
+                tensor.detach().copy_(original)
+
+        return reset
+
+    def leaves(self) -> execution.Leaves:
+        """What the last timed call produced, to be held against the truth."""
+        leaves = execution._with_changed(self.pair, self.inputs, self.returned)
+        if self.gradients is not None:
+            leaves |= {f"gradient of {p}": g for p, g in zip(self.marked, self.gradients, strict=True)}
+        return {n: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for n, leaf in leaves.items()}
+
+    @property
+    def grad_mode(self) -> bool:
+        return self.direction != "forward"
+
+
+def measure(
+    pair: Pair,
+    workload: Workload,
+    *,
+    workload_id: str,
+    device: str,
+    home: Path | None = None,
+    accepted: Side | None = None,
+    seed: int | None = None,
+    report: Callable[[str], None] = lambda phase: None,
+) -> Measurement:
+    """Prove and time one workload. `accepted`, the accepted revision's optimized side, replaces the rivals.
+
+    `report` is told which side is about to run, so that a crash or a hang can be laid at its door. NotEquivalent
+    where the optimized side is not the same function; PairError where the workload cannot be timed as declared.
+    """
+    began = perf_counter()
+    seed = secrets.randbits(31) if seed is None else seed
+    dtype = workload.dtype or pair.dtypes[0]
+    case = make.workload_case(workload, dtype, seed)
+    execution.forget_compiled()
+    rivals = {} if accepted is not None else {n: as_side(s) for n, s in pair.rivals.items()}
+    sides = {REFERENCE: as_side(pair.reference), OPTIMIZED: as_side(pair.optimized)}
+    sides |= {ACCEPTED: accepted} if accepted is not None else rivals
+    skipped: dict[str, str] = {}
+    for name in rivals:
+        reason = execution.unavailable(sides[name], device)
+        if reason is not None:
+            skipped[name] = reason
+    report(REFERENCE)
+    gradients = workload.direction != "forward"
+    timed = replace(pair, steps=(1, 2)) if pair.is_stateful else pair
+    truth = _truth(timed, case, device, gradients, home)
+    evidence = _prove(timed, sides, skipped, truth, case, device, gradients, home, report)
+    live = {n: s for n, s in sides.items() if n not in skipped}
+    rng = random.Random(secrets.randbits(64))
+    master = make.build(pair, case, device, home=home)
+    runners = {
+        name: Runner(name=name, side=side, pair=pair, case=case, direction=workload.direction, device=device, home=home)
+        for name, side in live.items()
+    }
+    clock = clock_for(device)
+    counts = _warm_up(runners, master, rng, clock, report)
+    kind = _clock_kind(pair, workload, clock, counts, runners, skipped)
+    runners = {n: r for n, r in runners.items() if n not in skipped}
+    peaks = {n: _peak_bytes(r, report) for n, r in runners.items()}
+    sampler = _Sampler(pair, runners, master, clock, kind, counts, rng, report)
+    condition = sampler.run()
+    if not pair.is_stateful:
+        _judge_timed(timed, runners, truth)
+    del truth
+    other = {n: sampler.other_clock(n) for n in runners}
+    return Measurement(
+        id=workload_id,
+        pair=pair.name,
+        workload=workload.name,
+        device=device,
+        clock=kind,
+        direction=workload.direction,
+        dtype=dtype,
+        sizes=dict(workload.sizes),
+        seed=seed,
+        sides={
+            n: SideRecord(
+                device_s=sampler.median(n) if kind == "device" else other[n],
+                wall_s=sampler.median(n) if kind == "wall" else other[n],
+                blocks_s=tuple(sampler.blocks_s[n]),
+                peak_bytes=peaks[n],
+                host_syncs=counts[n][0] if counts is not None else None,
+                launches=counts[n][1] if counts is not None else None,
+            )
+            for n in runners
+        },
+        log_ratios={n: tuple(v) for n, v in sampler.log_ratios.items()},
+        few=tuple(sorted(sampler.few)),
+        skipped=skipped,
+        limit=_limit(pair, workload, device),
+        condition=condition,
+        seconds=perf_counter() - began,
+        evidence=evidence,
+    )
+
+
+# --- before anything is timed --------------------------------------------------------------------------------
+
+
+def _truth(pair: Pair, case: Case, device: str, gradients: bool, home: Path | None) -> equivalence.Truth:
+    elements = sum(t.numel() for _, t in make.tensors_in(make.build(pair, case, device, home=home)))
+    replicas = equivalence.REPLICAS if elements <= REPLICAS_UP_TO and not pair.is_stateful else 0
+    try:
+        return equivalence.establish(pair, case, device, gradients=gradients, home=home, replicas=replicas)
+    except equivalence.Discard:
+        raise PairError(
+            f"{pair.name}: the reference overflows on the workload's own inputs; "
+            f"bound them with values=floats(low, high)"
+        ) from None
+
+
+def _prove(
+    pair: Pair,
+    sides: Mapping[str, Side],
+    skipped: dict[str, str],
+    truth: equivalence.Truth,
+    case: Case,
+    device: str,
+    gradients: bool,
+    home: Path | None,
+    report: Callable[[str], None],
+) -> Evidence:
+    tally = equivalence.Tally(draws=1)
+    for name, side in sides.items():
+        if name == REFERENCE or name in skipped:
+            continue
+        report(name)
+        try:
+            produced = equivalence.produce(pair, side, case, device, gradients=gradients, home=home)
+            equivalence.judge(
+                pair, truth, produced, name=name, tally=tally if name == OPTIMIZED else None, strict_strides=False
+            )
+        except equivalence.NotEquivalent as error:
+            if name in (OPTIMIZED, ACCEPTED):
+                raise
+            skipped[name] = f"not equal, so not timed: {error}"
+        except torch.OutOfMemoryError:
+            if name in (OPTIMIZED, ACCEPTED):
+                raise
+            skipped[name] = "runs out of memory"
+        except Exception as error:
+            if name in (OPTIMIZED, ACCEPTED):
+                raise
+            lines = str(error).strip().splitlines() or [""]
+            skipped[name] = f"raises {type(error).__name__}: {lines[0][:200]}"
+    return tally.evidence(pair, case.dtype, device)
+
+
+def _warm_up(
+    runners: Mapping[str, Runner],
+    master: Mapping[str, Any],
+    rng: random.Random,
+    clock: CpuClock | CudaClock,
+    report: Callable[[str], None],
+) -> dict[str, tuple[int, int]] | None:
+    """Run each side a few times; on a GPU, count its host syncs and launches before any is put behind a spin."""
+    for name, runner in runners.items():
+        report(name)
+        runner.allocate(master, rng)
+        with execution.quiet(runner.side), torch.set_grad_enabled(runner.grad_mode):
+            start = perf_counter()
+            for i in range(WARMUP_CALLS):
+                runner.reset()
+                runner.call()
+                clock.synchronize()
+                if i == 0 and perf_counter() - start > 1.0:
+                    break
+            runner.reset()
+    if isinstance(clock, CpuClock):
+        return None
+    report("profiler")
+    with torch.set_grad_enabled(any(r.grad_mode for r in runners.values())):
+        return count_calls({n: (r.reset, r.call) for n, r in runners.items()})
+
+
+def _clock_kind(
+    pair: Pair,
+    workload: Workload,
+    clock: CpuClock | CudaClock,
+    counts: Mapping[str, tuple[int, int]] | None,
+    runners: Mapping[str, Runner],
+    skipped: dict[str, str],
+) -> str:
+    if isinstance(clock, CpuClock) or counts is None:
+        return "wall"
+    if workload.clock == "device":
+        for name in runners:
+            syncs = counts[name][0]
+            if not syncs:
+                continue
+            if name in (REFERENCE, OPTIMIZED, ACCEPTED):
+                raise PairError(
+                    f"{pair.name}, workload {workload.name!r}: the {name} side makes {syncs} host sync"
+                    f"{'s' * (syncs > 1)} a call, so that the device clock has no meaning; say clock='wall'"
+                )
+            skipped[name] = f"makes {syncs} host syncs a call: it has no time on the device clock"
+    return workload.clock
+
+
+def _peak_bytes(runner: Runner, report: Callable[[str], None]) -> int | None:
+    if torch.device(runner.device).type != "cuda":
+        return None
+    report(runner.name)
+    with execution.quiet(runner.side), torch.set_grad_enabled(runner.grad_mode):
+        runner.reset()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        runner.call()
+        torch.cuda.synchronize()
+        return int(torch.cuda.max_memory_allocated() - before)
+
+
+def _judge_timed(pair: Pair, runners: Mapping[str, Runner], truth: equivalence.Truth) -> None:
+    """The outputs of the last timed call, not only those of a separate run, must be right."""
+    for name, runner in runners.items():
+        if name == REFERENCE:
+            continue
+        try:
+            equivalence.judge(pair, truth, runner.leaves(), name=f"timed {name}", strict_strides=False)
+        except equivalence.NotEquivalent as error:
+            raise equivalence.NotEquivalent(f"{error}; it was right before it was timed") from None
+
+
+def _limit(pair: Pair, workload: Workload, device: str) -> Limit | None:
+    if pair.cost is None:
+        return None
+    moved, operations = pair.cost.of(workload.sizes, workload.direction)
+    bounds = []
+    if moved:
+        rate = ceilings.copy_bytes_per_s(device)
+        bounds.append((moved / rate, "memory", rate))
+    if operations:
+        rate = ceilings.matmul_flops_per_s(device, pair.cost.precision)
+        bounds.append((operations / rate, "compute", rate))
+    if not bounds:
+        return None
+    seconds, by, rate = max(bounds)
+    return Limit(seconds=seconds, by=by, bytes=moved, flops=operations, ceiling=rate)
+
+
+# --- timing --------------------------------------------------------------------------------------------------
+
+
+class _Sampler:
+    def __init__(
+        self,
+        pair: Pair,
+        runners: dict[str, Runner],
+        master: Mapping[str, Any],
+        clock: CpuClock | CudaClock,
+        kind: str,
+        counts: Mapping[str, tuple[int, int]] | None,
+        rng: random.Random,
+        report: Callable[[str], None],
+    ) -> None:
+        self.pair, self.runners, self.master, self.clock = pair, runners, master, clock
+        self.kind, self.counts, self.rng, self.report = kind, counts, rng, report
+        self.blocks_s: dict[str, list[float]] = {n: [] for n in runners}
+        self.log_ratios: dict[str, list[float]] = {n: [] for n in runners if n != OPTIMIZED}
+        self.calls = dict.fromkeys(runners, 1)
+        self.estimate: dict[str, float] = {}
+        self.few: set[str] = set()
+        self.slow: set[str] = set()
+
+    def run(self) -> Condition:
+        self._plan()
+        index = None if isinstance(self.clock, CpuClock) else torch.cuda.current_device()
+        set_aside = done = 0
+        collecting = gc.isenabled()
+        gc.collect()
+        gc.disable()
+        try:
+            with Monitor(index) if index is not None else nullcontext() as monitor:
+                while done < BLOCKS:
+                    kept = (
+                        {n: list(v) for n, v in self.blocks_s.items()},
+                        {n: list(v) for n, v in self.log_ratios.items()},
+                    )
+                    self._block(done)
+                    if monitor is not None:
+                        monitor.sample()
+                        if monitor.throttled() and set_aside < EXTRA_BLOCKS:
+                            self.blocks_s, self.log_ratios = kept
+                            set_aside += 1
+                            continue
+                    done += 1
+                return monitor.condition(set_aside=set_aside * QUADS) if monitor is not None else Condition()
+        finally:
+            if collecting:
+                gc.enable()
+
+    def _plan(self) -> None:
+        """How long each side takes, and so how many calls make a sample and which sides are too slow to repeat."""
+        overhead = FLUSH_S if isinstance(self.clock, CudaClock) else 0.0
+        for name in self.runners:
+            self.report(name)
+            t = self._sample(name)
+            if t < SLOW_S:
+                t = min(t, self._sample(name))
+            self.estimate[name] = t
+            calls = max(1, min(MAX_CALLS, math.ceil(SAMPLE_S / (t + overhead))))
+            if self.kind == "device":
+                calls = CudaClock.calls_within_queue(calls, self._launches(name))
+            self.calls[name] = calls
+            if name == OPTIMIZED:
+                continue
+            if t > SLOW_S:
+                self.slow.add(name)
+            if t > VERY_SLOW_S:
+                self.few.add(name)
+
+    def _launches(self, name: str) -> int:
+        return self.counts[name][1] if self.counts is not None else 0
+
+    def _sample(self, name: str, kind: str | None = None, calls: int | None = None) -> float:
+        runner = self.runners[name]
+        with torch.set_grad_enabled(runner.grad_mode):
+            return self.clock.sample(
+                kind or self.kind, runner.reset, runner.call, calls or self.calls[name], self._launches(name)
+            )
+
+    def _block(self, block: int) -> None:
+        names = [n for n in self.runners if self._joins(n, block, 0)]
+        self.rng.shuffle(names)
+        for name in names:
+            self.report(name)
+            runner = self.runners[name]
+            with execution.quiet(runner.side), torch.set_grad_enabled(runner.grad_mode):
+                runner.allocate(self.master, self.rng)
+                runner.reset()
+                runner.call()
+        self.report("timing")
+        times: dict[str, list[float]] = {n: [] for n in self.runners}
+        ratios: dict[str, list[float]] = {n: [] for n in self.log_ratios}
+        for quad in range(QUADS):
+            order = [n for n in self.runners if self._joins(n, block, quad)]
+            self.rng.shuffle(order)
+            total = dict.fromkeys(order, 0.0)
+            turns = [*order, *(n for n in reversed(order) if n not in self.few)]
+            for name in turns:
+                total[name] += self._sample(name)
+            mean = {n: t / turns.count(n) for n, t in total.items()}
+            for name, t in mean.items():
+                times[name].append(t)
+                if name != OPTIMIZED:
+                    ratios[name].append(math.log(max(t, 1e-12) / max(mean[OPTIMIZED], 1e-12)))
+        for name, values in times.items():
+            if values:
+                self.blocks_s[name].append(statistics.median(values))
+        for name, values in ratios.items():
+            if values:
+                self.log_ratios[name].append(statistics.median(values))
+
+    def _joins(self, name: str, block: int, quad: int) -> bool:
+        if name in self.few:
+            return quad == 0 and block < FEW_BLOCKS
+        return quad == 0 or name not in self.slow
+
+    def median(self, name: str) -> float | None:
+        return statistics.median(self.blocks_s[name]) if self.blocks_s[name] else None
+
+    def other_clock(self, name: str) -> float | None:
+        """The clock that the promise is not on, where it has a meaning for this side."""
+        if isinstance(self.clock, CpuClock):
+            return None
+        kind = "wall" if self.kind == "device" else "device"
+        if kind == "device" and self.counts is not None and self.counts[name][0]:
+            return None
+        self.report(name)
+        calls = self.calls[name]
+        if kind == "device":
+            calls = CudaClock.calls_within_queue(calls, self._launches(name))
+        repeats = 1 if name in self.slow else OTHER_CLOCK_SAMPLES
+        return statistics.median(self._sample(name, kind, calls) for _ in range(repeats))

@@ -1,0 +1,71 @@
+"""The pytest item of a workload: `speed[name]`. What it reports was measured in worker processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from perfsuite import benchmarks
+from perfsuite.pair import Pair, Workload
+from perfsuite.records import PromiseRecord, to_json
+
+if TYPE_CHECKING:
+    from perfsuite.control import Result
+
+
+class SpeedFailure(Exception):  # noqa: N818 - a verdict, told in one line
+    """A workload that is red: the one line says why."""
+
+
+class SpeedItem(pytest.Function):
+    """Times one workload of a pair, and judges it where the run is a gate."""
+
+    def __init__(
+        self, *, name: str, parent: pytest.Collector, pair: Pair, workload: Workload, home: Path, **kwargs: Any
+    ) -> None:
+        self.pair, self.workload, self.home = pair, workload, home
+        with_benchmark = parent.config.pluginmanager.hasplugin("benchmark")
+        timed: Callable[..., None] = self._timed_with_benchmark if with_benchmark else self._timed
+        super().__init__(name=name, parent=parent, callobj=timed, **kwargs)
+
+    @property
+    def promises(self) -> PromiseRecord:
+        p = self.workload.promises
+        return PromiseRecord(speedup=p.speedup, peak_bytes=p.peak_bytes, host_syncs=p.host_syncs, launches=p.launches)
+
+    def _result(self) -> Result:
+        from perfsuite.plugin import CONTROL
+
+        return self.config.stash[CONTROL].result(self)
+
+    def _timed(self) -> None:
+        __tracebackhide__ = True
+        self._conclude(self._result())
+
+    def _timed_with_benchmark(self, benchmark: Any) -> None:
+        __tracebackhide__ = True
+        result = self._result()
+        benchmark._mode = "perfsuite"
+        for side in ("reference", "optimized"):
+            samples = tuple(t for m in result.measurements if side in m.sides for t in m.sides[side].blocks_s)
+            extra = {"perfsuite": to_json(result.measurements[-1])} if result.measurements else {}
+            benchmarks.record(benchmark, self.nodeid, side, samples, extra if side == "optimized" else {})
+        self._conclude(result)
+
+    def _conclude(self, result: Result) -> None:
+        __tracebackhide__ = True
+        if result.skipped:
+            pytest.skip(result.message)
+        if result.red:
+            raise SpeedFailure(result.message)
+
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException]) -> Any:
+        if isinstance(excinfo.value, SpeedFailure):
+            return str(excinfo.value)
+        return super().repr_failure(excinfo)
+
+    def reportinfo(self) -> tuple[Path, int | None, str]:
+        return self.path, None, self.nodeid.partition("::")[2].replace("::", ".")

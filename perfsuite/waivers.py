@@ -1,0 +1,106 @@
+"""`baselines/waivers.toml`: workloads that may be red for a time, each with a reason and an end date.
+
+    [[waiver]]
+    workload = "tests/geometry/test_rotor_update.py::rotor_update::speed[window64]"
+    reason = "the driver's new scheduler; reported upstream"
+    until = 2026-12-31
+
+A waiver covers a speed that is too low (REGRESSED, BELOW_FLOOR) or not settled (NOISY). It never covers a wrong
+result, or something that was not measured.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import date, datetime
+from pathlib import Path
+from typing import Any
+
+from perfsuite.errors import PerfsuiteError
+from perfsuite.records import Status, Verdict
+
+WAIVABLE = (Status.REGRESSED, Status.BELOW_FLOOR, Status.NOISY)
+FIELDS = ("workload", "reason", "until")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Waiver:
+    """One workload excused through the day `until`."""
+
+    workload: str
+    reason: str
+    until: date
+
+
+def load(path: str | os.PathLike[str], *, today: date, known_ids: Collection[str]) -> tuple[Waiver, ...]:
+    """The waivers in a file; none where there is no file.
+
+    `known_ids` are all workloads, selected or not. PerfsuiteError, in one line, for a file that cannot be read, a
+    field that is missing, unknown or of the wrong kind, a workload that is unknown or named twice, and a waiver that
+    has ended; where there are several errors it tells the first and how many more.
+    """
+    path = Path(path)
+    try:
+        data = tomllib.loads(path.read_bytes().decode("utf-8"))
+    except FileNotFoundError:
+        return ()
+    except OSError as error:
+        raise PerfsuiteError(f"{path}: cannot be read ({error.strerror}); make it readable") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise PerfsuiteError(f"{path}: not valid TOML ({' '.join(str(error).split())}); mend it") from None
+    waivers: list[Waiver] = []
+    errors = [f"unknown table or field {k!r}; only [[waiver]] is known" for k in sorted(set(data) - {"waiver"})]
+    tables = data.get("waiver", [])
+    if not isinstance(tables, list):
+        errors.append("write [[waiver]] in double brackets")
+        tables = []
+    for number, table in enumerate(tables, 1):
+        try:
+            waiver = _read(table, today=today, known_ids=known_ids)
+            if any(w.workload == waiver.workload for w in waivers):
+                raise PerfsuiteError(f"{waiver.workload} is waived twice; keep one")
+            waivers.append(waiver)
+        except PerfsuiteError as error:
+            errors.append(f"waiver {number}: {error}")
+    if errors:
+        others = f" (and {len(errors) - 1} more errors in this file)" if len(errors) > 1 else ""
+        raise PerfsuiteError(f"{path}: {errors[0]}{others}")
+    return tuple(waivers)
+
+
+def _read(table: Any, *, today: date, known_ids: Collection[str]) -> Waiver:
+    if not isinstance(table, dict):
+        raise PerfsuiteError("is not a table; write [[waiver]] in double brackets")
+    for name in sorted(set(table) - set(FIELDS)):
+        raise PerfsuiteError(f"unknown field {name!r}; the fields are {', '.join(FIELDS)}")
+    for name in FIELDS:
+        if name not in table:
+            raise PerfsuiteError(f"lacks {name!r}; give {', '.join(FIELDS)}")
+    workload, reason, until = (table[name] for name in FIELDS)
+    if not isinstance(workload, str) or workload not in known_ids:
+        raise PerfsuiteError(f"there is no workload {workload!r}; correct the id, or remove the waiver")
+    if not isinstance(reason, str) or not reason.strip():
+        raise PerfsuiteError(f"the waiver of {workload} gives no reason; say why")
+    # A date-time is a date to Python; an end at some hour of some zone is not what is meant.
+    if not isinstance(until, date) or isinstance(until, datetime):
+        raise PerfsuiteError(f"until = {until!r} of {workload} is not a date; write until = 2026-12-31, unquoted")
+    if today > until:
+        raise PerfsuiteError(f"the waiver of {workload} ended on {until}; mend the workload, or extend or remove it")
+    return Waiver(workload=workload, reason=" ".join(reason.split()), until=until)
+
+
+def apply(verdicts: Mapping[str, Verdict], waivers: Sequence[Waiver]) -> dict[str, Verdict]:
+    """The verdicts, with those that a waiver covers as WAIVED; the message keeps what was found."""
+    by_id = {w.workload: w for w in waivers}
+    return {
+        key: _waived(verdict, by_id[key]) if key in by_id and verdict.status in WAIVABLE else verdict
+        for key, verdict in verdicts.items()
+    }
+
+
+def _waived(verdict: Verdict, waiver: Waiver) -> Verdict:
+    message = f"WAIVED until {waiver.until} ({waiver.reason}): {verdict.message}"
+    return replace(verdict, status=Status.WAIVED, message=message)

@@ -1,0 +1,218 @@
+"""Measuring processes: a pytest on the same node ids, which writes a line of JSON for each workload.
+
+A worker that crashes, hangs or is killed costs one workload: the parent names the side that was running, and starts
+a new worker after it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from perfsuite.errors import PerfsuiteError
+from perfsuite.records import Measurement, Status, from_json, to_json
+
+JOB = "PERFSUITE_JOB"
+POLL_S = 0.02
+START_LIMIT_S = 300.0
+"""From a worker's start to its first item: importing torch and the test modules."""
+LOG_LINES = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """Why a workload has no measurement, in one line."""
+
+    status: Status
+    message: str
+    skipped: bool = False
+
+
+Outcome = Measurement | Failure
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """What a worker is to measure. `accepted` maps a workload to (folder of the accepted tree, revision)."""
+
+    ids: tuple[str, ...]
+    out: str
+    accepted: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    process: int = 0
+
+
+@dataclass(slots=True)
+class Workers:
+    """Starts measuring processes for one pytest run and reads what they write.
+
+    `limits` holds the seconds one workload may take; `progress` is told (process, id) as each workload begins.
+    """
+
+    root: Path
+    folder: Path
+    arguments: Sequence[str]
+    limits: Mapping[str, float]
+    progress: Callable[[int, str], None] = lambda process, id: None
+    started: int = 0
+
+    def run(
+        self, ids: Sequence[str], *, accepted: Mapping[str, tuple[str, ...]] | None = None
+    ) -> Iterator[tuple[str, Outcome]]:
+        """One process through all of `ids`: (id, outcome) as each ends, in order."""
+        self.started += 1
+        process = self.started
+        left = list(ids)
+        attempt = 0
+        while left:
+            attempt += 1
+            done = 0
+            for id, outcome in self._one(left, accepted or {}, process, attempt):
+                done += 1
+                yield id, outcome
+            left = left[done:]
+
+    def _one(
+        self, ids: list[str], accepted: Mapping[str, tuple[str, ...]], process: int, attempt: int
+    ) -> Iterator[tuple[str, Outcome]]:
+        """One worker until it ends or dies; at least one outcome, so that a broken start is no endless loop."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        stem = self.folder / f"worker-{os.getpid()}-{process}-{attempt}"
+        out, log, job_file = stem.with_suffix(".jsonl"), stem.with_suffix(".log"), stem.with_suffix(".json")
+        job = Job(
+            ids=tuple(ids),
+            out=str(out),
+            accepted={i: accepted[i] for i in ids if i in accepted},
+            process=process,
+        )
+        job_file.write_text(json.dumps(to_json(job)))
+        out.touch()
+        child = self._spawn(ids, job_file, log)
+        current, phase = ids[0], "start"
+        position, produced = 0, 0
+        deadline = time.monotonic() + START_LIMIT_S + self.limits.get(current, START_LIMIT_S)
+        buffered = b""
+        try:
+            while True:
+                ended = child.poll() is not None
+                with out.open("rb") as stream:
+                    stream.seek(position)
+                    chunk = stream.read()
+                position += len(chunk)
+                *lines, buffered = (buffered + chunk).split(b"\n")
+                for line in lines:
+                    event = json.loads(line)
+                    if event["event"] == "begin":
+                        current, phase = event["id"], "start"
+                        deadline = time.monotonic() + self.limits.get(current, START_LIMIT_S)
+                        self.progress(process, current)
+                    elif event["event"] == "phase":
+                        phase = event["phase"]
+                    else:
+                        produced += 1
+                        yield event["id"], _outcome(event)
+                        current, phase = ids[produced] if produced < len(ids) else "", "start"
+                if ended:
+                    break
+                if time.monotonic() > deadline:
+                    self._kill(child)
+                    limit = self.limits.get(current, START_LIMIT_S)
+                    yield current, _died(current, phase, f"hangs: it was stopped after its time limit of {limit:.0f} s")
+                    return
+                time.sleep(POLL_S)
+        finally:
+            self._kill(child)
+        if produced < len(ids):
+            yield ids[produced], _died(ids[produced], phase, self._epitaph(child.returncode, log))
+            return
+        for path in (out, log, job_file):
+            path.unlink(missing_ok=True)
+
+    def _spawn(self, ids: Sequence[str], job_file: Path, log: Path) -> subprocess.Popen[bytes]:
+        selection = job_file.with_suffix(".args")
+        selection.write_text("\n".join(ids))
+        command = [sys.executable, "-m", "pytest", *self.arguments, f"@{selection}"]
+        environment = {**os.environ, JOB: str(job_file), "PYTHONUNBUFFERED": "1"}
+        with log.open("wb") as sink:
+            return subprocess.Popen(
+                command,
+                cwd=self.root,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @staticmethod
+    def _kill(child: subprocess.Popen[bytes]) -> None:
+        if child.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+
+    @staticmethod
+    def _epitaph(code: int, log: Path) -> str:
+        if code == -signal.SIGKILL:
+            return "was killed (signal 9): most likely the machine ran out of memory"
+        tail = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()][-LOG_LINES:]
+        if code < 0:
+            return f"crashed with {signal.Signals(-code).name}; the worker's log is {log}"
+        return f"ended the measuring process with exit code {code}: {' | '.join(tail)[:400]}; its log is {log}"
+
+
+def _outcome(event: Mapping[str, Any]) -> Outcome:
+    if event["event"] == "measurement":
+        return from_json(Measurement, event["measurement"])
+    return Failure(status=Status(event["status"]), message=event["message"], skipped=event.get("skipped", False))
+
+
+def _died(id: str, phase: str, what: str) -> Failure:
+    side = "the measuring process" if phase in ("start", "timing", "profiler") else f"the {phase} side"
+    during = {"timing": " while it timed", "profiler": " while it counted launches"}.get(phase, "")
+    return Failure(status=Status.UNMEASURED, message=f"{side} {what}{during}")
+
+
+class Journal:
+    """The worker's end: where it writes its lines."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self._stream = open(job.out, "a", buffering=1)  # noqa: SIM115 - open for the process's life
+
+    def begin(self, id: str) -> None:
+        self._write({"event": "begin", "id": id})
+
+    def phase(self, id: str, phase: str) -> None:
+        self._write({"event": "phase", "id": id, "phase": phase})
+
+    def measurement(self, measurement: Measurement) -> None:
+        self._write({"event": "measurement", "id": measurement.id, "measurement": to_json(measurement)})
+
+    def failure(self, id: str, failure: Failure) -> None:
+        self._write({"event": "failure", "id": id, **to_json(failure)})
+
+    def _write(self, event: Mapping[str, Any]) -> None:
+        self._stream.write(json.dumps(event) + "\n")
+        self._stream.flush()
+
+
+def load_job() -> Job | None:
+    """The job of this process, if it is a worker."""
+    path = os.environ.get(JOB)
+    if not path:
+        return None
+    try:
+        return from_json(Job, json.loads(Path(path).read_text()))
+    except (OSError, ValueError, PerfsuiteError) as error:
+        raise PerfsuiteError(
+            f"{JOB}={path} is not a job file ({error}); unset {JOB}, which perfsuite sets for its own processes"
+        ) from None

@@ -1,0 +1,484 @@
+"""Reports: every form is made from one synthetic run, and shows it honestly."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import itertools
+import json
+import math
+import random
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from rich.console import Console
+
+from perfsuite.baseline import entry_from
+from perfsuite.errors import PerfsuiteError
+from perfsuite.records import (
+    Condition,
+    Evidence,
+    Limit,
+    Machine,
+    Measurement,
+    PromiseRecord,
+    SideRecord,
+    Status,
+    Verdict,
+    from_json,
+    to_json,
+)
+from perfsuite.report import (
+    Correctness,
+    RunReport,
+    html,
+    jsonfile,
+    junit,
+    markdown,
+    terminal,
+    units,
+    write_all,
+)
+from perfsuite.report.annotations import command
+from perfsuite.report.annotations import lines as annotation_lines
+from perfsuite.report.files import write
+from perfsuite.report.model import compare, counts, headline, names, row, rows
+
+ROTOR = "tests/geometry/test_rotor_update.py::rotor_update::speed[window64]"
+COSINE_SMALL = "tests/diversity/test_pairwise_cosine.py::pairwise_cosine::speed[n10]"
+COSINE_LARGE = "tests/diversity/test_pairwise_cosine.py::pairwise_cosine::speed[n8192]"
+ADAMW = "tests/optimizers/test_fused_adamw.py::fused_adamw::speed[matrices200x512]"
+GONE = "tests/geometry/test_lior_and_speed.py::lior_and_speed::speed[k4m]"
+
+MACHINE = Machine(
+    device="nvidia-h200",
+    device_name="NVIDIA H200",
+    count=1,
+    cpu="Intel(R) Xeon(R) Platinum 8480C",
+    cores=16,
+    memory_bytes=128 << 30,
+    driver="580.159.03",
+    cuda="13.0",
+    power_limit_w=700.0,
+    python="3.12.3",
+    torch="2.11.0+cu130",
+    triton="3.6.0",
+    platform="Linux-6.8-x86_64",
+)
+
+
+def measured(item: str, times: dict[str, float], *, processes: int = 3, **fields: object) -> tuple[Measurement, ...]:
+    """One measurement a process, with reproducible noise of 0.3% a block and 0.2% a process."""
+    noise = random.Random(item)
+    found = []
+    for _ in range(processes):
+        sides, logs = {}, {}
+        for side, seconds in times.items():
+            shift = noise.gauss(0, 0.002)
+            blocks = [seconds * math.exp(shift + noise.gauss(0, 0.003)) for _ in range(8)]
+            sides[side] = SideRecord(
+                device_s=seconds, wall_s=seconds + 9e-6, blocks_s=tuple(blocks), peak_bytes=3 << 20, host_syncs=0,
+                launches=2,
+            )  # fmt: skip
+            if side != "optimized":
+                logs[side] = tuple(math.log(b / times["optimized"]) for b in blocks)
+        technique, workload = names(item)
+        defaults: dict[str, object] = {
+            "id": item, "pair": technique.rpartition("/")[2], "workload": workload, "device": "nvidia-h200",
+            "clock": "device", "direction": "forward", "dtype": "float32", "sizes": {"n": 8192, "d": 384}, "seed": 7,
+            "sides": sides, "log_ratios": logs, "seconds": 2.5,
+            "limit": Limit(seconds=times["optimized"] * 0.81, by="memory", bytes=3.2e8, flops=0.0, ceiling=4.25e12),
+            "condition": Condition(
+                sm_clock_mhz=1980.0, sm_clock_min_mhz=1965.0, temperature_c=54.0, power_w=412.0,
+                throttle=("SW power cap",),
+            ),
+            "evidence": Evidence(
+                pair="p", dtype="float32", device="cuda", draws=1, discarded=0, elements=4096, excused=0, worst=0.31
+            ),
+        }  # fmt: skip
+        found.append(Measurement(**{**defaults, **fields}))  # type: ignore[arg-type]
+    return tuple(found)
+
+
+def example() -> RunReport:
+    """A run with something of everything: green, red, a beaten rival, an unbeaten one, a workload not measured."""
+    return RunReport(
+        machine=MACHINE,
+        revision="1f3c9a2",
+        started="2030-04-05T10:11:12+00:00",
+        seconds=187.0,
+        measurements={
+            ROTOR: measured(
+                ROTOR,
+                {"reference": 4.1e-3, "optimized": 19.4e-6, "compile": 1.21e-3},
+                clock="wall",
+                few=("reference",),
+                condition=Condition(),
+                limit=None,
+                skipped={"liger": "not installed"},
+            ),
+            COSINE_SMALL: measured(
+                COSINE_SMALL, {"reference": 61e-6, "optimized": 8.2e-6, "compile": 12e-6, "cuda": 9e-6}
+            ),
+            COSINE_LARGE: measured(COSINE_LARGE, {"reference": 2.9e-3, "optimized": 1.31e-3, "compile": 1.05e-3}),
+            ADAMW: measured(
+                ADAMW, {"reference": 9.48e-3, "optimized": 0.456e-3, "foreach": 1.36e-3, "accepted": 0.441e-3}
+            ),
+        },
+        verdicts={
+            ROTOR: Verdict(
+                id=ROTOR, status=Status.PASS, message="rotor_update[window64]: 211× (promised 20×)", speedup=211.3,
+                speedup_low=208.0, speedup_high=214.6, slowdown=0.001, low=-0.004, high=0.006, margin=0.012, look=1,
+                processes=3,
+            ),
+            COSINE_LARGE: Verdict(id=COSINE_LARGE, status=Status.IMPROVED, message="pairwise_cosine[n8192]: 4% faster"),
+            ADAMW: Verdict(
+                id=ADAMW, status=Status.REGRESSED, slowdown=0.034, low=0.029, high=0.039, margin=0.01, look=2,
+                processes=9, moved="optimized",
+                message="fused_adamw[matrices200x512]: optimized is 3.4% slower than accepted (2.9 to 3.9)",
+            ),
+            GONE: Verdict(id=GONE, status=Status.UNMEASURED, message="lior_and_speed[k4m]: not measured"),
+        },
+        promises={
+            ROTOR: PromiseRecord(speedup=20.0, host_syncs=0),
+            ADAMW: PromiseRecord(speedup=15.0, peak_bytes=4 << 20),
+            COSINE_SMALL: PromiseRecord(speedup=7.4),
+        },
+        correctness=Correctness(
+            passed=41, failed=1, skipped=3, skip_reasons={"needs two GPUs": 2, "flash-attn is not installed": 1},
+            failures={"tests/a/test_b.py::b::equivalence[float32]": "output 0 at [3, 1]: 0.5, truth 0.25 | <b>"},
+        ),
+        problems=("process 2 ended early: torch.OutOfMemoryError",),
+    )  # fmt: skip
+
+
+def printed(report: RunReport, width: int = 100) -> str:
+    out = io.StringIO()
+    terminal.show(report, Console(file=out, width=width, highlight=False))
+    return out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0, "0 ns"), (1.234e-9, "1.23 ns"), (9.996e-7, "1.00 µs"), (12.34e-6, "12.3 µs"), (9.999e-4, "1.00 ms"),
+     (0.4762, "476 ms"), (2.0, "2.00 s"), (None, "–")],
+)  # fmt: skip
+def test_seconds_have_three_digits_and_the_unit_that_fits(value: float | None, text: str) -> None:
+    assert units.seconds(value) == text
+
+
+@pytest.mark.parametrize(("value", "text"), [(211.3, "211×"), (5.184, "5.18×"), (1.0034, "1.003×"), (0.52, "0.520×")])
+def test_ratio_shows_the_digits_that_decide(value: float, text: str) -> None:
+    assert units.ratio(value) == text
+
+
+def test_units_of_memory_rates_shares_and_durations() -> None:
+    assert units.bytes_(3 << 29) == "1.50 GiB"
+    assert units.bytes_(12) == "12 B"
+    assert units.rate(4.25e12, "B/s") == "4.25 TB/s"
+    assert units.percent(0.034) == "3.4%"
+    assert units.percent(0.85) == "85%"
+    assert units.duration(187) == "3 min 7 s"
+
+
+@pytest.mark.parametrize(
+    ("item", "expected"),
+    [
+        (ROTOR, ("geometry/rotor_update", "window64")),
+        ("test_scale.py::scale::speed[big]", ("scale", "big")),
+        ("tests/test_scale.py::scale::speed[a[1]]", ("scale", "a[1]")),
+        ("odd", ("odd", "odd")),
+    ],
+)
+def test_names_come_from_the_id(item: str, expected: tuple[str, str]) -> None:
+    assert names(item)[1] == expected[1]
+    assert names(item)[0] == expected[0]
+
+
+def test_row_takes_medians_over_processes_and_the_fastest_rival() -> None:
+    found = measured(COSINE_SMALL, {"reference": 60e-6, "optimized": 8e-6, "slow": 20e-6, "fast": 12e-6})
+    outlier = dataclasses.replace(
+        found[2], sides={**found[2].sides, "optimized": dataclasses.replace(found[2].sides["optimized"], device_s=1.0)}
+    )
+    shown = row(COSINE_SMALL, (*found[:2], outlier))
+    assert shown.optimized_s == 8e-6
+    assert (shown.rival, shown.rival_s) == ("fast", 12e-6)
+    assert shown.speedup is not None
+    assert shown.speedup.value == pytest.approx(7.5, rel=0.01)
+    assert shown.limit_fraction == pytest.approx(0.81, rel=0.01)
+    assert shown.loses is None
+
+
+def test_row_takes_the_clock_that_the_workload_names() -> None:
+    on_wall = row(ROTOR, measured(ROTOR, {"reference": 1e-3, "optimized": 1e-5}, clock="wall"))
+    assert on_wall.optimized_s == pytest.approx(1.9e-5)
+
+
+def test_accepted_revision_is_no_rival() -> None:
+    shown = row(ADAMW, measured(ADAMW, {"reference": 9e-3, "optimized": 5e-4, "accepted": 4e-4}))
+    assert shown.rival is None
+
+
+def test_verdict_figures_win_over_the_plain_interval() -> None:
+    shown = {r.id: r for r in rows(example())}[ROTOR]
+    assert shown.speedup is not None
+    assert (shown.speedup.low, shown.speedup.high) == (208.0, 214.6)
+
+
+def test_a_difference_within_the_noise_is_called_equal() -> None:
+    found = measured(ADAMW, {"reference": 1e-3, "optimized": 5e-4, "compile": 5.0e-4})
+    against = compare(found, "compile")
+    assert against is not None
+    assert against.low is not None
+    assert against.high is not None
+    assert against.low < 1 < against.high
+    assert row(ADAMW, found).loses == "no faster than compile"
+
+
+def test_too_few_blocks_give_no_interval() -> None:
+    found = measured(ADAMW, {"reference": 1e-3, "optimized": 5e-4}, log_ratios={"reference": (0.69, 0.7)})
+    against = compare(found, "reference")
+    assert against is not None
+    assert (against.low, against.high) == (None, None)
+
+
+def test_headline_counts_verdicts() -> None:
+    assert counts(example()) == {"PASS": 1, "IMPROVED": 1, "REGRESSED": 1, "UNMEASURED": 1, "measured": 1}
+    assert "1 REGRESSED" in headline(example())
+    partial = dataclasses.replace(example(), selected=2, collected=27)
+    assert headline(partial).endswith("2 of 27 workloads")
+
+
+def test_empty_run_says_that_nothing_was_measured() -> None:
+    empty = RunReport(machine=MACHINE, revision=None, started="", seconds=0.0)
+    assert "nothing measured" in printed(empty)
+    assert "nothing measured" in html.page(empty)
+    assert "nothing measured" in markdown.summary(empty)
+    assert ElementTree.fromstring(junit.document(empty)).find(".//testcase") is None
+
+
+def test_terminal_keeps_one_row_a_workload_at_100_columns() -> None:
+    text = printed(example())
+    table = list(itertools.takewhile(lambda line: not line.startswith(("✗", "•")), text.splitlines()[2:]))
+    assert all(len(line) <= 100 for line in table)
+    for workload in ("window64", "n10", "n8192", "matrices200x512", "k4m"):
+        assert sum(line.strip().startswith(workload) for line in table) == 1
+    assert re.search(r"n8192 +2\.90 ms +1\.31 ms +2\.2\d× .*compile 1\.05 ms ✗ +81% +1980 +IMPROVED", text)
+    assert "diversity/pairwise_cosine[n8192] is slower than compile" in text
+    assert "✗ fused_adamw[matrices200x512]: optimized is 3.4% slower" in text
+    assert "2 skipped: needs two GPUs" in text
+    assert "process 2 ended early" in text
+
+
+def test_terminal_leaves_out_what_a_cpu_does_not_tell() -> None:
+    found = measured(ROTOR, {"reference": 1e-3, "optimized": 1e-5}, condition=Condition(), limit=None)
+    text = printed(RunReport(machine=MACHINE, revision=None, started="", seconds=1.0, measurements={ROTOR: found}))
+    assert "MHz" not in text
+    assert "limit" not in text
+    assert "rival" not in text
+    assert "verdict" not in text
+
+
+def test_terminal_is_wide_enough_in_a_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert terminal.console(io.StringIO()).width == terminal.PLAIN_WIDTH
+
+
+def test_interrupted_run_says_so_everywhere() -> None:
+    report = dataclasses.replace(example(), complete=False)
+    for text in (printed(report), markdown.summary(report), html.page(report), junit.document(report)):
+        assert "nterrupted" in text
+    assert any("interrupted" in line for line in annotation_lines(report))
+    assert json.loads(jsonfile.document(report))["complete"] is False
+
+
+def test_markdown_table_has_the_columns_and_marks_what_is_not_beaten() -> None:
+    table = markdown.table(example().measurements)
+    head, rule, *body = table.splitlines()
+    assert head == "| technique | workload | reference | optimized | speedup | best rival | limit |"
+    assert all(line.count(" | ") == 6 for line in (head, rule, *body))
+    large = next(line for line in body if "n8192" in line)
+    assert "compile 1.05 ms **(not beaten)**" in large
+    assert "81% memory" in large
+    assert "geometry/rotor_update" in body[0]
+
+
+def test_markdown_table_of_a_baseline_is_that_of_its_measurements() -> None:
+    kept = {item: found for item, found in example().measurements.items() if item != ROTOR}
+    entries = [
+        entry_from(
+            found,
+            machine=MACHINE,
+            promises=PromiseRecord(),
+            revision="1f3c9a2",
+            dirty=False,
+            reason="first",
+            accepted="2030-04-05T10:11:12+00:00",
+        )
+        for found in kept.values()
+    ]
+    accepted, run = (markdown.table(source).splitlines() for source in (entries, kept))
+    # Stored times are the blocks' medians, here a third of a percent off the nominal ones.
+    strip = [re.sub(r"\d\.?\d+ (µs|ms)|\d+\.\d+×|\d+%", "#", line) for line in accepted]
+    assert strip == [re.sub(r"\d\.?\d+ (µs|ms)|\d+\.\d+×|\d+%", "#", line) for line in run]
+
+
+def test_markdown_table_goes_between_the_markers_and_again() -> None:
+    text = f"# Title\n\n{markdown.BEGIN}\nold\n{markdown.END}\n\nafter\n"
+    once = markdown.insert(text, "| new |")
+    assert once == f"# Title\n\n{markdown.BEGIN}\n| new |\n{markdown.END}\n\nafter\n"
+    assert markdown.insert(once, "| new |") == once
+
+
+@pytest.mark.parametrize(
+    "text", ["", markdown.BEGIN, f"{markdown.END}{markdown.BEGIN}", 2 * (markdown.BEGIN + markdown.END)]
+)
+def test_markdown_refuses_a_file_without_a_place(text: str) -> None:
+    with pytest.raises(PerfsuiteError, match="no place for the table"):
+        markdown.insert(text, "| new |")
+
+
+def test_job_summary_puts_failures_first_and_escapes() -> None:
+    text = markdown.summary(example())
+    assert text.startswith("## ❌ perfsuite")
+    assert "0.25 \\| &lt;b&gt;" in text
+    assert text.index("REGRESSED: fused") < text.index("| technique |")
+
+
+def test_job_summary_is_appended_where_github_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
+    assert not markdown.append_job_summary(example())
+    path = tmp_path / "summary.md"
+    path.write_text("before\n")
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(path))
+    assert markdown.append_job_summary(example())
+    assert path.read_text().startswith("before\n## ")
+
+
+def test_junit_counts_match_its_cases() -> None:
+    root = ElementTree.fromstring(junit.document(example()))
+    suites = {s.get("name"): s for s in root}
+    speed = suites["perfsuite.speed"]
+    assert (speed.get("tests"), speed.get("failures"), speed.get("errors")) == ("5", "1", "1")
+    for suite in root:
+        assert int(suite.get("tests", "")) == len(suite.findall("testcase"))
+    failure = speed.find("testcase/failure")
+    assert failure is not None
+    assert failure.get("type") == "REGRESSED"
+    assert "3.4% slower" in failure.get("message", "")
+    assert suites["perfsuite.run"].find("testcase/error") is not None
+
+
+def test_junit_survives_control_characters() -> None:
+    report = dataclasses.replace(example(), problems=("\x1b[31mred\x1b[0m \x00 & <tag>",))
+    error = ElementTree.fromstring(junit.document(report)).find(".//error[@type='run']")
+    assert error is not None
+    assert error.get("message") == "red � & <tag>"
+
+
+def test_json_round_trip() -> None:
+    report = example()
+    assert jsonfile.parse(jsonfile.document(report)) == from_json(RunReport, to_json(report))
+    again = jsonfile.parse(jsonfile.document(report))
+    assert again.measurements[ROTOR][0] == report.measurements[ROTOR][0]
+    assert jsonfile.document(again) == jsonfile.document(report)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("", "is not JSON"), ("[]", "is no perfsuite report"), ("{}", "is no perfsuite report"),
+     ('{"perfsuite_report": 99}', "of schema 99"), ('{"perfsuite_report": 1}', "lacks 'machine'")],
+)  # fmt: skip
+def test_json_refuses_what_is_no_report_in_one_line(text: str, message: str) -> None:
+    with pytest.raises(PerfsuiteError, match=message) as caught:
+        jsonfile.parse(text)
+    assert "\n" not in str(caught.value)
+
+
+class Tags(HTMLParser):
+    """Checks that tags nest, and collects what would load something."""
+
+    void = frozenset({"meta", "br", "line", "circle", "text"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.loads: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag in ("script", "link", "img", "iframe"):
+            self.loads.append(tag)
+        self.loads += [
+            value or "" for name, value in attrs if name in ("src", "href") and not (value or "").startswith("#")
+        ]
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        pass
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_html_page_is_self_contained_and_escaped() -> None:
+    text = html.page(example())
+    tags = Tags()
+    tags.feed(text)
+    assert tags.loads == []
+    assert tags.open == []
+    assert "url(" not in text
+    assert "@import" not in text
+    assert "&lt;b&gt;" in text
+    assert "<b>&#" not in text
+    assert "prefers-color-scheme: dark" in text
+
+
+def test_html_page_opens_what_is_red_and_marks_what_is_not_beaten() -> None:
+    text = html.page(example())
+    assert re.findall(r'<details class="card" id="([^"]*)" open>', text) == [
+        "optimizers-fused_adamw-matrices200x512",
+        "geometry-lior_and_speed-k4m",
+    ]
+    assert "not beaten" in text
+    assert "promised 20.0×" not in text, "a goal far from the dots would squeeze them together"
+    assert "promised 7.40×" in text
+    assert text.count("<circle") == sum(
+        len(blocks) for found in example().measurements.values() for m in found for blocks in m.log_ratios.values()
+    )
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.997, 1.004), (5.1, 5.3), (208, 215), (1e-3, 1.4e-3), (1, 40)])
+def test_ticks_are_few_round_and_within(low: float, high: float) -> None:
+    found = html.ticks(low, high)
+    assert 2 <= len(found) <= 5
+    assert all(low <= value <= high for value, _ in found)
+    assert len({label for _, label in found}) == len(found)
+    assert all(float(label[:-1]) == pytest.approx(value, rel=1e-9) for value, label in found)
+
+
+def test_annotations_are_escaped_and_name_the_file() -> None:
+    lines = annotation_lines(example())
+    assert "::error file=tests/optimizers/test_fused_adamw.py,title=REGRESSED%3A optimizers/fused_adamw" in "\n".join(
+        lines
+    )
+    assert all("\n" not in line for line in lines)
+    assert command("error", "a:b,c", "50%\nnext") == "::error title=a%3Ab%2Cc::50%25%0Anext"
+    levels = [line.split()[0] for line in lines]
+    assert levels == sorted(levels, key=lambda level: level != "::error")
+
+
+def test_write_all_replaces_whole_files(tmp_path: Path) -> None:
+    paths = write_all(example(), tmp_path / "deep" / "er")
+    assert {p.name for p in (tmp_path / "deep" / "er").iterdir()} == {p.name for p in paths.values()}
+    assert jsonfile.read(paths["json"]).revision == "1f3c9a2"
+    assert write_all(example(), tmp_path / "deep" / "er") == paths
+
+
+def test_write_says_in_one_line_what_stands_in_the_way(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PerfsuiteError, match=r"cannot write .*; make its folder writable or name another"):
+        write(tmp_path / "file" / "report.json", "text")

@@ -1,0 +1,292 @@
+"""Chooses the Python that `make` runs with, sets it up where needed, and prints its path. Standard library only.
+
+1. PERFSUITE_PYTHON, if set: used as it is.
+2. .venv, if it was set up for the present pyproject.toml and constraints.txt.
+3. Otherwise .venv is created. Where the Python at hand can import torch (a GPU container, an environment of one's
+   own), .venv sees that Python's packages, and torch and triton are never installed or changed.
+
+Progress and errors go to stderr, a line each. The whole file must stay readable by Python 3.8, so that an old one
+gets a sentence and not a SyntaxError.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+OLDEST = (3, 11)
+ROOT = Path(__file__).resolve().parent.parent
+VENV = ROOT / ".venv"
+STAMP = "perfsuite.stamp"
+LOG = "bootstrap.log"
+NEWER = ("python3.13", "python3.12", "python3.11")
+
+# Without these the tests run; only `make check`, figures and packaging need them.
+TOOLS = {"mypy", "ruff", "matplotlib", "build"}
+# Bound to the GPU driver and to each other: what a container brings stays as it is.
+KEEP = ("torch", "triton")
+
+# Run by the environment's own Python: what of pyproject.toml it lacks. pip carries a copy of packaging.
+INSPECT = r"""
+import importlib.metadata, json, sys, tomllib
+from pip._vendor.packaging.requirements import Requirement
+from pip._vendor.packaging.utils import canonicalize_name
+from pip._vendor.packaging.version import InvalidVersion, Version
+project = tomllib.load(open(sys.argv[1], "rb"))["project"]
+lines = [*project["dependencies"], *project["optional-dependencies"]["test"]]
+found = {}
+for d in importlib.metadata.distributions():
+    try:
+        found.setdefault(canonicalize_name(d.metadata["Name"]), str(Version(d.version)))
+    except (InvalidVersion, TypeError, AttributeError):
+        pass  # a damaged or ancient package, which pip does not see either
+wanted = [r for r in map(Requirement, lines) if r.marker is None or r.marker.evaluate({"extra": "test"})]
+lacking = [r for r in wanted if not (
+    canonicalize_name(r.name) in found and r.specifier.contains(found[canonicalize_name(r.name)], prereleases=True))]
+build = [r for r in map(Requirement, tomllib.load(open(sys.argv[1], "rb"))["build-system"]["requires"])
+         if not (r.name in found and r.specifier.contains(found[r.name], prereleases=True))]
+print(json.dumps({
+    "lacking": {canonicalize_name(r.name): str(r) for r in lacking}, "installed": found, "can_build": not build,
+}))
+"""
+
+
+def fail(message):
+    """End with one line."""
+    say(message)
+    raise SystemExit(1)
+
+
+def say(message):
+    """Progress, in one line."""
+    sys.stderr.write(f"bootstrap: {message}\n")
+    sys.stderr.flush()
+
+
+def main():
+    chosen = os.environ.get("PERFSUITE_PYTHON")
+    if chosen:
+        print(check_chosen(chosen))
+        return
+    if sys.version_info < OLDEST:
+        newer = next((p for p in map(shutil.which, NEWER) if p and version_of(p) >= OLDEST), None)
+        if newer is None:
+            fail(
+                f"Python {dotted(sys.version_info[:2])} is too old; install 3.11 or newer, or name one in PERFSUITE_PYTHON"
+            )
+        raise SystemExit(subprocess.run([newer, os.path.abspath(__file__)]).returncode)
+    with locked():
+        if not is_ready(VENV):
+            set_up(VENV)
+    print(python_of(VENV))
+
+
+def check_chosen(path):
+    """The path of the interpreter that the user named, once it is known to run."""
+    found = shutil.which(path)
+    if found is None:
+        fail(f"PERFSUITE_PYTHON={path} is not an executable; unset it or name a Python 3.11 or newer")
+    version = version_of(found)
+    if version < OLDEST:
+        fail(f"PERFSUITE_PYTHON={path} is Python {dotted(version) or '?'}; name one of 3.11 or newer")
+    return found
+
+
+def version_of(python):
+    """(3, 12) of an interpreter; () where it does not run."""
+    code = "import sys; print('%d %d' % sys.version_info[:2])"
+    try:
+        done = subprocess.run([str(python), "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=60)
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    return tuple(map(int, done.stdout.split())) if done.returncode == 0 else ()
+
+
+def dotted(version):
+    return ".".join(map(str, version))
+
+
+def python_of(venv):
+    return venv / "bin" / "python"
+
+
+def stamp(root=ROOT):
+    """What .venv depends on; another value means that it must be set up again."""
+    digest = hashlib.sha256()
+    for name in ("pyproject.toml", "constraints.txt"):
+        digest.update((root / name).read_bytes())
+    return digest.hexdigest()
+
+
+def is_ready(venv):
+    """Whether .venv was set up for the present requirements and its interpreter still runs."""
+    try:
+        return (venv / STAMP).read_text() == stamp() and version_of(python_of(venv)) >= OLDEST
+    except OSError:
+        return False
+
+
+def set_up(venv):
+    create(venv, inherit=has_torch(sys.executable))
+    log = venv / LOG
+    log.write_text("")
+    if inherits_torch(python_of(venv)):
+        install_beside(venv, log)
+    else:
+        say(f"installing into .venv; about a minute, the log is .venv/{LOG}")
+        problem = pip(venv, log, ["-c", str(ROOT / "constraints.txt"), "-e", str(ROOT) + "[test]"])
+        if problem:
+            fail(f"pip failed: {problem}; see .venv/{LOG}, and check the network or pip's index settings")
+    (venv / STAMP).write_text(stamp())
+
+
+def has_torch(python):
+    """Whether a Python has torch. Looked up, not imported: that takes seconds and may need the GPU."""
+    code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is None)"
+    return subprocess.run([str(python), "-c", code], stdout=subprocess.DEVNULL).returncode == 0
+
+
+def inherits_torch(python):
+    """Whether a virtual environment's torch lies outside it."""
+    code = (
+        "import importlib.util, os, sys; s = importlib.util.find_spec('torch'); "
+        "sys.exit(not (s and s.origin and not s.origin.startswith(sys.prefix + os.sep)))"
+    )
+    return subprocess.run([str(python), "-c", code], stdout=subprocess.DEVNULL).returncode == 0
+
+
+def create(venv, inherit):
+    """Make .venv, or bring an existing one up to date; a broken one that was made here is made anew."""
+    if python_of(venv).exists() and version_of(python_of(venv)) >= OLDEST:
+        say("bringing .venv up to date")
+        pipless = run([str(python_of(venv)), "-m", "pip", "--version"]).returncode
+        if pipless and run([str(python_of(venv)), "-m", "ensurepip"]).returncode:
+            fail(".venv has no pip; remove .venv and try again")
+        return
+    if venv.exists() and not (venv / STAMP).exists() and any(venv.iterdir()):
+        fail(".venv is there, but holds no working Python of 3.11 or newer; remove it and try again")
+    say(f"creating .venv with Python {dotted(sys.version_info[:2])}" + (", on top of its packages" if inherit else ""))
+    command = [sys.executable, "-m", "venv", "--clear", str(venv)]
+    command += ["--system-site-packages"] if inherit else []
+    done = run(command)
+    if done.returncode and inherit:
+        # Debian's python3 without python3-venv: the pip to be used is inherited anyway.
+        done = run([*command, "--without-pip"])
+    if done.returncode:
+        shutil.rmtree(str(venv), ignore_errors=True)
+        problem = last_line(done.stdout)
+        if "ensurepip" in done.stdout or "No module named venv" in done.stdout:
+            problem = "this Python cannot create environments"
+        fail(f"{problem}; install its venv module, e.g. apt-get install python{dotted(sys.version_info[:2])}-venv")
+    if inherit:
+        inherit_environment(venv)
+
+
+def inherit_environment(venv):
+    """Make the packages of a virtual environment visible in .venv: --system-site-packages only shows its base's."""
+    if sys.prefix == sys.base_prefix:
+        return
+    code = "import site, sysconfig; print(sysconfig.get_paths()['purelib']); print(sysconfig.get_paths()['platlib'])"
+    theirs = dict.fromkeys(run([sys.executable, "-c", code]).stdout.split("\n")[:2])
+    site_packages(venv).joinpath("_inherited.pth").write_text("".join(f"{path}\n" for path in theirs if path))
+
+
+def site_packages(venv):
+    code = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
+    return Path(run([str(python_of(venv)), "-c", code]).stdout.strip())
+
+
+def install_beside(venv, log):
+    """Install what is lacking, with everything that is already there left as it is."""
+    done = run([str(python_of(venv)), "-c", INSPECT, str(ROOT / "pyproject.toml")])
+    if done.returncode:
+        fail(f"no pip in this Python ({last_line(done.stdout)}); install it, e.g. apt-get install python3-pip")
+    facts = json.loads(last_line(done.stdout))
+    for name in KEEP:
+        wanted = facts["lacking"].pop(name, None)
+        if wanted and name in facts["installed"]:
+            say(f"{name} {facts['installed'][name]} stays, though {wanted} is what was tested")
+    if facts["lacking"]:
+        say(f"installing beside torch {facts['installed'].get('torch')}: {', '.join(sorted(facts['lacking']))}")
+        problem = install_lacking(venv, log, facts)
+        needed = sorted(set(facts["lacking"]) - TOOLS)
+        if problem and needed:
+            remedy = f"install {', '.join(needed)} where this Python finds it, or check the network"
+            fail(f"pip failed: {problem}; {remedy}; see .venv/{LOG}")
+        if problem:
+            say(f"not installed ({problem}): {', '.join(sorted(facts['lacking']))}; tests run without")
+    isolation = ["--no-build-isolation"] if facts["can_build"] else []
+    problem = pip(venv, log, ["--no-deps", *isolation, "-e", str(ROOT)])
+    if problem:
+        site_packages(venv).joinpath("perfsuite.pth").write_text(f"{ROOT}\n")
+        say(f"not installed ({problem}), only put on the path: no `perfsuite` script and no entry points")
+        say("use `python -m perfsuite`, and pytest with `-p perfsuite.plugin`, as the Makefile does")
+
+
+def install_lacking(venv, log, facts):
+    with tempfile.TemporaryDirectory() as folder:
+        # The tested versions for what is new, the present ones for the rest, torch first of all.
+        present = {name: v for name, v in facts["installed"].items() if name not in facts["lacking"]}
+        pins = [f"{name}=={version.partition('+')[0]}" for name, version in present.items()]
+        for line in (ROOT / "constraints.txt").read_text().splitlines():
+            if line.split("==")[0].strip().lower() in facts["lacking"]:
+                pins.append(line)
+        constraints = Path(folder) / "constraints.txt"
+        constraints.write_text("\n".join(pins) + "\n")
+        return pip(venv, log, ["-c", str(constraints), *facts["lacking"].values()])
+
+
+def pip(venv, log, arguments):
+    """Run pip install; its last line of error, or None. Few retries: without a network each costs seconds."""
+    options = ["--disable-pip-version-check", "--no-input", "--retries", "1", "--timeout", "20"]
+    done = run([str(python_of(venv)), "-m", "pip", "install", *options, *arguments])
+    with log.open("a") as file:
+        file.write(f"$ pip install {' '.join(arguments)}\n{done.stdout}\n")
+    if done.returncode == 0:
+        return None
+    errors = [line for line in done.stdout.splitlines() if line.lstrip().startswith("ERROR")]
+    return last_line("\n".join(errors)).replace("ERROR: ", "") or last_line(done.stdout) or f"exit {done.returncode}"
+
+
+def run(command):
+    """A finished process with both its outputs in `stdout`."""
+    # pip would take these as an order to install elsewhere than into .venv.
+    environment = {
+        k: v for k, v in os.environ.items() if k not in ("PYTHONHOME", "PIP_TARGET", "PIP_PREFIX", "PIP_USER")
+    }
+    return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+
+
+def last_line(text):
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else ""
+
+
+@contextlib.contextmanager
+def locked():
+    """One bootstrap at a time: `make run` and `make test` may be started together."""
+    import fcntl
+
+    try:
+        folder = ROOT / ".perfsuite"
+        folder.mkdir(exist_ok=True)
+        file = (folder / "bootstrap.lock").open("w")
+    except OSError as error:
+        fail(f"{ROOT} cannot be written ({error.strerror}); make it writable, or set PERFSUITE_PYTHON")
+    with file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        fail("interrupted; run it again to go on")
+    except OSError as error:
+        fail(f"{error}; mend that, or set PERFSUITE_PYTHON")
