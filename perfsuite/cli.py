@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from rich.console import Console
 
 from perfsuite import __version__
 from perfsuite.errors import PerfsuiteError
@@ -198,5 +199,5 @@ def doctor(as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps([to_json(f) for f in findings], indent=2))
     else:
-        examination.show(findings)
-    sys.exit(1 if examination.unfit(findings) else 0)
+        Console(highlight=False).print(examination.table(findings))
+    sys.exit(1 if any(f.status == "missing" for f in findings) else 0)

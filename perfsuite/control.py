@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, date, datetime
 from pathlib import Path
 from time import monotonic
@@ -538,7 +538,9 @@ class Control:
         shown = self.report()
         if shown.measurements or shown.verdicts or self.problems:
             terminalreporter.section("perfsuite", sep="=")
-            terminal.show(shown, terminal.console(terminalreporter._tw._file))
+            # pytest has told the failed proofs already.
+            brief = replace(shown, correctness=replace(shown.correctness, failures={}))
+            terminal.show(brief, terminal.console(terminalreporter._tw._file))
         for note in self.notes:
             terminalreporter.write_line(note)
         for form, path in getattr(self, "written", {}).items():

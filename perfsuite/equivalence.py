@@ -379,6 +379,12 @@ STRIDES = ("contiguous", "channels last", "permuted", "strided", "overlapping")
 """From strong to weak: code downstream may rely on what the reference gives, never on more."""
 
 
+def identical(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal in every element, NaN equal to NaN."""
+    same = (a == b) | (a.isnan() & b.isnan()) if a.is_floating_point() or a.is_complex() else a == b
+    return bool(same.all())
+
+
 def strides_class(tensor: torch.Tensor) -> str:
     """How the tensor lies in memory: one of STRIDES."""
     if tensor.is_contiguous():

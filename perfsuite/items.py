@@ -159,8 +159,9 @@ class ProofItem(pytest.Function):
             self._prove(case)
 
         # Hypothesis seeds a derandomised test from its function: without this every pair had the same draws.
-        prove_draws.hypothesis.inner_test._hypothesis_internal_add_digest = nodeid.encode()
-        return prove_draws
+        wrapped: Any = prove_draws
+        wrapped.hypothesis.inner_test._hypothesis_internal_add_digest = nodeid.encode()
+        return wrapped
 
     def _prove(self, case: Case) -> None:
         self.current = case
@@ -199,12 +200,17 @@ class ProofItem(pytest.Function):
         if self.kind in ("equivalence", "gradients"):
             self.evidence = self.tally.evidence(self.pair, self.dtype, device())
 
-    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException]) -> Any:
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
         error = excinfo.value
         if isinstance(error, Hang):
             return self._told(f"{self.pair.name}: {error}", self.current)
         if isinstance(error, (NotEquivalent, PerfsuiteError)):
             return self._told(str(error), getattr(error, "case", None))
+        if isinstance(error, BaseExceptionGroup):
+            first = next((e for e in error.exceptions if isinstance(e, NotEquivalent)), None)
+            if first is not None:
+                told = f"{first}\nit does not always fail on the same draw: it depends on memory, order or time"
+                return self._told(told, getattr(first, "case", None))
         if isinstance(error, (hypothesis.errors.Unsatisfiable, hypothesis.errors.FailedHealthCheck)):
             return (
                 f"{self.pair.name}: too few sizes satisfy where=; "
@@ -238,7 +244,7 @@ class KernelsItem(pytest.Function):
         else:
             ahead.compile_in_subprocess(self, self.pair.time_limit)
 
-    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException]) -> Any:
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
         if isinstance(excinfo.value, PerfsuiteError):
             return f"{self.pair.name}: {excinfo.value}"
         return super().repr_failure(excinfo)

@@ -210,7 +210,7 @@ def measure(
     sampler = _Sampler(pair, runners, master, clock, kind, counts, rng, report)
     condition = sampler.run()
     if not pair.is_stateful:
-        _judge_timed(timed, runners, truth)
+        _judge_timed(timed, runners, truth, master)
     del truth
     other = {n: sampler.other_clock(n) for n in runners}
     return Measurement(
@@ -361,9 +361,20 @@ def _peak_bytes(runner: Runner, report: Callable[[str], None]) -> int | None:
         return int(torch.cuda.max_memory_allocated() - before)
 
 
-def _judge_timed(pair: Pair, runners: Mapping[str, Runner], truth: equivalence.Truth) -> None:
-    """The outputs of the last timed call, not only those of a separate run, must be right."""
+def _judge_timed(
+    pair: Pair, runners: Mapping[str, Runner], truth: equivalence.Truth, master: Mapping[str, Any]
+) -> None:
+    """The outputs of the last timed call, not only those of a separate run, must be right; its inputs untouched."""
+    declared = {*pair.mutates, *pair.writes}
     for name, runner in runners.items():
+        for given in sorted(set(master) - declared):
+            pairs = zip(make.tensors_in(runner.inputs[given], given), make.tensors_in(master[given]), strict=True)
+            for (path, after), (_, before) in pairs:
+                if not equivalence.identical(after, before):
+                    raise equivalence.NotEquivalent(
+                        f"{pair.name}: the {name} side changes its input {path} in place while it is timed, which the "
+                        f"pair does not declare; add it to mutates="
+                    )
         if name == REFERENCE:
             continue
         try:

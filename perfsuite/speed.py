@@ -62,7 +62,7 @@ class SpeedItem(pytest.Function):
         if result.red:
             raise SpeedFailure(result.message)
 
-    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException]) -> Any:
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
         if isinstance(excinfo.value, SpeedFailure):
             return str(excinfo.value)
         return super().repr_failure(excinfo)

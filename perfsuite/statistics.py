@@ -290,8 +290,9 @@ def suite_spread(runs: Iterable[tuple[Sequence[float], Variance]]) -> bool:
 def holm(p_values: Mapping[str, float], alpha: float, family: int) -> set[str]:
     """The hypotheses rejected by Holm's step-down rule at `alpha`; `family` counts all, tested here or not."""
     rejected: set[str] = set()
-    for rank, key in enumerate(sorted(p_values, key=lambda k: (p_values[k], k))):
-        if p_values[key] > alpha / max(family - rank, 1):
+    known = {key: p for key, p in p_values.items() if not math.isnan(p)}
+    for rank, key in enumerate(sorted(known, key=lambda k: (known[k], k))):
+        if known[key] > alpha / max(family - rank, 1):
             break
         rejected.add(key)
     return rejected

@@ -30,6 +30,8 @@ NEWER = ("python3.13", "python3.12", "python3.11")
 TOOLS = {"mypy", "ruff", "matplotlib", "build"}
 # Bound to the GPU driver and to each other: what a container brings stays as it is.
 KEEP = ("torch", "triton")
+# pip's options where there may be no network and a way on without it: its five retries take minutes.
+HASTY = ("--retries", "1", "--timeout", "20")
 
 # Run by the environment's own Python: what of pyproject.toml it lacks. pip carries a copy of packaging.
 INSPECT = r"""
@@ -76,9 +78,8 @@ def main():
     if sys.version_info < OLDEST:
         newer = next((p for p in map(shutil.which, NEWER) if p and version_of(p) >= OLDEST), None)
         if newer is None:
-            fail(
-                f"Python {dotted(sys.version_info[:2])} is too old; install 3.11 or newer, or name one in PERFSUITE_PYTHON"
-            )
+            here = dotted(sys.version_info[:2])
+            fail(f"Python {here} is too old; install Python 3.11 or newer, or name one in PERFSUITE_PYTHON")
         raise SystemExit(subprocess.run([newer, os.path.abspath(__file__)]).returncode)
     with locked():
         if not is_ready(VENV):
@@ -185,15 +186,20 @@ def create(venv, inherit):
         fail(f"{problem}; install its venv module, e.g. apt-get install python{dotted(sys.version_info[:2])}-venv")
     if inherit:
         inherit_environment(venv)
+        if (site_packages(venv) / "setuptools").exists():
+            # ensurepip's, on Python 3.11: too old to build with, and it hides the inherited one.
+            run([str(python_of(venv)), "-m", "pip", "uninstall", "-y", "setuptools"])
 
 
 def inherit_environment(venv):
     """Make the packages of a virtual environment visible in .venv: --system-site-packages only shows its base's."""
     if sys.prefix == sys.base_prefix:
         return
-    code = "import site, sysconfig; print(sysconfig.get_paths()['purelib']); print(sysconfig.get_paths()['platlib'])"
-    theirs = dict.fromkeys(run([sys.executable, "-c", code]).stdout.split("\n")[:2])
-    site_packages(venv).joinpath("_inherited.pth").write_text("".join(f"{path}\n" for path in theirs if path))
+    code = "import sysconfig; print(sysconfig.get_paths()['purelib']); print(sysconfig.get_paths()['platlib'])"
+    theirs = dict.fromkeys(run([sys.executable, "-c", code]).stdout.splitlines())
+    # addsitedir and not the bare path: their editable installs are .pth files too.
+    lines = [f"import site; site.addsitedir({path!r})\n" for path in theirs]
+    site_packages(venv).joinpath("_inherited.pth").write_text("".join(lines))
 
 
 def site_packages(venv):
@@ -221,7 +227,7 @@ def install_beside(venv, log):
         if problem:
             say(f"not installed ({problem}): {', '.join(sorted(facts['lacking']))}; tests run without")
     isolation = ["--no-build-isolation"] if facts["can_build"] else []
-    problem = pip(venv, log, ["--no-deps", *isolation, "-e", str(ROOT)])
+    problem = pip(venv, log, [*HASTY, "--no-deps", *isolation, "-e", str(ROOT)])
     if problem:
         site_packages(venv).joinpath("perfsuite.pth").write_text(f"{ROOT}\n")
         say(f"not installed ({problem}), only put on the path: no `perfsuite` script and no entry points")
@@ -229,28 +235,38 @@ def install_beside(venv, log):
 
 
 def install_lacking(venv, log, facts):
-    with tempfile.TemporaryDirectory() as folder:
-        # The tested versions for what is new, the present ones for the rest, torch first of all.
-        present = {name: v for name, v in facts["installed"].items() if name not in facts["lacking"]}
-        pins = [f"{name}=={version.partition('+')[0]}" for name, version in present.items()]
-        for line in (ROOT / "constraints.txt").read_text().splitlines():
-            if line.split("==")[0].strip().lower() in facts["lacking"]:
-                pins.append(line)
-        constraints = Path(folder) / "constraints.txt"
-        constraints.write_text("\n".join(pins) + "\n")
-        return pip(venv, log, ["-c", str(constraints), *facts["lacking"].values()])
+    """Install what is lacking, in the tested versions; the last line of error, or None."""
+    present = {name: v.partition("+")[0] for name, v in facts["installed"].items() if name not in facts["lacking"]}
+    tested = [
+        line
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if line.partition("==")[0].strip().lower() in facts["lacking"]
+    ]
+    problem = None
+    # All that is there stays as it is; where that cannot be solved, torch and triton at least.
+    for kept in (present, {name: v for name, v in present.items() if name in KEEP}):
+        with tempfile.TemporaryDirectory() as folder:
+            constraints = Path(folder) / "constraints.txt"
+            constraints.write_text("\n".join([f"{name}=={version}" for name, version in kept.items()] + tested) + "\n")
+            found = pip(venv, log, [*HASTY, "-c", str(constraints), *facts["lacking"].values()])
+        if found is None:
+            return None
+        problem = problem or found
+    return problem
 
 
 def pip(venv, log, arguments):
-    """Run pip install; its last line of error, or None. Few retries: without a network each costs seconds."""
-    options = ["--disable-pip-version-check", "--no-input", "--retries", "1", "--timeout", "20"]
+    """Run pip install; its last line of error, or None."""
+    options = ["--disable-pip-version-check", "--no-input"]
     done = run([str(python_of(venv)), "-m", "pip", "install", *options, *arguments])
     with log.open("a") as file:
         file.write(f"$ pip install {' '.join(arguments)}\n{done.stdout}\n")
     if done.returncode == 0:
         return None
-    errors = [line for line in done.stdout.splitlines() if line.lstrip().startswith("ERROR")]
-    return last_line("\n".join(errors)).replace("ERROR: ", "") or last_line(done.stdout) or f"exit {done.returncode}"
+    errors = [line.replace("ERROR: ", "") for line in done.stdout.splitlines() if line.lstrip().startswith("ERROR")]
+    # The last one says what failed, but for the one that only points to pip's manual.
+    told = [line for line in errors if not line.startswith("ResolutionImpossible")]
+    return last_line("\n".join(told)) or last_line(done.stdout) or f"exit {done.returncode}"
 
 
 def run(command):

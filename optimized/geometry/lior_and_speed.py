@@ -7,15 +7,16 @@ from optimized.kernels import ceil_div, jit, on_device_of, tl, use_triton
 # A thread holds whole rows, its coordinates and the metric in registers: 64 entries are as many as fit well. Wider
 # forms are bound by arithmetic and belong to a matrix product.
 MAX_COORDINATES = 8
-# A program walks over tiles of 256 rows, 2 a thread: four 16-byte loads of the velocity in flight each.
-BLOCK = 256
+# A row a thread. Two tiles of rows are loaded before the first is used: with what the registers leave resident, one
+# alone keeps too few bytes in flight to fill the memory bus.
+BLOCK = 128
+TILES = 2
 NUM_WARPS = 4
-# So that the metric is loaded once for many tiles: eight programs for each of an H200's 132 multiprocessors.
-FORWARD_PROGRAMS = 1056
-# The backward keeps a sum for each entry of the metric beside it: 1 row a thread, and as many programs as are
-# resident at once, each of which writes one partial sum.
-BACKWARD_BLOCK = 128
-BACKWARD_PROGRAMS = 528
+# Programs walk over the rows, so that the metric is loaded once for many tiles: as many as an H200 (132
+# multiprocessors) holds at once, 5 forward and 4 backward on each, so that none waits for a second wave. The backward
+# keeps a running sum for each entry of the metric and writes one partial sum a program.
+FORWARD_PROGRAMS = 5 * 132
+BACKWARD_PROGRAMS = 4 * 132
 
 
 def lior_and_speed(
@@ -88,7 +89,7 @@ class _LiorAndSpeed(torch.autograd.Function):
         ctx.eps = eps
         if rows:
             with on_device_of(velocity):
-                _forward_kernel[(min(ceil_div(rows, BLOCK), FORWARD_PROGRAMS),)](
+                _forward_kernel[(min(ceil_div(rows, BLOCK * TILES), FORWARD_PROGRAMS),)](
                     velocity,
                     curvature,
                     form,
@@ -99,6 +100,7 @@ class _LiorAndSpeed(torch.autograd.Function):
                     eps,
                     N=n,
                     BLOCK=BLOCK,
+                    TILES=TILES,
                     DIAGONAL=form.dim() == 1,
                     num_warps=NUM_WARPS,
                 )
@@ -114,7 +116,7 @@ class _LiorAndSpeed(torch.autograd.Function):
         d_curvature = torch.empty(rows, dtype=velocity.dtype, device=velocity.device)
         if not rows:
             return d_velocity, d_curvature, torch.zeros_like(form), None
-        programs = min(ceil_div(rows, BACKWARD_BLOCK), BACKWARD_PROGRAMS)
+        programs = min(ceil_div(rows, BLOCK * TILES), BACKWARD_PROGRAMS)
         form_needed = ctx.needs_input_grad[2]
         partial = torch.empty((programs, *form.shape) if form_needed else 1, dtype=torch.float32, device=form.device)
         with on_device_of(velocity):
@@ -134,7 +136,8 @@ class _LiorAndSpeed(torch.autograd.Function):
                 ctx.eps,
                 N=n,
                 LOG2_CELLS=(n if diagonal else n * n).bit_length() if n > 1 else 1,
-                BLOCK=BACKWARD_BLOCK,
+                BLOCK=BLOCK,
+                TILES=TILES,
                 DIAGONAL=diagonal,
                 FORM_NEEDED=form_needed,
                 num_warps=NUM_WARPS,
@@ -144,8 +147,8 @@ class _LiorAndSpeed(torch.autograd.Function):
 
 
 @jit
-def _load_row(velocity_ptr, row, rows, N: tl.constexpr, BLOCK: tl.constexpr):
-    """The coordinates of BLOCK rows as a tuple of [BLOCK]: 16 bytes a load, a row's all in one thread."""
+def _load_rows(velocity_ptr, row, rows, N: tl.constexpr, BLOCK: tl.constexpr):
+    """The coordinates of BLOCK rows as a tuple of [BLOCK], padded to fours: 16 bytes a load, a row in one thread."""
     four = tl.arange(0, 4)
     v = ()
     for chunk in tl.static_range((N + 3) // 4):
@@ -171,28 +174,37 @@ def _forward_kernel(
     eps,
     N: tl.constexpr,
     BLOCK: tl.constexpr,
+    TILES: tl.constexpr,
     DIAGONAL: tl.constexpr,
 ):
     g = ()
     for cell in tl.static_range(N if DIAGONAL else N * N):
         g = g + (tl.load(form_ptr + cell).to(tl.float32),)
-    for start in range(tl.program_id(0) * BLOCK, rows, tl.num_programs(0) * BLOCK):
-        row = (start + tl.arange(0, BLOCK)).to(tl.int64)
-        curvature = tl.load(curvature_ptr + row * stride_curvature, mask=row < rows, other=0.0).to(tl.float32)
-        v = _load_row(velocity_ptr, row, rows, N, BLOCK)
-        q = tl.zeros((BLOCK,), dtype=tl.float32)
-        for j in tl.static_range(N):
-            if DIAGONAL:
-                along = v[j] * g[j]
-            else:
-                along = v[0] * g[j]
-                for i in tl.static_range(1, N):
-                    along += v[i] * g[i * N + j]
-            q += along * v[j]
-        # Not tl.maximum: NaN must stay.
-        speed = tl.sqrt_rn(tl.where(q < 0, 0.0, q) + eps)
-        tl.store(lior_ptr + row, curvature * speed, mask=row < rows)
-        tl.store(speed_ptr + row, speed, mask=row < rows)
+    for start in range(tl.program_id(0) * (BLOCK * TILES), rows, tl.num_programs(0) * (BLOCK * TILES)):
+        first = (start + tl.arange(0, BLOCK)).to(tl.int64)
+        vs = ()
+        curvatures = ()
+        for tile in tl.static_range(TILES):
+            row = first + tile * BLOCK
+            vs = vs + (_load_rows(velocity_ptr, row, rows, N, BLOCK),)
+            curvature = tl.load(curvature_ptr + row * stride_curvature, mask=row < rows, other=0.0)
+            curvatures = curvatures + (curvature.to(tl.float32),)
+        for tile in tl.static_range(TILES):
+            row = first + tile * BLOCK
+            v = vs[tile]
+            q = tl.zeros((BLOCK,), dtype=tl.float32)
+            for j in tl.static_range(N):
+                if DIAGONAL:
+                    along = v[j] * g[j]
+                else:
+                    along = v[0] * g[j]
+                    for i in tl.static_range(1, N):
+                        along += v[i] * g[i * N + j]
+                q += along * v[j]
+            # Not tl.maximum: NaN must stay.
+            speed = tl.sqrt_rn(tl.where(q < 0, 0.0, q) + eps)
+            tl.store(lior_ptr + row, curvatures[tile] * speed, mask=row < rows)
+            tl.store(speed_ptr + row, speed, mask=row < rows)
 
 
 @jit
@@ -213,6 +225,7 @@ def _backward_kernel(
     N: tl.constexpr,
     LOG2_CELLS: tl.constexpr,
     BLOCK: tl.constexpr,
+    TILES: tl.constexpr,
     DIAGONAL: tl.constexpr,
     FORM_NEEDED: tl.constexpr,
 ):
@@ -235,48 +248,59 @@ def _backward_kernel(
                 else:
                     g = g + (g[j * N + i],)
     four = tl.arange(0, 4)
-    for start in range(tl.program_id(0) * BLOCK, rows, tl.num_programs(0) * BLOCK):
-        row = (start + tl.arange(0, BLOCK)).to(tl.int64)
-        curvature = tl.load(curvature_ptr + row * stride_curvature, mask=row < rows, other=0.0).to(tl.float32)
-        d_lior = tl.load(d_lior_ptr + row * stride_d_lior, mask=row < rows, other=0.0).to(tl.float32)
-        d_speed = tl.load(d_speed_ptr + row * stride_d_speed, mask=row < rows, other=0.0).to(tl.float32)
-        v = _load_row(velocity_ptr, row, rows, N, BLOCK)
-        twice_q = zero
-        slope = ()
-        for j in tl.static_range(N):
-            if DIAGONAL:
-                s = v[j] * g[j]
-            else:
-                s = zero
-                for i in tl.static_range(N):
-                    s += v[i] * g[i * N + j]
-            twice_q += s * v[j]
-            slope = slope + (s,)
-        q = 0.5 * twice_q
-        speed = tl.sqrt_rn(tl.where(q < 0, 0.0, q) + eps)
-        # Where q is negative the clamp lets nothing through; at 0 it does, as torch.clamp(min=0).
-        d_q = tl.where(q >= 0, tl.div_rn(d_speed + d_lior * curvature, 2.0 * speed), 0.0)
-        tl.store(d_curvature_ptr + row, d_lior * speed, mask=row < rows)
-        for chunk in tl.static_range((N + 3) // 4):
-            quad = ()
-            for c in tl.static_range(4):
-                quad = quad + ((d_q * slope[chunk * 4 + c]) if chunk * 4 + c < N else zero,)
-            column = chunk * 4 + four
-            inside = (row < rows)[:, None] & (column < N)[None, :]
-            pair = tl.join(tl.join(quad[0], quad[2]), tl.join(quad[1], quad[3]))
-            tl.store(
-                d_velocity_ptr + row[:, None] * N + column[None, :], tl.reshape(pair, (BLOCK, 4)), mask=inside
-            )
-        if FORM_NEEDED:
-            new = ()
-            for i in tl.static_range(N):
-                weighted = d_q * v[i]
+    for start in range(tl.program_id(0) * (BLOCK * TILES), rows, tl.num_programs(0) * (BLOCK * TILES)):
+        first = (start + tl.arange(0, BLOCK)).to(tl.int64)
+        vs = ()
+        scalars = ()
+        for tile in tl.static_range(TILES):
+            row = first + tile * BLOCK
+            mask = row < rows
+            vs = vs + (_load_rows(velocity_ptr, row, rows, N, BLOCK),)
+            curvature = tl.load(curvature_ptr + row * stride_curvature, mask=mask, other=0.0).to(tl.float32)
+            d_lior = tl.load(d_lior_ptr + row * stride_d_lior, mask=mask, other=0.0).to(tl.float32)
+            d_speed = tl.load(d_speed_ptr + row * stride_d_speed, mask=mask, other=0.0).to(tl.float32)
+            scalars = scalars + ((curvature, d_lior, d_speed),)
+        for tile in tl.static_range(TILES):
+            row = first + tile * BLOCK
+            v = vs[tile]
+            curvature, d_lior, d_speed = scalars[tile]
+            twice_q = zero
+            slope = ()
+            for j in tl.static_range(N):
                 if DIAGONAL:
-                    new = new + (d_g[i] + weighted * v[i],)
+                    s = v[j] * g[j]
                 else:
-                    for j in tl.static_range(i, N):
-                        new = new + (d_g[i * N - i * (i - 1) // 2 + j - i] + weighted * v[j],)
-            d_g = new
+                    s = v[0] * g[j]
+                    for i in tl.static_range(1, N):
+                        s += v[i] * g[i * N + j]
+                twice_q += s * v[j]
+                slope = slope + (s,)
+            q = 0.5 * twice_q
+            speed = tl.sqrt_rn(tl.where(q < 0, 0.0, q) + eps)
+            # Where q is negative the clamp lets nothing through; at 0 it does, as torch.clamp(min=0).
+            d_q = tl.where(q >= 0, tl.div_rn(d_speed + d_lior * curvature, 2.0 * speed), 0.0)
+            tl.store(d_curvature_ptr + row, d_lior * speed, mask=row < rows)
+            for chunk in tl.static_range((N + 3) // 4):
+                quad = ()
+                for c in tl.static_range(4):
+                    if chunk * 4 + c < N:
+                        quad = quad + (d_q * slope[chunk * 4 + c],)
+                    else:
+                        quad = quad + (zero,)
+                column = chunk * 4 + four
+                inside = (row < rows)[:, None] & (column < N)[None, :]
+                d_v = tl.reshape(tl.join(tl.join(quad[0], quad[2]), tl.join(quad[1], quad[3])), (BLOCK, 4))
+                tl.store(d_velocity_ptr + row[:, None] * N + column[None, :], d_v, mask=inside)
+            if FORM_NEEDED:
+                new = ()
+                for i in tl.static_range(N):
+                    weighted = d_q * v[i]
+                    if DIAGONAL:
+                        new = new + (d_g[i] + weighted * v[i],)
+                    else:
+                        for j in tl.static_range(i, N):
+                            new = new + (d_g[i * N - i * (i - 1) // 2 + j - i] + weighted * v[j],)
+                d_g = new
     if FORM_NEEDED:
         # All entries side by side, so that one reduction over the threads serves them.
         cells = ()

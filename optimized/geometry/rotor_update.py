@@ -8,11 +8,10 @@ from optimized.kernels import ceil_div, jit, on_device_of, tl, use_triton
 
 MIN_LENGTH = 1e-6
 
-# A program owns this many slots and passes over all pairs in tiles: a 64 x 64 comparison fits the registers of
-# one warp pair, and the usual call (at most 64 slots and pairs) is then one program, one pass.
-BLOCK_SLOTS = tl.constexpr(64)
-BLOCK_PAIRS = tl.constexpr(64)
-NUM_WARPS = 2
+# A program owns a tile of slots and passes over all pairs in tiles, comparing every pair's slot with its own. The
+# trainer's call (a few slots, a few pairs) is one warp and one pass; 32 x 64 is as much as registers hold well.
+SMALL = {"BLOCK_SLOTS": 16, "BLOCK_PAIRS": 16, "num_warps": 1}
+LARGE = {"BLOCK_SLOTS": 32, "BLOCK_PAIRS": 64, "num_warps": 4}
 # The kernel does k * P comparisons. Beyond this many (some 20 us) the linear index_add_ is the better choice,
 # although its atomics make the order of accumulation vary on CUDA.
 MAX_COMPARISONS = 1 << 24
@@ -90,9 +89,9 @@ def rotor_update_triton(
     slots = theta.shape[0]
     if slots == 0:
         return theta
-    grid = (ceil_div(slots, BLOCK_SLOTS.value),)
+    config = SMALL if slots <= SMALL["BLOCK_SLOTS"] and index.shape[0] <= SMALL["BLOCK_PAIRS"] else LARGE
     with on_device_of(theta):
-        _rotor_update_kernel[grid](
+        _rotor_update_kernel[(ceil_div(slots, config["BLOCK_SLOTS"]),)](
             theta,
             velocity,
             index,
@@ -105,7 +104,7 @@ def rotor_update_triton(
             velocity.stride(0),
             index.stride(0),
             index.stride(1),
-            num_warps=NUM_WARPS,
+            **config,
         )
     return theta
 
@@ -151,6 +150,8 @@ def _rotor_update_kernel(
     stride_velocity,
     stride_pair,
     stride_column,
+    BLOCK_SLOTS: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr,
 ):
     own = tl.program_id(0) * BLOCK_SLOTS + tl.arange(0, BLOCK_SLOTS)
     total = tl.zeros((BLOCK_SLOTS,), dtype=tl.float32)
