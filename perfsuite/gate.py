@@ -131,12 +131,12 @@ class _Promise:
 
     @property
     def promised(self) -> str:
-        return "" if self.bound is None else f"{math.exp(self.bound):.3g}×"
+        return "" if self.bound is None else f"{math.exp(self.bound):.4g}×"
 
     @property
     def measured(self) -> str:
         low, high = self.speedup.interval()
-        return f"{math.exp(self.speedup.value):.3g}× (95% interval {math.exp(low):.3g} to {math.exp(high):.3g})"
+        return f"{math.exp(self.speedup.value):.4g}× (95% interval {math.exp(low):.4g} to {math.exp(high):.4g})"
 
 
 # --- the looks -----------------------------------------------------------------------------------------------------
@@ -376,7 +376,7 @@ def _decide_first(item: Open, promise: _Promise) -> Verdict | Open:
     status, text = _speed(slower, item.margin, item.selected, BETA_FIRST, against)
     if not status.green:
         return replace(item, reason=f"a slowdown of {item.margin:.1%} is not excluded")
-    text = f"{promise.measured} the reference, {item.entry.speedup():.3g}× when accepted; {text}"
+    text = f"{promise.measured} the reference, {item.entry.speedup():.4g}× when accepted; {text}"
     verdict = _say(shown, status, text + _uncounted(item.runs, item.promises))
     return _add_moved(verdict, *_moved(item, item.runs, slower.value)) if status is Status.IMPROVED else verdict
 
@@ -396,7 +396,7 @@ def _decide_last(
     if failed:
         return failed
     if status.green:
-        text = f"{promise.measured} the reference, {item.entry.speedup():.3g}× when accepted; {text}"
+        text = f"{promise.measured} the reference, {item.entry.speedup():.4g}× when accepted; {text}"
         text += _uncounted(item.runs, item.promises)
     return _say(shown, status, text)
 
@@ -640,7 +640,7 @@ def _promise_failed(shown: Verdict, promise: _Promise, entry: Entry | None) -> V
 
 def _broken(shown: Verdict, promise: _Promise, entry: Entry | None) -> Verdict:
     text = f"{promise.measured} the reference, below the promised {promise.promised}"
-    text += f"; {entry.speedup():.3g}× when accepted" if entry else ""
+    text += f"; {entry.speedup():.4g}× when accepted" if entry else ""
     if not promise.broken:
         text += "; the promise is within the noise, but above the estimate"
     return _say(shown, Status.BELOW_FLOOR, text)

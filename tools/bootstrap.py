@@ -263,6 +263,8 @@ def pip(venv, log, arguments):
         file.write(f"$ pip install {' '.join(arguments)}\n{done.stdout}\n")
     if done.returncode == 0:
         return None
+    if "NewConnectionError" in done.stdout or "ConnectTimeoutError" in done.stdout:
+        return "the package index cannot be reached"
     errors = [line.replace("ERROR: ", "") for line in done.stdout.splitlines() if line.lstrip().startswith("ERROR")]
     # The last one says what failed, but for the one that only points to pip's manual.
     told = [line for line in errors if not line.startswith("ResolutionImpossible")]

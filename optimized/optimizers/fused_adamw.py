@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from optimized.kernels import ceil_div, interpreting, jit, on_device_of, tl, use_triton
+from optimized.kernels import ceil_div, jit, on_device_of, tl, use_triton
 
 # 8 values a thread: with four arrays, eight 16-byte loads in flight, and registers for a fully occupied
 # multiprocessor.
@@ -80,39 +80,39 @@ def adamw_triton(
 
 
 class _TritonAdamW:
-    """A table of addresses, one row (parameter, gradient, first moment, second moment) a tensor, and a map from
-    each program to its tensor and place in it; the gradients' column is sent again only when they have moved."""
+    """The step, with its tables: each tensor's addresses, and each program's tensor and place in it."""
 
     def __init__(self, params, lr, betas, eps, weight_decay):
         self.params = list(params)
         self.lr, self.betas, self.eps, self.weight_decay = lr, betas, eps, weight_decay
-        # Moments keep the strides of a dense parameter, so that all four can be walked in memory order. Where the
-        # parameter is not dense they do not, and a dense copy of it is updated instead.
         self.first = [torch.zeros_like(p) for p in self.params]
         self.second = [torch.zeros_like(p) for p in self.params]
-        self.working = [
-            p.detach() if p.stride() == m.stride() else torch.empty_like(m)
-            for p, m in zip(self.params, self.first, strict=True)
-        ]
+        # Moments take a dense parameter's strides, so that all four arrays are walked in memory order. A parameter
+        # with gaps has none to share: a dense copy of it is updated, and copied back.
+        self.copies = {
+            i: torch.empty_like(m)
+            for i, (p, m) in enumerate(zip(self.params, self.first, strict=True))
+            if p.stride() != m.stride() and p.numel()
+        }
         self.live = [i for i, p in enumerate(self.params) if p.numel()]
-        self.grad_addresses: list[int] | None = None
+        self.sent: list[int] | None = None
         if not self.live:
             return
-        device = self.params[0].device
-        self.programs, owner, offset = 0, [], []
+        device = self.params[self.live[0]].device
+        owner, offset = [], []
         for row, i in enumerate(self.live):
             blocks = ceil_div(self.params[i].numel(), BLOCK)
             owner.append(torch.full((blocks,), row, dtype=torch.int32))
             offset.append(torch.arange(blocks, dtype=torch.int64) * BLOCK)
-            self.programs += blocks
         self.owner, self.offset = torch.cat(owner).to(device), torch.cat(offset).to(device)
-        self.sizes = torch.tensor([self.params[i].numel() for i in self.live], dtype=torch.int64, device=device)
-        fixed = [[t[i].data_ptr() for t in (self.working, self.first, self.second)] for i in self.live]
-        self.aligned = all(address % ALIGNMENT == 0 for row in fixed for address in row)
-        self.table = torch.tensor(fixed, dtype=torch.int64, device=device)
-        # beta ** step, in float64: 1 - beta ** step has no digits to lose in float32.
+        sizes = [self.params[i].numel() for i in self.live]
+        moments = [t[i].data_ptr() for t in (self.first, self.second) for i in self.live]
+        self.sizes = torch.tensor(sizes, dtype=torch.int64, device=device)
+        self.moments = torch.tensor(moments, dtype=torch.int64, device=device)
+        self.moments_aligned = _aligned(moments)
+        # beta ** step in float64: in float32 1 - beta ** step would lose most of its digits at the first steps.
         self.powers = torch.ones(2, dtype=torch.float64, device=device)
-        self.decay = torch.tensor(betas, dtype=torch.float64, device=device)
+        self.factors = torch.tensor(self.betas, dtype=torch.float64, device=device)
 
     @torch.no_grad()
     def __call__(self, grads: Sequence[torch.Tensor]) -> None:
@@ -120,26 +120,24 @@ class _TritonAdamW:
             p.grad = grad
         if not self.live:
             return
-        dense = []
+        # Both lists are held until the launch, so that no temporary's memory is reused before.
+        updated, dense = [], []
         for i in self.live:
-            m = self.first[i]
-            # Held until the launch, so that no copy's memory is reused before.
-            dense.append(grads[i] if grads[i].stride() == m.stride() else torch.empty_like(m).copy_(grads[i]))
-            if self.working[i].data_ptr() != self.params[i].data_ptr():
-                self.working[i].copy_(self.params[i])
-        addresses = [grad.data_ptr() for grad in dense]
-        if addresses != self.grad_addresses:
-            self._send(addresses)
+            p, grad, m = self.params[i], grads[i], self.first[i]
+            updated.append(self.copies[i].copy_(p) if i in self.copies else p)
+            dense.append(grad if grad.stride() == m.stride() else torch.empty_like(m).copy_(grad))
+        self._send([t.data_ptr() for tensors in (updated, dense) for t in tensors])
         beta1, beta2 = self.betas
-        self.powers.mul_(self.decay)
+        self.powers.mul_(self.factors)
         with on_device_of(self.powers):
-            _adamw_kernel[(self.programs,)](
-                self.table,
-                self.grad_table,
+            _adamw_kernel[(self.owner.shape[0],)](
+                self.addresses,
+                self.moments,
                 self.sizes,
                 self.owner,
                 self.offset,
                 self.powers,
+                len(self.live),
                 self.lr,
                 1 - self.lr * self.weight_decay,
                 beta1,
@@ -148,21 +146,26 @@ class _TritonAdamW:
                 1 - beta2,
                 self.eps,
                 BLOCK=BLOCK,
-                ALIGNED=self.aligned and self.grads_aligned,
+                ALIGNED=self.aligned,
                 num_warps=NUM_WARPS,
             )
-        for i in self.live:
-            if self.working[i].data_ptr() != self.params[i].data_ptr():
-                self.params[i].copy_(self.working[i])
+        for i, copy in self.copies.items():
+            self.params[i].copy_(copy)
 
     def _send(self, addresses: list[int]) -> None:
-        # From pinned memory, which the copy keeps alive: the host does not wait. The old table, if a kernel still
-        # reads it, is reused in stream order only.
-        device = self.table.device
+        """Bring the device's table up to date, if a tensor has moved since the last step."""
+        if addresses == self.sent:
+            return
+        device = self.powers.device
+        # From pinned memory, which the allocator keeps until the copy is done: the host does not wait.
         host = torch.tensor(addresses, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self.grad_table = host.to(device, non_blocking=True)
-        self.grads_aligned = all(address % ALIGNMENT == 0 for address in addresses)
-        self.grad_addresses = addresses
+        self.addresses = host.to(device, non_blocking=True)
+        self.aligned = self.moments_aligned and _aligned(addresses)
+        self.sent = addresses
+
+
+def _aligned(addresses: list[int]) -> bool:
+    return all(address % ALIGNMENT == 0 for address in addresses)
 
 
 @jit
@@ -179,7 +182,7 @@ def _adamw_block(
     one_minus_beta1,
     beta2,
     one_minus_beta2,
-    root2,
+    inverse_root2,
     eps,
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
@@ -193,8 +196,7 @@ def _adamw_block(
     v = tl.load(v_ptr + at, mask=mask)
     m = m * beta1 + one_minus_beta1 * g
     v = v * beta2 + one_minus_beta2 * g * g
-    denominator = tl.div_rn(tl.sqrt_rn(v), root2 + tl.zeros_like(v)) + eps
-    p = p * decay - rate * tl.div_rn(m, denominator)
+    p = p * decay - rate * (m / (tl.sqrt(v) * inverse_root2 + eps))
     tl.store(p_ptr + at, p, mask=mask)
     tl.store(m_ptr + at, m, mask=mask)
     tl.store(v_ptr + at, v, mask=mask)
@@ -202,12 +204,13 @@ def _adamw_block(
 
 @jit
 def _adamw_kernel(
-    table_ptr,
-    grad_table_ptr,
+    addresses_ptr,
+    moments_ptr,
     sizes_ptr,
     owner_ptr,
     offset_ptr,
     powers_ptr,
+    tensors,
     lr,
     decay,
     beta1,
@@ -219,28 +222,23 @@ def _adamw_kernel(
     ALIGNED: tl.constexpr,
 ):
     row = tl.load(owner_ptr + tl.program_id(0))
-    offset = tl.load(offset_ptr + tl.program_id(0))
+    # A multiple of the block, which the compiler cannot see in a loaded number.
+    offset = tl.multiple_of(tl.load(offset_ptr + tl.program_id(0)), BLOCK)
     size = tl.load(sizes_ptr + row)
-    p_address = tl.load(table_ptr + row * 3)
-    m_address = tl.load(table_ptr + row * 3 + 1)
-    v_address = tl.load(table_ptr + row * 3 + 2)
-    g_address = tl.load(grad_table_ptr + row)
+    p_ptr = tl.load(addresses_ptr + row).to(tl.pointer_type(tl.float32))
+    g_ptr = tl.load(addresses_ptr + tensors + row).to(tl.pointer_type(tl.float32))
+    m_ptr = tl.load(moments_ptr + row).to(tl.pointer_type(tl.float32))
+    v_ptr = tl.load(moments_ptr + tensors + row).to(tl.pointer_type(tl.float32))
     if ALIGNED:
-        p_address = tl.multiple_of(p_address, 16)
-        m_address = tl.multiple_of(m_address, 16)
-        v_address = tl.multiple_of(v_address, 16)
-        g_address = tl.multiple_of(g_address, 16)
-    p_ptr = p_address.to(tl.pointer_type(tl.float32))
-    m_ptr = m_address.to(tl.pointer_type(tl.float32))
-    v_ptr = v_address.to(tl.pointer_type(tl.float32))
-    g_ptr = g_address.to(tl.pointer_type(tl.float32))
-    # Offsets are multiples of the block, which the compiler cannot see in a loaded number.
-    offset = tl.multiple_of(offset, BLOCK)
+        p_ptr = tl.multiple_of(p_ptr, 16)
+        g_ptr = tl.multiple_of(g_ptr, 16)
+        m_ptr = tl.multiple_of(m_ptr, 16)
+        v_ptr = tl.multiple_of(v_ptr, 16)
     correction1 = 1.0 - tl.load(powers_ptr)
     correction2 = 1.0 - tl.load(powers_ptr + 1)
     rate = lr / correction1.to(tl.float32)
-    root2 = tl.sqrt_rn(correction2.to(tl.float32))
-    scalars = (rate, decay, beta1, one_minus_beta1, beta2, one_minus_beta2, root2, eps)
+    inverse_root2 = 1.0 / tl.sqrt_rn(correction2.to(tl.float32))
+    scalars = (rate, decay, beta1, one_minus_beta1, beta2, one_minus_beta2, inverse_root2, eps)
     if offset + BLOCK <= size:
         _adamw_block(p_ptr, g_ptr, m_ptr, v_ptr, offset, size, *scalars, BLOCK=BLOCK, WHOLE=True)
     else:

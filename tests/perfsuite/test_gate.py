@@ -1,0 +1,515 @@
+"""The gate's rule: each status where it is due, and simulated suites at the rates that the rule promises."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from builders import Suite, counting, entry, few, measurement, workload_id
+
+from perfsuite import gate
+from perfsuite.baseline import Entry
+from perfsuite.gate import (
+    Open,
+    compare_look,
+    first_look,
+    margin,
+    missing,
+    promises_look,
+    second_look,
+    stored_look,
+    suite_prior,
+)
+from perfsuite.records import Measurement, PromiseRecord, Status, Verdict
+from perfsuite.statistics import DEFAULT_NOISE, Noise, Variance
+
+ID = workload_id(0)
+TRUTH = math.log(20.0)
+OFFSETS = (-0.001, 0.0, 0.001)
+"""Process shifts: a workload of middling noise."""
+NOISE = Noise(process=Variance(value=0.001**2, dof=20.0), session=Variance(value=0.001**2, dof=20.0))
+
+
+def processes(slower: float = 0.0, scale: float = 1.0, count: int = 3, **fields: Any) -> list[Measurement]:
+    """Processes whose optimized side is slower by `slower` (log), and whose spread is `scale` times the accepted."""
+    shifts = [OFFSETS[i % 3] * scale for i in range(count)]
+    return [measurement(ratio=TRUTH - slower + s, optimized_s=1e-4 * math.exp(slower), **fields) for s in shifts]
+
+
+def again(
+    slower: float = 0.0, scale: float = 1.0, ratio: float = TRUTH, count: int = 6, **fields: Any
+) -> list[Measurement]:
+    """The second look's processes: the current side slower than the accepted one by `slower` (log)."""
+    shifts = [OFFSETS[i % 3] * scale for i in range(count)]
+    return [measurement(accepted=-slower + s, ratio=ratio + s, **fields) for s in shifts]
+
+
+def accepted(scale: float = 1.0, **fields: Any) -> Entry:
+    return entry([processes(scale=scale, **fields) for _ in range(3)])
+
+
+def look1(
+    runs: Sequence[Measurement],
+    *,
+    made: Entry | None = None,
+    promise: PromiseRecord | None = None,
+    selected: int = 40,
+    prior: Noise = NOISE,
+) -> Verdict | Open:
+    answers = first_look(
+        {ID: made or accepted()}, {ID: runs}, {ID: promise or PromiseRecord()}, selected=selected, prior=prior
+    )
+    assert list(answers) == [ID]
+    return answers[ID]
+
+
+def opened(runs: Sequence[Measurement] | None = None, **fields: Any) -> Open:
+    answer = look1(processes(0.01) if runs is None else runs, **fields)
+    assert isinstance(answer, Open)
+    assert answer.reason
+    return answer
+
+
+def verdict(answer: Verdict | Open, status: Status) -> Verdict:
+    assert isinstance(answer, Verdict)
+    assert answer.status is status, answer.message
+    assert answer.message.startswith(f"{status} {answer.id}: ")
+    assert "\n" not in answer.message
+    return answer
+
+
+def look2(item: Open, runs: Sequence[Measurement]) -> Verdict:
+    return second_look({ID: item}, {ID: runs})[ID]
+
+
+# --- the first look ------------------------------------------------------------------------------------------------
+
+
+def test_unchanged_passes_with_its_figures() -> None:
+    found = verdict(look1(processes()), Status.PASS)
+    assert found.speedup == pytest.approx(20.0, rel=1e-3)
+    assert found.accepted_speedup == pytest.approx(20.0, rel=1e-3)
+    assert found.margin == 0.01
+    assert found.slowdown == pytest.approx(0.0, abs=1e-5)
+    assert found.low is not None
+    assert found.high is not None
+    assert found.low < 0 < found.high < 0.01
+    assert (found.look, found.processes) == (1, 3)
+    assert "a slowdown of 1.0% is excluded" in found.message
+
+
+@pytest.mark.parametrize("slower", [0.01, 0.03, 0.5, 3.0])
+def test_the_first_look_never_calls_a_regression(slower: float) -> None:
+    answer = opened(processes(slower))
+    assert answer.slowdown == pytest.approx(math.expm1(slower), rel=0.01)
+    assert "1.0% is not excluded" in answer.reason
+
+
+def test_faster_is_improved_and_asks_to_be_accepted() -> None:
+    found = verdict(look1(processes(-0.05)), Status.IMPROVED)
+    assert "4.9% faster" in found.message
+    assert "perfsuite accept" in found.message
+    assert found.moved == "optimized"
+    # Faster by less than the margin is not news.
+    verdict(look1(processes(-0.007)), Status.PASS)
+
+
+def test_a_spread_beyond_the_baseline_s_is_left_open() -> None:
+    assert "spread far beyond" in opened(processes(scale=30.0)).reason
+    assert opened(processes(scale=30.0)).spread
+
+
+def test_a_suite_that_spreads_passes_nothing() -> None:
+    keys = [workload_id(i) for i in range(40)]
+    runs = {k: [dataclasses.replace(m, id=k) for m in processes(scale=2.7)] for k in keys}
+    entries = {k: dataclasses.replace(accepted(), id=k) for k in keys}
+    one = first_look(entries, {keys[0]: runs[keys[0]]}, {keys[0]: PromiseRecord()}, selected=40, prior=NOISE)
+    verdict(one[keys[0]], Status.PASS)
+    every = first_look(entries, runs, dict.fromkeys(keys, PromiseRecord()), selected=40, prior=NOISE)
+    assert all(isinstance(a, Open) and a.spread for a in every.values())
+
+
+def test_margin_grows_with_noise_in_steps_and_a_noisy_workload_is_named() -> None:
+    quiet, loud = (margin(accepted(s), suite_prior({}), selected=40) for s in (0.5, 4.0))
+    assert quiet == 0.01
+    assert 0.01 < loud <= 0.02
+    assert loud == round(loud, 3)
+    assert margin(accepted(4.0), suite_prior({}), selected=400) > loud
+    found = verdict(look1(processes(), made=accepted(15.0), prior=DEFAULT_NOISE), Status.NOISY)
+    for words in ("too noisy", "2% is the most", "longer workload", "device clock"):
+        assert words in found.message
+    assert found.margin is not None
+    assert found.margin > 0.02
+
+
+# --- what cannot be judged -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("runs", "says"),
+    [
+        ([], "nothing was measured"),
+        (processes()[:2], "2 of 3 processes"),
+        ([*processes()[:2], measurement(workload_id(1))], f"measurement of {workload_id(1)}"),
+        ([*processes()[:2], measurement(clock="wall")], "disagree on clock"),
+        ([*processes()[:2], measurement(sizes={"n": 1})], "disagree on sizes"),
+        ([*processes()[:2], measurement(log_ratios={})], "no sound ratio to the reference"),
+        ([*processes()[:2], measurement(log_ratios={"reference": ()})], "no sound ratio"),
+        ([*processes()[:2], measurement(log_ratios={"reference": (math.nan,)})], "no sound ratio"),
+        ([*processes()[:2], measurement(log_ratios={"reference": (math.inf,)})], "no sound ratio"),
+        ([*processes()[:2], measurement(log_ratios={"reference": (800.0,)})], "no sound ratio"),
+        ([*processes()[:2], measurement(sides={})], "no time of the optimized side"),
+    ],
+)
+def test_a_measurement_that_is_not_whole_is_unmeasured(runs: Sequence[Measurement], says: str) -> None:
+    assert says in verdict(look1(runs), Status.UNMEASURED).message
+
+
+def test_a_workload_without_a_run_is_unmeasured_and_one_without_a_promise_is_judged() -> None:
+    answers = first_look({ID: accepted()}, {}, {ID: PromiseRecord()}, selected=1)
+    verdict(answers[ID], Status.UNMEASURED)
+    answers = first_look({ID: accepted()}, {ID: processes()}, {}, selected=1, prior=NOISE)
+    verdict(answers[ID], Status.PASS)
+    assert first_look({}, {}, {}, selected=0) == {}
+
+
+def test_no_entry_and_a_changed_workload_have_no_baseline() -> None:
+    answers = first_look({}, {ID: processes()}, {ID: PromiseRecord()}, selected=1)
+    assert "perfsuite accept" in verdict(answers[ID], Status.NO_BASELINE).message
+    for fields in ({"clock": "wall"}, {"sizes": {"n": 1}}, {"direction": "both"}, {"dtype": "float16"}):
+        found = verdict(look1(processes(**fields)), Status.NO_BASELINE)
+        assert f"changed since it was accepted: {next(iter(fields))}" in found.message
+    verdict(look1(processes(device="nvidia-a100")), Status.WRONG_MACHINE)
+
+
+def test_a_family_smaller_than_its_members_is_a_mistake() -> None:
+    with pytest.raises(ValueError, match="selected=0"):
+        look1(processes(), selected=0)
+
+
+def test_renamed_and_removed_pairs_are_listed_when_the_selection_is_whole() -> None:
+    entries = {workload_id(i): accepted() for i in (2, 0, 1)}
+    lines = missing(entries, [workload_id(1)], whole=True)
+    assert [line.partition(": ")[0] for line in lines] == [workload_id(0), workload_id(2)]
+    assert all("perfsuite accept" in line for line in lines)
+    assert missing(entries, [workload_id(1)], whole=False) == []
+    assert missing(entries, entries, whole=True) == []
+
+
+# --- promises ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "promised"), [("peak_bytes", 1000), ("host_syncs", 0), ("launches", 2)])
+def test_a_count_above_its_promise_in_one_process_is_below_the_floor(name: str, promised: int) -> None:
+    promise = PromiseRecord(**{name: promised})
+    fine = [counting(m, **{name: promised}) for m in processes()]
+    verdict(look1(fine, promise=promise), Status.PASS)
+    found = verdict(
+        look1([*fine[:2], counting(fine[2], **{name: promised + 1})], promise=promise), Status.BELOW_FLOOR
+    )
+    assert f"{name} {promised + 1} (promised {promised})" in found.message
+    verdict(look1([counting(m, **{name: None}) for m in fine], promise=promise), Status.UNMEASURED)
+    # Counted in one process is counted.
+    verdict(look1([fine[0], *(counting(m, **{name: None}) for m in fine[1:])], promise=promise), Status.PASS)
+
+
+def test_counts_are_not_asked_of_a_cpu() -> None:
+    runs = [counting(m, launches=None, host_syncs=None) for m in processes(device="cpu")]
+    promise = PromiseRecord(launches=1, host_syncs=0)
+    found = verdict(look1(runs, made=accepted(device="cpu"), promise=promise), Status.PASS)
+    assert "host_syncs, launches promised, but not countable on a CPU" in found.message
+
+
+def test_a_promised_speedup_holds_breaks_or_waits() -> None:
+    verdict(look1(processes(), promise=PromiseRecord(speedup=19.0)), Status.PASS)
+    found = verdict(look1(processes(), promise=PromiseRecord(speedup=21.0)), Status.BELOW_FLOOR)
+    assert "below the promised 21×" in found.message
+    assert "20× when accepted" in found.message
+    for speedup in (19.95, 20.05):
+        item = opened(processes(), promise=PromiseRecord(speedup=speedup))
+        assert "within the noise" in item.reason
+    verdict(look1(processes(), promise=PromiseRecord(speedup=0.5)), Status.PASS)
+
+
+def test_a_promise_within_the_noise_is_settled_by_the_estimate() -> None:
+    above = opened(processes(), promise=PromiseRecord(speedup=19.98))
+    assert "promise less" in verdict(look2(above, again()), Status.NOISY).message
+    below = opened(processes(), promise=PromiseRecord(speedup=20.02))
+    assert "within the noise, but above the estimate" in verdict(look2(below, again()), Status.BELOW_FLOOR).message
+
+
+def test_a_regression_that_also_breaks_the_promise_is_below_the_floor() -> None:
+    item = opened(processes(0.02), promise=PromiseRecord(speedup=19.5))
+    found = verdict(look2(item, again(0.1, ratio=TRUTH - 0.1)), Status.BELOW_FLOOR)
+    assert found.slowdown == pytest.approx(math.expm1(0.1), rel=0.01)
+
+
+def test_promises_by_themselves() -> None:
+    promises = {ID: PromiseRecord(speedup=15.0, host_syncs=0)}
+    verdict(promises_look({ID: processes()[:1]}, promises, selected=1)[ID], Status.PASS)
+    promises = {ID: PromiseRecord(speedup=19.99)}
+    verdict(promises_look({ID: processes()}, promises, selected=1)[ID], Status.NOISY)
+    promises = {ID: PromiseRecord(speedup=25.0)}
+    verdict(promises_look({ID: processes()}, promises, selected=1)[ID], Status.BELOW_FLOOR)
+    promises = {ID: PromiseRecord(launches=0)}
+    verdict(promises_look({ID: processes()}, promises, selected=1)[ID], Status.BELOW_FLOOR)
+    verdict(promises_look({}, promises, selected=1)[ID], Status.UNMEASURED)
+
+
+# --- the second look -----------------------------------------------------------------------------------------------
+
+
+def test_a_slower_optimized_side_is_regressed() -> None:
+    found = verdict(look2(opened(processes(0.03)), again(math.log(1.031))), Status.REGRESSED)
+    start = f"REGRESSED {ID}: the optimized side is 3.1% slower than the accepted revision 1a2b3c4 (95% interval "
+    assert found.message.startswith(start)
+    assert found.message.endswith("margin 1.0%)")
+    assert found.moved == "optimized"
+    assert found.slowdown == pytest.approx(0.031, rel=1e-3)
+    assert (found.look, found.processes) == (2, 9)
+
+
+def test_a_slowdown_below_half_the_margin_is_none_however_certain() -> None:
+    certain = [measurement(accepted=-0.0045) for _ in range(6)]
+    verdict(look2(opened(), certain), Status.PASS)
+
+
+def test_what_is_neither_shown_nor_excluded_is_noisy() -> None:
+    found = verdict(look2(opened(made=accepted(4.0)), again(0.007, scale=9.0)), Status.NOISY)
+    assert "measure again" in found.message
+
+
+def test_a_spread_in_the_second_look_is_noisy_never_regressed() -> None:
+    found = verdict(look2(opened(), again(0.2, scale=30.0)), Status.NOISY)
+    assert "a neighbour or throttling" in found.message
+    verdict(look2(opened(), again(0.2)), Status.REGRESSED)
+
+
+def test_a_spread_in_the_first_look_lends_the_second_no_variance() -> None:
+    item = opened([*processes(scale=30.0)[:2], measurement(ratio=TRUTH + 0.2)])
+    assert item.spread
+    verdict(look2(item, again()), Status.PASS)
+    verdict(look2(item, again(0.02)), Status.REGRESSED)
+
+
+def test_a_faster_reference_is_not_the_optimized_side_s_fault() -> None:
+    runs = [measurement(ratio=TRUTH - 0.05, optimized_s=1e-4) for _ in range(3)]
+    item = opened(runs)
+    later = [measurement(ratio=TRUTH - 0.05, optimized_s=1e-4, accepted=s) for s in OFFSETS * 2]
+    found = verdict(look2(item, later), Status.PASS)
+    assert found.moved == "reference"
+    assert "its ratio to the reference is 5.1% lower than when accepted" in found.message
+    assert "the reference is 4.9% faster" in found.message
+
+
+def test_a_device_that_slowed_only_the_optimized_kind_of_work_is_called_the_device() -> None:
+    later = [measurement(ratio=TRUTH - 0.05, optimized_s=1.05e-4, accepted=s, reference_s=20e-4) for s in OFFSETS * 2]
+    item = opened([measurement(ratio=TRUTH - 0.05, optimized_s=1.05e-4, reference_s=20e-4) for _ in range(3)])
+    found = verdict(look2(item, later), Status.PASS)
+    assert found.moved == "device"
+
+
+@pytest.mark.parametrize(
+    ("runs", "says"),
+    [
+        ([], "nothing was measured"),
+        (again()[:5], "5 of 6 processes"),
+        (processes(count=6), "no sound ratio to the accepted side"),
+        ([*again()[:5], measurement(accepted=math.nan)], "no sound ratio to the accepted"),
+    ],
+)
+def test_a_second_look_that_is_not_whole_is_unmeasured(runs: Sequence[Measurement], says: str) -> None:
+    assert says in verdict(look2(opened(), runs), Status.UNMEASURED).message
+
+
+def test_counts_of_the_second_look_are_held_too() -> None:
+    item = opened(promise=PromiseRecord(host_syncs=0))
+    runs = again()
+    verdict(look2(item, runs), Status.PASS)
+    verdict(look2(item, [*runs[:5], counting(runs[5], host_syncs=1)]), Status.BELOW_FLOOR)
+
+
+def test_a_changed_size_in_the_second_look_is_no_baseline() -> None:
+    verdict(look2(opened(), again(sizes={"n": 1})), Status.NO_BASELINE)
+
+
+# --- without the accepted revision ---------------------------------------------------------------------------------
+
+
+def stored(item: Open, runs: Sequence[Measurement]) -> Verdict:
+    found = stored_look({ID: item}, {ID: runs}, reason="shallow clone:\nfetch it")[ID]
+    assert found.message.endswith("for the accepted revision was not loaded: shallow clone: fetch it")
+    return found
+
+
+def test_stored_look() -> None:
+    verdict(stored(opened(), processes(count=12)), Status.PASS)
+    found = verdict(stored(opened(), processes(0.05, count=12)), Status.REGRESSED)
+    assert "5.1% slower than when accepted, relative to the reference" in found.message
+    assert found.moved == "optimized"
+    assert (found.look, found.processes) == (2, 12)
+    assert found.margin is not None
+    assert found.margin >= 0.01
+    answers = stored_look({ID: opened()}, {ID: processes(count=11)}, reason="no git")
+    verdict(answers[ID], Status.UNMEASURED)
+    verdict(stored(opened(), processes(0.1, scale=30.0, count=12)), Status.NOISY)
+
+
+def test_stored_look_tells_a_faster_reference() -> None:
+    runs = [measurement(ratio=TRUTH - 0.05 + s, optimized_s=1e-4) for s in OFFSETS * 4]
+    found = verdict(stored(opened(), runs), Status.REGRESSED)
+    assert found.moved == "reference"
+
+
+def test_stored_look_has_a_wider_margin_and_a_limit_to_it() -> None:
+    one = entry(processes(scale=2.0))
+    calm = opened(processes(0.01), made=one, prior=DEFAULT_NOISE)
+    found = verdict(stored(calm, processes(0.0, count=12)), Status.PASS)
+    assert found.margin is not None
+    assert 0.02 < found.margin <= 0.04
+    loud = dataclasses.replace(calm, noise=Noise(process=NOISE.process, session=Variance(value=0.006**2, dof=6.0)))
+    assert "accept more sessions" in verdict(stored(loud, processes(0.0, count=12)), Status.NOISY).message
+
+
+# --- a reference sampled few times ---------------------------------------------------------------------------------
+
+
+def test_few_is_left_to_the_second_look_and_judged_by_the_accepted_side() -> None:
+    made = entry([[few(m) for m in processes()] for _ in range(3)])
+    item = opened([few(m) for m in processes()], made=made)
+    assert "sampled few times" in item.reason
+    alone = [dataclasses.replace(m, log_ratios={"accepted": m.log_ratios["accepted"]}) for m in again()]
+    verdict(look2(item, alone), Status.PASS)
+    slow = [dataclasses.replace(m, log_ratios={"accepted": m.log_ratios["accepted"]}) for m in again(0.02)]
+    verdict(look2(item, slow), Status.REGRESSED)
+
+
+def test_few_must_hold_its_promise_with_twice_the_error() -> None:
+    runs, made = processes(), accepted()
+    promise = PromiseRecord(speedup=19.9)
+    full = verdict(look1(runs, made=made, promise=promise, selected=1), Status.PASS)
+    item = opened([few(m) for m in runs], made=made, promise=promise, selected=1)
+    found = look2(item, again())
+    verdict(found, Status.NOISY)
+    assert full.processes < found.processes
+
+
+def test_few_without_the_accepted_revision_is_held_by_its_own_seconds() -> None:
+    made = entry([[few(m) for m in processes()] for _ in range(3)])
+    item = opened([few(m) for m in processes()], made=made)
+    verdict(stored(item, [few(m) for m in processes(0.03, count=12)]), Status.PASS)
+    found = verdict(stored(item, [few(m) for m in processes(0.3, count=12)]), Status.REGRESSED)
+    assert "by its own seconds" in found.message
+    assert found.margin == 0.10
+
+
+# --- two revisions without a baseline ------------------------------------------------------------------------------
+
+
+def test_compare() -> None:
+    keys = [workload_id(i) for i in range(8)]
+    runs = {k: [dataclasses.replace(m, id=k) for m in again()] for k in keys}
+    runs[keys[1]] = [dataclasses.replace(m, id=keys[1]) for m in again(0.03)]
+    runs[keys[2]] = [dataclasses.replace(m, id=keys[2]) for m in again(-0.03)]
+    runs[keys[3]] = runs[keys[3]][:3]
+    runs[keys[4]] = [dataclasses.replace(m, id=keys[4]) for m in again(scale=20.0)]
+    answers = compare_look(runs, revision="abcdef0123")
+    assert [answers[k].status for k in keys[:5]] == [
+        Status.PASS,
+        Status.REGRESSED,
+        Status.IMPROVED,
+        Status.UNMEASURED,
+        Status.NOISY,
+    ]
+    assert "3.0% slower than the revision abcdef0 " in answers[keys[1]].message
+    assert all(v.message.startswith(f"{v.status} {v.id}: ") for v in answers.values())
+    with pytest.raises(ValueError, match="selected=3"):
+        compare_look(runs, revision="abc", selected=3)
+
+
+def test_no_status_but_those_of_speed_is_green_by_accident() -> None:
+    """Random damage to a run never turns it green where the sound run is red."""
+    rng = np.random.default_rng(4)
+    damages: list[Callable[[Measurement], Measurement]] = [
+        lambda m: dataclasses.replace(m, log_ratios={}),
+        lambda m: dataclasses.replace(m, log_ratios={"reference": (math.nan,) * 8}),
+        lambda m: dataclasses.replace(m, sides={}),
+        lambda m: dataclasses.replace(m, id="x"),
+        lambda m: counting(m, peak_bytes=10**9),
+        lambda m: dataclasses.replace(m, dtype="float16"),
+    ]
+    for _ in range(100):
+        runs = processes(0.0)
+        index = rng.integers(3)
+        runs[index] = damages[rng.integers(len(damages))](runs[index])
+        answer = look1(runs, promise=PromiseRecord(peak_bytes=2048))
+        assert isinstance(answer, Verdict)
+        assert not answer.status.green
+
+
+# --- the rates -----------------------------------------------------------------------------------------------------
+
+
+def gated(suite: Suite, slower: float, scale: float = 1.0) -> tuple[Counter[Status], int]:
+    """One run of a suite through both looks → (statuses, workloads left open)."""
+    promises = dict.fromkeys(suite.noises, PromiseRecord())
+    first = first_look(suite.entries, suite.run(slower, scale=scale), promises, selected=len(promises))
+    left = {k: a for k, a in first.items() if isinstance(a, Open)}
+    second = second_look(left, suite.again(list(left), slower, scale))
+    final = {**{k: a for k, a in first.items() if isinstance(a, Verdict)}, **second}
+    assert set(final) == set(promises)
+    return Counter(v.status for v in final.values()), len(left)
+
+
+@pytest.mark.parametrize(("sessions", "per_session", "open_share"), [(4, 3, 0.35), (1, 5, 0.55)])
+def test_simulated_rates(sessions: int, per_session: int, open_share: float) -> None:
+    """Mixed noise, 40 workloads: no false alarm to speak of, 2% caught, 1% mostly."""
+    rng = np.random.default_rng(2026 + sessions)
+    unchanged: Counter[Status] = Counter()
+    alarms = left = 0
+    caught: Mapping[float, Counter[Status]] = {0.01: Counter(), 0.02: Counter(), 0.03: Counter()}
+    suites, workloads, slowed = 60, 40, 8
+    for number in range(suites):
+        suite = Suite.make(rng, workloads=workloads, sessions=sessions, per_session=per_session)
+        statuses, count = gated(suite, 0.0)
+        unchanged += statuses
+        alarms += statuses[Status.REGRESSED] > 0
+        left += count
+        if number < slowed:
+            for slowdown, found in caught.items():
+                found += gated(suite, math.log1p(slowdown))[0]
+    assert alarms <= 1
+    assert unchanged[Status.NOISY] / (suites * workloads) < 0.012
+    assert left / (suites * workloads) < open_share
+    rates = {slowdown: found[Status.REGRESSED] / (slowed * workloads) for slowdown, found in caught.items()}
+    assert rates[0.01] > 0.8
+    assert rates[0.02] > 0.97
+    assert rates[0.03] > 0.97
+    assert caught[0.02][Status.PASS] + caught[0.03][Status.PASS] <= 2
+
+
+def test_simulated_worst_noise_and_a_noisy_neighbour() -> None:
+    rng = np.random.default_rng(77)
+    alarms = 0
+    slow: Counter[Status] = Counter()
+    doubled: Counter[Status] = Counter()
+    for _ in range(10):
+        suite = Suite.make(rng, workloads=40, sessions=1, per_session=5, pessimistic=True)
+        alarms += gated(suite, 0.0)[0][Status.REGRESSED]
+        slow += gated(suite, math.log1p(0.02))[0]
+        doubled += gated(suite, 0.0, scale=2.0)[0]
+    assert alarms == 0
+    assert slow[Status.REGRESSED] > 0.95 * 400
+    assert doubled[Status.REGRESSED] == 0
+    assert doubled[Status.NOISY] > 300
+
+
+def test_the_rule_s_constants_are_the_specification_s() -> None:
+    assert (gate.ALPHA, gate.BETA_FIRST, gate.BETA_SECOND) == (0.005, 0.01, 0.02)
+    assert (gate.FIRST_PROCESSES, gate.SECOND_PROCESSES, gate.STORED_PROCESSES) == (3, 6, 12)
+    assert (gate.MARGIN_MIN, gate.MARGIN_MAX) == (0.01, 0.02)
