@@ -7,18 +7,23 @@ runs nothing.
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
 import os
 import subprocess
 import sys
 import tempfile
+import textwrap
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from perfsuite.errors import PairError, PerfsuiteError
 from perfsuite.pair import Pair, as_side
+from perfsuite.records import InputCase
 
 if TYPE_CHECKING:
     import pytest
@@ -46,13 +51,20 @@ def kernels_of(pair: Pair) -> dict[str, Any]:
         seen.add(module.__name__)
         for name, value in list(vars(module).items()):
             if type(value).__name__ in ("JITFunction", "InterpretedFunction"):
-                if _launched_from_host(value) and value.fn.__module__ == module.__name__:
+                if value.fn.__module__ == module.__name__:
                     found[f"{module.__name__}.{name}"] = value
             else:
                 other = value if isinstance(value, ModuleType) else _module_of(value)
                 if other is not None and _beside(other, module):
                     waiting.append(other)
-    return found
+    called = set().union(*map(_calls, found.values()))
+    return {name: kernel for name, kernel in found.items() if kernel.fn.__name__ not in called}
+
+
+def _calls(kernel: Any) -> set[str]:
+    """Names that the kernel calls: a device function is compiled into its callers, never launched."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(kernel.fn)))
+    return {n.func.id for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
 
 
 def _module_of(value: Any) -> ModuleType | None:
@@ -63,16 +75,6 @@ def _module_of(value: Any) -> ModuleType | None:
 def _beside(other: ModuleType, module: ModuleType) -> bool:
     """Whether `other` belongs to the same project as `module`."""
     return other.__name__.partition(".")[0] == module.__name__.partition(".")[0]
-
-
-def _launched_from_host(kernel: Any) -> bool:
-    """A kernel stores its results; a device function, called by kernels alone, returns them."""
-    import ast
-    import inspect
-    import textwrap
-
-    tree = ast.parse(textwrap.dedent(inspect.getsource(kernel.fn)))
-    return not any(isinstance(n, ast.Return) and n.value is not None for n in ast.walk(tree))
 
 
 def compile_in_subprocess(item: pytest.Item, seconds: float) -> None:
@@ -135,7 +137,9 @@ def _launch_all(pair: Pair) -> Iterator[str]:
     sides = [s for n, s in pair.variants.items() if as_side(s).available is None or not _reason(as_side(s))]
     kernels = [s for s in sides if "cpu" in as_side(s).devices] or [pair.optimized]
     for workload in pair.workloads:
-        case = make.workload_case(workload, pair.dtypes[0], seed=0)
+        # Zeros cost nothing to make; only sizes and dtypes matter to the compiler.
+        plain = {name: InputCase(regime="zeros") for name in {**pair.inputs, **pair.step_inputs}}
+        case = replace(make.workload_case(workload, pair.dtypes[0], seed=0), inputs=plain)
         for side in map(as_side, kernels):
             values = make.build(pair, case, "cpu")
             call = execution.callable_of(side)
@@ -185,11 +189,10 @@ class recording:  # noqa: N801 - a context manager
         JITFunction.run = compile_only
 
     def __exit__(self, *exc: object) -> None:
-        from triton.runtime import driver
         from triton.runtime.jit import JITFunction
 
+        # The driver stays: this process compiles and ends, and there may be no other driver to go back to.
         JITFunction.run = self._run
-        driver.reset_active()
 
 
 class _Sm90:

@@ -145,9 +145,7 @@ def entry_from(
         triton=machine.triton,
         python=machine.python,
         processes=tuple(
-            Process(
-                log_ratios=m.log_ratios, seconds={k: median(s.blocks_s) for k, s in m.sides.items() if s.blocks_s}
-            )
+            Process(log_ratios=m.log_ratios, seconds={k: median(s.blocks_s) for k, s in m.sides.items() if s.blocks_s})
             for m in measurements
         ),
     )
@@ -369,9 +367,7 @@ def compare_machines(accepted: Machine, here: Machine) -> tuple[list[str], list[
     errors = [line(n) for n in strict if getattr(accepted, n) != getattr(here, n)]
     was, now = accepted.power_limit_w, here.power_limit_w
     if was is not None and (now is None or abs(was - now) > POWER_WATTS):
-        errors.append(
-            f"power limit was {was:g} W when accepted, is {'unknown' if now is None else f'{now:g} W'} here"
-        )
+        errors.append(f"power limit was {was:g} W when accepted, is {'unknown' if now is None else f'{now:g} W'} here")
     notes = [line(n) for n in loose if getattr(accepted, n) != getattr(here, n)]
     if was is None and now is not None:
         notes.append(f"power limit was unknown when accepted, is {now:g} W here")
@@ -405,9 +401,7 @@ def _parse(text: str) -> Baseline:
     if not text.strip():
         raise BaselineError(f"the file is empty; {RESTORE}")
     try:
-        data = json.loads(
-            text, parse_constant=_not_finite, parse_float=_finite, object_pairs_hook=_without_duplicates
-        )
+        data = json.loads(text, parse_constant=_not_finite, parse_float=_finite, object_pairs_hook=_without_duplicates)
     except json.JSONDecodeError as error:
         what = "cut short or damaged" if error.pos >= len(text.rstrip()) - 1 else "not valid JSON"
         raise BaselineError(f"{what} at line {error.lineno}, column {error.colno}; {RESTORE}") from None
@@ -574,9 +568,7 @@ def _raw_records(path: Path) -> dict[str, Any]:
         data = json.loads(path.read_bytes())
         pairs: dict[str, dict[str, Any]] = {}
         for record in data["benchmarks"]:
-            pairs.setdefault(record["fullname"].rpartition("@")[0], {})[record["fullname"].rpartition("@")[2]] = (
-                record
-            )
+            pairs.setdefault(record["fullname"].rpartition("@")[0], {})[record["fullname"].rpartition("@")[2]] = record
         records = {p["optimized"]["extra_info"]["digest"]: p for p in pairs.values()}
         return {"datetime": data["datetime"], "records": records}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):

@@ -211,7 +211,8 @@ def second_look(
     """Stage 2: the optimized side of the accepted revision interleaved with the current one, in further processes.
 
     Each measurement has `log_ratios["accepted"]`, and "reference" too unless that one is too slow to repeat here. No
-    stored time enters the comparison of the two revisions; what is known of the noise does.
+    stored time enters the comparison of the two revisions; what is known of the noise does. An entry accepted from a
+    dirty tree has no revision that holds what was accepted: use `stored_look`.
     """
     answers, usable = _usable(opened, runs, processes, "accepted")
     noisy = suite_spread((_values(run, "accepted"), opened[k].noise.process) for k, run in usable.items())

@@ -281,6 +281,9 @@ def _floats(
     shape: tuple[int, ...],
     dtype: torch.dtype,
 ) -> torch.Tensor:
+    if regime == "zeros":
+        zeros = torch.zeros(shape, device=source)
+        return zeros if values.low is None and values.high is None else zeros.clamp(values.low, values.high)
     info = torch.finfo(dtype)
     work = torch.float64 if math.prod(shape) <= DRAW_ON_DEVICE else torch.float32
     if values.low is None and values.high is None:
@@ -299,8 +302,6 @@ def _floats(
                 .repeat(-(-real.numel() // max(1, real.shape[-1] if real.ndim else 1)))[: real.numel()]
                 .reshape(shape)
             )
-        case "zeros":
-            real = torch.zeros_like(real)
         case "tiny":
             real = real * math.sqrt(info.tiny)
         case "huge":

@@ -46,6 +46,11 @@ REASONS = {
 UNFIT = frozenset({"HW slowdown", "SW thermal", "HW thermal", "HW power brake"})
 
 
+# NVML's fields that add up the time for which a reason held: a reading just after a kernel, when the GPU is idle
+# again, would miss what held during it.
+COUNTERS = {74: "SW power cap", 269: "SW thermal", 270: "HW thermal", 271: "HW power brake"}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gpu:
     """A GPU that CUDA_VISIBLE_DEVICES leaves visible."""
@@ -69,7 +74,10 @@ class Survey:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """One reading of a GPU; a figure that it does not give is None."""
+    """One reading of a GPU; a figure that it does not give is None.
+
+    `reasons` are those that hold now, or that held at some moment since the reading before.
+    """
 
     sm_clock_mhz: float | None
     temperature_c: float | None
@@ -100,8 +108,8 @@ def identify(*, prefer: str | None = None) -> Machine:
     survey = survey_gpus() if gpu else Survey()
     if gpu and not survey.gpus:
         raise MachineError(
-            f"there is a GPU here, but its name cannot be read: {survey.problem}; "
-            "repair the driver, or set CUDA_VISIBLE_DEVICES= to measure the CPU"
+            f"there is a GPU here, but which is not known: {survey.problem}; "
+            "mend that, or set CUDA_VISIBLE_DEVICES= to measure the CPU"
         )
     first = survey.gpus[0] if survey.gpus else None
     return Machine(
@@ -135,6 +143,10 @@ def survey_gpus() -> Survey:
     """The visible GPUs in CUDA's order, and the driver; from NVML, or where that fails from nvidia-smi."""
     try:
         with _nvml() as nvml:
+            handles = _visible_handles(nvml)
+            if not handles:
+                names = f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r}"
+                return Survey(problem=f"{names} names none of its {nvml.nvmlDeviceGetCount()} GPUs")
             return Survey(
                 driver=_asked(nvml, "nvmlSystemGetDriverVersion", as_text),
                 cuda=_asked(nvml, "nvmlSystemGetCudaDriverVersion", lambda v: f"{v // 1000}.{v % 1000 // 10}"),
@@ -144,7 +156,7 @@ def survey_gpus() -> Survey:
                         memory_bytes=_asked(nvml, "nvmlDeviceGetMemoryInfo", lambda m: int(m.total), handle),
                         power_limit_w=_asked(nvml, "nvmlDeviceGetEnforcedPowerLimit", lambda mw: mw / 1000, handle),
                     )
-                    for handle in _visible_handles(nvml)
+                    for handle in handles
                 ),
             )
     except Exception as error:  # pynvml's errors are its own classes, and it may not be installed at all
@@ -165,6 +177,7 @@ class Monitor:
         self._stack = contextlib.ExitStack()
         self._nvml: Any = None
         self._handle: Any = None
+        self._counters: dict[int, int] = {}
 
     def __enter__(self) -> Monitor:
         if self.index is None or not has_gpu():
@@ -173,6 +186,7 @@ class Monitor:
             nvml = self._stack.enter_context(_nvml())
             self._handle = _visible_handles(nvml)[self.index]
             self._nvml = nvml
+            self._counters = self._count()
         except Exception:  # as in survey_gpus; doctor is where a broken NVML is reported
             self._stack.close()
         return self
@@ -190,7 +204,7 @@ class Monitor:
         return reading
 
     def throttled(self) -> bool:
-        """Whether the latest sample shows the clock held down for a reason that makes timings unfit (UNFIT)."""
+        """Whether, since the sample before the latest, the clock was held down for a reason in UNFIT."""
         return bool(self.samples) and not UNFIT.isdisjoint(self.samples[-1].reasons)
 
     def condition(self, set_aside: int = 0) -> Condition:
@@ -200,7 +214,7 @@ class Monitor:
         clocks = [s.sm_clock_mhz for s in busy if s.sm_clock_mhz is not None]
         powers = [s.power_w for s in busy if s.power_w is not None]
         temperatures = [s.temperature_c for s in busy if s.temperature_c is not None]
-        reasons: set[str] = set().union(*(s.reasons for s in busy))
+        reasons: set[str] = set().union(*(s.reasons for s in self.samples))
         return Condition(
             sm_clock_mhz=statistics.median(clocks) if clocks else None,
             sm_clock_min_mhz=min(clocks, default=None),
@@ -222,8 +236,22 @@ class Monitor:
             sm_clock_mhz=_asked(nvml, "nvmlDeviceGetClockInfo", float, handle, 1),
             temperature_c=_asked(nvml, "nvmlDeviceGetTemperature", float, handle, 0),
             power_w=_asked(nvml, "nvmlDeviceGetPowerUsage", lambda mw: mw / 1000, handle),
-            reasons=reason_names(mask or 0),
+            reasons=reason_names(mask or 0) | self._held(),
         )
+
+    def _held(self) -> frozenset[str]:
+        before, self._counters = self._counters, self._count()
+        return frozenset(COUNTERS[f] for f, value in self._counters.items() if value > before.get(f, value))
+
+    def _count(self) -> dict[int, int]:
+        fields = _asked(self._nvml, "nvmlDeviceGetFieldValues", list, self._handle, list(COUNTERS)) or []
+        # The value is a C union; its type says which member: 1 unsigned int, 2 unsigned long, 3 unsigned long long.
+        members = {1: "uiVal", 2: "ulVal", 3: "ullVal"}
+        return {
+            int(f.fieldId): int(getattr(f.value, members[f.valueType]))
+            for f in fields
+            if f.nvmlReturn == 0 and f.valueType in members
+        }
 
 
 def reason_names(mask: int) -> frozenset[str]:

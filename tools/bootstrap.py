@@ -116,11 +116,11 @@ def python_of(venv):
     return venv / "bin" / "python"
 
 
-def stamp(root=ROOT):
+def stamp():
     """What .venv depends on; another value means that it must be set up again."""
     digest = hashlib.sha256()
     for name in ("pyproject.toml", "constraints.txt"):
-        digest.update((root / name).read_bytes())
+        digest.update((ROOT / name).read_bytes())
     return digest.hexdigest()
 
 

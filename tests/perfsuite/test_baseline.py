@@ -150,9 +150,7 @@ def test_accepting_one_workload_changes_its_lines_only(path: Path) -> None:
     update(path, lambda old: merge(old, [changed], machine=MACHINE))
     after = path.read_text().splitlines()
     first, last = (next(i for i, line in enumerate(before) if workload_id(n) in line) for n in (1, 2))
-    opcodes = [
-        o for o in difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes() if o[0] != "equal"
-    ]
+    opcodes = [o for o in difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes() if o[0] != "equal"]
     assert opcodes
     assert all(first - 2 <= start and stop <= last for _, start, stop, _, _ in opcodes)
 
@@ -164,9 +162,14 @@ def test_writing_the_same_again_changes_nothing(path: Path) -> None:
     assert path.read_bytes() == before
 
 
-def test_an_unchanged_record_survives_another_version_s_statistics(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_header_s_date_is_the_file_s_first_writing(path: Path) -> None:
+    first = json.loads(path.read_text())["datetime"]
+    late = [dataclasses.replace(make(n), accepted="2030-01-01T00:00:00+00:00") for n in range(3)]
+    update(path, lambda old: merge(old, late, machine=MACHINE))
+    assert json.loads(path.read_text())["datetime"] == first != late[0].accepted
+
+
+def test_an_unchanged_record_survives_another_version_s_statistics(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from pytest_benchmark.stats import Stats
 
     before = path.read_text()
@@ -407,9 +410,7 @@ def test_fuzz_every_damage_is_refused_or_harmless(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EACCES, errno.EROFS])
-def test_a_failed_write_leaves_the_old_file(
-    path: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: int
-) -> None:
+def test_a_failed_write_leaves_the_old_file(path: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: int) -> None:
     before = path.read_bytes()
 
     def fail(*_: object) -> None:

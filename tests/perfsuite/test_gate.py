@@ -209,9 +209,7 @@ def test_a_count_above_its_promise_in_one_process_is_below_the_floor(name: str, 
     promise = PromiseRecord(**{name: promised})
     fine = [counting(m, **{name: promised}) for m in processes()]
     verdict(look1(fine, promise=promise), Status.PASS)
-    found = verdict(
-        look1([*fine[:2], counting(fine[2], **{name: promised + 1})], promise=promise), Status.BELOW_FLOOR
-    )
+    found = verdict(look1([*fine[:2], counting(fine[2], **{name: promised + 1})], promise=promise), Status.BELOW_FLOOR)
     assert f"{name} {promised + 1} (promised {promised})" in found.message
     verdict(look1([counting(m, **{name: None}) for m in fine], promise=promise), Status.UNMEASURED)
     # Counted in one process is counted.
@@ -280,8 +278,10 @@ def test_a_slowdown_below_half_the_margin_is_none_however_certain() -> None:
 
 
 def test_what_is_neither_shown_nor_excluded_is_noisy() -> None:
-    found = verdict(look2(opened(made=accepted(4.0)), again(0.007, scale=9.0)), Status.NOISY)
-    assert "measure again" in found.message
+    noise = dataclasses.replace(NOISE, process=Variance(value=0.003**2, dof=8.0))
+    item = dataclasses.replace(opened(), noise=noise, selected=10**6)
+    found = verdict(look2(item, again(0.008, scale=3.0)), Status.NOISY)
+    assert "neither a slowdown of 1.0% nor its absence is shown; measure again" in found.message
 
 
 def test_a_spread_in_the_second_look_is_noisy_never_regressed() -> None:

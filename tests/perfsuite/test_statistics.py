@@ -167,9 +167,7 @@ def test_spread_is_an_f_test_and_a_chi_square_one_where_the_variance_is_known() 
     values = [0.0, 0.01, 0.03]
     variance = np.var(values, ddof=1)
     assert spread_p(values, Variance(value=1e-4, dof=8)) == pytest.approx(stats.f.sf(variance / 1e-4, 2, 8))
-    assert spread_p(values, Variance(value=1e-4, dof=math.inf)) == pytest.approx(
-        stats.chi2.sf(2 * variance / 1e-4, 2)
-    )
+    assert spread_p(values, Variance(value=1e-4, dof=math.inf)) == pytest.approx(stats.chi2.sf(2 * variance / 1e-4, 2))
     assert spread_p([0.5], Variance(value=1e-4, dof=8)) == 1.0
 
 

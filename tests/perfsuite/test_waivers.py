@@ -28,9 +28,7 @@ def read(tmp_path: Path, text: str, today: date = TODAY) -> tuple[Waiver, ...]:
 
 
 def test_a_waiver_is_read(tmp_path: Path) -> None:
-    expected = Waiver(
-        workload="a.py::a::speed[w]", reason="driver 590's scheduler, reported", until=date(2026, 12, 31)
-    )
+    expected = Waiver(workload="a.py::a::speed[w]", reason="driver 590's scheduler, reported", until=date(2026, 12, 31))
     assert read(tmp_path, GOOD) == (expected,)
 
 

@@ -1,0 +1,247 @@
+"""Cosine distances of all pairs as one tiled kernel, and their mean without the matrix (polychromic, 003.3)."""
+
+import torch
+
+from optimized.kernels import ceil_div, jit, on_device_of, tl, use_triton
+
+MIN_NORM = 1e-12
+
+# (largest N, tile edge, columns in a step, warps, pipeline stages). Below some 256 rows a call is bound by latency:
+# small tiles for many programs, deep steps for few iterations. Above, 64 x 64 is the largest that gives every one of
+# an H200's 132 multiprocessors a tile at N = 1024; then 128 x 128 for the reuse that keeps the tensor cores fed.
+FORWARD_CONFIGS = (
+    (32, 16, 64, 2, 3),
+    (256, 32, 64, 4, 3),
+    (1536, 64, 32, 4, 4),
+    (None, 128, 32, 8, 3),
+)
+# (largest N, rows of e, columns of e, rows in a step, warps, stages) of the gradient's matrix product: at least 128
+# programs from N = 1024 on, at D = 384.
+BACKWARD_CONFIGS = (
+    (256, 16, 32, 64, 4, 2),
+    (1536, 32, 64, 32, 4, 4),
+    (None, 64, 128, 32, 8, 3),
+)
+# 1 / MIN_NORM, as float32 has it: the inverse length of a row whose length is clamped.
+CLAMPED = tl.constexpr(999999995904.0)
+# Rows of up to this many columns are projected in one piece.
+PROJECT_BLOCK = 512
+# Three TF32 products (high x high, high x low, low x high) drop only what lies below 2^-22 of each product. The tensor
+# cores truncate what they add up, so their partial sums are added in float32 after every step of at most 64: the
+# error stays that of a float32 matrix product. Plain TF32 (2^-11) would not do.
+PRECISION = tl.constexpr("tf32x3")
+
+
+def pairwise_cosine(e: torch.Tensor) -> torch.Tensor:
+    """`1 - cos(e_i, e_j)` of every two rows, [N, N] from [N, D].
+
+    Rows are divided by max(length, 1e-12), so that a row of zeros is at distance 1 from all, itself included.
+    float32 on CUDA takes the Triton kernels, forward and backward, deterministic, on the tensor cores at
+    float32's accuracy; everything else the matrix-product form. The kernels have no second derivative.
+
+    Source: polychromic, technique 003.3.
+    """
+    return pairwise_cosine_triton(e) if use_triton(e) else pairwise_cosine_vectorised(e)
+
+
+def pairwise_cosine_vectorised(e: torch.Tensor) -> torch.Tensor:
+    """`pairwise_cosine` as one matrix product, on any device and dtype."""
+    length = torch.linalg.vector_norm(e, dim=-1, keepdim=True)
+    unit = e / length.clamp(min=MIN_NORM)
+    distances = 1 - unit @ unit.t()
+    # A row with a direction is at distance 0 from itself, exactly: 1 - 1 is where a product's rounding shows most.
+    directed = ((length > MIN_NORM) & (length < torch.inf)).squeeze(-1)
+    distances.diagonal().masked_fill_(directed, 0)
+    return distances
+
+
+def pairwise_cosine_triton(e: torch.Tensor) -> torch.Tensor:
+    """`pairwise_cosine` as one Triton kernel, with its own backward, float32."""
+    return _PairwiseCosine.apply(e)
+
+
+def mean_pairwise_cosine(e: torch.Tensor) -> torch.Tensor:
+    """The mean distance over all pairs i < j of rows of e [N, D], 0-d; NaN if there is no pair (N < 2).
+
+    Linear in N: the sum of all entries of the matrix of cosines is the squared length of the sum of the unit
+    rows, so that the mean is `1 - (|sum_i u_i|^2 - sum_i |u_i|^2) / (N (N - 1))`, where |u_i|^2 is 1 except for
+    rows below the least length.
+
+    Source: polychromic, technique 003.3.
+    """
+    n = e.shape[0]
+    if n < 2:
+        # Through e, so that there is a gradient: 0, as the mean of nothing has.
+        return e.sum() * 0 + float("nan")
+    unit = _normalised(e)
+    return 1 - (unit.sum(0).square().sum() - unit.square().sum()) / (n * (n - 1))
+
+
+def _normalised(e: torch.Tensor) -> torch.Tensor:
+    return e / torch.linalg.vector_norm(e, dim=-1, keepdim=True).clamp(min=MIN_NORM)
+
+
+def _choose(configs: tuple[tuple, ...], n: int) -> tuple[int, ...]:
+    return next(config[1:] for config in configs if config[0] is None or n <= config[0])
+
+
+class _PairwiseCosine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, e):
+        e = e.contiguous()
+        n, width = e.shape
+        distances = torch.empty((n, n), dtype=e.dtype, device=e.device)
+        # 1 / max(length, 1e-12) of each row, for the backward.
+        inverse = torch.empty(n, dtype=e.dtype, device=e.device)
+        ctx.save_for_backward(e, inverse)
+        if n:
+            block, depth, warps, stages = _choose(FORWARD_CONFIGS, n)
+            tiles = ceil_div(n, block)
+            with on_device_of(e):
+                _forward_kernel[(tiles, tiles)](
+                    e, distances, inverse, n, width, BLOCK=block, DEPTH=depth, num_warps=warps, num_stages=stages
+                )
+        return distances
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        e, inverse = ctx.saved_tensors
+        n, width = e.shape
+        d_e = torch.empty_like(e)
+        if not e.numel():
+            return d_e
+        rows, columns, depth, warps, stages = _choose(BACKWARD_CONFIGS, n)
+        with on_device_of(e):
+            _backward_kernel[(ceil_div(n, rows), ceil_div(width, columns))](
+                e,
+                inverse,
+                grad,
+                d_e,
+                n,
+                width,
+                grad.stride(0),
+                grad.stride(1),
+                ROWS=rows,
+                COLUMNS=columns,
+                DEPTH=depth,
+                num_warps=warps,
+                num_stages=stages,
+            )
+            # A row's projection needs all its columns: a kernel of its own, over the N x D result.
+            _project_kernel[(n,)](e, inverse, d_e, width, BLOCK=PROJECT_BLOCK, num_warps=4)
+        return d_e
+
+
+@jit
+def _length(squares, spoiled):
+    # Squares that overflow: a finite row counts as infinitely long, one that holds an infinity is NaN throughout.
+    length = tl.sqrt_rn(squares)
+    length = tl.where(length < 1e-12, 1e-12, length)
+    return tl.where(squares == float("inf"), squares + spoiled, length)
+
+
+@jit
+def _forward_kernel(e_ptr, distances_ptr, inverse_ptr, n, width, BLOCK: tl.constexpr, DEPTH: tl.constexpr):
+    tile_i = tl.program_id(0)
+    tile_j = tl.program_id(1)
+    # Symmetric: the tiles on and above the diagonal are computed, and mirrored.
+    if tile_j < tile_i:
+        return
+    i = tile_i * BLOCK + tl.arange(0, BLOCK)
+    j = tile_j * BLOCK + tl.arange(0, BLOCK)
+    product = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
+    squares_i = tl.zeros((BLOCK,), dtype=tl.float32)
+    squares_j = tl.zeros((BLOCK,), dtype=tl.float32)
+    # 0, or NaN once the row held an infinity or NaN.
+    spoiled_i = tl.zeros((BLOCK,), dtype=tl.float32)
+    spoiled_j = tl.zeros((BLOCK,), dtype=tl.float32)
+    row_i = e_ptr + i.to(tl.int64)[:, None] * width
+    row_j = e_ptr + j.to(tl.int64)[:, None] * width
+    for start in range(0, width, DEPTH):
+        k = start + tl.arange(0, DEPTH)
+        a = tl.load(row_i + k[None, :], mask=(i < n)[:, None] & (k < width)[None, :], other=0.0).to(tl.float32)
+        b = tl.load(row_j + k[None, :], mask=(j < n)[:, None] & (k < width)[None, :], other=0.0).to(tl.float32)
+        squares_i += tl.sum(a * a, axis=1)
+        squares_j += tl.sum(b * b, axis=1)
+        spoiled_i += tl.sum(a * 0.0, axis=1)
+        spoiled_j += tl.sum(b * 0.0, axis=1)
+        product += tl.dot(a, tl.trans(b), input_precision=PRECISION)
+    length_i = _length(squares_i, spoiled_i)
+    length_j = _length(squares_j, spoiled_j)
+    inverse_i = 1.0 / length_i
+    inverse_j = 1.0 / length_j
+    infinity = float("inf")
+    # Beside an infinitely long row the cosine is 0 (or NaN), whatever the product overflowed to.
+    endless = (length_i == infinity)[:, None] | (length_j == infinity)[None, :]
+    cosine = product * inverse_i[:, None] * inverse_j[None, :]
+    distance = 1.0 - tl.where(endless, inverse_i[:, None] * inverse_j[None, :], cosine)
+    # A row with a direction is at distance 0 from itself, exactly.
+    itself = i[:, None] == j[None, :]
+    directed = (length_i > 1e-12) & (length_i < infinity)
+    distance = tl.where(itself & directed[:, None], 0.0, distance)
+    mask = (i < n)[:, None] & (j < n)[None, :]
+    i64 = i.to(tl.int64)
+    j64 = j.to(tl.int64)
+    tl.store(distances_ptr + i64[:, None] * n + j64[None, :], distance, mask=mask)
+    if tile_i == tile_j:
+        tl.store(inverse_ptr + i, inverse_i, mask=i < n)
+    else:
+        mirrored = (j < n)[:, None] & (i < n)[None, :]
+        tl.store(distances_ptr + j64[:, None] * n + i64[None, :], tl.trans(distance), mask=mirrored)
+
+
+@jit
+def _backward_kernel(
+    e_ptr,
+    inverse_ptr,
+    grad_ptr,
+    d_unit_ptr,
+    n,
+    width,
+    stride_i,
+    stride_j,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """The gradient of the unit rows: d_u_i = -sum_j (G_ij + G_ji) u_j."""
+    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    k = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    i64 = i.to(tl.int64)
+    # A row's distance from itself is constant, except where its length is clamped.
+    directed = tl.load(inverse_ptr + i, mask=i < n, other=0.0) < CLAMPED
+    d_unit = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for start in range(0, n, DEPTH):
+        j = start + tl.arange(0, DEPTH)
+        j64 = j.to(tl.int64)
+        along = grad_ptr + i64[:, None] * stride_i + j64[None, :] * stride_j
+        across = grad_ptr + j64[:, None] * stride_i + i64[None, :] * stride_j
+        g = tl.load(along, mask=(i < n)[:, None] & (j < n)[None, :], other=0.0).to(tl.float32)
+        g_t = tl.load(across, mask=(j < n)[:, None] & (i < n)[None, :], other=0.0).to(tl.float32)
+        inverse = tl.load(inverse_ptr + j, mask=j < n, other=0.0)
+        inside = (j < n)[:, None] & (k < width)[None, :]
+        e = tl.load(e_ptr + j64[:, None] * width + k[None, :], mask=inside, other=0.0).to(tl.float32)
+        g = tl.where((i[:, None] == j[None, :]) & directed[:, None], 0.0, g + tl.trans(g_t))
+        d_unit -= tl.dot(g, e * inverse[:, None], input_precision=PRECISION)
+    mask = (i < n)[:, None] & (k < width)[None, :]
+    tl.store(d_unit_ptr + i64[:, None] * width + k[None, :], d_unit, mask=mask)
+
+
+@jit
+def _project_kernel(e_ptr, inverse_ptr, d_ptr, width, BLOCK: tl.constexpr):
+    """From the gradient of a unit row to that of the row, in place: what lies along the row falls away."""
+    row = tl.program_id(0).to(tl.int64) * width
+    inverse = tl.load(inverse_ptr + tl.program_id(0))
+    along = 0.0
+    for start in range(0, width, BLOCK):
+        k = start + tl.arange(0, BLOCK)
+        unit = tl.load(e_ptr + row + k, mask=k < width, other=0.0).to(tl.float32) * inverse
+        along += tl.sum(unit * tl.load(d_ptr + row + k, mask=k < width, other=0.0), axis=0)
+    # Where the length is clamped it is a constant, and there is nothing to take away.
+    clamped = inverse >= CLAMPED
+    for start in range(0, width, BLOCK):
+        k = start + tl.arange(0, BLOCK)
+        unit = tl.load(e_ptr + row + k, mask=k < width, other=0.0).to(tl.float32) * inverse
+        d = tl.load(d_ptr + row + k, mask=k < width, other=0.0)
+        tl.store(d_ptr + row + k, tl.where(clamped, d, d - unit * along) * inverse, mask=k < width)

@@ -1,0 +1,223 @@
+"""Scratch projects for the harness's own tests, and workers that measure nothing.
+
+What a gate says depends on times. Here `FakeWorkers` stands for the measuring processes and gives the times that the
+test wants, so that a verdict is the same on every machine.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import builders
+import pytest
+from _pytest.pytester import SysModulesSnapshot
+from click.testing import CliRunner, Result
+
+from perfsuite import cli
+from perfsuite.records import Measurement
+from perfsuite.workers import Failure, Job, Outcome, Workers
+
+ROOT = Path(__file__).resolve().parents[2]
+JITTER = (0.0, 4e-4, -3e-4, 2e-4, -4e-4, 1e-4, 3e-4, -2e-4)
+"""Log-ratios differ by so much from process to process: a quiet machine, but not an impossible one."""
+
+TWO_LINES = """
+    from perfsuite import Pair, Workload, tensor
+
+
+    def slow(x):
+        return x + x + x
+
+
+    def fast(x):
+        return 3 * x
+
+
+    scale = Pair(
+        reference=slow,
+        optimized=fast,
+        inputs={"x": tensor("n")},
+        workloads=[Workload("small", n=64, clock="wall")],
+    )
+"""
+SMALL = "test_scale.py::scale::speed[small]"
+
+
+class FakeWorkers:
+    """In the place of `perfsuite.control.Workers`: `outcome(id, process, second)` is what each measurement gives."""
+
+    def __init__(self, outcome: Callable[[str, int, bool], Outcome]) -> None:
+        self.outcome = outcome
+        self.calls: list[tuple[tuple[str, ...], dict[str, tuple[str, ...]]]] = []
+        self.limits: Mapping[str, float] = {}
+        self.begun: Callable[[int, str], None] = lambda process, id: None
+
+    def __call__(self, *, limits: Mapping[str, float], progress: Callable[[int, str], None], **given: Any) -> Any:
+        self.limits, self.begun = limits, progress
+        return self
+
+    def run(
+        self, ids: Sequence[str], *, accepted: Mapping[str, tuple[str, ...]] | None = None
+    ) -> Iterator[tuple[str, Outcome]]:
+        self.calls.append((tuple(ids), dict(accepted or {})))
+        for id in ids:
+            self.begun(len(self.calls), id)
+            yield id, self.outcome(id, len(self.calls) - 1, bool(accepted))
+
+
+def times(*, speedup: float = 2.0, slower: float = 0.0, noise: float = 1.0, **fields: Any) -> Any:
+    """An outcome for FakeWorkers: `speedup` over the reference, and `slower` (relative) than what was accepted."""
+
+    def outcome(id: str, process: int, second: bool) -> Measurement:
+        jitter = noise * JITTER[process % len(JITTER)]
+        known: dict[str, Any] = {"device": "cpu", "clock": "wall", "sizes": {"n": 64}, **fields}
+        return builders.measurement(
+            id,
+            ratio=math.log(speedup) - math.log1p(slower) + jitter,
+            accepted=-math.log1p(slower) + jitter if second else None,
+            optimized_s=1e-5 * (1 + slower),
+            reference_s=1e-5 * speedup,
+            **known,
+        )
+
+    return outcome
+
+
+def fails(failure: Failure, *, among: Callable[[str, int, bool], Outcome] | None = None, only: str = "") -> Any:
+    """An outcome for FakeWorkers: this failure, for the ids that contain `only`; the others as `among` says."""
+    others = among or times()
+    return lambda id, process, second: failure if only in id else others(id, process, second)
+
+
+class Project:
+    """A folder with test modules of its own, and the ways to run them."""
+
+    def __init__(self, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.pytester, self.monkeypatch = pytester, monkeypatch
+        self.path = pytester.path
+        self.workers: FakeWorkers | None = None
+        # After a run in this process pytester forgets every module that the run imported. Those of the project it
+        # must; torch, numpy and our own cannot be imported twice.
+        snapshot = lambda: SysModulesSnapshot(preserve=self._foreign)  # noqa: E731
+        monkeypatch.setattr(pytester, "_Pytester__take_sys_modules_snapshot", snapshot)
+        for name in ("CI", "GITHUB_ACTIONS", "GITHUB_STEP_SUMMARY", "PYTEST_ADDOPTS", "PERFSUITE_JOB", "COLUMNS"):
+            monkeypatch.delenv(name, raising=False)
+        # Above any git repository that /tmp may lie in.
+        monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(self.path.parent))
+        # Where perfsuite is not installed, the processes that a run starts find it here.
+        monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+    def _foreign(self, name: str) -> bool:
+        file = getattr(sys.modules.get(name), "__file__", None)
+        return file is None or not file.startswith(str(self.path))
+
+    def write(self, name: str, text: str) -> Path:
+        path = self.path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = text.strip("\n").splitlines()
+        indent = min((len(line) - len(line.lstrip()) for line in lines if line.strip()), default=0)
+        path.write_text("\n".join(line[indent:] for line in lines) + "\n")
+        return path
+
+    def replace(self, name: str, old: str, new: str) -> None:
+        path = self.path / name
+        text = path.read_text()
+        assert old in text
+        path.write_text(text.replace(old, new))
+
+    def measured(self, outcome: Any) -> FakeWorkers:
+        """From here on runs in this process measure nothing and get `outcome`."""
+        self.workers = FakeWorkers(outcome)
+        self.monkeypatch.setattr("perfsuite.control.Workers", self.workers)
+        return self.workers
+
+    def run(self, *arguments: str) -> pytest.RunResult:
+        """pytest in this process."""
+        return self.pytester.runpytest_inprocess("-p", "perfsuite.plugin", *arguments)
+
+    def gate(self, *arguments: str) -> pytest.RunResult:
+        return self.run("-m", "perf", *arguments, "--benchmark-compare")
+
+    def cli(self, *arguments: str, **given: Any) -> Result:
+        """`perfsuite …` in this process; the output of its pytest is in the result's."""
+
+        def main(args: Sequence[str]) -> int:
+            done = self.run(*args)
+            print(done.stdout.str())
+            return int(done.ret)
+
+        with self.monkeypatch.context() as patch:
+            patch.setattr("pytest.main", main)
+            return CliRunner().invoke(cli.main, arguments, **given)
+
+    def accept(self, outcome: Any | None = None, *arguments: str) -> Path:
+        """Accept what `outcome` says; the baseline's path."""
+        self.measured(outcome or times())
+        done = self.cli("accept", "--reason", "the first", *arguments)
+        assert done.exit_code == 0, done.output
+        (path,) = (self.path / "baselines").glob("*.json")
+        return path
+
+    def process(self, *command: str, timeout: float = 240.0, **given: Any) -> subprocess.CompletedProcess[str]:
+        """A real process in the project's folder: `pytest …` or `perfsuite …`."""
+        return subprocess.run(
+            self.command(*command), cwd=self.path, capture_output=True, text=True, timeout=timeout, check=False, **given
+        )
+
+    @staticmethod
+    def command(program: str, *arguments: str) -> list[str]:
+        plugin = ["-p", "perfsuite.plugin"] if program == "pytest" else []
+        return [sys.executable, "-m", program, *plugin, *arguments]
+
+    def git(self, *arguments: str) -> str:
+        identity = ["-c", "user.name=test", "-c", "user.email=test@example.org", "-c", "init.defaultBranch=main"]
+        done = subprocess.run(
+            ["git", *identity, *arguments],
+            cwd=self.path,
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**os.environ, "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_SYSTEM": os.devnull},
+        )
+        return done.stdout.strip()
+
+    def commit(self, message: str = "work") -> str:
+        """Commit everything; the revision."""
+        if not (self.path / ".git").exists():
+            self.git("init")
+            self.write(".gitignore", "__pycache__/\n.perfsuite/\n.hypothesis/\n.benchmarks/\nbaselines/")
+        self.git("add", "-A")
+        self.git("commit", "-m", message, "--allow-empty")
+        return self.git("rev-parse", "HEAD")
+
+
+def real_workers(folder: Path, *, limits: Mapping[str, float] | None = None) -> Workers:
+    """Workers that do start processes, for the project in `folder`."""
+    arguments = ["-p", "no:cacheprovider", "-q", f"--rootdir={folder}", "-p", "perfsuite.plugin"]
+    return Workers(root=folder, folder=folder / ".perfsuite/workers", arguments=arguments, limits=limits or {})
+
+
+def lines_with(text: str, *wanted: str) -> list[str]:
+    """The lines that hold all of `wanted`."""
+    return [line for line in text.splitlines() if all(w in line for w in wanted)]
+
+
+__all__ = [
+    "ROOT",
+    "SMALL",
+    "TWO_LINES",
+    "FakeWorkers",
+    "Failure",
+    "Job",
+    "Project",
+    "fails",
+    "lines_with",
+    "real_workers",
+    "times",
+]

@@ -1,0 +1,275 @@
+"""tools/bootstrap.py: which Python it chooses, and that it never touches a torch that is there. No network."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "tools" / "bootstrap.py"
+PROJECT = """
+[build-system]
+requires = ["setuptools>=70"]
+[project]
+name = "perfsuite"
+dependencies = ["click>=8", "torch>=2.11,<2.14", "rich>=13"]
+[project.optional-dependencies]
+test = ["triton>=3.6; platform_system == 'Linux'", "ruff>=0.9", "pywin32; platform_system == 'Windows'"]
+"""
+
+
+@pytest.fixture
+def bootstrap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The script as a module that works on a project in a folder of its own."""
+    spec = importlib.util.spec_from_file_location("bootstrap", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    root = tmp_path / "project"
+    root.mkdir()
+    (root / "pyproject.toml").write_text(PROJECT)
+    (root / "constraints.txt").write_text("# why\nclick==8.5.1\nrich==15.0.0\nruff==0.17.5\n")
+    monkeypatch.setattr(module, "ROOT", root)
+    monkeypatch.setattr(module, "VENV", root / ".venv")
+    monkeypatch.delenv("PERFSUITE_PYTHON", raising=False)
+    return module
+
+
+@pytest.fixture
+def pips(bootstrap: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Every call of pip, none of which does anything; constraints files are read into the arguments."""
+    calls: list[list[str]] = []
+
+    def pip(venv: Path, log: Path, arguments: list[str]) -> str | None:
+        calls.append([Path(a).read_text() if a.endswith("constraints.txt") else a for a in arguments])
+        return answers.pop(0) if answers else None
+
+    answers: list[str | None] = []
+    monkeypatch.setattr(bootstrap, "pip", pip)
+    bootstrap.answers = answers  # type: ignore[attr-defined]
+    return calls
+
+
+def facts(**changes: Any) -> dict[str, Any]:
+    """What the inspection says of an environment with torch, in which ruff and rich are lacking."""
+    return {
+        "lacking": {"rich": "rich>=13", "ruff": "ruff>=0.9"},
+        "installed": {"torch": "2.11.0+cu130", "triton": "3.6.0", "numpy": "2.5.2", "click": "8.1.0"},
+        "can_build": True,
+        **changes,
+    }
+
+
+def inspected(bootstrap: ModuleType, monkeypatch: pytest.MonkeyPatch, found: dict[str, Any]) -> None:
+    done = subprocess.CompletedProcess([], 0, bootstrap.json.dumps(found))
+    monkeypatch.setattr(bootstrap, "run", lambda command: done)
+
+
+def test_an_old_python_can_read_the_whole_file() -> None:
+    ast.parse(SCRIPT.read_text(), feature_version=(3, 8))
+
+
+def test_only_the_standard_library_is_imported() -> None:
+    tree = ast.parse(SCRIPT.read_text())
+    names = {a.name for node in ast.walk(tree) if isinstance(node, ast.Import) for a in node.names}
+    names |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert {n.partition(".")[0] for n in names} <= sys.stdlib_module_names
+
+
+def test_an_old_python_gets_one_line(
+    bootstrap: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bootstrap.sys, "version_info", (3, 8, 10))
+    monkeypatch.setattr(bootstrap.shutil, "which", lambda name: None)
+    with pytest.raises(SystemExit, match="1"):
+        bootstrap.main()
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err == (
+        "bootstrap: Python 3.8 is too old; install Python 3.11 or newer, or name one in PERFSUITE_PYTHON\n"
+    )
+
+
+def test_a_named_python_is_used_as_it_is(
+    bootstrap: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PERFSUITE_PYTHON", sys.executable)
+    bootstrap.main()
+    assert capsys.readouterr() == (f"{sys.executable}\n", "")
+    assert not bootstrap.VENV.exists()
+
+
+@pytest.mark.parametrize(("name", "told"), [("/nonexistent/python", "not an executable"), ("false", "is Python ?")])
+def test_a_named_python_that_does_not_run_is_one_line(
+    name: str, told: str, bootstrap: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PERFSUITE_PYTHON", name)
+    with pytest.raises(SystemExit):
+        bootstrap.main()
+    assert told in capsys.readouterr().err
+
+
+def test_a_venv_is_ready_while_the_requirements_stay(bootstrap: ModuleType) -> None:
+    python = bootstrap.python_of(bootstrap.VENV)
+    python.parent.mkdir(parents=True)
+    python.symlink_to(sys.executable)
+    assert not bootstrap.is_ready(bootstrap.VENV), "no stamp yet"
+    (bootstrap.VENV / bootstrap.STAMP).write_text(bootstrap.stamp())
+    assert bootstrap.is_ready(bootstrap.VENV)
+    with (bootstrap.ROOT / "constraints.txt").open("a") as file:
+        file.write("click==9\n")
+    assert not bootstrap.is_ready(bootstrap.VENV)
+
+
+def test_a_venv_whose_python_is_gone_is_not_ready(bootstrap: ModuleType) -> None:
+    bootstrap.VENV.mkdir()
+    (bootstrap.VENV / bootstrap.STAMP).write_text(bootstrap.stamp())
+    assert not bootstrap.is_ready(bootstrap.VENV)
+
+
+def test_a_venv_made_by_someone_else_is_never_cleared(
+    bootstrap: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bootstrap.VENV.mkdir()
+    (bootstrap.VENV / "precious").write_text("")
+    with pytest.raises(SystemExit):
+        bootstrap.create(bootstrap.VENV, inherit=False)
+    assert "remove it and try again" in capsys.readouterr().err
+    assert (bootstrap.VENV / "precious").exists()
+
+
+def test_inspection_finds_what_is_lacking(bootstrap: ModuleType) -> None:
+    pytest.importorskip("pip")
+    done = bootstrap.run([sys.executable, "-c", bootstrap.INSPECT, str(bootstrap.ROOT / "pyproject.toml")])
+    assert done.returncode == 0, done.stdout
+    found = bootstrap.json.loads(bootstrap.last_line(done.stdout))
+    assert "pywin32" not in found["lacking"], "for another system"
+    assert found["installed"]["click"]
+    (bootstrap.ROOT / "pyproject.toml").write_text(PROJECT.replace("click>=8", "click>=99"))
+    done = bootstrap.run([sys.executable, "-c", bootstrap.INSPECT, str(bootstrap.ROOT / "pyproject.toml")])
+    assert bootstrap.json.loads(bootstrap.last_line(done.stdout))["lacking"]["click"] == "click>=99"
+
+
+def test_beside_torch_only_what_is_lacking_is_installed(
+    bootstrap: ModuleType, monkeypatch: pytest.MonkeyPatch, pips: list[list[str]]
+) -> None:
+    inspected(bootstrap, monkeypatch, facts())
+    bootstrap.install_beside(bootstrap.VENV, Path("log"))
+    first, last = pips
+    assert first[-2:] == ["rich>=13", "ruff>=0.9"]
+    pins = first[first.index("-c") + 1].splitlines()
+    assert pins == [
+        "torch==2.11.0", "triton==3.6.0", "numpy==2.5.2", "click==8.1.0", "rich==15.0.0", "ruff==0.17.5"
+    ]  # fmt: skip
+    assert last[-4:] == ["--no-deps", "--no-build-isolation", "-e", str(bootstrap.ROOT)]
+
+
+def test_a_torch_outside_the_range_stays(
+    bootstrap: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    pips: list[list[str]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    inspected(bootstrap, monkeypatch, facts(lacking={"torch": "torch<2.14,>=2.11"}))
+    bootstrap.install_beside(bootstrap.VENV, Path("log"))
+    assert len(pips) == 1, "nothing but perfsuite itself"
+    assert "torch 2.11.0+cu130 stays, though torch<2.14,>=2.11 is what was tested" in capsys.readouterr().err
+
+
+def test_without_a_network_linters_may_be_lacking(
+    bootstrap: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    pips: list[list[str]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    inspected(bootstrap, monkeypatch, facts(lacking={"ruff": "ruff>=0.9"}))
+    bootstrap.answers += ["the package index cannot be reached"] * 2
+    bootstrap.install_beside(bootstrap.VENV, Path("log"))
+    assert "not installed (the package index cannot be reached): ruff; tests run without" in capsys.readouterr().err
+    assert pips[-1][-1] == str(bootstrap.ROOT)
+
+
+def test_without_a_network_a_needed_package_is_one_line(
+    bootstrap: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    pips: list[list[str]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    inspected(bootstrap, monkeypatch, facts())
+    bootstrap.answers += ["no network"] * 2
+    with pytest.raises(SystemExit):
+        bootstrap.install_beside(bootstrap.VENV, Path("log"))
+    told = capsys.readouterr().err.splitlines()
+    assert told[-1].startswith("bootstrap: pip failed: no network; install rich where this Python finds it")
+    kept = pips[1][pips[1].index("-c") + 1].splitlines()
+    assert kept[:2] == ["torch==2.11.0", "triton==3.6.0"], "the second try may move the rest, never these"
+
+
+def test_where_nothing_can_be_built_the_path_is_enough(
+    bootstrap: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    pips: list[list[str]],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    inspected(bootstrap, monkeypatch, facts(lacking={}, can_build=False))
+    monkeypatch.setattr(bootstrap, "site_packages", lambda venv: tmp_path)
+    bootstrap.answers += ["no setuptools"]
+    bootstrap.install_beside(bootstrap.VENV, Path("log"))
+    assert (tmp_path / "perfsuite.pth").read_text() == f"{bootstrap.ROOT}\n"
+    assert "-p perfsuite.plugin" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("output", "told"),
+    [
+        (
+            "ERROR: Could not find x\nERROR: No matching distribution found for x",
+            "No matching distribution found for x",
+        ),
+        ("ERROR: Cannot install a\nERROR: ResolutionImpossible: for help visit the manual", "Cannot install a"),
+        ("Retrying after NewConnectionError\nERROR: No matching", "the package index cannot be reached"),
+        ("No module named pip", "No module named pip"),
+        ("", "exit 1"),
+    ],
+)
+def test_pip_failures_are_one_line(
+    output: str, told: str, bootstrap: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(bootstrap, "run", lambda command: subprocess.CompletedProcess([], 1, output))
+    assert bootstrap.pip(bootstrap.VENV, tmp_path / "log", ["x"]) == told
+    assert "$ pip install x" in (tmp_path / "log").read_text()
+
+
+def test_pip_is_not_led_elsewhere(bootstrap: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_TARGET", "/elsewhere")
+    done = bootstrap.run([sys.executable, "-c", "import os; print('PIP_TARGET' in os.environ)"])
+    assert done.stdout.strip() == "False"
+
+
+def test_an_environment_with_torch_is_inherited(bootstrap: ModuleType, tmp_path: Path) -> None:
+    outer = tmp_path / "outer"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(outer)], check=True)
+    torch = bootstrap.site_packages(outer) / "torch"
+    torch.mkdir()
+    (torch / "__init__.py").write_text("raise SystemExit('looked up, never imported')")
+    assert bootstrap.has_torch(outer / "bin" / "python")
+    # As `create` does when it is started by the outer environment's Python.
+    code = (
+        f"import importlib.util, pathlib; s = importlib.util.spec_from_file_location('b', {str(SCRIPT)!r}); "
+        "b = importlib.util.module_from_spec(s); s.loader.exec_module(b); import subprocess, sys; "
+        "subprocess.run([sys.executable, '-m', 'venv', '--without-pip', '--system-site-packages', sys.argv[1]]); "
+        "b.inherit_environment(pathlib.Path(sys.argv[1]))"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    subprocess.run([outer / "bin" / "python", "-c", code, bootstrap.VENV], check=True, env=environment)
+    assert bootstrap.inherits_torch(bootstrap.python_of(bootstrap.VENV))
+    assert not bootstrap.inherits_torch(outer / "bin" / "python"), "its own"
