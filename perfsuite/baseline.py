@@ -65,9 +65,12 @@ class SideSummary:
     """One side over all processes: median seconds a call, and the largest counts seen."""
 
     seconds: float
+    """On the workload's clock."""
     peak_bytes: int | None
     host_syncs: int | None
     launches: int | None
+    device_s: float | None = None
+    """On the device clock, also where the promise is on the wall clock: what the limit is held against."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -203,6 +206,7 @@ def _summary(measurements: Sequence[Measurement], name: str) -> SideSummary:
         peak_bytes=most("peak_bytes"),
         host_syncs=most("host_syncs"),
         launches=most("launches"),
+        device_s=median(device) if (device := [s.device_s for s in sides if s.device_s is not None]) else None,
     )
 
 
@@ -217,6 +221,7 @@ def _rounded(entry: Entry) -> Entry:
             process["seconds"] = {k: _digits(v) for k, v in process["seconds"].items()}
     for side in data["sides"].values():
         side["seconds"] = _digits(side["seconds"])
+        side["device_s"] = None if side["device_s"] is None else _digits(side["device_s"])
     data["blocks_s"] = {k: [_digits(x) for x in v] for k, v in data["blocks_s"].items()}
     if data["limit"]:
         data["limit"] = {k: v if isinstance(v, str) else _digits(v) for k, v in data["limit"].items()}
@@ -291,6 +296,7 @@ def _joined(both: Entry, old: Entry, new: Entry, name: str) -> SideSummary:
         peak_bytes=most("peak_bytes"),
         host_syncs=most("host_syncs"),
         launches=most("launches"),
+        device_s=median(device) if (device := [p.device_s for p in parts if p.device_s is not None]) else None,
     )
 
 

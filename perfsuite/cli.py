@@ -24,6 +24,8 @@ from perfsuite.errors import PerfsuiteError
 
 COMMANDS = "perfsuite.commands"
 REPORT = ".perfsuite/report"
+QUIET = ("-W", "ignore:Module already imported so cannot be rewritten; perfsuite:pytest.PytestAssertRewriteWarning")
+"""pytest rewrites the asserts of its plugins; this command has imported ours before it."""
 
 
 class Commands(click.Group):
@@ -82,7 +84,7 @@ def _pytest(
     given += [f"--perfsuite-mode={mode}", *(f"--perfsuite-argument={a}" for a in arguments)]
     given += [f"--perfsuite-report={report}"] if report else []
     plugins = [] if _registered() else ["-p", "perfsuite.plugin"]
-    return int(pytest.main([*plugins, *given, *extra, *paths]))
+    return int(pytest.main([*plugins, *QUIET, *given, *extra, *paths]))
 
 
 def _registered() -> bool:

@@ -32,7 +32,13 @@ class CpuClock:
     kinds = ("wall",)
 
     def sample(
-        self, kind: str, reset: Callable[[], None], call: Callable[[], object], calls: int, launches: int
+        self,
+        kind: str,
+        reset: Callable[[], None],
+        call: Callable[[], object],
+        calls: int,
+        launches: int,
+        key: str = "",
     ) -> float:
         """Mean seconds a call over `calls` calls."""
         total = 0
@@ -63,7 +69,7 @@ class CudaClock:
         self._event: Callable[..., Any] = torch.cuda.Event
         self._spin: Callable[[int], None] = getattr(torch.cuda, "_sleep")  # noqa: B009 - private, and untyped
         self._sync = torch.cuda.synchronize
-        self._enqueue_s: dict[int, float] = {}
+        self._enqueue_s: dict[str, float] = {}
         self._cycles_per_s = self._calibrate()
         self.unhidden = 0
         """Samples whose launch latency could not be hidden."""
@@ -92,12 +98,21 @@ class CudaClock:
         self._sync()
 
     def sample(
-        self, kind: str, reset: Callable[[], None], call: Callable[[], object], calls: int, launches: int
+        self,
+        kind: str,
+        reset: Callable[[], None],
+        call: Callable[[], object],
+        calls: int,
+        launches: int,
+        key: str = "",
     ) -> float:
-        """Mean seconds a call over `calls` calls, on the clock `kind`; `launches` is what one call launches."""
+        """Mean seconds a call over `calls` calls, on the clock `kind`.
+
+        `launches` is what one call launches; `key` names the side, whose time to enqueue is remembered.
+        """
         if kind == "wall":
             return self._wall(reset, call, calls)
-        return self._device(reset, call, calls, launches)
+        return self._device(reset, call, calls, launches, key)
 
     def _wall(self, reset: Callable[[], None], call: Callable[[], object], calls: int) -> float:
         total = 0
@@ -111,9 +126,10 @@ class CudaClock:
             total += perf_counter_ns() - start
         return total / calls * 1e-9
 
-    def _device(self, reset: Callable[[], None], call: Callable[[], object], calls: int, launches: int) -> float:
+    def _device(
+        self, reset: Callable[[], None], call: Callable[[], object], calls: int, launches: int, key: str
+    ) -> float:
         hide = launches <= QUEUE_DEPTH
-        key = id(call)
         for attempt in range(3):
             starts = [self._event(enable_timing=True) for _ in range(calls)]
             ends = [self._event(enable_timing=True) for _ in range(calls)]

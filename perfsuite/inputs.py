@@ -45,7 +45,7 @@ BOUNDED_REGIMES = ("normal", "sorted", "repeated", "edges", "tiny")
 INTEGER_REGIMES = ("normal", "sorted", "repeated", "edges")
 
 # Above this many elements values are drawn on the target device: drawing 50 M on a CPU takes most of a second.
-DRAW_ON_DEVICE = 1 << 20
+DRAW_ON_DEVICE = 1 << 16
 
 
 def dtype_of(name: str) -> torch.dtype:

@@ -169,8 +169,8 @@ def _forward_kernel(e_ptr, distances_ptr, inverse_ptr, n, width, BLOCK: tl.const
         product += tl.dot(a, tl.trans(b), input_precision=PRECISION)
     length_i = _length(squares_i, spoiled_i)
     length_j = _length(squares_j, spoiled_j)
-    inverse_i = 1.0 / length_i
-    inverse_j = 1.0 / length_j
+    inverse_i = tl.div_rn(tl.full((BLOCK,), 1.0, dtype=tl.float32), length_i)
+    inverse_j = tl.div_rn(tl.full((BLOCK,), 1.0, dtype=tl.float32), length_j)
     infinity = float("inf")
     # Beside an infinitely long row the cosine is 0 (or NaN), whatever the product overflowed to.
     endless = (length_i == infinity)[:, None] | (length_j == infinity)[None, :]

@@ -172,7 +172,9 @@ def entry_row(entry: Entry) -> Row:
     technique, workload = names(entry.id)
     rivals = {name: side.seconds for name, side in entry.sides.items() if name not in BASE_SIDES}
     best = min(rivals, key=lambda name: rivals[name], default=None)
-    optimized = entry.sides["optimized"].seconds if "optimized" in entry.sides else None
+    side = entry.sides.get("optimized")
+    optimized = side.seconds if side else None
+    on_device = (side.device_s or side.seconds) if side else None
     return Row(
         id=entry.id,
         technique=technique,
@@ -189,7 +191,7 @@ def entry_row(entry: Entry) -> Row:
         against_rival=_accepted(entry, best) if best else None,
         limit_s=entry.limit.seconds if entry.limit else None,
         limit_by=entry.limit.by if entry.limit else "",
-        limit_fraction=entry.limit.seconds / optimized if entry.limit and optimized else None,
+        limit_fraction=entry.limit.seconds / on_device if entry.limit and on_device else None,
     )
 
 
@@ -240,8 +242,8 @@ def side_seconds(measurements: Iterable[Measurement], side: str) -> float | None
 
 
 def limit_fraction(measurement: Measurement) -> float | None:
-    """The limit over the optimized side's time in one process, on the workload's clock."""
-    time = seconds_of(measurement.sides.get("optimized"), measurement.clock)
+    """The limit over the optimized side's time in one process: on the device clock, since the limit is the device's."""
+    time = seconds_of(measurement.sides.get("optimized"), "device")
     return measurement.limit.seconds / time if measurement.limit is not None and time else None
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from scratch import Project, forget_only_the_project
 
 
 @pytest.fixture
-def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch):
+def project(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Project:
     """An empty scratch project; the test module says `pytest_plugins = ["pytester"]`."""
-    from scratch import Project
-
-    return Project(pytester, monkeypatch)
+    monkeypatch.setattr(pytest.Pytester, "_Pytester__take_sys_modules_snapshot", forget_only_the_project)
+    return Project(request.getfixturevalue("pytester"), monkeypatch)

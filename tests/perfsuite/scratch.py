@@ -95,6 +95,16 @@ def fails(failure: Failure, *, among: Callable[[str, int, bool], Outcome] | None
     return lambda id, process, second: failure if only in id else others(id, process, second)
 
 
+def forget_only_the_project(pytester: pytest.Pytester) -> SysModulesSnapshot:
+    """What pytester forgets after a run in this process: the project's modules; torch cannot be imported twice."""
+
+    def keep(name: str) -> bool:
+        file = getattr(sys.modules.get(name), "__file__", None)
+        return file is None or not file.startswith(str(pytester.path))
+
+    return SysModulesSnapshot(preserve=keep)
+
+
 class Project:
     """A folder with test modules of its own, and the ways to run them."""
 
@@ -102,20 +112,12 @@ class Project:
         self.pytester, self.monkeypatch = pytester, monkeypatch
         self.path = pytester.path
         self.workers: FakeWorkers | None = None
-        # After a run in this process pytester forgets every module that the run imported. Those of the project it
-        # must; torch, numpy and our own cannot be imported twice.
-        snapshot = lambda: SysModulesSnapshot(preserve=self._foreign)  # noqa: E731
-        monkeypatch.setattr(pytester, "_Pytester__take_sys_modules_snapshot", snapshot)
         for name in ("CI", "GITHUB_ACTIONS", "GITHUB_STEP_SUMMARY", "PYTEST_ADDOPTS", "PERFSUITE_JOB", "COLUMNS"):
             monkeypatch.delenv(name, raising=False)
         # Above any git repository that /tmp may lie in.
         monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(self.path.parent))
         # Where perfsuite is not installed, the processes that a run starts find it here.
         monkeypatch.setenv("PYTHONPATH", str(ROOT))
-
-    def _foreign(self, name: str) -> bool:
-        file = getattr(sys.modules.get(name), "__file__", None)
-        return file is None or not file.startswith(str(self.path))
 
     def write(self, name: str, text: str) -> Path:
         path = self.path / name
@@ -139,7 +141,7 @@ class Project:
 
     def run(self, *arguments: str) -> pytest.RunResult:
         """pytest in this process."""
-        return self.pytester.runpytest_inprocess("-p", "perfsuite.plugin", *arguments)
+        return self.pytester.runpytest_inprocess("-p", "perfsuite.plugin", *cli.QUIET, *arguments)
 
     def gate(self, *arguments: str) -> pytest.RunResult:
         return self.run("-m", "perf", *arguments, "--benchmark-compare")

@@ -1,0 +1,385 @@
+"""A gate is green only where every selected workload was measured and held: each other case is red, with its line."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from pathlib import Path
+
+import pytest
+from scratch import SMALL, Failure, Project, fails, lines_with, times
+
+from perfsuite.records import Status
+
+pytest_plugins = ["pytester"]
+
+SCALE = """
+    from perfsuite import Pair, Workload, tensor
+
+
+    def slow(x):
+        return x + x + x
+
+
+    def fast(x):
+        return 3 * x
+
+
+    scale = Pair(
+        reference=slow,
+        optimized=fast,
+        inputs={"x": tensor("n")},
+        workloads=[Workload("small", n=64, clock="wall"), Workload("large", n=64, clock="wall")],
+    )
+"""
+OTHER = SCALE.replace("scale", "other").replace(', Workload("large", n=64, clock="wall")', "")
+LARGE = "tests/test_scale.py::scale::speed[large]"
+LITTLE = "tests/test_scale.py::scale::speed[small]"
+THIRD = "tests/test_other.py::other::speed[small]"
+
+
+@pytest.fixture
+def accepted(project: Project) -> Project:
+    """Three workloads in two modules, all accepted; the runs to come measure the same."""
+    project.write("tests/test_scale.py", SCALE)
+    project.write("tests/test_other.py", OTHER)
+    project.accept()
+    project.measured(times())
+    return project
+
+
+def red(result: pytest.RunResult, *words: str, code: int = 1) -> str:
+    """The run failed, and one readable line holds all these words."""
+    output = result.stdout.str() + result.stderr.str()
+    assert result.ret == code, output
+    assert "INTERNALERROR" not in output
+    assert "Traceback" not in output
+    found = lines_with(output, *words)
+    assert found, output
+    return found[0]
+
+
+def green(result: pytest.RunResult) -> str:
+    output = result.stdout.str()
+    assert result.ret == 0, output
+    return output
+
+
+# --- nothing, or not all, was measured ------------------------------------------------------------------------------
+
+
+def test_unchanged_code_is_green(accepted: Project) -> None:
+    assert "3 PASS" in green(accepted.gate())
+    assert accepted.workers is not None
+    assert [ids for ids, _ in accepted.workers.calls] == [(THIRD, LITTLE, LARGE)] * 3
+
+
+@pytest.mark.parametrize("arguments", [["-k", "no such thing"], ["tests/test_empty.py"]])
+def test_no_item_is_red(accepted: Project, arguments: list[str]) -> None:
+    accepted.write("tests/test_empty.py", "def test_nothing(): pass")
+    red(accepted.gate(*arguments), "nothing was measured", "perfsuite list")
+
+
+def test_an_empty_folder_is_red(project: Project) -> None:
+    red(project.gate(), "nothing was measured")
+
+
+def test_only_workloads_of_another_device_is_red(project: Project) -> None:
+    project.write("test_scale.py", SCALE.replace('clock="wall"', 'clock="wall", device="cuda"'))
+    project.measured(times())
+    red(project.gate(), "nothing was measured", "none of 2 selected workloads", "cpu")
+
+
+def test_skipped_workloads_are_red(project: Project) -> None:
+    project.write("test_scale.py", "import pytest\npytestmark = pytest.mark.skip(reason='later')\n" + _flat(SCALE))
+    project.measured(times())
+    red(project.gate(), "nothing was measured", "2 selected")
+
+
+def test_a_skipped_workload_among_others_is_red(accepted: Project) -> None:
+    accepted.write("conftest.py", _SKIP_LARGE)
+    red(accepted.gate(), "UNMEASURED", LARGE, "skipped")
+
+
+_SKIP_LARGE = """
+    import pytest
+
+
+    def pytest_collection_modifyitems(items):
+        for item in items:
+            if "large" in item.name:
+                item.add_marker(pytest.mark.skip(reason="later"))
+"""
+
+
+def test_a_renamed_workload_is_red(accepted: Project) -> None:
+    accepted.replace("tests/test_scale.py", '"large"', '"huge"')
+    result = accepted.gate()
+    red(result, LARGE, "not collected", "renamed or removed", "perfsuite accept")
+    red(result, "NO_BASELINE", "scale::speed[huge]")
+
+
+def test_a_removed_workload_is_red(accepted: Project) -> None:
+    accepted.replace("tests/test_scale.py", ', Workload("large", n=64, clock="wall")', "")
+    red(accepted.gate(), LARGE, "not collected")
+
+
+def test_a_renamed_pair_is_red(accepted: Project) -> None:
+    accepted.replace("tests/test_other.py", "other = Pair", "another = Pair")
+    red(accepted.gate(), THIRD, "not collected")
+
+
+def test_a_removed_module_is_red(accepted: Project) -> None:
+    (accepted.path / "tests/test_other.py").unlink()
+    red(accepted.gate(), THIRD, "not collected")
+    red(accepted.gate("tests"), THIRD, "not collected")
+
+
+def test_what_a_keyword_leaves_out_need_not_be_measured_but_must_exist(accepted: Project) -> None:
+    assert "1 of 3 workloads" in green(accepted.gate("-k", "scale and small"))
+    accepted.replace("tests/test_other.py", "other = Pair", "another = Pair")
+    red(accepted.gate("-k", "scale and small"), THIRD, "not collected")
+
+
+@pytest.mark.parametrize("selection", [["tests/test_scale.py"], [LITTLE, LARGE], ["-k", "scale"]])
+def test_a_partial_selection_says_how_much_of_what_is_accepted(accepted: Project, selection: list[str]) -> None:
+    assert "2 of 3 workloads" in green(accepted.gate(*selection))
+
+
+def test_what_lies_beyond_the_given_paths_is_not_missed(accepted: Project) -> None:
+    (accepted.path / "tests/test_other.py").unlink()
+    green(accepted.gate("tests/test_scale.py"))
+
+
+def test_a_module_that_cannot_be_imported_is_red(accepted: Project) -> None:
+    accepted.write("tests/test_other.py", "import no_such_module")
+    result = accepted.gate()
+    assert result.ret == 2
+    assert lines_with(result.stdout.str(), "no_such_module")
+
+
+# --- no baseline, or not of this machine ----------------------------------------------------------------------------
+
+
+def test_no_baseline_is_red(project: Project) -> None:
+    project.write("test_scale.py", SCALE)
+    project.measured(times())
+    result = project.gate()
+    red(result, "NO_BASELINE", "test_scale.py::scale::speed[small]", "there is no baselines/cpu", "perfsuite accept")
+    assert project.workers is not None
+    assert len(project.workers.calls) == 1  # one process, to say what it does
+
+
+def test_an_entry_that_is_missing_is_red(accepted: Project) -> None:
+    accepted.write("tests/test_third.py", OTHER.replace("other", "third"))
+    result = accepted.gate()
+    red(result, "NO_BASELINE", "third::speed[small]", "not in baselines/cpu")
+    assert "3 PASS" in result.stdout.str()
+
+
+def test_baselines_of_other_devices_are_named(accepted: Project) -> None:
+    (path,) = (accepted.path / "baselines").glob("*.json")
+    path.rename(path.with_name("nvidia-h200.json"))
+    result = accepted.gate()
+    red(result, "NO_BASELINE")
+    assert "there are: nvidia-h200" in result.stdout.str()
+
+
+def test_another_machine_is_red(accepted: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    import dataclasses
+
+    from perfsuite import machine
+
+    here = machine.identify()
+    other = dataclasses.replace(here, cpu="Another CPU", cores=here.cores + 1)
+    monkeypatch.setattr(machine, "identify", lambda: other)
+    red(accepted.gate(), "WRONG_MACHINE", LITTLE, "Another CPU", "perfsuite accept")
+    assert accepted.workers is not None
+    assert not accepted.workers.calls
+
+
+def test_a_changed_workload_is_red(accepted: Project) -> None:
+    accepted.replace("tests/test_other.py", "n=64", "n=128")
+    accepted.measured(times(sizes={"n": 128}))
+    result = accepted.gate("-k", "other")
+    red(result, THIRD, "sizes were {'n': 64}, now {'n': 128}")
+
+
+# --- what was found is red ------------------------------------------------------------------------------------------
+
+DIED = Failure(status=Status.UNMEASURED, message="the optimized side crashed with SIGSEGV")
+WRONG = Failure(status=Status.NOT_EQUIVALENT, message="scale: output is off by 1 at [0]")
+
+
+@pytest.mark.parametrize(
+    ("outcome", "words"),
+    [
+        (times(slower=0.05), ["REGRESSED", "5.0% slower"]),
+        (times(noise=100), ["NOISY"]),
+        (times(slower=0.6), ["BELOW_FLOOR", "1.5"]),
+        (fails(DIED, only="large"), ["UNMEASURED", LARGE, "SIGSEGV"]),
+        (fails(WRONG, only="large"), ["NOT_EQUIVALENT", LARGE, "off by 1"]),
+    ],
+    ids=["regressed", "noisy", "below_floor", "died", "not_equivalent"],
+)
+def test_red_verdicts(project: Project, outcome: object, words: list[str]) -> None:
+    project.write("tests/test_scale.py", SCALE.replace('"large", n=64', '"large", n=64, speedup=1.5'))
+    project.accept()
+    project.measured(outcome)
+    result = project.gate("--perfsuite-report=out")
+    red(result, *words)
+    report = json.loads((project.path / "out/report.json").read_text())
+    assert any(v["status"] == words[0] for v in report["verdicts"].values())
+
+
+def test_a_workload_that_was_lost_is_red(accepted: Project) -> None:
+    """A measuring process that says nothing of a workload."""
+    assert accepted.workers is not None
+    run = accepted.workers.run
+    accepted.workers.run = lambda ids, **given: (o for o in run(ids, **given) if o[0] != LARGE)  # type: ignore[method-assign]
+    red(accepted.gate(), "UNMEASURED", LARGE)
+
+
+def test_improved_is_green(accepted: Project) -> None:
+    accepted.measured(times(slower=-0.3))
+    assert "3 IMPROVED" in green(accepted.gate())
+
+
+def test_one_red_workload_leaves_the_others_green(accepted: Project) -> None:
+    slow = times(slower=0.05)
+    accepted.measured(lambda id, process, second: (slow if id == LARGE else times())(id, process, second))
+    output = accepted.gate().stdout.str()
+    assert "1 REGRESSED" in output
+    assert "2 PASS" in output
+    assert not lines_with(output, "✗", LITTLE)
+
+
+def test_a_plain_run_judges_promises_alone(project: Project) -> None:
+    project.write("tests/test_scale.py", SCALE.replace('"large", n=64', '"large", n=64, speedup=3.0'))
+    project.measured(times())
+    result = project.run("-m", "perf")
+    red(result, "BELOW_FLOOR", LARGE, "3×")
+    result.assert_outcomes(passed=1, failed=1)
+
+
+# --- waivers --------------------------------------------------------------------------------------------------------
+
+
+def waive(project: Project, until: datetime.date, workload: str = LARGE) -> Path:
+    text = f'[[waiver]]\nworkload = "{workload}"\nreason = "a new compiler"\nuntil = {until}\n'
+    return project.write("baselines/waivers.toml", text)
+
+
+TODAY = datetime.date.today()
+DAY = datetime.timedelta(days=1)
+
+
+def test_a_waived_regression_is_green(accepted: Project) -> None:
+    waive(accepted, TODAY + DAY)
+    slow = times(slower=0.05)
+    accepted.measured(lambda id, process, second: (slow if id == LARGE else times())(id, process, second))
+    output = green(accepted.gate())
+    assert lines_with(output, "WAIVED", "a new compiler", LARGE, "REGRESSED")
+
+
+def test_a_waiver_covers_no_wrong_result(accepted: Project) -> None:
+    waive(accepted, TODAY + DAY)
+    accepted.measured(fails(WRONG, only="large"))
+    red(accepted.gate(), "NOT_EQUIVALENT", LARGE)
+
+
+def test_a_waiver_that_has_ended_is_red(accepted: Project) -> None:
+    waive(accepted, TODAY - 2 * DAY)
+    red(accepted.gate(), "ERROR", "waivers.toml", "ended on", LARGE, code=4)
+
+
+def test_a_waiver_of_nothing_is_red(accepted: Project) -> None:
+    waive(accepted, TODAY + DAY, "tests/test_gone.py::gone::speed[small]")
+    red(accepted.gate(), "ERROR", "waivers.toml", "no workload", "test_gone.py", code=4)
+
+
+# --- the command line -----------------------------------------------------------------------------------------------
+
+XDIST = """
+    def pytest_addoption(parser):
+        # As xdist's own plugin does; not addoption, which keeps small letters to pytest itself.
+        parser.getgroup("xdist")._addoption("-n", "--numprocesses", dest="numprocesses", type=int)
+"""
+
+
+@pytest.mark.parametrize("gate", [["--benchmark-compare"], []])
+def test_xdist_is_red(accepted: Project, gate: list[str]) -> None:
+    accepted.write("beside.py", XDIST)
+    accepted.pytester.syspathinsert()
+    red(accepted.run("-p", "beside", "-n", "2", "-m", "perf", *gate), "ERROR", "xdist", "without -n", code=4)
+
+
+def test_timed_items_in_an_xdist_worker_are_red(accepted: Project) -> None:
+    accepted.write("conftest.py", "def pytest_configure(config):\n    config.workerinput = {'workerid': 'gw0'}")
+    result = accepted.run("-k", "scale and small")
+    red(result, "scale::speed[small]", "without -n")
+    result.assert_outcomes(failed=1)
+    assert accepted.workers is not None
+    assert not accepted.workers.calls
+
+
+def test_proofs_may_run_beside_each_other(project: Project) -> None:
+    project.write("beside.py", XDIST)
+    project.pytester.syspathinsert()
+    project.write("test_scale.py", SCALE)
+    green(project.run("-p", "beside", "-n", "2", "-m", "correctness"))
+
+
+def test_a_path_that_the_option_swallows_is_red(accepted: Project) -> None:
+    result = accepted.run("-m", "perf", "--benchmark-compare", "tests/")
+    red(result, "ERROR", "--benchmark-compare took 'tests/'", "write --benchmark-compare last", code=4)
+    assert accepted.workers is not None
+    assert not accepted.workers.calls
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["-m", "perf"], ["-m", "perf and not gpu"], ["-k", "speed"], [LITTLE], ["-m", "correctness or perf"]],
+)
+def test_the_gate_applies_however_the_items_are_chosen(accepted: Project, arguments: list[str]) -> None:
+    accepted.measured(times(slower=0.05))
+    red(accepted.run(*arguments, "--benchmark-compare"), "REGRESSED", LITTLE)
+
+
+def test_proofs_alone_are_no_gate(accepted: Project) -> None:
+    """`--benchmark-compare` in a project's addopts: the proofs run as ever."""
+    result = accepted.run("-m", "correctness", "--benchmark-compare")
+    green(result)
+    assert "nothing was measured" not in result.stdout.str()
+
+
+def test_the_gate_says_when_it_could_not_load_the_accepted_revision(project: Project) -> None:
+    project.write("test_scale.py", SCALE)
+    project.accept()
+    project.measured(times(slower=0.05))
+    red(project.gate(), "REGRESSED", "accepted revision was not loaded", "outside git")
+
+
+def test_the_first_failure_ends_the_run_red(accepted: Project) -> None:
+    accepted.measured(times(slower=0.05))
+    red(accepted.gate("-x"), "REGRESSED")
+
+
+def test_a_baseline_in_another_folder(accepted: Project) -> None:
+    (accepted.path / "baselines").rename(accepted.path / "elsewhere")
+    red(accepted.gate(), "NO_BASELINE")
+    green(accepted.gate("--perfsuite-baselines=elsewhere"))
+
+
+def test_run_from_a_folder_below(accepted: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    accepted.write("pytest.ini", "[pytest]")
+    (accepted.path / "tests/test_other.py").unlink()
+    monkeypatch.chdir(accepted.path / "tests")
+    red(accepted.gate(), THIRD, "not collected")
+    monkeypatch.chdir(accepted.path)
+    assert SMALL in LITTLE
+
+
+def _flat(text: str) -> str:
+    lines = text.strip("\n").splitlines()
+    return "\n".join(line[4:] for line in lines)
