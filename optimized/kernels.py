@@ -1,4 +1,4 @@
-"""What every Triton path shares: a guarded import, whether kernels can run here, and the device to launch on.
+"""What every Triton path shares: a guarded import, whether kernels can run here, and where to launch them.
 
 Kernel modules import `jit`, `tl` and `triton` from here, so that a machine without Triton still imports them and
 takes the PyTorch path. They must not use `from __future__ import annotations`: the interpreter then no longer
@@ -6,9 +6,9 @@ recognises `tl.constexpr`.
 """
 
 import contextlib
-import os
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 
 try:
@@ -29,20 +29,11 @@ except ImportError:
 MIN_CAPABILITY = (8, 0)
 
 
-def interpreting() -> bool:
-    """Whether Triton kernels run in its interpreter, on CPU tensors too."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
-
-
 def triton_reason() -> str | None:
-    """None if Triton kernels can run here, else why not and what to do about it."""
+    """None if Triton kernels can run here (in the interpreter, too), else why not and what to do about it."""
     if triton is None:
         return "triton is not installed; pip install 'triton>=3.6,<3.8' (Linux only)"
-    if interpreting():
-        return None
-    if not torch.cuda.is_available():
-        return "no CUDA device; set TRITON_INTERPRET=1 before triton is imported to run kernels on the CPU"
-    if torch.cuda.get_device_capability() < MIN_CAPABILITY:
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() < MIN_CAPABILITY:
         need = ".".join(map(str, MIN_CAPABILITY))
         return f"the GPU's compute capability is below {need}; use a newer one, or the PyTorch path"
     return None
@@ -58,17 +49,17 @@ def use_triton(*tensors: torch.Tensor) -> bool:
     return torch.cuda.get_device_capability(first.device) >= MIN_CAPABILITY
 
 
-def on_device_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager:
-    """Make the tensor's GPU current: Triton launches on the current device, not on the arguments'."""
-    if not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():
+def launching(tensor: torch.Tensor) -> contextlib.AbstractContextManager:
+    """Where to launch a kernel on the tensor: Triton takes the current device, not the arguments'.
+
+    For a CPU tensor, that is in the interpreter, overflow is silent as it is on a device.
+    """
+    if not tensor.is_cuda:
+        return np.errstate(all="ignore")
+    if tensor.device.index == torch.cuda.current_device():
         return contextlib.nullcontext()
     return torch.cuda.device(tensor.device)
 
 
 def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
-
-
-def next_power_of_2(n: int) -> int:
-    """The least power of two that is >= max(n, 1)."""
-    return 1 << max(n - 1, 0).bit_length()

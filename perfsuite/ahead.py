@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from perfsuite.errors import PairError, PerfsuiteError
 from perfsuite.pair import Pair, as_side
 from perfsuite.records import InputCase
+from perfsuite.workers import pytest_arguments
 
 if TYPE_CHECKING:
     import pytest
@@ -83,10 +84,7 @@ def compile_in_subprocess(item: pytest.Item, seconds: float) -> None:
         out = Path(folder) / "compiled.json"
         environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
         environment |= {AHEAD: str(out), "TRITON_INTERPRET": "0"}
-        arguments = ["-p", "no:cacheprovider", "-q", "--rootdir", str(item.config.rootpath)]
-        if item.config.inipath is not None:
-            arguments += ["-c", str(item.config.inipath)]
-        command = [sys.executable, "-m", "pytest", *arguments, item.nodeid]
+        command = [sys.executable, "-m", "pytest", *pytest_arguments(item.config), item.nodeid]
         try:
             done = subprocess.run(
                 command, cwd=item.config.rootpath, env=environment, capture_output=True, text=True, timeout=seconds

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from datetime import UTC, date, datetime
 from pathlib import Path
@@ -11,6 +12,7 @@ from time import monotonic
 from typing import Any
 
 import pytest
+from _pytest.skipping import evaluate_skip_marks
 
 from perfsuite import baseline, gate, machine, revision, waivers
 from perfsuite.errors import BaselineError, PerfsuiteError, RevisionError
@@ -18,10 +20,11 @@ from perfsuite.progress import Progress
 from perfsuite.records import Machine, Measurement, Status, Verdict
 from perfsuite.report.model import Correctness, RunReport
 from perfsuite.speed import SpeedItem
-from perfsuite.workers import Failure, Job, Journal, Workers, load_job
+from perfsuite.workers import Failure, Job, Journal, Workers, load_job, pytest_arguments
 
 ACCEPT_PROCESSES = 5
 SCRATCH = ".perfsuite"
+BESIDE = "timed items cannot run beside each other: run without -n (xdist)"
 RED_IN_A_PLAIN_RUN = (Status.NOT_EQUIVALENT, Status.BELOW_FLOOR, Status.UNMEASURED)
 """A plain run has one process: it can break a promise, not settle one."""
 
@@ -86,7 +89,7 @@ class Control:
             # Ours replaces pytest-benchmark's comparison, which never fails by itself.
             option.benchmark_compare = None
         if self.mode in ("gate", "measure", "accept", "compare") and getattr(option, "numprocesses", None):
-            raise pytest.UsageError("timed items cannot run beside each other: run without -n (xdist)")
+            raise pytest.UsageError(BESIDE)
 
     def _swallowed_path(self, comparing: Any) -> None:
         if isinstance(comparing, str) and Path(comparing).exists() and not comparing.endswith(".json"):
@@ -117,8 +120,9 @@ class Control:
     def baseline_path(self) -> Path:
         return self.baselines / f"{self.machine.device}.json"
 
-    def collected(self, every: Sequence[pytest.Item], selected: Sequence[pytest.Item]) -> None:
-        """All collected items, and those that -k and -m left."""
+    def collected(self, every: Sequence[pytest.Item], selected: list[pytest.Item]) -> None:
+        """All collected items, and those that -k and -m left: the timed ones go last, so that nothing runs beside."""
+        selected.sort(key=lambda item: isinstance(item, SpeedItem))
         self.known = {i.nodeid: i for i in every if isinstance(i, SpeedItem)}
         self.items = {i.nodeid: i for i in selected if isinstance(i, SpeedItem)}
         if self.mode != "gate":
@@ -126,11 +130,11 @@ class Control:
         try:
             self._load_baseline()
             self._waivers = waivers.load(
-                self.baselines / "waivers.toml", today=date.today(), known_ids={*self.known, *self._entries}
+                self.baselines / "waivers.toml", today=date.today(), known_ids={*self.known, *self.entries}
             )
         except PerfsuiteError as error:
             raise pytest.UsageError(str(error)) from None
-        in_scope = {k: e for k, e in self._entries.items() if self._in_scope(k)}
+        in_scope = {k: e for k, e in self.entries.items() if self._in_scope(k)}
         self.problems += gate.missing(in_scope, self.known, whole=True)
         if not self.items:
             self.problems.append("nothing was measured: no timed item of a pair was selected; see `perfsuite list`")
@@ -149,7 +153,8 @@ class Control:
             self.notes.append(f"no baseline for {self.machine.device}; there are: {', '.join(others)}")
 
     @property
-    def _entries(self) -> Mapping[str, baseline.Entry]:
+    def entries(self) -> Mapping[str, baseline.Entry]:
+        """What is accepted on this machine, as far as the run has read it."""
         return self._baseline.entries if self._baseline else {}
 
     def _in_scope(self, id: str) -> bool:
@@ -167,19 +172,10 @@ class Control:
         return Workers(
             root=self.root,
             folder=self.root / SCRATCH / "workers",
-            arguments=self._worker_arguments(),
+            arguments=pytest_arguments(self.config),
             limits={i: item.pair.time_limit for i, item in self.items.items()},
             progress=self._progress.begin,
         )
-
-    def _worker_arguments(self) -> list[str]:
-        option = self.config.option
-        arguments = ["-p", "no:cacheprovider", "-o", "addopts=", "-q", "-m", "", f"--rootdir={self.root}"]
-        if self.config.inipath is not None:
-            arguments += ["-c", str(self.config.inipath)]
-        if "perfsuite.plugin" in (option.plugins or []):
-            arguments += ["-p", "perfsuite.plugin"]
-        return arguments
 
     def _measurable(self) -> list[str]:
         return [i for i, item in self.items.items() if self.inapplicable(item) is None]
@@ -187,14 +183,17 @@ class Control:
     def inapplicable(self, item: SpeedItem) -> str | None:
         """Why the workload is not for this machine, or None."""
         wanted = item.workload.device
-        if wanted is None or wanted == self.device:
-            return None
-        return f"the workload is for {wanted}; this machine measures on {self.device}"
+        if wanted is not None and wanted != self.device:
+            return f"the workload is for {wanted}; this machine measures on {self.device}"
+        skip = evaluate_skip_marks(item)
+        return f"it is skipped: {skip.reason}" if skip else None
 
     def result(self, item: SpeedItem) -> Result:
         """What became of one workload; measures on demand."""
+        if hasattr(self.config, "workerinput"):
+            return Result(red=True, message=f"{Status.UNMEASURED} {item.nodeid}: {BESIDE}")
         reason = self.inapplicable(item)
-        if reason is not None and item.nodeid not in self._entries:
+        if reason is not None and item.nodeid not in self.entries:
             return Result(skipped=True, message=reason)
         if self.mode == "gate":
             if not self.verdicts:
@@ -246,8 +245,9 @@ class Control:
         self._expect(processes, len(ids))
         for _ in range(processes):
             left = [i for i in ids if i not in found.failures]
-            for id, outcome in workers.run(left, accepted=accepted):
-                found.add(id, outcome)
+            with closing(workers.run(left, accepted=accepted)) as outcomes:
+                for id, outcome in outcomes:
+                    found.add(id, outcome)
         if self._progress is not None:
             self._progress.done()
 
@@ -264,14 +264,14 @@ class Control:
             }
             return
         workers = self._workers()
-        unknown = [i for i in ids if i not in self._entries]
-        self._through(workers, self.found, [i for i in ids if i in self._entries], gate.FIRST_PROCESSES)
+        unknown = [i for i in ids if i not in self.entries]
+        self._through(workers, self.found, [i for i in ids if i in self.entries], gate.FIRST_PROCESSES)
         # One process is enough to say what a workload without a baseline does, and that it is equal.
         self._through(workers, self.found, unknown, 1 if unknown else 0)
         failed = self.found.failures
         judged = {i: self.found.runs.get(i, []) for i in ids if i not in failed and i not in unknown}
         looked = gate.first_look(
-            self._entries, judged, {i: promises[i] for i in judged}, selected=selected, prior=self._prior()
+            self.entries, judged, {i: promises[i] for i in judged}, selected=selected, prior=self._prior()
         )
         verdicts = {i: v for i, v in looked.items() if isinstance(v, Verdict)}
         opened = {i: o for i, o in looked.items() if isinstance(o, gate.Open)}
@@ -291,7 +291,7 @@ class Control:
         self.verdicts = waivers.apply(verdicts, self._waivers)
 
     def _prior(self) -> Any:
-        return gate.suite_prior(self._entries) if self._entries else None
+        return gate.suite_prior(self.entries) if self.entries else None
 
     def _no_baseline(self, id: str) -> Verdict:
         path = self.baseline_path
@@ -381,6 +381,8 @@ class Control:
         return None
 
     def _list(self) -> bool:
+        if self.baseline_path.exists():
+            self._baseline = baseline.load(self.baseline_path)
         return True
 
     def _accept(self) -> bool:
@@ -498,7 +500,7 @@ class Control:
             problems=tuple(self.problems),
             complete=self.complete,
             selected=len(self.items),
-            collected=len(self.known),
+            collected=len({*self.known, *self.entries}),
         )
 
     @pytest.hookimpl(trylast=True)
@@ -509,6 +511,9 @@ class Control:
             self._stream.close()
         if self._progress is not None:
             self._progress.done()
+        if self.mode == "gate" and self.items and not self.verdicts and self.complete and not _collecting(session):
+            reason = next(filter(None, map(self.inapplicable, self.items.values())), "pytest ran no item")
+            self.problems.append(f"nothing was measured: none of {len(self.items)} selected workloads; {reason}")
         red = [v for v in self.verdicts.values() if not v.status.green]
         if (self.problems or (red and self.mode != "measure")) and session.exitstatus in (
             pytest.ExitCode.OK,
@@ -555,6 +560,11 @@ UNLOADED = "accepted revision not loaded: "
 
 def _failed(id: str, failure: Failure) -> Verdict:
     return Verdict(id=id, status=failure.status, message=f"{failure.status} {id}: {failure.message}")
+
+
+def _collecting(session: pytest.Session) -> bool:
+    """Whether the run only lists its items, or ended while it collected."""
+    return bool(session.config.option.collectonly) or session.exitstatus not in (0, 1, 5)
 
 
 def _arguments(given: Sequence[str]) -> dict[str, str]:

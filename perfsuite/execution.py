@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from perfsuite import inputs as make
 from perfsuite.errors import PairError
@@ -172,6 +173,58 @@ def _with_changed(pair: Pair, inputs: Mapping[str, Any], returned: Any) -> Leave
         same = next((path for path, tensor in changed.items() if tensor is leaf), None)
         leaves[f"{name} is {same}" if same else name] = True if same else leaf
     return leaves | {f"{path} (in place)": tensor for path, tensor in changed.items()}
+
+
+_ROUNDED = """
+add sub rsub mul div reciprocal addcmul addcdiv lerp sum mean prod cumsum cumprod var var_mean std mm bmm addmm
+baddbmm addmv mv dot vdot addr convolution convolution_backward linear_backward exp exp2 expm1 log log2 log10 log1p
+sqrt rsqrt pow square sin cos tan asin acos atan atan2 sinh cosh tanh asinh acosh atanh sigmoid erf erfc erfinv
+lgamma digamma hypot logaddexp logaddexp2 logsumexp logcumsumexp norm linalg_vector_norm linalg_cross softplus silu
+gelu mish elu selu celu _softmax _log_softmax log_sigmoid_forward sigmoid_backward tanh_backward softplus_backward
+silu_backward gelu_backward mish_backward elu_backward log_sigmoid_backward _softmax_backward_data
+_log_softmax_backward_data mse_loss mse_loss_backward nll_loss_forward binary_cross_entropy huber_loss
+smooth_l1_loss native_layer_norm native_layer_norm_backward native_group_norm native_group_norm_backward
+native_batch_norm native_batch_norm_backward _fused_rms_norm _fused_rms_norm_backward index_add scatter_add
+scatter_reduce embedding_dense_backward avg_pool2d _euclidean_dist _cdist_forward _cdist_backward _foreach_add
+_foreach_sub _foreach_mul _foreach_div _foreach_addcmul _foreach_addcdiv _foreach_lerp _foreach_sqrt _foreach_pow
+_foreach_norm
+"""
+ROUNDED = frozenset(_ROUNDED.split())
+"""The operations that round: all but copies, comparisons, selections and the like."""
+
+
+class _RedrawnRoundings(TorchDispatchMode):
+    def __init__(self, seed: int, least: float) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seed, self.least = seed, least
+        self.generators: dict[str, torch.Generator] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if name in ROUNDED or name.removesuffix("_") in ROUNDED:
+            for _, tensor in make.tensors_in(args[0] if result is None else result):
+                self._redraw(tensor)
+        return result
+
+    def _redraw(self, tensor: torch.Tensor) -> None:
+        if not tensor.is_floating_point() or not tensor.numel() or 0 in tensor.stride():
+            return
+        device = str(tensor.device)
+        if device not in self.generators:
+            self.generators[device] = make.generator_for(self.seed, "roundings", device)
+        work = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+        noise = torch.rand(tensor.shape, generator=self.generators[device], device=tensor.device, dtype=work)
+        eps = max(self.least, torch.finfo(tensor.dtype).eps)
+        tensor.copy_(tensor * noise.sub_(0.5).mul_(2 * eps).add_(1.0))
+
+
+def redrawn_roundings(seed: int, least: float = 0.0) -> TorchDispatchMode:
+    """Every operation's result moves by up to one unit in the last place: another sample of its rounding errors.
+
+    `least` is the least relative size of that unit.
+    """
+    return _RedrawnRoundings(seed, least)
 
 
 def run_steps(

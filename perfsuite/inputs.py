@@ -44,6 +44,9 @@ UNBOUNDED_REGIMES = ("normal", "sorted", "repeated", "zeros", "mixed", "tiny", "
 BOUNDED_REGIMES = ("normal", "sorted", "repeated", "edges", "tiny")
 INTEGER_REGIMES = ("normal", "sorted", "repeated", "edges")
 
+# Products of two huge values, and sums of these, stay finite in any order of summation.
+HUGE_ROOM = 64
+
 # Above this many elements values are drawn on the target device: drawing 50 M on a CPU takes most of a second.
 DRAW_ON_DEVICE = 1 << 16
 
@@ -305,7 +308,7 @@ def _floats(
         case "tiny":
             real = real * math.sqrt(info.tiny)
         case "huge":
-            real = real * math.sqrt(info.max) / 4
+            real = real * math.sqrt(info.max) / HUGE_ROOM
         case "denormal":
             real = real * info.tiny / 8
         case "mixed":
@@ -401,21 +404,27 @@ def upcast(value: Any) -> Any:
     return map_tensors(value, lambda t: t.detach().double() if t.is_floating_point() else _clone_tensor(t))
 
 
-def jitter(pair: Pair, inputs: Mapping[str, Any], generator: torch.Generator, eps: float) -> dict[str, Any]:
-    """Inputs moved by a few units in the last place, within their domain: a draw just beside this one."""
+def jitter(pair: Pair, values: Mapping[str, Any], seed: int, name: str, eps: float) -> dict[str, Any]:
+    """Inputs moved by up to a unit in the last place, within their domain: a draw just beside this one."""
 
-    def moved(spec: Any, tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.is_floating_point() or tensor.numel() > DRAW_ON_DEVICE:
+    def moved(spec: Any, generator: torch.Generator, tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_floating_point():
             return _clone_tensor(tensor)
-        noise = torch.rand(tensor.shape, generator=generator, dtype=torch.float64).to(tensor.device)
-        values = (tensor.double() * (1 + 4 * eps * (2 * noise - 1))).to(tensor.dtype)
+        work = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+        noise = torch.rand(tensor.shape, generator=generator, device=generator.device, dtype=work).to(tensor.device)
+        near = (tensor.detach() * (noise.sub_(0.5).mul_(2 * eps).add_(1.0))).to(tensor.dtype)
         leaf = _tensor_spec(spec)
         if leaf is not None and isinstance(leaf.values, Floats) and (leaf.values.low, leaf.values.high) != (None, None):
-            values = values.clamp(leaf.values.low, leaf.values.high)
-        return values
+            near = near.clamp(leaf.values.low, leaf.values.high)
+        return near
 
     every = {**pair.inputs, **pair.step_inputs}
-    return {name: map_tensors(value, functools.partial(moved, every[name])) for name, value in inputs.items()}
+    result: dict[str, Any] = {}
+    for key, value in values.items():
+        large = next((t.device.type for _, t in tensors_in(value) if t.numel() > DRAW_ON_DEVICE), "cpu")
+        generator = generator_for(seed, f"jitter {name} {key}", large)
+        result[key] = map_tensors(value, functools.partial(moved, every[key], generator))
+    return result
 
 
 # --- one line that reproduces --------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ import hypothesis
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase
+from hypothesis.reporting import with_reporter
 
 from perfsuite import ahead, equivalence, execution, integrity
 from perfsuite import inputs as make
@@ -176,10 +177,10 @@ class ProofItem(pytest.Function):
             ) from None
         except (hypothesis.errors.HypothesisException, hypothesis.errors.UnsatisfiedAssumption):
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise _with_case(NotEquivalent(self._raised(error)), case) from None
 
-    def _raised(self, error: Exception) -> str:
+    def _raised(self, error: BaseException) -> str:
         frames = traceback.extract_tb(error.__traceback__)
         harness = Path(__file__).parent
         own = [f for f in frames if harness not in Path(f.filename).parents and "site-packages" not in f.filename]
@@ -192,7 +193,8 @@ class ProofItem(pytest.Function):
     def runtest(self) -> None:
         __tracebackhide__ = True
         line = self.config.option.perfsuite_case
-        with time_limit(self.pair.time_limit):
+        # Our line says how to reproduce a failure; Hypothesis would add its own, about a test that is not the user's.
+        with time_limit(self.pair.time_limit), with_reporter(lambda message: None):
             if line:
                 self._prove(make.parse_case(line, self.dtype))
             else:
@@ -224,8 +226,8 @@ class ProofItem(pytest.Function):
         node = shlex.quote(self.nodeid)
         return f"{message}\nreproduce: pytest {node} --perfsuite-case={shlex.quote(make.case_line(case))}"
 
-    def reportinfo(self) -> tuple[Path, int | None, str]:
-        return self.path, None, self.nodeid.partition("::")[2].replace("::", ".")
+    def reportinfo(self) -> tuple[Path, int, str]:
+        return self.path, 0, self.nodeid.partition("::")[2].replace("::", ".")
 
 
 class KernelsItem(pytest.Function):
@@ -249,8 +251,8 @@ class KernelsItem(pytest.Function):
             return f"{self.pair.name}: {excinfo.value}"
         return super().repr_failure(excinfo)
 
-    def reportinfo(self) -> tuple[Path, int | None, str]:
-        return self.path, None, self.nodeid.partition("::")[2].replace("::", ".")
+    def reportinfo(self) -> tuple[Path, int, str]:
+        return self.path, 0, self.nodeid.partition("::")[2].replace("::", ".")
 
 
 @contextmanager

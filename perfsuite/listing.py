@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
-from perfsuite import baseline
-from perfsuite.errors import PerfsuiteError
 from perfsuite.report import units
 from perfsuite.report.model import names
 
@@ -19,14 +18,11 @@ if TYPE_CHECKING:
 
 def show(control: Control) -> None:
     """Print the selected workloads, as a table or with `json` as JSON lines."""
-    try:
-        accepted = baseline.load(control.baseline_path).entries if control.baseline_path.exists() else {}
-    except PerfsuiteError as error:
-        control.problems.append(str(error))
-        accepted = {}
+    for problem in control.problems:
+        print(problem, file=sys.stderr)
     rows = []
     for id, item in control.items.items():
-        entry = accepted.get(id)
+        entry = control.entries.get(id)
         rows.append(
             {
                 "id": id,
@@ -61,7 +57,5 @@ def show(control: Control) -> None:
             units.seconds(seconds) if isinstance(seconds, float) else "",
         )
     Console(highlight=False).print(table)
-    for problem in control.problems:
-        print(problem)
     here = sum(bool(r["runs_here"]) for r in rows)
     print(f"{len(rows)} of {len(control.known)} workloads; {here} of them run here ({control.machine.device})")

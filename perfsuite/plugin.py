@@ -72,8 +72,12 @@ def _control(config: pytest.Config) -> Control:
     """The run's control, made when the first pair (or a gate) needs it."""
     if CONTROL not in config.stash:
         from perfsuite.control import Control
+        from perfsuite.errors import PerfsuiteError
 
-        config.stash[CONTROL] = Control(config)
+        try:
+            config.stash[CONTROL] = Control(config)
+        except PerfsuiteError as error:
+            raise pytest.UsageError(str(error)) from None
         config.pluginmanager.register(config.stash[CONTROL], "perfsuite-control")
     return config.stash[CONTROL]
 

@@ -68,10 +68,13 @@ def extract(revision: str, root: Path, into: Path) -> Path:
     """The revision's tree as files in a fresh folder below `into`; the repository is not changed."""
     full = resolve(revision, root)
     archive = _git("archive", "--format=tar", full, cwd=top_level(root))
-    into.mkdir(parents=True, exist_ok=True)
-    tree = Path(tempfile.mkdtemp(prefix=f"{full[:12]}-", dir=into))
-    with tarfile.open(fileobj=BytesIO(archive)) as tar:
-        tar.extractall(tree, filter="data")
+    try:
+        into.mkdir(parents=True, exist_ok=True)
+        tree = Path(tempfile.mkdtemp(prefix=f"{full[:12]}-", dir=into))
+        with tarfile.open(fileobj=BytesIO(archive)) as tar:
+            tar.extractall(tree, filter="data")
+    except (OSError, tarfile.TarError) as error:
+        raise RevisionError(f"revision {revision} cannot be unpacked into {into} ({error})") from None
     return tree
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from perfsuite import benchmarks
+from perfsuite.errors import PerfsuiteError
 from perfsuite.pair import Pair, Workload
 from perfsuite.records import PromiseRecord, to_json
 
@@ -63,9 +64,9 @@ class SpeedItem(pytest.Function):
             raise SpeedFailure(result.message)
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
-        if isinstance(excinfo.value, SpeedFailure):
+        if isinstance(excinfo.value, (SpeedFailure, PerfsuiteError)):
             return str(excinfo.value)
         return super().repr_failure(excinfo)
 
-    def reportinfo(self) -> tuple[Path, int | None, str]:
-        return self.path, None, self.nodeid.partition("::")[2].replace("::", ".")
+    def reportinfo(self) -> tuple[Path, int, str]:
+        return self.path, 0, self.nodeid.partition("::")[2].replace("::", ".")

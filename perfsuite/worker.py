@@ -70,7 +70,7 @@ def _measure(item: SpeedItem, journal: Journal, device: str, accepted: Side | No
         return Failure(status=Status.UNMEASURED, message=f"the {phase[0]} side runs out of device memory")
     except PerfsuiteError as error:
         return Failure(status=Status.UNMEASURED, message=str(error))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         lines = str(error).strip().splitlines() or [""]
         return Failure(
             status=Status.UNMEASURED, message=f"the {phase[0]} side raises {type(error).__name__}: {lines[0][:300]}"

@@ -13,18 +13,23 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from perfsuite.errors import PerfsuiteError
 from perfsuite.records import Measurement, Status, from_json, to_json
+
+if TYPE_CHECKING:
+    import pytest
 
 JOB = "PERFSUITE_JOB"
 POLL_S = 0.02
 START_LIMIT_S = 300.0
 """From a worker's start to its first item: importing torch and the test modules."""
+END_LIMIT_S = 30.0
+"""From a worker's last item to its end. What it measured is known by then; it is stopped without a word."""
 LOG_LINES = 3
 
 
@@ -66,7 +71,7 @@ class Workers:
 
     def run(
         self, ids: Sequence[str], *, accepted: Mapping[str, tuple[str, ...]] | None = None
-    ) -> Iterator[tuple[str, Outcome]]:
+    ) -> Generator[tuple[str, Outcome], None, None]:
         """One process through all of `ids`: (id, outcome) as each ends, in order."""
         self.started += 1
         process = self.started
@@ -84,7 +89,6 @@ class Workers:
         self, ids: list[str], accepted: Mapping[str, tuple[str, ...]], process: int, attempt: int
     ) -> Iterator[tuple[str, Outcome]]:
         """One worker until it ends or dies; at least one outcome, so that a broken start is no endless loop."""
-        self.folder.mkdir(parents=True, exist_ok=True)
         stem = self.folder / f"worker-{os.getpid()}-{process}-{attempt}"
         out, log, job_file = stem.with_suffix(".jsonl"), stem.with_suffix(".log"), stem.with_suffix(".json")
         job = Job(
@@ -93,9 +97,18 @@ class Workers:
             accepted={i: accepted[i] for i in ids if i in accepted},
             process=process,
         )
-        job_file.write_text(json.dumps(to_json(job)))
-        out.touch()
-        child = self._spawn(ids, job_file, log)
+        selection = stem.with_suffix(".args")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            job_file.write_text(json.dumps(to_json(job)))
+            selection.write_text("\n".join(ids))
+            out.touch()
+        except OSError as error:
+            raise PerfsuiteError(
+                f"{self.folder}: cannot be written ({error.strerror or error}); make the project's folder writable, "
+                "with space on it"
+            ) from None
+        child = self._spawn(selection, job_file, log)
         current, phase = ids[0], "start"
         position, produced = 0, 0
         deadline = time.monotonic() + START_LIMIT_S + self.limits.get(current, START_LIMIT_S)
@@ -120,7 +133,9 @@ class Workers:
                         produced += 1
                         yield event["id"], _outcome(event)
                         current, phase = ids[produced] if produced < len(ids) else "", "start"
-                if ended:
+                        if not current:
+                            deadline = time.monotonic() + END_LIMIT_S
+                if ended or (not current and time.monotonic() > deadline):
                     break
                 if time.monotonic() > deadline:
                     self._kill(child)
@@ -130,15 +145,13 @@ class Workers:
                 time.sleep(POLL_S)
         finally:
             self._kill(child)
+            if produced == len(ids):
+                for path in (out, log, job_file, selection):
+                    path.unlink(missing_ok=True)
         if produced < len(ids):
             yield ids[produced], _died(ids[produced], phase, self._epitaph(child.returncode, log))
-            return
-        for path in (out, log, job_file):
-            path.unlink(missing_ok=True)
 
-    def _spawn(self, ids: Sequence[str], job_file: Path, log: Path) -> subprocess.Popen[bytes]:
-        selection = job_file.with_suffix(".args")
-        selection.write_text("\n".join(ids))
+    def _spawn(self, selection: Path, job_file: Path, log: Path) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "pytest", *self.arguments, f"@{selection}"]
         environment = {**os.environ, JOB: str(job_file), "PYTHONUNBUFFERED": "1"}
         with log.open("wb") as sink:
@@ -203,6 +216,19 @@ class Journal:
     def _write(self, event: Mapping[str, Any]) -> None:
         self._stream.write(json.dumps(event) + "\n")
         self._stream.flush()
+
+
+def pytest_arguments(config: pytest.Config) -> list[str]:
+    """What makes another pytest process collect the same node ids as this one, whatever its addopts select."""
+    option = config.option
+    arguments = ["-q", "-m", "", "-p", "no:cacheprovider", f"--rootdir={config.rootpath}"]
+    arguments += [f"--import-mode={option.importmode}"]
+    if config.inipath is not None:
+        arguments += ["-c", str(config.inipath)]
+    for flag, values in (("-p", option.plugins), ("-o", option.override_ini), ("-W", option.pythonwarnings)):
+        for value in values or []:
+            arguments += [flag, value]
+    return [*arguments, "-o", "addopts="]
 
 
 def load_job() -> Job | None:

@@ -1,8 +1,8 @@
-"""Cosine distances of all pairs as one tiled kernel, and their mean without the matrix (polychromic, 003.3)."""
+"""Cosine distances of all pairs as one tiled kernel (polychromic, technique 003.3)."""
 
 import torch
 
-from optimized.kernels import ceil_div, jit, on_device_of, tl, use_triton
+from optimized.kernels import ceil_div, jit, launching, tl, use_triton
 
 MIN_NORM = 1e-12
 
@@ -60,27 +60,6 @@ def pairwise_cosine_triton(e: torch.Tensor) -> torch.Tensor:
     return _PairwiseCosine.apply(e)
 
 
-def mean_pairwise_cosine(e: torch.Tensor) -> torch.Tensor:
-    """The mean distance over all pairs i < j of rows of e [N, D], 0-d; NaN if there is no pair (N < 2).
-
-    Linear in N: the sum of all entries of the matrix of cosines is the squared length of the sum of the unit
-    rows, so that the mean is `1 - (|sum_i u_i|^2 - sum_i |u_i|^2) / (N (N - 1))`, where |u_i|^2 is 1 except for
-    rows below the least length.
-
-    Source: polychromic, technique 003.3.
-    """
-    n = e.shape[0]
-    if n < 2:
-        # Through e, so that there is a gradient: 0, as the mean of nothing has.
-        return e.sum() * 0 + float("nan")
-    unit = _normalised(e)
-    return 1 - (unit.sum(0).square().sum() - unit.square().sum()) / (n * (n - 1))
-
-
-def _normalised(e: torch.Tensor) -> torch.Tensor:
-    return e / torch.linalg.vector_norm(e, dim=-1, keepdim=True).clamp(min=MIN_NORM)
-
-
 def _choose(configs: tuple[tuple, ...], n: int) -> tuple[int, ...]:
     return next(config[1:] for config in configs if config[0] is None or n <= config[0])
 
@@ -97,7 +76,7 @@ class _PairwiseCosine(torch.autograd.Function):
         if n:
             block, depth, warps, stages = _choose(FORWARD_CONFIGS, n)
             tiles = ceil_div(n, block)
-            with on_device_of(e):
+            with launching(e):
                 _forward_kernel[(tiles, tiles)](
                     e, distances, inverse, n, width, BLOCK=block, DEPTH=depth, num_warps=warps, num_stages=stages
                 )
@@ -112,7 +91,7 @@ class _PairwiseCosine(torch.autograd.Function):
         if not e.numel():
             return d_e
         rows, columns, depth, warps, stages = _choose(BACKWARD_CONFIGS, n)
-        with on_device_of(e):
+        with launching(e):
             _backward_kernel[(ceil_div(n, rows), ceil_div(width, columns))](
                 e,
                 inverse,

@@ -2,20 +2,18 @@
 
 import torch
 
-from optimized.kernels import ceil_div, jit, on_device_of, tl, use_triton
+from optimized.kernels import ceil_div, jit, launching, tl, use_triton
 
 # A thread holds whole rows, its coordinates and the metric in registers: 64 entries are as many as fit well. Wider
 # forms are bound by arithmetic and belong to a matrix product.
 MAX_COORDINATES = 8
-# A row a thread. Two tiles of rows are loaded before the first is used: with what the registers leave resident, one
-# alone keeps too few bytes in flight to fill the memory bus.
-BLOCK = 128
-TILES = 2
-NUM_WARPS = 4
-# Programs walk over the rows, so that the metric is loaded once for many tiles: as many as an H200 (132
-# multiprocessors) holds at once, 5 forward and 4 backward on each, so that none waits for a second wave. The backward
-# keeps a running sum for each entry of the metric and writes one partial sum a program.
-FORWARD_PROGRAMS = 5 * 132
+# Chosen by a sweep at 2^22 rows of 8 on an H200, where a copy of as many bytes takes 45.0 us: (rows in a tile, tiles
+# loaded before the first is used, warps). Several rows a thread keep enough bytes in flight to fill the memory bus.
+FULL_FORWARD = (512, 2, 4)  # 45.5 us; 52.4 with (128, 2, 4) and programs that walk over the rows
+DIAGONAL_FORWARD = (256, 1, 8)  # 44.5 us
+# The backward keeps a running sum for each entry of the metric and writes one partial sum a program: as many programs
+# as an H200 (132 multiprocessors) holds at once, which walk over the rows.
+BACKWARD = (128, 2, 4)
 BACKWARD_PROGRAMS = 4 * 132
 
 
@@ -88,8 +86,9 @@ class _LiorAndSpeed(torch.autograd.Function):
         ctx.save_for_backward(velocity, curvature, form)
         ctx.eps = eps
         if rows:
-            with on_device_of(velocity):
-                _forward_kernel[(min(ceil_div(rows, BLOCK * TILES), FORWARD_PROGRAMS),)](
+            block, tiles, warps = DIAGONAL_FORWARD if form.dim() == 1 else FULL_FORWARD
+            with launching(velocity):
+                _forward_kernel[(ceil_div(rows, block * tiles),)](
                     velocity,
                     curvature,
                     form,
@@ -99,10 +98,10 @@ class _LiorAndSpeed(torch.autograd.Function):
                     curvature.stride(0),
                     eps,
                     N=n,
-                    BLOCK=BLOCK,
-                    TILES=TILES,
+                    BLOCK=block,
+                    TILES=tiles,
                     DIAGONAL=form.dim() == 1,
-                    num_warps=NUM_WARPS,
+                    num_warps=warps,
                 )
         return lior, speed
 
@@ -116,10 +115,11 @@ class _LiorAndSpeed(torch.autograd.Function):
         d_curvature = torch.empty(rows, dtype=velocity.dtype, device=velocity.device)
         if not rows:
             return d_velocity, d_curvature, torch.zeros_like(form), None
-        programs = min(ceil_div(rows, BLOCK * TILES), BACKWARD_PROGRAMS)
+        block, tiles, warps = BACKWARD
+        programs = min(ceil_div(rows, block * tiles), BACKWARD_PROGRAMS)
         form_needed = ctx.needs_input_grad[2]
         partial = torch.empty((programs, *form.shape) if form_needed else 1, dtype=torch.float32, device=form.device)
-        with on_device_of(velocity):
+        with launching(velocity):
             _backward_kernel[(programs,)](
                 velocity,
                 curvature,
@@ -136,11 +136,11 @@ class _LiorAndSpeed(torch.autograd.Function):
                 ctx.eps,
                 N=n,
                 LOG2_CELLS=(n if diagonal else n * n).bit_length() if n > 1 else 1,
-                BLOCK=BLOCK,
-                TILES=TILES,
+                BLOCK=block,
+                TILES=tiles,
                 DIAGONAL=diagonal,
                 FORM_NEEDED=form_needed,
-                num_warps=NUM_WARPS,
+                num_warps=warps,
             )
         # Summed in a fixed order, with no atomics: the gradient is the same at every run.
         return d_velocity, d_curvature, partial.sum(0) if form_needed else None, None
@@ -158,7 +158,7 @@ def _load_rows(velocity_ptr, row, rows, N: tl.constexpr, BLOCK: tl.constexpr):
         even, odd = tl.split(tl.reshape(quad, (BLOCK, 2, 2)))
         v0, v2 = tl.split(even)
         v1, v3 = tl.split(odd)
-        v = v + (v0, v1, v2, v3)
+        v += (v0, v1, v2, v3)
     return v
 
 
@@ -179,32 +179,31 @@ def _forward_kernel(
 ):
     g = ()
     for cell in tl.static_range(N if DIAGONAL else N * N):
-        g = g + (tl.load(form_ptr + cell).to(tl.float32),)
-    for start in range(tl.program_id(0) * (BLOCK * TILES), rows, tl.num_programs(0) * (BLOCK * TILES)):
-        first = (start + tl.arange(0, BLOCK)).to(tl.int64)
-        vs = ()
-        curvatures = ()
-        for tile in tl.static_range(TILES):
-            row = first + tile * BLOCK
-            vs = vs + (_load_rows(velocity_ptr, row, rows, N, BLOCK),)
-            curvature = tl.load(curvature_ptr + row * stride_curvature, mask=row < rows, other=0.0)
-            curvatures = curvatures + (curvature.to(tl.float32),)
-        for tile in tl.static_range(TILES):
-            row = first + tile * BLOCK
-            v = vs[tile]
-            q = tl.zeros((BLOCK,), dtype=tl.float32)
-            for j in tl.static_range(N):
-                if DIAGONAL:
-                    along = v[j] * g[j]
-                else:
-                    along = v[0] * g[j]
-                    for i in tl.static_range(1, N):
-                        along += v[i] * g[i * N + j]
-                q += along * v[j]
-            # Not tl.maximum: NaN must stay.
-            speed = tl.sqrt_rn(tl.where(q < 0, 0.0, q) + eps)
-            tl.store(lior_ptr + row, curvatures[tile] * speed, mask=row < rows)
-            tl.store(speed_ptr + row, speed, mask=row < rows)
+        g += (tl.load(form_ptr + cell).to(tl.float32),)
+    first = tl.program_id(0).to(tl.int64) * (BLOCK * TILES) + tl.arange(0, BLOCK)
+    vs = ()
+    curvatures = ()
+    for tile in tl.static_range(TILES):
+        row = first + tile * BLOCK
+        vs += (_load_rows(velocity_ptr, row, rows, N, BLOCK),)
+        curvature = tl.load(curvature_ptr + row * stride_curvature, mask=row < rows, other=0.0)
+        curvatures += (curvature.to(tl.float32),)
+    for tile in tl.static_range(TILES):
+        row = first + tile * BLOCK
+        v = vs[tile]
+        q = tl.zeros((BLOCK,), dtype=tl.float32)
+        for j in tl.static_range(N):
+            if DIAGONAL:
+                along = v[j] * g[j]
+            else:
+                along = v[0] * g[j]
+                for i in tl.static_range(1, N):
+                    along += v[i] * g[i * N + j]
+            q += along * v[j]
+        # Not tl.maximum: NaN must stay.
+        speed = tl.sqrt_rn(tl.where(q < 0, 0.0, q) + eps)
+        tl.store(lior_ptr + row, curvatures[tile] * speed, mask=row < rows)
+        tl.store(speed_ptr + row, speed, mask=row < rows)
 
 
 @jit
@@ -237,16 +236,16 @@ def _backward_kernel(
     d_g = ()
     for i in tl.static_range(N):
         if DIAGONAL:
-            g = g + (tl.load(form_ptr + i).to(tl.float32) * 2.0,)
-            d_g = d_g + (zero,)
+            g += (tl.load(form_ptr + i).to(tl.float32) * 2.0,)
+            d_g += (zero,)
         else:
             for j in tl.static_range(N):
                 if i <= j:
                     upper = tl.load(form_ptr + i * N + j).to(tl.float32)
-                    g = g + (upper + tl.load(form_ptr + j * N + i).to(tl.float32),)
-                    d_g = d_g + (zero,)
+                    g += (upper + tl.load(form_ptr + j * N + i).to(tl.float32),)
+                    d_g += (zero,)
                 else:
-                    g = g + (g[j * N + i],)
+                    g += (g[j * N + i],)
     four = tl.arange(0, 4)
     for start in range(tl.program_id(0) * (BLOCK * TILES), rows, tl.num_programs(0) * (BLOCK * TILES)):
         first = (start + tl.arange(0, BLOCK)).to(tl.int64)
@@ -255,16 +254,16 @@ def _backward_kernel(
         for tile in tl.static_range(TILES):
             row = first + tile * BLOCK
             mask = row < rows
-            vs = vs + (_load_rows(velocity_ptr, row, rows, N, BLOCK),)
+            vs += (_load_rows(velocity_ptr, row, rows, N, BLOCK),)
             curvature = tl.load(curvature_ptr + row * stride_curvature, mask=mask, other=0.0).to(tl.float32)
             d_lior = tl.load(d_lior_ptr + row * stride_d_lior, mask=mask, other=0.0).to(tl.float32)
             d_speed = tl.load(d_speed_ptr + row * stride_d_speed, mask=mask, other=0.0).to(tl.float32)
-            scalars = scalars + ((curvature, d_lior, d_speed),)
+            scalars += ((curvature, d_lior, d_speed),)
         for tile in tl.static_range(TILES):
             row = first + tile * BLOCK
             v = vs[tile]
             curvature, d_lior, d_speed = scalars[tile]
-            twice_q = zero
+            q = zero
             slope = ()
             for j in tl.static_range(N):
                 if DIAGONAL:
@@ -273,9 +272,9 @@ def _backward_kernel(
                     s = v[0] * g[j]
                     for i in tl.static_range(1, N):
                         s += v[i] * g[i * N + j]
-                twice_q += s * v[j]
-                slope = slope + (s,)
-            q = 0.5 * twice_q
+                # Halved before it is added: twice the form may overflow where the form does not.
+                q += (0.5 * s) * v[j]
+                slope += (s,)
             speed = tl.sqrt_rn(tl.where(q < 0, 0.0, q) + eps)
             # Where q is negative the clamp lets nothing through; at 0 it does, as torch.clamp(min=0).
             d_q = tl.where(q >= 0, tl.div_rn(d_speed + d_lior * curvature, 2.0 * speed), 0.0)
@@ -284,9 +283,9 @@ def _backward_kernel(
                 quad = ()
                 for c in tl.static_range(4):
                     if chunk * 4 + c < N:
-                        quad = quad + (d_q * slope[chunk * 4 + c],)
+                        quad += (d_q * slope[chunk * 4 + c],)
                     else:
-                        quad = quad + (zero,)
+                        quad += (zero,)
                 column = chunk * 4 + four
                 inside = (row < rows)[:, None] & (column < N)[None, :]
                 d_v = tl.reshape(tl.join(tl.join(quad[0], quad[2]), tl.join(quad[1], quad[3])), (BLOCK, 4))
@@ -296,29 +295,29 @@ def _backward_kernel(
                 for i in tl.static_range(N):
                     weighted = d_q * v[i]
                     if DIAGONAL:
-                        new = new + (d_g[i] + weighted * v[i],)
+                        new += (d_g[i] + weighted * v[i],)
                     else:
                         for j in tl.static_range(i, N):
-                            new = new + (d_g[i * N - i * (i - 1) // 2 + j - i] + weighted * v[j],)
+                            new += (d_g[i * N - i * (i - 1) // 2 + j - i] + weighted * v[j],)
                 d_g = new
     if FORM_NEEDED:
         # All entries side by side, so that one reduction over the threads serves them.
         cells = ()
         for i in tl.static_range(N):
             if DIAGONAL:
-                cells = cells + (d_g[i],)
+                cells += (d_g[i],)
             else:
                 for j in tl.static_range(N):
                     if i <= j:
-                        cells = cells + (d_g[i * N - i * (i - 1) // 2 + j - i],)
+                        cells += (d_g[i * N - i * (i - 1) // 2 + j - i],)
                     else:
-                        cells = cells + (d_g[j * N - j * (j - 1) // 2 + i - j],)
+                        cells += (d_g[j * N - j * (j - 1) // 2 + i - j],)
         for _ in tl.static_range(CELLS, PADDED):
-            cells = cells + (zero,)
+            cells += (zero,)
         for level in tl.static_range(LOG2_CELLS):
             joined = ()
             for cell in tl.static_range(PADDED >> (level + 1)):
-                joined = joined + (tl.join(cells[cell], cells[cell + (PADDED >> (level + 1))]),)
+                joined += (tl.join(cells[cell], cells[cell + (PADDED >> (level + 1))]),)
             cells = joined
         total = tl.sum(tl.reshape(cells[0], (BLOCK, PADDED)), axis=0)
         cell = tl.arange(0, PADDED)

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from optimized.kernels import ceil_div, jit, on_device_of, tl, use_triton
+from optimized.kernels import ceil_div, jit, launching, tl, use_triton
 
 MIN_LENGTH = 1e-6
 
@@ -75,7 +75,8 @@ def rotor_update_vectorised(
     turns = torch.floor((theta + math.pi) / (2 * math.pi))
     wrapped = theta - 2 * math.pi * turns
     wrapped = torch.where(wrapped >= math.pi, -math.pi, wrapped)
-    return theta.copy_(torch.where(wrapped < -math.pi, -math.pi, wrapped))
+    theta.copy_(torch.where(wrapped < -math.pi, -math.pi, wrapped))
+    return theta
 
 
 def rotor_update_triton(
@@ -90,7 +91,7 @@ def rotor_update_triton(
     if slots == 0:
         return theta
     config = SMALL if slots <= SMALL["BLOCK_SLOTS"] and index.shape[0] <= SMALL["BLOCK_PAIRS"] else LARGE
-    with on_device_of(theta):
+    with launching(theta):
         _rotor_update_kernel[(ceil_div(slots, config["BLOCK_SLOTS"]),)](
             theta,
             velocity,

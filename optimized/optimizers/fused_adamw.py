@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from optimized.kernels import ceil_div, jit, on_device_of, tl, use_triton
+from optimized.kernels import ceil_div, jit, launching, tl, use_triton
 
 # 8 values a thread: with four arrays, eight 16-byte loads in flight, and registers for a fully occupied
 # multiprocessor.
@@ -129,7 +129,7 @@ class _TritonAdamW:
         self._send([t.data_ptr() for tensors in (updated, dense) for t in tensors])
         beta1, beta2 = self.betas
         self.powers.mul_(self.factors)
-        with on_device_of(self.powers):
+        with launching(self.powers):
             _adamw_kernel[(self.owner.shape[0],)](
                 self.addresses,
                 self.moments,

@@ -15,12 +15,3 @@ def pairwise_cosine(e: torch.Tensor) -> torch.Tensor:
     """
     unit = e / torch.linalg.vector_norm(e, dim=-1, keepdim=True).clamp(min=MIN_NORM)
     return 1 - (unit[:, None, :] * unit[None, :, :]).sum(-1)
-
-
-def mean_pairwise_cosine(e: torch.Tensor) -> torch.Tensor:
-    """The mean distance over all pairs i < j of rows of e [N, D], 0-d; NaN if there is no pair (N < 2).
-
-    Source: polychromic, technique 003.3.
-    """
-    i, j = torch.triu_indices(e.shape[0], e.shape[0], offset=1, device=e.device)
-    return pairwise_cosine(e)[i, j].mean()

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from scratch import SMALL, Failure, Project, fails, lines_with, times
+from scratch import Failure, Project, fails, lines_with, times
 
 from perfsuite.records import Status
 
@@ -74,7 +74,7 @@ def test_unchanged_code_is_green(accepted: Project) -> None:
     assert [ids for ids, _ in accepted.workers.calls] == [(THIRD, LITTLE, LARGE)] * 3
 
 
-@pytest.mark.parametrize("arguments", [["-k", "no such thing"], ["tests/test_empty.py"]])
+@pytest.mark.parametrize("arguments", [["-k", "nothing_of_the_name"], ["tests/test_empty.py"]])
 def test_no_item_is_red(accepted: Project, arguments: list[str]) -> None:
     accepted.write("tests/test_empty.py", "def test_nothing(): pass")
     red(accepted.gate(*arguments), "nothing was measured", "perfsuite list")
@@ -323,11 +323,10 @@ def test_timed_items_in_an_xdist_worker_are_red(accepted: Project) -> None:
     assert not accepted.workers.calls
 
 
-def test_proofs_may_run_beside_each_other(project: Project) -> None:
-    project.write("beside.py", XDIST)
-    project.pytester.syspathinsert()
+def test_proofs_in_an_xdist_worker_run(project: Project) -> None:
     project.write("test_scale.py", SCALE)
-    green(project.run("-p", "beside", "-n", "2", "-m", "correctness"))
+    project.write("conftest.py", "def pytest_configure(config):\n    config.workerinput = {'workerid': 'gw0'}")
+    project.run("-m", "correctness").assert_outcomes(passed=3)
 
 
 def test_a_path_that_the_option_swallows_is_red(accepted: Project) -> None:
@@ -346,11 +345,8 @@ def test_the_gate_applies_however_the_items_are_chosen(accepted: Project, argume
     red(accepted.run(*arguments, "--benchmark-compare"), "REGRESSED", LITTLE)
 
 
-def test_proofs_alone_are_no_gate(accepted: Project) -> None:
-    """`--benchmark-compare` in a project's addopts: the proofs run as ever."""
-    result = accepted.run("-m", "correctness", "--benchmark-compare")
-    green(result)
-    assert "nothing was measured" not in result.stdout.str()
+def test_a_gate_on_proofs_alone_is_red(accepted: Project) -> None:
+    red(accepted.run("-m", "correctness", "-k", "integrity", "--benchmark-compare"), "nothing was measured")
 
 
 def test_the_gate_says_when_it_could_not_load_the_accepted_revision(project: Project) -> None:
@@ -371,13 +367,12 @@ def test_a_baseline_in_another_folder(accepted: Project) -> None:
     green(accepted.gate("--perfsuite-baselines=elsewhere"))
 
 
-def test_run_from_a_folder_below(accepted: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_from_a_folder_below_the_baseline_is_the_projects(accepted: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     accepted.write("pytest.ini", "[pytest]")
-    (accepted.path / "tests/test_other.py").unlink()
     monkeypatch.chdir(accepted.path / "tests")
+    green(accepted.gate())
+    (accepted.path / "tests/test_other.py").unlink()
     red(accepted.gate(), THIRD, "not collected")
-    monkeypatch.chdir(accepted.path)
-    assert SMALL in LITTLE
 
 
 def _flat(text: str) -> str:

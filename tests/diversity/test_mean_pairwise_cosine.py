@@ -1,0 +1,63 @@
+import pytest
+import torch
+
+from optimized.diversity.mean_pairwise_cosine import mean_pairwise_cosine as optimized
+from perfsuite import Cost, Pair, Workload, compiled, sampled, side, size, tensor
+from reference.diversity.mean_pairwise_cosine import mean_pairwise_cosine as reference
+
+
+def embeddings(generator, shape, dtype):
+    """Rows of any common length, the first two at right angles, so that the mean is of the order of 1."""
+    rows = torch.randn(shape, generator=generator, dtype=torch.float32).to(torch.float64)
+    if shape[0] > 1 and shape[1] > 1:
+        first, second = rows[0], rows[1]
+        rows[1] = second - first * (first @ second) / (first @ first)
+    return rows * 10.0 ** float(torch.randint(-6, 7, (), generator=generator))
+
+
+def traffic(N, D, direction):
+    return 4 * N * D * {"forward": 1, "backward": 2, "both": 3}[direction]
+
+
+mean_pairwise_cosine = Pair(
+    reference=reference,
+    optimized=optimized,
+    inputs={
+        "e": tensor("N", "D", values=sampled(embeddings), layouts=("contiguous", "transposed", "strided", "offset"))
+    },
+    sizes={"N": size(0, 70), "D": size(2, 390)},
+    rivals={
+        "compile": compiled(side(reference, devices=("cuda",))),
+        "compile_linear": compiled(side(optimized, devices=("cuda",))),
+    },
+    workloads=[
+        Workload("n10", N=10, D=384, device="cuda", host_syncs=0),
+        Workload("n1024", N=1024, D=384, device="cuda", speedup=20.0, peak_bytes=8 * 2**20),
+        Workload("n1024_both", N=1024, D=384, direction="both", device="cuda", speedup=20.0),
+        Workload("cpu", N=64, D=384, clock="wall", direction="both", device="cpu", speedup=2.0),
+    ],
+    cost=Cost(bytes=traffic),
+)
+
+
+@pytest.mark.parametrize("call", [reference, optimized])
+def test_known_values(call):
+    assert call(torch.tensor([[3.0, 0.0], [0.0, 2.0]])).item() == pytest.approx(1.0)
+    assert call(torch.tensor([[3.0, 0.0], [0.0, 2.0], [-1.0, 0.0]])).item() == pytest.approx(4 / 3)
+    assert call(torch.ones(5, 3)).item() == pytest.approx(0.0, abs=1e-6)
+
+
+@pytest.mark.parametrize("call", [reference, optimized])
+def test_zero_rows_are_at_distance_one(call):
+    e = torch.tensor([[0.0, 0.0], [0.0, 0.0], [1.0, 0.0], [5.0, 0.0]])
+    assert call(e).item() == pytest.approx(5 / 6)
+
+
+@pytest.mark.parametrize("call", [reference, optimized])
+@pytest.mark.parametrize("n", [0, 1])
+def test_no_pair_has_no_mean(call, n):
+    e = torch.ones(n, 3, requires_grad=True)
+    mean = call(e)
+    assert mean.isnan()
+    mean.backward()
+    assert e.grad.tolist() == [[0.0, 0.0, 0.0]] * n

@@ -1,0 +1,125 @@
+import math
+
+import pytest
+import torch
+
+from optimized.geometry.lior_and_speed import (
+    lior_and_speed as optimized,
+)
+from optimized.geometry.lior_and_speed import (
+    lior_and_speed_triton,
+    lior_and_speed_vectorised,
+)
+from optimized.kernels import triton_reason
+from perfsuite import Cost, Pair, Workload, compiled, constant, floats, sampled, side, size, tensor
+from reference.geometry.lior_and_speed import lior_and_speed as reference
+
+
+def metric(generator, shape, dtype):
+    """A metric with a direction in which it is neither flat nor near it: definite, of either sign."""
+    n = shape[0]
+    factor = torch.randn(shape, generator=generator, dtype=torch.float64)
+    sign = 1 if torch.rand((), generator=generator) < 0.8 else -1
+    return sign * (factor @ factor.t() / max(n, 1) + 0.1 * torch.eye(n))
+
+
+def traffic(form):
+    """Bytes of one call, each input read and each output written once; `form` is the metric's size in values."""
+
+    def count(B, n, direction):
+        forward = 4 * (B * n + 3 * B + form(n))
+        backward = 4 * (2 * B * n + 4 * B + 2 * form(n))
+        return {"forward": forward, "backward": backward, "both": forward + backward}[direction]
+
+    return count
+
+
+WORKLOADS = [
+    Workload("batch64", B=64, n=8, device="cuda", speedup=4.0, host_syncs=0, launches=1),
+    Workload("rows4m", B=2**22, n=8, device="cuda", speedup=5.0),
+    Workload("rows1m_both", B=2**20, n=8, direction="both", device="cuda", speedup=4.0),
+    Workload("rows1m_backward", B=2**20, n=8, direction="backward", device="cuda", speedup=3.0),
+    Workload("cpu", B=4096, n=8, clock="wall", direction="both", device="cpu"),
+]
+VECTORISED = side(lior_and_speed_vectorised, devices=("cuda",))
+
+lior_and_speed = Pair(
+    reference=reference,
+    optimized=optimized,
+    inputs={
+        "velocity": tensor("B", "n"),
+        "curvature": tensor("B", values=floats(0, 4)),
+        # An expanded metric has one row repeated: not a metric.
+        "metric": tensor("n", "n", values=sampled(metric), layouts=("contiguous", "transposed", "strided", "offset")),
+    },
+    sizes={"n": size(0, 12)},
+    rivals={"compile": compiled(side(reference, devices=("cuda",))), "compile_once": compiled(VECTORISED)},
+    variants={"triton": side(lior_and_speed_triton, available=triton_reason)},
+    workloads=WORKLOADS,
+    cost=Cost(bytes=traffic(lambda n: n * n)),
+)
+
+lior_and_speed_diagonal = Pair(
+    reference=reference,
+    optimized=optimized,
+    inputs={
+        "velocity": tensor("B", "n"),
+        "curvature": tensor("B", values=floats(0, 4)),
+        "metric": constant(None),
+        "metric_diag": tensor("n", values=floats(0.01, 100)),  # the range the metric update clamps it to
+    },
+    sizes={"n": size(0, 12)},
+    rivals={"compile": compiled(side(reference, devices=("cuda",))), "compile_once": compiled(VECTORISED)},
+    variants={"triton": side(lior_and_speed_triton, available=triton_reason)},
+    workloads=WORKLOADS,
+    cost=Cost(bytes=traffic(lambda n: n)),
+)
+
+SIDES = [reference, optimized, lior_and_speed_vectorised]
+if triton_reason() is None and not torch.cuda.is_available():
+    SIDES.append(lior_and_speed_triton)
+
+
+@pytest.mark.parametrize("call", SIDES)
+def test_known_values(call):
+    velocity = torch.tensor([[3.0, 4.0], [0.0, 0.0], [1.0, 1.0]])
+    curvature = torch.tensor([2.0, 3.0, 0.5])
+    lior, speed = call(velocity, curvature, torch.eye(2))
+    assert speed.tolist() == pytest.approx([5.0, 1e-4, math.sqrt(2)])
+    assert lior.tolist() == pytest.approx([10.0, 3e-4, math.sqrt(2) / 2])
+    lior, speed = call(velocity, curvature, None, torch.tensor([1.0, 4.0]))
+    assert speed.tolist() == pytest.approx([math.sqrt(73), 1e-4, math.sqrt(5)])
+    lior, speed = call(velocity, curvature, torch.tensor([[0.0, 1.0], [0.0, 0.0]]), eps=0.25)
+    assert speed.tolist() == pytest.approx([3.5, 0.5, math.sqrt(1.25)])
+
+
+@pytest.mark.parametrize("call", SIDES)
+def test_clamp_passes_the_gradient_at_zero_but_not_below(call):
+    velocity = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 0.0]], requires_grad=True)
+    form = torch.tensor([[1.0, 1.0], [0.0, -1.0]], requires_grad=True)
+    _, speed = call(velocity, torch.ones(3), form)
+    speed.sum().backward()
+    assert velocity.grad.tolist() == [pytest.approx([1.0, 0.5]), [0.0, 0.0], [0.0, 0.0]]
+    # The second row's form is negative: nothing of it reaches the metric.
+    assert form.grad.tolist() == [pytest.approx([0.5, 0.0]), [0.0, 0.0]]
+
+
+@pytest.mark.parametrize("call", [optimized, lior_and_speed_vectorised, lior_and_speed_triton])
+def test_one_metric_a_row(call):
+    generator = torch.Generator().manual_seed(0)
+    velocity = torch.randn(5, 3, generator=generator)
+    factor = torch.randn(5, 3, 3, generator=generator)
+    forms = factor @ factor.mT
+    for got, expected in zip(
+        call(velocity, torch.ones(5), forms), reference(velocity, torch.ones(5), forms), strict=True
+    ):
+        torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("call", SIDES)
+def test_not_finite_rows_stay_apart(call):
+    velocity = torch.tensor([[math.nan, 1.0], [1.0, 2.0], [math.inf, 1.0]])
+    _, speed = call(velocity, torch.ones(3), None, torch.tensor([1.0, 1.0]))
+    assert math.isnan(speed[0])
+    assert speed[1].item() == pytest.approx(math.sqrt(5))
+    assert speed[2].item() == math.inf

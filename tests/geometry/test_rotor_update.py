@@ -1,0 +1,108 @@
+import math
+
+import pytest
+import torch
+
+from optimized.geometry.rotor_update import rotor_update as optimized
+from optimized.geometry.rotor_update import rotor_update_triton, rotor_update_vectorised
+from optimized.kernels import triton_reason
+from perfsuite import Cost, Pair, Workload, compiled, floats, integers, side, tensor
+from reference.geometry.rotor_update import rotor_update as reference
+
+rotor_update = Pair(
+    reference=reference,
+    optimized=optimized,
+    inputs={
+        "theta": tensor("k", values=floats(-4, 4), period=2 * math.pi),
+        "velocity": tensor("n"),
+        "index": tensor("P", 3, dtype="int64", values=integers(0, ["n", "n", "k"], outside=True)),
+        "loss_delta": tensor(),
+    },
+    mutates={"theta"},
+    gradients=False,
+    rivals={"compile": compiled(side(rotor_update_vectorised, devices=("cuda",)))},
+    variants={
+        "triton": side(rotor_update_triton, available=triton_reason),
+        "vectorised": rotor_update_vectorised,
+    },
+    workloads=[
+        Workload("window64", k=6, n=8, P=8, clock="wall", device="cuda", speedup=20.0, host_syncs=0, launches=1),
+        Workload("layers", k=256, n=8, P=512, clock="wall", device="cuda", speedup=100.0, host_syncs=0, launches=1),
+        Workload("cpu", k=6, n=8, P=8, clock="wall", device="cpu"),
+    ],
+    cost=Cost(bytes=lambda k, n, P: 8 * k + 4 * n + 24 * P),
+)
+
+SIDES = [reference, optimized, rotor_update_vectorised]
+if triton_reason() is None and not torch.cuda.is_available():
+    SIDES.append(rotor_update_triton)
+
+
+def update(call, theta, velocity, index, loss_delta=-1.0):
+    """The angles after one update with eta = 10, so that a pair turns by 0.1 * (-loss_delta) * angle * length."""
+    theta = torch.tensor(theta)
+    index = torch.tensor(index, dtype=torch.int64).reshape(-1, 3)
+    returned = call(theta, torch.tensor(velocity), index, torch.tensor(loss_delta))
+    assert returned is theta
+    return theta.tolist()
+
+
+@pytest.mark.parametrize("call", SIDES)
+def test_known_values(call):
+    turned = update(call, [0.0, 1.0], [0.0, 2.0], [[0, 1, 0], [1, 0, 1]])
+    assert turned == pytest.approx([0.1 * math.pi / 2 * 2, 1.0], abs=1e-6)
+
+
+@pytest.mark.parametrize("call", SIDES)
+def test_repeated_slots_accumulate(call):
+    turned = update(call, [0.5], [0.0, 1.0], [[0, 1, 0]] * 3)
+    assert turned == pytest.approx([0.5 + 3 * 0.1 * math.pi / 2], abs=1e-6)
+
+
+@pytest.mark.parametrize("call", SIDES)
+@pytest.mark.parametrize(
+    ("velocity", "row"),
+    [
+        ([0.0, 9e-7], [0, 1, 0]),
+        ([math.nan, 1.0], [0, 1, 0]),
+        ([1.0, math.inf], [0, 1, 0]),
+        ([0.0, 1.0], [0, 2, 0]),
+        ([0.0, 1.0], [-1, 1, 0]),
+        ([0.0, 1.0], [0, 1, 1]),
+        ([0.0, 1.0], [0, 1, -(2**40)]),
+    ],
+)
+def test_skipped_rows_leave_the_angle(call, velocity, row):
+    assert update(call, [0.25], velocity, [row]) == [0.25]
+
+
+@pytest.mark.parametrize("call", SIDES)
+def test_not_finite_loss_changes_nothing(call):
+    assert update(call, [0.25], [0.0, 1.0], [[0, 1, 0]], math.nan) == [0.25]
+
+
+@pytest.mark.parametrize("call", SIDES)
+def test_wraps_to_the_half_open_circle(call):
+    pi = float(torch.tensor(math.pi))
+    wrapped = update(call, [pi, -pi, 4.0, -4.0, 3.0], [1.0], [])
+    assert all(-pi <= angle < pi for angle in wrapped)
+    assert wrapped == pytest.approx([-pi, -pi, 4 - 2 * math.pi, 2 * math.pi - 4, 3.0], abs=1e-6)
+    assert wrapped[4] == 3.0
+
+
+@pytest.mark.parametrize("call", SIDES)
+def test_the_sign_of_zero_is_an_angle(call):
+    assert update(call, [0.0], [-1.0, -0.0], [[0, 1, 0]]) == pytest.approx([-0.1 * math.pi], abs=1e-6)
+    assert update(call, [0.0], [-1.0, 0.0], [[0, 1, 0]]) == pytest.approx([0.1 * math.pi], abs=1e-6)
+
+
+def test_linear_path_serves_many_slots_and_pairs():
+    generator = torch.Generator().manual_seed(0)
+    slots, pairs = 5000, 4000
+    theta = torch.rand(slots, generator=generator, dtype=torch.float64)
+    velocity = torch.randn(64, generator=generator, dtype=torch.float64)
+    bounds = torch.tensor([64, 64, slots])
+    index = (torch.rand(pairs, 3, generator=generator, dtype=torch.float64) * bounds).long()
+    loss_delta = torch.tensor(0.3, dtype=torch.float64)
+    turned = optimized(theta.clone(), velocity, index, loss_delta)
+    torch.testing.assert_close(turned, reference(theta.clone(), velocity, index, loss_delta))

@@ -1,0 +1,154 @@
+import pytest
+import torch
+
+from optimized.kernels import triton_reason
+from optimized.optimizers.fused_adamw import adamw as optimized
+from optimized.optimizers.fused_adamw import adamw_torch, adamw_triton
+from perfsuite import Cost, Pair, Workload, compiled, floats, listof, side, size, stateful, tensor
+from reference.optimizers.fused_adamw import adamw as reference
+
+
+def adamw_foreach(params):
+    """What PyTorch itself picks for CUDA tensors."""
+    # With capturable the step count lives on the device, so that a compiled step need not be compiled again.
+    capturable = bool(params) and params[0].is_cuda
+    optimizer = torch.optim.AdamW(params, foreach=True, capturable=capturable)
+
+    def step(grads):
+        for p, grad in zip(params, grads, strict=True):
+            p.grad = grad
+        optimizer.step()
+
+    return step
+
+
+RIVALS = {
+    "fused": stateful(adamw_torch),
+    "foreach": stateful(adamw_foreach),
+    "compile": compiled(stateful(side(adamw_foreach, devices=("cuda",)))),
+}
+VARIANTS = {"triton": stateful(side(adamw_triton, available=triton_reason)), "torch": stateful(adamw_torch)}
+# p, g, m and v read, p, m and v written.
+BYTES_PER_PARAMETER = 28
+
+fused_adamw = Pair(
+    reference=stateful(reference),
+    optimized=stateful(optimized),
+    inputs={"params": listof("count", tensor("rows", "columns", values=floats(-4, 4)))},
+    step_inputs={"grads": listof("count", tensor("rows", "columns"))},
+    mutates={"params"},
+    sizes={"count": size(0, 3), "rows": size(0, 49), "columns": size(0, 49)},
+    rivals=RIVALS,
+    variants=VARIANTS,
+    workloads=[
+        Workload("matrices200", count=200, rows=512, columns=512, device="cuda", speedup=5.0, host_syncs=0),
+        Workload("cpu", count=8, rows=64, columns=64, clock="wall", device="cpu"),
+    ],
+    cost=Cost(bytes=lambda count, rows, columns: BYTES_PER_PARAMETER * count * rows * columns),
+)
+
+
+def cnn(values=None):
+    """The 12 tensors of leak_cnn: three convolutions, one fully connected layer, two heads."""
+    shapes = [
+        ("c1", 1, 3, 3),
+        ("c1",),
+        ("c2", "c1", 3, 3),
+        ("c2",),
+        ("c3", "c2", 3, 3),
+        ("c3",),
+        ("hidden", "flat"),
+        ("hidden",),
+        ("classes", "hidden"),
+        ("classes",),
+        (1, "hidden"),
+        (1,),
+    ]
+    return [tensor(*shape, values=values) for shape in shapes]
+
+
+def cnn_bytes(c1, c2, c3, flat, hidden, classes):
+    convolutions = 10 * c1 + (9 * c1 + 1) * c2 + (9 * c2 + 1) * c3
+    return BYTES_PER_PARAMETER * (convolutions + (flat + 1) * hidden + (hidden + 1) * (classes + 1))
+
+
+fused_adamw_cnn = Pair(
+    reference=stateful(reference),
+    optimized=stateful(optimized),
+    inputs={"params": cnn(floats(-4, 4))},
+    step_inputs={"grads": cnn()},
+    mutates={"params"},
+    sizes={
+        "c1": size(0, 5),
+        "c2": size(0, 5),
+        "c3": size(0, 5),
+        "flat": size(0, 17),
+        "hidden": size(0, 9),
+        "classes": size(0, 5),
+    },
+    steps=(1, 2, 17),
+    rivals=RIVALS,
+    variants=VARIANTS,
+    workloads=[
+        Workload("leak_cnn", c1=32, c2=64, c3=128, flat=2048, hidden=256, classes=5, device="cuda", speedup=5.0),
+        Workload("cpu", c1=8, c2=8, c3=8, flat=64, hidden=16, classes=5, clock="wall", device="cpu"),
+    ],
+    cost=Cost(bytes=cnn_bytes),
+)
+
+SIDES = [reference, optimized, adamw_torch]
+if triton_reason() is None and not torch.cuda.is_available():
+    SIDES.append(adamw_triton)
+
+
+@pytest.mark.parametrize("call", SIDES)
+def test_first_step_by_hand(call):
+    params = [torch.tensor([1.0, -2.0, 3.0])]
+    grads = [torch.tensor([0.5, -4.0, 0.0])]
+    call(params, lr=0.1, weight_decay=0.5)(grads)
+    # After one step m_hat / sqrt(v_hat) is the gradient's sign.
+    assert params[0].tolist() == pytest.approx([0.95 - 0.1, -1.9 + 0.1, 2.85])
+    assert params[0].grad is not None
+
+
+@pytest.mark.parametrize("call", SIDES)
+def test_agrees_with_torch_on_awkward_tensors(call):
+    def tensors(seed):
+        generator = torch.Generator().manual_seed(seed)
+        made = [torch.randn(n, generator=generator) for n in (35, 48, 300, 10, 1, 4099, 0)]
+        return [
+            made[0].view(5, 7).t(),
+            made[1].view(6, 8)[::2, ::2],
+            made[2].view(4, 3, 5, 5).to(memory_format=torch.channels_last),
+            made[3][3:8],
+            made[4].view(()),
+            made[5],
+            made[6].view(0, 3),
+        ]
+
+    expected, params = tensors(0), tensors(0)
+    optimizer = torch.optim.AdamW(expected, foreach=False, fused=False)
+    step = call(params)
+    for seed in (1, 2, 3):
+        grads = [g.contiguous() for g in tensors(seed)]
+        for p, grad in zip(expected, grads, strict=True):
+            p.grad = grad
+        optimizer.step()
+        step(grads)
+    for p, e in zip(params, expected, strict=True):
+        torch.testing.assert_close(p, e)
+
+
+@pytest.mark.parametrize("call", SIDES)
+def test_parameters_may_move_between_steps(call):
+    params = [torch.nn.Parameter(torch.ones(3))]
+    step = call(params, lr=0.1, weight_decay=0.0)
+    step([torch.ones(3)])
+    params[0].data = params[0].data.clone()
+    step([torch.ones(3)])
+    assert params[0].tolist() == pytest.approx([0.8] * 3)
+
+
+def test_the_cnn_has_the_published_number_of_parameters():
+    sizes = {"c1": 32, "c2": 64, "c3": 128, "flat": 2048, "hidden": 256, "classes": 5}
+    assert cnn_bytes(**sizes) == BYTES_PER_PARAMETER * 618_758

@@ -1,0 +1,372 @@
+"""What a user or a machine can get wrong: one clear line with the remedy, and an exit code that is not 0."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from scratch import ROOT, SMALL, TWO_LINES, Project, lines_with, times
+
+pytest_plugins = ["pytester"]
+
+
+def told(result: pytest.RunResult, *words: str, code: int = 1) -> str:
+    """The run ended with this code, and one line holds all these words."""
+    output = result.stdout.str() + result.stderr.str()
+    assert result.ret == code, output
+    assert "INTERNALERROR" not in output
+    assert "Traceback" not in output
+    found = lines_with(output, *words)
+    assert found, output
+    return found[0]
+
+
+# --- a pair that is declared wrongly --------------------------------------------------------------------------------
+
+WORKLOAD = 'Workload("small", n=64, clock="wall")'
+
+
+@pytest.mark.parametrize(
+    ("workloads", "words"),
+    [
+        ("", ["pair 'scale' has no workload", 'add workloads=[Workload("name", n=…)]']),
+        (f"{WORKLOAD}, {WORKLOAD}", ["two workloads called 'small'", "rename one"]),
+        ('Workload("small")', ["workload 'small'", "size 'n' is unbound", "give n=…"]),
+        ('Workload("small", n=64, m=2)', ["workload 'small'", "no input has a size 'm'", "the sizes are n"]),
+        ('Workload("small", n=64, clock="sun")', ["workload 'small'", "clock='sun'", "device, wall"]),
+        ('Workload("small", n=64, speedup=0)', ["workload 'small'", "speedup=0", "above 0"]),
+        ('Workload("small", n=64, device="tpu")', ["workload 'small'", "device='tpu'", "cpu, cuda"]),
+    ],
+)
+@pytest.mark.parametrize("arguments", [["-m", "correctness"], ["-m", "perf", "--benchmark-compare"]])
+def test_workloads(project: Project, workloads: str, words: list[str], arguments: list[str]) -> None:
+    project.write("test_scale.py", TWO_LINES.replace(WORKLOAD, workloads))
+    result = project.run(*arguments)
+    told(result, *words, code=2)
+    assert result.stdout.str().count(words[0]) <= 2  # once, and in pytest's summary
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("workloads=", 'mutates={"z"}, workloads=', ["mutates={'z'}", "no such input", "x"]),
+        ("workloads=", 'dtypes=("float8",), workloads=', ["float8", "float32"]),
+        ("workloads=", "dtypes=(), workloads=", ["dtypes is empty"]),
+        ("optimized=fast", "optimized=stateful(fast)", ["one side is stateful", "wrap both"]),
+        ("workloads=", 'rivals={"reference": slow}, workloads=', ["may not be called 'reference'"]),
+    ],
+)
+def test_declarations(project: Project, old: str, new: str, words: list[str]) -> None:
+    text = TWO_LINES.replace("import Pair", "import Pair, stateful").replace(old, new)
+    project.write("test_scale.py", text)
+    told(project.run(), *words, code=2)
+
+
+# --- an optimized side that misbehaves while it is proven -----------------------------------------------------------
+
+MISBEHAVIOUR: dict[str, tuple[str, list[str]]] = {
+    "raises": (
+        "raise KeyError('no such tile')",
+        ["scale: the optimized side raises KeyError at", "test_scale.py:9", "no such tile"],
+    ),
+    "hangs": ("import time; time.sleep(30)", ["scale: hangs", "time limit of 0.5 s"]),
+    "memory": (
+        "import torch; raise torch.OutOfMemoryError('tried to allocate 7 EiB')",
+        ["scale:", "out of memory", "7 EiB"],
+    ),
+    "exits": ("import sys; sys.exit(3)", ["scale:", "SystemExit"]),
+    "none": ("return None", ["scale:", "output"]),
+    "two": ("return 3 * x, x", ["scale:", "output", "2"]),
+    "shape": ("return (3 * x)[:-1]", ["scale:", "shape"]),
+    "dtype": ("return (3 * x).double()", ["scale:", "dtype", "float64"]),
+}
+
+
+@pytest.mark.parametrize("name", MISBEHAVIOUR)
+def test_an_optimized_side_that(project: Project, name: str) -> None:
+    body, words = MISBEHAVIOUR[name]
+    text = TWO_LINES.replace("return 3 * x", body)
+    if name == "hangs":
+        project.write("test_scale.py", TWO_LINES)
+        project.run("-k", "equivalence")  # torch imports parts of itself when they are first used: not in the limit
+        text = text.replace("workloads=", "time_limit=0.5, workloads=")
+    project.write("test_scale.py", text)
+    result = project.run("-k", "equivalence")
+    told(result, *words)
+    result.assert_outcomes(failed=1)
+    assert lines_with(result.stdout.str(), "reproduce: pytest ")
+
+
+def test_a_reference_that_raises_is_named(project: Project) -> None:
+    project.write("test_scale.py", TWO_LINES.replace("return x + x + x", "raise ValueError('n is odd')"))
+    told(project.run("-k", "equivalence"), "scale: the reference raises ValueError", "n is odd", "sizes=")
+
+
+# --- and while it is timed ------------------------------------------------------------------------------------------
+
+
+def measure(project: Project, ids: list[str]) -> list[dict[str, object]]:
+    """What a worker would write about these workloads; it runs in this process."""
+    from perfsuite.records import to_json
+    from perfsuite.workers import Job
+
+    out = project.path / "out.jsonl"
+    job = project.path / "job.json"
+    job.write_text(json.dumps(to_json(Job(ids=tuple(ids), out=str(out)))))
+    project.monkeypatch.setenv("PERFSUITE_JOB", str(job))
+    result = project.run(*ids)
+    assert result.ret == 0, result.stdout.str()
+    return [json.loads(line) for line in out.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("name", sorted(MISBEHAVIOUR.keys() - {"hangs", "exits"}))
+def test_a_timed_side_that(project: Project, name: str) -> None:
+    body, words = MISBEHAVIOUR[name]
+    project.write("test_scale.py", TWO_LINES.replace("return 3 * x", body))
+    *_, last = measure(project, [SMALL])
+    message = str(last["message"])
+    assert last["status"] in ("UNMEASURED", "NOT_EQUIVALENT")
+    assert "\n" not in message or message.count("\n") <= 2
+    if name == "raises":
+        assert message == "the optimized side raises KeyError: 'no such tile'"
+    elif name == "memory":
+        assert "the optimized side runs out of device memory" in message
+    else:
+        assert all(w in message for w in words), message
+
+
+def test_a_job_that_is_none(project: Project) -> None:
+    project.monkeypatch.setenv("PERFSUITE_JOB", str(project.path / "gone.json"))
+    project.write("test_scale.py", TWO_LINES)
+    told(project.run(), "PERFSUITE_JOB", "not a job file", "unset PERFSUITE_JOB", code=4)
+
+
+def test_a_workload_that_is_gone_when_it_is_to_be_measured(project: Project) -> None:
+    project.write("test_scale.py", TWO_LINES)
+    from perfsuite.records import to_json
+    from perfsuite.workers import Job
+
+    out, job = project.path / "out.jsonl", project.path / "job.json"
+    gone = SMALL.replace("small", "gone")
+    job.write_text(json.dumps(to_json(Job(ids=(gone,), out=str(out)))))
+    project.monkeypatch.setenv("PERFSUITE_JOB", str(job))
+    project.run("test_scale.py")
+    (_, last) = [json.loads(line) for line in out.read_text().splitlines()]
+    assert last["message"] == "it could not be collected again for measuring"
+
+
+# --- no triton ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def without_triton(project: Project) -> Project:
+    project.write("no_triton.py", "import sys\nsys.modules['triton'] = None")
+    return project
+
+
+def test_without_triton_plain_pairs_are_proven(without_triton: Project) -> None:
+    without_triton.write("test_scale.py", TWO_LINES)
+    done = without_triton.process("pytest", "-p", "no_triton", "-m", "correctness", "-W", "error")
+    assert done.returncode == 0, done.stdout
+    assert "3 passed" in done.stdout
+
+
+def test_without_triton_a_kernel_module_says_what_is_missing(without_triton: Project) -> None:
+    without_triton.write("test_scale.py", "import triton\n" + TWO_LINES)
+    without_triton.write("test_scale.py", _dedented("import triton", TWO_LINES))
+    done = without_triton.process("pytest", "-p", "no_triton", "-m", "correctness")
+    assert done.returncode == 2
+    assert lines_with(done.stdout, "triton")
+
+
+def test_without_triton_the_optimized_sides_still_import() -> None:
+    modules = [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for path in sorted((ROOT / "optimized").rglob("*.py"))
+        if path.name != "__init__.py"
+    ]
+    assert modules
+    code = f"import sys; sys.modules['triton'] = None\nimport importlib\nfor m in {modules}: importlib.import_module(m)"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def _dedented(first: str, text: str) -> str:
+    return "\n".join(["    " + first, *text.strip("\n").splitlines()])
+
+
+# --- a baseline file that is not what it should be ------------------------------------------------------------------
+
+
+def _edited(text: str) -> str:
+    data = json.loads(text)
+    data["benchmarks"][1]["extra_info"]["perfsuite"]["reason"] = "another"
+    return json.dumps(data)
+
+
+def _schema(schema: object) -> Callable[[str], str]:
+    return lambda text: json.dumps(
+        {**json.loads(text), "perfsuite": {**json.loads(text)["perfsuite"], "schema": schema}}
+    )
+
+
+DAMAGE: dict[str, tuple[Callable[[str], str], list[str]]] = {
+    "truncated": (lambda text: text[: len(text) // 2], ["cut short or damaged", "restore it from git"]),
+    "empty": (lambda text: "", ["the file is empty", "restore it from git"]),
+    "edited": (_edited, ["edited by hand", "restore it from git"]),
+    "foreign": (lambda text: json.dumps({"benchmarks": []}), ["perfsuite did not write", "move it away"]),
+    "newer": (_schema(99), ["schema 99 is newer", "upgrade perfsuite"]),
+    "older": (_schema(0), ["schema 0 is unknown"]),
+    "not_json": (lambda text: "<<<<<<< HEAD\n" + text, ["not valid JSON"]),
+    "a_list": (lambda text: "[1]", ["not a table"]),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_baseline(project: Project, name: str) -> None:
+    damage, words = DAMAGE[name]
+    project.write("test_scale.py", TWO_LINES)
+    path = project.accept()
+    path.write_text(damage(path.read_text()))
+    before = path.read_bytes()
+    workers = project.measured(times())
+
+    told(project.gate(), "ERROR", path.name, *words, code=4)
+    accepted = project.cli("accept", "--reason", "again")
+    assert accepted.exit_code == 1
+    assert lines_with(accepted.output, path.name, *words), accepted.output
+    listed = project.cli("list")
+    assert listed.exit_code == 1
+    assert lines_with(listed.output, path.name, *words), listed.output
+
+    assert path.read_bytes() == before
+    assert not workers.calls  # told before minutes of measuring
+
+
+# --- folders that cannot be written ---------------------------------------------------------------------------------
+
+
+def test_baselines_that_cannot_be_written(project: Project) -> None:
+    project.write("test_scale.py", TWO_LINES)
+    project.write("baselines", "a file in the place of the folder")
+    project.measured(times())
+    done = project.cli("accept", "--reason", "the first")
+    assert done.exit_code == 1
+    assert "Traceback" not in done.output
+    assert "INTERNALERROR" not in done.output
+    assert lines_with(done.output, "baselines", "cannot be written", "make the folder writable"), done.output
+
+
+def test_a_full_disk_leaves_the_baseline_as_it_was(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    project.write("test_scale.py", TWO_LINES)
+    path = project.accept()
+    before = path.read_bytes()
+
+    def full(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    project.measured(times(speedup=3.0))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        done = project.cli("accept", "--reason", "again")
+    assert done.exit_code == 1
+    assert lines_with(done.output, "cannot be written", "No space left on device", "nothing was changed"), done.output
+    assert path.read_bytes() == before
+    assert os.listdir(path.parent) == [path.name]
+
+
+@pytest.mark.parametrize(
+    "command", [["gate"], ["accept", "--reason", "x"], ["compare", "HEAD"], ["run", "-k", "speed"]]
+)
+def test_a_project_that_cannot_be_written(project: Project, command: list[str]) -> None:
+    project.write("test_scale.py", TWO_LINES)
+    project.write(".perfsuite", "a file in the place of the folder")
+    project.commit()
+    done = project.cli(*command, *(["--report", "out"] if command[0] != "accept" else []))
+    assert done.exit_code == 1, done.output
+    assert "Traceback" not in done.output
+    assert "INTERNALERROR" not in done.output
+    assert lines_with(done.output, ".perfsuite/", "cannot be"), done.output
+
+
+def test_a_report_that_cannot_be_written(project: Project) -> None:
+    project.write("test_scale.py", TWO_LINES)
+    project.accept()
+    project.write("out", "a file in the place of the folder")
+    project.measured(times())
+    told(project.gate("--perfsuite-report=out"), "✗", "cannot write out/report.json", "make its folder writable")
+
+
+# --- Ctrl-C ---------------------------------------------------------------------------------------------------------
+
+SLEEPY = TWO_LINES.replace("return 3 * x", "if len(x) == 65: time.sleep(60)\n        return 3 * x").replace(
+    f"workloads=[{WORKLOAD}]", f'workloads=[{WORKLOAD}, Workload("sleepy", n=65, clock="wall")]'
+)
+
+
+@pytest.mark.parametrize("command", [["gate", "--json"], ["accept", "--reason", "again"]])
+def test_ctrl_c(project: Project, command: list[str]) -> None:
+    """In the middle of the second workload: exit code 2, the baseline as before, the report of what was measured."""
+    project.write("test_scale.py", _dedented("import time", SLEEPY))
+    small, sleepy = times(), times(sizes={"n": 65})
+    path = project.accept(lambda id, process, second: (sleepy if "sleepy" in id else small)(id, process, second))
+    before = path.read_bytes()
+    child = subprocess.Popen(
+        project.command("perfsuite", *command),
+        cwd=project.path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        _until(lambda: any(b"measurement" in p.read_bytes() for p in _journals(project)), child)
+        child.send_signal(signal.SIGINT)
+        output, _ = child.communicate(timeout=60)
+    finally:
+        child.kill()
+        child.wait()
+    assert child.returncode == 2, output
+    assert path.read_bytes() == before
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+    assert not _workers_of(project)
+    assert "INTERNALERROR" not in output
+    if command[0] == "gate":
+        report = json.loads((project.path / ".perfsuite/report/report.json").read_text())
+        assert report["complete"] is False
+        assert list(report["measurements"]) == [SMALL]
+        assert lines_with(output, "interrupted", "what was measured until then")
+
+
+def _journals(project: Project) -> list[Path]:
+    return list((project.path / ".perfsuite/workers").glob("*.jsonl"))
+
+
+def _until(condition: Callable[[], bool], child: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert child.poll() is None, child.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def _workers_of(project: Project) -> list[str]:
+    """Processes that still work on the project's jobs."""
+    wanted = f"PERFSUITE_JOB={project.path}".encode()
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if wanted in (process / "environ").read_bytes():
+                found.append(process.name)
+        except OSError:
+            continue
+    return found

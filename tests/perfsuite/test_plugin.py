@@ -1,0 +1,441 @@
+"""What pytest collects from a module-level Pair, how it is selected, and what a failure tells."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+from scratch import TWO_LINES, Project, lines_with, times
+
+pytest_plugins = ["pytester"]
+
+
+def collected(result: pytest.RunResult) -> list[str]:
+    """The node ids that `--collect-only -q` prints."""
+    assert result.ret == 0, result.stdout.str()
+    return [line for line in result.stdout.str().splitlines() if "::" in line]
+
+
+def failure(result: pytest.RunResult) -> str:
+    """What a failed run printed; without plumbing."""
+    output = result.stdout.str()
+    assert result.ret == 1, output
+    assert "INTERNALERROR" not in output
+    assert "Traceback" not in output
+    assert "perfsuite/" not in output.split("FAILURES")[-1], output  # no frame of the harness
+    assert "hypothesis" not in output.split("FAILURES")[-1].lower(), output
+    return output
+
+
+def reproduction(output: str) -> list[str]:
+    """The arguments of the line that reproduces a failure; where CI is set the summary repeats it."""
+    line, *_ = lines_with(output, "reproduce: pytest ")
+    return shlex.split(line.removeprefix("reproduce: pytest "))
+
+
+FULL = """
+    from perfsuite import Pair, Workload, tensor
+
+
+    def slow(x, y):
+        return (x * y).sum(-1)
+
+
+    def fast(x, y):
+        return (x * y).sum(-1)
+
+
+    dot = Pair(
+        reference=slow,
+        optimized=fast,
+        inputs={"x": tensor("m", "n"), "y": tensor("m", "n")},
+        dtypes=("float32", "bfloat16"),
+        truth=slow,
+        variants={"other": fast},
+        rivals={"rival": slow},
+        workloads=[
+            Workload("small", m=4, n=16),
+            Workload("large", m=8, n=32, direction="both", speedup=1.5),
+            Workload("gpu", m=8, n=32, device="cuda"),
+        ],
+    )
+
+
+    def test_beside():
+        assert fast.__name__ == "fast"
+"""
+PROOFS = [
+    "equivalence[float32]",
+    "equivalence[bfloat16]",
+    "equivalence[float32-other]",
+    "equivalence[bfloat16-other]",
+    "gradients[float32]",
+    "gradients[bfloat16]",
+    "gradients[float32-other]",
+    "gradients[bfloat16-other]",
+    "integrity",
+    "truth",
+]
+SPEEDS = ["speed[small]", "speed[large]", "speed[gpu]"]
+
+
+# --- what is collected ----------------------------------------------------------------------------------------------
+
+
+def test_a_pair_becomes_items_beside_ordinary_tests(project: Project) -> None:
+    project.write("tests/test_dot.py", FULL)
+    found = collected(project.run("--collect-only", "-q"))
+    names = [*(f"dot::{p}" for p in PROOFS), "test_beside", *(f"dot::{s}" for s in SPEEDS)]
+    assert found == [f"tests/test_dot.py::{name}" for name in names]  # timed last: nothing runs beside them
+
+
+@pytest.mark.parametrize(
+    ("selection", "expected"),
+    [
+        (["-m", "correctness"], PROOFS),
+        (["-m", "perf"], SPEEDS),
+        (["-m", "gpu"], ["speed[gpu]"]),
+        (["-m", "perf and not gpu"], SPEEDS[:2]),
+        (["-k", "dot and gradients"], [p for p in PROOFS if p.startswith("gradients")]),
+        (["-k", "large"], ["speed[large]"]),
+        (["-m", "not correctness and not perf"], None),
+        (["tests/test_dot.py::dot::integrity"], ["integrity"]),
+        (["tests/test_dot.py::dot"], [*PROOFS, *SPEEDS]),
+        (["tests/test_dot.py::dot::speed[small]"], ["speed[small]"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) and value[0].startswith(("-", "tests")) else "",
+)
+def test_selection(project: Project, selection: list[str], expected: list[str] | None) -> None:
+    project.write("tests/test_dot.py", FULL)
+    project.measured(times())
+    found = collected(project.run("--collect-only", "-q", *selection))
+    names = ["test_beside"] if expected is None else [f"dot::{e}" for e in expected]
+    assert found == [f"tests/test_dot.py::{name}" for name in names]
+
+
+def test_markers_are_registered(project: Project) -> None:
+    output = project.run("--markers").stdout.str()
+    for marker in ("correctness", "perf", "gpu", "multi_gpu"):
+        assert f"@pytest.mark.{marker}:" in output
+
+
+def test_options_are_told(project: Project) -> None:
+    output = project.run("--help").stdout.str()
+    for option in ("--perfsuite-profile", "--perfsuite-case", "--perfsuite-report", "--perfsuite-baselines"):
+        assert option in output
+
+
+def test_nothing_but_a_module_level_pair_is_collected(project: Project) -> None:
+    project.write("test_scale.py", TWO_LINES)
+    project.write(
+        "test_more.py",
+        """
+        from perfsuite import Pair, Workload, tensor
+
+        def make():
+            return Pair(
+                reference=abs, optimized=abs, inputs={"x": tensor("n")}, workloads=[Workload("small", n=8)]
+            )
+
+        class TestGroup:
+            pair = make()
+
+        pairs = [make()]
+        """,
+    )
+    assert {i.partition("::")[0] for i in collected(project.run("--collect-only", "-q"))} == {"test_scale.py"}
+
+
+def test_a_pair_without_gradients_has_no_gradients_item(project: Project) -> None:
+    project.write("test_scale.py", TWO_LINES.replace('tensor("n")', 'tensor("n", dtype="int64")'))
+    names = [i.rpartition("::")[2] for i in collected(project.run("--collect-only", "-q"))]
+    assert names == ["equivalence[float32]", "integrity", "speed[small]"]
+    project.write("test_scale.py", TWO_LINES.replace("workloads=", "gradients=False,\n        workloads="))
+    names = [i.rpartition("::")[2] for i in collected(project.run("--collect-only", "-q"))]
+    assert names == ["equivalence[float32]", "integrity", "speed[small]"]
+
+
+def test_one_pair_under_two_names_is_refused(project: Project) -> None:
+    project.write("test_scale.py", TWO_LINES + "\n    again = scale\n")
+    result = project.run()
+    assert result.ret == 2
+    assert lines_with(result.stdout.str(), "one pair is bound to two names", "'scale' and 'again'")
+
+
+def test_ordinary_suites_are_left_alone(project: Project) -> None:
+    project.write(
+        "test_plain.py", "import pytest\n\n\ndef test_one(): pass\n\n\ndef test_two(benchmark): benchmark(abs, 1)\n"
+    )
+    result = project.run("--benchmark-disable")
+    result.assert_outcomes(passed=2)
+    assert "perfsuite" not in result.stdout.str().split("collected")[1]
+
+
+# --- proofs ---------------------------------------------------------------------------------------------------------
+
+
+def test_all_proofs_of_a_pair_pass(project: Project) -> None:
+    project.write("test_dot.py", FULL)
+    project.run("-m", "correctness").assert_outcomes(passed=len(PROOFS))
+
+
+STATEFUL = """
+    from perfsuite import Pair, Workload, stateful, tensor
+
+
+    def running(start):
+        total = start.clone()
+
+        def step(x):
+            total.add_(x)
+            return total.clone()
+
+        return step
+
+
+    sums = Pair(
+        reference=stateful(running),
+        optimized=stateful(running),
+        inputs={"start": tensor("n")},
+        step_inputs={"x": tensor("n")},
+        steps=(1, 2, 5),
+        workloads=[Workload("small", n=16, clock="wall")],
+    )
+"""
+
+
+def test_a_stateful_pair(project: Project) -> None:
+    project.write("test_sums.py", STATEFUL)
+    names = [i.rpartition("::")[2] for i in collected(project.run("--collect-only", "-q"))]
+    assert names == ["equivalence[float32]", "integrity", "speed[small]"]
+    project.run("-m", "correctness").assert_outcomes(passed=2)
+
+
+def test_a_stateful_pair_that_drifts(project: Project) -> None:
+    text = STATEFUL.replace("return total.clone()", "return total + drift * (total > 1)")
+    text = text.replace("running(start)", "running(start, drift=0.0)")
+    text = text.replace("optimized=stateful(running)", "optimized=stateful(lambda start: running(start, 1e-3))")
+    project.write("test_sums.py", text)
+    output = failure(project.run("-m", "correctness", "-k", "equivalence"))
+    assert lines_with(output, "sums", "step")
+    failure(project.run(*reproduction(output)))
+
+
+WRITES = """
+    import torch
+
+    from perfsuite import Pair, Workload, tensor
+
+
+    def slow(x, out):
+        out.copy_(x + x)
+
+
+    def fast(x, out):
+        torch.add(x, x, out=out)
+
+
+    double = Pair(
+        reference=slow,
+        optimized=fast,
+        inputs={"x": tensor("n"), "out": tensor("n")},
+        writes={"out"},
+        gradients=False,
+        workloads=[Workload("small", n=16, clock="wall")],
+    )
+"""
+
+
+def test_a_pair_that_writes_into_its_arguments(project: Project) -> None:
+    project.write("test_double.py", WRITES)
+    project.run("-m", "correctness").assert_outcomes(passed=2)
+    project.write("test_double.py", WRITES.replace("torch.add(x, x, out=out)", "out[1:].copy_((x + x)[1:])"))
+    output = failure(project.run("-m", "correctness", "-k", "equivalence"))
+    assert lines_with(output, "double", "out")
+
+
+# --- what a failure tells -------------------------------------------------------------------------------------------
+
+OFF = TWO_LINES.replace("return 3 * x", "return 3 * x + 1e-3 * (x > 1)")
+
+
+def test_a_failure_is_short_and_its_line_reproduces_it(project: Project) -> None:
+    project.write("test_scale.py", OFF)
+    output = failure(project.run("-m", "correctness", "-k", "equivalence"))
+    told = output.split("FAILURES")[1].split("short test summary")[0].strip("= \n").splitlines()
+    assert len(told) <= 6, told  # heading, message, line
+    assert lines_with(output, "scale", "budget")
+    arguments = reproduction(output)
+    again = project.run(*arguments)
+    again.assert_outcomes(failed=1)
+    assert reproduction(again.stdout.str()) == arguments
+    project.write("test_scale.py", TWO_LINES)
+    project.run(*arguments).assert_outcomes(passed=1)
+
+
+def test_the_line_reproduces_a_failure_of_integrity(project: Project) -> None:
+    project.write("test_scale.py", TWO_LINES.replace("return 3 * x", "x.mul_(3)\n        return x"))
+    output = failure(project.run("-m", "correctness", "-k", "integrity"))
+    assert lines_with(output, "scale", "x", "mutates")
+    failure(project.run(*reproduction(output)))
+
+
+def test_the_line_reproduces_a_failure_of_gradients(project: Project) -> None:
+    project.write("test_scale.py", TWO_LINES.replace("return 3 * x", "return 2 * x + x.detach()"))
+    output = failure(project.run("-m", "correctness"))
+    assert lines_with(output, "FAILED", "gradients[float32]")
+    assert not lines_with(output, "FAILED", "equivalence")
+    failure(project.run(*reproduction(output)))
+
+
+def test_the_same_draws_are_the_same_under_ci(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CI", "true")
+    project.write("test_scale.py", OFF)
+    lines = [reproduction(failure(project.run("-k", "equivalence"))) for _ in range(2)]
+    assert lines[0] == lines[1]
+
+
+@pytest.mark.parametrize("line", ["nonsense", "{}", '{"dtype": "float32"}'])
+def test_a_line_that_is_no_case(project: Project, line: str) -> None:
+    project.write("test_scale.py", TWO_LINES)
+    result = project.run("-k", "equivalence", f"--perfsuite-case={line}")
+    output = result.stdout.str()
+    assert result.ret == 1
+    assert "Traceback" not in output
+    assert lines_with(output, "case"), output
+
+
+def test_too_narrow_a_condition_is_told(project: Project) -> None:
+    project.write("test_scale.py", TWO_LINES.replace("workloads=", "where=lambda n: n == 12345,\n        workloads="))
+    output = failure(project.run("-k", "equivalence"))
+    assert lines_with(output, "where=", "size(")
+
+
+# --- devices --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    from perfsuite import machine
+
+    monkeypatch.setattr(machine, "has_gpu", lambda: False)
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_what_needs_devices_is_skipped_with_the_reason(project: Project) -> None:
+    project.write(
+        "test_devices.py",
+        """
+        import pytest
+
+        @pytest.mark.gpu
+        def test_one(): raise AssertionError("not here")
+
+        @pytest.mark.multi_gpu
+        def test_two(): raise AssertionError("not here")
+        """,
+    )
+    result = project.run("-rs")
+    result.assert_outcomes(skipped=2)
+    assert lines_with(result.stdout.str(), "SKIPPED", "needs 1 CUDA device; 0 here")
+    assert lines_with(result.stdout.str(), "SKIPPED", "needs 2 CUDA devices; 0 here")
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_a_pair_can_be_marked_as_a_whole(project: Project) -> None:
+    text = "import pytest\npytestmark = pytest.mark.multi_gpu\n" + project.write("x.py", TWO_LINES).read_text()
+    project.write("test_scale.py", text)
+    result = project.run("-rs")
+    result.assert_outcomes(skipped=4)
+    assert lines_with(result.stdout.str(), "SKIPPED", "needs 2 CUDA devices; 0 here")
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_a_workload_for_the_gpu_is_skipped_with_the_reason(project: Project) -> None:
+    project.write("test_dot.py", FULL)
+    fake = project.measured(times(sizes={"m": 4, "n": 16}))
+    result = project.run("-m", "perf", "-rs")
+    assert lines_with(result.stdout.str(), "SKIPPED", "CUDA")
+    assert all("speed[gpu]" not in i for ids, _ in fake.calls for i in ids)
+
+
+def test_a_side_for_another_device_is_skipped_with_the_reason(project: Project) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("the side is for CUDA, which is here")
+    project.write(
+        "test_scale.py",
+        TWO_LINES.replace("optimized=fast", 'optimized=side(fast, devices=["cuda"])').replace(
+            "import Pair", "import Pair, side"
+        ),
+    )
+    result = project.run("-m", "correctness", "-k", "equivalence", "-rs")
+    result.assert_outcomes(skipped=1)
+    assert lines_with(result.stdout.str(), "SKIPPED", "cuda")
+
+
+# --- Triton ---------------------------------------------------------------------------------------------------------
+
+KERNEL = """
+    import torch
+    import triton
+    import triton.language as tl
+
+    from perfsuite import Pair, Workload, tensor
+
+
+    @triton.jit
+    def triple_kernel(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
+        at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + at, mask=at < n)
+        tl.store(out_ptr + at, 3 * x, mask=at < n)
+
+
+    def slow(x):
+        return x + x + x
+
+
+    def fast(x):
+        out = torch.empty_like(x)
+        triple_kernel[(triton.cdiv(x.numel(), 128),)](x, out, x.numel(), BLOCK=128)
+        return out
+
+
+    triple = Pair(
+        reference=slow,
+        optimized=fast,
+        inputs={"x": tensor("n")},
+        gradients=False,
+        workloads=[Workload("small", n=64)],
+    )
+"""
+
+
+def test_a_triton_kernel_adds_an_item(project: Project) -> None:
+    pytest.importorskip("triton")
+    project.write("test_triple.py", KERNEL)
+    names = [i.rpartition("::")[2] for i in collected(project.run("--collect-only", "-q", "-m", "correctness"))]
+    assert names == ["equivalence[float32]", "integrity", "kernels[sm_90]"]
+
+
+def test_a_kernel_that_does_not_build_is_red(project: Project) -> None:
+    """Compiled in a process of its own, without a GPU; a project's addopts do not get in the way."""
+    pytest.importorskip("triton")
+    project.write("pytest.ini", "[pytest]\naddopts = -m 'not perf' --strict-markers -x\nfilterwarnings = error")
+    project.write("test_triple.py", KERNEL.replace("3 * x,", "tl.dot(x, x),"))
+    result = project.run("-k", "kernels")
+    output = failure(result)
+    assert lines_with(output, "triple:", "does not compile for sm_90", "dot")
+    project.write("test_triple.py", KERNEL)
+    project.run("-k", "kernels").assert_outcomes(passed=1)
+
+
+def test_a_kernel_that_no_workload_launches_is_red(project: Project) -> None:
+    pytest.importorskip("triton")
+    project.write(
+        "test_triple.py",
+        KERNEL.replace("triple_kernel[(triton", "if x.numel() > 64:\n            triple_kernel[(triton"),
+    )
+    output = failure(project.run("-k", "kernels"))
+    assert lines_with(output, "triple_kernel", "launched by none of the pair's workloads")
