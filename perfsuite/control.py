@@ -368,7 +368,8 @@ class Control:
             from perfsuite import worker
 
             assert self.job is not None
-            worker.run(self.job, Journal(self.job), session.items, self.device)
+            with closing(Journal(self.job)) as journal:
+                worker.run(self.job, journal, session.items, self.device)
             return True
         if self.mode in ("accept", "compare", "list"):
             if session.testsfailed:

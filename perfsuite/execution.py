@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -176,21 +177,31 @@ def _with_changed(pair: Pair, inputs: Mapping[str, Any], returned: Any) -> Leave
 
 
 _ROUNDED = """
-add sub rsub mul div reciprocal addcmul addcdiv lerp sum mean prod cumsum cumprod var var_mean std mm bmm addmm
-baddbmm addmv mv dot vdot addr convolution convolution_backward linear_backward exp exp2 expm1 log log2 log10 log1p
-sqrt rsqrt pow square sin cos tan asin acos atan atan2 sinh cosh tanh asinh acosh atanh sigmoid erf erfc erfinv
-lgamma digamma hypot logaddexp logaddexp2 logsumexp logcumsumexp norm linalg_vector_norm linalg_cross softplus silu
-gelu mish elu selu celu _softmax _log_softmax log_sigmoid_forward sigmoid_backward tanh_backward softplus_backward
-silu_backward gelu_backward mish_backward elu_backward log_sigmoid_backward _softmax_backward_data
-_log_softmax_backward_data mse_loss mse_loss_backward nll_loss_forward binary_cross_entropy huber_loss
-smooth_l1_loss native_layer_norm native_layer_norm_backward native_group_norm native_group_norm_backward
-native_batch_norm native_batch_norm_backward _fused_rms_norm _fused_rms_norm_backward index_add scatter_add
-scatter_reduce embedding_dense_backward avg_pool2d _euclidean_dist _cdist_forward _cdist_backward _foreach_add
+add sub rsub mul div reciprocal addcmul addcdiv lerp sum mean prod cumsum cumprod logcumsumexp var var_mean std mm
+bmm addmm baddbmm addmv mv dot vdot addr convolution convolution_backward linear_backward exp exp2 expm1 log log2
+log10 log1p sqrt rsqrt pow square sin cos tan asin acos atan atan2 sinh cosh tanh asinh acosh atanh sigmoid erf erfc
+erfinv lgamma digamma hypot logaddexp logaddexp2 logsumexp norm linalg_vector_norm linalg_cross _euclidean_dist
+_cdist_forward _cdist_backward index_add scatter_add scatter_reduce embedding_dense_backward avg_pool2d _foreach_add
 _foreach_sub _foreach_mul _foreach_div _foreach_addcmul _foreach_addcdiv _foreach_lerp _foreach_sqrt _foreach_pow
 _foreach_norm
 """
 ROUNDED = frozenset(_ROUNDED.split())
 """The operations that round: all but copies, comparisons, selections and the like."""
+
+_COMPOSED = """
+softplus silu gelu mish elu _softmax _log_softmax log_sigmoid_forward tanh_backward sigmoid_backward
+softplus_backward silu_backward gelu_backward mish_backward elu_backward log_sigmoid_backward _softmax_backward_data
+_log_softmax_backward_data mse_loss mse_loss_backward huber_loss smooth_l1_loss binary_cross_entropy
+native_layer_norm native_layer_norm_backward native_group_norm native_group_norm_backward native_batch_norm
+native_batch_norm_backward _fused_rms_norm _fused_rms_norm_backward
+"""
+COMPOSED = frozenset(_COMPOSED.split())
+"""Operations of several roundings, between which terms may cancel: taken apart into those of ROUNDED."""
+
+CONTRACTED = {"mm": 0, "bmm": 0, "mv": 0, "dot": 0, "vdot": 0, "addmm": 1, "baddbmm": 1, "addmv": 1}
+"""The argument whose last dimension a product sums over."""
+MAX_DEPTH = 1024
+"""A fast kernel adds up at most about this many terms one after the other; the rest it does in parallel."""
 
 
 class _RedrawnRoundings(TorchDispatchMode):
@@ -198,16 +209,22 @@ class _RedrawnRoundings(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.seed, self.least = seed, least
         self.generators: dict[str, torch.Generator] = {}
+        from torch._decomp import decomposition_table  # a tenth of a second, needed only here
+
+        self.parts: Mapping[Any, Callable[..., Any]] = decomposition_table
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        if name in ROUNDED or name.removesuffix("_") in ROUNDED:
+        if name in COMPOSED and func in self.parts:
+            with self:
+                return self.parts[func](*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if name in ROUNDED or name in COMPOSED or name.removesuffix("_") in ROUNDED:
             for _, tensor in make.tensors_in(args[0] if result is None else result):
-                self._redraw(tensor)
+                self._redraw(tensor, _depth(name, args, tensor))
         return result
 
-    def _redraw(self, tensor: torch.Tensor) -> None:
+    def _redraw(self, tensor: torch.Tensor, depth: int) -> None:
         if not tensor.is_floating_point() or not tensor.numel() or 0 in tensor.stride():
             return
         device = str(tensor.device)
@@ -215,14 +232,23 @@ class _RedrawnRoundings(TorchDispatchMode):
             self.generators[device] = make.generator_for(self.seed, "roundings", device)
         work = torch.float64 if tensor.dtype == torch.float64 else torch.float32
         noise = torch.rand(tensor.shape, generator=self.generators[device], device=tensor.device, dtype=work)
-        eps = max(self.least, torch.finfo(tensor.dtype).eps)
+        eps = max(self.least, torch.finfo(tensor.dtype).eps, torch.finfo(work).eps * math.sqrt(depth / 3))
         tensor.copy_(tensor * noise.sub_(0.5).mul_(2 * eps).add_(1.0))
+
+
+def _depth(name: str, args: Any, result: torch.Tensor) -> int:
+    """How many terms are added up for one element of the result."""
+    if name in CONTRACTED:
+        return min(MAX_DEPTH, max(1, int(args[CONTRACTED[name]].shape[-1])))
+    first = next((t for _, t in make.tensors_in(list(args))), result)
+    return min(MAX_DEPTH, max(1, first.numel() // max(1, result.numel())))
 
 
 def redrawn_roundings(seed: int, least: float = 0.0) -> TorchDispatchMode:
     """Every operation's result moves by up to one unit in the last place: another sample of its rounding errors.
 
-    `least` is the least relative size of that unit.
+    The result of a sum moves by √(n/3) units for its n terms, as if added up one after the other, in float32 at
+    least. `least` is the least relative size of a unit.
     """
     return _RedrawnRoundings(seed, least)
 

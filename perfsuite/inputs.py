@@ -44,9 +44,6 @@ UNBOUNDED_REGIMES = ("normal", "sorted", "repeated", "zeros", "mixed", "tiny", "
 BOUNDED_REGIMES = ("normal", "sorted", "repeated", "edges", "tiny")
 INTEGER_REGIMES = ("normal", "sorted", "repeated", "edges")
 
-# Products of two huge values, and sums of these, stay finite in any order of summation.
-HUGE_ROOM = 64
-
 # Above this many elements values are drawn on the target device: drawing 50 M on a CPU takes most of a second.
 DRAW_ON_DEVICE = 1 << 16
 
@@ -207,8 +204,13 @@ def _bounds(values: Integers, sizes: Mapping[str, Any]) -> tuple[int, tuple[int,
 def generator_for(seed: int, name: str, device: str) -> torch.Generator:
     """A generator that depends on the seed and the input's name alone."""
     generator = torch.Generator(device=device)
-    generator.manual_seed((seed << 32) ^ zlib.crc32(name.encode()))
+    generator.manual_seed(_hash(seed, name))
     return generator
+
+
+def _hash(seed: int, name: str) -> int:
+    """32 bits, all that a CPU generator takes of its seed."""
+    return zlib.crc32(f"{seed} {name}".encode())
 
 
 def _tensor(spec: TensorSpec, name: str, case: Case, device: str, how: InputCase) -> torch.Tensor:
@@ -308,7 +310,8 @@ def _floats(
         case "tiny":
             real = real * math.sqrt(info.tiny)
         case "huge":
-            real = real * math.sqrt(info.max) / HUGE_ROOM
+            # Products of two, and sums of these, stay finite in any order, and cubes of the reciprocal above zero.
+            real = real * info.max**0.25
         case "denormal":
             real = real * info.tiny / 8
         case "mixed":
@@ -332,7 +335,7 @@ def _floats(
 
 def _module(spec: ModuleSpec, name: str, case: Case, device: str) -> torch.nn.Module:
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed((case.seed << 8) ^ zlib.crc32(name.encode()))
+        torch.manual_seed(_hash(case.seed, name))
         built = spec.build(**case.sizes)
     return built.to(device=device, dtype=dtype_of(case.dtype))
 
@@ -405,7 +408,7 @@ def upcast(value: Any) -> Any:
 
 
 def jitter(pair: Pair, values: Mapping[str, Any], seed: int, name: str, eps: float) -> dict[str, Any]:
-    """Inputs moved by up to a unit in the last place, within their domain: a draw just beside this one."""
+    """Inputs moved by up to the relative amount `eps`, within their domain: a draw just beside this one."""
 
     def moved(spec: Any, generator: torch.Generator, tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_floating_point():

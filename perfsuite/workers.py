@@ -140,7 +140,7 @@ class Workers:
                 if time.monotonic() > deadline:
                     self._kill(child)
                     limit = self.limits.get(current, START_LIMIT_S)
-                    yield current, _died(current, phase, f"hangs: it was stopped after its time limit of {limit:.0f} s")
+                    yield current, _died(current, phase, f"hangs: it was stopped after its time limit of {limit:g} s")
                     return
                 time.sleep(POLL_S)
         finally:
@@ -199,7 +199,10 @@ class Journal:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self._stream = open(job.out, "a", buffering=1)  # noqa: SIM115 - open for the process's life
+        self._stream = open(job.out, "a", buffering=1)  # noqa: SIM115 - until `close`
+
+    def close(self) -> None:
+        self._stream.close()
 
     def begin(self, id: str) -> None:
         self._write({"event": "begin", "id": id})

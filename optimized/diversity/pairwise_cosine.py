@@ -6,24 +6,27 @@ from optimized.kernels import ceil_div, jit, launching, tl, use_triton
 
 MIN_NORM = 1e-12
 
-# (largest N, tile edge, columns in a step, warps, pipeline stages). Below some 256 rows a call is bound by latency:
-# small tiles for many programs, deep steps for few iterations. Above, 64 x 64 is the largest that gives every one of
-# an H200's 132 multiprocessors a tile at N = 1024; then 128 x 128 for the reuse that keeps the tensor cores fed.
+# (largest N, tile edge, columns in a step, warps, pipeline stages), by a sweep at D = 384 on an H200. Up to some 256
+# rows a call is bound by latency: small tiles for many programs. From 1024 on, 64 x 64 and then 128 x 128 for the
+# reuse that keeps the tensor cores fed.
 FORWARD_CONFIGS = (
-    (32, 16, 64, 2, 3),
-    (256, 32, 64, 4, 3),
-    (1536, 64, 32, 4, 4),
+    (256, 16, 32, 2, 4),
+    (768, 32, 64, 2, 3),
+    (3072, 64, 32, 4, 3),
     (None, 128, 32, 8, 3),
 )
-# (largest N, rows of e, columns of e, rows in a step, warps, stages) of the gradient's matrix product: at least 128
-# programs from N = 1024 on, at D = 384.
+# (largest N, rows of e, columns of e, rows in a step, warps, stages) of the gradient's matrix product.
 BACKWARD_CONFIGS = (
-    (256, 16, 32, 64, 4, 2),
-    (1536, 32, 64, 32, 4, 4),
-    (None, 64, 128, 32, 8, 3),
+    (256, 16, 32, 32, 4, 3),
+    (768, 32, 64, 64, 4, 4),
+    (None, 32, 128, 64, 8, 3),
 )
+# Above, the gradient is one float32 product by cuBLAS: TF32 tensor cores want both operands contiguous along the sum,
+# which the rows of e are not here, and without them three products cost more than one in float32.
+BACKWARD_KERNEL_MAX = 1024
 # 1 / MIN_NORM, as float32 has it: the inverse length of a row whose length is clamped.
-CLAMPED = tl.constexpr(999999995904.0)
+CLAMPED_LENGTH = 999999995904.0
+CLAMPED = tl.constexpr(CLAMPED_LENGTH)
 # Rows of up to this many columns are projected in one piece.
 PROJECT_BLOCK = 512
 # Three TF32 products (high x high, high x low, low x high) drop only what lies below 2^-22 of each product. The tensor
@@ -90,6 +93,8 @@ class _PairwiseCosine(torch.autograd.Function):
         d_e = torch.empty_like(e)
         if not e.numel():
             return d_e
+        if n > BACKWARD_KERNEL_MAX:
+            return _backward_product(e, inverse, grad)
         rows, columns, depth, warps, stages = _choose(BACKWARD_CONFIGS, n)
         with launching(e):
             _backward_kernel[(ceil_div(n, rows), ceil_div(width, columns))](
@@ -112,12 +117,22 @@ class _PairwiseCosine(torch.autograd.Function):
         return d_e
 
 
+def _backward_product(e: torch.Tensor, inverse: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """The same gradient with one matrix product of float32."""
+    unit = e * inverse[:, None]
+    both = grad + grad.t()
+    # A row's distance from itself is constant, except where its length is clamped.
+    both.diagonal().masked_fill_(inverse < CLAMPED_LENGTH, 0)
+    d_e = torch.mm(both, unit).neg_()
+    with launching(e):
+        _project_kernel[(e.shape[0],)](e, inverse, d_e, e.shape[1], BLOCK=PROJECT_BLOCK, num_warps=4)
+    return d_e
+
+
 @jit
-def _length(squares, spoiled):
-    # Squares that overflow: a finite row counts as infinitely long, one that holds an infinity is NaN throughout.
+def _length(squares):
     length = tl.sqrt_rn(squares)
-    length = tl.where(length < 1e-12, 1e-12, length)
-    return tl.where(squares == float("inf"), squares + spoiled, length)
+    return tl.where(length < 1e-12, 1e-12, length)
 
 
 @jit
@@ -130,27 +145,33 @@ def _forward_kernel(e_ptr, distances_ptr, inverse_ptr, n, width, BLOCK: tl.const
     i = tile_i * BLOCK + tl.arange(0, BLOCK)
     j = tile_j * BLOCK + tl.arange(0, BLOCK)
     product = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
-    squares_i = tl.zeros((BLOCK,), dtype=tl.float32)
-    squares_j = tl.zeros((BLOCK,), dtype=tl.float32)
-    # 0, or NaN once the row held an infinity or NaN.
-    spoiled_i = tl.zeros((BLOCK,), dtype=tl.float32)
-    spoiled_j = tl.zeros((BLOCK,), dtype=tl.float32)
+    # Summed along the row after the loop: a reduction in every step costs more than the registers.
+    squares_a = tl.zeros((BLOCK, DEPTH), dtype=tl.float32)
+    squares_b = tl.zeros((BLOCK, DEPTH), dtype=tl.float32)
     row_i = e_ptr + i.to(tl.int64)[:, None] * width
     row_j = e_ptr + j.to(tl.int64)[:, None] * width
     for start in range(0, width, DEPTH):
         k = start + tl.arange(0, DEPTH)
         a = tl.load(row_i + k[None, :], mask=(i < n)[:, None] & (k < width)[None, :], other=0.0).to(tl.float32)
         b = tl.load(row_j + k[None, :], mask=(j < n)[:, None] & (k < width)[None, :], other=0.0).to(tl.float32)
-        squares_i += tl.sum(a * a, axis=1)
-        squares_j += tl.sum(b * b, axis=1)
-        spoiled_i += tl.sum(a * 0.0, axis=1)
-        spoiled_j += tl.sum(b * 0.0, axis=1)
+        squares_a += a * a
+        squares_b += b * b
         product += tl.dot(a, tl.trans(b), input_precision=PRECISION)
-    length_i = _length(squares_i, spoiled_i)
-    length_j = _length(squares_j, spoiled_j)
+    squares_i = tl.sum(squares_a, axis=1)
+    squares_j = tl.sum(squares_b, axis=1)
+    length_i = _length(squares_i)
+    length_j = _length(squares_j)
+    infinity = float("inf")
+    if tl.max(tl.where((squares_i == infinity) | (squares_j == infinity), 1, 0), axis=0) > 0:
+        # Rare: squares that overflow. A finite row counts as infinitely long; one with an infinity is NaN throughout.
+        for start in range(0, width, DEPTH):
+            k = start + tl.arange(0, DEPTH)
+            a = tl.load(row_i + k[None, :], mask=(i < n)[:, None] & (k < width)[None, :], other=0.0).to(tl.float32)
+            b = tl.load(row_j + k[None, :], mask=(j < n)[:, None] & (k < width)[None, :], other=0.0).to(tl.float32)
+            length_i += tl.sum(a * 0.0, axis=1)
+            length_j += tl.sum(b * 0.0, axis=1)
     inverse_i = tl.div_rn(tl.full((BLOCK,), 1.0, dtype=tl.float32), length_i)
     inverse_j = tl.div_rn(tl.full((BLOCK,), 1.0, dtype=tl.float32), length_j)
-    infinity = float("inf")
     # Beside an infinitely long row the cosine is 0 (or NaN), whatever the product overflowed to.
     endless = (length_i == infinity)[:, None] | (length_j == infinity)[None, :]
     cosine = product * inverse_i[:, None] * inverse_j[None, :]

@@ -32,8 +32,7 @@ mean_pairwise_cosine = Pair(
     },
     workloads=[
         Workload("n10", N=10, D=384, device="cuda", host_syncs=0),
-        Workload("n1024", N=1024, D=384, device="cuda", speedup=20.0, peak_bytes=8 * 2**20),
-        Workload("n1024_both", N=1024, D=384, direction="both", device="cuda", speedup=20.0),
+        Workload("n1024", N=1024, D=384, direction="both", device="cuda", speedup=20.0),
         Workload("cpu", N=64, D=384, clock="wall", direction="both", device="cpu", speedup=2.0),
     ],
     cost=Cost(bytes=traffic),

@@ -51,10 +51,13 @@ pairwise_cosine = Pair(
     sizes={"N": size(0, 70), "D": size(2, 390)},
     truth=matrix_product,
     rivals={
-        "compile": compiled(side(pairwise_cosine_vectorised, devices=("cuda",))),
+        "compile": compiled(side(matrix_product, devices=("cuda",))),
         "cuda": side(extension.pairwise_cosine_cuda, devices=("cuda",), available=extension.available),
     },
-    variants={"triton": side(pairwise_cosine_triton, available=triton_reason)},
+    variants={
+        "triton": side(pairwise_cosine_triton, available=triton_reason),
+        "cuda": side(extension.pairwise_cosine_cuda, devices=("cuda",), available=extension.available),
+    },
     workloads=[
         Workload("n2", N=2, D=384, device="cuda", speedup=1.5, host_syncs=0, launches=1),
         Workload("n10", N=10, D=384, device="cuda", speedup=1.5, launches=1),

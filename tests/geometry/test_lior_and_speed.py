@@ -38,10 +38,9 @@ WORKLOADS = [
     Workload("batch64", B=64, n=8, device="cuda", speedup=4.0, host_syncs=0, launches=1),
     Workload("rows4m", B=2**22, n=8, device="cuda", speedup=5.0),
     Workload("rows1m_both", B=2**20, n=8, direction="both", device="cuda", speedup=4.0),
-    Workload("rows1m_backward", B=2**20, n=8, direction="backward", device="cuda", speedup=3.0),
     Workload("cpu", B=4096, n=8, clock="wall", direction="both", device="cpu"),
 ]
-VECTORISED = side(lior_and_speed_vectorised, devices=("cuda",))
+RIVALS = {"compile": compiled(side(reference, devices=("cuda",)))}
 
 lior_and_speed = Pair(
     reference=reference,
@@ -53,7 +52,7 @@ lior_and_speed = Pair(
         "metric": tensor("n", "n", values=sampled(metric), layouts=("contiguous", "transposed", "strided", "offset")),
     },
     sizes={"n": size(0, 12)},
-    rivals={"compile": compiled(side(reference, devices=("cuda",))), "compile_once": compiled(VECTORISED)},
+    rivals=RIVALS,
     variants={"triton": side(lior_and_speed_triton, available=triton_reason)},
     workloads=WORKLOADS,
     cost=Cost(bytes=traffic(lambda n: n * n)),
@@ -69,9 +68,9 @@ lior_and_speed_diagonal = Pair(
         "metric_diag": tensor("n", values=floats(0.01, 100)),  # the range the metric update clamps it to
     },
     sizes={"n": size(0, 12)},
-    rivals={"compile": compiled(side(reference, devices=("cuda",))), "compile_once": compiled(VECTORISED)},
+    rivals=RIVALS,
     variants={"triton": side(lior_and_speed_triton, available=triton_reason)},
-    workloads=WORKLOADS,
+    workloads=WORKLOADS[1:],
     cost=Cost(bytes=traffic(lambda n: n)),
 )
 

@@ -27,7 +27,6 @@ rotor_update = Pair(
     },
     workloads=[
         Workload("window64", k=6, n=8, P=8, clock="wall", device="cuda", speedup=20.0, host_syncs=0, launches=1),
-        Workload("layers", k=256, n=8, P=512, clock="wall", device="cuda", speedup=100.0, host_syncs=0, launches=1),
         Workload("cpu", k=6, n=8, P=8, clock="wall", device="cpu"),
     ],
     cost=Cost(bytes=lambda k, n, P: 8 * k + 4 * n + 24 * P),
