@@ -1,6 +1,6 @@
 """The one place that touches pytest-benchmark's private API: our samples as its records.
 
-`tests/perfsuite/test_benchmarks.py` holds the contract with the versions in use.
+`tests/perfsuite/test_plugin.py` holds the contract with the versions in use.
 """
 
 from __future__ import annotations
@@ -24,4 +24,4 @@ def record(benchmark: Any, node_id: str, side: str, samples_s: tuple[float, ...]
     stats.group = node_id
     for sample in samples_s:
         stats.update(sample)
-    stats.extra_info.update(extra)
+    stats.extra_info = dict(extra)  # the fixture shares one among its records

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext, redirect_stdout, suppress
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from perfsuite.errors import PerfsuiteError
 
 COMMANDS = "perfsuite.commands"
 REPORT = ".perfsuite/report"
+FILES = ("report.json", "junit.xml", "summary.md", "report.html")
 QUIET = ("-W", "ignore:Module already imported so cannot be rewritten; perfsuite:pytest.PytestAssertRewriteWarning")
 """pytest rewrites the asserts of its plugins; this command has imported ours before it."""
 
@@ -32,7 +34,8 @@ class Commands(click.Group):
     """Our commands, and those that other packages add."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return [*super().list_commands(ctx), *sorted(e.name for e in entry_points(group=COMMANDS))]
+        own = super().list_commands(ctx)
+        return [*own, *sorted({e.name for e in entry_points(group=COMMANDS)} - set(own))]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         own = super().get_command(ctx, cmd_name)
@@ -42,11 +45,21 @@ class Commands(click.Group):
             try:
                 command = entry.load()
             except Exception as error:
-                raise click.ClickException(f"command {cmd_name!r} of {entry.value} cannot be loaded: {error}") from None
+                return _broken(cmd_name, f"command {cmd_name!r} of {entry.value} cannot be loaded: {error}")
             if isinstance(command, click.Command):
                 return command
-            raise click.ClickException(f"{entry.value} in the entry-point group {COMMANDS!r} is no click command")
+            return _broken(cmd_name, f"{entry.value} in the entry-point group {COMMANDS!r} is no click command")
         return None
+
+
+def _broken(name: str, reason: str) -> click.Command:
+    """A command that only says why it cannot run, so that the help of the others does not fall with it."""
+
+    def fail() -> None:
+        raise click.ClickException(" ".join(reason.split()))
+
+    anything = {"ignore_unknown_options": True, "allow_extra_args": True}
+    return click.Command(name, callback=fail, help=reason, short_help=reason, context_settings=anything)
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -75,16 +88,22 @@ def _pytest(
     report: str | None = None,
     arguments: Sequence[str] = (),
     extra: Sequence[str] = (),
+    as_json: bool = False,
 ) -> int:
-    """Run pytest on the items, in this process."""
+    """Run pytest on the items, in this process; with `as_json` it tells stderr, and stdout is left to the report."""
     import pytest
 
+    if report:
+        for name in FILES:  # of the run before: one that cannot begin must not leave them as its own
+            with suppress(OSError):
+                (Path(report) / name).unlink()
     given = ["-m", marker] if marker else []
     given += ["-k", keyword] if keyword else []
     given += [f"--perfsuite-mode={mode}", *(f"--perfsuite-argument={a}" for a in arguments)]
     given += [f"--perfsuite-report={report}"] if report else []
     plugins = [] if _registered() else ["-p", "perfsuite.plugin"]
-    return int(pytest.main([*plugins, *QUIET, *given, *extra, *paths]))
+    with redirect_stdout(sys.stderr) if as_json else nullcontext():
+        return int(pytest.main([*plugins, *QUIET, *given, *extra, *paths]))
 
 
 def _registered() -> bool:
@@ -103,7 +122,8 @@ def run(paths: tuple[str, ...], keyword: str | None, report: str, profile: str |
     """
     extra = [f"--perfsuite-profile={profile}"] if profile else []
     marker = "correctness or perf"
-    _finish(_pytest("run", paths, keyword, marker=marker, report=report, extra=extra), report, as_json)
+    code = _pytest("run", paths, keyword, marker=marker, report=report, extra=extra, as_json=as_json)
+    _finish(code, report, as_json)
 
 
 @main.command()
@@ -118,7 +138,7 @@ def gate(paths: tuple[str, ...], keyword: str | None, report: str, baselines: st
     Markdown job summary and, on GitHub, annotations.
     """
     extra = [f"--perfsuite-baselines={baselines}"] if baselines else []
-    code = _pytest("gate", paths, keyword, report=report, extra=extra)
+    code = _pytest("gate", paths, keyword, report=report, extra=extra, as_json=as_json)
     _finish(code, report, as_json, summary=True)
 
 
@@ -175,7 +195,9 @@ def compare(revision: str, paths: tuple[str, ...], keyword: str | None, report: 
 
     Both are loaded in one process and interleaved, so that the state of the machine cancels. No baseline is needed.
     """
-    _finish(_pytest("compare", paths, keyword, report=report, arguments=[f"revision={revision}"]), report, as_json)
+    given = [f"revision={revision}"]
+    code = _pytest("compare", paths, keyword, report=report, arguments=given, as_json=as_json)
+    _finish(code, report, as_json)
 
 
 @main.command(name="list")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -19,25 +20,16 @@ from perfsuite.errors import BaselineError, PerfsuiteError, RevisionError
 from perfsuite.progress import Progress
 from perfsuite.records import Machine, Measurement, Status, Verdict
 from perfsuite.report.model import Correctness, RunReport
-from perfsuite.speed import SpeedItem
-from perfsuite.workers import Failure, Job, Journal, Workers, load_job, pytest_arguments
+from perfsuite.speed import Result, SpeedItem
+from perfsuite.workers import UNLOADED, Failure, Job, Journal, Workers, load_job, pytest_arguments
 
 ACCEPT_PROCESSES = 5
+ACCEPT_RIVAL_PROCESSES = 2
+"""A rival's place in the table needs no more, and its compilation is most of a process's time."""
 SCRATCH = ".perfsuite"
 BESIDE = "timed items cannot run beside each other: run without -n (xdist)"
 RED_IN_A_PLAIN_RUN = (Status.NOT_EQUIVALENT, Status.BELOW_FLOOR, Status.UNMEASURED)
 """A plain run has one process: it can break a promise, not settle one."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Result:
-    """What one timed item is told."""
-
-    measurements: tuple[Measurement, ...] = ()
-    verdict: Verdict | None = None
-    message: str = ""
-    red: bool = False
-    skipped: bool = False
 
 
 @dataclass(slots=True)
@@ -133,6 +125,7 @@ class Control:
                 self.baselines / "waivers.toml", today=date.today(), known_ids={*self.known, *self.entries}
             )
         except PerfsuiteError as error:
+            self.problems.append(str(error))  # for the report, which is written all the same
             raise pytest.UsageError(str(error)) from None
         in_scope = {k: e for k, e in self.entries.items() if self._in_scope(k)}
         self.problems += gate.missing(in_scope, self.known, whole=True)
@@ -173,6 +166,7 @@ class Control:
             root=self.root,
             folder=self.root / SCRATCH / "workers",
             arguments=pytest_arguments(self.config),
+            rival_processes=ACCEPT_RIVAL_PROCESSES if self.mode == "accept" else 1,
             limits={i: item.pair.time_limit for i, item in self.items.items()},
             progress=self._progress.begin,
         )
@@ -537,7 +531,16 @@ class Control:
         if self.mode == "list":
             from perfsuite import listing
 
-            listing.show(self)
+            listing.show(
+                self.items,
+                entries=self.entries,
+                inapplicable=self.inapplicable,
+                known=len(self.known),
+                device=self.machine.device,
+                as_json=self.arguments.get("json") == "yes",
+            )
+            for problem in self.problems:
+                print(problem, file=sys.stderr)
             return
         from perfsuite.report import annotations, terminal
 
@@ -554,9 +557,6 @@ class Control:
         if self.mode == "gate" and annotations.wanted():
             for line in annotations.lines(shown):
                 terminalreporter.write_line(line)
-
-
-UNLOADED = "accepted revision not loaded: "
 
 
 def _failed(id: str, failure: Failure) -> Verdict:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 
 import torch
@@ -45,6 +46,8 @@ def count_calls(
     A sentinel with a known launch and a known sync runs in the same session: a profiler that captured nothing is an
     error, not a count of zero.
     """
+    # Without this the profiler's hooks stay in every later CUDA call: 0.8 us of a 7 us .item() on an H200.
+    os.environ.setdefault("TEARDOWN_CUPTI", "1")
     probe = torch.zeros(1, device="cuda")
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     torch.cuda.synchronize()

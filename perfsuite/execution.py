@@ -205,9 +205,9 @@ MAX_DEPTH = 1024
 
 
 class _RedrawnRoundings(TorchDispatchMode):
-    def __init__(self, seed: int, least: float) -> None:
+    def __init__(self, seed: int, units: float, least: float) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.seed, self.least = seed, least
+        self.seed, self.units, self.least = seed, units, least
         self.generators: dict[str, torch.Generator] = {}
         from torch._decomp import decomposition_table  # a tenth of a second, needed only here
 
@@ -216,7 +216,8 @@ class _RedrawnRoundings(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
         if name in COMPOSED and func in self.parts:
-            with self:
+            with self, warnings.catch_warnings():
+                warnings.simplefilter("ignore")
                 return self.parts[func](*args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
         if name in ROUNDED or name in COMPOSED or name.removesuffix("_") in ROUNDED:
@@ -233,7 +234,7 @@ class _RedrawnRoundings(TorchDispatchMode):
         work = torch.float64 if tensor.dtype == torch.float64 else torch.float32
         noise = torch.rand(tensor.shape, generator=self.generators[device], device=tensor.device, dtype=work)
         eps = max(self.least, torch.finfo(tensor.dtype).eps, torch.finfo(work).eps * math.sqrt(depth / 3))
-        tensor.copy_(tensor * noise.sub_(0.5).mul_(2 * eps).add_(1.0))
+        tensor.copy_(tensor * noise.sub_(0.5).mul_(2 * self.units * eps).add_(1.0))
 
 
 def _depth(name: str, args: Any, result: torch.Tensor) -> int:
@@ -244,13 +245,13 @@ def _depth(name: str, args: Any, result: torch.Tensor) -> int:
     return min(MAX_DEPTH, max(1, first.numel() // max(1, result.numel())))
 
 
-def redrawn_roundings(seed: int, least: float = 0.0) -> TorchDispatchMode:
-    """Every operation's result moves by up to one unit in the last place: another sample of its rounding errors.
+def redrawn_roundings(seed: int, units: float = 1.0, least: float = 0.0) -> TorchDispatchMode:
+    """Every operation's result moves by up to `units` in the last place: another sample of its rounding errors.
 
-    The result of a sum moves by √(n/3) units for its n terms, as if added up one after the other, in float32 at
-    least. `least` is the least relative size of a unit.
+    The result of a sum of n terms moves by √(n/3) units of float32 if these are more, as if added up one after the
+    other. `least` is the least relative size of a unit.
     """
-    return _RedrawnRoundings(seed, least)
+    return _RedrawnRoundings(seed, units, least)
 
 
 def run_steps(

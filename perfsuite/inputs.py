@@ -251,14 +251,36 @@ def _values(
         return made.to(device=device, dtype=dtype)
     if isinstance(spec.values, Integers):
         low, high = _bounds(spec.values, case.sizes)
-        whole = _integers(generator, source, low, high, regime, shape)
+        whole = _integers(generator, source, low, high, regime, shape, dtype)
         return whole.to(device=device, dtype=dtype)
     real = _floats(generator, source, spec.values, regime, shape, dtype)
-    return real.to(device=device, dtype=dtype)
+    made = real.to(device=device, dtype=dtype)
+    return made if regime == "nonfinite" else _within(made, spec.values)
+
+
+def _within(tensor: torch.Tensor, values: Floats) -> torch.Tensor:
+    """Finite and within the bounds, to which rounding to the dtype does not keep."""
+    top = torch.finfo(tensor.dtype).max
+    low = -top if values.low is None else _inside(values.low, tensor.dtype, math.inf)
+    high = top if values.high is None else _inside(values.high, tensor.dtype, -math.inf)
+    return tensor.clamp(low, max(low, high))
+
+
+def _inside(bound: float, dtype: torch.dtype, toward: float) -> float:
+    nearest = torch.tensor(bound, dtype=torch.float64).to(dtype)
+    if (float(nearest) < bound) if toward > 0 else (float(nearest) > bound):
+        nearest = torch.nextafter(nearest, torch.tensor(toward, dtype=dtype))
+    return float(nearest)
 
 
 def _integers(
-    generator: torch.Generator, source: str, low: int, high: tuple[int, ...], regime: str, shape: tuple[int, ...]
+    generator: torch.Generator,
+    source: str,
+    low: int,
+    high: tuple[int, ...],
+    regime: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
 ) -> torch.Tensor:
     upper = torch.tensor(high, device=source)
     span = (upper - low).clamp_min(1)  # an empty range yields its lower bound
@@ -271,7 +293,8 @@ def _integers(
     elif regime == "sorted" and drawn.ndim:
         drawn = drawn.sort(dim=0).values
     elif regime == "outside":
-        beyond = torch.tensor([-1, -(2**40), 2**40], device=source)
+        far = 2**40 if dtype.is_floating_point else min(2**40, torch.iinfo(dtype).max)
+        beyond = torch.tensor([-1, -far, far], device=source)
         pick = torch.randint(0, 4, shape, generator=generator, device=source)
         off = torch.where(pick == 3, upper.expand(drawn.shape), beyond[pick.clamp(max=2)])
         drawn = torch.where(unit < 0.4, off, drawn)
@@ -315,8 +338,8 @@ def _floats(
         case "denormal":
             real = real * info.tiny / 8
         case "mixed":
-            exponent = torch.rand(shape, generator=generator, device=source, dtype=work) * 12 - 6
-            real = real * 10**exponent
+            decades = min(6.0, math.log10(info.max) / 2)
+            real = real * 10 ** ((torch.rand(shape, generator=generator, device=source, dtype=work) * 2 - 1) * decades)
         case "edges":
             pick = torch.randint(0, 3, shape, generator=generator, device=source)
             middle = min(max(0.0, float(real.min())), float(real.max())) if real.numel() else 0.0
@@ -418,7 +441,7 @@ def jitter(pair: Pair, values: Mapping[str, Any], seed: int, name: str, eps: flo
         near = (tensor.detach() * (noise.sub_(0.5).mul_(2 * eps).add_(1.0))).to(tensor.dtype)
         leaf = _tensor_spec(spec)
         if leaf is not None and isinstance(leaf.values, Floats) and (leaf.values.low, leaf.values.high) != (None, None):
-            near = near.clamp(leaf.values.low, leaf.values.high)
+            return _within(near, leaf.values)
         return near
 
     every = {**pair.inputs, **pair.step_inputs}

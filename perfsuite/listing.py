@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import json
-import sys
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
 
-from rich.console import Console
 from rich.table import Table
 
-from perfsuite.report import units
+from perfsuite.baseline import Entry
+from perfsuite.report import terminal, units
 from perfsuite.report.model import names
-
-if TYPE_CHECKING:
-    from perfsuite.control import Control
+from perfsuite.speed import SpeedItem
 
 
-def show(control: Control) -> None:
-    """Print the selected workloads, as a table or with `json` as JSON lines."""
-    for problem in control.problems:
-        print(problem, file=sys.stderr)
+def show(
+    items: Mapping[str, SpeedItem],
+    *,
+    entries: Mapping[str, Entry],
+    inapplicable: Callable[[SpeedItem], str | None],
+    known: int,
+    device: str,
+    as_json: bool = False,
+) -> None:
+    """Print the selected workloads of `known`, as a table or as JSON; `entries` is what is accepted here."""
     rows = []
-    for id, item in control.items.items():
-        entry = control.entries.get(id)
+    for id, item in items.items():
+        entry = entries.get(id)
         rows.append(
             {
                 "id": id,
@@ -32,15 +35,16 @@ def show(control: Control) -> None:
                 "sizes": item.workload.sizes,
                 "promised_speedup": item.promises.speedup,
                 "accepted_s": entry.sides["optimized"].seconds if entry else None,
-                "runs_here": control.inapplicable(item) is None,
+                "runs_here": inapplicable(item) is None,
             }
         )
-    if control.arguments.get("json") == "yes":
+    if as_json:
         print(json.dumps(rows, indent=2))
         return
     table = Table(box=None, header_style="bold", pad_edge=False)
     for heading in ("technique", "workload", "device", "clock", "direction", "sizes", "promise", "accepted"):
-        table.add_column(heading, justify="right" if heading in ("promise", "accepted") else "left")
+        whole = heading != "sizes"  # a name that is cut short cannot be selected; sizes may fold
+        table.add_column(heading, justify="right" if heading in ("promise", "accepted") else "left", no_wrap=whole)
     for row in rows:
         technique, workload = names(str(row["id"]))
         sizes = row["sizes"]
@@ -56,6 +60,6 @@ def show(control: Control) -> None:
             f"{promise:g}×" if isinstance(promise, float | int) else "",
             units.seconds(seconds) if isinstance(seconds, float) else "",
         )
-    Console(highlight=False).print(table)
+    terminal.console().print(table)
     here = sum(bool(r["runs_here"]) for r in rows)
-    print(f"{len(rows)} of {len(control.known)} workloads; {here} of them run here ({control.machine.device})")
+    print(f"{len(rows)} of {known} workloads; {here} of them run here ({device})")

@@ -73,12 +73,13 @@ def _control(config: pytest.Config) -> Control:
     if CONTROL not in config.stash:
         from perfsuite.control import Control
         from perfsuite.errors import PerfsuiteError
+        from perfsuite.speed import CONTROL as NAME
 
         try:
             config.stash[CONTROL] = Control(config)
         except PerfsuiteError as error:
             raise pytest.UsageError(str(error)) from None
-        config.pluginmanager.register(config.stash[CONTROL], "perfsuite-control")
+        config.pluginmanager.register(config.stash[CONTROL], NAME)
     return config.stash[CONTROL]
 
 

@@ -59,7 +59,7 @@ def resolve(revision: str, root: Path) -> str:
     try:
         return git("rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}", cwd=root)
     except RevisionError:
-        shallow = (top_level(root) / ".git" / "shallow").exists()
+        shallow = git("rev-parse", "--is-shallow-repository", cwd=root) == "true"
         hint = "the clone is shallow: git fetch --unshallow" if shallow else "see git log for the revisions there are"
         raise RevisionError(f"revision {revision} is not in this repository; {hint}") from None
 

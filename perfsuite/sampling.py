@@ -36,14 +36,16 @@ from perfsuite.records import Case, Condition, Evidence, Limit, Measurement, Sid
 QUADS = 7
 BLOCKS = 8
 WARMUP_CALLS = 3
-SAMPLE_S = 1e-3
-"""A sample repeats a short call until it spans about this long."""
-MAX_CALLS = 32
+SAMPLE_S = {"device": 1e-3, "wall": 4e-3}
+"""A sample repeats a short call until it spans about this long; the host is noisier than the device."""
+MAX_CALLS = {"device": 32, "wall": 64}
 FLUSH_S = 60e-6
 SLOW_S = 8e-3
 """A side slower than this a call joins one quad a block; at 8 ms a full share would take 0.9 s."""
-VERY_SLOW_S = 0.1
+VERY_SLOW_S = 0.2
 FEW_BLOCKS = 3
+RIVAL_BLOCKS = 4
+"""Rivals are timed against the optimized side afterwards: what is gated must not depend on which rivals there are."""
 EXTRA_BLOCKS = 4
 """Blocks measured again at most, for those set aside because the device throttled."""
 OTHER_CLOCK_SAMPLES = 5
@@ -171,10 +173,11 @@ def measure(
     device: str,
     home: Path | None = None,
     accepted: Side | None = None,
+    with_rivals: bool = True,
     seed: int | None = None,
     report: Callable[[str], None] = lambda phase: None,
 ) -> Measurement:
-    """Prove and time one workload. `accepted`, the accepted revision's optimized side, replaces the rivals.
+    """Prove and time one workload. `accepted`, the accepted revision's optimized side, joins the two; then no rivals.
 
     `report` is told which side is about to run, so that a crash or a hang can be laid at its door. NotEquivalent
     where the optimized side is not the same function; PairError where the workload cannot be timed as declared.
@@ -184,7 +187,10 @@ def measure(
     dtype = workload.dtype or pair.dtypes[0]
     case = make.workload_case(workload, dtype, seed)
     execution.forget_compiled()
-    rivals = {} if accepted is not None else {n: as_side(s) for n, s in pair.rivals.items()}
+    gc.collect()  # an earlier workload's tensors may hang in reference cycles
+    if torch.device(device).type == "cuda":
+        torch.cuda.empty_cache()
+    rivals = {n: as_side(s) for n, s in pair.rivals.items()} if with_rivals and accepted is None else {}
     sides = {REFERENCE: as_side(pair.reference), OPTIMIZED: as_side(pair.optimized)}
     sides |= {ACCEPTED: accepted} if accepted is not None else rivals
     skipped: dict[str, str] = {}
@@ -218,8 +224,14 @@ def measure(
     kind = _clock_kind(pair, workload, clock, counts, runners, skipped)
     runners = {n: r for n, r in runners.items() if n not in skipped}
     peaks = {n: _peak_bytes(r, report) for n, r in runners.items()}
-    sampler = _Sampler(pair, runners, master, clock, kind, counts, rng, report)
-    condition = sampler.run()
+    gated = {n: r for n, r in runners.items() if n not in rivals}
+    sampler = _Sampler(gated, master, clock, kind, counts, rng, report)
+    condition = sampler.run(BLOCKS)
+    if len(runners) > len(gated):
+        others = {n: r for n, r in runners.items() if n in rivals or n == OPTIMIZED}
+        beside = _Sampler(others, master, clock, kind, counts, rng, report)
+        beside.run(RIVAL_BLOCKS)
+        sampler.add(beside)
     if not pair.is_stateful:
         _judge_timed(timed, runners, truth, master)
     del truth
@@ -419,7 +431,6 @@ def _limit(pair: Pair, workload: Workload, device: str) -> Limit | None:
 class _Sampler:
     def __init__(
         self,
-        pair: Pair,
         runners: dict[str, Runner],
         master: Mapping[str, Any],
         clock: CpuClock | CudaClock,
@@ -428,7 +439,7 @@ class _Sampler:
         rng: random.Random,
         report: Callable[[str], None],
     ) -> None:
-        self.pair, self.runners, self.master, self.clock = pair, runners, master, clock
+        self.runners, self.master, self.clock = runners, master, clock
         self.kind, self.counts, self.rng, self.report = kind, counts, rng, report
         self.blocks_s: dict[str, list[float]] = {n: [] for n in runners}
         self.log_ratios: dict[str, list[float]] = {n: [] for n in runners if n != OPTIMIZED}
@@ -439,7 +450,7 @@ class _Sampler:
         held = sum(t.numel() * t.element_size() for _, t in make.tensors_in(dict(master)))
         self.small = held <= SMALL_BYTES
 
-    def run(self) -> Condition:
+    def run(self, blocks: int) -> Condition:
         self._plan()
         index = None if isinstance(self.clock, CpuClock) else torch.cuda.current_device()
         set_aside = done = 0
@@ -448,7 +459,7 @@ class _Sampler:
         gc.disable()
         try:
             with Monitor(index) if index is not None else nullcontext() as monitor:
-                while done < BLOCKS:
+                while done < blocks:
                     kept = (
                         {n: list(v) for n, v in self.blocks_s.items()},
                         {n: list(v) for n, v in self.log_ratios.items()},
@@ -466,6 +477,16 @@ class _Sampler:
             if collecting:
                 gc.enable()
 
+    def add(self, other: _Sampler) -> None:
+        """Take over the sides that only `other` has timed."""
+        for name in set(other.runners) - set(self.runners):
+            self.runners[name] = other.runners[name]
+            self.blocks_s[name] = other.blocks_s[name]
+            self.log_ratios[name] = other.log_ratios[name]
+            self.calls[name] = other.calls[name]
+            self.few |= other.few & {name}
+            self.slow |= other.slow & {name}
+
     def _plan(self) -> None:
         """How long each side takes, and so how many calls make a sample and which sides are too slow to repeat."""
         overhead = FLUSH_S if isinstance(self.clock, CudaClock) else 0.0
@@ -475,7 +496,7 @@ class _Sampler:
             if t < SLOW_S:
                 t = min(t, self._sample(name))
             self.estimate[name] = t
-            calls = max(1, min(MAX_CALLS, math.ceil(SAMPLE_S / (t + overhead))))
+            calls = max(1, min(MAX_CALLS[self.kind], math.ceil(SAMPLE_S[self.kind] / (t + overhead))))
             if self.kind == "device":
                 calls = CudaClock.calls_within_queue(calls, self._launches(name))
             self.calls[name] = calls

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from perfsuite import benchmarks
 from perfsuite.errors import PerfsuiteError
 from perfsuite.pair import Pair, Workload
-from perfsuite.records import PromiseRecord, to_json
+from perfsuite.records import Measurement, PromiseRecord, Verdict, to_json
 
-if TYPE_CHECKING:
-    from perfsuite.control import Result
+CONTROL = "perfsuite-control"
+"""The name under which a run's `Control` is registered with pytest."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """What one timed item is told."""
+
+    measurements: tuple[Measurement, ...] = ()
+    verdict: Verdict | None = None
+    message: str = ""
+    red: bool = False
+    skipped: bool = False
 
 
 class SpeedFailure(Exception):  # noqa: N818 - a verdict, told in one line
@@ -38,9 +50,9 @@ class SpeedItem(pytest.Function):
         return PromiseRecord(speedup=p.speedup, peak_bytes=p.peak_bytes, host_syncs=p.host_syncs, launches=p.launches)
 
     def _result(self) -> Result:
-        from perfsuite.plugin import CONTROL
-
-        return self.config.stash[CONTROL].result(self)
+        control: Any = self.config.pluginmanager.get_plugin(CONTROL)
+        result: Result = control.result(self)
+        return result
 
     def _timed(self) -> None:
         __tracebackhide__ = True

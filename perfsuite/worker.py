@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 
 from perfsuite import revision
-from perfsuite.control import UNLOADED
 from perfsuite.errors import PerfsuiteError, RevisionError
 from perfsuite.pair import Side
 from perfsuite.records import Status
 from perfsuite.speed import SpeedItem
-from perfsuite.workers import Failure, Job, Journal
+from perfsuite.workers import UNLOADED, Failure, Job, Journal
 
 
 def run(job: Job, journal: Journal, items: Sequence[pytest.Item], device: str) -> None:
@@ -31,14 +30,14 @@ def run(job: Job, journal: Journal, items: Sequence[pytest.Item], device: str) -
         elif isinstance(side, RevisionError):
             outcome = Failure(status=Status.UNMEASURED, message=f"{UNLOADED}{side}")
         else:
-            measured = _measure(item, journal, device, side)
+            measured = _measure(item, journal, device, side, job.rivals)
             if measured is None:
                 continue
             outcome = measured
         journal.failure(id, outcome)
 
 
-def _measure(item: SpeedItem, journal: Journal, device: str, accepted: Side | None) -> Failure | None:
+def _measure(item: SpeedItem, journal: Journal, device: str, accepted: Side | None, rivals: bool) -> Failure | None:
     """Write the measurement, or give the failure."""
     import torch
 
@@ -62,6 +61,7 @@ def _measure(item: SpeedItem, journal: Journal, device: str, accepted: Side | No
                 device=device,
                 home=item.home,
                 accepted=accepted,
+                with_rivals=rivals,
                 report=report,
             )
     except NotEquivalent as error:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     import pytest
 
 JOB = "PERFSUITE_JOB"
+UNLOADED = "accepted revision not loaded: "
+"""How a worker begins the message that it could not load the accepted side, so that the gate falls back."""
 POLL_S = 0.02
 START_LIMIT_S = 300.0
 """From a worker's start to its first item: importing torch and the test modules."""
@@ -53,6 +55,7 @@ class Job:
     out: str
     accepted: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     process: int = 0
+    rivals: bool = True
 
 
 @dataclass(slots=True)
@@ -67,6 +70,8 @@ class Workers:
     arguments: Sequence[str]
     limits: Mapping[str, float]
     progress: Callable[[int, str], None] = lambda process, id: None
+    rival_processes: int = 1
+    """In how many of the first processes the rivals are timed too: nothing is gated on them."""
     started: int = 0
 
     def run(
@@ -96,6 +101,7 @@ class Workers:
             out=str(out),
             accepted={i: accepted[i] for i in ids if i in accepted},
             process=process,
+            rivals=process <= self.rival_processes,
         )
         selection = stem.with_suffix(".args")
         try:

@@ -6,13 +6,13 @@ from optimized.kernels import ceil_div, jit, launching, tl, use_triton
 
 MIN_NORM = 1e-12
 
-# (largest N, tile edge, columns in a step, warps, pipeline stages), by a sweep at D = 384 on an H200. Up to some 256
-# rows a call is bound by latency: small tiles for many programs. From 1024 on, 64 x 64 and then 128 x 128 for the
-# reuse that keeps the tensor cores fed.
+# (largest N, tile edge, columns in a step, warps, pipeline stages), by a sweep at D = 384 on an H200. Up to some 350
+# rows a call is bound by latency: small tiles for many programs. Later 64 x 64 and then 128 x 128, for the reuse that
+# keeps the tensor cores fed.
 FORWARD_CONFIGS = (
-    (256, 16, 32, 2, 4),
-    (768, 32, 64, 2, 3),
-    (3072, 64, 32, 4, 3),
+    (352, 16, 32, 2, 4),
+    (544, 32, 32, 2, 4),
+    (3072, 64, 32, 4, 4),
     (None, 128, 32, 8, 3),
 )
 # (largest N, rows of e, columns of e, rows in a step, warps, stages) of the gradient's matrix product.
@@ -23,7 +23,7 @@ BACKWARD_CONFIGS = (
 )
 # Above, the gradient is one float32 product by cuBLAS: TF32 tensor cores want both operands contiguous along the sum,
 # which the rows of e are not here, and without them three products cost more than one in float32.
-BACKWARD_KERNEL_MAX = 1024
+BACKWARD_KERNEL_MAX = 1536
 # 1 / MIN_NORM, as float32 has it: the inverse length of a row whose length is clamped.
 CLAMPED_LENGTH = 999999995904.0
 CLAMPED = tl.constexpr(CLAMPED_LENGTH)

@@ -2,6 +2,8 @@ import pytest
 import torch
 
 from optimized.diversity.mean_pairwise_cosine import mean_pairwise_cosine as optimized
+from optimized.diversity.mean_pairwise_cosine import mean_pairwise_cosine_torch, mean_pairwise_cosine_triton
+from optimized.kernels import triton_reason
 from perfsuite import Cost, Pair, Workload, compiled, sampled, side, size, tensor
 from reference.diversity.mean_pairwise_cosine import mean_pairwise_cosine as reference
 
@@ -28,10 +30,11 @@ mean_pairwise_cosine = Pair(
     sizes={"N": size(0, 70), "D": size(2, 390)},
     rivals={
         "compile": compiled(side(reference, devices=("cuda",))),
-        "compile_linear": compiled(side(optimized, devices=("cuda",))),
+        "compile_linear": compiled(side(mean_pairwise_cosine_torch, devices=("cuda",))),
     },
+    variants={"triton": side(mean_pairwise_cosine_triton, available=triton_reason)},
     workloads=[
-        Workload("n10", N=10, D=384, device="cuda", host_syncs=0),
+        Workload("n10", N=10, D=384, device="cuda", speedup=3.0, host_syncs=0, launches=1),
         Workload("n1024", N=1024, D=384, direction="both", device="cuda", speedup=20.0),
         Workload("cpu", N=64, D=384, clock="wall", direction="both", device="cpu", speedup=2.0),
     ],
@@ -39,20 +42,25 @@ mean_pairwise_cosine = Pair(
 )
 
 
-@pytest.mark.parametrize("call", [reference, optimized])
+SIDES = [reference, optimized, mean_pairwise_cosine_torch]
+if triton_reason() is None and not torch.cuda.is_available():
+    SIDES.append(mean_pairwise_cosine_triton)
+
+
+@pytest.mark.parametrize("call", SIDES)
 def test_known_values(call):
     assert call(torch.tensor([[3.0, 0.0], [0.0, 2.0]])).item() == pytest.approx(1.0)
     assert call(torch.tensor([[3.0, 0.0], [0.0, 2.0], [-1.0, 0.0]])).item() == pytest.approx(4 / 3)
     assert call(torch.ones(5, 3)).item() == pytest.approx(0.0, abs=1e-6)
 
 
-@pytest.mark.parametrize("call", [reference, optimized])
+@pytest.mark.parametrize("call", SIDES)
 def test_zero_rows_are_at_distance_one(call):
     e = torch.tensor([[0.0, 0.0], [0.0, 0.0], [1.0, 0.0], [5.0, 0.0]])
     assert call(e).item() == pytest.approx(5 / 6)
 
 
-@pytest.mark.parametrize("call", [reference, optimized])
+@pytest.mark.parametrize("call", SIDES)
 @pytest.mark.parametrize("n", [0, 1])
 def test_no_pair_has_no_mean(call, n):
     e = torch.ones(n, 3, requires_grad=True)

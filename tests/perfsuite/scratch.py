@@ -154,9 +154,7 @@ class Project:
         """`perfsuite …` in this process; the output of its pytest is in the result's."""
 
         def main(args: Sequence[str]) -> int:
-            done = self.run(*args)
-            print(done.stdout.str())
-            return int(done.ret)
+            return int(self.run(*args).ret)
 
         with self.monkeypatch.context() as patch:
             patch.setattr("pytest.main", main)

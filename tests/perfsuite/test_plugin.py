@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 
 import pytest
-from scratch import TWO_LINES, Project, lines_with, times
+from scratch import SMALL, TWO_LINES, Project, lines_with, times
 
 pytest_plugins = ["pytester"]
 
@@ -439,3 +440,72 @@ def test_a_kernel_that_no_workload_launches_is_red(project: Project) -> None:
     )
     output = failure(project.run("-k", "kernels"))
     assert lines_with(output, "triple_kernel", "launched by none of the pair's workloads")
+
+
+# --- pytest-benchmark: the contract of perfsuite/benchmarks.py ------------------------------------------------------
+
+
+@pytest.fixture
+def timed(project: Project) -> Project:
+    project.write("test_scale.py", TWO_LINES)
+    project.measured(times())
+    return project
+
+
+def test_the_samples_are_pytest_benchmarks_records(timed: Project) -> None:
+    result = timed.run("-m", "perf", "--benchmark-json=out.json")
+    assert result.ret == 0
+    assert lines_with(result.stdout.str(), "speed[small]@optimized")
+    records = {r["fullname"]: r for r in json.loads((timed.path / "out.json").read_text())["benchmarks"]}
+    assert set(records) == {f"{SMALL}@reference", f"{SMALL}@optimized"}
+    reference, optimized = records[f"{SMALL}@reference"], records[f"{SMALL}@optimized"]
+    assert (reference["name"], optimized["name"]) == ("speed[small]@reference", "speed[small]@optimized")
+    assert reference["group"] == optimized["group"] == SMALL
+    assert optimized["stats"]["median"] == pytest.approx(1e-5)
+    assert reference["stats"]["median"] == pytest.approx(2e-5)
+    assert optimized["stats"]["rounds"] == 8
+    assert optimized["extra_info"]["perfsuite"]["id"] == SMALL
+    assert reference["extra_info"] == {}
+
+
+@pytest.mark.parametrize("option", [["-p", "no:benchmark"], ["--benchmark-disable"]])
+def test_without_pytest_benchmark_a_pair_is_timed_all_the_same(timed: Project, option: list[str]) -> None:
+    result = timed.run("-m", "perf", *option)
+    result.assert_outcomes(passed=1)
+    assert not lines_with(result.stdout.str(), "speed[small]@optimized")
+    assert lines_with(result.stdout.str(), "small", "2.00×")
+    assert "WARNING" not in result.stdout.str()
+
+
+def test_without_pytest_benchmark_the_gate_is_the_same(timed: Project) -> None:
+    timed.accept()
+    timed.measured(times(slower=0.05))
+    result = timed.run("-p", "no:benchmark", "-m", "perf", "--perfsuite-mode=gate")
+    assert result.ret == 1
+    assert lines_with(result.stdout.str(), "REGRESSED", SMALL)
+
+
+def test_benchmarks_that_are_skipped_are_not_a_green_gate(timed: Project) -> None:
+    timed.accept()
+    timed.measured(times())
+    result = timed.run("-m", "perf", "--benchmark-skip", "--benchmark-compare")
+    assert result.ret == 1
+    assert lines_with(result.stdout.str(), "nothing was measured")
+
+
+def test_benchmark_only_keeps_timed_items(timed: Project) -> None:
+    timed.run("--benchmark-only", "-m", "perf").assert_outcomes(passed=1)
+
+
+def test_pytest_benchmarks_own_threshold_adds_nothing_and_breaks_nothing(timed: Project) -> None:
+    timed.accept()
+    timed.measured(times(slower=0.05))
+    result = timed.run("-m", "perf", "--benchmark-compare-fail=mean:50%", "--benchmark-compare")
+    assert result.ret != 0
+    assert lines_with(result.stdout.str(), "REGRESSED", SMALL)
+
+
+def test_a_failure_of_the_harness_is_told_once(timed: Project) -> None:
+    assert timed.workers is not None
+    timed.workers.run = lambda ids, **given: 1 / 0  # type: ignore[method-assign]
+    timed.run("-m", "perf").assert_outcomes(failed=1)  # and no error of the benchmark fixture, "was not used"

@@ -1,0 +1,228 @@
+"""The arrows of docs/architecture.md, and the shape of the repository: every technique has its twin and its pair."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+from scratch import ROOT
+
+HARNESS = ROOT / "perfsuite"
+HEAVY = ("torch", "numpy", "hypothesis", "scipy", "rich", "jinja2", "triton")
+
+
+@cache
+def table() -> dict[str, tuple[tuple[int, int], str]]:
+    """Module → ((row, place within it), the torch column), from docs/architecture.md."""
+    found: dict[str, tuple[tuple[int, int], str]] = {}
+    for line in (ROOT / "docs/architecture.md").read_text().splitlines():
+        cells = [c.strip() for c in line.strip("|").split("|")]
+        if len(cells) == 4 and cells[0].isdigit():
+            for place, name in enumerate(re.findall(r"`(\w+)`", cells[1])):
+                assert name not in found, f"{name} is in the table twice"
+                found[name] = ((int(cells[0]), place), cells[3])
+    return found
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def stage_of(path: Path) -> str:
+    """The stage a file belongs to: a module of perfsuite, or its package `report`."""
+    return path.relative_to(HARNESS).parts[0].removesuffix(".py")
+
+
+def harness_files() -> list[Path]:
+    return sorted(HARNESS.rglob("*.py"))
+
+
+def imports(path: Path, *, top_only: bool = False, typing: bool = True) -> Iterator[tuple[str, str]]:
+    """(module, name) of the imports in a file: all, those at its top, or without those for type checkers alone."""
+    tree = tree_of(path)
+    for_checkers = {
+        inner
+        for node in tree.body
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    for node in ast.iter_child_nodes(tree) if top_only else ast.walk(tree):
+        if node in for_checkers and not typing:
+            continue
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, ""
+        elif isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            if node.level:
+                package = path.relative_to(ROOT).parent.parts
+                base = package[: len(package) - node.level + 1]
+                module = ".".join([*base, *([module] if module else [])])
+            for alias in node.names:
+                yield module, alias.name
+
+
+def stages_imported(path: Path) -> set[str]:
+    found = set()
+    for module, name in imports(path):
+        first, *rest = module.split(".")
+        if first != "perfsuite":
+            continue
+        if rest:
+            found.add(rest[0])
+        elif (HARNESS / f"{name}.py").exists() or (HARNESS / name / "__init__.py").exists():
+            found.add(name)
+        else:
+            found.add("__init__")
+    return found - {stage_of(path)}
+
+
+# --- perfsuite ------------------------------------------------------------------------------------------------------
+
+
+def test_the_table_names_every_module() -> None:
+    assert set(table()) == {stage_of(p) for p in harness_files()}
+
+
+@pytest.mark.parametrize("path", harness_files(), ids=lambda p: str(p.relative_to(HARNESS)))
+def test_a_stage_imports_only_earlier_ones(path: Path) -> None:
+    own, _ = table()[stage_of(path)]
+    later = sorted(name for name in stages_imported(path) if table()[name][0] >= own)
+    assert not later, f"{path.relative_to(ROOT)} imports {', '.join(later)}, which come after it"
+
+
+@pytest.mark.parametrize("path", harness_files(), ids=lambda p: str(p.relative_to(HARNESS)))
+def test_torch_is_imported_where_the_table_says(path: Path) -> None:
+    _, torch = table()[stage_of(path)]
+    top = any(m.split(".")[0] == "torch" for m, _ in imports(path, top_only=True))
+    anywhere = any(m.split(".")[0] == "torch" for m, _ in imports(path, typing=False))
+    assert torch in ("yes", "no", "lazily")
+    assert not (torch == "no" and anywhere), f"{path.name} imports torch"
+    assert not (torch == "lazily" and top), f"{path.name} imports torch when it is imported itself"
+
+
+def test_perfsuite_knows_no_technique() -> None:
+    for path in harness_files():
+        roots = {module.split(".")[0] for module, _ in imports(path)}
+        assert not roots & {"reference", "optimized", "suite", "tests"}, path
+
+
+def test_import_perfsuite_is_light() -> None:
+    code = f"import perfsuite, sys; print([m for m in {HEAVY} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_every_public_name_is_there() -> None:
+    import perfsuite
+
+    for name in perfsuite.__all__:
+        assert getattr(perfsuite, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = perfsuite.nothing
+
+
+# --- the techniques -------------------------------------------------------------------------------------------------
+
+
+def sides(folder: str) -> list[Path]:
+    return [p for p in sorted((ROOT / folder).rglob("*.py")) if "__pycache__" not in p.parts]
+
+
+def techniques(folder: str) -> set[str]:
+    """`<domain>/<technique>` of each file that holds one.
+
+    Modules at the top (`optimized/kernels.py`) are shared by many. A file named after a twin beside it, with `_cuda`
+    behind, belongs to that twin.
+    """
+    found = {
+        "/".join(p.relative_to(ROOT / folder).with_suffix("").parts)
+        for p in sides(folder)
+        if p.name != "__init__.py" and p.parent != ROOT / folder
+    }
+    return {t for t in found if not (t.endswith("_cuda") and t.removesuffix("_cuda") in found)}
+
+
+EVERY = sorted(techniques("reference") | techniques("optimized"))
+
+
+def test_there_are_techniques() -> None:
+    assert EVERY
+
+
+@pytest.mark.parametrize(("folder", "other"), [("reference", "optimized"), ("optimized", "reference")])
+def test_the_sides_never_meet(folder: str, other: str) -> None:
+    for path in sides(folder):
+        roots = {module.split(".")[0] for module, _ in imports(path)}
+        assert other not in roots, f"{path.relative_to(ROOT)} imports {other}"
+        named = [n.value for n in ast.walk(tree_of(path)) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+        late = [text for text in named if re.match(rf"{other}(\.\w+)+$", text)]
+        assert not late, f"{path.relative_to(ROOT)} names the module {late[0]}"
+
+
+@pytest.mark.parametrize("technique", EVERY)
+def test_a_technique_has_its_twin(technique: str) -> None:
+    for folder in ("reference", "optimized"):
+        assert (ROOT / folder / f"{technique}.py").exists(), f"{folder}/{technique}.py is missing"
+
+
+@pytest.mark.parametrize("technique", EVERY)
+def test_a_technique_has_its_pair(technique: str) -> None:
+    domain, _, name = technique.rpartition("/")
+    path = ROOT / "tests" / domain / f"test_{name}.py"
+    assert path.exists(), f"{path.relative_to(ROOT)} is missing"
+    module = technique.replace("/", ".")
+    assert any(
+        origin["reference"] == f"reference.{module}" and origin["optimized"] == f"optimized.{module}"
+        for origin in pairs_of(path)
+    ), f"{path.relative_to(ROOT)} declares no Pair of reference.{module} and optimized.{module}"
+
+
+def pairs_of(path: Path) -> Iterator[dict[str, str | None]]:
+    """For each module-level Pair: the module that each of its two sides comes from."""
+    origin = {}
+    for node in tree_of(path).body:
+        if isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                origin[alias.asname or alias.name] = node.module
+    for node in tree_of(path).body:
+        call = node.value if isinstance(node, (ast.Assign, ast.AnnAssign)) else None
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "Pair":
+            given = {k.arg: k.value for k in call.keywords}
+            yield {
+                side: next(
+                    (
+                        origin[n.id]
+                        for n in ast.walk(given[side])
+                        if isinstance(n, ast.Name) and origin.get(n.id, "").startswith(f"{side}.")
+                    ),
+                    None,
+                )
+                for side in ("reference", "optimized")
+            }
+
+
+def test_every_pair_of_the_repository_is_a_techniques() -> None:
+    for path in sorted((ROOT / "tests").glob("*/test_*.py")):
+        if path.parent.name in ("perfsuite", "planted", "trainers"):
+            continue
+        technique = f"{path.parent.name}/{path.stem.removeprefix('test_')}"
+        assert technique in EVERY, f"{path.relative_to(ROOT)} tests no technique: there is no {technique}.py"
+
+
+@pytest.mark.parametrize("technique", EVERY)
+def test_a_technique_is_in_the_readme(technique: str) -> None:
+    text = (ROOT / "README.md").read_text()
+    found = re.search(r"<!-- perfsuite:table -->(.*?)<!-- /perfsuite:table -->", text, re.DOTALL)
+    assert found, "README.md has no <!-- perfsuite:table --> … <!-- /perfsuite:table -->"
+    if not found[1].strip():
+        pytest.skip("the table is generated from the first baseline of a GPU, which there is not yet")
+    name = technique.rpartition("/")[2]
+    assert re.search(rf"(?<!\w){name}(?!\w)", found[1]), f"{name} is not in the README's table"

@@ -1,0 +1,413 @@
+"""The command `perfsuite`: what it says, what it passes to pytest, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+from scratch import SMALL, TWO_LINES, Failure, Project, fails, lines_with, times
+
+from perfsuite import __version__, cli
+from perfsuite.cli import main
+from perfsuite.records import Status
+
+pytest_plugins = ["pytester"]
+
+COMMANDS = ("accept", "compare", "doctor", "gate", "list", "run")
+
+
+@pytest.fixture
+def scale(project: Project) -> Project:
+    project.write("test_scale.py", TWO_LINES)
+    project.measured(times())
+    return project
+
+
+# --- help -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_every_command_has_help(command: str, flag: str) -> None:
+    done = CliRunner().invoke(main, [command, flag])
+    assert done.exit_code == 0
+    assert done.output.startswith("Usage: ")
+    own = main.commands[command]
+    assert own.help
+    assert own.help.splitlines()[0] in done.output
+    for parameter in own.params:
+        if isinstance(parameter, click.Option):
+            assert parameter.help, f"{command} {parameter.name} has no help"
+
+
+def test_the_group_has_help() -> None:
+    done = CliRunner().invoke(main, ["--help"])
+    assert done.exit_code == 0
+    for command in COMMANDS:
+        assert lines_with(done.output, f"  {command} ")
+    assert "perfsuite doctor" in done.output  # where to start
+    assert sorted(main.commands) == list(COMMANDS)
+
+
+def test_version() -> None:
+    assert CliRunner().invoke(main, ["--version"]).output == f"perfsuite, version {__version__}\n"
+
+
+def test_as_a_module() -> None:
+    done = subprocess.run([sys.executable, "-m", "perfsuite", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"perfsuite, version {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "arguments", [["no-such-command"], ["gate", "--no-such-option"], ["compare"], ["run", "--profile=x"]]
+)
+def test_a_wrong_command_line(arguments: list[str]) -> None:
+    done = CliRunner().invoke(main, arguments)
+    assert done.exit_code == 2
+    assert lines_with(done.output, "Error: ")
+
+
+# --- what goes to pytest --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["run"], ["-m", "correctness or perf", "--perfsuite-mode=run", "--perfsuite-report=.perfsuite/report"]),
+        (["run", "--profile", "ci"], ["--perfsuite-profile=ci"]),
+        (["gate", "-k", "scale", "tests"], ["-m", "perf", "-k", "scale", "--perfsuite-mode=gate", "tests"]),
+        (["gate", "--baselines", "here"], ["--perfsuite-baselines=here"]),
+        (["compare", "HEAD~1", "tests"], ["--perfsuite-mode=compare", "--perfsuite-argument=revision=HEAD~1", "tests"]),
+        (["accept", "--reason", "x = y"], ["--perfsuite-mode=accept", "--perfsuite-argument=reason=x = y"]),
+        (["accept", "--reason", "x", "--more"], ["--perfsuite-argument=more=yes"]),
+        (["accept", "--reason", "x", "--prune"], ["--perfsuite-argument=prune=yes"]),
+        (["accept", "--reason", "x", "--allow-dirty"], ["--perfsuite-argument=dirty=yes"]),
+        (["accept", "--reason", "x", "--processes", "7"], ["--perfsuite-argument=processes=7"]),
+        (["list", "--json"], ["--perfsuite-mode=list", "--perfsuite-argument=json=yes"]),
+    ],
+)
+@pytest.mark.parametrize("code", [0, 1, 2, 5])
+def test_pytest_is_called(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: list[str], expected: list[str], code: int
+) -> None:
+    seen: list[str] = []
+
+    def run(given: list[str]) -> int:
+        seen.extend(given)
+        return code
+
+    monkeypatch.setattr("pytest.main", run)
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(main, arguments)
+    assert done.exit_code == code
+    assert all(e in seen for e in expected), seen
+
+
+# --- list -----------------------------------------------------------------------------------------------------------
+
+
+def test_list(scale: Project) -> None:
+    done = scale.cli("list")
+    assert done.exit_code == 0, done.output
+    assert lines_with(done.output, "scale", "small", "any", "wall", "forward", "n=64")
+    assert lines_with(done.output, "1 of 1 workloads; 1 of them run here (cpu-") or "nvidia" in done.output
+    scale.accept()
+    assert lines_with(scale.cli("list").output, "scale", "small", "10.0 µs")
+    assert "passed" not in done.output
+
+
+def test_list_json(scale: Project) -> None:
+    (row,) = json.loads(scale.cli("list", "--json").output)
+    assert row["id"] == SMALL
+    assert row["sizes"] == {"n": 64}
+    assert row["accepted_s"] is None
+    assert row["runs_here"] is True
+    scale.accept()
+    (row,) = json.loads(scale.cli("list", "--json").output)
+    assert row["accepted_s"] == pytest.approx(1e-5)
+
+
+def test_list_of_a_selection(scale: Project) -> None:
+    done = scale.cli("list", "-k", "nothing_of_the_name")
+    assert done.exit_code == 5
+    assert "0 of 1 workloads" in done.output
+
+
+# --- accept ---------------------------------------------------------------------------------------------------------
+
+
+def test_accept_says_what_changes(scale: Project) -> None:
+    first = scale.cli("accept", "--reason", "the first")
+    assert first.exit_code == 0, first.output
+    assert lines_with(first.output, SMALL, "added at 2×")
+    (path,) = (scale.path / "baselines").glob("*.json")
+    assert lines_with(first.output, "wrote", str(path))
+    assert '"reason": "the first"' in path.read_text()
+    scale.measured(times(speedup=2.5))
+    second = scale.cli("accept", "--reason", "a better tile")
+    assert lines_with(second.output, SMALL, "changed from 2× to 2.5× (+25.0%)")
+    assert '"reason": "a better tile"' in path.read_text()
+
+
+def test_accept_wants_a_reason(scale: Project) -> None:
+    done = scale.cli("accept")
+    assert done.exit_code == 2
+    assert lines_with(done.output, "Error:", "give --reason", "why are the new figures right?")
+    assert not (scale.path / "baselines").exists()
+
+
+def test_accept_of_part_leaves_the_rest(scale: Project) -> None:
+    scale.write("test_other.py", TWO_LINES.replace("scale", "other"))
+    path = scale.accept()
+    scale.measured(times(speedup=3.0))
+    done = scale.cli("accept", "-k", "other", "--reason", "faster")
+    assert done.exit_code == 0, done.output
+    assert lines_with(done.output, "other::speed[small]", "changed from 2× to 3×")
+    assert lines_with(done.output, SMALL, "unchanged at 2×")
+    assert scale.workers is not None
+    assert all("scale::" not in i for ids, _ in scale.workers.calls for i in ids)
+    assert path.exists()
+
+
+def test_accept_takes_nothing_red(scale: Project) -> None:
+    scale.replace("test_scale.py", 'clock="wall")', 'clock="wall", speedup=3.0)')
+    scale.write("test_other.py", TWO_LINES.replace("scale", "other"))
+    done = scale.cli("accept", "--reason", "x")
+    assert done.exit_code == 1
+    assert lines_with(done.output, "not accepted", "BELOW_FLOOR", SMALL)
+    assert lines_with(done.output, "other::speed[small]: added")  # what holds is taken
+    (path,) = (scale.path / "baselines").glob("*.json")
+    assert SMALL not in path.read_text()
+
+
+def test_accept_takes_nothing_unmeasured(scale: Project) -> None:
+    scale.measured(fails(Failure(status=Status.UNMEASURED, message="the optimized side hangs")))
+    done = scale.cli("accept", "--reason", "x")
+    assert done.exit_code == 1
+    assert lines_with(done.output, "not accepted", "UNMEASURED", SMALL, "hangs")
+    assert not (scale.path / "baselines").exists()
+
+
+def test_accept_of_nothing(scale: Project) -> None:
+    done = scale.cli("accept", "-k", "nothing_of_the_name", "--reason", "x")
+    assert done.exit_code == 1
+    assert lines_with(done.output, "nothing to accept", "perfsuite list")
+
+
+def test_accept_on_a_dirty_tree(scale: Project) -> None:
+    scale.commit()
+    scale.replace("test_scale.py", "3 * x", "3.0 * x")
+    done = scale.cli("accept", "--reason", "x")
+    assert done.exit_code == 1
+    assert lines_with(done.output, "uncommitted changes", "--allow-dirty")
+    assert scale.workers is not None
+    assert not scale.workers.calls
+    assert scale.cli("accept", "--reason", "x", "--allow-dirty").exit_code == 0
+
+
+def test_accept_with_untracked_files_is_clean(scale: Project) -> None:
+    scale.commit()
+    scale.write("notes.txt", "later")
+    assert scale.cli("accept", "--reason", "x").exit_code == 0
+
+
+def test_accept_more(scale: Project) -> None:
+    scale.commit()
+    path = scale.accept()
+    scale.measured(times())
+    done = scale.cli("accept", "--more", "--reason", "another hour")
+    assert done.exit_code == 0, done.output
+    assert lines_with(done.output, SMALL, "1 session more: 2 in all")
+    before = path.read_bytes()
+    scale.replace("test_scale.py", "3 * x", "3.0 * x")
+    scale.commit()
+    done = scale.cli("accept", "--more", "--reason", "x")
+    assert done.exit_code == 1
+    assert lines_with(done.output, SMALL, "accepted at revision", "accept it without --more")
+    assert path.read_bytes() == before
+
+
+def test_accept_prune(scale: Project) -> None:
+    path = scale.accept()
+    scale.replace("test_scale.py", '"small"', '"little"')
+    scale.measured(times())
+    kept = scale.cli("accept", "--reason", "renamed")
+    assert kept.exit_code == 0, kept.output
+    assert SMALL in path.read_text()
+    pruned = scale.cli("accept", "--reason", "renamed", "--prune")
+    assert lines_with(pruned.output, SMALL, "removed")
+    assert SMALL not in path.read_text()
+    assert "1 PASS" in scale.gate().stdout.str()
+
+
+def test_accept_where_a_module_is_broken(scale: Project) -> None:
+    scale.write("test_broken.py", "import no_such_module")
+    done = scale.cli("accept", "--reason", "x")
+    assert done.exit_code == 2
+    assert lines_with(done.output, "no_such_module")
+    assert not (scale.path / "baselines").exists()
+
+
+# --- run, gate, compare ---------------------------------------------------------------------------------------------
+
+
+def test_run(scale: Project) -> None:
+    done = scale.cli("run", "--report", "out", "--json")
+    assert done.exit_code == 0, done.output
+    assert "correctness: 3 passed, 0 failed" in done.stderr
+    assert sorted(p.name for p in (scale.path / "out").iterdir()) == [
+        "junit.xml",
+        "report.html",
+        "report.json",
+        "summary.md",
+    ]
+    report = json.loads(done.stdout)
+    assert list(report["measurements"]) == [SMALL]
+    assert report["correctness"]["passed"] == 3
+
+
+def test_run_with_a_proof_that_fails(scale: Project) -> None:
+    scale.replace("test_scale.py", "3 * x", "3 * x + 1")
+    done = scale.cli("run", "--report", "out")
+    assert done.exit_code == 1
+    report = json.loads((scale.path / "out/report.json").read_text())
+    assert report["correctness"]["failed"] >= 1
+
+
+def test_gate_writes_reports_and_the_job_summary(scale: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    scale.accept()
+    scale.measured(times(slower=0.05))
+    summary = scale.path / "summary-of-the-job.md"
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(summary))
+    done = scale.cli("gate")
+    assert done.exit_code == 1
+    assert lines_with(done.output, "::error", "REGRESSED", SMALL)
+    assert "REGRESSED" in summary.read_text()
+    folder = scale.path / ".perfsuite/report"
+    assert (folder / "junit.xml").read_text().count("<failure") == 1
+    assert json.loads((folder / "report.json").read_text())["verdicts"][SMALL]["status"] == "REGRESSED"
+
+
+def test_the_report_of_a_gate_that_could_not_begin(scale: Project) -> None:
+    path = scale.accept()
+    scale.measured(times())
+    assert list(json.loads(scale.cli("gate", "--json").stdout)["verdicts"]) == [SMALL]
+    path.write_text("")
+    done = scale.cli("gate", "--json")
+    assert done.exit_code == 4
+    report = json.loads(done.stdout)
+    assert report["verdicts"] == {}
+    assert "the file is empty" in report["problems"][0]
+
+
+def test_a_report_of_the_run_before_is_not_taken_for_this_ones(scale: Project) -> None:
+    scale.accept()
+    scale.measured(times())
+    assert scale.cli("gate").exit_code == 0
+    scale.write("pytest.ini", "[pytest]\naddopts = --no-such-option")
+    done = scale.cli("gate", "--json")
+    assert done.exit_code == 4
+    assert done.stdout == ""
+    assert not list((scale.path / ".perfsuite/report").iterdir())
+
+
+def test_compare(scale: Project) -> None:
+    head = scale.commit()
+    scale.measured(times(slower=0.05))
+    done = scale.cli("compare", "HEAD", "--report", "out")
+    assert done.exit_code == 1
+    assert lines_with(done.output, "REGRESSED", SMALL, "5.0% slower", head[:7])
+    assert scale.workers is not None
+    assert len(scale.workers.calls) == 6
+    assert all(accepted[SMALL][1] == head for _, accepted in scale.workers.calls)
+    assert not (scale.path / ".perfsuite/revisions").exists()
+    scale.measured(times())
+    assert scale.cli("compare", "HEAD").exit_code == 0
+
+
+def test_compare_with_an_unknown_revision(scale: Project) -> None:
+    scale.commit()
+    done = scale.cli("compare", "v0.0")
+    assert done.exit_code == 1
+    assert lines_with(done.output, "revision v0.0 is not in this repository", "git log")
+    assert scale.workers is not None
+    assert not scale.workers.calls
+
+
+def test_compare_of_nothing(scale: Project) -> None:
+    scale.commit()
+    done = scale.cli("compare", "HEAD", "-k", "nothing_of_the_name")
+    assert done.exit_code == 1
+    assert lines_with(done.output, "nothing to compare")
+
+
+def test_compare_outside_git(scale: Project) -> None:
+    done = scale.cli("compare", "HEAD")
+    assert done.exit_code == 1
+    assert lines_with(done.output, "not a git repository")
+
+
+# --- commands of others ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The entry-point group holds a command, one that cannot be loaded, one that is none, and one of our own name."""
+    (tmp_path / "others_commands.py").write_text(
+        "import click\n\n\n@click.command()\ndef train():\n    'Train it.'\n    click.echo('trained')\n"
+    )
+    (tmp_path / "others_broken.py").write_text("import no_such_module")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    entries = [
+        EntryPoint("train", "others_commands:train", cli.COMMANDS),
+        EntryPoint("broken", "others_broken:main", cli.COMMANDS),
+        EntryPoint("absent", "others_commands:absent", cli.COMMANDS),
+        EntryPoint("plain", "others_commands:click", cli.COMMANDS),
+        EntryPoint("gate", "others_commands:train", cli.COMMANDS),
+    ]
+
+    def entry_points(*, group: str, name: str | None = None) -> list[EntryPoint]:
+        return [e for e in entries if e.group == group and name in (None, e.name)]
+
+    monkeypatch.setattr(cli, "entry_points", entry_points)
+
+
+@pytest.mark.usefixtures("group")
+def test_a_command_of_another_package() -> None:
+    done = CliRunner().invoke(main, ["train"])
+    assert (done.exit_code, done.output) == (0, "trained\n")
+    assert CliRunner().invoke(main, ["train", "--help"]).exit_code == 0
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("broken", ["command 'broken' of others_broken:main cannot be loaded", "no_such_module"]),
+        ("absent", ["command 'absent' of others_commands:absent cannot be loaded"]),
+        ("plain", ["others_commands:click", "no click command"]),
+    ],
+)
+def test_a_broken_command_of_another_package(name: str, words: list[str]) -> None:
+    done = CliRunner().invoke(main, [name])
+    assert done.exit_code == 1
+    assert done.output.count("\n") == 1
+    assert lines_with(done.output, "Error:", *words)
+
+
+@pytest.mark.usefixtures("group")
+def test_help_where_another_packages_command_is_broken() -> None:
+    """The help of all commands does not fall with one of them, and ours come first."""
+    done = CliRunner().invoke(main, ["--help"])
+    assert done.exit_code == 0, done.output
+    assert lines_with(done.output, "  train ", "Train it.")
+    assert lines_with(done.output, "  broken ", "cannot be loaded")
+    assert lines_with(done.output, "  gate ", "Hold every workload")
+    assert len(lines_with(done.output, "  gate ")) == 1

@@ -1,0 +1,60 @@
+"""The plugin sits in every pytest run of an environment: until a pair is collected it must bring in nothing heavy.
+
+What it adds in time is measured by `tools/plugin_cost.py`; a time is no matter for a test.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from scratch import ROOT
+
+HEAVY = ("torch", "numpy", "hypothesis", "scipy", "rich", "jinja2", "triton", "click", "pynvml", "pytest_benchmark")
+LATER = ("perfsuite.control", "perfsuite.items", "perfsuite.machine", "perfsuite.records")
+
+REPORT = """
+import sys
+
+
+def pytest_unconfigure():
+    print("LOADED", *[name for name in {names} if name in sys.modules])
+"""
+
+
+def loaded(folder: Path, *arguments: str) -> list[str]:
+    """Which of these modules a pytest run in a fresh process has imported; other plugins are left out."""
+    (folder / "told.py").write_text(REPORT.format(names=(*HEAVY, *LATER)))
+    others = ["-p", "told", "-p", "perfsuite.plugin"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *others, *arguments],
+        cwd=folder,
+        env={"PATH": "", "PYTHONPATH": f"{ROOT}:{folder}", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("LOADED")]
+    return line.split()[1:]
+
+
+@pytest.mark.parametrize("module", ["perfsuite", "perfsuite.plugin", "perfsuite.cli"])
+def test_importing(module: str) -> None:
+    code = f"import {module}, sys; print([m for m in {HEAVY} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    expected = ["rich", "click"] if module == "perfsuite.cli" else []
+    assert done.stdout.strip() == str(expected)
+
+
+@pytest.mark.parametrize("arguments", [[], ["-m", "not perf"], ["--collect-only"]])
+def test_an_unrelated_suite(tmp_path: Path, arguments: list[str]) -> None:
+    text = "import pytest\n\n\n" + "".join(f"def test_{n}(): pass\n\n\n" for n in range(5))
+    (tmp_path / "test_plain.py").write_text(text)
+    assert loaded(tmp_path, *arguments) == []
+
+
+def test_an_unrelated_suite_that_knows_the_markers(tmp_path: Path) -> None:
+    (tmp_path / "test_plain.py").write_text("import pytest\n\n\n@pytest.mark.gpu\ndef test_one(): pass\n")
+    assert not set(loaded(tmp_path)) & {"torch", "numpy", "hypothesis", "scipy", "rich", "jinja2"}

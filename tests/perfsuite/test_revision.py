@@ -1,0 +1,371 @@
+"""The optimized side of another revision, imported beside the current one."""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from scratch import SMALL, TWO_LINES, Project, lines_with, real_workers, times
+
+from perfsuite import revision
+from perfsuite.errors import RevisionError
+from perfsuite.pair import Pair, Side
+from perfsuite.records import Measurement
+
+pytest_plugins = ["pytester"]
+
+FAST = "FACTOR = 3\n\n\ndef fast(x):\n    return x * FACTOR\n"
+MODULE = """
+from {package} import fast
+from perfsuite import Pair, Workload, tensor
+
+
+def slow(x):
+    return x + x + x
+
+
+scale = Pair(reference=slow, optimized=fast, inputs={{"x": tensor("n")}}, workloads=[Workload("small", n=8)])
+"""
+LAYOUTS = {
+    # layout: (folder of the package, folders on sys.path)
+    "beside": ("", ["", "tests"]),
+    "src": ("src/", ["src", "tests"]),
+    "below": ("project/", ["project", "project/tests"]),
+}
+
+
+class Repository:
+    """A package and a test module in git; `load` gives the side of a revision as a worker would."""
+
+    def __init__(self, project: Project, layout: str) -> None:
+        self.project, self.path = project, project.path
+        self.package, places = LAYOUTS[layout]
+        self.root = self.path / "project" if layout == "below" else self.path
+        self.tests = "project/tests/" if layout == "below" else "tests/"
+        project.write(f"{self.package}impl_of_{layout}/__init__.py", "from .kernels import fast")
+        self.write_kernels(FAST)
+        (self.path / self.tests).mkdir(exist_ok=True)
+        self.module_file.write_text(MODULE.format(package=f"impl_of_{layout}"))
+        sys.path[:0] = [str(self.path / place) for place in places]
+
+    @property
+    def module_file(self) -> Path:
+        return self.path / self.tests / "test_scale_of_revision.py"
+
+    def write_kernels(self, text: str) -> None:
+        (folder,) = (self.path / self.package).glob("impl_of_*")
+        (folder / "kernels.py").write_text(text)
+
+    def current(self) -> Pair:
+        importlib.invalidate_caches()
+        pair: Pair = importlib.import_module("test_scale_of_revision").scale
+        pair.name = "scale"
+        return pair
+
+    def load(self, rev: str) -> Side:
+        tree = revision.extract(rev, self.root, self.path / ".perfsuite/revisions")
+        return revision.load_side(self.current(), "test_scale_of_revision", tree, self.root)
+
+
+@pytest.fixture
+def imports() -> Iterator[None]:
+    """Puts sys.path and sys.modules back; torch's own stay."""
+    path, modules = list(sys.path), set(sys.modules)
+    yield
+    sys.path[:] = path
+    for name in set(sys.modules) - modules:
+        if name.startswith(("impl_of_", "test_scale_of_revision", "generated_here")):
+            del sys.modules[name]
+    importlib.invalidate_caches()
+
+
+@pytest.fixture
+def repository(project: Project, imports: None) -> Callable[[str], Repository]:
+    return lambda layout: Repository(project, layout)
+
+
+def of_one(call: object) -> float:
+    assert callable(call)
+    return float(call(torch.ones(1)))
+
+
+# --- loading --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_old_side_beside_the_current_one(repository: Callable[[str], Repository], layout: str) -> None:
+    repo = repository(layout)
+    first = repo.project.commit()
+    repo.write_kernels(FAST.replace("3", "5"))
+    second = repo.project.commit()
+    repo.write_kernels(FAST.replace("3", "7"))
+    pair = repo.current()
+    path, modules = list(sys.path), dict(sys.modules)
+
+    old, newer = repo.load(first), repo.load(second)
+
+    assert (of_one(old.call), of_one(newer.call), of_one(pair.optimized)) == (3, 5, 7)
+    assert sys.path == path
+    assert {n: m for n, m in sys.modules.items() if n in modules} == modules
+    assert not {n for n in sys.modules if n.startswith("impl_of_")} - set(modules)
+    assert of_one(importlib.import_module("test_scale_of_revision").scale.optimized) == 7
+
+
+def test_the_repository_is_not_changed(repository: Callable[[str], Repository]) -> None:
+    repo = repository("beside")
+    first = repo.project.commit()
+    repo.write_kernels(FAST.replace("3", "5"))
+    before = (
+        repo.project.git("status", "--porcelain"),
+        repo.project.git("stash", "list"),
+        repo.project.git("branch", "-a"),
+    )
+    repo.load(first)
+    after = (
+        repo.project.git("status", "--porcelain"),
+        repo.project.git("stash", "list"),
+        repo.project.git("branch", "-a"),
+    )
+    assert after == before
+    assert repo.project.git("worktree", "list").count("\n") == 0
+
+
+def test_the_harness_itself_is_not_imported_twice(repository: Callable[[str], Repository]) -> None:
+    repo = repository("beside")
+    side = repo.load(repo.project.commit())
+    assert isinstance(side, Side)
+    assert sys.modules["perfsuite.pair"].Side is Side
+
+
+def test_a_revision_without_the_pair(repository: Callable[[str], Repository]) -> None:
+    repo = repository("beside")
+    text = repo.module_file.read_text()
+    repo.module_file.write_text(text.replace("scale =", "other ="))
+    first = repo.project.commit()
+    repo.module_file.write_text(text)
+    with pytest.raises(RevisionError, match=r"test_scale_of_revision::scale cannot be loaded.*AttributeError") as error:
+        repo.load(first)
+    assert "\n" not in str(error.value)
+
+
+def test_something_else_of_the_name(repository: Callable[[str], Repository]) -> None:
+    repo = repository("beside")
+    text = repo.module_file.read_text()
+    repo.module_file.write_text("scale = 3")
+    first = repo.project.commit()
+    repo.module_file.write_text(text)
+    with pytest.raises(RevisionError, match="is no pair in the accepted revision"):
+        repo.load(first)
+
+
+def test_a_revision_that_cannot_be_imported(repository: Callable[[str], Repository]) -> None:
+    repo = repository("beside")
+    repo.write_kernels("raise RuntimeError('built for another torch')")
+    first = repo.project.commit()
+    repo.write_kernels(FAST)
+    modules = dict(sys.modules)
+    with pytest.raises(RevisionError, match="RuntimeError: built for another torch"):
+        repo.load(first)
+    assert of_one(repo.current().optimized) == 3
+    assert {n: m for n, m in sys.modules.items() if n in modules} == modules
+
+
+def test_a_module_of_the_current_tree_is_a_leak(repository: Callable[[str], Repository]) -> None:
+    """A generated module, in no revision: the old side would run today's."""
+    repo = repository("beside")
+    repo.project.write("built/generated_here.py", "FACTOR = 3")
+    repo.project.commit("an empty one")  # writes .gitignore
+    repo.project.replace(".gitignore", "baselines/", "baselines/\nbuilt/")
+    sys.path.insert(0, str(repo.path / "built"))
+    repo.write_kernels("from generated_here import FACTOR\n\n\ndef fast(x):\n    return x * FACTOR\n")
+    repo.project.git("rm", "-r", "--cached", "built")
+    first = repo.project.commit()
+    modules = dict(sys.modules)
+    with pytest.raises(RevisionError, match="imports generated_here from the current tree"):
+        repo.load(first)
+    assert "generated_here" in sys.modules  # the current side's
+    assert {n: m for n, m in sys.modules.items() if n in modules} == modules
+
+
+@pytest.mark.parametrize(
+    "line", ["from impl_of_beside import other", "import impl_of_beside.other", "from . import other"]
+)
+def test_a_late_import_is_refused(repository: Callable[[str], Repository], line: str) -> None:
+    repo = repository("beside")
+    repo.project.write("impl_of_beside/other.py", "FACTOR = 3")
+    repo.write_kernels(f"def fast(x):\n    {line}\n    return x * 3\n")
+    first = repo.project.commit()
+    with pytest.raises(RevisionError, match=r"imports inside a function \(kernels.py:2\)"):
+        repo.load(first)
+
+
+def test_a_late_import_of_a_library_is_none(repository: Callable[[str], Repository]) -> None:
+    repo = repository("beside")
+    repo.write_kernels("def fast(x):\n    import math\n    return x * math.floor(3.5)\n")
+    assert of_one(repo.load(repo.project.commit()).call) == 3
+
+
+def test_a_module_loaded_after_the_fact_is_the_current_one(repository: Callable[[str], Repository]) -> None:
+    repo = repository("beside")
+    repo.project.write("impl_of_beside/other.py", "FACTOR = 1")
+    first = repo.project.commit()
+    repo.project.write("impl_of_beside/other.py", "FACTOR = 2")
+    repo.load(first)
+    other: ModuleType = importlib.import_module("impl_of_beside.other")
+    assert other.FACTOR == 2
+
+
+# --- git ------------------------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_revision(project: Project) -> None:
+    project.commit()
+    with pytest.raises(RevisionError, match="revision 1234567 is not in this repository; see git log"):
+        revision.resolve("1234567", project.path)
+
+
+def test_a_shallow_clone(project: Project, tmp_path_factory: pytest.TempPathFactory) -> None:
+    first = project.commit()
+    project.write("later.txt", "later")
+    project.commit()
+    clone = tmp_path_factory.mktemp("clone")
+    command = ["git", "clone", "--quiet", "--depth", "1", f"file://{project.path}", str(clone)]
+    subprocess.run(command, check=True, capture_output=True)
+    with pytest.raises(RevisionError, match="the clone is shallow: git fetch --unshallow"):
+        revision.resolve(first, clone)
+
+
+def test_outside_git(project: Project) -> None:
+    assert revision.head(project.path) == (None, False)
+    with pytest.raises(RevisionError, match="git rev-parse"):
+        revision.top_level(project.path)
+
+
+def test_no_git(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(project.path))
+    assert revision.head(project.path) == (None, False)
+    with pytest.raises(RevisionError, match="git is not installed"):
+        revision.resolve("HEAD", project.path)
+
+
+def test_head(project: Project) -> None:
+    project.write("code.py", "1")
+    first = project.commit()
+    assert revision.head(project.path) == (first, False)
+    project.write("untracked.py", "1")
+    assert revision.head(project.path) == (first, False)
+    project.write("code.py", "2")
+    assert revision.head(project.path) == (first, True)
+
+
+def test_a_tree_that_cannot_be_unpacked(project: Project) -> None:
+    first = project.commit()
+    place = project.write("taken", "a file in the place of the folder")
+    with pytest.raises(RevisionError, match=f"revision {first} cannot be unpacked into"):
+        revision.extract(first, project.path, place)
+
+
+# --- the gate's second look -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def accepted(project: Project) -> Project:
+    """A project in git, accepted at a clean revision; what it measures from here on is 5% slower."""
+    project.write("test_scale.py", TWO_LINES)
+    project.commit()
+    project.accept()
+    project.measured(times(slower=0.05))
+    return project
+
+
+def test_the_second_look_has_the_accepted_tree(accepted: Project) -> None:
+    accepted.replace("test_scale.py", "3 * x", "3.0 * x")
+    seen: list[str] = []
+    slow = times(slower=0.05)
+
+    def outcome(id: str, process: int, second: bool) -> object:
+        if second:
+            assert accepted.workers is not None
+            tree, rev = accepted.workers.calls[-1][1][id]
+            assert rev == accepted.git("rev-parse", "HEAD")
+            seen.append((Path(tree) / "test_scale.py").read_text())
+        return slow(id, process, second)
+
+    accepted.measured(outcome)
+    result = accepted.gate()
+    assert result.ret == 1
+    head = accepted.git("rev-parse", "HEAD")
+    assert lines_with(result.stdout.str(), "REGRESSED", SMALL, f"5.0% slower than the accepted revision {head[:7]}")
+    assert len(seen) == 6
+    assert all("return 3 * x" in text for text in seen)
+    assert not (accepted.path / ".perfsuite/revisions").exists()
+
+
+def _without_git(project: Project) -> None:
+    shutil.rmtree(project.path / ".git")
+
+
+def _another_history(project: Project) -> None:
+    shutil.rmtree(project.path / ".git")
+    project.commit("another beginning")
+    project.git("commit", "--amend", "-m", "and another", "--allow-empty")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [(_without_git, "not a git repository"), (_another_history, "is not in this repository")],
+)
+def test_an_accepted_revision_that_is_gone(accepted: Project, change: Callable[[Project], None], reason: str) -> None:
+    change(accepted)
+    result = accepted.gate()
+    assert result.ret == 1
+    assert lines_with(result.stdout.str(), "REGRESSED", SMALL, "compared with the stored baseline", reason)
+
+
+def test_an_accepted_revision_that_does_not_load(accepted: Project) -> None:
+    from perfsuite.control import UNLOADED
+    from perfsuite.records import Status
+    from perfsuite.workers import Failure
+
+    unloaded = Failure(status=Status.UNMEASURED, message=f"{UNLOADED}it imports inside a function")
+    slow = times(slower=0.05)
+    accepted.measured(lambda id, process, second: unloaded if second else slow(id, process, second))
+    result = accepted.gate()
+    assert result.ret == 1
+    assert lines_with(result.stdout.str(), "REGRESSED", "the stored baseline", "it imports inside a function")
+
+
+def test_what_was_accepted_with_changes_is_compared_with_the_stored_figures(project: Project) -> None:
+    project.write("test_scale.py", TWO_LINES)
+    project.commit()
+    project.replace("test_scale.py", "3 * x", "3.0 * x")
+    project.accept(None, "--allow-dirty")
+    project.measured(times(slower=0.05))
+    assert lines_with(project.gate().stdout.str(), "REGRESSED", "accepted with uncommitted changes")
+
+
+# --- a real process -------------------------------------------------------------------------------------------------
+
+
+def test_a_measuring_process_times_both_revisions(project: Project) -> None:
+    text = TWO_LINES.replace("return 3 * x", "CALLED.touch()\n        return 3 * x")
+    text = text.replace("def slow", 'CALLED = Path(__file__).with_suffix(".called")\n\n\n    def slow')
+    project.write("test_scale.py", "    from pathlib import Path\n" + text.lstrip("\n"))
+    first = project.commit()
+    tree = revision.extract(first, project.path, project.path / ".perfsuite/revisions")
+    project.replace("test_scale.py", "CALLED.touch()", "CALLED.with_suffix('.current').touch()")
+    ((id, measured),) = real_workers(project.path).run([SMALL], accepted={SMALL: (str(tree), first)})
+    assert id == SMALL
+    assert isinstance(measured, Measurement), measured
+    assert set(measured.log_ratios) == {"reference", "accepted"}
+    assert len(measured.sides["accepted"].blocks_s) == len(measured.sides["optimized"].blocks_s)
+    assert (tree / "test_scale.called").exists()
+    assert (project.path / "test_scale.current").exists()
+    assert not (project.path / "test_scale.called").exists()
