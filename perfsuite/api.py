@@ -10,6 +10,8 @@ from perfsuite import inputs as make
 from perfsuite.pair import Pair, as_side
 from perfsuite.records import Case, Evidence, Measurement
 
+INTEGRITY_DRAWS = 3
+
 
 def check(pair: Pair, *, examples: int = 25, device: str | None = None) -> tuple[Evidence, ...]:
     """Prove the pair equal in each of its dtypes, gradients included, and its integrity; the evidence of each proof.
@@ -20,22 +22,27 @@ def check(pair: Pair, *, examples: int = 25, device: str | None = None) -> tuple
     gradients = pair.gradients and not pair.is_stateful and bool(execution.differentiable(pair))
     found = []
     for dtype in pair.dtypes:
-        for with_gradients in (False, True) if gradients else (False,):
-            tally = equivalence.Tally()
-
-            @hypothesis.settings(max_examples=examples, deadline=None, database=None, report_multiple_bugs=False)
-            @hypothesis.given(make.cases(pair, dtype))
-            def prove(case: Case, gradients: bool = with_gradients, tally: equivalence.Tally = tally) -> None:
-                try:
-                    equivalence.check_case(pair, case, where, gradients=gradients, tally=tally)
-                    if tally.draws <= 3 and not gradients:
-                        integrity.check(pair, case, where)
-                except equivalence.NotEquivalent as error:
-                    raise equivalence.NotEquivalent(f"{error}\ndraw: {make.case_line(case)}") from None
-
-            prove()
-            found.append(tally.evidence(pair, dtype, where))
+        found.append(_prove(pair, dtype, where, examples, gradients=False))
+        if gradients:
+            found.append(_prove(pair, dtype, where, examples, gradients=True))
     return tuple(found)
+
+
+def _prove(pair: Pair, dtype: str, device: str, examples: int, *, gradients: bool) -> Evidence:
+    tally = equivalence.Tally()
+
+    @hypothesis.settings(max_examples=examples, deadline=None, database=None, report_multiple_bugs=False)
+    @hypothesis.given(make.cases(pair, dtype))
+    def prove(case: Case) -> None:
+        try:
+            equivalence.check_case(pair, case, device, gradients=gradients, tally=tally)
+            if tally.draws <= INTEGRITY_DRAWS and not gradients:
+                integrity.check(pair, case, device)
+        except equivalence.NotEquivalent as error:
+            raise equivalence.NotEquivalent(f"{error}\ndraw: {make.case_line(case)}") from None
+
+    prove()
+    return tally.evidence(pair, dtype, device)
 
 
 def measure(pair: Pair, *, device: str | None = None) -> tuple[Measurement, ...]:

@@ -44,7 +44,9 @@ def show(
     table = Table(box=None, header_style="bold", pad_edge=False)
     for heading in ("technique", "workload", "device", "clock", "direction", "sizes", "promise", "accepted"):
         whole = heading != "sizes"  # a name that is cut short cannot be selected; sizes may fold
-        table.add_column(heading, justify="right" if heading in ("promise", "accepted") else "left", no_wrap=whole)
+        table.add_column(
+            heading, justify="right" if heading in ("promise", "accepted") else "left", no_wrap=whole, overflow="fold"
+        )
     for row in rows:
         technique, workload = names(str(row["id"]))
         sizes = row["sizes"]

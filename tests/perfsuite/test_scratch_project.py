@@ -100,19 +100,13 @@ def test_two_revisions_of_a_project_in_git(project: Project) -> None:
     assert [set(m["log_ratios"]) for m in report["measurements"][SMALL]] == [{"reference", "accepted"}] * 2
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("check", marks=pytest.mark.xfail(reason="@given takes no function with defaults: api.check")),
-        "measure",
-    ],
-)
+@pytest.mark.parametrize("name", ["check", "measure"])
 def test_the_readmes_example_in_a_notebook(project: Project, name: str) -> None:
     import perfsuite
 
     namespace: dict[str, object] = {"__name__": "notebook"}
     exec(compile(example(), "notebook", "exec"), namespace)
-    (found,) = getattr(perfsuite, name)(namespace["dots"])
+    found, *_ = getattr(perfsuite, name)(namespace["dots"])
     assert found.pair
     if name == "check":
         assert found.worst < 1
