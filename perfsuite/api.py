@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import hypothesis
 import torch
 
@@ -22,27 +25,33 @@ def check(pair: Pair, *, examples: int = 25, device: str | None = None) -> tuple
     gradients = pair.gradients and not pair.is_stateful and bool(execution.differentiable(pair))
     found = []
     for dtype in pair.dtypes:
-        found.append(_prove(pair, dtype, where, examples, gradients=False))
-        if gradients:
-            found.append(_prove(pair, dtype, where, examples, gradients=True))
+        for with_gradients in (False, True) if gradients else (False,):
+            tally = equivalence.Tally()
+            _hold(
+                pair,
+                dtype,
+                examples,
+                functools.partial(equivalence.check_case, pair, device=where, gradients=with_gradients, tally=tally),
+            )
+            found.append(tally.evidence(pair, dtype, where))
+    _hold(pair, pair.dtypes[0], INTEGRITY_DRAWS, lambda case: integrity.check(pair, case, where))
+    if pair.truth is not None:
+        _hold(pair, "float64", examples, lambda case: equivalence.check_truth(pair, case, where))
     return tuple(found)
 
 
-def _prove(pair: Pair, dtype: str, device: str, examples: int, *, gradients: bool) -> Evidence:
-    tally = equivalence.Tally()
+def _hold(pair: Pair, dtype: str, examples: int, check: Callable[[Case], None]) -> None:
+    """Run the check over draws of the pair; a failing one shrinks, and ends the message."""
 
     @hypothesis.settings(max_examples=examples, deadline=None, database=None, report_multiple_bugs=False)
     @hypothesis.given(make.cases(pair, dtype))
     def prove(case: Case) -> None:
         try:
-            equivalence.check_case(pair, case, device, gradients=gradients, tally=tally)
-            if tally.draws <= INTEGRITY_DRAWS and not gradients:
-                integrity.check(pair, case, device)
+            check(case)
         except equivalence.NotEquivalent as error:
             raise equivalence.NotEquivalent(f"{error}\ndraw: {make.case_line(case)}") from None
 
     prove()
-    return tally.evidence(pair, dtype, device)
 
 
 def measure(pair: Pair, *, device: str | None = None) -> tuple[Measurement, ...]:

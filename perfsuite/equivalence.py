@@ -18,10 +18,11 @@ too. A jump is no such change.
 
 The constants are global; no pair has tolerances of its own.
 
-K = 8       For Gaussian rounding errors of the reference's own size the largest of 10⁹ elements lies near 6 RMS; a
-            different order of summation costs up to a third more.
-K_NORM = 3  Over many elements the tail averages out: a fast kernel may be three times as inaccurate as the
-            reference, which allows another order of summation, and no lower precision (TF32 is over 1000 times).
+K = 16      The largest of 10⁹ Gaussian errors lies near 6 RMS. A reference that sums in a tree is up to several times
+            more accurate than an honest kernel that sums in sequence: on an H200, cuBLAS in float32 over 2048 terms
+            reached 9.2 RMS(e) of such a reference.
+K_NORM = 6  Over many elements the tail averages out; what remains is the other order of summation. No lower precision
+            passes: TF32 is over 1000 times the error of float32.
             Here n counts different values only: equal rows have equal errors, which do not average out.
 C = 4       An output may differ in its last places also where the reference happens to be exact.
 C_NORM = 1  As K_NORM; rounding once to the working dtype costs 0.3 eps.
@@ -53,8 +54,8 @@ from perfsuite.pair import Pair, Side, as_side
 from perfsuite.records import Case, Evidence
 from perfsuite.specs import TensorSpec
 
-K = 8.0
-K_NORM = 3.0
+K = 16.0
+K_NORM = 6.0
 C = 4.0
 C_NORM = 1.0
 REPLICAS = 3
@@ -94,7 +95,7 @@ class Tally:
     def evidence(self, pair: Pair, dtype: str, device: str) -> Evidence:
         """The tally as a record; NotEquivalent where the draws prove nothing."""
         proofs = self.draws - self.discarded - self.ill_conditioned
-        if self.draws >= MIN_PROOFS and proofs < max(1, MIN_PROOF_SHARE * self.draws):
+        if proofs == 0 or (self.draws >= MIN_PROOFS and proofs < MIN_PROOF_SHARE * self.draws):
             raise NotEquivalent(
                 f"{pair.name}: {self.discarded} of {self.draws} draws were discarded, because the reference alone "
                 f"overflows, and {self.ill_conditioned} are ill-conditioned in {dtype}: too little is proven; "

@@ -45,14 +45,19 @@ class Probe:
             dtype=self.case.dtype, sizes=self.case.sizes, inputs=self.case.inputs, seed=(self.case.seed ^ 0x5DEECE6)
         )
 
-    def call(self, values: dict[str, Any], case: Case | None = None) -> Leaves:
-        """Run the side on `values`, which it may change."""
+    def call(
+        self,
+        values: dict[str, Any],
+        case: Case | None = None,
+        given: Callable[[dict[str, Any]], dict[str, Any]] = lambda v: v,
+    ) -> Leaves:
+        """Run the side on `values`, which it may change; `given` is shown the inputs of every step."""
         used = case or self.case
         execution.poison(self.pair, values)
         with execution.quiet(self.side):
             call = execution.callable_of(self.side)
             if self.pair.is_stateful:
-                states = execution.run_steps(call, self.pair, used, values, (1, 2), lambda v, _: v, self.device)
+                states = execution.run_steps(call, self.pair, used, values, (1, 2), lambda v, _: given(v), self.device)
                 return {n: leaf for state in states.values() for n, leaf in state.items()}
             return execution.run(call, self.pair, values, gradients=False, seed=used.seed)
 
@@ -69,19 +74,22 @@ class Probe:
 def undeclared_mutation(probe: Probe) -> None:
     """An input that is not in `mutates` or `writes` must come back untouched, bit for bit, storage and all."""
     declared = {*probe.pair.mutates, *probe.pair.writes}
-    values = probe.drawn()
-    before = {
-        path: (tensor, _bytes(tensor.untyped_storage()).clone(), tensor.shape, tensor.stride())
-        for name, value in values.items()
-        if name not in declared
-        for path, tensor in make.tensors_in(value, name)
-    }
-    probe.call(values)
-    for path, (tensor, storage, shape, stride) in before.items():
+    before: list[tuple[str, torch.Tensor, torch.Tensor, torch.Size, tuple[int, ...]]] = []
+
+    def remember(values: dict[str, Any]) -> dict[str, Any]:
+        before.extend(
+            (path, tensor, _bytes(tensor.untyped_storage()).clone(), tensor.shape, tensor.stride())
+            for name, value in values.items()
+            if name not in declared
+            for path, tensor in make.tensors_in(value, name)
+        )
+        return values
+
+    probe.call(remember(probe.drawn()), given=lambda values: remember(make.clone(values)))
+    for path, tensor, storage, shape, stride in before:
         if tensor.shape != shape or tensor.stride() != stride:
             raise probe.fault(f"reshapes its input {path} in place")
-        same = torch.equal(_bytes(tensor.untyped_storage()), storage)
-        if not same:
+        if not torch.equal(_bytes(tensor.untyped_storage()), storage):
             raise probe.fault(f"changes its input {path} in place, which the pair does not declare; add it to mutates=")
 
 
