@@ -10,6 +10,7 @@ import torch
 
 from perfsuite import equivalence, execution, integrity, sampling
 from perfsuite import inputs as make
+from perfsuite.errors import PerfsuiteError
 from perfsuite.pair import Pair, as_side
 from perfsuite.records import Case, Evidence, Measurement
 
@@ -50,6 +51,11 @@ def _hold(pair: Pair, dtype: str, examples: int, check: Callable[[Case], None]) 
             check(case)
         except equivalence.NotEquivalent as error:
             raise equivalence.NotEquivalent(f"{error}\ndraw: {make.case_line(case)}") from None
+        except (PerfsuiteError, hypothesis.errors.HypothesisException):
+            raise
+        except Exception as error:
+            told = f"{pair.name}: a side raises {type(error).__name__}: {error}\ndraw: {make.case_line(case)}"
+            raise equivalence.NotEquivalent(told) from error
 
     prove()
 

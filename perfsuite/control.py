@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, date, datetime
 from pathlib import Path
@@ -167,6 +167,7 @@ class Control:
             folder=self.root / SCRATCH / "workers",
             arguments=pytest_arguments(self.config),
             rival_processes=ACCEPT_RIVAL_PROCESSES if self.mode == "accept" else 1,
+            twin=self.mode == "accept",
             limits={i: item.pair.time_limit for i, item in self.items.items()},
             progress=self._progress.begin,
         )
@@ -400,7 +401,9 @@ class Control:
             )
             return True
         processes = int(self.arguments.get("processes", ACCEPT_PROCESSES))
-        self._through(self._workers(), self.found, ids, processes)
+        with self._trees(head if not dirty else None, ids) as twins:
+            # The accepted side against its own second import: the noise that the gate's second look has to beat.
+            self._through(self._workers(), self.found, ids, processes, accepted=twins)
         promises = {i: self.items[i].promises for i in ids}
         self.verdicts = {i: _failed(i, f) for i, f in self.found.failures.items()}
         measured = {i: r for i, r in self.found.runs.items() if i not in self.found.failures}
@@ -434,6 +437,19 @@ class Control:
         self.notes += baseline.describe_changes(old, new)
         self.notes.append(f"wrote {self.baseline_path}")
         return True
+
+    @contextmanager
+    def _trees(self, rev: str | None, ids: Sequence[str]) -> Iterator[dict[str, tuple[str, ...]]]:
+        """A second tree of the revision for each of `ids`; nothing where git cannot give one."""
+        folder = self.root / SCRATCH / "revisions"
+        try:
+            tree = revision.extract(rev, self.root, folder) if rev is not None else None
+        except RevisionError:
+            tree = None
+        try:
+            yield {i: (str(tree), rev) for i in ids} if tree is not None and rev is not None else {}
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _gone(self) -> Collection[str]:
         """Accepted workloads that no longer exist, as far as this run's arguments reach."""

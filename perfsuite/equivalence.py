@@ -38,6 +38,7 @@ within rounding of a declared threshold, are left out and counted; more than EXC
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -69,8 +70,8 @@ TRUTH_EPS = 2.0**-42
 """A cheaper truth is held to the rule with this for eps: 1024 times float64's, and 2¹⁹ times finer than float32's."""
 
 
-Prepare: TypeAlias = Callable[[dict[str, Any], int], dict[str, Any]]
-"""What is done to the inputs of a step, given its number."""
+Given: TypeAlias = Callable[[int], dict[str, Any]]
+"""The inputs of a step of a stateful pair, by its number."""
 
 
 class NotEquivalent(Exception):  # noqa: N818 - named as the verdict is
@@ -159,27 +160,31 @@ def establish(
     eps = eps or torch.finfo(make.dtype_of(working)).eps
     half = working in ("bfloat16", "float16")
     to_working = _rounder(case.dtype, working)
+
+    @functools.cache
+    def step_inputs(i: int) -> dict[str, Any]:
+        values: dict[str, Any] = to_working(make.build_step(pair, case, device, i))
+        return values
+
     rounded = to_working(make.build(pair, case, device, home=home))
-    truth = _run(truth_side, pair, make.upcast(rounded), case, device, gradients, lambda v, _: make.upcast(v))
-    own = _run(reference, pair, make.clone(rounded), case, device, gradients, lambda v, _: to_working(v))
+    truth = _run(truth_side, pair, make.upcast(rounded), case, gradients, _upcast(step_inputs))
+    own = _run(reference, pair, make.clone(rounded), case, gradients, _copied(step_inputs))
     _check_reference(pair, own, truth)
     periods = {name: spec.period for name, spec in pair.inputs.items() if isinstance(spec, TensorSpec) and spec.period}
     spread = {n: _Spread(own[n], t, _period(periods, n), eps) for n, t in truth.items() if _is_real(t)}
     scale = max((_rms(t) for _, t in make.tensors_in(rounded) if t.is_floating_point()), default=0.0)
     for i in range(_replicas(truth, replicas)):
+        beside = functools.partial(make.jitter, pair, seed=case.seed, eps=(0.5 if half else 2.0) * eps)
+        near = beside(rounded, name=f"neighbour {i}")
 
-        def beside(values: dict[str, Any], step: int, replica: int = i) -> dict[str, Any]:
-            return make.jitter(pair, to_working(values), case.seed, f"{replica}@{step}", (0.5 if half else 2.0) * eps)
+        @functools.cache
+        def near_step(step: int, i: int = i, beside: Callable[..., dict[str, Any]] = beside) -> dict[str, Any]:
+            return beside(step_inputs(step), name=f"neighbour {i}, step {step}")
 
-        near = beside(make.build(pair, case, device, home=home), 0)
-
-        def beside_upcast(values: dict[str, Any], step: int, beside: Prepare = beside) -> dict[str, Any]:
-            upcast: dict[str, Any] = make.upcast(beside(values, step))
-            return upcast
-
-        t = _run(truth_side, pair, make.upcast(near), case, device, gradients, beside_upcast)
+        t = _run(truth_side, pair, make.upcast(near), case, gradients, _upcast(near_step))
+        # The neighbour's inputs are made by now: only the reference itself runs with its roundings redrawn.
         with execution.redrawn_roundings(case.seed + i, 0.5 if half else 1.0, least):
-            r = _run(reference, pair, near, case, device, gradients, beside)
+            r = _run(reference, pair, near, case, gradients, _copied(near_step))
         for name, errors in spread.items():
             errors.add(r.get(name), t.get(name), scale)
     excused = pair.excuse(*make.upcast(rounded).values()) if pair.excuse is not None else None
@@ -283,11 +288,13 @@ def judge(
 
 
 def produce(pair: Pair, side: Side, case: Case, device: str, *, gradients: bool, home: Path | None = None) -> Leaves:
-    """What the side makes of the case's inputs in the case's dtype; a crash becomes NotEquivalent."""
+    """What the side makes of the case's inputs in the case's dtype."""
     rounded = _rounder(case.dtype, pair.precision or case.dtype)
     back = _rounder(pair.precision or case.dtype, case.dtype)
     drawn = back(rounded(make.build(pair, case, device, home=home)))
-    return _run(side, pair, make.clone(drawn), case, device, gradients, lambda v, _: back(rounded(v)))
+    return _run(
+        side, pair, make.clone(drawn), case, gradients, lambda i: back(rounded(make.build_step(pair, case, device, i)))
+    )
 
 
 def check_case(
@@ -335,16 +342,23 @@ def _run(
     pair: Pair,
     values: dict[str, Any],
     case: Case,
-    device: str,
     gradients: bool,
-    prepare: Prepare,
+    given: Given,
 ) -> Leaves:
     execution.poison(pair, values)
     with execution.quiet(side):
         if pair.is_stateful:
-            states = execution.run_steps(execution.callable_of(side), pair, case, values, pair.steps, prepare, device)
+            states = execution.run_steps(execution.callable_of(side), pair, values, pair.steps, given)
             return {name: leaf for state in states.values() for name, leaf in state.items()}
         return execution.run(execution.callable_of(side), pair, values, gradients=gradients, seed=case.seed)
+
+
+def _upcast(given: Given) -> Given:
+    return lambda i: make.upcast(given(i))
+
+
+def _copied(given: Given) -> Given:
+    return lambda i: make.clone(given(i))
 
 
 def _rounder(source: str, target: str) -> Callable[[Any], Any]:
@@ -548,7 +562,7 @@ def _as_double(leaf: Leaf) -> torch.Tensor:
     if isinstance(leaf, torch.Tensor):
         if leaf.is_complex():
             leaf = torch.view_as_real(leaf.resolve_conj())
-        return leaf.double()
+        return leaf.detach().double()
     return torch.tensor(float(leaf or 0.0), dtype=torch.float64)
 
 

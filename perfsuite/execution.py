@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from perfsuite import inputs as make
 from perfsuite.errors import PairError
 from perfsuite.pair import Pair, Side
-from perfsuite.records import Case
 from perfsuite.specs import ModuleSpec, TensorSpec
 
 Leaf: TypeAlias = "torch.Tensor | float | int | bool | None"
@@ -205,6 +204,10 @@ MAX_DEPTH = 1024
 
 
 class _RedrawnRoundings(TorchDispatchMode):
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else the first operation imports torch._dynamo, two seconds, and each pays for its wrapper
+
     def __init__(self, seed: int, units: float, least: float) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.seed, self.units, self.least = seed, units, least
@@ -257,18 +260,15 @@ def redrawn_roundings(seed: int, units: float = 1.0, least: float = 0.0) -> Torc
 def run_steps(
     make_step: Callable[..., Any],
     pair: Pair,
-    case: Case,
     inputs: dict[str, Any],
     steps: Sequence[int],
-    prepare: Callable[[dict[str, Any], int], dict[str, Any]],
-    device: str,
+    given: Callable[[int], dict[str, Any]],
 ) -> dict[int, Leaves]:
-    """Build the step and run it; the state after each of `steps`. `prepare` changes the step inputs (upcasts)."""
+    """Build the step and run it; the state after each of `steps`. `given(i)` are the inputs of step i, from 1."""
     step = make_step(*inputs.values())
     states: dict[int, Leaves] = {}
     for i in range(1, max(steps) + 1):
-        arguments = prepare(make.build_step(pair, case, device, i), i)
-        returned = step(*arguments.values())
+        returned = step(*given(i).values())
         if i in steps:
             leaves = _with_changed(pair, inputs, returned)
             states[i] = {

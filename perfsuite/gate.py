@@ -107,6 +107,10 @@ class Open:
     runs: tuple[Measurement, ...]
     noise: Noise
     """The accepted noise: the entry's own, or the suite's where the reference was sampled few times."""
+    paired: Noise
+    """The noise of two revisions interleaved."""
+    twin: bool
+    """Whether `paired` was measured at acceptance, or is the ratio's noise in its stead."""
     selected: int
     margin: float
     slowdown: float | None = None
@@ -147,11 +151,21 @@ def suite_prior(entries: Mapping[str, Entry]) -> Noise:
     return fit_prior(e.process_means() for e in entries.values() if "reference" not in e.few)
 
 
-def margin(entry: Entry, prior: Noise, *, selected: int) -> float:
-    """The smallest relative slowdown that the second look finds with 95% power; above MARGIN_MAX it is too noisy."""
-    # By then both looks' processes have been added to what is known of the noise.
-    process = _accepted_noise(entry, prior).process
-    gained = (FIRST_PROCESSES - 1) + (SECOND_PROCESSES - 1)
+def twin_prior(entries: Mapping[str, Entry]) -> Noise | None:
+    """The suite's noise of two imports of one revision, as measured when it was accepted; None where it was not."""
+    twins = [means for e in entries.values() if (means := e.process_means("accepted"))]
+    return fit_prior(twins) if twins else None
+
+
+def margin(entry: Entry, prior: Noise, *, selected: int, twins: Noise | None = None) -> float:
+    """The smallest relative slowdown that the second look finds with 95% power; above MARGIN_MAX it is too noisy.
+
+    The second look holds two revisions of one side against each other. Where that was measured at acceptance (the
+    accepted side against its own second import), its noise counts; else that of the ratio to the reference stands in.
+    """
+    # By then the looks' processes have been added to what is known of the noise.
+    process = _paired_noise(entry, prior, twins).process
+    gained = (SECOND_PROCESSES - 1) + (0 if _has_twin(entry, twins) else FIRST_PROCESSES - 1)
     return _paired_margin(Variance(value=process.value, dof=process.dof + gained), SECOND_PROCESSES, selected)
 
 
@@ -186,6 +200,7 @@ def first_look(
     keys = sorted({*promises, *runs})
     _check_selected(selected, keys)
     prior = prior or suite_prior(entries)
+    twins = twin_prior(entries)
     answers: dict[str, Verdict | Open] = {}
     opened: dict[str, Open] = {}
     for key in keys:
@@ -197,7 +212,7 @@ def first_look(
             text = "nothing is accepted for it on this device; run `perfsuite accept`"
             answers[key] = _say(_blank(key, len(run)), Status.NO_BASELINE, text)
         else:
-            answers[key] = _changed(entry, run) or _open(entry, run, promise, prior, selected)
+            answers[key] = _changed(entry, run) or _open(entry, run, promise, prior, twins, selected)
     opened = {k: a for k, a in answers.items() if isinstance(a, Open)}
     if suite_spread((_values(o.runs, "reference"), o.noise.process) for o in opened.values() if not o.few):
         opened = {k: replace(o, spread=True) for k, o in opened.items()}
@@ -215,15 +230,15 @@ def second_look(
     dirty tree has no revision that holds what was accepted: use `stored_look`.
     """
     answers, usable = _usable(opened, runs, processes, "accepted")
-    noisy = suite_spread((_values(run, "accepted"), opened[k].noise.process) for k, run in usable.items())
+    noisy = suite_spread((_values(run, "accepted"), opened[k].paired.process) for k, run in usable.items())
     both = {k: (*opened[k].runs, *(m for m in run if m.log_ratios.get("reference"))) for k, run in usable.items()}
     held = _promises({k: opened[k] for k in usable}, both, _selected(opened))
     for key, run in usable.items():
         item = opened[key]
         values = _values(run, "accepted")
-        process = item.noise.process
+        process = item.paired.process
         spread = noisy or spread_p(values, process) < SPREAD_P
-        if not item.spread and not item.few:
+        if not item.spread and not item.few and not item.twin:
             process = process.updated(*within([_values(item.runs, "reference")]))
         noise = replace(item.noise, process=process.updated(*within([values])))
         # log_ratios["accepted"] is positive where the current side is faster.
@@ -454,7 +469,24 @@ def _accepted_noise(entry: Entry, prior: Noise) -> Noise:
     return prior if "reference" in entry.few else noise_of(entry.process_means(), prior)
 
 
-def _open(entry: Entry, run: tuple[Measurement, ...], promise: PromiseRecord, prior: Noise, selected: int) -> Open:
+def _has_twin(entry: Entry, twins: Noise | None) -> bool:
+    return twins is not None and bool(entry.process_means("accepted"))
+
+
+def _paired_noise(entry: Entry, prior: Noise, twins: Noise | None) -> Noise:
+    if twins is not None and _has_twin(entry, twins):
+        return noise_of(entry.process_means("accepted"), twins)
+    return _accepted_noise(entry, prior)
+
+
+def _open(
+    entry: Entry,
+    run: tuple[Measurement, ...],
+    promise: PromiseRecord,
+    prior: Noise,
+    twins: Noise | None,
+    selected: int,
+) -> Open:
     noise = _accepted_noise(entry, prior)
     item = Open(
         id=entry.id,
@@ -463,8 +495,10 @@ def _open(entry: Entry, run: tuple[Measurement, ...], promise: PromiseRecord, pr
         promises=promise,
         runs=run,
         noise=noise,
+        paired=_paired_noise(entry, prior, twins),
+        twin=_has_twin(entry, twins),
         selected=selected,
-        margin=margin(entry, prior, selected=selected),
+        margin=margin(entry, prior, selected=selected, twins=twins),
     )
     spread = not item.few and spread_p(_values(run, "reference"), noise.process) < SPREAD_P
     return replace(item, spread=spread)

@@ -33,11 +33,14 @@ from perfsuite.specs import (
     ScalarSpec,
     Size,
     TensorSpec,
+    accepted,
 )
 
 # Where kernels go wrong: empty, one, primes, and one off the usual tile sizes.
 SMALL_EDGES = (0, 1, 2, 3, 4, 5, 7, 8, 9, 13, 15, 16, 17, 31, 32, 33)
 LARGE_EDGES = (63, 64, 65, 127, 128, 129, 257)
+TELLING = (0, 1, 17, 33)
+"""Drawn more often, so that a few dozen draws hold each."""
 SMALL_HIGH = 33
 
 UNBOUNDED_REGIMES = ("normal", "sorted", "repeated", "zeros", "mixed", "tiny", "huge", "denormal", "nonfinite")
@@ -71,7 +74,7 @@ def cases(draw: st.DrawFn, pair: Pair, dtype: str) -> Case:
     if pair.where is not None:
         from hypothesis import assume
 
-        assume(pair.where(**sizes))
+        assume(pair.where(**accepted(pair.where, sizes)))
     every = {**pair.inputs, **pair.step_inputs}
     inputs: dict[str, InputCase] = {}
     adversarial = draw(st.sampled_from(["none", "one", "all"]))
@@ -93,16 +96,16 @@ def cases(draw: st.DrawFn, pair: Pair, dtype: str) -> Case:
 
 
 def _size(spec: Size | None, *, large: bool) -> st.SearchStrategy[int]:
-    edges: tuple[int, ...]
-    if spec is None:
-        low, high, step = 0, SMALL_HIGH, 1
-        edges = (*SMALL_EDGES, *LARGE_EDGES) if large else SMALL_EDGES
-    else:
-        low, high, step = spec.low, spec.high, spec.multiple_of
-        edges = tuple(e for e in (*SMALL_EDGES, *LARGE_EDGES, high, high - 1) if low <= e <= high)
-    edges = tuple(sorted({e for e in edges if e % step == 0}))
-    whole = st.integers(-(-low // step), high // step).map(lambda i: i * step)
-    return st.one_of(st.sampled_from(edges), whole) if edges else whole
+    low, high, step = (0, SMALL_HIGH, 1) if spec is None else (spec.low, spec.high, spec.multiple_of)
+    ends = () if spec is None else (high, high - 1)
+    most = LARGE_EDGES[-1] if spec is None and large else high
+    edges = SMALL_EDGES if spec is None and not large else (*SMALL_EDGES, *LARGE_EDGES)
+    choices = [
+        st.sampled_from(found)
+        for among in (TELLING, (*edges, *ends))
+        if (found := sorted({e for e in among if low <= e <= most and e % step == 0}))
+    ]
+    return st.one_of(*choices, st.integers(-(-low // step), high // step).map(lambda i: i * step))
 
 
 def _scalar(spec: ScalarSpec, sizes: Mapping[str, int]) -> st.SearchStrategy[Any]:
@@ -359,7 +362,7 @@ def _floats(
 def _module(spec: ModuleSpec, name: str, case: Case, device: str) -> torch.nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_hash(case.seed, name))
-        built = spec.build(**case.sizes)
+        built = spec.build(**accepted(spec.build, case.sizes))
     return built.to(device=device, dtype=dtype_of(case.dtype))
 
 

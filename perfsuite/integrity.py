@@ -57,7 +57,9 @@ class Probe:
         with execution.quiet(self.side):
             call = execution.callable_of(self.side)
             if self.pair.is_stateful:
-                states = execution.run_steps(call, self.pair, used, values, (1, 2), lambda v, _: given(v), self.device)
+                states = execution.run_steps(
+                    call, self.pair, values, (1, 2), lambda i: given(make.build_step(self.pair, used, self.device, i))
+                )
                 return {n: leaf for state in states.values() for n, leaf in state.items()}
             return execution.run(call, self.pair, values, gradients=False, seed=used.seed)
 

@@ -31,11 +31,13 @@ class Workload:
 
     `clock` is the one the promise is on: "device" (kernels alone, launch latency hidden) or "wall" (from the
     call to synchronised completion). `direction` is "forward", "backward" or "both". `device` restricts the
-    workload to one kind of device, "cpu" or "cuda"; elsewhere it is skipped with that reason. Remaining keywords
-    are the sizes, and the values of scalar inputs.
+    workload to one kind of device, "cpu" or "cuda"; elsewhere it is skipped with that reason. `repeat` calls in a
+    row are timed as one, as in a training loop: for calls so short that a cold cache and the timer's own overhead
+    would be most of what is measured; figures stay a call. Remaining keywords are the sizes, and the values of scalar
+    inputs.
     """
 
-    __slots__ = ("clock", "device", "direction", "dtype", "name", "promises", "sizes")
+    __slots__ = ("clock", "device", "direction", "dtype", "name", "promises", "repeat", "sizes")
 
     def __init__(
         self,
@@ -45,6 +47,7 @@ class Workload:
         direction: str = "forward",
         dtype: str | None = None,
         device: str | None = None,
+        repeat: int = 1,
         speedup: float | None = None,
         peak_bytes: int | None = None,
         host_syncs: int | None = None,
@@ -62,7 +65,12 @@ class Workload:
                 raise PairError(f"workload {name!r}: {what}={value!r} is not one of {choices}")
         if speedup is not None and not speedup > 0:
             raise PairError(f"workload {name!r}: speedup={speedup!r} must be above 0")
+        if repeat < 1:
+            raise PairError(f"workload {name!r}: repeat={repeat!r} must be 1 or more")
+        if repeat > 1 and direction == "backward":
+            raise PairError(f"workload {name!r}: a backward pass cannot be repeated; use direction='both'")
         self.name = name
+        self.repeat = repeat
         self.clock = clock
         self.direction = direction
         self.dtype = dtype

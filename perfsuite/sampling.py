@@ -10,6 +10,7 @@ Nothing is timed before every side's outputs on the very inputs timed have been 
 
 from __future__ import annotations
 
+import functools
 import gc
 import math
 import random
@@ -174,13 +175,16 @@ def measure(
     home: Path | None = None,
     accepted: Side | None = None,
     with_rivals: bool = True,
+    counts: Mapping[str, tuple[int, int]] | None = None,
     seed: int | None = None,
     report: Callable[[str], None] = lambda phase: None,
 ) -> Measurement:
     """Prove and time one workload. `accepted`, the accepted revision's optimized side, joins the two; then no rivals.
 
-    `report` is told which side is about to run, so that a crash or a hang can be laid at its door. NotEquivalent
-    where the optimized side is not the same function; PairError where the workload cannot be timed as declared.
+    Host syncs and launches are counted unless `counts` has them from an earlier process; then peak memory, the limit
+    and the other clock are left to that process too. `report` is told which side is about to run, so that a crash or a
+    hang can be laid at its door. NotEquivalent where the optimized side is not the same function; PairError where the
+    workload cannot be timed as declared.
     """
     began = perf_counter()
     seed = secrets.randbits(31) if seed is None else seed
@@ -190,7 +194,7 @@ def measure(
     gc.collect()  # an earlier workload's tensors may hang in reference cycles
     if torch.device(device).type == "cuda":
         torch.cuda.empty_cache()
-    rivals = {n: as_side(s) for n, s in pair.rivals.items()} if with_rivals and accepted is None else {}
+    rivals = {n: as_side(s) for n, s in pair.rivals.items()} if with_rivals else {}
     sides = {REFERENCE: as_side(pair.reference), OPTIMIZED: as_side(pair.optimized)}
     sides |= {ACCEPTED: accepted} if accepted is not None else rivals
     skipped: dict[str, str] = {}
@@ -220,22 +224,29 @@ def measure(
         for name, side in live.items()
     }
     clock = clock_for(device)
-    counts = _warm_up(runners, master, rng, clock, report)
+    first = counts is None
+    _warm_up(runners, master, rng, clock, report)
+    if counts is None and isinstance(clock, CudaClock):
+        report("profiler")
+        with torch.set_grad_enabled(any(r.grad_mode for r in runners.values())):
+            counts = count_calls({n: (r.reset, r.call) for n, r in runners.items()})
+    elif counts is not None:
+        counts = {n: counts.get(n, counts[OPTIMIZED]) for n in runners}
     kind = _clock_kind(pair, workload, clock, counts, runners, skipped)
     runners = {n: r for n, r in runners.items() if n not in skipped}
-    peaks = {n: _peak_bytes(r, report) for n, r in runners.items()}
+    peaks = {n: _peak_bytes(r, report) if first else None for n, r in runners.items()}
     gated = {n: r for n, r in runners.items() if n not in rivals}
-    sampler = _Sampler(gated, master, clock, kind, counts, rng, report)
+    sampler = _Sampler(gated, master, clock, kind, counts, rng, workload.repeat, report)
     condition = sampler.run(BLOCKS)
     if len(runners) > len(gated):
         others = {n: r for n, r in runners.items() if n in rivals or n == OPTIMIZED}
-        beside = _Sampler(others, master, clock, kind, counts, rng, report)
+        beside = _Sampler(others, master, clock, kind, counts, rng, workload.repeat, report)
         beside.run(RIVAL_BLOCKS)
         sampler.add(beside)
     if not pair.is_stateful:
-        _judge_timed(timed, runners, truth, master)
+        _judge_timed(timed, runners, truth, master, workload.repeat)
     del truth
-    other = {n: sampler.other_clock(n) for n in runners}
+    other = {n: sampler.other_clock(n) if first else None for n in runners}
     return Measurement(
         id=workload_id,
         pair=pair.name,
@@ -244,7 +255,7 @@ def measure(
         clock=kind,
         direction=workload.direction,
         dtype=dtype,
-        sizes=dict(workload.sizes),
+        sizes={**workload.sizes, **({"repeat": workload.repeat} if workload.repeat > 1 else {})},
         seed=seed,
         sides={
             n: SideRecord(
@@ -252,15 +263,15 @@ def measure(
                 wall_s=sampler.median(n) if kind == "wall" else other[n],
                 blocks_s=tuple(sampler.blocks_s[n]),
                 peak_bytes=peaks[n],
-                host_syncs=counts[n][0] if counts is not None else None,
-                launches=counts[n][1] if counts is not None else None,
+                host_syncs=counts[n][0] if first and counts is not None else None,
+                launches=counts[n][1] if first and counts is not None else None,
             )
             for n in runners
         },
         log_ratios={n: tuple(v) for n, v in sampler.log_ratios.items()},
         few=tuple(sorted(sampler.few)),
         skipped=skipped,
-        limit=_limit(pair, workload, device),
+        limit=_limit(pair, workload, device) if first else None,
         condition=condition,
         seconds=perf_counter() - began,
         evidence=evidence,
@@ -327,8 +338,8 @@ def _warm_up(
     rng: random.Random,
     clock: CpuClock | CudaClock,
     report: Callable[[str], None],
-) -> dict[str, tuple[int, int]] | None:
-    """Run each side a few times; on a GPU, count its host syncs and launches before any is put behind a spin."""
+) -> None:
+    """Run each side a few times."""
     for name, runner in runners.items():
         report(name)
         runner.allocate(master, rng)
@@ -341,11 +352,6 @@ def _warm_up(
                 if i == 0 and perf_counter() - start > 1.0:
                     break
             runner.reset()
-    if isinstance(clock, CpuClock):
-        return None
-    report("profiler")
-    with torch.set_grad_enabled(any(r.grad_mode for r in runners.values())):
-        return count_calls({n: (r.reset, r.call) for n, r in runners.items()})
 
 
 def _clock_kind(
@@ -387,7 +393,7 @@ def _peak_bytes(runner: Runner, report: Callable[[str], None]) -> int | None:
 
 
 def _judge_timed(
-    pair: Pair, runners: Mapping[str, Runner], truth: equivalence.Truth, master: Mapping[str, Any]
+    pair: Pair, runners: Mapping[str, Runner], truth: equivalence.Truth, master: Mapping[str, Any], repeat: int
 ) -> None:
     """The outputs of the last timed call, not only those of a separate run, must be right; its inputs untouched."""
     declared = {*pair.mutates, *pair.writes}
@@ -402,6 +408,11 @@ def _judge_timed(
                     )
         if name == REFERENCE:
             continue
+        if repeat > 1 and declared:
+            # Repeated in place, the timed calls went on from one another: one more from the start is judged.
+            with torch.set_grad_enabled(runner.grad_mode):
+                runner.reset()
+                runner.call()
         try:
             equivalence.judge(pair, truth, runner.leaves(), name=f"timed {name}", strict_strides=False)
         except equivalence.NotEquivalent as error:
@@ -428,6 +439,11 @@ def _limit(pair: Pair, workload: Workload, device: str) -> Limit | None:
 # --- timing --------------------------------------------------------------------------------------------------
 
 
+def _in_a_row(call: Callable[[], object], times: int) -> None:
+    for _ in range(times):
+        call()
+
+
 class _Sampler:
     def __init__(
         self,
@@ -437,8 +453,10 @@ class _Sampler:
         kind: str,
         counts: Mapping[str, tuple[int, int]] | None,
         rng: random.Random,
+        repeat: int,
         report: Callable[[str], None],
     ) -> None:
+        self.repeat = repeat
         self.runners, self.master, self.clock = runners, master, clock
         self.kind, self.counts, self.rng, self.report = kind, counts, rng, report
         self.blocks_s: dict[str, list[float]] = {n: [] for n in runners}
@@ -496,7 +514,8 @@ class _Sampler:
             if t < SLOW_S:
                 t = min(t, self._sample(name))
             self.estimate[name] = t
-            calls = max(1, min(MAX_CALLS[self.kind], math.ceil(SAMPLE_S[self.kind] / (t + overhead))))
+            timed = t * self.repeat + overhead
+            calls = max(1, min(MAX_CALLS[self.kind], math.ceil(SAMPLE_S[self.kind] / timed)))
             if self.kind == "device":
                 calls = CudaClock.calls_within_queue(calls, self._launches(name))
             self.calls[name] = calls
@@ -508,14 +527,16 @@ class _Sampler:
                 self.few.add(name)
 
     def _launches(self, name: str) -> int:
-        return self.counts[name][1] if self.counts is not None else 0
+        return self.counts[name][1] * self.repeat if self.counts is not None else 0
 
     def _sample(self, name: str, kind: str | None = None, calls: int | None = None) -> float:
         runner = self.runners[name]
+        call = runner.call if self.repeat == 1 else functools.partial(_in_a_row, runner.call, self.repeat)
         with torch.set_grad_enabled(runner.grad_mode):
-            return self.clock.sample(
-                kind or self.kind, runner.reset, runner.call, calls or self.calls[name], self._launches(name), name
+            seconds = self.clock.sample(
+                kind or self.kind, runner.reset, call, calls or self.calls[name], self._launches(name), name
             )
+        return seconds / self.repeat
 
     def _block(self, block: int) -> None:
         times: dict[str, list[float]] = {n: [] for n in self.runners}

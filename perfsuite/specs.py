@@ -6,6 +6,7 @@ here imports torch, so that declaring a pair costs nothing.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -181,7 +182,7 @@ def listof(count: Dim, item: Spec) -> ListSpec:
 
 
 def module(build: Callable[..., torch.nn.Module]) -> ModuleSpec:
-    """A module input: `build(**sizes)` makes it, its parameters are differentiated too."""
+    """A module input: `build` is given the sizes that it names; its parameters are differentiated too."""
     return ModuleSpec(build=build)
 
 
@@ -211,6 +212,9 @@ def symbols(spec: Any) -> set[str]:
                 bounds = spec.values.high if isinstance(spec.values.high, tuple) else (spec.values.high,)
                 names |= {b for b in (*bounds, spec.values.low) if isinstance(b, str)}
             return names
+        case ModuleSpec():
+            parameters = inspect.signature(spec.build).parameters.values()
+            return {p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD}
         case ListSpec():
             return symbols(spec.item) | ({spec.count} if isinstance(spec.count, str) else set())
         case tuple() | list():
@@ -219,3 +223,11 @@ def symbols(spec: Any) -> set[str]:
             return set().union(*(symbols(s) for s in spec.values()))
         case _:
             return set()
+
+
+def accepted(call: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the values, by name, that the call has a parameter for."""
+    parameters = inspect.signature(call).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return dict(values)
+    return {name: value for name, value in values.items() if name in parameters}

@@ -27,17 +27,17 @@ def run(job: Job, journal: Journal, items: Sequence[pytest.Item], device: str) -
         side = accepted.get(id)
         if item is None:
             outcome = Failure(status=Status.UNMEASURED, message="it could not be collected again for measuring")
-        elif isinstance(side, RevisionError):
+        elif isinstance(side, RevisionError) and not job.twin:
             outcome = Failure(status=Status.UNMEASURED, message=f"{UNLOADED}{side}")
         else:
-            measured = _measure(item, journal, device, side, job.rivals)
+            measured = _measure(item, journal, device, None if isinstance(side, RevisionError) else side, job)
             if measured is None:
                 continue
             outcome = measured
         journal.failure(id, outcome)
 
 
-def _measure(item: SpeedItem, journal: Journal, device: str, accepted: Side | None, rivals: bool) -> Failure | None:
+def _measure(item: SpeedItem, journal: Journal, device: str, accepted: Side | None, job: Job) -> Failure | None:
     """Write the measurement, or give the failure."""
     import torch
 
@@ -45,6 +45,9 @@ def _measure(item: SpeedItem, journal: Journal, device: str, accepted: Side | No
     from perfsuite.equivalence import NotEquivalent
 
     phase = ["start"]
+
+    known = job.counts.get(item.nodeid)
+    counts = {name: (found[0], found[1]) for name, found in known.items()} if known else None
 
     def report(name: str) -> None:
         phase[0] = name
@@ -61,7 +64,8 @@ def _measure(item: SpeedItem, journal: Journal, device: str, accepted: Side | No
                 device=device,
                 home=item.home,
                 accepted=accepted,
-                with_rivals=rivals,
+                with_rivals=job.rivals,
+                counts=counts,
                 report=report,
             )
     except NotEquivalent as error:

@@ -56,6 +56,10 @@ class Job:
     accepted: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     process: int = 0
     rivals: bool = True
+    twin: bool = False
+    """The accepted side is only there to measure the noise: where it cannot be loaded, go on without it."""
+    counts: Mapping[str, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)
+    """Workload → side → (host syncs, launches), from an earlier process: counted once a run."""
 
 
 @dataclass(slots=True)
@@ -72,7 +76,9 @@ class Workers:
     progress: Callable[[int, str], None] = lambda process, id: None
     rival_processes: int = 1
     """In how many of the first processes the rivals are timed too: nothing is gated on them."""
+    twin: bool = False
     started: int = 0
+    counts: dict[str, dict[str, tuple[int, ...]]] = field(default_factory=dict)
 
     def run(
         self, ids: Sequence[str], *, accepted: Mapping[str, tuple[str, ...]] | None = None
@@ -87,8 +93,19 @@ class Workers:
             done = 0
             for id, outcome in self._one(left, accepted or {}, process, attempt):
                 done += 1
+                if isinstance(outcome, Measurement) and id not in self.counts:
+                    self._remember(outcome)
                 yield id, outcome
             left = left[done:]
+
+    def _remember(self, measurement: Measurement) -> None:
+        counted: dict[str, tuple[int, ...]] = {
+            name: (side.host_syncs, side.launches)
+            for name, side in measurement.sides.items()
+            if side.host_syncs is not None and side.launches is not None
+        }
+        if counted:
+            self.counts[measurement.id] = counted
 
     def _one(
         self, ids: list[str], accepted: Mapping[str, tuple[str, ...]], process: int, attempt: int
@@ -102,6 +119,8 @@ class Workers:
             accepted={i: accepted[i] for i in ids if i in accepted},
             process=process,
             rivals=process <= self.rival_processes,
+            twin=self.twin,
+            counts={i: self.counts[i] for i in ids if i in self.counts},
         )
         selection = stem.with_suffix(".args")
         try:
@@ -160,6 +179,8 @@ class Workers:
     def _spawn(self, selection: Path, job_file: Path, log: Path) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "pytest", *self.arguments, f"@{selection}"]
         environment = {**os.environ, JOB: str(job_file), "PYTHONUNBUFFERED": "1"}
+        # A side that needs most of the memory must find its block whole at its next call too.
+        environment.setdefault("PYTORCH_ALLOC_CONF", "max_split_size_mb:2048")
         with log.open("wb") as sink:
             return subprocess.Popen(
                 command,

@@ -35,7 +35,7 @@ def traffic(form):
 
 
 WORKLOADS = [
-    Workload("batch64", B=64, n=8, device="cuda", speedup=4.0, host_syncs=0, launches=1),
+    Workload("batch64", B=64, n=8, device="cuda", repeat=32, speedup=4.0, host_syncs=0, launches=1),
     Workload("rows4m", B=2**22, n=8, device="cuda", speedup=5.0),
     Workload("rows1m_both", B=2**20, n=8, direction="both", device="cuda", speedup=4.0),
     Workload("cpu", B=4096, n=8, clock="wall", direction="both", device="cpu"),

@@ -91,7 +91,9 @@ fused_adamw_cnn = Pair(
     rivals=RIVALS,
     variants=VARIANTS,
     workloads=[
-        Workload("leak_cnn", c1=32, c2=64, c3=128, flat=2048, hidden=256, classes=5, device="cuda", speedup=5.0),
+        Workload(
+            "leak_cnn", c1=32, c2=64, c3=128, flat=2048, hidden=256, classes=5, device="cuda", repeat=4, speedup=5.0
+        ),
         Workload("cpu", c1=8, c2=8, c3=8, flat=64, hidden=16, classes=5, clock="wall", device="cpu"),
     ],
     cost=Cost(bytes=cnn_bytes),

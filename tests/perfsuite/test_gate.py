@@ -279,7 +279,7 @@ def test_a_slowdown_below_half_the_margin_is_none_however_certain() -> None:
 
 def test_what_is_neither_shown_nor_excluded_is_noisy() -> None:
     noise = dataclasses.replace(NOISE, process=Variance(value=0.003**2, dof=8.0))
-    item = dataclasses.replace(opened(), noise=noise, selected=10**6)
+    item = dataclasses.replace(opened(), noise=noise, paired=noise, selected=10**6)
     found = verdict(look2(item, again(0.008, scale=3.0)), Status.NOISY)
     assert "neither a slowdown of 1.0% nor its absence is shown; measure again" in found.message
 

@@ -1,0 +1,103 @@
+"""Pairs and workloads: what is wrong with a declaration is said in one line that names it and the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from perfsuite import Cost, Pair, Workload, compiled, floats, listof, recorded, scalar, side, stateful, tensor
+from perfsuite.errors import PairError
+from perfsuite.pair import Side, as_side
+
+
+def identity(*args: Any) -> Any:
+    return args[0]
+
+
+def pair(**fields: Any) -> Pair:
+    return Pair(**{"reference": identity, "optimized": identity, "inputs": {"x": tensor("n")}, "name": "p", **fields})
+
+
+@pytest.mark.parametrize(
+    ("declare", "match"),
+    [
+        (lambda: Workload("w", clock="cpu"), "workload 'w': clock='cpu' is not one of device, wall"),
+        (lambda: Workload("w", direction="up"), "direction='up' is not one of forward, backward, both"),
+        (lambda: Workload("w", dtype="int8"), "dtype='int8' is not one of float64, float32, bfloat16, float16"),
+        (lambda: Workload("w", device="tpu"), "device='tpu' is not one of cpu, cuda"),
+        (lambda: Workload("w", speedup=0), "workload 'w': speedup=0 must be above 0"),
+        (lambda: Workload("w", speedup=float("nan")), "speedup=nan must be above 0"),
+        (lambda: pair(mutates={"y"}), r"mutates=\{'y'\}: there is no such input; the inputs are x"),
+        (lambda: pair(writes={"y"}), r"writes=\{'y'\}: there is no such input"),
+        (lambda: pair(inputs={"x-1": tensor("n")}), "input 'x-1' is not a Python name; rename it"),
+        (lambda: pair(inputs={"class": tensor("n")}), "input 'class' is not a Python name"),
+        (lambda: pair(dtypes=("float31",)), "dtype 'float31' is not one of"),
+        (lambda: pair(precision="tf32"), "dtype 'tf32' is not one of"),
+        (lambda: pair(dtypes=()), "dtypes is empty; name at least one precision"),
+        (lambda: pair(rivals={"optimized": identity}), "may not be called 'optimized'; choose another name"),
+        (lambda: pair(variants={"reference": identity}), "may not be called 'reference'"),
+        (lambda: pair(reference=stateful(identity)), r"one side is stateful\(...\) and the other is not; wrap both"),
+        (lambda: pair().validate(), r"pair 'p' has no workload, so that nothing of it is timed; add workloads=\[Work"),
+        (
+            lambda: pair(workloads=[Workload("w", n=1), Workload("w", n=2)]).validate(),
+            "pair 'p' has two workloads called 'w'; rename one",
+        ),
+        (
+            lambda: pair(workloads=[Workload("w")]).validate(),
+            "pair 'p', workload 'w': size 'n' is unbound; give n=… in the workload",
+        ),
+        (
+            lambda: pair(
+                inputs={"x": tensor("n"), "s": scalar(floats(0, 1))}, workloads=[Workload("w", n=1)]
+            ).validate(),
+            "size 's' is unbound",
+        ),
+        (
+            lambda: pair(workloads=[Workload("w", n=1, batch=2)]).validate(),
+            "pair 'p', workload 'w': no input has a size 'batch'; the sizes are n",
+        ),
+    ],
+)
+def test_refused_in_one_line(declare: Callable[[], Any], match: str) -> None:
+    with pytest.raises(PairError, match=match) as caught:
+        declare()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_whole_pair_is_valid() -> None:
+    made = pair(
+        inputs={"x": tensor("n"), "s": scalar(floats(0, 1))},
+        step_inputs={"g": listof("l", tensor("n", "m"))},
+        mutates=["x"],
+        workloads=Workload("one", n=4, s=0.5, l=2, m=3, clock="wall", speedup=0.5, host_syncs=0),
+    )
+    made.validate()
+    assert made.mutates == frozenset({"x"})
+    assert made.symbols == {"n", "m", "l"}
+    assert made.workloads[0].promises.host_syncs == 0
+    assert repr(made.workloads[0]) == "Workload('one', n=4, s=0.5, l=2, m=3)"
+    assert not made.is_recorded
+    assert pair(inputs={"x": recorded("x.pt")}).is_recorded
+
+
+def test_sides_keep_what_is_wrapped_in_any_order() -> None:
+    inner = side(identity, devices=["cuda"], available=lambda: "no")
+    for wrapped in (compiled(stateful(inner), mode="max-autotune"), stateful(compiled(inner, mode="max-autotune"))):
+        assert wrapped.call is identity
+        assert wrapped.devices == ("cuda",)
+        assert wrapped.available is inner.available
+        assert wrapped.compile == {"mode": "max-autotune"}
+        assert wrapped.stateful
+    assert as_side(identity) == Side(call=identity)
+    assert as_side(inner) is inner
+    assert compiled(identity).compile == {}
+    assert pair(reference=stateful(identity), optimized=stateful(identity)).is_stateful
+
+
+def test_cost_is_given_the_sizes_it_names_and_the_direction() -> None:
+    cost = Cost(bytes=lambda n, direction: n * (2 if direction == "both" else 1), flops=lambda n, m: n * m)
+    assert cost.of({"n": 3, "m": 5}, "both") == (6.0, 15.0)
+    assert cost.of({"n": 3, "m": 5}, "forward") == (3.0, 15.0)
+    assert Cost().of({"n": 3}, "forward") == (0.0, 0.0)

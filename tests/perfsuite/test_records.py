@@ -1,0 +1,99 @@
+"""Records go to JSON and back unchanged; what does not fit is named."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+from builders import MACHINE, measurement
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from perfsuite import records
+from perfsuite.errors import PerfsuiteError
+from perfsuite.records import (
+    Case,
+    Evidence,
+    InputCase,
+    Limit,
+    Machine,
+    Measurement,
+    SideRecord,
+    Status,
+    Verdict,
+    from_json,
+    to_json,
+)
+
+RECORDS = [kind for kind in vars(records).values() if isinstance(kind, type) and dataclasses.is_dataclass(kind)]
+
+SIZES = st.dictionaries(st.text(), st.integers() | st.floats(allow_nan=False))  # they are Any: no type to draw from
+
+
+@pytest.mark.parametrize("kind", RECORDS, ids=lambda kind: kind.__name__)
+def test_every_record_survives_json(kind: type) -> None:
+    names = {f.name for f in dataclasses.fields(kind)}
+    given_sizes = {"sizes": SIZES} if "sizes" in names else {}
+
+    @settings(derandomize=True, max_examples=20, deadline=None, database=None)
+    @given(st.builds(kind, **given_sizes))
+    def survives(record: Any) -> None:
+        text = json.dumps(to_json(record))
+        assert repr(from_json(kind, json.loads(text))) == repr(record)
+
+    survives()
+
+
+def test_nested_records_keep_their_types() -> None:
+    limit = Limit(seconds=1e-3, by="memory", bytes=1.0, flops=0.0, ceiling=4e12)
+    evidence = Evidence(
+        pair="p", dtype="float32", device="cpu", draws=9, discarded=1, elements=80, excused=0, worst=0.25
+    )
+    made = measurement(limit=limit, evidence=evidence, skipped={"rival": "not equal"}, few=("reference",))
+    back = from_json(Measurement, json.loads(json.dumps(to_json(made))))
+    assert back == made
+    assert isinstance(back.sides["optimized"], SideRecord)
+    assert isinstance(back.log_ratios["reference"], tuple)
+    assert back.evidence == evidence
+    assert from_json(Machine, to_json(MACHINE)) == MACHINE
+
+
+def test_a_whole_number_is_read_where_a_float_is_meant() -> None:
+    data = {**to_json(measurement()), "seconds": 3}
+    assert from_json(Measurement, data).seconds == 3.0
+
+
+CASE = to_json(Case(dtype="float32", sizes={"n": 3}, inputs={"x": InputCase(layout="strided")}, seed=1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "data", "match"),
+    [
+        (Case, [], "Case is not a table"),
+        (Case, {k: v for k, v in CASE.items() if k != "seed"}, "Case lacks 'seed'"),
+        (Case, {**CASE, "extra": 1}, "Case has an unknown field 'extra'"),
+        (Case, {**CASE, "seed": "1"}, "Case.seed is '1', not int"),
+        (Case, {**CASE, "seed": True}, "Case.seed is True, not int"),
+        (Case, {**CASE, "sizes": [1]}, "Case.sizes is not a table"),
+        (Case, {**CASE, "inputs": {"x": 5}}, "Case.inputs.x is not a table"),
+        (Case, {**CASE, "inputs": {"x": {"layout": 5}}}, "Case.inputs.x.layout is 5, not str"),
+        (Measurement, {**to_json(measurement()), "few": "reference"}, "Measurement.few is not a list"),
+        (
+            Measurement,
+            {**to_json(measurement()), "log_ratios": {"reference": [0.1, "x"]}},
+            "reference is 'x', not float",
+        ),
+        (Verdict, {"id": "a", "status": "GREEN", "message": "m"}, "Verdict.status: 'GREEN' is not a Status"),
+        (Machine, {**to_json(MACHINE), "cores": 1.5}, "Machine.cores is 1.5, not int"),
+    ],
+)
+def test_what_does_not_fit_is_named(kind: type, data: Any, match: str) -> None:
+    with pytest.raises(PerfsuiteError, match=match) as caught:
+        from_json(kind, data)
+    assert "\n" not in str(caught.value)
+
+
+def test_only_these_verdicts_are_green() -> None:
+    assert {s for s in Status if s.green} == {Status.PASS, Status.IMPROVED, Status.WAIVED}
