@@ -272,9 +272,9 @@ class Control:
         opened = {i: o for i, o in looked.items() if isinstance(o, gate.Open)}
         if opened:
             verdicts |= self._second(workers, opened)
-        for id in self.items:
-            if id in verdicts:
-                continue
+        for id, item in self.items.items():
+            if id in verdicts or (id not in self.entries and self.inapplicable(item)):
+                continue  # what was never accepted here and is for another device is skipped
             if id in failed:
                 verdicts[id] = _failed(id, failed[id])
             elif id in unknown:

@@ -97,15 +97,15 @@ def cases(draw: st.DrawFn, pair: Pair, dtype: str) -> Case:
 
 def _size(spec: Size | None, *, large: bool) -> st.SearchStrategy[int]:
     low, high, step = (0, SMALL_HIGH, 1) if spec is None else (spec.low, spec.high, spec.multiple_of)
-    ends = () if spec is None else (high, high - 1)
     most = LARGE_EDGES[-1] if spec is None and large else high
-    edges = SMALL_EDGES if spec is None and not large else (*SMALL_EDGES, *LARGE_EDGES)
-    choices = [
-        st.sampled_from(found)
-        for among in (TELLING, (*edges, *ends))
-        if (found := sorted({e for e in among if low <= e <= most and e % step == 0}))
-    ]
-    return st.one_of(*choices, st.integers(-(-low // step), high // step).map(lambda i: i * step))
+    ends = () if spec is None else (high, high - 1)
+    # A failing draw shrinks toward the first of these.
+    choices = [st.integers(-(-low // step), high // step).map(lambda i: i * step)]
+    for among in (TELLING, (*SMALL_EDGES, *ends), LARGE_EDGES):
+        found = sorted({e for e in among if low <= e <= most and e % step == 0})
+        if found:
+            choices.append(st.sampled_from(found))
+    return st.one_of(*choices)
 
 
 def _scalar(spec: ScalarSpec, sizes: Mapping[str, int]) -> st.SearchStrategy[Any]:
@@ -430,7 +430,9 @@ def _clone_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 def upcast(value: Any) -> Any:
     """Floating tensors in float64, in fresh memory; everything else copied."""
-    return map_tensors(value, lambda t: t.detach().double() if t.is_floating_point() else _clone_tensor(t))
+    return map_tensors(
+        value, lambda t: t.detach().to(torch.float64, copy=True) if t.is_floating_point() else _clone_tensor(t)
+    )
 
 
 def jitter(pair: Pair, values: Mapping[str, Any], seed: int, name: str, eps: float) -> dict[str, Any]:

@@ -196,7 +196,7 @@ def measure(
         torch.cuda.empty_cache()
     rivals = {n: as_side(s) for n, s in pair.rivals.items()} if with_rivals else {}
     sides = {REFERENCE: as_side(pair.reference), OPTIMIZED: as_side(pair.optimized)}
-    sides |= {ACCEPTED: accepted} if accepted is not None else rivals
+    sides |= rivals if accepted is None else {ACCEPTED: accepted, **rivals}
     skipped: dict[str, str] = {}
     for name in rivals:
         reason = execution.unavailable(sides[name], device)

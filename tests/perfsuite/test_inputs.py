@@ -1,0 +1,487 @@
+"""Inputs: every case builds what it says, the same again, and within its domain."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from perfsuite import (
+    Pair,
+    Workload,
+    constant,
+    floats,
+    integers,
+    listof,
+    module,
+    recorded,
+    sampled,
+    scalar,
+    size,
+    stateful,
+    tensor,
+)
+from perfsuite import inputs as make
+from perfsuite.errors import PairError, PerfsuiteError
+from perfsuite.execution import flatten
+from perfsuite.pair import DTYPES
+from perfsuite.records import Case, InputCase
+from perfsuite.specs import LAYOUTS, Floats, TensorSpec
+
+FIXED = settings(
+    derandomize=True, deadline=None, database=None, max_examples=100, suppress_health_check=list(HealthCheck)
+)
+LINEAR = {"weight", "bias"}
+
+
+def pair(**fields: Any) -> Pair:
+    return Pair(**{"reference": abs, "optimized": abs, "inputs": {"x": tensor("m", "n")}, "name": "p", **fields})
+
+
+def case(inputs: dict[str, InputCase] | None = None, seed: int = 0, dtype: str = "float32", **sizes: Any) -> Case:
+    return Case(dtype=dtype, sizes={"m": 5, "n": 7, **sizes}, inputs=inputs or {}, seed=seed)
+
+
+def built(spec: Any, how: InputCase = InputCase(), **fields: Any) -> Any:  # noqa: B008 - frozen
+    return make.build(pair(inputs={"x": spec}), case({"x": how}, **fields), "cpu")["x"]
+
+
+def draws(of: Pair, dtype: str = "float32", count: int = 100, seed: int = 0) -> list[Case]:
+    found: list[Case] = []
+
+    @hypothesis.seed(seed)
+    @settings(FIXED, derandomize=False, max_examples=count, phases=[Phase.generate])
+    @given(make.cases(of, dtype))
+    def collect(one: Case) -> None:
+        found.append(one)
+
+    collect()
+    return found
+
+
+# --- layouts -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dims", [("m", "n"), ("n",), (), ("m", "n", 3), (1, 1), (0, "n")], ids=str)
+@pytest.mark.parametrize("layout", [x for x in LAYOUTS if x != "expanded"])
+def test_a_layout_changes_the_memory_and_not_the_values(layout: str, dims: tuple[Any, ...]) -> None:
+    plain = built(tensor(*dims))
+    other = built(tensor(*dims), InputCase(layout=layout))
+    assert torch.equal(plain, other)
+    assert other.dtype == plain.dtype
+    if plain.numel() < 2:
+        return
+    stride = other.stride()
+    match layout:
+        case "contiguous":
+            assert other.is_contiguous()
+            assert other.storage_offset() == 0
+        case "transposed" if len(dims) > 1:
+            assert stride[-2] == 1
+            assert stride[-1] == other.shape[-2]
+        case "strided" | "transposed":
+            assert stride[-1] == 2
+            assert not other.is_contiguous()
+        case "offset":
+            assert other.storage_offset() == 1
+            assert other.is_contiguous()
+
+
+def test_an_expanded_input_repeats_one_row_in_one_place() -> None:
+    x = built(tensor("m", "n"), InputCase(layout="expanded"))
+    assert x.shape == (5, 7)
+    assert x.stride() == (0, 1)
+    assert (x == x[0]).all()
+    assert built(tensor(), InputCase(layout="expanded")).shape == ()
+    assert built(tensor(1, "n"), InputCase(layout="expanded")).is_contiguous()
+
+
+def test_layouts_may_be_restricted_and_written_inputs_are_never_expanded() -> None:
+    of = pair(
+        inputs={"x": tensor("m"), "y": tensor("m", layouts=["offset"]), "z": tensor("m", layouts=["expanded"])},
+        mutates={"x"},
+        writes={"z"},
+    )
+    seen: dict[str, set[str]] = {"x": set(), "y": set(), "z": set()}
+    for one in draws(of, count=200):
+        for name, layouts in seen.items():
+            layouts.add(one.inputs.get(name, InputCase()).layout)
+    assert seen == {"x": set(LAYOUTS) - {"expanded"}, "y": {"offset"}, "z": {"contiguous"}}
+
+
+# --- values --------------------------------------------------------------------------------------------------
+
+SPECS = {
+    "unbounded": floats(),
+    "finite": floats(nonfinite=False),
+    "both": floats(-4, 4),
+    "tenths": floats(0.1, 0.7),
+    "from below": floats(0.3),
+    "from above": floats(None, -0.1),
+    "positive": floats(1e-3, 1e6),
+    "one value": floats(2.5, 2.5),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", SPECS)
+def test_every_regime_stays_in_its_domain_and_dtype(name: str, dtype: str) -> None:
+    values = SPECS[name]
+    spec = tensor("m", "n", values=values)
+    for regime in make.regimes(spec):
+        for seed in range(5):
+            x = built(spec, InputCase(regime=regime), dtype=dtype, seed=seed)
+            assert x.dtype == make.dtype_of(dtype)
+            assert x.shape == (5, 7)
+            if regime == "nonfinite":
+                continue
+            assert x.isfinite().all(), regime
+            if values.low is not None:
+                assert (x.double() >= values.low).all(), regime
+            if values.high is not None:
+                assert (x.double() <= values.high).all(), regime
+            beside = make.jitter(pair(inputs={"x": spec}), {"x": x}, seed, "a", torch.finfo(x.dtype).eps)["x"]
+            assert beside.dtype == x.dtype
+            if values.low is not None:
+                assert (beside.double() >= values.low).all(), regime
+            if values.high is not None:
+                assert (beside.double() <= values.high).all(), regime
+
+
+def test_bounds_beyond_the_dtype_are_its_own() -> None:
+    x = built(tensor("m", "n", values=floats(-1e6, 1e6)), InputCase(regime="edges"), dtype="float16")
+    assert x.isfinite().all()
+    assert float(x.abs().max()) == torch.finfo(torch.float16).max
+
+
+def test_regimes_are_what_they_say() -> None:
+    def of(regime: str, dtype: str = "float32") -> torch.Tensor:
+        x: torch.Tensor = built(tensor(40, 50), InputCase(regime=regime), dtype=dtype)
+        return x
+
+    info = torch.finfo(torch.float32)
+    assert (of("sorted").diff(dim=-1) >= 0).all()
+    assert of("repeated").unique().numel() <= 50
+    assert not of("zeros").any()
+    assert 0 < float(of("tiny").abs().max()) < 1e-17
+    assert float(of("huge").abs().max()) > 1e9
+    assert (of("huge") @ of("huge").T).isfinite().all()
+    assert 0 < float(of("denormal").abs().max()) < info.tiny
+    spread = of("mixed").abs().log10()
+    assert float(spread.max() - spread[spread > -30].min()) > 8
+    nonfinite = of("nonfinite")
+    for kind in (nonfinite.isnan(), nonfinite.isposinf(), nonfinite.isneginf(), nonfinite.isfinite()):
+        assert kind.any()
+    edges = built(tensor(40, 50, values=floats(-4, 3)), InputCase(regime="edges"))
+    assert set(edges.unique().tolist()) == {-4.0, 0.0, 3.0}
+    assert (built(tensor(40, values=floats(1, 2)), InputCase(regime="tiny")) == 1).all()
+
+
+@pytest.mark.parametrize("dtype", ["int64", "int32", "uint8", "float32"])
+@pytest.mark.parametrize("regime", make.INTEGER_REGIMES)
+def test_whole_numbers_hold_bounds_by_name_and_by_column(regime: str, dtype: str) -> None:
+    spec = tensor("P", 3, dtype=dtype, values=integers("low", ["n", "n", "k"]))
+    for seed in range(5):
+        x = built(spec, InputCase(regime=regime), P=40, low=2, k=4, seed=seed)
+        assert x.dtype == getattr(torch, dtype)
+        assert (x >= 2).all()
+        assert (x < torch.tensor([7, 7, 4])).all()
+
+
+def test_whole_numbers_reach_their_bounds() -> None:
+    x = built(tensor(500, dtype="int64", values=integers(-3, 3)))
+    assert set(x.tolist()) == {-3, -2, -1, 0, 1, 2}
+    assert set(built(tensor(500, dtype="bool")).tolist()) == {False, True}
+    assert built(tensor(4, dtype="int64", values=integers(5, "m")), m=5).tolist() == [5] * 4  # an empty range
+
+
+@pytest.mark.parametrize("dtype", ["int64", "int32"])
+def test_outside_values_lie_outside(dtype: str) -> None:
+    spec = tensor(300, dtype=dtype, values=integers(0, "n", outside=True))
+    assert "outside" in make.regimes(spec)
+    assert "outside" not in make.regimes(tensor(3, dtype=dtype, values=integers(0, "n")))
+    x = built(spec, InputCase(regime="outside"))
+    off = (x < 0) | (x >= 7)
+    assert 60 < int(off.sum()) < 180
+    assert 7 in x.tolist()
+    assert -1 in x.tolist()
+
+
+def test_sampled_values_come_from_the_function() -> None:
+    def make_ramp(generator: torch.Generator, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.arange(math.prod(shape)).reshape(shape) + torch.randint(0, 2, (), generator=generator)
+
+    spec = tensor("m", "n", values=sampled(make_ramp))
+    assert make.regimes(spec) == ("normal",)
+    assert built(spec).dtype == torch.float32
+    assert {float(built(spec, seed=s)[0, 0]) for s in range(20)} == {0.0, 1.0}
+
+
+# --- seeds ---------------------------------------------------------------------------------------------------
+
+
+def test_values_depend_on_the_seed_and_on_the_input_s_name() -> None:
+    of = pair(inputs={"x": tensor("n"), "y": tensor("n"), "z": listof(2, tensor("n"))})
+    first, again, other = (make.build(of, case(seed=s), "cpu") for s in (1, 1, 2))
+    leaves = [t for _, t in make.tensors_in(first)]
+    for a, b in zip(leaves, [t for _, t in make.tensors_in(again)], strict=True):
+        assert torch.equal(a, b)
+        assert a.data_ptr() != b.data_ptr()
+    for t in make.tensors_in(other):
+        assert all(not torch.equal(t[1], a) for a in leaves)
+    assert len({tuple(t.tolist()) for t in leaves}) == 4
+
+
+@FIXED
+@given(st.integers(0, 2**31 - 1), st.integers(0, 2**31 - 1))
+def test_different_seeds_differ(a: int, b: int) -> None:
+    hypothesis.assume(a != b)
+    assert not torch.equal(built(tensor(16), seed=a), built(tensor(16), seed=b))
+
+
+def test_large_inputs_are_drawn_alike_on_any_path() -> None:
+    large = make.DRAW_ON_DEVICE + 1
+    x = built(tensor(large), seed=3)
+    assert torch.equal(x, built(tensor(large), seed=3))
+    assert abs(float(x.mean())) < 0.05
+    assert abs(float(x.std()) - 1) < 0.05
+
+
+def test_step_inputs_differ_by_step_and_repeat_by_case() -> None:
+    of = pair(
+        reference=stateful(abs), optimized=stateful(abs), step_inputs={"g": tensor("n"), "x2": listof(2, tensor("n"))}
+    )
+    first, second = (make.build_step(of, case(), "cpu", i) for i in (1, 2))
+    assert not torch.equal(first["g"], second["g"])
+    assert torch.equal(first["g"], make.build_step(of, case(), "cpu", 1)["g"])
+    assert not torch.equal(first["g"], make.build_step(of, case(seed=1), "cpu", 1)["g"])
+    how = case({"g": InputCase(layout="strided", regime="zeros")})
+    assert make.build_step(of, how, "cpu", 1)["g"].stride() == (2,)
+
+
+# --- other specs ---------------------------------------------------------------------------------------------
+
+
+def test_nested_specs_lists_scalars_and_constants() -> None:
+    of = pair(
+        inputs={
+            "nest": {"a": tensor("n"), "b": [tensor("m"), (tensor("m", "n"), constant("flag"))]},
+            "many": listof("count", tensor("n")),
+            "rate": scalar(floats(0, 1)),
+            "k": scalar(integers(1, "n")),
+            "none": constant(None),
+        }
+    )
+    values = make.build(of, case({"nest": InputCase(layout="strided")}, count=3, rate=0.25, k=4), "cpu")
+    assert values["nest"]["a"].stride() == (2,)
+    assert values["nest"]["b"][0].stride() == (2,)
+    assert isinstance(values["nest"]["b"][1], tuple)
+    assert values["nest"]["b"][1][1] == "flag"
+    assert len(values["many"]) == 3
+    assert (values["rate"], values["k"], values["none"]) == (0.25, 4, None)
+    for one in draws(of):
+        assert 0 <= one.sizes["rate"] <= 1
+        assert isinstance(one.sizes["k"], int)
+        assert 1 <= one.sizes["k"] < max(2, one.sizes["n"])
+    assert [path for path, _ in make.tensors_in(values)] == [
+        "['nest']['a']",
+        "['nest']['b'][0]",
+        "['nest']['b'][1][0]",
+        "['many'][0]",
+        "['many'][1]",
+        "['many'][2]",
+    ]
+
+
+def test_a_module_is_seeded_by_the_case_and_given_the_sizes_it_names() -> None:
+    def linear(n: int, width: int) -> torch.nn.Module:
+        return torch.nn.Linear(n, width)
+
+    of = pair(inputs={"x": tensor("m", "n"), "net": module(linear)})
+    assert of.symbols == {"m", "n", "width"}
+    torch.manual_seed(0)
+    state = torch.random.get_rng_state()
+    net, again, other = (make.build(of, case(width=3, seed=s, dtype="bfloat16"), "cpu")["net"] for s in (1, 1, 2))
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert net.weight.dtype == torch.bfloat16
+    assert net.weight.shape == (3, 7)
+    assert torch.equal(net.weight, again.weight)
+    assert not torch.equal(net.weight, other.weight)
+    twin = make.clone(net)
+    assert twin is not net
+    assert twin.weight.data_ptr() != net.weight.data_ptr()
+    assert make.upcast(net).weight.dtype == torch.float64
+    assert {path for path, _ in make.tensors_in(net, "net")} == {f"net.{name}" for name in LINEAR}
+
+
+def test_recorded_inputs(tmp_path: Path) -> None:
+    torch.save({"x": torch.ones(3, dtype=torch.float64), "i": torch.ones(3, dtype=torch.int64)}, tmp_path / "run.pt")
+    value = make.build(pair(inputs={"x": recorded("run.pt")}), case(), "cpu", home=tmp_path)["x"]
+    assert value["x"].dtype == torch.float32
+    assert value["i"].dtype == torch.int64
+    with pytest.raises(PairError, match=r"recorded\('gone.pt'\): no such file .*gone.pt; record it again with torch.s"):
+        make.build(pair(inputs={"x": recorded("gone.pt")}), case(), "cpu", home=tmp_path)
+
+
+def test_what_is_not_a_spec_is_named() -> None:
+    with pytest.raises(PairError, match=r"input 'x': 5 is not a spec; use tensor\(\)"):
+        make.build(pair(inputs={"x": 5}), case(), "cpu")
+    with pytest.raises(PairError, match="dtype 'float31' is not a torch dtype"):
+        built(tensor("n", dtype="float31"))
+
+
+# --- drawing -------------------------------------------------------------------------------------------------
+
+
+def test_sizes_keep_their_constraints() -> None:
+    of = pair(
+        sizes={"m": size(4, 40, multiple_of=4), "n": size(1, 9)},
+        where=lambda m, n: m > n,
+        inputs={"x": tensor("m", "n")},
+    )
+    found = draws(of, count=200)
+    assert found
+    for one in found:
+        assert one.sizes["m"] % 4 == 0
+        assert 4 <= one.sizes["m"] <= 40
+        assert 1 <= one.sizes["n"] <= 9
+        assert one.sizes["m"] > one.sizes["n"]
+    assert {1, 9} <= {one.sizes["n"] for one in found}
+    assert {40} <= {one.sizes["m"] for one in found}
+    conditioned = pair(where=lambda n: n % 2 == 0)
+    assert all(one.sizes["n"] % 2 == 0 for one in draws(conditioned))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_few_dozen_draws_hold_the_telling_sizes(seed: int) -> None:
+    sizes = {one.sizes["n"] for one in draws(pair(inputs={"x": tensor("n")}), count=50, seed=seed)}
+    assert {0, 1, 17} <= sizes
+    assert max(sizes) > make.SMALL_HIGH
+
+
+def test_draws_cover_layouts_and_regimes_and_at_most_one_size_is_large() -> None:
+    of = pair(inputs={"x": tensor("m", "n"), "y": tensor("n", "k")})
+    found = draws(of, count=400)
+    seen = {(how.layout, how.regime) for one in found for how in one.inputs.values()}
+    assert {layout for layout, _ in seen} == set(LAYOUTS)
+    assert {regime for _, regime in seen} == set(make.UNBOUNDED_REGIMES)
+    assert any(not one.inputs for one in found)
+    assert any(len(one.inputs) == 2 for one in found)
+    assert all(sum(v > make.SMALL_HIGH for v in one.sizes.values()) <= 1 for one in found)
+
+
+def test_a_failing_draw_shrinks_to_a_small_case() -> None:
+    of = pair(inputs={"x": tensor("m", "n"), "y": tensor("n")})
+
+    @settings(FIXED, max_examples=200)
+    @given(make.cases(of, "float32"))
+    def fails(one: Case) -> None:
+        if one.sizes["n"] >= 3 and one.inputs.get("y", InputCase()).regime == "huge":
+            raise AssertionError(make.case_line(one))
+
+    with pytest.raises(AssertionError) as caught:
+        fails()
+    found = make.parse_case(str(caught.value).splitlines()[0], "float32")
+    assert found.sizes == {"m": 0, "n": 3}
+    assert found.inputs == {"y": InputCase(regime="huge")}
+    assert found.seed == 0
+
+
+def test_a_workload_s_case_is_plain() -> None:
+    workload = Workload("w", m=64, n=3, dtype="bfloat16")
+    assert make.workload_case(workload, "float32", 9) == Case(
+        dtype="bfloat16", sizes={"m": 64, "n": 3}, inputs={}, seed=9
+    )
+    assert make.workload_case(Workload("w", m=1, n=1), "float32", 9).dtype == "float32"
+
+
+# --- one line that reproduces --------------------------------------------------------------------------------
+
+NAMES = st.sampled_from(["a", "seed", "theta", "x_1", "inputs", "é"])
+NUMBERS = st.integers(-(2**70), 2**70) | st.floats(allow_nan=False, allow_infinity=False)
+HOW = st.builds(InputCase, layout=st.sampled_from(LAYOUTS), regime=st.sampled_from(make.UNBOUNDED_REGIMES))
+
+
+@FIXED
+@given(
+    st.dictionaries(NAMES.filter(lambda n: n != "seed"), NUMBERS),
+    st.dictionaries(NAMES, HOW),
+    st.integers(0, 2**31 - 1),
+)
+def test_a_case_survives_its_line(sizes: dict[str, Any], inputs: dict[str, InputCase], seed: int) -> None:
+    whole = Case(dtype="float32", sizes=sizes, inputs=inputs, seed=seed)
+    line = make.case_line(whole)
+    assert "\n" not in line
+    assert make.parse_case(line, "float32") == whole
+
+
+@pytest.mark.parametrize("of", [pair(), pair(inputs={"s": scalar(floats(-1, 1)), "x": tensor("n")})])
+def test_a_drawn_case_survives_its_line(of: Pair) -> None:
+    for one in draws(of):
+        assert make.parse_case(make.case_line(one), "float32") == one
+
+
+@pytest.mark.parametrize("line", ["n=x", "seed=1.5", "n=3;seed=", "nonsense", "n"])
+def test_a_line_that_is_no_case_is_refused(line: str) -> None:
+    with pytest.raises(PerfsuiteError, match="is not a case; copy the whole line that a failure printed"):
+        make.parse_case(line, "float32")
+
+
+# --- copies --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_clone_keeps_strides_and_offset_in_fresh_memory(layout: str) -> None:
+    x = built(tensor("m", "n"), InputCase(layout=layout))
+    twin = make.clone({"x": x})["x"]
+    assert torch.equal(twin, x)
+    assert twin.stride() == x.stride()
+    assert twin.storage_offset() == x.storage_offset()
+    assert twin.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
+    if layout != "expanded":
+        twin += 1
+        assert not torch.equal(twin, x)
+    wide = make.upcast({"x": x})["x"]
+    assert wide.dtype == torch.float64
+    assert torch.equal(wide.float(), x)
+
+
+def test_upcast_leaves_whole_numbers_and_is_always_a_copy() -> None:
+    value = {"i": torch.arange(3), "d": torch.ones(3, dtype=torch.float64), "s": "text", "n": None}
+    wide = make.upcast(value)
+    assert wide["i"].dtype == torch.int64
+    assert wide["s"] == "text"
+    for key in ("i", "d"):
+        wide[key] += 1
+        assert not torch.equal(wide[key], value[key])
+
+
+def test_jitter_moves_by_an_ulp_and_differs_by_name() -> None:
+    of = pair(inputs={"x": tensor("n"), "i": tensor("n", dtype="int64"), "l": listof(2, tensor("n"))})
+    values = make.build(of, case(n=500), "cpu")
+    eps = torch.finfo(torch.float32).eps
+    one, again, other = (make.jitter(of, values, 0, name, eps) for name in ("a", "a", "b"))
+    assert torch.equal(one["x"], again["x"])
+    assert not torch.equal(one["x"], other["x"])
+    assert torch.equal(one["i"], values["i"])
+    moved = ((one["x"].double() - values["x"].double()) / values["x"].double()).abs()
+    assert 0 < float(moved.max()) <= 1.5 * eps
+    assert not torch.equal(one["l"][0] / values["l"][0], one["l"][1] / values["l"][1])
+    special = {"x": torch.tensor([0.0, math.inf, -math.inf, math.nan]), "i": values["i"], "l": []}
+    assert torch.equal(make.jitter(of, special, 0, "a", eps)["x"].nan_to_num(5), special["x"].nan_to_num(5))
+
+
+def test_leaf_spec_is_found_in_nests() -> None:
+    leaf = tensor("n", values=floats(0, 1))
+    assert isinstance(leaf, TensorSpec)
+    assert isinstance(leaf.values, Floats)
+    for nest in (leaf, [leaf], {"a": (constant(1), leaf)}, listof(2, leaf)):
+        assert make._tensor_spec(nest) == leaf
+    assert make._tensor_spec(constant(1)) is None
+    assert dict(flatten({"a": [1, None]})) == {"output['a'][0]": 1, "output['a'][1]": None}
