@@ -237,6 +237,8 @@ class Control:
         accepted: Mapping[str, tuple[str, ...]] | None = None,
     ) -> None:
         """`processes` processes, one after the other; a workload that fails in one is not tried in the next."""
+        if not ids:
+            return
         self._expect(processes, len(ids))
         for _ in range(processes):
             left = [i for i in ids if i not in found.failures]

@@ -242,10 +242,12 @@ class _Spread:
 
 def _replicas(truth: Leaves, fewest: int) -> int:
     counts = [n for leaf in truth.values() if _is_real(leaf) and (n := _as_double(leaf).numel())]
-    if not counts or min(counts) * (1 + fewest) >= SAMPLES:
+    if not counts:
         return fewest
-    most = MAX_REPLICAS if fewest else 2  # with none asked for the inputs are large: each costs a run of the reference
-    return max(fewest, min(most, -(-SAMPLES // min(counts)) - 1))
+    # With none asked for the inputs are large, and each costs two runs of the reference. One there must be: a reference
+    # that sums in a tree would else bound an honest kernel that sums in sequence.
+    least, most = (fewest, MAX_REPLICAS) if fewest else (1, 2)
+    return max(least, min(most, -(-SAMPLES // min(counts)) - 1))
 
 
 def _ill_conditioned(spread: Mapping[str, _Spread]) -> bool:

@@ -22,6 +22,8 @@ from perfsuite.pair import Pair, Side, as_side
 from perfsuite.records import Case
 
 REPEATS = 3
+LATER_CALLS = 3
+"""A side may hand out a few buffers in turn."""
 
 
 @dataclass(slots=True)
@@ -105,28 +107,29 @@ def aliased_input(probe: Probe) -> None:
 
 
 def private_buffer(probe: Probe) -> None:
-    """An output must survive the next call, with other inputs: no static buffer is handed out."""
+    """An output must survive the calls after it, with other inputs: no static buffer is handed out."""
     if probe.pair.is_stateful:
         return  # its state is a buffer, and declared
-    first = probe.call(probe.drawn())
-    kept = {n: leaf.clone() for n, leaf in first.items() if isinstance(leaf, torch.Tensor)}
     other = probe.other_case()
-    second = probe.call(probe.drawn(other), other)
-    for name, copy in kept.items():
-        tensor = first[name]
-        assert isinstance(tensor, torch.Tensor)
-        if not equivalence.identical(tensor, copy):
-            raise probe.fault(
-                f"overwrites {name} of an earlier call: it hands out a private static buffer; return a copy"
-            )
-        following = second.get(name)
-        if (
-            isinstance(following, torch.Tensor)
-            and tensor.numel()
-            and following.numel()
-            and tensor.untyped_storage().data_ptr() == following.untyped_storage().data_ptr()
-        ):
-            raise probe.fault(f"returns {name} of two calls in the same memory: a private static buffer; return a copy")
+    first = {n: leaf for n, leaf in probe.call(probe.drawn()).items() if isinstance(leaf, torch.Tensor)}
+    kept = {n: leaf.clone() for n, leaf in first.items()}
+    for _ in range(LATER_CALLS):
+        later = probe.call(probe.drawn(other), other)
+        for name, tensor in first.items():
+            if not equivalence.identical(tensor, kept[name]):
+                raise probe.fault(
+                    f"overwrites {name} of an earlier call: it hands out a private static buffer; return a copy"
+                )
+            following = later.get(name)
+            if (
+                isinstance(following, torch.Tensor)
+                and tensor.numel()
+                and following.numel()
+                and tensor.untyped_storage().data_ptr() == following.untyped_storage().data_ptr()
+            ):
+                raise probe.fault(
+                    f"returns {name} of two calls in the same memory: it hands out a private static buffer; return a copy"
+                )
 
 
 def unwritten_output(probe: Probe) -> None:

@@ -179,8 +179,8 @@ class Workers:
     def _spawn(self, selection: Path, job_file: Path, log: Path) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "pytest", *self.arguments, f"@{selection}"]
         environment = {**os.environ, JOB: str(job_file), "PYTHONUNBUFFERED": "1"}
-        # A side that needs most of the memory must find its block whole at its next call too.
-        environment.setdefault("PYTORCH_ALLOC_CONF", "max_split_size_mb:2048")
+        # A side that needs most of the memory must find room for it in one piece at every call.
+        environment.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
         with log.open("wb") as sink:
             return subprocess.Popen(
                 command,

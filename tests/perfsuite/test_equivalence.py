@@ -1149,7 +1149,17 @@ def test_a_small_output_gets_more_replicas() -> None:
     runs.clear()
     wide = pair_of(lambda x: counted(x) * 0 + x, torch.exp, {"x": tensor("n", values=FINITE)})
     eq.establish(wide, case_of(n=1000), "cpu", gradients=False, replicas=0)
-    assert runs.count(torch.float32) == 1
+    assert runs.count(torch.float32) == 1 + 1
+
+
+def test_a_reference_that_sums_in_a_tree_allows_a_kernel_that_sums_in_sequence() -> None:
+    inputs = {"a": tensor("m", "k", values=FINITE), "b": tensor("k", "n", values=FINITE)}
+    pair = pair_of(lambda a, b: (a[:, None] * b.T[None]).sum(-1), outer_matmul, inputs, gradients=False)
+    truth = eq.establish(pair, case := case_of(m=32, k=2048, n=32), "cpu", gradients=False, replicas=0)
+    eq.judge(pair, truth, eq.produce(pair, Side(call=outer_matmul), case, "cpu", gradients=False))
+    rounded = eq.produce(pair, Side(call=lambda a, b: tf32(a) @ tf32(b)), case, "cpu", gradients=False)
+    with pytest.raises(eq.NotEquivalent, match="wrong at"):
+        eq.judge(pair, truth, rounded)
 
 
 def test_a_reference_exact_by_luck_does_not_bound_by_zero() -> None:

@@ -39,7 +39,7 @@ def tables(kind: type) -> dict[str, st.SearchStrategy[Any]]:
     return {
         name: st.dictionaries(st.text(max_size=5), NUMBERS if of[1] is Any else st.from_type(of[1]), max_size=3)
         for name, of in hints.items()
-        if len(of) == 2 and of[0] is str and of[1] is not type(None)
+        if len(of) == 2 and of[0] is str and of[1] is not Ellipsis and of[1] is not type(None)
     }
 
 

@@ -1,0 +1,394 @@
+"""Each check of integrity: a planted fault is rejected by name, an honest look-alike is not."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from perfsuite import Pair, floats, integrity, listof, stateful, tensor
+from perfsuite import inputs as make
+from perfsuite.equivalence import NotEquivalent
+from perfsuite.errors import PairError
+from perfsuite.integrity import Probe
+from perfsuite.pair import as_side
+from perfsuite.records import Case, InputCase
+
+Call = Callable[..., Any]
+X = {"x": tensor("m", "n", values=floats(-4, 4))}
+CASE = Case(dtype="float32", sizes={"m": 5, "n": 7, "l": 2}, inputs={}, seed=3)
+
+
+def pair(reference: Any, optimized: Any, inputs: Any = X, **fields: Any) -> Pair:
+    return Pair(reference=reference, optimized=optimized, inputs=inputs, **{"name": "p", **fields})
+
+
+def probe(of: Pair, case: Case = CASE) -> Probe:
+    return Probe(pair=of, side=as_side(of.optimized), name="optimized", case=case, device="cpu", home=None)
+
+
+def exp_(x: torch.Tensor) -> torch.Tensor:
+    return torch.exp(x)
+
+
+# --- faults --------------------------------------------------------------------------------------------------
+
+
+class Lazy(torch.Tensor):
+    pass
+
+
+def lazy_method(x: torch.Tensor) -> torch.Tensor:
+    out = torch.exp(x)
+    out.numpy = lambda: None  # type: ignore[method-assign]
+    return out
+
+
+def mutating(x: torch.Tensor) -> torch.Tensor:
+    out = torch.exp(x)
+    x.mul_(2)
+    return out
+
+
+def mutating_beside(x: torch.Tensor) -> torch.Tensor:
+    """Writes to the storage of its input, outside of what the input shows."""
+    whole = x.new_empty(0).set_(x.untyped_storage())
+    whole[0] += 1
+    return torch.exp(x)
+
+
+def reshaping(x: torch.Tensor) -> torch.Tensor:
+    out = torch.exp(x)
+    x.t_()
+    return out
+
+
+def private_buffer() -> Call:
+    buffers: dict[Any, torch.Tensor] = {}
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        out = buffers.setdefault((x.shape, x.dtype), torch.empty(x.shape, dtype=x.dtype))
+        return torch.exp(x, out=out)
+
+    return call
+
+
+def alternating_buffers() -> Call:
+    """Two buffers in turn: the second call leaves the first answer alone, the third does not."""
+    held: list[torch.Tensor] = []
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        if len(held) < 2:
+            held.append(torch.empty_like(x))
+        held.append(held.pop(0))
+        return torch.exp(x, out=held[-1])
+
+    return call
+
+
+def unwritten(x: torch.Tensor) -> torch.Tensor:
+    out = torch.empty_like(x)
+    out[:-1] = torch.exp(x[:-1])
+    return out
+
+
+def recycled(x: torch.Tensor) -> torch.Tensor:
+    """Hopes that the allocator hands back the memory in which the reference has left its answer."""
+    return torch.empty_like(x)
+
+
+def racing() -> Call:
+    lock, calls = threading.Lock(), [0]
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        with lock:
+            calls[0] += 1
+        out = torch.exp(x)
+        return out * 1.01 if calls[0] % 3 == 2 else out
+
+    return call
+
+
+def replayed(key: Callable[[torch.Tensor], Any]) -> Call:
+    answers: dict[Any, torch.Tensor] = {}
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        found = answers.setdefault(key(x), torch.exp(x))
+        return found.clone()
+
+    return call
+
+
+def late() -> Call:
+    """Answers with the previous call's inputs."""
+    held: list[torch.Tensor] = []
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        held.append(x.clone())
+        return torch.exp(held[-2] if len(held) > 1 and held[-2].shape == x.shape else x)
+
+    return call
+
+
+FAULTS: dict[str, tuple[Callable[[Probe], None], Call, str]] = {
+    "subclass": (
+        integrity.lazy_output,
+        lambda x: torch.exp(x).as_subclass(Lazy),
+        "returns output as a Lazy, a tensor subclass that may compute when read",
+    ),
+    "overridden method": (
+        integrity.lazy_output,
+        lazy_method,
+        "returns output with its method numpy overridden: it may compute when read",
+    ),
+    "sparse": (
+        integrity.lazy_output,
+        lambda x: torch.exp(x).to_sparse(),
+        "returns output as a torch.sparse_coo tensor on cpu: it holds no values yet",
+    ),
+    "on no device": (integrity.lazy_output, lambda x: torch.exp(x).to("meta"), "tensor on meta: it holds no values"),
+    "mutation": (
+        integrity.undeclared_mutation,
+        mutating,
+        "changes its input x in place, which the pair does not declare; add it to mutates=",
+    ),
+    "reshaped input": (integrity.undeclared_mutation, reshaping, "reshapes its input x in place"),
+    "aliased input": (
+        integrity.aliased_input,
+        lambda x: x.exp_(),
+        "returns output in the memory of its input x; writing to one changes the other",
+    ),
+    "aliased view": (integrity.aliased_input, lambda x: x.exp_()[:], "returns output in the memory of its input x"),
+    "private buffer": (integrity.private_buffer, private_buffer(), "hands out a private static buffer; return a copy"),
+    "private buffers in turn": (
+        integrity.private_buffer,
+        alternating_buffers(),
+        "hands out a private static buffer; return a copy",
+    ),
+    "unwritten": (
+        integrity.unwritten_output,
+        unwritten,
+        "leaves output unwritten, or reads memory it never wrote: with fresh memory filled with NaN, p: output",
+    ),
+    "recycled memory": (integrity.unwritten_output, recycled, "leaves output unwritten"),
+    "race": (integrity.nondeterminism, racing(), "is not deterministic within its budget: repeat 2 of 3 on the same"),
+    "replayed by shape": (
+        integrity.call_order,
+        replayed(lambda x: x.shape),
+        "depends on the order of its calls: call 2, alternating between two inputs",
+    ),
+    "one call late": (integrity.call_order, late(), "depends on the order of its calls: call 2"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_rejected_by_name(name: str) -> None:
+    check, optimized, match = FAULTS[name]
+    with pytest.raises(NotEquivalent) as caught:
+        check(probe(pair(exp_, optimized)))
+    message = str(caught.value)
+    assert message.startswith("p: the optimized side ")
+    assert match in message
+    assert "\n" not in message
+
+
+def test_memory_beside_an_input_s_elements_is_watched_too() -> None:
+    strided = Case(dtype="float32", sizes=CASE.sizes, inputs={"x": InputCase(layout="offset")}, seed=3)
+    with pytest.raises(NotEquivalent, match="changes its input x in place"):
+        integrity.undeclared_mutation(probe(pair(exp_, mutating_beside), strided))
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_every_planted_fault_is_found_by_the_whole_check(name: str) -> None:
+    faulty = {
+        "private buffer": private_buffer,
+        "private buffers in turn": alternating_buffers,
+        "race": racing,
+        "one call late": late,
+    }.get(name)
+    optimized = faulty() if faulty else FAULTS[name][1]
+    if name == "replayed by shape":
+        optimized = replayed(lambda x: x.shape)
+    with pytest.raises(NotEquivalent, match="p: "):
+        integrity.check(pair(exp_, optimized), CASE, "cpu")
+
+
+# --- honest look-alikes --------------------------------------------------------------------------------------
+
+
+def written(x: torch.Tensor) -> torch.Tensor:
+    out = torch.empty_like(x)
+    out[:-1] = torch.exp(x[:-1])
+    out[-1:] = torch.exp(x[-1:])
+    return out
+
+
+def cached_by_content() -> Call:
+    tables: dict[int, torch.Tensor] = {}
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        scale = tables.setdefault(x.shape[1], torch.ones(x.shape[1], dtype=x.dtype))
+        return torch.exp(x) * scale
+
+    return call
+
+
+def workspace() -> Call:
+    """A private scratch buffer that is never handed out."""
+    scratch: dict[Any, torch.Tensor] = {}
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        held = scratch.setdefault((x.shape, x.dtype), torch.empty(x.shape, dtype=x.dtype))
+        torch.exp(x, out=held)
+        return held.clone()
+
+    return call
+
+
+def in_any_order() -> Call:
+    calls = [0]
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        calls[0] += 1
+        eps = torch.finfo(x.dtype).eps
+        return torch.exp(x) * (1 + (calls[0] % 3) * eps)
+
+    return call
+
+
+def accumulate(total: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return total.add_(x)
+
+
+def into(x: torch.Tensor, out: torch.Tensor) -> None:
+    torch.exp(x, out=out)
+
+
+TWO = {"total": tensor("m", "n", values=floats(-4, 4)), "x": tensor("m", "n", values=floats(-4, 4))}
+OUT = {"x": tensor("m", "n", values=floats(-4, 4)), "out": tensor("m", "n")}
+HONEST: dict[str, Pair] = {
+    "the same": pair(exp_, exp_),
+    "torch.empty, fully written": pair(exp_, written),
+    "a cache by size": pair(exp_, cached_by_content()),
+    "a cache by content": pair(exp_, replayed(lambda x: tuple(x.flatten().tolist()))),
+    "a private workspace": pair(exp_, workspace()),
+    "another order each time": pair(exp_, in_any_order()),
+    "a declared change in place": pair(accumulate, lambda total, x: total.copy_(total + x), TWO, mutates={"total"}),
+    "a declared change, nothing returned": pair(
+        lambda total, x: (accumulate(total, x), None)[1],
+        lambda total, x: (total.copy_(total + x), None)[1],
+        TWO,
+        mutates={"total"},
+    ),
+    "an output given": pair(into, lambda x, out: (out.copy_(torch.exp(x)), None)[1], OUT, writes={"out"}),
+    "a view where the reference has one": pair(lambda x: x[1:], lambda x: x.narrow(0, 1, x.shape[0] - 1)),
+    "the input itself where the reference returns it": pair(lambda x: x, lambda x: x.view(x.shape)),
+    "a copy where the reference has a view": pair(lambda x: x[1:], lambda x: x[1:].clone()),
+    "whole numbers and None": pair(lambda x: (x > 0, None, 3), lambda x: (x.gt(0), None, 3)),
+    "a parameter": pair(exp_, lambda x: torch.nn.Parameter(torch.exp(x), requires_grad=False)),
+}
+
+
+@pytest.mark.parametrize("name", HONEST)
+@pytest.mark.parametrize("sizes", [{"m": 5, "n": 7}, {"m": 1, "n": 1}, {"m": 2, "n": 0}], ids=str)
+def test_an_honest_look_alike_passes(name: str, sizes: dict[str, int]) -> None:
+    integrity.check(HONEST[name], Case(dtype="float32", sizes=sizes, inputs={}, seed=5), "cpu")
+
+
+@pytest.mark.parametrize("layout", ["transposed", "strided", "expanded", "offset"])
+@pytest.mark.parametrize("regime", ["normal", "nonfinite", "zeros"])
+def test_uncommon_inputs_are_no_fault(layout: str, regime: str) -> None:
+    case = Case(dtype="float32", sizes=CASE.sizes, inputs={"x": InputCase(layout=layout, regime=regime)}, seed=5)
+    integrity.check(pair(exp_, written, {"x": tensor("m", "n")}), case, "cpu")
+
+
+# --- stateful sides ------------------------------------------------------------------------------------------
+
+
+def descend(params: list[torch.Tensor]) -> Call:
+    def step(grads: list[torch.Tensor]) -> None:
+        for p, g in zip(params, grads, strict=True):
+            p.sub_(0.1 * g)
+
+    return step
+
+
+def scaling(params: list[torch.Tensor]) -> Call:
+    def step(grads: list[torch.Tensor]) -> None:
+        for p, g in zip(params, grads, strict=True):
+            p.sub_(g.mul_(0.1))
+
+    return step
+
+
+def uninitialised(params: list[torch.Tensor]) -> Call:
+    speed = [torch.empty_like(p) for p in params]
+
+    def step(grads: list[torch.Tensor]) -> None:
+        for p, g, v in zip(params, grads, speed, strict=True):
+            p.sub_(0.1 * g + 0 * v)
+
+    return step
+
+
+STATE = {
+    "inputs": {"params": listof("l", tensor("n", values=floats(-4, 4)))},
+    "step_inputs": {"grads": listof("l", tensor("n", values=floats(-4, 4)))},
+    "mutates": {"params"},
+}
+
+
+def test_stateful_sides() -> None:
+    integrity.check(pair(stateful(descend), stateful(descend), **STATE), CASE, "cpu")
+    with pytest.raises(NotEquivalent, match=r"changes its input grads\[0\] in place, which the pair does not declare"):
+        integrity.check(pair(stateful(descend), stateful(scaling), **STATE), CASE, "cpu")
+    with pytest.raises(NotEquivalent, match="leaves output unwritten, or reads memory it never wrote"):
+        integrity.check(pair(stateful(descend), stateful(uninitialised), **STATE), CASE, "cpu")
+
+
+# --- seams ---------------------------------------------------------------------------------------------------
+
+
+def test_other_inputs_are_other_values_of_the_same_sizes() -> None:
+    found = probe(pair(exp_, exp_))
+    other = found.other_case()
+    assert other.sizes == CASE.sizes
+    assert not torch.equal(found.drawn()["x"], found.drawn(other)["x"])
+
+
+def test_poisoned_memory_is_poisoned_only_inside() -> None:
+    before = (torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory)
+    with integrity.poisoned_memory():
+        assert torch.empty(1000).isnan().all()
+        assert torch.empty_like(torch.ones(3, 4)).isnan().all()
+        assert torch.ones(2).new_empty(50).isnan().all()
+        assert torch.empty_strided((3, 4), (1, 3)).isnan().all()
+        assert (torch.empty(9, dtype=torch.int32) == 2**31 - 1).all()
+    after = (torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory)
+    assert after == before
+
+
+def test_poisoned_memory_ends_with_an_error_too() -> None:
+    with pytest.raises(ZeroDivisionError), integrity.poisoned_memory():
+        raise ZeroDivisionError
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_a_draw_on_which_the_reference_overflows_is_passed_over() -> None:
+    overflowing = pair(lambda x: x.exp() * 1e30 * 1e30, lambda x: x.exp() * 1e30 * 1e30)
+    integrity.check(overflowing, CASE, "cpu")
+
+
+def test_wrong_for_another_reason_is_not_called_unwritten() -> None:
+    with pytest.raises(NotEquivalent, match="is wrong at") as caught:
+        integrity.unwritten_output(probe(pair(exp_, lambda x: torch.exp(x) * 1.1)))
+    assert "unwritten" not in str(caught.value)
+
+
+def test_what_is_no_output_is_an_error_of_the_declaration() -> None:
+    with pytest.raises(PairError, match="output is a str"):
+        integrity.check(pair(exp_, lambda x: "text"), CASE, "cpu")
+    assert make.build(pair(exp_, exp_), CASE, "cpu")["x"].shape == (5, 7)
