@@ -4,6 +4,8 @@ import torch
 
 # A row shorter than this is divided by it instead of by its length.
 MIN_NORM = 1e-12
+# Rows broadcast at a time: all at once would hold N x N x D, 96 GiB at N = 8192.
+SLICE = 256
 
 
 def pairwise_cosine(e: torch.Tensor) -> torch.Tensor:
@@ -14,4 +16,5 @@ def pairwise_cosine(e: torch.Tensor) -> torch.Tensor:
     Source: polychromic, technique 003.3.
     """
     unit = e / torch.linalg.vector_norm(e, dim=-1, keepdim=True).clamp(min=MIN_NORM)
-    return 1 - (unit[:, None, :] * unit[None, :, :]).sum(-1)
+    slices = [(rows[:, None, :] * unit[None, :, :]).sum(-1) for rows in unit.split(SLICE)]
+    return 1 - torch.cat(slices)
