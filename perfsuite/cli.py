@@ -210,6 +210,27 @@ def list_(paths: tuple[str, ...], keyword: str | None, as_json: bool) -> None:
 
 
 @main.command()
+@click.argument("baseline", type=click.Path(dir_okay=False))
+@click.option("--write", type=click.Path(dir_okay=False), help="Put it between the markers in this Markdown file.")
+def table(baseline: str, write: str | None) -> None:
+    """Print the Markdown table of a baseline: reference, optimized, best rival, limit."""
+    from perfsuite import baseline as stored
+    from perfsuite.report import files, markdown
+
+    try:
+        text = markdown.table(stored.load(baseline).entries.values())
+        if write is None:
+            click.echo(text)
+        else:
+            target = Path(write)
+            files.write(target, markdown.insert(target.read_text(), text))
+    except OSError as error:
+        raise click.ClickException(f"{write}: {error.strerror or error}") from None
+    except PerfsuiteError as error:
+        raise click.ClickException(str(error)) from None
+
+
+@main.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def doctor(as_json: bool) -> None:
     """Say what this machine can run and what is missing, each with its remedy."""

@@ -14,11 +14,12 @@ from perfsuite.errors import PerfsuiteError, RevisionError
 from perfsuite.pair import Side
 from perfsuite.records import Status
 from perfsuite.speed import SpeedItem
-from perfsuite.workers import UNLOADED, Failure, Job, Journal
+from perfsuite.workers import UNLOADED, Failure, Job, Journal, die_with_parent
 
 
 def run(job: Job, journal: Journal, items: Sequence[pytest.Item], device: str) -> None:
     """Measure the job's workloads in the order of the job."""
+    die_with_parent()
     found = {i.nodeid: i for i in items if isinstance(i, SpeedItem)}
     accepted = _load_accepted(job, found)
     for id in job.ids:

