@@ -10,7 +10,13 @@ import time
 
 import pytest
 
-CHILD = "from perfsuite.workers import die_with_parent; die_with_parent(); print(1, flush=True); import time; time.sleep(60)"
+CHILD = """
+import time
+from perfsuite.workers import die_with_parent
+die_with_parent()
+print(1, flush=True)
+time.sleep(60)
+"""
 PARENT = f"""
 import subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", {CHILD!r}], stdout=subprocess.PIPE, start_new_session=True)
