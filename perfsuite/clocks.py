@@ -91,7 +91,8 @@ class CudaClock:
             self._spin(cycles)
             end.record()
             self._sync()
-            rates.append(cycles / (start.elapsed_time(end) * 1e-3))
+            elapsed_s = start.elapsed_time(end) * 1e-3
+            rates.append(cycles / elapsed_s if elapsed_s > 0 else math.inf)
         rate = max(rates)
         if not math.isfinite(rate) or rate <= 0:
             raise MachineError("the device's events measure no time; its clock cannot be trusted")

@@ -171,7 +171,11 @@ def establish(
     own = _run(reference, pair, make.clone(rounded), case, gradients, _copied(step_inputs))
     _check_reference(pair, own, truth)
     periods = {name: spec.period for name, spec in pair.inputs.items() if isinstance(spec, TensorSpec) and spec.period}
-    spread = {n: _Spread(own[n], t, _period(periods, n), eps) for n, t in truth.items() if _is_real(t)}
+    spread = {
+        n: _Spread(own[n], t, _period(periods, n), eps, same=working == "float64")
+        for n, t in truth.items()
+        if _is_real(t)
+    }
     scale = max((_rms(t) for _, t in make.tensors_in(rounded) if t.is_floating_point()), default=0.0)
     for i in range(_replicas(truth, replicas)):
         beside = functools.partial(make.jitter, pair, seed=case.seed, eps=(0.5 if half else 2.0) * eps)
@@ -205,12 +209,13 @@ def establish(
 class _Spread:
     """The reference's error in one output, gathered over the replicas."""
 
-    def __init__(self, own: Leaf, truth: Leaf, period: float | None, eps: float) -> None:
+    def __init__(self, own: Leaf, truth: Leaf, period: float | None, eps: float, *, same: bool) -> None:
         self.truth, self.period, self.eps = _as_double(truth), period, eps
         self.rms_t = _rms(truth)
-        self.own = self._square(_as_double(own), self.truth)
+        self.own = _difference(_as_double(own), self.truth, period).abs()
         self.moved = torch.zeros_like(self.own)
-        self.samples, self.moves = 1, 0
+        # In float64 the reference is its own truth: only the neighbours tell of its error.
+        self.samples, self.moves = 0 if same else 1, 0
 
     def add(self, reference: Leaf, truth: Leaf, scale: float) -> None:
         """A neighbour's reference and truth; `scale` is the size of the inputs."""
@@ -219,25 +224,25 @@ class _Spread:
         r, t = _as_double(reference), _as_double(truth)
         if r.shape != self.truth.shape or t.shape != self.truth.shape:
             return
-        self.own += self._square(r, t)
+        # Roots of sums of squares throughout: the squares of float64's own errors would underflow.
+        self.own = self.own.hypot(_difference(r, t, self.period))
         self.samples += 1
-        moved = self._square(t, self.truth)
+        moved = _difference(t, self.truth, self.period).abs()
         # A jump (a tie broken, a threshold crossed) is not what rounding the inputs does to a continuous function.
-        jump = math.sqrt(K * self.eps) * (
-            torch.where(self.truth.isfinite(), self.truth, 0.0).abs() + self.rms_t + scale
-        )
-        self.moved += torch.where(moved <= jump**2, moved, 0.0)
+        size_t = torch.where(self.truth.isfinite(), self.truth, 0.0).abs()
+        jump = math.sqrt(K * self.eps) * (size_t + self.rms_t + scale)
+        self.moved = self.moved.hypot(torch.where(moved <= jump, moved, 0.0))
         self.moves += 1
 
-    def _square(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return _difference(a, b, self.period) ** 2
-
     def rms(self) -> torch.Tensor:
-        return (self.own / self.samples + self.moved / max(1, self.moves)).sqrt()
+        return self._own().hypot(self.moved / math.sqrt(max(1, self.moves)))
 
     def ill_conditioned(self) -> bool:
-        own = _rms((self.own / self.samples).sqrt())
+        own = _rms(self._own())
         return own > 0 and K * own > math.sqrt(K * self.eps) * self.rms_t
+
+    def _own(self) -> torch.Tensor:
+        return self.own / math.sqrt(max(1, self.samples))
 
 
 def _replicas(truth: Leaves, fewest: int) -> int:
@@ -571,7 +576,9 @@ def _as_double(leaf: Leaf) -> torch.Tensor:
 def _rms(leaf: Leaf) -> float:
     values = _as_double(leaf)
     finite = values[values.isfinite()]
-    return math.sqrt(float((finite**2).mean())) if finite.numel() else 0.0
+    largest = float(finite.abs().max()) if finite.numel() else 0.0
+    # Scaled, since float64's own squares overflow above 1e154 and underflow below 1e-154.
+    return largest * math.sqrt(float(((finite / largest) ** 2).mean())) if largest else 0.0
 
 
 def _difference(a: torch.Tensor, b: torch.Tensor, period: float | None) -> torch.Tensor:

@@ -128,7 +128,8 @@ def private_buffer(probe: Probe) -> None:
                 and tensor.untyped_storage().data_ptr() == following.untyped_storage().data_ptr()
             ):
                 raise probe.fault(
-                    f"returns {name} of two calls in the same memory: it hands out a private static buffer; return a copy"
+                    f"returns {name} of two calls in the same memory: it hands out a private static buffer; "
+                    f"return a copy"
                 )
 
 

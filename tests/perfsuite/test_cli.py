@@ -19,7 +19,7 @@ from perfsuite.records import Status
 
 pytest_plugins = ["pytester"]
 
-COMMANDS = ("accept", "compare", "doctor", "gate", "list", "run")
+COMMANDS = ("accept", "compare", "doctor", "gate", "list", "run", "table")
 
 
 @pytest.fixture
@@ -411,3 +411,26 @@ def test_help_where_another_packages_command_is_broken() -> None:
     assert lines_with(done.output, "  broken ", "cannot be loaded")
     assert lines_with(done.output, "  gate ", "Hold every workload")
     assert len(lines_with(done.output, "  gate ")) == 1
+
+
+# --- table ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_table_of_a_baseline_goes_between_the_markers(project: Project) -> None:
+    project.write("README.md", "before\n<!-- perfsuite:table -->\nold\n<!-- /perfsuite:table -->\nafter\n")
+    accepted = Path(__file__).parents[2] / "baselines" / "nvidia-h200.json"
+    done = CliRunner().invoke(main, ["table", str(accepted), "--write", "README.md"])
+    assert done.exit_code == 0, done.output
+    text = Path("README.md").read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    assert "| geometry/rotor_update | window64 |" in text
+    assert "old" not in text
+
+
+@pytest.mark.parametrize("arguments", [["nowhere.json"], ["nowhere.json", "--write", "README.md"]])
+def test_the_table_of_no_baseline_is_one_line(project: Project, arguments: list[str]) -> None:
+    done = CliRunner().invoke(main, ["table", *arguments])
+    assert done.exit_code == 1
+    assert done.output.startswith("Error: nowhere.json: ")
+    assert done.output.count("\n") == 1

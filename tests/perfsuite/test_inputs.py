@@ -169,7 +169,7 @@ def test_regimes_are_what_they_say() -> None:
     assert (of("sorted").diff(dim=-1) >= 0).all()
     assert of("repeated").unique().numel() <= 50
     assert not of("zeros").any()
-    assert 0 < float(of("tiny").abs().max()) < 1e-17
+    assert 0 < float(of("tiny").abs().max()) < 1e-8
     assert float(of("huge").abs().max()) > 1e9
     assert (of("huge") @ of("huge").T).isfinite().all()
     assert 0 < float(of("denormal").abs().max()) < info.tiny

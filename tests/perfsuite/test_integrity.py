@@ -203,15 +203,14 @@ def test_memory_beside_an_input_s_elements_is_watched_too() -> None:
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_every_planted_fault_is_found_by_the_whole_check(name: str) -> None:
-    faulty = {
+    fresh: dict[str, Callable[[], Call]] = {
         "private buffer": private_buffer,
         "private buffers in turn": alternating_buffers,
         "race": racing,
         "one call late": late,
-    }.get(name)
-    optimized = faulty() if faulty else FAULTS[name][1]
-    if name == "replayed by shape":
-        optimized = replayed(lambda x: x.shape)
+        "replayed by shape": lambda: replayed(lambda x: x.shape),
+    }
+    optimized = fresh[name]() if name in fresh else FAULTS[name][1]
     with pytest.raises(NotEquivalent, match="p: "):
         integrity.check(pair(exp_, optimized), CASE, "cpu")
 

@@ -1,0 +1,137 @@
+"""`check` and `measure` from Python: evidence for a good pair, one message with its draw for a bad one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import hypothesis
+import pytest
+import torch
+
+import perfsuite
+from perfsuite import Pair, Workload, floats, inputs, side, stateful, tensor
+from perfsuite.equivalence import NotEquivalent
+from perfsuite.errors import PairError
+from perfsuite.sampling import BLOCKS
+
+X = {"x": tensor("m", "n", values=floats(-4, 4))}
+
+
+def pair(optimized: Any = torch.exp, reference: Any = torch.exp, **fields: Any) -> Pair:
+    return Pair(reference=reference, optimized=optimized, **{"inputs": X, "name": "p", **fields})
+
+
+@pytest.fixture(autouse=True)
+def fixed_draws() -> Iterator[None]:
+    before = hypothesis.settings.get_current_profile_name()
+    hypothesis.settings.register_profile("fixed draws", derandomize=True)
+    hypothesis.settings.load_profile("fixed draws")
+    yield
+    hypothesis.settings.load_profile(before)
+
+
+def test_a_good_pair_gives_evidence_of_every_proof() -> None:
+    evidence = perfsuite.check(pair(dtypes=("float32", "float64")), examples=10, device="cpu")
+    assert [e.dtype for e in evidence] == ["float32", "float32", "float64", "float64"]
+    assert all(e.draws == 10 for e in evidence)
+    assert all(e.pair == "p" for e in evidence)
+    assert all(0 <= e.worst < 1 for e in evidence)
+    assert len(perfsuite.check(pair(gradients=False), examples=10, device="cpu")) == 1
+    assert len(perfsuite.check(pair(inputs={"x": tensor("n", dtype="int64")}, reference=abs, optimized=abs))) == 1
+
+
+def replaying() -> Callable[[torch.Tensor], torch.Tensor]:
+    held: dict[Any, torch.Tensor] = {}
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        out = held.setdefault((tuple(x.shape), x.dtype), torch.empty(x.shape, dtype=x.dtype))
+        return out.copy_(torch.exp(x))
+
+    return call
+
+
+def changing(x: torch.Tensor) -> torch.Tensor:
+    out = torch.exp(x)
+    x.data = x.data * 2
+    return out
+
+
+def raising(x: torch.Tensor) -> torch.Tensor:
+    raise ZeroDivisionError("boom")
+
+
+@pytest.mark.parametrize(
+    ("optimized", "match"),
+    [
+        (lambda x: torch.exp(x) * (1 + 1e-4), "output of the optimized side is wrong at"),
+        (lambda x: torch.exp(x.detach()) + 0 * x, "gradient of x of the optimized side is wrong at"),
+        (replaying(), "hands out a private static buffer"),
+        (raising, "p: a side raises ZeroDivisionError: boom"),
+    ],
+    ids=["wrong", "gradient", "integrity", "raises"],
+)
+def test_a_bad_pair_is_named_with_a_small_draw(optimized: Any, match: str) -> None:
+    only_forward = optimized.__name__ in ("call", "raising")
+    with pytest.raises(NotEquivalent, match=match) as caught:
+        perfsuite.check(pair(optimized, gradients=not only_forward), examples=20, device="cpu")
+    message, draw = str(caught.value).splitlines()
+    assert message.startswith("p: ")
+    case = inputs.parse_case(draw.removeprefix("draw: "), "float32")
+    assert case.seed == 0
+    assert all(value <= 2 for value in case.sizes.values())
+
+
+def test_a_wrong_truth_is_found() -> None:
+    with pytest.raises(NotEquivalent, match="truth= must compute the same function as the reference"):
+        perfsuite.check(pair(truth=lambda x: torch.exp(x) * (1 + 1e-9), gradients=False), examples=10, device="cpu")
+    perfsuite.check(pair(truth=lambda x: 1 / torch.exp(-x), gradients=False), examples=10, device="cpu")
+
+
+def test_a_pair_of_which_nothing_is_proven_fails() -> None:
+    def overflowing(x: torch.Tensor) -> torch.Tensor:
+        return torch.exp(x) * 1e30 * 1e30
+
+    bad = pair(overflowing, overflowing, gradients=False, sizes={"m": perfsuite.size(1, 9), "n": perfsuite.size(1, 9)})
+    with pytest.raises(NotEquivalent, match=r"the reference alone overflows.*too little is proven"):
+        perfsuite.check(bad, examples=10, device="cpu")
+
+
+def test_an_error_of_the_declaration_stays_one() -> None:
+    with pytest.raises(PairError, match="output is a str"):
+        perfsuite.check(pair(lambda x: "text", gradients=False), examples=5, device="cpu")
+
+
+def test_stateful_pairs() -> None:
+    def step(x: torch.Tensor) -> Any:
+        def descend(g: torch.Tensor) -> None:
+            x.sub_(g)
+
+        return descend
+
+    of = pair(
+        stateful(step),
+        stateful(step),
+        step_inputs={"g": tensor("m", "n", values=floats(-4, 4))},
+        mutates={"x"},
+        sizes={"m": perfsuite.size(0, 5), "n": perfsuite.size(0, 5)},
+    )
+    (evidence,) = perfsuite.check(of, examples=5, device="cpu")
+    assert evidence.draws == 5
+
+
+def test_measure_times_the_workloads_of_this_device() -> None:
+    of = pair(
+        workloads=[Workload("here", m=3, n=4, clock="wall"), Workload("there", m=3, n=4, device="cuda")],
+        rivals={"wrong": lambda x: torch.exp(x) * 2},
+    )
+    (made,) = perfsuite.measure(of, device="cpu")
+    assert made.id == "p::speed[here]"
+    assert len(made.log_ratios["reference"]) == BLOCKS
+    assert made.skipped["wrong"].startswith("not equal")
+    with pytest.raises(NotEquivalent, match="is wrong at"):
+        perfsuite.measure(pair(lambda x: torch.exp(x) * 2, workloads=[Workload("w", m=3, n=4)]), device="cpu")
+    with pytest.raises(PairError, match="has no workload"):
+        perfsuite.measure(pair(), device="cpu")
+    elsewhere = pair(side(torch.exp, devices=["cuda"]), workloads=[Workload("w", m=3, n=4)])
+    assert perfsuite.measure(elsewhere, device="cpu") == ()

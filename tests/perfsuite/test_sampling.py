@@ -1,0 +1,480 @@
+"""Timing on the CPU with a clock that a test drives: what is planted comes out, exactly."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from perfsuite import Cost, Pair, Workload, clocks, floats, sampling, side, stateful, tensor
+from perfsuite.equivalence import NotEquivalent
+from perfsuite.errors import PairError
+from perfsuite.records import Condition, Measurement, from_json, to_json
+from perfsuite.sampling import BLOCKS, EXTRA_BLOCKS, FEW_BLOCKS, QUADS, RIVAL_BLOCKS
+
+Call = Callable[..., Any]
+X = {"x": tensor("n", values=floats(-2, 2))}
+FAST_S, SLOW_S = 4e-3, 6e-3  # long enough for one call a sample, short enough to be repeated
+
+
+class Time:
+    """The clock, in nanoseconds; with a drift each timed call lasts a little longer than the one before."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.drift = 0.0
+        self.calls = 0
+
+    def spend(self, seconds: float) -> None:
+        self.calls += 1
+        self.now += seconds * (1 + self.drift * self.calls) * 1e9
+
+
+@pytest.fixture
+def time(monkeypatch: pytest.MonkeyPatch) -> Time:
+    made = Time()
+    monkeypatch.setattr(clocks, "perf_counter_ns", lambda: made.now)
+    numbers = random.Random(7)
+    monkeypatch.setattr(sampling.secrets, "randbits", numbers.getrandbits)
+    return made
+
+
+@pytest.fixture
+def turns(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The side of each sample, in order."""
+    order: list[str] = []
+    sample = sampling._Sampler._sample
+
+    def logged(self: Any, name: str, *args: Any, **kwargs: Any) -> float:
+        order.append(name)
+        return sample(self, name, *args, **kwargs)
+
+    monkeypatch.setattr(sampling._Sampler, "_sample", logged)
+    return order
+
+
+def lasting(time: Time, seconds: float, call: Call = torch.exp) -> Call:
+    def timed(*args: Any) -> Any:
+        time.spend(seconds)
+        return call(*args)
+
+    return timed
+
+
+def pair(time: Time, **fields: Any) -> Pair:
+    made = {"reference": lasting(time, SLOW_S), "optimized": lasting(time, FAST_S), "inputs": X, "name": "p"}
+    return Pair(**{**made, **fields})
+
+
+def measure(of: Pair, n: int = 5, **options: Any) -> Measurement:
+    workload = Workload("w", n=n, **options)
+    return sampling.measure(of, workload, workload_id="p::speed[w]", device="cpu")
+
+
+# --- the record ----------------------------------------------------------------------------------------------
+
+
+def test_the_record_holds_what_was_planted(time: Time) -> None:
+    made = measure(pair(time, rivals={"rival": lasting(time, 5e-3)}))
+    assert (made.id, made.pair, made.workload, made.device) == ("p::speed[w]", "p", "w", "cpu")
+    assert (made.clock, made.direction, made.dtype, made.sizes) == ("wall", "forward", "float32", {"n": 5})
+    assert set(made.sides) == {"reference", "optimized", "rival"}
+    for name, seconds in (("reference", SLOW_S), ("optimized", FAST_S), ("rival", 5e-3)):
+        record = made.sides[name]
+        assert record.wall_s == pytest.approx(seconds)
+        assert record.blocks_s == pytest.approx((seconds,) * (RIVAL_BLOCKS if name == "rival" else BLOCKS))
+        assert (record.device_s, record.peak_bytes, record.host_syncs, record.launches) == (None, None, None, None)
+    assert made.log_ratios["reference"] == pytest.approx((math.log(1.5),) * BLOCKS)
+    assert made.log_ratios["rival"] == pytest.approx((math.log(1.25),) * RIVAL_BLOCKS)
+    assert "optimized" not in made.log_ratios
+    assert made.few == ()
+    assert made.skipped == {}
+    assert made.limit is None
+    assert made.condition == Condition()
+    assert made.evidence is not None
+    assert (made.evidence.draws, made.evidence.elements) == (1, 5)
+    assert from_json(Measurement, json.loads(json.dumps(to_json(made)))) == made
+
+
+def test_a_linear_drift_cancels_in_every_ratio(time: Time) -> None:
+    time.drift = 1e-3
+    made = measure(pair(time))
+    assert made.log_ratios["reference"] == pytest.approx((math.log(1.5),) * BLOCKS, abs=1e-9)
+    assert made.sides["optimized"].blocks_s[-1] > 1.05 * made.sides["optimized"].blocks_s[0]
+
+
+def test_short_calls_are_repeated_in_a_sample(time: Time) -> None:
+    before = 2 * (1 + 1)
+    made = measure(pair(time, reference=lasting(time, 1e-3), optimized=lasting(time, 0.5e-3)))
+    assert made.log_ratios["reference"] == pytest.approx((math.log(2),) * BLOCKS)
+    assert time.calls > before + BLOCKS * QUADS * 2 * (4 + 8)
+
+
+def test_quads_are_palindromes_in_a_random_balanced_order(time: Time, turns: list[str]) -> None:
+    measure(pair(time))
+    quads = list(zip(*[iter(turns[-4 * QUADS * BLOCKS :])] * 4, strict=True))
+    assert len(quads) == QUADS * BLOCKS
+    assert set(quads) == {
+        ("reference", "optimized", "optimized", "reference"),
+        ("optimized", "reference", "reference", "optimized"),
+    }
+    heads = [quad[0] for quad in quads]
+    assert 0.25 < heads.count("optimized") / len(heads) < 0.75
+
+
+def test_a_seed_and_new_inputs_for_every_process(time: Time) -> None:
+    first, second = measure(pair(time)), measure(pair(time))
+    assert first.seed != second.seed
+    fixed = sampling.measure(pair(time), Workload("w", n=5), workload_id="i", device="cpu", seed=12)
+    assert fixed.seed == 12
+
+
+def test_inputs_are_allocated_afresh_for_every_block(time: Time) -> None:
+    seen: list[torch.Tensor] = []
+
+    def optimized(x: torch.Tensor) -> torch.Tensor:
+        if not any(x is kept for kept in seen):
+            seen.append(x)  # kept alive: no address can come twice
+        time.spend(FAST_S)
+        return torch.exp(x)
+
+    measure(pair(time, optimized=optimized))
+    assert len({x.data_ptr() for x in seen}) == len(seen) >= BLOCKS * QUADS
+
+
+# --- slow sides ----------------------------------------------------------------------------------------------
+
+
+def test_a_slow_side_joins_one_quad_a_block(time: Time, turns: list[str]) -> None:
+    made = measure(pair(time, reference=lasting(time, 0.05)))
+    assert made.few == ()
+    assert made.log_ratios["reference"] == pytest.approx((math.log(12.5),) * BLOCKS)
+    assert turns.count("reference") == 1 + 2 * BLOCKS
+    assert turns.count("optimized") == 2 + 2 * BLOCKS * QUADS
+
+
+def test_a_very_slow_side_is_sampled_a_few_times_only(time: Time, turns: list[str]) -> None:
+    made = measure(pair(time, reference=lasting(time, 0.5)))
+    assert made.few == ("reference",)
+    assert made.log_ratios["reference"] == pytest.approx((math.log(125),) * FEW_BLOCKS)
+    assert turns.count("reference") == 1 + FEW_BLOCKS
+    assert len(made.sides["optimized"].blocks_s) == BLOCKS
+
+
+def test_a_slow_optimized_side_is_never_left_out(time: Time, turns: list[str]) -> None:
+    made = measure(pair(time, optimized=lasting(time, 0.5)))
+    assert made.few == ()
+    assert len(made.log_ratios["reference"]) == BLOCKS
+    assert turns.count("optimized") == turns.count("reference") - 1
+
+
+# --- nothing is timed before it is proven --------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(device: str) -> None:
+        raise AssertionError("timed before it was proven")
+
+    monkeypatch.setattr(sampling, "clock_for", refuse)
+
+
+@pytest.mark.usefixtures("no_clock")
+def test_a_side_that_is_not_equal_is_never_timed(time: Time) -> None:
+    with pytest.raises(NotEquivalent, match="output of the optimized side is wrong at"):
+        measure(pair(time, optimized=lambda x: torch.exp(x) * 1.001))
+    with pytest.raises(RuntimeError, match="boom"):
+        measure(pair(time, optimized=raising))
+
+
+@pytest.mark.usefixtures("no_clock")
+def test_a_wrong_gradient_is_found_where_it_is_timed(time: Time) -> None:
+    wrong = pair(time, reference=lambda x: x * torch.exp(x), optimized=lambda x: x * torch.exp(x.detach()))
+    with pytest.raises(NotEquivalent, match="gradient of x of the optimized side is wrong"):
+        measure(wrong, direction="backward")
+
+
+@pytest.mark.usefixtures("no_clock")
+def test_a_reference_that_overflows_on_the_workload_is_an_error(time: Time) -> None:
+    overflowing = pair(time, reference=lambda x: torch.exp(x) * 1e30 * 1e30)
+    with pytest.raises(PairError, match="the reference overflows on the workload's own inputs; bound them with"):
+        measure(overflowing)
+
+
+def raising(x: torch.Tensor) -> torch.Tensor:
+    raise RuntimeError("boom\nand more")
+
+
+def test_rivals_that_cannot_be_timed_are_skipped_with_their_reason(time: Time) -> None:
+    calls: list[int] = []
+
+    def unequal(x: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return torch.exp(x) * 1.001
+
+    made = measure(
+        pair(
+            time,
+            rivals={
+                "unequal": unequal,
+                "raising": raising,
+                "elsewhere": side(torch.exp, devices=["cuda"]),
+                "missing": side(torch.exp, available=lambda: "flash-attn is not installed; pip install flash-attn"),
+                "good": lasting(time, 5e-3),
+            },
+        )
+    )
+    assert list(made.sides) == ["reference", "optimized", "good"]
+    assert set(made.log_ratios) == {"reference", "good"}
+    assert made.skipped["unequal"].startswith("not equal, so not timed: p: output of the unequal side is wrong at")
+    assert made.skipped["raising"] == "raises RuntimeError: boom"
+    assert made.skipped["elsewhere"] == "runs on cuda only, and this machine has no such device"
+    assert made.skipped["missing"] == "flash-attn is not installed; pip install flash-attn"
+    assert len(calls) == 1
+
+
+def test_the_accepted_side_is_timed_beside_the_two(time: Time) -> None:
+    accepted = side(lasting(time, 5e-3))
+    made = sampling.measure(
+        pair(time, rivals={"rival": lasting(time, 1e-3)}),
+        Workload("w", n=5),
+        workload_id="i",
+        device="cpu",
+        accepted=accepted,
+        with_rivals=False,
+    )
+    assert set(made.sides) == {"reference", "optimized", "accepted"}
+    assert made.log_ratios["accepted"] == pytest.approx((math.log(1.25),) * BLOCKS)
+    with pytest.raises(NotEquivalent, match="output of the accepted side is wrong"):
+        sampling.measure(
+            pair(time),
+            Workload("w", n=5),
+            workload_id="i",
+            device="cpu",
+            accepted=side(lambda x: torch.exp(x) * 2),
+        )
+
+
+# --- what is timed stays right -------------------------------------------------------------------------------
+
+
+def test_inputs_changed_in_place_are_restored_before_each_call(time: Time) -> None:
+    seen: set[tuple[float, ...]] = set()
+
+    def turn(x: torch.Tensor) -> torch.Tensor:
+        seen.add(tuple(x.tolist()))
+        time.spend(FAST_S)
+        return x.mul_(2)
+
+    made = measure(pair(time, reference=lasting(time, SLOW_S, lambda x: x.mul_(2)), optimized=turn, mutates={"x"}))
+    assert len(seen) == 1
+    assert made.log_ratios["reference"] == pytest.approx((math.log(1.5),) * BLOCKS)
+
+
+def test_a_change_in_place_that_begins_while_timed_is_named(time: Time) -> None:
+    count = itertools.count()
+
+    def sly(x: torch.Tensor) -> torch.Tensor:
+        time.spend(FAST_S)
+        out = torch.exp(x)
+        if next(count) > 20:
+            x.add_(1)
+        return out
+
+    with pytest.raises(NotEquivalent, match=r"optimized side changes its input x in place while it is timed.*mutates="):
+        measure(pair(time, optimized=sly))
+
+
+def test_an_answer_that_goes_wrong_while_timed_is_found(time: Time) -> None:
+    count = itertools.count()
+
+    def tiring(x: torch.Tensor) -> torch.Tensor:
+        time.spend(FAST_S)
+        return torch.exp(x) if next(count) < 20 else torch.zeros_like(x)
+
+    with pytest.raises(NotEquivalent, match=r"output of the timed optimized side is wrong.*it was right before it was"):
+        measure(pair(time, optimized=tiring))
+
+
+def test_outputs_given_are_poisoned_or_restored_and_proven(time: Time) -> None:
+    inputs = {**X, "out": tensor("n")}
+
+    def into(x: torch.Tensor, out: torch.Tensor) -> None:
+        time.spend(FAST_S)
+        torch.exp(x, out=out)
+
+    made = measure(pair(time, reference=into, optimized=into, inputs=inputs, writes={"out"}))
+    assert made.log_ratios["reference"] == pytest.approx((0.0,) * BLOCKS)
+
+
+# --- directions ----------------------------------------------------------------------------------------------
+
+
+def two_way(time: Time, forward_s: float, backward_s: float) -> Call:
+    class Exp(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            time.spend(forward_s)
+            out = torch.exp(x)
+            ctx.save_for_backward(out)
+            return out
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            time.spend(backward_s)
+            return grad * ctx.saved_tensors[0]
+
+    return lambda x: Exp.apply(x)
+
+
+@pytest.mark.parametrize(("direction", "ratio"), [("forward", 1.25), ("backward", 1.75), ("both", 1.5)])
+def test_the_direction_says_what_is_timed(time: Time, direction: str, ratio: float) -> None:
+    of = pair(time, reference=two_way(time, 5e-3, 7e-3), optimized=two_way(time, 4e-3, 4e-3))
+    made = measure(of, direction=direction)
+    assert made.direction == direction
+    assert made.log_ratios["reference"] == pytest.approx((math.log(ratio),) * BLOCKS)
+
+
+def test_a_backward_workload_without_gradients_is_an_error(time: Time) -> None:
+    of = pair(time, reference=lambda x: x.detach() * 1, optimized=lambda x: x.detach() * 1)
+    with pytest.raises(PairError, match="direction='backward', but no output depends on an input's gradient"):
+        measure(of, direction="backward")
+
+
+def test_a_stateful_side_is_built_once_a_block_and_its_step_timed(time: Time) -> None:
+    def descent(step_s: float) -> Call:
+        def build(x: torch.Tensor) -> Call:
+            time.spend(1.0)
+
+            def step(g: torch.Tensor) -> None:
+                time.spend(step_s)
+                x.sub_(0.1 * g)
+
+            return step
+
+        return build
+
+    of = pair(
+        time,
+        reference=stateful(descent(SLOW_S)),
+        optimized=stateful(descent(FAST_S)),
+        step_inputs={"g": tensor("n", values=floats(-2, 2))},
+        mutates={"x"},
+    )
+    made = measure(of)
+    assert made.log_ratios["reference"] == pytest.approx((math.log(1.5),) * BLOCKS)
+    assert made.sides["optimized"].wall_s == pytest.approx(FAST_S)
+
+
+# --- device condition and limit ------------------------------------------------------------------------------
+
+
+class FakeClock:
+    def __init__(self, time: Time) -> None:
+        self.time = time
+
+    def sample(self, kind: str, reset: Call, call: Call, calls: int, launches: int, key: str = "") -> float:
+        began = self.time.now
+        for _ in range(calls):
+            reset()
+            call()
+        return (self.time.now - began) / calls * 1e-9
+
+    def synchronize(self) -> None:
+        pass
+
+
+class FakeMonitor:
+    throttles: Iterator[bool] = iter(())
+
+    def __init__(self, index: int | None) -> None:
+        pass
+
+    def __enter__(self) -> FakeMonitor:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def sample(self) -> None:
+        pass
+
+    def throttled(self) -> bool:
+        return next(self.throttles)
+
+    def condition(self, set_aside: int = 0) -> Condition:
+        return Condition(sm_clock_mhz=1980.0, set_aside=set_aside)
+
+
+@pytest.mark.parametrize(
+    ("throttles", "aside"),
+    [([False] * 8, 0), ([True, False, True] + [False] * 7, 2), ([True] * 20, EXTRA_BLOCKS)],
+    ids=["never", "twice", "always"],
+)
+def test_blocks_under_throttling_are_set_aside_and_counted(
+    time: Time, monkeypatch: pytest.MonkeyPatch, throttles: list[bool], aside: int
+) -> None:
+    monkeypatch.setattr(sampling, "clock_for", lambda device: FakeClock(time))
+    monkeypatch.setattr(sampling, "Monitor", FakeMonitor)
+    monkeypatch.setattr(FakeMonitor, "throttles", iter(throttles))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    made = measure(pair(time))
+    assert made.condition == Condition(sm_clock_mhz=1980.0, set_aside=aside * QUADS)
+    assert len(made.log_ratios["reference"]) == BLOCKS
+    assert len(made.sides["optimized"].blocks_s) == BLOCKS
+
+
+@pytest.mark.parametrize(
+    ("cost", "seconds", "by"),
+    [
+        (Cost(bytes=lambda n: 1e6 * n), 5e-3, "memory"),
+        (Cost(flops=lambda n: 1e9 * n, precision="tf32"), 5e-2, "compute"),
+        (Cost(bytes=lambda n: 1e9 * n, flops=lambda n: n), 5.0, "memory"),
+    ],
+)
+def test_the_limit_is_the_cost_over_the_ceilings(
+    time: Time, monkeypatch: pytest.MonkeyPatch, cost: Cost, seconds: float, by: str
+) -> None:
+    asked: list[str] = []
+
+    def flops(device: str, precision: str) -> float:
+        asked.append(precision)
+        return 1e11
+
+    monkeypatch.setattr(sampling.ceilings, "copy_bytes_per_s", lambda device: 1e9)
+    monkeypatch.setattr(sampling.ceilings, "matmul_flops_per_s", flops)
+    limit = measure(pair(time, cost=cost)).limit
+    assert limit is not None
+    assert limit.seconds == pytest.approx(seconds)
+    assert limit.by == by
+    assert limit.ceiling == (1e9 if by == "memory" else 1e11)
+    assert asked == ([cost.precision] if cost.flops else [])
+
+
+def test_a_cost_of_nothing_has_no_limit(time: Time) -> None:
+    assert measure(pair(time, cost=Cost())).limit is None
+
+
+def test_phases_are_reported_by_side(time: Time) -> None:
+    phases: list[str] = []
+    sampling.measure(pair(time), Workload("w", n=5), workload_id="i", device="cpu", report=phases.append)
+    assert phases[:2] == ["reference", "optimized"]
+    assert set(phases) == {"reference", "optimized", "timing"}
+
+
+def test_the_real_clock_gives_a_record_too() -> None:
+    made = sampling.measure(
+        Pair(reference=torch.exp, optimized=torch.exp, inputs=X, name="p"),
+        Workload("w", n=1000),
+        workload_id="i",
+        device="cpu",
+    )
+    assert len(made.log_ratios["reference"]) == BLOCKS
+    assert all(t > 0 for t in made.sides["optimized"].blocks_s)
+    assert 0 < made.seconds < 60
