@@ -213,7 +213,7 @@ def list_(paths: tuple[str, ...], keyword: str | None, as_json: bool) -> None:
 @click.argument("baseline", type=click.Path(dir_okay=False))
 @click.option("--write", type=click.Path(dir_okay=False), help="Put it between the markers in this Markdown file.")
 def table(baseline: str, write: str | None) -> None:
-    """Print the Markdown table of a baseline: reference, optimized, best rival, limit."""
+    """Print a baseline as a Markdown table, or write it into a file."""
     from perfsuite import baseline as stored
     from perfsuite.report import files, markdown
 
