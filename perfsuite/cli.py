@@ -101,6 +101,7 @@ def _pytest(
     given += ["-k", keyword] if keyword else []
     given += [f"--perfsuite-mode={mode}", *(f"--perfsuite-argument={a}" for a in arguments)]
     given += [f"--perfsuite-report={report}"] if report else []
+    given += ["--benchmark-quiet"]  # our table says it all
     plugins = [] if _registered() else ["-p", "perfsuite.plugin"]
     with redirect_stdout(sys.stderr) if as_json else nullcontext():
         return int(pytest.main([*plugins, *QUIET, *given, *extra, *paths]))
