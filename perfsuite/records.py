@@ -9,9 +9,10 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from perfsuite.errors import PerfsuiteError
+from perfsuite.pair import Promises
 
 R = TypeVar("R")
 
@@ -118,14 +119,8 @@ class Measurement:
     evidence: Evidence | None = None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PromiseRecord:
-    """What a workload promises, as declared when it was collected."""
-
-    speedup: float | None = None
-    peak_bytes: int | None = None
-    host_syncs: int | None = None
-    launches: int | None = None
+PromiseRecord: TypeAlias = Promises
+"""What a workload promises, as declared when it was collected."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -46,8 +46,7 @@ class SpeedItem(pytest.Function):
 
     @property
     def promises(self) -> PromiseRecord:
-        p = self.workload.promises
-        return PromiseRecord(speedup=p.speedup, peak_bytes=p.peak_bytes, host_syncs=p.host_syncs, launches=p.launches)
+        return self.workload.promises
 
     def _result(self) -> Result:
         control: Any = self.config.pluginmanager.get_plugin(CONTROL)
