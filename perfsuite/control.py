@@ -379,8 +379,22 @@ class Control:
         return None
 
     def _list(self) -> bool:
-        if self.baseline_path.exists():
-            self._baseline = baseline.load(self.baseline_path)
+        from perfsuite import listing
+
+        try:
+            if self.baseline_path.exists():
+                self._baseline = baseline.load(self.baseline_path)
+        except PerfsuiteError as error:
+            self.problems.append(str(error))
+            print(error, file=sys.stderr)
+        listing.show(
+            self.items,
+            entries=self.entries,
+            inapplicable=self.inapplicable,
+            known=len(self.known),
+            device=self.machine.device,
+            as_json=self.arguments.get("json") == "yes",
+        )
         return True
 
     def _accept(self) -> bool:
@@ -544,21 +558,7 @@ class Control:
                 session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        if self.mode == "worker":
-            return
-        if self.mode == "list":
-            from perfsuite import listing
-
-            listing.show(
-                self.items,
-                entries=self.entries,
-                inapplicable=self.inapplicable,
-                known=len(self.known),
-                device=self.machine.device,
-                as_json=self.arguments.get("json") == "yes",
-            )
-            for problem in self.problems:
-                print(problem, file=sys.stderr)
+        if self.mode in ("worker", "list"):
             return
         from perfsuite.report import annotations, terminal
 

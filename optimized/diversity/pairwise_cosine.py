@@ -80,7 +80,7 @@ class _PairwiseCosine(torch.autograd.Function):
             block, depth, warps, stages = _choose(FORWARD_CONFIGS, n)
             tiles = ceil_div(n, block)
             with launching(e):
-                _forward_kernel[(tiles, tiles)](
+                _forward_kernel[(tiles * (tiles + 1) // 2,)](
                     e, distances, inverse, n, width, BLOCK=block, DEPTH=depth, num_warps=warps, num_stages=stages
                 )
         return distances
@@ -136,12 +136,20 @@ def _length(squares):
 
 
 @jit
+def _tile(number):
+    """Row and column of a tile of the upper triangle, counted column by column."""
+    column = ((tl.sqrt(8.0 * number.to(tl.float32) + 1.0) - 1.0) * 0.5).to(tl.int32)
+    # float32 may be one off where the number has more than 21 bits.
+    column = tl.where(column * (column + 1) // 2 > number, column - 1, column)
+    column = tl.where((column + 1) * (column + 2) // 2 <= number, column + 1, column)
+    return number - column * (column + 1) // 2, column
+
+
+@jit
 def _forward_kernel(e_ptr, distances_ptr, inverse_ptr, n, width, BLOCK: tl.constexpr, DEPTH: tl.constexpr):
-    tile_i = tl.program_id(0)
-    tile_j = tl.program_id(1)
-    # Symmetric: the tiles on and above the diagonal are computed, and mirrored.
-    if tile_j < tile_i:
-        return
+    # Symmetric: only the tiles on and above the diagonal are launched, and mirrored. In a square grid the programs with
+    # nothing to do would leave some SMs with twice the work of others.
+    tile_i, tile_j = _tile(tl.program_id(0))
     i = tile_i * BLOCK + tl.arange(0, BLOCK)
     j = tile_j * BLOCK + tl.arange(0, BLOCK)
     product = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
