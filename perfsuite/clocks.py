@@ -21,7 +21,7 @@ from perfsuite.errors import MachineError
 
 # A stream holds about 1024 pending launches; past that the host waits and its latency shows.
 QUEUE_DEPTH = 800
-SPIN_MARGIN = 1.5
+SPIN_MARGIN = 1.25
 SPIN_EXTRA_S = 50e-6
 FLUSH_L2_MULTIPLE = 2
 
@@ -163,6 +163,10 @@ class CudaClock:
                 break
         self.unhidden += not hidden
         return middle([s.elapsed_time(e) for s, e in zip(starts, ends, strict=True)]) * 1e-3
+
+    def host_s(self, key: str) -> float:
+        """Seconds of host time that the side's last sample on the device clock took to enqueue; 0 before the first."""
+        return self._enqueue_s.get(key, 0.0)
 
     @staticmethod
     def calls_within_queue(calls: int, launches: int) -> int:

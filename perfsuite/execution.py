@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,8 +41,9 @@ def callable_of(side: Side) -> Callable[..., Any]:
 def forget_compiled() -> None:
     """Drop every compiled function: the next workload compiles for its own shapes."""
     _compiled.clear()
-    if torch._dynamo.utils.counters or torch._dynamo.config:
-        torch._dynamo.reset()
+    dynamo = sys.modules.get("torch._dynamo")  # to import it takes seconds
+    if dynamo is not None:
+        dynamo.reset()
 
 
 def _compiled_factory(make_step: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:

@@ -40,6 +40,10 @@ WARMUP_CALLS = 3
 SAMPLE_S = {"device": 1e-3, "wall": 4e-3}
 """A sample repeats a short call until it spans about this long; the host is noisier than the device."""
 MAX_CALLS = {"device": 32, "wall": 64}
+HOST_S = 2e-3
+"""On the device clock a sample lasts as long as the host needs to enqueue it: past this, only the fewest calls."""
+FEWEST_CALLS = 4
+"""Enough for the mean of the middle half to leave out the worst; half of it where each call repeats by itself."""
 FLUSH_S = 60e-6
 SLOW_S = 8e-3
 """A side slower than this a call joins one quad a block; at 8 ms a full share would take 0.9 s."""
@@ -516,14 +520,17 @@ class _Sampler:
             self.estimate[name] = t
             timed = t * self.repeat + overhead
             calls = max(1, min(MAX_CALLS[self.kind], math.ceil(SAMPLE_S[self.kind] / timed)))
-            if self.kind == "device":
+            if self.kind == "device" and isinstance(self.clock, CudaClock):
+                fewest = FEWEST_CALLS if self.repeat == 1 else FEWEST_CALLS // 2
+                host_s = max(self.clock.host_s(name), 1e-6)
+                calls = min(calls, max(fewest, int(HOST_S / host_s)))
                 calls = CudaClock.calls_within_queue(calls, self._launches(name))
             self.calls[name] = calls
             if name == OPTIMIZED:
                 continue
-            if t > SLOW_S:
+            if t * self.repeat > SLOW_S:
                 self.slow.add(name)
-            if t > VERY_SLOW_S:
+            if t * self.repeat > VERY_SLOW_S:
                 self.few.add(name)
 
     def _launches(self, name: str) -> int:
