@@ -41,8 +41,9 @@ def callable_of(side: Side) -> Callable[..., Any]:
 def forget_compiled() -> None:
     """Drop every compiled function: the next workload compiles for its own shapes."""
     _compiled.clear()
-    dynamo = sys.modules.get("torch._dynamo")  # to import it takes seconds
-    if dynamo is not None:
+    # To import it, or what its reset imports, takes seconds: only where something was compiled.
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None and dynamo.utils.counters["frames"]:
         dynamo.reset()
 
 

@@ -6,14 +6,14 @@ from optimized.kernels import ceil_div, jit, launching, tl, use_triton
 
 MIN_NORM = 1e-12
 
-# (largest N, tile edge, columns in a step, warps, pipeline stages), by a sweep at D = 384 on an H200. Up to some 350
-# rows a call is bound by latency: small tiles for many programs. Later 64 x 64 and then 128 x 128, for the reuse that
-# keeps the tensor cores fed.
+# (largest N, tile edge, columns in a step, steps unrolled, warps, pipeline stages), by a sweep at D = 384 on an H200. Up
+# to some 500 rows a call is bound by latency: small tiles for many programs, with the loads of two steps under way.
+# Later 64 x 64 and then 128 x 128, for the reuse that keeps the tensor cores fed.
 FORWARD_CONFIGS = (
-    (352, 16, 32, 2, 4),
-    (544, 32, 32, 2, 4),
-    (3072, 64, 32, 4, 4),
-    (None, 128, 32, 8, 3),
+    (128, 16, 32, 2, 2, 3),
+    (512, 16, 32, 2, 1, 4),
+    (3072, 64, 32, 1, 4, 4),
+    (None, 128, 32, 1, 8, 3),
 )
 # (largest N, rows of e, columns of e, rows in a step, warps, stages) of the gradient's matrix product.
 BACKWARD_CONFIGS = (
@@ -77,11 +77,20 @@ class _PairwiseCosine(torch.autograd.Function):
         inverse = torch.empty(n, dtype=e.dtype, device=e.device)
         ctx.save_for_backward(e, inverse)
         if n:
-            block, depth, warps, stages = _choose(FORWARD_CONFIGS, n)
+            block, depth, unroll, warps, stages = _choose(FORWARD_CONFIGS, n)
             tiles = ceil_div(n, block)
             with launching(e):
                 _forward_kernel[(tiles * (tiles + 1) // 2,)](
-                    e, distances, inverse, n, width, BLOCK=block, DEPTH=depth, num_warps=warps, num_stages=stages
+                    e,
+                    distances,
+                    inverse,
+                    n,
+                    width,
+                    BLOCK=block,
+                    DEPTH=depth,
+                    UNROLL=unroll,
+                    num_warps=warps,
+                    num_stages=stages,
                 )
         return distances
 
@@ -146,7 +155,9 @@ def _tile(number):
 
 
 @jit
-def _forward_kernel(e_ptr, distances_ptr, inverse_ptr, n, width, BLOCK: tl.constexpr, DEPTH: tl.constexpr):
+def _forward_kernel(
+    e_ptr, distances_ptr, inverse_ptr, n, width, BLOCK: tl.constexpr, DEPTH: tl.constexpr, UNROLL: tl.constexpr
+):
     # Symmetric: only the tiles on and above the diagonal are launched, and mirrored. In a square grid the programs with
     # nothing to do would leave some SMs with twice the work of others.
     tile_i, tile_j = _tile(tl.program_id(0))
@@ -158,7 +169,7 @@ def _forward_kernel(e_ptr, distances_ptr, inverse_ptr, n, width, BLOCK: tl.const
     squares_b = tl.zeros((BLOCK, DEPTH), dtype=tl.float32)
     row_i = e_ptr + i.to(tl.int64)[:, None] * width
     row_j = e_ptr + j.to(tl.int64)[:, None] * width
-    for start in range(0, width, DEPTH):
+    for start in tl.range(0, width, DEPTH, loop_unroll_factor=UNROLL):
         k = start + tl.arange(0, DEPTH)
         a = tl.load(row_i + k[None, :], mask=(i < n)[:, None] & (k < width)[None, :], other=0.0).to(tl.float32)
         b = tl.load(row_j + k[None, :], mask=(j < n)[:, None] & (k < width)[None, :], other=0.0).to(tl.float32)
