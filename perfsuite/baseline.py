@@ -409,7 +409,9 @@ def _parse(text: str) -> Baseline:
     try:
         data = json.loads(text, parse_constant=_not_finite, parse_float=_finite, object_pairs_hook=_without_duplicates)
     except json.JSONDecodeError as error:
-        what = "cut short or damaged" if error.pos >= len(text.rstrip()) - 1 else "not valid JSON"
+        ends = text.rstrip()
+        # Inside a string the error stands at its beginning, not at the cut.
+        what = "cut short or damaged" if error.pos >= len(ends) - 1 or not ends.endswith("}") else "not valid JSON"
         raise BaselineError(f"{what} at line {error.lineno}, column {error.colno}; {RESTORE}") from None
     except (ValueError, RecursionError) as error:
         raise BaselineError(f"not valid JSON ({str(error)[:80]}); {RESTORE}") from None

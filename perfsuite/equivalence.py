@@ -23,7 +23,9 @@ K = 16      The largest of 10⁹ Gaussian errors lies near 6 RMS. A reference th
             reached 9.2 RMS(e) of such a reference.
 K_NORM = 6  Over many elements the tail averages out; what remains is the other order of summation. No lower precision
             passes: TF32 is over 1000 times the error of float32.
-            Here n counts different values only: equal rows have equal errors, which do not average out.
+            Here n counts different values only: equal rows have equal errors, which do not average out. It is 1 for
+            an output that is nothing but rounding (see CAP): the gradient of the only key of an attention is the
+            rounding of one number times a row.
 C = 4       An output may differ in its last places also where the reference happens to be exact.
 C_NORM = 1  As K_NORM; rounding once to the working dtype costs 0.3 eps.
 CAP         Where K · RMS(e), without the movement of t, exceeds √(K · eps) · RMS(t) the draw is ill-conditioned: it is
@@ -40,7 +42,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -128,6 +130,8 @@ class Truth:
     errors: dict[str, torch.Tensor]
     """The reference's own error in each element, an RMS over the replicas."""
     ill_conditioned: bool
+    rounding: frozenset[str]
+    """The outputs that are ill-conditioned by themselves."""
     eps: float
     periods: dict[str, float]
     excused: Any = None
@@ -191,13 +195,15 @@ def establish(
             r = _run(reference, pair, near, case, gradients, _copied(near_step))
         for name, errors in spread.items():
             errors.add(r.get(name), t.get(name), scale)
+    rounding = frozenset(name for name, errors in spread.items() if errors.ill_conditioned())
     excused = pair.excuse(*make.upcast(rounded).values()) if pair.excuse is not None else None
     plain = all(how.layout == "contiguous" for how in case.inputs.values())
     return Truth(
         leaves=truth,
         reference=own,
         errors=_running_maximum({name: errors.rms() for name, errors in spread.items()}, pair),
-        ill_conditioned=_ill_conditioned(spread),
+        ill_conditioned=_ill_conditioned(rounding, spread),
+        rounding=rounding,
         eps=eps,
         periods=periods,
         excused=excused,
@@ -255,11 +261,10 @@ def _replicas(truth: Leaves, fewest: int) -> int:
     return max(least, min(most, -(-SAMPLES // min(counts)) - 1))
 
 
-def _ill_conditioned(spread: Mapping[str, _Spread]) -> bool:
+def _ill_conditioned(rounding: Collection[str], names: Collection[str]) -> bool:
     """Any output, or every gradient: one that is zero in truth (as of a bias before softmax) is only rounding."""
-    outputs = [e.ill_conditioned() for name, e in spread.items() if not name.startswith("gradient of ")]
-    gradients = [e.ill_conditioned() for name, e in spread.items() if name.startswith("gradient of ")]
-    return any(outputs) or (bool(gradients) and all(gradients))
+    gradients = {name for name in names if name.startswith("gradient of ")}
+    return not gradients.issuperset(rounding) or (bool(gradients) and gradients.issubset(rounding))
 
 
 def _running_maximum(errors: dict[str, torch.Tensor], pair: Pair) -> dict[str, torch.Tensor]:
@@ -452,7 +457,7 @@ def _judge_leaf(
     norm = _rms(error[considered])
     norm_budget = _norm_budget(t64[considered], own[considered], truth.eps, _underflow(reference))
     if norm > norm_budget(int(considered.sum())):
-        different = t64[considered].unique().numel()
+        different = 1 if name in truth.rounding else t64[considered].unique().numel()
         beyond_norm = norm / norm_budget(different)
     else:
         different, beyond_norm = 0, norm / norm_budget(int(considered.sum()))
