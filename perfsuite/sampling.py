@@ -49,7 +49,7 @@ SLOW_S = 8e-3
 """A side slower than this a call joins one quad a block; at 8 ms a full share would take 0.9 s."""
 VERY_SLOW_S = 0.2
 FEW_BLOCKS = 3
-RIVAL_BLOCKS = 4
+RIVAL_BLOCKS = 2
 """Rivals are timed against the optimized side afterwards: what is gated must not depend on which rivals there are."""
 EXTRA_BLOCKS = 4
 """Blocks measured again at most, for those set aside because the device throttled."""

@@ -10,7 +10,7 @@ MIN_NORM = 1e-12
 # to some 500 rows a call is bound by latency: small tiles for many programs, with the loads of two steps under way.
 # Later 64 x 64 and then 128 x 128, for the reuse that keeps the tensor cores fed.
 FORWARD_CONFIGS = (
-    (128, 16, 32, 2, 2, 3),
+    (256, 16, 32, 2, 2, 3),
     (512, 16, 32, 2, 1, 4),
     (3072, 64, 32, 1, 4, 4),
     (None, 128, 32, 1, 8, 3),
