@@ -6,7 +6,7 @@ SETUP = bootstrap=$(BOOTSTRAP) && python=$$("$$bootstrap" tools/bootstrap.py)
 # More arguments for the command, e.g. make run ARGS='-k rotor_update'
 ARGS ?=
 
-.PHONY: run test check format gate doctor clean help
+.PHONY: run test check format gate doctor mutate clean help
 
 run: ## prove, measure and report, with what this machine has
 	@$(SETUP) && "$$python" -m perfsuite run $(ARGS)
@@ -27,6 +27,10 @@ gate: ## hold this machine's measurements against its baseline
 
 doctor: ## what this machine can run, what is missing, and the remedy
 	@$(SETUP) && "$$python" -m perfsuite doctor $(ARGS)
+
+mutate: ## put small faults into modules, one at a time: do their tests notice?
+	@$(SETUP) && { "$$python" -c "import cosmic_ray" 2>/dev/null || \
+		"$$python" -m pip install --quiet -c constraints.txt cosmic-ray >&2; } && "$$python" tools/mutate.py $(ARGS)
 
 clean: ## remove caches, builds and reports; .venv and baselines stay
 	@rm -rf build dist .perfsuite .hypothesis .pytest_cache .mypy_cache .ruff_cache *.egg-info

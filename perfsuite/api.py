@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import hypothesis
 import torch
 
-from perfsuite import equivalence, execution, integrity, sampling
+from perfsuite import diagnosis, equivalence, execution, guard, integrity, sampling
 from perfsuite import inputs as make
 from perfsuite.errors import PerfsuiteError
 from perfsuite.pair import Pair, as_side
@@ -20,44 +21,83 @@ INTEGRITY_DRAWS = 3
 def check(pair: Pair, *, examples: int = 25, device: str | None = None) -> tuple[Evidence, ...]:
     """Prove the pair equal in each of its dtypes, gradients included, and its integrity; the evidence of each proof.
 
-    NotEquivalent, with the offending draw in its last line, where a side is not the same function.
+    NotEquivalent, with the offending draw in one of its last lines, where a side is not the same function.
     """
+    found = [prove() for _, prove in proofs(pair, examples=examples, device=device)]
+    guard.check()
+    return tuple(e for e in found if e is not None)
+
+
+def proofs(
+    pair: Pair, *, examples: int = 25, device: str | None = None
+) -> Iterator[tuple[str, Callable[[], Evidence | None]]]:
+    """(name, proof) for all that `check` does, one by one: a proof raises NotEquivalent, or gives its evidence."""
     where = device or ("cuda" if torch.cuda.is_available() else "cpu")
     gradients = pair.gradients and not pair.is_stateful and bool(execution.differentiable(pair))
-    found = []
     for dtype in pair.dtypes:
         for with_gradients in (False, True) if gradients else (False,):
-            tally = equivalence.Tally()
-            _hold(
-                pair,
-                dtype,
-                examples,
-                functools.partial(equivalence.check_case, pair, device=where, gradients=with_gradients, tally=tally),
-            )
-            found.append(tally.evidence(pair, dtype, where))
-    _hold(pair, pair.dtypes[0], INTEGRITY_DRAWS, lambda case: integrity.check(pair, case, where))
+            kind = "gradients" if with_gradients else "equivalence"
+            yield f"{kind}[{dtype}]", functools.partial(_equivalence, pair, dtype, examples, where, with_gradients)
+    for name, strategy in (("integrity", make.plain_cases), ("integrity, any draw", make.cases)):
+        whole = functools.partial(integrity.check, pair, device=where)
+        yield name, functools.partial(_hold, pair, pair.dtypes[0], INTEGRITY_DRAWS, whole, strategy)
     if pair.truth is not None:
-        _hold(pair, "float64", examples, lambda case: equivalence.check_truth(pair, case, where))
-    return tuple(found)
+        yield (
+            "truth",
+            functools.partial(
+                _hold, pair, "float64", examples, lambda case: equivalence.check_truth(pair, case, where)
+            ),
+        )
 
 
-def _hold(pair: Pair, dtype: str, examples: int, check: Callable[[Case], None]) -> None:
+def _equivalence(pair: Pair, dtype: str, examples: int, device: str, gradients: bool) -> Evidence:
+    tally = equivalence.Tally()
+    try:
+        _hold(
+            pair,
+            dtype,
+            examples,
+            functools.partial(equivalence.check_case, pair, device=device, gradients=gradients, tally=tally),
+        )
+    except equivalence.NotEquivalent as error:
+        raise _explained(error, pair, device, gradients) from None
+    return tally.evidence(pair, dtype, device)
+
+
+def _explained(error: equivalence.NotEquivalent, pair: Pair, device: str, gradients: bool) -> equivalence.NotEquivalent:
+    if error.case is None:
+        return error
+    cause = diagnosis.explain(pair, as_side(pair.optimized), error.case, device, gradients=gradients)
+    return error if cause is None else equivalence.NotEquivalent(f"{error}\nlikely cause: {cause}", error.case)
+
+
+def _hold(
+    pair: Pair, dtype: str, examples: int, check: Callable[[Case], None], strategy: Callable[..., Any] = make.cases
+) -> None:
     """Run the check over draws of the pair; a failing one shrinks, and ends the message."""
 
     @hypothesis.settings(max_examples=examples, deadline=None, database=None, report_multiple_bugs=False)
-    @hypothesis.given(make.cases(pair, dtype))
+    @hypothesis.given(strategy(pair, dtype))
     def prove(case: Case) -> None:
         try:
             check(case)
         except equivalence.NotEquivalent as error:
-            raise equivalence.NotEquivalent(f"{error}\ndraw: {make.case_line(case)}") from None
+            raise equivalence.NotEquivalent(f"{error}\ndraw: {make.case_line(case)}", case) from None
         except (PerfsuiteError, hypothesis.errors.HypothesisException):
             raise
         except Exception as error:
             told = f"{pair.name}: a side raises {type(error).__name__}: {error}\ndraw: {make.case_line(case)}"
-            raise equivalence.NotEquivalent(told) from error
+            raise equivalence.NotEquivalent(told, case) from error
 
-    prove()
+    try:
+        prove()
+    except BaseExceptionGroup as group:  # Hypothesis' own, where a draw that failed does not fail again
+        first = next((e for e in group.exceptions if isinstance(e, equivalence.NotEquivalent)), None)
+        if first is None:
+            raise
+        raise equivalence.NotEquivalent(
+            f"{first}\nit does not always fail on the same draw: it depends on memory, order or time", first.case
+        ) from None
 
 
 def measure(pair: Pair, *, device: str | None = None) -> tuple[Measurement, ...]:

@@ -1,9 +1,10 @@
 """`baselines/<device>.json`: what was accepted, in pytest-benchmark's own schema.
 
 A workload is two benchmark records, `<id>@reference` and `<id>@optimized`. The block seconds are the records' data,
-as pytest-benchmark keeps them; the rest of our `Entry` is `extra_info["perfsuite"]` of the optimized one, with a
-digest, so that an edit by hand is told from an acceptance. Entries are sorted by id and a record that did not change
-is written back as it was: accepting one workload changes that workload's lines only.
+as pytest-benchmark keeps them; the rest of our `Entry` is `extra_info["perfsuite"]` of the optimized one. Beside it
+lies a digest of both records as they are written, and the header has its own: an edit by hand is told from an
+acceptance, also in a figure that only pytest-benchmark reads. Entries are sorted by id and a record that did not
+change is written back as it was: accepting one workload changes that workload's lines only.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import math
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -25,7 +27,8 @@ from perfsuite.errors import BaselineError, PerfsuiteError
 from perfsuite.records import Limit, Machine, Measurement, PromiseRecord, from_json, to_json
 from perfsuite.statistics import process_mean
 
-SCHEMA = 1
+SCHEMA = 2
+"""2: the digests cover all that is written; those of schema 1 left out pytest-benchmark's own fields."""
 SIDES = ("reference", "optimized")
 LOG_RATIO_DECIMALS = 6
 """A log-ratio is kept to a millionth: a hundredth of the smallest noise seen."""
@@ -36,6 +39,11 @@ LOCK_SECONDS = 60.0
 POWER_WATTS = 1.0
 """NVML gives power limits in milliwatts; less than this is rounding."""
 RESTORE = "restore it from git, or record it anew with `perfsuite accept`"
+ANEW = "move it away and record a baseline with `perfsuite accept`"
+INTEGER_MAX = 2**63
+"""No count comes near it; larger ones overflow where a float is meant."""
+TOLD = 160
+"""A name or value from a damaged file can be of any length: characters of it that a message shows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -190,9 +198,11 @@ def _check_measurement(m: Measurement, first: Measurement) -> None:
     for side in SIDES:
         if side not in m.sides or not m.sides[side].blocks_s:
             raise BaselineError(f"{m.id}: a process has no time of the {side} side; measure again")
-    values = [*m.log_ratios.values(), *(s.blocks_s for s in m.sides.values() if s.blocks_s)]
-    if not all(v and all(math.isfinite(x) for x in v) for v in values):
+    times = [s.blocks_s for s in m.sides.values() if s.blocks_s]
+    if not all(v and all(math.isfinite(x) for x in v) for v in (*m.log_ratios.values(), *times)):
         raise BaselineError(f"{m.id}: a process has an empty or non-finite series of times; measure again")
+    if not all(x > 0 for v in times for x in v):
+        raise BaselineError(f"{m.id}: a process has a time that is not above 0; measure again")
 
 
 def _summary(measurements: Sequence[Measurement], name: str) -> SideSummary:
@@ -401,37 +411,48 @@ def load(path: str | os.PathLike[str]) -> Baseline:
         return _parse(text)
     except PerfsuiteError as error:
         raise BaselineError(f"{path}: {_one_line(str(error))}") from None
+    except RecursionError:
+        # The C parser goes deeper than what reads its tables.
+        raise BaselineError(f"{path}: not valid JSON (nested too deeply); {RESTORE}") from None
 
 
 def _parse(text: str) -> Baseline:
     if not text.strip():
         raise BaselineError(f"the file is empty; {RESTORE}")
     try:
-        data = json.loads(text, parse_constant=_not_finite, parse_float=_finite, object_pairs_hook=_without_duplicates)
+        data = json.loads(
+            text,
+            parse_constant=_not_finite,
+            parse_float=_finite,
+            parse_int=_whole,
+            object_pairs_hook=_without_duplicates,
+        )
     except json.JSONDecodeError as error:
         ends = text.rstrip()
         # Inside a string the error stands at its beginning, not at the cut.
         what = "cut short or damaged" if error.pos >= len(ends) - 1 or not ends.endswith("}") else "not valid JSON"
         raise BaselineError(f"{what} at line {error.lineno}, column {error.colno}; {RESTORE}") from None
-    except (ValueError, RecursionError) as error:
-        raise BaselineError(f"not valid JSON ({str(error)[:80]}); {RESTORE}") from None
+    except ValueError as error:
+        raise BaselineError(f"not valid JSON ({_short(error)}); {RESTORE}") from None
     if not isinstance(data, dict):
         raise BaselineError(f"holds a {type(data).__name__}, not a table; {RESTORE}")
     ours = data.get("perfsuite")
     if not isinstance(ours, dict):
         whose = "a pytest-benchmark file that perfsuite did not write" if "benchmarks" in data else "not a baseline"
-        raise BaselineError(f"{whose}; move it away and record a baseline with `perfsuite accept`")
+        raise BaselineError(f"{whose}; {ANEW}")
     schema = ours.get("schema")
     if type(schema) is not int or schema < 1:
-        raise BaselineError(f"schema {schema!r} is unknown; {RESTORE}")
+        raise BaselineError(f"schema {_short(repr(schema))} is unknown; {RESTORE}")
     if schema > SCHEMA:
         raise BaselineError(f"schema {schema} is newer than this perfsuite knows ({SCHEMA}); upgrade perfsuite")
+    if schema < SCHEMA:
+        raise BaselineError(f"schema {schema} is older than this perfsuite's ({SCHEMA}); {ANEW}")
     try:
         machine = from_json(Machine, ours.get("machine"))
     except PerfsuiteError as error:
-        raise BaselineError(f"{error}; {RESTORE}") from None
-    if ours.get("digest") != _digest(machine):
-        raise BaselineError(f"the machine record was edited by hand (its digest does not match); {RESTORE}")
+        raise BaselineError(f"{_short(error)}; {RESTORE}") from None
+    if ours.get("digest") != _header_digest(data):
+        raise BaselineError(f"the header was edited by hand (its digest does not match); {RESTORE}")
     return Baseline(machine=machine, entries=_parse_entries(data.get("benchmarks")))
 
 
@@ -443,20 +464,20 @@ def _parse_entries(benchmarks: Any) -> dict[str, Entry]:
         name = record.get("fullname") if isinstance(record, dict) else None
         key, _, side = name.rpartition("@") if isinstance(name, str) else ("", "", "")
         if not key or side not in records:
-            raise BaselineError(f"benchmark {number} is not a side of a workload ({str(name)[:80]!r}); {RESTORE}")
+            raise BaselineError(f"benchmark {number} is not a side of a workload ({_short(repr(name))}); {RESTORE}")
         if key in records[side]:
             raise BaselineError(
-                f"{key} appears twice; remove one of the two records by `git checkout` or accept it again"
+                f"{_short(key)} appears twice; remove one of the two records by `git checkout` or accept it again"
             )
         records[side][key] = record
     for key in sorted(set(records["reference"]) ^ set(records["optimized"])):
-        raise BaselineError(f"{key} has one of its two records only; {RESTORE}")
+        raise BaselineError(f"{_short(key)} has one of its two records only; {RESTORE}")
     entries = {}
     for key in sorted(records["optimized"]):
         try:
             entries[key] = _parse_entry(key, {side: records[side][key] for side in SIDES})
         except PerfsuiteError as error:
-            raise BaselineError(f"{key}: {error}; {RESTORE}") from None
+            raise BaselineError(f"{_short(key)}: {_short(error)}; {RESTORE}") from None
     return entries
 
 
@@ -465,17 +486,21 @@ def _parse_entry(key: str, records: Mapping[str, Any]) -> Entry:
     data = info.get("perfsuite") if isinstance(info, dict) else None
     if not isinstance(info, dict) or not isinstance(data, dict):
         raise BaselineError("the optimized record has no perfsuite entry")
+    entry = _entry_in(records, data)
+    if entry.id != key:
+        raise BaselineError(f"holds the entry of {entry.id!r}")
+    _check_entry(entry)
+    if info.get("digest") != _digest(records):
+        raise BaselineError("was edited by hand (its digest does not match)")
+    return entry
+
+
+def _entry_in(records: Mapping[str, Any], data: Mapping[str, Any]) -> Entry:
     blocks = {}
     for side, record in records.items():
         stats = record.get("stats")
         blocks[side] = stats.get("data") if isinstance(stats, dict) else None
-    entry = from_json(Entry, {**data, "blocks_s": blocks})
-    if entry.id != key:
-        raise BaselineError(f"holds the entry of {entry.id!r}")
-    _check_entry(entry)
-    if info.get("digest") != _digest(entry):
-        raise BaselineError("was edited by hand (its digest does not match)")
-    return entry
+    return from_json(Entry, {**data, "blocks_s": blocks})
 
 
 def _check_entry(entry: Entry) -> None:
@@ -493,6 +518,8 @@ def _check_entry(entry: Entry) -> None:
     for side in SIDES:
         if side not in entry.sides or not entry.blocks_s.get(side):
             raise BaselineError(f"has no summary or no block seconds of the {side} side")
+        if not all(s > 0 for s in (entry.sides[side].seconds, *entry.blocks_s[side])):
+            raise BaselineError(f"has a time of the {side} side that is not above 0")
     try:
         datetime.fromisoformat(entry.accepted)
     except ValueError:
@@ -528,14 +555,22 @@ def _locked(path: Path) -> Iterator[None]:
 
     # In the temporary folder: a lock file beside the baseline would wait there to be committed.
     whole = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
-    lock = Path(tempfile.gettempdir()) / f"perfsuite-{os.getuid()}-{whole}.lock"
+    lock = FileLock(Path(tempfile.gettempdir()) / f"perfsuite-{os.getuid()}-{whole}.lock")
     try:
-        with FileLock(lock, timeout=LOCK_SECONDS):
-            yield
+        lock.acquire(timeout=LOCK_SECONDS)
     except Timeout:
         raise BaselineError(
             f"{path}: another process has been writing it for {LOCK_SECONDS:.0f} s; end it, then accept again"
         ) from None
+    except OSError as error:
+        raise BaselineError(
+            f"{path}: cannot be locked by {lock.lock_file} ({error.strerror or error}); make that file writable, "
+            "or remove it, and accept again"
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _write(path: Path, baseline: Baseline) -> None:
@@ -547,7 +582,8 @@ def _write(path: Path, baseline: Baseline) -> None:
         for stale in path.parent.glob(f".{path.name}.*.tmp"):
             stale.unlink()  # left by a writer that was killed; the lock says that none is at work
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        # A reason from a command line may hold bytes that are no text: JSON has the same escape for them.
+        with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
@@ -571,15 +607,19 @@ def _write(path: Path, baseline: Baseline) -> None:
 
 
 def _raw_records(path: Path) -> dict[str, Any]:
-    """What the file holds now, as it is: its header and its records by digest. Empty if it cannot be read."""
+    """What the file holds now, as it is: its header's date, and its sound records by their entry. Empty if damaged."""
     try:
         data = json.loads(path.read_bytes())
+        if data["perfsuite"]["digest"] != _header_digest(data):
+            return {}
         pairs: dict[str, dict[str, Any]] = {}
         for record in data["benchmarks"]:
-            pairs.setdefault(record["fullname"].rpartition("@")[0], {})[record["fullname"].rpartition("@")[2]] = record
-        records = {p["optimized"]["extra_info"]["digest"]: p for p in pairs.values()}
-        return {"datetime": data["datetime"], "records": records}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            key, _, side = record["fullname"].rpartition("@")
+            pairs.setdefault(key, {})[side] = record
+        infos = {key: pair["optimized"]["extra_info"] for key, pair in pairs.items()}
+        sound = [(infos[k]["perfsuite"], pair) for k, pair in pairs.items() if infos[k]["digest"] == _digest(pair)]
+        return {"datetime": data["datetime"], "records": {_canonical(_entry_in(p, own)): p for own, p in sound}}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, PerfsuiteError):
         return {}
 
 
@@ -587,12 +627,11 @@ def _render(baseline: Baseline, old: Mapping[str, Any]) -> str:
     entries = [_rounded(baseline.entries[key]) for key in sorted(baseline.entries)]
     records = []
     for entry in entries:
-        digest = _digest(entry)
-        kept = old.get("records", {}).get(digest)
-        records += [kept[side] if kept else _record(entry, side, digest) for side in SIDES]
+        pair = old.get("records", {}).get(_canonical(entry)) or _records(entry)
+        records += [pair[side] for side in SIDES]
     machine = baseline.machine
-    data = {
-        "perfsuite": {"schema": SCHEMA, "machine": to_json(machine), "digest": _digest(machine)},
+    header: dict[str, Any] = {
+        "perfsuite": {"schema": SCHEMA, "machine": to_json(machine)},
         "machine_info": {
             "node": machine.device,
             "machine": machine.platform,
@@ -607,9 +646,9 @@ def _render(baseline: Baseline, old: Mapping[str, Any]) -> str:
         # Of the file's first writing: a date that changed with each acceptance would conflict in every merge.
         "datetime": old.get("datetime") or min((e.accepted for e in entries), default="1970-01-01T00:00:00+00:00"),
         "version": _benchmark_version(),
-        "benchmarks": records,
     }
-    return _layout(data, "") + "\n"
+    header["perfsuite"]["digest"] = _header_digest(header)
+    return _layout({**header, "benchmarks": records}, "") + "\n"
 
 
 def _benchmark_version() -> str:
@@ -618,30 +657,51 @@ def _benchmark_version() -> str:
     return str(pytest_benchmark.__version__)
 
 
-def _record(entry: Entry, side: str, digest: str) -> dict[str, Any]:
+def _records(entry: Entry) -> dict[str, dict[str, Any]]:
+    """The entry's two records, with their digest in the optimized one."""
     from pytest_benchmark import stats as theirs
 
-    stats: Any = theirs.Stats()  # type: ignore[no-untyped-call]
-    for seconds in entry.blocks_s[side]:
-        stats.update(seconds)
-    figures = {k: _digits(v) if isinstance(v, float) else v for k, v in stats.as_dict().items()}
     data = to_json(entry)
     del data["blocks_s"]
-    return {
-        "name": f"{entry.id.partition('::')[2] or entry.id}@{side}",
-        "fullname": f"{entry.id}@{side}",
-        "group": entry.id,
-        "params": None,
-        "param": None,
-        "options": {"clock": entry.clock, "direction": entry.direction, "dtype": entry.dtype},
-        "extra_info": {"perfsuite": data, "digest": digest} if side == "optimized" else {},
-        "stats": {**figures, "iterations": 1, "data": list(entry.blocks_s[side])},
-    }
+    records: dict[str, dict[str, Any]] = {}
+    for side in SIDES:
+        stats: Any = theirs.Stats()  # type: ignore[no-untyped-call]
+        for seconds in entry.blocks_s[side]:
+            stats.update(seconds)
+        figures = {k: _digits(v) if isinstance(v, float) else v for k, v in stats.as_dict().items()}
+        records[side] = {
+            "name": f"{entry.id.partition('::')[2] or entry.id}@{side}",
+            "fullname": f"{entry.id}@{side}",
+            "group": entry.id,
+            "params": None,
+            "param": None,
+            "options": {"clock": entry.clock, "direction": entry.direction, "dtype": entry.dtype},
+            "extra_info": {"perfsuite": data} if side == "optimized" else {},
+            "stats": {**figures, "iterations": 1, "data": list(entry.blocks_s[side])},
+        }
+    records["optimized"]["extra_info"]["digest"] = _digest(records)
+    return records
 
 
-def _digest(record: Entry | Machine) -> str:
-    text = json.dumps(to_json(record), sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return hashlib.sha256(text.encode()).hexdigest()
+def _digest(records: Mapping[str, Any]) -> str:
+    """Of a workload's two records: every field but the digest itself."""
+    optimized = records["optimized"]
+    info = {k: v for k, v in optimized["extra_info"].items() if k != "digest"}
+    return _hashed({**records, "optimized": {**optimized, "extra_info": info}})
+
+
+def _header_digest(data: Mapping[str, Any]) -> str:
+    """Of a file's fields but the benchmarks, which have their own, and the digest itself."""
+    header = {k: v for k, v in data.items() if k != "benchmarks"}
+    return _hashed({**header, "perfsuite": {k: v for k, v in data["perfsuite"].items() if k != "digest"}})
+
+
+def _hashed(value: Any) -> str:
+    return hashlib.sha256(_canonical(value).encode()).hexdigest()
+
+
+def _canonical(value: Any) -> str:
+    return json.dumps(to_json(value), sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def _layout(value: Any, indent: str) -> str:
@@ -662,17 +722,30 @@ def _not_finite(token: str) -> float:
 def _finite(token: str) -> float:
     value = float(token)
     if not math.isfinite(value):
-        raise ValueError(f"{token} is out of range")
+        raise ValueError(f"{_short(token, 20)} is out of range")
     return value
+
+
+def _whole(token: str) -> int:
+    # Python itself refuses to read some thousands of digits, in words about Python.
+    if len(token) > 20 or abs(int(token)) >= INTEGER_MAX:
+        raise ValueError(f"{_short(token, 20)} is out of range")
+    return int(token)
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table = dict(pairs)
     if len(table) != len(pairs):
-        names = [k for k, _ in pairs]
-        raise ValueError(f"field {next(k for k in names if names.count(k) > 1)!r} appears twice")
+        twice = next(k for k, count in Counter(k for k, _ in pairs).items() if count > 1)
+        raise ValueError(f"field {_short(repr(twice))} appears twice")
     return table
 
 
+def _short(value: object, most: int = TOLD) -> str:
+    text = str(value)
+    return text if len(text) <= most else f"{text[:most]}…"
+
+
 def _one_line(text: str) -> str:
-    return " ".join(text.split())
+    """What a damaged file says, as a terminal can show it: no line breaks, escapes or halves of a character."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in " ".join(text.split()))

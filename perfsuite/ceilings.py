@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from time import perf_counter
+from typing import Any
 
 import torch
+
+from perfsuite.errors import PairError
 
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 27}
 MATMUL_SIZE = {"cuda": 8192, "cpu": 1024}
@@ -27,18 +31,31 @@ def copy_bytes_per_s(device: str) -> float:
 
 @cache
 def matmul_flops_per_s(device: str, precision: str) -> float:
-    """Operations a second of a large square matrix product on random data: the best of a few."""
+    """Operations a second of a large square matrix product on random data: the best of a few.
+
+    PairError for a precision that there is no such product in.
+    """
+    if precision not in PRECISIONS:
+        raise PairError(f"a cost's precision={precision!r} is not one of {', '.join(PRECISIONS)}")
     kind = torch.device(device).type
     n = MATMUL_SIZE[kind] // (2 if precision == "float64" else 1)
-    dtype = {"tf32": torch.float32}.get(precision) or getattr(torch, precision)
+    dtype = torch.float32 if precision == "tf32" else getattr(torch, precision)
     a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
-    allowed = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
-    try:
+    with _float32_products("tf32" if precision == "tf32" else "ieee"):
         seconds = _best(lambda: torch.matmul(a, b), kind)
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = allowed
     return 2 * n**3 / seconds
+
+
+@contextmanager
+def _float32_products(precision: str) -> Iterator[None]:
+    # Not allow_tf32: it cannot be read where a project has used this setting, and it forgets "medium".
+    settings: Any = torch.backends.cuda.matmul
+    before = settings.fp32_precision
+    settings.fp32_precision = precision
+    try:
+        yield
+    finally:
+        settings.fp32_precision = before
 
 
 def _best(call: Callable[[], object], kind: str) -> float:

@@ -34,13 +34,17 @@ class Commands(click.Group):
     """Our commands, and those that other packages add."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        own = super().list_commands(ctx)
+        own = sorted([*super().list_commands(ctx), "calibrate"])
         return [*own, *sorted({e.name for e in entry_points(group=COMMANDS)} - set(own))]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         own = super().get_command(ctx, cmd_name)
         if own is not None:
             return own
+        if cmd_name == "calibrate":  # loaded when asked for: it is large
+            from perfsuite.calibration.command import calibrate
+
+            return calibrate
         for entry in entry_points(group=COMMANDS, name=cmd_name):
             try:
                 command = entry.load()

@@ -12,10 +12,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from time import perf_counter_ns
+from time import perf_counter_ns, process_time_ns
 from typing import Any
 
 import torch
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
 
 from perfsuite.errors import MachineError
 
@@ -34,10 +39,19 @@ def middle(times: Sequence[float]) -> float:
     return sum(kept) / len(kept)
 
 
+def interruptions() -> int:
+    """How often the system has taken the processor away from this process."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw if resource is not None else 0
+
+
 class CpuClock:
     """`perf_counter` around each call; both clocks are this one."""
 
     kinds = ("wall",)
+
+    def __init__(self) -> None:
+        self.work: list[float] = []
+        """Seconds of the last sample's calls, wall or processor's, the less; none of one that was interrupted."""
 
     def sample(
         self,
@@ -49,12 +63,17 @@ class CpuClock:
         key: str = "",
     ) -> float:
         """Seconds a call, over `calls` calls."""
-        times = []
+        times, work = [], []
         for _ in range(calls):
             reset()
+            switches, busy = interruptions(), process_time_ns()
             start = perf_counter_ns()
             call()
             times.append(perf_counter_ns() - start)
+            busy = process_time_ns() - busy
+            if interruptions() == switches:
+                work.append(min(busy, times[-1]) * 1e-9)  # idle threads of a team spin on
+        self.work = work
         return middle(times) * 1e-9
 
     def synchronize(self) -> None:
@@ -81,6 +100,8 @@ class CudaClock:
         self._cycles_per_s = self._calibrate()
         self.unhidden = 0
         """Samples whose launch latency could not be hidden."""
+        self.work: list[float] = []
+        """Seconds of the last sample's calls: on the device, or as `CpuClock.work` on the wall clock."""
 
     def _calibrate(self) -> float:
         cycles = 5_000_000
@@ -124,16 +145,33 @@ class CudaClock:
         return self._device(reset, call, calls, launches, key)
 
     def _wall(self, reset: Callable[[], None], call: Callable[[], object], calls: int) -> float:
-        times = []
+        times, work = [], []
         for _ in range(calls):
             reset()
             self.flush()
             self._sync()
+            switches, busy = interruptions(), process_time_ns()
             start = perf_counter_ns()
             call()
             self._sync()
             times.append(perf_counter_ns() - start)
+            busy = process_time_ns() - busy
+            if interruptions() == switches:
+                work.append(min(busy, times[-1]) * 1e-9)  # idle threads of a team spin on
+        self.work = work
         return middle(times) * 1e-9
+
+    def after_last_event(self, reset: Callable[[], None], call: Callable[[], object]) -> float:
+        """Seconds from the completion of an event recorded after the call until the whole device is idle."""
+        end = self._event()
+        reset()
+        self._sync()
+        call()
+        end.record()
+        end.synchronize()
+        start = perf_counter_ns()
+        self._sync()
+        return (perf_counter_ns() - start) * 1e-9
 
     def _device(
         self, reset: Callable[[], None], call: Callable[[], object], calls: int, launches: int, key: str
@@ -162,7 +200,8 @@ class CudaClock:
             if hidden or not hide:
                 break
         self.unhidden += not hidden
-        return middle([s.elapsed_time(e) for s, e in zip(starts, ends, strict=True)]) * 1e-3
+        self.work = [s.elapsed_time(e) * 1e-3 for s, e in zip(starts, ends, strict=True)]
+        return middle(self.work)
 
     def host_s(self, key: str) -> float:
         """Seconds of host time that the side's last sample on the device clock took to enqueue; 0 before the first."""

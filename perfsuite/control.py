@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from datetime import UTC, date, datetime
 from pathlib import Path
@@ -16,7 +15,7 @@ import pytest
 from _pytest.skipping import evaluate_skip_marks
 
 from perfsuite import baseline, gate, machine, revision, waivers
-from perfsuite.errors import BaselineError, PerfsuiteError, RevisionError
+from perfsuite.errors import BaselineError, PerfsuiteError
 from perfsuite.progress import Progress
 from perfsuite.records import Machine, Measurement, Status, Verdict
 from perfsuite.report.model import Correctness, RunReport
@@ -27,6 +26,9 @@ ACCEPT_PROCESSES = 5
 ACCEPT_RIVAL_PROCESSES = 2
 """A rival's place in the table needs no more, and its compilation is most of a process's time."""
 SCRATCH = ".perfsuite"
+RERUNS = ("reruns", "retries", "force_flaky")
+"""Options of plugins that run a failed test again."""
+ONCE = "a proof or a verdict that failed stays failed; a pair is not run again until it is green"
 BESIDE = "timed items cannot run beside each other: run without -n (xdist)"
 RED_IN_A_PLAIN_RUN = (Status.NOT_EQUIVALENT, Status.BELOW_FLOOR, Status.UNMEASURED)
 """A plain run has one process: it can break a promise, not settle one."""
@@ -112,10 +114,22 @@ class Control:
     def baseline_path(self) -> Path:
         return self.baselines / f"{self.machine.device}.json"
 
+    @property
+    def revisions(self) -> Path:
+        """Where trees of other revisions lie while they are measured."""
+        return self.root / SCRATCH / "revisions"
+
     def collected(self, every: Sequence[pytest.Item], selected: list[pytest.Item]) -> None:
         """All collected items, and those that -k and -m left: the timed ones go last, so that nothing runs beside."""
         selected.sort(key=lambda item: isinstance(item, SpeedItem))
         self.known = {i.nodeid: i for i in every if isinstance(i, SpeedItem)}
+        for name in RERUNS:
+            if getattr(self.config.option, name, None):
+                raise pytest.UsageError(f"--{name.replace('_', '-')}: {ONCE}")
+        for item in selected:
+            ours = isinstance(item, SpeedItem) or item.get_closest_marker("correctness")
+            if ours and item.get_closest_marker("flaky"):
+                raise pytest.UsageError(f"{item.nodeid} is marked flaky: {ONCE}")
         self.items = {i.nodeid: i for i in selected if isinstance(i, SpeedItem)}
         if self.mode != "gate":
             return
@@ -302,46 +316,35 @@ class Control:
 
     def _second(self, workers: Workers, opened: Mapping[str, gate.Open]) -> dict[str, Verdict]:
         """Stage 2: against the accepted revision where git has it, else against the baseline in more processes."""
-        trees: dict[str, tuple[str, ...]] = {}
         unloaded: dict[str, str] = {}
-        folder = self.root / SCRATCH / "revisions"
-        extracted: dict[str, Path | str] = {}
-        try:
-            for id, item in opened.items():
-                rev = item.entry.revision
-                if rev is None:
-                    unloaded[id] = "it was accepted outside git"
-                elif item.entry.dirty:
-                    unloaded[id] = f"it was accepted with uncommitted changes on {baseline.short(rev)}"
-                else:
-                    if rev not in extracted:
-                        try:
-                            extracted[rev] = revision.extract(rev, self.root, folder)
-                        except RevisionError as error:
-                            extracted[rev] = str(error)
-                    tree = extracted[rev]
-                    if isinstance(tree, str):
-                        unloaded[id] = tree
-                    else:
-                        trees[id] = (str(tree), rev)
+        clean: dict[str, str] = {}
+        for id, item in opened.items():
+            rev = item.entry.revision
+            if rev is None:
+                unloaded[id] = "it was accepted outside git"
+            elif item.entry.dirty:
+                unloaded[id] = f"it was accepted with uncommitted changes on {baseline.short(rev)}"
+            else:
+                clean[id] = rev
+        with revision.extracted(clean.values(), self.root, self.revisions) as (trees, refused):
+            unloaded |= {i: str(refused[rev]) for i, rev in clean.items() if rev in refused}
+            loadable = {i: (str(trees[rev]), rev) for i, rev in clean.items() if rev in trees}
             verdicts: dict[str, Verdict] = {}
-            if trees:
+            if loadable:
                 second = _Found()
-                self._through(workers, second, list(trees), gate.SECOND_PROCESSES, accepted=trees)
+                self._through(workers, second, list(loadable), gate.SECOND_PROCESSES, accepted=loadable)
                 for id, failure in second.failures.items():
                     if failure.message.startswith(UNLOADED):
                         unloaded[id] = failure.message.removeprefix(UNLOADED)
                     else:
                         verdicts[id] = _failed(id, failure)
-                settled = {i: o for i, o in opened.items() if i in trees and i not in second.failures}
+                settled = {i: o for i, o in opened.items() if i in loadable and i not in second.failures}
                 verdicts |= gate.second_look(settled, second.runs)
                 for id in settled:
                     self.found.runs[id] += second.runs.get(id, [])
             if unloaded:
                 verdicts |= self._stored(workers, opened, unloaded)
             return verdicts
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
 
     def _stored(
         self, workers: Workers, opened: Mapping[str, gate.Open], unloaded: Mapping[str, str]
@@ -417,8 +420,9 @@ class Control:
             )
             return True
         processes = int(self.arguments.get("processes", ACCEPT_PROCESSES))
-        with self._trees(head if not dirty else None, ids) as twins:
+        with revision.extracted([head] if head and not dirty else [], self.root, self.revisions) as (trees, _):
             # The accepted side against its own second import: the noise that the gate's second look has to beat.
+            twins = {i: (str(tree), rev) for i in ids for rev, tree in trees.items()}
             self._through(self._workers(), self.found, ids, processes, accepted=twins)
         promises = {i: self.items[i].promises for i in ids}
         self.verdicts = {i: _failed(i, f) for i, f in self.found.failures.items()}
@@ -454,19 +458,6 @@ class Control:
         self.notes.append(f"wrote {self.baseline_path}")
         return True
 
-    @contextmanager
-    def _trees(self, rev: str | None, ids: Sequence[str]) -> Iterator[dict[str, tuple[str, ...]]]:
-        """A second tree of the revision for each of `ids`; nothing where git cannot give one."""
-        folder = self.root / SCRATCH / "revisions"
-        try:
-            tree = revision.extract(rev, self.root, folder) if rev is not None else None
-        except RevisionError:
-            tree = None
-        try:
-            yield {i: (str(tree), rev) for i in ids} if tree is not None and rev is not None else {}
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-
     def _gone(self) -> Collection[str]:
         """Accepted workloads that no longer exist, as far as this run's arguments reach."""
         entries = baseline.load(self.baseline_path).entries if self.baseline_path.exists() else {}
@@ -475,17 +466,15 @@ class Control:
     def _compare(self) -> bool:
         rev = self.arguments["revision"]
         full = revision.resolve(rev, self.root)
-        folder = self.root / SCRATCH / "revisions"
         ids = self._measurable()
         if not ids:
             self.problems.append("nothing to compare: no timed item of a pair for this machine was selected")
             return True
-        try:
-            tree = revision.extract(full, self.root, folder)
-            trees = {i: (str(tree), full) for i in ids}
-            self._through(self._workers(), self.found, ids, gate.SECOND_PROCESSES, accepted=trees)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+        with revision.extracted([full], self.root, self.revisions) as (trees, refused):
+            if refused:
+                raise refused[full]
+            accepted = {i: (str(trees[full]), full) for i in ids}
+            self._through(self._workers(), self.found, ids, gate.SECOND_PROCESSES, accepted=accepted)
         failures = self.found.failures
         self.verdicts = {i: _failed(i, f) for i, f in failures.items()}
         runs = {i: self.found.runs[i] for i in ids if i not in failures}

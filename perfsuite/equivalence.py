@@ -77,7 +77,11 @@ Given: TypeAlias = Callable[[int], dict[str, Any]]
 
 
 class NotEquivalent(Exception):  # noqa: N818 - named as the verdict is
-    """The optimized side is not the same function: a readable message."""
+    """The optimized side is not the same function: a readable message, and the draw where one showed it."""
+
+    def __init__(self, message: str, case: Case | None = None) -> None:
+        super().__init__(message)
+        self.case = case
 
 
 class Discard(Exception):  # noqa: N818 - a draw set aside, not an error
@@ -94,6 +98,12 @@ class Tally:
     elements: int = 0
     excused: int = 0
     worst: float = 0.0
+    answers_differ: bool | None = None
+    """Whether, on some draw, the reference answered other inputs otherwise; None before the first was looked at."""
+    roundings: bool = False
+    """Whether the reference's roundings could be looked at, on a draw of enough different values."""
+    fault: PairError | None = None
+    """What is wrong with the reference: of every draw from then on."""
 
     def evidence(self, pair: Pair, dtype: str, device: str) -> Evidence:
         """The tally as a record; NotEquivalent where the draws prove nothing."""
@@ -101,8 +111,13 @@ class Tally:
         if proofs == 0 or (self.draws >= MIN_PROOFS and proofs < MIN_PROOF_SHARE * self.draws):
             raise NotEquivalent(
                 f"{pair.name}: {self.discarded} of {self.draws} draws were discarded, because the reference alone "
-                f"overflows, and {self.ill_conditioned} are ill-conditioned in {dtype}: too little is proven; "
-                f"bound the inputs with values=floats(low, high)"
+                f"overflows, and {self.ill_conditioned} are ill-conditioned in {dtype}, or the reference computes "
+                f"in less than {dtype}: too little is proven; bound the inputs with values=floats(low, high)"
+            )
+        if self.draws >= MIN_PROOFS and self.answers_differ is False:
+            raise NotEquivalent(
+                f"{pair.name}: the reference gives the same answer whatever its inputs are, on all of {self.draws} "
+                f"draws: the task is degenerate, and equal answers prove nothing; draw inputs that matter"
             )
         if self.excused > EXCUSED_SHARE * self.elements:
             raise NotEquivalent(
@@ -152,10 +167,12 @@ def establish(
     home: Path | None = None,
     replicas: int = REPLICAS,
     eps: float | None = None,
+    drawn: dict[str, Any] | None = None,
 ) -> Truth:
     """Truth, the reference and its error on this draw. Discard where the reference alone is not finite.
 
-    `replicas` is the fewest; an output of few elements takes more. `eps` is the working dtype's unless given.
+    `replicas` is the fewest; an output of few elements takes more. `eps` is the working dtype's unless given; `drawn`
+    are other inputs of the case's sizes than its seed gives.
     """
     working = pair.precision or case.dtype
     reference = as_side(pair.reference)
@@ -170,7 +187,7 @@ def establish(
         values: dict[str, Any] = to_working(make.build_step(pair, case, device, i))
         return values
 
-    rounded = to_working(make.build(pair, case, device, home=home))
+    rounded = to_working(make.build(pair, case, device, home=home) if drawn is None else drawn)
     truth = _run(truth_side, pair, make.upcast(rounded), case, gradients, _upcast(step_inputs))
     own = _run(reference, pair, make.clone(rounded), case, gradients, _copied(step_inputs))
     _check_reference(pair, own, truth)
@@ -329,8 +346,84 @@ def check_case(
         tally.discarded += 1
         return
     tally.ill_conditioned += truth.ill_conditioned
+    if not tally.answers_differ or (not tally.roundings and tally.draws <= TASK_DRAWS):
+        try:
+            _check_task(pair, case, device, home, tally)
+        except PairError as error:
+            tally.fault = error
+    if tally.fault is not None:
+        raise tally.fault
     produced = produce(pair, side or as_side(pair.optimized), case, device, gradients=gradients, home=home)
     judge(pair, truth, produced, name=side_name, tally=tally)
+
+
+def _check_task(pair: Pair, case: Case, device: str, home: Path | None, tally: Tally) -> None:
+    """Notes whether the reference answers other inputs otherwise. PairError where it rounds to half precision."""
+    side = as_side(pair.reference)
+
+    def answer(drawn: dict[str, Any], i: Case) -> Leaves:
+        given = _upcast(lambda step: make.build_step(pair, i, device, step))
+        return _run(side, pair, make.upcast(drawn), i, False, given)
+
+    case = replace(case, inputs={})  # ordinary values: of zeros there is only one kind
+    drawn = make.build(pair, case, device, home=home)
+    others = replace(case, seed=case.seed ^ 0x2545F49)
+    other = make.build(pair, others, device, home=home)
+    every = zip(make.tensors_in(drawn), make.tensors_in(other), strict=True)
+    if all(identical(a, b) for (_, a), (_, b) in every) and not pair.step_inputs:
+        return  # nothing was drawn: constant or recorded inputs, or empty ones
+    here, there = answer(drawn, case), answer(other, others)
+    if not any(leaf.numel() for leaf in here.values() if isinstance(leaf, torch.Tensor)):
+        return
+    if pair.precision is None and pair.excuse is None and not pair.is_stateful:
+        tally.roundings |= _check_roundings(pair, drawn, here, answer)
+    tally.answers_differ = tally.answers_differ or any(_differs(leaf, there.get(name)) for name, leaf in here.items())
+
+
+def _differs(a: Leaf, b: Leaf) -> bool:
+    if not _is_real(a) or not _is_real(b):
+        return not (torch.equal(a, b) if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) else a == b)
+    x, y = _as_double(a), _as_double(b)
+    if x.shape != y.shape or not _same_nonfinite(x, y):
+        return True
+    finite = x.isfinite()
+    return bool(((x - y).abs()[finite] > TRUTH_EPS * (x.abs()[finite] + _rms(x))).any())
+
+
+def _check_roundings(
+    pair: Pair, drawn: dict[str, Any], here: Leaves, answer: Callable[[dict[str, Any], Case], Leaves]
+) -> bool:
+    """In float64 every value of a reference moves with its inputs, unless it is rounded on the way.
+
+    Whether there were values enough to tell; PairError where they do not move.
+    """
+    case = Case(dtype="float64", sizes={}, inputs={}, seed=0)
+    near = answer(make.jitter(pair, make.upcast(drawn), 0, "roundings", BESIDE), case)
+    looked = False
+    for name, leaf in here.items():
+        if not _is_real(leaf) or not isinstance(leaf, torch.Tensor) or name.endswith("(in place)"):
+            continue
+        x, y = _as_double(leaf), _as_double(near[name])
+        if x.shape != y.shape:
+            continue
+        some = x.isfinite() & (x != x.round())  # counts stay as they are, and rightly
+        if x[some].unique().numel() < GENERIC:
+            continue
+        looked = True
+        if float((x == y)[some].double().mean()) > UNMOVED:
+            raise PairError(
+                f"{pair.name}: {name} of the reference does not move when its float64 inputs do, by up to one part in "
+                f"2^24: it is rounded to half precision inside; take out its casts, or declare precision="
+            )
+    return looked
+
+
+TASK_DRAWS = 20
+BESIDE = 2.0**-24
+"""Far above float64's own rounding; a value rounded to half precision stays as it is, but for one in 8,000."""
+UNMOVED = 0.95
+GENERIC = 16
+"""So many different values are no table of constants."""
 
 
 def check_truth(pair: Pair, case: Case, device: str, *, gradients: bool = False) -> None:
@@ -358,11 +451,18 @@ def _run(
     given: Given,
 ) -> Leaves:
     execution.poison(pair, values)
-    with execution.quiet(side):
+    with execution.settings_kept() as changed, execution.quiet(side):
         if pair.is_stateful:
             states = execution.run_steps(execution.callable_of(side), pair, values, pair.steps, given)
-            return {name: leaf for state in states.values() for name, leaf in state.items()}
-        return execution.run(execution.callable_of(side), pair, values, gradients=gradients, seed=case.seed)
+            leaves = {name: leaf for state in states.values() for name, leaf in state.items()}
+        else:
+            leaves = execution.run(execution.callable_of(side), pair, values, gradients=gradients, seed=case.seed)
+    if changed:
+        reference = side.call is as_side(pair.reference).call
+        text = f"{pair.name}: the {'reference' if reference else 'optimized'} side sets {changed[0]} for all that runs"
+        remedy = "after it; put it back, or set it for both sides"
+        raise PairError(f"{text} {remedy}") if reference else NotEquivalent(f"{text} {remedy}")
+    return leaves
 
 
 def _upcast(given: Given) -> Given:

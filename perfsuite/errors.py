@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class PerfsuiteError(Exception):
     """A user's mistake or a machine's lack, told in one line that names it and the remedy."""
@@ -9,6 +11,9 @@ class PerfsuiteError(Exception):
 
 class PairError(PerfsuiteError):
     """A pair is declared in a way that cannot be proven or timed."""
+
+    case: Any = None
+    """The draw that showed it, a `Case`; None where the declaration alone does."""
 
 
 class BaselineError(PerfsuiteError):
@@ -21,3 +26,7 @@ class MachineError(PerfsuiteError):
 
 class RevisionError(PerfsuiteError):
     """A revision cannot be loaded beside the current tree."""
+
+
+class TamperedError(PerfsuiteError):
+    """A clock, a function or a rule that a verdict rests on has been replaced."""

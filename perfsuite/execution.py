@@ -54,6 +54,49 @@ def _compiled_factory(make_step: Callable[..., Any], options: Mapping[str, Any])
     return build
 
 
+_SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "torch's float32 matmul precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    "torch's default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "torch's grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "torch's number of threads": (torch.get_num_threads, torch.set_num_threads),
+    "torch's deterministic algorithms": (
+        torch.are_deterministic_algorithms_enabled,
+        torch.use_deterministic_algorithms,
+    ),
+    "torch.backends.cudnn.allow_tf32": (
+        lambda: torch.backends.cudnn.allow_tf32,
+        lambda value: setattr(torch.backends.cudnn, "allow_tf32", value),
+    ),
+    "torch.backends.cudnn.benchmark": (
+        lambda: torch.backends.cudnn.benchmark,
+        lambda value: setattr(torch.backends.cudnn, "benchmark", value),
+    ),
+}
+"""What changes what every side computes, or how fast: how to read it, and how to put it back."""
+
+
+@contextmanager
+def settings_kept() -> Iterator[list[str]]:
+    """Collects the global settings that are changed inside, in words, and puts them back."""
+    changed: list[str] = []
+    before = {name: _read(read) for name, (read, _) in _SETTINGS.items()}
+    try:
+        yield changed
+    finally:
+        for name, (read, write) in _SETTINGS.items():
+            after = _read(read)
+            if after != before[name]:
+                write(before[name])
+                changed.append(f"{name} to {after} (before: {before[name]})")
+
+
+def _read(read: Callable[[], Any]) -> Any:
+    try:
+        return read()
+    except RuntimeError:  # torch refuses the old name of a setting once the new one was used
+        return None
+
+
 @contextmanager
 def quiet(side: Side) -> Iterator[None]:
     """Silence the warnings that torch.compile itself raises: they are not the user's to mend."""

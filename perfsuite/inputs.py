@@ -100,6 +100,27 @@ def cases(draw: st.DrawFn, pair: Pair, dtype: str) -> Case:
     return Case(dtype=dtype, sizes=sizes, inputs=inputs, seed=seed)
 
 
+@st.composite
+def plain_cases(draw: st.DrawFn, pair: Pair, dtype: str) -> Case:
+    """A strategy of cases with some elements in every dimension, plain layouts and values."""
+    sizes: dict[str, Any] = {}
+    for name in sorted(pair.symbols):
+        size = pair.sizes.get(name) or Size(low=0, high=PLAIN[-1])
+        among = [s for s in PLAIN if size.low <= s <= size.high and s % size.multiple_of == 0]
+        sizes[name] = draw(st.sampled_from(among) if among else _size(size, large=False))
+    if pair.where is not None:
+        from hypothesis import assume
+
+        assume(pair.where(**accepted(pair.where, sizes)))
+    for name, spec in {**pair.inputs, **pair.step_inputs}.items():
+        if isinstance(spec, ScalarSpec):
+            sizes[name] = draw(_scalar(spec, sizes))
+    return Case(dtype=dtype, sizes=sizes, inputs={}, seed=draw(st.integers(0, 2**31 - 1)))
+
+
+PLAIN = (3, 5, 7, 13, 17, 23, 16, 24, 32)
+
+
 def _size(spec: Size | None, *, large: bool) -> st.SearchStrategy[int]:
     low, high, step = (0, SMALL_HIGH, 1) if spec is None else (spec.low, spec.high, spec.multiple_of)
     most = LARGE_EDGES[-1] if spec is None and large else high
@@ -431,6 +452,16 @@ def _clone_tensor(tensor: torch.Tensor) -> torch.Tensor:
     # The whole storage is copied, so that the view keeps its strides and offset.
     whole = tensor.new_empty(0).set_(tensor.untyped_storage()).clone()
     return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def copy_values(into: torch.Tensor, values: torch.Tensor) -> None:
+    """Other values in the same memory; of an expanded tensor, what is expanded is written to once."""
+    target = into.detach()
+    for dim, stride in enumerate(target.stride()):
+        if not stride:
+            width = min(1, target.shape[dim])
+            target, values = target.narrow(dim, 0, width), values.narrow(dim, 0, width)
+    target.copy_(values)
 
 
 def upcast(value: Any) -> Any:

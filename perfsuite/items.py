@@ -21,7 +21,7 @@ import torch
 from hypothesis import HealthCheck, Phase
 from hypothesis.reporting import with_reporter
 
-from perfsuite import ahead, equivalence, execution, integrity
+from perfsuite import ahead, diagnosis, equivalence, execution, guard, integrity
 from perfsuite import inputs as make
 from perfsuite.equivalence import NotEquivalent, Tally
 from perfsuite.errors import PairError, PerfsuiteError
@@ -108,10 +108,12 @@ class PairCollector(pytest.Collector):
                 home=self.home,
             )
 
-        return self._item(name, dtype, prove, execution.unavailable(side, device()))
+        return self._item(name, dtype, prove, execution.unavailable(side, device()), side)
 
-    def _item(self, name: str, dtype: str, prove: Prove, unavailable: str | None) -> pytest.Item:
-        item: ProofItem = ProofItem.from_parent(self, name=name, pair=self.pair, dtype=dtype, prove=prove)
+    def _item(
+        self, name: str, dtype: str, prove: Prove, unavailable: str | None, side: Side | None = None
+    ) -> pytest.Item:
+        item: ProofItem = ProofItem.from_parent(self, name=name, pair=self.pair, dtype=dtype, prove=prove, side=side)
         item.add_marker(pytest.mark.correctness)
         if unavailable:
             item.add_marker(pytest.mark.skip(reason=unavailable))
@@ -130,17 +132,28 @@ class ProofItem(pytest.Function):
     """A property over Hypothesis draws; fails with one readable message and the line that reproduces it."""
 
     def __init__(
-        self, *, name: str, parent: PairCollector, pair: Pair, dtype: str, prove: Prove, **kwargs: Any
+        self,
+        *,
+        name: str,
+        parent: PairCollector,
+        pair: Pair,
+        dtype: str,
+        prove: Prove,
+        side: Side | None = None,
+        **kwargs: Any,
     ) -> None:
-        self.pair, self.dtype, self.prove = pair, dtype, prove
+        self.pair, self.dtype, self.prove, self.side, self.home = pair, dtype, prove, side, parent.home
         self.tally = Tally()
         self.evidence: Evidence | None = None
         self.current: Case | None = None
         self.kind = name.partition("[")[0]
         profile = parent.config.option.perfsuite_profile or ("ci" if os.environ.get("CI") else "dev")
-        super().__init__(name=name, parent=parent, callobj=self._test(profile, f"{parent.nodeid}::{name}"), **kwargs)
+        node = f"{parent.nodeid}::{name}"
+        # Many faults need some elements to show: draws of every kind would be mostly tiny.
+        self.first = self._test(profile, f"{node}, first", make.plain_cases) if self.kind == "integrity" else None
+        super().__init__(name=name, parent=parent, callobj=self._test(profile, node, make.cases), **kwargs)
 
-    def _test(self, profile: str, nodeid: str) -> Any:
+    def _test(self, profile: str, nodeid: str, strategy: Callable[..., Any]) -> Any:
         examples = (INTEGRITY_EXAMPLES if self.kind == "integrity" else EXAMPLES)[profile]
         if self.pair.is_stateful and self.kind != "integrity":
             examples = max(SMALL_STEP_EXAMPLES, examples // 8)
@@ -154,7 +167,7 @@ class ProofItem(pytest.Function):
             phases=[p for p in Phase if p is not Phase.explain],
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],
         )
-        @hypothesis.given(case=make.cases(self.pair, self.dtype))
+        @hypothesis.given(case=strategy(self.pair, self.dtype))
         def prove_draws(case: Case) -> None:
             __tracebackhide__ = True
             self._prove(case)
@@ -169,16 +182,14 @@ class ProofItem(pytest.Function):
         try:
             self.prove(case, self.tally)
         except (NotEquivalent, PairError) as error:
-            error.case = case  # type: ignore[union-attr]
+            error.case = case
             raise
         except torch.OutOfMemoryError as error:
-            raise _with_case(
-                NotEquivalent(f"{self.pair.name}: runs out of memory: {_first_line(error)}"), case
-            ) from None
+            raise NotEquivalent(f"{self.pair.name}: runs out of memory: {_first_line(error)}", case) from None
         except (hypothesis.errors.HypothesisException, hypothesis.errors.UnsatisfiedAssumption):
             raise
         except (Exception, SystemExit) as error:
-            raise _with_case(NotEquivalent(self._raised(error)), case) from None
+            raise NotEquivalent(self._raised(error), case) from None
 
     def _raised(self, error: BaseException) -> str:
         frames = traceback.extract_tb(error.__traceback__)
@@ -195,24 +206,40 @@ class ProofItem(pytest.Function):
         line = self.config.option.perfsuite_case
         # Our line says how to reproduce a failure; Hypothesis would add its own, about a test that is not the user's.
         with time_limit(self.pair.time_limit), with_reporter(lambda message: None):
-            if line:
-                self._prove(make.parse_case(line, self.dtype))
-            else:
-                super().runtest()
+            try:
+                if line:
+                    self._prove(make.parse_case(line, self.dtype))
+                else:
+                    if self.first is not None:
+                        self.first()
+                    super().runtest()
+            except NotEquivalent as error:
+                raise self._explained(error) from None
+        guard.check()
         if self.kind in ("equivalence", "gradients"):
             self.evidence = self.tally.evidence(self.pair, self.dtype, device())
+
+    def _explained(self, error: NotEquivalent) -> NotEquivalent:
+        __tracebackhide__ = True
+        if self.side is None or error.case is None:
+            return error
+        gradients = self.kind == "gradients"
+        cause = diagnosis.explain(self.pair, self.side, error.case, device(), gradients=gradients, home=self.home)
+        return error if cause is None else NotEquivalent(f"{error}\nlikely cause: {cause}", error.case)
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
         error = excinfo.value
         if isinstance(error, Hang):
             return self._told(f"{self.pair.name}: {error}", self.current)
-        if isinstance(error, (NotEquivalent, PerfsuiteError)):
-            return self._told(str(error), getattr(error, "case", None))
+        if isinstance(error, (NotEquivalent, PairError)):
+            return self._told(str(error), error.case)
+        if isinstance(error, PerfsuiteError):
+            return str(error)
         if isinstance(error, BaseExceptionGroup):
             first = next((e for e in error.exceptions if isinstance(e, NotEquivalent)), None)
             if first is not None:
                 told = f"{first}\nit does not always fail on the same draw: it depends on memory, order or time"
-                return self._told(told, getattr(first, "case", None))
+                return self._told(told, first.case)
         if isinstance(error, (hypothesis.errors.Unsatisfiable, hypothesis.errors.FailedHealthCheck)):
             return (
                 f"{self.pair.name}: too few sizes satisfy where=; "
@@ -272,11 +299,6 @@ def time_limit(seconds: float) -> Iterator[None]:
         faulthandler.cancel_dump_traceback_later()
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-
-
-def _with_case(error: NotEquivalent, case: Case) -> NotEquivalent:
-    error.case = case  # type: ignore[attr-defined]
-    return error
 
 
 def _first_line(error: BaseException) -> str:

@@ -6,14 +6,13 @@ import ast
 import importlib
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from io import BytesIO
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,22 +21,27 @@ from perfsuite.errors import RevisionError
 from perfsuite.pair import Pair, Side, as_side
 
 HARNESS = "perfsuite"
+APART = (
+    *("-c", "core.hooksPath=/dev/null"),
+    *("-c", "core.fsmonitor=false"),
+    *("-c", "core.splitIndex=false"),
+    *("-c", "submodule.recurse=false"),
+)
+"""For a temporary index, which is none of the repository's: no hook, daemon or shared part of it is to begin."""
 
 
-def git(*arguments: str, cwd: Path) -> str:
-    """Output of a git command; RevisionError with git's own last line where it fails."""
-    return _git(*arguments, cwd=cwd).decode(errors="replace").strip()
-
-
-def _git(*arguments: str, cwd: Path) -> bytes:
+def git(*arguments: str, cwd: Path, options: Sequence[str] = (), variables: Mapping[str, str] | None = None) -> str:
+    """Output of a git command, run with git's own `options`; RevisionError with its last line where it fails."""
+    environment = {**os.environ, **variables} if variables else None
+    command = ["git", *options, *arguments]
     try:
-        done = subprocess.run(["git", *arguments], cwd=cwd, capture_output=True, check=False)
+        done = subprocess.run(command, cwd=cwd, capture_output=True, check=False, env=environment)
     except FileNotFoundError:
         raise RevisionError("git is not installed") from None
     if done.returncode:
         lines = done.stderr.decode(errors="replace").strip().splitlines()
         raise RevisionError(f"git {arguments[0]}: {lines[-1] if lines else 'failed'}")
-    return done.stdout
+    return done.stdout.decode(errors="replace").strip()
 
 
 def top_level(root: Path) -> Path:
@@ -65,17 +69,43 @@ def resolve(revision: str, root: Path) -> str:
 
 
 def extract(revision: str, root: Path, into: Path) -> Path:
-    """The revision's tree as files in a fresh folder below `into`; the repository is not changed."""
-    full = resolve(revision, root)
-    archive = _git("archive", "--format=tar", full, cwd=top_level(root))
+    """The revision's tree as files in a fresh folder below `into`; the repository is not changed.
+
+    Checked out through an index of its own. `git archive` would leave out what is marked export-ignore, as many
+    projects mark their tests, and rewrite what is marked export-subst.
+    """
+    full, top = resolve(revision, root), top_level(root)
     try:
         into.mkdir(parents=True, exist_ok=True)
-        tree = Path(tempfile.mkdtemp(prefix=f"{full[:12]}-", dir=into))
-        with tarfile.open(fileobj=BytesIO(archive)) as tar:
-            tar.extractall(tree, filter="data")
-    except (OSError, tarfile.TarError) as error:
+        tree = Path(tempfile.mkdtemp(prefix=f"{full[:12]}-", dir=into)).resolve()
+        with tempfile.TemporaryDirectory(prefix="index-", dir=into) as apart:
+            git(
+                *("read-tree", "-m", "-u", "--no-sparse-checkout", full),
+                cwd=top,
+                options=[f"--work-tree={tree}", *APART],
+                variables={"GIT_INDEX_FILE": str(Path(apart, "index").resolve())},
+            )
+    except (OSError, RevisionError) as error:
         raise RevisionError(f"revision {revision} cannot be unpacked into {into} ({error})") from None
     return tree
+
+
+@contextmanager
+def extracted(
+    revisions: Iterable[str], root: Path, folder: Path
+) -> Iterator[tuple[dict[str, Path], dict[str, RevisionError]]]:
+    """(trees, refused): each revision's tree in `folder`, or why there is none. The folder is gone afterwards."""
+    trees: dict[str, Path] = {}
+    refused: dict[str, RevisionError] = {}
+    try:
+        for revision in dict.fromkeys(revisions):
+            try:
+                trees[revision] = extract(revision, root, folder)
+            except RevisionError as error:
+                refused[revision] = error
+        yield trees, refused
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def load_side(pair: Pair, module_name: str, tree: Path, root: Path) -> Side:

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from perfsuite import ceilings, equivalence, execution
+from perfsuite import ceilings, equivalence, execution, guard, scrutiny
 from perfsuite import inputs as make
 from perfsuite.clocks import CpuClock, CudaClock, clock_for
 from perfsuite.counting import count_calls
@@ -79,6 +79,9 @@ class Runner:
     gradients: Any = None
     marked: dict[str, torch.Tensor] = field(default_factory=dict)
     padding: Any = None
+    arguments: tuple[Any, ...] = ()
+    originals: dict[str, Any] = field(default_factory=dict)
+    """What the inputs that a call changes are set back to before the next."""
 
     def allocate(self, master: Mapping[str, Any], rng: random.Random) -> None:
         """Fresh copies of the inputs, at other addresses than before."""
@@ -93,20 +96,13 @@ class Runner:
         function = execution.callable_of(self.side)
         if self.pair.is_stateful:
             step = function(*self.inputs.values())
-            arguments = tuple(make.clone(self.step_master).values())
+            arguments = self.arguments = tuple(make.clone(self.step_master).values())
             self.call, self.reset = lambda: step(*arguments), lambda: None
             return
         arguments = tuple(self.inputs.values())
-        changed = {*self.pair.mutates, *self.pair.writes}
-        restore = [
-            (tensor, original)
-            for name in sorted(changed)
-            for (_, tensor), (_, original) in zip(
-                make.tensors_in(self.inputs[name], name), make.tensors_in(master[name], name), strict=True
-            )
-        ]
+        self.originals = dict(master)
         if self.direction == "forward":
-            self.call, self.reset = self._forward(function, arguments), self._restorer(restore)
+            self.call, self.reset = self._forward(function, arguments), self._restore
             return
         self.marked = execution.require_gradients(self.pair, self.inputs)
         leaves = list(self.marked.values())
@@ -128,13 +124,12 @@ class Runner:
                 self.gradients = torch.autograd.grad(forward(), leaves, weights, allow_unused=True)
                 return self.gradients
 
-            self.call, self.reset = both, self._restorer(restore)
+            self.call, self.reset = both, self._restore
             return
-        restoring = self._restorer(restore)
         pending: list[torch.Tensor] = []
 
         def before() -> None:
-            restoring()
+            self._restore()
             pending[:] = forward()
 
         def backward() -> object:
@@ -150,13 +145,22 @@ class Runner:
 
         return forward
 
-    def _restorer(self, restore: list[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], None]:
-        def reset() -> None:
-            self.returned = self.gradients = None
-            for tensor, original in restore:
-                tensor.detach().copy_(original)
+    def _restore(self) -> None:
+        self.returned = self.gradients = None
+        for name in (*self.pair.mutates, *self.pair.writes):
+            if name in self.originals:
+                _copy_values(self.inputs[name], self.originals[name])
 
-        return reset
+    def refill(self, values: Mapping[str, Any]) -> None:
+        """Other values in the same memory: the next call finds all but the values as the last one did."""
+        self.returned = self.gradients = None
+        if self.pair.is_stateful:
+            for old, new in zip(self.arguments, values.values(), strict=True):
+                _copy_values(old, new)
+            return
+        self.originals = dict(values)
+        for name, value in values.items():
+            _copy_values(self.inputs[name], value)
 
     def leaves(self) -> execution.Leaves:
         """What the last timed call produced, to be held against the truth."""
@@ -168,6 +172,11 @@ class Runner:
     @property
     def grad_mode(self) -> bool:
         return self.direction != "forward"
+
+
+def _copy_values(into: Any, values: Any) -> None:
+    for (_, tensor), (_, value) in zip(make.tensors_in(into), make.tensors_in(values), strict=True):
+        make.copy_values(tensor, value)
 
 
 def measure(
@@ -191,6 +200,7 @@ def measure(
     workload cannot be timed as declared.
     """
     began = perf_counter()
+    guard.check()
     seed = secrets.randbits(31) if seed is None else seed
     dtype = workload.dtype or pair.dtypes[0]
     case = make.workload_case(workload, dtype, seed)
@@ -241,16 +251,25 @@ def measure(
     peaks = {n: _peak_bytes(r, report) if first else None for n, r in runners.items()}
     gated = {n: r for n, r in runners.items() if n not in rivals}
     sampler = _Sampler(gated, master, clock, kind, counts, rng, workload.repeat, report)
-    condition = sampler.run(BLOCKS)
+    watch = _Watch(timed, workload, case, sampler, truth, home)
+    condition = sampler.run(BLOCKS, watch.between)
+    watch.conclude()
     if len(runners) > len(gated):
         others = {n: r for n, r in runners.items() if n in rivals or n == OPTIMIZED}
         beside = _Sampler(others, master, clock, kind, counts, rng, workload.repeat, report)
         beside.run(RIVAL_BLOCKS)
+        skipped |= beside.compiling()
         sampler.add(beside)
-    if not pair.is_stateful:
-        _judge_timed(timed, runners, truth, master, workload.repeat)
+        runners = {n: r for n, r in runners.items() if n not in skipped}
+        if not pair.is_stateful:
+            _judge_timed(timed, {n: runners[n] for n in others if n in runners}, truth, master, workload.repeat)
     del truth
     other = {n: sampler.other_clock(n) if first else None for n in runners}
+    limit = _limit(pair, workload, device) if first else None
+    if limit is not None:
+        on_device = sampler.median(OPTIMIZED) if kind == "device" else other[OPTIMIZED] or sampler.median(OPTIMIZED)
+        scrutiny.floor(limit, on_device or math.inf, device, f"{pair.name}: the optimized side")
+    guard.check()
     return Measurement(
         id=workload_id,
         pair=pair.name,
@@ -272,10 +291,10 @@ def measure(
             )
             for n in runners
         },
-        log_ratios={n: tuple(v) for n, v in sampler.log_ratios.items()},
+        log_ratios={n: tuple(v) for n, v in sampler.log_ratios.items() if n in runners},
         few=tuple(sorted(sampler.few)),
         skipped=skipped,
-        limit=_limit(pair, workload, device) if first else None,
+        limit=limit,
         condition=condition,
         seconds=perf_counter() - began,
         evidence=evidence,
@@ -471,8 +490,13 @@ class _Sampler:
         self.slow: set[str] = set()
         held = sum(t.numel() * t.element_size() for _, t in make.tensors_in(dict(master)))
         self.small = held <= SMALL_BYTES
+        self.work: list[float] = []
+        """What the timed calls of the optimized side took, in order, but for those that were interrupted."""
+        self.timed_calls = 0
+        self.compiled: dict[str, int] = {}
 
-    def run(self, blocks: int) -> Condition:
+    def run(self, blocks: int, between: Callable[[int], None] = lambda block: None) -> Condition:
+        """Time the blocks; `between` is called after each with its number."""
         self._plan()
         index = None if isinstance(self.clock, CpuClock) else torch.cuda.current_device()
         set_aside = done = 0
@@ -493,6 +517,7 @@ class _Sampler:
                             self.blocks_s, self.log_ratios = kept
                             set_aside += 1
                             continue
+                    between(done)
                     done += 1
                 return monitor.condition(set_aside=set_aside * QUADS) if monitor is not None else Condition()
         finally:
@@ -539,11 +564,21 @@ class _Sampler:
     def _sample(self, name: str, kind: str | None = None, calls: int | None = None) -> float:
         runner = self.runners[name]
         call = runner.call if self.repeat == 1 else functools.partial(_in_a_row, runner.call, self.repeat)
+        before = scrutiny.compilations()
         with torch.set_grad_enabled(runner.grad_mode):
             seconds = self.clock.sample(
                 kind or self.kind, runner.reset, call, calls or self.calls[name], self._launches(name), name
             )
-        return seconds / self.repeat
+        self.compiled[name] = self.compiled.get(name, 0) + scrutiny.compilations() - before
+        return scrutiny.positive(seconds / self.repeat, name)
+
+    def compiling(self) -> dict[str, str]:
+        """The sides that compiled inside timed calls, each with that as the reason not to trust its time."""
+        return {
+            name: f"compiles inside timed calls ({count} times): its time is not that of the function"
+            for name, count in self.compiled.items()
+            if count and name != OPTIMIZED
+        }
 
     def _block(self, block: int) -> None:
         times: dict[str, list[float]] = {n: [] for n in self.runners}
@@ -558,6 +593,9 @@ class _Sampler:
             turns = [*order, *(n for n in reversed(order) if n not in self.few)]
             for name in turns:
                 total[name] += self._sample(name)
+                if name == OPTIMIZED:
+                    self.work += self.clock.work
+                    self.timed_calls += self.calls[name]
             mean = {n: t / turns.count(n) for n, t in total.items()}
             for name, t in mean.items():
                 times[name].append(t)
@@ -569,6 +607,14 @@ class _Sampler:
         for name, values in ratios.items():
             if values:
                 self.log_ratios[name].append(statistics.median(values))
+
+    def once(self, name: str) -> float:
+        """Seconds of one call by itself, whatever `repeat` says."""
+        runner = self.runners[name]
+        with torch.set_grad_enabled(runner.grad_mode):
+            return self.clock.sample(
+                self.kind, runner.reset, runner.call, 1, self._launches(name) // self.repeat, f"{name}, once"
+            )
 
     def _allocate(self, names: list[str]) -> None:
         """Fresh inputs for these sides, in a random order, and one call each to settle."""
@@ -601,3 +647,100 @@ class _Sampler:
             calls = CudaClock.calls_within_queue(calls, self._launches(name))
         repeats = 1 if name in self.slow else OTHER_CLOCK_SAMPLES
         return statistics.median(self._sample(name, kind, calls) for _ in range(repeats))
+
+
+class _Watch:
+    """Looks, between blocks, for what a side does only while it is timed."""
+
+    def __init__(
+        self,
+        pair: Pair,
+        workload: Workload,
+        case: Case,
+        sampler: _Sampler,
+        truth: equivalence.Truth,
+        home: Path | None,
+    ) -> None:
+        self.pair, self.workload, self.case, self.home = pair, workload, case, home
+        self.sampler, self.truth = sampler, truth
+        self.fresh: list[tuple[float, float]] = []
+        self.l2_bytes = scrutiny.persisting_l2_bytes()
+        self.where = f"{pair.name}: the optimized side"
+        self.judged = sampler.rng.randrange(BLOCKS)
+        """The block whose outputs are held against the truth: nobody can know which."""
+
+    def between(self, block: int) -> None:
+        guard.check()
+        scrutiny.keeps_l2(self.l2_bytes, self.where)
+        runner = self.sampler.runners[OPTIMIZED]
+        if block in (self.judged, BLOCKS - 1) and not self.pair.is_stateful:
+            _judge_timed(self.pair, self.sampler.runners, self.truth, self.sampler.master, self.workload.repeat)
+        with execution.quiet(runner.side), torch.set_grad_enabled(runner.grad_mode):
+            self._new_values(runner, block)
+        if block == 0:
+            self._first(runner)
+
+    def _new_values(self, runner: Runner, block: int) -> None:
+        """Time a call on values that it cannot have seen, and the same again."""
+        stateful = self.pair.is_stateful
+        old = runner.step_master if stateful else dict(self.sampler.master)
+        warm, values = self._draw(runner), self._draw(runner)
+        pairs = zip(make.tensors_in(values), make.tensors_in(old), strict=True)
+        if all(equivalence.identical(new, known) for (_, new), (_, known) in pairs):
+            return  # constant or recorded inputs: there are no others
+        times = []
+        # The first is not kept: it finds the processor's caches full of what the harness did before.
+        for given in (warm, values, values):
+            runner.refill(given)
+            times.append(self.sampler.once(OPTIMIZED))
+        self.fresh.append((times[1], times[2]))
+        if block == self.judged and not stateful and REFERENCE not in self.sampler.few:
+            self._judge_new(runner, values)
+        runner.refill(old)
+
+    def _draw(self, runner: Runner) -> dict[str, Any]:
+        case = replace(self.case, seed=secrets.randbits(31))
+        if self.pair.is_stateful:
+            return make.build_step(self.pair, case, runner.device, 1)
+        return make.build(self.pair, case, runner.device, home=self.home)
+
+    def _judge_new(self, runner: Runner, values: dict[str, Any]) -> None:
+        try:
+            truth = equivalence.establish(
+                self.pair, self.case, runner.device, gradients=runner.grad_mode, replicas=0, drawn=values
+            )
+        except equivalence.Discard:
+            return
+        runner.reset()
+        runner.call()
+        try:
+            equivalence.judge(self.pair, truth, runner.leaves(), name="timed optimized", strict_strides=False)
+        except equivalence.NotEquivalent as error:
+            raise equivalence.NotEquivalent(
+                f"{error}; it was right on the values it was proven with, and is not on new ones in the same memory"
+            ) from None
+
+    def _first(self, runner: Runner) -> None:
+        with execution.quiet(runner.side), torch.set_grad_enabled(runner.grad_mode):
+            if not self.pair.is_stateful:
+                runner.reset()
+                self.sampler.clock.synchronize()
+                runner.call()
+                scrutiny.returned(runner.leaves(), self.where)
+            if self.sampler.kind == "device":
+                seen = self.sampler.once(OPTIMIZED)
+                unseen = scrutiny.unseen_seconds(self.sampler.clock, runner.reset, runner.call)
+                scrutiny.hidden(unseen, seen, self.where)
+
+    def conclude(self) -> None:
+        """What only all blocks together show."""
+        if scrutiny.is_quiet(self.sampler.work, self.sampler.timed_calls):
+            scrutiny.replayed(self.fresh, self.sampler.kind, self.where)
+            scrutiny.bursts(self.sampler.work, self.where)
+        for name in (REFERENCE, OPTIMIZED, ACCEPTED):
+            count = self.sampler.compiled.get(name)
+            if count:
+                text = f"{self.pair.name}: the {name} side compiles inside timed calls ({count} times)"
+                if name == REFERENCE:
+                    raise PairError(f"{text}: a slow straw man; give it static shapes, or compile it beforehand")
+                raise equivalence.NotEquivalent(f"{text}: its time is not that of the function")

@@ -7,8 +7,10 @@ a new worker after it.
 from __future__ import annotations
 
 import contextlib
+import hmac
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -25,6 +27,10 @@ if TYPE_CHECKING:
     import pytest
 
 JOB = "PERFSUITE_JOB"
+FORGED = (
+    "a result that the harness did not write appeared among its own: code under test writes to the results file; "
+    "nothing of this process is believed"
+)
 UNLOADED = "accepted revision not loaded: "
 """How a worker begins the message that it could not load the accepted side, so that the gate falls back."""
 POLL_S = 0.02
@@ -62,6 +68,8 @@ class Job:
     """The accepted side is only there to measure the noise: where it cannot be loaded, go on without it."""
     counts: Mapping[str, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)
     """Workload → side → (host syncs, launches), from an earlier process: counted once a run."""
+    key: str = ""
+    """Signs the worker's lines, so that code under test cannot add lines of its own."""
 
 
 @dataclass(slots=True)
@@ -123,6 +131,7 @@ class Workers:
             rivals=process <= self.rival_processes,
             twin=self.twin,
             counts={i: self.counts[i] for i in ids if i in self.counts},
+            key=secrets.token_hex(),
         )
         selection = stem.with_suffix(".args")
         try:
@@ -149,7 +158,13 @@ class Workers:
                 position += len(chunk)
                 *lines, buffered = (buffered + chunk).split(b"\n")
                 for line in lines:
-                    event = json.loads(line)
+                    if produced == len(ids):
+                        break  # whatever comes after the last result is none
+                    event = _verified(line, job.key)
+                    if event is None or event["id"] != ids[produced]:
+                        self._kill(child)
+                        yield ids[produced], Failure(status=Status.UNMEASURED, message=FORGED)
+                        return
                     if event["event"] == "begin":
                         current, phase = event["id"], "start"
                         deadline = time.monotonic() + self.limits.get(current, START_LIMIT_S)
@@ -211,6 +226,19 @@ class Workers:
         return f"ended the measuring process with exit code {code}: {' | '.join(tail)[:400]}; its log is {log}"
 
 
+def _signature(text: str, key: str) -> str:
+    return hmac.new(key.encode(), text.encode(), "sha256").hexdigest()
+
+
+def _verified(line: bytes, key: str) -> Mapping[str, Any] | None:
+    """The event of a line that the worker's harness wrote, else None."""
+    signature, _, text = line.decode(errors="replace").partition(" ")
+    if not hmac.compare_digest(signature.encode(), _signature(text, key).encode()):
+        return None
+    event: Mapping[str, Any] = json.loads(text)
+    return event
+
+
 def _outcome(event: Mapping[str, Any]) -> Outcome:
     if event["event"] == "measurement":
         return from_json(Measurement, event["measurement"])
@@ -258,7 +286,8 @@ class Journal:
         self._write({"event": "failure", "id": id, **to_json(failure)})
 
     def _write(self, event: Mapping[str, Any]) -> None:
-        self._stream.write(json.dumps(event) + "\n")
+        text = json.dumps(event)
+        self._stream.write(f"{_signature(text, self.job.key)} {text}\n")
         self._stream.flush()
 
 
@@ -277,11 +306,13 @@ def pytest_arguments(config: pytest.Config) -> list[str]:
 
 def load_job() -> Job | None:
     """The job of this process, if it is a worker."""
-    path = os.environ.get(JOB)
+    path = os.environ.pop(JOB, None)  # neither the file nor the key in it is for the code under test
     if not path:
         return None
     try:
-        return from_json(Job, json.loads(Path(path).read_text()))
+        text = Path(path).read_text()
+        Path(path).unlink()
+        return from_json(Job, json.loads(text))
     except (OSError, ValueError, PerfsuiteError) as error:
         raise PerfsuiteError(
             f"{JOB}={path} is not a job file ({error}); unset {JOB}, which perfsuite sets for its own processes"

@@ -6,8 +6,8 @@ from optimized.kernels import ceil_div, jit, launching, tl, use_triton
 
 MIN_NORM = 1e-12
 
-# (largest N, tile edge, columns in a step, steps unrolled, warps, pipeline stages), by a sweep at D = 384 on an H200. Up
-# to some 500 rows a call is bound by latency: small tiles for many programs, with the loads of two steps under way.
+# (largest N, tile edge, columns in a step, steps unrolled, warps, pipeline stages), by a sweep at D = 384 on an H200.
+# Up to some 500 rows a call is bound by latency: small tiles for many programs, with the loads of two steps under way.
 # Later 64 x 64 and then 128 x 128, for the reuse that keeps the tensor cores fed.
 FORWARD_CONFIGS = (
     (256, 16, 32, 2, 2, 3),

@@ -61,6 +61,16 @@ def test_zero_rows_are_at_distance_one(call):
 
 
 @pytest.mark.parametrize("call", SIDES)
+def test_rows_below_the_least_length_are_divided_by_it(call):
+    e = torch.tensor([[5e-13, 0.0], [5e-13, 0.0], [2.0, 0.0]], requires_grad=True)
+    mean = call(e)
+    assert mean.item() == pytest.approx(1 - (0.25 + 0.5 + 0.5) / 3)
+    mean.backward()
+    # What a short row is divided by is a constant, so that also the part along the row counts.
+    assert e.grad[:, 0].tolist() == pytest.approx([-0.5e12, -0.5e12, 0.0], rel=1e-6, abs=1e-6)
+
+
+@pytest.mark.parametrize("call", SIDES)
 @pytest.mark.parametrize("n", [0, 1])
 def test_no_pair_has_no_mean(call, n):
     e = torch.ones(n, 3, requires_grad=True)

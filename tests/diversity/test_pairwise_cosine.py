@@ -107,6 +107,17 @@ def test_short_rows(call):
     torch.testing.assert_close(e.grad[0], torch.tensor([-1e12, 0.0]))
 
 
+@pytest.mark.parametrize("largest", [0, 1536])
+@pytest.mark.parametrize("call", SIDES)
+def test_a_short_row_s_distance_from_itself_has_a_gradient(call, largest, monkeypatch):
+    # By the backward kernel and by the product that serves larger sizes: the others do not look at the limit.
+    monkeypatch.setattr("optimized.diversity.pairwise_cosine.BACKWARD_KERNEL_MAX", largest)
+    e = torch.tensor([[3e-13, 4e-13], [3.0, 4.0]], requires_grad=True)
+    distances = call(e)
+    (distances[0, 0] + distances[1, 1]).backward()
+    torch.testing.assert_close(e.grad, torch.tensor([[-6e11, -8e11], [0.0, 0.0]]))
+
+
 @pytest.mark.parametrize("call", SIDES[1:])
 def test_not_finite_rows_stand_where_the_reference_has_them(call):
     e = torch.randn(6, 20, generator=torch.Generator().manual_seed(0))

@@ -76,6 +76,30 @@ def test_skipped_rows_leave_the_angle(call, velocity, row):
 
 
 @pytest.mark.parametrize("call", SIDES)
+def test_a_row_of_the_least_length_turns(call):
+    # The float above 1e-6: of the nearest one, a little below, the sides may say either.
+    least = torch.nextafter(torch.tensor(1e-6), torch.tensor(1.0)).item()
+    assert update(call, [0.0], [0.0, least], [[0, 1, 0]]) == pytest.approx([0.1 * math.pi / 2 * least], rel=1e-5)
+
+
+@pytest.mark.parametrize("call", [reference, optimized, rotor_update_vectorised])
+def test_the_least_length_itself_turns(call):
+    # In float64, where the limit is a number that a length can have.
+    theta, velocity = torch.zeros(1, dtype=torch.float64), torch.tensor([0.0, 1e-6], dtype=torch.float64)
+    call(theta, velocity, torch.tensor([[0, 1, 0]]), torch.tensor(-1.0, dtype=torch.float64))
+    assert theta.item() == pytest.approx(0.1 * math.pi / 2 * 1e-6, rel=1e-9)
+
+
+@pytest.mark.parametrize("call", SIDES)
+@pytest.mark.parametrize("row", [[2, 1, 0], [1, 2, 0], [-1, 1, 0], [1, -1, 0], [0, 1, 1], [0, 1, -1]])
+def test_an_index_one_beyond_an_end_reads_and_writes_nothing(call, row):
+    # What lies beyond would show: the tensors are windows of longer ones.
+    whole_theta, whole_velocity = torch.tensor([9.0, 0.25, 9.0]), torch.tensor([5.0, 0.0, 1.0, 5.0])
+    call(whole_theta[1:2], whole_velocity[1:3], torch.tensor([row]), torch.tensor(-1.0))
+    assert whole_theta.tolist() == [9.0, 0.25, 9.0]
+
+
+@pytest.mark.parametrize("call", SIDES)
 def test_not_finite_loss_changes_nothing(call):
     assert update(call, [0.25], [0.0, 1.0], [[0, 1, 0]], math.nan) == [0.25]
 
@@ -87,6 +111,19 @@ def test_wraps_to_the_half_open_circle(call):
     assert all(-pi <= angle < pi for angle in wrapped)
     assert wrapped == pytest.approx([-pi, -pi, 4 - 2 * math.pi, 2 * math.pi - 4, 3.0], abs=1e-6)
     assert wrapped[4] == 3.0
+
+
+@pytest.mark.parametrize("call", SIDES)
+def test_rounding_near_odd_half_turns_stays_on_the_circle(call):
+    odd = (torch.arange(-201, 202, 2) * math.pi).float()
+    up, down = odd, odd
+    angles = [odd]
+    for _ in range(3):
+        up, down = (torch.nextafter(a, torch.full_like(odd, end)) for a, end in ((up, math.inf), (down, -math.inf)))
+        angles += [up, down]
+    wrapped = torch.tensor(update(call, torch.cat(angles).tolist(), [1.0], []))
+    pi = torch.tensor(math.pi)
+    assert ((wrapped >= -pi) & (wrapped < pi)).all()
 
 
 @pytest.mark.parametrize("call", SIDES)

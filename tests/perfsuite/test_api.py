@@ -75,11 +75,12 @@ def test_a_bad_pair_is_named_with_a_small_draw(optimized: Any, match: str) -> No
     only_forward = optimized.__name__ in ("call", "raising")
     with pytest.raises(NotEquivalent, match=match) as caught:
         perfsuite.check(pair(optimized, gradients=not only_forward), examples=20, device="cpu")
-    message, draw = str(caught.value).splitlines()
+    message, draw, *cause = str(caught.value).splitlines()
+    assert not cause or cause[0].startswith("likely cause: ")
     assert message.startswith("p: ")
     case = inputs.parse_case(draw.removeprefix("draw: "), "float32")
     assert case.seed == 0
-    assert all(value <= 2 for value in case.sizes.values())
+    assert all(value <= 3 for value in case.sizes.values())
 
 
 def test_a_wrong_truth_is_found() -> None:

@@ -27,6 +27,19 @@ def table() -> dict[str, tuple[tuple[int, int], str]]:
             for place, name in enumerate(re.findall(r"`(\w+)`", cells[1])):
                 assert name not in found, f"{name} is in the table twice"
                 found[name] = ((int(cells[0]), place), cells[3])
+    # A package with a table of its own; only the commands come after it.
+    found.setdefault("calibration", ((found["__init__"][0][0] - 1, len(found)), "lazily"))
+    return found
+
+
+@cache
+def calibration() -> dict[str, tuple[tuple[int, int], str]]:
+    """File of perfsuite/calibration → ((row, place within it), the torch column), from docs/calibration/README.md."""
+    found = {"__init__": ((-1, 0), "no")}
+    rows = [line for line in (ROOT / "docs/calibration/README.md").read_text().splitlines() if line.startswith("| `")]
+    for row, line in enumerate(rows):
+        cells = [c.strip() for c in line.strip("|").split("|")]
+        found |= {name: ((row, place), cells[2]) for place, name in enumerate(re.findall(r"`(\w+)`", cells[0]))}
     return found
 
 
@@ -100,12 +113,23 @@ def test_a_stage_imports_only_earlier_ones(path: Path) -> None:
 
 @pytest.mark.parametrize("path", harness_files(), ids=lambda p: str(p.relative_to(HARNESS)))
 def test_torch_is_imported_where_the_table_says(path: Path) -> None:
-    _, torch = table()[stage_of(path)]
+    _, torch = calibration()[path.stem] if path.parent.name == "calibration" else table()[stage_of(path)]
     top = any(m.split(".")[0] == "torch" for m, _ in imports(path, top_only=True))
     anywhere = any(m.split(".")[0] == "torch" for m, _ in imports(path, typing=False))
     assert torch in ("yes", "no", "lazily")
     assert not (torch == "no" and anywhere), f"{path.name} imports torch"
     assert not (torch == "lazily" and top), f"{path.name} imports torch when it is imported itself"
+
+
+def test_calibration_imports_only_earlier_files() -> None:
+    files = sorted((HARNESS / "calibration").glob("*.py"))
+    assert set(calibration()) == {p.stem for p in files}
+    for path in files:
+        own, _ = calibration()[path.stem]
+        for module, name in imports(path):
+            inside = module.removeprefix("perfsuite.calibration").lstrip(".").split(".")[0] or name
+            if module.startswith("perfsuite.calibration"):
+                assert calibration()[inside][0] < own, f"{path.name} imports {inside}, which comes after it"
 
 
 def test_perfsuite_knows_no_technique() -> None:

@@ -123,7 +123,7 @@ def measure(project: Project, ids: list[str]) -> list[dict[str, object]]:
     project.monkeypatch.setenv("PERFSUITE_JOB", str(job))
     result = project.run(*ids)
     assert result.ret == 0, result.stdout.str()
-    return [json.loads(line) for line in out.read_text().splitlines()]
+    return [json.loads(line.partition(" ")[2]) for line in out.read_text().splitlines()]
 
 
 @pytest.mark.parametrize("name", sorted(MISBEHAVIOUR.keys() - {"hangs", "exits"}))
@@ -158,7 +158,7 @@ def test_a_workload_that_is_gone_when_it_is_to_be_measured(project: Project) -> 
     job.write_text(json.dumps(to_json(Job(ids=(gone,), out=str(out)))))
     project.monkeypatch.setenv("PERFSUITE_JOB", str(job))
     project.run("test_scale.py")
-    (_, last) = [json.loads(line) for line in out.read_text().splitlines()]
+    (_, last) = [json.loads(line.partition(" ")[2]) for line in out.read_text().splitlines()]
     assert last["message"] == "it could not be collected again for measuring"
 
 

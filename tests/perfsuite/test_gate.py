@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from builders import Suite, counting, entry, few, measurement, workload_id
+from builders import Suite, counting, entry, few, measurement, side, workload_id
+from scipy import stats
 
 from perfsuite import gate
 from perfsuite.baseline import Entry
@@ -26,7 +27,7 @@ from perfsuite.gate import (
     suite_prior,
 )
 from perfsuite.records import Measurement, PromiseRecord, Status, Verdict
-from perfsuite.statistics import DEFAULT_NOISE, Noise, Variance
+from perfsuite.statistics import DEFAULT_NOISE, IMPORT_BIAS, Estimate, Noise, Variance, within
 
 ID = workload_id(0)
 TRUTH = math.log(20.0)
@@ -450,6 +451,408 @@ def test_no_status_but_those_of_speed_is_green_by_accident() -> None:
         answer = look1(runs, promise=PromiseRecord(peak_bytes=2048))
         assert isinstance(answer, Verdict)
         assert not answer.status.green
+
+
+# --- exact figures -------------------------------------------------------------------------------------------------
+
+
+def test_the_limits_are_the_documented_ones() -> None:
+    assert (gate.POWER, gate.STORED_MARGIN_MAX, gate.MARGIN_STEP, gate.FEW_FACTOR) == (0.95, 0.04, 0.001, 2.0)
+    assert (gate.OWN_SECONDS_SD, gate.OWN_SECONDS_MARGIN, gate.MOVED_DEVICE, gate.RATIO_MAX) == (0.01, 0.10, 0.02, 20.0)
+    assert gate.COUNTS == ("peak_bytes", "host_syncs", "launches")
+
+
+@pytest.mark.parametrize("record", [Open, gate._Promise])
+def test_records_are_frozen_named_and_slotted(record: type) -> None:
+    fields = dataclasses.fields(record)
+    made = record(**{f.name: 1.0 for f in fields})
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(made, fields[0].name, 2.0)
+    assert all(f.kw_only for f in fields)
+    assert not hasattr(made, "__dict__")
+
+
+def resolvable(variance: float, dof: float, selected: int, steps: int = 1000) -> float:
+    """The margin of an estimate with this variance, by scipy's distributions, in so many steps of a whole."""
+    needed = stats.t.isf(0.005 / selected, dof) + stats.t.ppf(0.95, dof)
+    return max(0.01, math.ceil(steps * math.expm1(needed * math.sqrt(variance)) - 1e-6) / steps)
+
+
+FINE = 10**6
+"""Steps of the margin in which a degree of freedom more or less shows."""
+
+
+def pooled(sessions: Sequence[Sequence[float]], prior: Variance) -> Variance:
+    """What is known of a process mean's variance after these sessions."""
+    dof = prior.dof + sum(len(s) - 1 for s in sessions)
+    squares = sum(float(np.sum((np.array(s) - np.mean(s)) ** 2)) for s in sessions)
+    return Variance(value=(prior.dof * prior.value + squares) / dof, dof=dof)
+
+
+@pytest.mark.parametrize("selected", [1, 40, 1000])
+@pytest.mark.parametrize("scale", [0.5, 3.0, 5.0, 9.0])
+def test_the_margin_is_what_the_second_look_resolves(
+    scale: float, selected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gate, "MARGIN_STEP", 1 / FINE)
+
+    def resolved(known: Variance, gained: int) -> float:
+        worth = (known.value / 6) ** 2 / (known.dof + gained)
+        total = known.value / 6 + IMPORT_BIAS**2
+        return resolvable(total, total**2 / worth, selected, FINE)
+
+    made = accepted(scale)
+    known = pooled(made.process_means(), NOISE.process)
+    assert margin(made, NOISE, selected=selected) == pytest.approx(resolved(known, 7), abs=2e-6)
+    # Measured at acceptance: its noise counts, and the first look's processes add nothing to it.
+    twin = entry([again(scale=scale / 2) for _ in range(2)])
+    assert margin(twin, NOISE, selected=selected) == pytest.approx(
+        resolved(pooled(twin.process_means(), NOISE.process), 7), abs=2e-6
+    )
+    known = pooled(twin.process_means("accepted"), DEFAULT_NOISE.process)
+    assert margin(twin, NOISE, selected=selected, twins=DEFAULT_NOISE) == pytest.approx(resolved(known, 5), abs=2e-6)
+
+
+def test_the_stored_look_s_margin_has_the_session_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate, "MARGIN_STEP", 1 / FINE)
+    item = opened(processes(0.01, count=3), made=accepted(8.0))
+    means = item.entry.process_means()
+    process, session = pooled(means, NOISE.process), item.noise.session
+    total_process, total_session = process.value * (1 / 9 + 1 / 12), session.value * (1 / 3 + 1)
+    worth = total_process**2 / (process.dof + 11) + total_session**2 / session.dof
+    total = total_process + total_session
+    expected = resolvable(total, total**2 / worth, 40, FINE)
+    assert expected > max(0.01, item.margin)
+    assert gate._stored_margin(item, 12) == pytest.approx(expected, abs=2e-6)
+    assert gate._stored_margin(dataclasses.replace(item, margin=0.5), 12) == 0.5
+
+
+def test_the_first_look_s_figures() -> None:
+    found = look1(processes(0.001), promise=PromiseRecord(speedup=15.0))
+    assert isinstance(found, Verdict)
+    known = pooled([*accepted().process_means(), list(OFFSETS)], NOISE.process)
+    session = opened().noise.session
+    # Relative to the mean of three sessions; the speedup has this session's shift and nothing else.
+    for low, high, centre, sessions, shares, log in (
+        (found.low, found.high, 0.001, 1 / 3 + 1, 1 / 9 + 1 / 3, math.log1p),
+        (found.speedup_low, found.speedup_high, TRUTH - 0.001, 1.0, 1 / 3, math.log),
+    ):
+        parts = (shares * known.value, sessions * session.value)
+        dof = sum(parts) ** 2 / (parts[0] ** 2 / known.dof + parts[1] ** 2 / session.dof)
+        half = stats.t.ppf(0.975, dof) * math.sqrt(sum(parts))
+        assert low is not None
+        assert high is not None
+        assert (log(low), log(high)) == (pytest.approx(centre - half, abs=2e-6), pytest.approx(centre + half, abs=2e-6))
+    assert found.message == (
+        f"PASS {ID}: {found.speedup:.4g}× (95% interval {found.speedup_low:.4g} to {found.speedup_high:.4g}) "
+        "the reference, 20× when accepted; a slowdown of 1.0% is excluded"
+    )
+
+
+@pytest.mark.parametrize("log", [0.03, -0.03])
+def test_what_is_said_of_a_speed(log: float) -> None:
+    error = Estimate(value=log, se=0.001, dof=30.0)
+    status, text = gate._speed(error, 0.01, 40, 0.02, "the accepted one")
+    low, high = sorted(abs(100 * math.expm1(log + s * stats.t.ppf(0.975, 30) * 0.001)) for s in (-1, 1))
+    word, change = ("slower", 3.0) if log > 0 else ("faster", 3.0)
+    start = f"the optimized side is {change:.1f}% {word} than the accepted one "
+    assert text.startswith(f"{start}(95% interval {low:.1f} to {high:.1f}%, margin 1.0%)")
+    assert status is (Status.REGRESSED if log > 0 else Status.IMPROVED)
+
+
+@pytest.mark.parametrize(
+    ("change", "se", "status"),
+    [
+        (0.00501, 1e-5, Status.REGRESSED),
+        (0.00499, 1e-5, Status.PASS),
+        (-0.01001, 1e-5, Status.IMPROVED),
+        (-0.00999, 1e-5, Status.PASS),
+        (0.0, 1e-5, Status.PASS),
+        (0.0, 0.01, Status.NOISY),
+    ],
+)
+def test_the_least_change_that_is_called(change: float, se: float, status: Status) -> None:
+    assert gate._speed(Estimate(value=math.log1p(change), se=se, dof=30.0), 0.01, 40, 0.02, "x")[0] is status
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_certainty_that_a_change_is_called_with(sign: int) -> None:
+    limit = stats.t.isf(0.005 / 40, 9.0)
+    for factor, called in ((1.01, True), (0.99, False)):
+        error = Estimate(value=sign * 0.02, se=0.02 / (factor * limit), dof=9.0)
+        status = gate._speed(error, 0.01, 40, 0.02, "x")[0]
+        assert (status in (Status.REGRESSED, Status.IMPROVED)) is called
+
+
+@pytest.mark.parametrize("beta", [0.01, 0.02])
+def test_the_certainty_that_a_slowdown_is_excluded_with(beta: float) -> None:
+    limit = stats.t.isf(beta, 9.0)
+    for factor, status in ((1.01, Status.PASS), (0.99, Status.NOISY)):
+        error = Estimate(value=0.001, se=(math.log1p(0.01) - 0.001) / (factor * limit), dof=9.0)
+        assert gate._speed(error, 0.01, 40, beta, "x")[0] is status
+
+
+def test_looks_and_processes_are_numbered() -> None:
+    promise = {ID: PromiseRecord(launches=0)}
+    assert verdict(look1(processes(), promise=promise[ID]), Status.BELOW_FLOOR).look == 1
+    assert verdict(look1(processes(), promise=promise[ID]), Status.BELOW_FLOOR).moved == "optimized"
+    item = dataclasses.replace(opened(), promises=promise[ID])
+    assert verdict(look2(item, again()), Status.BELOW_FLOOR).look == 2
+    assert promises_look({ID: processes()}, promise, selected=1)[ID].look == 0
+    found = promises_look({ID: processes(count=2)}, {}, selected=1, processes=2)[ID]
+    assert (verdict(found, Status.PASS).processes, found.look) == (2, 0)
+    verdict(promises_look({ID: processes(count=1)}, {}, selected=1, processes=2)[ID], Status.UNMEASURED)
+    assert verdict(look2(opened(), []), Status.UNMEASURED).look == 2
+
+
+@pytest.mark.parametrize("place", [1, 2])
+@pytest.mark.parametrize("name", ["device", "direction", "dtype"])
+def test_processes_that_disagree_are_unmeasured(name: str, place: int) -> None:
+    runs = processes()
+    first = getattr(runs[0], name)
+    runs[place] = measurement(**{name: "other"})
+    found = verdict(look1(runs), Status.UNMEASURED)
+    assert found.message.endswith(f"its processes disagree on {name}: {first!r}, 'other'")
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1e-6, math.inf, math.nan])
+@pytest.mark.parametrize("name", ["optimized", "reference"])
+def test_times_that_are_none_are_unmeasured(name: str, seconds: float) -> None:
+    sound = processes()
+    broken = dataclasses.replace(sound[2], sides={**sound[2].sides, name: side(seconds)})
+    assert f"no time of the {name} side" in verdict(look1([*sound[:2], broken]), Status.UNMEASURED).message
+    # The second look may leave the reference out.
+    runs = again()
+    runs[5] = dataclasses.replace(runs[5], sides={**runs[5].sides, name: side(seconds)})
+    verdict(look2(opened(), runs), Status.UNMEASURED if name == "optimized" else Status.PASS)
+
+
+def test_the_largest_ratio_that_is_believed() -> None:
+    for ratio in (20.0, -20.0):
+        assert gate._unusable(ID, (measurement(ratio=ratio),), 1, "reference") is None
+    for ratio in (20.1, -20.1):
+        assert gate._unusable(ID, (measurement(ratio=ratio, reference_s=1.0),), 1, "reference") is not None
+    # A ratio to the reference need not be there beside the accepted one, but what is there must be sound.
+    broken = [*again()[:5], measurement(accepted=0.0, ratio=21.0)]
+    assert "ratio to the reference side" in verdict(look2(opened(), broken), Status.UNMEASURED).message
+
+
+@pytest.mark.parametrize(
+    ("optimized", "reference", "moved", "says"),
+    [
+        (0.05, 0.01, "optimized", "the optimized is 5.1% slower, the reference 1.0% slower"),
+        (0.01, -0.05, "reference", "the reference is 4.9% faster, the optimized 1.0% slower"),
+        (0.05, 0.04, "device", "both sides' seconds are slower (5.1% slower and 4.1% slower): the device"),
+        (-0.05, -0.04, "device", "both sides' seconds are faster (4.9% faster and 3.9% faster): the device"),
+        (0.05, -0.04, "optimized", "the optimized is 5.1% slower, the reference 3.9% faster"),
+        (-0.04, 0.05, "reference", "the reference is 5.1% slower, the optimized 3.9% faster"),
+        # Together, but by no more than a device's usual change, or than the ratio's own.
+        (0.03, 0.019, "optimized", "the optimized is 3.0% slower"),
+        (0.03, 0.021, "device", "the device"),
+        (0.2, 0.05, "optimized", "the optimized is 22.1% slower"),
+        (0.05, 0.2, "reference", "the reference is 22.1% slower"),
+    ],
+)
+def test_which_side_moved(optimized: float, reference: float, moved: str, says: str) -> None:
+    item = opened([measurement(optimized_s=1e-4, reference_s=2e-3) for _ in range(3)], made=at_seconds(0.0, 0.0))
+    run = [measurement(optimized_s=1e-4 * math.exp(optimized), reference_s=2e-3 * math.exp(reference))] * 3
+    found, why = gate._moved(item, run, optimized - reference)
+    assert found == moved
+    assert says in why
+
+
+def at_seconds(optimized: float, reference: float) -> Entry:
+    one = measurement(
+        optimized_s=1e-4 * math.exp(optimized), reference_s=2e-3 * math.exp(reference), ratio=TRUTH + 0.01
+    )
+    return entry([[one] * 3] * 3)
+
+
+def test_a_side_without_seconds_is_taken_to_have_stayed() -> None:
+    item = opened(made=at_seconds(0.0, 0.0))
+    alone = [dataclasses.replace(m, sides={"optimized": side(1.1e-4)}) for m in processes()]
+    assert gate._moved(item, alone, 0.1)[0] == "optimized"
+
+
+def test_own_seconds_are_estimated_with_the_session_s_shift() -> None:
+    item = opened(made=accepted())
+    run = [measurement(optimized_s=s) for s in (1.00e-4, 1.02e-4, 1.10e-4)]
+    found = gate._own_seconds(item, run)
+    now = np.log([1.00e-4, 1.02e-4, 1.10e-4])
+    known = pooled([*[[math.log(1e-4)] * 3] * 3, now.tolist()], Variance(value=0.0035**2, dof=4.0))
+    parts = (known.value * (1 / 9 + 1 / 3), 0.01**2 * (1 / 3 + 1))
+    assert found.value == pytest.approx(np.mean(now) - math.log(1e-4))
+    assert found.se == pytest.approx(math.sqrt(sum(parts)))
+    assert found.dof == pytest.approx(sum(parts) ** 2 / (parts[0] ** 2 / known.dof + parts[1] ** 2 / 6.0))
+
+
+def test_a_run_that_spreads_has_its_own_noise_and_no_other() -> None:
+    item = opened()
+    for spread in (False, True):
+        for values in ([0.0, 0.1, 0.2], [0.0, 1e-5, 2e-5], [0.3]):
+            found = gate._run_noise(dataclasses.replace(item, spread=spread), values)
+            own = Variance(value=float(np.var(values, ddof=1)) if len(values) > 1 else 0.0, dof=len(values) - 1.0)
+            alone = spread and own.value > item.noise.process.value
+            expected = own if alone else pooled([values], item.noise.process)
+            assert found.process == Variance(value=pytest.approx(expected.value), dof=expected.dof)
+            assert found.session == item.noise.session
+    # As much as accepted is not beyond it.
+    values = [0.0, 0.1, 0.2]
+    same = dataclasses.replace(item.noise, process=Variance(value=within([values])[0], dof=5.0))
+    assert gate._run_noise(dataclasses.replace(item, noise=same, spread=True), values).process.dof == 7.0
+
+
+@pytest.mark.parametrize(
+    ("fields", "lends"), [({}, True), ({"spread": True}, False), ({"twin": True}, False), ({"few": True}, False)]
+)
+def test_what_the_first_look_lends_the_second(fields: dict[str, bool], lends: bool) -> None:
+    """Its processes tell the noise of two revisions, unless that was measured, or they tell nothing of it."""
+    item = opened(processes(0.01, scale=2.0))
+    if fields.pop("few", False):
+        item = dataclasses.replace(item, runs=tuple(few(m) for m in item.runs))
+    item = dataclasses.replace(item, **fields)
+    found = look2(item, again(0.03))
+    known = pooled([[s * 2 for s in OFFSETS]], item.paired.process) if lends else item.paired.process
+    known = pooled([[OFFSETS[i % 3] for i in range(6)]], known)
+    total = known.value / 6 + IMPORT_BIAS**2
+    half = stats.t.ppf(0.975, total**2 / ((known.value / 6) ** 2 / known.dof)) * math.sqrt(total)
+    assert found.low is not None
+    assert found.high is not None
+    assert math.log1p(found.low) == pytest.approx(0.03 - half, abs=1e-6)
+    assert math.log1p(found.high) == pytest.approx(0.03 + half, abs=1e-6)
+
+
+def test_a_margin_at_its_limit_is_still_one() -> None:
+    for size, status in ((0.02, Status.PASS), (0.021, Status.NOISY)):
+        item = dataclasses.replace(opened(), margin=size, runs=tuple(processes()))
+        held = gate._promises({ID: item}, {ID: item.runs}, 40)[ID]
+        verdict(gate._decide_first(item, held), status)
+    for size, status in ((0.04, Status.PASS), (0.041, Status.NOISY)):
+        verdict(stored(dataclasses.replace(opened(), margin=size), processes(count=12)), status)
+
+
+def test_a_ratio_that_moved_is_told_where_it_is_certain_and_large() -> None:
+    def told(log: float, **fields: Any) -> str | None:
+        runs = [measurement(ratio=TRUTH - log + s, optimized_s=1e-4) for s in OFFSETS]
+        return gate._ratio_moved(dataclasses.replace(opened(), **fields), runs)[0]
+
+    assert told(0.05) == told(-0.05) == "reference"
+    # Less than half the margin, however certain.
+    assert told(0.05, margin=0.11) is None
+    assert told(0.05, margin=0.10) == "reference"
+    # Large, but within the noise of sessions: a 99% interval, not a 90% one.
+    noise = dataclasses.replace(NOISE, session=Variance(value=0.021**2, dof=1e6))
+    assert told(0.05, noise=noise) is None
+    assert told(-0.05, noise=noise) is None
+    assert told(0.07, noise=noise) == "reference"
+
+
+def test_a_comparison_s_margin_at_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    size = compare_look({ID: again()}, revision="abc")[ID].margin
+    for limit, status in ((size, Status.PASS), (size - 1e-6, Status.NOISY)):
+        monkeypatch.setattr(gate, "MARGIN_MAX", limit)
+        verdict(compare_look({ID: again()}, revision="abc")[ID], status)
+
+
+def test_a_suite_that_spreads_in_a_later_look_is_noisy() -> None:
+    keys = [workload_id(i) for i in range(40)]
+    items = {k: dataclasses.replace(opened(), id=k, entry=dataclasses.replace(opened().entry, id=k)) for k in keys}
+
+    def looks(scale: float, chosen: Sequence[str], change: Callable[[Measurement], Measurement]) -> set[Status]:
+        some = {k: items[k] for k in chosen}
+        runs = {k: [change(dataclasses.replace(m, id=k)) for m in again(scale=scale, count=12)] for k in chosen}
+        both = (second_look(some, runs), stored_look(some, runs, reason="no git"))
+        return {v.status for answers in both for v in answers.values()}
+
+    assert looks(1.0, keys, _same) == {Status.PASS}
+    assert looks(1.75, keys[:1], _same) == {Status.PASS}
+    assert looks(1.75, keys, _same) == {Status.NOISY}
+    # The ratio to a reference that is sampled few times tells nothing of the machine.
+    runs = {k: [few(dataclasses.replace(m, id=k)) for m in processes(scale=9.0, count=12)] for k in keys}
+    some = {k: dataclasses.replace(i, runs=tuple(few(m) for m in i.runs)) for k, i in items.items()}
+    assert {v.status for v in stored_look(some, runs, reason="no git").values()} == {Status.PASS}
+
+
+def test_only_what_is_promised_is_asked_for() -> None:
+    runs = [counting(m, launches=None, host_syncs=None) for m in processes(device="cpu")]
+    said = "; launches promised, but not countable on a CPU"
+    assert gate._uncounted(runs, PromiseRecord(launches=1, peak_bytes=2048)) == said
+    assert gate._uncounted(runs, PromiseRecord(peak_bytes=2048)) == ""
+
+
+@pytest.mark.parametrize(("stored_few", "run_few"), [(False, False), (True, False), (False, True), (True, True)])
+def test_few_on_either_side_is_few(stored_few: bool, run_few: bool) -> None:
+    item = opened()
+    entry_few = dataclasses.replace(item.entry, few=("reference",) if stored_few else ("rival",))
+    runs = (*item.runs[:2], few(item.runs[2])) if run_few else item.runs
+    assert dataclasses.replace(item, entry=entry_few, runs=runs).few is (stored_few or run_few)
+
+
+def test_no_change_is_no_gain() -> None:
+    assert (gate._change(0.0), gate._change(0.0, "lower", "higher")) == ("0.0% slower", "0.0% lower")
+    text = gate._speed(Estimate(value=0.0, se=0.1, dof=math.inf), 0.01, 1, 0.01, "before")[1]
+    assert text.startswith("the optimized side is 0.0% slower than before (95% interval -17.8 to 21.7%, margin 1.0%)")
+
+
+def test_few_samples_double_the_error_of_a_promise() -> None:
+    full, doubled = (
+        gate._speedup([change(m) for m in processes()], NOISE, PromiseRecord(speedup=19.0)) for change in (_same, few)
+    )
+    assert doubled.speedup.se == 2 * full.speedup.se
+    assert doubled.speedup.value == full.speedup.value == pytest.approx(TRUTH)
+    assert full.bound == math.log(19.0)
+    assert (full.promised, gate._speedup(processes(), NOISE, PromiseRecord()).promised) == ("19×", "")
+    low, high = full.speedup.interval()
+    assert full.measured == f"20× (95% interval {math.exp(low):.4g} to {math.exp(high):.4g})"
+
+
+def _same(m: Measurement) -> Measurement:
+    return m
+
+
+def test_promises_are_a_family() -> None:
+    """Held or broken at ALPHA by Holm's rule over all that is selected; what promises nothing holds."""
+    limit = stats.norm.isf(0.005 / 10)
+
+    def promise(distance: float) -> gate._Promise:
+        return gate._Promise(speedup=Estimate(value=3.0, se=0.1, dof=math.inf), bound=3.0 + 0.1 * distance)
+
+    speeds = {
+        "holds": promise(-1.01 * limit),
+        "waits": promise(-0.9 * limit),
+        "open": promise(0.0),
+        "breaks": promise(1.01 * limit),
+        "none": dataclasses.replace(promise(0.0), bound=None),
+    }
+    found = {k: (p.holds, p.broken) for k, p in gate._judged(speeds, 10).items()}
+    assert found == {
+        "holds": (True, False),
+        "waits": (False, False),
+        "open": (False, False),
+        "breaks": (False, True),
+        "none": (True, False),
+    }
+
+
+def test_the_figures_of_a_comparison() -> None:
+    runs = {ID: again(0.03)}
+    found = verdict(compare_look(runs, revision="abcdef0123")[ID], Status.REGRESSED)
+    prior = DEFAULT_NOISE.process
+    known = pooled([[-0.03 + OFFSETS[i % 3] for i in range(6)]], prior)
+    total = known.value / 6 + IMPORT_BIAS**2
+    dof = total**2 / ((known.value / 6) ** 2 / known.dof)
+    half = stats.t.ppf(0.975, dof) * math.sqrt(total)
+    assert (found.look, found.processes, found.moved) == (2, 6, "optimized")
+    assert found.slowdown == pytest.approx(math.expm1(0.03))
+    assert (found.low, found.high) == (pytest.approx(math.expm1(0.03 - half)), pytest.approx(math.expm1(0.03 + half)))
+    assert found.margin == pytest.approx(resolvable(total, dof, 1))
+    wide = compare_look(runs, revision="abc", selected=10**6)[ID]
+    assert wide.margin == pytest.approx(resolvable(total, dof, 10**6))
+    assert verdict(compare_look({ID: again()}, revision="abc")[ID], Status.PASS).moved is None
+    noisy = [measurement(accepted=s * 18) for s in OFFSETS * 2]
+    assert "too noisy to be gated" in verdict(compare_look({ID: noisy}, revision="abc")[ID], Status.NOISY).message
+    assert compare_look({}, revision="abc") == {}
+    verdict(compare_look({ID: again(count=4)}, revision="abc", processes=4)[ID], Status.PASS)
 
 
 # --- the rates -----------------------------------------------------------------------------------------------------

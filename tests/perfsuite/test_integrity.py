@@ -178,7 +178,7 @@ FAULTS: dict[str, tuple[Callable[[Probe], None], Call, str]] = {
     "replayed by shape": (
         integrity.call_order,
         replayed(lambda x: x.shape),
-        "depends on the order of its calls: call 2, alternating between two inputs",
+        "gives one answer to different inputs: an earlier answer is replayed",
     ),
     "one call late": (integrity.call_order, late(), "depends on the order of its calls: call 2"),
 }

@@ -272,6 +272,107 @@ def test_a_tree_that_cannot_be_unpacked(project: Project) -> None:
         revision.extract(first, project.path, place)
 
 
+def files_below(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def test_what_is_left_out_of_archives_is_unpacked(project: Project) -> None:
+    """A release's archive has no tests and its version filled in; what was accepted has."""
+    project.write(".gitattributes", "tests export-ignore\n/*.md export-ignore\nversion.py export-subst")
+    project.write("tests/test_scale.py", TWO_LINES)
+    project.write("notes.md", "notes")
+    project.write("version.py", "VERSION = '$Format:%H$'")
+    (project.path / "run.sh").write_text("#!/bin/sh\n")
+    (project.path / "run.sh").chmod(0o755)
+    (project.path / "link.py").symlink_to("version.py")
+    (project.path / "data.bin").write_bytes(b"\r\n\x00\xff\n")
+    first = project.commit()
+    wanted = {k: v for k, v in files_below(project.path).items() if not k.startswith(".git/")}
+    project.git("archive", "--output=.git/archive.tar", first)
+    archive = (project.path / ".git/archive.tar").read_bytes()
+    assert b"test_scale.py" not in archive
+    assert b"$Format" not in archive
+
+    tree = revision.extract(first, project.path, project.path / ".perfsuite/revisions")
+
+    assert files_below(tree) == wanted
+    assert (tree / "run.sh").stat().st_mode & 0o100
+    assert (tree / "link.py").is_symlink()
+    assert [p.name for p in tree.parent.iterdir()] == [tree.name]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"core.splitIndex": "true", "core.untrackedCache": "true"},
+        {"core.sparseCheckout": "true"},
+        {"core.hooksPath": "hooks"},
+    ],
+    ids=lambda settings: next(iter(settings), "plain"),
+)
+def test_unpacking_leaves_no_trace_in_the_repository(project: Project, settings: dict[str, str]) -> None:
+    """Neither in .git nor in the work tree, whatever is staged, and with all files however the clone is set up."""
+    for folder in ("", "src/", "tests/"):
+        project.write(f"{folder}code.py", "1")
+    hook = project.write("hooks/post-index-change", "#!/bin/sh\ntouch called-by-hook")
+    hook.chmod(0o755)
+    first = project.commit()
+    wanted = {k: v for k, v in files_below(project.path).items() if not k.startswith(".git/")}
+    project.write("code.py", "2")
+    project.write("staged.py", "3")
+    project.write(".gitattributes", "* text eol=crlf")
+    project.git("add", "code.py", "staged.py")
+    for name, value in settings.items():
+        project.git("config", name, value)
+    if "core.sparseCheckout" in settings:
+        (project.path / ".git/info").mkdir(exist_ok=True)
+        (project.path / ".git/info/sparse-checkout").write_text("/src/\n")
+    (project.path / "tests/code.py").unlink()
+    (project.path / "called-by-hook").unlink(missing_ok=True)
+    before = files_below(project.path)
+
+    tree = revision.extract(first, project.path, project.path / ".perfsuite/revisions")
+
+    assert files_below(tree) == wanted
+    shutil.rmtree(project.path / ".perfsuite")
+    assert files_below(project.path) == before
+
+
+def test_trees_are_gone_afterwards_and_refusals_are_told(project: Project) -> None:
+    project.write("code.py", "1")
+    first = project.commit()
+    project.write("code.py", "2")
+    second = project.commit()
+    folder = project.path / ".perfsuite/revisions"
+    with revision.extracted([first, second, "1234567", first], project.path, folder) as (trees, refused):
+        assert [(rev, (tree / "code.py").read_text()) for rev, tree in trees.items()] == [
+            (first, "1\n"),
+            (second, "2\n"),
+        ]
+        assert list(refused) == ["1234567"]
+        assert "is not in this repository" in str(refused["1234567"])
+    assert not folder.exists()
+    with pytest.raises(KeyboardInterrupt), revision.extracted([first], project.path, folder):
+        raise KeyboardInterrupt
+    assert not folder.exists()
+    with revision.extracted([], project.path, folder) as (trees, refused):
+        assert not trees
+        assert not refused
+        assert not folder.exists()
+
+
+def test_a_linked_work_tree(project: Project, tmp_path_factory: pytest.TempPathFactory) -> None:
+    project.write("code.py", "1")
+    first = project.commit()
+    other = tmp_path_factory.mktemp("linked") / "tree"
+    project.git("worktree", "add", "--detach", str(other), first)
+    before = files_below(project.path)
+    tree = revision.extract(first, other, other / ".perfsuite")
+    assert (tree / "code.py").read_text() == "1\n"
+    assert files_below(project.path) == before
+
+
 # --- the gate's second look -----------------------------------------------------------------------------------------
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from perfsuite import Cost, Pair, Workload, clocks, floats, sampling, side, stateful, tensor
+from perfsuite import Cost, Pair, Workload, clocks, floats, guard, sampling, side, stateful, tensor
 from perfsuite.equivalence import NotEquivalent
 from perfsuite.errors import PairError
 from perfsuite.records import Condition, Measurement, from_json, to_json
@@ -40,6 +40,9 @@ class Time:
 def time(monkeypatch: pytest.MonkeyPatch) -> Time:
     made = Time()
     monkeypatch.setattr(clocks, "perf_counter_ns", lambda: made.now)
+    monkeypatch.setattr(clocks, "process_time_ns", lambda: made.now)
+    monkeypatch.setattr(clocks, "interruptions", lambda: 0)
+    monkeypatch.setattr(guard, "check", lambda: None)  # it would find the two
     numbers = random.Random(7)
     monkeypatch.setattr(sampling.secrets, "randbits", numbers.getrandbits)
     return made
@@ -273,7 +276,7 @@ def test_inputs_changed_in_place_are_restored_before_each_call(time: Time) -> No
         return x.mul_(2)
 
     made = measure(pair(time, reference=lasting(time, SLOW_S, lambda x: x.mul_(2)), optimized=turn, mutates={"x"}))
-    assert len(seen) == 1
+    assert len(seen) == 1 + 2 * BLOCKS, "the inputs, and new values twice a block"
     assert made.log_ratios["reference"] == pytest.approx((math.log(1.5),) * BLOCKS)
 
 
@@ -384,7 +387,13 @@ class FakeClock:
         for _ in range(calls):
             reset()
             call()
-        return (self.time.now - began) / calls * 1e-9
+        self.work = [(self.time.now - began) / calls * 1e-9] * calls
+        return self.work[0]
+
+    def after_last_event(self, reset: Call, call: Call) -> float:
+        reset()
+        call()
+        return 1e-6
 
     def synchronize(self) -> None:
         pass
@@ -433,9 +442,9 @@ def test_blocks_under_throttling_are_set_aside_and_counted(
 @pytest.mark.parametrize(
     ("cost", "seconds", "by"),
     [
-        (Cost(bytes=lambda n: 1e6 * n), 5e-3, "memory"),
-        (Cost(flops=lambda n: 1e9 * n, precision="tf32"), 5e-2, "compute"),
-        (Cost(bytes=lambda n: 1e9 * n, flops=lambda n: n), 5.0, "memory"),
+        (Cost(bytes=lambda n: 1e5 * n), 5e-4, "memory"),
+        (Cost(flops=lambda n: 7e7 * n, precision="tf32"), 3.5e-3, "compute"),
+        (Cost(bytes=lambda n: 7e5 * n, flops=lambda n: n), 3.5e-3, "memory"),
     ],
 )
 def test_the_limit_is_the_cost_over_the_ceilings(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import subprocess
 import sys
 
 import numpy as np
 import pytest
-from scipy import stats
+from scipy import optimize, special, stats
 
+from perfsuite import statistics as module
 from perfsuite.statistics import (
     DEFAULT_NOISE,
     IMPORT_BIAS,
@@ -200,3 +202,196 @@ def test_importing_the_gate_is_light() -> None:
     code = "import sys, perfsuite.gate; print([m for m in ('torch', 'scipy', 'numpy', 'pytest') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
+
+
+# --- exact values ----------------------------------------------------------------------------------------------------
+
+
+def test_the_defaults_are_the_documented_ones() -> None:
+    assert (module.PROCESS_SD, module.PROCESS_DOF, module.PROCESS_SD_FLOOR) == (0.0035, 4.0, 0.0001)
+    assert (SESSION_SD, module.SESSION_DOF, SESSION_SD_FLOOR, IMPORT_BIAS) == (0.002, 6.0, 0.0005, 0.0005)
+    assert (module.PRIOR_WORKLOADS, PRIOR_DOF_MAX) == (5, 30.0)
+    assert (module.SPREAD_P, module.SPREAD_SUITE) == (5e-4, 2.25)
+    assert DEFAULT_NOISE.process == Variance(value=0.0035**2, dof=4.0)
+    assert DEFAULT_NOISE.session == Variance(value=0.002**2, dof=6.0)
+
+
+@pytest.mark.parametrize("record", [Variance, Noise, Mean, Estimate])
+def test_records_are_frozen_named_and_slotted(record: type) -> None:
+    made = record(**{f.name: 1.0 for f in dataclasses.fields(record)})
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(made, dataclasses.fields(record)[0].name, 2.0)
+    assert all(f.kw_only for f in dataclasses.fields(record))
+    assert not hasattr(made, "__dict__")
+
+
+def test_a_variance_is_updated_by_its_degrees() -> None:
+    known = Variance(value=2.0, dof=4.0)
+    assert known.updated(7.0, 1.0) == Variance(value=3.0, dof=5.0)
+    assert known.updated(0.0, 4.0) == Variance(value=1.0, dof=8.0)
+    # No degrees: nothing was seen, whatever the value.
+    assert known.updated(math.nan, 0.0) == known
+
+
+def test_means_and_their_difference() -> None:
+    run = run_mean([1.0, 2.0, 6.0])
+    assert run == Mean(value=3.0, session=1.0, process=1 / 3, fixed=0.0)
+    paired = paired_mean([1.0, 3.0])
+    assert paired == Mean(value=2.0, session=0.0, process=1 / 2, fixed=IMPORT_BIAS**2)
+    both = Mean(value=7.0, session=0.5, process=0.25, fixed=0.125).minus(
+        Mean(value=3.0, session=0.25, process=0.5, fixed=1.0)
+    )
+    assert both == Mean(value=4.0, session=0.75, process=0.75, fixed=1.125)
+    with pytest.raises(ValueError, match="no process"):
+        baseline_mean([[], []], DEFAULT_NOISE)
+    # A session without processes has no say.
+    assert baseline_mean([[], [1.0, 3.0]], DEFAULT_NOISE) == Mean(value=2.0, session=1.0, process=0.5)
+
+
+def test_an_estimate_adds_all_three_variances() -> None:
+    noise = Noise(process=Variance(value=8.0, dof=5.0), session=Variance(value=3.0, dof=7.0))
+    found = estimate(Mean(value=-1.0, session=0.5, process=0.25, fixed=0.75), noise)
+    assert (found.value, found.se) == (-1.0, pytest.approx(math.sqrt(1.5 + 2.0 + 0.75)))
+    assert found.dof == pytest.approx((1.5 + 2.0 + 0.75) ** 2 / (1.5**2 / 7.0 + 2.0**2 / 5.0))
+    assert found.widened(3.0) == Estimate(value=-1.0, se=3.0 * found.se, dof=found.dof)
+    assert found.interval() == (found.lower(0.975), found.upper(0.975))
+    assert found.lower(0.975) == pytest.approx(-1.0 - stats.t.ppf(0.975, found.dof) * found.se)
+    assert found.upper(0.9) == pytest.approx(-1.0 + stats.t.ppf(0.9, found.dof) * found.se)
+
+
+def test_a_workload_s_own_noise_is_pooled_with_the_suite_s() -> None:
+    prior = Noise(process=Variance(value=3.0, dof=4.0), session=Variance(value=5.0, dof=6.0))
+    # Within: (2 + 8 + 0) / 4; between: means 2, 12, 4 have the variance 28, of which the processes explain a part.
+    found = noise_of([[1.0, 3.0], [10.0, 12.0, 14.0], [4.0, 4.0]], prior)
+    process = (4 * 3.0 + (2 + 8 + 0)) / 8
+    assert found.process == Variance(value=pytest.approx(process), dof=8.0)
+    own = 28.0 - process * (1 / 2 + 1 / 3 + 1 / 2) / 3
+    assert found.session == Variance(value=pytest.approx((6 * 5.0 + 2 * own) / 8), dof=8.0)
+    # Sessions that agree better than their processes let expect: the shift is 0, not negative.
+    agreeing = noise_of([[0.0, 8.0], [0.0, 8.0]], prior)
+    assert agreeing.session == Variance(value=pytest.approx(6 * 5.0 / 7), dof=7.0)
+
+
+def fitted(suite: list[list[list[float]]]) -> Noise:
+    """Smyth's moments and the pooled session shift, written anew: the equation of the degrees solved by bisection."""
+    pairs = [(stats_within(s), sum(len(p) - 1 for p in s)) for s in suite]
+    known = [(max(v, 1e-8), d) for v, d in pairs if d > 0]
+    process = Variance(value=0.0035**2, dof=4.0)
+    if len(known) >= 5:
+        logs = np.array([math.log(v) - special.digamma(d / 2) + math.log(d / 2) for v, d in known])
+        excess = np.var(logs, ddof=1) - np.mean([special.polygamma(1, d / 2) for _, d in known])
+        dof = 30.0
+        if excess > 0:
+            half = optimize.brentq(lambda y: special.polygamma(1, y) - excess, 1e-4, 1e8, xtol=1e-12, rtol=1e-14)
+            dof = min(30.0, 2 * half)
+        value = math.exp(np.mean(logs) + special.digamma(dof / 2) - math.log(dof / 2))
+        process = Variance(value=max(value, 1e-8), dof=dof)
+    shifts = [(0.002**2, 6.0)]
+    for sessions, (v, d) in zip(suite, pairs, strict=True):
+        own = (process.dof * process.value + d * v) / (process.dof + d)
+        if len(sessions) > 1:
+            means = np.var([np.mean(s) for s in sessions], ddof=1)
+            shifts.append((means - own * np.mean([1 / len(s) for s in sessions]), len(sessions) - 1.0))
+    pooled = sum(v * d for v, d in shifts) / sum(d for _, d in shifts)
+    return Noise(process=process, session=Variance(value=max(pooled, 0.0005**2), dof=6.0))
+
+
+def stats_within(sessions: list[list[float]]) -> float:
+    dof = sum(len(s) - 1 for s in sessions)
+    return sum(float(np.sum((np.array(s) - np.mean(s)) ** 2)) for s in sessions) / dof if dof else 0.0
+
+
+@pytest.mark.parametrize("workloads", [4, 5, 12])
+@pytest.mark.parametrize("spread", [1.0, 3.0, 30.0])
+def test_the_prior_is_smyth_s(workloads: int, spread: float) -> None:
+    rng = np.random.default_rng(workloads)
+    for _ in range(10):
+        suite = []
+        for _ in range(workloads):
+            sd = 0.001 * spread ** rng.random()
+            sizes = rng.integers(1, 5, rng.integers(1, 4))
+            suite.append([(rng.normal(0, 0.003) + rng.normal(0, sd, n)).tolist() for n in sizes])
+        found, expected = fit_prior([*suite, []]), fitted(suite)
+        for part in ("process", "session"):
+            assert getattr(found, part).value == pytest.approx(getattr(expected, part).value, rel=1e-9)
+            assert getattr(found, part).dof == pytest.approx(getattr(expected, part).dof, rel=1e-8)
+
+
+def test_workloads_without_any_spread_have_the_strongest_prior() -> None:
+    suite = [[[0.1, 0.1, 0.1]]] * 5
+    exact = fit_prior(suite).process
+    assert exact.dof == PRIOR_DOF_MAX
+    assert exact.value == pytest.approx(fitted(suite).process.value)
+
+
+def test_a_few_loud_workloads_among_silent_ones_do_not_lower_the_floor() -> None:
+    # The few degrees that such a mixture is worth pull its value below the least variance seen.
+    silent, loud = [[0.1] * 41], [[-0.1, 0.1] * 20]
+    assert fit_prior([*[silent] * 9, loud]).process.value == module.PROCESS_SD_FLOOR**2
+
+
+@pytest.mark.parametrize("x", [1e-9, 1e-6, 1e-3, 0.1, 0.9, 1.0, 1.7, 10.0, 300.0, 1e5, 1e7, 1e9])
+def test_trigamma_is_inverted(x: float) -> None:
+    rel = 1e-9 if 1e-6 < x < 1e7 else 1e-6  # beyond, the leading term is all that is needed
+    assert special.polygamma(1, module._trigamma_inverse(x)) == pytest.approx(x, rel=rel)
+
+
+def spreads(runs: list[tuple[list[float], Variance]]) -> bool:
+    """`suite_spread` by scipy's distributions."""
+    total, dof, ratios = 0.0, 0, []
+    for values, expected in runs:
+        if len(values) < 2:
+            continue
+        own = len(values) - 1
+        ratio = float(np.var(values, ddof=1)) / expected.value
+        p = stats.chi2.sf(own * ratio, own) if math.isinf(expected.dof) else stats.f.sf(ratio, own, expected.dof)
+        total += stats.chi2.isf(max(p, 1e-15), own)
+        dof += own
+        ratios.append(ratio * own / stats.chi2.median(own))
+    return len(ratios) >= 5 and bool(stats.chi2.sf(total, dof) < 5e-4 and sorted(ratios)[len(ratios) // 2] > 2.25)
+
+
+def test_suite_spread_is_the_documented_rule() -> None:
+    rng = np.random.default_rng(12)
+    found = []
+    for _ in range(150):
+        sd = rng.uniform(1.0, 2.2)
+        runs = []
+        for _ in range(rng.integers(3, 30)):
+            dof = math.inf if rng.random() < 0.3 else float(rng.integers(4, 40))
+            runs.append((rng.normal(0, 1e-3 * sd, rng.integers(1, 6)).tolist(), Variance(value=1e-6, dof=dof)))
+        found.append(suite_spread(runs))
+        assert found[-1] == spreads(runs)
+    assert 20 < sum(found) < 130
+
+
+def of_ratio(ratio: float, count: int = 3) -> tuple[list[float], Variance]:
+    """Values whose variance is exactly `ratio` times an expected one that is known."""
+    values = np.arange(count, dtype=float)
+    return (values * math.sqrt(ratio / np.var(values, ddof=1))).tolist(), Variance(value=1.0, dof=math.inf)
+
+
+def test_suite_spread_at_its_limits() -> None:
+    # Many workloads: the typical one has to reach 2.25 times what half of all exceed, the χ² median.
+    limit = 2.25 * stats.chi2.median(2) / 2
+    assert not suite_spread([of_ratio(limit * 0.99)] * 200)
+    assert suite_spread([of_ratio(limit * 1.01)] * 200)
+    # Few: their sum has to be significant. Five is enough, four are not.
+    limit = stats.chi2.isf(5e-4, 10) / 10
+    assert not suite_spread([of_ratio(limit * 0.99)] * 5)
+    assert suite_spread([of_ratio(limit * 1.01)] * 5)
+    assert not suite_spread([of_ratio(limit * 9)] * 4)
+    assert not suite_spread([*[of_ratio(limit * 9)] * 4, ([1.0], Variance(value=1.0, dof=4.0))])
+    # Pairs count too.
+    assert suite_spread([of_ratio(20.0, 2)] * 5)
+    # One impossible workload does not speak for a hundred others.
+    assert not suite_spread([*[of_ratio(1.6)] * 51, *[of_ratio(0.0)] * 48, of_ratio(1e6)])
+
+
+def test_holm_at_its_limits() -> None:
+    assert holm({"a": 0.005}, 0.005, 1) == {"a"}
+    assert holm({"a": 0.0050001}, 0.005, 1) == set()
+    # More hypotheses than the family says: the last steps are at alpha, not beyond it.
+    assert holm({"a": 0.004, "b": 0.0045, "c": 0.0049}, 0.005, 1) == {"a", "b", "c"}
+    assert holm({"a": 0.004, "b": 0.0045, "c": 0.0051}, 0.005, 1) == {"a", "b"}
+    assert holm({"a": math.nan}, 0.005, 1) == set()

@@ -22,11 +22,13 @@ from perfsuite.workers import Job, Journal, Workers, load_job, pytest_arguments
 pytest_plugins = ["pytester"]
 
 SCRIPT = """
-import json, os, pathlib, signal, sys, time
+import hmac, json, os, pathlib, signal, sys, time
 job = json.loads(pathlib.Path(sys.argv[1]).read_text())
 out = open(job["out"], "a", buffering=1)
 def write(event, **fields):
-    out.write(json.dumps({"event": event, **fields}) + "\\n")
+    text = json.dumps({"event": event, **fields})
+    signature = hmac.new(job["key"].encode(), text.encode(), "sha256").hexdigest()
+    out.write(signature + " " + text + "\\n")
 def begin(id, phase="start"):
     write("begin", id=id)
     write("phase", id=id, phase=phase)
@@ -75,6 +77,22 @@ def test_outcomes_come_as_they_are_written(tmp_path: Path) -> None:
     outcomes(made)
     assert told[3:] == [(2, "a"), (2, "b"), (2, "c")]
     assert not list(made.folder.iterdir())  # nothing is left of processes that ended well
+
+
+@pytest.mark.parametrize(
+    "forgery",
+    [
+        """out.write(json.dumps({"event": "failure", "id": id, "status": "UNMEASURED", "message": "fine"}) + "\\n")""",
+        """out.write("f" * 64 + ' {"event": "failure", "id": "b", "status": "PASS", "message": ""}' + "\\n")""",
+        """out.write("é no line of ours\\n")""",
+        """done("c")""",  # a signed line that was overheard, for another workload
+    ],
+)
+def test_a_line_that_the_harness_did_not_write_is_named(tmp_path: Path, forgery: str) -> None:
+    made = scripted(tmp_path, f"for id in ids:\n    begin(id)\n    if id == 'b': {forgery}\n    done(id)")
+    found = outcomes(made)
+    assert found["a"] == "done a"
+    assert found["b"] == workers.FORGED
 
 
 def test_no_ids_no_process(tmp_path: Path) -> None:
@@ -179,16 +197,19 @@ time.sleep(60)
 def test_a_line_in_two_pieces(tmp_path: Path) -> None:
     script = """
 begin("a")
-out.write('{"event": "failure", "id": "a", ')
+text = '{"event": "failure", "id": "a", "status": "UNMEASURED", "message": "done a"}'
+line = hmac.new(job["key"].encode(), text.encode(), "sha256").hexdigest() + " " + text
+out.write(line[:90])
 out.flush(); time.sleep(0.1)
-out.write('"status": "UNMEASURED", "message": "done a"}\\n')
+out.write(line[90:] + "\\n")
 """
     assert outcomes(scripted(tmp_path, script), ["a"]) == {"a": "done a"}
 
 
-def test_what_a_journal_writes_is_what_workers_read(tmp_path: Path) -> None:
+def test_what_a_journal_writes_is_what_workers_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured = builders.measurement("a")
-    job = Job(ids=("a", "b"), out=str(tmp_path / "sample.jsonl"))
+    job = Job(ids=("a", "b"), out=str(tmp_path / "sample.jsonl"), key="k")
+    monkeypatch.setattr(workers.secrets, "token_hex", lambda: "k")
     journal = Journal(job)
     journal.begin("a")
     journal.phase("a", "optimized")
@@ -212,7 +233,8 @@ def test_a_job_goes_through_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert job is not None
     assert job.ids == ("a", "b")
     assert job.accepted == {"b": ("/tree", "abc")}
-    monkeypatch.delenv(workers.JOB)
+    assert not kept.exists(), "the code under test must not find the key"
+    assert workers.JOB not in os.environ
     assert load_job() is None
 
 

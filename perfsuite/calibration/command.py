@@ -1,0 +1,268 @@
+"""`perfsuite calibrate`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from importlib.util import find_spec
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from perfsuite.calibration import measure, record
+from perfsuite.calibration.record import KINDS, Recording
+from perfsuite.errors import PerfsuiteError
+from perfsuite.records import Machine
+
+OUT = "docs/calibration"
+SECONDS = {"cuda": 420.0, "cpu": 120.0}
+BENCHMARK_MAX_TIME = 0.25
+"""Of pytest-benchmark: a quarter of its default, so that each planted share has a run in every process."""
+NO_DO_BENCH = "triton.testing.do_bench: not available here, it needs an NVIDIA GPU and triton"
+INTERRUPTED = 2
+
+
+@click.command()
+@click.option("--out", default=OUT, show_default=True, type=click.Path(file_okay=False), help="Folder of the results.")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="What to measure.  [default: the GPU, if any]")
+@click.option("--processes", default=12, show_default=True, type=click.IntRange(2), help="Measuring processes.")
+@click.option("--seconds", type=click.FloatRange(1), help="Budget of the whole.  [default: 420 on a GPU, 120 on a CPU]")
+@click.option("--kind", "kinds", multiple=True, type=click.Choice(list(KINDS)), help="Only this kind; repeatable.")
+@click.option("--blocks", default=8, show_default=True, type=click.IntRange(2), help="Blocks a process, as the gate's.")
+@click.option("--quads", default=7, show_default=True, type=click.IntRange(2), help="Quads a block, as the gate's.")
+@click.option(
+    "--benchmark-max-time",
+    default=BENCHMARK_MAX_TIME,
+    show_default=True,
+    type=click.FloatRange(0),
+    help="Seconds a run of pytest-benchmark; 0 leaves it out.",
+)
+@click.option("--more", is_flag=True, help="Add a session to the stored recording of this device.")
+@click.option("--add", multiple=True, type=click.Path(dir_okay=False), help="Add the sessions of this recording.")
+@click.option("--from", "stored", type=click.Path(dir_okay=False), help="Redo table and plot; measure nothing.")
+@click.option("--suites", default=200, show_default=True, type=click.IntRange(1), help="Resampled gates at each share.")
+@click.option("--seed", default=0, show_default=True, type=click.IntRange(0), help="Seed of the resampling.")
+@click.option(
+    "--picture", default="svg", show_default=True, type=click.Choice(["svg", "png"]), help="Form of the plot."
+)
+@click.option("--no-plot", is_flag=True, help="Write no plot; matplotlib is not needed then.")
+@click.option("--dry-run", is_flag=True, help="Print the plan and the estimated seconds; measure nothing.")
+@click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
+def calibrate(
+    out: str,
+    device: str | None,
+    processes: int,
+    seconds: float | None,
+    kinds: tuple[str, ...],
+    blocks: int,
+    quads: int,
+    benchmark_max_time: float,
+    more: bool,
+    add: tuple[str, ...],
+    stored: str | None,
+    suites: int,
+    seed: int,
+    picture: str,
+    no_plot: bool,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Measure on this device what the gate's rule assumes.
+
+    Its noise, and how often the gate raises a false alarm or finds a planted slowdown of .5 to 5%, beside
+    pytest-benchmark and do_bench on the same kernels. Writes <device>.json (every quad), <device>.md and a plot.
+    """
+    folder = Path(out)
+    console = Console(stderr=True, highlight=False)
+    try:
+        if stored and (more or dry_run):
+            raise PerfsuiteError("--from measures nothing, so that --more and --dry-run say nothing; leave them out")
+        if not no_plot and not dry_run and find_spec("matplotlib") is None:
+            from perfsuite.calibration.report import REMEDY
+
+            raise PerfsuiteError(REMEDY)
+        others = [(name, record.load(Path(name))) for name in add]
+        if stored:
+            recording = record.load(Path(stored))
+        else:
+            machine, kind = _machine(device)
+            names = tuple(k for k in KINDS if k in kinds) or tuple(KINDS)
+            design = measure.Design(
+                device=kind,
+                kinds=names,
+                extras=record.EXTRAS,
+                processes=processes,
+                blocks=blocks,
+                quads=quads,
+                seconds=seconds or SECONDS[kind],
+                benchmark_max_time=benchmark_max_time,
+                do_bench=kind == "cuda" and find_spec("triton") is not None,
+            )
+            before = record.load(folder / f"{machine.device}.json") if more else None
+            if dry_run:
+                _show_plan(design, machine, as_json)
+                return
+            recording = _measured(design, machine, before, folder, console)
+        for name, other in others:
+            recording = record.joined(recording, other, name=name)
+        _finish(recording, folder, suites, seed, None if no_plot else picture, as_json, console)
+    except PerfsuiteError as error:
+        raise click.ClickException(" ".join(str(error).split())) from None
+
+
+def _machine(device: str | None) -> tuple[Machine, str]:
+    from perfsuite import machine
+
+    found = machine.identify(prefer=device)
+    return found, "cpu" if found.device.startswith("cpu") else "cuda"
+
+
+def _show_plan(design: measure.Design, machine: Machine, as_json: bool) -> None:
+    lines = measure.plan(design)
+    if as_json:
+        from perfsuite.records import to_json
+
+        estimate = design.fitting * design.process_s + measure.ANALYSIS_S
+        plan = {"machine": to_json(machine), "design": to_json(design), "estimated_seconds": round(estimate)}
+        click.echo(json.dumps(plan, indent=2))
+        return
+    click.echo(f"{machine.device_name} ({machine.device})")
+    click.echo("\n".join(lines))
+
+
+def _measured(
+    design: measure.Design, machine: Machine, before: Recording | None, folder: Path, console: Console
+) -> Recording:
+    """Measure; what is recorded lies in a partial file until it is whole. Exits where it was interrupted."""
+    partial = folder / f"{machine.device}.partial.json"
+    planting = dict(before.planting) if before is not None else {}
+
+    def whole(now: Recording) -> Recording:
+        return now if before is None else record.joined(before, now, name="this session")
+
+    measuring = measure.Measuring(design=design, machine=machine, planting=planting)
+    if not design.do_bench:
+        measuring.left_out.append(NO_DO_BENCH)
+    if not design.benchmark_max_time:
+        measuring.left_out.append("pytest-benchmark: not asked for")
+    # Before the minutes of measuring: whether sessions fit together, and whether the folder can be written.
+    record.save(partial, whole(measuring.recording()))
+    measuring.kept = lambda now: _ignore(record.save(partial, whole(now)))
+    with _bar(console, design) as progress:
+        measuring.progress = progress
+        try:
+            recording = measuring.run()
+        except PerfsuiteError:
+            partial.unlink(missing_ok=True)
+            raise
+    record.save(partial, whole(recording))
+    if measuring.interrupted:
+        console.print(
+            f"interrupted: {recording.processes} process(es) of this session are kept in {partial}; "
+            f"`perfsuite calibrate --from {partial}` makes the table of them",
+            soft_wrap=True,
+        )
+        sys.exit(INTERRUPTED)
+    return whole(recording)
+
+
+def _ignore(value: object) -> None:
+    """For a callback that gives nothing."""
+
+
+@contextmanager
+def _bar(console: Console, design: measure.Design) -> Iterator[Callable[[int, str], None]]:
+    """A progress bar; a line a process where the output is no terminal."""
+    steps = len(design.kinds) + bool(design.benchmark_max_time) + design.do_bench
+    if not console.is_terminal:
+        seen: set[int] = set()
+
+        def tell(process: int, what: str) -> None:
+            if process not in seen:
+                seen.add(process)
+                console.print(f"measuring, process {process} of {design.processes}")
+
+        yield tell
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("starting", total=design.processes * steps)
+
+        def draw(process: int, what: str) -> None:
+            bar.update(task, description=f"measuring, process {process} of {design.processes}: {what}")
+            done = bar.tasks[0].completed
+            bar.update(task, completed=max(done + 1, (process - 1) * steps + 1))
+
+        yield draw
+
+
+def _finish(
+    recording: Recording,
+    folder: Path,
+    suites: int,
+    seed: int,
+    picture: str | None,
+    as_json: bool,
+    console: Console,
+) -> None:
+    from perfsuite.calibration import analysis, report
+    from perfsuite.report import files
+
+    with console.status("analysing") if console.is_terminal else nullcontext() as status:
+
+        def progress(what: str) -> None:
+            if status is not None:
+                status.update(f"analysing: {what}")
+
+        found = analysis.analyse(recording, seed=seed, suites=suites, progress=progress)
+    stem = recording.machine.device
+    written = [record.save(folder / f"{stem}.json", recording)]
+    name = f"{stem}.{picture}" if picture else None
+    if name:
+        written.append(report.plot(found, folder / name))
+    written.append(files.write(folder / f"{stem}.md", report.table(found, recording, picture=name)))
+    (folder / f"{stem}.partial.json").unlink(missing_ok=True)
+    if as_json:
+        click.echo(json.dumps({**analysis.document(found), "files": [str(p) for p in written]}, indent=2))
+        return
+    shown = Console(highlight=False)
+    _show(found, shown)
+    for line in (*found.warnings, *(f"left out: {line}" for line in found.left_out)):
+        shown.print(line, soft_wrap=True, markup=False)
+    for path in written:
+        shown.print(f"wrote {path}", soft_wrap=True, markup=False)
+
+
+def _show(found: object, console: Console) -> None:
+    from perfsuite.calibration.analysis import Analysis, percent
+
+    assert isinstance(found, Analysis)
+    console.print(
+        f"{found.device_name}: {percent(found.alarms.value)} of {found.suites} resampled gates of "
+        f"{found.suite} unchanged workloads raise a false alarm "
+        f"(95% interval {percent(found.alarms.low)} to {percent(found.alarms.high)})",
+        soft_wrap=True,
+    )
+    planted = [d.planted for d in found.kinds[0].gate]
+    _print(
+        console,
+        "Flagged as REGRESSED, by planted slowdown",
+        ["kind", "margin", *(percent(p) for p in planted)],
+        [[k.kind, percent(k.margin), *(f"{d.flagged.value:.1%}" for d in k.gate)] for k in found.kinds],
+    )
+    rows = [[c.name, c.assumed, c.measured, c.reading] for c in found.constants]
+    _print(console, "The rule's constants", ["constant", "assumed", "measured", "reading"], rows)
+
+
+def _print(console: Console, title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    table = Table(title=title, title_justify="left")
+    for head in heads:
+        table.add_column(head)
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)

@@ -1,0 +1,287 @@
+"""Runs the measuring processes of a calibration, one after the other, and keeps what each records. No torch."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from perfsuite.calibration.record import (
+    KINDS,
+    KindRecord,
+    ProcessRecord,
+    Recording,
+    Rounds,
+    SessionRecord,
+    rounded,
+    side_names,
+)
+from perfsuite.errors import PerfsuiteError
+from perfsuite.machine import package_version
+from perfsuite.records import Machine, from_json
+
+POLL_S = 0.02
+SILENCE_S = 240.0
+"""A process that says nothing for so long hangs: no kind takes a minute."""
+START_S = {"cuda": 8.0, "cpu": 3.0}
+KIND_S = {"cuda": 3.5, "cpu": 4.2}
+"""Seconds of a process's start, and of one kind at 6 planted sides, 8 blocks and 7 quads: for the plan alone."""
+ANALYSIS_S = 40.0
+"""Kept back from the budget for the table and the plot."""
+DO_BENCH_S = 0.2
+FEWEST = 2
+"""Processes without which nothing is known of the noise: they run whatever the budget is."""
+GIVE_UP = 2
+"""Processes in a row that may fail whole before the run ends."""
+WORKER = "perfsuite.calibration.worker"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Design:
+    """What is to be measured."""
+
+    device: str
+    """"cuda" or "cpu"."""
+    kinds: tuple[str, ...]
+    extras: tuple[float, ...]
+    processes: int
+    blocks: int
+    quads: int
+    seconds: float
+    """The budget of the whole, analysis included."""
+    benchmark_max_time: float
+    do_bench: bool
+
+    @property
+    def process_s(self) -> float:
+        """About what one process takes."""
+        sides = len(side_names(self.extras)) / 8
+        share = max(sides * self.blocks * self.quads / 56, 0.02)
+        runs = len(self.extras) * len(self.kinds)
+        other = runs * (1.3 * self.benchmark_max_time + DO_BENCH_S * self.do_bench)
+        return START_S[self.device] + KIND_S[self.device] * len(self.kinds) * share + other
+
+    @property
+    def fitting(self) -> int:
+        """Processes that the budget is expected to hold; FEWEST at least."""
+        return max(FEWEST, min(self.processes, int((self.seconds - ANALYSIS_S) / self.process_s)))
+
+
+@dataclass(slots=True)
+class Measuring:
+    """One session of measuring. `progress(process, what)` is told what begins; `kept(recording)` what is recorded."""
+
+    design: Design
+    machine: Machine
+    planting: dict[str, Mapping[str, float]] = field(default_factory=dict)
+    progress: Callable[[int, str], None] = lambda process, what: None
+    kept: Callable[[Recording], None] = lambda recording: None
+    left_out: list[str] = field(default_factory=list)
+    interrupted: bool = False
+    _processes: list[ProcessRecord] = field(default_factory=list)
+    _began: float = field(default_factory=time.monotonic)
+    _date: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+
+    def run(self) -> Recording:
+        """Measure until the design is done, the budget is spent or Ctrl-C is pressed; what is recorded is kept.
+
+        PerfsuiteError where nothing could be measured at all.
+        """
+        design = self.design
+        longest, failed, number = 0.0, 0, 1
+        try:
+            for number in range(1, design.processes + 1):
+                spent = time.monotonic() - self._began
+                if number > FEWEST and spent + longest > design.seconds - ANALYSIS_S:
+                    self.left_out.append(
+                        f"{design.processes - number + 1} of {design.processes} processes: the budget of "
+                        f"{design.seconds:g} s was spent"
+                    )
+                    break
+                began = time.monotonic()
+                problem = self._one(number)
+                longest = max(longest, time.monotonic() - began)
+                failed = failed + 1 if problem else 0
+                if problem:
+                    self.left_out.append(f"process {number}: {problem}")
+                if failed == GIVE_UP or (problem and number == 1 and not self._processes):
+                    break
+        except KeyboardInterrupt:
+            self.interrupted = True
+            self.left_out.append(f"what was left when it was interrupted in process {number}")
+        recording = self.recording()
+        if not recording.kinds and not self.interrupted:
+            raise PerfsuiteError(f"nothing could be measured: {self.left_out[-1]}")
+        return recording
+
+    def recording(self) -> Recording:
+        """What is recorded by now."""
+        machine = self.machine
+        session = SessionRecord(
+            date=self._date,
+            driver=machine.driver,
+            cuda=machine.cuda,
+            torch=machine.torch,
+            triton=machine.triton,
+            python=machine.python,
+            benchmark_version=package_version("pytest-benchmark"),
+            benchmark_max_time=self.design.benchmark_max_time,
+            processes=tuple(self._processes),
+            seconds=rounded(time.monotonic() - self._began),
+            left_out=tuple(dict.fromkeys(self.left_out)),
+        )
+        return Recording(
+            machine=machine,
+            blocks=self.design.blocks,
+            quads=self.design.quads,
+            extras=self.design.extras,
+            planting=dict(self.planting),
+            sessions=(session,),
+        )
+
+    def _one(self, number: int) -> str | None:
+        """One process; what went wrong if it measured nothing."""
+        with tempfile.TemporaryDirectory(prefix="perfsuite-calibrate-") as folder:
+            out, log = Path(folder) / "out.jsonl", Path(folder) / "log"
+            design = self.design
+            job = {
+                "out": str(out),
+                "parent": os.getpid(),
+                "device": design.device,
+                "kinds": list(design.kinds),
+                "extras": list(design.extras),
+                "blocks": design.blocks,
+                "quads": design.quads,
+                "planting": {k: dict(v) for k, v in self.planting.items()},
+                "benchmark_max_time": design.benchmark_max_time,
+                "do_bench": design.do_bench,
+            }
+            path = Path(folder) / "job.json"
+            path.write_text(json.dumps(job))
+            out.touch()
+            gathered = _Gathered(self, number)
+            try:
+                for event in _events(path, out, log):
+                    gathered.take(event)
+            finally:
+                record = gathered.record()
+                if record.kinds:
+                    self._processes.append(record)
+                    self.kept(self.recording())
+            if record.kinds:
+                return None if gathered.done else f"it ended before it was done: {_tail(log)}"
+            return "; ".join(gathered.failures) or f"it ended before it had measured anything: {_tail(log)}"
+
+
+class _Gathered:
+    """What one process has told so far."""
+
+    def __init__(self, measuring: Measuring, number: int) -> None:
+        self.measuring, self.number = measuring, number
+        self.began = time.monotonic()
+        self.start_s = 0.0
+        self.kinds: dict[str, KindRecord] = {}
+        self.failures: list[str] = []
+        self.done = False
+
+    def take(self, event: Mapping[str, Any]) -> None:
+        name = event["event"]
+        if name == "started":
+            self.start_s = time.monotonic() - self.began
+        elif name == "begin":
+            self.measuring.progress(self.number, event["what"])
+        elif name == "planting":
+            self.measuring.planting[event["kind"]] = event["planting"]
+        elif name == "kind":
+            self.kinds[event["kind"]] = from_json(KindRecord, event["record"])
+        elif name == "run":
+            kind = self.kinds[event["kind"]]
+            run = {event["side"]: from_json(Rounds, event["run"])}
+            if event["tool"] == "benchmark":
+                kind = replace(kind, benchmark={**kind.benchmark, **run})
+            else:
+                kind = replace(kind, do_bench={**kind.do_bench, **run})
+            self.kinds[event["kind"]] = kind
+        elif name == "failed":
+            failure = f"{event['what']}: {event['why']}"
+            self.failures.append(failure)
+            if failure not in self.measuring.left_out:
+                self.measuring.left_out.append(failure)
+        elif name == "done":
+            self.done = True
+
+    def record(self) -> ProcessRecord:
+        return ProcessRecord(
+            kinds=self.kinds, start_s=rounded(self.start_s), seconds=rounded(time.monotonic() - self.began)
+        )
+
+
+def _events(job: Path, out: Path, log: Path) -> Iterator[Mapping[str, Any]]:
+    """What a worker tells, until it ends; it is stopped where it falls silent or nobody listens any more."""
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    environment.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    with log.open("wb") as sink:
+        child = subprocess.Popen(
+            [sys.executable, "-m", WORKER, str(job)],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    position, buffered, heard = 0, b"", time.monotonic()
+    try:
+        while True:
+            ended = child.poll() is not None
+            with out.open("rb") as stream:
+                stream.seek(position)
+                chunk = stream.read()
+            position += len(chunk)
+            *lines, buffered = (buffered + chunk).split(b"\n")
+            if lines:
+                heard = time.monotonic()
+            for line in lines:
+                yield json.loads(line)
+            if ended or time.monotonic() - heard > SILENCE_S:
+                return
+            time.sleep(POLL_S)
+    finally:
+        if child.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+
+
+def _tail(log: Path) -> str:
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1][:300] if lines else "it said nothing"
+
+
+def plan(design: Design) -> list[str]:
+    """The plan in lines, with the estimated seconds."""
+    fits = design.fitting
+    total = fits * design.process_s + ANALYSIS_S
+    tools = []
+    if design.benchmark_max_time > 0:
+        tools.append(f"pytest-benchmark, {design.benchmark_max_time:g} s a run")
+    if design.do_bench:
+        tools.append("triton.testing.do_bench")
+    return [
+        f"device: {design.device}",
+        f"processes: {fits} of {design.processes} fit into {design.seconds:g} s, about {design.process_s:.0f} s each",
+        *(f"kind {k}: {KINDS[k]}" for k in design.kinds),
+        f"sides, interleaved: {', '.join(side_names(design.extras))}",
+        f"blocks × quads a process: {design.blocks} × {design.quads}",
+        f"beside: {'; '.join(tools) or 'nothing'}",
+        f"estimated: {total:.0f} s, {ANALYSIS_S:.0f} s of them at most for the table and the plot",
+    ]

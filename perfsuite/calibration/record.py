@@ -1,0 +1,198 @@
+"""What a calibration records, and its file. Frozen records as JSON; no torch.
+
+A process times, for each kind of pair, every side in the same quads: the reference, the optimized side of a second
+import ("accepted"), the optimized side, and the optimized side with planted work ("+1.0%"). Beside that each side but
+the reference has a run of pytest-benchmark, and of `triton.testing.do_bench` where that exists.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from perfsuite.errors import PerfsuiteError
+from perfsuite.records import Condition, Machine, from_json, to_json
+from perfsuite.report import files
+
+SCHEMA = 1
+REFERENCE, ACCEPTED, OPTIMIZED = "reference", "accepted", "optimized"
+EXTRAS = (0.0, 0.005, 0.01, 0.02, 0.03, 0.05)
+"""Planted shares of work; 0 is the unchanged code."""
+KINDS: Mapping[str, str] = {
+    "memory": "an elementwise pass over a large vector; planted: more elements",
+    "matmul": "a square matrix product, of a millisecond or more on a GPU; planted: a wait behind it",
+    "launch": "20 tiny kernels on the wall clock, bound by their launches; planted: a busy wait of the host",
+    "kernels": "200 small kernels a call; planted: more kernels",
+}
+"""The kinds of pair, and how work is planted in each."""
+SECONDS_DIGITS = 6
+"""A time is kept to a millionth: a hundredth of the smallest noise seen."""
+AGAIN = "record it anew with `perfsuite calibrate`"
+
+
+def side_name(extra: float) -> str:
+    """The name of the side that does the share `extra` more work."""
+    return OPTIMIZED if extra == 0 else f"+{extra:.1%}"
+
+
+def side_names(extras: Sequence[float]) -> tuple[str, ...]:
+    """Every side of a kind, as they are interleaved."""
+    return (REFERENCE, ACCEPTED, *(side_name(x) for x in extras))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rounds:
+    """One run of one side by another tool. Seconds a call."""
+
+    median: float
+    min: float
+    rounds: int
+    iterations: int
+    seconds: float
+    """How long the run took."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KindRecord:
+    """One kind of pair in one process."""
+
+    clock: str
+    quads_s: Mapping[str, tuple[tuple[float, ...], ...]]
+    """Side → block → quad: seconds a call, the mean of the two turns of the quad."""
+    side_s: Mapping[str, float]
+    """Seconds spent on each side: its samples and its fresh inputs."""
+    seconds: float
+    condition: Condition = field(default_factory=Condition)
+    benchmark: Mapping[str, Rounds] = field(default_factory=dict)
+    do_bench: Mapping[str, Rounds] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProcessRecord:
+    """One measuring process. A process that was interrupted holds the kinds that it finished."""
+
+    kinds: Mapping[str, KindRecord]
+    start_s: float
+    """From its start to its first measurement: imports, the device's context."""
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SessionRecord:
+    """Processes of one machine and hour, one after the other."""
+
+    date: str
+    """ISO date-time."""
+    driver: str | None
+    cuda: str | None
+    torch: str | None
+    triton: str | None
+    python: str
+    benchmark_version: str | None
+    benchmark_max_time: float
+    """pytest-benchmark's --benchmark-max-time; 0 where it was left out."""
+    processes: tuple[ProcessRecord, ...]
+    seconds: float = 0.0
+    left_out: tuple[str, ...] = ()
+    """What was planned but not measured, each with the reason."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recording:
+    """All that was recorded on one device, with one design."""
+
+    machine: Machine
+    blocks: int
+    quads: int
+    extras: tuple[float, ...]
+    planting: Mapping[str, Mapping[str, float]]
+    """Kind → what its planted work was calibrated to, once for all processes and sessions."""
+    sessions: tuple[SessionRecord, ...]
+    schema: int = SCHEMA
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Kinds of which something was recorded, in the order of measuring."""
+        return tuple(dict.fromkeys(k for s in self.sessions for p in s.processes for k in p.kinds))
+
+    @property
+    def processes(self) -> int:
+        return sum(len(s.processes) for s in self.sessions)
+
+
+def save(path: Path, recording: Recording) -> Path:
+    """Write the file atomically; PerfsuiteError in one line if that fails."""
+    return files.write(path, _layout(to_json(recording)) + "\n")
+
+
+def load(path: Path) -> Recording:
+    """Read and check a recording; PerfsuiteError in one line where it is missing, damaged or of another schema."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise PerfsuiteError(
+            f"{path}: {error.strerror or error}; name a file that `perfsuite calibrate` wrote"
+        ) from None
+    except ValueError as error:
+        raise PerfsuiteError(f"{path}: not JSON ({error}); {AGAIN}") from None
+    if not isinstance(data, dict) or "sessions" not in data:
+        raise PerfsuiteError(f"{path}: not a recording of `perfsuite calibrate`; {AGAIN}")
+    if data.get("schema") != SCHEMA:
+        raise PerfsuiteError(f"{path}: schema {data.get('schema')!r}, this version reads {SCHEMA}; {AGAIN}")
+    try:
+        recording = from_json(Recording, data)
+    except PerfsuiteError as error:
+        raise PerfsuiteError(f"{path}: {error}; {AGAIN}") from None
+    for session in recording.sessions:
+        for process in session.processes:
+            for kind, found in process.kinds.items():
+                problem = _problem(found, recording)
+                if problem:
+                    raise PerfsuiteError(f"{path}: kind {kind!r} {problem}; {AGAIN}")
+    return recording
+
+
+def _problem(kind: KindRecord, recording: Recording) -> str | None:
+    for side in side_names(recording.extras):
+        blocks = kind.quads_s.get(side, ())
+        if len(blocks) != recording.blocks or any(len(b) != recording.quads for b in blocks):
+            return f"lacks quads of the {side} side"
+        if not all(math.isfinite(t) and t > 0 for b in blocks for t in b):
+            return f"has a time of the {side} side that is not above 0"
+    return None
+
+
+def joined(first: Recording, other: Recording, *, name: str) -> Recording:
+    """The sessions of both; PerfsuiteError, which calls the other `name`, where they are not alike.
+
+    A session that both hold is taken once.
+    """
+    for what, one, two in (
+        ("device", first.machine.device, other.machine.device),
+        ("number of blocks", first.blocks, other.blocks),
+        ("number of quads", first.quads, other.quads),
+        ("planted shares", first.extras, other.extras),
+    ):
+        if one != two:
+            raise PerfsuiteError(f"{name}: its {what} is {two}, not {one}; sessions of one design can be joined only")
+    new = tuple(s for s in other.sessions if s not in first.sessions)
+    return replace(first, sessions=(*first.sessions, *new))
+
+
+def rounded(seconds: float) -> float:
+    """A time as it is kept."""
+    return float(f"{seconds:.{SECONDS_DIGITS}g}")
+
+
+def _layout(value: object, indent: str = "") -> str:
+    """JSON with a line a block: a file of a hundred thousand figures that a person can still page through."""
+    inner = indent + " "
+    if isinstance(value, dict) and value:
+        lines = (f"{inner}{json.dumps(k)}: {_layout(v, inner)}" for k, v in value.items())
+        return "{\n" + ",\n".join(lines) + f"\n{indent}}}"
+    if isinstance(value, list) and any(isinstance(v, (dict, list)) for v in value):
+        return "[\n" + ",\n".join(inner + _layout(v, inner) for v in value) + f"\n{indent}]"
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)

@@ -1,0 +1,317 @@
+"""A measuring process of the calibration: `python -m perfsuite.calibration.worker JOB`.
+
+It times every kind of the job and writes a line of JSON for each thing that it begins, finds or fails at.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import importlib.util
+import json
+import os
+import random
+import secrets
+import statistics
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from perfsuite import sampling
+from perfsuite.calibration import benched, workloads
+from perfsuite.calibration.record import (
+    ACCEPTED,
+    OPTIMIZED,
+    REFERENCE,
+    KindRecord,
+    Rounds,
+    rounded,
+    side_name,
+    side_names,
+)
+from perfsuite.clocks import CpuClock, CudaClock, clock_for
+from perfsuite.pair import Pair, Side
+from perfsuite.records import Case, from_json, to_json
+from perfsuite.sampling import Runner, _Sampler, _warm_up
+from perfsuite.specs import tensor
+from perfsuite.workers import die_with_parent
+
+DO_BENCH_QUANTILES = (0.5, 0.2, 0.8)
+TWIN = "perfsuite.calibration._accepted_workloads"
+CALIBRATION = "calibration"
+BENCHMARK, DO_BENCH = "pytest-benchmark", "do_bench"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CalibrationJob:
+    """What one process is to measure."""
+
+    out: str
+    device: str
+    kinds: tuple[str, ...]
+    extras: tuple[float, ...]
+    blocks: int
+    quads: int
+    planting: Mapping[str, Mapping[str, float]]
+    """Of earlier processes; what is missing is calibrated here."""
+    benchmark_max_time: float
+    """Seconds a run of pytest-benchmark; 0 leaves it out."""
+    do_bench: bool
+    parent: int
+    """The process that started this one."""
+
+
+class QuadSampler(_Sampler):
+    """The sampler of the gate's measurements, which besides keeps every quad and the seconds spent on each side.
+
+    Every side joins every quad.
+    """
+
+    def __init__(self, *arguments: Any, quads: int) -> None:
+        super().__init__(*arguments)
+        self.quads = quads
+        self.quads_s: dict[str, list[tuple[float, ...]]] = {n: [] for n in self.runners}
+        self.spent_s = dict.fromkeys(self.runners, 0.0)
+
+    def _sample(self, name: str, *arguments: Any, **options: Any) -> float:
+        began = perf_counter()
+        try:
+            return super()._sample(name, *arguments, **options)
+        finally:
+            self.spent_s[name] += perf_counter() - began
+
+    def _block(self, block: int) -> None:
+        kept = len(self.blocks_s[OPTIMIZED])  # less than ours where the last block was set aside
+        times: dict[str, list[float]] = {n: [] for n in self.runners}
+        for quad in range(self.quads):
+            order = list(self.runners)
+            if quad == 0 or self.small:
+                began = perf_counter()
+                self._allocate(order)
+                for name in order:
+                    self.spent_s[name] += (perf_counter() - began) / len(order)
+            self.report("timing")
+            self.rng.shuffle(order)
+            total = dict.fromkeys(order, 0.0)
+            for name in [*order, *reversed(order)]:
+                total[name] += self._sample(name)
+            for name, seconds in total.items():
+                times[name].append(max(seconds / 2, 1e-12))
+        for name, values in times.items():
+            self.blocks_s[name].append(statistics.median(values))
+            self.quads_s[name] = [*self.quads_s[name][:kept], tuple(map(rounded, values))]
+
+    def record(self, blocks: int) -> dict[str, tuple[tuple[float, ...], ...]]:
+        """Every side's quads, once `run(blocks)` has ended."""
+        return {n: tuple(v[:blocks]) for n, v in self.quads_s.items()}
+
+
+class Process:
+    """The work of one process; `tell` gets each event."""
+
+    def __init__(self, job: CalibrationJob, tell: Callable[[Mapping[str, Any]], None]) -> None:
+        self.job, self.tell = job, tell
+        if torch.device(job.device).type == "cpu":
+            # Several threads of a call as short as these time the scheduler of a shared machine.
+            torch.set_num_threads(1)
+        self.clock: CpuClock | CudaClock = clock_for(job.device)
+        self.twin = second_import()
+        self.runners: dict[str, dict[str, Runner]] = {}
+        self.masters: dict[str, dict[str, torch.Tensor]] = {}
+        self.rng = random.Random(secrets.randbits(64))
+
+    def run(self) -> None:
+        """Every kind with the gate's sampler; then the other tools, each side through every kind as in a suite."""
+        for kind in self.job.kinds:
+            self._attempt(kind, functools.partial(self._kind, kind))
+        measured = [k for k in self.job.kinds if k in self.runners]
+        sides = [s for s in side_names(self.job.extras) if s not in (REFERENCE, ACCEPTED)]
+        self.rng.shuffle(sides)
+        if self.job.benchmark_max_time > 0 and measured:
+            self._attempt(BENCHMARK, lambda: self._benchmark(sides, measured))
+        if self.job.do_bench and measured:
+            self._attempt(DO_BENCH, lambda: self._do_bench(sides, measured))
+
+    def _attempt(self, what: str, work: Callable[[], None]) -> None:
+        self.tell({"event": "begin", "what": what})
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                work()
+        except Exception as error:
+            lines = str(error).strip().splitlines() or [""]
+            self.runners.pop(what, None)
+            self.tell({"event": "failed", "what": what, "why": f"{type(error).__name__}: {lines[0][:300]}"})
+        self.tell({"event": "end", "what": what})
+
+    def _kind(self, name: str) -> None:
+        began = perf_counter()
+        job, device = self.job, self.job.device
+        kind, twin = workloads.KINDS[name], self.twin.KINDS[name]
+        generator = torch.Generator(device=device).manual_seed(secrets.randbits(31))
+        master = kind.inputs(device, max(job.extras), generator)
+        planting = job.planting.get(name)
+        if planting is None:
+            planting = self._planting(kind, master)
+            self.tell({"event": "planting", "kind": name, "planting": planting})
+        calls = {REFERENCE: kind.reference(device), ACCEPTED: twin.optimized(device, 0.0, planting)}
+        calls |= {side_name(x): kind.optimized(device, x, planting) for x in job.extras}
+        # The calls are timed, never judged: what they write is not declared, so that it is not put back each time.
+        pair = Pair(reference=_nothing, optimized=_nothing, inputs={n: tensor("n") for n in master}, name=name)
+        case = Case(dtype="float32", sizes={}, inputs={}, seed=0)
+        runners = {
+            side: Runner(name=side, side=Side(call=call), pair=pair, case=case, direction="forward", device=device)
+            for side, call in calls.items()
+        }
+        _warm_up(runners, master, self.rng, self.clock, _quiet)
+        wall = isinstance(self.clock, CpuClock)
+        extra_of = {REFERENCE: None, ACCEPTED: 0.0} | {side_name(x): x for x in job.extras}
+        counts = None if wall else {side: (0, kind.launches(extra_of[side])) for side in runners}
+        clock_kind = "wall" if wall else kind.clock
+        sampler = QuadSampler(runners, master, self.clock, clock_kind, counts, self.rng, 1, _quiet, quads=job.quads)
+        condition = sampler.run(job.blocks)
+        record = KindRecord(
+            clock=clock_kind,
+            quads_s=sampler.record(job.blocks),
+            side_s={n: rounded(s) for n, s in sampler.spent_s.items()},
+            seconds=rounded(perf_counter() - began),
+            condition=condition,
+        )
+        self.runners[name], self.masters[name] = runners, master
+        self.tell({"event": "kind", "kind": name, "record": to_json(record)})
+
+    def _planting(self, kind: workloads.Kind, master: Mapping[str, torch.Tensor]) -> dict[str, float]:
+        clock_kind = "wall" if isinstance(self.clock, CpuClock) else kind.clock
+        unplanted = {"seconds": 1.0, "overhead_s": 0.0, "cycles_per_s": 1.0}
+        call = kind.optimized(self.job.device, 0.0, unplanted)
+        inputs = {n: t.clone() for n, t in master.items()}
+
+        def run() -> None:
+            call(*inputs.values())
+
+        def timed(work: Callable[..., Any]) -> float:
+            return self.clock.sample(clock_kind, _reset, work, 4, kind.launches(0.0) + 1, "planting")
+
+        for _ in range(sampling.WARMUP_CALLS):
+            run()
+        self.clock.synchronize()
+        return {k: float(v) for k, v in kind.calibrate(self.job.device, run, timed).items()}
+
+    def _prepared(self, kind: str, side: str) -> Callable[[], object]:
+        """The side's call up to its completion on fresh inputs, as a test of another tool would make them."""
+        runner = self.runners[kind][side]
+        runner.allocate(self.masters[kind], self.rng)
+        runner.call()
+        self.clock.synchronize()
+        if isinstance(self.clock, CpuClock):
+            return runner.call
+
+        def call() -> None:
+            runner.call()
+            self.clock.synchronize()
+
+        return call
+
+    def _benchmark(self, sides: list[str], kinds: list[str]) -> None:
+        """The real pytest-benchmark, through its command line."""
+        import pytest
+
+        names = {f"{s}-{k}": (s, k) for s in sides for k in kinds}
+        benches = [(n, functools.partial(self._prepared, k, s)) for n, (s, k) in names.items()]
+        with tempfile.TemporaryDirectory() as folder:
+            found = Path(folder) / "found.json"
+            arguments = [str(Path(benched.__file__)), "-q", "--noconftest", "-c", os.devnull, f"--rootdir={folder}"]
+            arguments += ["-p", "pytest_benchmark.plugin", "-p", "no:cacheprovider", "--benchmark-quiet"]
+            arguments += [f"--benchmark-storage={folder}", f"--benchmark-json={found}", "-W", "ignore"]
+            arguments += [f"--benchmark-max-time={self.job.benchmark_max_time}", "--import-mode=importlib"]
+            code = pytest.main(arguments, plugins=[benched.Benches(benches)])
+            if code != 0:
+                raise RuntimeError(f"pytest ended with {code!r}")
+            runs = json.loads(found.read_text())["benchmarks"]
+        for run in runs:
+            side, kind = names[run["param"]]
+            stats = run["stats"]
+            rounds = Rounds(
+                median=rounded(stats["median"]),
+                min=rounded(stats["min"]),
+                rounds=stats["rounds"],
+                iterations=stats["iterations"],
+                seconds=rounded(stats["total"] * stats["iterations"]),
+            )
+            self.tell({"event": "run", "tool": "benchmark", "kind": kind, "side": side, "run": to_json(rounds)})
+
+    def _do_bench(self, sides: list[str], kinds: list[str]) -> None:
+        """The real `triton.testing.do_bench`, with its own settings."""
+        from triton.testing import do_bench
+
+        for side in sides:
+            for kind in kinds:
+                self._prepared(kind, side)
+                began = perf_counter()
+                middle, low, _ = do_bench(self.runners[kind][side].call, quantiles=list(DO_BENCH_QUANTILES))
+                rounds = Rounds(
+                    median=rounded(middle * 1e-3),
+                    min=rounded(low * 1e-3),
+                    rounds=0,
+                    iterations=1,
+                    seconds=rounded(perf_counter() - began),
+                )
+                self.tell({"event": "run", "tool": "do_bench", "kind": kind, "side": side, "run": to_json(rounds)})
+
+
+def second_import() -> ModuleType:
+    """The workloads once more, as another module: new functions at other addresses."""
+    spec = importlib.util.spec_from_file_location(TWIN, workloads.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[TWIN] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _nothing(*arguments: object) -> None:
+    """In the place of a pair's sides: here each side has its own call."""
+
+
+def _reset() -> None:
+    """Nothing is put back between calls."""
+
+
+def _quiet(phase: str) -> None:
+    """Nobody asks which side runs."""
+
+
+def main(path: str) -> None:
+    """Do the job in that file."""
+    die_with_parent()
+    job = from_json(CalibrationJob, json.loads(Path(path).read_text()))
+    if os.getppid() != job.parent:
+        return  # it ended while this one was still importing torch
+    # pytest-benchmark is to see its own options alone.
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    os.environ.pop("PYTEST_ADDOPTS", None)
+    with open(job.out, "a", buffering=1) as stream:
+
+        def tell(event: Mapping[str, Any]) -> None:
+            stream.write(json.dumps(event) + "\n")
+            stream.flush()
+
+        process = Process(job, tell)
+        gc.collect()
+        gc.freeze()
+        tell({"event": "started"})
+        process.run()
+        tell({"event": "done"})
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

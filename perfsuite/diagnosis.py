@@ -1,0 +1,162 @@
+"""Why two sides differ: what the wrong answer looks like, tried out on the draw that showed it.
+
+A message that says "wrong at [3]" leaves the cause to its reader. Each trial here changes one thing (values, layouts,
+sizes, precision) and sees whether the side is then right.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from perfsuite import equivalence
+from perfsuite import inputs as make
+from perfsuite.equivalence import NotEquivalent
+from perfsuite.execution import Leaves
+from perfsuite.pair import Pair, Side
+from perfsuite.records import Case, InputCase
+from perfsuite.specs import ConstantSpec, TensorSpec
+
+PRECISIONS = {"float16 or TF32": 2.0**-10, "bfloat16": 2.0**-7}
+"""Name → eps: where the error fits the budget of one of these, that is what was computed in."""
+TILES = (16, 32, 64)
+
+
+def explain(
+    pair: Pair,
+    side: Side,
+    case: Case,
+    device: str,
+    *,
+    gradients: bool = False,
+    home: Path | None = None,
+) -> str | None:
+    """One clause that names the likely fault, or None. Never raises: it only adds to a message."""
+    try:
+        return next(_causes(_Trial(pair, side, device, home), case, gradients), None)
+    except (Exception, SystemExit):  # a trial may call the side with what it was never meant for
+        return None
+
+
+class _Trial:
+    def __init__(self, pair: Pair, side: Side, device: str, home: Path | None) -> None:
+        self.pair, self.side, self.device, self.home = pair, side, device, home
+
+    def truth(self, case: Case, gradients: bool = False) -> equivalence.Truth:
+        return equivalence.establish(self.pair, case, self.device, gradients=gradients, home=self.home)
+
+    def produce(self, case: Case, gradients: bool = False) -> Leaves:
+        return equivalence.produce(self.pair, self.side, case, self.device, gradients=gradients, home=self.home)
+
+    def is_right(self, case: Case, gradients: bool = False) -> bool:
+        try:
+            equivalence.judge(self.pair, self.truth(case, gradients), self.produce(case, gradients))
+        except (NotEquivalent, equivalence.Discard):
+            return False
+        except (Exception, SystemExit):
+            return False
+        return True
+
+    def is_right_on(self, values: dict[str, Any], case: Case) -> bool:
+        """On these inputs instead of drawn ones."""
+        fixed = replace(self.pair, inputs={n: ConstantSpec(value=v) for n, v in values.items()})
+        return _Trial(fixed, self.side, self.device, self.home).is_right(case)
+
+
+def _causes(trial: _Trial, case: Case, gradients: bool) -> Iterator[str]:
+    """The clauses that hold, the most telling first."""
+    if gradients and trial.is_right(case):
+        yield "the forward is right, the gradient is not"
+    plain = replace(case, inputs={n: replace(how, layout="contiguous") for n, how in case.inputs.items()})
+    if plain != case and trial.is_right(plain, gradients):
+        laid = sorted({f"{how.layout} {n}" for n, how in case.inputs.items() if how.layout != "contiguous"})
+        yield f"it is right where the inputs are contiguous, and wrong for {' and '.join(laid)}"
+    usual = replace(case, inputs={n: InputCase(layout=how.layout) for n, how in case.inputs.items()})
+    if usual != case and trial.is_right(usual, gradients):
+        special = sorted({how.regime for how in case.inputs.values() if how.regime != "normal"})
+        yield f"it is right for ordinary values, and wrong for {' and '.join(special)} ones"
+    yield from _sizes(trial, case, gradients)
+    if not gradients and not trial.pair.is_stateful:
+        yield from _values(trial, plain)
+        yield from _unread(trial, case)
+    yield from _precision(trial, case, gradients)
+
+
+def _unread(trial: _Trial, case: Case) -> Iterator[str]:
+    here = trial.produce(case)
+    tensors = [leaf for leaf in here.values() if isinstance(leaf, torch.Tensor) and leaf.numel()]
+    truth = trial.truth(case).leaves
+    answers = [leaf for leaf in truth.values() if isinstance(leaf, torch.Tensor)]
+    if tensors and not any(bool(t.any()) for t in tensors) and any(bool(t.any()) for t in answers):
+        yield "it returns nothing but zeros"
+    other = replace(case, seed=case.seed ^ 0x1F3D5B7)
+    there = trial.produce(other)
+    stays = any(bool(t.isfinite().any()) for t in tensors) and all(
+        _same(leaf, there.get(n)) for n, leaf in here.items()
+    )
+    if stays and not all(_same(leaf, trial.truth(other).leaves.get(n)) for n, leaf in truth.items()):
+        yield (
+            "it gives the same answer to other inputs: it does not read them (a constant, a replayed answer, or "
+            "inputs made again from a guessed seed)"
+        )
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return a.shape == b.shape and equivalence.identical(a, b)
+    return bool(a == b)
+
+
+def _sizes(trial: _Trial, case: Case, gradients: bool) -> Iterator[str]:
+    sizes = {n: v for n, v in case.sizes.items() if _is_dimension(trial.pair, n) and isinstance(v, int)}
+    for tile in TILES:
+        whole: dict[str, Any] = {n: max(tile, math.ceil(v / tile) * tile) for n, v in sizes.items()}
+        bigger = replace(case, sizes={**case.sizes, **whole})
+        # Twice, with other values: an answer that is kept by its size is right once.
+        other = replace(bigger, seed=case.seed ^ 0x3C6EF35)
+        if whole != sizes and trial.is_right(bigger, gradients) and trial.is_right(other, gradients):
+            at = ", ".join(f"{n}={v}" for n, v in sizes.items())
+            yield f"it is right where sizes are multiples of {tile}, and wrong at {at}: off the tile's size"
+            return
+
+
+def _is_dimension(pair: Pair, name: str) -> bool:
+    return any(isinstance(spec, TensorSpec) and name in spec.dims for spec in pair.inputs.values())
+
+
+_TAMED: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "non-negative": torch.abs,
+    "small": lambda t: t / max(1.0, float(t.abs().max())) * 0.1 if t.numel() else t,
+    "sorted": lambda t: t.sort(-1).values if t.ndim else t,
+}
+
+
+def _values(trial: _Trial, case: Case) -> Iterator[str]:
+    drawn = make.build(trial.pair, case, trial.device, home=trial.home)
+    for what, tame in _TAMED.items():
+
+        def change(t: torch.Tensor, tame: Callable[[torch.Tensor], torch.Tensor] = tame) -> torch.Tensor:
+            return tame(t.detach()).clone() if t.is_floating_point() else t
+
+        values: dict[str, Any] = make.map_tensors(drawn, change)
+        if trial.is_right_on(values, case):
+            yield f"it is right for {what} values only"
+            return
+
+
+def _precision(trial: _Trial, case: Case, gradients: bool) -> Iterator[str]:
+    truth, produced = trial.truth(case, gradients), trial.produce(case, gradients)
+    for name, eps in PRECISIONS.items():
+        if eps <= 2 * truth.eps:
+            continue
+        try:
+            equivalence.judge(trial.pair, replace(truth, eps=eps), produced)
+        except NotEquivalent:
+            continue
+        yield f"its error is that of {name}: declare precision= if that is meant"
+        return

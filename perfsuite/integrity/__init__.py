@@ -1,0 +1,75 @@
+"""Faults that equal outputs do not show: looked for in every pair, on a handful of draws.
+
+Each check is a function of a `Probe`, registered in CHECKS, that raises NotEquivalent naming the fault. They look for
+a kind of fault, never for one example of it. What only shows while a side is timed is looked for in `scrutiny`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from perfsuite.integrity.calls import (
+    call_order,
+    calls_reference,
+    drift,
+    late_output,
+    nondeterminism,
+    reused_memory,
+    unseen_inputs,
+)
+from perfsuite.integrity.memory import (
+    aliased_input,
+    out_of_bounds,
+    poisoned_memory,
+    private_buffer,
+    undeclared_mutation,
+    unwritten_output,
+)
+from perfsuite.integrity.outputs import lazy_output
+from perfsuite.integrity.probe import Probe
+from perfsuite.pair import Pair, as_side
+from perfsuite.records import Case
+
+__all__ = [
+    "CHECKS",
+    "Probe",
+    "aliased_input",
+    "call_order",
+    "calls_reference",
+    "check",
+    "drift",
+    "late_output",
+    "lazy_output",
+    "nondeterminism",
+    "out_of_bounds",
+    "poisoned_memory",
+    "private_buffer",
+    "reused_memory",
+    "undeclared_mutation",
+    "unseen_inputs",
+    "unwritten_output",
+]
+
+CHECKS: tuple[Callable[[Probe], None], ...] = (
+    unseen_inputs,  # first: before the reference has answered anything
+    lazy_output,
+    late_output,
+    undeclared_mutation,
+    nondeterminism,  # what changes from call to call must not be laid at memory's door
+    call_order,
+    reused_memory,
+    aliased_input,
+    private_buffer,
+    unwritten_output,
+    out_of_bounds,
+    calls_reference,
+    drift,
+)
+
+
+def check(pair: Pair, case: Case, device: str, *, home: Path | None = None) -> None:
+    """Every check on the optimized side for one draw; NotEquivalent names the fault, PairError one of the reference."""
+    probe = Probe(pair=pair, side=as_side(pair.optimized), name="optimized", case=case, device=device, home=home)
+    for fault in CHECKS:
+        fault(probe)

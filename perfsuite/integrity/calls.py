@@ -1,0 +1,227 @@
+"""Faults of one call among others: races, replayed answers, drift, work that goes on, settings left changed."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FunctionType
+from typing import Any
+
+import torch
+
+from perfsuite import equivalence
+from perfsuite import inputs as make
+from perfsuite.equivalence import NotEquivalent
+from perfsuite.execution import Leaves
+from perfsuite.integrity.probe import Probe, same_leaf
+from perfsuite.pair import as_side
+
+REPEATS = 3
+DRIFT_CALLS = 40
+LATE_S = 0.02
+"""How long after its return a side is watched. What is worth hiding from a timer takes longer at the timed sizes."""
+
+
+def unseen_inputs(probe: Probe) -> None:
+    """Right also before anybody has worked out the answer: it is not found in memory, nor in a caller's frame."""
+    fresh = probe.other_case(1)
+    produced = probe.call(probe.drawn(fresh), fresh)
+    try:
+        right = probe.is_right(produced, fresh)
+    except equivalence.Discard:
+        return
+    if right or not probe.is_right(probe.call(probe.drawn(fresh), fresh), fresh):
+        return  # wrong with the answer in memory, too: equivalence says how
+    raise probe.fault(
+        "is right only once the reference has answered: it finds the expected answer in memory (through gc, or a "
+        "caller's frame) instead of computing it"
+    )
+
+
+def nondeterminism(probe: Probe) -> None:
+    """Repeated on the same inputs, every result must stay within the budget of the truth, and of the first."""
+    try:
+        probe.truth()
+    except equivalence.Discard:
+        return
+    wrong: list[tuple[int, NotEquivalent]] = []
+    for i in range(REPEATS):
+        produced = probe.call(probe.drawn())
+        try:
+            probe.judge(produced)
+        except NotEquivalent as error:
+            wrong.append((i, error))
+    if not wrong or len(wrong) == REPEATS:
+        return  # right, or plainly wrong: then equivalence says how
+    repeat, told = wrong[0]
+    if repeat and (drifted := probe.drifted(told)):
+        raise drifted
+    raise probe.fault(
+        f"is not deterministic within its budget: repeat {repeat + 1} of {REPEATS} on the same inputs: {told}"
+    )
+
+
+def call_order(probe: Probe) -> None:
+    """Interleaved with other inputs, the same inputs must give the same answer."""
+    cases = (probe.case, probe.other_case())
+    try:
+        for case in cases:
+            probe.truth(case)
+    except equivalence.Discard:
+        return
+    for i in range(4):
+        case, other = cases[i % 2], cases[(i + 1) % 2]
+        produced = probe.call(probe.drawn(case), case)
+        try:
+            probe.judge(produced, case)
+        except NotEquivalent as error:
+            which = f"call {i + 1}, alternating between two inputs"
+            again = probe.call(probe.drawn(other), other)
+            if all(same_leaf(leaf, again.get(name)) for name, leaf in produced.items()) and _has_elements(produced):
+                raise probe.fault(
+                    "gives one answer to different inputs: an earlier answer is replayed, or a graph was captured over "
+                    "stale pointers"
+                ) from None
+            if not i:
+                return  # plainly wrong: equivalence says how
+            if probe.is_right(produced, other):
+                raise probe.fault(
+                    f"depends on the order of its calls: {which}, gives the answer to the other inputs: an earlier "
+                    f"answer is replayed, or a graph was captured over stale pointers"
+                ) from None
+            if i and (drifted := probe.drifted(error)):
+                raise drifted from None
+            raise probe.fault(f"depends on the order of its calls: {which}: {error}") from None
+
+
+def _has_elements(leaves: Leaves) -> bool:
+    return any(leaf.isfinite().any() for leaf in leaves.values() if isinstance(leaf, torch.Tensor))
+
+
+def reused_memory(probe: Probe) -> None:
+    """Other values in the same tensors must get another answer: none is kept by address or identity."""
+    other = probe.other_case()
+    if probe.pair.is_stateful:
+        return
+    try:
+        probe.truth()
+        probe.truth(other)
+    except equivalence.Discard:
+        return
+    values, later = probe.drawn(), probe.drawn(other)
+    try:
+        if not probe.is_right(probe.call(values)):
+            return  # wrong without it, too: equivalence says how
+        for (_, tensor), (_, new) in zip(make.tensors_in(values), make.tensors_in(later), strict=True):
+            make.copy_values(tensor, new)
+    finally:
+        del later
+    produced = probe.call(values, other)
+    try:
+        probe.judge(produced, other)
+    except NotEquivalent as error:
+        stale = "the answer to the values before" if probe.is_right(produced) else f"a wrong answer: {error}"
+        raise probe.fault(
+            f"gives, for other values in the same tensors, {stale}; it keeps answers by address or identity"
+        ) from None
+
+
+def drift(probe: Probe) -> None:
+    """The answer after many calls must be as right as the first."""
+    if probe.pair.is_stateful:
+        return  # its answers are meant to change; the steps of its proof are compared
+    try:
+        probe.truth()
+    except equivalence.Discard:
+        return
+    if not probe.is_right(probe.call(probe.drawn())):
+        return  # wrong from the start: equivalence says how
+    for _ in range(DRIFT_CALLS):
+        produced = probe.call(probe.drawn())
+    try:
+        probe.judge(produced)
+    except NotEquivalent as error:
+        raise probe.fault(f"drifts: right at first, after {DRIFT_CALLS} calls it is not: {error}") from None
+
+
+def late_output(probe: Probe) -> None:
+    """What is returned must be there when the call returns, not written later by a thread or on another stream."""
+    values = probe.drawn()
+    with torch.no_grad():
+        produced = probe.call(values)
+    changed = late(produced)
+    if changed is not None:
+        raise probe.fault(late_message(changed))
+
+
+def late(produced: Leaves) -> str | None:
+    """The first of the outputs that changes after the call has returned, or None."""
+    now = {n: leaf.detach().clone() for n, leaf in produced.items() if isinstance(leaf, torch.Tensor)}
+    if any(t.is_cuda for t in now.values()):
+        torch.cuda.synchronize()
+    time.sleep(LATE_S)
+    return next((n for n, kept in now.items() if not same_leaf(produced[n], kept)), None)
+
+
+def late_message(name: str) -> str:
+    """What is said of an output that changes after the call."""
+    return (
+        f"goes on working after it has returned: {name} changes later, written by a background thread or on a stream "
+        f"that nobody waits for"
+    )
+
+
+def calls_reference(probe: Probe) -> None:
+    """The optimized side must not run the reference."""
+    reference = as_side(probe.pair.reference).call
+    if probe.side.call is reference:
+        return  # declared in the open, by itself or under torch.compile
+    function = _function(reference)
+    if function is None:
+        return
+    with _watched(function) as seen:
+        probe.call(probe.drawn())
+    if seen:
+        raise probe.fault(f"calls the reference itself ({seen[0]})")
+
+
+def _function(call: Any) -> FunctionType | None:
+    """The Python function that runs when `call` is called; None for compiled code."""
+    while isinstance(call, functools.partial):
+        call = call.func
+    call = inspect.unwrap(call)
+    if not inspect.isroutine(call):
+        call = type(call).__call__
+    call = getattr(call, "__func__", call)
+    return call if isinstance(call, FunctionType) else None
+
+
+@contextmanager
+def _watched(function: FunctionType) -> Iterator[list[str]]:
+    """Collects where the function is entered, in any thread started meanwhile."""
+    seen: list[str] = []
+    code = function.__code__
+    held = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
+
+    def watch(frame: Any, event: str, argument: Any) -> None:
+        if event != "call" or frame.f_code is not code or frame.f_globals is not function.__globals__:
+            return
+        # Functions made by one factory share their code: what they close over tells them apart.
+        if any(frame.f_locals.get(name) is not cell.cell_contents for name, cell in held.items()):
+            return
+        back = frame.f_back
+        seen.append(f"{code.co_name}, from line {back.f_lineno} of {back.f_code.co_name}" if back else code.co_name)
+
+    before = sys.getprofile()
+    sys.setprofile(watch)
+    threading.setprofile(watch)
+    try:
+        yield seen
+    finally:
+        sys.setprofile(before)
+        threading.setprofile(None)

@@ -1,0 +1,239 @@
+"""Faults of memory: inputs changed, aliased or overrun, static buffers handed out, outputs left unwritten."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from perfsuite import equivalence, execution
+from perfsuite import inputs as make
+from perfsuite.equivalence import NotEquivalent
+from perfsuite.execution import Leaves
+from perfsuite.integrity.probe import Probe, bytes_of, same_leaf
+from perfsuite.pair import Side, as_side
+
+LATER_CALLS = 3
+"""A side may hand out a few buffers in turn."""
+
+
+def undeclared_mutation(probe: Probe) -> None:
+    """An input that is not in `mutates` or `writes` must come back untouched, bit for bit, storage and all."""
+    declared = {*probe.pair.mutates, *probe.pair.writes}
+    before: list[tuple[str, torch.Tensor, torch.Tensor, torch.Size, tuple[int, ...]]] = []
+
+    def remember(values: dict[str, Any]) -> dict[str, Any]:
+        before.extend(
+            (path, tensor, bytes_of(tensor.untyped_storage()).clone(), tensor.shape, tensor.stride())
+            for name, value in values.items()
+            if name not in declared
+            for path, tensor in make.tensors_in(value, name)
+        )
+        return values
+
+    probe.call(remember(probe.drawn()), given=lambda values: remember(make.clone(values)))
+    for path, tensor, storage, shape, stride in before:
+        if tensor.shape != shape or tensor.stride() != stride:
+            raise probe.fault(f"reshapes its input {path} in place")
+        if not torch.equal(bytes_of(tensor.untyped_storage()), storage):
+            raise probe.fault(f"changes its input {path} in place, which the pair does not declare; add it to mutates=")
+
+
+def aliased_input(probe: Probe) -> None:
+    """An output must not share memory with an input, unless the input is declared changed or the reference does too."""
+    values = probe.drawn()
+    allowed = _shared_with_inputs(probe, as_side(probe.pair.reference), probe.drawn())
+    found = _shared_with_inputs(probe, probe.side, values)
+    for output, name in sorted(found - allowed):
+        raise probe.fault(f"returns {output} in the memory of its input {name}; writing to one changes the other")
+
+
+def private_buffer(probe: Probe) -> None:
+    """An output must survive the calls after it, with other inputs: no static buffer is handed out."""
+    if probe.pair.is_stateful:
+        return  # its state is a buffer, and declared
+    other = probe.other_case()
+    first = {n: leaf for n, leaf in probe.call(probe.drawn()).items() if isinstance(leaf, torch.Tensor)}
+    kept = {n: leaf.clone() for n, leaf in first.items()}
+    for _ in range(LATER_CALLS):
+        later = probe.call(probe.drawn(other), other)
+        for name, tensor in first.items():
+            if not equivalence.identical(tensor, kept[name]):
+                raise probe.fault(
+                    f"overwrites {name} of an earlier call: it hands out a private static buffer; return a copy"
+                )
+            following = later.get(name)
+            if (
+                isinstance(following, torch.Tensor)
+                and tensor.numel()
+                and following.numel()
+                and tensor.untyped_storage().data_ptr() == following.untyped_storage().data_ptr()
+            ):
+                raise probe.fault(
+                    f"returns {name} of two calls in the same memory: it hands out a private static buffer; "
+                    f"return a copy"
+                )
+
+
+def unwritten_output(probe: Probe) -> None:
+    """Fresh memory reads as NaN: an element that the side never writes is then seen."""
+    try:
+        probe.truth()
+    except equivalence.Discard:
+        return
+    with poisoned_memory():
+        poisoned = probe.call(probe.drawn())
+    try:
+        probe.judge(poisoned)
+    except NotEquivalent as error:
+        if not _holds_nan(poisoned) and (drifted := probe.drifted(error)):
+            raise drifted from None
+        plain = probe.call(probe.drawn())
+        if all(same_leaf(poisoned.get(name), leaf) for name, leaf in plain.items()):
+            raise  # wrong, but not because of the memory
+        raise probe.fault(
+            f"leaves output unwritten, or reads memory it never wrote: with fresh memory filled with NaN, {error}"
+        ) from None
+
+
+def out_of_bounds(probe: Probe) -> None:
+    """Inputs and what the side allocates lie between guards: none may be written to, and none may be read."""
+    try:
+        probe.truth()
+    except equivalence.Discard:
+        return
+    if not probe.is_right(probe.call(probe.drawn())):
+        return  # wrong without guards, too: equivalence says how
+    fences: list[_Fence] = []
+
+    def fence(values: dict[str, Any]) -> dict[str, Any]:
+        return {
+            name: make.map_tensors(value, functools.partial(_fenced, what=f"its input {name}", fences=fences))
+            for name, value in values.items()
+        }
+
+    values = fence(probe.drawn())
+    with _Guarded(fences):
+        produced = probe.call(values, given=fence)
+    for guard in fences:
+        if not guard.stands():
+            raise probe.fault(f"writes outside of {guard.what}: the memory beside it has changed")
+    try:
+        probe.judge(produced)
+    except NotEquivalent as error:
+        if not _holds_nan(produced) and (drifted := probe.drifted(error)):
+            raise drifted from None
+        raise probe.fault(
+            f"reads outside of its tensors: with NaN in the memory beside them, which it should not see, {error}"
+        ) from None
+
+
+def _holds_nan(leaves: Leaves) -> bool:
+    return any(leaf.isnan().any() for leaf in leaves.values() if isinstance(leaf, torch.Tensor))
+
+
+GUARD_BYTES = 4096
+"""Enough for a whole tile's row past the end, and a multiple of every alignment."""
+
+
+@dataclass(slots=True)
+class _Fence:
+    """The memory on both sides of a tensor."""
+
+    what: str
+    sides: tuple[torch.Tensor, torch.Tensor]
+    filled: tuple[torch.Tensor, torch.Tensor]
+
+    def stands(self) -> bool:
+        return all(torch.equal(bytes_of_tensor(a), b) for a, b in zip(self.sides, self.filled, strict=True))
+
+
+def _fenced(tensor: torch.Tensor, what: str, fences: list[_Fence]) -> torch.Tensor:
+    """The same values, strides and offset, in a storage that has a guard before and one after it."""
+    if not tensor.numel() or tensor.layout is not torch.strided or tensor.is_meta or tensor.dtype.is_complex:
+        return tensor
+    size = tensor.element_size()
+    held = tensor.untyped_storage().nbytes() // size
+    guard = GUARD_BYTES // size
+    whole = torch.empty(held + 2 * guard, dtype=tensor.dtype, device=tensor.device)
+    execution.fill_poison(whole)
+    whole[guard : guard + held] = tensor.detach().new_empty(0).set_(tensor.untyped_storage())[:held]
+    sides = (whole[:guard], whole[guard + held :])
+    fences.append(_Fence(what, sides, (bytes_of_tensor(sides[0]).clone(), bytes_of_tensor(sides[1]).clone())))
+    # `whole` lies between guards of its own where the step's inputs are made while the mode is on.
+    offset = whole.storage_offset() + guard + tensor.storage_offset()
+    return whole.as_strided(tensor.shape, tensor.stride(), offset)
+
+
+def bytes_of_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+ALLOCATES = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
+ALLOCATES_FILLED = frozenset({"zeros", "zeros_like", "new_zeros", "ones", "ones_like", "full", "full_like", "new_full"})
+
+
+class _Guarded(TorchDispatchMode):
+    """What the side allocates gets guards."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else the first operation imports torch._dynamo, two seconds
+
+    def __init__(self, fences: list[_Fence]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.fences = fences
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if isinstance(result, torch.Tensor) and (name in ALLOCATES or name in ALLOCATES_FILLED):
+            return _fenced(result, "memory that it allocated", self.fences)
+        return result
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Every tensor made without values (torch.empty and its kin) holds NaN, or the largest whole number."""
+    was = torch.are_deterministic_algorithms_enabled()
+    warn = torch.is_deterministic_algorithms_warn_only_enabled()
+    settings: Any = torch.utils.deterministic
+    fill = settings.fill_uninitialized_memory
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        settings.fill_uninitialized_memory = True
+        try:
+            yield
+        finally:
+            settings.fill_uninitialized_memory = fill
+            torch.use_deterministic_algorithms(was, warn_only=warn)
+
+
+def _shared_with_inputs(probe: Probe, side: Side, values: dict[str, Any]) -> set[tuple[str, str]]:
+    """(output, input) that lie in the same storage, outputs that are declared changes left out."""
+    if probe.pair.is_stateful:
+        return set()
+    written = {*probe.pair.mutates, *probe.pair.writes}
+    owners = {
+        tensor.untyped_storage().data_ptr(): name
+        for name, value in values.items()
+        for _, tensor in make.tensors_in(value, name)
+        if tensor.numel()
+    }
+    execution.poison(probe.pair, values)
+    with execution.quiet(side), torch.no_grad():
+        returned = execution.callable_of(side)(*values.values())
+    return {
+        (output, owners[leaf.untyped_storage().data_ptr()])
+        for output, leaf in execution.flatten(returned)
+        if isinstance(leaf, torch.Tensor)
+        and leaf.numel()
+        and owners.get(leaf.untyped_storage().data_ptr()) not in (None, *written)
+    }

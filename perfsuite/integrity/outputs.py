@@ -1,0 +1,41 @@
+"""Faults of what is returned: it holds no values yet, or has nothing to do with the inputs."""
+
+from __future__ import annotations
+
+import torch
+
+from perfsuite import execution
+from perfsuite import inputs as make
+from perfsuite.integrity.probe import Probe
+
+
+def lazy_output(probe: Probe) -> None:
+    """Every output must be a plain tensor that already holds its values."""
+    values = probe.drawn()
+    execution.poison(probe.pair, values)
+    call = execution.callable_of(probe.side)
+    with execution.quiet(probe.side):
+        if probe.pair.is_stateful:
+            step = call(*values.values())
+            returned = step(*make.build_step(probe.pair, probe.case, probe.device, 1).values())
+        else:
+            with torch.no_grad():
+                returned = call(*values.values())
+    for name, leaf in execution.flatten(returned):
+        fault = not_plain(name, leaf)
+        if fault is not None:
+            raise probe.fault(fault)
+
+
+def not_plain(name: str, leaf: execution.Leaf) -> str | None:
+    """What is wrong with an output that is no plain tensor, or None."""
+    if not isinstance(leaf, torch.Tensor):
+        return None
+    if type(leaf) not in (torch.Tensor, torch.nn.Parameter):
+        return f"returns {name} as a {type(leaf).__name__}, a tensor subclass that may compute when read"
+    own = [k for k in vars(leaf) if callable(vars(leaf)[k])]
+    if own:
+        return f"returns {name} with its method {own[0]} overridden: it may compute when read"
+    if leaf.is_meta or leaf.layout is not torch.strided:
+        return f"returns {name} as a {leaf.layout} tensor on {leaf.device}: it holds no values yet"
+    return None

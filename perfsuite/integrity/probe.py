@@ -1,0 +1,99 @@
+"""One pair on one draw, with the side under suspicion: what every check of integrity is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from perfsuite import equivalence, execution
+from perfsuite import inputs as make
+from perfsuite.equivalence import NotEquivalent
+from perfsuite.execution import Leaf, Leaves
+from perfsuite.pair import Pair, Side
+from perfsuite.records import Case
+
+
+@dataclass(slots=True)
+class Probe:
+    """One pair on one draw, with the side under suspicion."""
+
+    pair: Pair
+    side: Side
+    name: str
+    case: Case
+    device: str
+    home: Path | None
+    known: dict[int, equivalence.Truth] = field(default_factory=dict)
+    """Truths by the case's seed: the checks share them."""
+
+    def drawn(self, case: Case | None = None) -> dict[str, Any]:
+        values: dict[str, Any] = make.clone(make.build(self.pair, case or self.case, self.device, home=self.home))
+        return values
+
+    def other_case(self, number: int = 0) -> Case:
+        """Other values at the same sizes; another number, yet others."""
+        seed = self.case.seed ^ (0x5DEECE6 + 7919 * number)
+        return Case(dtype=self.case.dtype, sizes=self.case.sizes, inputs=self.case.inputs, seed=seed)
+
+    def call(
+        self,
+        values: dict[str, Any],
+        case: Case | None = None,
+        given: Callable[[dict[str, Any]], dict[str, Any]] = lambda v: v,
+    ) -> Leaves:
+        """Run the side on `values`, which it may change; `given` is shown the inputs of every step."""
+        used = case or self.case
+        execution.poison(self.pair, values)
+        with execution.quiet(self.side):
+            call = execution.callable_of(self.side)
+            if self.pair.is_stateful:
+                states = execution.run_steps(
+                    call, self.pair, values, (1, 2), lambda i: given(make.build_step(self.pair, used, self.device, i))
+                )
+                return {n: leaf for state in states.values() for n, leaf in state.items()}
+            return execution.run(call, self.pair, values, gradients=False, seed=used.seed)
+
+    def truth(self, case: Case | None = None) -> equivalence.Truth:
+        """Discard where the reference alone is not finite on it."""
+        case = case or self.case
+        if case.seed not in self.known:
+            pair = replace(self.pair, steps=(1, 2)) if self.pair.is_stateful else self.pair
+            self.known[case.seed] = equivalence.establish(pair, case, self.device, gradients=False, home=self.home)
+        return self.known[case.seed]
+
+    def is_right(self, produced: Leaves, case: Case | None = None) -> bool:
+        """Whether these are the answer to the case."""
+        try:
+            self.judge(produced, case)
+        except NotEquivalent:
+            return False
+        return True
+
+    def judge(self, produced: Leaves, case: Case | None = None) -> None:
+        """NotEquivalent where they are not the answer to the case."""
+        equivalence.judge(self.pair, self.truth(case), produced, name=self.name)
+
+    def drifted(self, error: NotEquivalent) -> NotEquivalent | None:
+        """The fault of a side that was right and is wrong ever after, if that is so; `error` says how."""
+        if any(self.is_right(self.call(self.drawn())) for _ in range(3)):
+            return None
+        return self.fault(f"drifts: right at first, and wrong ever after some calls: {error}")
+
+    def fault(self, what: str) -> NotEquivalent:
+        return NotEquivalent(f"{self.pair.name}: the {self.name} side {what}")
+
+
+def same_leaf(a: Leaf, b: Leaf) -> bool:
+    """The same value, bit for bit; NaN equals NaN."""
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return a.shape == b.shape and a.dtype == b.dtype and equivalence.identical(a, b)
+    return type(a) is type(b) and a == b
+
+
+def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """The storage, byte by byte."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

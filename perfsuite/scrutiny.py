@@ -1,0 +1,167 @@
+"""What only shows while a side is timed: answers replayed, work put off or hidden, times that cannot be.
+
+Each function raises NotEquivalent that names the fault, or gives what `sampling` has to watch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from perfsuite.clocks import CpuClock, CudaClock
+from perfsuite.equivalence import NotEquivalent
+from perfsuite.errors import MachineError
+from perfsuite.execution import Leaves
+from perfsuite.integrity.calls import late, late_message
+from perfsuite.integrity.outputs import not_plain
+from perfsuite.records import Limit
+
+FRESH_RATIO = 1.5
+"""A call on new values may take this much longer than the same call again; both find the same caches."""
+FRESH_EXTRA_S = {"device": 3e-6, "wall": 20e-6}
+"""Besides: less than this is not worth replaying an answer for."""
+BURST = 4.0
+"""A call that works this much longer than the typical one is a burst."""
+BURST_SHARE = 0.4
+"""Where bursts do this share of all work, the typical call is not what a user pays."""
+BURST_CALLS = 32
+QUIET_SHARE = 0.98
+"""Of the calls must go uninterrupted: on a busy machine a team of threads waits for the one that is not running, and
+any call may take a hundred times its time."""
+UNSEEN_SHARE = 0.1
+UNSEEN_S = 15e-6
+"""A device is idle within this once a call's last event is done; more was running where the timer does not look."""
+FLOOR_SHARE = 0.85
+"""The ceilings are measured too, and a chip boosts: only below this share of the limit is a time impossible."""
+CPU_CACHE_BYTES = 1 << 29
+PERSISTING_L2 = 6
+"""CU_LIMIT_PERSISTING_L2_CACHE_SIZE of cuCtxGetLimit."""
+
+
+def positive(seconds: float, name: str) -> float:
+    """The time, if it is one; MachineError for zero, a negative one or NaN, which would collapse every mean."""
+    if not (seconds > 0 and math.isfinite(seconds)):
+        raise MachineError(f"a call of the {name} side took {seconds:g} s: the clock cannot be trusted")
+    return seconds
+
+
+def is_quiet(work: Sequence[float], calls: int) -> bool:
+    """Whether so few of the calls were interrupted that single ones can be judged by their time."""
+    return len(work) >= QUIET_SHARE * calls
+
+
+def replayed(times: Sequence[tuple[float, float]], kind: str, where: str) -> None:
+    """`times` are of calls on values never seen before, and of the same calls again."""
+    if len(times) < 4:
+        return
+    fresh, again = (statistics.median(t) for t in zip(*times, strict=True))
+    slower = sum(a > b for a, b in times)
+    if fresh > FRESH_RATIO * again + FRESH_EXTRA_S[kind] and slower >= len(times) - len(times) // 8:
+        raise NotEquivalent(
+            f"{where} takes {fresh * 1e6:.3g} µs on values that it has not seen and {again * 1e6:.3g} µs on the same "
+            f"again: it replays earlier answers, which no training step would ask for"
+        )
+
+
+def bursts(work: Sequence[float], where: str) -> None:
+    """`work` is what the timed calls took (device time, or processor time where nothing interrupted them), in order."""
+    if len(work) < BURST_CALLS:
+        return
+    typical = statistics.median(work)
+    long = [w for w in work if w > BURST * typical]
+    share = sum(long) / sum(work) if sum(work) > 0 else 0.0
+    if share >= BURST_SHARE:
+        raise NotEquivalent(
+            f"{where} does {share:.0%} of its work in {len(long)} of {len(work)} calls: some calls do the work of the "
+            f"others (or tune and compile while they are timed), so that a typical call's time is not what one pays"
+        )
+
+
+def hidden(unseen_s: float, seconds: float, where: str) -> None:
+    """`unseen_s`: how long the device went on after the call's last event; `seconds`: what the timer saw."""
+    if unseen_s > UNSEEN_S + UNSEEN_SHARE * seconds:
+        raise NotEquivalent(
+            f"{where} keeps the device busy for {unseen_s * 1e6:.3g} µs after the timer has stopped at "
+            f"{seconds * 1e6:.3g} µs: work on a side stream that the call does not wait for"
+        )
+
+
+def unseen_seconds(clock: CpuClock | CudaClock, reset: Callable[[], None], call: Callable[[], object]) -> float:
+    """Seconds of device work that events on the current stream do not see; the least of a few calls."""
+    if isinstance(clock, CpuClock):
+        return 0.0
+    idle = min(clock.after_last_event(lambda: None, lambda: None) for _ in range(3))
+    return max(0.0, min(clock.after_last_event(reset, call) for _ in range(3)) - idle)
+
+
+def returned(leaves: Leaves, where: str) -> None:
+    """What a timed call returned must be plain tensors, and must not change any more."""
+    for name, leaf in leaves.items():
+        fault = not_plain(name, leaf)
+        if fault is not None:
+            raise NotEquivalent(f"{where} {fault}")
+    changed = late(leaves)
+    if changed is not None:
+        raise NotEquivalent(f"{where} {late_message(changed)}")
+
+
+def floor(limit: Limit, seconds: float, device: str, where: str) -> None:
+    """A time below what the device needs for the least work is an error, not a win."""
+    cache = CPU_CACHE_BYTES
+    if torch.device(device).type == "cuda":
+        cache = 2 * int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 64 << 20))
+    least, of = limit.seconds, f"{limit.flops:.3g} operations"
+    if limit.by == "memory":
+        # What a cache can hold need not come from memory.
+        least, of = max(0.0, limit.bytes - cache) / limit.ceiling, f"{limit.bytes:.3g} bytes"
+    if seconds < FLOOR_SHARE * least:
+        raise NotEquivalent(
+            f"{where} takes {seconds * 1e6:.3g} µs, and this device needs {least * 1e6:.3g} µs for the {of} that cost= "
+            f"names: it does not do the work, or cost= overstates it"
+        )
+
+
+def compilations() -> int:
+    """How often torch.compile has compiled in this process."""
+    dynamo: Any = sys.modules.get("torch._dynamo")
+    return int(dynamo.utils.counters["frames"]["total"]) if dynamo is not None else 0
+
+
+def persisting_l2_bytes() -> int | None:
+    """How much of L2 is set aside for persisting lines; None where there is no CUDA driver to ask."""
+    driver = _driver()
+    if driver is None:
+        return None
+    found = ctypes.c_size_t()
+    return int(found.value) if driver.cuCtxGetLimit(ctypes.byref(found), PERSISTING_L2) == 0 else None
+
+
+def keeps_l2(before: int | None, where: str) -> None:
+    """No side may leave lines in L2 that the flush between calls cannot push out."""
+    after = persisting_l2_bytes()
+    driver = _driver()
+    if after is None or before is None or after <= before or driver is None:
+        return
+    driver.cuCtxResetPersistingL2Cache()
+    driver.cuCtxSetLimit(PERSISTING_L2, ctypes.c_size_t(before))
+    raise NotEquivalent(
+        f"{where} sets {after} bytes of L2 aside for persisting lines: its inputs would stay in the cache between "
+        f"timed calls, as in no training step"
+    )
+
+
+@functools.cache
+def _driver() -> Any:
+    if not torch.cuda.is_available():
+        return None
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None

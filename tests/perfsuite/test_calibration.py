@@ -1,0 +1,747 @@
+"""`perfsuite calibrate`: on synthetic recordings whose truth is known, and once for real, on a CPU."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import builders
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+from scratch import ROOT
+
+from perfsuite import cli, control, gate, machine, sampling
+from perfsuite.calibration import analysis, command, measure, record, report, resample
+from perfsuite.calibration.record import ACCEPTED, OPTIMIZED, REFERENCE, Recording
+from perfsuite.errors import PerfsuiteError
+from perfsuite.records import Verdict, to_json
+
+BLOCKS, QUADS = 8, 7
+QUIET = {"quad": 0.004, "block": 0.002, "process": 0.001, "session": 0.0}
+
+
+def recording(
+    kinds: Mapping[str, Mapping[str, float]],
+    *,
+    sessions: int = 1,
+    processes: int = 12,
+    seed: int = 0,
+    extras: tuple[float, ...] = record.EXTRAS,
+    drift: float = 0.02,
+) -> Recording:
+    """Times with these standard deviations; the accepted side is exact, so that they are those of both ratios.
+
+    `drift` is what the device's state adds to the runs of pytest-benchmark, and to no ratio of a quad.
+    """
+    rng = np.random.default_rng(seed)
+    found = []
+    for number in range(sessions):
+        shifts = {k: rng.normal(0, n["session"]) for k, n in kinds.items()}
+        made = []
+        for _ in range(processes):
+            made.append(
+                record.ProcessRecord(
+                    kinds={k: kind(rng, n, shifts[k], extras, drift) for k, n in kinds.items()},
+                    start_s=2.0,
+                    seconds=20.0,
+                )
+            )
+        found.append(
+            record.SessionRecord(
+                date=f"2026-11-{number + 1:02d}T12:00:00+00:00",
+                driver="580.1",
+                cuda="13.0",
+                torch="2.11.0",
+                triton="3.6.0",
+                python="3.11.9",
+                benchmark_version="5.3.1",
+                benchmark_max_time=0.25,
+                processes=tuple(made),
+            )
+        )
+    return Recording(
+        machine=builders.MACHINE,
+        blocks=BLOCKS,
+        quads=QUADS,
+        extras=extras,
+        planting={k: {} for k in kinds},
+        sessions=tuple(found),
+    )
+
+
+def kind(
+    rng: np.random.Generator, noise: Mapping[str, float], shift: float, extras: tuple[float, ...], drift: float
+) -> record.KindRecord:
+    def side(seconds: float) -> tuple[tuple[float, ...], ...]:
+        logs = rng.normal(0, noise["quad"], (BLOCKS, QUADS)) + rng.normal(0, noise["block"], (BLOCKS, 1))
+        logs += rng.normal(0, noise["process"]) + shift
+        return tuple(map(tuple, (seconds * np.exp(logs)).tolist()))
+
+    exact = tuple((1e-4,) * QUADS for _ in range(BLOCKS))
+    quads = {REFERENCE: tuple((3e-4,) * QUADS for _ in range(BLOCKS)), ACCEPTED: exact}
+    quads |= {record.side_name(x): side(1e-4 * (1 + x)) for x in extras}
+    runs = {}
+    for x in extras:
+        seconds = 1e-4 * (1 + x) * math.exp(rng.normal(0, drift))
+        runs[record.side_name(x)] = record.Rounds(median=seconds, min=seconds, rounds=99, iterations=1, seconds=0.25)
+    return record.KindRecord(
+        clock="device", quads_s=quads, side_s=dict.fromkeys(quads, 0.5), seconds=4.0, benchmark=runs, do_bench=runs
+    )
+
+
+@pytest.fixture(scope="module")
+def quiet() -> Recording:
+    return recording({"memory": QUIET, "kernels": QUIET})
+
+
+@pytest.fixture(scope="module")
+def found(quiet: Recording) -> analysis.Analysis:
+    return analysis.analyse(quiet, suites=20, worlds=3)
+
+
+def invoke(*arguments: object) -> Result:
+    return CliRunner().invoke(cli.main, ["calibrate", *map(str, arguments)])
+
+
+# --- what the rule takes for granted here ----------------------------------------------------------------------------
+
+
+def test_the_design_is_the_gates() -> None:
+    assert analysis._gate_design() == (sampling.BLOCKS, sampling.QUADS)
+    assert (measure.Design.__dataclass_fields__.keys()) >= {"blocks", "quads"}
+    assert resample.ACCEPT_PROCESSES == control.ACCEPT_PROCESSES
+    assert (record.REFERENCE, record.ACCEPTED, record.OPTIMIZED) == (
+        sampling.REFERENCE,
+        sampling.ACCEPTED,
+        sampling.OPTIMIZED,
+    )
+
+
+# --- noise -----------------------------------------------------------------------------------------------------------
+
+
+def test_components_are_recovered() -> None:
+    truth = {"quad": 0.008, "block": 0.005, "process": 0.004, "session": 0.006}
+    made = recording({"memory": truth}, sessions=12, processes=25, extras=(0.0, 0.02))
+    pool = resample.pools(made)["memory"]
+    for other in (REFERENCE, ACCEPTED):
+        c = analysis.components(made, "memory", other, pool)
+        assert c.session is not None
+        assert c.quad == pytest.approx(truth["quad"], rel=0.05)
+        assert c.block == pytest.approx(truth["block"], rel=0.1)
+        assert c.process == pytest.approx(truth["process"], rel=0.15)
+        assert c.session == pytest.approx(truth["session"], rel=0.5)
+        assert (c.processes, c.sessions) == (300, 12)
+        assert c.outliers < 0.02
+        median_of_seven = 0.2104
+        unit = truth["process"] ** 2 + (truth["block"] ** 2 + median_of_seven * truth["quad"] ** 2) / BLOCKS
+        assert c.unit.low < math.sqrt(unit) < c.unit.high
+
+
+def test_no_session_component_of_one_session(quiet: Recording) -> None:
+    c = analysis.components(quiet, "memory", REFERENCE, resample.pools(quiet)["memory"])
+    assert c.session is None
+
+
+def test_drawn_process_means_vary_as_the_recorded() -> None:
+    noise = {"quad": 0.01, "block": 0.01, "process": 0.003, "session": 0.0}
+    pool = resample.pools(recording({"memory": noise}, processes=40))["memory"]
+    recorded = np.mean([a[0].mean(axis=1).var(ddof=1) for a in pool.reference.values()])
+    drawn = resample._drawn(pool.source(), OPTIMIZED, 0, 20_000, np.random.default_rng(1), 0.0)
+    assert np.var([np.mean(r) for r, _ in drawn]) == pytest.approx(recorded, rel=0.05)
+    assert np.mean([np.mean(a) for _, a in drawn]) == pytest.approx(pool.known(pool.accepted, OPTIMIZED), abs=2e-4)
+
+
+def test_planted_sizes_are_measured(found: analysis.Analysis) -> None:
+    for k in found.kinds:
+        for extra in record.EXTRAS:
+            size, error = k.planted[record.side_name(extra)]
+            assert size == pytest.approx(extra, abs=1e-3)
+            assert 0 < error < 1e-3
+
+
+# --- the gate's error rates ------------------------------------------------------------------------------------------
+
+
+def test_a_quiet_device(found: analysis.Analysis) -> None:
+    assert found.alarms.value == 0
+    assert (found.suite, found.suites, found.processes) == (2 * resample.COPIES, 40, 12)
+    for k in found.kinds:
+        unchanged, *_, two, three, five = k.gate
+        assert unchanged.planted == 0
+        assert unchanged.flagged.value == 0
+        assert unchanged.flagged.low == 0 < unchanged.flagged.high < 0.1
+        assert min(d.flagged.value for d in (two, three, five)) > 0.95
+        assert k.margin == gate.MARGIN_MIN
+
+
+def test_a_noisy_device() -> None:
+    noisy = analysis.analyse(recording({"launch": {**QUIET, "process": 0.03}}), suites=10, worlds=1)
+    (k,) = noisy.kinds
+    assert k.margin > gate.MARGIN_MAX
+    assert k.gate[0].undecided is not None
+    assert k.gate[0].undecided.value > 0.9
+    readings = {c.name: c.reading for c in noisy.constants}
+    assert readings["PROCESS_SD"] == "assumed too small here"
+    assert readings["MARGIN_MIN"] == "too noisy to be gated here: launch"
+
+
+def test_intervals_cover_what_is_known(found: analysis.Analysis) -> None:
+    for k in found.kinds:
+        assert set(k.coverage) == {"speedup", "slowdown, first look", "slowdown, second look"}
+        for covered in k.coverage.values():
+            assert covered.high > 0.95
+            assert covered.value > 0.92
+
+
+def test_the_real_gate_decides(quiet: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = {"first": 0, "second": 0}
+    first, second = gate.first_look, gate.second_look
+
+    def first_look(entries: Any, runs: Any, *rest: Any, **options: Any) -> Any:
+        looks["first"] += 1
+        assert {len(r) for r in runs.values()} == {gate.FIRST_PROCESSES}
+        assert {len(s.processes) for e in entries.values() for s in e.sessions} == {resample.ACCEPT_PROCESSES}
+        answers = first(entries, runs, *rest, **options)
+        assert all(isinstance(a, (Verdict, gate.Open)) for a in answers.values())
+        return answers
+
+    def second_look(opened: Any, runs: Any, **options: Any) -> Any:
+        looks["second"] += 1
+        assert {len(r) for r in runs.values()} <= {gate.SECOND_PROCESSES}
+        return second(opened, runs, **options)
+
+    monkeypatch.setattr(gate, "first_look", first_look)
+    monkeypatch.setattr(gate, "second_look", second_look)
+    pools = resample.pools(quiet)
+    made = resample.simulate(pools, [OPTIMIZED, "+2.0%"], suites=3, rng=np.random.default_rng(0))
+    assert looks == {"first": 6, "second": 6}
+    assert made.tallies["memory"]["+2.0%"].runs == 3 * resample.COPIES
+
+
+def test_the_same_seed_gives_the_same_figures(quiet: Recording) -> None:
+    one, two, other = (analysis.analyse(quiet, seed=s, suites=3, worlds=1) for s in (5, 5, 6))
+    assert one == two
+    assert one != other
+
+
+def test_one_session_draws_its_shift_and_several_do_not() -> None:
+    still = {"quad": 1e-6, "block": 1e-6, "process": 1e-6, "session": 0.0}
+    shifts = []
+    for sessions in (1, 2):
+        made = resample.pools(recording({"memory": still}, sessions=sessions, processes=3))
+        simulated = resample.simulate(made, [OPTIMIZED], suites=30, rng=np.random.default_rng(0))
+        shifts.append(simulated.tallies["memory"][OPTIMIZED].opened)
+    assert shifts[0] > shifts[1] == 0
+
+
+def test_clopper_pearson() -> None:
+    assert analysis.clopper_pearson(0, 10) == (0.0, pytest.approx(0.30850, abs=1e-5))
+    assert analysis.clopper_pearson(5, 10) == (pytest.approx(0.18709, abs=1e-5), pytest.approx(0.81291, abs=1e-5))
+    assert analysis.clopper_pearson(10, 10)[1] == 1.0
+    assert analysis.clopper_pearson(0, 0) == (0.0, 1.0)
+
+
+def test_the_constants_are_told_apart(found: analysis.Analysis) -> None:
+    by_name = {c.name: c for c in found.constants}
+    assert {"PROCESS_SD", "PROCESS_DOF", "SESSION_SD", "SESSION_DOF", "MARGIN_MIN", "ALPHA"} <= set(by_name)
+    assert {"FIRST_PROCESSES", "SECOND_PROCESSES", "IMPORT_BIAS"} <= set(by_name)
+    assert by_name["SESSION_SD"].measured.startswith("not measured")
+    assert by_name["PROCESS_SD"].reading == "cautious: less was measured"
+    assert by_name["MARGIN_MIN"].reading == "agrees"
+
+
+def test_sessions_are_measured_where_there_are_several() -> None:
+    made = recording({"memory": {**QUIET, "session": 0.004}}, sessions=4, processes=6)
+    several = analysis.analyse(made, suites=2, worlds=1)
+    shown = next(c for c in several.constants if c.name == "SESSION_SD")
+    assert not shown.measured.startswith("not measured")
+    assert several.kinds[0].to_reference.session == pytest.approx(0.004, rel=0.8)
+
+
+def test_too_little_is_an_error() -> None:
+    with pytest.raises(PerfsuiteError, match="too little is recorded: 1 process"):
+        analysis.analyse(recording({"memory": QUIET}, processes=1))
+
+
+# --- the other tools -------------------------------------------------------------------------------------------------
+
+
+def run(seconds: float) -> record.Rounds:
+    return record.Rounds(median=seconds, min=seconds, rounds=9, iterations=1, seconds=0.1)
+
+
+def with_runs(made: Recording, *sessions: tuple[float, ...]) -> Recording:
+    """The unchanged side's runs of pytest-benchmark in each process of each session."""
+    found = []
+    for session, seconds in zip(made.sessions, sessions, strict=True):
+        processes = [
+            replace(p, kinds={"memory": replace(p.kinds["memory"], benchmark={OPTIMIZED: run(s)})})
+            for p, s in zip(session.processes, seconds, strict=True)
+        ]
+        found.append(replace(session, processes=tuple(processes)))
+    return replace(made, sessions=tuple(found))
+
+
+def test_runs_of_other_processes_are_compared() -> None:
+    made = with_runs(recording({"memory": QUIET}, processes=4), (1.0, 1.0, 1.0, 1.06))
+    rate = analysis.compared(made, "memory", "benchmark", "median", 5, OPTIMIZED)
+    assert rate is not None
+    assert (rate.value, rate.of) == (3 / 12, 12)  # the last one, held against each of the three others
+    assert (rate.low, rate.high) == analysis.clopper_pearson(0.5, 2)
+    # pytest-benchmark fails above its threshold, not at it.
+    made = with_runs(recording({"memory": QUIET}, processes=2), (1.0, 1.05))
+    rate = analysis.compared(made, "memory", "benchmark", "min", 5, OPTIMIZED)
+    assert rate is not None
+    assert rate.value == (1.05 / 1.0 * 100 - 100 > 5) / 2
+
+
+def test_runs_of_other_sessions_are_compared_where_there_are_several() -> None:
+    made = with_runs(recording({"memory": QUIET}, processes=2, sessions=2), (1.0, 2.0), (1.0, 1.0))
+    rate = analysis.compared(made, "memory", "benchmark", "median", 5, OPTIMIZED)
+    assert rate is not None
+    assert (rate.value, rate.of) == (2 / 8, 8)
+
+
+def test_a_tool_that_did_not_run_is_told(quiet: Recording) -> None:
+    assert analysis.compared(quiet, "memory", "benchmark", "median", 5, "+9.0%") is None
+
+
+@pytest.mark.parametrize(("margin", "percent"), [(0.01, 1), (0.013, 2), (0.02, 2), (0.3, 2)])
+def test_the_margin_in_whole_per_cents(margin: float, percent: int) -> None:
+    assert analysis.thresholds(margin) == (percent, 5)
+
+
+# --- the file --------------------------------------------------------------------------------------------------------
+
+
+def test_a_recording_comes_back_from_its_file(quiet: Recording, tmp_path: Path) -> None:
+    path = record.save(tmp_path / "a.json", quiet)
+    assert record.load(path) == quiet
+    assert max(map(len, path.read_text().splitlines())) < 300
+
+
+def damaged(made: Recording, what: str) -> str:
+    data = to_json(made)
+    if what == "schema":
+        data["schema"] = 99
+    elif what == "quads":
+        data["sessions"][0]["processes"][0]["kinds"]["memory"]["quads_s"][OPTIMIZED][0].pop()
+    elif what == "side":
+        del data["sessions"][0]["processes"][0]["kinds"]["memory"]["quads_s"]["+1.0%"]
+    elif what == "negative":
+        data["sessions"][0]["processes"][0]["kinds"]["memory"]["quads_s"][OPTIMIZED][0][0] = -1.0
+    elif what == "field":
+        del data["machine"]
+    elif what == "another file":
+        return "{}"
+    else:
+        return json.dumps(data)[:-9]
+    return json.dumps(data)
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("schema", "schema 99, this version reads 1"),
+        ("quads", "lacks quads of the optimized side"),
+        ("side", "lacks quads of the +1.0% side"),
+        ("negative", "not above 0"),
+        ("field", "lacks 'machine'"),
+        ("another file", "not a recording"),
+        ("cut short", "not JSON"),
+    ],
+)
+def test_a_damaged_file_is_one_line(quiet: Recording, tmp_path: Path, what: str, said: str) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(damaged(quiet, what))
+    result = invoke("--from", path, "--out", tmp_path)
+    assert result.exit_code == 1
+    (line,) = result.output.strip().splitlines()
+    assert said in line
+    assert "perfsuite calibrate" in line
+
+
+def test_sessions_are_joined_once(quiet: Recording) -> None:
+    later = replace(quiet, sessions=(replace(quiet.sessions[0], date="2026-12-01T12:00:00+00:00"),))
+    both = record.joined(quiet, later, name="later.json")
+    assert len(both.sessions) == 2
+    assert record.joined(both, later, name="later.json") == both
+    with pytest.raises(PerfsuiteError, match=r"later.json: its number of quads is 3, not 7"):
+        record.joined(quiet, replace(later, quads=3), name="later.json")
+
+
+# --- table and plot --------------------------------------------------------------------------------------------------
+
+
+def test_table_and_plot_from_a_file(quiet: Recording, tmp_path: Path) -> None:
+    stored = record.save(tmp_path / "stored.json", quiet)
+    out = tmp_path / "out"
+    arguments = ["--from", stored, "--out", out, "--suites", 3, "--json"]
+    first = invoke(*arguments)
+    assert first.exit_code == 0, first.output
+    names = {"nvidia-h200.json", "nvidia-h200.md", "nvidia-h200.svg"}
+    assert {p.name for p in out.iterdir()} == names
+    before = {n: (out / n).read_bytes() for n in names}
+    assert record.load(out / "nvidia-h200.json") == quiet
+    shown = json.loads(first.stdout)
+    assert {k["kind"] for k in shown["kinds"]} == {"memory", "kernels"}
+    text = (out / "nvidia-h200.md").read_text()
+    for part in ("NVIDIA H200", "## The gate's two errors", "12 recorded processes", "PROCESS_SD", "nvidia-h200.svg"):
+        assert part in text
+    tables = [line for line in text.splitlines() if line.startswith("|")]
+    assert all(line.endswith("|") for line in tables)
+    assert invoke(*arguments).exit_code == 0
+    assert {n: (out / n).read_bytes() for n in names} == before
+
+
+def test_the_table_has_a_cell_under_each_head(found: analysis.Analysis, quiet: Recording) -> None:
+    widths: list[int] = []
+    for line in [*report.table(found, quiet, picture=None).splitlines(), ""]:
+        if line.startswith("|"):
+            widths.append(line.count("|"))
+        else:
+            assert len(set(widths)) <= 1
+            widths = []
+
+
+def test_a_plot_of_one_kind_as_png(tmp_path: Path) -> None:
+    one = analysis.analyse(recording({"memory": QUIET}, processes=5), suites=2, worlds=1)
+    path = report.plot(one, tmp_path / "a.png")
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib(quiet: Recording, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = record.save(tmp_path / "stored.json", quiet)
+    monkeypatch.setattr(command, "find_spec", lambda name: None)
+    result = invoke("--from", stored, "--out", tmp_path)
+    assert result.exit_code == 1
+    assert result.output.strip() == f"Error: {report.REMEDY}"
+    assert invoke("--from", stored, "--out", tmp_path, "--no-plot", "--suites", 1).exit_code == 0
+    assert not list(tmp_path.glob("*.svg"))
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--from", "x.json", "--more"], "--from measures nothing"),
+        (["--from", "missing.json"], "missing.json: No such file"),
+        (["--add", "missing.json"], "missing.json: No such file"),
+        (["--more", "--out", "nowhere", "--device", "cpu"], "No such file"),
+        (["--processes", "1"], "Invalid value for '--processes'"),
+        (["--kind", "disk"], "'disk' is not one of"),
+        (["--seconds", "0"], "Invalid value for '--seconds'"),
+    ],
+)
+def test_bad_input(arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = invoke(*arguments)
+    assert result.exit_code != 0
+    assert said in result.output
+    assert "Traceback" not in result.output
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    result = invoke("--device", "cpu", "--out", tmp_path / "file" / "below")
+    assert result.exit_code == 1
+    assert "cannot write" in result.output
+
+
+def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(machine, "has_gpu", lambda: False)
+    result = invoke("--device", "cuda", "--out", tmp_path)
+    assert result.exit_code == 1
+    assert "no usable GPU" in result.output
+
+
+def test_a_dry_run_measures_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "_events", lambda *a: pytest.fail("it measures"))
+    result = invoke("--device", "cpu", "--dry-run", "--out", tmp_path / "out", "--seconds", 1000)
+    assert result.exit_code == 0
+    assert "processes: 12 of 12 fit into 1000 s" in result.output
+    assert "estimated:" in result.output
+    assert not (tmp_path / "out").exists()
+    plan = json.loads(invoke("--device", "cpu", "--dry-run", "--json").stdout)
+    assert plan["estimated_seconds"] > 0
+    assert plan["design"]["kinds"] == list(record.KINDS)
+
+
+def test_its_help_loads_no_torch() -> None:
+    code = "import sys; from perfsuite.cli import main\ntry: main(['calibrate', '--help'])\nexcept SystemExit: pass\n"
+    code += "assert 'torch' not in sys.modules and 'scipy' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)
+
+
+# --- measuring: the processes replaced by what they would tell -------------------------------------------------------
+
+
+def told(made: Recording, number: int) -> Iterator[dict[str, Any]]:
+    """The events of one process of a recording."""
+    yield {"event": "started"}
+    for name, found in made.sessions[0].processes[number].kinds.items():
+        yield {"event": "begin", "what": name}
+        yield {"event": "planting", "kind": name, "planting": {"seconds": 1.0}}
+        timed = replace(found, benchmark={}, do_bench={})
+        yield {"event": "kind", "kind": name, "record": to_json(timed)}
+        for side, rounds in found.benchmark.items():
+            yield {"event": "run", "tool": "benchmark", "kind": name, "side": side, "run": to_json(rounds)}
+        yield {"event": "end", "what": name}
+    yield {"event": "done"}
+
+
+@pytest.fixture
+def processes(quiet: Recording, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Measuring replays the quiet recording; the jobs that were given."""
+    jobs: list[dict[str, Any]] = []
+
+    def events(job: Path, out: Path, log: Path) -> Iterator[dict[str, Any]]:
+        jobs.append(json.loads(job.read_text()))
+        log.write_text("")
+        yield from told(quiet, len(jobs) - 1)
+
+    monkeypatch.setattr(measure, "_events", events)
+    return jobs
+
+
+def measured(out: Path, *more: object) -> Result:
+    return invoke("--device", "cpu", "--out", out, "--suites", 1, "--no-plot", "--seconds", 9999, *more)
+
+
+def test_what_processes_tell_is_recorded(processes: list[dict[str, Any]], quiet: Recording, tmp_path: Path) -> None:
+    result = measured(tmp_path, "--processes", 4)
+    assert result.exit_code == 0, result.output
+    (path,) = tmp_path.glob("*.json")
+    made = record.load(path)
+    recorded = [p.kinds for p in made.sessions[0].processes]
+    assert len(recorded) == 4
+    assert recorded[2]["memory"].quads_s == quiet.sessions[0].processes[2].kinds["memory"].quads_s
+    assert recorded[2]["memory"].benchmark == quiet.sessions[0].processes[2].kinds["memory"].benchmark
+    assert processes[0]["planting"] == {}
+    assert processes[1]["planting"]["memory"] == {"seconds": 1.0}  # calibrated once, then handed on
+    assert any("do_bench: not available here" in line for line in made.sessions[0].left_out)
+
+
+def test_more_adds_a_session(processes: list[dict[str, Any]], tmp_path: Path) -> None:
+    assert measured(tmp_path, "--processes", 3).exit_code == 0
+    (path,) = tmp_path.glob("*.json")
+    first = record.load(path)
+    path.write_text(json.dumps(to_json(replace(first, sessions=(replace(first.sessions[0], date="2026-01-01"),)))))
+    assert measured(tmp_path, "--processes", 2, "--more").exit_code == 0
+    assert [len(s.processes) for s in record.load(path).sessions] == [3, 2]
+    assert processes[3]["planting"]["memory"] == {"seconds": 1.0}
+    refused = measured(tmp_path, "--more", "--quads", 3)
+    assert refused.exit_code == 1
+    assert "this session: its number of quads is 3, not 7" in refused.output
+    assert len(processes) == 5
+
+
+def test_the_budget_leaves_out_processes(processes: list[dict[str, Any]], tmp_path: Path) -> None:
+    assert measured(tmp_path, "--processes", 5, "--seconds", 1).exit_code == 0
+    (path,) = tmp_path.glob("*.json")
+    (session,) = record.load(path).sessions
+    assert len(session.processes) == measure.FEWEST
+    assert "3 of 5 processes: the budget of 1 s was spent" in session.left_out
+    (table,) = tmp_path.glob("*.md")
+    assert "**Left out** 3 of 5 processes" in table.read_text()
+
+
+@pytest.mark.parametrize("recorded", [0, 1, 3])
+def test_an_interrupt_keeps_what_is_recorded(
+    recorded: int, quiet: Recording, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = record.save(tmp_path / f"{machine.identify(prefer='cpu').device}.json", quiet)
+    before = whole.read_bytes()
+    calls = iter(range(99))
+
+    def events(job: Path, out: Path, log: Path) -> Iterator[dict[str, Any]]:
+        number = next(calls)
+        if number == recorded:
+            yield {"event": "started"}
+            raise KeyboardInterrupt
+        yield from told(quiet, number)
+
+    monkeypatch.setattr(measure, "_events", events)
+    result = measured(tmp_path)
+    assert result.exit_code == command.INTERRUPTED
+    (partial,) = tmp_path.glob("*.partial.json")
+    assert record.load(partial).processes == recorded
+    assert f"{recorded} process(es) of this session are kept" in result.output
+    assert whole.read_bytes() == before
+    again = invoke("--from", partial, "--out", tmp_path / "again", "--suites", 1, "--no-plot")
+    assert again.exit_code == (0 if recorded > 1 else 1)
+
+
+def test_a_kind_that_fails_is_left_out(quiet: Recording, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = iter(range(99))
+
+    def events(job: Path, out: Path, log: Path) -> Iterator[dict[str, Any]]:
+        yield {"event": "failed", "what": "matmul", "why": "OutOfMemoryError: too large"}
+        yield from told(quiet, next(calls))
+
+    monkeypatch.setattr(measure, "_events", events)
+    result = measured(tmp_path, "--processes", 2)
+    assert result.exit_code == 0, result.output
+    assert result.output.count("matmul: OutOfMemoryError: too large") == 1
+
+
+def test_processes_that_measure_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def events(job: Path, out: Path, log: Path) -> Iterator[dict[str, Any]]:
+        log.write_text("Traceback\nImportError: no torch here\n")
+        yield from ()
+
+    monkeypatch.setattr(measure, "_events", events)
+    result = measured(tmp_path)
+    assert result.exit_code == 1
+    assert "nothing could be measured: process 1" in result.output
+    assert "ImportError: no torch here" in result.output
+    assert not list(tmp_path.iterdir())
+
+
+# --- the workloads and a real run ------------------------------------------------------------------------------------
+
+
+def test_planted_work_is_in_proportion() -> None:
+    from perfsuite.calibration import workloads
+
+    assert list(workloads.KINDS) == list(record.KINDS)
+    assert [workloads.Kernels().launches(x) for x in record.EXTRAS] == [200, 201, 202, 204, 206, 210]
+    memory = workloads.Memory()
+    for device in ("cpu", "cuda"):
+        sizes = [memory._elements(device, x) / memory.n[device] - 1 for x in record.EXTRAS]
+        assert sizes == pytest.approx(record.EXTRAS, abs=2e-4)
+
+
+@pytest.mark.parametrize("name", list(record.KINDS))
+def test_the_sides_of_a_kind(name: str) -> None:
+    import torch
+
+    from perfsuite.calibration import worker, workloads
+
+    twin = worker.second_import().KINDS[name]
+    ours = workloads.KINDS[name]
+    planting = {"seconds": 1e-5, "overhead_s": 0.0}
+    calls = {
+        "reference": ours.reference("cpu"),
+        "accepted": twin.optimized("cpu", 0.0, planting),
+        "optimized": ours.optimized("cpu", 0.0, planting),
+        "planted": ours.optimized("cpu", 0.05, planting),
+    }
+    assert calls["accepted"].__code__ is not calls["optimized"].__code__
+    assert type(twin) is not type(ours)
+    results = {}
+    for side, call in calls.items():
+        inputs = ours.inputs("cpu", 0.05, torch.Generator().manual_seed(0))
+        call(*inputs.values())
+        results[side] = list(inputs.values())[-1]
+    some = ours.n["cpu"] // 2
+    for side in ("reference", "accepted", "planted"):
+        torch.testing.assert_close(results[side][:some], results["optimized"][:some], rtol=1e-3, atol=1e-3)
+
+
+def test_a_block_set_aside_leaves_no_quads() -> None:
+    import random
+
+    import torch
+
+    from perfsuite.calibration import worker
+    from perfsuite.clocks import CpuClock
+    from perfsuite.pair import Pair, Side
+    from perfsuite.records import Case
+    from perfsuite.specs import tensor
+
+    pair = Pair(reference=abs, optimized=abs, inputs={"x": tensor("n")})
+    case = Case(dtype="float32", sizes={}, inputs={}, seed=0)
+    master = {"x": torch.zeros(4)}
+    runners = {
+        n: sampling.Runner(name=n, side=Side(call=abs), pair=pair, case=case, direction="forward", device="cpu")
+        for n in (REFERENCE, ACCEPTED, OPTIMIZED)
+    }
+    rng = random.Random(0)
+    sampler = worker.QuadSampler(runners, master, CpuClock(), "wall", None, rng, 1, lambda phase: None, quads=3)
+    sampler._block(0)
+    sampler.blocks_s = {n: [] for n in runners}  # what `run` does with a block while the device throttled
+    sampler._block(0)
+    sampler._block(1)
+    found = sampler.record(2)
+    assert {n: [len(b) for b in q] for n, q in found.items()} == {n: [3, 3] for n in runners}
+
+
+def test_a_real_run_on_the_cpu(tmp_path: Path) -> None:
+    arguments = [
+        "--device",
+        "cpu",
+        "--processes",
+        2,
+        "--blocks",
+        2,
+        "--quads",
+        2,
+        "--kind",
+        "launch",
+        "--kind",
+        "matmul",
+    ]
+    arguments += ["--benchmark-max-time", 0.005, "--suites", 1, "--seconds", 300, "--out", tmp_path, "--picture", "png"]
+    result = invoke(*arguments)
+    assert result.exit_code == 0, result.output
+    (path,) = tmp_path.glob("*.json")
+    made = record.load(path)
+    assert made.kinds == ("matmul", "launch")
+    assert made.processes == 2
+    assert made.planting["launch"]["seconds"] > 0
+    for process in made.sessions[0].processes:
+        for found in process.kinds.values():
+            assert set(found.quads_s) == set(record.side_names(record.EXTRAS))
+            assert set(found.benchmark) == {record.side_name(x) for x in record.EXTRAS}
+            assert found.do_bench == {}
+            assert all(r.rounds >= 5 and 0 < r.min <= r.median for r in found.benchmark.values())
+    assert {p.suffix for p in tmp_path.iterdir()} == {".json", ".md", ".png"}
+    (table,) = tmp_path.glob("*.md")
+    assert "not available here" in table.read_text()
+    assert "2 blocks of 2 quads" in result.output
+
+
+def test_a_wait_on_the_device_is_as_long_as_planted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that is simulated: a product of 1.5 ms, a wait of 1.2 µs and a cycle of 0.5 ns each."""
+    from perfsuite.calibration import workloads
+
+    clock = [0.0]
+
+    def sleep(cycles: int) -> None:
+        clock[0] += 1.2e-6 + cycles * 0.5e-9
+
+    def product(*inputs: object) -> None:
+        clock[0] += 1.5e-3
+
+    def timed(work: Any) -> float:
+        before = clock[0]
+        work()
+        return clock[0] - before
+
+    monkeypatch.setattr(workloads, "_sleep", lambda: sleep)
+    planting = workloads.Matmul().calibrate("cuda", product, timed)
+    assert planting["seconds"] == pytest.approx(1.5e-3)
+    assert planting["overhead_s"] == pytest.approx(1.2e-6, rel=0.01)
+    for extra in record.EXTRAS[1:]:
+        wait = workloads._wait("cuda", extra, planting)
+        assert wait is not None
+        assert timed(wait) == pytest.approx(extra * 1.5e-3, rel=0.001)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_no_work_is_planted_in_the_unchanged_side(device: str) -> None:
+    from perfsuite.calibration import workloads
+
+    assert workloads._wait(device, 0.0, {}) is None

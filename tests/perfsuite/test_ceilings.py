@@ -1,0 +1,155 @@
+"""The device's ceilings: the best of a few, measured once a process, on a device that is simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from perfsuite import ceilings
+from perfsuite.ceilings import PRECISIONS, REPEATS, copy_bytes_per_s, matmul_flops_per_s
+from perfsuite.errors import PairError
+
+WARM_UP = 1e-6
+"""The first time counts for nothing, however short."""
+SECONDS = [WARM_UP, 5.0, 3.0, 2.0, 4.0, 6.0]
+BEST = 2.0
+
+matmul = torch.backends.cuda.matmul
+
+
+class Device:
+    """Calls last as long as they are told to; tensors that are put on the GPU stay on the CPU."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        self.seconds = iter(SECONDS * 10)
+        self.calls: list[tuple[torch.dtype, str]] = []
+        device = self
+
+        class Event:
+            def __init__(self, enable_timing: bool = False) -> None:
+                assert enable_timing
+                self.at = -1.0
+
+            def record(self) -> None:
+                self.at = device.now
+
+            def elapsed_time(self, end: Any) -> float:
+                assert device.synchronized
+                return float(end.at - self.at) * 1e3
+
+        def on_the_cpu(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+            return lambda *a, **k: make(*a, **{**k, "device": "cpu"})
+
+        for name in ("ones", "randn"):
+            monkeypatch.setattr(torch, name, on_the_cpu(getattr(torch, name)))
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "synchronize", self.synchronize)
+        monkeypatch.setattr(torch, "matmul", lambda a, b: self.work(a.dtype))
+        monkeypatch.setattr(torch.Tensor, "copy_", lambda target, source: self.work(source.dtype))
+        monkeypatch.setattr(ceilings, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(ceilings, "COPY_BYTES", {"cuda": 4000, "cpu": 400})
+        monkeypatch.setattr(ceilings, "MATMUL_SIZE", {"cuda": 8, "cpu": 4})
+        self.synchronized = False
+
+    def work(self, dtype: torch.dtype) -> None:
+        self.synchronized = False
+        self.calls.append((dtype, str(matmul.fp32_precision)))
+        self.now += next(self.seconds)
+
+    def synchronize(self) -> None:
+        self.synchronized = True
+
+
+@pytest.fixture(autouse=True)
+def unmeasured() -> Iterator[None]:
+    """Nothing is known of a device before a test, nor after it; torch's setting is as it was."""
+    before = matmul.fp32_precision
+    for ceiling in (copy_bytes_per_s, matmul_flops_per_s):
+        ceiling.cache_clear()
+    yield
+    for ceiling in (copy_bytes_per_s, matmul_flops_per_s):
+        ceiling.cache_clear()
+    matmul.fp32_precision = before
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    return Device(monkeypatch)
+
+
+@pytest.mark.parametrize(("kind", "size"), [("cuda", 4000), ("cpu", 400)])
+def test_a_copy_reads_and_writes_in_the_best_of_several_times(device: Device, kind: str, size: int) -> None:
+    assert copy_bytes_per_s(kind) == pytest.approx(2 * size / BEST)
+    assert [dtype for dtype, _ in device.calls] == [torch.float32] * (REPEATS + 1)
+
+
+@pytest.mark.parametrize(("kind", "n"), [("cuda", 8), ("cpu", 4)])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_product_in_each_precision(device: Device, kind: str, n: int, precision: str) -> None:
+    n = n // 2 if precision == "float64" else n
+    assert matmul_flops_per_s(kind, precision) == pytest.approx(2 * n**3 / BEST)
+    dtype = torch.float32 if precision == "tf32" else getattr(torch, precision)
+    allowed = "tf32" if precision == "tf32" else "ieee"
+    assert device.calls == [(dtype, allowed)] * (REPEATS + 1)
+
+
+def test_each_ceiling_is_measured_once_a_process(device: Device) -> None:
+    first = copy_bytes_per_s("cuda"), matmul_flops_per_s("cuda", "float32")
+    count = len(device.calls)
+    device.seconds = iter(())
+    assert (copy_bytes_per_s("cuda"), matmul_flops_per_s("cuda", "float32")) == first
+    assert len(device.calls) == count == 2 * (REPEATS + 1)
+    device.seconds = iter([s / 2 for s in SECONDS] * 3)
+    assert matmul_flops_per_s("cuda", "bfloat16") == pytest.approx(2 * first[1])
+    assert copy_bytes_per_s("cpu") == pytest.approx(2 * first[0] / 10)
+    assert len(device.calls) == 2 * count
+
+
+@pytest.mark.parametrize("precision", ["float31", "int8", "", "Tensor", "TF32"])
+def test_an_unknown_precision_is_an_error(device: Device, precision: str) -> None:
+    with pytest.raises(PairError, match=f"precision='{precision}' is not one of float64, float32, tf32,"):
+        matmul_flops_per_s("cuda", precision)
+    assert not device.calls
+
+
+@pytest.mark.parametrize("precision", ["tf32", "float32"])
+@pytest.mark.parametrize("legacy", ["highest", "high", "medium"])
+def test_the_project_s_own_setting_is_put_back(device: Device, legacy: str, precision: str) -> None:
+    torch.set_float32_matmul_precision(legacy)
+    try:
+        matmul_flops_per_s("cuda", precision)
+        assert torch.get_float32_matmul_precision() == legacy
+        assert matmul.allow_tf32 is (legacy != "highest")
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize("chosen", ["tf32", "ieee"])
+def test_a_project_may_use_the_new_setting_of_torch(device: Device, chosen: str) -> None:
+    """Where it has, the old one, allow_tf32, cannot even be read."""
+    matmul.fp32_precision = chosen
+    matmul_flops_per_s("cuda", "tf32")
+    matmul_flops_per_s("cuda", "float32")
+    assert matmul.fp32_precision == chosen
+    assert {p for _, p in device.calls} == {"tf32", "ieee"}
+
+
+def test_a_product_that_fails_leaves_the_setting_and_no_ceiling(device: Device) -> None:
+    matmul.fp32_precision = "ieee"
+    device.seconds = iter(SECONDS[:2])
+    with pytest.raises(StopIteration):
+        matmul_flops_per_s("cuda", "tf32")
+    assert matmul.fp32_precision == "ieee"
+    device.seconds = iter(SECONDS)
+    assert matmul_flops_per_s("cuda", "tf32") == pytest.approx(2 * 8**3 / BEST)
+
+
+def test_on_this_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ceilings, "COPY_BYTES", {"cpu": 1 << 16})
+    monkeypatch.setattr(ceilings, "MATMUL_SIZE", {"cpu": 32})
+    assert copy_bytes_per_s("cpu") > 0
+    assert all(matmul_flops_per_s("cpu", p) > 0 for p in PRECISIONS)

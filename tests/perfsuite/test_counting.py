@@ -1,0 +1,235 @@
+"""Host syncs and launches of one call, by a profiler that is simulated, and by torch's own without a GPU."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from perfsuite.counting import LAUNCHES, SYNCS, count_calls
+from perfsuite.errors import MachineError
+
+ASYNCHRONOUS = (
+    "cudaMemcpyAsync",
+    "cudaMemsetAsync",
+    "cuMemcpyDtoHAsync_v2",
+    "cudaEventRecord",
+    "cudaMalloc",
+    "aten::add",
+)
+
+
+def unset_teardown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after the test: a variable that was never there is not put back by delenv alone."""
+    monkeypatch.setenv("TEARDOWN_CUPTI", "1")
+    monkeypatch.delenv("TEARDOWN_CUPTI")
+
+
+class Profiler:
+    """In the place of torch's: it sees what the calls here say, in the order of its own ticks."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        self.events: list[Any] | None = []
+        self.open = False
+        self.closed = 0
+        self.teardown: str | None = None
+        self.sentinel = ["cudaLaunchKernel", "cudaMemcpyAsync", "cudaStreamSynchronize"]
+        self.lost: set[str] = set()
+        profiler = self
+
+        class Probe:
+            def __add__(self, other: int) -> Probe:
+                return self
+
+            def item(self) -> float:
+                profiler.call(*profiler.sentinel)
+                return 1.0
+
+        unset_teardown(monkeypatch)
+        monkeypatch.setattr(torch, "zeros", lambda *sizes, **given: Probe())
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: self.call("cudaDeviceSynchronize"))
+        monkeypatch.setattr(torch.profiler, "profile", self.profile)
+        monkeypatch.setattr(torch.profiler, "record_function", self.range)
+
+    def call(self, *names: str) -> None:
+        """The CUDA runtime is called so."""
+        for name in names:
+            self.event(name, self.tick(), self.tick())
+
+    def tick(self) -> float:
+        self.now += 1.0
+        return self.now
+
+    def event(self, name: str, start: float, end: float, device: str = "CPU") -> None:
+        if self.open and self.events is not None:
+            where = SimpleNamespace(name=device)
+            self.events.append(
+                SimpleNamespace(name=name, time_range=SimpleNamespace(start=start, end=end), device_type=where)
+            )
+
+    @contextmanager
+    def profile(self, *, activities: list[Any]) -> Iterator[Any]:
+        assert {a.name for a in activities} == {"CPU", "CUDA"}
+        self.teardown = os.environ.get("TEARDOWN_CUPTI")
+        self.open = True
+        try:
+            yield SimpleNamespace(events=lambda: self.events)
+        finally:
+            self.open = False
+            self.closed += 1
+
+    @contextmanager
+    def range(self, name: str) -> Iterator[None]:
+        start = self.tick()
+        yield
+        if name not in self.lost:
+            end = self.tick()
+            self.event(name, start, end)
+            # The device's own copy of the range lies elsewhere in time.
+            self.event(name, start + 1000, end + 1000, device="CUDA")
+
+
+@pytest.fixture
+def profiler(monkeypatch: pytest.MonkeyPatch) -> Profiler:
+    return Profiler(monkeypatch)
+
+
+def nothing() -> None:
+    pass
+
+
+def test_each_side_has_its_own_counts(profiler: Profiler) -> None:
+    done: list[str] = []
+
+    def side(name: str, *calls: str) -> tuple[Callable[[], None], Callable[[], None]]:
+        def reset() -> None:
+            done.append(f"reset {name}")
+            profiler.call("cudaLaunchKernel", "cudaMemcpy", "cuLaunchKernel")
+
+        def call() -> None:
+            done.append(name)
+            profiler.call(*calls)
+
+        return reset, call
+
+    counts = count_calls(
+        {
+            "reference": side("reference", "cudaLaunchKernel", "cudaStreamSynchronize", *["cudaLaunchKernel"] * 66),
+            "optimized": side("optimized", "cuLaunchKernelEx"),
+            "graph": side("graph", "cudaGraphLaunch", "cudaEventSynchronize", "cudaDeviceSynchronize"),
+            "idle": side("idle"),
+        }
+    )
+    assert counts == {"reference": (1, 67), "optimized": (0, 1), "graph": (2, 1), "idle": (0, 0)}
+    assert done == [f"{what}{name}" for name in counts for what in ("reset ", "")], "one call each, after its reset"
+    assert profiler.closed == 1
+
+
+@pytest.mark.parametrize("name", sorted(SYNCS))
+def test_a_sync_of_each_kind(profiler: Profiler, name: str) -> None:
+    assert count_calls({"a": (nothing, lambda: profiler.call(name, name))}) == {"a": (2, 0)}
+
+
+@pytest.mark.parametrize("name", sorted(LAUNCHES))
+def test_a_launch_of_each_kind(profiler: Profiler, name: str) -> None:
+    assert count_calls({"a": (nothing, lambda: profiler.call(name))}) == {"a": (0, 1)}
+
+
+def test_what_is_neither_counts_for_nothing(profiler: Profiler) -> None:
+    assert not LAUNCHES & SYNCS
+    assert count_calls({"a": (nothing, lambda: profiler.call(*ASYNCHRONOUS))}) == {"a": (0, 0)}
+
+
+def test_no_side_at_all(profiler: Profiler) -> None:
+    assert count_calls({}) == {}
+
+
+@pytest.mark.parametrize(
+    "seen", [[], ["cudaLaunchKernel"], ["cudaStreamSynchronize"], ["cudaMemcpyAsync"]], ids=lambda seen: "+".join(seen)
+)
+def test_a_profiler_that_captured_nothing_is_an_error(profiler: Profiler, seen: list[str]) -> None:
+    """Not counts of zero, which would keep every promise."""
+    profiler.sentinel = seen
+    with pytest.raises(MachineError, match="the profiler captured no CUDA runtime calls; run without another profiler"):
+        count_calls({"a": (nothing, lambda: profiler.call("cudaLaunchKernel", "cudaMemcpy"))})
+    assert profiler.closed == 1
+
+
+@pytest.mark.parametrize("lost", ["a", "b", "@sentinel"])
+def test_a_call_that_the_profiler_lost_is_an_error(profiler: Profiler, lost: str) -> None:
+    profiler.lost = {f"perfsuite::{lost}"}
+    with pytest.raises(MachineError, match=f"the profiler lost the call of '{lost}'"):
+        count_calls({name: (nothing, lambda: profiler.call("cudaLaunchKernel")) for name in "ab"})
+
+
+def test_a_profiler_without_events_is_an_error(profiler: Profiler) -> None:
+    profiler.events = None
+    with pytest.raises(MachineError, match="lost the call of 'a'"):
+        count_calls({"a": (nothing, nothing)})
+
+
+@pytest.mark.parametrize("where", ["reset", "call"])
+def test_the_hooks_are_taken_down_also_when_a_side_raises(profiler: Profiler, where: str) -> None:
+    def fail() -> None:
+        raise RuntimeError("no such tile")
+
+    side = (fail, nothing) if where == "reset" else (nothing, fail)
+    with pytest.raises(RuntimeError, match="no such tile"):
+        count_calls({"a": side, "b": (nothing, nothing)})
+    assert profiler.closed == 1
+    assert not profiler.open
+    assert count_calls({"a": (nothing, nothing)}) == {"a": (0, 0)}
+
+
+@pytest.mark.parametrize(("given", "then"), [(None, "1"), ("0", "0")])
+def test_the_profiler_is_told_to_take_its_hooks_down(
+    profiler: Profiler, monkeypatch: pytest.MonkeyPatch, given: str | None, then: str
+) -> None:
+    """Before it begins, and unless the user has said otherwise."""
+    if given is not None:
+        monkeypatch.setenv("TEARDOWN_CUPTI", given)
+    count_calls({"a": (nothing, nothing)})
+    assert profiler.teardown == then
+
+
+# --- torch's own profiler, which has no CUDA to see here ------------------------------------------------------------
+
+
+@pytest.fixture
+def without_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    zeros = torch.zeros
+    unset_teardown(monkeypatch)
+    monkeypatch.setattr(torch, "zeros", lambda *a, **k: zeros(*a, **{**k, "device": "cpu"}))
+    monkeypatch.setattr(torch.cuda, "synchronize", nothing)
+    if torch.cuda.is_available():
+        monkeypatch.setattr(torch.profiler.ProfilerActivity, "CUDA", torch.profiler.ProfilerActivity.CPU)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+    assert not torch._C._autograd._profiler_enabled()
+
+
+@pytest.mark.usefixtures("without_cuda")
+def test_torch_s_profiler_without_cuda_is_found_out() -> None:
+    called: list[str] = []
+    with pytest.raises(MachineError, match="captured no CUDA runtime calls"):
+        count_calls({"a": (nothing, lambda: called.append("a")), "b": (nothing, lambda: called.append("b"))})
+    assert called == ["a", "b"]
+
+
+@pytest.mark.usefixtures("without_cuda")
+def test_torch_s_profiler_is_off_after_a_side_that_raises() -> None:
+    def fail() -> None:
+        assert torch._C._autograd._profiler_enabled()
+        raise RuntimeError("no such tile")
+
+    with pytest.raises(RuntimeError, match="no such tile"):
+        count_calls({"a": (nothing, fail)})
+    assert not torch._C._autograd._profiler_enabled()

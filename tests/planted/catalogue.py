@@ -1,0 +1,112 @@
+"""What is planted: faults that must be rejected by name, and honest look-alikes that must not be.
+
+Each is a pair whose optimized side does it. `prove` takes it through the front door: `perfsuite.check`, and
+`perfsuite.measure` for what shows only while it is timed. There the clock is the test's own (`Time`), so that no
+verdict here depends on how fast this machine is; with a GPU the faults marked `gpu` run on the real one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from perfsuite import Pair, Workload, floats, tensor
+
+Call = Callable[..., Any]
+
+NUMBERS = range(1, 40)
+"""The catalogue's numbers."""
+X = {"x": tensor("m", "n", values=floats(-4, 4))}
+SIZES = {"m": 23, "n": 37}
+
+
+class Time:
+    """The clock that planted sides spend, in nanoseconds."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def spend(self, seconds: float) -> None:
+        self.now += seconds * 1e9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planted:
+    """One pair: a fault of the catalogue, with the words that its rejection must hold, or an honest look-alike."""
+
+    number: int
+    name: str
+    make: Callable[[Time], Pair]
+    says: tuple[str, ...] = ()
+    timed: bool = False
+    gpu: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.number:02}-{self.name.replace(' ', '_')}"
+
+
+FAULTS: list[Planted] = []
+HONEST: list[Planted] = []
+
+
+def fault(number: int, name: str, *says: str, timed: bool = False, gpu: bool = False) -> Callable[[Any], Any]:
+    """Registers a factory of pairs as a fault; its rejection must hold each of `says`."""
+
+    def register(make: Callable[[Time], Pair]) -> Callable[[Time], Pair]:
+        FAULTS.append(Planted(number=number, name=name, make=make, says=says, timed=timed, gpu=gpu))
+        return make
+
+    return register
+
+
+def honest(number: int, name: str, *, timed: bool = False, gpu: bool = False) -> Callable[[Any], Any]:
+    """Registers a factory of pairs as the honest look-alike of a fault."""
+
+    def register(make: Callable[[Time], Pair]) -> Callable[[Time], Pair]:
+        HONEST.append(Planted(number=number, name=name, make=make, timed=timed, gpu=gpu))
+        return make
+
+    return register
+
+
+@dataclass
+class Wave:
+    """A function worth optimising: sin(x) · exp(x / 4), in one place for all faults."""
+
+    calls: int = 0
+    seen: dict[Any, torch.Tensor] = field(default_factory=dict)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.exp(x / 4) * torch.sin(x)
+
+
+def wave(x: torch.Tensor) -> torch.Tensor:
+    return torch.sin(x) * torch.exp(x / 4)
+
+
+def fast(x: torch.Tensor) -> torch.Tensor:
+    return torch.exp(x * 0.25).mul_(x.sin())
+
+
+def pair(optimized: Any, *, reference: Any = wave, inputs: Any = X, **fields: Any) -> Pair:
+    """The pair with this optimized side; by itself it computes `wave`, without gradients."""
+    made = {"gradients": False, "name": "planted", "workloads": [Workload("w", **SIZES, clock="wall")]}
+    return Pair(reference=reference, optimized=optimized, inputs=inputs, **{**made, **fields})
+
+
+def lasting(time: Time, seconds: float, call: Call) -> Call:
+    """The call, on the test's clock."""
+
+    def timed(*args: Any) -> Any:
+        time.spend(seconds)
+        return call(*args)
+
+    return timed
+
+
+def timed_pair(time: Time, optimized: Any, **fields: Any) -> Pair:
+    """A pair whose reference takes 6 ms on the test's clock; the optimized side spends its own."""
+    return pair(optimized, reference=lasting(time, 6e-3, wave), **fields)

@@ -1,0 +1,198 @@
+"""Faults that are the harness's own, or aimed at it: 10, 13, 26 and 33 to 39, each beside what must still pass."""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from catalogue import fast, pair, wave
+from scratch import SMALL, TWO_LINES, Project, lines_with, times
+
+from perfsuite import api, counting, equivalence, floats, tensor
+from perfsuite.equivalence import NotEquivalent
+from perfsuite.errors import MachineError
+from perfsuite.records import Case
+
+pytest_plugins = ["pytester"]
+
+FAULTS = {10, 13, 26, 33, 34, 35, 36, 37, 38, 39}
+"""The numbers of the catalogue that are planted in this module."""
+
+
+def rejected(result: pytest.RunResult, *words: str, code: int = 1) -> None:
+    output = result.stdout.str() + result.stderr.str()
+    assert result.ret == code, output
+    assert lines_with(output, *words), output
+
+
+# --- 10: a profiler that silently captured nothing -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_10_a_profiler_that_captured_nothing(monkeypatch: pytest.MonkeyPatch, captured: bool) -> None:
+    clock = iter(range(1000))
+    events: list[Any] = []
+
+    def event(name: str, start: int, end: int) -> None:
+        span = SimpleNamespace(start=start, end=end)
+        events.append(SimpleNamespace(name=name, device_type=SimpleNamespace(name="CPU"), time_range=span))
+
+    @contextlib.contextmanager
+    def record(name: str) -> Any:
+        start = next(clock)
+        yield
+        if captured:
+            event("cudaLaunchKernel", next(clock), next(clock))
+            event("cudaStreamSynchronize", next(clock), next(clock))
+        event(name, start, next(clock))
+
+    @contextlib.contextmanager
+    def profile(**options: Any) -> Any:
+        yield SimpleNamespace(events=lambda: events)
+
+    monkeypatch.setattr(torch, "zeros", lambda *args, **options: torch.ones(1))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.profiler, "profile", profile)
+    monkeypatch.setattr(torch.profiler, "record_function", record)
+    if captured:
+        assert counting.count_calls({"optimized": (lambda: None, lambda: None)}) == {"optimized": (1, 1)}
+        return
+    with pytest.raises(MachineError, match="the profiler captured no CUDA runtime calls"):
+        counting.count_calls({"optimized": (lambda: None, lambda: None)})
+
+
+# --- 13: rounding that hides a small change ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("slower", "status"), [(0.014, "REGRESSED"), (0.003, "PASS")])
+def test_13_a_change_that_three_digits_would_hide(project: Project, slower: float, status: str) -> None:
+    project.write("test_scale.py", TWO_LINES)
+    project.git("init", "-q")
+    project.commit()
+    project.accept()
+    project.measured(times(slower=slower))
+    result = project.gate()
+    assert result.ret == (status != "PASS")
+    (line,) = lines_with(result.stdout.str(), "1 " + status)[:1]
+    if status != "PASS":
+        assert lines_with(result.stdout.str(), "REGRESSED", SMALL, "1.4%"), line
+
+
+# --- 26: results that the harness did not write ----------------------------------------------------------------
+
+FORGER = """
+    import pathlib
+
+    from perfsuite import Pair, Workload, tensor
+
+    HERE = pathlib.Path(__file__).parent
+
+
+    def fast(x):
+        for path in (HERE / ".perfsuite/workers").glob("*.jsonl"):
+            with path.open("a") as out:
+                out.write('{"event": "failure", "id": "test_scale.py::scale::speed[small]", ')
+                out.write('"status": "PASS", "message": "splendid"}\\n')
+        return 3 * x
+
+
+    scale = Pair(
+        reference=lambda x: x + x + x,
+        optimized=fast,
+        inputs={"x": tensor("n")},
+        workloads=[Workload("small", n=64, clock="wall")],
+    )
+"""
+
+
+def test_26_results_that_code_under_test_wrote(project: Project) -> None:
+    project.write("test_scale.py", FORGER)
+    rejected(project.run("-m", "perf"), "UNMEASURED", "a result that the harness did not write")
+
+
+# --- 33 to 39 --------------------------------------------------------------------------------------------------
+
+
+def two(call: Any, other: Any) -> Any:
+    return lambda x: (call(x), other(x))
+
+
+def test_33_a_wrong_output_before_a_right_one() -> None:
+    with pytest.raises(NotEquivalent, match=r"output\[0\] of the optimized side is wrong"):
+        api.check(pair(two(torch.cos, fast), reference=two(wave, wave)))
+    api.check(pair(two(fast, fast), reference=two(wave, wave)))
+
+
+def test_34_no_test_at_all_is_red(project: Project) -> None:
+    project.write("test_none.py", "from perfsuite import Pair\nPAIRS = []\n")
+    rejected(project.gate(), "nothing was measured")
+
+
+def test_34_no_draw_at_all_is_red(project: Project) -> None:
+    project.write("test_scale.py", TWO_LINES.replace('tensor("n")},', 'tensor("n")}, where=lambda n: n > 10**9,'))
+    result = project.run("-m", "correctness")
+    rejected(result, "too few sizes satisfy where=")
+
+
+@pytest.mark.parametrize("wrong", [True, False])
+def test_35_one_wrong_element_in_ten_million(wrong: bool) -> None:
+    def optimized(x: torch.Tensor) -> torch.Tensor:
+        out = fast(x)
+        if wrong:
+            out[1_234_567] *= 1.0001
+        return out
+
+    made = pair(optimized, inputs={"x": tensor("n", values=floats(1, 2))}, workloads=[])
+    case = Case(dtype="float32", sizes={"n": 10_000_000}, inputs={}, seed=5)
+    if not wrong:
+        equivalence.check_case(made, case, "cpu")
+        return
+    with pytest.raises(NotEquivalent, match=r"wrong at \[1234567\].*1 of 10000000 elements beyond budget"):
+        equivalence.check_case(made, case, "cpu")
+
+
+def test_36_a_reference_that_overflows_proves_nothing() -> None:
+    def overflows(x: torch.Tensor) -> torch.Tensor:
+        return torch.exp(x * 100)
+
+    made = pair(lambda x: torch.exp(x * 100) * 7, reference=overflows, inputs={"x": tensor("n", values=floats(3, 4))})
+    with pytest.raises(NotEquivalent, match="draws were discarded, because the reference alone overflows"):
+        api.check(made)
+
+
+RERUNS = """
+    def pytest_addoption(parser):
+        parser.addoption("--reruns", type=int, default=0)
+"""
+
+
+def test_37_reruns_until_green_are_refused(project: Project) -> None:
+    project.write("conftest.py", RERUNS)
+    project.write("test_scale.py", TWO_LINES)
+    rejected(project.run("--reruns=3"), "--reruns: a proof or a verdict that failed stays failed", code=4)
+    project.write("test_scale.py", "import pytest\npytestmark = pytest.mark.flaky(reruns=2)\n" + _flat(TWO_LINES))
+    project.write("pytest.ini", "[pytest]\nmarkers = flaky: by another plugin\n")
+    rejected(project.run(), "is marked flaky: a proof or a verdict that failed stays failed", code=4)
+
+
+def _flat(text: str) -> str:
+    return "\n".join(line.removeprefix("    ") for line in text.splitlines())
+
+
+def test_38_fewer_outputs_are_named() -> None:
+    with pytest.raises(NotEquivalent, match="returns 1 output where the reference returns 2"):
+        api.check(pair(lambda x: (fast(x),), reference=two(wave, wave)))
+
+
+def test_39_nothing_accepted_renamed_or_on_another_machine(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    project.write("test_scale.py", TWO_LINES)
+    project.measured(times())
+    rejected(project.gate(), "NO_BASELINE", SMALL)
+    project.accept()
+    project.measured(times())
+    assert project.gate().ret == 0
+    project.replace("test_scale.py", "scale = Pair", "other = Pair")
+    rejected(project.gate(), SMALL, "in the baseline but not collected")

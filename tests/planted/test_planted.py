@@ -1,0 +1,103 @@
+"""Every planted fault is rejected by name; no honest look-alike is. Those of the harness: test_harness.py."""
+
+from __future__ import annotations
+
+import statistics
+import time as clock_module
+from collections.abc import Iterator
+from typing import Any
+
+import meaning  # noqa: F401 - registers its faults
+import pytest
+import test_harness
+import timing
+import torch
+from catalogue import FAULTS, HONEST, NUMBERS, Planted, Time
+
+from perfsuite import api, clocks, equivalence, guard, scrutiny
+from perfsuite.equivalence import NotEquivalent
+from perfsuite.errors import PerfsuiteError
+from perfsuite.integrity import calls
+
+EXAMPLES = 60
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+PATCHED: tuple[tuple[Any, str], ...] = (
+    (clock_module, "perf_counter_ns"),
+    (torch.cuda.Event, "elapsed_time"),
+    (torch, "equal"),
+    (equivalence, "K_NORM"),
+    (scrutiny, "compilations"),
+    (statistics, "median"),
+)
+
+
+@pytest.fixture
+def time(monkeypatch: pytest.MonkeyPatch) -> Iterator[Time]:
+    """The test's clock; whatever a fault replaces is put back."""
+    before = [getattr(owner, name) for owner, name in PATCHED]
+    made = Time()
+
+    def released(seconds: float) -> None:
+        for event in timing.WAITING:
+            event.set()
+        for thread in timing.threading.enumerate():
+            if thread is not timing.threading.current_thread() and thread.daemon and timing.WAITING:
+                thread.join(0.2)
+        timing.WAITING.clear()
+
+    monkeypatch.setattr(calls, "time", type("Clock", (), {"sleep": staticmethod(released)}))
+    yield made
+    for (owner, name), value in zip(PATCHED, before, strict=True):
+        setattr(owner, name, value)
+
+
+def messages(planted: Planted, time: Time, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What each proof, and the measurement of a timed one, has against it."""
+    simulated = planted.timed and not planted.gpu and planted.number != 3
+    if simulated:
+        monkeypatch.setattr(clocks, "perf_counter_ns", lambda: time.now)
+        monkeypatch.setattr(clocks, "process_time_ns", lambda: time.now)
+        monkeypatch.setattr(clocks, "interruptions", lambda: 0)
+    if planted.number != 3:
+        monkeypatch.setattr(guard, "check", lambda: None)  # it would find what this test replaces
+    else:
+        monkeypatch.undo()
+    device = "cpu" if simulated else DEVICE
+    found = []
+    stages = [] if planted.timed else [name for name, _ in api.proofs(planted.make(time), examples=EXAMPLES)]
+    for stage in stages or ["measure"]:
+        # A pair anew for each, as if each were run by itself.
+        made = planted.make(time)
+        try:
+            if stage == "measure":
+                api.measure(made, device=device)
+            else:
+                dict(api.proofs(made, examples=EXAMPLES))[stage]()
+            guard.check()
+        except (NotEquivalent, PerfsuiteError) as error:
+            found.append(str(error))
+    return found
+
+
+def applicable(planted: list[Planted]) -> list[Any]:
+    marks: list[Any] = []
+    return [pytest.param(p, id=str(p), marks=[*marks, *([pytest.mark.gpu] if p.gpu else [])]) for p in planted]
+
+
+@pytest.mark.parametrize("planted", applicable(FAULTS))
+def test_a_planted_fault_is_rejected_by_name(planted: Planted, time: Time, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = messages(planted, time, monkeypatch)
+    assert any(all(words in message for words in planted.says) for message in found), "\n".join(found) or "it passed"
+
+
+@pytest.mark.parametrize("planted", applicable(HONEST))
+def test_an_honest_look_alike_passes(planted: Planted, time: Time, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not messages(planted, time, monkeypatch)
+
+
+def test_every_fault_of_the_catalogue_is_planted() -> None:
+    planted = {p.number for p in FAULTS} | set(test_harness.FAULTS)
+    assert planted == set(NUMBERS)
+    assert {p.number for p in FAULTS} <= {p.number for p in HONEST} | {31}, "each has an honest look-alike"
+    assert all(p.says for p in FAULTS)

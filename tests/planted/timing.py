@@ -1,0 +1,434 @@
+"""Faults 1 to 13: fast code that only looks fast, because of how it is timed."""
+
+from __future__ import annotations
+
+import threading
+import time as clock_module
+from typing import Any
+
+import torch
+from catalogue import SIZES, Time, fast, fault, honest, lasting, pair, timed_pair, wave
+
+from perfsuite import Pair, Workload
+
+
+class Lazy(torch.Tensor):
+    pass
+
+
+def shaped(x: torch.Tensor) -> Any:
+    return (x.shape, x.dtype)
+
+
+# --- 1, 2: work that goes on after the call ------------------------------------------------------------------
+
+BIG = {"m": 4096, "n": 4096}
+
+
+def slow_cuda(x: torch.Tensor) -> torch.Tensor:
+    for _ in range(4):
+        x = torch.sin(x)
+    return x
+
+
+def cuda_pair(optimized: Any, **fields: Any) -> Pair:
+    workload = Workload("w", **BIG, device="cuda")
+    return pair(optimized, reference=slow_cuda, **{"workloads": [workload], **fields})
+
+
+@fault(1, "on a side stream", "goes on working after it has returned", timed=True, gpu=True)
+def side_stream(time: Time) -> Pair:
+    streams: list[Any] = []
+
+    def optimized(x: torch.Tensor) -> torch.Tensor:
+        if not streams:
+            streams.append(torch.cuda.Stream())
+        streams[0].wait_stream(torch.cuda.current_stream())
+        out = torch.empty_like(x)
+        with torch.cuda.stream(streams[0]):
+            out.copy_(slow_cuda(x))
+        return out
+
+    return cuda_pair(optimized)
+
+
+@honest(1, "on a side stream that is joined", timed=True, gpu=True)
+def joined_stream(time: Time) -> Pair:
+    streams: list[Any] = []
+
+    def optimized(x: torch.Tensor) -> torch.Tensor:
+        if not streams:
+            streams.append(torch.cuda.Stream())
+        current = torch.cuda.current_stream()
+        streams[0].wait_stream(current)
+        out = torch.empty_like(x)
+        with torch.cuda.stream(streams[0]):
+            out.copy_(slow_cuda(x))
+        current.wait_stream(streams[0])
+        out.record_stream(streams[0])
+        x.record_stream(streams[0])
+        return out
+
+    return cuda_pair(optimized)
+
+
+WAITING: list[threading.Event] = []
+"""The test sets these when the harness waits: the thread then writes, whatever this machine's load."""
+
+
+@fault(2, "in a background thread", "goes on working after it has returned: output changes later")
+def background(time: Time) -> Pair:
+    def optimized(x: torch.Tensor) -> torch.Tensor:
+        out, go = torch.zeros_like(x), threading.Event()
+        answer = fast(x)
+
+        def write() -> None:
+            go.wait(10)
+            out.copy_(answer)
+
+        threading.Thread(target=write, daemon=True).start()
+        WAITING.append(go)
+        return out
+
+    return pair(optimized)
+
+
+@honest(2, "in a thread that is joined")
+def joined_thread(time: Time) -> Pair:
+    def optimized(x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x)
+        worker = threading.Thread(target=lambda: out.copy_(fast(x)))
+        worker.start()
+        worker.join()
+        return out
+
+    return pair(optimized)
+
+
+# --- 3: the harness's own clocks -----------------------------------------------------------------------------
+
+
+@fault(3, "a patched clock", "time.perf_counter_ns has been replaced by", "optimized", timed=True)
+def patched_clock(time: Time) -> Pair:
+    def optimized(x: torch.Tensor) -> torch.Tensor:
+        clock_module.perf_counter_ns = lambda: 0
+        return fast(x)
+
+    return pair(optimized)
+
+
+@fault(3, "a patched event", "torch.cuda.Event.elapsed_time has been replaced by")
+def patched_event(time: Time) -> Pair:
+    def optimized(x: torch.Tensor) -> torch.Tensor:
+        torch.cuda.Event.elapsed_time = lambda *args: 1e-6  # type: ignore[method-assign,assignment]
+        return fast(x)
+
+    return pair(optimized)
+
+
+@fault(3, "a patched comparison", "torch.equal has been replaced by")
+def patched_comparison(time: Time) -> Pair:
+    def optimized(x: torch.Tensor) -> torch.Tensor:
+        torch.equal = lambda *args: True
+        return fast(x)
+
+    return pair(optimized)
+
+
+@fault(3, "a patched rule", "perfsuite.equivalence.K_NORM has been set to 1000000.0 (installed: 6.0)")
+def patched_rule(time: Time) -> Pair:
+    def optimized(x: torch.Tensor) -> torch.Tensor:
+        import perfsuite.equivalence
+
+        perfsuite.equivalence.K_NORM = 1e6
+        return fast(x)
+
+    return pair(optimized)
+
+
+@honest(3, "a side that reads the clock", timed=True)
+def reads_clock(time: Time) -> Pair:
+    spent = [0.0]
+
+    def optimized(x: torch.Tensor) -> torch.Tensor:
+        began = clock_module.perf_counter()
+        out = fast(x)
+        spent[0] += clock_module.perf_counter() - began
+        return out
+
+    return pair(optimized)
+
+
+# --- 4: outputs that compute when read -----------------------------------------------------------------------
+
+
+@fault(4, "a tensor subclass", "returns output as a Lazy, a tensor subclass that may compute when read")
+def subclass(time: Time) -> Pair:
+    return pair(lambda x: fast(x).as_subclass(Lazy))
+
+
+@fault(4, "an overridden method", "returns output with its method double overridden: it may compute when read")
+def overridden(time: Time) -> Pair:
+    def optimized(x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x)
+        out.double = lambda: fast(x).double()  # type: ignore[method-assign]
+        return out.copy_(fast(x))
+
+    return pair(optimized)
+
+
+@fault(4, "lazy only while it is timed", "returns output as a Lazy", timed=True)
+def lazy_when_timed(time: Time) -> Pair:
+    calls = [0]
+
+    def optimized(x: torch.Tensor) -> torch.Tensor:
+        calls[0] += 1
+        time.spend(1e-3)
+        return fast(x).as_subclass(Lazy) if calls[0] > 60 and x.shape == tuple(SIZES.values()) else fast(x)
+
+    return timed_pair(time, optimized)
+
+
+@honest(4, "a parameter")
+def parameter(time: Time) -> Pair:
+    return pair(lambda x: torch.nn.Parameter(fast(x), requires_grad=False))
+
+
+# --- 5, 6, 7: answers kept, work put off, conduct that changes ----------------------------------------------
+
+
+@fault(5, "an answer kept by shape", "an earlier answer is replayed")
+def by_shape(time: Time) -> Pair:
+    answers: dict[Any, Any] = {}
+
+    def optimized(x: torch.Tensor) -> torch.Tensor:
+        # Each answer is given twice: a proof that draws every shape once sees nothing.
+        answer = answers.pop(x.shape, None)
+        if answer is None:
+            answers[x.shape] = fast(x)
+            return answers[x.shape].clone()
+        return answer
+
+    return pair(optimized)
+
+
+@fault(5, "an answer kept by address", "keeps answers by address or identity")
+def by_address(time: Time) -> Pair:
+    answers: dict[int, Any] = {}
+
+    def optimized(x: torch.Tensor) -> torch.Tensor:
+        kept = answers.get(x.data_ptr())
+        if kept is None or kept[0] is not x:
+            answers[x.data_ptr()] = kept = (x, fast(x))
+        return kept[1].clone()
+
+    return pair(optimized)
+
+
+@fault(5, "an answer kept by content", "it replays earlier answers", timed=True)
+def by_content(time: Time) -> Pair:
+    answers: dict[Any, torch.Tensor] = {}
+
+    def optimized(x: torch.Tensor) -> torch.Tensor:
+        key = (x.shape, x.dtype, x.numpy(force=True).tobytes())
+        time.spend(1e-5 if key in answers else 4e-3)
+        if key not in answers:
+            answers[key] = fast(x)
+        return answers[key].clone()
+
+    return timed_pair(time, optimized)
+
+
+@fault(5, "an answer kept by content, looked up at once", "it replays earlier answers", timed=True)
+def by_few_elements(time: Time) -> Pair:
+    answers: dict[Any, torch.Tensor] = {}
+
+    def optimized(x: torch.Tensor) -> torch.Tensor:
+        key = (x.shape, x.dtype, x.stride(), x.double().sum().item(), x.flatten()[:2].tolist().__repr__())
+        time.spend(2e-6 if key in answers else 1e-3)
+        if key not in answers:
+            answers[key] = fast(x)
+        return answers[key].clone()
+
+    return timed_pair(time, optimized)
+
+
+@honest(5, "a table kept by size", timed=True)
+def table_by_size(time: Time) -> Pair:
+    tables: dict[Any, torch.Tensor] = {}
+
+    def optimized(x: torch.Tensor) -> torch.Tensor:
+        time.spend(1e-3 if shaped(x) in tables else 5e-3)
+        quarter = tables.setdefault(shaped(x), torch.full(x.shape, 0.25, dtype=x.dtype, device=x.device))
+        return torch.exp(x * quarter).mul_(x.sin())
+
+    return timed_pair(time, optimized)
+
+
+@fault(6, "the first of sixteen does the work of all", "some calls do the work of the others", timed=True)
+def first_of_sixteen(time: Time) -> Pair:
+    calls = [0]
+
+    def optimized(x: torch.Tensor) -> torch.Tensor:
+        time.spend(16e-3 if calls[0] % 16 == 0 else 1e-4)
+        calls[0] += 1
+        return fast(x)
+
+    return timed_pair(time, optimized)
+
+
+@honest(6, "a time that varies", timed=True)
+def varying(time: Time) -> Pair:
+    calls = [0]
+
+    def optimized(x: torch.Tensor) -> torch.Tensor:
+        calls[0] += 1
+        time.spend(1e-3 * (1 + calls[0] % 3))
+        return fast(x)
+
+    return timed_pair(time, optimized)
+
+
+@fault(7, "other answers after sixty calls", "drifts: right at first", "after 40 calls it is not")
+def after_calls(time: Time) -> Pair:
+    calls = [0]
+
+    def optimized(x: torch.Tensor) -> torch.Tensor:
+        calls[0] += 1
+        # Integrity draws several small inputs: it counts those of one size.
+        return fast(x) if calls[0] < 60 else torch.zeros_like(x)
+
+    return pair(optimized, sizes={})
+
+
+@fault(7, "no work once it is timed", "it was right before it was timed", timed=True)
+def while_timed(time: Time) -> Pair:
+    calls = [0]
+
+    def optimized(x: torch.Tensor) -> torch.Tensor:
+        calls[0] += 1
+        time.spend(1e-3)
+        return fast(x) if calls[0] < 12 else torch.zeros_like(x)
+
+    return timed_pair(time, optimized)
+
+
+@honest(7, "buffers made by the first calls", timed=True)
+def warms_up(time: Time) -> Pair:
+    calls = [0]
+
+    def optimized(x: torch.Tensor) -> torch.Tensor:
+        calls[0] += 1
+        time.spend(1e-3 if calls[0] > 3 else 50e-3)
+        return fast(x)
+
+    return timed_pair(time, optimized)
+
+
+# --- 8 to 13 -------------------------------------------------------------------------------------------------
+
+
+@fault(8, "L2 set aside", "bytes of L2 aside for persisting lines", timed=True, gpu=True)
+def persisting(time: Time) -> Pair:
+    import ctypes
+
+    def optimized(x: torch.Tensor) -> torch.Tensor:
+        ctypes.CDLL("libcuda.so.1").cuCtxSetLimit(6, ctypes.c_size_t(16 << 20))
+        return slow_cuda(x)
+
+    return cuda_pair(optimized)
+
+
+@honest(8, "L2 left alone", timed=True, gpu=True)
+def not_persisting(time: Time) -> Pair:
+    return cuda_pair(lambda x: slow_cuda(x).contiguous())
+
+
+@fault(9, "a time of zero", "took 0 s: the clock cannot be trusted", timed=True)
+def no_time(time: Time) -> Pair:
+    return timed_pair(time, fast)
+
+
+@honest(9, "a very short time", timed=True)
+def short_time(time: Time) -> Pair:
+    return timed_pair(time, lasting(time, 2e-7, fast))
+
+
+@fault(
+    9, "faster than the device can be", "this device needs", "does not do the work, or cost= overstates it", timed=True
+)
+def below_the_floor(time: Time) -> Pair:
+    from perfsuite import Cost
+
+    cost = Cost(flops=lambda m, n: 1e14)
+    return timed_pair(time, lasting(time, 1e-3, fast), cost=cost)
+
+
+@fault(11, "a reference that sets the precision", "the reference side sets torch's float32 matmul precision to medium")
+def sets_precision(time: Time) -> Pair:
+    def reference(x: torch.Tensor) -> torch.Tensor:
+        torch.set_float32_matmul_precision("medium")
+        return wave(x)
+
+    return pair(fast, reference=reference)
+
+
+@fault(11, "a reference in half precision", "it is rounded to half precision inside; take out its casts")
+def half_reference(time: Time) -> Pair:
+    def reference(x: torch.Tensor) -> torch.Tensor:
+        return (torch.sin(x.bfloat16()) * torch.exp(x.bfloat16() / 4)).to(x.dtype)
+
+    return pair(reference, reference=lambda x: reference(x).clone())
+
+
+@fault(11, "a reference that compiles while it is timed", "a slow straw man", timed=True)
+def straw_man(time: Time) -> Pair:
+    from perfsuite import scrutiny
+
+    compiled = [0]
+
+    def reference(x: torch.Tensor) -> torch.Tensor:
+        compiled[0] += 1
+        time.spend(6e-3)
+        return wave(x)
+
+    made = pair(lasting(time, 1e-3, fast), reference=reference)
+    scrutiny.compilations = lambda: compiled[0]
+    return made
+
+
+@honest(11, "a reference that puts the precision back")
+def restores_precision(time: Time) -> Pair:
+    def reference(x: torch.Tensor) -> torch.Tensor:
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("highest")
+        try:
+            return wave(x)
+        finally:
+            torch.set_float32_matmul_precision(before)
+
+    return pair(fast, reference=reference)
+
+
+@fault(12, "tuning while it is timed", "or tune and compile while they are timed", timed=True)
+def tunes(time: Time) -> Pair:
+    calls = [0]
+
+    def optimized(x: torch.Tensor) -> torch.Tensor:
+        calls[0] += 1
+        time.spend(100e-3 if calls[0] % 40 == 0 else 1e-3)
+        return fast(x)
+
+    return timed_pair(time, optimized)
+
+
+@honest(12, "tuning once, at the first call of a size", timed=True)
+def tunes_once(time: Time) -> Pair:
+    known: set[Any] = set()
+
+    def optimized(x: torch.Tensor) -> torch.Tensor:
+        time.spend(1e-3 if shaped(x) in known else 500e-3)
+        known.add(shaped(x))
+        return fast(x)
+
+    return timed_pair(time, optimized)

@@ -1,0 +1,368 @@
+"""Mutation testing: puts one small fault at a time into a module, and asks whether its tests notice.
+
+    python tools/mutate.py [MODULE ...] [--sample N] [--seed N] [--fresh]
+
+cosmic-ray finds the places, makes the mutants and runs the tests on each; here is what to mutate, which tests to run,
+what has been reviewed, and the report. The files are changed in a copy of the tree, so that the tree itself never is.
+Results are kept in .perfsuite/mutation/: a run that was ended goes on where it was. See docs/mutation.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import difflib
+import hashlib
+import json
+import os
+import random
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+try:
+    from cosmic_ray.commands import init
+    from cosmic_ray.mutating import mutate_and_test, mutate_code
+    from cosmic_ray.plugins import get_operator
+    from cosmic_ray.work_db import WorkDB, use_db
+    from cosmic_ray.work_item import TestOutcome, WorkItem, WorkResult
+except ModuleNotFoundError:
+    sys.exit("cosmic-ray is missing: run `make mutate`, or pip install -c constraints.txt cosmic-ray")
+
+ROOT = Path(__file__).resolve().parent.parent
+STATE = ROOT / ".perfsuite" / "mutation"
+REVIEWED = ROOT / "tests" / "mutation" / "equivalent.toml"
+CATEGORIES = ("speed_only", "needs_gpu", "equivalent")
+"""Tables of that file, in the order in which they are asked."""
+
+PURE = {f"perfsuite/{name}.py": [f"tests/perfsuite/test_{name}.py"] for name in ("statistics", "gate", "baseline")}
+SHARED = {
+    "optimized/kernels.py": ["tests/geometry", "tests/diversity"],
+    "optimized/diversity/pairwise_cosine_cuda.py": ["tests/diversity/test_pairwise_cosine.py"],
+}
+"""Modules of `optimized/` that are no technique by themselves, and the tests that use them."""
+
+# One replacement for each arithmetic operator, the boundary and the negation of each comparison: the dozens of others
+# that cosmic-ray knows are found by the same assertions, and would take ten times as long.
+OPERATORS = re.compile(
+    r"core/(AddNot|ReplaceTrueWithFalse|ReplaceFalseWithTrue|ReplaceAndWithOr|ReplaceOrWithAnd|NumberReplacer"
+    r"|ReplaceBreakWithContinue|ReplaceContinueWithBreak|ExceptionReplacer|RemoveDecorator|ZeroIterationForLoop"
+    r"|ReplaceUnaryOperator_(USub_UAdd|UAdd_USub|Delete_Invert|Delete_Not)"
+    r"|ReplaceComparisonOperator_(Lt_LtE|Lt_GtE|LtE_Lt|LtE_Gt|Gt_GtE|Gt_LtE|GtE_Gt|GtE_Lt"
+    r"|Eq_NotEq|NotEq_Eq|Is_IsNot|IsNot_Is)"
+    r"|ReplaceBinaryOperator_(Add_Sub|Sub_Add|Mul_Div|Div_Mul|FloorDiv_Mul|Mod_Mul|Pow_Mul|RShift_LShift"
+    r"|LShift_RShift|BitOr_BitAnd|BitAnd_BitOr|BitXor_BitAnd))"
+)
+TIMEOUT_FACTOR, TIMEOUT_SECONDS = 3.0, 15.0
+"""A mutant may take so many times as long as the sound module, and so many seconds more: then it hangs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mutant:
+    """One fault, as it is reported: where, by which operator, and the lines before and after."""
+
+    row: int
+    operator: str
+    before: str
+    after: str
+    compiles: bool
+    annotation: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """One module's counts. `found` is what was run, by outcome; `aside` what was not, by category."""
+
+    module: str
+    total: int
+    chosen: int
+    found: Counter[str]
+    aside: Counter[str]
+    survivors: list[Mutant]
+    stale: list[str]
+
+    @property
+    def rate(self) -> float:
+        ran = self.found["killed"] + self.found["timeout"] + self.found["survived"]
+        return 1 - self.found["survived"] / ran if ran else 1.0
+
+
+# --- what to mutate ------------------------------------------------------------------------------------------------
+
+
+def tests_of(module: str) -> list[str]:
+    """The test files of a module of ours."""
+    if module in PURE or module in SHARED:
+        return {**PURE, **SHARED}[module]
+    path = Path(module)
+    test = Path("tests", *path.parts[1:-1], f"test_{path.name}")
+    if path.parts[0] != "optimized" or not (ROOT / test).is_file():
+        raise SystemExit(f"{module}: no tests are known for it; name one of {', '.join(modules())}")
+    return [str(test)]
+
+
+def modules() -> list[str]:
+    """Every module that is mutated, the pure stages first and then the smaller before the larger."""
+    found = sorted((p for p in (ROOT / "optimized").rglob("*.py") if p.stat().st_size), key=lambda p: p.stat().st_size)
+    return [*PURE, *(str(p.relative_to(ROOT)) for p in found)]
+
+
+def digest(names: Sequence[str]) -> str:
+    """Of files, and of all files in folders."""
+    files = [f for n in names for f in (sorted((ROOT / n).rglob("*.py")) if (ROOT / n).is_dir() else [ROOT / n])]
+    return hashlib.sha256(b"\0".join(f.read_bytes() for f in files)).hexdigest()[:16]
+
+
+@contextlib.contextmanager
+def copy_of_the_tree() -> Iterator[None]:
+    """The working directory is a copy of all files that git would see, for as long as the block lasts."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "-co", "--exclude-standard"], cwd=ROOT, stdout=subprocess.PIPE, check=True, text=True
+    )
+    with tempfile.TemporaryDirectory(prefix="perfsuite-mutation-", ignore_cleanup_errors=True) as folder:
+        for name in filter(None, listed.stdout.split("\0")):
+            if (ROOT / name).is_file():
+                (target := Path(folder, name)).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / name, target)
+        # The kernels of mutants have no place in the user's cache.
+        os.environ["TRITON_CACHE_DIR"] = str(Path(folder, ".triton"))
+        with contextlib.chdir(folder):
+            yield
+
+
+# --- mutants -------------------------------------------------------------------------------------------------------
+
+
+def annotation_rows(tree: ast.AST) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """Spans of annotations: with `from __future__ import annotations` they are never evaluated."""
+    spans = []
+    for node in ast.walk(tree):
+        notes = [getattr(node, "annotation", None), getattr(node, "returns", None)]
+        spans += [
+            ((n.lineno, n.col_offset), (n.end_lineno or 0, n.end_col_offset or 0)) for n in notes if n is not None
+        ]
+    return spans
+
+
+def describe(item: WorkItem, source: str, spans: Sequence[tuple[tuple[int, int], tuple[int, int]]]) -> Mutant:
+    (spec,) = item.mutations
+    mutated = mutate_code(source, get_operator(spec.operator_name)(**spec.operator_args), spec.occurrence)
+    lines = [d for d in difflib.ndiff(source.splitlines(), (mutated or "").splitlines()) if d[:2] in ("- ", "+ ")]
+    try:
+        compile(mutated, "mutant", "exec")
+        compiles = True
+    except (SyntaxError, ValueError):
+        compiles = False
+    return Mutant(
+        row=spec.start_pos[0],
+        operator=spec.operator_name.removeprefix("core/"),
+        before=" ".join(d[2:].strip() for d in lines if d[0] == "-"),
+        after=" ".join(d[2:].strip() for d in lines if d[0] == "+"),
+        compiles=compiles,
+        annotation=any(start <= spec.start_pos < end for start, end in spans),
+    )
+
+
+def prepared(module: str, *, fresh: bool) -> tuple[Path, dict[str, Any]]:
+    """The session's database and what is known of it; begun anew where the module or the operators changed."""
+    stem = STATE / module.removesuffix(".py").replace("/", ".")
+    database, known = Path(f"{stem}.sqlite"), Path(f"{stem}.json")
+    source = (ROOT / module).read_text()
+    identity = hashlib.sha256((source + OPERATORS.pattern).encode()).hexdigest()[:16]
+    if not fresh and database.exists() and known.exists():
+        data = json.loads(known.read_text())
+        if data["identity"] == identity:
+            return database, data
+    STATE.mkdir(parents=True, exist_ok=True)
+    known.unlink(missing_ok=True)
+    database.unlink(missing_ok=True)
+    spans = annotation_rows(ast.parse(source))
+    with use_db(database) as db:
+        init([Path(module)], db, {})
+        kept = [i for i in db.work_items if OPERATORS.fullmatch(i.mutations[0].operator_name)]
+        data = {
+            "identity": identity,
+            "tests": None,
+            "mutants": {i.job_id: asdict(describe(i, source, spans)) for i in kept},
+        }
+    known.write_text(json.dumps(data))
+    return database, data
+
+
+# --- what was reviewed ---------------------------------------------------------------------------------------------
+
+
+def spans_by_name(module: str) -> dict[str, tuple[int, int]]:
+    """Rows of each function, class and assignment, by name, e.g. FORWARD_CONFIGS."""
+    spans = {}
+    for node in ast.walk(ast.parse((ROOT / module).read_text())):
+        names = [getattr(node, "name", None)]
+        names += [t.id for t in getattr(node, "targets", []) if isinstance(t, ast.Name)]
+        names += [node.target.id] if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) else []
+        first = min([d.lineno for d in getattr(node, "decorator_list", [])] + [getattr(node, "lineno", 0)])
+        spans.update({n: (first, node.end_lineno or 0) for n in names if n and isinstance(node, ast.stmt)})
+    return spans
+
+
+def reviewed(module: str) -> list[dict[str, str]]:
+    """The entries of the reviewed list for a module. SystemExit for one that says too little, or too much."""
+    tables = tomllib.loads(REVIEWED.read_text()) if REVIEWED.exists() else {}
+    entries = [{"category": c, **entry} for c in CATEGORIES for entry in tables.pop(c, [])]
+    for entry in entries:
+        unknown = set(entry) - {"category", "module", "line", "mutant", "operator", "within", "reason"}
+        if unknown or not entry.get("reason") or "module" not in entry or not {"line", "within"} & set(entry):
+            raise SystemExit(f"{REVIEWED.name}: an entry needs module, line or within, and a reason: {entry}")
+    if tables:
+        raise SystemExit(f"{REVIEWED.name}: unknown table {next(iter(tables))!r}")
+    return [e for e in entries if e["module"] == module]
+
+
+def same(text: str, other: str) -> bool:
+    """Whether two lines are equal but for blanks, of which cosmic-ray adds some."""
+    return "".join(text.split()) == "".join(other.split())
+
+
+def matches(entry: dict[str, str], mutant: Mutant, spans: dict[str, tuple[int, int]]) -> bool:
+    first, last = spans.get(entry.get("within", ""), (0, -1))
+    return (
+        ("within" not in entry or first <= mutant.row <= last)
+        and same(entry.get("line", mutant.before), mutant.before)
+        and same(entry.get("mutant", mutant.after), mutant.after)
+        and fnmatch(mutant.operator, entry.get("operator", "*"))
+    )
+
+
+# --- running -------------------------------------------------------------------------------------------------------
+
+
+def outcome(result: WorkResult) -> str:
+    if result.test_outcome is TestOutcome.KILLED and result.output == "timeout":
+        return "timeout"
+    return str(result.test_outcome.value) if result.test_outcome else "failed"
+
+
+def measured_timeout(module: str, command: str) -> float:
+    """The limit for one mutant. SystemExit where the tests fail by themselves."""
+    began = time.perf_counter()
+    done = subprocess.run(shlex.split(command), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode:
+        raise SystemExit(f"{module}: its tests fail before anything is mutated:\n{done.stdout[-2000:]}")
+    return TIMEOUT_FACTOR * (time.perf_counter() - began) + TIMEOUT_SECONDS
+
+
+def run(db: WorkDB, module: str, jobs: Sequence[str], again: bool, mutants: dict[str, Mutant]) -> None:
+    """Tests those of `jobs` that have no result; the survivors too with `again`."""
+    results = {job: outcome(r) for job, r in db.results}
+    todo = [j for j in jobs if j not in results or (again and results[j] == "survived")]
+    if not todo:
+        return
+    # -m pytest: this folder comes first on the path, before an installed perfsuite.
+    tests = " ".join(tests_of(module))
+    command = f"{shlex.quote(sys.executable)} -m pytest -x -q -p no:cacheprovider -m 'not perf' {tests}"
+    timeout = measured_timeout(module, command)
+    items = {i.job_id: i for i in db.work_items}
+    for number, job in enumerate(todo, 1):
+        result = mutate_and_test(items[job].mutations, command, timeout)
+        db.set_result(job, result)
+        mutant, found = mutants[job], outcome(result)
+        print(f"[{number}/{len(todo)}] {module}:{mutant.row} {mutant.operator}: {found}", file=sys.stderr, flush=True)
+
+
+def examine(module: str, *, sample: int | None, seed: int, fresh: bool) -> Report:
+    """Runs what is left of a module's mutants, and counts them all."""
+    tests = digest(tests_of(module))
+    database, data = prepared(module, fresh=fresh)
+    mutants = {job: Mutant(**fields) for job, fields in data["mutants"].items()}
+    spans, entries = spans_by_name(module), reviewed(module)
+    category: dict[str, str] = {}
+    for job, m in mutants.items():
+        # The marker of keyword-only arguments is not a product.
+        if not m.compiles or m.annotation or same(m.before.replace("*,", "/,", 1), m.after):
+            category[job] = "no mutant"
+        else:
+            category[job] = next((e["category"] for e in entries if matches(e, m, spans)), "")
+    judged = [m for job, m in mutants.items() if category[job] != "no mutant"]
+    stale = [
+        f"{REVIEWED.relative_to(ROOT)}: no mutant of {module} matches any more: {e.get('line') or e['within']}"
+        for e in entries
+        if not any(matches(e, m, spans) for m in judged)
+    ]
+    # A larger sample by the same seed extends a smaller one.
+    order = sorted(mutants, key=lambda j: (mutants[j].row, mutants[j].operator, mutants[j].after, j))
+    random.Random(seed).shuffle(order)
+    eligible = [j for j in order if category[j] != "no mutant"]
+    chosen = eligible if sample is None else eligible[:sample]
+    jobs = [j for j in chosen if not category[j]]
+    with use_db(database) as db:
+        run(db, module, jobs, data["tests"] != tests, mutants)
+        results = {job: outcome(r) for job, r in db.results}
+    # Written last: a run that is ended here tries the survivors again.
+    database.with_suffix(".json").write_text(json.dumps({**data, "tests": tests}))
+    return Report(
+        module=module,
+        total=len(eligible),
+        chosen=len(chosen),
+        found=Counter(results[j] for j in jobs),
+        aside=Counter(category[j] for j in chosen if category[j]),
+        survivors=sorted((mutants[j] for j in jobs if results[j] == "survived"), key=lambda m: (m.row, m.after)),
+        stale=stale,
+    )
+
+
+# --- the report ----------------------------------------------------------------------------------------------------
+
+
+def shown(reports: Sequence[Report], seed: int) -> Iterator[str]:
+    for report in reports:
+        for m in report.survivors:
+            yield f"SURVIVED {report.module}:{m.row} {m.operator}\n  - {m.before}\n  + {m.after}"
+    yield ""
+    yield "| module | mutants | killed | by timeout | survived | equivalent | speed only | needs a GPU | rate |"
+    yield "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"
+    for r in reports:
+        size = f"{r.chosen}" if r.chosen == r.total else f"{r.chosen} of {r.total}, sampled"
+        killed, late, survived = r.found["killed"] + r.found["timeout"], r.found["timeout"], r.found["survived"]
+        aside = " | ".join(str(r.aside[c]) for c in ("equivalent", "speed_only", "needs_gpu"))
+        yield f"| {r.module} | {size} | {killed} | {late} | {survived} | {aside} | {r.rate:.1%} |"
+    if any(r.chosen < r.total for r in reports):
+        yield f"\nA rate of a sample is an estimate: the mutants were drawn at random, with seed {seed}."
+    for r in reports:
+        failed = sum(r.found.values()) - sum(r.found[k] for k in ("killed", "timeout", "survived"))
+        if failed:
+            yield f"{r.module}: {failed} mutants could not be run"
+    yield from (line for r in reports for line in r.stale)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Puts small faults into modules, and asks whether their tests notice.")
+    parser.add_argument("modules", nargs="*", metavar="MODULE", help="e.g. optimized/geometry/rotor_update.py")
+    parser.add_argument("--sample", type=int, metavar="N", help="only so many mutants of each module, at random")
+    parser.add_argument("--seed", type=int, default=0, help="of the sample (default: 0)")
+    parser.add_argument("--fresh", action="store_true", help="forget the results of earlier runs")
+    chosen = parser.parse_args()
+    # As an interrupt: the copy of the tree is removed.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    wanted = [os.path.relpath(Path(m).resolve(), ROOT) for m in chosen.modules] or modules()
+    for module in wanted:
+        tests_of(module)
+    with copy_of_the_tree():
+        reports = [examine(m, sample=chosen.sample, seed=chosen.seed, fresh=chosen.fresh) for m in wanted]
+    print("\n".join(shown(reports, chosen.seed)))
+    return 1 if any(r.stale for r in reports) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
