@@ -60,15 +60,8 @@ def _equivalence(pair: Pair, dtype: str, examples: int, device: str, gradients: 
             functools.partial(equivalence.check_case, pair, device=device, gradients=gradients, tally=tally),
         )
     except equivalence.NotEquivalent as error:
-        raise _explained(error, pair, device, gradients) from None
+        raise diagnosis.explained(error, pair, as_side(pair.optimized), device, gradients=gradients) from None
     return tally.evidence(pair, dtype, device)
-
-
-def _explained(error: equivalence.NotEquivalent, pair: Pair, device: str, gradients: bool) -> equivalence.NotEquivalent:
-    if error.case is None:
-        return error
-    cause = diagnosis.explain(pair, as_side(pair.optimized), error.case, device, gradients=gradients)
-    return error if cause is None else equivalence.NotEquivalent(f"{error}\nlikely cause: {cause}", error.case)
 
 
 def _hold(
@@ -91,13 +84,11 @@ def _hold(
 
     try:
         prove()
-    except BaseExceptionGroup as group:  # Hypothesis' own, where a draw that failed does not fail again
-        first = next((e for e in group.exceptions if isinstance(e, equivalence.NotEquivalent)), None)
-        if first is None:
+    except BaseExceptionGroup as group:
+        found = diagnosis.unstable(group)
+        if found is None:
             raise
-        raise equivalence.NotEquivalent(
-            f"{first}\nit does not always fail on the same draw: it depends on memory, order or time", first.case
-        ) from None
+        raise found from None
 
 
 def measure(pair: Pair, *, device: str | None = None) -> tuple[Measurement, ...]:

@@ -665,7 +665,7 @@ def _records(entry: Entry) -> dict[str, dict[str, Any]]:
     del data["blocks_s"]
     records: dict[str, dict[str, Any]] = {}
     for side in SIDES:
-        stats: Any = theirs.Stats()  # type: ignore[no-untyped-call]
+        stats: Any = theirs.Stats()  # type: ignore[no-untyped-call]  # pytest-benchmark has no types
         for seconds in entry.blocks_s[side]:
             stats.update(seconds)
         figures = {k: _digits(v) if isinstance(v, float) else v for k, v in stats.as_dict().items()}

@@ -20,7 +20,7 @@ import torch
 try:
     import resource
 except ImportError:  # Windows
-    resource = None  # type: ignore[assignment]
+    resource = None  # type: ignore[assignment]  # a module elsewhere, and mypy knows no other
 
 from perfsuite.errors import MachineError
 
@@ -44,6 +44,18 @@ def interruptions() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw if resource is not None else 0
 
 
+def usage() -> tuple[int, int]:
+    """(interruptions, processor nanoseconds) of this process so far."""
+    return interruptions(), process_time_ns()
+
+
+def worked(before: tuple[int, int], took_ns: int) -> list[float]:
+    """The seconds of work since `usage` was `before`, at most `took_ns`; nothing if it was interrupted."""
+    switches, busy = usage()
+    # The less of the two: idle threads of a team spin on.
+    return [min(busy - before[1], took_ns) * 1e-9] if switches == before[0] else []
+
+
 class CpuClock:
     """`perf_counter` around each call; both clocks are this one."""
 
@@ -63,16 +75,15 @@ class CpuClock:
         key: str = "",
     ) -> float:
         """Seconds a call, over `calls` calls."""
-        times, work = [], []
+        times: list[int] = []
+        work: list[float] = []
         for _ in range(calls):
             reset()
-            switches, busy = interruptions(), process_time_ns()
+            before = usage()
             start = perf_counter_ns()
             call()
             times.append(perf_counter_ns() - start)
-            busy = process_time_ns() - busy
-            if interruptions() == switches:
-                work.append(min(busy, times[-1]) * 1e-9)  # idle threads of a team spin on
+            work += worked(before, times[-1])
         self.work = work
         return middle(times) * 1e-9
 
@@ -145,19 +156,18 @@ class CudaClock:
         return self._device(reset, call, calls, launches, key)
 
     def _wall(self, reset: Callable[[], None], call: Callable[[], object], calls: int) -> float:
-        times, work = [], []
+        times: list[int] = []
+        work: list[float] = []
         for _ in range(calls):
             reset()
             self.flush()
             self._sync()
-            switches, busy = interruptions(), process_time_ns()
+            before = usage()
             start = perf_counter_ns()
             call()
             self._sync()
             times.append(perf_counter_ns() - start)
-            busy = process_time_ns() - busy
-            if interruptions() == switches:
-                work.append(min(busy, times[-1]) * 1e-9)  # idle threads of a team spin on
+            work += worked(before, times[-1])
         self.work = work
         return middle(times) * 1e-9
 

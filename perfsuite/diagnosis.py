@@ -43,6 +43,31 @@ def explain(
         return None
 
 
+def explained(
+    error: NotEquivalent,
+    pair: Pair,
+    side: Side,
+    device: str,
+    *,
+    gradients: bool = False,
+    home: Path | None = None,
+) -> NotEquivalent:
+    """The error with its likely cause in a line of its own, where one is found on its draw."""
+    if error.case is None:
+        return error
+    cause = explain(pair, side, error.case, device, gradients=gradients, home=home)
+    return error if cause is None else NotEquivalent(f"{error}\nlikely cause: {cause}", error.case)
+
+
+def unstable(group: BaseExceptionGroup[BaseException]) -> NotEquivalent | None:
+    """The error in Hypothesis' group about a draw that failed and then did not; None where there is none of ours."""
+    first = next((e for e in group.exceptions if isinstance(e, NotEquivalent)), None)
+    if first is None:
+        return None
+    told = f"{first}\nit does not always fail on the same draw: it depends on memory, order or time"
+    return NotEquivalent(told, first.case)
+
+
 class _Trial:
     def __init__(self, pair: Pair, side: Side, device: str, home: Path | None) -> None:
         self.pair, self.side, self.device, self.home = pair, side, device, home

@@ -249,13 +249,20 @@ MAX_DEPTH = 1024
 """A fast kernel adds up at most about this many terms one after the other; the rest it does in parallel."""
 
 
-class _RedrawnRoundings(TorchDispatchMode):
+class PlainMode(TorchDispatchMode):
+    """A dispatch mode whose first operation does not import torch._dynamo."""
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # else the first operation imports torch._dynamo, two seconds, and each pays for its wrapper
+        return False  # else that takes two seconds, and each operation pays for its wrapper
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has not typed it
+
+
+class _RedrawnRoundings(PlainMode):
     def __init__(self, seed: int, units: float, least: float) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.seed, self.units, self.least = seed, units, least
         self.generators: dict[str, torch.Generator] = {}
         from torch._decomp import decomposition_table  # a tenth of a second, needed only here

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hypothesis import assume
 from hypothesis import strategies as st
 
 from perfsuite.errors import PairError, PerfsuiteError
@@ -71,10 +72,7 @@ def cases(draw: st.DrawFn, pair: Pair, dtype: str) -> Case:
     sizes: dict[str, Any] = {}
     for name in names:
         sizes[name] = draw(_size(pair.sizes.get(name), large=name == large))
-    if pair.where is not None:
-        from hypothesis import assume
-
-        assume(pair.where(**accepted(pair.where, sizes)))
+    _assume_where(pair, sizes)
     every = {**pair.inputs, **pair.step_inputs}
     inputs: dict[str, InputCase] = {}
     tensors = {name: leaf for name, spec in every.items() if (leaf := _tensor_spec(spec)) is not None}
@@ -100,6 +98,11 @@ def cases(draw: st.DrawFn, pair: Pair, dtype: str) -> Case:
     return Case(dtype=dtype, sizes=sizes, inputs=inputs, seed=seed)
 
 
+def _assume_where(pair: Pair, sizes: Mapping[str, Any]) -> None:
+    if pair.where is not None:
+        assume(pair.where(**accepted(pair.where, sizes)))
+
+
 @st.composite
 def plain_cases(draw: st.DrawFn, pair: Pair, dtype: str) -> Case:
     """A strategy of cases with some elements in every dimension, plain layouts and values."""
@@ -108,10 +111,7 @@ def plain_cases(draw: st.DrawFn, pair: Pair, dtype: str) -> Case:
         size = pair.sizes.get(name) or Size(low=0, high=PLAIN[-1])
         among = [s for s in PLAIN if size.low <= s <= size.high and s % size.multiple_of == 0]
         sizes[name] = draw(st.sampled_from(among) if among else _size(size, large=False))
-    if pair.where is not None:
-        from hypothesis import assume
-
-        assume(pair.where(**accepted(pair.where, sizes)))
+    _assume_where(pair, sizes)
     for name, spec in {**pair.inputs, **pair.step_inputs}.items():
         if isinstance(spec, ScalarSpec):
             sizes[name] = draw(_scalar(spec, sizes))
@@ -454,9 +454,15 @@ def _clone_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
-def copy_values(into: torch.Tensor, values: torch.Tensor) -> None:
-    """Other values in the same memory; of an expanded tensor, what is expanded is written to once."""
+def copy_values(into: Any, values: Any) -> None:
+    """Other values in the same memory, tensor by tensor of two nested values of one form."""
+    for (_, tensor), (_, value) in zip(tensors_in(into), tensors_in(values), strict=True):
+        _copy_tensor(tensor, value)
+
+
+def _copy_tensor(into: torch.Tensor, values: torch.Tensor) -> None:
     target = into.detach()
+    # What is expanded is written to once.
     for dim, stride in enumerate(target.stride()):
         if not stride:
             width = min(1, target.shape[dim])

@@ -52,7 +52,7 @@ class PairCollector(pytest.Collector):
     def __init__(self, *, pair: Pair, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.pair = pair
-        bound = [n for n, v in vars(self.parent.obj).items() if v is pair]  # type: ignore[union-attr]
+        bound = [n for n, v in vars(self.parent.obj).items() if v is pair]  # type: ignore[union-attr]  # it has a module
         if len(bound) > 1:
             raise self.CollectError(f"one pair is bound to two names, {bound[0]!r} and {bound[1]!r}; keep one")
         pair.name = self.name
@@ -221,11 +221,10 @@ class ProofItem(pytest.Function):
 
     def _explained(self, error: NotEquivalent) -> NotEquivalent:
         __tracebackhide__ = True
-        if self.side is None or error.case is None:
+        if self.side is None:
             return error
         gradients = self.kind == "gradients"
-        cause = diagnosis.explain(self.pair, self.side, error.case, device(), gradients=gradients, home=self.home)
-        return error if cause is None else NotEquivalent(f"{error}\nlikely cause: {cause}", error.case)
+        return diagnosis.explained(error, self.pair, self.side, device(), gradients=gradients, home=self.home)
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
         error = excinfo.value
@@ -236,10 +235,9 @@ class ProofItem(pytest.Function):
         if isinstance(error, PerfsuiteError):
             return str(error)
         if isinstance(error, BaseExceptionGroup):
-            first = next((e for e in error.exceptions if isinstance(e, NotEquivalent)), None)
-            if first is not None:
-                told = f"{first}\nit does not always fail on the same draw: it depends on memory, order or time"
-                return self._told(told, first.case)
+            found = diagnosis.unstable(error)
+            if found is not None:
+                return self._told(str(found), found.case)
         if isinstance(error, (hypothesis.errors.Unsatisfiable, hypothesis.errors.FailedHealthCheck)):
             return (
                 f"{self.pair.name}: too few sizes satisfy where=; "

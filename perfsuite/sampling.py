@@ -80,8 +80,8 @@ class Runner:
     marked: dict[str, torch.Tensor] = field(default_factory=dict)
     padding: Any = None
     arguments: tuple[Any, ...] = ()
-    originals: dict[str, Any] = field(default_factory=dict)
-    """What the inputs that a call changes are set back to before the next."""
+    restored: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    """(input that a call changes, what it is set back to before the next)."""
 
     def allocate(self, master: Mapping[str, Any], rng: random.Random) -> None:
         """Fresh copies of the inputs, at other addresses than before."""
@@ -100,7 +100,7 @@ class Runner:
             self.call, self.reset = lambda: step(*arguments), lambda: None
             return
         arguments = tuple(self.inputs.values())
-        self.originals = dict(master)
+        self._restore_from(master)
         if self.direction == "forward":
             self.call, self.reset = self._forward(function, arguments), self._restore
             return
@@ -147,20 +147,26 @@ class Runner:
 
     def _restore(self) -> None:
         self.returned = self.gradients = None
-        for name in (*self.pair.mutates, *self.pair.writes):
-            if name in self.originals:
-                _copy_values(self.inputs[name], self.originals[name])
+        for tensor, original in self.restored:
+            tensor.detach().copy_(original)
+
+    def _restore_from(self, values: Mapping[str, Any]) -> None:
+        self.restored = [
+            (tensor, original)
+            for name in sorted({*self.pair.mutates, *self.pair.writes})
+            for (_, tensor), (_, original) in zip(
+                make.tensors_in(self.inputs[name]), make.tensors_in(values[name]), strict=True
+            )
+        ]
 
     def refill(self, values: Mapping[str, Any]) -> None:
         """Other values in the same memory: the next call finds all but the values as the last one did."""
         self.returned = self.gradients = None
         if self.pair.is_stateful:
-            for old, new in zip(self.arguments, values.values(), strict=True):
-                _copy_values(old, new)
+            make.copy_values(self.arguments, tuple(values.values()))
             return
-        self.originals = dict(values)
-        for name, value in values.items():
-            _copy_values(self.inputs[name], value)
+        self._restore_from(values)
+        make.copy_values(self.inputs, dict(values))
 
     def leaves(self) -> execution.Leaves:
         """What the last timed call produced, to be held against the truth."""
@@ -172,11 +178,6 @@ class Runner:
     @property
     def grad_mode(self) -> bool:
         return self.direction != "forward"
-
-
-def _copy_values(into: Any, values: Any) -> None:
-    for (_, tensor), (_, value) in zip(make.tensors_in(into), make.tensors_in(values), strict=True):
-        make.copy_values(tensor, value)
 
 
 def measure(

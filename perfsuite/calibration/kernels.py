@@ -9,7 +9,7 @@ import triton.language as tl
 BLOCK = 4096
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
 def _twice(x, y, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # Triton reads annotations itself
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n

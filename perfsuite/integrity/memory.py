@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from perfsuite import equivalence, execution
 from perfsuite import inputs as make
@@ -179,15 +178,11 @@ ALLOCATES = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new
 ALLOCATES_FILLED = frozenset({"zeros", "zeros_like", "new_zeros", "ones", "ones_like", "full", "full_like", "new_full"})
 
 
-class _Guarded(TorchDispatchMode):
+class _Guarded(execution.PlainMode):
     """What the side allocates gets guards."""
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # else the first operation imports torch._dynamo, two seconds
-
     def __init__(self, fences: list[_Fence]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.fences = fences
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

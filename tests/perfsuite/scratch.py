@@ -213,6 +213,13 @@ def lines_with(text: str, *wanted: str) -> list[str]:
     return [line for line in text.splitlines() if all(w in line for w in wanted)]
 
 
+@pytest.fixture
+def project(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Project:
+    """An empty scratch project; the test module says `pytest_plugins = ["pytester"]`."""
+    monkeypatch.setattr(pytest.Pytester, "_Pytester__take_sys_modules_snapshot", forget_only_the_project)
+    return Project(request.getfixturevalue("pytester"), monkeypatch)
+
+
 __all__ = [
     "ROOT",
     "SMALL",

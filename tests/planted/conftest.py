@@ -11,14 +11,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "perfsuite"))
 
-from scratch import Project, forget_only_the_project
+from scratch import project
 
-
-@pytest.fixture
-def project(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Project:
-    """An empty scratch project."""
-    monkeypatch.setattr(pytest.Pytester, "_Pytester__take_sys_modules_snapshot", forget_only_the_project)
-    return Project(request.getfixturevalue("pytester"), monkeypatch)
+__all__ = ["project"]
 
 
 @pytest.fixture(autouse=True)
