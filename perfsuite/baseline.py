@@ -52,6 +52,8 @@ class Process:
 
     log_ratios: Mapping[str, tuple[float, ...]]
     seconds: Mapping[str, float]
+    anchors: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of the anchor kernels beside this workload."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,6 +117,11 @@ class Entry:
         ]
         return [m for m in means if m]
 
+    def anchors(self) -> dict[str, float]:
+        """Seconds of each anchor kernel: the median over all processes that know it."""
+        known = [p.anchors for s in self.sessions for p in s.processes]
+        return {name: median(a[name] for a in known if name in a) for name in sorted({n for a in known for n in a})}
+
     def speedup(self, other: str = "reference") -> float:
         """Time of `other` over time of `optimized`: the geometric mean over sessions."""
         return math.exp(fmean(fmean(m) for m in self.process_means(other)))
@@ -156,7 +163,11 @@ def entry_from(
         triton=machine.triton,
         python=machine.python,
         processes=tuple(
-            Process(log_ratios=m.log_ratios, seconds={k: median(s.blocks_s) for k, s in m.sides.items() if s.blocks_s})
+            Process(
+                log_ratios=m.log_ratios,
+                seconds={k: median(s.blocks_s) for k, s in m.sides.items() if s.blocks_s},
+                anchors=m.anchors,
+            )
             for m in measurements
         ),
     )
@@ -228,7 +239,8 @@ def _rounded(entry: Entry) -> Entry:
             process["log_ratios"] = {
                 k: [round(float(x), LOG_RATIO_DECIMALS) for x in v] for k, v in process["log_ratios"].items()
             }
-            process["seconds"] = {k: _digits(v) for k, v in process["seconds"].items()}
+            for name in ("seconds", "anchors"):
+                process[name] = {k: _digits(v) for k, v in process[name].items()}
     for side in data["sides"].values():
         side["seconds"] = _digits(side["seconds"])
         side["device_s"] = None if side["device_s"] is None else _digits(side["device_s"])
@@ -515,6 +527,8 @@ def _check_entry(entry: Entry) -> None:
         for side in SIDES:
             if not process.seconds.get(side, 0) > 0:
                 raise BaselineError(f"has a process without seconds of the {side} side")
+        if not all(s > 0 for s in process.anchors.values()):
+            raise BaselineError("has an anchor kernel's time that is not above 0")
     for side in SIDES:
         if side not in entry.sides or not entry.blocks_s.get(side):
             raise BaselineError(f"has no summary or no block seconds of the {side} side")

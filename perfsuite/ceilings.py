@@ -25,7 +25,7 @@ def copy_bytes_per_s(device: str) -> float:
     kind = torch.device(device).type
     source = torch.ones(COPY_BYTES[kind] // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
-    seconds = _best(lambda: target.copy_(source), kind)
+    seconds = best_s(lambda: target.copy_(source), kind)
     return 2 * source.numel() * 4 / seconds
 
 
@@ -42,7 +42,7 @@ def matmul_flops_per_s(device: str, precision: str) -> float:
     dtype = torch.float32 if precision == "tf32" else getattr(torch, precision)
     a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
     with _float32_products("tf32" if precision == "tf32" else "ieee"):
-        seconds = _best(lambda: torch.matmul(a, b), kind)
+        seconds = best_s(lambda: torch.matmul(a, b), kind)
     return 2 * n**3 / seconds
 
 
@@ -58,7 +58,8 @@ def _float32_products(precision: str) -> Iterator[None]:
         settings.fp32_precision = before
 
 
-def _best(call: Callable[[], object], kind: str) -> float:
+def best_s(call: Callable[[], object], kind: str) -> float:
+    """Seconds of one call, the least of a few after a first one; `kind` is "cuda" or "cpu"."""
     times: list[float] = []
     for _ in range(REPEATS + 1):
         if kind == "cuda":

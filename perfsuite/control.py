@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import UTC, date, datetime
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from _pytest.skipping import evaluate_skip_marks
 
-from perfsuite import baseline, gate, machine, revision, waivers
+from perfsuite import baseline, gate, machine, revision, turns, waivers
 from perfsuite.errors import BaselineError, PerfsuiteError
 from perfsuite.progress import Progress
 from perfsuite.records import Machine, Measurement, Status, Verdict
@@ -186,6 +186,14 @@ class Control:
             progress=self._progress.begin,
         )
 
+    def _turn(self) -> AbstractContextManager[None]:
+        self._progress = self._progress or Progress(self.config)
+        return turns.turn(machine.measured_devices(self.device), self.machine.device_name, self._progress.say)
+
+    def _one_process(self, ids: Sequence[str]) -> Iterator[tuple[str, Measurement | Failure]]:
+        with self._turn():
+            yield from self._workers().run(ids)
+
     def _measurable(self) -> list[str]:
         return [i for i, item in self.items.items() if self.inapplicable(item) is None]
 
@@ -206,7 +214,8 @@ class Control:
             return Result(skipped=True, message=reason)
         if self.mode == "gate":
             if not self.verdicts:
-                self._gate()
+                with self._turn():
+                    self._gate()
             verdict = self.verdicts[item.nodeid]
             runs = tuple(self.found.runs.get(item.nodeid, ()))
             return Result(measurements=runs, verdict=verdict, message=verdict.message, red=not verdict.status.green)
@@ -216,7 +225,7 @@ class Control:
         """One process, streamed: each item waits for its own measurement."""
         id = item.nodeid
         if self._stream is None:
-            self._stream = self._workers().run(self._measurable())
+            self._stream = self._one_process(self._measurable())
             self._expect(1, len(self._measurable()))
         while id not in self.found.runs and id not in self.found.failures:
             try:
@@ -375,7 +384,8 @@ class Control:
             if session.testsfailed:
                 raise session.Interrupted(f"{session.testsfailed} error(s) while collecting; mend them first")
             try:
-                return getattr(self, f"_{self.mode}")()
+                with self._turn() if self.mode != "list" else nullcontext():
+                    return getattr(self, f"_{self.mode}")()
             except PerfsuiteError as error:
                 self.problems.append(str(error))
                 return True

@@ -51,7 +51,7 @@ def count_calls(
     probe = torch.zeros(1, device="cuda")
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     torch.cuda.synchronize()
-    with torch.profiler.profile(activities=activities) as profile:
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         for name, (reset, call) in sides.items():
             reset()
             torch.cuda.synchronize()

@@ -18,6 +18,7 @@ from perfsuite import equivalence
 from perfsuite import inputs as make
 from perfsuite.equivalence import NotEquivalent
 from perfsuite.execution import Leaves
+from perfsuite.integrity.calls import comes_late
 from perfsuite.pair import Pair, Side
 from perfsuite.records import Case, InputCase
 from perfsuite.specs import ConstantSpec, TensorSpec
@@ -95,6 +96,8 @@ class _Trial:
 
 def _causes(trial: _Trial, case: Case, gradients: bool) -> Iterator[str]:
     """The clauses that hold, the most telling first."""
+    if _is_late(trial, case, gradients):
+        yield "it is right a little later: a background thread or a stream that nobody waits for still writes it"
     if gradients and trial.is_right(case):
         yield "the forward is right, the gradient is not"
     plain = replace(case, inputs={n: replace(how, layout="contiguous") for n, how in case.inputs.items()})
@@ -110,6 +113,15 @@ def _causes(trial: _Trial, case: Case, gradients: bool) -> Iterator[str]:
         yield from _values(trial, plain)
         yield from _unread(trial, case)
     yield from _precision(trial, case, gradients)
+
+
+def _is_late(trial: _Trial, case: Case, gradients: bool) -> bool:
+    truth, produced = trial.truth(case, gradients), trial.produce(case, gradients)
+    try:
+        equivalence.judge(trial.pair, truth, produced)
+    except NotEquivalent:
+        return comes_late(trial.pair, truth, produced)
+    return False
 
 
 def _unread(trial: _Trial, case: Case) -> Iterator[str]:

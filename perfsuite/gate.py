@@ -38,7 +38,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean, median
 
 from perfsuite.baseline import Entry, changes_since, is_cpu, short
-from perfsuite.records import Measurement, PromiseRecord, SideRecord, Status, Verdict
+from perfsuite.records import COPY, LAUNCH, MATMUL, Measurement, PromiseRecord, SideRecord, Status, Verdict
 from perfsuite.statistics import (
     PROCESS_DOF,
     PROCESS_SD,
@@ -87,7 +87,10 @@ OWN_SECONDS_SD = 0.01
 OWN_SECONDS_MARGIN = 0.10
 """What seconds by themselves can hold at the suite-wide level with such shifts."""
 MOVED_DEVICE = 0.02
-"""Both sides' seconds moved one way by more than this, and by more than their ratio: the device, not a side."""
+"""Both sides' seconds moved one way by more than this, and by more than their ratio: what they share, not a side. An
+anchor kernel that moved by less has stayed."""
+MOVED_SHARE = 0.5
+"""The device moved a side where an anchor kernel moved the same way by at least this share of it."""
 RATIO_MAX = 20.0
 """A log-ratio beyond this is a broken clock: no side is half a billion times as fast."""
 COUNTS = ("peak_bytes", "host_syncs", "launches")
@@ -685,7 +688,7 @@ def _broken(shown: Verdict, promise: _Promise, entry: Entry | None) -> Verdict:
 
 
 def _moved(item: Open, run: Sequence[Measurement], slower: float) -> tuple[str | None, str]:
-    """(side, why) by each side's own seconds, given the log slowdown of their ratio."""
+    """(what moved, why) by each side's own seconds and the anchor kernels', given the log slowdown of their ratio."""
     shift = {}
     for side in ("optimized", "reference"):
         now = [math.log(_seconds(m.sides[side])) for m in run if side in m.sides and m.sides[side].blocks_s]
@@ -694,16 +697,43 @@ def _moved(item: Open, run: Sequence[Measurement], slower: float) -> tuple[str |
     together = optimized * reference > 0 and min(abs(optimized), abs(reference)) > max(MOVED_DEVICE, abs(slower))
     if together:
         word = "slower" if optimized > 0 else "faster"
-        return "device", f"both sides' seconds are {word} ({_change(optimized)} and {_change(reference)}): the device"
-    if abs(reference) > abs(optimized):
-        return (
-            "reference",
-            f"by its own seconds the reference is {_change(reference)}, the optimized {_change(optimized)}",
-        )
-    return (
-        "optimized",
-        f"by its own seconds the optimized is {_change(optimized)}, the reference {_change(reference)}",
-    )
+        side = _shared(item, run, min(optimized, reference, key=abs))
+        why = f"both sides' seconds are {word} ({_change(optimized)} and {_change(reference)})"
+    else:
+        side, other = ("reference", "optimized") if abs(reference) > abs(optimized) else ("optimized", "reference")
+        why = f"by its own seconds the {side} is {_change(shift[side])}, the {other} {_change(shift[other])}"
+        if _shared(item, run, shift[side]) == "device" and _anchor_shifts(item, run):
+            side = "device"
+    return side, f"{why}: {_TOLD[side]}{_anchors_told(item, run)}" if side in _TOLD else why + _anchors_told(item, run)
+
+
+_TOLD = {"device": "the device", "software": "not the device, but software that both use"}
+
+
+def _shared(item: Open, run: Sequence[Measurement], shift: float) -> str:
+    """What beneath a side moved its seconds by `shift`: "device", also where no anchors are known, or "software"."""
+    anchors = _anchor_shifts(item, run)
+    with_it = [a for a in anchors.values() if a * shift > 0 and abs(a) > max(MOVED_DEVICE, MOVED_SHARE * abs(shift))]
+    return "device" if with_it or not anchors else "software"
+
+
+def _anchor_shifts(item: Open, run: Sequence[Measurement]) -> dict[str, float]:
+    """The log change of each anchor kernel that says something of this workload; empty where none are known."""
+    entry, limit = item.entry, item.entry.limit
+    names = {"memory": [COPY], "compute": [MATMUL]}.get(limit.by if limit else "", [COPY, MATMUL])
+    names += [LAUNCH] if entry.clock == "wall" else []
+    accepted = entry.anchors()
+    shifts = {}
+    for name in names:
+        now = [m.anchors[name] for m in run if name in m.anchors]
+        if now and name in accepted:
+            shifts[name] = math.log(median(now)) - math.log(accepted[name])
+    return shifts
+
+
+def _anchors_told(item: Open, run: Sequence[Measurement]) -> str:
+    changes = [f"{name} {_change(shift)}" for name, shift in _anchor_shifts(item, run).items()]
+    return f" (anchor kernels: {', '.join(changes)})" if changes else ""
 
 
 def _ratio_moved(item: Open, run: Sequence[Measurement]) -> tuple[str | None, str]:
@@ -714,7 +744,9 @@ def _ratio_moved(item: Open, run: Sequence[Measurement]) -> tuple[str | None, st
         return None, ""
     side, why = _moved(item, run, slower.value)
     if side == "optimized":
-        side, why = "device", "both revisions moved alike: the device or its software"
+        # Interleaved with the accepted revision it has not moved: what did is beneath both revisions.
+        side = "software" if _anchor_shifts(item, run) else "device"
+        why = f"both revisions moved alike: {_TOLD['software'] if side == 'software' else 'the device or its software'}"
     return side, f"its ratio to the reference is {_change(slower.value, 'lower', 'higher')} than when accepted: {why}"
 
 

@@ -139,6 +139,18 @@ def why_no_gpu() -> str:
     return f"torch {version} is a CPU build; install a CUDA build of torch"
 
 
+def measured_devices(device: str) -> tuple[str, ...]:
+    """What any run on this machine calls what it measures on: the visible GPUs' UUIDs, or "cpu"."""
+    if device == "cpu":
+        return ("cpu",)
+    try:
+        with _nvml() as nvml:
+            uuids = [_asked(nvml, "nvmlDeviceGetUUID", as_text, h) for h in _visible_handles(nvml)]
+    except Exception:  # as in survey_gpus
+        uuids = []
+    return tuple(filter(None, uuids)) or ("gpu",)
+
+
 def survey_gpus() -> Survey:
     """The visible GPUs in CUDA's order, and the driver; from NVML, or where that fails from nvidia-smi."""
     try:

@@ -40,6 +40,11 @@ class Progress:
                 self._console.print(f"measuring {self._workloads} workloads, {number}")
         self._seen += 1
 
+    def say(self, line: str) -> None:
+        """One line for the reader, past the bar."""
+        with self._capture.global_and_fixture_disabled() if self._capture else nullcontext():
+            self._console.print(line, soft_wrap=True)
+
     def _draw(self, text: str) -> None:
         if self._bar is None:
             columns = (TextColumn("{task.description}"), BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn())

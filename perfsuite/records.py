@@ -63,6 +63,10 @@ class SideRecord:
     launches: int | None
 
 
+COPY, MATMUL, LAUNCH = "copy", "matmul", "launch"
+"""The anchor kernels, as a measurement names them."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limit:
     """The device's limit for a workload, from its cost and the ceilings measured in the same process."""
@@ -115,6 +119,8 @@ class Measurement:
     """Rivals that were not timed, each with the reason."""
     limit: Limit | None = None
     condition: Condition = Condition()
+    anchors: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Seconds of each anchor kernel beside this workload."""
     seconds: float = 0.0
     evidence: Evidence | None = None
 
@@ -167,8 +173,8 @@ class Verdict:
     """The gate's answer for one workload, in one line (`message`) and in figures.
 
     `slowdown` is the estimated relative slowdown of the optimized side against what was accepted (0.03 = 3%
-    slower), `low` and `high` its 95% interval. `moved` names the side that moved: "optimized", "reference",
-    "device" or None.
+    slower), `low` and `high` its 95% interval. `moved` names what moved: "optimized", "reference", "device",
+    "software" (both sides, and not the device) or None.
     """
 
     id: str

@@ -25,11 +25,12 @@ from typing import Any
 
 import torch
 
-from perfsuite import ceilings, equivalence, execution, guard, scrutiny
+from perfsuite import anchors, ceilings, equivalence, execution, guard, scrutiny
 from perfsuite import inputs as make
 from perfsuite.clocks import CpuClock, CudaClock, clock_for
 from perfsuite.counting import count_calls
 from perfsuite.errors import PairError
+from perfsuite.integrity.calls import comes_late, late_message
 from perfsuite.machine import Monitor
 from perfsuite.pair import Pair, Side, Workload, as_side
 from perfsuite.records import Case, Condition, Evidence, Limit, Measurement, SideRecord
@@ -49,7 +50,7 @@ SLOW_S = 8e-3
 """A side slower than this a call joins one quad a block; at 8 ms a full share would take 0.9 s."""
 VERY_SLOW_S = 0.2
 FEW_BLOCKS = 3
-RIVAL_BLOCKS = 2
+RIVAL_BLOCKS, RIVAL_QUADS = 2, 4
 """Rivals are timed against the optimized side afterwards: what is gated must not depend on which rivals there are."""
 EXTRA_BLOCKS = 4
 """Blocks measured again at most, for those set aside because the device throttled."""
@@ -255,10 +256,11 @@ def measure(
     watch = _Watch(timed, workload, case, sampler, truth, home)
     condition = sampler.run(BLOCKS, watch.between)
     watch.conclude()
+    beside_it = anchors.measure(device)
     if len(runners) > len(gated):
         others = {n: r for n, r in runners.items() if n in rivals or n == OPTIMIZED}
         beside = _Sampler(others, master, clock, kind, counts, rng, workload.repeat, report)
-        beside.run(RIVAL_BLOCKS)
+        beside.run(RIVAL_BLOCKS, quads=RIVAL_QUADS)
         skipped |= beside.compiling()
         sampler.add(beside)
         runners = {n: r for n, r in runners.items() if n not in skipped}
@@ -297,6 +299,7 @@ def measure(
         skipped=skipped,
         limit=limit,
         condition=condition,
+        anchors=beside_it,
         seconds=perf_counter() - began,
         evidence=evidence,
     )
@@ -335,6 +338,7 @@ def _prove(
         if name == REFERENCE or name in skipped:
             continue
         report(name)
+        produced: execution.Leaves = {}
         try:
             produced = equivalence.produce(pair, side, case, device, gradients=gradients, home=home)
             equivalence.judge(
@@ -342,6 +346,9 @@ def _prove(
             )
         except equivalence.NotEquivalent as error:
             if name in (OPTIMIZED, ACCEPTED):
+                if comes_late(pair, truth, produced):
+                    text = f"{pair.name}: the {name} side {late_message('its output')}: {error}"
+                    raise equivalence.NotEquivalent(text) from None
                 raise
             skipped[name] = f"not equal, so not timed: {error}"
         except torch.OutOfMemoryError:
@@ -496,13 +503,12 @@ class _Sampler:
         self.timed_calls = 0
         self.compiled: dict[str, int] = {}
 
-    def run(self, blocks: int, between: Callable[[int], None] = lambda block: None) -> Condition:
+    def run(self, blocks: int, between: Callable[[int], None] = lambda block: None, *, quads: int = QUADS) -> Condition:
         """Time the blocks; `between` is called after each with its number."""
         self._plan()
         index = None if isinstance(self.clock, CpuClock) else torch.cuda.current_device()
         set_aside = done = 0
         collecting = gc.isenabled()
-        gc.collect()
         gc.disable()
         try:
             with Monitor(index) if index is not None else nullcontext() as monitor:
@@ -511,7 +517,7 @@ class _Sampler:
                         {n: list(v) for n, v in self.blocks_s.items()},
                         {n: list(v) for n, v in self.log_ratios.items()},
                     )
-                    self._block(done)
+                    self._block(done, quads)
                     if monitor is not None:
                         monitor.sample()
                         if monitor.throttled() and set_aside < EXTRA_BLOCKS:
@@ -520,7 +526,7 @@ class _Sampler:
                             continue
                     between(done)
                     done += 1
-                return monitor.condition(set_aside=set_aside * QUADS) if monitor is not None else Condition()
+                return monitor.condition(set_aside=set_aside * quads) if monitor is not None else Condition()
         finally:
             if collecting:
                 gc.enable()
@@ -581,10 +587,10 @@ class _Sampler:
             if count and name != OPTIMIZED
         }
 
-    def _block(self, block: int) -> None:
+    def _block(self, block: int, quads: int) -> None:
         times: dict[str, list[float]] = {n: [] for n in self.runners}
         ratios: dict[str, list[float]] = {n: [] for n in self.log_ratios}
-        for quad in range(QUADS):
+        for quad in range(quads):
             order = [n for n in self.runners if self._joins(n, block, quad)]
             if quad == 0 or self.small:
                 self._allocate(order)

@@ -20,13 +20,16 @@ from perfsuite.workers import UNLOADED, Failure, Job, Journal, die_with_parent
 
 def run(job: Job, journal: Journal, items: Sequence[pytest.Item], device: str) -> None:
     """Measure the job's workloads in the order of the job."""
+    from perfsuite import execution
+
     die_with_parent()
     found = {i.nodeid: i for i in items if isinstance(i, SpeedItem)}
     accepted = _load_accepted(job, found)
-    # What is imported by now stays: collecting it again before each workload would take a fifth of a second.
-    gc.collect()
-    gc.freeze()
     for id in job.ids:
+        # What lives between two workloads stays: to look through it at each collection takes a fifth of a second.
+        execution.forget_compiled()
+        gc.collect()
+        gc.freeze()
         journal.begin(id)
         item = found.get(id)
         side = accepted.get(id)

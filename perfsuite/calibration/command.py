@@ -14,9 +14,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from perfsuite import turns
 from perfsuite.calibration import measure, record
 from perfsuite.calibration.record import KINDS, Recording
 from perfsuite.errors import PerfsuiteError
+from perfsuite.machine import measured_devices
 from perfsuite.records import Machine
 
 OUT = "docs/calibration"
@@ -153,7 +155,8 @@ def _measured(
     # Before the minutes of measuring: whether sessions fit together, and whether the folder can be written.
     record.save(partial, whole(measuring.recording()))
     measuring.kept = lambda now: _ignore(record.save(partial, whole(now)))
-    with _bar(console, design) as progress:
+    turn = turns.turn(measured_devices(design.device), machine.device_name, console.print)
+    with turn, _bar(console, design) as progress:
         measuring.progress = progress
         try:
             recording = measuring.run()

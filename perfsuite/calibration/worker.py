@@ -75,9 +75,8 @@ class QuadSampler(_Sampler):
     Every side joins every quad.
     """
 
-    def __init__(self, *arguments: Any, quads: int) -> None:
+    def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.quads = quads
         self.quads_s: dict[str, list[tuple[float, ...]]] = {n: [] for n in self.runners}
         self.spent_s = dict.fromkeys(self.runners, 0.0)
 
@@ -88,10 +87,10 @@ class QuadSampler(_Sampler):
         finally:
             self.spent_s[name] += perf_counter() - began
 
-    def _block(self, block: int) -> None:
+    def _block(self, block: int, quads: int) -> None:
         kept = len(self.blocks_s[OPTIMIZED])  # less than ours where the last block was set aside
         times: dict[str, list[float]] = {n: [] for n in self.runners}
-        for quad in range(self.quads):
+        for quad in range(quads):
             order = list(self.runners)
             if quad == 0 or self.small:
                 began = perf_counter()
@@ -176,8 +175,8 @@ class Process:
         extra_of = {REFERENCE: None, ACCEPTED: 0.0} | {side_name(x): x for x in job.extras}
         counts = None if wall else {side: (0, kind.launches(extra_of[side])) for side in runners}
         clock_kind = "wall" if wall else kind.clock
-        sampler = QuadSampler(runners, master, self.clock, clock_kind, counts, self.rng, 1, _quiet, quads=job.quads)
-        condition = sampler.run(job.blocks)
+        sampler = QuadSampler(runners, master, self.clock, clock_kind, counts, self.rng, 1, _quiet)
+        condition = sampler.run(job.blocks, quads=job.quads)
         record = KindRecord(
             clock=clock_kind,
             quads_s=sampler.record(job.blocks),

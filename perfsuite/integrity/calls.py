@@ -20,7 +20,7 @@ from perfsuite import inputs as make
 from perfsuite.equivalence import NotEquivalent
 from perfsuite.execution import Leaves
 from perfsuite.integrity.probe import Probe, same_leaf
-from perfsuite.pair import as_side
+from perfsuite.pair import Pair, as_side
 
 REPEATS = 3
 DRIFT_CALLS = 40
@@ -164,6 +164,20 @@ def late(produced: Leaves) -> str | None:
         torch.cuda.synchronize()
     time.sleep(LATE_S)
     return next((n for n, kept in now.items() if not same_leaf(produced[n], kept)), None)
+
+
+def comes_late(pair: Pair, truth: equivalence.Truth, produced: Leaves) -> bool:
+    """Whether outputs that were wrong when the call returned are right once all work in flight is done."""
+    if not produced:
+        return False
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    time.sleep(LATE_S)
+    try:
+        equivalence.judge(pair, truth, produced, strict_strides=False)
+    except NotEquivalent:
+        return False
+    return True
 
 
 def late_message(name: str) -> str:

@@ -669,11 +669,11 @@ def test_a_block_set_aside_leaves_no_quads() -> None:
         for n in (REFERENCE, ACCEPTED, OPTIMIZED)
     }
     rng = random.Random(0)
-    sampler = worker.QuadSampler(runners, master, CpuClock(), "wall", None, rng, 1, lambda phase: None, quads=3)
-    sampler._block(0)
+    sampler = worker.QuadSampler(runners, master, CpuClock(), "wall", None, rng, 1, lambda phase: None)
+    sampler._block(0, 3)
     sampler.blocks_s = {n: [] for n in runners}  # what `run` does with a block while the device throttled
-    sampler._block(0)
-    sampler._block(1)
+    sampler._block(0, 3)
+    sampler._block(1, 3)
     found = sampler.record(2)
     assert {n: [len(b) for b in q] for n, q in found.items()} == {n: [3, 3] for n in runners}
 

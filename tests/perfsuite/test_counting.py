@@ -75,7 +75,7 @@ class Profiler:
             )
 
     @contextmanager
-    def profile(self, *, activities: list[Any]) -> Iterator[Any]:
+    def profile(self, *, activities: list[Any], acc_events: bool) -> Iterator[Any]:
         assert {a.name for a in activities} == {"CPU", "CUDA"}
         self.teardown = os.environ.get("TEARDOWN_CUPTI")
         self.open = True

@@ -26,7 +26,7 @@ from perfsuite.gate import (
     stored_look,
     suite_prior,
 )
-from perfsuite.records import Measurement, PromiseRecord, Status, Verdict
+from perfsuite.records import Limit, Measurement, PromiseRecord, Status, Verdict
 from perfsuite.statistics import DEFAULT_NOISE, IMPORT_BIAS, Estimate, Noise, Variance, within
 
 ID = workload_id(0)
@@ -661,9 +661,76 @@ def test_which_side_moved(optimized: float, reference: float, moved: str, says: 
     assert says in why
 
 
+STILL = {"copy": 1e-4, "matmul": 2e-4, "launch": 3e-6}
+
+
+@pytest.mark.parametrize(
+    ("optimized", "reference", "anchor", "moved", "says"),
+    [
+        (0.05, 0.0, {}, "optimized", "the optimized is 5.1% slower, the reference 0.0%"),
+        (0.0, -0.05, {}, "reference", "the reference is 4.9% faster, the optimized 0.0%"),
+        (0.05, 0.0, {"copy": 0.05}, "device", ": the device (anchor kernels: copy 5.1% slower, matmul 0.0%"),
+        (0.0, -0.05, {"copy": -0.03}, "device", "the device (anchor kernels: copy 3.0% faster"),
+        (0.05, 0.04, {"matmul": 0.05}, "device", "both sides' seconds are slower (5.1% slower and 4.1% slower): the"),
+        (0.05, 0.04, {}, "software", "not the device, but software that both use (anchor kernels: copy 0.0%"),
+        # Another way, less than half as far, or by no more than a device's usual change: it has not moved the side.
+        (0.05, 0.0, {"copy": -0.05}, "optimized", "the optimized"),
+        (0.05, 0.0, {"copy": 0.024}, "optimized", "the optimized"),
+        (0.05, 0.0, {"copy": 0.026}, "device", "the device"),
+        (0.03, 0.0, {"copy": 0.019}, "optimized", "the optimized"),
+        # The host's launches say nothing of a time on the device clock.
+        (0.05, 0.0, {"launch": 0.05}, "optimized", "the optimized"),
+    ],
+)
+def test_anchor_kernels_tell_the_device_from_a_side(
+    optimized: float, reference: float, anchor: dict[str, float], moved: str, says: str
+) -> None:
+    item = opened([measurement(optimized_s=1e-4, reference_s=2e-3) for _ in range(3)], made=at_seconds(0.0, 0.0))
+    now = {name: seconds * math.exp(anchor.get(name, 0.0)) for name, seconds in STILL.items()}
+    run = [measurement(optimized_s=1e-4 * math.exp(optimized), reference_s=2e-3 * math.exp(reference), anchors=now)] * 3
+    found, why = gate._moved(item, run, optimized - reference)
+    assert found == moved
+    assert says in why
+
+
+@pytest.mark.parametrize(
+    ("clock", "by", "names"),
+    [
+        ("device", None, ["copy", "matmul"]),
+        ("device", "memory", ["copy"]),
+        ("device", "compute", ["matmul"]),
+        ("wall", "memory", ["copy", "launch"]),
+        ("wall", None, ["copy", "matmul", "launch"]),
+    ],
+)
+def test_which_anchor_kernels_say_something_of_a_workload(clock: str, by: str | None, names: list[str]) -> None:
+    limit = Limit(seconds=1e-5, by=by, bytes=1.0, flops=1.0, ceiling=1.0) if by else None
+    item = opened(made=at_seconds(0.0, 0.0))
+    item = dataclasses.replace(item, entry=dataclasses.replace(item.entry, clock=clock, limit=limit))
+    run = [measurement(anchors=STILL)] * 3
+    assert list(gate._anchor_shifts(item, run)) == names
+    assert gate._anchor_shifts(item, processes()) == {}
+    unknown = entry([[measurement(ratio=TRUTH)] * 3] * 3)
+    assert gate._anchor_shifts(dataclasses.replace(item, entry=unknown), run) == {}
+
+
+def test_beside_its_own_accepted_revision_the_optimized_side_is_not_what_moved() -> None:
+    def told(**fields: Any) -> tuple[str | None, str]:
+        runs = [measurement(ratio=TRUTH - 0.05 + s, optimized_s=1.05e-4, reference_s=2e-3, **fields) for s in OFFSETS]
+        return gate._ratio_moved(opened(made=at_seconds(0.0, 0.0)), runs)
+
+    side, why = told(anchors=STILL)
+    assert (side, "both revisions moved alike: not the device, but software" in why) == ("software", True)
+    side, why = told()
+    assert (side, "both revisions moved alike: the device or its software" in why) == ("device", True)
+
+
 def at_seconds(optimized: float, reference: float) -> Entry:
     one = measurement(
-        optimized_s=1e-4 * math.exp(optimized), reference_s=2e-3 * math.exp(reference), ratio=TRUTH + 0.01
+        optimized_s=1e-4 * math.exp(optimized),
+        reference_s=2e-3 * math.exp(reference),
+        ratio=TRUTH + 0.01,
+        anchors=STILL,
     )
     return entry([[one] * 3] * 3)
 

@@ -19,6 +19,8 @@ spec.loader.exec_module(planting)
 @pytest.mark.parametrize("name", planting.NAMES)
 def test_more_work_is_planted(tmp_path: Path, name: str) -> None:
     shutil.copytree(ROOT / "optimized", tmp_path / "optimized")
+    (tmp_path / "baselines").mkdir()
+    shutil.copy(ROOT / planting.BASELINE, tmp_path / planting.BASELINE)
     path = planting.plant(tmp_path, name, 0.03)
     original = (ROOT / path.relative_to(tmp_path)).read_text()
     assert path.read_text() != original

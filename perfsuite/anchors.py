@@ -1,0 +1,46 @@
+"""Anchor kernels: what no change of a project can slow down, timed beside every workload.
+
+Where the seconds of a side have moved since they were accepted, the anchors tell a slower device from a slower side.
+They are small, so that they see the device as the workload left it, and nothing is gated on them.
+"""
+
+from __future__ import annotations
+
+from time import perf_counter
+
+import torch
+
+from perfsuite.ceilings import best_s
+from perfsuite.records import COPY, LAUNCH, MATMUL
+
+COPY_BYTES = {"cuda": 1 << 28, "cpu": 1 << 24}
+"""On a GPU several times its L2."""
+MATMUL_SIZE = {"cuda": 4096, "cpu": 384}
+LAUNCHES = 200
+"""Short calls in a row, so that the host's time to make them shows and not the timer's."""
+
+
+def measure(device: str) -> dict[str, float]:
+    """Seconds of each anchor on this device: a copy, a matrix product, and one short call as the host makes it."""
+    kind = torch.device(device).type
+    source = torch.ones(COPY_BYTES[kind] // 4, device=device)
+    target = torch.empty_like(source)
+    n, dtype = MATMUL_SIZE[kind], torch.bfloat16 if kind == "cuda" else torch.float32
+    a = torch.ones(n, n, dtype=dtype, device=device)
+    product = torch.empty_like(a)
+    return {
+        COPY: best_s(lambda: target.copy_(source), kind),
+        MATMUL: best_s(lambda: torch.matmul(a, a, out=product), kind),
+        LAUNCH: min(_launch_s(source[:1], kind) for _ in range(3)),
+    }
+
+
+def _launch_s(one: torch.Tensor, kind: str) -> float:
+    if kind == "cuda":
+        torch.cuda.synchronize()
+    began = perf_counter()
+    for _ in range(LAUNCHES):
+        one.neg_()
+    if kind == "cuda":
+        torch.cuda.synchronize()
+    return (perf_counter() - began) / LAUNCHES

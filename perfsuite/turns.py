@@ -1,0 +1,50 @@
+"""One measuring run at a time on each device: two at once would measure each other."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+HELD = "PERFSUITE_TURN"
+"""The devices whose turn a process above this one has: a run that it starts must not wait for it."""
+POLL_S = 0.2
+
+
+@contextmanager
+def turn(devices: Sequence[str], name: str, tell: Callable[[str], None]) -> Iterator[None]:
+    """Hold these devices while the block runs; wait for another run that holds one, having told so once.
+
+    `devices` are what other runs on this machine call them too, such as a GPU's UUID; `name` is for the message.
+    Where no lock can be had at all (a folder that cannot be written), that is told and nothing is held.
+    """
+    from filelock import FileLock, Timeout
+
+    before = os.environ.get(HELD, "")
+    wanted = [d for d in sorted(set(devices)) if d not in before.split(",")]
+    with ExitStack() as held:
+        for device in wanted:
+            # Other users' runs count too; one order for all, so that no two wait for each other.
+            lock = FileLock(Path(tempfile.gettempdir()) / f"perfsuite-measuring-{device}.lock", mode=0o666)
+            try:
+                lock.acquire(timeout=0)
+            except Timeout:
+                tell(f"waiting: another perfsuite run is measuring on {name}; this one goes on when that has ended")
+                lock.acquire(poll_interval=POLL_S)
+            except OSError as error:
+                tell(
+                    f"{lock.lock_file}: cannot be locked ({error.strerror or error}): another run on {name} would not "
+                    "wait for this one; make that file writable, or remove it"
+                )
+                continue
+            held.callback(lock.release)
+        os.environ[HELD] = ",".join(filter(None, [before, *wanted]))
+        try:
+            yield
+        finally:
+            if before:
+                os.environ[HELD] = before
+            else:
+                os.environ.pop(HELD, None)

@@ -1,0 +1,39 @@
+"""Anchor kernels: timed beside every workload, and kept with the baseline."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from builders import MACHINE, entry, measurement
+
+from perfsuite import anchors
+from perfsuite.baseline import load, merge, save
+from perfsuite.errors import BaselineError
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def test_each_anchor_takes_a_time() -> None:
+    found = anchors.measure(DEVICE)
+    assert list(found) == ["copy", "matmul", "launch"]
+    assert all(0 < seconds < 10 for seconds in found.values())
+
+
+def test_a_baseline_keeps_them_by_process(tmp_path: object) -> None:
+    made = entry(
+        [measurement(anchors={"copy": 1e-4 * i, "launch": 3e-6}) for i in (1, 2, 4)] + [measurement()]  # an older one
+    )
+    path = f"{tmp_path}/device.json"
+    save(path, merge(None, [made], machine=MACHINE))
+    kept = load(path).entries[made.id]
+    assert kept == made
+    assert kept.anchors() == {"copy": 2e-4, "launch": 3e-6}
+    assert entry([measurement()]).anchors() == {}
+
+
+def test_an_anchor_without_a_time_is_refused(tmp_path: object) -> None:
+    made = entry([measurement(anchors={"copy": 0.0})])
+    path = f"{tmp_path}/device.json"
+    save(path, merge(None, [made], machine=MACHINE))
+    with pytest.raises(BaselineError, match="an anchor kernel's time that is not above 0"):
+        load(path)

@@ -1,0 +1,92 @@
+"""Two measuring runs on one device wait for each other, and say so."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from perfsuite.turns import HELD, turn
+
+OTHER = """
+import sys
+from perfsuite.turns import turn
+
+with turn(sys.argv[1:], "the other", lambda line: print(line, flush=True)):
+    print("has it", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.delenv(HELD, raising=False)
+
+
+def other(*devices: str, inherits: bool = False) -> subprocess.Popen[str]:
+    environment = {k: v for k, v in os.environ.items() if inherits or k != HELD}
+    return subprocess.Popen(
+        [sys.executable, "-c", OTHER, *devices],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def line(child: subprocess.Popen[str]) -> str:
+    assert child.stdout is not None
+    return child.stdout.readline().strip()
+
+
+def test_the_second_run_waits_and_says_so() -> None:
+    told: list[str] = []
+    with turn(["GPU-1"], "this GPU", told.append):
+        child = other("GPU-1")
+        assert line(child).startswith("waiting: another perfsuite run is measuring on the other;")
+    assert line(child) == "has it"
+    child.communicate("")
+    assert told == []
+
+
+def test_a_killed_run_gives_its_turn_back() -> None:
+    child = other("GPU-1")
+    assert line(child) == "has it"
+    child.kill()
+    child.communicate()
+    told: list[str] = []
+    with turn(["GPU-1"], "this GPU", told.append):
+        assert told == []
+
+
+def test_other_devices_are_not_waited_for() -> None:
+    child = other("GPU-2")
+    assert line(child) == "has it"
+    with turn(["GPU-1"], "this GPU", pytest.fail):
+        child.communicate("")
+
+
+def test_what_a_run_starts_does_not_wait_for_it() -> None:
+    with turn(["GPU-1"], "this GPU", pytest.fail):
+        child = other("GPU-1", inherits=True)
+        assert line(child) == "has it"
+        child.communicate("")
+        with turn(["GPU-1", "GPU-2"], "this GPU", pytest.fail):
+            assert os.environ[HELD] == "GPU-1,GPU-2"
+        assert os.environ[HELD] == "GPU-1"
+    assert HELD not in os.environ
+
+
+def test_without_a_place_for_locks_it_goes_on_and_says_so(tmp_path: Path) -> None:
+    (tmp_path / "perfsuite-measuring-GPU-1.lock").mkdir()
+    told: list[str] = []
+    with turn(["GPU-1"], "this GPU", told.append):
+        pass
+    assert len(told) == 1
+    assert "cannot be locked" in told[0]
