@@ -21,7 +21,7 @@ import torch
 from hypothesis import HealthCheck, Phase
 from hypothesis.reporting import with_reporter
 
-from perfsuite import ahead, diagnosis, equivalence, execution, guard, integrity
+from perfsuite import ahead, diagnosis, equivalence, execution, guard, integrity, sanitizer
 from perfsuite import inputs as make
 from perfsuite.equivalence import NotEquivalent, Tally
 from perfsuite.errors import PairError, PerfsuiteError
@@ -205,7 +205,7 @@ class ProofItem(pytest.Function):
         __tracebackhide__ = True
         line = self.config.option.perfsuite_case
         # Our line says how to reproduce a failure; Hypothesis would add its own, about a test that is not the user's.
-        with time_limit(self.pair.time_limit), with_reporter(lambda message: None):
+        with time_limit(self.pair.time_limit * sanitizer.slower()), with_reporter(lambda message: None):
             try:
                 if line:
                     self._prove(make.parse_case(line, self.dtype))

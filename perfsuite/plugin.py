@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -28,7 +29,11 @@ DEVICE_NODES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg")
 JOB = "PERFSUITE_JOB"
 """Environment variable that makes this pytest process a measuring worker: the path of its job file."""
 
+SANITIZER_LOG = "PERFSUITE_SANITIZER_LOG"
+"""Environment variable of a process that runs under compute-sanitizer: where that writes."""
+
 CONTROL = pytest.StashKey["Control"]()
+SANITIZED = pytest.StashKey[Any]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -46,6 +51,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--perfsuite-mode", choices=("accept", "list", "compare", "gate", "run"), help="used by `perfsuite`"
     )
     group.addoption("--perfsuite-argument", action="append", default=[], help="used by `perfsuite`")
+    group.addoption(
+        "--sanitize", action="store_true", help="run the proofs under compute-sanitizer; with -k, for it is slow"
+    )
+    group.addoption(
+        "--sanitize-tool",
+        choices=("memcheck", "racecheck", "synccheck"),
+        default="memcheck",
+        help="the compute-sanitizer tool of --sanitize (default: memcheck)",
+    )
     group.addoption("--perfsuite-baselines", metavar="DIR", help="folder of the baselines (default: baselines)")
 
 
@@ -56,8 +70,41 @@ def pytest_configure(config: pytest.Config) -> None:
     if not any(os.path.exists(node) for node in DEVICE_NODES):
         # Triton reads this when it is first imported: without a GPU its kernels can only run interpreted.
         os.environ.setdefault("TRITON_INTERPRET", "1")
+    if SANITIZER_LOG in os.environ:
+        from perfsuite.sanitizer import Watch
+
+        config.stash[SANITIZED] = Watch()
     if _wants_control(config):
         _control(config)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> int | None:
+    option = config.option
+    if not option.sanitize or SANITIZER_LOG in os.environ or option.help or option.collectonly:
+        return None
+    from perfsuite import sanitizer
+    from perfsuite.errors import PerfsuiteError
+
+    capture: Any = config.pluginmanager.get_plugin("capturemanager")
+    try:
+        with capture.global_and_fixture_disabled() if capture else nullcontext():
+            return sanitizer.run(option.sanitize_tool, [str(a) for a in config.invocation_params.args])
+    except PerfsuiteError as error:
+        raise pytest.UsageError(str(error)) from None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    watch = item.config.stash.get(SANITIZED, None)
+    if watch is None:
+        return (yield)
+    try:
+        return (yield)
+    finally:
+        fault = watch.after_item()
+        if fault is not None:
+            pytest.fail(f"{item.name}: {fault}", pytrace=False)
 
 
 def _wants_control(config: pytest.Config) -> bool:
@@ -111,6 +158,11 @@ def pytest_collection_modifyitems(
 ) -> Generator[None, Iterable[Any], Iterable[Any]]:
     every = list(items)
     result = yield
+    if SANITIZED in config.stash:
+        # Under the tool a time means nothing.
+        timed = [i for i in items if i.get_closest_marker("perf")]
+        items[:] = [i for i in items if i not in timed]
+        config.hook.pytest_deselected(items=timed)
     if CONTROL in config.stash:
         config.stash[CONTROL].collected(every, items)
     return result
