@@ -465,6 +465,7 @@ class Control:
             lambda before: baseline.merge(before, entries, machine=self.machine, more=more, drop=drop),
         )
         self.notes += baseline.describe_changes(old, new)
+        self.notes += gate.too_noisy(new.entries, [e.id for e in entries])
         self.notes.append(f"wrote {self.baseline_path}")
         return True
 

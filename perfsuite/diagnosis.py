@@ -120,7 +120,8 @@ def _is_late(trial: _Trial, case: Case, gradients: bool) -> bool:
     try:
         equivalence.judge(trial.pair, truth, produced)
     except NotEquivalent:
-        return comes_late(trial.pair, truth, produced)
+        where = (trial.pair, trial.side, case, trial.device, truth)
+        return comes_late(*where, gradients=gradients, home=trial.home)
     return False
 
 

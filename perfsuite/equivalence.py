@@ -316,14 +316,28 @@ def judge(
         _judge_leaf(pair, truth, leaf_name, produced[leaf_name], name, tally, strict_strides)
 
 
-def produce(pair: Pair, side: Side, case: Case, device: str, *, gradients: bool, home: Path | None = None) -> Leaves:
-    """What the side makes of the case's inputs in the case's dtype."""
+def produce(
+    pair: Pair,
+    side: Side,
+    case: Case,
+    device: str,
+    *,
+    gradients: bool,
+    home: Path | None = None,
+    settled: Callable[[], None] = lambda: None,
+) -> Leaves:
+    """What the side makes of the case's inputs in the case's dtype.
+
+    `settled` is called as soon as the side has returned, while its inputs still live.
+    """
     rounded = _rounder(case.dtype, pair.precision or case.dtype)
     back = _rounder(pair.precision or case.dtype, case.dtype)
     drawn = back(rounded(make.build(pair, case, device, home=home)))
-    return _run(
-        side, pair, make.clone(drawn), case, gradients, lambda i: back(rounded(make.build_step(pair, case, device, i)))
-    )
+    values = make.clone(drawn)
+    leaves = _run(side, pair, values, case, gradients, lambda i: back(rounded(make.build_step(pair, case, device, i))))
+    settled()
+    del values
+    return leaves
 
 
 def check_case(

@@ -172,6 +172,17 @@ def margin(entry: Entry, prior: Noise, *, selected: int, twins: Noise | None = N
     return _paired_margin(Variance(value=process.value, dof=process.dof + gained), SECOND_PROCESSES, selected)
 
 
+def too_noisy(entries: Mapping[str, Entry], ids: Collection[str]) -> list[str]:
+    """A line for each of these accepted workloads that the gate will call too noisy, whatever it measures."""
+    prior, twins = suite_prior(entries), twin_prior(entries)
+    sizes = {i: margin(entries[i], prior, selected=len(entries), twins=twins) for i in sorted(ids) if i in entries}
+    return [
+        f"{key}: {_too_noisy(size)}, or measure it longer (`perfsuite accept --more`)"
+        for key, size in sizes.items()
+        if size > MARGIN_MAX and "reference" not in entries[key].few
+    ]
+
+
 def missing(entries: Mapping[str, Entry], collected: Collection[str], *, whole: bool) -> list[str]:
     """An error line for each accepted workload that was not collected: renamed, removed, or never reached.
 

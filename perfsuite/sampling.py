@@ -338,7 +338,6 @@ def _prove(
         if name == REFERENCE or name in skipped:
             continue
         report(name)
-        produced: execution.Leaves = {}
         try:
             produced = equivalence.produce(pair, side, case, device, gradients=gradients, home=home)
             equivalence.judge(
@@ -346,7 +345,7 @@ def _prove(
             )
         except equivalence.NotEquivalent as error:
             if name in (OPTIMIZED, ACCEPTED):
-                if comes_late(pair, truth, produced):
+                if comes_late(pair, side, case, device, truth, gradients=gradients, home=home):
                     text = f"{pair.name}: the {name} side {late_message('its output')}: {error}"
                     raise equivalence.NotEquivalent(text) from None
                 raise

@@ -8,8 +8,9 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -19,8 +20,10 @@ from perfsuite import equivalence
 from perfsuite import inputs as make
 from perfsuite.equivalence import NotEquivalent
 from perfsuite.execution import Leaves
+from perfsuite.integrity.memory import unwritten
 from perfsuite.integrity.probe import Probe, same_leaf
-from perfsuite.pair import Pair, as_side
+from perfsuite.pair import Pair, Side, as_side
+from perfsuite.records import Case
 
 REPEATS = 3
 DRIFT_CALLS = 40
@@ -39,7 +42,7 @@ def unseen_inputs(probe: Probe) -> None:
         return
     if right or not probe.is_right(probe.call(probe.drawn(fresh), fresh), fresh):
         return  # wrong with the answer in memory, too: equivalence says how
-    raise probe.fault(
+    raise unwritten(probe) or probe.fault(
         "is right only once the reference has answered: it finds the expected answer in memory (through gc, or a "
         "caller's frame) instead of computing it"
     )
@@ -61,6 +64,8 @@ def nondeterminism(probe: Probe) -> None:
     if not wrong or len(wrong) == REPEATS:
         return  # right, or plainly wrong: then equivalence says how
     repeat, told = wrong[0]
+    if memory := unwritten(probe):
+        raise memory
     if repeat and (drifted := probe.drifted(told)):
         raise drifted
     raise probe.fault(
@@ -96,6 +101,8 @@ def call_order(probe: Probe) -> None:
                     f"depends on the order of its calls: {which}, gives the answer to the other inputs: an earlier "
                     f"answer is replayed, or a graph was captured over stale pointers"
                 ) from None
+            if memory := unwritten(probe):
+                raise memory from None
             if i and (drifted := probe.drifted(error)):
                 raise drifted from None
             raise probe.fault(f"depends on the order of its calls: {which}: {error}") from None
@@ -123,6 +130,8 @@ def reused_memory(probe: Probe) -> None:
     try:
         probe.judge(produced, other)
     except NotEquivalent as error:
+        if memory := unwritten(probe):
+            raise memory from None
         stale = "the answer to the values before" if probe.is_right(produced) else f"a wrong answer: {error}"
         raise probe.fault(
             f"gives, for other values in the same tensors, {stale}; it keeps answers by address or identity"
@@ -144,6 +153,8 @@ def drift(probe: Probe) -> None:
     try:
         probe.judge(produced)
     except NotEquivalent as error:
+        if memory := unwritten(probe):
+            raise memory from None
         raise probe.fault(f"drifts: right at first, after {DRIFT_CALLS} calls it is not: {error}") from None
 
 
@@ -160,24 +171,33 @@ def late_output(probe: Probe) -> None:
 def late(produced: Leaves) -> str | None:
     """The first of the outputs that changes after the call has returned, or None."""
     now = {n: leaf.detach().clone() for n, leaf in produced.items() if isinstance(leaf, torch.Tensor)}
-    if any(t.is_cuda for t in now.values()):
-        torch.cuda.synchronize()
-    time.sleep(LATE_S)
+    _wait()
     return next((n for n, kept in now.items() if not same_leaf(produced[n], kept)), None)
 
 
-def comes_late(pair: Pair, truth: equivalence.Truth, produced: Leaves) -> bool:
-    """Whether outputs that were wrong when the call returned are right once all work in flight is done."""
-    if not produced:
+def comes_late(
+    pair: Pair, side: Side, case: Case, device: str, truth: equivalence.Truth, *, gradients: bool, home: Path | None
+) -> bool:
+    """Whether a side that has been wrong is right where its work may end first, and wrong again where it may not."""
+
+    def is_right(settled: Callable[[], None]) -> bool:
+        produced = equivalence.produce(pair, side, case, device, gradients=gradients, home=home, settled=settled)
+        try:
+            equivalence.judge(pair, truth, produced, strict_strides=False)
+        except NotEquivalent:
+            return False
+        return True
+
+    try:
+        return is_right(_wait) and not is_right(lambda: None)
+    except Exception:  # it only adds to a message
         return False
+
+
+def _wait() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     time.sleep(LATE_S)
-    try:
-        equivalence.judge(pair, truth, produced, strict_strides=False)
-    except NotEquivalent:
-        return False
-    return True
 
 
 def late_message(name: str) -> str:

@@ -133,6 +133,20 @@ def out_of_bounds(probe: Probe) -> None:
         ) from None
 
 
+def unwritten(probe: Probe) -> NotEquivalent | None:
+    """The fault of a side whose wrong answers come from memory that it never wrote, if that is so.
+
+    Such memory makes a side look as if it changed from call to call: filled with NaN, it gives the same NaN each time.
+    """
+    with poisoned_memory():
+        first, again = probe.call(probe.drawn()), probe.call(probe.drawn())
+    if not _holds_nan(first) or not all(same_leaf(leaf, again.get(name)) for name, leaf in first.items()):
+        return None
+    if probe.is_right(first):
+        return None
+    return probe.fault("leaves output unwritten, or reads memory it never wrote: what lay there before comes out")
+
+
 def _holds_nan(leaves: Leaves) -> bool:
     return any(leaf.isnan().any() for leaf in leaves.values() if isinstance(leaf, torch.Tensor))
 

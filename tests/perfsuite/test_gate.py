@@ -25,6 +25,7 @@ from perfsuite.gate import (
     second_look,
     stored_look,
     suite_prior,
+    too_noisy,
 )
 from perfsuite.records import Limit, Measurement, PromiseRecord, Status, Verdict
 from perfsuite.statistics import DEFAULT_NOISE, IMPORT_BIAS, Estimate, Noise, Variance, within
@@ -258,6 +259,22 @@ def test_promises_by_themselves() -> None:
     promises = {ID: PromiseRecord(launches=0)}
     verdict(promises_look({ID: processes()}, promises, selected=1)[ID], Status.BELOW_FLOOR)
     verdict(promises_look({}, promises, selected=1)[ID], Status.UNMEASURED)
+
+
+def test_too_noisy_workloads_are_known_as_soon_as_they_are_accepted() -> None:
+    def noisy(scale: float, **fields: Any) -> Entry:
+        runs = [measurement(ratio=TRUTH + scale * s, accepted=scale * s, **fields) for s in OFFSETS]
+        return entry([runs, runs])
+
+    calm, loud = workload_id(1), workload_id(2)
+    entries = {calm: noisy(1.0), loud: noisy(30.0)}
+    found = too_noisy(entries, [calm, loud, "unknown"])
+    assert len(found) == 1
+    assert found[0].startswith(f"{loud}: too noisy to be gated: only a slowdown of ")
+    assert found[0].endswith("or measure it longer (`perfsuite accept --more`)")
+    assert too_noisy(entries, [calm]) == []
+    # Judged by its own seconds, without the reference.
+    assert too_noisy({loud: noisy(30.0, few=("reference",))}, [loud]) == []
 
 
 # --- the second look -----------------------------------------------------------------------------------------------

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import math
 import random
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ import torch
 from perfsuite import Cost, Pair, Workload, clocks, floats, guard, sampling, side, stateful, tensor
 from perfsuite.equivalence import NotEquivalent
 from perfsuite.errors import PairError
+from perfsuite.integrity import calls
 from perfsuite.records import Condition, Measurement, from_json, to_json
 from perfsuite.sampling import BLOCKS, EXTRA_BLOCKS, FEW_BLOCKS, QUADS, RIVAL_BLOCKS
 
@@ -487,3 +490,26 @@ def test_the_real_clock_gives_a_record_too() -> None:
     assert len(made.log_ratios["reference"]) == BLOCKS
     assert all(t > 0 for t in made.sides["optimized"].blocks_s)
     assert 0 < made.seconds < 60
+
+
+def test_a_side_that_works_on_after_its_call_is_named_before_it_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    pending: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def late(x: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(x)
+        pending.append((out, x + 1))
+        return out
+
+    def waited(seconds: float) -> None:
+        # In the place of a side stream: it writes while the harness waits.
+        while pending:
+            out, answer = pending.pop()
+            out.copy_(answer)
+
+    monkeypatch.setattr(calls, "time", SimpleNamespace(sleep=waited))
+    pair = Pair(reference=lambda x: x + 1, optimized=late, inputs=X, workloads=[Workload("w", n=64)], name="p")
+    with pytest.raises(NotEquivalent, match=r"p: the optimized side goes on working after it has returned: its output"):
+        sampling.measure(pair, pair.workloads[0], workload_id="w", device="cpu")
+    pair = dataclasses.replace(pair, optimized=lambda x: x + 2)
+    with pytest.raises(NotEquivalent, match=r"p: output of the optimized side is wrong"):
+        sampling.measure(pair, pair.workloads[0], workload_id="w", device="cpu")

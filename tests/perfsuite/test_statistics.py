@@ -185,7 +185,7 @@ def test_suite_spread_sees_a_neighbour_and_not_an_outlier() -> None:
     # A tenth more noise is visible in many workloads, and does not matter.
     assert not any(suite_spread(runs(1.1, 2000)) for _ in range(3))
     assert not suite_spread([*runs(1.0), ([0.0, 1.0, 2.0], expected)])
-    assert not suite_spread(runs(9.0, 4))
+    assert not suite_spread(runs(9.0, 9))
     assert not suite_spread([])
 
 
@@ -348,7 +348,7 @@ def spreads(runs: list[tuple[list[float], Variance]]) -> bool:
         total += stats.chi2.isf(max(p, 1e-15), own)
         dof += own
         ratios.append(ratio * own / stats.chi2.median(own))
-    return len(ratios) >= 5 and bool(stats.chi2.sf(total, dof) < 5e-4 and sorted(ratios)[len(ratios) // 2] > 2.25)
+    return len(ratios) >= 10 and bool(stats.chi2.sf(total, dof) < 5e-4 and sorted(ratios)[len(ratios) // 2] > 2.25)
 
 
 def test_suite_spread_is_the_documented_rule() -> None:
@@ -376,14 +376,14 @@ def test_suite_spread_at_its_limits() -> None:
     limit = 2.25 * stats.chi2.median(2) / 2
     assert not suite_spread([of_ratio(limit * 0.99)] * 200)
     assert suite_spread([of_ratio(limit * 1.01)] * 200)
-    # Few: their sum has to be significant. Five is enough, four are not.
-    limit = stats.chi2.isf(5e-4, 10) / 10
-    assert not suite_spread([of_ratio(limit * 0.99)] * 5)
-    assert suite_spread([of_ratio(limit * 1.01)] * 5)
-    assert not suite_spread([of_ratio(limit * 9)] * 4)
-    assert not suite_spread([*[of_ratio(limit * 9)] * 4, ([1.0], Variance(value=1.0, dof=4.0))])
+    # Few: their sum has to be significant. Ten is enough, nine are not.
+    limit = stats.chi2.isf(5e-4, 20) / 20
+    assert not suite_spread([of_ratio(limit * 0.99)] * 10)
+    assert suite_spread([of_ratio(limit * 1.01)] * 10)
+    assert not suite_spread([of_ratio(limit * 9)] * 9)
+    assert not suite_spread([*[of_ratio(limit * 9)] * 9, ([1.0], Variance(value=1.0, dof=4.0))])
     # Pairs count too.
-    assert suite_spread([of_ratio(20.0, 2)] * 5)
+    assert suite_spread([of_ratio(20.0, 2)] * 10)
     # One impossible workload does not speak for a hundred others.
     assert not suite_spread([*[of_ratio(1.6)] * 51, *[of_ratio(0.0)] * 48, of_ratio(1e6)])
 
