@@ -135,8 +135,8 @@ def row(workload_id: str, measurements: Sequence[Measurement], verdict: Verdict 
         return Row(id=workload_id, technique=technique, workload=workload, status=status, message=message)
     first = measurements[0]
     times = {side: side_seconds(measurements, side) for side in sides(measurements)}
-    rivals = {name: t for name, t in times.items() if name not in BASE_SIDES and t is not None}
-    best = min(rivals, key=lambda name: rivals[name], default=None)
+    rivals = {n: c for n in times if n not in BASE_SIDES and (c := compare(measurements, n)) is not None}
+    best = min(rivals, key=lambda name: rivals[name].value, default=None)
     speedup = compare(measurements, "reference")
     if verdict is not None and verdict.speedup is not None:
         speedup = Comparison(value=verdict.speedup, low=verdict.speedup_low, high=verdict.speedup_high)
@@ -155,8 +155,8 @@ def row(workload_id: str, measurements: Sequence[Measurement], verdict: Verdict 
         optimized_s=times.get("optimized"),
         speedup=speedup,
         rival=best,
-        rival_s=rivals[best] if best else None,
-        against_rival=compare(measurements, best) if best else None,
+        rival_s=_beside(rivals[best], times.get("optimized")) if best else None,
+        against_rival=rivals[best] if best else None,
         limit_s=statistics.median(m.seconds for m in limits) if limits else None,
         limit_by=limits[0].by if limits else "",
         limit_fraction=statistics.median(fractions) if fractions else None,
@@ -170,8 +170,8 @@ def row(workload_id: str, measurements: Sequence[Measurement], verdict: Verdict 
 def entry_row(entry: Entry) -> Row:
     """The row of an accepted workload, over all its sessions."""
     technique, workload = names(entry.id)
-    rivals = {name: side.seconds for name, side in entry.sides.items() if name not in BASE_SIDES}
-    best = min(rivals, key=lambda name: rivals[name], default=None)
+    rivals = {n: c for n in entry.sides if n not in BASE_SIDES and (c := _accepted(entry, n)) is not None}
+    best = min(rivals, key=lambda name: rivals[name].value, default=None)
     side = entry.sides.get("optimized")
     optimized = side.seconds if side else None
     on_device = (side.device_s or side.seconds) if side else None
@@ -187,12 +187,17 @@ def entry_row(entry: Entry) -> Row:
         optimized_s=optimized,
         speedup=_accepted(entry, "reference"),
         rival=best,
-        rival_s=rivals[best] if best else None,
-        against_rival=_accepted(entry, best) if best else None,
+        rival_s=_beside(rivals[best], optimized) if best else None,
+        against_rival=rivals[best] if best else None,
         limit_s=entry.limit.seconds if entry.limit else None,
         limit_by=entry.limit.by if entry.limit else "",
         limit_fraction=entry.limit.seconds / on_device if entry.limit and on_device else None,
     )
+
+
+def _beside(rival: Comparison, optimized_s: float | None) -> float | None:
+    """The rival's seconds beside the optimized side's. Its own are of fewer processes, in which all may be slower."""
+    return rival.value * optimized_s if optimized_s is not None else None
 
 
 def _accepted(entry: Entry, other: str) -> Comparison | None:
