@@ -339,18 +339,28 @@ class Control:
             unloaded |= {i: str(refused[rev]) for i, rev in clean.items() if rev in refused}
             loadable = {i: (str(trees[rev]), rev) for i, rev in clean.items() if rev in trees}
             verdicts: dict[str, Verdict] = {}
-            if loadable:
-                second = _Found()
-                self._through(workers, second, list(loadable), gate.SECOND_PROCESSES, accepted=loadable)
-                for id, failure in second.failures.items():
+            second = _Found()
+            left = list(loadable)
+            so_far = 0
+            for processes, look in (
+                (gate.INTERIM_PROCESSES, gate.interim_look),
+                (gate.SECOND_PROCESSES, gate.second_look),
+            ):
+                self._through(workers, second, left, processes - so_far, accepted={i: loadable[i] for i in left})
+                so_far = processes
+                for id in [i for i in left if i in second.failures]:
+                    failure = second.failures[id]
                     if failure.message.startswith(UNLOADED):
                         unloaded[id] = failure.message.removeprefix(UNLOADED)
                     else:
                         verdicts[id] = _failed(id, failure)
-                settled = {i: o for i, o in opened.items() if i in loadable and i not in second.failures}
-                verdicts |= gate.second_look(settled, second.runs)
-                for id in settled:
-                    self.found.runs[id] += second.runs.get(id, [])
+                left = [i for i in left if i not in second.failures]
+                runs = {i: second.runs[i] for i in left}
+                verdicts |= look({i: opened[i] for i in left}, runs, processes=processes)
+                left = [i for i in left if i not in verdicts]
+            for id, measured in second.runs.items():
+                if id not in second.failures:
+                    self.found.runs[id] += measured
             if unloaded:
                 verdicts |= self._stored(workers, opened, unloaded)
             return verdicts

@@ -5,7 +5,11 @@ about regressions, for it cannot tell a slower function from a shift of the sess
 again in further processes, the optimized side of the accepted revision interleaved with the current one; there the
 session cancels, and a slowdown is called REGRESSED.
 
-    entries + runs → first_look → Verdict | Open → second_look (or stored_look) → Verdict
+    entries + runs → first_look → Verdict | Open → interim_look → Verdict | Open → second_look → Verdict
+
+Halfway through its processes the second look passes and accuses what is clear by then, and takes the error that this
+costs from what it may make at its end (Bonferroni). Where the accepted revision cannot be loaded, `stored_look` takes
+its place.
 
 **Margin** of a workload: the smallest slowdown that the second look finds with 95% power given the workload's own
 noise, rounded up to .1% and at least 1%. Beyond 2% the workload is too noisy to be gated, and its design is to be
@@ -65,13 +69,19 @@ FIRST_PROCESSES = 3
 """Start-up is paid three times a run of the suite; three means pass most workloads."""
 SECOND_PROCESSES = 6
 """Six resolve 1% at the usual noise; only what the first look left open pays for them."""
+INTERIM_PROCESSES = 3
+"""After so many of the six the second look decides what is clear by then: most of it, in half the time."""
 STORED_PROCESSES = 12
 """Without the accepted revision the session shift stays; twice the processes buy back part of it."""
 ALPHA = 0.005
 """False alarms a look over the whole suite: one in two hundred runs."""
+ALPHA_INTERIM = 0.001
+"""Of it, what the second look spends before its end."""
 BETA_FIRST = 0.01
 BETA_SECOND = 0.02
 """How often a slowdown of the margin may pass, in each look; together they leave the gate 95% power and more."""
+BETA_INTERIM = 0.005
+"""Of the second look's, what it spends before its end."""
 POWER = 0.95
 MARGIN_MIN = 0.01
 """Below 1%, what differs between two builds of one function is code placement, not its design."""
@@ -169,7 +179,8 @@ def margin(entry: Entry, prior: Noise, *, selected: int, twins: Noise | None = N
     # By then the looks' processes have been added to what is known of the noise.
     process = _paired_noise(entry, prior, twins).process
     gained = (SECOND_PROCESSES - 1) + (0 if _has_twin(entry, twins) else FIRST_PROCESSES - 1)
-    return _paired_margin(Variance(value=process.value, dof=process.dof + gained), SECOND_PROCESSES, selected)
+    known = Variance(value=process.value, dof=process.dof + gained)
+    return _paired_margin(known, SECOND_PROCESSES, (ALPHA - ALPHA_INTERIM) / selected)
 
 
 def too_noisy(entries: Mapping[str, Entry], ids: Collection[str]) -> list[str]:
@@ -234,6 +245,25 @@ def first_look(
     return {key: _decide_first(opened[key], held[key]) if key in opened else answers[key] for key in keys}
 
 
+def interim_look(
+    opened: Mapping[str, Open], runs: Mapping[str, Sequence[Measurement]], *, processes: int = INTERIM_PROCESSES
+) -> dict[str, Verdict]:
+    """Stage 2 halfway: what is clear after a part of its processes. What is not named here goes on to `second_look`.
+
+    Only PASS, REGRESSED and IMPROVED are said here; a run that spreads, and a promise in doubt, wait for the end.
+    """
+    answers: dict[str, Verdict] = {}
+    for key, found in _paired(opened, runs, processes).items():
+        if isinstance(found, Verdict) or found.spread:
+            continue
+        item, promise = opened[key], found.promise
+        status, _ = _speed(found.slower, item.margin, ALPHA_INTERIM / item.selected, BETA_INTERIM, found.against)
+        doubt = promise.broken or _promise_failed(found.shown, promise, item.entry)
+        if status is Status.REGRESSED or (status.green and not doubt):
+            answers[key] = _settled(item, found, ALPHA_INTERIM, BETA_INTERIM)
+    return answers
+
+
 def second_look(
     opened: Mapping[str, Open], runs: Mapping[str, Sequence[Measurement]], *, processes: int = SECOND_PROCESSES
 ) -> dict[str, Verdict]:
@@ -243,7 +273,32 @@ def second_look(
     stored time enters the comparison of the two revisions; what is known of the noise does. An entry accepted from a
     dirty tree has no revision that holds what was accepted: use `stored_look`.
     """
-    answers, usable = _usable(opened, runs, processes, "accepted")
+    return {
+        key: found
+        if isinstance(found, Verdict)
+        else _settled(opened[key], found, ALPHA - ALPHA_INTERIM, BETA_SECOND - BETA_INTERIM)
+        for key, found in _paired(opened, runs, processes).items()
+    }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Paired:
+    """One workload's comparison of two revisions, before it is judged."""
+
+    shown: Verdict
+    slower: Estimate
+    promise: _Promise
+    spread: bool
+    against: str
+    runs: tuple[Measurement, ...]
+    """Of both looks, those that have a ratio to the reference."""
+
+
+def _paired(
+    opened: Mapping[str, Open], runs: Mapping[str, Sequence[Measurement]], processes: int
+) -> dict[str, Verdict | _Paired]:
+    unusable, usable = _usable(opened, runs, processes, "accepted")
+    answers: dict[str, Verdict | _Paired] = dict(unusable)
     noisy = suite_spread((_values(run, "accepted"), opened[k].paired.process) for k, run in usable.items())
     both = {k: (*opened[k].runs, *(m for m in run if m.log_ratios.get("reference"))) for k, run in usable.items()}
     held = _promises({k: opened[k] for k in usable}, both, _selected(opened))
@@ -257,15 +312,33 @@ def second_look(
         noise = replace(item.noise, process=process.updated(*within([values])))
         # log_ratios["accepted"] is positive where the current side is faster.
         slower = _negated(estimate(paired_mean(values), noise))
-        shown = _shown(item, slower, held[key], look=2, processes=len(item.runs) + len(run))
-        against = f"the accepted revision {short(item.entry.revision)}"
-        verdict = _decide_last(item, shown, slower, held[key], spread=spread, against=against)
-        if verdict.status is Status.REGRESSED:
-            verdict = replace(verdict, moved="optimized")
-        elif verdict.status.green and not item.few:
-            verdict = _add_moved(verdict, *_ratio_moved(item, both[key]))
-        answers[key] = verdict
+        answers[key] = _Paired(
+            shown=_shown(item, slower, held[key], look=2, processes=len(item.runs) + len(run)),
+            slower=slower,
+            promise=held[key],
+            spread=spread,
+            against=f"the accepted revision {short(item.entry.revision)}",
+            runs=both[key],
+        )
     return dict(sorted(answers.items()))
+
+
+def _settled(item: Open, found: _Paired, alpha: float, beta: float) -> Verdict:
+    verdict = _decide_last(
+        item,
+        found.shown,
+        found.slower,
+        found.promise,
+        spread=found.spread,
+        against=found.against,
+        alpha=alpha,
+        beta=beta,
+    )
+    if verdict.status is Status.REGRESSED:
+        return replace(verdict, moved="optimized")
+    if verdict.status.green and not item.few:
+        return _add_moved(verdict, *_ratio_moved(item, found.runs))
+    return verdict
 
 
 def stored_look(
@@ -298,7 +371,16 @@ def stored_look(
             slower = _against_baseline(replace(item, spread=spread), run)
             against = "when accepted, relative to the reference"
         shown = _shown(item, slower, held[key], look=2, processes=len(run))
-        verdict = _decide_last(item, shown, slower, held[key], spread=noisy or spread, against=against)
+        verdict = _decide_last(
+            item,
+            shown,
+            slower,
+            held[key],
+            spread=noisy or spread,
+            against=against,
+            alpha=ALPHA,
+            beta=BETA_SECOND,
+        )
         if verdict.status is Status.PASS and item.margin > STORED_MARGIN_MAX and not item.few:
             text = f"without the accepted revision only a slowdown of {item.margin:.1%} would be seen"
             verdict = _say(shown, Status.NOISY, f"{text}; make that revision loadable, or accept more sessions")
@@ -328,7 +410,7 @@ def compare_look(
     for key, values in usable.items():
         noise = noise_of([values], prior)
         slower = _negated(estimate(paired_mean(values), noise))
-        size = _paired_margin(noise.process, len(values), family)
+        size = _paired_margin(noise.process, len(values), ALPHA / family)
         low, high = slower.interval()
         shown = replace(
             _blank(key, len(values)),
@@ -338,7 +420,7 @@ def compare_look(
             low=math.expm1(low),
             high=math.expm1(high),
         )
-        status, text = _speed(slower, size, family, BETA_SECOND, f"the revision {short(revision)}")
+        status, text = _speed(slower, size, ALPHA / family, BETA_SECOND, f"the revision {short(revision)}")
         if status is Status.PASS and size > MARGIN_MAX:
             status, text = Status.NOISY, _too_noisy(size)
         moved = "optimized" if status in (Status.REGRESSED, Status.IMPROVED) else None
@@ -403,7 +485,7 @@ def _decide_first(item: Open, promise: _Promise) -> Verdict | Open:
         reason = f"the promised speedup of {promise.promised} is within the noise of {promise.measured}"
         return replace(item, reason=reason)
     against = "when accepted, relative to the reference"
-    status, text = _speed(slower, item.margin, item.selected, BETA_FIRST, against)
+    status, text = _speed(slower, item.margin, ALPHA / item.selected, BETA_FIRST, against)
     if not status.green:
         return replace(item, reason=f"a slowdown of {item.margin:.1%} is not excluded")
     text = f"{promise.measured} the reference, {item.entry.speedup():.4g}× when accepted; {text}"
@@ -412,9 +494,17 @@ def _decide_first(item: Open, promise: _Promise) -> Verdict | Open:
 
 
 def _decide_last(
-    item: Open, shown: Verdict, slower: Estimate, promise: _Promise, *, spread: bool, against: str
+    item: Open,
+    shown: Verdict,
+    slower: Estimate,
+    promise: _Promise,
+    *,
+    spread: bool,
+    against: str,
+    alpha: float,
+    beta: float,
 ) -> Verdict:
-    status, text = _speed(slower, item.margin, item.selected, BETA_SECOND, against)
+    status, text = _speed(slower, item.margin, alpha / item.selected, beta, against)
     if promise.broken:
         return _broken(shown, promise, item.entry)
     if spread:
@@ -431,7 +521,7 @@ def _decide_last(
     return _say(shown, status, text)
 
 
-def _speed(slower: Estimate, size: float, selected: int, beta: float, against: str) -> tuple[Status, str]:
+def _speed(slower: Estimate, size: float, level: float, beta: float, against: str) -> tuple[Status, str]:
     """REGRESSED, IMPROVED, PASS or NOISY by the speed alone, and what is said of it."""
     change = math.expm1(slower.value)
     low, high = (100 * math.expm1(x) for x in slower.interval())
@@ -439,19 +529,19 @@ def _speed(slower: Estimate, size: float, selected: int, beta: float, against: s
     bounds = (low, high) if change >= 0 else (-high, -low)
     text = f"the optimized side is {figures} than {against} "
     text += f"(95% interval {bounds[0]:.1f} to {bounds[1]:.1f}%, margin {size:.1%})"
-    if slower.p_above(0) <= ALPHA / selected and change >= size / 2:
+    if slower.p_above(0) <= level and change >= size / 2:
         return Status.REGRESSED, text
-    if slower.p_below(0) <= ALPHA / selected and -change >= size:
+    if slower.p_below(0) <= level and -change >= size:
         return Status.IMPROVED, f"{text}; run `perfsuite accept` to hold it there"
     if slower.upper(1 - beta) < math.log1p(size):
         return Status.PASS, f"a slowdown of {size:.1%} is excluded"
     return Status.NOISY, f"{text}: neither a slowdown of {size:.1%} nor its absence is shown; measure again"
 
 
-def _paired_margin(process: Variance, processes: int, selected: int) -> float:
+def _paired_margin(process: Variance, processes: int, level: float) -> float:
     """The margin of so many processes with two revisions interleaved."""
     noise = Noise(process=process, session=Variance(value=0.0, dof=math.inf))
-    return _resolvable(estimate(paired_mean([0.0] * processes), noise), selected)
+    return _resolvable(estimate(paired_mean([0.0] * processes), noise), level)
 
 
 def _stored_margin(item: Open, processes: int) -> float:
@@ -459,12 +549,12 @@ def _stored_margin(item: Open, processes: int) -> float:
     noise = replace(item.noise, process=replace(item.noise.process, dof=item.noise.process.dof + processes - 1))
     accepted = baseline_mean(item.entry.process_means(), noise)
     error = estimate(accepted.minus(run_mean([0.0] * processes)), noise)
-    return max(item.margin, _resolvable(error, item.selected))
+    return max(item.margin, _resolvable(error, ALPHA / item.selected))
 
 
-def _resolvable(error: Estimate, selected: int) -> float:
+def _resolvable(error: Estimate, level: float) -> float:
     """The slowdown shown with 95% power by an estimate with this error; at least MARGIN_MIN, in MARGIN_STEP."""
-    needed = t_quantile(1 - ALPHA / selected, error.dof) + t_quantile(POWER, error.dof)
+    needed = t_quantile(1 - level, error.dof) + t_quantile(POWER, error.dof)
     steps = math.ceil(math.expm1(needed * error.se) / MARGIN_STEP - 1e-9)
     return max(MARGIN_MIN, round(steps * MARGIN_STEP, 6))
 

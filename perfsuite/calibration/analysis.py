@@ -137,6 +137,7 @@ class Times:
     """One process of the gate's first and second look through the kinds, by the sides that it would time."""
     gate: float
     """The whole gate where everything is decided by the first look."""
+    gate_half: float
     gate_both: float
     """The whole gate where something is left for the second."""
     tools: Mapping[str, float]
@@ -521,6 +522,15 @@ def _constants(
     )
     silent = {k: _share(t[OPTIMIZED].red, t[OPTIMIZED].runs) for k, t in whole.tallies.items()}
     weak = [k for k, v in silent.items() if v > 0.05]
+    unchanged = [t[OPTIMIZED] for t in whole.tallies.values()]
+    opened = sum(t.opened for t in unchanged)
+    halfway = _share(opened - sum(t.whole for t in unchanged), opened)
+    yield Constant(
+        name="INTERIM_PROCESSES",
+        assumed=f"{gate.INTERIM_PROCESSES}: decide most of what is left",
+        measured=f"{halfway:.0%} of unchanged workloads" if opened else "the first look left nothing open",
+        reading="agrees" if halfway >= 0.5 or not opened else "decide few: the whole second look is needed",
+    )
     yield Constant(
         name="SECOND_PROCESSES",
         assumed=f"{gate.SECOND_PROCESSES}: decide what is left",
@@ -628,6 +638,7 @@ def _times(recording: Recording) -> Times:
         first=first,
         second=second,
         gate=gate.FIRST_PROCESSES * first,
+        gate_half=gate.FIRST_PROCESSES * first + gate.INTERIM_PROCESSES * second,
         gate_both=gate.FIRST_PROCESSES * first + gate.SECOND_PROCESSES * second,
         tools=tools,
     )

@@ -147,6 +147,9 @@ class Tally:
 
     statuses: dict[Status, int] = field(default_factory=dict)
     opened: int = 0
+    """How often the first look left it open."""
+    whole: int = 0
+    """How often the second look needed all its processes."""
     covered: dict[str, list[int]] = field(default_factory=dict)
     """Interval → [how often it covered the known value, how often it was given]."""
     margins: list[float] = field(default_factory=list)
@@ -244,7 +247,9 @@ def _gate_once(
     looked = gate.first_look(entries, first, promises, selected=len(entries))
     plain = gate.promises_look(first, promises, selected=len(entries), processes=gate.FIRST_PROCESSES)
     opened = {k: a for k, a in looked.items() if isinstance(a, gate.Open)}
-    again = gate.second_look(opened, {k: second[k] for k in opened})
+    again = gate.interim_look(opened, {k: second[k][: gate.INTERIM_PROCESSES] for k in opened})
+    last = {k: a for k, a in opened.items() if k not in again}
+    again |= gate.second_look(last, {k: second[k] for k in last})
     verdicts: dict[str, Verdict] = {k: a for k, a in looked.items() if isinstance(a, Verdict)} | again
     suite = result.suites[side]
     suite.runs += 1
@@ -255,6 +260,7 @@ def _gate_once(
         tally, truth, answer = result.tallies[kind][side], truths[kind, side], looked[key]
         tally.statuses[verdict.status] = tally.statuses.get(verdict.status, 0) + 1
         tally.opened += key in opened
+        tally.whole += key in last
         if verdict.margin is not None:
             tally.margins.append(verdict.margin)
         tally.cover("speedup", plain[key].speedup_low, plain[key].speedup_high, truth.speedup)

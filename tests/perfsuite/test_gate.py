@@ -19,6 +19,7 @@ from perfsuite.gate import (
     Open,
     compare_look,
     first_look,
+    interim_look,
     margin,
     missing,
     promises_look,
@@ -489,9 +490,9 @@ def test_records_are_frozen_named_and_slotted(record: type) -> None:
     assert not hasattr(made, "__dict__")
 
 
-def resolvable(variance: float, dof: float, selected: int, steps: int = 1000) -> float:
+def resolvable(variance: float, dof: float, selected: int, steps: int = 1000, *, alpha: float = 0.005) -> float:
     """The margin of an estimate with this variance, by scipy's distributions, in so many steps of a whole."""
-    needed = stats.t.isf(0.005 / selected, dof) + stats.t.ppf(0.95, dof)
+    needed = stats.t.isf(alpha / selected, dof) + stats.t.ppf(0.95, dof)
     return max(0.01, math.ceil(steps * math.expm1(needed * math.sqrt(variance)) - 1e-6) / steps)
 
 
@@ -516,7 +517,7 @@ def test_the_margin_is_what_the_second_look_resolves(
     def resolved(known: Variance, gained: int) -> float:
         worth = (known.value / 6) ** 2 / (known.dof + gained)
         total = known.value / 6 + IMPORT_BIAS**2
-        return resolvable(total, total**2 / worth, selected, FINE)
+        return resolvable(total, total**2 / worth, selected, FINE, alpha=0.004)
 
     made = accepted(scale)
     known = pooled(made.process_means(), NOISE.process)
@@ -569,7 +570,7 @@ def test_the_first_look_s_figures() -> None:
 @pytest.mark.parametrize("log", [0.03, -0.03])
 def test_what_is_said_of_a_speed(log: float) -> None:
     error = Estimate(value=log, se=0.001, dof=30.0)
-    status, text = gate._speed(error, 0.01, 40, 0.02, "the accepted one")
+    status, text = gate._speed(error, 0.01, 0.005 / 40, 0.02, "the accepted one")
     low, high = sorted(abs(100 * math.expm1(log + s * stats.t.ppf(0.975, 30) * 0.001)) for s in (-1, 1))
     word, change = ("slower", 3.0) if log > 0 else ("faster", 3.0)
     start = f"the optimized side is {change:.1f}% {word} than the accepted one "
@@ -589,7 +590,7 @@ def test_what_is_said_of_a_speed(log: float) -> None:
     ],
 )
 def test_the_least_change_that_is_called(change: float, se: float, status: Status) -> None:
-    assert gate._speed(Estimate(value=math.log1p(change), se=se, dof=30.0), 0.01, 40, 0.02, "x")[0] is status
+    assert gate._speed(Estimate(value=math.log1p(change), se=se, dof=30.0), 0.01, 0.005 / 40, 0.02, "x")[0] is status
 
 
 @pytest.mark.parametrize("sign", [1, -1])
@@ -597,7 +598,7 @@ def test_the_certainty_that_a_change_is_called_with(sign: int) -> None:
     limit = stats.t.isf(0.005 / 40, 9.0)
     for factor, called in ((1.01, True), (0.99, False)):
         error = Estimate(value=sign * 0.02, se=0.02 / (factor * limit), dof=9.0)
-        status = gate._speed(error, 0.01, 40, 0.02, "x")[0]
+        status = gate._speed(error, 0.01, 0.005 / 40, 0.02, "x")[0]
         assert (status in (Status.REGRESSED, Status.IMPROVED)) is called
 
 
@@ -606,7 +607,7 @@ def test_the_certainty_that_a_slowdown_is_excluded_with(beta: float) -> None:
     limit = stats.t.isf(beta, 9.0)
     for factor, status in ((1.01, Status.PASS), (0.99, Status.NOISY)):
         error = Estimate(value=0.001, se=(math.log1p(0.01) - 0.001) / (factor * limit), dof=9.0)
-        assert gate._speed(error, 0.01, 40, beta, "x")[0] is status
+        assert gate._speed(error, 0.01, 0.005 / 40, beta, "x")[0] is status
 
 
 def test_looks_and_processes_are_numbered() -> None:
@@ -874,7 +875,7 @@ def test_few_on_either_side_is_few(stored_few: bool, run_few: bool) -> None:
 
 def test_no_change_is_no_gain() -> None:
     assert (gate._change(0.0), gate._change(0.0, "lower", "higher")) == ("0.0% slower", "0.0% lower")
-    text = gate._speed(Estimate(value=0.0, se=0.1, dof=math.inf), 0.01, 1, 0.01, "before")[1]
+    text = gate._speed(Estimate(value=0.0, se=0.1, dof=math.inf), 0.01, 0.005, 0.01, "before")[1]
     assert text.startswith("the optimized side is 0.0% slower than before (95% interval -17.8 to 21.7%, margin 1.0%)")
 
 
@@ -939,18 +940,73 @@ def test_the_figures_of_a_comparison() -> None:
     verdict(compare_look({ID: again(count=4)}, revision="abc", processes=4)[ID], Status.PASS)
 
 
+# --- halfway through the second look -------------------------------------------------------------------------------
+
+
+def interim(item: Open, runs: Sequence[Measurement]) -> Verdict | None:
+    found = interim_look({ID: item}, {ID: runs})
+    assert set(found) <= {ID}
+    return found.get(ID)
+
+
+def test_what_is_clear_halfway_is_decided_there() -> None:
+    for slower, status in ((0.0, Status.PASS), (math.log(1.031), Status.REGRESSED), (-0.05, Status.IMPROVED)):
+        item = opened(processes(0.03))
+        found = interim(item, again(slower, count=3))
+        assert found is not None
+        whole = second_look({ID: item}, {ID: again(slower, count=6)})[ID]
+        assert (found.status, found.moved) == (whole.status, whole.moved)
+        assert found.status is status
+        assert (found.look, found.processes) == (2, 6)
+        assert found.slowdown == pytest.approx(math.expm1(slower), abs=1e-9)
+
+
+def test_what_is_in_doubt_halfway_waits_for_the_end() -> None:
+    noise = dataclasses.replace(NOISE, process=Variance(value=0.003**2, dof=8.0))
+    unclear = dataclasses.replace(opened(), noise=noise, paired=noise, selected=10**6)
+    assert interim(unclear, again(0.008, scale=3.0, count=3)) is None
+    # A neighbour spreads the processes: never a verdict, and at the end NOISY.
+    assert interim(opened(), again(0.2, scale=30.0, count=3)) is None
+    # A promise that the interval holds to neither side, or that is broken.
+    for speedup in (20.0, 25.0):
+        item = dataclasses.replace(opened(), promises=PromiseRecord(speedup=speedup))
+        assert interim(item, again(count=3)) is None
+    assert interim(opened(), [measurement(accepted=float("nan"))] * 3) is None
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_halfway_spends_a_part_of_the_error(sign: int) -> None:
+    """Certain enough for the whole look's level, and not for the part of it that is spent here."""
+    item = opened()
+    values = [sign * 0.03 + s for s in OFFSETS]
+
+    def at(se: float) -> Verdict | None:
+        process = Variance(value=3 * (se**2 - IMPORT_BIAS**2), dof=1e9)
+        noise = dataclasses.replace(item.noise, process=process)
+        runs = [measurement(accepted=-v) for v in values]
+        return interim(dataclasses.replace(item, noise=noise, paired=noise, twin=True), runs)
+
+    for factor, called in ((1.02, True), (0.98, False)):
+        limit = stats.norm.isf(0.001 / item.selected)
+        found = at(0.03 / (limit * factor))
+        assert (found is not None and found.status in (Status.REGRESSED, Status.IMPROVED)) is called
+
+
 # --- the rates -----------------------------------------------------------------------------------------------------
 
 
-def gated(suite: Suite, slower: float, scale: float = 1.0) -> tuple[Counter[Status], int]:
-    """One run of a suite through both looks → (statuses, workloads left open)."""
+def gated(suite: Suite, slower: float, scale: float = 1.0) -> tuple[Counter[Status], int, int]:
+    """One run of a suite through the looks → (statuses, workloads that need the second, and those that need all)."""
     promises = dict.fromkeys(suite.noises, PromiseRecord())
     first = first_look(suite.entries, suite.run(slower, scale=scale), promises, selected=len(promises))
     left = {k: a for k, a in first.items() if isinstance(a, Open)}
-    second = second_look(left, suite.again(list(left), slower, scale))
-    final = {**{k: a for k, a in first.items() if isinstance(a, Verdict)}, **second}
+    runs = suite.again(list(left), slower, scale)
+    interim = interim_look(left, {k: r[:3] for k, r in runs.items()})
+    last = {k: a for k, a in left.items() if k not in interim}
+    second = second_look(last, {k: runs[k] for k in last})
+    final = {**{k: a for k, a in first.items() if isinstance(a, Verdict)}, **interim, **second}
     assert set(final) == set(promises)
-    return Counter(v.status for v in final.values()), len(left)
+    return Counter(v.status for v in final.values()), len(left), len(last)
 
 
 @pytest.mark.parametrize(("sessions", "per_session", "open_share"), [(4, 3, 0.35), (1, 5, 0.55)])
@@ -958,21 +1014,24 @@ def test_simulated_rates(sessions: int, per_session: int, open_share: float) -> 
     """Mixed noise, 40 workloads: no false alarm to speak of, 2% caught, 1% mostly."""
     rng = np.random.default_rng(2026 + sessions)
     unchanged: Counter[Status] = Counter()
-    alarms = left = 0
+    alarms = left = whole = 0
     caught: Mapping[float, Counter[Status]] = {0.01: Counter(), 0.02: Counter(), 0.03: Counter()}
     suites, workloads, slowed = 60, 40, 8
     for number in range(suites):
         suite = Suite.make(rng, workloads=workloads, sessions=sessions, per_session=per_session)
-        statuses, count = gated(suite, 0.0)
+        statuses, count, last = gated(suite, 0.0)
         unchanged += statuses
         alarms += statuses[Status.REGRESSED] > 0
         left += count
+        whole += last
         if number < slowed:
             for slowdown, found in caught.items():
                 found += gated(suite, math.log1p(slowdown))[0]
     assert alarms <= 1
     assert unchanged[Status.NOISY] / (suites * workloads) < 0.012
     assert left / (suites * workloads) < open_share
+    # Half of the second look's processes are enough for most.
+    assert whole < 0.3 * left
     rates = {slowdown: found[Status.REGRESSED] / (slowed * workloads) for slowdown, found in caught.items()}
     assert rates[0.01] > 0.8
     assert rates[0.02] > 0.97
@@ -998,5 +1057,6 @@ def test_simulated_worst_noise_and_a_noisy_neighbour() -> None:
 
 def test_the_rule_s_constants_are_the_specification_s() -> None:
     assert (gate.ALPHA, gate.BETA_FIRST, gate.BETA_SECOND) == (0.005, 0.01, 0.02)
+    assert (gate.ALPHA_INTERIM, gate.BETA_INTERIM, gate.INTERIM_PROCESSES) == (0.001, 0.005, 3)
     assert (gate.FIRST_PROCESSES, gate.SECOND_PROCESSES, gate.STORED_PROCESSES) == (3, 6, 12)
     assert (gate.MARGIN_MIN, gate.MARGIN_MAX) == (0.01, 0.02)

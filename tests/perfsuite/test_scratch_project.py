@@ -34,6 +34,7 @@ FEWER = """
 import sys
 from perfsuite import cli, gate
 
+gate.INTERIM_PROCESSES = 1
 gate.SECOND_PROCESSES = gate.compare_look.__kwdefaults__["processes"] = 2
 gate.STORED_PROCESSES = gate.stored_look.__kwdefaults__["processes"] = 4
 cli.main(sys.argv[1:])
