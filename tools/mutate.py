@@ -50,7 +50,7 @@ CATEGORIES = ("speed_only", "needs_gpu", "equivalent")
 
 PURE = {f"perfsuite/{name}.py": [f"tests/perfsuite/test_{name}.py"] for name in ("statistics", "gate", "baseline")}
 SHARED = {
-    "optimized/kernels.py": ["tests/geometry", "tests/diversity"],
+    "optimized/kernels.py": ["tests/test_kernels.py", "tests/geometry/test_rotor_update.py"],
     "optimized/diversity/pairwise_cosine_cuda.py": ["tests/diversity/test_pairwise_cosine.py"],
 }
 """Modules of `optimized/` that are no technique by themselves, and the tests that use them."""
@@ -222,7 +222,7 @@ def reviewed(module: str) -> list[dict[str, str]]:
     tables = tomllib.loads(REVIEWED.read_text()) if REVIEWED.exists() else {}
     entries = [{"category": c, **entry} for c in CATEGORIES for entry in tables.pop(c, [])]
     for entry in entries:
-        unknown = set(entry) - {"category", "module", "line", "mutant", "operator", "within", "reason"}
+        unknown = set(entry) - {"category", "module", "line", "mutant", "next", "operator", "within", "reason"}
         if unknown or not entry.get("reason") or "module" not in entry or not {"line", "within"} & set(entry):
             raise SystemExit(f"{REVIEWED.name}: an entry needs module, line or within, and a reason: {entry}")
     if tables:
@@ -235,10 +235,11 @@ def same(text: str, other: str) -> bool:
     return "".join(text.split()) == "".join(other.split())
 
 
-def matches(entry: dict[str, str], mutant: Mutant, spans: dict[str, tuple[int, int]]) -> bool:
+def matches(entry: dict[str, str], mutant: Mutant, spans: dict[str, tuple[int, int]], lines: Sequence[str]) -> bool:
     first, last = spans.get(entry.get("within", ""), (0, -1))
     return (
         ("within" not in entry or first <= mutant.row <= last)
+        and ("next" not in entry or same(entry["next"], "".join(lines[mutant.row : mutant.row + 1])))
         and same(entry.get("line", mutant.before), mutant.before)
         and same(entry.get("mutant", mutant.after), mutant.after)
         and fnmatch(mutant.operator, entry.get("operator", "*"))
@@ -287,18 +288,19 @@ def examine(module: str, *, sample: int | None, seed: int, fresh: bool) -> Repor
     database, data = prepared(module, fresh=fresh)
     mutants = {job: Mutant(**fields) for job, fields in data["mutants"].items()}
     spans, entries = spans_by_name(module), reviewed(module)
+    lines = (ROOT / module).read_text().splitlines()
     category: dict[str, str] = {}
     for job, m in mutants.items():
         # The marker of keyword-only arguments is not a product.
         if not m.compiles or m.annotation or same(m.before.replace("*,", "/,", 1), m.after):
             category[job] = "no mutant"
         else:
-            category[job] = next((e["category"] for e in entries if matches(e, m, spans)), "")
+            category[job] = next((e["category"] for e in entries if matches(e, m, spans, lines)), "")
     judged = [m for job, m in mutants.items() if category[job] != "no mutant"]
     stale = [
         f"{REVIEWED.relative_to(ROOT)}: no mutant of {module} matches any more: {e.get('line') or e['within']}"
         for e in entries
-        if not any(matches(e, m, spans) for m in judged)
+        if not any(matches(e, m, spans, lines) for m in judged)
     ]
     # A larger sample by the same seed extends a smaller one.
     order = sorted(mutants, key=lambda j: (mutants[j].row, mutants[j].operator, mutants[j].after, j))

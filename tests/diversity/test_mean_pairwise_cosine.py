@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -78,3 +80,51 @@ def test_no_pair_has_no_mean(call, n):
     assert mean.isnan()
     mean.backward()
     assert e.grad.tolist() == [[0.0, 0.0, 0.0]] * n
+
+
+@pytest.mark.parametrize("call", SIDES)
+def test_rows_of_no_columns_are_at_distance_one(call):
+    e = torch.ones(3, 0, requires_grad=True)
+    mean = call(e)
+    assert mean.item() == 1.0
+    mean.backward()
+    assert e.grad.shape == (3, 0)
+
+
+@pytest.mark.parametrize(
+    ("shape", "path"),
+    [
+        ((2, 1), "kernels"),
+        ((3, 2), "kernels"),
+        ((5000, 2048), "kernels"),
+        ((2, 2049), "torch"),
+        ((2, 0), "torch"),
+        ((1, 3), "torch"),
+        ((0, 3), "torch"),
+    ],
+)
+@pytest.mark.parametrize("gpu", [True, False])
+def test_the_kernels_serve_pairs_of_rows_of_up_to_2048_columns_on_a_gpu(shape, path, gpu, monkeypatch):
+    module = "optimized.diversity.mean_pairwise_cosine"
+    monkeypatch.setattr(f"{module}.use_triton", lambda e: gpu)
+    monkeypatch.setattr(f"{module}._MeanPairwiseCosine", SimpleNamespace(apply=lambda e: "kernels"))
+    monkeypatch.setattr(f"{module}.mean_pairwise_cosine_torch", lambda e: "torch")
+    assert mean_pairwise_cosine_triton(torch.empty(shape)) == path
+    monkeypatch.setattr(f"{module}.mean_pairwise_cosine_triton", lambda e: "asked for kernels")
+    assert optimized(torch.empty(shape)) == ("asked for kernels" if gpu and path == "kernels" else "torch")
+
+
+@pytest.mark.skipif(triton_reason() is not None or torch.cuda.is_available(), reason="needs Triton's interpreter")
+@pytest.mark.parametrize(("n", "width"), [(2, 1), (3, 5), (16, 8), (17, 3), (33, 16), (150, 31), (1070, 4)])
+def test_the_kernels_write_within_their_outputs(n, width, fences):
+    e = torch.randn(n, width, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    mean_pairwise_cosine_triton(e).backward()
+    assert fences.intact()
+
+
+@pytest.mark.skipif(triton_reason() is not None or torch.cuda.is_available(), reason="needs Triton's interpreter")
+def test_the_kernels_refuse_a_second_derivative():
+    e = torch.randn(3, 4, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    (first,) = torch.autograd.grad(mean_pairwise_cosine_triton(e).square(), e, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()

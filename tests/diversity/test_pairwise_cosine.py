@@ -1,14 +1,18 @@
+import contextlib
 import math
+import os
 import shutil
 import subprocess
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils import cpp_extension
 
 from optimized.diversity import pairwise_cosine_cuda as extension
+from optimized.diversity.pairwise_cosine import _choose, _tile, pairwise_cosine_triton, pairwise_cosine_vectorised
 from optimized.diversity.pairwise_cosine import pairwise_cosine as optimized
-from optimized.diversity.pairwise_cosine import pairwise_cosine_triton, pairwise_cosine_vectorised
-from optimized.kernels import triton_reason
+from optimized.kernels import jit, tl, triton_reason
 from perfsuite import Cost, Pair, Workload, compiled, sampled, side, size, tensor
 from reference.diversity.pairwise_cosine import pairwise_cosine as reference
 
@@ -120,8 +124,14 @@ def test_a_short_row_s_distance_from_itself_has_a_gradient(call, largest, monkey
 
 @pytest.mark.parametrize("call", SIDES[1:])
 def test_not_finite_rows_stand_where_the_reference_has_them(call):
-    e = torch.randn(6, 20, generator=torch.Generator().manual_seed(0))
+    # Of more rows than a tile has: in most tiles only the rows of one side are not finite.
+    e = torch.randn(40, 20, generator=torch.Generator().manual_seed(0))
     e[0, 3], e[1, 2] = math.inf, math.nan
+    # Right behind a row whose squares overflow, and in its place beside its end.
+    e[5] *= 1e30
+    e[6, 0] = math.inf
+    e[7] *= 1e30
+    e[8, 0] = math.nan
     e[2] *= 1e30  # its squares overflow: infinitely long, at distance 1 from all
     e[3] *= 1e-30
     torch.testing.assert_close(call(e), reference(e), equal_nan=True, atol=1e-6, rtol=0)
@@ -143,15 +153,229 @@ def test_extension_says_why_it_is_not_there():
     torch.testing.assert_close(extension.pairwise_cosine_cuda(e), pairwise_cosine_vectorised(e))
 
 
-def test_a_failed_build_warns_and_falls_back(monkeypatch):
+class OnGpu(torch.Tensor):
+    """A tensor that says it is on a GPU, so that the choice of path is tested without one."""
+
+    is_cuda = True
+
+
+def counted(monkeypatch, built):
+    """Has `_extension` return `built`; returns the list that grows by each time it is asked for."""
+    asked = []
+    monkeypatch.setattr(extension, "_extension", lambda: asked.append(None) or built)
+    return asked
+
+
+def test_the_extension_serves_float32_on_a_gpu_alone(monkeypatch):
+    e = torch.randn(4, 8)
+    expected = pairwise_cosine_vectorised(e)
+    built = SimpleNamespace(forward=lambda e: (torch.full((4, 4), 7.0), torch.ones(4)))
+    asked = counted(monkeypatch, built)
+    torch.testing.assert_close(extension.pairwise_cosine_cuda(e), expected)
+    extension.pairwise_cosine_cuda(e.double().as_subclass(OnGpu))
+    assert not asked
+    assert (extension.pairwise_cosine_cuda(e.as_subclass(OnGpu)) == 7).all()
+    assert len(asked) == 1
+
+
+def test_without_the_extension_the_pytorch_form_serves(monkeypatch):
+    asked = counted(monkeypatch, None)
+    e = torch.randn(4, 8)
+    distances = extension.pairwise_cosine_cuda(e.as_subclass(OnGpu)).as_subclass(torch.Tensor)
+    torch.testing.assert_close(distances, pairwise_cosine_vectorised(e))
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("missing", "told"),
+    [
+        ("", None),
+        ("gpu", "no CUDA device;"),
+        ("toolkit", "nvcc was not found;"),
+        ("bin/nvcc", "nvcc was not found;"),
+        ("bin/ninja", "ninja was not found;"),
+        ("bin/c++", "no C++ compiler was found;"),
+    ],
+)
+def test_extension_names_what_is_missing(missing, told, monkeypatch, tmp_path):
+    (tmp_path / "bin").mkdir()
+    for name in ("nvcc", "ninja", "c++"):
+        if missing != f"bin/{name}":
+            program = tmp_path / "bin" / name
+            program.touch(mode=0o755)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: missing != "gpu")
+    monkeypatch.setattr(cpp_extension, "CUDA_HOME", None if missing == "toolkit" else str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.delenv("CXX", raising=False)
+    reason = extension.available()
+    assert reason is None if told is None else reason.startswith(told)
+
+
+@pytest.fixture
+def forgetful():
+    """The extension is looked for anew, before and after."""
+    extension._extension.cache_clear()
+    yield
+    extension._extension.cache_clear()
+
+
+@pytest.mark.parametrize("error", [RuntimeError, OSError, ImportError])
+def test_a_failed_build_warns_once_and_falls_back(error, forgetful, monkeypatch):
+    tries = []
+
     def fail():
-        raise RuntimeError("ninja: build stopped")
+        tries.append(None)
+        raise error("ninja: build stopped")
 
     monkeypatch.setattr(extension, "available", lambda: None)
     monkeypatch.setattr(extension, "_build", fail)
-    extension._extension.cache_clear()
-    try:
-        with pytest.warns(RuntimeWarning, match="falls back to PyTorch: the build failed: ninja"):
-            assert extension._extension() is None
-    finally:
-        extension._extension.cache_clear()
+    e = torch.randn(4, 8).as_subclass(OnGpu)
+    with pytest.warns(RuntimeWarning, match="falls back to PyTorch: the build failed: ninja") as told:
+        first, second = extension.pairwise_cosine_cuda(e), extension.pairwise_cosine_cuda(e)
+    # Whose call it was, not a line of ours.
+    assert [w.filename for w in told] == [__file__]
+    assert len(tries) == 1
+    assert torch.equal(first, second)
+
+
+def test_an_extension_that_was_built_is_kept(forgetful, monkeypatch):
+    built = SimpleNamespace()
+    monkeypatch.setattr(extension, "available", lambda: None)
+    monkeypatch.setattr(extension, "_build", lambda: built)
+    assert extension._extension() is built
+    monkeypatch.setattr(extension, "_build", lambda: SimpleNamespace())
+    assert extension._extension() is built
+
+
+def test_what_is_missing_is_not_built(forgetful, monkeypatch):
+    monkeypatch.setattr(extension, "available", lambda: "no CUDA device; run elsewhere")
+    monkeypatch.setattr(extension, "_build", lambda: pytest.fail("built"))
+    with pytest.warns(RuntimeWarning, match="falls back to PyTorch: no CUDA device"):
+        assert extension._extension() is None
+
+
+@pytest.mark.parametrize("chosen", [None, "8.0;9.0"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_build_is_for_this_gpu_unless_the_user_has_said_otherwise(chosen, fails, monkeypatch):
+    seen = {}
+
+    def load(**options):
+        seen.update(options, arch=os.environ["TORCH_CUDA_ARCH_LIST"])
+        if fails:
+            raise RuntimeError("build stopped")
+        return extension
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(cpp_extension, "load", load)
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", chosen)
+    with pytest.raises(RuntimeError, match="build stopped") if fails else contextlib.nullcontext():
+        extension._build()
+    assert seen["arch"] == (chosen or "9.0")
+    assert all(os.path.exists(source) for source in seen["sources"])
+    # As it was before.
+    assert os.environ.get("TORCH_CUDA_ARCH_LIST") == chosen
+
+
+def test_the_extension_s_gradient_is_what_its_backward_says(monkeypatch):
+    # Written as the extension's two functions are, in PyTorch operations.
+    def forward(e):
+        assert e.is_contiguous()
+        length = torch.linalg.vector_norm(e, dim=-1).clamp(min=1e-12)
+        return pairwise_cosine_vectorised(e), 1 / length
+
+    def backward(e, inverse, grad):
+        assert grad.is_contiguous()
+        with torch.enable_grad():
+            e = e.detach().requires_grad_()
+            return torch.autograd.grad(pairwise_cosine_vectorised(e), e, grad)[0]
+
+    built = SimpleNamespace(forward=forward, backward=backward)
+    e = torch.randn(8, 5).t().requires_grad_()
+    weights = torch.randn(5, 5).t()
+    (extension._PairwiseCosineCuda.apply(e, built) * weights).sum().backward()
+    expected = e.detach().clone().requires_grad_()
+    (pairwise_cosine_vectorised(expected) * weights).sum().backward()
+    torch.testing.assert_close(e.grad, expected.grad)
+
+
+@pytest.mark.skipif(triton_reason() is not None or torch.cuda.is_available(), reason="needs Triton's interpreter")
+@pytest.mark.parametrize("largest", [0, 1536])
+@pytest.mark.parametrize(("n", "width"), [(1, 1), (3, 5), (16, 32), (17, 33), (40, 7), (130, 3), (300, 9)])
+def test_the_kernels_write_within_their_outputs(n, width, largest, fences, monkeypatch):
+    monkeypatch.setattr("optimized.diversity.pairwise_cosine.BACKWARD_KERNEL_MAX", largest)
+    e = torch.randn(n, width, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    pairwise_cosine_triton(e).square().sum().backward()
+    assert fences.intact()
+
+
+@pytest.mark.skipif(triton_reason() is not None or torch.cuda.is_available(), reason="needs Triton's interpreter")
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("largest", [0, 1536])
+@pytest.mark.parametrize(("n", "width"), [(40, 7), (7, 40), (70, 33), (3, 600), (2, 2)])
+def test_both_ways_to_the_gradient(n, width, largest, transposed, monkeypatch):
+    monkeypatch.setattr("optimized.diversity.pairwise_cosine.BACKWARD_KERNEL_MAX", largest)
+    generator = torch.Generator().manual_seed(0)
+    e = torch.randn(n, width, generator=generator)
+    e[0] *= 1e-15  # shorter than the least length
+    # Not symmetric, so that the gradient of a distance and that of its mirror image are told apart.
+    weights = torch.randn(n, n, generator=generator)
+    weights = weights.t() if transposed else weights
+    got = torch.autograd.grad(pairwise_cosine_triton(e.requires_grad_()), e, weights)[0]
+    exact = e.detach().double().requires_grad_()
+    expected = torch.autograd.grad(pairwise_cosine_vectorised(exact), exact, weights.double())[0].float()
+    torch.testing.assert_close(got[0], expected[0], rtol=1e-5, atol=1e-5 * expected[0].abs().max().item())
+    torch.testing.assert_close(got[1:], expected[1:], rtol=1e-5, atol=1e-5)
+
+
+@jit
+def _tiles_kernel(number_ptr, row_ptr, column_ptr, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    row, column = _tile(tl.load(number_ptr + at))
+    tl.store(row_ptr + at, row)
+    tl.store(column_ptr + at, column)
+
+
+@pytest.mark.skipif(triton_reason() is not None or torch.cuda.is_available(), reason="needs Triton's interpreter")
+def test_tiles_are_counted_column_by_column():
+    # Each column's first tile and its last; in the far ones float32 rounds up to the neighbour.
+    size = 2**14
+    column = torch.arange(size, dtype=torch.int32)
+    first = column * (column + 1) // 2
+    for number, expected in ((first, 0 * column), (first + column, column)):
+        rows, columns = torch.empty_like(number), torch.empty_like(number)
+        _tiles_kernel[(1,)](number, rows, columns, SIZE=size)
+        assert torch.equal(columns, column)
+        assert torch.equal(rows, expected)
+
+
+@pytest.mark.parametrize("gpu", [True, False])
+def test_the_kernels_serve_a_gpu(gpu, monkeypatch):
+    module = "optimized.diversity.pairwise_cosine"
+    monkeypatch.setattr(f"{module}.use_triton", lambda e: gpu)
+    monkeypatch.setattr(f"{module}.pairwise_cosine_triton", lambda e: "kernels")
+    monkeypatch.setattr(f"{module}.pairwise_cosine_vectorised", lambda e: "vectorised")
+    assert optimized(torch.empty(3, 2)) == ("kernels" if gpu else "vectorised")
+
+
+@pytest.mark.parametrize(("n", "row"), [(0, "a"), (4, "a"), (5, "b"), (8, "b"), (9, "c"), (10**9, "c")])
+def test_a_table_s_first_row_that_is_large_enough_is_chosen(n, row):
+    assert _choose(((4, row, 1), (8, row, 2), (None, row, 3)), n) == (row, " abc".index(row))
+
+
+@pytest.mark.skipif(triton_reason() is not None or torch.cuda.is_available(), reason="needs Triton's interpreter")
+def test_the_kernels_refuse_a_second_derivative():
+    e = torch.randn(3, 4, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    (first,) = torch.autograd.grad(pairwise_cosine_triton(e).square().sum(), e, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
+
+
+def test_the_extension_refuses_a_second_derivative():
+    built = SimpleNamespace(forward=lambda e: (e @ e.t(), e[:, 0]), backward=lambda e, inverse, grad: grad @ e)
+    e = torch.randn(3, 4, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    distances = extension._PairwiseCosineCuda.apply(e, built)
+    (first,) = torch.autograd.grad(distances.square().sum(), e, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()

@@ -1,4 +1,5 @@
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -122,3 +123,57 @@ def test_not_finite_rows_stay_apart(call):
     assert math.isnan(speed[0])
     assert speed[1].item() == pytest.approx(math.sqrt(5))
     assert speed[2].item() == math.inf
+
+
+def one_path(monkeypatch, gpu):
+    """Has the paths return their names; returns the list of tensors that a GPU is asked for."""
+    module = "optimized.geometry.lior_and_speed"
+    asked = []
+    monkeypatch.setattr(f"{module}.use_triton", lambda *tensors: asked.extend(tensors) or gpu)
+    monkeypatch.setattr(f"{module}.lior_and_speed_vectorised", lambda *arguments: "vectorised")
+    monkeypatch.setattr(f"{module}._LiorAndSpeed", SimpleNamespace(apply=lambda *arguments: "kernels"))
+    return asked
+
+
+@pytest.mark.parametrize("diagonal", [False, True])
+@pytest.mark.parametrize(("n", "path"), [(0, "vectorised"), (1, "kernels"), (8, "kernels"), (9, "vectorised")])
+@pytest.mark.parametrize("gpu", [True, False])
+def test_the_kernels_serve_up_to_eight_coordinates_on_a_gpu(n, path, gpu, diagonal, monkeypatch):
+    asked = one_path(monkeypatch, gpu)
+    velocity, curvature = torch.empty(3, n), torch.empty(3)
+    metric, diag = (None, torch.empty(n)) if diagonal else (torch.empty(n, n), None)
+    assert optimized(velocity, curvature, metric, diag) == (path if gpu else "vectorised")
+    assert lior_and_speed_triton(velocity, curvature, metric, diag) == path
+    if path == "kernels":
+        form = diag if diagonal else metric
+        assert [id(t) for t in asked] == [id(t) for t in (velocity, curvature, form)]
+
+
+def test_the_kernels_serve_one_metric_for_all_rows(monkeypatch):
+    one_path(monkeypatch, gpu=True)
+    for call in (optimized, lior_and_speed_triton):
+        assert call(torch.empty(3, 2), torch.empty(3), torch.empty(3, 2, 2)) == "vectorised"
+        # The diagonal alone is the metric where it is given.
+        assert call(torch.empty(3, 2), torch.empty(3), torch.empty(3, 2, 2), torch.empty(2)) == "kernels"
+
+
+@pytest.mark.skipif(triton_reason() is not None or torch.cuda.is_available(), reason="needs Triton's interpreter")
+@pytest.mark.parametrize("diagonal", [False, True])
+@pytest.mark.parametrize(("rows", "n"), [(1, 1), (3, 2), (129, 3), (300, 4), (520, 5), (2, 7), (600, 8)])
+def test_the_kernels_write_within_their_outputs(rows, n, diagonal, fences):
+    generator = torch.Generator().manual_seed(0)
+    velocity = torch.randn(rows, n, generator=generator, requires_grad=True)
+    curvature = torch.rand(rows, generator=generator, requires_grad=True)
+    form = (torch.rand(n, generator=generator) if diagonal else torch.eye(n)).requires_grad_()
+    lior, speed = lior_and_speed_triton(velocity, curvature, *((None, form) if diagonal else (form,)))
+    (lior + speed).sum().backward()
+    assert fences.intact()
+
+
+@pytest.mark.skipif(triton_reason() is not None or torch.cuda.is_available(), reason="needs Triton's interpreter")
+def test_the_kernels_refuse_a_second_derivative():
+    velocity = torch.randn(3, 2, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    lior, _ = lior_and_speed_triton(velocity, torch.ones(3), torch.eye(2))
+    (first,) = torch.autograd.grad(lior.square().sum(), velocity, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()

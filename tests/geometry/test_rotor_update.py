@@ -65,6 +65,8 @@ def test_repeated_slots_accumulate(call):
         ([0.0, 9e-7], [0, 1, 0]),
         ([math.nan, 1.0], [0, 1, 0]),
         ([1.0, math.inf], [0, 1, 0]),
+        ([-math.inf, 1.0], [0, 1, 0]),
+        ([3e38, 3e38], [0, 1, 0]),  # the length overflows
         ([0.0, 1.0], [0, 2, 0]),
         ([0.0, 1.0], [-1, 1, 0]),
         ([0.0, 1.0], [0, 1, 1]),
@@ -93,8 +95,9 @@ def test_the_least_length_itself_turns(call):
 @pytest.mark.parametrize("call", SIDES)
 @pytest.mark.parametrize("row", [[2, 1, 0], [1, 2, 0], [-1, 1, 0], [1, -1, 0], [0, 1, 1], [0, 1, -1]])
 def test_an_index_one_beyond_an_end_reads_and_writes_nothing(call, row):
-    # What lies beyond would show: the tensors are windows of longer ones.
-    whole_theta, whole_velocity = torch.tensor([9.0, 0.25, 9.0]), torch.tensor([5.0, 0.0, 1.0, 5.0])
+    # What lies beyond would show, and what lies at the end: the tensors are windows of longer ones, and any two of the
+    # components make an angle.
+    whole_theta, whole_velocity = torch.tensor([9.0, 0.25, 9.0]), torch.tensor([5.0, 2.0, 1.0, 5.0])
     call(whole_theta[1:2], whole_velocity[1:3], torch.tensor([row]), torch.tensor(-1.0))
     assert whole_theta.tolist() == [9.0, 0.25, 9.0]
 
@@ -126,6 +129,17 @@ def test_rounding_near_odd_half_turns_stays_on_the_circle(call):
     assert ((wrapped >= -pi) & (wrapped < pi)).all()
 
 
+@pytest.mark.parametrize("call", [reference, optimized, rotor_update_vectorised])
+def test_every_angle_in_half_precision_stays_on_the_circle(call):
+    # Where the rounding lands on an end, and far beyond: few floats near the circle do.
+    every = torch.arange(2**16).to(torch.int32).to(torch.int16).view(torch.float16)
+    theta = every[every.isfinite()]
+    one = torch.ones((), dtype=torch.float16)
+    wrapped = call(theta, one.reshape(1), torch.empty(0, 3, dtype=torch.int64), one)
+    pi = torch.tensor(math.pi, dtype=torch.float16)
+    assert ((wrapped >= -pi) & (wrapped < pi)).all()
+
+
 @pytest.mark.parametrize("call", SIDES)
 def test_the_sign_of_zero_is_an_angle(call):
     assert update(call, [0.0], [-1.0, -0.0], [[0, 1, 0]]) == pytest.approx([-0.1 * math.pi], abs=1e-6)
@@ -142,3 +156,29 @@ def test_linear_path_serves_many_slots_and_pairs():
     loss_delta = torch.tensor(0.3, dtype=torch.float64)
     turned = optimized(theta.clone(), velocity, index, loss_delta)
     torch.testing.assert_close(turned, reference(theta.clone(), velocity, index, loss_delta))
+
+
+@pytest.mark.parametrize(
+    ("gpu", "slots", "pairs", "path"),
+    [
+        (True, 6, 8, "kernel"),
+        (True, 0, 0, "kernel"),
+        (True, 2**12, 2**12, "kernel"),
+        (True, 2**12, 2**12 + 1, "vectorised"),
+        (True, 2**12 + 1, 2**12, "vectorised"),
+        (False, 6, 8, "vectorised"),
+    ],
+)
+def test_the_kernel_serves_a_gpu_up_to_its_most_comparisons(gpu, slots, pairs, path, monkeypatch):
+    module = "optimized.geometry.rotor_update"
+    asked = []
+    monkeypatch.setattr(f"{module}.use_triton", lambda *tensors: asked.extend(tensors) or gpu)
+    monkeypatch.setattr(f"{module}.rotor_update_triton", lambda *arguments: ("kernel", *arguments))
+    monkeypatch.setattr(f"{module}.rotor_update_vectorised", lambda *arguments: ("vectorised", *arguments))
+    theta, velocity, loss_delta = torch.empty(slots), torch.empty(8), torch.tensor(0.5)
+    arguments = (theta, velocity, torch.empty((pairs, 3), dtype=torch.int64), loss_delta, 3.0)
+    served, *given = optimized(*arguments)
+    assert served == path
+    assert all(a is b for a, b in zip(given, arguments, strict=True))
+    # Not of the indices, which are whole numbers.
+    assert [id(t) for t in asked] == [id(t) for t in (theta, velocity, loss_delta)]

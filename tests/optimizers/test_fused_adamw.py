@@ -155,3 +155,28 @@ def test_parameters_may_move_between_steps(call):
 def test_the_cnn_has_the_published_number_of_parameters():
     sizes = {"c1": 32, "c2": 64, "c3": 128, "flat": 2048, "hidden": 256, "classes": 5}
     assert cnn_bytes(**sizes) == BYTES_PER_PARAMETER * 618_758
+
+
+@pytest.mark.parametrize(("count", "gpu", "path"), [(0, True, "torch"), (2, True, "triton"), (2, False, "torch")])
+def test_the_kernel_serves_parameters_on_a_gpu(count, gpu, path, monkeypatch):
+    module = "optimized.optimizers.fused_adamw"
+    params = [torch.empty(2) for _ in range(count)]
+    asked = []
+    monkeypatch.setattr(f"{module}.use_triton", lambda *tensors: asked.extend(tensors) or gpu)
+    monkeypatch.setattr(f"{module}.adamw_triton", lambda *arguments: ("triton", *arguments))
+    monkeypatch.setattr(f"{module}.adamw_torch", lambda *arguments: ("torch", *arguments))
+    served, given, *options = optimized(iter(params), 0.1, (0.5, 0.75), 1e-6, 0.25)
+    assert served == path
+    assert [id(p) for p in given] == [id(p) for p in asked] == [id(p) for p in params]
+    assert options == [0.1, (0.5, 0.75), 1e-6, 0.25]
+
+
+@pytest.mark.skipif(triton_reason() is not None or torch.cuda.is_available(), reason="needs Triton's interpreter")
+def test_the_kernel_writes_within_its_tensors(fences):
+    generator = torch.Generator().manual_seed(0)
+    params = [fences.around(torch.randn(n, generator=generator)) for n in (1, 3, 2047, 2048, 2049, 5000)]
+    params.append(fences.around(torch.randn(5, 7, generator=generator).t()))
+    step = adamw_triton(params)
+    for _ in range(2):
+        step([fences.around(torch.randn(p.shape, generator=generator)) for p in params])
+    assert fences.intact()
