@@ -277,8 +277,9 @@ def _backward_kernel(
                 q += (0.5 * s) * v[j]
                 slope += (s,)
             speed = tl.sqrt_rn(tl.where(q < 0, 0.0, q) + eps)
-            # Where q is negative the clamp lets nothing through; at 0 it does, as torch.clamp(min=0).
-            d_q = tl.where(q >= 0, tl.div_rn(d_speed + d_lior * curvature, 2.0 * speed), 0.0)
+            # Where q is negative the clamp lets nothing through; at 0 it does, as torch.clamp(min=0). Without eps a row
+            # beyond the end would be 0 / 0, and the metric's gradient NaN.
+            d_q = tl.where((q >= 0) & (row < rows), tl.div_rn(d_speed + d_lior * curvature, 2.0 * speed), 0.0)
             tl.store(d_curvature_ptr + row, d_lior * speed, mask=row < rows)
             for chunk in tl.static_range((N + 3) // 4):
                 quad = ()

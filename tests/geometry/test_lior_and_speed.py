@@ -104,6 +104,20 @@ def test_clamp_passes_the_gradient_at_zero_but_not_below(call):
     assert form.grad.tolist() == [pytest.approx([0.5, 0.0]), [0.0, 0.0]]
 
 
+@pytest.mark.parametrize("call", SIDES)
+@pytest.mark.parametrize("diagonal", [False, True])
+def test_without_eps_the_metric_has_a_gradient(call, diagonal):
+    velocity = torch.tensor([[1.0, 2.0], [3.0, 1.0], [0.5, -1.0]])
+    form = (torch.ones(2) if diagonal else torch.eye(2)).requires_grad_()
+    lior, speed = call(velocity, torch.ones(3), *((None, form) if diagonal else (form,)), eps=0.0)
+    (lior + speed).sum().backward()
+    length = velocity.norm(dim=-1)
+    expected = (velocity.square() if diagonal else velocity[:, :, None] * velocity[:, None]) / length.reshape(
+        -1, *(1,) * form.dim()
+    )
+    torch.testing.assert_close(form.grad, expected.sum(0))
+
+
 @pytest.mark.parametrize("call", [optimized, lior_and_speed_vectorised, lior_and_speed_triton])
 def test_one_metric_a_row(call):
     generator = torch.Generator().manual_seed(0)
