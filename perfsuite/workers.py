@@ -149,6 +149,7 @@ class Workers:
         position, produced = 0, 0
         deadline = time.monotonic() + START_LIMIT_S + self.limits.get(current, START_LIMIT_S)
         buffered = b""
+        interrupt: KeyboardInterrupt | None = None
         try:
             while True:
                 ended = child.poll() is not None
@@ -177,6 +178,8 @@ class Workers:
                         current, phase = ids[produced] if produced < len(ids) else "", "start"
                         if not current:
                             deadline = time.monotonic() + END_LIMIT_S
+                if interrupt is not None:
+                    raise interrupt
                 if ended or (not current and time.monotonic() > deadline):
                     break
                 if time.monotonic() > deadline:
@@ -184,7 +187,11 @@ class Workers:
                     limit = self.limits.get(current, START_LIMIT_S)
                     yield current, _died(current, phase, f"hangs: it was stopped after its time limit of {limit:g} s")
                     return
-                time.sleep(POLL_S)
+                try:
+                    time.sleep(POLL_S)
+                except KeyboardInterrupt as error:
+                    interrupt = error  # what the worker has told by now is not lost
+                    self._kill(child)
         finally:
             self._kill(child)
             if produced == len(ids):

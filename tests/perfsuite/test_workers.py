@@ -7,9 +7,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import builders
 import pytest
@@ -280,3 +282,24 @@ def test_a_real_process_that_is_killed(project: Project) -> None:
     report = json.loads((project.path / "out/report.json").read_text())
     assert sorted(report["measurements"]) == [f"{d}/test_scale.py::scale::speed[small]" for d in "ac"]
     assert signal.SIGKILL == 9
+
+
+def test_ctrl_c_loses_nothing_that_was_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pressed while the parent waits for the next look, when the worker has just written a result."""
+    made = scripted(tmp_path, "begin('a'); done('a'); begin('b'); time.sleep(60)")
+
+    def sleep(seconds: float) -> None:
+        # The parent has looked at the start, before there was anything; this wait ends in Ctrl-C once 'b' has begun.
+        deadline = time.monotonic() + 60
+        while sum(p.read_bytes().count(b"\n") for p in made.folder.glob("*.jsonl")) < 5 and time.monotonic() < deadline:
+            threading.Event().wait(0.01)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(workers, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
+    results = made.run(["a", "b"])
+    id, outcome = next(results)
+    assert id == "a"
+    assert isinstance(outcome, Failure)
+    assert outcome.message == "done a"
+    with pytest.raises(KeyboardInterrupt):
+        next(results)
