@@ -112,7 +112,8 @@ class Tally:
             raise NotEquivalent(
                 f"{pair.name}: {self.discarded} of {self.draws} draws were discarded, because the reference alone "
                 f"overflows, and {self.ill_conditioned} are ill-conditioned in {dtype}, or the reference computes "
-                f"in less than {dtype}: too little is proven; bound the inputs with values=floats(low, high)"
+                f"in less than {dtype} (in TF32, or rounded to half precision inside): too little is proven; bound the "
+                f"inputs with values=floats(low, high), or let the reference compute in {dtype}"
             )
         if self.draws >= MIN_PROOFS and self.answers_differ is False:
             raise NotEquivalent(

@@ -70,7 +70,8 @@ def rotor_update_vectorised(
         v_j = velocity[j.clamp(0, n - 1)]
         length = torch.hypot(v_i, v_j)
         delta = 0.01 * eta * (-loss_delta) * torch.atan2(v_j, v_i) * length
-        valid &= (length >= MIN_LENGTH) & torch.isfinite(delta)
+        # Compared as the reference does, in double: 1e-6 in float32 is less than 1e-6.
+        valid &= (length.double() >= MIN_LENGTH) & torch.isfinite(delta)
         theta.index_add_(0, slot.clamp(0, slots - 1), torch.where(valid, delta, 0.0))
     turns = torch.floor((theta + math.pi) / (2 * math.pi))
     wrapped = theta - 2 * math.pi * turns
@@ -171,7 +172,8 @@ def _rotor_update_kernel(
         # False for NaN too. The components as well: tl.maximum may hide a NaN in one of them.
         infinity = float("inf")
         finite = (tl.abs(v_i) < infinity) & (tl.abs(v_j) < infinity) & (tl.abs(delta) < infinity)
-        delta = tl.where(valid & finite & (length >= 1e-6), delta, 0.0)
+        # 1e-6 becomes float32 here, which is less than 1e-6: a length that equals it is below.
+        delta = tl.where(valid & finite & (length > 1e-6), delta, 0.0)
         total += tl.sum(tl.where(slot[None, :] == own[:, None], delta[None, :], 0.0), axis=1)
     address = theta_ptr + own.to(tl.int64) * stride_theta
     angle = tl.load(address, mask=own < slots, other=0.0).to(tl.float32) + total

@@ -79,9 +79,13 @@ def test_skipped_rows_leave_the_angle(call, velocity, row):
 
 @pytest.mark.parametrize("call", SIDES)
 def test_a_row_of_the_least_length_turns(call):
-    # The float above 1e-6: of the nearest one, a little below, the sides may say either.
     least = torch.nextafter(torch.tensor(1e-6), torch.tensor(1.0)).item()
     assert update(call, [0.0], [0.0, least], [[0, 1, 0]]) == pytest.approx([0.1 * math.pi / 2 * least], rel=1e-5)
+
+
+@pytest.mark.parametrize("call", SIDES)
+def test_the_nearest_float_to_the_least_length_is_below_it(call):
+    assert update(call, [0.25], [0.0, 1e-6], [[0, 1, 0]]) == [0.25]
 
 
 @pytest.mark.parametrize("call", [reference, optimized, rotor_update_vectorised])
