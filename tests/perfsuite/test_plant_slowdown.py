@@ -25,6 +25,8 @@ def test_more_work_is_planted(tmp_path: Path, name: str) -> None:
     original = (ROOT / path.relative_to(tmp_path)).read_text()
     assert path.read_text() != original
     ast.parse(path.read_text())
+    with pytest.raises(ValueError, match="has more work already"):
+        planting.plant(tmp_path, name, 0.03)
     path.write_text("")
     with pytest.raises(ValueError, match=r"adapt plant_slowdown\.py"):
         planting.plant(tmp_path, name, 0.03)
