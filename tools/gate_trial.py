@@ -24,6 +24,7 @@ from pathlib import Path
 from plant_slowdown import NAMES, plant
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from perfsuite.errors import PerfsuiteError
 from perfsuite.records import Status
@@ -107,7 +108,7 @@ def shown(trials: list[Trial]) -> Table:
         counts = ", ".join(f"{statuses.count(s)} {s}" for s in dict.fromkeys(statuses))
         ends = "yes" if trial.as_it_must else "NO"
         table.add_row(
-            trial.planted or "-", str(trial.code), f"{trial.seconds:.0f}", counts, "\n".join(trial.lines), ends
+            trial.planted or "-", str(trial.code), f"{trial.seconds:.0f}", counts, Text("\n".join(trial.lines)), ends
         )
     return table
 
