@@ -203,6 +203,7 @@ def measure(
     """
     began = perf_counter()
     guard.check()
+    l2_bytes = scrutiny.persisting_l2_bytes()  # before any side has run
     seed = secrets.randbits(31) if seed is None else seed
     dtype = workload.dtype or pair.dtypes[0]
     case = make.workload_case(workload, dtype, seed)
@@ -253,7 +254,7 @@ def measure(
     peaks = {n: _peak_bytes(r, report) if first else None for n, r in runners.items()}
     gated = {n: r for n, r in runners.items() if n not in rivals}
     sampler = _Sampler(gated, master, clock, kind, counts, rng, workload.repeat, report)
-    watch = _Watch(timed, workload, case, sampler, truth, home)
+    watch = _Watch(timed, workload, case, sampler, truth, home, l2_bytes)
     condition = sampler.run(BLOCKS, watch.between)
     watch.conclude()
     beside_it = anchors.measure(device)
@@ -666,11 +667,12 @@ class _Watch:
         sampler: _Sampler,
         truth: equivalence.Truth,
         home: Path | None,
+        l2_bytes: int | None,
     ) -> None:
         self.pair, self.workload, self.case, self.home = pair, workload, case, home
         self.sampler, self.truth = sampler, truth
         self.fresh: list[tuple[float, float]] = []
-        self.l2_bytes = scrutiny.persisting_l2_bytes()
+        self.l2_bytes = l2_bytes
         self.where = f"{pair.name}: the optimized side"
         self.judged = sampler.rng.randrange(BLOCKS)
         """The block whose outputs are held against the truth: nobody can know which."""

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from perfsuite import Cost, Pair, Workload, clocks, floats, guard, sampling, side, stateful, tensor
+from perfsuite import Cost, Pair, Workload, clocks, floats, guard, sampling, scrutiny, side, stateful, tensor
 from perfsuite.equivalence import NotEquivalent
 from perfsuite.errors import PairError
 from perfsuite.integrity import calls
@@ -513,3 +513,23 @@ def test_a_side_that_works_on_after_its_call_is_named_before_it_is_timed(monkeyp
     pair = dataclasses.replace(pair, optimized=lambda x: x + 2)
     with pytest.raises(NotEquivalent, match=r"p: output of the optimized side is wrong"):
         sampling.measure(pair, pair.workloads[0], workload_id="w", device="cpu")
+
+
+def test_l2_that_a_side_has_set_aside_before_it_is_timed_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver of our own: the side sets L2 aside in its first call, which is a proof."""
+    aside = [0]
+
+    def keeps(x: torch.Tensor) -> torch.Tensor:
+        aside[0] = 16 << 20
+        return x + 1
+
+    driver = SimpleNamespace(
+        cuCtxResetPersistingL2Cache=lambda: 0, cuCtxSetLimit=lambda limit, size: aside.__setitem__(0, size.value)
+    )
+    monkeypatch.setattr(scrutiny, "persisting_l2_bytes", lambda: aside[0])
+    monkeypatch.setattr(scrutiny, "_driver", lambda: driver)
+    monkeypatch.setattr(guard, "check", lambda: None)
+    pair = Pair(reference=lambda x: x + 1, optimized=keeps, inputs=X, workloads=[Workload("w", n=64)], name="p")
+    with pytest.raises(NotEquivalent, match=r"sets 16777216 bytes of L2 aside for persisting lines"):
+        sampling.measure(pair, pair.workloads[0], workload_id="w", device="cpu")
+    assert aside == [0]
