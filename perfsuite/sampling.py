@@ -698,8 +698,11 @@ class _Watch:
             return  # constant or recorded inputs: there are no others
         times = []
         # The first is not kept: it finds the processor's caches full of what the harness did before.
-        for given in (warm, values, values):
-            runner.refill(given)
+        for given in (warm, values, None):
+            if (
+                given is not None
+            ):  # the last time nothing is written: as in the timed calls, a replay finds all as it was
+                runner.refill(given)
             times.append(self.sampler.once(OPTIMIZED))
         self.fresh.append((times[1], times[2]))
         if block == self.judged and not stateful and REFERENCE not in self.sampler.few:

@@ -15,6 +15,7 @@ from perfsuite.integrity.calls import (
     drift,
     late_output,
     nondeterminism,
+    partial_keys,
     reused_memory,
     unseen_inputs,
 )
@@ -43,6 +44,7 @@ __all__ = [
     "lazy_output",
     "nondeterminism",
     "out_of_bounds",
+    "partial_keys",
     "poisoned_memory",
     "private_buffer",
     "reused_memory",
@@ -59,6 +61,7 @@ CHECKS: tuple[Callable[[Probe], None], ...] = (
     nondeterminism,  # what changes from call to call must not be laid at memory's door
     call_order,
     reused_memory,
+    partial_keys,
     aliased_input,
     private_buffer,
     unwritten_output,

@@ -138,6 +138,55 @@ def reused_memory(probe: Probe) -> None:
         ) from None
 
 
+def partial_keys(probe: Probe) -> None:
+    """Values that differ in one place, or only in their order, must get their own answer."""
+    if probe.pair.is_stateful:
+        return
+    try:
+        probe.truth()
+    except equivalence.Discard:
+        return
+    if not probe.is_right(probe.call(probe.drawn())):
+        return  # wrong without it, too: equivalence says how
+    for what, change in (("one element of them", _last_changed), ("their order", _rolled)):
+        near = make.map_tensors(probe.drawn(), change)
+        try:
+            truth = equivalence.establish(probe.pair, probe.case, probe.device, gradients=False, drawn=make.clone(near))
+            if truth.ill_conditioned:
+                continue
+            produced = probe.call(near)
+        except NotEquivalent:
+            raise
+        except Exception:  # inputs of a form that the reference wants: not to be changed so
+            continue
+        try:
+            equivalence.judge(probe.pair, truth, produced, name=probe.name)
+        except NotEquivalent as error:
+            if memory := unwritten(probe):
+                raise memory from None
+            if not probe.is_right(probe.call(probe.drawn())):
+                return  # not because of what was changed
+            raise probe.fault(
+                f"gives a wrong answer where its inputs differ from earlier ones in {what} alone: it keeps answers "
+                f"by a part of the values, or by their sum: {error}"
+            ) from None
+
+
+def _last_changed(tensor: torch.Tensor) -> torch.Tensor:
+    """The last element takes the value of the first: the bounds of the values still hold."""
+    if not tensor.is_floating_point() or tensor.numel() < 2:
+        return tensor
+    changed = tensor.detach().clone()
+    changed[(-1,) * changed.dim()] = tensor.detach()[(0,) * tensor.dim()]
+    return changed
+
+
+def _rolled(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.is_floating_point() or tensor.numel() < 2:
+        return tensor
+    return tensor.detach().roll(1)
+
+
 def drift(probe: Probe) -> None:
     """The answer after many calls must be as right as the first."""
     if probe.pair.is_stateful:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 from collections.abc import Iterator
@@ -78,6 +79,40 @@ def private_buffer(probe: Probe) -> None:
                     f"returns {name} of two calls in the same memory: it hands out a private static buffer; "
                     f"return a copy"
                 )
+    _kept_answers(probe)
+
+
+def _kept_answers(probe: Probe) -> None:
+    """What a caller writes into an output must not come back in the answer to the same inputs."""
+    if {*probe.pair.mutates, *probe.pair.writes}:
+        return
+    values = probe.drawn()
+    first, plain = probe.call(values), probe.call(values)
+    plain = {n: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for n, leaf in plain.items()}
+    inputs = {t.untyped_storage().data_ptr() for n, v in values.items() for _, t in make.tensors_in(v, n)}
+    owned = {
+        n: leaf.detach()
+        for n, leaf in first.items()
+        if isinstance(leaf, torch.Tensor)
+        and leaf.is_floating_point()
+        and leaf.untyped_storage().data_ptr() not in inputs
+    }
+    kept = {n: leaf.clone() for n, leaf in owned.items()}
+    # torch refuses to write to an expanded output, and so would a caller's writing fail.
+    with contextlib.suppress(RuntimeError):
+        for leaf in owned.values():
+            leaf.fill_(float("nan"))
+    again = probe.call(values)
+    name = next((n for n, leaf in again.items() if _has_nan(leaf) and not _has_nan(plain.get(n))), None)
+    with contextlib.suppress(RuntimeError):
+        for n, leaf in owned.items():
+            leaf.copy_(kept[n])  # a side that keeps it is to be found at the next draw, too
+    if name is not None:
+        raise probe.fault(f"keeps {name} and returns it again: what a caller writes into it comes back; return a copy")
+
+
+def _has_nan(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and bool(leaf.isnan().any())
 
 
 def unwritten_output(probe: Probe) -> None:
@@ -148,7 +183,7 @@ def unwritten(probe: Probe) -> NotEquivalent | None:
 
 
 def _holds_nan(leaves: Leaves) -> bool:
-    return any(leaf.isnan().any() for leaf in leaves.values() if isinstance(leaf, torch.Tensor))
+    return any(_has_nan(leaf) for leaf in leaves.values())
 
 
 GUARD_BYTES = 4096

@@ -36,6 +36,8 @@ def not_plain(name: str, leaf: execution.Leaf) -> str | None:
     own = [k for k in vars(leaf) if callable(vars(leaf)[k])]
     if own:
         return f"returns {name} with its method {own[0]} overridden: it may compute when read"
+    if vars(leaf) and type(leaf) is torch.Tensor:
+        return f"returns {name} with an attribute {next(iter(vars(leaf)))} of its own: work may hang on its end"
     if leaf.is_meta or leaf.layout is not torch.strided:
         return f"returns {name} as a {leaf.layout} tensor on {leaf.device}: it holds no values yet"
     return None

@@ -29,6 +29,8 @@ class Probe:
     home: Path | None
     known: dict[int, equivalence.Truth] = field(default_factory=dict)
     """Truths by the case's seed: the checks share them."""
+    was_right: bool = False
+    """Whether any answer has been right so far."""
 
     def drawn(self, case: Case | None = None) -> dict[str, Any]:
         values: dict[str, Any] = make.clone(make.build(self.pair, case or self.case, self.device, home=self.home))
@@ -48,6 +50,7 @@ class Probe:
         """Run the side on `values`, which it may change; `given` is shown the inputs of every step."""
         used = case or self.case
         execution.poison(self.pair, values)
+        versions = self._versions(values)
         with execution.quiet(self.side):
             call = execution.callable_of(self.side)
             if self.pair.is_stateful:
@@ -55,7 +58,26 @@ class Probe:
                     call, self.pair, values, (1, 2), lambda i: given(make.build_step(self.pair, used, self.device, i))
                 )
                 return {n: leaf for state in states.values() for n, leaf in state.items()}
-            return execution.run(call, self.pair, values, gradients=False, seed=used.seed)
+            produced = execution.run(call, self.pair, values, gradients=False, seed=used.seed)
+        for path, tensor, version, shape, stride in versions:
+            # A change of shape has a message of its own.
+            if tensor._version != version and (tensor.shape, tensor.stride()) == (shape, stride):
+                raise self.fault(
+                    f"changes its input {path} in place, which the pair does not declare; add it to mutates= (also "
+                    f"where it puts the values back: another stream, or autograd, sees what lies between)"
+                )
+        return produced
+
+    def _versions(self, values: dict[str, Any]) -> list[tuple[str, torch.Tensor, int, torch.Size, tuple[int, ...]]]:
+        """How often each undeclared input has been written to: torch counts it."""
+        declared = {*self.pair.mutates, *self.pair.writes}
+        return [
+            (path, tensor, tensor._version, tensor.shape, tensor.stride())
+            for name, value in values.items()
+            if name not in declared and not self.pair.is_stateful
+            for path, tensor in make.tensors_in(value, name)
+            if not tensor.is_inference()
+        ]
 
     def truth(self, case: Case | None = None) -> equivalence.Truth:
         """Discard where the reference alone is not finite on it."""
@@ -76,10 +98,11 @@ class Probe:
     def judge(self, produced: Leaves, case: Case | None = None) -> None:
         """NotEquivalent where they are not the answer to the case."""
         equivalence.judge(self.pair, self.truth(case), produced, name=self.name)
+        self.was_right = True
 
     def drifted(self, error: NotEquivalent) -> NotEquivalent | None:
         """The fault of a side that was right and is wrong ever after, if that is so; `error` says how."""
-        if any(self.is_right(self.call(self.drawn())) for _ in range(3)):
+        if not self.was_right or any(self.is_right(self.call(self.drawn())) for _ in range(3)):
             return None
         return self.fault(f"drifts: right at first, and wrong ever after some calls: {error}")
 

@@ -1176,3 +1176,23 @@ def test_scalars_are_passed_as_numbers() -> None:
     pair = pair_of(lambda x, s: x * s, lambda x, s: x * s, inputs)
     check(pair, case_of(n=5, scale=1.5))
     rejected(pair_of(lambda x, s: x * s, lambda x, s: x * 1.2, inputs), "wrong at", case_of(n=5, scale=1.5))
+
+
+@pytest.mark.parametrize("raised", [pytest.skip.Exception("x"), hypothesis.errors.UnsatisfiedAssumption()])
+def test_a_side_cannot_make_the_runner_pass_over_a_draw(raised: BaseException) -> None:
+    def picky(x: torch.Tensor) -> torch.Tensor:
+        raise raised
+
+    made = Pair(reference=lambda x: x + 1, optimized=picky, inputs={"x": tensor("n")}, name="p")
+    with pytest.raises(PairError, match=f"a side raises {type(raised).__name__}, which would make the test runner"):
+        eq.check_case(made, Case(dtype="float32", sizes={"n": 3}, inputs={}, seed=0), "cpu")
+
+
+def test_the_order_of_a_dict_s_keys_is_no_difference() -> None:
+    made = Pair(
+        reference=lambda x: {"a": x + 1, "b": x * 2},
+        optimized=lambda x: {"b": x * 2, "a": x + 1},
+        inputs={"x": tensor("n")},
+        name="p",
+    )
+    eq.check_case(made, Case(dtype="float32", sizes={"n": 3}, inputs={}, seed=0), "cpu")

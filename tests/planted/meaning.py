@@ -39,6 +39,17 @@ def mutated(time: Time) -> Pair:
     return pair(lambda x: (fast(x), x.mul_(1.5))[0])
 
 
+@fault(15, "an input changed and put back", "changes its input x in place, which the pair does not declare")
+def put_back(time: Time) -> Pair:
+    def optimized(x: torch.Tensor) -> torch.Tensor:
+        before = x.clone()
+        answer = fast(x.mul_(1.0))
+        x.copy_(before)
+        return answer
+
+    return pair(optimized)
+
+
 @honest(15, "a declared change in place")
 def declared(time: Time) -> Pair:
     return pair(lambda x: x.copy_(fast(x)), reference=lambda x: x.copy_(wave(x)), mutates={"x"})

@@ -212,6 +212,53 @@ def by_shape(time: Time) -> Pair:
     return pair(optimized)
 
 
+def kept_by(key: Any, *, clone: bool = True) -> Any:
+    """An optimized side that answers again what it has answered for this key."""
+    answers: dict[Any, torch.Tensor] = {}
+
+    def optimized(x: torch.Tensor) -> torch.Tensor:
+        found = key(x)
+        if found not in answers:
+            answers[found] = fast(x)
+        return answers[found].clone() if clone else answers[found]
+
+    return optimized
+
+
+@fault(5, "an answer kept by a sum", "keeps answers by a part of the values, or by their sum")
+def by_sum(time: Time) -> Pair:
+    return pair(kept_by(lambda x: (x.shape, round(float(x.double().sum()), 2))))
+
+
+@fault(5, "an answer kept by the first values", "keeps answers by a part of the values, or by their sum")
+def by_first(time: Time) -> Pair:
+    return pair(kept_by(lambda x: (x.shape, *x.flatten()[:8].tolist())))
+
+
+@fault(5, "an answer that is kept and handed out", "what a caller writes into it comes back")
+def handed_out(time: Time) -> Pair:
+    return pair(kept_by(lambda x: (x.shape, *x.flatten().tolist()), clone=False))
+
+
+@honest(5, "an answer that is kept by all values, and copied")
+def by_all(time: Time) -> Pair:
+    return pair(kept_by(lambda x: (x.shape, *x.flatten().tolist())))
+
+
+@fault(5, "an answer kept by the version of its values", "it replays earlier answers", timed=True)
+def by_version(time: Time) -> Pair:
+    last: list[Any] = [None, -1, None]
+
+    def optimized(x: torch.Tensor) -> torch.Tensor:
+        if last[0] is not x or last[1] != x._version:
+            time.spend(3e-3)
+            last[:] = [x, x._version, fast(x)]
+        time.spend(1e-4)
+        return last[2].clone()
+
+    return timed_pair(time, optimized)
+
+
 @fault(5, "an answer kept by address", "keeps answers by address or identity")
 def by_address(time: Time) -> Pair:
     answers: dict[int, Any] = {}
