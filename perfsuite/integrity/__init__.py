@@ -24,6 +24,7 @@ from perfsuite.integrity.memory import (
     out_of_bounds,
     poisoned_memory,
     private_buffer,
+    touched_input,
     undeclared_mutation,
     unwritten_output,
 )
@@ -48,6 +49,7 @@ __all__ = [
     "poisoned_memory",
     "private_buffer",
     "reused_memory",
+    "touched_input",
     "undeclared_mutation",
     "unseen_inputs",
     "unwritten_output",
@@ -68,6 +70,7 @@ CHECKS: tuple[Callable[[Probe], None], ...] = (
     out_of_bounds,
     calls_reference,
     drift,
+    touched_input,
 )
 
 

@@ -45,6 +45,18 @@ def undeclared_mutation(probe: Probe) -> None:
             raise probe.fault(f"changes its input {path} in place, which the pair does not declare; add it to mutates=")
 
 
+def touched_input(probe: Probe) -> None:
+    """No call of the other checks may have written to an undeclared input, also where it put the values back.
+
+    The last check: what is wrong in another way has a better name.
+    """
+    if probe.touched is not None:
+        raise probe.fault(
+            f"changes its input {probe.touched} in place, which the pair does not declare; add it to mutates= (it puts "
+            f"the values back, or changes them now and then)"
+        )
+
+
 def aliased_input(probe: Probe) -> None:
     """An output must not share memory with an input, unless the input is declared changed or the reference does too."""
     values = probe.drawn()
