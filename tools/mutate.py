@@ -272,7 +272,8 @@ def run(db: WorkDB, module: str, jobs: Sequence[str], again: bool, mutants: dict
         return
     # -m pytest: this folder comes first on the path, before an installed perfsuite.
     tests = " ".join(tests_of(module))
-    command = f"{shlex.quote(sys.executable)} -m pytest -x -q -p no:cacheprovider -m 'not perf' {tests}"
+    options = "-x -q -p no:cacheprovider -p tools.quick_to_fail -m 'not perf'"
+    command = f"{shlex.quote(sys.executable)} -m pytest {options} {tests}"
     timeout = measured_timeout(module, command)
     items = {i.job_id: i for i in db.work_items}
     for number, job in enumerate(todo, 1):

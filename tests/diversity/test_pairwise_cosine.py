@@ -317,10 +317,11 @@ def test_the_kernels_write_within_their_outputs(n, width, largest, fences, monke
 def test_both_ways_to_the_gradient(n, width, largest, transposed, monkeypatch):
     monkeypatch.setattr("optimized.diversity.pairwise_cosine.BACKWARD_KERNEL_MAX", largest)
     generator = torch.Generator().manual_seed(0)
-    e = torch.randn(n, width, generator=generator)
+    # NaN behind the ends: what is read there and counted, with a weight of 0 too, shows.
+    e = torch.cat([torch.randn(n, width, generator=generator), torch.full((1, width), math.nan)])[:n]
     e[0] *= 1e-15  # shorter than the least length
     # Not symmetric, so that the gradient of a distance and that of its mirror image are told apart.
-    weights = torch.randn(n, n, generator=generator)
+    weights = torch.full((n + 1, n + 1), math.nan)[:n, :n].copy_(torch.randn(n, n, generator=generator))
     weights = weights.t() if transposed else weights
     got = torch.autograd.grad(pairwise_cosine_triton(e.requires_grad_()), e, weights)[0]
     exact = e.detach().double().requires_grad_()

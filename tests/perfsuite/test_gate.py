@@ -244,6 +244,13 @@ def test_a_promise_within_the_noise_is_settled_by_the_estimate() -> None:
     assert "within the noise, but above the estimate" in verdict(look2(below, again()), Status.BELOW_FLOOR).message
 
 
+def test_an_estimate_of_exactly_the_promise_is_not_below_it() -> None:
+    runs = [measurement(ratio=s, reference_s=1e-4) for s in (-0.001, 0.0, 0.001)]
+    found = promises_look({ID: runs}, {ID: PromiseRecord(speedup=1.0)}, selected=1)[ID]
+    assert found.speedup == 1.0
+    assert "promise less" in verdict(found, Status.NOISY).message
+
+
 def test_a_regression_that_also_breaks_the_promise_is_below_the_floor() -> None:
     item = opened(processes(0.02), promise=PromiseRecord(speedup=19.5))
     found = verdict(look2(item, again(0.1, ratio=TRUTH - 0.1)), Status.BELOW_FLOOR)
@@ -331,6 +338,17 @@ def test_a_device_that_slowed_only_the_optimized_kind_of_work_is_called_the_devi
     item = opened([measurement(ratio=TRUTH - 0.05, optimized_s=1.05e-4, reference_s=20e-4) for _ in range(3)])
     found = verdict(look2(item, later), Status.PASS)
     assert found.moved == "device"
+
+
+def test_a_moved_ratio_is_told_of_a_green_verdict_and_a_reference_sampled_in_full() -> None:
+    def look(scale: float, change: Callable[[Measurement], Measurement]) -> Verdict:
+        made = entry([[change(m) for m in processes()] for _ in range(3)])
+        item = opened([change(measurement(ratio=TRUTH - 0.05 + s)) for s in OFFSETS], made=made)
+        return look2(item, [change(measurement(ratio=TRUTH - 0.05, accepted=scale * s)) for s in OFFSETS * 2])
+
+    assert verdict(look(1.0, _same), Status.PASS).moved == "reference"
+    assert verdict(look(30.0, _same), Status.NOISY).moved is None
+    assert verdict(look(1.0, few), Status.PASS).moved is None
 
 
 @pytest.mark.parametrize(
@@ -480,7 +498,7 @@ def test_the_limits_are_the_documented_ones() -> None:
     assert gate.COUNTS == ("peak_bytes", "host_syncs", "launches")
 
 
-@pytest.mark.parametrize("record", [Open, gate._Promise])
+@pytest.mark.parametrize("record", [Open, gate._Promise, gate._Paired])
 def test_records_are_frozen_named_and_slotted(record: type) -> None:
     fields = dataclasses.fields(record)
     made = record(**{f.name: 1.0 for f in fields})
@@ -759,6 +777,14 @@ def test_a_side_without_seconds_is_taken_to_have_stayed() -> None:
     assert gate._moved(item, alone, 0.1)[0] == "optimized"
 
 
+def test_a_side_that_stayed_was_not_moved_by_the_device() -> None:
+    item = opened(made=at_seconds(0.0, 0.0))
+    run = [measurement(optimized_s=1e-4, reference_s=2e-3, anchors={**STILL, "copy": 1.05e-4})]
+    side, why = gate._moved(item, run, 0.0)
+    assert side == "optimized"
+    assert "is 0.0% slower, the reference 0.0% slower (anchor kernels: copy 5.0% slower, matmul 0.0%" in why
+
+
 def test_own_seconds_are_estimated_with_the_session_s_shift() -> None:
     item = opened(made=accepted())
     run = [measurement(optimized_s=s) for s in (1.00e-4, 1.02e-4, 1.10e-4)]
@@ -972,6 +998,15 @@ def test_what_is_in_doubt_halfway_waits_for_the_end() -> None:
         item = dataclasses.replace(opened(), promises=PromiseRecord(speedup=speedup))
         assert interim(item, again(count=3)) is None
     assert interim(opened(), [measurement(accepted=float("nan"))] * 3) is None
+
+
+@pytest.mark.parametrize("first", [again(0.2, scale=30.0, count=3), again(count=2)])
+def test_halfway_one_workload_holds_no_other_back(first: Sequence[Measurement]) -> None:
+    """One that spreads, or was not measured, before one that is clear."""
+    other = workload_id(1)
+    items = {ID: opened(), other: dataclasses.replace(opened(), id=other)}
+    found = interim_look(items, {ID: first, other: [dataclasses.replace(m, id=other) for m in again(count=3)]})
+    assert {key: v.status for key, v in found.items()} == {other: Status.PASS}
 
 
 @pytest.mark.parametrize("sign", [1, -1])

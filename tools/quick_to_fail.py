@@ -1,0 +1,35 @@
+"""A pytest plugin for mutants: plain tests before property tests, and no shrinking. The same verdict, sooner.
+
+tools/mutate.py passes it by -p. What a failure looks like is read by nobody there, and a plain test fails at once
+where a property test may need many draws. Every test still runs unless one before it failed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hypothesis
+import pytest
+
+SETTINGS = "_hypothesis_internal_use_settings"
+"""Where Hypothesis keeps a test's settings; private, so that without it tests shrink as ever."""
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    properties = {item: tests for item in items if (tests := _property_tests(item))}
+    # Stable: in each kind the order stays. The last are a pair's other items, such as compiling its kernels.
+    items.sort(key=lambda item: 1 if item in properties else 0 if type(item) is pytest.Function else 2)
+    for tests in properties.values():
+        for test in tests:
+            own = getattr(test, SETTINGS)
+            phases = [p for p in own.phases if p not in (hypothesis.Phase.shrink, hypothesis.Phase.explain)]
+            setattr(test, SETTINGS, hypothesis.settings(own, phases=phases))
+
+
+def _property_tests(item: pytest.Item) -> list[Any]:
+    """The Hypothesis tests of an item; a pair's integrity has a first one beside its own."""
+    tests = [getattr(item, name, None) for name in ("obj", "first")]
+    # A method's settings are its function's.
+    functions = [getattr(test, "__func__", test) for test in tests]
+    return [f for f in functions if isinstance(getattr(f, SETTINGS, None), hypothesis.settings)]
