@@ -174,8 +174,11 @@ class Control:
 
     # --- measuring -----------------------------------------------------------------------------------------------
 
-    def _workers(self) -> Workers:
+    def _told(self) -> Progress:
         self._progress = self._progress or Progress(self.config)
+        return self._progress
+
+    def _workers(self) -> Workers:
         return Workers(
             root=self.root,
             folder=self.root / SCRATCH / "workers",
@@ -183,12 +186,11 @@ class Control:
             rival_processes=ACCEPT_RIVAL_PROCESSES if self.mode == "accept" else 1,
             twin=self.mode == "accept",
             limits={i: item.pair.time_limit for i, item in self.items.items()},
-            progress=self._progress.begin,
+            progress=self._told().begin,
         )
 
     def _turn(self) -> AbstractContextManager[None]:
-        self._progress = self._progress or Progress(self.config)
-        return turns.turn(machine.measured_devices(self.device), self.machine.device_name, self._progress.say)
+        return turns.turn(machine.measured_devices(self.device), self.machine.device_name, self._told().say)
 
     def _one_process(self, ids: Sequence[str]) -> Iterator[tuple[str, Measurement | Failure]]:
         with self._turn():

@@ -794,28 +794,32 @@ def _moved(item: Open, run: Sequence[Measurement], slower: float) -> tuple[str |
     for side in ("optimized", "reference"):
         now = [math.log(_seconds(m.sides[side])) for m in run if side in m.sides and m.sides[side].blocks_s]
         shift[side] = fmean(now) - math.log(item.entry.sides[side].seconds) if now else 0.0
+    anchors = _anchor_shifts(item, run)
     optimized, reference = shift["optimized"], shift["reference"]
     together = optimized * reference > 0 and min(abs(optimized), abs(reference)) > max(MOVED_DEVICE, abs(slower))
     if together:
+        with_it = not anchors or _moved_with(anchors, min(optimized, reference, key=abs))
+        side = "device" if with_it else "software"
         word = "slower" if optimized > 0 else "faster"
-        side = _shared(item, run, min(optimized, reference, key=abs))
         why = f"both sides' seconds are {word} ({_change(optimized)} and {_change(reference)})"
     else:
         side, other = ("reference", "optimized") if abs(reference) > abs(optimized) else ("optimized", "reference")
         why = f"by its own seconds the {side} is {_change(shift[side])}, the {other} {_change(shift[other])}"
-        if _shared(item, run, shift[side]) == "device" and _anchor_shifts(item, run):
+        if _moved_with(anchors, shift[side]):
             side = "device"
-    return side, f"{why}: {_TOLD[side]}{_anchors_told(item, run)}" if side in _TOLD else why + _anchors_told(item, run)
+    if side in _TOLD:
+        why += f": {_TOLD[side]}"
+    changes = ", ".join(f"{name} {_change(moved)}" for name, moved in anchors.items())
+    return side, f"{why} (anchor kernels: {changes})" if changes else why
 
 
 _TOLD = {"device": "the device", "software": "not the device, but software that both use"}
 
 
-def _shared(item: Open, run: Sequence[Measurement], shift: float) -> str:
-    """What beneath a side moved its seconds by `shift`: "device", also where no anchors are known, or "software"."""
-    anchors = _anchor_shifts(item, run)
-    with_it = [a for a in anchors.values() if a * shift > 0 and abs(a) > max(MOVED_DEVICE, MOVED_SHARE * abs(shift))]
-    return "device" if with_it or not anchors else "software"
+def _moved_with(anchors: Mapping[str, float], shift: float) -> bool:
+    """Whether an anchor kernel moved as a side did that moved by `shift`."""
+    least = max(MOVED_DEVICE, MOVED_SHARE * abs(shift))
+    return any(a * shift > 0 and abs(a) > least for a in anchors.values())
 
 
 def _anchor_shifts(item: Open, run: Sequence[Measurement]) -> dict[str, float]:
@@ -832,11 +836,6 @@ def _anchor_shifts(item: Open, run: Sequence[Measurement]) -> dict[str, float]:
     return shifts
 
 
-def _anchors_told(item: Open, run: Sequence[Measurement]) -> str:
-    changes = [f"{name} {_change(shift)}" for name, shift in _anchor_shifts(item, run).items()]
-    return f" (anchor kernels: {', '.join(changes)})" if changes else ""
-
-
 def _ratio_moved(item: Open, run: Sequence[Measurement]) -> tuple[str | None, str]:
     """Where the optimized side is as accepted but its ratio to the reference is not: what moved instead."""
     slower = _against_baseline(item, run)
@@ -846,8 +845,9 @@ def _ratio_moved(item: Open, run: Sequence[Measurement]) -> tuple[str | None, st
     side, why = _moved(item, run, slower.value)
     if side == "optimized":
         # Interleaved with the accepted revision it has not moved: what did is beneath both revisions.
-        side = "software" if _anchor_shifts(item, run) else "device"
-        why = f"both revisions moved alike: {_TOLD['software'] if side == 'software' else 'the device or its software'}"
+        known = bool(_anchor_shifts(item, run))
+        side = "software" if known else "device"
+        why = f"both revisions moved alike: {_TOLD['software'] if known else 'the device or its software'}"
     return side, f"its ratio to the reference is {_change(slower.value, 'lower', 'higher')} than when accepted: {why}"
 
 

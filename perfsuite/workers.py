@@ -146,24 +146,18 @@ class Workers:
             ) from None
         child = self._spawn(selection, job_file, log)
         current, phase = ids[0], "start"
-        position, produced = 0, 0
+        told, produced = Lines(out), 0
         deadline = time.monotonic() + START_LIMIT_S + self.limits.get(current, START_LIMIT_S)
-        buffered = b""
         interrupt: KeyboardInterrupt | None = None
         try:
             while True:
                 ended = child.poll() is not None
-                with out.open("rb") as stream:
-                    stream.seek(position)
-                    chunk = stream.read()
-                position += len(chunk)
-                *lines, buffered = (buffered + chunk).split(b"\n")
-                for line in lines:
+                for line in told.new():
                     if produced == len(ids):
                         break  # whatever comes after the last result is none
                     event = _verified(line, job.key)
                     if event is None or event["id"] != ids[produced]:
-                        self._kill(child)
+                        end(child)
                         yield ids[produced], Failure(status=Status.UNMEASURED, message=FORGED)
                         return
                     if event["event"] == "begin":
@@ -183,7 +177,7 @@ class Workers:
                 if ended or (not current and time.monotonic() > deadline):
                     break
                 if time.monotonic() > deadline:
-                    self._kill(child)
+                    end(child)
                     limit = self.limits.get(current, START_LIMIT_S)
                     yield current, _died(current, phase, f"hangs: it was stopped after its time limit of {limit:g} s")
                     return
@@ -191,9 +185,9 @@ class Workers:
                     time.sleep(POLL_S)
                 except KeyboardInterrupt as error:
                     interrupt = error  # what the worker has told by now is not lost
-                    self._kill(child)
+                    end(child)
         finally:
-            self._kill(child)
+            end(child)
             if produced == len(ids):
                 for path in (out, log, job_file, selection):
                     path.unlink(missing_ok=True)
@@ -202,26 +196,7 @@ class Workers:
 
     def _spawn(self, selection: Path, job_file: Path, log: Path) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "pytest", *self.arguments, f"@{selection}"]
-        environment = {**os.environ, JOB: str(job_file), "PYTHONUNBUFFERED": "1"}
-        # A side that needs most of the memory must find room for it in one piece at every call.
-        environment.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-        with log.open("wb") as sink:
-            return subprocess.Popen(
-                command,
-                cwd=self.root,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=sink,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-
-    @staticmethod
-    def _kill(child: subprocess.Popen[bytes]) -> None:
-        if child.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
+        return start(command, log, cwd=self.root, environment={JOB: str(job_file)})
 
     @staticmethod
     def _epitaph(code: int, log: Path) -> str:
@@ -231,6 +206,49 @@ class Workers:
         if code < 0:
             return f"crashed with {signal.Signals(-code).name}; the worker's log is {log}"
         return f"ended the measuring process with exit code {code}: {' | '.join(tail)[:400]}; its log is {log}"
+
+
+def start(
+    command: Sequence[str], log: Path, *, cwd: Path | None = None, environment: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
+    """A measuring process in a process group of its own, whose output goes to `log`."""
+    known = {**os.environ, **(environment or {}), "PYTHONUNBUFFERED": "1"}
+    # A side that needs most of the memory must find room for it in one piece at every call.
+    known.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    with log.open("wb") as sink:
+        return subprocess.Popen(
+            command,
+            cwd=cwd,
+            env=known,
+            stdin=subprocess.DEVNULL,
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def end(child: subprocess.Popen[bytes]) -> None:
+    """Kill it with all that it has started, and wait for it, unless it has ended."""
+    if child.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+
+
+class Lines:
+    """Reads a file that another process appends to."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._position, self._begun = path, 0, b""
+
+    def new(self) -> list[bytes]:
+        """The lines that were completed since the last time."""
+        with self._path.open("rb") as stream:
+            stream.seek(self._position)
+            chunk = stream.read()
+        self._position += len(chunk)
+        *lines, self._begun = (self._begun + chunk).split(b"\n")
+        return lines
 
 
 def _signature(text: str, key: str) -> str:

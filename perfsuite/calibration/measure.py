@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,8 +26,8 @@ from perfsuite.calibration.record import (
 from perfsuite.errors import PerfsuiteError
 from perfsuite.machine import package_version
 from perfsuite.records import Machine, from_json
+from perfsuite.workers import POLL_S, Lines, end, start
 
-POLL_S = 0.02
 SILENCE_S = 240.0
 """A process that says nothing for so long hangs: no kind takes a minute."""
 START_S = {"cuda": 8.0, "cpu": 3.0}
@@ -228,26 +225,12 @@ class _Gathered:
 
 def _events(job: Path, out: Path, log: Path) -> Iterator[Mapping[str, Any]]:
     """What a worker tells, until it ends; it is stopped where it falls silent or nobody listens any more."""
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    environment.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    with log.open("wb") as sink:
-        child = subprocess.Popen(
-            [sys.executable, "-m", WORKER, str(job)],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=sink,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    position, buffered, heard = 0, b"", time.monotonic()
+    child = start([sys.executable, "-m", WORKER, str(job)], log)
+    told, heard = Lines(out), time.monotonic()
     try:
         while True:
             ended = child.poll() is not None
-            with out.open("rb") as stream:
-                stream.seek(position)
-                chunk = stream.read()
-            position += len(chunk)
-            *lines, buffered = (buffered + chunk).split(b"\n")
+            lines = told.new()
             if lines:
                 heard = time.monotonic()
             for line in lines:
@@ -256,10 +239,7 @@ def _events(job: Path, out: Path, log: Path) -> Iterator[Mapping[str, Any]]:
                 return
             time.sleep(POLL_S)
     finally:
-        if child.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
+        end(child)
 
 
 def _tail(log: Path) -> str:

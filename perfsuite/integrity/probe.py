@@ -93,6 +93,14 @@ class Probe:
             return False
         return True
 
+    def answers_rightly(self) -> bool:
+        """Whether a call on the draw is right; not where it is wrong anyhow, or the reference is not finite on it."""
+        try:
+            self.truth()
+        except equivalence.Discard:
+            return False
+        return self.is_right(self.call(self.drawn()))
+
     def judge(self, produced: Leaves, case: Case | None = None) -> None:
         """NotEquivalent where they are not the answer to the case."""
         equivalence.judge(self.pair, self.truth(case), produced, name=self.name)
