@@ -216,6 +216,12 @@ class CudaClock:
         self.work = [s.elapsed_time(e) * 1e-3 for s, e in zip(starts, ends, strict=True)]
         return middle(self.work)
 
+    def even_work(self, seconds: float, calls: int) -> list[float]:
+        """Device seconds of `calls` kernels that spin for `seconds` each: what lengthens one is not its own doing."""
+        cycles = max(1, int(seconds * self._cycles_per_s))
+        self._device(lambda: None, lambda: self._spin(cycles), min(calls, self.calls_within_queue(calls, 1)), 1, "even")
+        return self.work
+
     def host_s(self, key: str) -> float:
         """Seconds of host time that the side's last sample on the device clock took to enqueue; 0 before the first."""
         return self._enqueue_s.get(key, 0.0)

@@ -3,7 +3,8 @@
 Two looks. The first compares a few processes with the stored baseline. It passes what it can, and raises no alarm
 about regressions, for it cannot tell a slower function from a shift of the session. What it leaves `Open` is measured
 again in further processes, the optimized side of the accepted revision interleaved with the current one; there the
-session cancels, and a slowdown is called REGRESSED.
+session cancels, and a change is called REGRESSED or IMPROVED. A ratio passes the first look only where the reference's
+own seconds are the accepted ones too: what slows the reference alone (a clock, a neighbour) would hide a slowdown.
 
     entries + runs → first_look → Verdict | Open → interim_look → Verdict | Open → second_look → Verdict
 
@@ -336,8 +337,18 @@ def _settled(item: Open, found: _Paired, alpha: float, beta: float) -> Verdict:
     )
     if verdict.status is Status.REGRESSED:
         return replace(verdict, moved="optimized")
-    if verdict.status.green and not item.few:
+    if item.few:
+        return verdict
+    if verdict.status.green:
         return _add_moved(verdict, *_ratio_moved(item, found.runs))
+    status, _ = _speed(found.slower, item.margin, alpha / item.selected, beta, found.against)
+    if verdict.status is Status.BELOW_FLOOR and status.green and _held_when_accepted(found.promise, item.entry):
+        # The function is the accepted one: what fell short is the reference's, the software's or the machine's doing.
+        side, why = _ratio_moved(item, found.runs)
+        if side == "device":
+            text = f"{found.promise.measured} the reference, short of the promised {found.promise.promised}"
+            verdict = _say(found.shown, Status.NOISY, text)
+        return _add_moved(verdict, side, why)
     return verdict
 
 
@@ -385,7 +396,17 @@ def stored_look(
             text = f"without the accepted revision only a slowdown of {item.margin:.1%} would be seen"
             verdict = _say(shown, Status.NOISY, f"{text}; make that revision loadable, or accept more sessions")
         if verdict.status in (Status.REGRESSED, Status.IMPROVED):
-            verdict = _add_moved(verdict, *_moved(item, run, slower.value))
+            side, shifts = _moved(item, run, slower.value)
+            if side != "optimized" and not item.few:
+                text = f"its ratio to the reference is {_change(slower.value, 'lower', 'higher')} than when accepted"
+                verdict = _say(shown, Status.NOISY, f"{text}, but not for the optimized side alone")
+            verdict = _add_moved(verdict, side, shifts)
+        elif (
+            verdict.status is Status.PASS
+            and not item.few
+            and (state := _other_state(item, run, max(item.margin, MOVED_DEVICE)))
+        ):
+            verdict = _say(shown, Status.NOISY, state)
         answers[key] = replace(verdict, message=f"{verdict.message}; {why}")
     return dict(sorted(answers.items()))
 
@@ -473,7 +494,7 @@ def _decide_first(item: Open, promise: _Promise) -> Verdict | Open:
     slower = None if item.few else _against_baseline(item, item.runs)
     shown = _shown(item, slower, promise, look=1, processes=len(item.runs))
     item = replace(item, slowdown=shown.slowdown, low=shown.low, high=shown.high)
-    if promise.broken:
+    if promise.broken and not _held_when_accepted(promise, item.entry):
         return _broken(shown, promise, item.entry)
     if item.margin > MARGIN_MAX:
         return _say(shown, Status.NOISY, _too_noisy(item.margin))
@@ -481,16 +502,21 @@ def _decide_first(item: Open, promise: _Promise) -> Verdict | Open:
         return replace(item, reason="its reference is sampled few times, so that the ratio cannot tell 1%")
     if item.spread:
         return replace(item, reason="the processes of this run spread far beyond the baseline's")
+    if promise.broken:
+        return replace(item, reason=f"the promised {promise.promised} is missed, which it was not when accepted")
     if not promise.holds:
         reason = f"the promised speedup of {promise.promised} is within the noise of {promise.measured}"
         return replace(item, reason=reason)
     against = "when accepted, relative to the reference"
     status, text = _speed(slower, item.margin, ALPHA / item.selected, BETA_FIRST, against)
+    if status is Status.IMPROVED:
+        return replace(item, reason="it seems faster than when accepted")
     if not status.green:
         return replace(item, reason=f"a slowdown of {item.margin:.1%} is not excluded")
+    if moved := _other_state(item, item.runs, item.margin):
+        return replace(item, reason=moved)
     text = f"{promise.measured} the reference, {item.entry.speedup():.4g}× when accepted; {text}"
-    verdict = _say(shown, status, text + _uncounted(item.runs, item.promises))
-    return _add_moved(verdict, *_moved(item, item.runs, slower.value)) if status is Status.IMPROVED else verdict
+    return _say(shown, status, text + _uncounted(item.runs, item.promises))
 
 
 def _decide_last(
@@ -777,6 +803,10 @@ def _promise_failed(shown: Verdict, promise: _Promise, entry: Entry | None) -> V
     return _say(shown, Status.NOISY, f"{text}promise less, or mend the workload's noise")
 
 
+def _held_when_accepted(promise: _Promise, entry: Entry) -> bool:
+    return promise.bound is not None and math.log(entry.speedup()) >= promise.bound
+
+
 def _broken(shown: Verdict, promise: _Promise, entry: Entry | None) -> Verdict:
     text = f"{promise.measured} the reference, below the promised {promise.promised}"
     text += f"; {entry.speedup():.4g}× when accepted" if entry else ""
@@ -790,10 +820,7 @@ def _broken(shown: Verdict, promise: _Promise, entry: Entry | None) -> Verdict:
 
 def _moved(item: Open, run: Sequence[Measurement], slower: float) -> tuple[str | None, str]:
     """(what moved, why) by each side's own seconds and the anchor kernels', given the log slowdown of their ratio."""
-    shift = {}
-    for side in ("optimized", "reference"):
-        now = [math.log(_seconds(m.sides[side])) for m in run if side in m.sides and m.sides[side].blocks_s]
-        shift[side] = fmean(now) - math.log(item.entry.sides[side].seconds) if now else 0.0
+    shift = {side: _shift(item, run, side) for side in ("optimized", "reference")}
     anchors = _anchor_shifts(item, run)
     optimized, reference = shift["optimized"], shift["reference"]
     together = optimized * reference > 0 and min(abs(optimized), abs(reference)) > max(MOVED_DEVICE, abs(slower))
@@ -811,6 +838,23 @@ def _moved(item: Open, run: Sequence[Measurement], slower: float) -> tuple[str |
         why += f": {_TOLD[side]}"
     changes = ", ".join(f"{name} {_change(moved)}" for name, moved in anchors.items())
     return side, f"{why} (anchor kernels: {changes})" if changes else why
+
+
+def _shift(item: Open, run: Sequence[Measurement], side: str) -> float:
+    """The log change of a side's own seconds since it was accepted; 0 where they were not measured."""
+    now = [math.log(_seconds(m.sides[side])) for m in run if side in m.sides and m.sides[side].blocks_s]
+    return fmean(now) - math.log(item.entry.sides[side].seconds) if now else 0.0
+
+
+def _other_state(item: Open, run: Sequence[Measurement], most: float) -> str:
+    """Why the stored ratio says nothing here: the reference's own seconds moved by more than `most`; else empty.
+
+    A clock, a neighbour or a host that slows the reference alone would hide a slowdown of the optimized side.
+    """
+    moved = _shift(item, run, "reference")
+    if abs(moved) <= math.log1p(most):
+        return ""
+    return f"the reference is {_change(moved)} than when accepted, so that the ratio to it may hide a change"
 
 
 _TOLD = {"device": "the device", "software": "not the device, but software that both use"}

@@ -498,8 +498,8 @@ class _Sampler:
         self.slow: set[str] = set()
         held = sum(t.numel() * t.element_size() for _, t in make.tensors_in(dict(master)))
         self.small = held <= SMALL_BYTES
-        self.work: list[float] = []
-        """What the timed calls of the optimized side took, in order, but for those that were interrupted."""
+        self.work: dict[str, list[float]] = {OPTIMIZED: [], REFERENCE: []}
+        """What the timed calls of these sides took, in order, but for those that were interrupted."""
         self.timed_calls = 0
         self.compiled: dict[str, int] = {}
 
@@ -600,9 +600,9 @@ class _Sampler:
             turns = [*order, *(n for n in reversed(order) if n not in self.few)]
             for name in turns:
                 total[name] += self._sample(name)
-                if name == OPTIMIZED:
-                    self.work += self.clock.work
-                    self.timed_calls += self.calls[name]
+                if name in self.work:
+                    self.work[name] += self.clock.work
+                self.timed_calls += self.calls[name] if name == OPTIMIZED else 0
             mean = {n: t / turns.count(n) for n, t in total.items()}
             for name, t in mean.items():
                 times[name].append(t)
@@ -743,11 +743,18 @@ class _Watch:
                 unseen = scrutiny.unseen_seconds(self.sampler.clock, runner.reset, runner.call)
                 scrutiny.hidden(unseen, seen, self.where)
 
+    def _beside(self, typical: float) -> list[float]:
+        reference = self.sampler.work[REFERENCE]
+        if len(reference) >= scrutiny.BURST_CALLS or isinstance(self.sampler.clock, CpuClock):
+            return reference
+        return self.sampler.clock.even_work(typical, 4 * scrutiny.BURST_CALLS)
+
     def conclude(self) -> None:
         """What only all blocks together show."""
-        if scrutiny.is_quiet(self.sampler.work, self.sampler.timed_calls):
+        work = self.sampler.work[OPTIMIZED]
+        if scrutiny.is_quiet(work, self.sampler.timed_calls):
             scrutiny.replayed(self.fresh, self.sampler.kind, self.where)
-            scrutiny.bursts(self.sampler.work, self.where)
+            scrutiny.bursts(work, self.where, self._beside)
         for name in (REFERENCE, OPTIMIZED, ACCEPTED):
             count = self.sampler.compiled.get(name)
             if count:

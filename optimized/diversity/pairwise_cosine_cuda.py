@@ -5,6 +5,7 @@ which use the tensor cores, for machines without Triton and as their rival.
 """
 
 import functools
+import hashlib
 import os
 import shutil
 import warnings
@@ -63,14 +64,19 @@ def _extension() -> ModuleType | None:
 def _build() -> ModuleType:
     from torch.utils import cpp_extension
 
+    binding, kernels = BINDING.read_text(), SOURCE.read_text()
+    # By contents: copies of this file elsewhere share one build, and another revision's never takes its place.
+    digest = hashlib.sha256((binding + kernels).encode()).hexdigest()[:12]
     major, minor = torch.cuda.get_device_capability()
     chosen = os.environ.get("TORCH_CUDA_ARCH_LIST")
     # For this device alone, unless the user has said otherwise.
     os.environ["TORCH_CUDA_ARCH_LIST"] = chosen or f"{major}.{minor}"
     try:
-        return cpp_extension.load(
-            name="perfsuite_pairwise_cosine",
-            sources=[str(BINDING), str(SOURCE)],
+        return cpp_extension.load_inline(
+            name=f"perfsuite_pairwise_cosine_{digest}",
+            cpp_sources=[binding],
+            cuda_sources=[kernels],
+            no_implicit_headers=True,
             extra_cflags=["-O2"],
             extra_cuda_cflags=["-O3"],
         )

@@ -266,16 +266,33 @@ def test_a_build_is_for_this_gpu_unless_the_user_has_said_otherwise(chosen, fail
         return extension
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(cpp_extension, "load", load)
+    monkeypatch.setattr(cpp_extension, "load_inline", load)
     monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
     if chosen is not None:
         monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", chosen)
     with pytest.raises(RuntimeError, match="build stopped") if fails else contextlib.nullcontext():
         extension._build()
     assert seen["arch"] == (chosen or "9.0")
-    assert all(os.path.exists(source) for source in seen["sources"])
+    assert "PYBIND11_MODULE" in seen["cpp_sources"][0]
+    assert "__global__" in seen["cuda_sources"][0]
     # As it was before.
     assert os.environ.get("TORCH_CUDA_ARCH_LIST") == chosen
+
+
+def test_a_build_is_kept_by_the_sources_contents(tmp_path, monkeypatch):
+    def name():
+        monkeypatch.setattr(cpp_extension, "load_inline", lambda **options: options["name"])
+        return extension._build()
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    here = name()
+    for attribute in ("SOURCE", "BINDING"):
+        copy = tmp_path / getattr(extension, attribute).name
+        copy.write_bytes(getattr(extension, attribute).read_bytes())
+        monkeypatch.setattr(extension, attribute, copy)
+    assert name() == here
+    copy.write_text(copy.read_text() + "// another revision")
+    assert name() != here
 
 
 def test_the_extension_s_gradient_is_what_its_backward_says(monkeypatch):

@@ -327,6 +327,8 @@ def test_ctrl_c(project: Project, command: list[str]) -> None:
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        # A shell starts what runs in its background with Ctrl-C ignored, and a child inherits that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         _until(lambda: any(b"measurement" in p.read_bytes() for p in _journals(project)), child)

@@ -398,6 +398,9 @@ class FakeClock:
         call()
         return 1e-6
 
+    def flush(self) -> None:
+        pass
+
     def synchronize(self) -> None:
         pass
 
