@@ -344,12 +344,10 @@ class Control:
             second = _Found()
             left = list(loadable)
             so_far = 0
-            for processes, look in (
-                (gate.INTERIM_PROCESSES, gate.interim_look),
-                (gate.SECOND_PROCESSES, gate.second_look),
-            ):
-                self._through(workers, second, left, processes - so_far, accepted={i: loadable[i] for i in left})
-                so_far = processes
+            for number, stage in enumerate(gate.STAGES):
+                more = stage.processes - so_far
+                self._through(workers, second, left, more, accepted={i: loadable[i] for i in left})
+                so_far = stage.processes
                 for id in [i for i in left if i in second.failures]:
                     failure = second.failures[id]
                     if failure.message.startswith(UNLOADED):
@@ -358,7 +356,7 @@ class Control:
                         verdicts[id] = _failed(id, failure)
                 left = [i for i in left if i not in second.failures]
                 runs = {i: second.runs[i] for i in left}
-                verdicts |= look({i: opened[i] for i in left}, runs, processes=processes)
+                verdicts |= gate.second_look({i: opened[i] for i in left}, runs, stage=number)
                 left = [i for i in left if i not in verdicts]
             for id, measured in second.runs.items():
                 if id not in second.failures:

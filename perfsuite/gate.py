@@ -6,19 +6,19 @@ again in further processes, the optimized side of the accepted revision interlea
 session cancels, and a change is called REGRESSED or IMPROVED. A ratio passes the first look only where the reference's
 own seconds are the accepted ones too: what slows the reference alone (a clock, a neighbour) would hide a slowdown.
 
-    entries + runs → first_look → Verdict | Open → interim_look → Verdict | Open → second_look → Verdict
+    entries + runs → first_look → Verdict | Open → second_look, stage after stage → Verdict
 
-Halfway through its processes the second look passes and accuses what is clear by then, and takes the error that this
-costs from what it may make at its end (Bonferroni). Where the accepted revision cannot be loaded, `stored_look` takes
-its place.
+The second look passes and accuses at the end of each of its STAGES what is clear by then; what it may err is divided
+among them (Bonferroni). Where the accepted revision cannot be loaded, `stored_look` takes its place.
 
-**Margin** of a workload: the smallest slowdown that the second look finds with 95% power given the workload's own
-noise, rounded up to .1% and at least 1%. Beyond 2% the workload is too noisy to be gated, and its design is to be
-mended.
+**Margin** of a workload: the smallest slowdown that SECOND_PROCESSES processes of the second look find with 95% power
+given the workload's own noise, rounded up to .1% and at least 1%. Where that is beyond 2%, it is 2% if all STAGES find
+it; if they do not, the workload is too noisy to be gated, and its design is to be mended.
 
 **Errors** A regression is called at one-sided p ≤ ALPHA / m, m being all selected workloads as fixed at collection,
 and an estimate of half the margin or more. A pass excludes a slowdown of the margin or more at BETA_FIRST or
-BETA_SECOND. A run that spreads far beyond the baseline is NOISY, never REGRESSED.
+BETA_SECOND. Where a run spreads far beyond the baseline (a neighbour, a throttled chip), nothing stored says how far
+it errs: the second look then judges by the spread of its own processes, and is NOISY where that is not enough.
 
 **Promises** A promised speedup holds if the lower bound of its interval over sessions holds it, at ALPHA over the
 family of m by Holm's rule; it is broken if the upper bound is below it. Between the two the second look decides: an
@@ -70,19 +70,13 @@ FIRST_PROCESSES = 3
 """Start-up is paid three times a run of the suite; three means pass most workloads."""
 SECOND_PROCESSES = 6
 """Six resolve 1% at the usual noise; only what the first look left open pays for them."""
-INTERIM_PROCESSES = 3
-"""After so many of the six the second look decides what is clear by then: most of it, in half the time."""
 STORED_PROCESSES = 12
 """Without the accepted revision the session shift stays; twice the processes buy back part of it."""
 ALPHA = 0.005
 """False alarms a look over the whole suite: one in two hundred runs."""
-ALPHA_INTERIM = 0.001
-"""Of it, what the second look spends before its end."""
 BETA_FIRST = 0.01
 BETA_SECOND = 0.02
 """How often a slowdown of the margin may pass, in each look; together they leave the gate 95% power and more."""
-BETA_INTERIM = 0.005
-"""Of the second look's, what it spends before its end."""
 POWER = 0.95
 MARGIN_MIN = 0.01
 """Below 1%, what differs between two builds of one function is code placement, not its design."""
@@ -105,6 +99,20 @@ MOVED_SHARE = 0.5
 RATIO_MAX = 20.0
 """A log-ratio beyond this is a broken clock: no side is half a billion times as fast."""
 COUNTS = ("peak_bytes", "host_syncs", "launches")
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """An end of the second look: after so many processes, with its part of ALPHA and of BETA_SECOND."""
+
+    processes: int
+    alpha: float
+    beta: float
+
+
+STAGES = (Stage(3, 0.001, 0.005), Stage(SECOND_PROCESSES, 0.002, 0.0075), Stage(12, 0.002, 0.0075))
+"""Most is clear after three. Twelve are for a machine that is noisier than the one that accepted: their own spread is
+known well enough to judge by."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,11 +185,18 @@ def margin(entry: Entry, prior: Noise, *, selected: int, twins: Noise | None = N
     The second look holds two revisions of one side against each other. Where that was measured at acceptance (the
     accepted side against its own second import), its noise counts; else that of the ratio to the reference stands in.
     """
-    # By then the looks' processes have been added to what is known of the noise.
     process = _paired_noise(entry, prior, twins).process
-    gained = (SECOND_PROCESSES - 1) + (0 if _has_twin(entry, twins) else FIRST_PROCESSES - 1)
-    known = Variance(value=process.value, dof=process.dof + gained)
-    return _paired_margin(known, SECOND_PROCESSES, (ALPHA - ALPHA_INTERIM) / selected)
+    lent = 0 if _has_twin(entry, twins) else FIRST_PROCESSES - 1
+
+    def found_by(processes: int, alpha: float) -> float:
+        # By then the looks' processes have been added to what is known of the noise.
+        known = Variance(value=process.value, dof=process.dof + lent + processes - 1)
+        return _paired_margin(known, processes, alpha / selected)
+
+    size = found_by(SECOND_PROCESSES, ALPHA - STAGES[0].alpha)
+    if size <= MARGIN_MAX:
+        return size
+    return max(MARGIN_MAX, found_by(STAGES[-1].processes, STAGES[-1].alpha))
 
 
 def too_noisy(entries: Mapping[str, Entry], ids: Collection[str]) -> list[str]:
@@ -246,40 +261,31 @@ def first_look(
     return {key: _decide_first(opened[key], held[key]) if key in opened else answers[key] for key in keys}
 
 
-def interim_look(
-    opened: Mapping[str, Open], runs: Mapping[str, Sequence[Measurement]], *, processes: int = INTERIM_PROCESSES
-) -> dict[str, Verdict]:
-    """Stage 2 halfway: what is clear after a part of its processes. What is not named here goes on to `second_look`.
-
-    Only PASS, REGRESSED and IMPROVED are said here; a run that spreads, and a promise in doubt, wait for the end.
-    """
-    answers: dict[str, Verdict] = {}
-    for key, found in _paired(opened, runs, processes).items():
-        if isinstance(found, Verdict) or found.spread:
-            continue
-        item, promise = opened[key], found.promise
-        status, _ = _speed(found.slower, item.margin, ALPHA_INTERIM / item.selected, BETA_INTERIM, found.against)
-        doubt = promise.broken or _promise_failed(found.shown, promise, item.entry)
-        if status is Status.REGRESSED or (status.green and not doubt):
-            answers[key] = _settled(item, found, ALPHA_INTERIM, BETA_INTERIM)
-    return answers
-
-
 def second_look(
-    opened: Mapping[str, Open], runs: Mapping[str, Sequence[Measurement]], *, processes: int = SECOND_PROCESSES
+    opened: Mapping[str, Open], runs: Mapping[str, Sequence[Measurement]], *, stage: int = len(STAGES) - 1
 ) -> dict[str, Verdict]:
     """Stage 2: the optimized side of the accepted revision interleaved with the current one, in further processes.
 
     Each measurement has `log_ratios["accepted"]`, and "reference" too unless that one is too slow to repeat here. No
     stored time enters the comparison of the two revisions; what is known of the noise does. An entry accepted from a
     dirty tree has no revision that holds what was accepted: use `stored_look`.
+
+    `runs` has the processes of all stages up to `stage`. Before the last one only PASS, REGRESSED and IMPROVED are
+    said, of what is clear; what is not named, and a promise in doubt, go on to the next.
     """
-    return {
-        key: found
-        if isinstance(found, Verdict)
-        else _settled(opened[key], found, ALPHA - ALPHA_INTERIM, BETA_SECOND - BETA_INTERIM)
-        for key, found in _paired(opened, runs, processes).items()
-    }
+    now, last = STAGES[stage], stage == len(STAGES) - 1
+    answers: dict[str, Verdict] = {}
+    for key, found in _paired(opened, runs, now.processes).items():
+        if isinstance(found, Verdict):
+            if last:
+                answers[key] = found
+            continue
+        item, promise = opened[key], found.promise
+        status, _ = _speed(found.slower, item.margin, now.alpha / item.selected, now.beta, found.against)
+        doubt = promise.broken or _promise_failed(found.shown, promise, item.entry)
+        if last or status is Status.REGRESSED or (status.green and not doubt):
+            answers[key] = _settled(item, found, now)
+    return answers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -300,17 +306,23 @@ def _paired(
 ) -> dict[str, Verdict | _Paired]:
     unusable, usable = _usable(opened, runs, processes, "accepted")
     answers: dict[str, Verdict | _Paired] = dict(unusable)
-    noisy = suite_spread((_values(run, "accepted"), opened[k].paired.process) for k, run in usable.items())
+    every = {k: _values(run, "accepted") for k, run in usable.items()}
+    noisy = suite_spread((every[k], opened[k].paired.process) for k in usable)
+    prior = fit_prior([values] for values in every.values()) if noisy else None
     both = {k: (*opened[k].runs, *(m for m in run if m.log_ratios.get("reference"))) for k, run in usable.items()}
     held = _promises({k: opened[k] for k in usable}, both, _selected(opened))
     for key, run in usable.items():
         item = opened[key]
-        values = _values(run, "accepted")
+        values = every[key]
         process = item.paired.process
-        spread = noisy or spread_p(values, process) < SPREAD_P
+        spread = noisy or item.spread or spread_p(values, process) < SPREAD_P
         if not item.spread and not item.few and not item.twin:
             process = process.updated(*within([_values(item.runs, "reference")]))
-        noise = replace(item.noise, process=process.updated(*within([values])))
+        known = _known(process, values, spread=spread)
+        if prior is not None:
+            # The whole machine is noisier than the one that accepted: no workload is calm but by luck.
+            known = max(known, noise_of([values], prior).process, key=lambda v: v.value)
+        noise = replace(item.noise, process=known)
         # log_ratios["accepted"] is positive where the current side is faster.
         slower = _negated(estimate(paired_mean(values), noise))
         answers[key] = _Paired(
@@ -324,16 +336,17 @@ def _paired(
     return dict(sorted(answers.items()))
 
 
-def _settled(item: Open, found: _Paired, alpha: float, beta: float) -> Verdict:
+def _settled(item: Open, found: _Paired, stage: Stage) -> Verdict:
+    status, _ = _speed(found.slower, item.margin, stage.alpha / item.selected, stage.beta, found.against)
     verdict = _decide_last(
         item,
         found.shown,
         found.slower,
         found.promise,
-        spread=found.spread,
+        spread=found.spread and status is Status.NOISY,
         against=found.against,
-        alpha=alpha,
-        beta=beta,
+        alpha=stage.alpha,
+        beta=stage.beta,
     )
     if verdict.status is Status.REGRESSED:
         return replace(verdict, moved="optimized")
@@ -341,7 +354,6 @@ def _settled(item: Open, found: _Paired, alpha: float, beta: float) -> Verdict:
         return verdict
     if verdict.status.green:
         return _add_moved(verdict, *_ratio_moved(item, found.runs))
-    status, _ = _speed(found.slower, item.margin, alpha / item.selected, beta, found.against)
     if verdict.status is Status.BELOW_FLOOR and status.green and _held_when_accepted(found.promise, item.entry):
         # The function is the accepted one: what fell short is the reference's, the software's or the machine's doing.
         side, why = _ratio_moved(item, found.runs)
@@ -637,9 +649,15 @@ def _open(
 def _run_noise(item: Open, values: Sequence[float]) -> Noise:
     """The accepted noise and this run's own; only this run's where it spreads far beyond the other."""
     noise = noise_of(item.entry.process_means(), item.noise) if item.few else item.noise
+    return replace(noise, process=_known(noise.process, values, spread=item.spread))
+
+
+def _known(accepted: Variance, values: Sequence[float], *, spread: bool) -> Variance:
+    """What is known of the process variance after these; where they `spread` beyond the accepted one, they alone."""
     value, dof = within([values])
-    spread = item.spread and dof > 0 and value > noise.process.value
-    return replace(noise, process=Variance(value=value, dof=dof) if spread else noise.process.updated(value, dof))
+    if spread and dof > 0:
+        return Variance(value=max(value, accepted.value), dof=dof)
+    return accepted.updated(value, dof)
 
 
 def _against_baseline(item: Open, run: Sequence[Measurement]) -> Estimate:

@@ -137,9 +137,8 @@ class Times:
     """One process of the gate's first and second look through the kinds, by the sides that it would time."""
     gate: float
     """The whole gate where everything is decided by the first look."""
-    gate_half: float
-    gate_both: float
-    """The whole gate where something is left for the second."""
+    stages: tuple[float, ...]
+    """The whole gate where the second look goes on to each of its stages."""
     tools: Mapping[str, float]
     """Tool → one run through the kinds, without its process's start."""
 
@@ -523,17 +522,19 @@ def _constants(
     silent = {k: _share(t[OPTIMIZED].red, t[OPTIMIZED].runs) for k, t in whole.tallies.items()}
     weak = [k for k, v in silent.items() if v > 0.05]
     unchanged = [t[OPTIMIZED] for t in whole.tallies.values()]
-    opened = sum(t.opened for t in unchanged)
-    halfway = _share(opened - sum(t.whole for t in unchanged), opened)
+    reached = [sum(t.stages[i] for t in unchanged) for i in range(len(gate.STAGES))]
+    ended = [1 - _share(later, reached[0]) for later in reached[1:]]
     yield Constant(
-        name="INTERIM_PROCESSES",
-        assumed=f"{gate.INTERIM_PROCESSES}: decide most of what is left",
-        measured=f"{halfway:.0%} of unchanged workloads" if opened else "the first look left nothing open",
-        reading="agrees" if halfway >= 0.5 or not opened else "decide few: the whole second look is needed",
+        name="STAGES",
+        assumed=f"{gate.STAGES[0].processes} processes decide most, {gate.STAGES[1].processes} nearly all that is left",
+        measured=" and ".join(f"{share:.0%}" for share in ended) + " of unchanged workloads are decided by then"
+        if reached[0]
+        else "the first look left nothing open",
+        reading="agrees" if ended[0] >= 0.5 or not reached[0] else "decide few: later stages are needed",
     )
     yield Constant(
-        name="SECOND_PROCESSES",
-        assumed=f"{gate.SECOND_PROCESSES}: decide what is left",
+        name="the last stage",
+        assumed=f"{gate.STAGES[-1].processes} processes: decide what is left",
         measured="unchanged and red: " + ", ".join(f"{k} {_percent(v)}" for k, v in silent.items()),
         reading="agrees" if not weak else f"too few for {', '.join(weak)}, or the kind is too noisy here",
     )
@@ -638,8 +639,7 @@ def _times(recording: Recording) -> Times:
         first=first,
         second=second,
         gate=gate.FIRST_PROCESSES * first,
-        gate_half=gate.FIRST_PROCESSES * first + gate.INTERIM_PROCESSES * second,
-        gate_both=gate.FIRST_PROCESSES * first + gate.SECOND_PROCESSES * second,
+        stages=tuple(gate.FIRST_PROCESSES * first + stage.processes * second for stage in gate.STAGES),
         tools=tools,
     )
 

@@ -164,8 +164,8 @@ def _seconds(a: Analysis, recording: Recording) -> Iterator[str]:
     yield f"| a process of the gate's first look, {kinds} | {duration(t.first)} |"
     yield f"| a process of the second look, {kinds} | {duration(t.second)} |"
     yield f"| the gate, {gate.FIRST_PROCESSES} processes: all decided by the first look | {duration(t.gate)} |"
-    yield f"| the gate with {gate.INTERIM_PROCESSES} more: all decided halfway | {duration(t.gate_half)} |"
-    yield f"| the gate with {gate.SECOND_PROCESSES} more for the second look | {duration(t.gate_both)} |"
+    for stage, s in zip(gate.STAGES, t.stages, strict=True):
+        yield f"| the gate with {stage.processes} more for the second look | {duration(s)} |"
     for tool, s in t.tools.items():
         limit = f", at most {recording.sessions[0].benchmark_max_time:g} s a side" if tool == "pytest-benchmark" else ""
         yield f"| {tool}, one run of {kinds}{limit}, without start | {duration(s)} |"

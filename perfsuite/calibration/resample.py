@@ -148,8 +148,8 @@ class Tally:
     statuses: dict[Status, int] = field(default_factory=dict)
     opened: int = 0
     """How often the first look left it open."""
-    whole: int = 0
-    """How often the second look needed all its processes."""
+    stages: list[int] = field(default_factory=lambda: [0] * len(gate.STAGES))
+    """How often each stage of the second look was reached."""
     covered: dict[str, list[int]] = field(default_factory=dict)
     """Interval → [how often it covered the known value, how often it was given]."""
     margins: list[float] = field(default_factory=list)
@@ -239,7 +239,8 @@ def _gate_once(
             key = f"calibration::{kind}::speed[{copy}]"
             shifts = rng.normal(0, SESSION_SD, 2) if sessions == 1 else (0.0, 0.0)
             accepted = _drawn(source, OPTIMIZED, then, ACCEPT_PROCESSES, rng, float(shifts[0]))
-            run = _drawn(source, side, now, gate.FIRST_PROCESSES + gate.SECOND_PROCESSES, rng, float(shifts[1]))
+            count = gate.FIRST_PROCESSES + gate.STAGES[-1].processes
+            run = _drawn(source, side, now, count, rng, float(shifts[1]))
             entries[key] = _entry(key, kind, accepted)
             made = [_measurement(key, kind, *r) for r in run]
             first[key], second[key] = made[: gate.FIRST_PROCESSES], made[gate.FIRST_PROCESSES :]
@@ -247,9 +248,12 @@ def _gate_once(
     looked = gate.first_look(entries, first, promises, selected=len(entries))
     plain = gate.promises_look(first, promises, selected=len(entries), processes=gate.FIRST_PROCESSES)
     opened = {k: a for k, a in looked.items() if isinstance(a, gate.Open)}
-    again = gate.interim_look(opened, {k: second[k][: gate.INTERIM_PROCESSES] for k in opened})
-    last = {k: a for k, a in opened.items() if k not in again}
-    again |= gate.second_look(last, {k: second[k] for k in last})
+    again: dict[str, Verdict] = {}
+    for number, stage in enumerate(gate.STAGES):
+        left = {k: a for k, a in opened.items() if k not in again}
+        for key in left:
+            result.tallies[key.split("::")[1]][side].stages[number] += 1
+        again |= gate.second_look(left, {k: second[k][: stage.processes] for k in left}, stage=number)
     verdicts: dict[str, Verdict] = {k: a for k, a in looked.items() if isinstance(a, Verdict)} | again
     suite = result.suites[side]
     suite.runs += 1
@@ -260,7 +264,6 @@ def _gate_once(
         tally, truth, answer = result.tallies[kind][side], truths[kind, side], looked[key]
         tally.statuses[verdict.status] = tally.statuses.get(verdict.status, 0) + 1
         tally.opened += key in opened
-        tally.whole += key in last
         if verdict.margin is not None:
             tally.margins.append(verdict.margin)
         tally.cover("speedup", plain[key].speedup_low, plain[key].speedup_high, truth.speedup)

@@ -195,8 +195,8 @@ class Suite:
             noise = self.noises[key]
             bias = self.rng.normal(0, noise.bias)
             noise = Noise(*(s * scale for s in (noise.quad, noise.block, noise.process)), session=noise.session)
-            rows = processes(self.rng, noise, 6, truth=-slower, shift=bias)
-            reference = self._session(key, 6, slower, scale)
+            rows = processes(self.rng, noise, 12, truth=-slower, shift=bias)
+            reference = self._session(key, 12, slower, scale)
             result[key] = [
                 replace(m, log_ratios={**m.log_ratios, "accepted": tuple(row.tolist())})
                 for m, row in zip(reference, rows, strict=True)

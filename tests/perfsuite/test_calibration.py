@@ -215,14 +215,14 @@ def test_the_real_gate_decides(quiet: Recording, monkeypatch: pytest.MonkeyPatch
 
     def second_look(opened: Any, runs: Any, **options: Any) -> Any:
         looks["second"] += 1
-        assert {len(r) for r in runs.values()} <= {gate.SECOND_PROCESSES}
+        assert {len(r) for r in runs.values()} <= {gate.STAGES[options["stage"]].processes}
         return second(opened, runs, **options)
 
     monkeypatch.setattr(gate, "first_look", first_look)
     monkeypatch.setattr(gate, "second_look", second_look)
     pools = resample.pools(quiet)
     made = resample.simulate(pools, [OPTIMIZED, "+2.0%"], suites=3, rng=np.random.default_rng(0))
-    assert looks == {"first": 6, "second": 6}
+    assert looks == {"first": 6, "second": 6 * len(gate.STAGES)}
     assert made.tallies["memory"]["+2.0%"].runs == 3 * resample.COPIES
 
 
@@ -252,7 +252,7 @@ def test_clopper_pearson() -> None:
 def test_the_constants_are_told_apart(found: analysis.Analysis) -> None:
     by_name = {c.name: c for c in found.constants}
     assert {"PROCESS_SD", "PROCESS_DOF", "SESSION_SD", "SESSION_DOF", "MARGIN_MIN", "ALPHA"} <= set(by_name)
-    assert {"FIRST_PROCESSES", "SECOND_PROCESSES", "IMPORT_BIAS"} <= set(by_name)
+    assert {"FIRST_PROCESSES", "STAGES", "IMPORT_BIAS"} <= set(by_name)
     assert by_name["SESSION_SD"].measured.startswith("not measured")
     assert by_name["PROCESS_SD"].reading == "cautious: less was measured"
     assert by_name["MARGIN_MIN"].reading == "agrees"

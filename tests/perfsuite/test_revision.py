@@ -404,7 +404,7 @@ def test_the_second_look_has_the_accepted_tree(accepted: Project) -> None:
     assert result.ret == 1
     head = accepted.git("rev-parse", "HEAD")
     assert lines_with(result.stdout.str(), "REGRESSED", SMALL, f"5.0% slower than the accepted revision {head[:7]}")
-    assert len(seen) == gate.INTERIM_PROCESSES  # clear by then
+    assert len(seen) == gate.STAGES[0].processes  # clear by then
     assert all("return 3 * x" in text for text in seen)
     assert not (accepted.path / ".perfsuite/revisions").exists()
 
@@ -422,20 +422,21 @@ def accepted_two(project: Project) -> Project:
 
 
 def test_what_is_clear_halfway_is_measured_no_more(accepted_two: Project) -> None:
-    """Both are slower, one so noisily that nothing is shown: it alone goes through the whole second look."""
-    slow, noisy = times(slower=0.05), times(slower=0.05, noise=100.0)
+    """Both are slower, one so noisily that nothing is shown: it alone goes through all stages."""
+    slow, noisy = times(slower=0.05), times(slower=0.02, noise=100.0)
     workers = accepted_two.measured(lambda id, process, second: (noisy if id == LARGE else slow)(id, process, second))
     output = accepted_two.gate().stdout.str()
     assert lines_with(output, "REGRESSED", SMALL)
     assert lines_with(output, "NOISY", LARGE)
     second = [ids for ids, trees in workers.calls if trees]
-    assert second == [(LARGE, SMALL)] * gate.INTERIM_PROCESSES + [(LARGE,)] * 3
+    first, last = gate.STAGES[0].processes, gate.STAGES[-1].processes
+    assert second == [(LARGE, SMALL)] * first + [(LARGE,)] * (last - first)
 
 
 def test_a_workload_that_fails_after_halfway_is_red(accepted_two: Project) -> None:
     noisy = times(slower=0.05, noise=100.0)
     crash = Failure(status=Status.UNMEASURED, message="the optimized side crashed with SIGSEGV")
-    last = gate.FIRST_PROCESSES + gate.INTERIM_PROCESSES
+    last = gate.FIRST_PROCESSES + gate.STAGES[0].processes
     accepted_two.measured(lambda id, process, second: crash if process > last else noisy(id, process, second))
     result = accepted_two.gate()
     assert result.ret == 1

@@ -34,7 +34,7 @@ FEWER = """
 import sys
 from perfsuite import cli, gate
 
-gate.INTERIM_PROCESSES = 1
+gate.STAGES = (gate.Stage(1, 0.001, 0.005), gate.Stage(2, 0.002, 0.0075), gate.Stage(3, 0.002, 0.0075))
 gate.SECOND_PROCESSES = gate.compare_look.__kwdefaults__["processes"] = 2
 gate.STORED_PROCESSES = gate.stored_look.__kwdefaults__["processes"] = 4
 cli.main(sys.argv[1:])
