@@ -38,7 +38,7 @@ mean_pairwise_cosine = Pair(
     workloads=[
         Workload("n10", N=10, D=384, device="cuda", repeat=32, speedup=2.0, host_syncs=0, launches=1),
         Workload("n1024", N=1024, D=384, direction="both", device="cuda", repeat=4, speedup=20.0),
-        Workload("cpu", N=64, D=384, clock="wall", direction="both", device="cpu", speedup=2.0),
+        Workload("cpu", N=64, D=384, clock="wall", direction="both", device="cpu"),
     ],
     cost=Cost(bytes=traffic),
 )
