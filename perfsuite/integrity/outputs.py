@@ -27,6 +27,15 @@ def lazy_output(probe: Probe) -> None:
             raise probe.fault(fault)
 
 
+def _is_data(value: object) -> bool:
+    """Whether it is made of numbers and text alone."""
+    if type(value) in (tuple, list, set, frozenset):
+        return all(map(_is_data, value))  # type: ignore[call-overload]
+    if type(value) is dict:
+        return all(_is_data(k) and _is_data(v) for k, v in value.items())
+    return type(value) in (bool, int, float, str, bytes, type(None))
+
+
 def not_plain(name: str, leaf: execution.Leaf) -> str | None:
     """What is wrong with an output that is no plain tensor, or None."""
     if not isinstance(leaf, torch.Tensor):
@@ -36,8 +45,10 @@ def not_plain(name: str, leaf: execution.Leaf) -> str | None:
     own = [k for k in vars(leaf) if callable(vars(leaf)[k])]
     if own:
         return f"returns {name} with its method {own[0]} overridden: it may compute when read"
-    if vars(leaf) and type(leaf) is torch.Tensor:
-        return f"returns {name} with an attribute {next(iter(vars(leaf)))} of its own: work may hang on its end"
+    # torch.compile notes plain data on its outputs; what ends with a tensor, and may work then, is an object.
+    held = [k for k, v in vars(leaf).items() if not _is_data(v)]
+    if held and type(leaf) is torch.Tensor:
+        return f"returns {name} with an attribute {held[0]} of its own: work may hang on its end"
     if leaf.is_meta or leaf.layout is not torch.strided:
         return f"returns {name} as a {leaf.layout} tensor on {leaf.device}: it holds no values yet"
     return None

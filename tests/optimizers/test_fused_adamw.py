@@ -166,6 +166,14 @@ def test_no_gradient_passes_through_a_step(call):
         torch.testing.assert_close(p.detach(), torch.full(p.shape, 0.8))
 
 
+@pytest.mark.parametrize("call", SIDES)
+@pytest.mark.parametrize("count", [1, 3])
+def test_there_is_one_gradient_for_each_parameter(call, count):
+    step = call([torch.ones(2), torch.ones(3)])
+    with pytest.raises(ValueError, match="zip"):
+        step([torch.ones(2), torch.ones(3), torch.ones(3)][:count])
+
+
 def test_the_cnn_has_the_published_number_of_parameters():
     sizes = {"c1": 32, "c2": 64, "c3": 128, "flat": 2048, "hidden": 256, "classes": 5}
     assert cnn_bytes(**sizes) == BYTES_PER_PARAMETER * 618_758

@@ -28,7 +28,7 @@ from perfsuite.gate import (
     too_noisy,
 )
 from perfsuite.records import Limit, Measurement, PromiseRecord, Status, Verdict
-from perfsuite.statistics import DEFAULT_NOISE, IMPORT_BIAS, Estimate, Noise, Variance
+from perfsuite.statistics import DEFAULT_NOISE, IMPORT_BIAS, Estimate, Noise, Variance, fit_prior, noise_of
 
 ID = workload_id(0)
 TRUTH = math.log(20.0)
@@ -153,6 +153,14 @@ def test_a_promise_that_held_when_accepted_is_not_broken_by_the_machine() -> Non
     assert noisy.moved == "device"
     assert verdict(found(STILL), Status.BELOW_FLOOR).moved == "software"
     assert verdict(found({**STILL, "copy": 1.1e-4}, slower=0.1), Status.BELOW_FLOOR).moved is None
+
+
+def test_a_promise_of_just_what_was_accepted_held() -> None:
+    made = accepted()
+    for factor, held in ((1.0, True), (1.0001, False)):
+        promise = gate._speedup(processes(), NOISE, PromiseRecord(speedup=factor * made.speedup()))
+        assert gate._held_when_accepted(promise, made) is held
+    assert not gate._held_when_accepted(gate._speedup(processes(), NOISE, PromiseRecord()), made)
 
 
 def test_a_spread_beyond_the_baseline_s_is_left_open() -> None:
@@ -559,10 +567,18 @@ def test_records_are_frozen_named_and_slotted(record: type) -> None:
     assert not hasattr(made, "__dict__")
 
 
-def resolvable(variance: float, dof: float, selected: int, steps: int = 1000, *, alpha: float = 0.005) -> float:
+def test_stages_are_frozen_and_slotted() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        gate.STAGES[0].processes = 2  # type: ignore[misc]
+    assert not hasattr(gate.STAGES[0], "__dict__")
+
+
+def resolvable(
+    variance: float, dof: float, selected: int, steps: int = 1000, *, alpha: float = 0.005, least: float = 0.01
+) -> float:
     """The margin of an estimate with this variance, by scipy's distributions, in so many steps of a whole."""
     needed = stats.t.isf(alpha / selected, dof) + stats.t.ppf(0.95, dof)
-    return max(0.01, math.ceil(steps * math.expm1(needed * math.sqrt(variance)) - 1e-6) / steps)
+    return max(least, math.ceil(steps * math.expm1(needed * math.sqrt(variance)) - 1e-6) / steps)
 
 
 FINE = 10**6
@@ -576,7 +592,7 @@ def pooled(sessions: Sequence[Sequence[float]], prior: Variance) -> Variance:
     return Variance(value=(prior.dof * prior.value + squares) / dof, dof=dof)
 
 
-def test_what_only_all_stages_find_has_the_largest_margin() -> None:
+def test_what_only_all_stages_find_has_the_largest_margin(monkeypatch: pytest.MonkeyPatch) -> None:
     def size(scale: float) -> float:
         return margin(accepted(scale), NOISE, selected=40)
 
@@ -585,6 +601,14 @@ def test_what_only_all_stages_find_has_the_largest_margin() -> None:
     assert sizes[0] < 0.02 < sizes[-1]
     # Six processes alone would be too few for all of these.
     assert sizes.count(0.02) >= 6
+    # Beyond it is what the last stage finds at its own level, which no other has here.
+    monkeypatch.setattr(gate, "STAGES", (*gate.STAGES[:2], dataclasses.replace(gate.STAGES[2], alpha=1e-4)))
+    for scale in (28.0, 39.0):
+        known = pooled(accepted(scale).process_means(), NOISE.process)
+        total, dof = known.value / 12 + IMPORT_BIAS**2, known.dof + 2 + 11
+        worth = (known.value / 12) ** 2 / dof
+        assert size(scale) == pytest.approx(resolvable(total, total**2 / worth, 40, alpha=1e-4))
+        assert size(scale) > 0.02
 
 
 @pytest.mark.parametrize("selected", [1, 40, 1000])
@@ -593,22 +617,41 @@ def test_the_margin_is_what_the_second_look_resolves(
     scale: float, selected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gate, "MARGIN_STEP", 1 / FINE)
+    monkeypatch.setattr(gate, "MARGIN_MIN", 0.0)
 
     def resolved(known: Variance, gained: int) -> float:
         worth = (known.value / 6) ** 2 / (known.dof + gained)
         total = known.value / 6 + IMPORT_BIAS**2
-        return resolvable(total, total**2 / worth, selected, FINE, alpha=0.004)
+        return resolvable(total, total**2 / worth, selected, FINE, alpha=0.004, least=0.0)
 
     made = accepted(scale)
     known = pooled(made.process_means(), NOISE.process)
     assert margin(made, NOISE, selected=selected) == pytest.approx(resolved(known, 7), abs=2e-6)
     # Measured at acceptance: its noise counts, and the first look's processes add nothing to it.
-    twin = entry([again(scale=scale / 2) for _ in range(2)])
+    twin = entry([[measurement(accepted=s * scale / 2, ratio=TRUTH + s * scale) for s in OFFSETS * 4]] * 2)
     assert margin(twin, NOISE, selected=selected) == pytest.approx(
         resolved(pooled(twin.process_means(), NOISE.process), 7), abs=2e-6
     )
     known = pooled(twin.process_means("accepted"), DEFAULT_NOISE.process)
     assert margin(twin, NOISE, selected=selected, twins=DEFAULT_NOISE) == pytest.approx(resolved(known, 5), abs=2e-6)
+
+
+def test_the_noise_of_two_imports_is_that_measured_at_acceptance() -> None:
+    def twin(number: int) -> Entry:
+        made = entry([[measurement(accepted=s * (1 + number), ratio=TRUTH + 4 * s) for s in OFFSETS]] * 2)
+        return dataclasses.replace(made, id=workload_id(number))
+
+    assert gate.twin_prior({}) is None
+    assert gate.twin_prior({ID: accepted()}) is None
+    entries = {workload_id(i): twin(i) for i in range(10)}
+    twins = gate.twin_prior({"other": accepted(), **entries})
+    assert twins == fit_prior(e.process_means("accepted") for e in entries.values())
+    item = first_look(entries, {ID: processes(0.01)}, {ID: PromiseRecord()}, selected=40, prior=NOISE)[ID]
+    assert isinstance(item, Open)
+    assert (item.twin, item.paired) == (True, noise_of(entries[ID].process_means("accepted"), twins))
+    assert item.noise == noise_of(entries[ID].process_means(), NOISE)
+    item = opened()
+    assert (item.twin, item.paired) == (False, item.noise)
 
 
 def test_the_stored_look_s_margin_has_the_session_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -679,6 +722,15 @@ def test_the_certainty_that_a_change_is_called_with(sign: int) -> None:
     for factor, called in ((1.01, True), (0.99, False)):
         error = Estimate(value=sign * 0.02, se=0.02 / (factor * limit), dof=9.0)
         status = gate._speed(error, 0.01, 0.005 / 40, 0.02, "x")[0]
+        assert (status in (Status.REGRESSED, Status.IMPROVED)) is called
+
+
+@pytest.mark.parametrize("value", [0.02, -0.02])
+def test_a_p_at_its_level_is_enough(value: float) -> None:
+    error = Estimate(value=value, se=0.006, dof=9.0)
+    level = min(error.p_above(0), error.p_below(0))
+    for part, called in ((1.0, True), (0.999, False)):
+        status = gate._speed(error, 0.01, level * part, 0.02, "x")[0]
         assert (status in (Status.REGRESSED, Status.IMPROVED)) is called
 
 
@@ -862,7 +914,7 @@ def test_own_seconds_are_estimated_with_the_session_s_shift() -> None:
 def test_a_run_that_spreads_has_its_own_noise_and_no_other() -> None:
     item = opened()
     for spread in (False, True):
-        for values in ([0.0, 0.1, 0.2], [0.0, 1e-5, 2e-5], [0.3]):
+        for values in ([0.0, 0.1, 0.2], [0.0, 1e-5, 2e-5], [0.0, 0.1], [0.3]):
             found = gate._run_noise(dataclasses.replace(item, spread=spread), values)
             own = Variance(value=float(np.var(values, ddof=1)) if len(values) > 1 else 0.0, dof=len(values) - 1.0)
             widest = Variance(value=max(own.value, item.noise.process.value), dof=own.dof)
