@@ -13,9 +13,10 @@ import json
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stdout, suppress
-from importlib.metadata import entry_points
+from importlib.metadata import Distribution, EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import click
 from rich.console import Console
@@ -35,7 +36,8 @@ class Commands(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         own = sorted([*super().list_commands(ctx), "calibrate"])
-        return [*own, *sorted({e.name for e in entry_points(group=COMMANDS)} - set(own))]
+        others = {e.name for e in entry_points(group=COMMANDS) if not _absent(e)}
+        return [*own, *sorted(others - set(own))]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         own = super().get_command(ctx, cmd_name)
@@ -45,7 +47,11 @@ class Commands(click.Group):
             from perfsuite.calibration.command import calibrate
 
             return calibrate
+        missing = None
         for entry in entry_points(group=COMMANDS, name=cmd_name):
+            if lacks := _absent(entry):
+                missing = missing or f"command {cmd_name!r} needs {lacks}"
+                continue
             try:
                 command = entry.load()
             except Exception as error:
@@ -53,6 +59,36 @@ class Commands(click.Group):
             if isinstance(command, click.Command):
                 return command
             return _broken(cmd_name, f"{entry.value} in the entry-point group {COMMANDS!r} is no click command")
+        return _broken(cmd_name, missing) if missing else None
+
+
+def _absent(entry: EntryPoint) -> str | None:
+    """What a command lacks whose distribution was installed without it, as a wheel is; None where nothing.
+
+    An editable install only maps the packages of the wheel: its folder joins the path, where the others lie.
+    """
+    distribution = entry.dist
+    if distribution is None:
+        return None
+    package = entry.module.partition(".")[0]
+    if folder := _editable(distribution):
+        if folder not in sys.path:
+            sys.path.append(folder)
+        return None
+    files = distribution.files
+    if files is None or any(f.parts[0] in (package, f"{package}.py") for f in files):
+        return None
+    name = distribution.metadata["Name"]
+    return f"the package {package!r}, which {name} does not install; run it in a clone, after `pip install -e .` there"
+
+
+def _editable(distribution: Distribution) -> str | None:
+    """The folder of an editable install (PEP 610); None for any other."""
+    try:
+        origin = json.loads(distribution.read_text("direct_url.json") or "{}")
+        editable = origin["dir_info"]["editable"] and origin["url"].startswith("file://")
+        return unquote(origin["url"].removeprefix("file://")) if editable else None
+    except (ValueError, KeyError, TypeError, AttributeError):
         return None
 
 

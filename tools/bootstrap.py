@@ -26,8 +26,12 @@ STAMP = "perfsuite.stamp"
 LOG = "bootstrap.log"
 NEWER = ("python3.13", "python3.12", "python3.11")
 
-# Without these the tests run; only `make check`, figures and packaging need them.
-TOOLS = {"mypy", "ruff", "matplotlib", "build"}
+# Of pyproject.toml; INSPECT names them too.
+EXTRAS = "test,train"
+# Without these the tests run: `make check`, figures and packaging need them, and a few tests of the trainers, which
+# are skipped then.
+OPTIONAL = {"mypy", "ruff", "matplotlib", "build", "h5py", "jsonargparse", "pyyaml", "tensorboard", "tokenizers"}
+NO_INDEX = "the package index cannot be reached"
 # Bound to the GPU driver and to each other: what a container brings stays as it is.
 KEEP = ("torch", "triton")
 # pip's options where there may be no network and a way on without it: its five retries take minutes.
@@ -40,7 +44,8 @@ from pip._vendor.packaging.requirements import Requirement
 from pip._vendor.packaging.utils import canonicalize_name
 from pip._vendor.packaging.version import InvalidVersion, Version
 project = tomllib.load(open(sys.argv[1], "rb"))["project"]
-lines = [*project["dependencies"], *project["optional-dependencies"]["test"]]
+extras = project["optional-dependencies"]
+lines = [*project["dependencies"], *extras["test"], *extras.get("train", [])]
 found = {}
 for d in importlib.metadata.distributions():
     try:
@@ -140,7 +145,7 @@ def set_up(venv):
         install_beside(venv, log)
     else:
         say(f"installing into .venv; about a minute, the log is .venv/{LOG}")
-        problem = pip(venv, log, ["-c", str(ROOT / "constraints.txt"), "-e", str(ROOT) + "[test]"])
+        problem = pip(venv, log, ["-c", str(ROOT / "constraints.txt"), "-e", f"{ROOT}[{EXTRAS}]"])
         if problem:
             fail(f"pip failed: {problem}; see .venv/{LOG}, and check the network or pip's index settings")
     (venv / STAMP).write_text(stamp())
@@ -220,12 +225,16 @@ def install_beside(venv, log):
     if facts["lacking"]:
         say(f"installing beside torch {facts['installed'].get('torch')}: {', '.join(sorted(facts['lacking']))}")
         problem = install_lacking(venv, log, facts)
-        needed = sorted(set(facts["lacking"]) - TOOLS)
-        if problem and needed:
+        needed = sorted(set(facts["lacking"]) - OPTIONAL)
+        fatal = problem
+        if problem and needed and problem != NO_INDEX:  # is it only an optional one that cannot be had?
+            fatal = install_lacking(venv, log, {**facts, "lacking": {name: facts["lacking"][name] for name in needed}})
+        if fatal and needed:
             remedy = f"install {', '.join(needed)} where this Python finds it, or check the network"
-            fail(f"pip failed: {problem}; {remedy}; see .venv/{LOG}")
+            fail(f"pip failed: {fatal}; {remedy}; see .venv/{LOG}")
         if problem:
-            say(f"not installed ({problem}): {', '.join(sorted(facts['lacking']))}; tests run without")
+            left_out = sorted(set(facts["lacking"]) & OPTIONAL)
+            say(f"not installed ({problem}): {', '.join(left_out)}; tests run without")
     isolation = ["--no-build-isolation"] if facts["can_build"] else []
     problem = pip(venv, log, [*HASTY, "--no-deps", *isolation, "-e", str(ROOT)])
     if problem:
@@ -264,7 +273,7 @@ def pip(venv, log, arguments):
     if done.returncode == 0:
         return None
     if "NewConnectionError" in done.stdout or "ConnectTimeoutError" in done.stdout:
-        return "the package index cannot be reached"
+        return NO_INDEX
     errors = [line.replace("ERROR: ", "") for line in done.stdout.splitlines() if line.lstrip().startswith("ERROR")]
     # The last one says what failed, but for the one that only points to pip's manual.
     told = [line for line in errors if not line.startswith("ResolutionImpossible")]

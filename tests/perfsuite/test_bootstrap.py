@@ -204,13 +204,47 @@ def test_without_a_network_a_needed_package_is_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     inspected(bootstrap, monkeypatch, facts())
-    bootstrap.answers += ["no network"] * 2
+    bootstrap.answers += ["the package index cannot be reached"] * 2
     with pytest.raises(SystemExit):
         bootstrap.install_beside(bootstrap.VENV, Path("log"))
     told = capsys.readouterr().err.splitlines()
-    assert told[-1].startswith("bootstrap: pip failed: no network; install rich where this Python finds it")
+    told_last = "bootstrap: pip failed: the package index cannot be reached; install rich where this Python finds it"
+    assert told[-1].startswith(told_last)
+    assert len(pips) == 2, "each try takes a minute"
     kept = pips[1][pips[1].index("-c") + 1].splitlines()
     assert kept[:2] == ["torch==2.11.0", "triton==3.6.0"], "the second try may move the rest, never these"
+
+
+def test_an_optional_package_that_cannot_be_had_keeps_back_no_other(
+    bootstrap: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    pips: list[list[str]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    inspected(bootstrap, monkeypatch, facts(lacking={"rich": "rich>=13", "h5py": "h5py>=3.11"}))
+    bootstrap.answers += ["No matching distribution found for h5py"] * 2
+    bootstrap.install_beside(bootstrap.VENV, Path("log"))
+    told = capsys.readouterr().err
+    assert "not installed (No matching distribution found for h5py): h5py; tests run without" in told
+    assert "rich>=13" in pips[2]
+    assert "h5py>=3.11" not in pips[2]
+
+
+def test_the_trainers_libraries_are_looked_for(bootstrap: ModuleType) -> None:
+    pytest.importorskip("pip")
+    (bootstrap.ROOT / "pyproject.toml").write_text(PROJECT + 'train = ["no-such-library>=1"]\n')
+    done = bootstrap.run([sys.executable, "-c", bootstrap.INSPECT, str(bootstrap.ROOT / "pyproject.toml")])
+    found = bootstrap.json.loads(bootstrap.last_line(done.stdout))
+    assert found["lacking"]["no-such-library"] == "no-such-library>=1"
+
+
+def test_the_optional_packages_are_those_of_the_extras(bootstrap: ModuleType) -> None:
+    import tomllib
+
+    project = tomllib.loads((SCRIPT.parents[1] / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    names = {line.partition(">")[0] for extra in bootstrap.EXTRAS.split(",") for line in extras[extra]}
+    assert names - {"triton"} == bootstrap.OPTIONAL
 
 
 def test_where_nothing_can_be_built_the_path_is_enough(

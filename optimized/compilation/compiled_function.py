@@ -1,0 +1,55 @@
+"""Softmax weights and the mix of states under torch.compile (trainer2, technique 000.4)."""
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def compiled_function(cost: torch.Tensor, states: torch.Tensor, beta: float = 5.0) -> torch.Tensor:
+    """`sum_k softmax(-beta * cost)_k * state_k`, [B, D], compiled at the first call.
+
+    cost    [B, K]
+    states  [B, K, D]
+    beta    inverse temperature
+
+    Shapes are dynamic: sizes from 2 on share one compiled function. Where nothing can be compiled (no C++ compiler,
+    say) a warning says why, once, and the function runs as it is. The source compiled with `torch.jit.script`, which
+    PyTorch has given up since.
+
+    Source: trainer2, technique 000.4.
+    """
+    return _compiled()(cost, states, beta)
+
+
+def compile_quietly(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """`torch.compile`, without the warnings about what PyTorch has deprecated and its own compiler uses."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch.compile(function, **options)
+
+
+def _mix(cost: torch.Tensor, states: torch.Tensor, beta: float) -> torch.Tensor:
+    weights = torch.softmax(-beta * cost, dim=1)
+    return torch.bmm(weights.unsqueeze(1), states).squeeze(1)
+
+
+@functools.cache
+def _compiled() -> Callable[..., torch.Tensor]:
+    compiled = compile_quietly(_mix, dynamic=True)
+    failed = []
+
+    def call(cost: torch.Tensor, states: torch.Tensor, beta: float) -> torch.Tensor:
+        if failed:
+            return _mix(cost, states, beta)
+        try:
+            return compiled(cost, states, beta)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            failed.append(error)
+            reason = str(error).strip().splitlines()[0]
+            warnings.warn(f"compiled_function runs uncompiled: {reason}", RuntimeWarning, stacklevel=3)
+            return _mix(cost, states, beta)
+
+    return call

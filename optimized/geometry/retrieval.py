@@ -1,0 +1,1264 @@
+"""Retrieval as one pass over the candidates: distance, softmax and mix fused (trainer2, technique 000.F1)."""
+
+import torch
+
+from optimized.kernels import ceil_div, jit, launching, tl, use_triton
+
+# A thread keeps a candidate's offsets and the metric in registers; wider forms belong to a matrix product.
+MAX_COORDINATES = 8
+# Queries that share a tile of the memory: the fewest that a dot takes.
+QUERIES = 16
+# Candidates and state columns in a tile. Not yet swept on a GPU: chosen so that the trainer's call (16 queries, 128 own
+# candidates, 2048 shared, 256 columns) is 256 programs, for an H200's 132 multiprocessors.
+CANDIDATES = 64
+COLUMNS = 64
+NUM_WARPS = 8  # with 4 the mix and the backward spill registers at n = 8
+# About as many programs for each kind of candidates, whatever the sizes: beyond, a program passes over several tiles.
+# The split depends on the sizes alone, so that the order of summation is the same on every device.
+MEMORY_PROGRAMS = 2 * 132
+OWN_PROGRAMS = 8 * 132
+COMBINE_COLUMNS = 128
+# Partial results that are read at once.
+PARTIALS = tl.constexpr(16)
+
+
+def retrieval(
+    query: torch.Tensor,
+    curvature: torch.Tensor,
+    coordinates: torch.Tensor,
+    states: torch.Tensor,
+    filled: torch.Tensor,
+    memory_coordinates: torch.Tensor,
+    memory_states: torch.Tensor,
+    memory_filled: torch.Tensor,
+    metric: torch.Tensor | None,
+    metric_diag: torch.Tensor | None = None,
+    beta: float = 5.0,
+    eps: float = 1e-8,
+) -> torch.Tensor:
+    """The mean state of each query's candidates, [B, D], weighted by `softmax(-beta * cost)`.
+
+    `cost = curvature * sqrt(max(d' g d, 0) + eps)` with `d = candidate - query`. A query's candidates are its own and
+    those of the memory, which all queries share. An empty slot gets no weight whatever it holds, NaN included; with no
+    filled slot at all the answer is 0.
+
+    float32 on CUDA with n <= 8 takes the Triton kernels, forward and backward, in float32 arithmetic and deterministic;
+    everything else the vectorised form. Neither waits for the device nor lays the memory out once a query. The kernels
+    have no second derivative.
+
+    query               [B, n]
+    curvature           [B], R_sc
+    coordinates         [B, K, n], the query's own candidates
+    states              [B, K, D]
+    filled              [B, K] bool
+    memory_coordinates  [M, n]
+    memory_states       [M, D]
+    memory_filled       [M] bool
+    metric              [n, n] or [B, n, n]; None if metric_diag is given
+    metric_diag         [n] or None; when given it alone is the metric
+
+    Source: trainer2, technique 000.F1.
+    """
+    form = metric if metric_diag is None else metric_diag
+    real = (query, curvature, coordinates, states, memory_coordinates, memory_states, form)
+    call = retrieval_triton if use_triton(*real) else retrieval_vectorised
+    return call(
+        query,
+        curvature,
+        coordinates,
+        states,
+        filled,
+        memory_coordinates,
+        memory_states,
+        memory_filled,
+        metric,
+        metric_diag,
+        beta,
+        eps,
+    )
+
+
+def retrieval_vectorised(
+    query: torch.Tensor,
+    curvature: torch.Tensor,
+    coordinates: torch.Tensor,
+    states: torch.Tensor,
+    filled: torch.Tensor,
+    memory_coordinates: torch.Tensor,
+    memory_states: torch.Tensor,
+    memory_filled: torch.Tensor,
+    metric: torch.Tensor | None,
+    metric_diag: torch.Tensor | None = None,
+    beta: float = 5.0,
+    eps: float = 1e-8,
+) -> torch.Tensor:
+    """`retrieval` in PyTorch operations, on any device and dtype: one softmax, and a product for each kind."""
+    own = coordinates.shape[1]
+    full = torch.cat([filled, memory_filled.expand(query.shape[0], -1)], dim=1)
+    every = torch.cat([coordinates - query[:, None], memory_coordinates - query[:, None]], dim=1)
+    d = torch.where(full[..., None], every, 0.0)
+    along = d * metric_diag if metric_diag is not None else d @ metric
+    # 1 where the slot is empty: the root has no derivative at 0.
+    form = torch.where(full, (along * d).sum(-1), 1.0)
+    cost = curvature[:, None] * torch.sqrt(torch.clamp(form, min=0) + eps)
+    logits = (-beta * cost).masked_fill(~full, torch.finfo(cost.dtype).min)
+    weights = torch.softmax(logits, dim=1).masked_fill(~full, 0.0)
+    states = torch.where(filled[..., None], states, 0.0)
+    memory_states = torch.where(memory_filled[:, None], memory_states, 0.0)
+    mixed = torch.bmm(weights[:, None, :own], states).squeeze(1)
+    return mixed + weights[:, own:] @ memory_states
+
+
+def retrieval_triton(
+    query: torch.Tensor,
+    curvature: torch.Tensor,
+    coordinates: torch.Tensor,
+    states: torch.Tensor,
+    filled: torch.Tensor,
+    memory_coordinates: torch.Tensor,
+    memory_states: torch.Tensor,
+    memory_filled: torch.Tensor,
+    metric: torch.Tensor | None,
+    metric_diag: torch.Tensor | None = None,
+    beta: float = 5.0,
+    eps: float = 1e-8,
+) -> torch.Tensor:
+    """`retrieval` as Triton kernels with their own backward, float32, n <= 8."""
+    candidates = coordinates.shape[1] + memory_coordinates.shape[0]
+    if not 0 < query.shape[1] <= MAX_COORDINATES or not (query.shape[0] and candidates and states.shape[2]):
+        return retrieval_vectorised(
+            query,
+            curvature,
+            coordinates,
+            states,
+            filled,
+            memory_coordinates,
+            memory_states,
+            memory_filled,
+            metric,
+            metric_diag,
+            beta,
+            eps,
+        )
+    form = metric if metric_diag is None else metric_diag
+    return _Retrieval.apply(
+        query,
+        curvature,
+        coordinates,
+        states,
+        memory_coordinates,
+        memory_states,
+        form,
+        filled,
+        memory_filled,
+        beta,
+        eps,
+    )
+
+
+def _splits(tiles: int, programs: int, most: int) -> tuple[int, int]:
+    """(tiles in a split, splits): as many splits as keep `programs` of each within `most`."""
+    length = max(1, ceil_div(tiles * programs, most))
+    return length, ceil_div(tiles, length)
+
+
+class _Retrieval(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx,
+        query,
+        curvature,
+        coordinates,
+        states,
+        memory_coordinates,
+        memory_states,
+        form,
+        filled,
+        memory_filled,
+        beta,
+        eps,
+    ):
+        real = [
+            t.contiguous() for t in (query, curvature, coordinates, states, memory_coordinates, memory_states, form)
+        ]
+        marks = [t.contiguous().view(torch.uint8) for t in (filled, memory_filled)]
+        query, states, memory_states = real[0], real[3], real[5]
+        batch, own, columns = states.shape
+        shared = memory_states.shape[0]
+        query_tiles, column_tiles = ceil_div(batch, QUERIES), ceil_div(columns, COLUMNS)
+        memory_length, memory_splits = _splits(
+            ceil_div(shared, CANDIDATES), query_tiles * column_tiles, MEMORY_PROGRAMS
+        )
+        own_length, own_splits = _splits(ceil_div(own, CANDIDATES), batch * column_tiles, OWN_PROGRAMS)
+        splits = memory_splits + own_splits
+        mixed = torch.empty((splits, batch, columns), dtype=torch.float32, device=query.device)
+        # The largest logit and the sum of the weights, which are relative to it.
+        tops = torch.empty((splits, batch), dtype=torch.float32, device=query.device)
+        totals = torch.empty_like(tops)
+        top = torch.empty(batch, dtype=torch.float32, device=query.device)
+        y = torch.empty((batch, columns), dtype=query.dtype, device=query.device)
+        memory_programs = memory_splits * query_tiles * column_tiles
+        with launching(query):
+            _mix_kernel[(memory_programs + own_splits * batch * column_tiles,)](
+                *real,
+                *marks,
+                mixed,
+                tops,
+                totals,
+                batch,
+                own,
+                shared,
+                columns,
+                memory_programs,
+                memory_length * CANDIDATES,
+                memory_splits,
+                own_length * CANDIDATES,
+                beta,
+                eps,
+                **_constants(query, form),
+                num_warps=NUM_WARPS,
+            )
+            _combine_kernel[(batch, ceil_div(columns, COMBINE_COLUMNS))](
+                mixed, tops, totals, y, top, splits, batch, columns, COLUMNS=COMBINE_COLUMNS, num_warps=NUM_WARPS
+            )
+        ctx.save_for_backward(*real, *marks, top)
+        ctx.beta, ctx.eps = beta, eps
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        *inputs, top = ctx.saved_tensors
+        query, _, coordinates, states, _, memory_states, form = inputs[:7]
+        batch, own, columns = states.shape
+        n, shared = query.shape[1], memory_states.shape[0]
+        cells = form[0].numel() if form.dim() == 3 else form.numel()
+        grad = grad.contiguous()
+        query_tiles, column_tiles = ceil_div(batch, QUERIES), ceil_div(columns, COLUMNS)
+        memory_chunks, own_chunks = ceil_div(shared, CANDIDATES), ceil_div(own, CANDIDATES)
+        chunks = memory_chunks + own_chunks
+        memory_programs = memory_chunks * query_tiles
+
+        def fresh(*shape):
+            return torch.empty(shape, dtype=torch.float32, device=query.device)
+
+        # Of each query and candidate: its weight, relative to the forward's largest, and the gradient of that weight.
+        weights, slopes = fresh(batch, own + shared), fresh(batch, own + shared)
+        # Their sum and their product's, of each chunk: summed anew here, so that the weights add up to 1 exactly as
+        # they are used. What remains after the mean slope is taken away may be far smaller than the slopes are.
+        totals, products = fresh(chunks, batch), fresh(chunks, batch)
+        d_coordinates, d_states = torch.empty_like(coordinates), torch.empty_like(states)
+        d_memory_states = torch.empty_like(memory_states)
+        d_memory_coordinates = fresh(query_tiles, shared, n)
+        form_needed = ctx.needs_input_grad[6]
+        # One after the other for all queries: the gradients of the query, of its curvature and of its metric. The sums
+        # over chunks have a fixed order, with no atomics: the gradient is the same at every run.
+        partial = fresh(chunks, batch * (n + 1 + (cells if form_needed else 0)))
+        constants = _constants(query, form)
+        states_programs = memory_chunks * column_tiles if ctx.needs_input_grad[5] else 0
+        with launching(query):
+            _slopes_kernel[(memory_programs + own_chunks * batch,)](
+                *inputs,
+                top,
+                grad,
+                weights,
+                slopes,
+                totals,
+                products,
+                batch,
+                own,
+                shared,
+                columns,
+                memory_programs,
+                memory_chunks,
+                ctx.beta,
+                ctx.eps,
+                **constants,
+                num_warps=NUM_WARPS,
+            )
+            _backward_kernel[(memory_programs + own_chunks * batch + states_programs,)](
+                *inputs,
+                grad,
+                weights,
+                slopes,
+                totals,
+                products,
+                d_coordinates,
+                d_states,
+                d_memory_coordinates,
+                d_memory_states,
+                partial,
+                batch,
+                own,
+                shared,
+                columns,
+                memory_programs,
+                own_chunks * batch,
+                memory_chunks,
+                chunks,
+                ctx.beta,
+                ctx.eps,
+                **constants,
+                FORM_NEEDED=form_needed,
+                num_warps=NUM_WARPS,
+            )
+        total = partial.sum(0)
+        d_query, d_curvature, d_form = total.split([batch * n, batch, total.shape[0] - batch * (n + 1)])
+        if not form_needed:
+            d_form = None
+        elif form.dim() == 3:
+            d_form = d_form.view(form.shape)
+        else:
+            d_form = d_form.view(batch, *form.shape).sum(0)
+        return (
+            d_query.view(query.shape),
+            d_curvature,
+            d_coordinates,
+            d_states,
+            d_memory_coordinates.sum(0) if query_tiles > 1 else d_memory_coordinates[0],
+            d_memory_states if states_programs or not shared else None,
+            d_form,
+            None,
+            None,
+            None,
+            None,
+        )
+
+
+def _constants(query: torch.Tensor, form: torch.Tensor) -> dict[str, int | bool]:
+    return {
+        "N": query.shape[1],
+        "DIAGONAL": form.dim() == 1,
+        "BATCHED": form.dim() == 3,
+        "QUERIES": QUERIES,
+        "CANDIDATES": CANDIDATES,
+        "COLUMNS": COLUMNS,
+    }
+
+
+# In what follows a query is a column [QUERIES, 1] and a candidate a row [1, CANDIDATES]; where a program has one query
+# alone it is [1, 1].
+
+
+@jit
+def _load_form(form_ptr, b, inside, N: tl.constexpr, DIAGONAL: tl.constexpr, BATCHED: tl.constexpr):
+    """The metric of each query as a tuple of N or N * N: g_ii, and g_ij + g_ji beside the diagonal.
+
+    The form has no use for the rest.
+    """
+    g = ()
+    if DIAGONAL:
+        for i in tl.static_range(N):
+            g += (tl.load(form_ptr + i).to(tl.float32),)
+    else:
+        for i in tl.static_range(N):
+            for j in tl.static_range(N):
+                if i > j:
+                    g += (g[j * N + i],)
+                elif BATCHED:
+                    own = form_ptr + b * (N * N)
+                    upper = tl.load(own + (i * N + j), mask=inside, other=0.0).to(tl.float32)
+                    if i < j:
+                        upper += tl.load(own + (j * N + i), mask=inside, other=0.0).to(tl.float32)
+                    g += (upper,)
+                else:
+                    upper = tl.load(form_ptr + (i * N + j)).to(tl.float32)
+                    if i < j:
+                        upper += tl.load(form_ptr + (j * N + i)).to(tl.float32)
+                    g += (upper,)
+    return g
+
+
+@jit
+def _load_rows(rows_ptr, row, mask, N: tl.constexpr):
+    """The coordinates of the rows as a tuple of N."""
+    x = ()
+    for i in tl.static_range(N):
+        x += (tl.load(rows_ptr + row * N + i, mask=mask, other=0.0).to(tl.float32),)
+    return x
+
+
+@jit
+def _offsets(candidate, query, live, N: tl.constexpr):
+    d = ()
+    for i in tl.static_range(N):
+        # 0 where the slot is empty: a query may hold NaN.
+        d += (tl.where(live, candidate[i] - query[i], 0.0),)
+    return d
+
+
+@jit
+def _quadratic(d, g, N: tl.constexpr, DIAGONAL: tl.constexpr):
+    for i in tl.static_range(N):
+        if DIAGONAL:
+            along = d[i] * g[i]
+        else:
+            along = d[i] * g[i * N + i]
+            for j in tl.static_range(i + 1, N):
+                along += d[j] * g[i * N + j]
+        if i == 0:
+            q = along * d[i]
+        else:
+            q += along * d[i]
+    return q
+
+
+@jit
+def _speed(q, eps):
+    # Not tl.maximum: NaN must stay.
+    return tl.sqrt_rn(tl.where(q < 0, 0.0, q) + eps)
+
+
+@jit
+def _advance(logit, top, total):
+    """A step of the online softmax: the weights of a tile, and by what all earlier ones shrink."""
+    higher = tl.maximum(top, tl.max(logit, axis=1))
+    # With nothing filled so far it would be inf - inf.
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    weight = tl.exp(logit - base[:, None])
+    shrink = tl.exp(top - base)
+    return weight, shrink, higher, total * shrink + tl.sum(weight, axis=1)
+
+
+@jit
+def _mix_kernel(
+    query_ptr,
+    curvature_ptr,
+    coordinates_ptr,
+    states_ptr,
+    memory_coordinates_ptr,
+    memory_states_ptr,
+    form_ptr,
+    filled_ptr,
+    memory_filled_ptr,
+    mixed_ptr,
+    tops_ptr,
+    totals_ptr,
+    batch,
+    own,
+    shared,
+    columns,
+    memory_programs,
+    memory_length,
+    memory_splits,
+    own_length,
+    beta,
+    eps,
+    N: tl.constexpr,
+    DIAGONAL: tl.constexpr,
+    BATCHED: tl.constexpr,
+    QUERIES: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """The mix over one split of the candidates, not yet divided by its total weight."""
+    program = tl.program_id(0)
+    column_tiles = tl.cdiv(columns, COLUMNS)
+    column = (program % column_tiles) * COLUMNS + tl.arange(0, COLUMNS)
+    if program < memory_programs:
+        _mix_memory(
+            query_ptr,
+            curvature_ptr,
+            memory_coordinates_ptr,
+            memory_states_ptr,
+            form_ptr,
+            memory_filled_ptr,
+            mixed_ptr,
+            tops_ptr,
+            totals_ptr,
+            program // column_tiles,
+            column,
+            batch,
+            shared,
+            columns,
+            memory_length,
+            beta,
+            eps,
+            N=N,
+            DIAGONAL=DIAGONAL,
+            BATCHED=BATCHED,
+            QUERIES=QUERIES,
+            CANDIDATES=CANDIDATES,
+            COLUMNS=COLUMNS,
+        )
+    else:
+        _mix_own(
+            query_ptr,
+            curvature_ptr,
+            coordinates_ptr,
+            states_ptr,
+            form_ptr,
+            filled_ptr,
+            mixed_ptr,
+            tops_ptr,
+            totals_ptr,
+            (program - memory_programs) // column_tiles,
+            column,
+            batch,
+            own,
+            columns,
+            memory_splits,
+            own_length,
+            beta,
+            eps,
+            N=N,
+            DIAGONAL=DIAGONAL,
+            BATCHED=BATCHED,
+            CANDIDATES=CANDIDATES,
+            COLUMNS=COLUMNS,
+        )
+
+
+@jit
+def _mix_memory(
+    query_ptr,
+    curvature_ptr,
+    coordinates_ptr,
+    states_ptr,
+    form_ptr,
+    filled_ptr,
+    mixed_ptr,
+    tops_ptr,
+    totals_ptr,
+    place,
+    column,
+    batch,
+    shared,
+    columns,
+    length,
+    beta,
+    eps,
+    N: tl.constexpr,
+    DIAGONAL: tl.constexpr,
+    BATCHED: tl.constexpr,
+    QUERIES: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    query_tiles = tl.cdiv(batch, QUERIES)
+    split = place // query_tiles
+    b = ((place % query_tiles) * QUERIES + tl.arange(0, QUERIES)).to(tl.int64)
+    inside = b < batch
+    query = _load_rows(query_ptr, b[:, None], inside[:, None], N)
+    curvature = tl.load(curvature_ptr + b, mask=inside, other=0.0).to(tl.float32)
+    g = _load_form(form_ptr, b[:, None], inside[:, None], N, DIAGONAL, BATCHED)
+    top = tl.full((QUERIES,), float("-inf"), dtype=tl.float32)
+    total = tl.zeros((QUERIES,), dtype=tl.float32)
+    mixed = tl.zeros((QUERIES, COLUMNS), dtype=tl.float32)
+    first = split * length
+    for start in range(first, tl.minimum(first + length, shared), CANDIDATES):
+        c = (start + tl.arange(0, CANDIDATES)).to(tl.int64)
+        live = tl.load(filled_ptr + c, mask=c < shared, other=0) != 0
+        candidate = _load_rows(coordinates_ptr, c[None, :], live[None, :], N)
+        speed = _speed(_quadratic(_offsets(candidate, query, live[None, :], N), g, N, DIAGONAL), eps)
+        logit = tl.where(live[None, :], curvature[:, None] * speed * -beta, float("-inf"))
+        weight, shrink, top, total = _advance(logit, top, total)
+        mask = live[:, None] & (column < columns)[None, :]
+        state = tl.load(states_ptr + c[:, None] * columns + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        mixed = mixed * shrink[:, None] + tl.dot(weight, state, input_precision="ieee")
+    row = split.to(tl.int64) * batch + b
+    mask = inside[:, None] & (column < columns)[None, :]
+    tl.store(mixed_ptr + row[:, None] * columns + column[None, :], mixed, mask=mask)
+    if tl.program_id(0) % tl.cdiv(columns, COLUMNS) == 0:
+        tl.store(tops_ptr + row, top, mask=inside)
+        tl.store(totals_ptr + row, total, mask=inside)
+
+
+@jit
+def _mix_own(
+    query_ptr,
+    curvature_ptr,
+    coordinates_ptr,
+    states_ptr,
+    form_ptr,
+    filled_ptr,
+    mixed_ptr,
+    tops_ptr,
+    totals_ptr,
+    place,
+    column,
+    batch,
+    own,
+    columns,
+    memory_splits,
+    length,
+    beta,
+    eps,
+    N: tl.constexpr,
+    DIAGONAL: tl.constexpr,
+    BATCHED: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    split = place // batch
+    one = tl.arange(0, 1)
+    b = (place % batch + one).to(tl.int64)
+    query = _load_rows(query_ptr, b[:, None], b[:, None] < batch, N)
+    curvature = tl.load(curvature_ptr + b).to(tl.float32)
+    g = _load_form(form_ptr, b[:, None], b[:, None] < batch, N, DIAGONAL, BATCHED)
+    top = tl.full((1,), float("-inf"), dtype=tl.float32)
+    total = tl.zeros((1,), dtype=tl.float32)
+    # Summed over the candidates after the loop: a reduction in every step costs more than the registers.
+    mixed = tl.zeros((CANDIDATES, COLUMNS), dtype=tl.float32)
+    first = split * length
+    for start in range(first, tl.minimum(first + length, own), CANDIDATES):
+        c = start + tl.arange(0, CANDIDATES)
+        row = b * own + c
+        live = tl.load(filled_ptr + row, mask=c < own, other=0) != 0
+        candidate = _load_rows(coordinates_ptr, row[None, :], live[None, :], N)
+        speed = _speed(_quadratic(_offsets(candidate, query, live[None, :], N), g, N, DIAGONAL), eps)
+        logit = tl.where(live[None, :], curvature[:, None] * speed * -beta, float("-inf"))
+        weight, shrink, top, total = _advance(logit, top, total)
+        mask = live[:, None] & (column < columns)[None, :]
+        state = tl.load(states_ptr + row[:, None] * columns + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        mixed = mixed * shrink[:, None] + tl.trans(weight) * state
+    row = (memory_splits + split).to(tl.int64) * batch + b
+    mask = (column < columns)[None, :]
+    tl.store(mixed_ptr + row[:, None] * columns + column[None, :], tl.sum(mixed, axis=0)[None, :], mask=mask)
+    if tl.program_id(0) % tl.cdiv(columns, COLUMNS) == 0:
+        tl.store(tops_ptr + row, top)
+        tl.store(totals_ptr + row, total)
+
+
+@jit
+def _combine_kernel(mixed_ptr, tops_ptr, totals_ptr, y_ptr, top_ptr, splits, batch, columns, COLUMNS: tl.constexpr):
+    """The splits of a query, each brought to the largest logit of all, over their total weight."""
+    b = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    top = float("-inf")
+    for start in range(0, splits, PARTIALS):
+        split = (start + tl.arange(0, PARTIALS)).to(tl.int64)
+        tops = tl.load(tops_ptr + split * batch + b, mask=split < splits, other=float("-inf"))
+        top = tl.maximum(top, tl.max(tops, axis=0))
+    base = tl.where(top == float("-inf"), 0.0, top)
+    total = 0.0
+    mixed = tl.zeros((COLUMNS,), dtype=tl.float32)
+    for start in range(0, splits, PARTIALS):
+        split = (start + tl.arange(0, PARTIALS)).to(tl.int64)
+        row = split * batch + b
+        tops = tl.load(tops_ptr + row, mask=split < splits, other=float("-inf"))
+        scale = tl.exp(tops - base)
+        total += tl.sum(tl.load(totals_ptr + row, mask=split < splits, other=0.0) * scale, axis=0)
+        mask = (split < splits)[:, None] & (column < columns)[None, :]
+        part = tl.load(mixed_ptr + row[:, None] * columns + column[None, :], mask=mask, other=0.0)
+        mixed += tl.sum(part * scale[:, None], axis=0)
+    # A total of 0: no slot is filled.
+    y = tl.where(total == 0, 0.0, tl.div_rn(mixed, tl.where(total == 0, 1.0, total)))
+    tl.store(y_ptr + b * columns + column, y, mask=column < columns)
+    if tl.program_id(1) == 0:
+        tl.store(top_ptr + b, base)
+
+
+@jit
+def _slopes_kernel(
+    query_ptr,
+    curvature_ptr,
+    coordinates_ptr,
+    states_ptr,
+    memory_coordinates_ptr,
+    memory_states_ptr,
+    form_ptr,
+    filled_ptr,
+    memory_filled_ptr,
+    top_ptr,
+    grad_ptr,
+    weights_ptr,
+    slopes_ptr,
+    totals_ptr,
+    products_ptr,
+    batch,
+    own,
+    shared,
+    columns,
+    memory_programs,
+    memory_chunks,
+    beta,
+    eps,
+    N: tl.constexpr,
+    DIAGONAL: tl.constexpr,
+    BATCHED: tl.constexpr,
+    QUERIES: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """The weights of one chunk of candidates again, and the gradient of each weight: its state times the output's."""
+    program = tl.program_id(0)
+    geometry = (query_ptr, curvature_ptr, form_ptr)
+    results = (weights_ptr, slopes_ptr, totals_ptr, products_ptr)
+    sizes = (batch, own, shared, columns, memory_chunks, beta, eps)
+    if program < memory_programs:
+        _slopes_memory(
+            *geometry,
+            memory_coordinates_ptr,
+            memory_states_ptr,
+            memory_filled_ptr,
+            top_ptr,
+            grad_ptr,
+            *results,
+            program,
+            *sizes,
+            N=N,
+            DIAGONAL=DIAGONAL,
+            BATCHED=BATCHED,
+            QUERIES=QUERIES,
+            CANDIDATES=CANDIDATES,
+            COLUMNS=COLUMNS,
+        )
+    else:
+        _slopes_own(
+            *geometry,
+            coordinates_ptr,
+            states_ptr,
+            filled_ptr,
+            top_ptr,
+            grad_ptr,
+            *results,
+            program - memory_programs,
+            *sizes,
+            N=N,
+            DIAGONAL=DIAGONAL,
+            BATCHED=BATCHED,
+            CANDIDATES=CANDIDATES,
+            COLUMNS=COLUMNS,
+        )
+
+
+@jit
+def _slopes_memory(
+    query_ptr,
+    curvature_ptr,
+    form_ptr,
+    coordinates_ptr,
+    states_ptr,
+    filled_ptr,
+    top_ptr,
+    grad_ptr,
+    weights_ptr,
+    slopes_ptr,
+    totals_ptr,
+    products_ptr,
+    place,
+    batch,
+    own,
+    shared,
+    columns,
+    memory_chunks,
+    beta,
+    eps,
+    N: tl.constexpr,
+    DIAGONAL: tl.constexpr,
+    BATCHED: tl.constexpr,
+    QUERIES: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    query_tiles = tl.cdiv(batch, QUERIES)
+    chunk = place // query_tiles
+    b = ((place % query_tiles) * QUERIES + tl.arange(0, QUERIES)).to(tl.int64)
+    inside = b < batch
+    c = (chunk * CANDIDATES + tl.arange(0, CANDIDATES)).to(tl.int64)
+    within = c < shared
+    live = tl.load(filled_ptr + c, mask=within, other=0) != 0
+    candidate = _load_rows(coordinates_ptr, c[None, :], live[None, :], N)
+    slope = tl.zeros((QUERIES, CANDIDATES), dtype=tl.float32)
+    for start in range(0, columns, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        mask = live[:, None] & (column < columns)[None, :]
+        state = tl.load(states_ptr + c[:, None] * columns + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        mask = inside[:, None] & (column < columns)[None, :]
+        grad = tl.load(grad_ptr + b[:, None] * columns + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        slope += tl.dot(grad, tl.trans(state), input_precision="ieee")
+    _store_slopes(
+        query_ptr,
+        curvature_ptr,
+        form_ptr,
+        top_ptr,
+        weights_ptr + own + c[None, :],
+        slopes_ptr + own + c[None, :],
+        totals_ptr,
+        products_ptr,
+        b,
+        inside,
+        candidate,
+        live,
+        within,
+        slope,
+        chunk,
+        batch,
+        own + shared,
+        beta,
+        eps,
+        N=N,
+        DIAGONAL=DIAGONAL,
+        BATCHED=BATCHED,
+    )
+
+
+@jit
+def _slopes_own(
+    query_ptr,
+    curvature_ptr,
+    form_ptr,
+    coordinates_ptr,
+    states_ptr,
+    filled_ptr,
+    top_ptr,
+    grad_ptr,
+    weights_ptr,
+    slopes_ptr,
+    totals_ptr,
+    products_ptr,
+    place,
+    batch,
+    own,
+    shared,
+    columns,
+    memory_chunks,
+    beta,
+    eps,
+    N: tl.constexpr,
+    DIAGONAL: tl.constexpr,
+    BATCHED: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    chunk = place // batch
+    b = (place % batch + tl.arange(0, 1)).to(tl.int64)
+    c = chunk * CANDIDATES + tl.arange(0, CANDIDATES)
+    within = c < own
+    row = b * own + c
+    live = tl.load(filled_ptr + row, mask=within, other=0) != 0
+    candidate = _load_rows(coordinates_ptr, row[None, :], live[None, :], N)
+    products = tl.zeros((CANDIDATES, COLUMNS), dtype=tl.float32)
+    for start in range(0, columns, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        mask = live[:, None] & (column < columns)[None, :]
+        state = tl.load(states_ptr + row[:, None] * columns + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        grad = tl.load(grad_ptr + b * columns + column, mask=column < columns, other=0.0).to(tl.float32)
+        products += state * grad[None, :]
+    _store_slopes(
+        query_ptr,
+        curvature_ptr,
+        form_ptr,
+        top_ptr,
+        weights_ptr + c[None, :],
+        slopes_ptr + c[None, :],
+        totals_ptr,
+        products_ptr,
+        b,
+        b < batch,
+        candidate,
+        live,
+        within,
+        tl.sum(products, axis=1)[None, :],
+        memory_chunks + chunk,
+        batch,
+        own + shared,
+        beta,
+        eps,
+        N=N,
+        DIAGONAL=DIAGONAL,
+        BATCHED=BATCHED,
+    )
+
+
+@jit
+def _store_slopes(
+    query_ptr,
+    curvature_ptr,
+    form_ptr,
+    top_ptr,
+    weights_ptr,
+    slopes_ptr,
+    totals_ptr,
+    products_ptr,
+    b,
+    inside,
+    candidate,
+    live,
+    within,
+    slope,
+    chunk,
+    batch,
+    candidates,
+    beta,
+    eps,
+    N: tl.constexpr,
+    DIAGONAL: tl.constexpr,
+    BATCHED: tl.constexpr,
+):
+    query = _load_rows(query_ptr, b[:, None], inside[:, None], N)
+    curvature = tl.load(curvature_ptr + b, mask=inside, other=0.0).to(tl.float32)
+    g = _load_form(form_ptr, b[:, None], inside[:, None], N, DIAGONAL, BATCHED)
+    top = tl.load(top_ptr + b, mask=inside, other=0.0)
+    speed = _speed(_quadratic(_offsets(candidate, query, live[None, :], N), g, N, DIAGONAL), eps)
+    weight = tl.exp(curvature[:, None] * speed * -beta - top[:, None])
+    weight = tl.where(live[None, :], weight, 0.0)
+    mask = inside[:, None] & within[None, :]
+    tl.store(weights_ptr + b[:, None] * candidates, weight, mask=mask)
+    tl.store(slopes_ptr + b[:, None] * candidates, slope, mask=mask)
+    row = chunk.to(tl.int64) * batch + b
+    tl.store(totals_ptr + row, tl.sum(weight, axis=1), mask=inside)
+    tl.store(products_ptr + row, tl.sum(weight * slope, axis=1), mask=inside)
+
+
+@jit
+def _inverse_total(totals_ptr, b, inside, chunks, batch):
+    """1 / the total weight of each query, [queries, 1]; 0 where no slot is filled."""
+    total = _sum_chunks(totals_ptr, b, inside, chunks, batch)
+    return tl.where(total == 0, 0.0, tl.div_rn(tl.zeros_like(total) + 1.0, tl.where(total == 0, 1.0, total)))
+
+
+@jit
+def _sum_chunks(values_ptr, b, inside, chunks, batch):
+    total = tl.zeros_like(b[:, None]).to(tl.float32)
+    for start in range(0, chunks, PARTIALS):
+        chunk = (start + tl.arange(0, PARTIALS)).to(tl.int64)
+        mask = inside[:, None] & (chunk < chunks)[None, :]
+        some = tl.load(values_ptr + chunk[None, :] * batch + b[:, None], mask=mask, other=0.0)
+        total += tl.sum(some, axis=1)[:, None]
+    return total
+
+
+@jit
+def _backward_kernel(
+    query_ptr,
+    curvature_ptr,
+    coordinates_ptr,
+    states_ptr,
+    memory_coordinates_ptr,
+    memory_states_ptr,
+    form_ptr,
+    filled_ptr,
+    memory_filled_ptr,
+    grad_ptr,
+    weights_ptr,
+    slopes_ptr,
+    totals_ptr,
+    products_ptr,
+    d_coordinates_ptr,
+    d_states_ptr,
+    d_memory_coordinates_ptr,
+    d_memory_states_ptr,
+    partial_ptr,
+    batch,
+    own,
+    shared,
+    columns,
+    memory_programs,
+    own_programs,
+    memory_chunks,
+    chunks,
+    beta,
+    eps,
+    N: tl.constexpr,
+    DIAGONAL: tl.constexpr,
+    BATCHED: tl.constexpr,
+    QUERIES: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    FORM_NEEDED: tl.constexpr,
+):
+    program = tl.program_id(0)
+    geometry = (query_ptr, curvature_ptr, form_ptr)
+    slopes = (weights_ptr, slopes_ptr, totals_ptr, products_ptr)
+    sizes = (batch, own, shared, columns, memory_chunks, chunks, beta, eps)
+    if program < memory_programs:
+        _backward_memory(
+            *geometry,
+            memory_coordinates_ptr,
+            memory_filled_ptr,
+            *slopes,
+            d_memory_coordinates_ptr,
+            partial_ptr,
+            program,
+            *sizes,
+            N=N,
+            DIAGONAL=DIAGONAL,
+            BATCHED=BATCHED,
+            QUERIES=QUERIES,
+            CANDIDATES=CANDIDATES,
+            FORM_NEEDED=FORM_NEEDED,
+        )
+    elif program < memory_programs + own_programs:
+        _backward_own(
+            *geometry,
+            coordinates_ptr,
+            filled_ptr,
+            grad_ptr,
+            *slopes,
+            d_coordinates_ptr,
+            d_states_ptr,
+            partial_ptr,
+            program - memory_programs,
+            *sizes,
+            N=N,
+            DIAGONAL=DIAGONAL,
+            BATCHED=BATCHED,
+            CANDIDATES=CANDIDATES,
+            COLUMNS=COLUMNS,
+            FORM_NEEDED=FORM_NEEDED,
+        )
+    else:
+        _backward_memory_states(
+            memory_filled_ptr,
+            grad_ptr,
+            weights_ptr,
+            totals_ptr,
+            d_memory_states_ptr,
+            program - memory_programs - own_programs,
+            batch,
+            own,
+            shared,
+            columns,
+            chunks,
+            QUERIES=QUERIES,
+            CANDIDATES=CANDIDATES,
+            COLUMNS=COLUMNS,
+        )
+
+
+@jit
+def _backward_memory(
+    query_ptr,
+    curvature_ptr,
+    form_ptr,
+    coordinates_ptr,
+    filled_ptr,
+    weights_ptr,
+    slopes_ptr,
+    totals_ptr,
+    products_ptr,
+    d_coordinates_ptr,
+    partial_ptr,
+    place,
+    batch,
+    own,
+    shared,
+    columns,
+    memory_chunks,
+    chunks,
+    beta,
+    eps,
+    N: tl.constexpr,
+    DIAGONAL: tl.constexpr,
+    BATCHED: tl.constexpr,
+    QUERIES: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    FORM_NEEDED: tl.constexpr,
+):
+    query_tiles = tl.cdiv(batch, QUERIES)
+    chunk = place // query_tiles
+    tile = place % query_tiles
+    b = (tile * QUERIES + tl.arange(0, QUERIES)).to(tl.int64)
+    c = (chunk * CANDIDATES + tl.arange(0, CANDIDATES)).to(tl.int64)
+    live = tl.load(filled_ptr + c, mask=c < shared, other=0) != 0
+    _backward_geometry(
+        query_ptr,
+        curvature_ptr,
+        form_ptr,
+        weights_ptr + own + c[None, :],
+        slopes_ptr + own + c[None, :],
+        totals_ptr,
+        products_ptr,
+        d_coordinates_ptr + (tile.to(tl.int64) * shared + c) * N,
+        partial_ptr,
+        b,
+        b < batch,
+        _load_rows(coordinates_ptr, c[None, :], live[None, :], N),
+        live,
+        c < shared,
+        chunk,
+        batch,
+        own + shared,
+        chunks,
+        beta,
+        eps,
+        N=N,
+        DIAGONAL=DIAGONAL,
+        BATCHED=BATCHED,
+        FORM_NEEDED=FORM_NEEDED,
+    )
+
+
+@jit
+def _backward_own(
+    query_ptr,
+    curvature_ptr,
+    form_ptr,
+    coordinates_ptr,
+    filled_ptr,
+    grad_ptr,
+    weights_ptr,
+    slopes_ptr,
+    totals_ptr,
+    products_ptr,
+    d_coordinates_ptr,
+    d_states_ptr,
+    partial_ptr,
+    place,
+    batch,
+    own,
+    shared,
+    columns,
+    memory_chunks,
+    chunks,
+    beta,
+    eps,
+    N: tl.constexpr,
+    DIAGONAL: tl.constexpr,
+    BATCHED: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    FORM_NEEDED: tl.constexpr,
+):
+    chunk = place // batch
+    b = (place % batch + tl.arange(0, 1)).to(tl.int64)
+    c = chunk * CANDIDATES + tl.arange(0, CANDIDATES)
+    within = c < own
+    row = b * own + c
+    live = tl.load(filled_ptr + row, mask=within, other=0) != 0
+    weight = _backward_geometry(
+        query_ptr,
+        curvature_ptr,
+        form_ptr,
+        weights_ptr + c[None, :],
+        slopes_ptr + c[None, :],
+        totals_ptr,
+        products_ptr,
+        d_coordinates_ptr + row * N,
+        partial_ptr,
+        b,
+        b < batch,
+        _load_rows(coordinates_ptr, row[None, :], live[None, :], N),
+        live,
+        within,
+        memory_chunks + chunk,
+        batch,
+        own + shared,
+        chunks,
+        beta,
+        eps,
+        N=N,
+        DIAGONAL=DIAGONAL,
+        BATCHED=BATCHED,
+        FORM_NEEDED=FORM_NEEDED,
+    )
+    for start in range(0, columns, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        grad = tl.load(grad_ptr + b * columns + column, mask=column < columns, other=0.0).to(tl.float32)
+        # An empty slot's gradient is 0 even where the output's is not finite.
+        d_state = tl.where(live[:, None], tl.trans(weight) * grad[None, :], 0.0)
+        mask = within[:, None] & (column < columns)[None, :]
+        tl.store(d_states_ptr + row[:, None] * columns + column[None, :], d_state, mask=mask)
+
+
+@jit
+def _backward_memory_states(
+    filled_ptr,
+    grad_ptr,
+    weights_ptr,
+    totals_ptr,
+    d_states_ptr,
+    place,
+    batch,
+    own,
+    shared,
+    columns,
+    chunks,
+    QUERIES: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    column_tiles = tl.cdiv(columns, COLUMNS)
+    column = (place % column_tiles) * COLUMNS + tl.arange(0, COLUMNS)
+    c = ((place // column_tiles) * CANDIDATES + tl.arange(0, CANDIDATES)).to(tl.int64)
+    within = c < shared
+    live = tl.load(filled_ptr + c, mask=within, other=0) != 0
+    d_state = tl.zeros((CANDIDATES, COLUMNS), dtype=tl.float32)
+    for start in range(0, batch, QUERIES):
+        b = (start + tl.arange(0, QUERIES)).to(tl.int64)
+        inside = b < batch
+        row = b[:, None] * (own + shared) + own + c[None, :]
+        weight = tl.load(weights_ptr + row, mask=inside[:, None] & within[None, :], other=0.0)
+        weight *= _inverse_total(totals_ptr, b, inside, chunks, batch)
+        mask = inside[:, None] & (column < columns)[None, :]
+        grad = tl.load(grad_ptr + b[:, None] * columns + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        d_state += tl.dot(tl.trans(weight), grad, input_precision="ieee")
+    mask = within[:, None] & (column < columns)[None, :]
+    d_state = tl.where(live[:, None], d_state, 0.0)
+    tl.store(d_states_ptr + c[:, None] * columns + column[None, :], d_state, mask=mask)
+
+
+@jit
+def _backward_geometry(
+    query_ptr,
+    curvature_ptr,
+    form_ptr,
+    weights_ptr,
+    slopes_ptr,
+    totals_ptr,
+    products_ptr,
+    d_coordinates_ptr,
+    partial_ptr,
+    b,
+    inside,
+    candidate,
+    live,
+    within,
+    chunk,
+    batch,
+    candidates,
+    chunks,
+    beta,
+    eps,
+    N: tl.constexpr,
+    DIAGONAL: tl.constexpr,
+    BATCHED: tl.constexpr,
+    FORM_NEEDED: tl.constexpr,
+):
+    """From the slopes to the gradients of coordinates, query, curvature and metric; returns the weights."""
+    mask = inside[:, None] & within[None, :]
+    live = inside[:, None] & live[None, :]
+    query = _load_rows(query_ptr, b[:, None], inside[:, None], N)
+    curvature = tl.load(curvature_ptr + b, mask=inside, other=0.0).to(tl.float32)
+    g = _load_form(form_ptr, b[:, None], inside[:, None], N, DIAGONAL, BATCHED)
+    d = _offsets(candidate, query, live, N)
+    q = _quadratic(d, g, N, DIAGONAL)
+    speed = _speed(q, eps)
+    inverse = _inverse_total(totals_ptr, b, inside, chunks, batch)
+    mean = _sum_chunks(products_ptr, b, inside, chunks, batch) * inverse
+    weight = tl.load(weights_ptr + b[:, None] * candidates, mask=mask, other=0.0) * inverse
+    slope = tl.load(slopes_ptr + b[:, None] * candidates, mask=mask, other=0.0)
+    d_cost = tl.where(live, weight * (slope - mean) * -beta, 0.0)
+    # Where q is negative the clamp lets nothing through; at 0 it does, as torch.clamp(min=0).
+    passes = live & (q >= 0)
+    d_q = tl.where(passes, tl.div_rn(d_cost * curvature[:, None], tl.where(passes, 2.0 * speed, 1.0)), 0.0)
+
+    CELLS: tl.constexpr = N if DIAGONAL else N * N
+    # Not batch.to(): where it is 1 Triton compiles it in.
+    width = batch * (N + 1 + (CELLS if FORM_NEEDED else 0))
+    partial = partial_ptr + chunk.to(tl.int64) * width
+    tl.store(partial + batch * N + b, tl.sum(tl.where(live, d_cost * speed, 0.0), axis=1), mask=inside)
+    form = partial + batch * (N + 1) + b * CELLS
+    for i in tl.static_range(N):
+        if DIAGONAL:
+            along = 2.0 * (d[i] * g[i])
+        else:
+            along = 2.0 * (d[i] * g[i * N + i])
+            for j in tl.static_range(N):
+                if i != j:
+                    along += d[j] * g[i * N + j]
+        d_i = tl.where(live, d_q * along, 0.0)
+        tl.store(d_coordinates_ptr + i, tl.sum(d_i, axis=0), mask=within)
+        tl.store(partial + b * N + i, -tl.sum(d_i, axis=1), mask=inside)
+        if FORM_NEEDED:
+            if DIAGONAL:
+                tl.store(form + i, tl.sum(d_q * d[i] * d[i], axis=1), mask=inside)
+            else:
+                for j in tl.static_range(i, N):
+                    cell = tl.sum(d_q * d[i] * d[j], axis=1)
+                    tl.store(form + (i * N + j), cell, mask=inside)
+                    if i != j:
+                        tl.store(form + (j * N + i), cell, mask=inside)
+    return weight

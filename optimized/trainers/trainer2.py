@@ -1,0 +1,341 @@
+"""trainer2 from the optimized modules, a switch for each (source: trainer2).
+
+The same function as the plain trainer beside it, window for window. All that a step changes lies in tensors that stay
+where they are, so that a step is one function without arguments: it can be replayed as one CUDA graph, and the host
+never waits for the device. What a window reports is copied to pinned memory and read when the copy is done, at most a
+window later.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from optimized.compilation.compiled_function import compile_quietly
+from optimized.geometry.rotor_cache import RotorCache
+from optimized.geometry.velocity_accumulation import VelocitySum
+from optimized.graphs.cuda_graph_step import cuda_graph_step
+from suite.techniques import implementation
+from suite.trainer2.config import FIELD_CHANNELS, TrainConfig
+from suite.trainer2.model import make_field, make_weights
+
+CHANNELS = FIELD_CHANNELS[0] * FIELD_CHANNELS[1]
+REPORTED = ("loss", "curvature", "speed", "loss_delta")
+STATE = (
+    "field",
+    "momentum",
+    "rest",
+    "metric",
+    "theta",
+    "memory_coordinates",
+    "memory_states",
+    "memory_filled",
+)
+"""The tensors that a checkpoint holds beside the weights: the plain trainer's, under the same names."""
+
+
+class Trainer:
+    """The optimized trainer; it reads and writes the plain trainer's checkpoints.
+
+    Batches must have the first one's shape while `static_shapes` is on; ValueError otherwise.
+    """
+
+    def __init__(self, config: TrainConfig, vocabulary: int, device: torch.device | str) -> None:
+        self.config, self.device = config, torch.device(device)
+        self.weights = {k: w.to(self.device) for k, w in make_weights(config, vocabulary).items()}
+        self._low = self._half_weights()
+        first = make_field(config).to(self.device)
+        n = config.coordinates
+        self.field, self.momentum, self.rest = first.clone(), torch.zeros_like(first), first
+        self._kept = torch.empty_like(first), torch.empty_like(first)
+        self.metric = torch.ones(n, device=self.device)
+        self.theta = torch.zeros(config.rotor_k, device=self.device)
+        self.memory_coordinates = torch.zeros(config.memory_slots, n, device=self.device)
+        self.memory_states = torch.zeros(config.memory_slots, config.width, device=self.device)
+        self.memory_filled = torch.zeros(config.memory_slots, dtype=torch.bool, device=self.device)
+        self.written = self.windows = 0
+        self._choose(n)
+        self.index = self._rotor_index(n, config.rotor_k).to(self.device)
+        self._turned = RotorCache(self.theta, self.memory_coordinates)
+        self._shape: tuple[int, int] | None = None
+        self._reports = _Reports(self.device, batched=config.metric_batching)
+        self._cleaned = self._cleanup(self._both_windows)
+        if config.cudnn_benchmark:
+            torch.backends.cudnn.benchmark = True
+
+    def _choose(self, n: int) -> None:
+        """The implementation of each technique that the configuration asks for."""
+        config = self.config
+
+        def of(module: str, function: str, on: bool) -> Callable[..., Any]:
+            return implementation(module, function, optimized=on)
+
+        self._retrieval = of("geometry.retrieval", "retrieval", config.retrieval)
+        self._lior_and_speed = of("geometry.lior_and_speed", "lior_and_speed", config.lior_and_speed)
+        self._rotor_apply = of("geometry.rotor_apply", "rotor_apply", config.rotor_cache)
+        self._rotor_index = of("geometry.rotor_apply", "rotor_index", False)
+        self._rotor_update = of("geometry.rotor_update", "rotor_update", config.rotor_update)
+        self._metric_update = of("geometry.metric_update", "metric_update", config.metric_update)
+        self._cleanup = of("memory.adaptive_cleanup", "adaptive_cleanup", config.adaptive_cleanup)
+        compiled = compile_quietly if config.compiled_function else _as_it_is
+        self._forward = compiled(self._forward_pass, dynamic=False)
+        self._push_field = compiled(_leapfrog, dynamic=False)
+
+    def train_window(self, batch: Mapping[str, torch.Tensor]) -> None:
+        """One free and one nudged window on `batch` (input_ids int64 [B, T], attention_mask [B, T]), and the update."""
+        with torch.no_grad():
+            self._cleaned(batch)
+
+    def metrics(self) -> Mapping[str, float] | None:
+        """Of the last window whose report has arrived: loss, curvature, speed, loss_delta; None before one has."""
+        return self._reports.latest()
+
+    def last_metrics(self) -> Mapping[str, float] | None:
+        """Wait for the last window's report; its metrics."""
+        return self._reports.wait()
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that training has changed, and the weights."""
+        return {
+            **{name: getattr(self, name).clone() for name in STATE},
+            "weights": self.weights,
+            "written": self.written,
+            "windows": self.windows,
+            "config": dataclasses.asdict(self.config),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there. ValueError where a shape is another."""
+        for name in STATE:
+            own, given = getattr(self, name), state[name]
+            if own.shape != given.shape:
+                raise ValueError(f"{name} has shape {list(given.shape)} in the checkpoint and {list(own.shape)} here")
+            own.copy_(given)
+        for name, weight in state["weights"].items():
+            self.weights[name].copy_(weight)
+        for name, weight in self._half_weights().items():
+            self._low[name].copy_(weight)
+        self.written, self.windows = state["written"], state["windows"]
+        self._turned.write(torch.arange(self.config.memory_slots, device=self.device), self.memory_coordinates)
+        self._turned.set_theta(self.theta)
+
+    # --- a window
+
+    def _both_windows(self, batch: Mapping[str, torch.Tensor]) -> None:
+        config, n = self.config, self.config.coordinates
+        self._take(batch)
+        self._kept[0].copy_(self.field)
+        self._kept[1].copy_(self.momentum)
+        self.nudge.zero_()
+        free = self._window().clone()
+        target = _masked_mean(self._embedded[:, 1:, :n], self._mask[:, 1:])
+        self.nudge.copy_(config.nudge_scale * (target - self.query))
+        self.field.copy_(self._kept[0])
+        self.momentum.copy_(self._kept[1])
+        nudged = self._window()
+
+        loss_delta = nudged[0] - free[0]
+        summed = self._velocities.value() if config.velocity_accumulation else self._summed
+        velocity = summed.mean(0) / config.window
+        self._metric_update(self.metric, self._rotor_apply(self.theta, velocity), loss_delta, config.eta)
+        self._rotor_update(self.theta, velocity, self.index, loss_delta, config.eta)
+        self._remember()
+        self.windows += 1
+        self._reports.send(free, loss_delta)
+
+    def _window(self) -> torch.Tensor:
+        """The means of lior, R_sc and speed over a window's steps and the batch, [3]."""
+        self.sums.zero_()
+        self._summed.zero_()
+        self._velocities.reset()
+        for _ in range(self.config.window):
+            self._step()
+        return self.sums / self.config.window
+
+    def _take(self, batch: Mapping[str, torch.Tensor]) -> None:
+        """The batch into the buffers that the step reads."""
+        tokens, mask = batch["input_ids"], batch["attention_mask"]
+        shape = (tokens.shape[0], tokens.shape[1])
+        if self._shape is None or (shape != self._shape and not self.config.static_shapes):
+            self._allocate(*shape)
+        elif shape != self._shape:
+            raise ValueError(
+                f"static_shapes=True: a batch of shape {list(shape)} after one of {list(self._shape)}; drop the "
+                "remainder, or set static_shapes: false"
+            )
+        self._tokens.copy_(tokens, non_blocking=True)
+        self._mask.copy_(mask, non_blocking=True)
+        self._filled.copy_(self._mask > 0)
+        # What is the same at all steps of the window.
+        torch.index_select(
+            self.weights["embedding"], 0, self._tokens.view(-1), out=self._embedded.view(-1, self.config.width)
+        )
+
+    def _allocate(self, B: int, T: int) -> None:
+        self._shape = (B, T)
+        n, D, on = self.config.coordinates, self.config.width, {"device": self.device}
+        self._tokens = torch.zeros(B, T, dtype=torch.int64, **on)
+        self._mask = torch.zeros(B, T, **on)
+        self._filled = torch.zeros(B, T, dtype=torch.bool, **on)
+        self._embedded = torch.zeros(B, T, D, **on)
+        self.nudge, self.query, self._summed = (torch.zeros(B, n, **on) for _ in range(3))
+        self._velocities = VelocitySum(self._summed)
+        self.state = torch.zeros(B, D, **on)
+        self.sums = torch.zeros(3, **on)
+        if self.config.use_cudagraphs:
+            self._step = cuda_graph_step(self._one_step, warmup=self.config.warmup_steps, device=self.device)
+        else:
+            self._step = self._one_step
+
+    def _one_step(self) -> None:
+        config, n = self.config, self.config.coordinates
+        output, pooled, curvature = self._forward(self._embedded, self._mask, torch.view_as_real(self.field))
+        torch.add(pooled[:, :n], self.nudge, out=self.query)
+        self.state.copy_(pooled)
+        if config.velocity_accumulation:
+            self._velocities.add(self.query)
+        else:
+            self._summed.copy_(self._summed.detach() + self.query.detach())
+        turned = self._rotor_apply(self.theta, self.query)
+        if config.rotor_cache:
+            memory = self._turned.rotated()
+        else:
+            memory = self._rotor_apply(self.theta, self.memory_coordinates)
+        retrieved = self._retrieval(
+            turned,
+            curvature,
+            self._rotor_apply(self.theta, output[..., :n]),
+            output,
+            self._filled,
+            memory,
+            self.memory_states,
+            self.memory_filled,
+            None,
+            self.metric,
+            config.beta,
+            config.eps,
+        )
+        lior, speed = self._lior_and_speed(turned, curvature, None, self.metric, config.eps)
+        self.sums.add_(torch.stack((lior, curvature, speed)).mean(1))
+        constants = config.kappa, config.diffusion, config.gamma, config.dt
+        field, momentum = (torch.view_as_real(t) for t in (self.field, self.momentum))
+        moved, pushed = self._push_field(field, momentum, torch.view_as_real(self.rest), retrieved, *constants)
+        field.copy_(moved)
+        momentum.copy_(pushed)
+
+    def _forward_pass(
+        self, embedded: torch.Tensor, mask: torch.Tensor, field: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(output [B, T, D], its masked mean [B, D], curvature [B]); the field as real numbers [.., 2]."""
+        w, low, (B, T, D) = self.weights, self._low, embedded.shape
+        heads = self.config.heads
+        magnitude = torch.hypot(field[..., 0], field[..., 1])
+        density = magnitude.mean((0, 1)).flatten()
+        x = embedded + w["condition"] @ density
+
+        def linear(h: torch.Tensor, name: str) -> torch.Tensor:
+            return functional.linear(h.to(low[name].dtype), low[name], low[f"{name}.bias"])
+
+        for i in range(self.config.blocks):
+            h = functional.layer_norm(x, (D,), w[f"{i}.norm1"], w[f"{i}.norm1.bias"])
+            q, k, v = linear(h, f"{i}.qkv").view(B, T, 3, heads, D // heads).permute(2, 0, 3, 1, 4)
+            a = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + linear(a.transpose(1, 2).reshape(B, T, D), f"{i}.project")
+            h = functional.layer_norm(x, (D,), w[f"{i}.norm2"], w[f"{i}.norm2.bias"])
+            x = x + linear(functional.gelu(linear(h, f"{i}.expand")), f"{i}.contract")
+        output = functional.layer_norm(x, (D,), w["norm"], w["norm.bias"])
+        return output, _masked_mean(output, mask), magnitude.mean().expand(B)
+
+    def _half_weights(self) -> dict[str, torch.Tensor]:
+        """The linear layers' weights in the forward pass's precision."""
+        dtype = torch.bfloat16 if self.config.autocast_bf16 else torch.float32
+        own = (name for name in self.weights if name.split(".")[-1] != "embedding" and name[0].isdigit())
+        return {name: self.weights[name].to(dtype) for name in own if "norm" not in name}
+
+    def _remember(self) -> None:
+        """Write one slot an item into the ring."""
+        slots = (torch.arange(self.query.shape[0], device=self.device) + self.written) % self.config.memory_slots
+        self.memory_coordinates.index_copy_(0, slots, self.query)
+        self.memory_states.index_copy_(0, slots, self.state)
+        self.memory_filled.index_fill_(0, slots, True)
+        self._turned.write(slots, self.query)
+        self._turned.set_theta(self.theta)
+        self.written = (self.written + self.query.shape[0]) % self.config.memory_slots
+
+
+class _Reports:
+    """What the windows report, on its way to the host: two buffers, each with an event that says when it is there."""
+
+    def __init__(self, device: torch.device, *, batched: bool) -> None:
+        self._cuda, self._batched = device.type == "cuda", batched
+        self._buffers = [torch.zeros(len(REPORTED), pin_memory=self._cuda) for _ in range(2)]
+        self._events: list[torch.cuda.Event | None] = [None, None]
+        self._sent = 0
+        self._latest: dict[str, float] | None = None
+
+    def send(self, means: torch.Tensor, loss_delta: torch.Tensor) -> None:
+        if not self._batched:
+            self._latest = dict(zip(REPORTED, (t.item() for t in (*means, loss_delta)), strict=True))
+            return
+        self.latest()
+        place = self._sent % 2
+        self._buffers[place].copy_(torch.cat((means, loss_delta.view(1))), non_blocking=self._cuda)
+        if self._cuda:
+            self._events[place] = torch.cuda.Event()
+            self._events[place].record()
+        self._sent += 1
+
+    def latest(self) -> dict[str, float] | None:
+        """Of the last report that has arrived. Never waits."""
+        for age in (1, 2):
+            place = (self._sent - age) % 2
+            event = self._events[place]
+            if age <= self._sent and self._batched and (event is None or event.query()):
+                self._latest = dict(zip(REPORTED, self._buffers[place].tolist(), strict=True))
+                break
+        return self._latest
+
+    def wait(self) -> dict[str, float] | None:
+        event = self._events[(self._sent - 1) % 2]
+        if event is not None:
+            event.synchronize()
+        return self.latest()
+
+
+def _as_it_is(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    return function
+
+
+def _leapfrog(
+    field: torch.Tensor,
+    momentum: torch.Tensor,
+    rest: torch.Tensor,
+    retrieved: torch.Tensor,
+    kappa: float,
+    diffusion: float,
+    gamma: float,
+    dt: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(field, momentum) after a step under `retrieved` [B, D]; complex numbers as pairs of real ones."""
+    # A real source: it pushes the real parts alone.
+    source = gamma * retrieved.mean(0)[:CHANNELS].view(FIELD_CHANNELS)
+    source = torch.stack((source, torch.zeros_like(source)), -1)
+
+    def force(t: torch.Tensor) -> torch.Tensor:
+        padded = functional.pad(t, (0, 0, 0, 0, 0, 0, 1, 1, 1, 1))
+        neighbours = padded[2:, 1:-1] + padded[:-2, 1:-1] + padded[1:-1, 2:] + padded[1:-1, :-2]
+        return -kappa * (t - rest) + diffusion * (neighbours - 4 * t) + source
+
+    momentum = momentum + dt / 2 * force(field)
+    field = field + dt * momentum
+    return field, momentum + dt / 2 * force(field)
+
+
+def _masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """The mean over the tokens [B, T, ...] that `mask` [B, T] keeps; 0 where it keeps none."""
+    kept = mask.unsqueeze(-1)
+    return (values * kept).sum(1) / kept.sum(1).clamp(min=1)

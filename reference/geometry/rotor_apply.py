@@ -1,0 +1,48 @@
+"""The rotor: Givens rotations of a vector's coordinates, one after the other (trainer2, technique 000.F4)."""
+
+import torch
+
+
+def rotor_index(n: int, k: int, device: torch.device | str | None = None) -> torch.Tensor:
+    """Rows (i, j, slot) of the k Givens rotations on n coordinates, int64 [k, 3], in the order they are applied.
+
+    In layer l pair j joins (2j + l) mod n and the coordinate after it, and owns slot l * (n / 2) + j. The last of the
+    ceil(k / (n / 2)) layers may lack pairs. ValueError for an odd n, which has no pairing.
+    """
+    if n % 2:
+        raise ValueError(f"a rotor joins coordinates in pairs: n must be even, not {n}")
+    rows = []
+    for slot in range(k if n else 0):
+        layer, pair = divmod(slot, n // 2)
+        i = (2 * pair + layer) % n
+        rows.append((i, (i + 1) % n, slot))
+    return torch.tensor(rows, dtype=torch.int64, device=device).reshape(-1, 3)
+
+
+def rotor_apply(theta: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """x rotated by the rotor, [..., n], in fresh memory.
+
+    One Givens rotation after the other, as `rotor_index` lists them: `a' = c a - s b`, `b' = s a + c b`.
+
+    theta  [k], radians; the rotation of a slot beyond k is by 0
+    x      [..., n], n even, else ValueError
+
+    Source: trainer2, technique 000.F4.
+    """
+    columns = list(x.unbind(-1))
+    for i, j, slot in rotor_index(x.shape[-1], theta.shape[0]).tolist():
+        c, s = torch.cos(theta[slot]), torch.sin(theta[slot])
+        columns[i], columns[j] = c * columns[i] - s * columns[j], s * columns[i] + c * columns[j]
+    return torch.stack(columns, dim=-1) if columns else x.clone()
+
+
+def folded_metric(theta: torch.Tensor, metric: torch.Tensor, n: int) -> torch.Tensor:
+    """`R' g R`, [n, n], R the rotor's matrix: the metric in which distances are those of rotated coordinates in g.
+
+    `(R d)' g (R d) = d' (R' g R) d`, so that with it nothing need be rotated at all.
+
+    theta   [k], radians
+    metric  [n, n], or [n] for a diagonal one
+    """
+    rotor = rotor_apply(theta, torch.eye(n, dtype=theta.dtype, device=theta.device)).mT
+    return rotor.mT @ (torch.diag(metric) if metric.dim() == 1 else metric) @ rotor

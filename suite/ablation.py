@@ -1,0 +1,322 @@
+"""What each technique brings to a trainer: switched on one after another, and each off alone, interleaved.
+
+    trainer → arms → rounds of timed windows, in random order → Record (JSON) → table and waterfall
+
+Every round times each arm once, so that what drifts in a session moves all of them; a ratio of two arms is taken within
+its round, and its interval is over the rounds (Student's t of the log-ratios).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import random
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import fmean, median, stdev
+from typing import TYPE_CHECKING, Any
+
+from perfsuite.errors import PerfsuiteError
+
+if TYPE_CHECKING:
+    import torch
+
+SCHEMA = 1
+REFERENCE, NONE, ALL = "reference", "none", "all"
+Batches = Iterator[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arm:
+    """A trainer to time: the reference, or the optimized one with these techniques on."""
+
+    name: str
+    on: tuple[str, ...] | None
+    """None for the reference trainer."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timed:
+    """An arm's figures; counts and memory are None on a CPU."""
+
+    name: str
+    seconds: tuple[float, ...]
+    """A window, by round."""
+    peak_bytes: int | None = None
+    """Of a window, with the trainer's own tensors; without the memory of a CUDA graph."""
+    host_syncs: int | None = None
+    """Of a window."""
+    launches: int | None = None
+    notes: tuple[str, ...] = ()
+    """Warnings that building or running it raised."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Record:
+    """A whole ablation."""
+
+    trainer: str
+    device: str
+    versions: str
+    date: str
+    config: Mapping[str, Any]
+    techniques: tuple[str, ...]
+    claims: Mapping[str, str]
+    windows: int
+    """Timed together, a round and arm."""
+    arms: tuple[Timed, ...]
+
+    def arm(self, name: str) -> Timed:
+        return next(a for a in self.arms if a.name == name)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ratio:
+    """How many times as long one arm takes as another, with its 95% interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+def arms(techniques: Sequence[str]) -> list[Arm]:
+    """The reference, the techniques switched on one after another, and each off alone."""
+    found = [Arm(name=REFERENCE, on=None), Arm(name=NONE, on=())]
+    for count in range(1, len(techniques)):
+        found.append(Arm(name=f"+{techniques[count - 1]}", on=tuple(techniques[:count])))
+    found.append(Arm(name=ALL, on=tuple(techniques)))
+    for off in techniques[:-1]:  # without the last one is the arm before "all"
+        found.append(Arm(name=f"-{off}", on=tuple(t for t in techniques if t != off)))
+    return found
+
+
+def measure(
+    build: Callable[[Arm], Any],
+    chosen: Sequence[Arm],
+    batches: Batches,
+    *,
+    device: torch.device,
+    rounds: int,
+    windows: int,
+    seed: int = 0,
+    progress: Callable[[str], None] = lambda what: None,
+) -> tuple[Timed, ...]:
+    """Time every arm in each of `rounds` rounds; `build` makes an arm's trainer."""
+    import torch
+
+    cuda = device.type == "cuda"
+    wait: Callable[[], object] = torch.cuda.synchronize if cuda else _nothing
+    trainers: dict[str, Any] = {}
+    notes: dict[str, list[str]] = {}
+    peaks: dict[str, int | None] = {}
+    for arm in chosen:
+        progress(f"warming up {arm.name}")
+        with _noting(notes.setdefault(arm.name, [])):
+            peaks[arm.name] = _warm(arm, build, batches, trainers, wait, cuda)
+    counts = _counted(trainers, batches, progress) if cuda else {}
+    rng = random.Random(seed)
+    seconds: dict[str, list[float]] = {arm.name: [] for arm in chosen}
+    for number in range(rounds):
+        progress(f"round {number + 1} of {rounds}")
+        for arm in rng.sample(list(chosen), len(chosen)):
+            given = [next(batches) for _ in range(windows)]
+            wait()
+            began = time.perf_counter()
+            for batch in given:
+                trainers[arm.name].train_window(batch)
+            wait()
+            seconds[arm.name].append((time.perf_counter() - began) / windows)
+    return tuple(
+        Timed(
+            name=arm.name,
+            seconds=tuple(seconds[arm.name]),
+            peak_bytes=peaks[arm.name],
+            host_syncs=counts[arm.name][0] if arm.name in counts else None,
+            launches=counts[arm.name][1] if arm.name in counts else None,
+            notes=tuple(dict.fromkeys(notes[arm.name])),
+        )
+        for arm in chosen
+    )
+
+
+def _warm(
+    arm: Arm,
+    build: Callable[[Arm], Any],
+    batches: Batches,
+    trainers: dict[str, Any],
+    wait: Callable[[], object],
+    cuda: bool,
+) -> int | None:
+    import torch
+
+    before = torch.cuda.memory_allocated() if cuda else 0
+    trainers[arm.name] = build(arm)
+    trainers[arm.name].train_window(next(batches))
+    wait()
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    trainers[arm.name].train_window(next(batches))
+    wait()
+    return torch.cuda.max_memory_allocated() - before if cuda else None
+
+
+@contextlib.contextmanager
+def _noting(found: list[str]) -> Iterator[None]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", RuntimeWarning)
+        yield
+    found += [" ".join(str(w.message).split()) for w in caught if issubclass(w.category, RuntimeWarning)]
+
+
+def _counted(
+    trainers: Mapping[str, Any], batches: Batches, progress: Callable[[str], None]
+) -> dict[str, tuple[int, int]]:
+    from perfsuite.counting import count_calls
+
+    progress("counting launches and syncs")
+    batch = next(batches)
+    return count_calls({name: (_nothing, partial(t.train_window, batch)) for name, t in trainers.items()})
+
+
+def _nothing() -> None:
+    """There is nothing to reset: every window goes on from the last."""
+
+
+def ratio(record: Record, slower: str, faster: str) -> Ratio:
+    """Seconds of the one over the other's, round by round."""
+    from scipy import stats
+
+    pairs = zip(record.arm(slower).seconds, record.arm(faster).seconds, strict=True)
+    logs = [math.log(a / b) for a, b in pairs]
+    middle = fmean(logs)
+    half = stats.t.ppf(0.975, len(logs) - 1) * stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else math.inf
+    return Ratio(value=math.exp(middle), low=math.exp(middle - half), high=math.exp(min(middle + half, 700.0)))
+
+
+def save(record: Record, path: Path) -> None:
+    """As JSON, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(json.dumps({"schema": SCHEMA, **dataclasses.asdict(record)}, indent=1) + "\n")
+    partial.replace(path)
+
+
+def load(path: Path) -> Record:
+    """A record that `save` wrote; PerfsuiteError where it is none."""
+    try:
+        data = json.loads(path.read_text())
+        if data.pop("schema") != SCHEMA:
+            raise ValueError("another schema")
+        timed = tuple(
+            Timed(**{**a, "seconds": tuple(a["seconds"]), "notes": tuple(a["notes"])}) for a in data.pop("arms")
+        )
+        return Record(**{**data, "techniques": tuple(data["techniques"])}, arms=timed)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise PerfsuiteError(f"{path} is no ablation ({error}); measure one with `perfsuite ablate`") from None
+
+
+# --- what is shown --------------------------------------------------------------------------------------------------
+
+
+def table(record: Record, picture: str | None = None) -> str:
+    """The record as a page of Markdown; `picture` is the plot's file name beside it."""
+    return "\n".join(_lines(record, picture)) + "\n"
+
+
+def _lines(record: Record, picture: str | None) -> Iterator[str]:
+    total = ratio(record, REFERENCE, ALL)
+    yield f"# What each technique brings to {record.trainer}"
+    yield ""
+    yield f"Written by `perfsuite ablate {record.trainer}`: {record.device}, {record.versions}, {record.date}."
+    yield ""
+    count = len(record.arm(ALL).seconds)
+    yield (
+        f"A window takes {_seconds(record.arm(REFERENCE))} in the reference trainer and {_seconds(record.arm(ALL))} in "
+        f"the optimized one: **{_times(total)}**. Every arm was timed in each of {count} interleaved rounds of "
+        f"{record.windows} windows; ratios are taken within a round, intervals are 95%."
+    )
+    yield ""
+    if picture:
+        yield f"![Seconds a window, one technique after another]({picture})"
+        yield ""
+    yield "*switched on*: seconds before over seconds after, those above it being on. *alone off*: how much longer a"
+    yield "window takes without it, all others being on. *claimed*: by the source; a claim is no measurement."
+    yield ""
+    yield "| technique | claimed | switched on | alone off | a window | peak memory | host syncs | launches |"
+    yield "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |"
+    before = NONE
+    for name in (REFERENCE, NONE):
+        yield f"| *{_LABEL[name]}* | | | | {_figures(record.arm(name))}"
+    for technique in record.techniques:
+        last = technique == record.techniques[-1]
+        after = ALL if last else f"+{technique}"
+        without = before if last else f"-{technique}"
+        on, off = ratio(record, before, after), ratio(record, without, ALL)
+        claim = record.claims.get(technique, "–")
+        yield f"| {technique} | {claim} | {_times(on)} | {_percent(off)} | {_figures(record.arm(after))}"
+        before = after
+    notes = [(a.name, note) for a in record.arms for note in a.notes]
+    if notes:
+        yield ""
+        yield from (f"* {name}: {note}" for name, note in notes)
+    yield ""
+    yield "Configuration: " + ", ".join(f"{k} {v}" for k, v in record.config.items()) + "."
+
+
+_LABEL = {REFERENCE: "the reference trainer", NONE: "the optimized one, all off"}
+
+
+def plot(record: Record, path: Path) -> None:
+    """The waterfall, as SVG."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise PerfsuiteError("the plot needs matplotlib; pip install 'perfsuite[test]', or use --no-plot") from None
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    names = [REFERENCE, NONE, *(f"+{t}" for t in record.techniques[:-1]), ALL]
+    labels = ["reference", "all off", *(f"+ {t}" for t in record.techniques)]
+    ms = [1e3 * median(record.arm(n).seconds) for n in names]
+    with pyplot.rc_context({"svg.hashsalt": "perfsuite", "font.size": 9}):
+        figure, axes = pyplot.subplots(figsize=(8, 0.34 * len(names) + 1.2), layout="constrained")
+        for row, value in enumerate(ms):
+            whole = row in (0, 1, len(ms) - 1)
+            if whole:
+                axes.barh(row, value, color="#4c72b0")
+            else:
+                gain = ms[row - 1] - value
+                axes.barh(row, gain, left=value, color="#55a868" if gain >= 0 else "#c44e52")
+            axes.text(max(value, ms[row - 1] if row else value), row, f" {value:.3g} ms", va="center")
+        axes.set_yticks(range(len(labels)), labels)
+        axes.invert_yaxis()
+        axes.set_xlabel("milliseconds a window")
+        axes.set_xlim(0, max(ms) * 1.15)
+        axes.spines[["top", "right"]].set_visible(False)
+        figure.savefig(path, metadata={"Date": None})
+        pyplot.close(figure)
+
+
+def _figures(arm: Timed) -> str:
+    memory = "–" if arm.peak_bytes is None else f"{arm.peak_bytes / 2**20:.0f} MiB"
+    counts = ["–" if c is None else str(c) for c in (arm.host_syncs, arm.launches)]
+    return f"{_seconds(arm)} | {memory} | {counts[0]} | {counts[1]} |"
+
+
+def _seconds(arm: Timed) -> str:
+    return f"{1e3 * median(arm.seconds):.3g} ms"
+
+
+def _times(r: Ratio) -> str:
+    return f"{r.value:.3g}× ({r.low:.3g}–{r.high:.3g})"
+
+
+def _percent(r: Ratio) -> str:
+    low, high = 100 * (r.low - 1), 100 * (r.high - 1)
+    return f"{100 * (r.value - 1):+.1f}% ({low:+.1f} to {high:+.1f})"

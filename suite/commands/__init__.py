@@ -1,0 +1,1 @@
+"""Commands that join `perfsuite` through the entry-point group "perfsuite.commands"."""

@@ -1,0 +1,135 @@
+"""`perfsuite ablate`."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import itertools
+from pathlib import Path
+from typing import Any
+
+import click
+
+from perfsuite.errors import PerfsuiteError
+from suite.commands.train import Wrong
+from suite.configuration import ConfigurationError
+
+FOLDER = ".perfsuite/ablation"
+VOCABULARY = 32000
+BATCHES = 8
+"""Different ones, on the device before the clock starts."""
+
+
+@click.command(context_settings={"ignore_unknown_options": True})
+@click.argument("name")
+@click.option("--config", type=click.Path(), help="YAML file of fields.  [default: the fields' own defaults]")
+@click.option("--device", help="cpu, cuda or cuda:1.  [default: the GPU, if any]")
+@click.option("--rounds", type=click.IntRange(2), default=7, show_default=True, help="Interleaved rounds.")
+@click.option(
+    "--windows", type=click.IntRange(1), default=1, show_default=True, help="Timed together, a round and arm."
+)
+@click.option(
+    "--out", type=click.Path(file_okay=False), default=FOLDER, show_default=True, help="Folder of the result."
+)
+@click.option("--from", "source", type=click.Path(dir_okay=False), help="Show this recording; measure nothing.")
+@click.option("--no-plot", is_flag=True, help="The table alone.")
+@click.argument("fields", nargs=-1, type=click.UNPROCESSED, metavar="[--FIELD VALUE]...")
+def ablate(
+    name: str,
+    config: str | None,
+    device: str | None,
+    rounds: int,
+    windows: int,
+    out: str,
+    source: str | None,
+    no_plot: bool,
+    fields: tuple[str, ...],
+) -> None:
+    """Measure what each technique brings to trainer NAME: switched on one after another, and each off alone.
+
+    Writes NAME.json, NAME.md and NAME.svg. The data are random tokens: they cost the same as any.
+    """
+    try:
+        _ablate(name, config, device, rounds, windows, Path(out), source, no_plot, fields)
+    except KeyboardInterrupt:
+        click.echo("interrupted; nothing was written", err=True)
+        raise SystemExit(130) from None
+    except PerfsuiteError as error:
+        told = " ".join(str(error).split())
+        raise (Wrong if isinstance(error, ConfigurationError) else click.ClickException)(told) from None
+
+
+def _ablate(
+    name: str,
+    config: str | None,
+    device: str | None,
+    rounds: int,
+    windows: int,
+    out: Path,
+    source: str | None,
+    no_plot: bool,
+    fields: tuple[str, ...],
+) -> None:
+    from suite import ablation
+
+    if source is None:
+        record = _measured(name, config, device, rounds, windows, fields)
+        ablation.save(record, out / f"{name}.json")
+    else:
+        record = ablation.load(Path(source))
+    out.mkdir(parents=True, exist_ok=True)
+    picture = None if no_plot else f"{name}.svg"
+    if picture:
+        ablation.plot(record, out / picture)
+    page = ablation.table(record, picture)
+    (out / f"{name}.md").write_text(page)
+    click.echo(page)
+    click.echo(f"wrote {out / name}.md", err=True)
+
+
+def _measured(
+    name: str, config: str | None, device: str | None, rounds: int, windows: int, fields: tuple[str, ...]
+) -> Any:
+    from suite import trainers
+
+    trainers.find(name)
+    import torch
+
+    from perfsuite import machine
+    from suite import ablation, configuration
+    from suite.commands.train import device_called
+    from suite.text import Batches, synthetic
+
+    (chosen,) = configuration.read([trainers.config_of(name)], config, fields)
+    techniques = trainers.techniques_of(name)
+    there = device_called(device)
+    sequences = synthetic(VOCABULARY, chosen.sequence_length, BATCHES * chosen.batch_size)
+    batches = Batches(sequences, chosen.batch_size, seed=0)
+
+    def build(arm: ablation.Arm) -> Any:
+        switches = {t: arm.on is not None and t in arm.on for t in techniques}
+        side: trainers.Side = "reference" if arm.on is None else "optimized"
+        return trainers.build(name, dataclasses.replace(chosen, **switches), VOCABULARY, there, side)
+
+    moved = [{k: v.to(there) for k, v in batch.items()} for batch in itertools.islice(batches, BATCHES)]
+    timed = ablation.measure(
+        build,
+        ablation.arms(techniques),
+        itertools.cycle(moved),
+        device=there,
+        rounds=rounds,
+        windows=windows,
+        progress=lambda what: click.echo(what, err=True),
+    )
+    found = machine.identify(prefer=there.type)
+    return ablation.Record(
+        trainer=name,
+        device=found.device_name if there.type == "cuda" else found.cpu,
+        versions=f"torch {torch.__version__}",
+        date=datetime.datetime.now(datetime.UTC).date().isoformat(),
+        config=configuration.plain(dataclasses.asdict(chosen)),
+        techniques=techniques,
+        claims=dict(trainers.claims_of(name)),
+        windows=windows,
+        arms=timed,
+    )

@@ -1,0 +1,155 @@
+"""`perfsuite train`."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, cast
+
+import click
+
+from perfsuite.errors import PerfsuiteError
+from suite.configuration import ConfigurationError
+
+FOLDER = ".perfsuite/train"
+INTERRUPTED = 130
+
+
+class Wrong(click.ClickException):
+    """In one line, where click's UsageError takes three."""
+
+    exit_code = 2
+
+
+@click.command(context_settings={"ignore_unknown_options": True})
+@click.argument("name")
+@click.option("--config", type=click.Path(), help="YAML file of fields.  [default: the fields' own defaults]")
+@click.option(
+    "--side",
+    type=click.Choice(["reference", "optimized"]),
+    default="optimized",
+    show_default=True,
+    help="Which of the two implementations.",
+)
+@click.option("--device", help="cpu, cuda or cuda:1.  [default: the GPU, if any]")
+@click.option("--resume", metavar="PATH|latest", help="Go on from this checkpoint, or from the run's last one.")
+@click.option("--overwrite", is_flag=True, help="Begin anew in a folder that holds checkpoints.")
+@click.option("--show", is_flag=True, help="Print every field and its value as YAML; train nothing.")
+@click.argument("fields", nargs=-1, type=click.UNPROCESSED, metavar="[--FIELD VALUE]...")
+def train(
+    name: str,
+    config: str | None,
+    side: str,
+    device: str | None,
+    resume: str | None,
+    overwrite: bool,
+    show: bool,
+    fields: tuple[str, ...],
+) -> None:
+    """Train one of the repository's trainers, with checkpoints.
+
+    For example `perfsuite train trainer2 --config FILE --windows 500 --eta_update 0.02`.
+
+    Every field of the configuration is an option; `--show` lists them. Of every trainer: --data DIR, --windows N,
+    --seconds S, --folder DIR, --checkpoint_every N, --tensorboard true, --timing_debug true, --profile FILE.
+
+    Ctrl-C and SIGTERM finish the window and save; exit code 130 or 143. A loss that is no finite number ends with 1,
+    a wrong configuration with 2.
+    """
+    try:
+        code = _train(name, config, side, device, resume, overwrite, show, fields)
+    except KeyboardInterrupt:  # before the first window, or after all was saved
+        click.echo("interrupted", err=True)
+        sys.exit(INTERRUPTED)
+    except PerfsuiteError as error:
+        told = " ".join(str(error).split())
+        raise (Wrong if isinstance(error, ConfigurationError) else click.ClickException)(told) from None
+    sys.exit(code)
+
+
+def _train(
+    name: str,
+    config: str | None,
+    side: str,
+    device: str | None,
+    resume: str | None,
+    overwrite: bool,
+    show: bool,
+    fields: tuple[str, ...],
+) -> int:
+    # torch takes a second to import: after the command line has been found right as far as it can be without.
+    from suite import trainers
+
+    trainers.find(name)
+    import torch
+
+    from suite import configuration
+    from suite.runtime import Options, Store, fit
+
+    kinds = [trainers.config_of(name), Options, trainers.data_config_of(name)]
+    chosen, options, data = configuration.read(kinds, config, fields)
+    if show:
+        click.echo(configuration.as_yaml([chosen, options, data]), nl=False)
+        return 0
+    options = replace(options, folder=options.folder or f"{FOLDER}/{name}-{side}")
+    if resume is None and not overwrite:  # before the data, which may take a minute
+        Store(options.folder).refuse_others()
+    start = _start(resume, options.folder)
+    there = device_called(device)
+    _seed(options.seed)
+    loaded = trainers.data_of(name)(data)
+    click.echo(loaded.told, err=True)
+    trainer = trainers.build(name, chosen, loaded.vocabulary, there, cast("trainers.Side", side))
+    recorded = configuration.plain({"side": side, **asdict(data), **asdict(chosen), "seed": options.seed})
+    try:
+        outcome = fit(
+            trainer,
+            loaded.batches,
+            options,
+            name=name,
+            device=there,
+            configuration=recorded,
+            resume=start,
+            overwrite=overwrite,
+        )
+    except torch.OutOfMemoryError as error:
+        reason = str(error).split(". ")[0]
+        raise PerfsuiteError(f"{reason}; lower batch_size or sequence_length, or free the device") from None
+    return outcome.exit_code
+
+
+def _start(resume: str | None, folder: str) -> Path | None:
+    """The checkpoint file that --resume means: a file, a folder's last one, or "latest"."""
+    from suite.runtime import Store
+
+    if resume is None:
+        return None
+    if resume == "latest":
+        return Store(folder).latest()
+    path = Path(resume)
+    return Store(path).latest() if path.is_dir() else path
+
+
+def device_called(name: str | None) -> Any:
+    """The device of that name, or the GPU if there is one, or the CPU; PerfsuiteError where it cannot be used."""
+    import torch
+
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(0, device=device)
+    except Exception as error:  # torch raises RuntimeError, AssertionError and others, by build
+        reason = str(error).splitlines()[0]
+        raise PerfsuiteError(f"--device {name}: {reason}; `perfsuite doctor` says what this machine has") from None
+    return device
+
+
+def _seed(seed: int) -> None:
+    import random
+
+    import numpy
+    import torch
+
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)

@@ -1,0 +1,234 @@
+"""A YAML file and the command line → dataclasses. The command line wins, then the file, then the defaults.
+
+Several dataclasses share one flat set of fields (a trainer's own, the run's, the data's): a field that two of them
+have is the same field. A field that is itself a dataclass is reached by a dot: `--model.layers 4`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from perfsuite.errors import PerfsuiteError
+
+if TYPE_CHECKING:
+    from jsonargparse import ArgumentParser
+
+REMEDY = "install it with: pip install 'perfsuite[train]'"
+
+
+class ConfigurationError(PerfsuiteError):
+    """A field that there is not, a value of a wrong type, or a file that cannot be read."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Field:
+    """A field by its dotted name, its type, and where it was given."""
+
+    name: str
+    type: Any
+
+    def wants(self) -> str:
+        """Its type in a user's words."""
+        return _in_words(self.type)
+
+
+def read(kinds: Sequence[type[Any]], path: str | Path | None, arguments: Sequence[str] = ()) -> tuple[Any, ...]:
+    """An instance of each dataclass, from a YAML file and arguments like `--eta_update 0.02`.
+
+    A dash in a name is an underscore; a bool without a value is true. ConfigurationError names the field and the
+    nearest known one.
+    """
+    fields = {f.name: f for kind in kinds for f in _fields(kind)}
+    given: dict[str, tuple[Any, str]] = {}
+    if path is not None:
+        for name, value in _flat(_document(Path(path)), fields):
+            given[name] = (value, str(path))
+    given |= {name: (value, f"--{name}") for name, value in _split(arguments, fields)}
+    for name, (_, origin) in given.items():
+        if name not in fields:
+            raise ConfigurationError(f"{origin}: no field is called {name!r}{_nearest(name, fields)}")
+        if given[name][0] is None and not _takes_none(fields[name].type):  # the parser would let it pass
+            raise ConfigurationError(f"{origin}: {name} wants {fields[name].wants()}, got nothing")
+    return tuple(_made(kind, given, fields) for kind in kinds)
+
+
+def as_yaml(instances: Sequence[Any]) -> str:
+    """The fields of several dataclasses as a YAML file that `read` takes."""
+    import yaml
+
+    merged: dict[str, Any] = {}
+    for instance in instances:
+        merged |= _given(instance)
+    return str(yaml.safe_dump(merged, sort_keys=False))
+
+
+def _given(instance: Any) -> dict[str, Any]:
+    """Fields that can be given, and their values."""
+    values = ((f.name, getattr(instance, f.name)) for f in dataclasses.fields(instance) if f.init)
+    return {name: _given(value) if dataclasses.is_dataclass(value) else plain(value) for name, value in values}
+
+
+def plain(value: Any) -> Any:
+    """The same in dicts, lists, numbers, strings, bools and None."""
+    if isinstance(value, Mapping):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(v) for v in value]
+    return value if value is None or type(value) in (bool, int, float, str) else str(value)
+
+
+def _fields(kind: type[Any], prefix: str = "") -> Iterator[Field]:
+    hints = typing.get_type_hints(kind)
+    for field in dataclasses.fields(kind):
+        hint = hints[field.name]
+        if not field.init:
+            continue
+        if dataclasses.is_dataclass(hint):
+            yield from _fields(typing.cast("type[Any]", hint), f"{prefix}{field.name}.")
+        else:
+            yield Field(name=prefix + field.name, type=hint)
+
+
+def _document(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file."""
+    yaml = _yaml()
+
+    class Loader(yaml.SafeLoader):  # type: ignore[name-defined, misc]
+        """Refuses a key that is there twice, of which YAML would take the last."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+            for key in keys:
+                if keys.count(key) > 1:
+                    line = node.start_mark.line + 1
+                    raise ConfigurationError(f"{path}: {key!r} is there twice, in the mapping of line {line}")
+            return dict(super().construct_mapping(node, deep))
+
+    try:
+        found = yaml.load(path.read_text(encoding="utf-8"), Loader)
+    except OSError as error:
+        raise ConfigurationError(f"{path}: {error.strerror or error}; name a YAML file that can be read") from None
+    except UnicodeDecodeError:
+        raise ConfigurationError(f"{path}: not UTF-8 text; name a YAML file") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or str(error)
+        raise ConfigurationError(f"{path}{where}: not YAML: {' '.join(problem.split())}") from None
+    if found is None:
+        return {}
+    if not isinstance(found, dict):
+        raise ConfigurationError(f"{path}: holds a {type(found).__name__}; it must hold fields, as in `seed: 0`")
+    return found
+
+
+def _yaml() -> Any:
+    try:
+        import yaml
+    except ModuleNotFoundError:
+        raise PerfsuiteError(f"configurations need PyYAML, which is not installed; {REMEDY}") from None
+    return yaml
+
+
+def _flat(document: Mapping[Any, Any], fields: Mapping[str, Field], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted names and values; a mapping is gone into only where fields are within it."""
+    for key, value in document.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and any(f.startswith(f"{name}.") for f in fields):
+            yield from _flat(value, fields, f"{name}.")
+        else:
+            yield name, value
+
+
+def _split(arguments: Sequence[str], fields: Mapping[str, Field]) -> Iterator[tuple[str, str]]:
+    """(name, value) of `--name value`, `--name=value` and, for a bool, `--name`."""
+    left = list(arguments)
+    while left:
+        token = left.pop(0)
+        if not token.startswith("--"):
+            raise ConfigurationError(f"{token!r} belongs to no field; fields are given as --name value")
+        name, equals, value = token[2:].partition("=")
+        name = name.replace("-", "_")
+        if not equals:
+            if left and not left[0].startswith("--"):
+                value = left.pop(0)
+            elif name in fields and fields[name].type is bool:
+                value = "true"
+            elif name in fields:
+                raise ConfigurationError(f"--{name} wants a value, {fields[name].wants()}")
+        yield name, value
+
+
+def _nearest(name: str, fields: Mapping[str, Field]) -> str:
+    near = difflib.get_close_matches(name, fields, n=1, cutoff=0.5)
+    if not near:
+        inner = {f.rpartition(".")[2]: f for f in fields}
+        near = [inner[n] for n in difflib.get_close_matches(name, inner, n=1, cutoff=0.5)]
+    return f"; did you mean {near[0]!r}?" if near else "; `--show` lists them all"
+
+
+def _made(kind: type[Any], given: Mapping[str, tuple[Any, str]], fields: Mapping[str, Field]) -> Any:
+    own = [f.name for f in _fields(kind) if f.name in given]
+    parser = _parser(kind)
+    try:
+        parsed = parser.parse_object(_nested({n: given[n][0] for n in own}))
+        return parser.instantiate(parsed)["it"]
+    except ConfigurationError:
+        raise
+    except Exception as error:  # of the parser, or of the dataclass itself
+        for name in own:  # which one was it?
+            value, origin = given[name]
+            try:
+                parser.parse_object(_nested({name: value}), defaults=False)
+            except Exception as problem:
+                if "Expected" in str(problem) or "validate" in str(problem) or "not accepted" in str(problem):
+                    where = origin if origin == f"--{name}" else f"{origin}: {name}"
+                    raise ConfigurationError(f"{where} wants {fields[name].wants()}, got {value!r}") from None
+        origins = dict.fromkeys(origin for n, (_, origin) in given.items() if n in own)
+        where = ", ".join(origins) or kind.__name__
+        raise ConfigurationError(f"{where}: {' '.join(str(error).split())}") from None
+
+
+def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    whole: dict[str, Any] = {}
+    for name, value in flat.items():
+        *outer, last = name.split(".")
+        inner = whole
+        for part in outer:
+            inner = inner.setdefault(part, {})
+        inner[last] = value
+    return {"it": whole}
+
+
+def _parser(kind: type[Any]) -> ArgumentParser:
+    try:
+        from jsonargparse import ArgumentParser
+    except ModuleNotFoundError:
+        raise PerfsuiteError(f"configurations need jsonargparse, which is not installed; {REMEDY}") from None
+    _yaml()  # it reads values as YAML does
+    parser = ArgumentParser(exit_on_error=False, add_help=False)
+    parser.add_class_arguments(kind, "it")
+    return parser
+
+
+def _takes_none(hint: Any) -> bool:
+    return hint in (Any, None, type(None)) or type(None) in typing.get_args(hint)
+
+
+def _in_words(hint: Any) -> str:
+    names = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "null"}
+    if hint in names:
+        return names[hint]
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_in_words(h) for h in inner)
+    if origin is typing.Literal:
+        return "one of " + ", ".join(str(v) for v in inner)
+    return str(hint).replace("typing.", "") if origin else getattr(hint, "__name__", str(hint))

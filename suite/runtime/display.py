@@ -1,0 +1,123 @@
+"""What a run shows: a progress bar, or a line now and then where the output is no terminal; TensorBoard if asked."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from perfsuite.errors import PerfsuiteError
+
+REFRESH_S = 0.1
+LINE_S = 30.0
+"""Between two lines where the output is no terminal."""
+RATE_S = 5.0
+"""Over which throughput is told."""
+
+
+class Rate:
+    """Items a second over the last seconds."""
+
+    def __init__(self, seconds: float = RATE_S) -> None:
+        self._seconds = seconds
+        self._seen: deque[tuple[float, int]] = deque()
+
+    def add(self, now: float, items: int) -> None:
+        """`items` is the count so far."""
+        self._seen.append((now, items))
+        while len(self._seen) > 2 and now - self._seen[0][0] > self._seconds:
+            self._seen.popleft()
+
+    def value(self) -> float | None:
+        """None until there are two moments."""
+        if len(self._seen) < 2 or self._seen[-1][0] <= self._seen[0][0]:
+            return None
+        return (self._seen[-1][1] - self._seen[0][1]) / (self._seen[-1][0] - self._seen[0][0])
+
+
+class Display:
+    """Draws in the calling thread, at most ten times a second: a drawing thread would disturb the run."""
+
+    def __init__(self, console: Console, name: str, total: int | None, done: int, unit: str) -> None:
+        self._console = console
+        self._name = name
+        self.unit = unit
+        self._rate = Rate()
+        self._next = 0.0
+        self._next_line = time.monotonic() + LINE_S
+        self._bar: Progress | None = None
+        if console.is_terminal:
+            columns = (TextColumn("{task.description}"), BarColumn(24), TextColumn("{task.fields[told]}"))
+            self._bar = Progress(*columns, TimeElapsedColumn(), console=console, transient=True, auto_refresh=False)
+            self._bar.add_task(name, total=total, completed=done, told="")
+
+    def __enter__(self) -> Display:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def show(self, windows: int, total: int | None, items: int, metrics: Mapping[str, float] | None) -> None:
+        """Called after every window; mostly does nothing."""
+        now = time.monotonic()
+        if now < self._next:
+            return
+        self._next = now + REFRESH_S
+        self._rate.add(now, items)
+        if self._bar is not None:
+            self._bar.update(self._bar.tasks[0].id, completed=windows, told=self._told(windows, total, metrics))
+            self._bar.refresh()
+        elif now >= self._next_line:
+            self._next_line = now + LINE_S
+            self.say(f"{self._name}: {self._told(windows, total, metrics)}")
+
+    def say(self, line: str) -> None:
+        """A line that stays, above the bar."""
+        self._console.print(line, soft_wrap=True, markup=False, highlight=False)
+
+    def leave(self, line: str) -> None:
+        """A line, and the cursor back: what comes next may end the process at once."""
+        self.say(line)
+        self._console.show_cursor(True)
+
+    def _told(self, windows: int, total: int | None, metrics: Mapping[str, float] | None) -> str:
+        told = [f"{windows} of {total} windows" if total else f"{windows} windows"]
+        rate = self._rate.value()
+        if rate is not None:
+            told.append(f"{quantity(rate)} {self.unit}/s")
+        if metrics is not None and "loss" in metrics:
+            told.append(f"loss {float(metrics['loss']):.4g}")
+        return " · ".join(told)
+
+
+def quantity(value: float) -> str:
+    """1234 → 1.23k; three figures."""
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:.3g}{letter}"
+    return f"{value:.3g}"
+
+
+def board(folder: Path, windows: int) -> Any:
+    """TensorBoard's writer; what an abandoned run wrote after `windows` is hidden."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise PerfsuiteError(
+            "tensorboard: true needs the package tensorboard, which is not installed; "
+            "pip install 'perfsuite[train]', or set tensorboard: false"
+        ) from None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return SummaryWriter(str(folder), purge_step=windows or None)
+    except OSError as error:
+        raise PerfsuiteError(f"cannot write {folder}: {error.strerror or error}; name another --folder") from None

@@ -1,0 +1,351 @@
+"""The loop round a trainer. It never waits for the device between windows: it only asks for `metrics()`."""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from rich.console import Console
+
+from perfsuite.errors import PerfsuiteError
+from suite.runtime import checkpoints
+from suite.runtime.checkpoints import Checkpoint, CheckpointError, Store
+from suite.runtime.display import Display, board, quantity
+from suite.runtime.stopping import Stopping
+from suite.runtime.timing import Phases, Trace, synchronize
+
+SILENT = 8
+"""Windows without metrics after which a trainer is taken to have none: nothing will ever be known of its loss."""
+
+
+class Trainer(Protocol):
+    """What a trainer must do.
+
+    It may also have `last_metrics()`: like `metrics`, of the last window queued, waiting for it. It is asked before a
+    checkpoint is written, so that none is written over a good one after a window that diverged.
+    """
+
+    def train_window(self, batch: Mapping[str, torch.Tensor]) -> None:
+        """Queue one window's work; the batch lies on the CPU. Need not wait for the device."""
+
+    def metrics(self) -> Mapping[str, float] | None:
+        """Of a window that has finished, usually the one before; None if none yet.
+
+        "loss", if there, must be finite. "window" may say which window they are of, counted from 1 over the whole
+        training; without it they are taken to lag by as many windows as gave None.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that the next window depends on, in tensors and plain values."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a state, bitwise."""
+
+
+@runtime_checkable
+class Resumable(Protocol):
+    """Batches that know their position."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Fields of every configuration that concern the run and not the trainer."""
+
+    windows: int | None = None
+    """Windows in all, those before a resume included; null: until interrupted."""
+    seconds: float | None = None
+    """This run ends after so many."""
+    seed: int = 0
+    folder: str | None = None
+    """Of checkpoints and TensorBoard's files."""
+    checkpoint_every: int = 1000
+    """Windows; 0: only at the end."""
+    keep: int = 3
+    """Checkpoints that stay; one more while the last window's loss is not known."""
+    tensorboard: bool = False
+    tensorboard_every: int = 10
+    timing_debug: bool = False
+    """Print seconds per phase at the end; waits for the device after each phase, which slows the run."""
+    profile: str | None = None
+    """Write a Chrome trace of a few windows there."""
+
+    def __post_init__(self) -> None:
+        least = {"windows": 0, "seconds": 0, "seed": 0, "checkpoint_every": 0, "keep": 1, "tensorboard_every": 1}
+        for name, bound in least.items():
+            value = getattr(self, name)
+            if value is not None and not value >= bound:
+                raise ValueError(f"{name} must be {bound} or more, got {value}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """How a run ended."""
+
+    windows: int
+    items: int
+    seconds: float
+    metrics: Mapping[str, float] | None
+    checkpoint: Path | None
+    signal: signal.Signals | None
+
+    @property
+    def exit_code(self) -> int:
+        """0, or 128 and the signal that ended it."""
+        return 0 if self.signal is None else 128 + int(self.signal)
+
+
+class DivergedError(PerfsuiteError):
+    """The loss is NaN or infinite."""
+
+
+def fit(
+    trainer: Trainer,
+    batches: Iterator[Mapping[str, torch.Tensor]],
+    options: Options,
+    *,
+    name: str = "trainer",
+    device: torch.device | str = "cpu",
+    configuration: Mapping[str, Any] | None = None,
+    resume: Path | None = None,
+    overwrite: bool = False,
+    console: Console | None = None,
+) -> Outcome:
+    """Train until `options` say so, the batches end, or a signal comes; then save.
+
+    `resume` is a checkpoint file to go on from, bitwise. A folder that holds checkpoints is refused unless one of them
+    is resumed, or `overwrite` says that they may go. Raises DivergedError at a loss that is no finite number,
+    CheckpointError where one cannot be read or written.
+    """
+    run = _Run(trainer, batches, options, name, torch.device(device), dict(configuration or {}), console)
+    run.begin(resume, overwrite)
+    return run.go()
+
+
+class _Run:
+    """One call of `fit`."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        batches: Iterator[Mapping[str, torch.Tensor]],
+        options: Options,
+        name: str,
+        device: torch.device,
+        configuration: dict[str, Any],
+        console: Console | None,
+    ) -> None:
+        self.trainer = trainer
+        self.batches = batches
+        self.options = options
+        self.name = name
+        self.device = device
+        self.configuration = configuration
+        self.console = console or Console(stderr=True, highlight=False)
+        self.store = Store(options.folder, options.keep) if options.folder else None
+        self.windows = 0
+        self.items = 0
+        self.unit = "items"
+        self.lag = 0
+        self.metrics: Mapping[str, float] | None = None
+        self.saved: Path | None = None
+        self.saved_windows = -1
+        self.doubtful: list[tuple[int, Path]] = []
+        """Checkpoints of windows whose loss is not known yet: they push no other out, and go if it is no number."""
+        self.writer: Any = None
+        self.due = 0
+
+    def begin(self, resume: Path | None, overwrite: bool) -> None:
+        """Take over a checkpoint, or make sure that none is endangered."""
+        if self.options.tensorboard and self.store is None:
+            raise PerfsuiteError("tensorboard: true needs a folder for its files; name one with --folder")
+        if self.store is not None:
+            self.store.tidy()
+            checkpoints.check(self.trainer.state_dict(), "the trainer's state")  # now, and not after hours
+        if resume is not None:
+            self._resume(resume)
+        elif self.store is not None and not overwrite:
+            self.store.refuse_others()
+
+    def _resume(self, path: Path) -> None:
+        found = checkpoints.load(path, self.name)
+        try:
+            self.trainer.load_state_dict(found.trainer)
+        except PerfsuiteError:
+            raise
+        except Exception as error:  # what a state of another shape raises is the trainer's own affair
+            what = " ".join(str(error).split())[:300]
+            raise CheckpointError(
+                f"{path} does not fit this trainer: {type(error).__name__}: {what}; "
+                "resume with the configuration that it was made with"
+            ) from None
+        if found.batches is not None and isinstance(self.batches, Resumable):
+            self.batches.load_state_dict(found.batches)
+        elif found.batches is not None:
+            raise CheckpointError(f"{path} knows a position in the data, which these batches cannot take over")
+        for field in sorted(found.configuration.keys() & self.configuration.keys()):
+            before, now = found.configuration[field], self.configuration[field]
+            if before != now:
+                self._say(f"resumed with another {field}: {now}, before {before}")
+        self.windows, self.items, self.saved, self.saved_windows = found.windows, found.items, path, found.windows
+        checkpoints.restore_rng(found.rng)  # last: what is above may have drawn
+
+    def go(self) -> Outcome:
+        options = self.options
+        phases = Phases(self.device, options.timing_debug)
+        trace = Trace(Path(options.profile) if options.profile else None, self.device)
+        started = time.monotonic()
+        first, total = self.windows, options.windows
+        with ExitStack() as stack:
+            if options.tensorboard and self.store is not None:
+                self.writer = board(self.store.folder / "tensorboard", self.windows)
+                self.due = (self.windows // options.tensorboard_every + 1) * options.tensorboard_every
+                stack.callback(self.writer.close)
+            display = stack.enter_context(Display(self.console, self.name, total, self.windows, self.unit))
+            self._say = display.say  # type: ignore[method-assign]
+            stop = stack.enter_context(Stopping(display.leave))
+            while stop.signal is None and (total is None or self.windows < total):
+                if options.seconds is not None and time.monotonic() - started >= options.seconds:
+                    break
+                trace.before()
+                with phases("data"):
+                    batch = next(self.batches, None)
+                if batch is None:
+                    break
+                with phases("train"):
+                    self.trainer.train_window(batch)
+                self.windows += 1
+                self._count(batch, display)
+                with phases("metrics"):
+                    self._look(self.trainer.metrics())
+                if trace.after():
+                    display.say(f"profile: wrote {options.profile}")
+                if options.checkpoint_every and self.windows % options.checkpoint_every == 0:
+                    with phases("checkpoint"):
+                        self._save(last=False)
+                display.show(self.windows, total, self.items, self.metrics)
+            if trace.close():
+                display.say(f"profile: wrote {options.profile}, with fewer windows: the run has ended")
+            elif options.profile and trace.written is None:
+                display.say("profile: nothing was written, the run was too short: a trace begins after two windows")
+            with phases("checkpoint"):
+                self._save(last=True)
+            synchronize(self.device)
+            seconds = time.monotonic() - started
+        if options.timing_debug:
+            self.console.print(phases.table())
+        self._finish(first, seconds, stop.signal)
+        return Outcome(
+            windows=self.windows,
+            items=self.items,
+            seconds=seconds,
+            metrics=self.metrics,
+            checkpoint=self.doubtful[-1][1] if self.doubtful else self.saved,
+            signal=stop.signal,
+        )
+
+    def _count(self, batch: Mapping[str, torch.Tensor], display: Display) -> None:
+        """Tokens of a text, else rows of whatever comes first. Sizes only: no value is looked at."""
+        if "input_ids" in batch:
+            self.unit = display.unit = "tokens"
+            self.items += batch["input_ids"].numel()
+        else:
+            self.items += next((len(t) for t in batch.values() if t.dim()), 0)
+
+    def _look(self, found: Mapping[str, float] | None) -> None:
+        """Take metrics in; DivergedError where the loss is no finite number."""
+        if found is None:
+            self.lag += self.metrics is None
+            return
+        window = int(found.get("window", self.windows - self.lag))
+        self._judge(found, window)
+        self.metrics = found
+        self._trust(window)
+        if self.writer is not None and window >= self.due:
+            self.due = (window // self.options.tensorboard_every + 1) * self.options.tensorboard_every
+            for key, value in found.items():
+                if key != "window":
+                    self.writer.add_scalar(key, float(value), window)
+
+    def _judge(self, found: Mapping[str, float], window: int) -> None:
+        loss = found.get("loss")
+        if loss is not None and not math.isfinite(loss):
+            for windows, path in self.doubtful:
+                if windows >= window:
+                    path.unlink(missing_ok=True)
+            raise DivergedError(f"window {window}: the loss is {float(loss)}; training has stopped{self._kept()}")
+
+    def _trust(self, window: int) -> None:
+        """The loss is finite up to this window: so far its checkpoints are good."""
+        while self.doubtful and self.doubtful[0][0] <= window:
+            _, self.saved = self.doubtful.pop(0)
+            if self.store is not None:
+                self.store.prune(self.saved, more=len(self.doubtful))
+
+    def _kept(self) -> str:
+        good = f"the last good checkpoint is {self.saved}" if self.saved else "no checkpoint was written"
+        return f"; {good}; lower the learning rate, or look at that window's data"
+
+    def _save(self, *, last: bool) -> None:
+        """Write a checkpoint. One that fails on the way is told, and the run goes on; at the end it is an error."""
+        if self.windows == self.saved_windows or self.windows == 0:
+            return
+        newest = getattr(self.trainer, "last_metrics", None)
+        known = self.metrics is None and self.lag >= SILENT
+        if newest is not None and (found := newest()) is not None:
+            self._judge(found, self.windows)
+            self._trust(self.windows)
+            self.metrics, known = found if last else self.metrics, True
+        if self.store is None:
+            return
+        state = self.trainer.state_dict()
+        try:
+            checkpoints.check(state, "the trainer's state")
+        except checkpoints.NotANumberError as error:
+            raise DivergedError(f"window {self.windows}: {error}; training has stopped{self._kept()}") from None
+        made = Checkpoint(
+            name=self.name,
+            windows=self.windows,
+            items=self.items,
+            trainer=state,
+            batches=self.batches.state_dict() if isinstance(self.batches, Resumable) else None,
+            configuration=self.configuration,
+            rng=checkpoints.rng_state(),
+        )
+        try:
+            path = self.store.save(made, more=0 if known else len(self.doubtful) + 1)
+        except CheckpointError as error:
+            if last:
+                raise
+            self._say(f"{error}; the run goes on")
+            return
+        self.saved_windows = self.windows
+        if known:
+            self.saved = path
+            self.doubtful.clear()
+        else:
+            self.doubtful.append((self.windows, path))
+
+    def _finish(self, first: int, seconds: float, by: signal.Signals | None) -> None:
+        told = f"{self.name}: {self.windows} windows"
+        told += f", {self.windows - first} of them in this run," if first else ""
+        told += f" in {seconds:.1f} s"
+        if self.metrics is not None and "loss" in self.metrics:
+            told += f", loss {float(self.metrics['loss']):.6g}"
+        told += f", {quantity(self.items)} {self.unit} in all" if self.items else ""
+        self._say(told + (f"; ended by {by.name}" if by else ""))
+        if newest := self.doubtful[-1][1] if self.doubtful else self.saved:
+            self._say(f"checkpoint: {newest}")
+
+    def _say(self, line: str) -> None:
+        self.console.print(line, soft_wrap=True, markup=False, highlight=False)

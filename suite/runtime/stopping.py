@@ -1,0 +1,36 @@
+"""Ctrl-C and SIGTERM: the first asks the run to end after its window, a second of its kind ends it at once."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any
+
+
+class Stopping:
+    """While entered, `signal` is the one that asked the run to end, or None. Only the main thread can listen."""
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self.signal: signal.Signals | None = None
+        self._tell = tell
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Stopping:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._asked)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _asked(self, number: int, frame: FrameType | None) -> None:
+        # The kernel's own action on the next one: it works even while Python waits inside the driver.
+        signal.signal(number, signal.SIG_DFL)
+        again = "Ctrl-C again" if number == signal.SIGINT else f"a second {signal.Signals(number).name}"
+        if self.signal is None:
+            self.signal = signal.Signals(number)
+        self._tell(f"finishing the window, then saving; {again} leaves at once")

@@ -1,0 +1,112 @@
+"""Where a window's time goes: seconds a phase, or a trace of a few windows. Both off unless asked for."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from perfsuite.errors import PerfsuiteError
+from perfsuite.report import units
+
+SKIPPED = 2
+"""Windows before a trace begins: the first ones compile and allocate."""
+TRACED = 3
+
+
+class Phases:
+    """Seconds of each named phase. While on, the device is synchronised after each; off, it costs nothing."""
+
+    def __init__(self, device: torch.device, on: bool) -> None:
+        self._on = on
+        self._device = device
+        self.seconds: dict[str, list[float]] = {}
+
+    def __call__(self, name: str) -> AbstractContextManager[None]:
+        return self._timed(name) if self._on else nullcontext()
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        synchronize(self._device)
+        self.seconds.setdefault(name, []).append(time.perf_counter() - start)
+
+    def table(self) -> Table:
+        """Mean, p50 and p95 of each phase."""
+        table = Table(title="seconds per phase, the device synchronised after each", title_justify="left")
+        for head in ("phase", "calls", "mean", "p50", "p95"):
+            table.add_column(head, justify="left" if head == "phase" else "right")
+        for name, seconds in self.seconds.items():
+            figures = (statistics.fmean(seconds), quantile(seconds, 0.5), quantile(seconds, 0.95))
+            table.add_row(name, str(len(seconds)), *(units.seconds(value) for value in figures))
+        return table
+
+
+def quantile(values: list[float], share: float) -> float:
+    """By the nearest rank."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all that was queued."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class Trace:
+    """A Chrome trace of windows 3 to 5 of this run, written to `path` when they are done."""
+
+    def __init__(self, path: Path | None, device: torch.device) -> None:
+        self._path = path
+        self._device = device
+        self._windows = 0
+        self._profiler: Any = None
+        self.written: Path | None = None
+        if path is not None:  # now, and not after minutes
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise PerfsuiteError(f"profile: cannot write {path}: {error.strerror or error}") from None
+            if path.is_dir() or not os.access(path.parent, os.W_OK):
+                raise PerfsuiteError(f"profile: cannot write {path}; name a file in a folder that can be written")
+
+    def before(self) -> None:
+        """Called before each window."""
+        if self._path is not None and self._windows == SKIPPED:
+            kinds = [torch.profiler.ProfilerActivity.CPU]
+            if self._device.type == "cuda":
+                kinds.append(torch.profiler.ProfilerActivity.CUDA)
+            self._profiler = torch.profiler.profile(activities=kinds)
+            self._profiler.start()
+
+    def after(self) -> bool:
+        """Called after each window; true when the trace has just been written."""
+        self._windows += 1
+        return self._windows == SKIPPED + TRACED and self.close()
+
+    def close(self) -> bool:
+        """Write what there is; false where nothing was traced."""
+        if self._profiler is None or self._path is None:
+            return False
+        synchronize(self._device)
+        profiler, self._profiler = self._profiler, None
+        profiler.stop()
+        temporary = self._path.with_name(f".{os.getpid()}.{self._path.name}")  # torch packs what ends in .gz
+        try:
+            profiler.export_chrome_trace(str(temporary))
+            os.replace(temporary, self._path)
+        except (OSError, RuntimeError) as error:
+            with suppress(OSError):
+                temporary.unlink()
+            raise PerfsuiteError(f"profile: cannot write {self._path}: {error}") from None
+        self.written = self._path
+        return True

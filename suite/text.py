@@ -1,0 +1,360 @@
+"""Text as token sequences: files → byte-level BPE → packed sequences → batches, the same on every machine.
+
+Without the tokenizers library, `synthetic` makes sequences of the same form.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sysconfig
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cached_property
+from io import BytesIO
+from pathlib import Path
+from typing import IO, Any
+
+import numpy
+import torch
+from filelock import FileLock
+
+from perfsuite.errors import PerfsuiteError
+
+SUFFIXES = (".txt", ".md", ".rst", ".py")
+LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+"""Folders of the standard library that are no part of it, or no prose and no program."""
+PAD, END = "<pad>", "<end>"
+PAD_ID, END_ID = 0, 1
+BYTES = 256
+Tokens = numpy.ndarray[Any, numpy.dtype[numpy.int64]]
+CACHE = ".perfsuite/cache"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """Fields of every configuration that concern the text."""
+
+    data: str | None = None
+    """A folder of *.txt, *.md, *.rst and *.py; null: the sources of Python's standard library on this machine."""
+    synthetic: int = 0
+    """Make so many random sequences instead; needs no tokenizers library."""
+    vocabulary: int = 32000
+    sequence_length: int = 256
+    batch_size: int = 32
+    seed: int = 0
+    cache: str = CACHE
+
+    def __post_init__(self) -> None:
+        least = {"synthetic": 0, "vocabulary": 3, "sequence_length": 1, "batch_size": 1, "seed": 0}
+        for name, bound in least.items():
+            if getattr(self, name) < bound:
+                raise ValueError(f"{name} must be {bound} or more, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """Texts in a fixed order, and how many files were left out."""
+
+    where: str
+    texts: tuple[str, ...]
+    damaged: int
+    empty: int
+
+    @cached_property
+    def digest(self) -> str:
+        """Of every text and where it ends."""
+        digest = hashlib.sha256()
+        for text in self.texts:
+            content = text.encode()
+            digest.update(len(content).to_bytes(8, "little") + content)
+        return digest.hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sequences:
+    """`input_ids` int64 [N, T] and `attention_mask` float32 [N, T], 0 where the last sequence is padded."""
+
+    input_ids: torch.Tensor
+    attention_mask: torch.Tensor
+    vocabulary: int
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+    @cached_property
+    def digest(self) -> str:
+        """Of the tokens."""
+        return hashlib.sha256(self.input_ids.contiguous().numpy().data).hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """What a trainer gets, and a line that says where it is from."""
+
+    batches: Batches
+    vocabulary: int
+    told: str
+
+
+def load(data: Data) -> Loaded:
+    """The batches that the fields of `data` describe."""
+    if data.synthetic:
+        sequences = synthetic(data.vocabulary, data.sequence_length, data.synthetic, data.seed)
+        told = f"{len(sequences)} random sequences"
+    else:
+        found = corpus(data.data)
+        tokens, vocabulary = tokens_of(found, data.vocabulary, Path(data.cache))
+        sequences = pack(tokens, data.sequence_length, vocabulary)
+        told = f"{len(found.texts)} files of {found.where}, {len(sequences)} sequences"
+        left = [f"{n} {what}" for n, what in ((found.damaged, "not UTF-8"), (found.empty, "empty")) if n]
+        told += f" (left out: {', '.join(left)})" if left else ""
+    told += f" of {data.sequence_length} tokens, vocabulary {sequences.vocabulary}"
+    return Loaded(
+        batches=Batches(sequences, data.batch_size, data.seed), vocabulary=sequences.vocabulary, told=f"data: {told}"
+    )
+
+
+def corpus(folder: str | Path | None = None) -> Corpus:
+    """The texts under a folder, by path; PerfsuiteError where there is none. None: Python's standard library."""
+    root = Path(sysconfig.get_path("stdlib")) if folder is None else Path(folder)
+    if not root.is_dir():
+        raise PerfsuiteError(f"data: {root} is no folder; name one that holds {', '.join(SUFFIXES)} files")
+    left_out = LEFT_OUT if folder is None else set()
+    texts = []
+    damaged = empty = 0
+    for path in _files(root, left_out):
+        try:
+            text = path.read_bytes().decode()
+        except (UnicodeDecodeError, OSError):
+            damaged += 1
+            continue
+        if text.strip():
+            texts.append(text)
+        else:
+            empty += 1
+    if not texts:
+        seen = f"; {damaged} damaged and {empty} empty files were left out" if damaged or empty else ""
+        raise PerfsuiteError(f"data: no text under {root}{seen}; it must hold {', '.join(SUFFIXES)} files")
+    return Corpus(where=str(root), texts=tuple(texts), damaged=damaged, empty=empty)
+
+
+def _files(root: Path, left_out: set[str]) -> list[Path]:
+    found = []
+    for folder, inner, names in os.walk(root):
+        inner[:] = [name for name in inner if name not in left_out]
+        found += [Path(folder, name) for name in names if name.endswith(SUFFIXES)]
+    return sorted((p for p in found if p.is_file()), key=lambda p: p.relative_to(root).parts)
+
+
+def tokens_of(found: Corpus, vocabulary: int = 32000, cache: Path = Path(CACHE)) -> tuple[Tokens, int]:
+    """The corpus as one row of tokens, each text's end marked, and the size of its vocabulary; from the cache if there.
+
+    The vocabulary is that of a byte-level BPE trained on the corpus: smaller than asked for where the text has no more
+    pairs to merge.
+    """
+    key = _key(found, vocabulary)
+    path = cache / f"tokens-{key}.npz"
+    with _only_one(path):
+        with (
+            suppress(Exception),
+            numpy.load(BytesIO(path.read_bytes())) as stored,
+        ):  # missing or damaged
+            return stored["tokens"].astype(numpy.int64), int(stored["vocabulary"])
+        tokenizer = tokenizer_of(found, vocabulary, cache)
+        parts = [numpy.asarray(ids, dtype=numpy.int64) for ids in encode(tokenizer, found.texts)]
+        tokens = numpy.concatenate(parts)
+        size = int(tokenizer.get_vocab_size())
+        _write(path, lambda file: numpy.savez(file, tokens=tokens.astype(numpy.int32), vocabulary=size))
+        return tokens, size
+
+
+def tokenizer_of(found: Corpus, vocabulary: int = 32000, cache: Path = Path(CACHE)) -> Any:
+    """A byte-level BPE trained on the corpus, from the cache if it was trained before."""
+    path = cache / f"bpe-{_key(found, vocabulary)}.json"
+    tokenizers = _library()
+    with _only_one(path):
+        with suppress(Exception):  # missing or damaged: the library raises its own bare Exception
+            return tokenizers.Tokenizer.from_file(str(path))
+        made = _trained(tokenizers, found.texts, vocabulary)
+        _write(path, lambda file: file.write(made.to_str().encode()))
+        return made
+
+
+def _library() -> Any:
+    try:
+        import tokenizers
+    except ModuleNotFoundError:
+        raise PerfsuiteError(
+            "text needs the package tokenizers, which is not installed; pip install 'perfsuite[train]', "
+            "or train on random tokens with --synthetic 4096"
+        ) from None
+    return tokenizers
+
+
+def _key(found: Corpus, vocabulary: int) -> str:
+    """Of all that the tokens depend on."""
+    if vocabulary < BYTES + 2:
+        raise PerfsuiteError(f"vocabulary: {vocabulary} is too small for bytes; it must be {BYTES + 2} or more")
+    settings = {"corpus": found.digest, "vocabulary": vocabulary, "library": _library().__version__, "form": 1}
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
+
+
+@contextmanager
+def _only_one(path: Path) -> Iterator[None]:
+    """Other processes that want to make this file wait, and then find it."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{path}.lock"):
+            yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise PerfsuiteError(f"cannot write {path}: {reason}; name another folder with --cache") from None
+
+
+def _trained(tokenizers: Any, texts: Iterable[str], vocabulary: int) -> Any:
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[PAD, END],
+        initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    made.train_from_iterator(texts, trainer)
+    return made
+
+
+def _write(path: Path, content: Callable[[IO[bytes]], object]) -> None:
+    """Replace a file whole."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            content(file)
+        os.chmod(temporary, 0o644)  # a cache may be shared; mkstemp gives 0600
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def encode(tokenizer: Any, texts: Iterable[str]) -> Iterator[list[int]]:
+    """The tokens of each text, with the end's behind."""
+    tokenizer.encode_special_tokens = True  # else a text that says "<end>" would end there
+    batch: list[str] = []
+    for text in texts:
+        batch.append(text)
+        if len(batch) == 256:  # bounds what lies in memory; the library spreads a batch over the cores
+            yield from _encoded(tokenizer, batch)
+            batch = []
+    yield from _encoded(tokenizer, batch)
+
+
+def _encoded(tokenizer: Any, texts: list[str]) -> Iterator[list[int]]:
+    for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False):
+        yield [*encoding.ids, END_ID]
+
+
+def pack(tokens: Tokens, length: int, vocabulary: int) -> Sequences:
+    """A row of tokens cut into sequences of `length`, the last one padded."""
+    count = -(-len(tokens) // length)
+    ids = numpy.full(count * length, PAD_ID, dtype=numpy.int64)
+    ids[: len(tokens)] = tokens
+    mask = numpy.zeros(count * length, dtype=numpy.float32)
+    mask[: len(tokens)] = 1
+    return Sequences(
+        input_ids=torch.from_numpy(ids).view(count, length),
+        attention_mask=torch.from_numpy(mask).view(count, length),
+        vocabulary=vocabulary,
+    )
+
+
+def synthetic(vocabulary: int, T: int, N: int, seed: int = 0) -> Sequences:
+    """Random sequences of the form that `pack` gives: no padding token inside, the last sequence padded by a third.
+
+    Each token follows from the one before in three cases of four, so that there is something to learn.
+    """
+    generator = numpy.random.default_rng(seed)
+    step = generator.integers(2, vocabulary, size=vocabulary)
+    drawn = generator.integers(2, vocabulary, size=(N, T))
+    follows = generator.random((N, T)) < 0.75
+    for t in range(1, T):
+        drawn[:, t] = numpy.where(follows[:, t], step[drawn[:, t - 1]], drawn[:, t])
+    mask = numpy.ones((N, T), dtype=numpy.float32)
+    if N and T > 2:
+        drawn[-1, T - T // 3 :] = PAD_ID
+        mask[-1, T - T // 3 :] = 0
+    return Sequences(
+        input_ids=torch.from_numpy(drawn.astype(numpy.int64)),
+        attention_mask=torch.from_numpy(mask),
+        vocabulary=vocabulary,
+    )
+
+
+class Batches:
+    """Endless batches {"input_ids", "attention_mask"}, reshuffled each epoch; what is over at its end is dropped.
+
+    The order depends on the seed and the epoch alone, so that a position is two numbers.
+    """
+
+    def __init__(self, sequences: Sequences, batch_size: int, seed: int = 0) -> None:
+        if len(sequences) < batch_size:
+            raise PerfsuiteError(
+                f"batch_size: {batch_size} is more than the {len(sequences)} sequences that the data has; "
+                "lower it or sequence_length, or give more text"
+            )
+        self.sequences = sequences
+        self.batch_size = batch_size
+        self.seed = seed
+        self.epoch = 0
+        self.position = 0
+        self._order: Any = None
+        self._next: dict[str, torch.Tensor] | None = None
+
+    def __len__(self) -> int:
+        """Batches an epoch."""
+        return len(self.sequences) // self.batch_size
+
+    def __iter__(self) -> Batches:
+        return self
+
+    def __next__(self) -> dict[str, torch.Tensor]:
+        batch = self.peek()
+        self._next = None
+        self.position += 1
+        if self.position == len(self):
+            self.epoch, self.position, self._order = self.epoch + 1, 0, None
+        return batch
+
+    def peek(self) -> dict[str, torch.Tensor]:
+        """The batch that comes next, made once; the position stays."""
+        if self._next is None:
+            if self._order is None:
+                self._order = numpy.random.default_rng([self.seed, self.epoch]).permutation(len(self.sequences))
+            rows = self._order[self.position * self.batch_size : (self.position + 1) * self.batch_size]
+            self._next = {
+                name: torch.from_numpy(getattr(self.sequences, name).numpy()[rows])  # torch would wake its threads
+                for name in ("input_ids", "attention_mask")
+            }
+        return self._next
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, and what it is a position in."""
+        return {"epoch": self.epoch, "position": self.position, **self._identity()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a position; PerfsuiteError where it is one in other data."""
+        for name, own in self._identity().items():
+            if state[name] != own:
+                what = "the data has" if name == "digest" else f"{name} has"
+                raise PerfsuiteError(f"{what} changed since the checkpoint was written; resume with what it was then")
+        self.epoch, self.position = int(state["epoch"]), int(state["position"])
+        self._order = self._next = None
+
+    def _identity(self) -> dict[str, Any]:
+        return {"batch_size": self.batch_size, "seed": self.seed, "digest": self.sequences.digest}

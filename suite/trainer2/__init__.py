@@ -1,0 +1,1 @@
+"""What the two trainer2 trainers share: configuration, shapes and frozen weights."""

@@ -1,0 +1,153 @@
+"""The configuration of trainer2: the source's fields, the sizes, and a switch for each technique."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+FIELD_CHANNELS = (16, 16)
+"""Inner shape of the field; its 256 values condition the model and take up what is retrieved."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """All of trainer2's settings. `__post_init__` raises ValueError, naming field and remedy, for what cannot be.
+
+    The reference trainer reads the sizes, constants, `step_progress_every` and `autocast_bf16` only: it has no other
+    techniques.
+    """
+
+    # --- sizes
+    batch_size: int = 16
+    sequence_length: int = 128
+    """Tokens T of an item, at most 512."""
+    width: int = 256
+    """D; at least 256, since the field takes up the first 256 channels of what is retrieved."""
+    heads: int = 4
+    blocks: int = 6
+    coordinates: int = 8
+    """n, even: the first channels of the model's output."""
+    lattice: int = 8
+    """Sites along each of the field's two outer axes."""
+    memory_slots: int = 2048
+    window: int = 64
+    """Steps of a free window, and of a nudged one."""
+
+    # --- constants
+    eps: float = 1e-8
+    beta: float = 5.0
+    """Inverse temperature of the retrieval."""
+    rotor_k: int = 6
+    eta_update: float = 1e-2
+    beta_nudge: float = 1e-3
+    nudge_scale: float = 0.1
+    kappa: float = 0.1
+    diffusion: float = 0.5
+    gamma: float = 0.01
+    dt: float = 0.05
+    seed: int = 0
+    """Of the frozen weights, the first field and the order of the data."""
+
+    # --- how it runs
+    use_cudagraphs: bool = False
+    """Replay a step as one CUDA graph."""
+    static_shapes: bool = True
+    """Every batch has the configured shape; graphs want it."""
+    capture_batch_size: int | None = None
+    """The batch size that is captured; `batch_size` where it is None."""
+    warmup_steps: int = 10
+    """Steps before a capture."""
+    step_progress_every: int = 0
+    """Steps between two reports within a window, each of which waits for the device; 0 reports a window at a time."""
+    cudnn_benchmark: bool = False
+    timing_debug: bool = False
+    """Seconds a phase, with the device waited for at each."""
+
+    # --- techniques
+    metric_batching: bool = True
+    rotor_update: bool = True
+    lior_and_speed: bool = True
+    compiled_function: bool = True
+    """The model's forward under torch.compile."""
+    velocity_accumulation: bool = True
+    adaptive_cleanup: bool = True
+    retrieval: bool = True
+    rotor_cache: bool = True
+    metric_update: bool = True
+    autocast_bf16: bool = False
+    """The model's matrix products and attention in bfloat16, in either trainer."""
+
+    def __post_init__(self) -> None:
+        channels = FIELD_CHANNELS[0] * FIELD_CHANNELS[1]
+        for name in ("batch_size", "heads", "blocks", "lattice", "memory_slots", "window", "warmup_steps"):
+            _need(getattr(self, name) >= 1, name, getattr(self, name), "use 1 or more")
+        _need(
+            self.batch_size <= self.memory_slots,
+            "batch_size",
+            self.batch_size,
+            f"use at most memory_slots={self.memory_slots}: a window writes a slot an item",
+        )
+        _need(1 <= self.sequence_length <= 512, "sequence_length", self.sequence_length, "use 1 to 512 tokens")
+        _need(self.width >= channels, "width", self.width, f"the field takes up {channels} channels; use more")
+        _need(self.width % self.heads == 0, "width", self.width, f"use a multiple of heads={self.heads}")
+        n = self.coordinates
+        _need(2 <= n <= self.width and n % 2 == 0, "coordinates", n, "rotors join pairs; use an even number")
+        _need(self.rotor_k >= 0, "rotor_k", self.rotor_k, "use 0 or more")
+        _need(self.beta_nudge > 0, "beta_nudge", self.beta_nudge, "the update divides by it; use more than 0")
+        _need(self.step_progress_every >= 0, "step_progress_every", self.step_progress_every, "use 0 or more")
+        if self.use_cudagraphs:
+            _need(self.static_shapes, "static_shapes", False, "a graph has one shape; switch use_cudagraphs off")
+            size = self.capture_batch_size
+            _need(
+                size in (None, self.batch_size),
+                "capture_batch_size",
+                size,
+                f"use batch_size={self.batch_size}, or None",
+            )
+            every = self.step_progress_every
+            _need(not every, "step_progress_every", every, "a report waits, and a graph cannot; use 0")
+
+    @property
+    def eta(self) -> float:
+        """Of the metric's and the rotor's update."""
+        return self.eta_update / self.beta_nudge
+
+
+TECHNIQUES = (
+    "metric_batching",
+    "rotor_update",
+    "lior_and_speed",
+    "compiled_function",
+    "velocity_accumulation",
+    "adaptive_cleanup",
+    "retrieval",
+    "rotor_cache",
+    "metric_update",
+    "use_cudagraphs",
+    "autocast_bf16",
+)
+"""The switches, in the order in which the ablation turns them on. The last is the only one with a precision of its own.
+"""
+CLAIMS = {
+    "metric_batching": "3–5%",
+    "rotor_update": "2–3%",
+    "lior_and_speed": "2–3%",
+    "compiled_function": "1–2% (scripted weights and mix)",
+    "velocity_accumulation": "< 1%",
+    "adaptive_cleanup": "1–2%",
+    "retrieval": "5–10%",
+    "rotor_cache": "2–3%",
+    "use_cudagraphs": "15–25%",
+    "autocast_bf16": "20–30%",
+}
+"""What the source expected of each."""
+
+
+def without_techniques(config: TrainConfig) -> TrainConfig:
+    """The same configuration with every switch off."""
+    return dataclasses.replace(config, **dict.fromkeys(TECHNIQUES, False))
+
+
+def _need(holds: bool, name: str, value: object, remedy: str) -> None:
+    if not holds:
+        raise ValueError(f"{name}={value!r}: {remedy}")

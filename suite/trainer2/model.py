@@ -1,0 +1,49 @@
+"""The frozen model of trainer2: its weights and its first field, the same for both trainers."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from suite.trainer2.config import FIELD_CHANNELS, TrainConfig
+
+LINEARS = {"qkv": (3, 1), "project": (1, 1), "expand": (4, 1), "contract": (1, 4)}
+"""Of a block: name → (outputs, inputs) in widths."""
+
+
+def make_weights(config: TrainConfig, vocabulary: int) -> dict[str, torch.Tensor]:
+    """Name → float32 tensor on the CPU, by `config.seed`; nothing here is ever trained.
+
+    embedding [V, D]; condition [D, 256]; of block i `i.qkv` [3D, D], `i.project` [D, D], `i.expand` [4D, D] and
+    `i.contract` [D, 4D] with a bias each ("i.expand.bias"), and the scale and shift of its two layer norms
+    ("i.norm1", "i.norm1.bias"); `norm` and `norm.bias` at the end. About 5 M parameters beside the embedding at D 256.
+    """
+    generator = torch.Generator().manual_seed(config.seed)
+    D = config.width
+
+    def normal(rows: int, columns: int) -> torch.Tensor:
+        return torch.randn(rows, columns, generator=generator) / math.sqrt(columns)
+
+    channels = FIELD_CHANNELS[0] * FIELD_CHANNELS[1]
+    weights = {
+        "embedding": torch.randn(vocabulary, D, generator=generator),
+        "condition": normal(D, channels),
+    }
+    for block in range(config.blocks):
+        for name, (rows, columns) in LINEARS.items():
+            weights[f"{block}.{name}"] = normal(rows * D, columns * D)
+            weights[f"{block}.{name}.bias"] = 0.1 * torch.randn(rows * D, generator=generator)
+        for norm in ("norm1", "norm2"):
+            weights[f"{block}.{norm}"] = torch.ones(D)
+            weights[f"{block}.{norm}.bias"] = torch.zeros(D)
+    weights["norm"] = torch.ones(D)
+    weights["norm.bias"] = torch.zeros(D)
+    return weights
+
+
+def make_field(config: TrainConfig) -> torch.Tensor:
+    """The first field T, complex64 [lattice, lattice, 16, 16] on the CPU, by `config.seed`."""
+    generator = torch.Generator().manual_seed(config.seed + 1)
+    shape = (config.lattice, config.lattice, *FIELD_CHANNELS)
+    return torch.complex(torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)) / 2

@@ -1,0 +1,119 @@
+"""Which trainers there are: a name, its configuration, its data and its two sides, each imported when asked for."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+from perfsuite.errors import PerfsuiteError
+
+if TYPE_CHECKING:
+    import torch
+
+    from suite.runtime import Trainer
+
+Side = Literal["reference", "optimized"]
+Build = Callable[[Any, int, "torch.device"], "Trainer"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """A trainer. Strings, "module:name", are imported when they are needed.
+
+    `config` is a dataclass. A side is called with (config, size of the vocabulary, device) and gives a
+    `suite.runtime.Trainer`. `data` is called with an instance of `data_config`, a dataclass too, and gives batches,
+    vocabulary and a line for the user as `suite.text.Loaded` does.
+    """
+
+    config: str | type[Any]
+    reference: str | Build
+    optimized: str | Build
+    data_config: str | type[Any] = "suite.text:Data"
+    data: str | Callable[..., Any] = "suite.text:load"
+    techniques: str | tuple[str, ...] = ()
+    """Fields of `config` that switch a technique on and off, in the order in which `ablate` turns them on."""
+    claims: str | Mapping[str, str] = field(default_factory=dict)
+    """Technique → what its source claims of it."""
+
+
+TRAINERS: dict[str, Entry] = {
+    "trainer2": Entry(
+        config="suite.trainer2.config:TrainConfig",
+        reference="reference.trainers.trainer2:Trainer",
+        optimized="optimized.trainers.trainer2:Trainer",
+        techniques="suite.trainer2.config:TECHNIQUES",
+        claims="suite.trainer2.config:CLAIMS",
+    ),
+}
+
+
+def register(name: str, entry: Entry) -> None:
+    """Add a trainer; a name that is taken is an error."""
+    if name in TRAINERS:
+        raise PerfsuiteError(f"a trainer is called {name!r} already; take another name")
+    TRAINERS[name] = entry
+
+
+def find(name: str) -> Entry:
+    """The trainer of that name; PerfsuiteError, with the nearest one, where there is none."""
+    if name in TRAINERS:
+        return TRAINERS[name]
+    if name.startswith("-"):
+        raise PerfsuiteError(f"the name of a trainer comes first, before {name}; there are: {', '.join(TRAINERS)}")
+    near = difflib.get_close_matches(name, TRAINERS, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(sorted(TRAINERS))}"
+    raise PerfsuiteError(f"no trainer is called {name!r}; {hint}")
+
+
+def config_of(name: str) -> type[Any]:
+    """The dataclass of a trainer's configuration."""
+    return cast("type[Any]", _loaded(find(name).config, name))
+
+
+def data_config_of(name: str) -> type[Any]:
+    """The dataclass of what its data is made by."""
+    return cast("type[Any]", _loaded(find(name).data_config, name))
+
+
+def data_of(name: str) -> Callable[..., Any]:
+    """What makes a trainer's batches."""
+    return cast("Callable[..., Any]", _loaded(find(name).data, name))
+
+
+def techniques_of(name: str) -> tuple[str, ...]:
+    """The switches of a trainer's techniques; PerfsuiteError where it has none."""
+    found = cast("tuple[str, ...]", _loaded(find(name).techniques, name))
+    if not found:
+        raise PerfsuiteError(f"trainer {name} has no switches for its techniques, so that there is nothing to ablate")
+    return found
+
+
+def claims_of(name: str) -> Mapping[str, str]:
+    """Technique → what its source claims of it."""
+    return cast("Mapping[str, str]", _loaded(find(name).claims, name))
+
+
+def build(name: str, config: Any, vocabulary: int, device: torch.device, side: Side) -> Trainer:
+    """A new trainer of that side."""
+    entry = find(name)
+    make = _loaded(entry.reference if side == "reference" else entry.optimized, name)
+    return cast("Trainer", make(config, vocabulary, device))
+
+
+def _loaded(target: Any, trainer: str) -> Any:
+    if not isinstance(target, str):
+        return target
+    module, _, attribute = target.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except ModuleNotFoundError as error:
+        if error.name and (module == error.name or module.startswith(f"{error.name}.")):
+            reason = f"there is no module {module}; work in a checkout that has it, or name another trainer"
+        else:
+            reason = f"{module} needs {error.name}, which is not installed"
+    except (ImportError, AttributeError) as error:
+        reason = f"{target} cannot be loaded: {error}"
+    raise PerfsuiteError(f"trainer {trainer}: {reason}") from None

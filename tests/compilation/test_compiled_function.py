@@ -1,0 +1,76 @@
+import warnings
+
+import pytest
+import torch
+
+from optimized.compilation import compiled_function as module
+from optimized.compilation.compiled_function import compiled_function as optimized
+from perfsuite import Cost, Pair, Workload, compiled, floats, scalar, side, size, tensor
+from reference.compilation.compiled_function import compiled_function as reference
+
+
+def scripted(cost, states, beta):
+    """The source's own choice, which PyTorch has given up."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        if not hasattr(scripted, "function"):
+            scripted.function = torch.jit.script(reference)
+    return scripted.function(cost, states, beta)
+
+
+def traffic(B, K, D, direction):
+    forward = 4 * (B * K + B * K * D + B * D)
+    backward = 4 * (2 * B * K + 2 * B * K * D + B * D)
+    return {"forward": forward, "backward": backward, "both": forward + backward}[direction]
+
+
+compiled_function = Pair(
+    reference=reference,
+    optimized=optimized,
+    inputs={
+        "cost": tensor("B", "K", values=floats(0, 8)),
+        "states": tensor("B", "K", "D"),
+        "beta": scalar(floats(0.5, 8)),
+    },
+    sizes={"B": size(0, 9), "K": size(1, 70), "D": size(0, 70)},
+    rivals={
+        "compile": compiled(side(reference, devices=("cuda",))),
+        "scripted": side(scripted, devices=("cuda",)),
+    },
+    workloads=[
+        Workload("cpu", B=4, K=64, D=32, beta=5, clock="wall", device="cpu"),
+    ],
+    cost=Cost(
+        bytes=traffic,
+        flops=lambda B, K, D, direction: 2 * B * K * D * {"forward": 1, "backward": 2, "both": 3}[direction],
+    ),
+)
+
+
+@pytest.mark.parametrize("call", [reference, optimized])
+def test_equal_costs_weigh_alike(call):
+    states = torch.tensor([[[1.0], [3.0]]])
+    assert call(torch.zeros(1, 2), states, 5.0).tolist() == [[2.0]]
+
+
+@pytest.mark.parametrize("call", [reference, optimized])
+def test_the_least_cost_wins(call):
+    states = torch.tensor([[[1.0], [3.0]]])
+    assert call(torch.tensor([[0.0, 100.0]]), states, 5.0).tolist() == [[1.0]]
+
+
+def test_where_nothing_can_be_compiled_it_runs_as_it_is_and_says_why_once(monkeypatch):
+    def fails(*arguments):
+        raise torch._dynamo.exc.TorchDynamoException("no compiler was found\nmore")
+
+    monkeypatch.setattr(torch, "compile", lambda function, **options: fails)
+    module._compiled.cache_clear()
+    try:
+        cost, states = torch.zeros(1, 2), torch.ones(1, 2, 3)
+        with pytest.warns(RuntimeWarning, match="compiled_function runs uncompiled: no compiler was found$"):
+            assert optimized(cost, states).tolist() == [[1.0] * 3]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert optimized(cost, states).tolist() == [[1.0] * 3]
+    finally:
+        module._compiled.cache_clear()

@@ -1,0 +1,120 @@
+import math
+
+import pytest
+import torch
+
+from optimized.geometry.metric_update import metric_update as optimized
+from optimized.geometry.metric_update import metric_update_triton, metric_update_vectorised
+from optimized.kernels import triton_reason
+from perfsuite import Cost, Pair, Workload, compiled, floats, side, tensor
+from reference.geometry.metric_update import metric_update as reference
+
+metric_update = Pair(
+    reference=reference,
+    optimized=optimized,
+    inputs={
+        "metric_diag": tensor("n", values=floats(0.01, 100)),
+        "velocity_rotated": tensor("n"),
+        "loss_delta": tensor(),
+    },
+    mutates={"metric_diag"},
+    gradients=False,
+    rivals={"compile": compiled(side(metric_update_vectorised, devices=("cuda",)))},
+    variants={
+        "triton": side(metric_update_triton, available=triton_reason),
+        "vectorised": metric_update_vectorised,
+    },
+    workloads=[
+        Workload("cpu", n=8, clock="wall", device="cpu"),
+    ],
+    cost=Cost(bytes=lambda n: 12 * n + 4),
+)
+
+SIDES = [reference, optimized, metric_update_vectorised]
+if triton_reason() is None and not torch.cuda.is_available():
+    SIDES.append(metric_update_triton)
+
+
+def update(call, metric, velocity, loss_delta, **options):
+    metric = torch.tensor(metric)
+    assert call(metric, torch.tensor(velocity), torch.tensor(loss_delta), **options) is metric
+    return metric.tolist()
+
+
+@pytest.mark.parametrize("call", SIDES)
+def test_known_values(call):
+    moved = update(call, [1.0, 2.0, 3.0], [1.0, 2.0, 0.0], 0.1)
+    assert moved == pytest.approx([1.2, 2.8, 3.0])
+    assert update(call, [1.0, 2.0], [1.0, 1.0], -0.25, eta=2.0) == pytest.approx([0.75, 1.75])
+
+
+@pytest.mark.parametrize("call", SIDES)
+def test_stays_within_its_range(call):
+    assert update(call, [1.0, 2.0, 0.001], [1.0, 0.0, 0.0], -5.0) == pytest.approx([0.01, 2.0, 0.01])
+    assert update(call, [99.0, 2.0, 200.0], [1.0, 0.0, 0.0], 5.0) == pytest.approx([100.0, 2.0, 100.0])
+
+
+@pytest.mark.parametrize("call", SIDES)
+def test_without_velocity_nothing_moves(call):
+    assert update(call, [1.0, 2.0], [0.0, 0.0], 5.0) == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("call", SIDES)
+@pytest.mark.parametrize(
+    ("velocity", "loss_delta"),
+    [
+        ([1.0, 2.0], math.nan),
+        ([1.0, 2.0], math.inf),
+        ([0.0, 0.0], -math.inf),
+        ([math.nan, 2.0], 0.1),
+        ([1.0, -math.inf], 0.1),
+        ([1.0, math.inf], 0.0),
+        ([3e38, 1.0], 0.1),  # its square overflows
+        ([1.0, 0.0], 3e38),  # with eta it overflows: one step is infinite, the other not a number
+    ],
+)
+def test_a_step_that_is_not_finite_changes_nothing(call, velocity, loss_delta):
+    # Nor is it clamped.
+    assert update(call, [0.001, 200.0], velocity, loss_delta) == pytest.approx([0.001, 200.0])
+
+
+@pytest.mark.parametrize("call", SIDES)
+def test_a_metric_that_is_not_a_number_stays_so(call):
+    moved = update(call, [math.nan, 1.0], [1.0, 1.0], 0.1)
+    assert math.isnan(moved[0])
+    assert moved[1] == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize("call", SIDES)
+def test_no_coordinates(call):
+    assert update(call, [], [], 0.1) == []
+
+
+@pytest.mark.parametrize(
+    ("gpu", "n", "path"),
+    [(True, 8, "kernel"), (True, 4096, "kernel"), (True, 4097, "vectorised"), (False, 8, "vectorised")],
+)
+def test_the_kernel_serves_a_gpu_up_to_what_a_program_holds(gpu, n, path, monkeypatch):
+    module = "optimized.geometry.metric_update"
+    asked = []
+    monkeypatch.setattr(f"{module}.use_triton", lambda *tensors: asked.extend(tensors) or gpu)
+    monkeypatch.setattr(f"{module}.metric_update_triton", lambda *arguments: ("kernel", *arguments))
+    monkeypatch.setattr(f"{module}.metric_update_vectorised", lambda *arguments: ("vectorised", *arguments))
+    arguments = (torch.empty(n), torch.empty(n), torch.tensor(0.5), 3.0)
+    served, *given = optimized(*arguments)
+    assert served == path
+    assert all(a is b for a, b in zip(given, arguments, strict=True))
+    assert [id(t) for t in asked] in ([id(t) for t in arguments[:3]], [])
+
+
+@pytest.mark.skipif(triton_reason() is not None or torch.cuda.is_available(), reason="needs Triton's interpreter")
+@pytest.mark.parametrize("n", [1, 3, 8, 257, 4096, 4097])
+def test_the_kernel_agrees_at_every_size_it_serves(n):
+    generator = torch.Generator().manual_seed(0)
+    velocity, loss_delta = torch.randn(n, generator=generator), torch.tensor(-0.3)
+    whole = torch.full((n + 2,), 7.0)
+    whole[1:-1] = torch.rand(n, generator=generator) + 0.5
+    expected = reference(whole[1:-1].clone(), velocity, loss_delta)
+    torch.testing.assert_close(metric_update_triton(whole[1:-1], velocity, loss_delta), expected)
+    # Nothing beside it is written.
+    assert whole[0] == whole[-1] == 7.0

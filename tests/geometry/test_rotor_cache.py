@@ -1,0 +1,166 @@
+import pytest
+import torch
+
+from optimized.geometry import rotor_cache as module
+from optimized.geometry.rotor_apply import rotor_apply
+from optimized.geometry.rotor_cache import RotorCache, rotor_cache_triton
+from optimized.geometry.rotor_cache import rotor_cache as optimized
+from optimized.kernels import triton_reason
+from perfsuite import Cost, Pair, Workload, compiled, floats, integers, side, size, stateful, tensor
+from reference.geometry.rotor_apply import rotor_apply as plain_rotor
+from reference.geometry.rotor_cache import RotorCache as ReferenceCache
+from reference.geometry.rotor_cache import rotor_cache as reference
+
+# The range that the update wraps angles to, and somewhat beyond.
+ANGLES = floats(-4, 4)
+
+
+def kernel_at_every_query(theta, coordinates):
+    """What one would do with a fast rotor and no cache."""
+    cache = RotorCache(theta, coordinates)
+
+    def step(slots, written):
+        cache.write(slots, written)
+        return rotor_apply(theta, cache._coordinates)
+
+    return step
+
+
+# Theta stays: what the cache is for.
+rotor_cache = Pair(
+    reference=stateful(reference),
+    optimized=stateful(optimized),
+    inputs={"theta": tensor("k", values=ANGLES), "coordinates": tensor("M", "n", values=floats(-4, 4))},
+    step_inputs={
+        "slots": tensor("W", dtype="int64", values=integers(0, "M")),
+        "written": tensor("W", "n"),
+    },
+    # Nothing can be written to no slots.
+    sizes={"k": size(0, 34), "M": size(1, 66), "n": size(0, 18, multiple_of=2), "W": size(0, 40)},
+    rivals={
+        "compile": compiled(stateful(side(reference, devices=("cuda",)))),
+        "kernel_at_every_query": stateful(side(kernel_at_every_query, devices=("cuda",))),
+    },
+    variants={"triton": stateful(side(rotor_cache_triton, available=triton_reason))},
+    steps=(1, 2, 17),
+    workloads=[
+        Workload("cpu", k=6, M=2048, n=8, W=16, clock="wall", device="cpu"),
+    ],
+    # What is written once, and stored twice.
+    cost=Cost(bytes=lambda k, n, W: 12 * W * n + 8 * W + 4 * k),
+)
+
+# Theta changes at every step: all is rotated anew, and the cache must notice.
+rotor_cache_turning = Pair(
+    reference=stateful(reference),
+    optimized=stateful(optimized),
+    inputs={"first": tensor("k", values=ANGLES), "coordinates": tensor("M", "n", values=floats(-4, 4))},
+    step_inputs={
+        "slots": tensor("W", dtype="int64", values=integers(0, "M")),
+        "written": tensor("W", "n"),
+        "theta": tensor("k", values=ANGLES),
+    },
+    sizes={"k": size(0, 34), "M": size(1, 66), "n": size(0, 18, multiple_of=2), "W": size(0, 40)},
+    variants={"triton": stateful(side(rotor_cache_triton, available=triton_reason))},
+    steps=(1, 2, 17),
+    workloads=[
+        Workload("cpu", k=6, M=2048, n=8, W=16, clock="wall", device="cpu"),
+    ],
+    cost=Cost(bytes=lambda k, M, n, W: 8 * M * n + 12 * W * n + 8 * W + 12 * k),
+)
+
+HAS_INTERPRETER = triton_reason() is None and not torch.cuda.is_available()
+needs_interpreter = pytest.mark.skipif(not HAS_INTERPRETER, reason="needs Triton's interpreter")
+CACHES = [ReferenceCache, RotorCache]
+if HAS_INTERPRETER:
+    CACHES.append(module._TritonRotorCache)
+
+
+@pytest.mark.parametrize("make", CACHES)
+def test_a_cache_of_an_odd_number_of_coordinates_is_refused(make):
+    with pytest.raises(ValueError, match="n must be even, not 3"):
+        make(torch.zeros(2), torch.zeros(5, 3)).rotated()
+
+
+@pytest.mark.parametrize("make", CACHES)
+@pytest.mark.parametrize("W", [1, 5, 70])
+def test_of_repeated_slots_the_last_one_counts(make, W):
+    generator = torch.Generator().manual_seed(0)
+    theta, coordinates = torch.randn(3, generator=generator), torch.randn(4, 4, generator=generator)
+    slots = torch.randint(0, 3, (W,), generator=generator)
+    written = torch.randn(W, 4, generator=generator)
+    cache = make(theta, coordinates)
+    cache.write(slots, written)
+    expected = coordinates.clone()
+    for slot, row in zip(slots.tolist(), written, strict=True):
+        expected[slot] = row
+    torch.testing.assert_close(cache.rotated(), plain_rotor(theta, expected))
+    # And so it is after a turn, from what is stored.
+    cache.set_theta(torch.zeros(3))
+    torch.testing.assert_close(cache.rotated(), expected)
+
+
+@pytest.mark.parametrize("make", CACHES)
+def test_writing_nothing_changes_nothing(make):
+    cache = make(torch.ones(2), torch.ones(3, 4))
+    before = cache.rotated().clone()
+    cache.write(torch.empty(0, dtype=torch.int64), torch.empty(0, 4))
+    assert torch.equal(cache.rotated(), before)
+
+
+@pytest.mark.parametrize("make", CACHES)
+def test_the_cache_keeps_what_it_was_given(make):
+    theta, coordinates = torch.ones(2), torch.ones(3, 4)
+    cache = make(theta, coordinates)
+    before = cache.rotated().clone()
+    # A change that it is not told of is none: the rotor's update works in place.
+    theta.fill_(0.5)
+    coordinates.zero_()
+    cache.write(torch.tensor([1]), torch.ones(1, 4))
+    torch.testing.assert_close(cache.rotated(), before)
+    cache.set_theta(theta)
+    torch.testing.assert_close(cache.rotated(), plain_rotor(theta, torch.ones(3, 4)))
+    assert coordinates.tolist() == [[0.0] * 4] * 3
+
+
+@pytest.mark.parametrize("make", CACHES[1:])
+def test_a_query_costs_nothing_while_theta_stays(make, monkeypatch):
+    cache = make(torch.ones(2), torch.ones(3, 4))
+    place = cache.rotated()
+    for name in ("rotate", "rotate_into"):
+        monkeypatch.setattr(module, name, lambda *arguments: pytest.fail("rotated again"))
+    # Always the same memory, as a captured graph needs it.
+    assert cache.rotated() is place
+
+
+def test_a_write_rotates_what_is_written_alone(monkeypatch):
+    cache = RotorCache(torch.ones(2), torch.ones(50, 4))
+    rotated = []
+    whole = module.rotate
+    monkeypatch.setattr(module, "rotate", lambda theta, x: rotated.append(x.shape[0]) or whole(theta, x))
+    cache.write(torch.tensor([4, 7]), torch.zeros(2, 4))
+    assert rotated == [2]
+
+
+@needs_interpreter
+def test_a_slot_out_of_range_writes_nothing_beyond():
+    # Without a GPU PyTorch's own indexing says so; a kernel cannot, and must not write.
+    cache = module._TritonRotorCache(torch.ones(2), torch.ones(3, 4))
+    before = cache.rotated().clone()
+    cache.write(torch.tensor([-1, 3, 2**40]), torch.zeros(3, 4))
+    assert torch.equal(cache.rotated(), before)
+
+
+@pytest.mark.parametrize("make", CACHES)
+def test_no_gradient_is_kept(make):
+    cache = make(torch.ones(2, requires_grad=True), torch.ones(3, 4, requires_grad=True))
+    cache.write(torch.tensor([0]), torch.ones(1, 4, requires_grad=True))
+    assert not cache.rotated().requires_grad
+
+
+@needs_interpreter
+@pytest.mark.parametrize(("rows", "k", "n"), [(1, 1, 2), (129, 7, 6), (300, 32, 16)])
+def test_the_kernels_write_within_the_cache(rows, k, n, fences):
+    cache = module._TritonRotorCache(torch.ones(k), torch.ones(rows, n))
+    cache.write(torch.tensor([0, rows - 1, rows]), torch.ones(3, n))
+    assert fences.intact()

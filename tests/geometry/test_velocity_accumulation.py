@@ -1,0 +1,90 @@
+import pytest
+import torch
+
+from optimized.geometry.velocity_accumulation import VelocitySum
+from optimized.geometry.velocity_accumulation import velocity_accumulation as optimized
+from perfsuite import Cost, Pair, Workload, compiled, side, size, stateful, tensor
+from reference.geometry.velocity_accumulation import velocity_accumulation as reference
+
+velocity_accumulation = Pair(
+    reference=stateful(reference),
+    optimized=stateful(optimized),
+    inputs={"start": tensor("B", "n")},
+    step_inputs={"velocities": tensor("W", "B", "n")},
+    sizes={"W": size(0, 9)},
+    rivals={"compile": compiled(stateful(side(reference, devices=("cuda",))))},
+    workloads=[
+        # The seed claims less than 1%: no speedup is promised.
+        Workload("cpu", B=64, n=8, W=64, clock="wall", device="cpu"),
+    ],
+    cost=Cost(bytes=lambda B, n, W: 4 * B * n * (W + 1)),
+)
+
+SIDES = [reference, optimized]
+
+
+def naive(start):
+    """In place from the start: the caller's own tensor is the sum."""
+    accumulated = start
+
+    def window(velocities):
+        for velocity in velocities:
+            accumulated.add_(velocity)
+        return accumulated
+
+    return window
+
+
+@pytest.mark.parametrize("call", SIDES)
+def test_known_values(call):
+    window = call(torch.tensor([[1.0, 2.0]]))
+    assert window(torch.tensor([[[1.0, 1.0]], [[0.5, -2.0]]])).tolist() == [[2.5, 1.0]]
+    assert window(torch.tensor([[[1.0, 1.0]]])).tolist() == [[3.5, 2.0]]
+    assert window(torch.empty(0, 1, 2)).tolist() == [[3.5, 2.0]]
+
+
+@pytest.mark.parametrize("call", SIDES)
+def test_in_place_is_the_same_function(call):
+    # Claim C9. The first velocity is where the sum starts; here and in what is returned no later step may show.
+    first = torch.ones(2, 3)
+    window = call(first)
+    once = window(torch.ones(4, 2, 3))
+    window(torch.ones(1, 2, 3))
+    assert once.tolist() == [[5.0] * 3] * 2
+    assert first.tolist() == [[1.0] * 3] * 2
+
+
+def test_naively_in_place_is_another_function():
+    first = torch.ones(2, 3)
+    window = naive(first)
+    once = window(torch.ones(4, 2, 3))
+    window(torch.ones(1, 2, 3))
+    # The caller's first velocity is overwritten, and so is the sum that it was given before.
+    assert first.tolist() == [[6.0] * 3] * 2
+    assert once.tolist() == [[6.0] * 3] * 2
+
+
+@pytest.mark.parametrize("call", SIDES)
+def test_what_is_returned_is_the_caller_s(call):
+    start = torch.zeros(1, 2)
+    window = call(start)
+    for _ in range(2):  # with nothing added, too
+        window(torch.empty(0, 1, 2)).fill_(7.0)
+    assert window(torch.ones(1, 1, 2)).tolist() == [[1.0, 1.0]]
+    assert not start.any()
+
+
+@pytest.mark.parametrize("call", SIDES)
+def test_no_gradient_is_kept(call):
+    window = call(torch.ones(1, 2, requires_grad=True))
+    # A graph over all steps would keep every one of them alive.
+    assert not window(torch.ones(3, 1, 2, requires_grad=True)).requires_grad
+
+
+def test_a_step_allocates_nothing():
+    accumulated = VelocitySum(torch.zeros(2, 3))
+    place = accumulated._sum.data_ptr()
+    for _ in range(3):
+        accumulated.add(torch.ones(2, 3))
+    assert accumulated._sum.data_ptr() == place
+    assert accumulated.value().data_ptr() != place

@@ -1,0 +1,279 @@
+import warnings
+
+import pytest
+import torch
+
+from optimized.graphs.cuda_graph_step import CudaGraphStep
+from optimized.graphs.cuda_graph_step import cuda_graph_step as optimized
+from perfsuite import Cost, Pair, Workload, compiled, floats, side, size, stateful, tensor
+from reference.graphs.cuda_graph_step import cuda_graph_step as reference
+
+LAYERS = 24
+
+
+def network(graphed):
+    """A recurrent step of many small kernels: its state, and what it makes of each input."""
+
+    def make(state, weight):
+        def step(x):
+            h = x
+            for _ in range(LAYERS):
+                h = torch.tanh(h @ weight + state)
+            state.mul_(0.9).add_(h.sum(0), alpha=0.01)
+            return h
+
+        return graphed(step)
+
+    return make
+
+
+cuda_graph_step = Pair(
+    reference=stateful(network(reference)),
+    optimized=stateful(network(optimized)),
+    inputs={"state": tensor("D"), "weight": tensor("D", "D", values=floats(-0.5, 0.5))},
+    step_inputs={"x": tensor("B", "D")},
+    mutates={"state"},
+    gradients=False,
+    sizes={"B": size(1, 9), "D": size(1, 9)},
+    rivals={
+        "compile": compiled(stateful(side(network(reference), devices=("cuda",)))),
+        "reduce_overhead": compiled(stateful(side(network(reference), devices=("cuda",))), mode="reduce-overhead"),
+    },
+    workloads=[
+        Workload("cpu", B=4, D=16, clock="wall", device="cpu"),
+    ],
+    cost=Cost(
+        bytes=lambda B, D: 4 * (2 * B * D + D * D + 2 * D),
+        flops=lambda B, D: 2 * LAYERS * B * D * D,
+    ),
+)
+
+
+class Graphs:
+    """Replays as CUDA does: over the static inputs, into the outputs of the capture, without running Python's effects.
+
+    `state` are the tensors that the step changes beside its inputs: a capture leaves them as they are.
+    """
+
+    def __init__(self, *state):
+        self.state = state
+        self.warmed = self.captured = self.replayed = 0
+
+    def aside(self, call, device):
+        self.warmed += 1
+        return call()
+
+    def capture(self, call, device):
+        self.captured += 1
+        before = [t.clone() for t in self.state]
+        outputs = call()
+        for t, kept in zip(self.state, before, strict=True):
+            t.copy_(kept)
+
+        def replay():
+            self.replayed += 1
+            again = call()
+            if outputs is not again and isinstance(outputs, torch.Tensor):
+                outputs.copy_(again)
+
+        return outputs, replay
+
+
+def test_warm_up_calls_are_steps_and_the_rest_replay():
+    state = torch.zeros(3)
+    graphs = Graphs(state)
+    step = optimized(lambda x: state.add_(x).clone(), warmup=2, backend=graphs)
+    for call in range(1, 8):
+        assert step(torch.ones(3)).tolist() == [call] * 3
+    assert state.tolist() == [7.0] * 3
+    assert (graphs.warmed, graphs.captured, graphs.replayed) == (2, 1, 5)
+    assert (step.captures, step.reason) == (1, None)
+
+
+def test_outputs_are_not_the_graph_s_memory():
+    step = optimized(lambda x: x * 2, warmup=1, backend=Graphs())
+    kept = [step(torch.full((2,), float(i))) for i in range(5)]
+    assert [t[0].item() for t in kept] == [0.0, 2.0, 4.0, 6.0, 8.0]
+    assert len({t.data_ptr() for t in kept}) == 5
+
+
+def test_an_input_changed_in_place_is_changed_and_returned_itself():
+    step = optimized(lambda x, y: x.add_(y), warmup=1, backend=Graphs())
+    for _ in range(4):
+        x, y = torch.zeros(2), torch.ones(2)
+        assert step(x, y) is x
+        assert x.tolist() == [1.0, 1.0]
+        assert y.tolist() == [1.0, 1.0]
+
+
+def test_an_input_that_an_unknown_kernel_changes_is_named():
+    def unseen(x, y):
+        x.data.add_(y)  # no version is counted
+        return y + 0
+
+    for mutates, value in (((), 0.0), ((0,), 1.0)):
+        step = CudaGraphStep(unseen, warmup=1, mutates=mutates, backend=Graphs())
+        step(torch.zeros(2), torch.ones(2))
+        x = torch.zeros(2)
+        step(x, torch.ones(2))
+        assert x[0].item() == value
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        (torch.ones(4), 1.0),
+        (torch.ones(3, dtype=torch.float64), 1.0),
+        (torch.ones(6)[::2], 1.0),
+        (torch.ones(3), 2.0),
+    ],
+    ids=["shape", "dtype", "strides", "value"],
+)
+def test_another_form_is_captured_anew(other):
+    graphs = Graphs()
+    step = optimized(lambda x, factor: x * factor, warmup=1, backend=graphs)
+    for x, factor in ((torch.ones(3), 1.0), other) * 3:
+        result = step(x, factor)
+        assert result.dtype == x.dtype
+        assert result.tolist() == (x * factor).tolist()
+    assert graphs.captured == 2
+
+
+def test_another_mode_is_captured_anew():
+    graphs = Graphs()
+    step = optimized(lambda x: x + 0, warmup=1, backend=graphs)
+    for _ in range(3):
+        step(torch.ones(2))
+    with torch.no_grad():
+        for _ in range(3):
+            step(torch.ones(2))
+    assert graphs.captured == 2
+
+
+def test_the_graphs_used_last_are_kept():
+    graphs = Graphs()
+    step = optimized(lambda x: x + 1, warmup=1, graphs=2, backend=graphs)
+    for n in (1, 2, 1, 3):
+        step(torch.ones(n))
+        step(torch.ones(n))
+    assert graphs.captured == 3
+    step(torch.ones(1))
+    assert graphs.captured == 3
+    step(torch.ones(2))
+    step(torch.ones(2))
+    assert graphs.captured == 4
+
+
+def test_layouts_that_are_not_dense_are_kept():
+    seen = []
+    step = optimized(lambda x: (seen.append(x.stride()), x + 0)[1], warmup=1, backend=Graphs())
+    for x in (torch.ones(4, 6).t(), torch.ones(4, 6)[:, ::2], torch.ones(0, 3), torch.ones(1).expand(5)):
+        for _ in range(3):
+            assert torch.equal(step(x), x)
+    assert seen[0] == seen[1] == (1, 6)
+    assert (6, 2) in seen
+
+
+def test_a_step_without_tensors_is_captured_on_the_device_that_is_named():
+    state = torch.zeros(2)
+    graphs = Graphs(state)
+    step = optimized(lambda: state.add_(1), warmup=1, device="cpu", backend=graphs)
+    for _ in range(5):
+        step()
+    assert state.tolist() == [5.0, 5.0]
+    assert (graphs.captured, graphs.replayed) == (1, 4)
+    assert "several devices" in str(step._unfit([torch.ones(1, device="meta")]))
+
+
+class Refuses(Graphs):
+    def capture(self, call, device):
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+
+def test_a_step_that_cannot_be_captured_runs_and_says_why_once():
+    step = optimized(lambda x: x * 3, warmup=1, backend=Refuses())
+    step(torch.ones(1))
+    with pytest.warns(
+        RuntimeWarning, match=r"cuda_graph_step runs eagerly: .* not permitted when stream is capturing$"
+    ):
+        assert step(torch.ones(1)).item() == 3.0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert step(torch.ones(1)).item() == 3.0
+    assert "cannot be captured" in step.reason
+    assert step.captures == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ((), "takes no tensor, so that its device is not known"),
+        ((torch.ones(2, requires_grad=True),), "wants a gradient"),
+        ((torch.ones(2), {1, 2}), "an input of type set"),
+    ],
+)
+def test_what_cannot_be_replayed_runs_eagerly(arguments, why):
+    graphs = Graphs()
+    step = optimized(lambda *given: len(given), warmup=1, backend=graphs)
+    assert [step(*arguments) for _ in range(3)] == [len(arguments)] * 3
+    assert why in step.reason
+    assert graphs.warmed == graphs.captured == 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this is about machines without a CUDA device")
+def test_without_a_gpu_it_says_so():
+    step = optimized(lambda x: x + 1)
+    assert [step(torch.ones(1)).item() for _ in range(6)] == [2.0] * 6
+    assert step.reason == "there is no CUDA device"
+
+
+@pytest.mark.parametrize("option", ["warmup", "graphs"])
+def test_bad_options_are_refused(option):
+    with pytest.raises(ValueError, match=f"{option}=0"):
+        optimized(lambda x: x, **{option: 0})
+
+
+# --- on a GPU -------------------------------------------------------------------------------------------------------
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs 1 CUDA device")
+
+
+@gpu
+def test_on_a_gpu_state_moves_once_a_call_and_no_call_waits():
+    state = torch.zeros(3, device="cuda")
+    step = optimized(lambda x: state.add_(x).clone())
+    kept = [step(torch.ones(3, device="cuda")) for _ in range(10)]
+    assert [k[0].item() for k in kept] == [float(i) for i in range(1, 11)]
+    assert (step.captures, step.reason) == (1, None)
+    x = torch.ones(3, device="cuda")
+    with torch.autograd.set_detect_anomaly(False):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step(x)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@gpu
+def test_on_a_gpu_a_step_that_waits_falls_back_and_the_device_stays_usable():
+    step = optimized(lambda x: x * x.sum().item(), warmup=1)
+    step(torch.ones(2, device="cuda"))
+    with pytest.warns(RuntimeWarning, match="cuda_graph_step runs eagerly"):
+        assert step(torch.ones(2, device="cuda")).tolist() == [2.0, 2.0]
+    assert step(torch.ones(2, device="cuda")).tolist() == [2.0, 2.0]
+    assert (torch.ones(4, device="cuda") + 1).sum().item() == 8.0
+
+
+@gpu
+def test_on_a_gpu_random_numbers_go_on():
+    step = optimized(lambda x: torch.rand_like(x) + x, warmup=1)
+    drawn = [tuple(step(torch.zeros(4, device="cuda")).tolist()) for _ in range(6)]
+    assert len(set(drawn)) == 6
+
+
+@gpu
+def test_on_a_gpu_other_shapes_get_graphs_of_their_own():
+    step = optimized(lambda x: x.cumsum(0), warmup=1)
+    for n in (3, 5, 3, 5, 3, 5):
+        assert step(torch.ones(n, device="cuda"))[-1].item() == n
+    assert step.captures == 2

@@ -1,0 +1,91 @@
+import pytest
+import torch
+
+from optimized.memory import adaptive_cleanup as module
+from optimized.memory.adaptive_cleanup import adaptive_cleanup as optimized
+from optimized.memory.adaptive_cleanup import can_return_memory
+from perfsuite import Cost, Pair, Workload, size, stateful, tensor
+from reference.memory.adaptive_cleanup import adaptive_cleanup as reference
+
+GIB = 1 << 30
+
+
+def window(cleaned, **options):
+    """A training window that needs memory of its own while it runs."""
+
+    def make(weight):
+        def step(x):
+            return torch.relu(x @ weight) @ weight.t()
+
+        return cleaned(step, **options)
+
+    return make
+
+
+def never(step):
+    return reference(step, every=0)
+
+
+BYTES = lambda B, D: 4 * (2 * B * D + D * D)  # noqa: E731
+
+adaptive_cleanup = Pair(
+    reference=stateful(window(reference)),
+    optimized=stateful(window(optimized)),
+    inputs={"weight": tensor("D", "D")},
+    step_inputs={"x": tensor("B", "D")},
+    gradients=False,
+    sizes={"B": size(0, 9), "D": size(1, 9)},
+    rivals={"never": stateful(window(never))},
+    workloads=[
+        Workload("cpu", B=16, D=64, clock="wall", device="cpu", repeat=10),
+    ],
+    cost=Cost(bytes=BYTES, flops=lambda B, D: 4 * B * D * D),
+)
+
+
+@pytest.mark.parametrize(
+    ("reserved", "allocated", "free", "helps"),
+    [
+        (120, 118, 2, False),  # nearly all in use: the source's rule would empty it here
+        (120, 60, 60, False),  # nobody wants for memory
+        (120, 60, 2, True),
+        (120, 60, 14, False),  # a tenth of the device is free
+        (120, 60, 13, True),
+        (60, 53, 2, False),  # a twentieth of the device, or less, is not worth it
+        (60, 52, 2, True),
+    ],
+)
+def test_when_emptying_the_cache_helps(reserved, allocated, free, helps):
+    assert can_return_memory(reserved * GIB, allocated * GIB, free * GIB, 140 * GIB) is helps
+
+
+@pytest.mark.parametrize("call", [reference, optimized])
+@pytest.mark.parametrize("every", [0, 3])
+def test_it_is_asked_every_so_many_calls(call, every, monkeypatch):
+    emptied = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(module, "_capturing", lambda: False)
+    monkeypatch.setattr(module, "_should_empty", lambda: True)
+    step = call(lambda x, *, y: x + y, every=every)
+    seen = []
+    for i in range(7):
+        assert step(i, y=1) == i + 1
+        seen.append(len(emptied))
+    assert seen == ([0, 0, 1, 1, 1, 2, 2] if every else [0] * 7)
+
+
+@pytest.mark.parametrize("reason", ["capturing", "enough"])
+def test_it_is_left_alone_otherwise(reason, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: pytest.fail("emptied"))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(module, "_capturing", lambda: reason == "capturing")
+    monkeypatch.setattr(module, "_should_empty", lambda: reason == "capturing")
+    step = optimized(lambda: None, every=1)
+    step()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs 1 CUDA device")
+def test_on_a_gpu_the_numbers_are_there():
+    torch.ones(1, device="cuda")
+    assert module._should_empty() in (True, False)

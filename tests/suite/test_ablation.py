@@ -1,0 +1,148 @@
+"""The ablation: its arms, its figures, and the command by a tiny trainer2."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from perfsuite.errors import PerfsuiteError
+from suite import ablation
+from suite.ablation import ALL, NONE, REFERENCE, Record, Timed
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def record(**changed: object) -> Record:
+    """Two techniques, a and b: 8, 6, 3 and 2 s, and 4 s without a; each round twice as slow as the one before."""
+    rounds = (1.0, 2.0, 4.0)
+    seconds = {REFERENCE: 8.0, NONE: 6.0, "+a": 3.0, ALL: 2.0, "-a": 4.0}
+    timed = tuple(
+        Timed(name=n, seconds=tuple(s * r for r in rounds), peak_bytes=1 << 20, host_syncs=1, launches=9)
+        for n, s in seconds.items()
+    )
+    made = Record(
+        trainer="toy",
+        device="a device",
+        versions="torch 2",
+        date="2026-01-01",
+        config={"width": 8},
+        techniques=("a", "b"),
+        claims={"a": "1–2%"},
+        windows=1,
+        arms=timed,
+    )
+    return dataclasses.replace(made, **changed)
+
+
+def test_arms_are_the_reference_one_after_another_and_each_off_alone() -> None:
+    found = {a.name: a.on for a in ablation.arms(("a", "b", "c"))}
+    assert found == {
+        REFERENCE: None,
+        NONE: (),
+        "+a": ("a",),
+        "+b": ("a", "b"),
+        ALL: ("a", "b", "c"),
+        "-a": ("b", "c"),
+        "-b": ("a", "c"),
+    }
+
+
+def test_a_ratio_is_taken_within_its_round() -> None:
+    found = ablation.ratio(record(), REFERENCE, ALL)
+    assert (found.value, found.low, found.high) == pytest.approx((4.0, 4.0, 4.0))
+    noisy = Timed(name=ALL, seconds=(2.0, 4.4, 8.0))
+    wide = ablation.ratio(record(arms=(record().arm(REFERENCE), noisy)), REFERENCE, ALL)
+    assert wide.low < wide.value < 4.0 < wide.high
+    # Student's t with two degrees of freedom: 4.303.
+    logs = [math.log(4), math.log(16 / 4.4), math.log(4)]
+    mean = sum(logs) / 3
+    half = 4.303 * math.sqrt(sum((x - mean) ** 2 for x in logs) / 2 / 3)
+    assert wide.high == pytest.approx(math.exp(mean + half), rel=1e-3)
+
+
+def test_the_table_has_each_technique_s_two_figures_and_its_claim() -> None:
+    page = ablation.table(record(), "toy.svg")
+    assert "![Seconds a window, one technique after another](toy.svg)" in page
+    rows = {line.split("|")[1].strip(): line for line in page.splitlines() if line.startswith("| ")}
+    assert "| 1–2% | 2× (2–2) | +100.0% (+100.0 to +100.0) | 6e+03 ms | 1 MiB | 1 | 9 |" in rows["a"]
+    assert "| – | 1.5× (1.5–1.5) | +50.0%" in rows["b"]
+    assert "**4× (4–4)**" in page
+    assert "width 8" in page
+
+
+def test_warnings_are_kept_with_their_arm() -> None:
+    noted = dataclasses.replace(record().arm("+a"), notes=("cuda_graph_step runs eagerly: why",))
+    arms = tuple(noted if a.name == "+a" else a for a in record().arms)
+    assert "* +a: cuda_graph_step runs eagerly: why" in ablation.table(record(arms=arms))
+
+
+def test_a_record_is_kept_whole(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "toy.json"
+    ablation.save(record(), path)
+    assert ablation.load(path) == record()
+    assert [p.name for p in path.parent.iterdir()] == ["toy.json"]
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"schema": 99}', '{"schema": 1, "arms": [{"name": "x"}]}'])
+def test_what_is_no_record_is_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(text)
+    with pytest.raises(PerfsuiteError, match=r"x\.json is no ablation"):
+        ablation.load(path)
+
+
+def test_the_plot_is_the_same_each_time(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for name in ("one.svg", "two.svg"):
+        ablation.plot(record(), tmp_path / name)
+    assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
+
+
+TINY = (
+    "--batch_size 2 --sequence_length 4 --blocks 1 --lattice 2 --memory_slots 8 --window 1 --warmup_steps 1 "
+    "--compiled_function false"
+)
+
+
+def ablate(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from suite.commands.ablate import ablate; ablate()", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def test_the_command_measures_trainer2_and_shows_a_recording_again(tmp_path: Path) -> None:
+    pytest.importorskip("jsonargparse")
+    done = ablate("trainer2", "--device", "cpu", "--rounds", "2", "--out", str(tmp_path), "--no-plot", *TINY.split())
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "trainer2.md").read_text()
+    assert re.search(r"^\| rotor_update \| 2–3% \|", page, re.MULTILINE)
+    again = ablate("trainer2", "--from", str(tmp_path / "trainer2.json"), "--out", str(tmp_path / "b"), "--no-plot")
+    assert again.returncode == 0, again.stderr
+    assert (tmp_path / "b" / "trainer2.md").read_text() == page
+
+
+def test_the_entry_point_names_the_command() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["entry-points"]["perfsuite.commands"]["ablate"] == "suite.commands.ablate:ablate"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["trainer3"], 1, "no trainer is called 'trainer3'; did you mean trainer2?"),
+        (["trainer2", "--widht", "512"], 2, "widht"),
+        (["trainer2", "--from", "nowhere.json"], 1, "nowhere.json is no ablation"),
+        (["trainer2", "--width", "100"], 2, "width=100: the field takes up 256 channels"),
+    ],
+)
+def test_mistakes_end_in_one_line(arguments: list[str], code: int, says: str) -> None:
+    pytest.importorskip("jsonargparse")
+    done = ablate(*arguments)
+    assert (done.returncode, len(done.stderr.strip().splitlines())) == (code, 1), done.stderr
+    assert says in done.stderr

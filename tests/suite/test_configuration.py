@@ -1,0 +1,152 @@
+"""Fields from a YAML file and the command line: values, and a line for each mistake."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from perfsuite.errors import PerfsuiteError
+from suite.configuration import ConfigurationError, as_yaml, read
+
+pytest.importorskip("jsonargparse", reason="jsonargparse is not installed: pip install 'perfsuite[train]'")
+pytest.importorskip("yaml", reason="PyYAML is not installed: pip install 'perfsuite[train]'")
+
+
+@dataclass(frozen=True)
+class Model:
+    layers: int = 2
+    width: int = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    eta_update: float = 0.01
+    use_cudagraphs: bool = True
+    betas: tuple[float, float] = (0.9, 0.95)
+    mode: Literal["full", "diagonal"] = "full"
+    windows: int | None = None
+    title: str = "x"
+    seed: int = 0
+    model: Model = field(default_factory=Model)
+    derived: int = field(init=False, default=3)
+
+    def __post_init__(self) -> None:
+        if self.eta_update < 0:
+            raise ValueError("eta_update must not be negative")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    seed: int = 0
+    keep: int = 3
+
+
+def given(text: str, *arguments: str) -> Config:
+    Path("c.yaml").write_text(text)
+    (config,) = read([Config], "c.yaml", arguments)
+    assert isinstance(config, Config)
+    return config
+
+
+def test_defaults() -> None:
+    assert read([Config], None) == (Config(),)
+    assert given("") == Config()
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "expected"),
+    [
+        ("eta_update: 0.5", [], {"eta_update": 0.5}),
+        ("eta_update: 1e-3", [], {"eta_update": 0.001}),  # text for PyYAML
+        ("eta_update: 1", [], {"eta_update": 1.0}),
+        ("eta_update: 0.5", ["--eta_update", "0.02"], {"eta_update": 0.02}),
+        ("", ["--eta-update=1e-3"], {"eta_update": 0.001}),
+        ("use_cudagraphs: false", [], {"use_cudagraphs": False}),
+        ("use_cudagraphs: false", ["--use_cudagraphs"], {"use_cudagraphs": True}),
+        ("", ["--use_cudagraphs", "false"], {"use_cudagraphs": False}),
+        ("", ["--use_cudagraphs", "--windows", "3"], {"windows": 3}),
+        ("windows: 7", ["--windows", "null"], {}),
+        ("betas: [0.8, 0.9]", [], {"betas": (0.8, 0.9)}),
+        ("", ["--betas", "[0.8,0.9]"], {"betas": (0.8, 0.9)}),
+        ("mode: diagonal", [], {"mode": "diagonal"}),
+        ("", ["--title", "5"], {"title": "5"}),
+        ("", ["--title="], {"title": ""}),
+        ("model: {layers: 4}", ["--model.width", "16"], {"model": Model(4, 16)}),
+    ],
+)
+def test_values(text: str, arguments: list[str], expected: dict[str, Any]) -> None:
+    assert given(text, *arguments) == Config(**expected)
+
+
+def test_a_field_of_two_dataclasses_is_one() -> None:
+    config, run = read([Config, Run], None, ["--seed", "5", "--keep", "9"])
+    assert (config.seed, run.seed, run.keep) == (5, 5, 9)
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "told"),
+    [
+        ("eta_updat: 1", [], "c.yaml: no field is called 'eta_updat'; did you mean 'eta_update'?"),
+        ("", ["--eta_updat", "1"], "--eta_updat: no field is called 'eta_updat'; did you mean 'eta_update'?"),
+        ("", ["--nothing_like_it"], "--nothing_like_it: no field is called 'nothing_like_it'; `--show` lists them all"),
+        ("", ["--eta", "1"], "--eta: no field is called 'eta'; "),  # no abbreviations: a new field would break them
+        ("", ["--layers", "1"], "--layers: no field is called 'layers'; did you mean 'model.layers'?"),
+        ("model: {layer: 3}", [], "c.yaml: no field is called 'model.layer'; did you mean 'model.layers'?"),
+        ("model: 3", [], "c.yaml: no field is called 'model'"),
+        ("derived: 3", [], "c.yaml: no field is called 'derived'"),
+        ("5: 3", [], "c.yaml: no field is called '5'"),
+        ("eta_update: fast", [], "c.yaml: eta_update wants a number, got 'fast'"),
+        ("", ["--eta_update", "fast"], "--eta_update wants a number, got 'fast'"),
+        ("eta_update: [1]", [], "c.yaml: eta_update wants a number, got [1]"),
+        ("use_cudagraphs: perhaps", [], "c.yaml: use_cudagraphs wants true or false, got 'perhaps'"),
+        ("windows: 1.5", [], "c.yaml: windows wants a whole number or null, got 1.5"),
+        ("title: 3", [], "c.yaml: title wants text, got 3"),
+        ("title:", [], "c.yaml: title wants text, got nothing"),
+        ("mode: half", [], "c.yaml: mode wants one of full, diagonal, got 'half'"),
+        ("betas: [1]", [], "c.yaml: betas wants tuple[float, float], got [1]"),
+        ("model: {layers: x}", [], "c.yaml: model.layers wants a whole number, got 'x'"),
+        ("windows: 1.5\nseed: x", ["--seed", "1"], "c.yaml: windows wants"),
+        ("", ["--eta_update"], "--eta_update wants a value, a number"),
+        ("", ["--eta_update", "--windows", "1"], "--eta_update wants a value, a number"),
+        ("", ["3"], "'3' belongs to no field; fields are given as --name value"),
+        ("", ["--eta_update=-1"], "--eta_update: eta_update must not be negative"),
+        ("eta_update: -1", [], "c.yaml: eta_update must not be negative"),
+        ("seed: 1\nseed: 2", [], "c.yaml: 'seed' is there twice, in the mapping of line 1"),
+        ("- 1", [], "c.yaml: holds a list; it must hold fields"),
+        ("just words", [], "c.yaml: holds a str; it must hold fields"),
+        ("a: [1\n", [], "c.yaml, line 2: not YAML: expected ',' or ']'"),
+        ("a: !!python/object/apply:os.getcwd []", [], "c.yaml, line 1: not YAML: could not determine a constructor"),
+        ("{a: 1}: 3", [], "c.yaml"),
+    ],
+)
+def test_mistakes_are_one_line(text: str, arguments: list[str], told: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        given(text, *arguments)
+    assert str(caught.value).startswith(told)
+    assert "\n" not in str(caught.value)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "binary.yaml").write_bytes(b"a: \xff\xfe")
+    for name, told in (("nowhere.yaml", "No such file"), (".", "Is a directory"), ("binary.yaml", "not UTF-8 text")):
+        with pytest.raises(ConfigurationError, match=told):
+            read([Config], tmp_path / name)
+
+
+def test_what_is_shown_can_be_read_again() -> None:
+    config = Config(eta_update=0.5, betas=(0.1, 0.2), model=Model(5, 6), title="a: b")
+    text = as_yaml([config, Run(keep=7)])
+    assert "derived" not in text
+    Path("again.yaml").write_text(text)
+    assert read([Config, Run], "again.yaml") == (config, Run(keep=7))
+
+
+@pytest.mark.parametrize("library", ["yaml", "jsonargparse"])
+def test_a_missing_library_is_one_line(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(PerfsuiteError, match=r"not installed; install it with: pip install 'perfsuite\[train\]'"):
+        given("seed: 1")

@@ -1,0 +1,308 @@
+"""The two trainer2 trainers learn the same, window for window, and what the optimized one may not do."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+
+import pytest
+import torch
+
+from optimized.trainers.trainer2 import Trainer as Optimized
+from perfsuite import Cost, Pair, Workload, floats, integers, size, stateful, tensor
+from perfsuite.equivalence import C, K
+from reference.trainers.trainer2 import Trainer as Reference
+from suite.trainer2.config import TECHNIQUES, TrainConfig, without_techniques
+
+VOCABULARY = 50
+SMALL = TrainConfig(
+    batch_size=3, sequence_length=6, blocks=1, lattice=3, memory_slots=16, window=2, compiled_function=False
+)
+WINDOWS = 200
+NEIGHBOURS = 3
+"""Runs of the reference whose first field lies a rounding away: how far rounding alone takes its curve."""
+CLAIMED = 1e-4
+"""The source's own tolerance for loss curves."""
+OF_THEIR_OWN = ("compiled_function", "use_cudagraphs", "autocast_bf16")
+CURVES = ("loss", "curvature", "speed", "loss_delta")
+GPU = torch.cuda.is_available()
+
+ONE_STEP = dataclasses.replace(SMALL, window=1)
+
+
+def windows(build):
+    """A pair's side: training windows from a given first field; what each reports, and what it leaves."""
+
+    def make(field):
+        trainer = build(field)
+        first = torch.complex(field[..., 0], field[..., 1])
+        trainer.field.copy_(first)
+        trainer.rest.copy_(first)
+
+        def window(input_ids):
+            trainer.train_window({"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)})
+            found = trainer.last_metrics() if hasattr(trainer, "last_metrics") else trainer.metrics()
+            reported = torch.tensor([found[name] for name in CURVES], dtype=field.dtype, device=field.device)
+            return reported, trainer.metric.clone(), trainer.theta.clone()
+
+        return window
+
+    return make
+
+
+trainer2 = Pair(
+    reference=stateful(windows(lambda field: Reference(ONE_STEP, VOCABULARY, field.device, field.dtype))),
+    optimized=stateful(windows(lambda field: Optimized(ONE_STEP, VOCABULARY, field.device))),
+    inputs={"field": tensor(ONE_STEP.lattice, ONE_STEP.lattice, 16, 16, 2, values=floats(-2, 2))},
+    step_inputs={"input_ids": tensor("B", "T", dtype="int64", values=integers(0, VOCABULARY))},
+    gradients=False,
+    sizes={"B": size(1, 4), "T": size(1, 9)},
+    steps=(1, 3),
+    workloads=[Workload("cpu", B=4, T=8, clock="wall", device="cpu")],
+    # The weights' products of the two windows.
+    cost=Cost(flops=lambda B, T: 2 * 2 * B * T * 12 * ONE_STEP.blocks * ONE_STEP.width**2),
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Products this small are slower on several."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def batches(count, config=SMALL):
+    """The same items for every trainer, the last tokens of some of them padding."""
+    generator = torch.Generator().manual_seed(5)
+    B, T = config.batch_size, config.sequence_length
+    for _ in range(count):
+        mask = torch.ones(B, T)
+        mask[-1, T // 2 :] = 0
+        yield {"input_ids": torch.randint(VOCABULARY, (B, T), generator=generator), "attention_mask": mask}
+
+
+def curve(trainer, windows=WINDOWS, config=SMALL):
+    """[windows, 4]: what each window reported."""
+    rows = []
+    for batch in batches(windows, config):
+        trainer.train_window(batch)
+        found = trainer.last_metrics() if hasattr(trainer, "last_metrics") else trainer.metrics()
+        rows.append([found[name] for name in CURVES])
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def state(trainer):
+    return {k: v for k, v in trainer.state_dict().items() if isinstance(v, torch.Tensor)}
+
+
+@pytest.fixture(scope="module")
+def known():
+    """(truth, curve in float32, largest deviation from the truth up to each window) of the reference."""
+    truth = curve(Reference(SMALL, VOCABULARY, "cpu", torch.float64))
+    plain = curve(Reference(SMALL, VOCABULARY, "cpu"))
+    runs = [plain]
+    for seed in range(NEIGHBOURS):
+        near = Reference(SMALL, VOCABULARY, "cpu")
+        flips = torch.rand(near.field.shape, generator=torch.Generator().manual_seed(seed)) < 0.5
+        near.field.mul_(torch.where(flips, 1 + 2**-24, 1 - 2**-24))
+        runs.append(curve(near))
+    squares = torch.stack([(run - truth) ** 2 for run in runs]).mean(0)
+    return truth, plain, squares.sqrt().cummax(0).values
+
+
+def budget(known):
+    truth, _, deviation = known
+    eps = torch.finfo(torch.float32).eps
+    return K * deviation + C * eps * (truth.abs() + truth.square().mean(0).sqrt())
+
+
+def test_both_learn_the_same_over_200_windows(known):
+    truth, plain, deviation = known
+    found = curve(Optimized(SMALL, VOCABULARY, "cpu"))
+    beyond = (found - truth).abs() / budget(known)
+    window, which = divmod(int(beyond.argmax()), len(CURVES))
+    assert beyond.max() <= 1, f"{CURVES[which]} of window {window}: {beyond.max():.2f} of its budget"
+    # The source's tolerance is finer than rounding allows where the reference itself strays further.
+    if K * deviation[:, 0].max() <= CLAIMED:
+        assert (found - plain)[:, 0].abs().max() <= CLAIMED
+    assert deviation[:, 0].max() > 0
+
+
+def test_the_curve_is_no_constant(known):
+    """Else agreement would show nothing: metric, rotor, field and memory all have to move it."""
+    truth, *_ = known
+    assert truth[:, 0].std() > 0.01
+    trainer = Reference(SMALL, VOCABULARY, "cpu")
+    before = {k: v.clone() for k, v in state(trainer).items()}
+    curve(trainer, 3)
+    for name, value in state(trainer).items():
+        assert torch.equal(value, before[name]) == (name == "rest"), name
+
+
+@pytest.mark.parametrize("name", [t for t in TECHNIQUES if t not in OF_THEIR_OWN])
+def test_each_technique_can_be_switched_off(name, known):
+    config = dataclasses.replace(SMALL, **{name: False})
+    found = curve(Optimized(config, VOCABULARY, "cpu"), 20)
+    assert ((found - known[0][:20]).abs() <= budget(known)[:20]).all()
+
+
+def test_all_techniques_can_be_switched_off(known):
+    found = curve(Optimized(without_techniques(SMALL), VOCABULARY, "cpu"), 20)
+    assert ((found - known[0][:20]).abs() <= budget(known)[:20]).all()
+
+
+def test_in_bfloat16_it_errs_no_more_than_the_reference_does_in_it(known):
+    config = dataclasses.replace(SMALL, autocast_bf16=True)
+    truth = known[0][:50]
+    plain = (curve(Reference(config, VOCABULARY, "cpu"), 50) - truth).abs()
+    found = (curve(Optimized(config, VOCABULARY, "cpu"), 50) - truth).abs()
+    assert plain.max() > 100 * known[2][:50].max()
+    assert (found <= K * plain.cummax(0).values + C * torch.finfo(torch.bfloat16).eps * truth.abs()).all()
+
+
+def test_compiled_it_is_the_same(known):
+    found = curve(Optimized(dataclasses.replace(SMALL, compiled_function=True), VOCABULARY, "cpu"), 20)
+    assert ((found - known[0][:20]).abs() <= budget(known)[:20]).all()
+
+
+@pytest.mark.parametrize("first", [Reference, Optimized])
+@pytest.mark.parametrize("second", [Reference, Optimized])
+def test_each_goes_on_from_the_other_s_checkpoint(first, second):
+    every = list(batches(6))
+    source, target = first(SMALL, VOCABULARY, "cpu"), second(SMALL, VOCABULARY, "cpu")
+    for batch in every[:3]:
+        source.train_window(batch)
+    target.load_state_dict(source.state_dict())
+    undisturbed = second(SMALL, VOCABULARY, "cpu")
+    for batch in every:
+        undisturbed.train_window(batch)
+    for batch in every[3:]:
+        target.train_window(batch)
+    for name, value in state(undisturbed).items():
+        if first is second:
+            assert torch.equal(state(target)[name], value), name
+        elif value.is_floating_point() or value.is_complex():
+            assert torch.allclose(state(target)[name], value, rtol=1e-4, atol=1e-5), name
+
+
+@pytest.mark.parametrize("side", [Reference, Optimized])
+def test_stopped_at_twenty_random_windows_and_resumed_it_is_the_same_bit_for_bit(side, tmp_path):
+    every = list(batches(12))
+    undisturbed = side(SMALL, VOCABULARY, "cpu")
+    for batch in every:
+        undisturbed.train_window(batch)
+    expected = state(undisturbed)
+    rng = random.Random(1)
+    for _ in range(20):
+        stop = rng.randrange(1, 12)
+        trainer = side(SMALL, VOCABULARY, "cpu")
+        for batch in every[:stop]:
+            trainer.train_window(batch)
+        torch.save(trainer.state_dict(), tmp_path / "state.pt")
+        trainer = side(SMALL, VOCABULARY, "cpu")
+        trainer.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+        for batch in every[stop:]:
+            trainer.train_window(batch)
+        for name, value in state(trainer).items():
+            assert torch.equal(value, expected[name]), f"{name}, stopped after window {stop}"
+
+
+@pytest.mark.parametrize("side", [Reference, Optimized])
+def test_a_checkpoint_of_other_sizes_is_refused(side):
+    other = side(dataclasses.replace(SMALL, memory_slots=8), VOCABULARY, "cpu")
+    with pytest.raises(ValueError, match=r"memory_coordinates has shape \[8, 8\] in the checkpoint and \[16, 8\] here"):
+        side(SMALL, VOCABULARY, "cpu").load_state_dict(other.state_dict())
+
+
+def test_padding_is_not_seen():
+    short = next(iter(batches(1)))
+    other = {k: v.clone() for k, v in short.items()}
+    other["input_ids"][-1, SMALL.sequence_length // 2 :] = 7
+    found = []
+    for batch in (short, other):
+        trainer = Reference(SMALL, VOCABULARY, "cpu")
+        trainer.train_window(batch)
+        found.append(trainer.metrics())
+    assert found[0] == found[1]
+
+
+def test_another_shape_is_refused_where_shapes_are_static():
+    trainer = Optimized(SMALL, VOCABULARY, "cpu")
+    first, second = batches(2)
+    trainer.train_window(first)
+    fewer = {k: v[:2] for k, v in second.items()}
+    with pytest.raises(ValueError, match=r"a batch of shape \[2, 6\] after one of \[3, 6\]"):
+        trainer.train_window(fewer)
+    free = Optimized(dataclasses.replace(SMALL, static_shapes=False), VOCABULARY, "cpu")
+    free.train_window(first)
+    free.train_window(fewer)
+    assert math.isfinite(free.last_metrics()["loss"])
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("coordinates", 7, "coordinates=7: rotors join pairs"),
+        ("width", 128, "width=128: the field takes up 256 channels"),
+        ("sequence_length", 513, "sequence_length=513"),
+        ("beta_nudge", 0.0, "beta_nudge=0.0"),
+        ("batch_size", 17, "batch_size=17: use at most memory_slots=16"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(field, value, says):
+    with pytest.raises(ValueError, match=says):
+        dataclasses.replace(SMALL, **{field: value})
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"static_shapes": False}, "static_shapes=False: a graph has one shape"),
+        ({"capture_batch_size": 5}, "capture_batch_size=5: use batch_size=3"),
+        ({"step_progress_every": 8}, "step_progress_every=8: a report waits"),
+    ],
+)
+def test_what_a_graph_cannot_do_is_refused(fields, says):
+    with pytest.raises(ValueError, match=says):
+        dataclasses.replace(SMALL, use_cudagraphs=True, **fields)
+
+
+# --- on a GPU -------------------------------------------------------------------------------------------------------
+
+gpu = pytest.mark.skipif(not GPU, reason="needs 1 CUDA device")
+LARGER = dataclasses.replace(SMALL, batch_size=8, sequence_length=32, blocks=2, lattice=8, memory_slots=64, window=64)
+
+
+@gpu
+@pytest.mark.parametrize("graphs", [False, True])
+def test_on_a_gpu_both_learn_the_same_over_200_windows(graphs):
+    truth = curve(Reference(LARGER, VOCABULARY, "cuda", torch.float64), config=LARGER)
+    plain = curve(Reference(LARGER, VOCABULARY, "cuda"), config=LARGER)
+    config = dataclasses.replace(LARGER, use_cudagraphs=graphs, compiled_function=True)
+    found = curve(Optimized(config, VOCABULARY, "cuda"), config=LARGER)
+    deviation = (plain - truth).abs().cummax(0).values
+    assert ((found - truth).abs() <= budget((truth, plain, deviation))).all()
+
+
+@gpu
+def test_on_a_gpu_a_window_waits_for_nothing_and_memory_stays_flat():
+    config = dataclasses.replace(LARGER, use_cudagraphs=True, compiled_function=True, warmup_steps=3)
+    trainer = Optimized(config, VOCABULARY, "cuda")
+    every = [{k: v.cuda() for k, v in batch.items()} for batch in batches(30, config)]
+    for batch in every[:4]:
+        trainer.train_window(batch)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.max_memory_allocated()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for batch in every[4:]:
+            trainer.train_window(batch)
+            trainer.metrics()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.max_memory_allocated() <= before + (1 << 20)
+    assert math.isfinite(trainer.last_metrics()["loss"])
