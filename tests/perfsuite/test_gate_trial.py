@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -33,7 +34,8 @@ def trial(planted: str, code: int, **verdicts: Status) -> Any:
 @pytest.mark.parametrize(
     ("planted", "code", "own", "other", "ends"),
     [
-        ("", 0, Status.PASS, Status.IMPROVED, True),
+        ("", 0, Status.PASS, Status.PASS, True),
+        ("", 0, Status.PASS, Status.IMPROVED, False),
         ("", 1, Status.NOISY, Status.PASS, False),
         ("", 1, Status.PASS, Status.PASS, False),
         ("lior_and_speed", 1, Status.REGRESSED, Status.PASS, True),
@@ -46,6 +48,27 @@ def trial(planted: str, code: int, **verdicts: Status) -> Any:
 )
 def test_how_a_trial_must_end(planted: str, code: int, own: Status, other: Status, ends: bool) -> None:
     assert trial(planted, code, own=own, other=other).as_it_must is ends
+
+
+@pytest.mark.parametrize(
+    ("planted", "code", "own", "other", "ends"),
+    [
+        ("", 0, Status.PASS, Status.PASS, True),
+        ("", 1, Status.NOISY, Status.PASS, True),
+        ("", 0, Status.NOISY, Status.PASS, False),
+        ("", 0, Status.IMPROVED, Status.PASS, False),
+        ("", 1, Status.PASS, Status.NOT_EQUIVALENT, False),
+        ("lior_and_speed", 1, Status.NOISY, Status.NOISY, True),
+        ("lior_and_speed", 1, Status.REGRESSED, Status.NOISY, True),
+        ("lior_and_speed", 0, Status.PASS, Status.PASS, False),
+        ("lior_and_speed", 1, Status.REGRESSED, Status.REGRESSED, False),
+    ],
+)
+def test_beside_another_process_it_may_be_undecided_and_never_wrong(
+    planted: str, code: int, own: Status, other: Status, ends: bool
+) -> None:
+    beside = dataclasses.replace(trial(planted, code, own=own, other=other), beside=True)
+    assert beside.as_it_must is ends
 
 
 def test_a_trial_without_both_workloads_proves_nothing() -> None:
