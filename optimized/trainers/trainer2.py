@@ -167,13 +167,18 @@ class Trainer:
                 f"static_shapes=True: a batch of shape {list(shape)} after one of {list(self._shape)}; drop the "
                 "remainder, or set static_shapes: false"
             )
-        self._tokens.copy_(tokens, non_blocking=True)
-        self._mask.copy_(mask, non_blocking=True)
+        self._tokens.copy_(self._staged(tokens), non_blocking=True)
+        self._mask.copy_(self._staged(mask), non_blocking=True)
         self._filled.copy_(self._mask > 0)
         # What is the same at all steps of the window.
         torch.index_select(
             self.weights["embedding"], 0, self._tokens.view(-1), out=self._embedded.view(-1, self.config.width)
         )
+
+    def _staged(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Where the device can fetch it by itself: a copy from pageable memory waits for all that is queued."""
+        pageable = self.device.type == "cuda" and not tensor.is_cuda and not tensor.is_pinned()
+        return tensor.pin_memory() if pageable else tensor
 
     def _allocate(self, B: int, T: int) -> None:
         self._shape = (B, T)
