@@ -91,7 +91,10 @@ class Trainer:
             self._cleaned(batch)
 
     def metrics(self) -> Mapping[str, float] | None:
-        """Of the last window whose report has arrived: loss, curvature, speed, loss_delta; None before one has."""
+        """Of the last window whose report has arrived: loss, curvature, speed, loss_delta, and "window", its number.
+
+        None before one has.
+        """
         return self._reports.latest()
 
     def last_metrics(self) -> Mapping[str, float] | None:
@@ -145,7 +148,7 @@ class Trainer:
         self._rotor_update(self.theta, velocity, self.index, loss_delta, config.eta)
         self._remember()
         self.windows += 1
-        self._reports.send(free, loss_delta)
+        self._reports.send(free, loss_delta, self.windows)
 
     def _window(self) -> torch.Tensor:
         """The means of lior, R_sc and speed over a window's steps and the batch, [3]."""
@@ -279,12 +282,13 @@ class _Reports:
         self._cuda, self._batched = device.type == "cuda", batched
         self._buffers = [torch.zeros(len(REPORTED), pin_memory=self._cuda) for _ in range(2)]
         self._events: list[torch.cuda.Event | None] = [None, None]
+        self._windows = [0, 0]
         self._sent = 0
         self._latest: dict[str, float] | None = None
 
-    def send(self, means: torch.Tensor, loss_delta: torch.Tensor) -> None:
+    def send(self, means: torch.Tensor, loss_delta: torch.Tensor, window: int) -> None:
         if not self._batched:
-            self._latest = dict(zip(REPORTED, (t.item() for t in (*means, loss_delta)), strict=True))
+            self._latest = _named([t.item() for t in (*means, loss_delta)], window)
             return
         self.latest()
         place = self._sent % 2
@@ -292,6 +296,7 @@ class _Reports:
         if self._cuda:
             self._events[place] = torch.cuda.Event()
             self._events[place].record()
+        self._windows[place] = window
         self._sent += 1
 
     def latest(self) -> dict[str, float] | None:
@@ -300,7 +305,7 @@ class _Reports:
             place = (self._sent - age) % 2
             event = self._events[place]
             if age <= self._sent and self._batched and (event is None or event.query()):
-                self._latest = dict(zip(REPORTED, self._buffers[place].tolist(), strict=True))
+                self._latest = _named(self._buffers[place].tolist(), self._windows[place])
                 break
         return self._latest
 
@@ -309,6 +314,10 @@ class _Reports:
         if event is not None:
             event.synchronize()
         return self.latest()
+
+
+def _named(values: list[float], window: int) -> dict[str, float]:
+    return {**dict(zip(REPORTED, values, strict=True)), "window": window}
 
 
 def _as_it_is(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:

@@ -217,6 +217,18 @@ def test_a_checkpoint_of_other_sizes_is_refused(side):
         side(SMALL, VOCABULARY, "cpu").load_state_dict(other.state_dict())
 
 
+def test_a_report_says_which_window_it_is_of():
+    trainer = Optimized(SMALL, VOCABULARY, "cpu")
+    assert trainer.metrics() is None
+    for number, batch in enumerate(batches(5), 1):
+        trainer.train_window(batch)
+        assert trainer.metrics()["window"] == number
+    other = Optimized(SMALL, VOCABULARY, "cpu")
+    other.load_state_dict(trainer.state_dict())
+    other.train_window(next(iter(batches(1))))
+    assert other.metrics()["window"] == 6
+
+
 def test_padding_is_not_seen():
     short = next(iter(batches(1)))
     other = {k: v.clone() for k, v in short.items()}
