@@ -9,6 +9,7 @@ window later.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -81,9 +82,7 @@ class Trainer:
         self._rotor_update = of("geometry.rotor_update", "rotor_update", config.rotor_update)
         self._metric_update = of("geometry.metric_update", "metric_update", config.metric_update)
         self._cleanup = of("memory.adaptive_cleanup", "adaptive_cleanup", config.adaptive_cleanup)
-        compiled = compile_quietly if config.compiled_function else _as_it_is
-        self._forward = compiled(self._forward_pass, dynamic=False)
-        self._push_field = compiled(_leapfrog, dynamic=False)
+        self._forward, self._push_field = _compiled() if config.compiled_function else (_forward, _leapfrog)
 
     def train_window(self, batch: Mapping[str, torch.Tensor]) -> None:
         """One free and one nudged window on `batch` (input_ids int64 [B, T], attention_mask [B, T]), and the update."""
@@ -201,7 +200,10 @@ class Trainer:
 
     def _one_step(self) -> None:
         config, n = self.config, self.config.coordinates
-        output, pooled, curvature = self._forward(self._embedded, self._mask, torch.view_as_real(self.field))
+        field, momentum, rest = (torch.view_as_real(t) for t in (self.field, self.momentum, self.rest))
+        output, pooled, curvature = self._forward(
+            self.weights, self._low, config.heads, config.blocks, self._embedded, self._mask, field
+        )
         torch.add(pooled[:, :n], self.nudge, out=self.query)
         self.state.copy_(pooled)
         if config.velocity_accumulation:
@@ -230,33 +232,9 @@ class Trainer:
         lior, speed = self._lior_and_speed(turned, curvature, None, self.metric, config.eps)
         self.sums.add_(torch.stack((lior, curvature, speed)).mean(1))
         constants = config.kappa, config.diffusion, config.gamma, config.dt
-        field, momentum = (torch.view_as_real(t) for t in (self.field, self.momentum))
-        moved, pushed = self._push_field(field, momentum, torch.view_as_real(self.rest), retrieved, *constants)
+        moved, pushed = self._push_field(field, momentum, rest, retrieved, *constants)
         field.copy_(moved)
         momentum.copy_(pushed)
-
-    def _forward_pass(
-        self, embedded: torch.Tensor, mask: torch.Tensor, field: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(output [B, T, D], its masked mean [B, D], curvature [B]); the field as real numbers [.., 2]."""
-        w, low, (B, T, D) = self.weights, self._low, embedded.shape
-        heads = self.config.heads
-        magnitude = torch.hypot(field[..., 0], field[..., 1])
-        density = magnitude.mean((0, 1)).flatten()
-        x = embedded + w["condition"] @ density
-
-        def linear(h: torch.Tensor, name: str) -> torch.Tensor:
-            return functional.linear(h.to(low[name].dtype), low[name], low[f"{name}.bias"])
-
-        for i in range(self.config.blocks):
-            h = functional.layer_norm(x, (D,), w[f"{i}.norm1"], w[f"{i}.norm1.bias"])
-            q, k, v = linear(h, f"{i}.qkv").view(B, T, 3, heads, D // heads).permute(2, 0, 3, 1, 4)
-            a = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-            x = x + linear(a.transpose(1, 2).reshape(B, T, D), f"{i}.project")
-            h = functional.layer_norm(x, (D,), w[f"{i}.norm2"], w[f"{i}.norm2.bias"])
-            x = x + linear(functional.gelu(linear(h, f"{i}.expand")), f"{i}.contract")
-        output = functional.layer_norm(x, (D,), w["norm"], w["norm.bias"])
-        return output, _masked_mean(output, mask), magnitude.mean().expand(B)
 
     def _half_weights(self) -> dict[str, torch.Tensor]:
         """The linear layers' weights in the forward pass's precision."""
@@ -320,8 +298,43 @@ def _named(values: list[float], window: int) -> dict[str, float]:
     return {**dict(zip(REPORTED, values, strict=True)), "window": window}
 
 
-def _as_it_is(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    return function
+@functools.cache
+def _compiled() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Of all trainers: functions of their arguments alone, so that a second trainer compiles nothing anew."""
+    return compile_quietly(_forward, dynamic=False), compile_quietly(_leapfrog, dynamic=False)
+
+
+def _forward(
+    weights: Mapping[str, torch.Tensor],
+    low: Mapping[str, torch.Tensor],
+    heads: int,
+    blocks: int,
+    embedded: torch.Tensor,
+    mask: torch.Tensor,
+    field: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(output [B, T, D], its masked mean [B, D], curvature [B]); the field as real numbers [.., 2].
+
+    low  the linear layers' weights in the precision of their products
+    """
+    B, T, D = embedded.shape
+    magnitude = torch.hypot(field[..., 0], field[..., 1])
+    density = magnitude.mean((0, 1)).flatten()
+    x = embedded + weights["condition"] @ density
+
+    def linear(h: torch.Tensor, name: str) -> torch.Tensor:
+        return functional.linear(h.to(low[name].dtype), low[name], low[f"{name}.bias"])
+
+    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+        return functional.layer_norm(x, (D,), weights[name], weights[f"{name}.bias"])
+
+    for i in range(blocks):
+        q, k, v = linear(norm(x, f"{i}.norm1"), f"{i}.qkv").view(B, T, 3, heads, D // heads).permute(2, 0, 3, 1, 4)
+        a = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + linear(a.transpose(1, 2).reshape(B, T, D), f"{i}.project")
+        x = x + linear(functional.gelu(linear(norm(x, f"{i}.norm2"), f"{i}.expand")), f"{i}.contract")
+    output = norm(x, "norm")
+    return output, _masked_mean(output, mask), magnitude.mean().expand(B)
 
 
 def _leapfrog(

@@ -35,6 +35,7 @@ cuda_graph_step = Pair(
     mutates={"state"},
     gradients=False,
     sizes={"B": size(1, 9), "D": size(1, 9)},
+    steps=(1, 2, 17),
     rivals={
         "compile": compiled(stateful(side(network(reference), devices=("cuda",)))),
         "reduce_overhead": compiled(stateful(side(network(reference), devices=("cuda",))), mode="reduce-overhead"),
@@ -235,7 +236,7 @@ def test_bad_options_are_refused(option):
 
 # --- on a GPU -------------------------------------------------------------------------------------------------------
 
-gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs 1 CUDA device")
+gpu = pytest.mark.gpu
 
 
 @gpu

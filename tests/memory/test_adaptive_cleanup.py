@@ -85,7 +85,7 @@ def test_it_is_left_alone_otherwise(reason, monkeypatch):
     step()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs 1 CUDA device")
+@pytest.mark.gpu
 def test_on_a_gpu_the_numbers_are_there():
     torch.ones(1, device="cuda")
     assert module._should_empty() in (True, False)

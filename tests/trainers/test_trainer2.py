@@ -26,7 +26,6 @@ CLAIMED = 1e-4
 """The source's own tolerance for loss curves."""
 OF_THEIR_OWN = ("compiled_function", "use_cudagraphs", "autocast_bf16")
 CURVES = ("loss", "curvature", "speed", "loss_delta")
-GPU = torch.cuda.is_available()
 
 ONE_STEP = dataclasses.replace(SMALL, window=1)
 
@@ -229,6 +228,15 @@ def test_a_report_says_which_window_it_is_of():
     assert other.metrics()["window"] == 6
 
 
+def test_a_second_trainer_compiles_nothing_anew():
+    config = dataclasses.replace(SMALL, compiled_function=True)
+    curve(Optimized(config, VOCABULARY, "cpu"), 1)
+    before = torch._dynamo.utils.counters["frames"]["total"]
+    for seed in range(3):
+        curve(Optimized(dataclasses.replace(config, seed=seed), VOCABULARY, "cpu"), 2)
+    assert torch._dynamo.utils.counters["frames"]["total"] == before
+
+
 def test_padding_is_not_seen():
     short = next(iter(batches(1)))
     other = {k: v.clone() for k, v in short.items()}
@@ -284,19 +292,47 @@ def test_what_a_graph_cannot_do_is_refused(fields, says):
 
 # --- on a GPU -------------------------------------------------------------------------------------------------------
 
-gpu = pytest.mark.skipif(not GPU, reason="needs 1 CUDA device")
+gpu = pytest.mark.gpu
 LARGER = dataclasses.replace(SMALL, batch_size=8, sequence_length=32, blocks=2, lattice=8, memory_slots=64, window=64)
+
+
+@pytest.fixture(scope="module")
+def known_on_gpu():
+    truth = curve(Reference(LARGER, VOCABULARY, "cuda", torch.float64), config=LARGER)
+    plain = curve(Reference(LARGER, VOCABULARY, "cuda"), config=LARGER)
+    return truth, plain, (plain - truth).abs().cummax(0).values
 
 
 @gpu
 @pytest.mark.parametrize("graphs", [False, True])
-def test_on_a_gpu_both_learn_the_same_over_200_windows(graphs):
-    truth = curve(Reference(LARGER, VOCABULARY, "cuda", torch.float64), config=LARGER)
-    plain = curve(Reference(LARGER, VOCABULARY, "cuda"), config=LARGER)
+def test_on_a_gpu_both_learn_the_same_over_200_windows(graphs, known_on_gpu):
     config = dataclasses.replace(LARGER, use_cudagraphs=graphs, compiled_function=True)
-    found = curve(Optimized(config, VOCABULARY, "cuda"), config=LARGER)
-    deviation = (plain - truth).abs().cummax(0).values
-    assert ((found - truth).abs() <= budget((truth, plain, deviation))).all()
+    trainer = Optimized(config, VOCABULARY, "cuda")
+    found = curve(trainer, config=LARGER)
+    assert ((found - known_on_gpu[0]).abs() <= budget(known_on_gpu)).all()
+    if graphs:
+        assert (trainer._step.captures, trainer._step.reason) == (1, None)
+
+
+@gpu
+@pytest.mark.parametrize("graphs", [False, True])
+def test_on_a_gpu_stopped_and_resumed_it_is_the_same_bit_for_bit(graphs):
+    config = dataclasses.replace(LARGER, use_cudagraphs=graphs, compiled_function=True, warmup_steps=3)
+    every = list(batches(6, config))
+
+    def trained(given, start=None):
+        trainer = Optimized(config, VOCABULARY, "cuda")
+        if start is not None:
+            trainer.load_state_dict(start)
+        for batch in given:
+            trainer.train_window(batch)
+        return trainer.state_dict()
+
+    whole = trained(every)
+    for stop in (1, 3, 5):
+        resumed = trained(every[stop:], trained(every[:stop]))
+        for name in state(Optimized(config, VOCABULARY, "cuda")):
+            assert torch.equal(resumed[name], whole[name]), f"{name}, stopped after window {stop}"
 
 
 @gpu
