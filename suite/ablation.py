@@ -238,8 +238,9 @@ def _lines(record: Record, picture: str | None) -> Iterator[str]:
     count = len(record.arm(ALL).seconds)
     yield (
         f"A window takes {_seconds(record.arm(REFERENCE))} in the reference trainer and {_seconds(record.arm(ALL))} in "
-        f"the optimized one: **{_times(total)}**. Every arm was timed in each of {count} interleaved rounds of "
-        f"{record.windows} windows; ratios are taken within a round, intervals are 95%."
+        f"the optimized one: **{_times(total)}**. Every arm was timed in each of {count} interleaved rounds, "
+        f"{record.windows} window{'s' * (record.windows > 1)} at a time; ratios are taken within a round, intervals "
+        "are 95%."
     )
     yield ""
     if picture:
@@ -293,7 +294,7 @@ def plot(record: Record, path: Path) -> None:
             else:
                 gain = ms[row - 1] - value
                 axes.barh(row, gain, left=value, color="#55a868" if gain >= 0 else "#c44e52")
-            axes.text(max(value, ms[row - 1] if row else value), row, f" {value:.3g} ms", va="center")
+            axes.text(value if whole else max(value, ms[row - 1]), row, f" {value:.3g} ms", va="center")
         axes.set_yticks(range(len(labels)), labels)
         axes.invert_yaxis()
         axes.set_xlabel("milliseconds a window")
