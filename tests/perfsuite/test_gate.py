@@ -339,6 +339,18 @@ def test_a_slower_optimized_side_is_regressed() -> None:
     assert (found.look, found.processes) == (2, 15)
 
 
+def test_what_a_verdict_of_the_second_look_says() -> None:
+    """A green one has the speedup; one that is undecided has not, for it would look like a result."""
+    item = opened(promise=PromiseRecord(launches=1))
+    runs = [counting(m, launches=1) for m in again()]
+    green = verdict(look2(item, runs), Status.PASS)
+    assert f"{ID}: 19.96× (95% interval " in green.message
+    assert "20× when accepted; a slowdown of 1.0% is excluded" in green.message
+    noise = dataclasses.replace(NOISE, process=Variance(value=0.003**2, dof=8.0))
+    unclear = dataclasses.replace(opened(), noise=noise, paired=noise, selected=10**6)
+    assert "when accepted" not in verdict(look2(unclear, again(0.008, scale=5.0)), Status.NOISY).message
+
+
 def test_a_slowdown_below_half_the_margin_is_none_however_certain() -> None:
     certain = [measurement(accepted=-0.0045) for _ in range(12)]
     verdict(look2(opened(), certain), Status.PASS)
