@@ -455,7 +455,7 @@ def compare_look(
         )
         status, text = _speed(slower, size, ALPHA / family, BETA_SECOND, f"the revision {short(revision)}")
         if status is Status.PASS and size > MARGIN_MAX:
-            status, text = Status.NOISY, _too_noisy(size)
+            status, text = Status.NOISY, f"{_too_noisy(size)}; compared with the revision {short(revision)}"
         moved = "optimized" if status in (Status.REGRESSED, Status.IMPROVED) else None
         answers[key] = _say(replace(shown, moved=moved), status, text)
     return dict(sorted(answers.items()))

@@ -1097,7 +1097,9 @@ def test_the_figures_of_a_comparison() -> None:
     assert wide.margin == pytest.approx(resolvable(total, dof, 10**6))
     assert verdict(compare_look({ID: again()}, revision="abc")[ID], Status.PASS).moved is None
     noisy = [measurement(accepted=s * 18) for s in OFFSETS * 2]
-    assert "too noisy to be gated" in verdict(compare_look({ID: noisy}, revision="abc")[ID], Status.NOISY).message
+    told = verdict(compare_look({ID: noisy}, revision="abcdef0123")[ID], Status.NOISY).message
+    assert "too noisy to be gated" in told
+    assert told.endswith("; compared with the revision abcdef0")
     assert compare_look({}, revision="abc") == {}
     verdict(compare_look({ID: again(count=4)}, revision="abc", processes=4)[ID], Status.PASS)
 
