@@ -281,10 +281,10 @@ def second_look(
                 answers[key] = found
             continue
         item, promise = opened[key], found.promise
-        status, _ = _speed(found.slower, item.margin, now.alpha / item.selected, now.beta, found.against)
+        status, text = _speed(found.slower, item.margin, now.alpha / item.selected, now.beta, found.against)
         doubt = promise.broken or _promise_failed(found.shown, promise, item.entry)
         if last or status is Status.REGRESSED or (status.green and not doubt):
-            answers[key] = _settled(item, found, now)
+            answers[key] = _settled(item, found, status, text)
     return answers
 
 
@@ -336,18 +336,10 @@ def _paired(
     return dict(sorted(answers.items()))
 
 
-def _settled(item: Open, found: _Paired, stage: Stage) -> Verdict:
-    status, _ = _speed(found.slower, item.margin, stage.alpha / item.selected, stage.beta, found.against)
-    verdict = _decide_last(
-        item,
-        found.shown,
-        found.slower,
-        found.promise,
-        spread=found.spread and status is Status.NOISY,
-        against=found.against,
-        alpha=stage.alpha,
-        beta=stage.beta,
-    )
+def _settled(item: Open, found: _Paired, status: Status, text: str) -> Verdict:
+    """The verdict, given what `_speed` says."""
+    spread = found.spread and status is Status.NOISY
+    verdict = _decide_last(item, found.shown, status, text, found.promise, spread=spread)
     if verdict.status is Status.REGRESSED:
         return replace(verdict, moved="optimized")
     if item.few:
@@ -394,16 +386,8 @@ def stored_look(
             slower = _against_baseline(replace(item, spread=spread), run)
             against = "when accepted, relative to the reference"
         shown = _shown(item, slower, held[key], look=2, processes=len(run))
-        verdict = _decide_last(
-            item,
-            shown,
-            slower,
-            held[key],
-            spread=noisy or spread,
-            against=against,
-            alpha=ALPHA,
-            beta=BETA_SECOND,
-        )
+        status, text = _speed(slower, item.margin, ALPHA / item.selected, BETA_SECOND, against)
+        verdict = _decide_last(item, shown, status, text, held[key], spread=noisy or spread)
         if verdict.status is Status.PASS and item.margin > STORED_MARGIN_MAX and not item.few:
             text = f"without the accepted revision only a slowdown of {item.margin:.1%} would be seen"
             verdict = _say(shown, Status.NOISY, f"{text}; make that revision loadable, or accept more sessions")
@@ -531,18 +515,8 @@ def _decide_first(item: Open, promise: _Promise) -> Verdict | Open:
     return _say(shown, status, text + _uncounted(item.runs, item.promises))
 
 
-def _decide_last(
-    item: Open,
-    shown: Verdict,
-    slower: Estimate,
-    promise: _Promise,
-    *,
-    spread: bool,
-    against: str,
-    alpha: float,
-    beta: float,
-) -> Verdict:
-    status, text = _speed(slower, item.margin, alpha / item.selected, beta, against)
+def _decide_last(item: Open, shown: Verdict, status: Status, text: str, promise: _Promise, *, spread: bool) -> Verdict:
+    """The verdict where no further look will come, given what `_speed` says."""
     if promise.broken:
         return _broken(shown, promise, item.entry)
     if spread:

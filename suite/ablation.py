@@ -23,6 +23,7 @@ from statistics import fmean, median, stdev
 from typing import TYPE_CHECKING, Any
 
 from perfsuite.errors import PerfsuiteError
+from perfsuite.report.files import write
 
 if TYPE_CHECKING:
     import torch
@@ -201,10 +202,7 @@ def ratio(record: Record, slower: str, faster: str) -> Ratio:
 
 def save(record: Record, path: Path) -> None:
     """As JSON, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps({"schema": SCHEMA, **dataclasses.asdict(record)}, indent=1) + "\n")
-    partial.replace(path)
+    write(path, json.dumps({"schema": SCHEMA, **dataclasses.asdict(record)}, indent=1) + "\n")
 
 
 def load(path: Path) -> Record:

@@ -100,7 +100,7 @@ def _document(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file."""
     yaml = _yaml()
 
-    class Loader(yaml.SafeLoader):  # type: ignore[name-defined, misc]
+    class Loader(yaml.SafeLoader):  # type: ignore[name-defined, misc]  # a module imported late
         """Refuses a key that is there twice, of which YAML would take the last."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:

@@ -8,7 +8,6 @@ window later.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -23,20 +22,10 @@ from optimized.graphs.cuda_graph_step import cuda_graph_step
 from suite.techniques import implementation
 from suite.trainer2.config import FIELD_CHANNELS, TrainConfig
 from suite.trainer2.model import make_field, make_weights
+from suite.trainer2.state import restore, state_of
 
 CHANNELS = FIELD_CHANNELS[0] * FIELD_CHANNELS[1]
 REPORTED = ("loss", "curvature", "speed", "loss_delta")
-STATE = (
-    "field",
-    "momentum",
-    "rest",
-    "metric",
-    "theta",
-    "memory_coordinates",
-    "memory_states",
-    "memory_filled",
-)
-"""The tensors that a checkpoint holds beside the weights: the plain trainer's, under the same names."""
 
 
 class Trainer:
@@ -102,26 +91,13 @@ class Trainer:
 
     def state_dict(self) -> dict[str, Any]:
         """All that training has changed, and the weights."""
-        return {
-            **{name: getattr(self, name).clone() for name in STATE},
-            "weights": self.weights,
-            "written": self.written,
-            "windows": self.windows,
-            "config": dataclasses.asdict(self.config),
-        }
+        return state_of(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there. ValueError where a shape is another."""
-        for name in STATE:
-            own, given = getattr(self, name), state[name]
-            if own.shape != given.shape:
-                raise ValueError(f"{name} has shape {list(given.shape)} in the checkpoint and {list(own.shape)} here")
-            own.copy_(given)
-        for name, weight in state["weights"].items():
-            self.weights[name].copy_(weight)
+        restore(self, state)
         for name, weight in self._half_weights().items():
             self._low[name].copy_(weight)
-        self.written, self.windows = state["written"], state["windows"]
         self._turned.write(torch.arange(self.config.memory_slots, device=self.device), self.memory_coordinates)
         self._turned.set_theta(self.theta)
 

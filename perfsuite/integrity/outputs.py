@@ -29,10 +29,11 @@ def lazy_output(probe: Probe) -> None:
 
 def _is_data(value: object) -> bool:
     """Whether it is made of numbers and text alone."""
-    if type(value) in (tuple, list, set, frozenset):
-        return all(map(_is_data, value))  # type: ignore[call-overload]
-    if type(value) is dict:
-        return all(_is_data(k) and _is_data(v) for k, v in value.items())
+    # Of exactly these types: a subclass may have an end of its own.
+    if isinstance(value, dict):
+        return type(value) is dict and all(_is_data(k) and _is_data(v) for k, v in value.items())
+    if isinstance(value, (tuple, list, set, frozenset)):
+        return type(value) in (tuple, list, set, frozenset) and all(map(_is_data, value))
     return type(value) in (bool, int, float, str, bytes, type(None))
 
 

@@ -16,7 +16,6 @@ What the source leaves open, or has wrong, is decided here:
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,6 +30,7 @@ from reference.geometry.rotor_update import rotor_update
 from reference.synchronization.metric_batching import metric_batching
 from suite.trainer2.config import FIELD_CHANNELS, TrainConfig
 from suite.trainer2.model import make_field, make_weights
+from suite.trainer2.state import restore, state_of
 
 CLEANUP_EVERY = 10
 """Windows between two emptyings of the allocator's cache."""
@@ -89,25 +89,11 @@ class Trainer:
 
     def state_dict(self) -> dict[str, Any]:
         """All that training has changed, and the weights."""
-        tensors = {name: getattr(self, name).clone() for name in STATE}
-        return {
-            **tensors,
-            "weights": self.weights,
-            "written": self.written,
-            "windows": self.windows,
-            "config": dataclasses.asdict(self.config),
-        }
+        return state_of(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there. ValueError where a shape is another."""
-        for name in STATE:
-            own, given = getattr(self, name), state[name]
-            if own.shape != given.shape:
-                raise ValueError(f"{name} has shape {list(given.shape)} in the checkpoint and {list(own.shape)} here")
-            own.copy_(given)
-        for name, weight in state["weights"].items():
-            self.weights[name].copy_(weight)
-        self.written, self.windows = state["written"], state["windows"]
+        restore(self, state)
 
     # --- a window
 
@@ -204,19 +190,6 @@ class Trainer:
         self.memory_states[slots] = state
         self.memory_filled[slots] = True
         self.written = (self.written + query.shape[0]) % self.config.memory_slots
-
-
-STATE = (
-    "field",
-    "momentum",
-    "rest",
-    "metric",
-    "theta",
-    "memory_coordinates",
-    "memory_states",
-    "memory_filled",
-)
-"""The tensors that a checkpoint holds beside the weights."""
 
 
 def _masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -10,9 +10,7 @@ from typing import Any
 
 import click
 
-from perfsuite.errors import PerfsuiteError
-from suite.commands.train import Wrong
-from suite.configuration import ConfigurationError
+from suite.commands.ending import in_one_line
 
 FOLDER = ".perfsuite/ablation"
 VOCABULARY = 32000
@@ -49,14 +47,8 @@ def ablate(
 
     Writes NAME.json, NAME.md and NAME.svg. The data are random tokens: they cost the same as any.
     """
-    try:
+    with in_one_line("interrupted; nothing was written"):
         _ablate(name, config, device, rounds, windows, Path(out), source, no_plot, fields)
-    except KeyboardInterrupt:
-        click.echo("interrupted; nothing was written", err=True)
-        raise SystemExit(130) from None
-    except PerfsuiteError as error:
-        told = " ".join(str(error).split())
-        raise (Wrong if isinstance(error, ConfigurationError) else click.ClickException)(told) from None
 
 
 def _ablate(
@@ -70,6 +62,7 @@ def _ablate(
     no_plot: bool,
     fields: tuple[str, ...],
 ) -> None:
+    from perfsuite.report.files import write
     from suite import ablation
 
     if source is None:
@@ -82,7 +75,7 @@ def _ablate(
     if picture:
         ablation.plot(record, out / picture)
     page = ablation.table(record, picture)
-    (out / f"{name}.md").write_text(page)
+    write(out / f"{name}.md", page)
     click.echo(page)
     click.echo(f"wrote {out / name}.md", err=True)
 

@@ -10,16 +10,9 @@ from typing import Any, cast
 import click
 
 from perfsuite.errors import PerfsuiteError
-from suite.configuration import ConfigurationError
+from suite.commands.ending import in_one_line
 
 FOLDER = ".perfsuite/train"
-INTERRUPTED = 130
-
-
-class Wrong(click.ClickException):
-    """In one line, where click's UsageError takes three."""
-
-    exit_code = 2
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
@@ -57,14 +50,8 @@ def train(
     Ctrl-C and SIGTERM finish the window and save; exit code 130 or 143. A loss that is no finite number ends with 1,
     a wrong configuration with 2.
     """
-    try:
+    with in_one_line("interrupted"):  # before the first window, or after all was saved
         code = _train(name, config, side, device, resume, overwrite, show, fields)
-    except KeyboardInterrupt:  # before the first window, or after all was saved
-        click.echo("interrupted", err=True)
-        sys.exit(INTERRUPTED)
-    except PerfsuiteError as error:
-        told = " ".join(str(error).split())
-        raise (Wrong if isinstance(error, ConfigurationError) else click.ClickException)(told) from None
     sys.exit(code)
 
 

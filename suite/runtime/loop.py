@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -162,6 +163,8 @@ class _Run:
         self.saved_windows = -1
         self.doubtful: list[tuple[int, Path]] = []
         """Checkpoints of windows whose loss is not known yet: they push no other out, and go if it is no number."""
+        self._say: Callable[[str], None] = partial(self.console.print, soft_wrap=True, markup=False, highlight=False)
+        """A line for the user: above the bar, once there is one."""
         self.writer: Any = None
         self.due = 0
 
@@ -212,7 +215,7 @@ class _Run:
                 self.due = (self.windows // options.tensorboard_every + 1) * options.tensorboard_every
                 stack.callback(self.writer.close)
             display = stack.enter_context(Display(self.console, self.name, total, self.windows, self.unit))
-            self._say = display.say  # type: ignore[method-assign]
+            self._say = display.say
             stop = stack.enter_context(Stopping(display.leave))
             while stop.signal is None and (total is None or self.windows < total):
                 if options.seconds is not None and time.monotonic() - started >= options.seconds:
@@ -346,6 +349,3 @@ class _Run:
         self._say(told + (f"; ended by {by.name}" if by else ""))
         if newest := self.doubtful[-1][1] if self.doubtful else self.saved:
             self._say(f"checkpoint: {newest}")
-
-    def _say(self, line: str) -> None:
-        self.console.print(line, soft_wrap=True, markup=False, highlight=False)

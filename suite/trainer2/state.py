@@ -1,0 +1,42 @@
+"""The state that both trainers keep in a checkpoint, under the same names, so that each reads the other's."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+TENSORS = (
+    "field",
+    "momentum",
+    "rest",
+    "metric",
+    "theta",
+    "memory_coordinates",
+    "memory_states",
+    "memory_filled",
+)
+"""What training changes, and the field's rest, which the forces are from. The weights stand beside them."""
+
+
+def state_of(trainer: Any) -> dict[str, Any]:
+    """All that a trainer's next window depends on, and its configuration."""
+    return {
+        **{name: getattr(trainer, name).clone() for name in TENSORS},
+        "weights": trainer.weights,
+        "written": trainer.written,
+        "windows": trainer.windows,
+        "config": dataclasses.asdict(trainer.config),
+    }
+
+
+def restore(trainer: Any, state: Mapping[str, Any]) -> None:
+    """Copy a state into a trainer's own tensors. ValueError where a shape is another."""
+    for name in TENSORS:
+        own, given = getattr(trainer, name), state[name]
+        if own.shape != given.shape:
+            raise ValueError(f"{name} has shape {list(given.shape)} in the checkpoint and {list(own.shape)} here")
+        own.copy_(given)
+    for name, weight in state["weights"].items():
+        trainer.weights[name].copy_(weight)
+    trainer.written, trainer.windows = state["written"], state["windows"]
