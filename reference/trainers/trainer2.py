@@ -99,37 +99,16 @@ class Trainer:
 
     def _window(self, tokens: torch.Tensor, mask: torch.Tensor, nudge: torch.Tensor) -> dict[str, torch.Tensor]:
         """The means over its steps and the batch, and the last step's query and state."""
-        config, n = self.config, self.config.coordinates
+        config = self.config
         zero = torch.zeros((), device=self.device, dtype=self.dtype)
         lior_acc, curvature_acc, speed_acc = zero, zero, zero
         velocity_acc = torch.zeros_like(nudge)
         for step in range(1, config.window + 1):
-            curvature = self.field.abs().mean().expand(tokens.shape[0])
-            with torch.autocast(self.device.type, torch.bfloat16, enabled=config.autocast_bf16):
-                output = self._forward(tokens).to(self.dtype)
-            coordinates = output[..., :n]
-            query = _masked_mean(coordinates, mask) + nudge
-            turned = rotor_apply(self.theta, query)
-            retrieved = retrieval(
-                turned,
-                curvature,
-                rotor_apply(self.theta, coordinates),
-                output,
-                mask.bool(),
-                rotor_apply(self.theta, self.memory_coordinates),
-                self.memory_states,
-                self.memory_filled,
-                None,
-                self.metric,
-                config.beta,
-                config.eps,
-            )
-            lior, speed = lior_and_speed(turned, curvature, None, self.metric, config.eps)
+            lior, curvature, speed, query, output = self._step(tokens, mask, nudge)
             lior_acc = lior_acc.detach() + lior.mean().detach()
             curvature_acc = curvature_acc.detach() + curvature.mean().detach()
             speed_acc = speed_acc.detach() + speed.mean().detach()
             velocity_acc = velocity_acc.detach() + query.detach()
-            self._move_field(retrieved)
             if config.step_progress_every and step % config.step_progress_every == 0:
                 lior_now, curvature_now, speed_now = metric_batching(lior_acc, curvature_acc, speed_acc, step)
                 print(f"step {step}: lior {lior_now:.4f}, R_sc {curvature_now:.4f}, speed {speed_now:.4f}")
@@ -141,6 +120,33 @@ class Trainer:
             "query": query,
             "state": _masked_mean(output, mask),
         }
+
+    def _step(self, tokens: torch.Tensor, mask: torch.Tensor, nudge: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """(lior, curvature, speed [B], query [B, n], output [B, T, D]); moves the field."""
+        config, n = self.config, self.config.coordinates
+        curvature = self.field.abs().mean().expand(tokens.shape[0])
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=config.autocast_bf16):
+            output = self._forward(tokens).to(self.dtype)
+        coordinates = output[..., :n]
+        query = _masked_mean(coordinates, mask) + nudge
+        turned = rotor_apply(self.theta, query)
+        retrieved = retrieval(
+            turned,
+            curvature,
+            rotor_apply(self.theta, coordinates),
+            output,
+            mask.bool(),
+            rotor_apply(self.theta, self.memory_coordinates),
+            self.memory_states,
+            self.memory_filled,
+            None,
+            self.metric,
+            config.beta,
+            config.eps,
+        )
+        lior, speed = lior_and_speed(turned, curvature, None, self.metric, config.eps)
+        self._move_field(retrieved)
+        return lior, curvature, speed, query, output
 
     def _forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """[B, T, D]: six causal blocks over the embedding, to every token of which the field's density is added.
