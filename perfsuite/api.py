@@ -69,7 +69,9 @@ def _hold(
 ) -> None:
     """Run the check over draws of the pair; a failing one shrinks, and ends the message."""
 
-    @hypothesis.settings(max_examples=examples, deadline=None, database=None, report_multiple_bugs=False)
+    @hypothesis.settings(
+        max_examples=examples, deadline=None, database=None, report_multiple_bugs=False, phases=make.PHASES
+    )
     @hypothesis.given(strategy(pair, dtype))
     def prove(case: Case) -> None:
         try:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hypothesis import assume
+from hypothesis import Phase, assume
 from hypothesis import strategies as st
 
 from perfsuite.errors import PairError, PerfsuiteError
@@ -47,6 +47,9 @@ SMALL_HIGH = 33
 UNBOUNDED_REGIMES = ("normal", "sorted", "repeated", "zeros", "mixed", "tiny", "huge", "denormal", "nonfinite")
 BOUNDED_REGIMES = ("normal", "sorted", "repeated", "edges", "tiny")
 INTEGER_REGIMES = ("normal", "sorted", "repeated", "edges")
+
+# Explaining a failing draw takes several times as long as shrinking it, and the one line that is printed says as much.
+PHASES = tuple(p for p in Phase if p is not Phase.explain)
 
 # Above this many elements values are drawn on the target device: drawing 50 M on a CPU takes most of a second.
 DRAW_ON_DEVICE = 1 << 16

@@ -18,7 +18,7 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase
+from hypothesis import HealthCheck
 from hypothesis.reporting import with_reporter
 
 from perfsuite import ahead, diagnosis, equivalence, execution, guard, integrity, sanitizer
@@ -164,7 +164,7 @@ class ProofItem(pytest.Function):
             deadline=None,
             print_blob=False,
             report_multiple_bugs=False,
-            phases=[p for p in Phase if p is not Phase.explain],
+            phases=make.PHASES,
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],
         )
         @hypothesis.given(case=strategy(self.pair, self.dtype))

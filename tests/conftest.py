@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import pytest
 import torch
@@ -41,3 +43,20 @@ def fences(monkeypatch: pytest.MonkeyPatch) -> Fences:
     for name in ("empty", "empty_like", "zeros_like"):
         monkeypatch.setattr(torch, name, fenced(getattr(torch, name)))
     return made
+
+
+@contextmanager
+def _no_host_sync() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.fixture
+def no_host_sync() -> Callable[[], AbstractContextManager[None]]:
+    """A context in which an operation that waits for the GPU raises RuntimeError."""
+    return _no_host_sync

@@ -336,7 +336,7 @@ def test_on_a_gpu_stopped_and_resumed_it_is_the_same_bit_for_bit(graphs):
 
 
 @gpu
-def test_on_a_gpu_a_window_waits_for_nothing_and_memory_stays_flat():
+def test_on_a_gpu_a_window_waits_for_nothing_and_memory_stays_flat(no_host_sync):
     config = dataclasses.replace(LARGER, use_cudagraphs=True, compiled_function=True, warmup_steps=3)
     trainer = Optimized(config, VOCABULARY, "cuda")
     every = [{k: v.cuda() for k, v in batch.items()} for batch in batches(30, config)]
@@ -345,12 +345,9 @@ def test_on_a_gpu_a_window_waits_for_nothing_and_memory_stays_flat():
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.max_memory_allocated()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_host_sync():
         for batch in every[4:]:
             trainer.train_window(batch)
             trainer.metrics()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert torch.cuda.max_memory_allocated() <= before + (1 << 20)
     assert math.isfinite(trainer.last_metrics()["loss"])
