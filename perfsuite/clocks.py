@@ -10,6 +10,7 @@ The timers are bound here, when the module is first imported, before any user co
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from time import perf_counter_ns, process_time_ns
@@ -28,6 +29,9 @@ from perfsuite.errors import MachineError
 QUEUE_DEPTH = 800
 SPIN_MARGIN = 1.25
 SPIN_EXTRA_S = 50e-6
+ATTEMPTS = 3
+WAITS_WITHIN = 0.25
+"""How closely the time to enqueue follows the spin's where a call waits for it."""
 FLUSH_L2_MULTIPLE = 2
 
 
@@ -60,6 +64,8 @@ class CpuClock:
     """`perf_counter` around each call; both clocks are this one."""
 
     kinds = ("wall",)
+    waiting: frozenset[str] = frozenset()
+    """Nothing is queued here that a call could wait for."""
 
     def __init__(self) -> None:
         self._now = perf_counter_ns
@@ -114,6 +120,8 @@ class CudaClock:
         self._cycles_per_s = self._calibrate()
         self.unhidden = 0
         """Samples whose launch latency could not be hidden."""
+        self.waiting: set[str] = set()
+        """Keys whose calls wait for the device: the longer the spin, the longer they took."""
         self.work: list[float] = []
         """Seconds of the last sample's calls: on the device, or as `CpuClock.work` on the wall clock."""
 
@@ -189,15 +197,16 @@ class CudaClock:
     def _device(
         self, reset: Callable[[], None], call: Callable[[], object], calls: int, launches: int, key: str
     ) -> float:
-        hide = launches <= QUEUE_DEPTH
-        for attempt in range(3):
+        hide = launches <= QUEUE_DEPTH and key not in self.waiting
+        tried: list[tuple[float, float]] = []
+        for attempt in range(ATTEMPTS):
             starts = [self._event(enable_timing=True) for _ in range(calls)]
             ends = [self._event(enable_timing=True) for _ in range(calls)]
             gate = self._event()
             self._sync()
+            spin_s = self._enqueue_s.get(key, 1e-3) * SPIN_MARGIN * 2**attempt + SPIN_EXTRA_S
             if hide:
-                enqueue_s = self._enqueue_s.get(key, 1e-3) * SPIN_MARGIN * 2**attempt + SPIN_EXTRA_S
-                self._spin(int(enqueue_s * self._cycles_per_s))
+                self._spin(int(spin_s * self._cycles_per_s))
             gate.record()
             began = self._now()
             for start, end in zip(starts, ends, strict=True):
@@ -210,8 +219,11 @@ class CudaClock:
             hidden = hide and not gate.query()
             self._sync()
             self._enqueue_s[key] = max(took, 0.8 * self._enqueue_s.get(key, 0.0))
+            tried.append((spin_s, took))
             if hidden or not hide:
                 break
+        if hide and not hidden and _waits(tried):
+            self.waiting.add(key)
         self.unhidden += not hidden
         self.work = [s.elapsed_time(e) * 1e-3 for s, e in zip(starts, ends, strict=True)]
         return middle(self.work)
@@ -230,6 +242,14 @@ class CudaClock:
     def calls_within_queue(calls: int, launches: int) -> int:
         """How many calls fit in the stream's queue beside their resets, flushes and events."""
         return max(1, min(calls, QUEUE_DEPTH // (launches + 8)))
+
+
+def _waits(tried: Sequence[tuple[float, float]]) -> bool:
+    """Whether calls wait for the spin, given (its seconds, those to enqueue) of each attempt to outlast them."""
+    for (spin, took), (longer, took_then) in itertools.pairwise(tried):
+        if took < spin or abs((took_then - took) / (longer - spin) - 1) > WAITS_WITHIN:
+            return False
+    return len(tried) == ATTEMPTS
 
 
 def clock_for(device: str) -> CpuClock | CudaClock:

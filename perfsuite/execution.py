@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import math
 import sys
@@ -216,6 +217,8 @@ def run(call: Callable[..., Any], pair: Pair, inputs: dict[str, Any], *, gradien
     `inputs` are consumed: a mutating side changes them.
     """
     marked = require_gradients(pair, inputs) if gradients else {}
+    for device in {t.device for t in marked.values() if t.is_cuda}:
+        _ready_for_backward(device)
     with torch.set_grad_enabled(gradients):
         returned = call(*inputs.values())
     leaves = _with_changed(pair, inputs, returned)
@@ -226,6 +229,15 @@ def run(call: Callable[..., Any], pair: Pair, inputs: dict[str, Any], *, gradien
         for path, tensor in marked.items():
             leaves[f"gradient of {path}"] = tensor.grad
     return {name: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for name, leaf in leaves.items()}
+
+
+@functools.cache
+def _ready_for_backward(device: torch.device) -> None:
+    """The thread of a GPU's backward pass warns if the first that it does is a matrix product; no side should."""
+    with warnings.catch_warnings(), torch.enable_grad():
+        warnings.simplefilter("ignore")
+        x = torch.ones(1, 1, device=device, requires_grad=True)
+        torch.autograd.backward((x @ x).sum())
 
 
 def _with_changed(pair: Pair, inputs: Mapping[str, Any], returned: Any) -> Leaves:

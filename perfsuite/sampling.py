@@ -59,6 +59,7 @@ SMALL_BYTES = 1 << 20
 """Inputs up to this size are allocated afresh for every quad: where a small buffer lies moves a short kernel by 5%."""
 REPLICAS_UP_TO = 1 << 16
 """Above this many elements the reference's error is well known from one draw."""
+WAITS = "waits for the device within a call, in the driver perhaps, so that it has no time on the device clock"
 OPTIMIZED, REFERENCE, ACCEPTED = "optimized", "reference", "accepted"
 
 
@@ -243,6 +244,7 @@ def measure(
     clock = clock_for(device)
     first = counts is None
     _warm_up(runners, master, rng, clock, report)
+    scrutiny.keeps_l2(l2_bytes, f"{pair.name}: the optimized side")
     if counts is None and isinstance(clock, CudaClock):
         report("profiler")
         with torch.set_grad_enabled(any(r.grad_mode for r in runners.values())):
@@ -256,6 +258,8 @@ def measure(
     sampler = _Sampler(gated, master, clock, kind, counts, rng, workload.repeat, report)
     watch = _Watch(timed, workload, case, sampler, truth, home, l2_bytes)
     condition = sampler.run(BLOCKS, watch.between)
+    for name in sorted(clock.waiting & set(gated)):
+        raise PairError(f"{pair.name}, workload {workload.name!r}: the {name} side {WAITS}; say clock='wall'")
     watch.conclude()
     beside_it = anchors.measure(device)
     if len(runners) > len(gated):
@@ -263,6 +267,7 @@ def measure(
         beside = _Sampler(others, master, clock, kind, counts, rng, workload.repeat, report)
         beside.run(RIVAL_BLOCKS, quads=RIVAL_QUADS)
         skipped |= beside.compiling()
+        skipped |= dict.fromkeys(clock.waiting & set(rivals), WAITS)
         sampler.add(beside)
         runners = {n: r for n, r in runners.items() if n not in skipped}
         if not pair.is_stateful:

@@ -2,7 +2,8 @@
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,10 +26,32 @@ def compiled_function(cost: torch.Tensor, states: torch.Tensor, beta: float = 5.
 
 
 def compile_quietly(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """`torch.compile`, without the warnings about what PyTorch has deprecated and its own compiler uses."""
+    """`torch.compile`, without the warnings that its compiler raises while it works.
+
+    They are no caller's to mend, and with warnings as errors the function would not be compiled. Options as
+    torch.compile's, but for `backend` and `mode`.
+    """
+    with _quiet():
+        return torch.compile(function, backend=_inductor, **options)
+
+
+def _inductor(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+    """The backend that torch.compile takes of itself. A backward pass may be compiled later, by the same `inner`."""
+    with _quiet():
+        from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+        def inner(*args: Any, **kwargs: Any) -> Any:
+            with _quiet():
+                return compile_fx_inner(*args, **kwargs)
+
+        return compile_fx(graph, inputs, inner_compile=inner)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        return torch.compile(function, **options)
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _mix(cost: torch.Tensor, states: torch.Tensor, beta: float) -> torch.Tensor:

@@ -1,5 +1,7 @@
 """Retrieval as one pass over the candidates: distance, softmax and mix fused (trainer2, technique 000.F1)."""
 
+from typing import NamedTuple
+
 import torch
 
 from optimized.kernels import ceil_div, jit, launching, tl, use_triton
@@ -8,16 +10,28 @@ from optimized.kernels import ceil_div, jit, launching, tl, use_triton
 MAX_COORDINATES = 8
 # Queries that share a tile of the memory: the fewest that a dot takes.
 QUERIES = 16
-# Candidates and state columns in a tile. Not yet swept on a GPU: chosen so that the trainer's call (16 queries, 128 own
-# candidates, 2048 shared, 256 columns) is 256 programs, for an H200's 132 multiprocessors.
-CANDIDATES = 64
-COLUMNS = 64
-NUM_WARPS = 8  # with 4 the mix and the backward spill registers at n = 8
+
+
+class _Tiles(NamedTuple):
+    """What a program works on at once, and with how many warps."""
+
+    candidates: int
+    columns: int
+    num_warps: int
+
+
+# On an H200 it takes 12.4 and 44.1 µs at the trainer's sizes (16 queries, 128 own candidates, 256 columns; 64, 512 and
+# 512; 2048 shared), where (64, 64, 8) takes 18.1 and 205: four warps do better than eight throughout. Of 108
+# combinations with the number of programs below this one is the best at the larger size, and within 8% of the best at
+# the smaller.
+FORWARD = _Tiles(candidates=128, columns=64, num_warps=4)
+BACKWARD = _Tiles(candidates=64, columns=64, num_warps=8)  # not swept yet
 # About as many programs for each kind of candidates, whatever the sizes: beyond, a program passes over several tiles.
 # The split depends on the sizes alone, so that the order of summation is the same on every device.
-MEMORY_PROGRAMS = 2 * 132
-OWN_PROGRAMS = 8 * 132
+MEMORY_PROGRAMS = 132
+OWN_PROGRAMS = 4 * 132
 COMBINE_COLUMNS = 128
+COMBINE_WARPS = 4
 # Partial results that are read at once.
 PARTIALS = tl.constexpr(16)
 
@@ -185,11 +199,11 @@ class _Retrieval(torch.autograd.Function):
         query, states, memory_states = real[0], real[3], real[5]
         batch, own, columns = states.shape
         shared = memory_states.shape[0]
-        query_tiles, column_tiles = ceil_div(batch, QUERIES), ceil_div(columns, COLUMNS)
+        query_tiles, column_tiles = ceil_div(batch, QUERIES), ceil_div(columns, FORWARD.columns)
         memory_length, memory_splits = _splits(
-            ceil_div(shared, CANDIDATES), query_tiles * column_tiles, MEMORY_PROGRAMS
+            ceil_div(shared, FORWARD.candidates), query_tiles * column_tiles, MEMORY_PROGRAMS
         )
-        own_length, own_splits = _splits(ceil_div(own, CANDIDATES), batch * column_tiles, OWN_PROGRAMS)
+        own_length, own_splits = _splits(ceil_div(own, FORWARD.candidates), batch * column_tiles, OWN_PROGRAMS)
         splits = memory_splits + own_splits
         mixed = torch.empty((splits, batch, columns), dtype=torch.float32, device=query.device)
         # The largest logit and the sum of the weights, which are relative to it.
@@ -210,16 +224,16 @@ class _Retrieval(torch.autograd.Function):
                 shared,
                 columns,
                 memory_programs,
-                memory_length * CANDIDATES,
+                memory_length * FORWARD.candidates,
                 memory_splits,
-                own_length * CANDIDATES,
+                own_length * FORWARD.candidates,
                 beta,
                 eps,
-                **_constants(query, form),
-                num_warps=NUM_WARPS,
+                **_constants(query, form, FORWARD),
+                num_warps=FORWARD.num_warps,
             )
             _combine_kernel[(batch, ceil_div(columns, COMBINE_COLUMNS))](
-                mixed, tops, totals, y, top, splits, batch, columns, COLUMNS=COMBINE_COLUMNS, num_warps=NUM_WARPS
+                mixed, tops, totals, y, top, splits, batch, columns, COLUMNS=COMBINE_COLUMNS, num_warps=COMBINE_WARPS
             )
         ctx.save_for_backward(*real, *marks, top)
         ctx.beta, ctx.eps = beta, eps
@@ -234,8 +248,8 @@ class _Retrieval(torch.autograd.Function):
         n, shared = query.shape[1], memory_states.shape[0]
         cells = form[0].numel() if form.dim() == 3 else form.numel()
         grad = grad.contiguous()
-        query_tiles, column_tiles = ceil_div(batch, QUERIES), ceil_div(columns, COLUMNS)
-        memory_chunks, own_chunks = ceil_div(shared, CANDIDATES), ceil_div(own, CANDIDATES)
+        query_tiles, column_tiles = ceil_div(batch, QUERIES), ceil_div(columns, BACKWARD.columns)
+        memory_chunks, own_chunks = ceil_div(shared, BACKWARD.candidates), ceil_div(own, BACKWARD.candidates)
         chunks = memory_chunks + own_chunks
         memory_programs = memory_chunks * query_tiles
 
@@ -254,7 +268,7 @@ class _Retrieval(torch.autograd.Function):
         # One after the other for all queries: the gradients of the query, of its curvature and of its metric. The sums
         # over chunks have a fixed order, with no atomics: the gradient is the same at every run.
         partial = fresh(chunks, batch * (n + 1 + (cells if form_needed else 0)))
-        constants = _constants(query, form)
+        constants = _constants(query, form, BACKWARD)
         states_programs = memory_chunks * column_tiles if ctx.needs_input_grad[5] else 0
         with launching(query):
             _slopes_kernel[(memory_programs + own_chunks * batch,)](
@@ -274,7 +288,7 @@ class _Retrieval(torch.autograd.Function):
                 ctx.beta,
                 ctx.eps,
                 **constants,
-                num_warps=NUM_WARPS,
+                num_warps=BACKWARD.num_warps,
             )
             _backward_kernel[(memory_programs + own_chunks * batch + states_programs,)](
                 *inputs,
@@ -300,7 +314,7 @@ class _Retrieval(torch.autograd.Function):
                 ctx.eps,
                 **constants,
                 FORM_NEEDED=form_needed,
-                num_warps=NUM_WARPS,
+                num_warps=BACKWARD.num_warps,
             )
         total = partial.sum(0)
         d_query, d_curvature, d_form = total.split([batch * n, batch, total.shape[0] - batch * (n + 1)])
@@ -325,14 +339,14 @@ class _Retrieval(torch.autograd.Function):
         )
 
 
-def _constants(query: torch.Tensor, form: torch.Tensor) -> dict[str, int | bool]:
+def _constants(query: torch.Tensor, form: torch.Tensor, tiles: _Tiles) -> dict[str, int | bool]:
     return {
         "N": query.shape[1],
         "DIAGONAL": form.dim() == 1,
         "BATCHED": form.dim() == 3,
         "QUERIES": QUERIES,
-        "CANDIDATES": CANDIDATES,
-        "COLUMNS": COLUMNS,
+        "CANDIDATES": tiles.candidates,
+        "COLUMNS": tiles.columns,
     }
 
 

@@ -34,9 +34,16 @@ class CudaGraphs:
     def capture(self, call: Callable[[], Any], device: torch.device) -> tuple[Any, Callable[[], None]]:
         """(what the call returns, in memory of the graph; a function that runs what was recorded)."""
         graph = torch.cuda.CUDAGraph()
-        # Threads that load data may go on with CUDA meanwhile.
-        with torch.cuda.graph(graph, stream=self._stream(device), capture_error_mode="thread_local"):
-            result = call()
+        generator = _generator(device)
+        before = generator.clone_state()
+        try:
+            # Threads that load data may go on with CUDA meanwhile.
+            with torch.cuda.graph(graph, stream=self._stream(device), capture_error_mode="thread_local"):
+                result = call()
+        except BaseException:
+            # A capture that fails leaves the generator capturing, and nothing random would run any more.
+            generator.graphsafe_set_state(before)
+            raise
         return result, graph.replay
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
@@ -230,6 +237,12 @@ def _shared() -> CudaGraphs:
     if not _SHARED:
         _SHARED.append(CudaGraphs())
     return _SHARED[0]
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    """The one that random operations on the device draw from."""
+    torch.cuda.init()
+    return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
 
 
 def _device(leaves: Sequence[Any]) -> torch.device:

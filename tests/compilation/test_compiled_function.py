@@ -74,3 +74,22 @@ def test_where_nothing_can_be_compiled_it_runs_as_it_is_and_says_why_once(monkey
             assert optimized(cost, states).tolist() == [[1.0] * 3]
     finally:
         module._compiled.cache_clear()
+
+
+def test_what_the_compiler_warns_of_is_no_error_and_keeps_nothing_from_being_compiled(monkeypatch):
+    from torch._inductor import compile_fx
+
+    def warns(*arguments, **options):
+        compiled.append(1)
+        warnings.warn("TensorFloat32 tensor cores available but not enabled", UserWarning, stacklevel=1)
+        return inner(*arguments, **options)
+
+    compiled = []
+    inner = compile_fx.compile_fx_inner
+    monkeypatch.setattr(compile_fx, "compile_fx_inner", warns)
+    cost = torch.rand(3, 4, requires_grad=True)
+    quiet = module.compile_quietly(lambda cost: torch.softmax(cost, 1).sum(0).exp())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        quiet(cost).sum().backward()
+    assert len(compiled) == 2  # forward and backward

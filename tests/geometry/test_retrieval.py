@@ -3,6 +3,7 @@ import math
 import pytest
 import torch
 
+from optimized.geometry import retrieval as module
 from optimized.geometry.retrieval import _splits, retrieval_triton, retrieval_vectorised
 from optimized.geometry.retrieval import retrieval as optimized
 from optimized.kernels import triton_reason
@@ -55,8 +56,8 @@ def cost(form):
 
 
 # The kernels run in Triton's interpreter, which takes tens of milliseconds a program. Past the tiles' edges all the
-# same: 16 queries, 64 candidates, 64 columns.
-SIZES = {"B": size(0, 17), "K": size(0, 66), "M": size(0, 66), "n": size(0, 9), "D": size(0, 66)}
+# same: 16 queries, 128 candidates, 64 columns.
+SIZES = {"B": size(0, 17), "K": size(0, 130), "M": size(0, 130), "n": size(0, 9), "D": size(0, 66)}
 CPU = Workload("cpu", B=4, K=32, M=256, n=8, D=64, clock="wall", direction="both", device="cpu")
 RIVALS = {
     "compile": compiled(side(reference, devices=("cuda",))),
@@ -286,9 +287,9 @@ def test_splits_cover_the_tiles(tiles, programs, most, length, splits):
 def test_several_tiles_a_split(monkeypatch):
     # Few programs: each passes over several tiles, and the combination over one split of each kind.
     for name in ("MEMORY_PROGRAMS", "OWN_PROGRAMS"):
-        monkeypatch.setattr(f"optimized.geometry.retrieval.{name}", 1)
+        monkeypatch.setattr(module, name, 1)
     arguments = drawn(B=2, K=150, M=200, n=3, D=70)
-    arguments["filled"][0, :64] = False  # a first tile with nothing in it
+    arguments["filled"][0, :128] = False  # a first tile with nothing in it
     arguments["memory_filled"][:130] = False
     torch.testing.assert_close(retrieval_triton(*arguments.values()), reference(*arguments.values()))
 
@@ -296,7 +297,9 @@ def test_several_tiles_a_split(monkeypatch):
 @needs_interpreter
 def test_many_splits(monkeypatch):
     # More than are read at once.
-    monkeypatch.setattr("optimized.geometry.retrieval.CANDIDATES", 16)
+    for name in ("FORWARD", "BACKWARD"):
+        tiles = getattr(module, name)._replace(candidates=16)
+        monkeypatch.setattr(module, name, tiles)
     arguments = drawn(B=2, K=40, M=300, n=3, D=5)
     y, gradients = differentiated(retrieval_triton, arguments)
     expected, true = differentiated(reference, arguments)
@@ -308,11 +311,10 @@ def test_many_splits(monkeypatch):
 @pytest.mark.parametrize("gpu", [True, False])
 @pytest.mark.parametrize("diagonal", [False, True])
 def test_the_kernels_serve_float32_on_a_gpu(gpu, diagonal, monkeypatch):
-    module = "optimized.geometry.retrieval"
     asked = []
-    monkeypatch.setattr(f"{module}.use_triton", lambda *tensors: asked.extend(tensors) or gpu)
-    monkeypatch.setattr(f"{module}.retrieval_triton", lambda *arguments: ("kernels", *arguments))
-    monkeypatch.setattr(f"{module}.retrieval_vectorised", lambda *arguments: ("vectorised", *arguments))
+    monkeypatch.setattr(module, "use_triton", lambda *tensors: asked.extend(tensors) or gpu)
+    monkeypatch.setattr(module, "retrieval_triton", lambda *arguments: ("kernels", *arguments))
+    monkeypatch.setattr(module, "retrieval_vectorised", lambda *arguments: ("vectorised", *arguments))
     arguments = list(drawn().values())
     metric_diag = torch.ones(2) if diagonal else None
     path, *given = optimized(*arguments, metric_diag, 3.0, 0.5)

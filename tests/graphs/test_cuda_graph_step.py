@@ -262,6 +262,18 @@ def test_on_a_gpu_a_step_that_waits_falls_back_and_the_device_stays_usable():
 
 
 @gpu
+def test_on_a_gpu_random_numbers_go_on_after_a_capture_that_failed():
+    step = optimized(lambda x: (torch.rand_like(x) + x) * x.sum().item(), warmup=1)
+    step(torch.ones(2, device="cuda"))
+    with pytest.warns(RuntimeWarning, match="cuda_graph_step runs eagerly"):
+        step(torch.ones(2, device="cuda"))
+    drawn = {tuple(torch.rand(4, device="cuda").tolist()) for _ in range(3)}
+    step = optimized(lambda x: torch.rand_like(x) + x, warmup=1)
+    drawn |= {tuple(step(torch.zeros(4, device="cuda")).tolist()) for _ in range(4)}
+    assert (len(drawn), step.captures) == (7, 1)
+
+
+@gpu
 def test_on_a_gpu_random_numbers_go_on():
     step = optimized(lambda x: torch.rand_like(x) + x, warmup=1)
     drawn = [tuple(step(torch.zeros(4, device="cuda")).tolist()) for _ in range(6)]

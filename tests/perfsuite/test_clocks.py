@@ -136,6 +136,38 @@ def test_latency_that_cannot_be_hidden_is_counted(device: Device) -> None:
     assert clock.unhidden == 2
 
 
+def test_a_call_that_waits_for_the_device_is_not_put_behind_ever_longer_spins(device: Device) -> None:
+    """The driver can wait where no profile shows it: a limit that is set, memory that is allocated."""
+    clock = CudaClock()
+
+    def waits() -> None:
+        device.launch()
+        device.synchronize()
+
+    for _ in range(20):
+        clock.sample("device", nothing, waits, 4, 1, "a")
+        clock.sample("device", nothing, device.launch, 4, 1, "b")
+    assert clock.waiting == {"a"}
+    assert sum(device.spins) < 0.1
+    assert clock.unhidden == 20
+
+
+@pytest.mark.parametrize(
+    ("tried", "waits"),
+    [
+        ([(1.0, 1.1), (2.0, 2.1), (4.0, 4.1)], True),
+        ([(1.0, 1.1), (2.0, 2.3), (4.0, 4.7)], True),
+        ([(1.0, 1.1), (2.0, 2.4), (4.0, 4.4)], False),  # it follows the spin by too far
+        ([(1.0, 1.1), (2.0, 1.8), (4.0, 3.4)], False),  # by too little
+        ([(1.0, 9.0), (2.0, 9.0), (4.0, 9.0)], False),  # slow to enqueue
+        ([(1.0, 0.9), (2.0, 1.9), (4.0, 3.9)], False),  # shorter than the spin
+        ([(1.0, 1.1), (2.0, 2.1)], False),
+    ],
+)
+def test_calls_wait_where_their_time_follows_the_spin(tried: list[tuple[float, float]], waits: bool) -> None:
+    assert clocks._waits(tried) is waits
+
+
 def test_the_wall_clock_lasts_until_the_device_is_done(device: Device) -> None:
     clock = CudaClock()
     before = device.syncs

@@ -245,6 +245,22 @@ def test_rivals_that_cannot_be_timed_are_skipped_with_their_reason(time: Time) -
     assert len(calls) == 1
 
 
+@pytest.mark.parametrize("name", ["reference", "optimized"])
+def test_a_side_that_waits_for_the_device_has_no_device_clock(
+    name: str, time: Time, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clocks.CpuClock, "waiting", {name, "good"})
+    with pytest.raises(PairError, match=rf"p, workload 'w': the {name} side waits for the device .*say clock='wall'"):
+        measure(pair(time))
+
+
+def test_a_rival_that_waits_for_the_device_is_skipped(time: Time, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clocks.CpuClock, "waiting", {"good"})
+    made = measure(pair(time, rivals={"good": lasting(time, 5e-3)}))
+    assert list(made.sides) == ["reference", "optimized"]
+    assert made.skipped["good"].startswith("waits for the device within a call")
+
+
 def test_the_accepted_side_is_timed_beside_the_two(time: Time) -> None:
     accepted = side(lasting(time, 5e-3))
     made = sampling.measure(
@@ -382,6 +398,8 @@ def test_a_stateful_side_is_built_once_a_block_and_its_step_timed(time: Time) ->
 
 
 class FakeClock:
+    waiting: frozenset[str] = frozenset()
+
     def __init__(self, time: Time) -> None:
         self.time = time
 

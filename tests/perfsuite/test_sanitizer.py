@@ -141,7 +141,7 @@ def test_findings_are_read_once_and_from_where_the_last_ended(tmp_path: Path) ->
 
 PLANTED = """
 import torch, triton, triton.language as tl
-from perfsuite import Pair, tensor
+from perfsuite import Pair, Workload, tensor
 
 @triton.jit
 def double(x, out, n, more: tl.constexpr, BLOCK: tl.constexpr):
@@ -164,8 +164,9 @@ def honest(x):
 def outside(x):
     return launched(x.contiguous(), 64)
 
-sound = Pair(reference=reference, optimized=honest, inputs={"x": tensor("n")})
-reads_outside = Pair(reference=reference, optimized=outside, inputs={"x": tensor("n")})
+sides = dict(reference=reference, inputs={"x": tensor("n")}, workloads=[Workload("w", n=1024)])
+sound = Pair(optimized=honest, **sides)
+reads_outside = Pair(optimized=outside, **sides)
 """
 
 
