@@ -26,6 +26,7 @@ PROGRAM = "compute-sanitizer"
 SLOWER = 50.0
 FOUND = 99
 """The tool's own exit code where it found something."""
+REFUSED = "Device not supported"
 _HEAD = re.compile(r"^=========(?: (?:Error|Warning):)? (?!COMPUTE-SANITIZER|[A-Z]+ SUMMARY|Target|\s)(?P<what>.+)$")
 _PLACE = re.compile(r"^=========\s+at (?P<where>.+)$")
 
@@ -38,7 +39,7 @@ def slower() -> float:
 def run(tool: str, arguments: Sequence[str]) -> int:
     """pytest with these arguments under the tool → its exit code, 1 where only the tool has something to say.
 
-    PerfsuiteError where there is no GPU or no tool.
+    PerfsuiteError where there is no GPU or no tool, or where the tool refuses the GPU.
     """
     if not machine.has_gpu():
         raise PerfsuiteError(f"--sanitize needs a GPU: {machine.why_no_gpu()}")
@@ -50,6 +51,11 @@ def run(tool: str, arguments: Sequence[str]) -> int:
         environment = {**os.environ, LOG: str(log), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
         code = subprocess.run(command(program(), tool, log, arguments), env=environment, check=False).returncode
         found, _ = findings(log, 0)
+    if refused := next((line for line in found if REFUSED in line), None):
+        raise PerfsuiteError(
+            f"--sanitize: {PROGRAM} says {refused!r}, so that nothing was checked; use a driver and a GPU that it "
+            f"supports (a sandboxed container may hide them)"
+        )
     print(f"{PROGRAM} {tool}: {len(found)} error{'s' * (len(found) != 1)}")
     for line in [] if code not in (0, FOUND) else found[:10]:
         print(f"  {line}")
