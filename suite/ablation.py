@@ -190,11 +190,15 @@ def _nothing() -> None:
 
 
 def ratio(record: Record, slower: str, faster: str) -> Ratio:
+    """How many times as long the one arm takes as the other."""
+    return paired(record.arm(slower).seconds, record.arm(faster).seconds)
+
+
+def paired(slower: Sequence[float], faster: Sequence[float]) -> Ratio:
     """Seconds of the one over the other's, round by round."""
     from scipy import stats
 
-    pairs = zip(record.arm(slower).seconds, record.arm(faster).seconds, strict=True)
-    logs = [math.log(a / b) for a, b in pairs]
+    logs = [math.log(a / b) for a, b in zip(slower, faster, strict=True)]
     middle = fmean(logs)
     half = stats.t.ppf(0.975, len(logs) - 1) * stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else math.inf
     return Ratio(value=math.exp(middle), low=math.exp(middle - half), high=math.exp(min(middle + half, 700.0)))

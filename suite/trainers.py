@@ -37,6 +37,10 @@ class Entry:
     """Fields of `config` that switch a technique on and off, in the order in which `ablate` turns them on."""
     claims: str | Mapping[str, str] = field(default_factory=dict)
     """Technique → what its source claims of it."""
+    checks: str | Any = None
+    """How its source's claims are measured, `suite.claims.record.Checks`; None where none is."""
+    setting: str | Callable[..., Any] = ""
+    """device → what these checks are given."""
 
 
 TRAINERS: dict[str, Entry] = {
@@ -46,6 +50,8 @@ TRAINERS: dict[str, Entry] = {
         optimized="optimized.trainers.trainer2:Trainer",
         techniques="suite.trainer2.config:TECHNIQUES",
         claims="suite.trainer2.config:CLAIMS",
+        checks="suite.claims.trainer2:CHECKS",
+        setting="suite.claims.trainer2:setting",
     ),
 }
 
@@ -94,6 +100,14 @@ def techniques_of(name: str) -> tuple[str, ...]:
 def claims_of(name: str) -> Mapping[str, str]:
     """Technique → what its source claims of it."""
     return cast("Mapping[str, str]", _loaded(find(name).claims, name))
+
+
+def checks_of(name: str) -> tuple[Any, Callable[..., Any]]:
+    """(how a trainer's claims are measured, device → what these checks are given); PerfsuiteError where none is."""
+    entry = find(name)
+    if entry.checks is None:
+        raise PerfsuiteError(f"no claim of trainer {name} is measured")
+    return _loaded(entry.checks, name), _loaded(entry.setting, name)
 
 
 def build(name: str, config: Any, vocabulary: int, device: torch.device, side: Side) -> Trainer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import math
 import random
 
@@ -316,38 +317,52 @@ def test_on_a_gpu_both_learn_the_same_over_200_windows(graphs, known_on_gpu):
 
 @gpu
 @pytest.mark.parametrize("graphs", [False, True])
-def test_on_a_gpu_stopped_and_resumed_it_is_the_same_bit_for_bit(graphs):
+def test_on_a_gpu_stopped_at_twenty_random_windows_and_resumed_it_is_the_same_bit_for_bit(graphs):
     config = dataclasses.replace(LARGER, use_cudagraphs=graphs, compiled_function=True, warmup_steps=3)
-    every = list(batches(6, config))
+    every = list(batches(40, config))
 
-    def trained(given, start=None):
+    def trained(stops):
         trainer = Optimized(config, VOCABULARY, "cuda")
-        if start is not None:
-            trainer.load_state_dict(start)
-        for batch in given:
+        for number, batch in enumerate(every):
+            if number in stops:
+                file = io.BytesIO()
+                torch.save(trainer.state_dict(), file)
+                trainer = Optimized(config, VOCABULARY, "cuda")
+                trainer.load_state_dict(torch.load(io.BytesIO(file.getvalue())))
             trainer.train_window(batch)
-        return trainer.state_dict()
+        return state(trainer)
 
-    whole = trained(every)
-    for stop in (1, 3, 5):
-        resumed = trained(every[stop:], trained(every[:stop]))
-        for name in state(Optimized(config, VOCABULARY, "cuda")):
-            assert torch.equal(resumed[name], whole[name]), f"{name}, stopped after window {stop}"
+    whole = trained(())
+    resumed = trained(set(random.Random(3).sample(range(1, 40), 20)))
+    for name, value in whole.items():
+        assert torch.equal(resumed[name], value), name
 
 
 @gpu
-def test_on_a_gpu_a_window_waits_for_nothing_and_memory_stays_flat(no_host_sync):
+def test_on_a_gpu_a_window_waits_for_nothing(no_host_sync):
     config = dataclasses.replace(LARGER, use_cudagraphs=True, compiled_function=True, warmup_steps=3)
     trainer = Optimized(config, VOCABULARY, "cuda")
-    every = [{k: v.cuda() for k, v in batch.items()} for batch in batches(30, config)]
+    every = [{k: v.cuda() for k, v in batch.items()} for batch in batches(12, config)]
     for batch in every[:4]:
         trainer.train_window(batch)
     torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.max_memory_allocated()
     with no_host_sync():
         for batch in every[4:]:
             trainer.train_window(batch)
             trainer.metrics()
-    assert torch.cuda.max_memory_allocated() <= before + (1 << 20)
     assert math.isfinite(trainer.last_metrics()["loss"])
+
+
+@gpu
+@pytest.mark.parametrize("graphs", [False, True])
+def test_on_a_gpu_memory_stays_flat_over_a_hundred_epochs(graphs):
+    config = dataclasses.replace(LARGER, window=8, use_cudagraphs=graphs, compiled_function=True, warmup_steps=3)
+    trainer = Optimized(config, VOCABULARY, "cuda")
+    peaks = []
+    for _ in range(100):
+        torch.cuda.reset_peak_memory_stats()
+        for batch in batches(4, config):
+            trainer.train_window(batch)
+        torch.cuda.synchronize()
+        peaks.append(torch.cuda.max_memory_allocated())
+    assert len(set(peaks[5:])) == 1, f"{min(peaks[5:])} to {max(peaks)} bytes"

@@ -1,0 +1,1 @@
+"""What the sources claim, measured: `perfsuite claims` writes docs/claims.md."""

@@ -1,0 +1,126 @@
+"""A claim with its verdict; the file that keeps them, and the page that shows them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from perfsuite.errors import PerfsuiteError
+from perfsuite.report.files import write
+
+SCHEMA = 1
+CONFIRMED, REFUTED, DEPENDS, UNMEASURED = "confirmed", "refuted", "depends", "not measurable here"
+VERDICTS = (CONFIRMED, REFUTED, DEPENDS, UNMEASURED)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Claim:
+    """What was said, and what was found. `found` has the figures, in words."""
+
+    id: str
+    trainer: str
+    said: str
+    verdict: str
+    found: str
+    device: str
+    versions: str
+    date: str
+
+    def __post_init__(self) -> None:
+        if self.verdict not in VERDICTS:
+            raise ValueError(f"verdict={self.verdict!r} is not one of {', '.join(VERDICTS)}")
+
+
+Answer = tuple[str, str]
+"""(verdict, what was found)."""
+Measure = Callable[[Any], Answer]
+"""Gets the trainer's setting, which has a device."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Check:
+    """How a claim is measured."""
+
+    id: str
+    said: str
+    measure: Measure
+    gpu: bool
+    """Whether it says something of a GPU."""
+
+    def answer(self, setting: Any) -> Answer:
+        """The verdict on this device."""
+        if self.gpu and setting.device.type != "cuda":
+            return UNMEASURED, "there is no GPU"
+        return self.measure(setting)
+
+
+class Checks:
+    """A trainer's checks, collected by a decorator, in the order of their definition."""
+
+    def __init__(self) -> None:
+        self.all: dict[str, Check] = {}
+
+    def __call__(
+        self, id: str, said: str, *, gpu: bool = False
+    ) -> Callable[[Callable[[Any], Answer]], Callable[[Any], Answer]]:
+        def keep(measure: Callable[[Any], Answer]) -> Callable[[Any], Answer]:
+            if id in self.all:
+                raise ValueError(f"claim {id} is measured twice")
+            self.all[id] = Check(id=id, said=said, measure=measure, gpu=gpu)
+            return measure
+
+        return keep
+
+    def chosen(self, only: Iterable[str]) -> list[Check]:
+        """Those of these ids, or all where none is named; PerfsuiteError for one that there is not."""
+        wanted = list(only)
+        for name in wanted:
+            if name not in self.all:
+                raise PerfsuiteError(f"there is no claim {name!r}; there are: {', '.join(self.all)}")
+        return [check for check in self.all.values() if not wanted or check.id in wanted]
+
+
+def load(path: Path) -> dict[str, Claim]:
+    """Id → claim; none where there is no file. PerfsuiteError where it is something else."""
+    try:
+        data = json.loads(path.read_text())
+        if data["schema"] != SCHEMA:
+            raise ValueError("another schema")
+        return {c["id"]: Claim(**c) for c in data["claims"]}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise PerfsuiteError(f"{path} holds no claims ({error}); move it away, and measure them anew") from None
+
+
+def save(claims: Mapping[str, Claim], path: Path) -> None:
+    """As JSON, whole or not at all, in the order of their numbers."""
+    ordered = [dataclasses.asdict(claims[name]) for name in sorted(claims, key=_number)]
+    write(path, json.dumps({"schema": SCHEMA, "claims": ordered}, indent=1, ensure_ascii=False) + "\n")
+
+
+def page(claims: Mapping[str, Claim]) -> str:
+    """The claims as a page of Markdown."""
+    lines = ["# What the sources claim, and what was measured", ""]
+    lines += [
+        "Written by `perfsuite claims TRAINER --out docs`. *depends* says on what; *not measurable here*, why.",
+        "",
+    ]
+    for trainer in dict.fromkeys(claims[name].trainer for name in sorted(claims, key=_number)):
+        own = [claims[name] for name in sorted(claims, key=_number) if claims[name].trainer == trainer]
+        lines += [f"## {trainer}", ""]
+        made = dict.fromkeys(f"{c.device}, {c.versions}, {c.date}" for c in own)
+        lines += [f"Measured on: {'; '.join(made)}.", ""]
+        lines += ["| | claimed | verdict | found |", "| --- | --- | --- | --- |"]
+        lines += [f"| {c.id} | {c.said} | **{c.verdict}** | {c.found} |" for c in own]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _number(name: str) -> int:
+    digits = "".join(c for c in name if c.isdigit())
+    return int(digits) if digits else 0

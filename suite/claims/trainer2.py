@@ -1,0 +1,380 @@
+"""trainer2's claims, C1 to C12, each with how it is measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from perfsuite.counting import count_calls
+from suite import ablation
+from suite.ablation import Arm, Ratio, Timed
+from suite.claims.record import CONFIRMED, DEPENDS, REFUTED, UNMEASURED, Answer, Checks
+from suite.techniques import implementation
+from suite.text import Batches, synthetic
+from suite.trainer2.config import TECHNIQUES, TrainConfig
+
+VOCABULARY = 32000
+FLOAT32 = tuple(t for t in TECHNIQUES if t != "autocast_bf16")
+GRAPHS, BATCHING = "use_cudagraphs", "metric_batching"
+CURVE_WINDOWS = 200
+claim = Checks()
+CHECKS = claim
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """Where and at what size; `techniques` are those that count as all."""
+
+    device: torch.device
+    config: TrainConfig = dataclasses.field(default_factory=TrainConfig)
+    techniques: tuple[str, ...] = FLOAT32
+    rounds: int = 7
+    curve_windows: int = CURVE_WINDOWS
+
+
+def setting(device: torch.device) -> Setting:
+    """The trainer's own size on a GPU; a small one elsewhere, where what a GPU would show is not claimed anyway."""
+    if device.type == "cuda":
+        return Setting(device=device)
+    small = TrainConfig(batch_size=2, sequence_length=8, blocks=1, lattice=3, memory_slots=16, window=2)
+    techniques = tuple(t for t in FLOAT32 if t != "compiled_function")
+    return Setting(device=device, config=small, techniques=techniques, rounds=3)
+
+
+# --- on the host and in the driver ----------------------------------------------------------------------------------
+
+
+@claim("C1", "The optimised rotor update has no host sync.", gpu=True)
+def rotor_syncs(s: Setting) -> Answer:
+    n, k = s.config.coordinates, s.config.rotor_k
+    index = implementation("geometry.rotor_apply", "rotor_index", optimized=False)(n, k).to(s.device)
+    theta, velocity = torch.zeros(k, device=s.device), torch.ones(n, device=s.device)
+    loss_delta = torch.ones((), device=s.device)
+    plain, fast = (
+        _counts(
+            functools.partial(
+                implementation("geometry.rotor_update", "rotor_update", optimized=optimized),
+                theta,
+                velocity,
+                index,
+                loss_delta,
+                s.config.eta,
+            )
+        )[0]
+        for optimized in (False, True)
+    )
+    told = f"an update of {k} angles: {plain} syncs in the reference, {fast} in the optimized one"
+    return (CONFIRMED if fast == 0 else REFUTED), told
+
+
+@claim("C2", "Batching the metrics removes 10 to 15 syncs a window.", gpu=True)
+def batching(s: Setting) -> Answer:
+    metrics = [torch.ones((), device=s.device) for _ in range(3)]
+    plain, fast = (
+        _counts(
+            functools.partial(
+                implementation("synchronization.metric_batching", "metric_batching", optimized=optimized), *metrics, 1
+            )
+        )[0]
+        for optimized in (False, True)
+    )
+    one, none = (_window(s)[name].host_syncs or 0 for name in ("one at a time", "without graphs"))
+    told = (
+        f"on how often progress is shown: a report takes {plain} syncs without it and {fast} with it, so that 10 to 15 "
+        f"are {math.ceil(10 / max(plain - fast, 1))} reports or more a window. With progress off a window has {one} "
+        f"syncs without it and {none} with it"
+    )
+    return DEPENDS, told
+
+
+@claim("C3", "Scripting the softmax weights and the mix gives 1 to 2%.", gpu=True)
+def scripting(s: Setting) -> Answer:
+    c = s.config
+    K = c.sequence_length + c.memory_slots
+    cost = torch.rand(c.batch_size, K, device=s.device)
+    states = torch.rand(c.batch_size, K, c.width, device=s.device)
+    eager = implementation("compilation.compiled_function", "compiled_function", optimized=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        scripted = torch.jit.script(eager)
+    compiled = implementation("compilation.compiled_function", "compiled_function", optimized=True)
+    found = _interleaved(
+        s, {n: functools.partial(f, cost, states, c.beta) for n, f in (("e", eager), ("s", scripted), ("c", compiled))}
+    )
+    window = _middle(_window(s)[ablation.REFERENCE].seconds)
+    share = [100 * 2 * c.window * (e - t) / window for e, t in zip(found["e"], found["s"], strict=True)]
+    low, high = _spread(share)
+    told = (
+        f"{_us(found['e'])} eager, {_us(found['s'])} scripted, {_us(found['c'])} compiled: scripting saves "
+        f"{_percent(low, high)} of a window of the reference"
+    )
+    return _within(low, high, 1, 2), told
+
+
+@claim("C4", "Where allocated/reserved is above 0.9, emptying the cache helps.", gpu=True)
+def full_cache(s: Setting) -> Answer:
+    parts = []
+    for kept in (15, 8):  # of sixteen blocks
+        blocks = _blocks(s.device, 16)
+        del blocks[kept:]
+        ratio = torch.cuda.memory_allocated(s.device) / torch.cuda.memory_reserved(s.device)
+        before = torch.cuda.memory_reserved(s.device)
+        torch.cuda.empty_cache()
+        parts.append((ratio, (before - torch.cuda.memory_reserved(s.device)) / before))
+        del blocks
+    (full, little), (half, much) = parts
+    told = (
+        f"at {full:.2f} it returns {little:.0%} of what is reserved, at {half:.2f} {much:.0%}: what can be returned is "
+        "what is not allocated, so that the condition is the wrong way round"
+    )
+    return (REFUTED if little < much else CONFIRMED), told
+
+
+@claim("C5", "Emptying the cache stalls for 10 to 100 ms.", gpu=True)
+def stall(s: Setting) -> Answer:
+    times: dict[int, list[float]] = {}
+    for _ in range(s.rounds):
+        for count in (16, 256):
+            blocks = _blocks(s.device, count)
+            torch.cuda.synchronize(s.device)
+            blocks.clear()
+            began = time.perf_counter()
+            torch.cuda.empty_cache()
+            emptied = time.perf_counter()
+            _blocks(s.device, count)  # what the next window pays to have it back
+            torch.cuda.synchronize(s.device)
+            times.setdefault(count, []).append(1e3 * (emptied - began))
+            times.setdefault(-count, []).append(1e3 * (time.perf_counter() - emptied))
+    torch.cuda.empty_cache()
+    few, many = times[16], times[256]
+    told = (
+        f"on how much is cached: 16 blocks of 64 MiB take {_middle(few):.1f} ms to return and "
+        f"{_middle(times[-16]):.1f} ms to have again, 256 take {_middle(many):.1f} and {_middle(times[-256]):.1f} ms"
+    )
+    inside = [10 <= _middle(t) <= 100 for t in (few, many)]
+    return (CONFIRMED if all(inside) else DEPENDS if any(inside) or _middle(many) > 100 else REFUTED), told
+
+
+@claim("C6", "CUDA graphs give 15 to 25%.", gpu=True)
+def graphs(s: Setting) -> Answer:
+    timed = _window(s)
+    without, with_them = timed["without graphs"], timed[ablation.ALL]
+    low, high = _saved(ablation.paired(without.seconds, with_them.seconds))
+    told = (
+        f"a window takes {_ms(without)} without and {_ms(with_them)} with them, all else being on: "
+        f"{_percent(low, high)} less, and {without.launches} launches become {with_them.launches}"
+    )
+    return _within(low, high, 15, 25), told
+
+
+@claim("C7", "A launch costs about 7 µs, in a graph less than 1 µs.", gpu=True)
+def launches(s: Setting) -> Answer:
+    x, count = torch.zeros(1, device=s.device), 1000
+
+    def many() -> None:
+        for _ in range(count):
+            x.add_(1)
+
+    many()
+    torch.cuda.synchronize(s.device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        many()
+    found = _interleaved(s, {"eager": many, "graph": graph.replay}, count=1)
+    eager, replayed = (1e6 * _middle(found[name]) / count for name in ("eager", "graph"))
+    told = (
+        f"an in-place addition to one element takes {eager:.2f} µs eagerly, and {replayed:.2f} µs as a node of a graph"
+    )
+    if 5 <= eager <= 9 and replayed < 1:
+        return CONFIRMED, told
+    return (DEPENDS if replayed < 1 or 5 <= eager <= 9 else REFUTED), told
+
+
+@claim("C8", "All that is implemented adds up to 10 to 15%.", gpu=True)
+def together(s: Setting) -> Answer:
+    timed = _window(s)
+    parts = timed["without graphs"]
+    saved = _saved(ablation.paired(timed[ablation.REFERENCE].seconds, parts.seconds))
+    times = ablation.paired(timed[ablation.REFERENCE].seconds, timed[ablation.ALL].seconds)
+    told = (
+        f"without graphs a window of {_ms(timed[ablation.REFERENCE])} takes {_ms(parts)}: {_percent(*saved)} less. "
+        f"With them {_ms(timed[ablation.ALL])}: {times.value:.3g} times as fast ({times.low:.3g} to {times.high:.3g}). "
+        "The source's own rows add up to 9 to 16%"
+    )
+    return _within(*saved, 10, 15), told
+
+
+# --- of the functions themselves ------------------------------------------------------------------------------------
+
+
+@claim("C9", "Adding up velocities in place is the same function.")
+def in_place(s: Setting) -> Answer:
+    generator = torch.Generator().manual_seed(0)
+    draws = 100
+    for _ in range(draws):
+        steps = int(torch.randint(1, 65, (), generator=generator))
+        velocities = (10 * torch.randn(steps, 16, s.config.coordinates, generator=generator)).to(s.device)
+        plain, fast = (
+            implementation("geometry.velocity_accumulation", "velocity_accumulation", optimized=optimized)(
+                torch.zeros_like(velocities[0])
+            )(velocities)
+            for optimized in (False, True)
+        )
+        if not torch.equal(plain, fast):
+            return REFUTED, f"not bit for bit: {steps} steps differ by {(plain - fast).abs().max():.3g}"
+    return CONFIRMED, f"bit for bit, in {draws} draws of up to 64 steps"
+
+
+@claim("C10", "exp(lior) is a perplexity.")
+def perplexity(s: Setting) -> Answer:
+    lior_and_speed = implementation("geometry.lior_and_speed", "lior_and_speed", optimized=False)
+    generator = torch.Generator().manual_seed(0)
+    velocity = torch.randn(16, s.config.coordinates, generator=generator)
+    curvature = torch.rand(16, generator=generator)
+    diagonal = torch.ones(s.config.coordinates)
+    one, four = (
+        float(lior_and_speed(velocity, curvature, None, scale * diagonal, s.config.eps)[0].mean().exp())
+        for scale in (1.0, 4.0)
+    )
+    told = (
+        f"no likelihood of a token enters lior: with the metric four times as large exp(lior) goes from {one:.3g} to "
+        f"{four:.3g}, and no prediction has changed"
+    )
+    return (REFUTED if four > 1.01 * one else CONFIRMED), told
+
+
+@claim("C11", "The metric's update has the same sign in its docstring and in its code.")
+def sign(s: Setting) -> Answer:
+    update = implementation("geometry.metric_update", "metric_update", optimized=False)
+    metric = torch.ones(s.config.coordinates)
+    update(metric, torch.ones(s.config.coordinates), torch.tensor(1e-3), s.config.eta)
+    grows = bool((metric > 1).all())
+    told = (
+        "neither the docstring nor the code is in the source's document. Ours, docstring and code alike: where the "
+        f"nudge raised lior, g {'grows' if grows else 'shrinks'} along the velocity (1 becomes {metric[0]:.4f})"
+    )
+    return UNMEASURED, told
+
+
+@claim("C12", "Loss curves agree within 1e-4 with and without graphs.", gpu=True)
+def curves(s: Setting) -> Answer:
+    batches = _batches(s)
+    given = [next(batches) for _ in range(s.curve_windows)]
+    found = []
+    for on in (False, True):
+        trainer = _trainer(s, tuple(t for t in s.techniques if on or t != GRAPHS))
+        losses = []
+        for batch in given:
+            trainer.train_window(batch)
+            losses.append(trainer.last_metrics()["loss"])
+        found.append(torch.tensor(losses, dtype=torch.float64))
+    furthest = float((found[0] - found[1]).abs().max())
+    told = (
+        f"over {s.curve_windows} windows they differ by {furthest:.2g} at most, where the loss is {found[0].mean():.3g}"
+    )
+    return (CONFIRMED if furthest <= 1e-4 else REFUTED), told
+
+
+# --- how ------------------------------------------------------------------------------------------------------------
+
+
+def _trainer(s: Setting, on: tuple[str, ...] | None) -> Any:
+    switches = {t: on is not None and t in on for t in TECHNIQUES}
+    make = implementation("trainers.trainer2", "Trainer", optimized=on is not None)
+    return make(dataclasses.replace(s.config, **switches), VOCABULARY, s.device)
+
+
+def _batches(s: Setting) -> Any:
+    count = 8
+    sequences = synthetic(VOCABULARY, s.config.sequence_length, count * s.config.batch_size)
+    given = itertools.islice(Batches(sequences, s.config.batch_size, seed=0), count)
+    return itertools.cycle([{k: v.to(s.device) for k, v in batch.items()} for batch in given])
+
+
+@functools.cache
+def _window(s: Setting) -> Mapping[str, Timed]:
+    """A window of the reference, of all techniques, of all but graphs, and of these with metrics one at a time."""
+    eager = tuple(t for t in s.techniques if t != GRAPHS)
+    chosen = [
+        Arm(name=ablation.REFERENCE, on=None),
+        Arm(name=ablation.ALL, on=s.techniques),
+        Arm(name="without graphs", on=eager),
+        Arm(name="one at a time", on=tuple(t for t in eager if t != BATCHING)),
+    ]
+    timed = ablation.measure(
+        lambda arm: _trainer(s, arm.on), chosen, _batches(s), device=s.device, rounds=s.rounds, windows=1
+    )
+    return {arm.name: arm for arm in timed}
+
+
+def _counts(call: Callable[[], object]) -> tuple[int, int]:
+    """(host syncs, launches) of a call."""
+    call()
+    return count_calls({"call": (lambda: None, call)})["call"]
+
+
+def _interleaved(s: Setting, calls: Mapping[str, Callable[[], object]], *, count: int = 20) -> dict[str, list[float]]:
+    """Seconds a call by round; a round times `count` calls of each in a row."""
+    wait: Callable[[], object] = (
+        (lambda: torch.cuda.synchronize(s.device)) if s.device.type == "cuda" else (lambda: None)
+    )
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for number in range(s.rounds + 1):
+        for name in list(calls)[:: 1 if number % 2 else -1]:
+            wait()
+            began = time.perf_counter()
+            for _ in range(count):
+                calls[name]()
+            wait()
+            if number:  # the first warms up
+                seconds[name].append((time.perf_counter() - began) / count)
+    return seconds
+
+
+def _blocks(device: torch.device, count: int) -> list[torch.Tensor]:
+    """Blocks of 64 MiB, each with memory of its own."""
+    return [torch.empty(1 << 26, dtype=torch.uint8, device=device) for _ in range(count)]
+
+
+def _middle(values: Any) -> float:
+    return float(torch.tensor(list(values), dtype=torch.float64).median())
+
+
+def _spread(values: list[float]) -> tuple[float, float]:
+    """Their mean's 95% interval."""
+    from scipy import stats
+
+    mean = sum(values) / len(values)
+    half = stats.t.ppf(0.975, len(values) - 1) * stats.sem(values)
+    return mean - half, mean + half
+
+
+def _saved(ratio: Ratio) -> tuple[float, float]:
+    """The interval of the time saved, in percent, of how many times as long it takes without."""
+    return 100 * (1 - 1 / ratio.low), 100 * (1 - 1 / ratio.high)
+
+
+def _within(low: float, high: float, least: float, most: float) -> str:
+    """Whether an interval and what is claimed have anything in common."""
+    return CONFIRMED if low <= most and high >= least else REFUTED
+
+
+def _percent(low: float, high: float) -> str:
+    return f"{(low + high) / 2:.3g}% ({low:.3g} to {high:.3g})"
+
+
+def _us(seconds: list[float]) -> str:
+    return f"{1e6 * _middle(seconds):.3g} µs"
+
+
+def _ms(timed: Timed) -> str:
+    return f"{1e3 * _middle(timed.seconds):.3g} ms"

@@ -1,0 +1,90 @@
+"""`perfsuite curve`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import click
+
+from perfsuite.errors import PerfsuiteError
+from suite.commands.ending import in_one_line
+
+Points = Sequence[tuple[int, float, float]]
+"""(window, seconds since 1970, value)."""
+SHOWN = 400
+"""Windows are put together to so many points, so that a long run's throughput is seen behind its noise."""
+
+
+@click.command()
+@click.argument("folder", type=click.Path(file_okay=False))
+@click.option("--out", type=click.Path(dir_okay=False), help="SVG file.  [default: FOLDER/curve.svg]")
+def curve(folder: str, out: str | None) -> None:
+    """Plot the loss and the throughput of the run in FOLDER, from what TensorBoard was given."""
+    with in_one_line("interrupted"):
+        points = read(Path(folder))
+        path = Path(out) if out else Path(folder) / "curve.svg"
+        plot(points, path)
+        click.echo(summary(points))
+        click.echo(f"wrote {path}", err=True)
+
+
+def read(folder: Path) -> Mapping[str, Points]:
+    """Tag → its points. PerfsuiteError where there are none, or no loss is among them."""
+    try:
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    except ImportError:
+        raise PerfsuiteError("the curve needs tensorboard: pip install 'perfsuite[train]'") from None
+    board = folder / "tensorboard"
+    if not any(board.glob("*tfevents*")):
+        raise PerfsuiteError(f"{folder} has no TensorBoard files; train with --tensorboard true --folder {folder}")
+    events = EventAccumulator(str(board), size_guidance={"scalars": 0}).Reload()
+    found = {tag: [(e.step, e.wall_time, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    if len(found.get("loss", ())) < 2:
+        raise PerfsuiteError(f"{folder} holds no curve: fewer than two losses were written")
+    return found
+
+
+def summary(points: Mapping[str, Points]) -> str:
+    """The run in one line."""
+    first, last = points["loss"][0], points["loss"][-1]
+    seconds = last[1] - first[1]
+    rate = (last[0] - first[0]) / seconds if seconds > 0 else float("nan")
+    return (
+        f"windows {first[0]} to {last[0]} in {seconds:.0f} s: {rate:.3g} windows/s; loss {first[2]:.4g} at first, "
+        f"{last[2]:.4g} at last"
+    )
+
+
+def plot(points: Mapping[str, Points], path: Path) -> None:
+    """Loss and throughput over the windows, as SVG."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise PerfsuiteError("the curve needs matplotlib: pip install 'perfsuite[test]'") from None
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    loss = points["loss"]
+    spaced = loss[:: max(1, len(loss) // SHOWN)]
+    rates = [
+        ((a[0] + b[0]) / 2, (b[0] - a[0]) / (b[1] - a[1]))
+        for a, b in itertools.pairwise(spaced)
+        if b[1] > a[1] and b[0] > a[0]
+    ]
+    with pyplot.rc_context({"svg.hashsalt": "perfsuite", "font.size": 9}):
+        figure, (above, below) = pyplot.subplots(
+            2, sharex=True, figsize=(8, 4.5), layout="constrained", height_ratios=(2, 1)
+        )
+        above.plot([w for w, _, _ in loss], [v for *_, v in loss], color="#4c72b0", linewidth=1)
+        above.set_ylabel("loss")
+        below.plot([w for w, _ in rates], [r for _, r in rates], color="#55a868", linewidth=1)
+        below.set_ylabel("windows/s")
+        below.set_ylim(bottom=0)
+        below.set_xlabel("window")
+        for axes in (above, below):
+            axes.spines[["top", "right"]].set_visible(False)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, metadata={"Date": None})
+        pyplot.close(figure)

@@ -1,0 +1,192 @@
+"""The claims of the sources: their verdicts, their file and page, and the command."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from perfsuite.errors import PerfsuiteError
+from suite.ablation import ALL, REFERENCE, Timed
+from suite.claims import record, trainer2
+from suite.claims.record import CONFIRMED, DEPENDS, REFUTED, UNMEASURED, Checks, Claim
+from suite.commands.claims import claims
+
+SMALL = dataclasses.replace(trainer2.setting(torch.device("cpu")), rounds=2, curve_windows=3)
+HERE = "a device"
+
+
+def made(id: str, **changed: Any) -> Claim:
+    given = {"trainer": "toy", "said": "It pays.", "verdict": CONFIRMED, "found": "2%", "device": HERE}
+    return Claim(id=id, **{**given, "versions": "torch 2", "date": "2026-01-01", **changed})
+
+
+def timed(name: str, *seconds: float, syncs: int = 0, launches: int = 9) -> Timed:
+    return Timed(name=name, seconds=seconds, host_syncs=syncs, launches=launches)
+
+
+@pytest.fixture
+def windows(monkeypatch: pytest.MonkeyPatch) -> dict[str, Timed]:
+    """What a window is said to take."""
+    found = {
+        REFERENCE: timed(REFERENCE, 1.0, 1.1, 1.2, launches=1000),
+        "without graphs": timed("without graphs", 0.88, 0.97, 1.05, launches=500),
+        "one at a time": timed("one at a time", 0.9, 1.0, 1.1, syncs=4),
+        ALL: timed(ALL, 0.22, 0.24, 0.26, launches=7),
+    }
+    monkeypatch.setattr(trainer2, "_window", lambda setting: found)
+    return found
+
+
+# --- the rule -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "verdict"),
+    [(16, 18, CONFIRMED), (24, 90, CONFIRMED), (1, 15, CONFIRMED), (26, 30, REFUTED), (-3, 14, REFUTED)],
+)
+def test_an_interval_that_meets_what_is_claimed_confirms_it(low: float, high: float, verdict: str) -> None:
+    assert trainer2._within(low, high, 15, 25) == verdict
+
+
+def test_every_claim_of_the_source_has_a_test() -> None:
+    assert list(trainer2.CHECKS.all) == [f"C{n}" for n in range(1, 13)]
+
+
+def test_what_says_something_of_a_gpu_is_not_measured_without_one() -> None:
+    for test in trainer2.CHECKS.all.values():
+        if test.gpu:
+            assert test.answer(SMALL) == (UNMEASURED, "there is no GPU")
+    assert [t.id for t in trainer2.CHECKS.all.values() if not t.gpu] == ["C9", "C10", "C11"]
+
+
+def test_a_claim_is_measured_once() -> None:
+    tests = Checks()
+    tests("C1", "one")(lambda setting: (CONFIRMED, ""))
+    with pytest.raises(ValueError, match="C1 is measured twice"):
+        tests("C1", "two")(lambda setting: (CONFIRMED, ""))
+
+
+def test_graphs_are_judged_by_the_time_they_save(windows: dict[str, Timed]) -> None:
+    verdict, told = trainer2.graphs(SMALL)
+    assert verdict == REFUTED  # 75%: more than was claimed
+    assert "a window takes 970 ms without and 240 ms with them" in told
+    assert "75.2% (74.8 to 75.5) less, and 500 launches become 7" in told
+    windows["without graphs"] = timed("without graphs", 0.28, 0.30, 0.32)
+    assert trainer2.graphs(SMALL)[0] == CONFIRMED
+
+
+def test_all_together_is_judged_without_graphs(windows: dict[str, Timed]) -> None:
+    verdict, told = trainer2.together(SMALL)
+    assert verdict == CONFIRMED
+    assert "without graphs a window of 1.1e+03 ms takes 970 ms: 12.1% (11.2 to 13) less" in told
+
+
+def test_scripting_is_judged_by_its_share_of_a_window(windows: dict[str, Timed]) -> None:
+    verdict, told = trainer2.scripting(SMALL)
+    assert verdict == REFUTED  # of a window of a second nothing this small is 1%
+    assert "of a window of the reference" in told
+
+
+def test_functions_are_judged_on_any_device() -> None:
+    assert trainer2.in_place(SMALL) == (CONFIRMED, "bit for bit, in 100 draws of up to 64 steps")
+    assert trainer2.perplexity(SMALL)[0] == REFUTED
+    verdict, told = trainer2.sign(SMALL)
+    assert verdict == UNMEASURED
+    assert "g grows along the velocity" in told
+
+
+def test_another_sum_is_refuted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def implementation(module: str, function: str, *, optimized: bool) -> Any:
+        return lambda start: lambda velocities: velocities.sum(0) + optimized
+
+    monkeypatch.setattr(trainer2, "implementation", implementation)
+    verdict, told = trainer2.in_place(SMALL)
+    assert verdict == REFUTED
+    assert "differ by 1" in told
+
+
+def test_a_window_is_timed_in_its_four_arms() -> None:
+    found = trainer2._window(SMALL)
+    assert set(found) == {REFERENCE, ALL, "without graphs", "one at a time"}
+    assert all(len(t.seconds) == SMALL.rounds for t in found.values())
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_every_claim_has_a_verdict() -> None:
+    given = dataclasses.replace(SMALL, device=torch.device("cuda"))
+    for test in trainer2.CHECKS.all.values():
+        verdict, told = test.answer(given)
+        assert verdict in {CONFIRMED, REFUTED, DEPENDS, *({UNMEASURED} if test.id == "C11" else ())}
+        assert told
+
+
+# --- the file and the page ------------------------------------------------------------------------------------------
+
+
+def test_claims_are_kept_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "claims.json"
+    assert record.load(path) == {}
+    given = {name: made(name) for name in ("C10", "C2")}
+    record.save(given, path)
+    assert record.load(path) == given
+    assert list(record.load(path)) == ["C2", "C10"]
+    shown = record.page(given)
+    assert shown.index("| C2 |") < shown.index("| C10 |")
+    assert "| C2 | It pays. | **confirmed** | 2% |" in shown
+    assert f"Measured on: {HERE}, torch 2, 2026-01-01." in shown
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"schema": 2, "claims": []}', '{"schema": 1, "claims": [{"id": "C1"}]}'])
+def test_a_file_that_holds_something_else_is_an_error(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "claims.json"
+    path.write_text(text)
+    with pytest.raises(PerfsuiteError, match=r"claims.json holds no claims .*; move it away"):
+        record.load(path)
+
+
+def test_there_are_four_verdicts() -> None:
+    with pytest.raises(ValueError, match="verdict='perhaps' is not one of confirmed, refuted, depends, not meas"):
+        made("C1", verdict="perhaps")
+
+
+# --- the command ----------------------------------------------------------------------------------------------------
+
+
+def test_the_command_measures_the_chosen_ones_and_keeps_the_others(tmp_path: Path) -> None:
+    record.save({"C1": made("C1", trainer="trainer2"), "C9": made("C9", trainer="trainer2")}, tmp_path / "claims.json")
+    done = CliRunner().invoke(claims, ["trainer2", "--only", "C9", "--device", "cpu", "--out", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    found = record.load(tmp_path / "claims.json")
+    assert found["C1"].device == HERE
+    assert found["C9"].device != HERE
+    assert found["C9"].found == "bit for bit, in 100 draws of up to 64 steps"
+    assert "**confirmed** | bit for bit" in (tmp_path / "claims.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["trainer2", "--only", "C99"], "there is no claim 'C99'; there are: C1, C2, "),
+        (["trainer3"], "no trainer is called 'trainer3'; did you mean trainer2?"),
+    ],
+)
+def test_what_there_is_not_ends_in_one_line(arguments: list[str], says: str, tmp_path: Path) -> None:
+    done = CliRunner().invoke(claims, [*arguments, "--device", "cpu", "--out", str(tmp_path)])
+    assert done.exit_code == 1
+    (line,) = done.output.splitlines()
+    assert line.startswith(f"Error: {says}")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_damaged_file_is_not_written_over(tmp_path: Path) -> None:
+    path = tmp_path / "claims.json"
+    path.write_text(json.dumps({"schema": 7}))
+    done = CliRunner().invoke(claims, ["trainer2", "--only", "C9", "--device", "cpu", "--out", str(tmp_path)])
+    assert done.exit_code == 1
+    assert json.loads(path.read_text()) == {"schema": 7}

@@ -1,0 +1,51 @@
+"""`perfsuite curve`: a run's loss and throughput as a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from suite.commands import curve as module
+from suite.commands.curve import curve
+
+LOSSES = [(1, 100.0, 2.0), (3, 101.0, 1.0), (5, 102.0, 0.5)]
+
+
+def invoked(*arguments: str) -> Result:
+    return CliRunner().invoke(curve, arguments)
+
+
+def test_a_run_in_one_line() -> None:
+    assert module.summary({"loss": LOSSES}) == "windows 1 to 5 in 2 s: 2 windows/s; loss 2 at first, 0.5 at last"
+
+
+def test_a_run_is_plotted(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install 'perfsuite[train]'")
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'perfsuite[test]'")
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(tmp_path / "tensorboard")) as writer:
+        for window, seconds, loss in LOSSES:
+            writer.add_scalar("loss", loss, window, walltime=seconds)
+    done = invoked(str(tmp_path))
+    assert done.exit_code == 0, done.output
+    assert "windows 1 to 5 in 2 s: 2 windows/s" in done.output
+    picture = (tmp_path / "curve.svg").read_text()
+    for words in ("loss", "windows/s", "window"):
+        assert f"<!-- {words} -->" in picture
+    again = tmp_path / "elsewhere/again.svg"
+    assert invoked(str(tmp_path), "--out", str(again)).exit_code == 0
+    assert again.read_text() == picture
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_folder_without_a_curve_is_an_error(exists: bool, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install 'perfsuite[train]'")
+    folder = tmp_path / "run"
+    if exists:
+        folder.mkdir()
+    done = invoked(str(folder))
+    assert done.exit_code == 1
+    assert f"Error: {folder} has no TensorBoard files; train with --tensorboard true" in done.output
