@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from io import StringIO
 from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import TYPE_CHECKING, Any
@@ -118,7 +119,7 @@ def measure(
     peaks: dict[str, int | None] = {}
     for arm in chosen:
         progress(f"warming up {arm.name}")
-        with _noting(notes.setdefault(arm.name, [])):
+        with noting(notes.setdefault(arm.name, [])):
             peaks[arm.name] = _warm(arm, build, batches, trainers, wait, cuda)
     counts = _counted(trainers, batches, progress) if cuda else {}
     rng = random.Random(seed)
@@ -168,7 +169,8 @@ def _warm(
 
 
 @contextlib.contextmanager
-def _noting(found: list[str]) -> Iterator[None]:
+def noting(found: list[str]) -> Iterator[None]:
+    """Add the RuntimeWarnings that are raised within to `found`, each in one line."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", RuntimeWarning)
         yield
@@ -218,9 +220,22 @@ def load(path: Path) -> Record:
         timed = tuple(
             Timed(**{**a, "seconds": tuple(a["seconds"]), "notes": tuple(a["notes"])}) for a in data.pop("arms")
         )
-        return Record(**{**data, "techniques": tuple(data["techniques"])}, arms=timed)
+        return _whole(Record(**{**data, "techniques": tuple(data["techniques"])}, arms=timed))
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise PerfsuiteError(f"{path} is no ablation ({error}); measure one with `perfsuite ablate`") from None
+
+
+def _whole(record: Record) -> Record:
+    """The record; ValueError where an arm or a round of it is missing, or a time is none."""
+    timed = {a.name: a.seconds for a in record.arms}
+    rounds = len(timed.get(REFERENCE, ()))
+    for arm in arms(record.techniques):
+        seconds = timed.get(arm.name, ())
+        if len(seconds) != rounds or rounds < 2:
+            raise ValueError(f"arm {arm.name!r} was timed in {len(seconds)} rounds")
+        if not all(0 < s < math.inf for s in seconds):
+            raise ValueError(f"arm {arm.name!r} has a time that is none")
+    return record
 
 
 # --- what is shown --------------------------------------------------------------------------------------------------
@@ -245,6 +260,10 @@ def _lines(record: Record, picture: str | None) -> Iterator[str]:
         "are 95%."
     )
     yield ""
+    if len(record.techniques) > 1:
+        rest = ratio(record, REFERENCE, f"+{record.techniques[-2]}")
+        yield f"Without {record.techniques[-1]}, the last one, it is {_times(rest)}."
+        yield ""
     if picture:
         yield f"![Seconds a window, one technique after another]({picture})"
         yield ""
@@ -275,8 +294,8 @@ def _lines(record: Record, picture: str | None) -> Iterator[str]:
 _LABEL = {REFERENCE: "the reference trainer", NONE: "the optimized one, all off"}
 
 
-def plot(record: Record, path: Path) -> None:
-    """The waterfall, as SVG."""
+def plotting() -> Any:
+    """matplotlib's pyplot; PerfsuiteError where it is not installed."""
     try:
         import matplotlib
     except ImportError:
@@ -284,6 +303,12 @@ def plot(record: Record, path: Path) -> None:
     matplotlib.use("svg")
     from matplotlib import pyplot
 
+    return pyplot
+
+
+def plot(record: Record, path: Path) -> None:
+    """The waterfall, as SVG."""
+    pyplot = plotting()
     names = [REFERENCE, NONE, *(f"+{t}" for t in record.techniques[:-1]), ALL]
     labels = ["reference", "all off", *(f"+ {t}" for t in record.techniques)]
     ms = [1e3 * median(record.arm(n).seconds) for n in names]
@@ -302,8 +327,10 @@ def plot(record: Record, path: Path) -> None:
         axes.set_xlabel("milliseconds a window")
         axes.set_xlim(0, max(ms) * 1.15)
         axes.spines[["top", "right"]].set_visible(False)
-        figure.savefig(path, metadata={"Date": None})
+        drawn = StringIO()
+        figure.savefig(drawn, format="svg", metadata={"Date": None})
         pyplot.close(figure)
+    write(path, drawn.getvalue())
 
 
 def _figures(arm: Timed) -> str:

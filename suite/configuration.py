@@ -122,6 +122,8 @@ def _document(path: Path) -> dict[str, Any]:
         where = f", line {mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or str(error)
         raise ConfigurationError(f"{path}{where}: not YAML: {' '.join(problem.split())}") from None
+    except (ValueError, RecursionError) as error:  # of a day that there is not, say
+        raise ConfigurationError(f"{path}: holds a value that cannot be read: {error}") from None
     if found is None:
         return {}
     if not isinstance(found, dict):

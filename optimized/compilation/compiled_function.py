@@ -26,13 +26,35 @@ def compiled_function(cost: torch.Tensor, states: torch.Tensor, beta: float = 5.
 
 
 def compile_quietly(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """`torch.compile`, without the warnings that its compiler raises while it works.
+    """`torch.compile`, without the warnings that its backend raises while it compiles.
 
     They are no caller's to mend, and with warnings as errors the function would not be compiled. Options as
     torch.compile's, but for `backend` and `mode`.
     """
     with _quiet():
         return torch.compile(function, backend=_inductor, **options)
+
+
+def compile_if_possible(function: Callable[..., Any], name: str, **options: Any) -> Callable[..., Any]:
+    """`compile_quietly`. Where nothing can be compiled a warning says why, once, and the function runs as it is.
+
+    name  what the warning calls it
+    """
+    compiled = compile_quietly(function, **options)
+    failed = []
+
+    def call(*args: Any) -> Any:
+        if failed:
+            return function(*args)
+        try:
+            return compiled(*args)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            failed.append(error)
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            warnings.warn(f"{name} runs uncompiled: {reason}", RuntimeWarning, stacklevel=3)
+            return function(*args)
+
+    return call
 
 
 def _inductor(graph: torch.fx.GraphModule, inputs: Any) -> Any:
@@ -61,18 +83,4 @@ def _mix(cost: torch.Tensor, states: torch.Tensor, beta: float) -> torch.Tensor:
 
 @functools.cache
 def _compiled() -> Callable[..., torch.Tensor]:
-    compiled = compile_quietly(_mix, dynamic=True)
-    failed = []
-
-    def call(cost: torch.Tensor, states: torch.Tensor, beta: float) -> torch.Tensor:
-        if failed:
-            return _mix(cost, states, beta)
-        try:
-            return compiled(cost, states, beta)
-        except torch._dynamo.exc.TorchDynamoException as error:
-            failed.append(error)
-            reason = str(error).strip().splitlines()[0]
-            warnings.warn(f"compiled_function runs uncompiled: {reason}", RuntimeWarning, stacklevel=3)
-            return _mix(cost, states, beta)
-
-    return call
+    return compile_if_possible(_mix, "compiled_function", dynamic=True)

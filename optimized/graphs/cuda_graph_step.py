@@ -35,14 +35,16 @@ class CudaGraphs:
         """(what the call returns, in memory of the graph; a function that runs what was recorded)."""
         graph = torch.cuda.CUDAGraph()
         generator = _generator(device)
-        before = generator.clone_state()
+        before, current = generator.clone_state(), torch.cuda.current_stream(device)
         try:
             # Threads that load data may go on with CUDA meanwhile.
             with torch.cuda.graph(graph, stream=self._stream(device), capture_error_mode="thread_local"):
                 result = call()
         except BaseException:
-            # A capture that fails leaves the generator capturing, and nothing random would run any more.
+            # A capture that fails leaves the generator capturing, and nothing random would run any more; where ending
+            # it fails too, it leaves its stream the current one.
             generator.graphsafe_set_state(before)
+            torch.cuda.set_stream(current)
             raise
         return result, graph.replay
 
@@ -156,7 +158,9 @@ class CudaGraphStep:
         try:
             graph = _Graph(self._step, leaves, spec, graphs, self._mutates, device)
         except RuntimeError as error:
-            self._refused[key] = self.reason = f"the step cannot be captured: {str(error).strip().splitlines()[0]}"
+            self._refused[key] = self.reason = (
+                f"the step cannot be captured: {(str(error).strip().splitlines() or [type(error).__name__])[0]}"
+            )
             warnings.warn(f"cuda_graph_step runs eagerly: {self.reason}", RuntimeWarning, stacklevel=2)
             return self._step(*args, **kwargs)
         del self._seen[key]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from optimized.compilation.compiled_function import compile_quietly
+from optimized.compilation.compiled_function import compile_if_possible
 from optimized.geometry.rotor_cache import RotorCache
 from optimized.geometry.velocity_accumulation import VelocitySum
 from optimized.graphs.cuda_graph_step import cuda_graph_step
@@ -277,7 +277,8 @@ def _named(values: list[float], window: int) -> dict[str, float]:
 @functools.cache
 def _compiled() -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Of all trainers: functions of their arguments alone, so that a second trainer compiles nothing anew."""
-    return compile_quietly(_forward, dynamic=False), compile_quietly(_leapfrog, dynamic=False)
+    forward = compile_if_possible(_forward, "trainer2's forward pass", dynamic=False)
+    return forward, compile_if_possible(_leapfrog, "trainer2's field", dynamic=False)
 
 
 def _forward(

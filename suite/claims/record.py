@@ -31,6 +31,9 @@ class Claim:
     date: str
 
     def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if not isinstance(getattr(self, field.name), str):
+                raise ValueError(f"{field.name} is no text")
         if self.verdict not in VERDICTS:
             raise ValueError(f"verdict={self.verdict!r} is not one of {', '.join(VERDICTS)}")
 
@@ -93,7 +96,9 @@ def load(path: Path) -> dict[str, Claim]:
         return {c["id"]: Claim(**c) for c in data["claims"]}
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except OSError as error:
+        raise PerfsuiteError(f"cannot read {path}: {error.strerror or error}; name another folder with --out") from None
+    except (ValueError, TypeError, KeyError) as error:
         raise PerfsuiteError(f"{path} holds no claims ({error}); move it away, and measure them anew") from None
 
 
@@ -107,7 +112,7 @@ def page(claims: Mapping[str, Claim]) -> str:
     """The claims as a page of Markdown."""
     lines = ["# What the sources claim, and what was measured", ""]
     lines += [
-        "Written by `perfsuite claims TRAINER --out docs`. *depends* says on what; *not measurable here*, why.",
+        "Written by `perfsuite claims TRAINER`. *depends* says on what; *not measurable here*, why.",
         "",
     ]
     for trainer in dict.fromkeys(claims[name].trainer for name in sorted(claims, key=_number)):

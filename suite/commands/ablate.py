@@ -10,7 +10,8 @@ from typing import Any
 
 import click
 
-from suite.commands.ending import in_one_line
+from perfsuite.errors import PerfsuiteError
+from suite.commands.ending import in_one_line, writable
 
 FOLDER = ".perfsuite/ablation"
 VOCABULARY = 32000
@@ -45,7 +46,8 @@ def ablate(
 ) -> None:
     """Measure what each technique brings to trainer NAME: switched on one after another, and each off alone.
 
-    Writes NAME.json, NAME.md and NAME.svg. The data are random tokens: they cost the same as any.
+    Writes NAME.json, NAME.md and NAME.svg. The data are random tokens: they cost the same as any. Which techniques the
+    configuration switches on does not matter: each is measured on and off.
     """
     with in_one_line("interrupted; nothing was written"):
         _ablate(name, config, device, rounds, windows, Path(out), source, no_plot, fields)
@@ -64,13 +66,20 @@ def _ablate(
 ) -> None:
     from perfsuite.report.files import write
     from suite import ablation
+    from suite.configuration import ConfigurationError
 
+    if not no_plot:
+        ablation.plotting()  # now, and not after minutes
     if source is None:
-        record = _measured(name, config, device, rounds, windows, fields)
+        record = _measured(name, config, device, rounds, windows, out, fields)
         ablation.save(record, out / f"{name}.json")
+    elif config is not None or fields:
+        given = " ".join(["--config"] * (config is not None) + list(fields))
+        raise ConfigurationError(f"--from shows a recording and measures nothing; leave out {given}, or --from")
     else:
         record = ablation.load(Path(source))
-    out.mkdir(parents=True, exist_ok=True)
+        if record.trainer != name:
+            raise PerfsuiteError(f"{source} is of the trainer {record.trainer!r}, not of {name!r}; name that one")
     picture = None if no_plot else f"{name}.svg"
     if picture:
         ablation.plot(record, out / picture)
@@ -81,46 +90,56 @@ def _ablate(
 
 
 def _measured(
-    name: str, config: str | None, device: str | None, rounds: int, windows: int, fields: tuple[str, ...]
+    name: str, config: str | None, device: str | None, rounds: int, windows: int, out: Path, fields: tuple[str, ...]
 ) -> Any:
     from suite import trainers
 
     trainers.find(name)
     import torch
 
-    from perfsuite import machine
     from suite import ablation, configuration
-    from suite.commands.train import device_called
+    from suite.commands.train import device_called, name_of
     from suite.text import Batches, synthetic
 
     (chosen,) = configuration.read([trainers.config_of(name)], config, fields)
     techniques = trainers.techniques_of(name)
     there = device_called(device)
+    arms = ablation.arms(techniques)
+
+    def switched(arm: ablation.Arm) -> Any:
+        switches = {t: arm.on is not None and t in arm.on for t in techniques}
+        try:
+            return dataclasses.replace(chosen, **switches)
+        except ValueError as error:
+            told = f"each technique is switched on in turn, which these fields do not allow: {error}"
+            raise configuration.ConfigurationError(told) from None
+
+    for arm in arms:  # now, and not after minutes
+        switched(arm)
+    writable(out)
     sequences = synthetic(VOCABULARY, chosen.sequence_length, BATCHES * chosen.batch_size)
     batches = Batches(sequences, chosen.batch_size, seed=0)
 
     def build(arm: ablation.Arm) -> Any:
-        switches = {t: arm.on is not None and t in arm.on for t in techniques}
         side: trainers.Side = "reference" if arm.on is None else "optimized"
-        return trainers.build(name, dataclasses.replace(chosen, **switches), VOCABULARY, there, side)
+        return trainers.build(name, switched(arm), VOCABULARY, there, side)
 
     moved = [{k: v.to(there) for k, v in batch.items()} for batch in itertools.islice(batches, BATCHES)]
     timed = ablation.measure(
         build,
-        ablation.arms(techniques),
+        arms,
         itertools.cycle(moved),
         device=there,
         rounds=rounds,
         windows=windows,
         progress=lambda what: click.echo(what, err=True),
     )
-    found = machine.identify(prefer=there.type)
     return ablation.Record(
         trainer=name,
-        device=found.device_name if there.type == "cuda" else found.cpu,
+        device=name_of(there),
         versions=f"torch {torch.__version__}",
         date=datetime.datetime.now(datetime.UTC).date().isoformat(),
-        config=configuration.plain(dataclasses.asdict(chosen)),
+        config={k: v for k, v in configuration.plain(dataclasses.asdict(chosen)).items() if k not in techniques},
         techniques=techniques,
         claims=dict(trainers.claims_of(name)),
         windows=windows,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import datetime
 from pathlib import Path
+from typing import Any
 
 import click
 
-from suite.commands.ending import in_one_line
+from suite.commands.ending import in_one_line, out_of_memory, writable
 
 FOLDER = ".perfsuite/claims"
 
@@ -22,7 +23,8 @@ FOLDER = ".perfsuite/claims"
 def claims(name: str, only: tuple[str, ...], device: str | None, out: str) -> None:
     """Measure what the source of trainer NAME claims, and say of each claim whether it holds.
 
-    Writes claims.json and claims.md. What the folder's claims.json has of other claims stays.
+    Writes claims.json and claims.md. What the folder's claims.json has of other claims stays; so does what was measured
+    of one that cannot be measured here.
     """
     with in_one_line("interrupted; what was measured by then is written"):
         _claims(name, only, device, Path(out))
@@ -35,29 +37,45 @@ def _claims(name: str, only: tuple[str, ...], device: str | None, out: Path) -> 
     chosen = checks.chosen(only)
     import torch
 
-    from perfsuite import machine
     from perfsuite.report.files import write
     from suite.claims import record
-    from suite.commands.train import device_called
+    from suite.commands.train import device_called, name_of
 
     there = device_called(device)
-    found = machine.identify(prefer=there.type)
     known = record.load(out / "claims.json")
+    writable(out)
     given = setting(there)
     for check in chosen:
         click.echo(f"{check.id}: {check.said}", err=True)
-        verdict, told = check.answer(given)
-        known[check.id] = record.Claim(
-            id=check.id,
-            trainer=name,
-            said=check.said,
-            verdict=verdict,
-            found=told,
-            device=found.device_name if there.type == "cuda" else found.cpu,
-            versions=f"torch {torch.__version__}",
-            date=datetime.datetime.now(datetime.UTC).date().isoformat(),
-        )
+        verdict, told = _answer(check, given)
         click.echo(f"  {verdict}: {told}", err=True)
+        before = known.get(check.id)
+        if verdict == record.UNMEASURED and before is not None and before.verdict != record.UNMEASURED:
+            click.echo(f"  what was measured on {before.device} stays: {before.verdict}", err=True)
+        else:
+            known[check.id] = record.Claim(
+                id=check.id,
+                trainer=name,
+                said=check.said,
+                verdict=verdict,
+                found=told,
+                device=name_of(there),
+                versions=f"torch {torch.__version__}",
+                date=datetime.datetime.now(datetime.UTC).date().isoformat(),
+            )
         record.save(known, out / "claims.json")
         write(out / "claims.md", record.page(known))
     click.echo(f"wrote {out / 'claims.md'}", err=True)
+
+
+def _answer(check: Any, given: Any) -> tuple[str, str]:
+    """Its verdict; that it cannot be measured here where the memory does not suffice."""
+    from suite.claims.record import UNMEASURED
+
+    try:
+        verdict, told = check.answer(given)
+    except (MemoryError, RuntimeError) as error:
+        if (reason := out_of_memory(error)) is None:
+            raise
+        return UNMEASURED, reason
+    return verdict, told

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import itertools
+import logging
+import re
+import statistics
 from collections.abc import Mapping, Sequence
+from io import StringIO
 from pathlib import Path
 
 import click
 
 from perfsuite.errors import PerfsuiteError
+from perfsuite.report.files import write
 from suite.commands.ending import in_one_line
 
 Points = Sequence[tuple[int, float, float]]
 """(window, seconds since 1970, value)."""
+STARTED = re.compile(r"tfevents\.(\d+)\.")
+"""The second in which a run began to write a file, in the file's name."""
 SHOWN = 400
 """Windows are put together to so many points, so that a long run's throughput is seen behind its noise."""
 
@@ -21,10 +28,15 @@ SHOWN = 400
 @click.argument("folder", type=click.Path(file_okay=False))
 @click.option("--out", type=click.Path(dir_okay=False), help="SVG file.  [default: FOLDER/curve.svg]")
 def curve(folder: str, out: str | None) -> None:
-    """Plot the loss and the throughput of the run in FOLDER, from what TensorBoard was given."""
+    """Plot the loss and the throughput of the run in FOLDER, from what TensorBoard was given.
+
+    The time between a run's end and its resumption is left out.
+    """
     with in_one_line("interrupted"):
-        points = read(Path(folder))
         path = Path(out) if out else Path(folder) / "curve.svg"
+        if path.suffix != ".svg":
+            raise PerfsuiteError(f"--out {path}: the picture is an SVG file; name one that ends in .svg")
+        points = read(Path(folder))
         plot(points, path)
         click.echo(summary(points))
         click.echo(f"wrote {path}", err=True)
@@ -37,13 +49,41 @@ def read(folder: Path) -> Mapping[str, Points]:
     except ImportError:
         raise PerfsuiteError("the curve needs tensorboard: pip install 'perfsuite[train]'") from None
     board = folder / "tensorboard"
-    if not any(board.glob("*tfevents*")):
+    files = list(board.glob("*tfevents*"))
+    if not files:
         raise PerfsuiteError(f"{folder} has no TensorBoard files; train with --tensorboard true --folder {folder}")
-    events = EventAccumulator(str(board), size_guidance={"scalars": 0}).Reload()
-    found = {tag: [(e.step, e.wall_time, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    logging.getLogger("tensorboard").setLevel(logging.ERROR)  # it tells of windows of an abandoned run, which it drops
+    try:
+        events = EventAccumulator(str(board), size_guidance={"scalars": 0}).Reload()
+    except OSError as error:
+        raise PerfsuiteError(f"cannot read {error.filename or board}: {error.strerror or error}") from None
+    starts = [int(m[1]) for file in files if (m := STARTED.search(file.name))]
+    found = {
+        tag: joined([(e.step, e.wall_time, e.value) for e in events.Scalars(tag)], starts)
+        for tag in events.Tags()["scalars"]
+    }
     if len(found.get("loss", ())) < 2:
         raise PerfsuiteError(f"{folder} holds no curve: fewer than two losses were written")
     return found
+
+
+def joined(points: Points, starts: Sequence[int]) -> Points:
+    """Without the time that passed between a run's end and its resumption, at one of `starts`.
+
+    What remains of such a gap is what its windows take elsewhere, by the median.
+    """
+    pairs = list(itertools.pairwise(points))
+    resumed = [any(a[1] < start <= b[1] for start in starts) for a, b in pairs]
+    paces = [
+        (b[1] - a[1]) / (b[0] - a[0]) for (a, b), new in zip(pairs, resumed, strict=True) if not new and b[0] > a[0]
+    ]
+    pace = statistics.median(paces) if paces else 0.0
+    kept, left_out = list(points[:1]), 0.0
+    for (a, b), new in zip(pairs, resumed, strict=True):
+        if new:
+            left_out += max(0.0, b[1] - a[1] - pace * (b[0] - a[0]))
+        kept.append((b[0], b[1] - left_out, b[2]))
+    return kept
 
 
 def summary(points: Mapping[str, Points]) -> str:
@@ -51,8 +91,9 @@ def summary(points: Mapping[str, Points]) -> str:
     first, last = points["loss"][0], points["loss"][-1]
     seconds = last[1] - first[1]
     rate = (last[0] - first[0]) / seconds if seconds > 0 else float("nan")
+    took = f"{seconds:.0f}" if seconds >= 10 else f"{seconds:.3g}"
     return (
-        f"windows {first[0]} to {last[0]} in {seconds:.0f} s: {rate:.3g} windows/s; loss {first[2]:.4g} at first, "
+        f"windows {first[0]} to {last[0]} in {took} s: {rate:.3g} windows/s; loss {first[2]:.4g} at first, "
         f"{last[2]:.4g} at last"
     )
 
@@ -85,6 +126,7 @@ def plot(points: Mapping[str, Points], path: Path) -> None:
         below.set_xlabel("window")
         for axes in (above, below):
             axes.spines[["top", "right"]].set_visible(False)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, metadata={"Date": None})
+        drawn = StringIO()
+        figure.savefig(drawn, format="svg", metadata={"Date": None})
         pyplot.close(figure)
+    write(path, drawn.getvalue())

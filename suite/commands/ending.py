@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import click
 
@@ -22,7 +25,9 @@ class Wrong(click.ClickException):
 
 @contextmanager
 def in_one_line(interrupted: str) -> Iterator[None]:
-    """Exit code 1 for a PerfsuiteError, 2 for a wrong configuration, 130 with the line `interrupted` for Ctrl-C."""
+    """Exit code 1 for a PerfsuiteError and where memory runs out, 2 for a wrong configuration, 130 with the line
+    `interrupted` for Ctrl-C.
+    """
     try:
         yield
     except KeyboardInterrupt:
@@ -31,3 +36,31 @@ def in_one_line(interrupted: str) -> Iterator[None]:
     except PerfsuiteError as error:
         told = " ".join(str(error).split())
         raise (Wrong if isinstance(error, ConfigurationError) else click.ClickException)(told) from None
+    except (MemoryError, RuntimeError) as error:
+        if reason := out_of_memory(error):
+            told = f"{reason}; lower batch_size or sequence_length, or free the device"
+            raise click.ClickException(told) from None
+        raise
+
+
+def out_of_memory(error: BaseException) -> str | None:
+    """What it says, in a line, if it is that of a device or of the host whose memory does not suffice; else None."""
+    torch = sys.modules.get("torch")
+    told = " ".join(str(error).split())
+    if isinstance(error, MemoryError):  # Python's own says nothing
+        return told or "out of memory"
+    if torch is not None and isinstance(error, torch.OutOfMemoryError):
+        return told.split(". ")[0]
+    on_host = re.search(r"can't allocate memory: you tried to allocate \d+ bytes", told)  # a RuntimeError like others
+    return on_host[0] if on_host else None
+
+
+def writable(folder: Path) -> None:
+    """Before anything is measured: PerfsuiteError where no file can be written in the folder; it is made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise PerfsuiteError(f"cannot write into {folder}: {reason}; name another folder with --out") from None

@@ -69,8 +69,6 @@ def _train(
     from suite import trainers
 
     trainers.find(name)
-    import torch
-
     from suite import configuration
     from suite.runtime import Options, Store, fit
 
@@ -84,25 +82,23 @@ def _train(
         Store(options.folder).refuse_others()
     start = _start(resume, options.folder)
     there = device_called(device)
+    if options.windows != 0:
+        Store(options.folder).ready()
     _seed(options.seed)
     loaded = trainers.data_of(name)(data)
     click.echo(loaded.told, err=True)
     trainer = trainers.build(name, chosen, loaded.vocabulary, there, cast("trainers.Side", side))
     recorded = configuration.plain({"side": side, **asdict(data), **asdict(chosen), "seed": options.seed})
-    try:
-        outcome = fit(
-            trainer,
-            loaded.batches,
-            options,
-            name=name,
-            device=there,
-            configuration=recorded,
-            resume=start,
-            overwrite=overwrite,
-        )
-    except torch.OutOfMemoryError as error:
-        reason = str(error).split(". ")[0]
-        raise PerfsuiteError(f"{reason}; lower batch_size or sequence_length, or free the device") from None
+    outcome = fit(
+        trainer,
+        loaded.batches,
+        options,
+        name=name,
+        device=there,
+        configuration=recorded,
+        resume=start,
+        overwrite=overwrite,
+    )
     return outcome.exit_code
 
 
@@ -119,16 +115,33 @@ def _start(resume: str | None, folder: str) -> Path | None:
 
 
 def device_called(name: str | None) -> Any:
-    """The device of that name, or the GPU if there is one, or the CPU; PerfsuiteError where it cannot be used."""
+    """The device of that name, or the GPU if there is one, or the CPU; PerfsuiteError where it cannot be used.
+
+    A GPU becomes the current one: its streams, events, kernels and counters are then meant where none is named.
+    """
     import torch
 
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        device = torch.device(name)
+        if device.type not in ("cpu", "cuda"):
+            raise ValueError("only cpu and cuda are trained on")
         torch.empty(0, device=device)
+        if device.type == "cuda" and device.index is not None:
+            torch.cuda.set_device(device)
     except Exception as error:  # torch raises RuntimeError, AssertionError and others, by build
-        reason = str(error).splitlines()[0]
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise PerfsuiteError(f"--device {name}: {reason}; `perfsuite doctor` says what this machine has") from None
     return device
+
+
+def name_of(device: Any) -> str:
+    """The model of that GPU, or of the CPU."""
+    import torch
+
+    from perfsuite import machine
+
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else machine.cpu_model()
 
 
 def _seed(seed: int) -> None:

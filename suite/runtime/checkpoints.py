@@ -10,6 +10,7 @@ import contextlib
 import os
 import random
 import re
+import tempfile
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -66,7 +67,8 @@ class Store:
         except FileNotFoundError:
             return []
         except OSError as error:
-            raise CheckpointError(f"cannot read the folder {self.folder}: {error.strerror or error}") from None
+            reason = error.strerror or str(error)
+            raise CheckpointError(f"cannot read the folder {self.folder}: {reason}; name another --folder") from None
 
     def latest(self) -> Path:
         """The last one written; CheckpointError where there is none."""
@@ -112,6 +114,16 @@ class Store:
                 f"{self.folder} holds checkpoints of an earlier run ({there[0].name}); "
                 "go on with --resume latest, name another --folder, or give --overwrite"
             )
+
+    def ready(self) -> None:
+        """Make the folder; CheckpointError where nothing can be written into it: before a run, and not at its end."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.folder):
+                pass
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise CheckpointError(f"cannot write into {self.folder}: {reason}; name another --folder") from None
 
     def tidy(self) -> None:
         """Remove what runs that were killed have left half written."""

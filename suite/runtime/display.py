@@ -108,7 +108,7 @@ def quantity(value: float) -> str:
 
 
 def board(folder: Path, windows: int) -> Any:
-    """TensorBoard's writer; what an abandoned run wrote after `windows` is hidden."""
+    """TensorBoard's writer; what an abandoned run in the folder wrote after `windows` is hidden."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
@@ -118,6 +118,6 @@ def board(folder: Path, windows: int) -> Any:
         ) from None
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        return SummaryWriter(str(folder), purge_step=windows or None)
+        return SummaryWriter(str(folder), purge_step=windows + 1)
     except OSError as error:
         raise PerfsuiteError(f"cannot write {folder}: {error.strerror or error}; name another --folder") from None

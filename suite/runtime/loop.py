@@ -25,6 +25,9 @@ from suite.runtime.timing import Phases, Trace, synchronize
 SILENT = 8
 """Windows without metrics after which a trainer is taken to have none: nothing will ever be known of its loss."""
 
+SEEDS = 2**63
+"""torch's generators take no larger seed."""
+
 
 class Trainer(Protocol):
     """What a trainer must do.
@@ -87,6 +90,8 @@ class Options:
             value = getattr(self, name)
             if value is not None and not value >= bound:
                 raise ValueError(f"{name} must be {bound} or more, got {value}")
+        if self.seed >= SEEDS:
+            raise ValueError(f"seed must be less than 2^63, got {self.seed}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -173,6 +178,8 @@ class _Run:
         if self.options.tensorboard and self.store is None:
             raise PerfsuiteError("tensorboard: true needs a folder for its files; name one with --folder")
         if self.store is not None:
+            if self.options.windows != 0:
+                self.store.ready()
             self.store.tidy()
             checkpoints.check(self.trainer.state_dict(), "the trainer's state")  # now, and not after hours
         if resume is not None:
@@ -274,6 +281,10 @@ class _Run:
         self._judge(found, window)
         self.metrics = found
         self._trust(window)
+        self._show(found, window)
+
+    def _show(self, found: Mapping[str, float], window: int) -> None:
+        """To TensorBoard, where it is time."""
         if self.writer is not None and window >= self.due:
             self.due = (window // self.options.tensorboard_every + 1) * self.options.tensorboard_every
             for key, value in found.items():
@@ -309,6 +320,8 @@ class _Run:
             self._judge(found, self.windows)
             self._trust(self.windows)
             self.metrics, known = found if last else self.metrics, True
+            if last:
+                self._show(found, self.windows)
         if self.store is None:
             return
         state = self.trainer.state_dict()

@@ -95,6 +95,7 @@ class TrainConfig:
         _need(self.rotor_k >= 0, "rotor_k", self.rotor_k, "use 0 or more")
         _need(self.beta_nudge > 0, "beta_nudge", self.beta_nudge, "the update divides by it; use more than 0")
         _need(self.step_progress_every >= 0, "step_progress_every", self.step_progress_every, "use 0 or more")
+        _need(0 <= self.seed < 2**63, "seed", self.seed, "use 0 to 2^63 - 1")
         if self.use_cudagraphs:
             _need(self.static_shapes, "static_shapes", False, "a graph has one shape; switch use_cudagraphs off")
             size = self.capture_batch_size

@@ -31,12 +31,15 @@ def state_of(trainer: Any) -> dict[str, Any]:
 
 
 def restore(trainer: Any, state: Mapping[str, Any]) -> None:
-    """Copy a state into a trainer's own tensors. ValueError where a shape is another."""
+    """Copy a state into a trainer's own tensors. ValueError where a shape is another, or a weight is missing."""
     for name in TENSORS:
         own, given = getattr(trainer, name), state[name]
         if own.shape != given.shape:
             raise ValueError(f"{name} has shape {list(given.shape)} in the checkpoint and {list(own.shape)} here")
-        own.copy_(given)
+    if others := trainer.weights.keys() ^ state["weights"].keys():
+        raise ValueError(f"the weights {', '.join(sorted(others))} are only in the checkpoint, or only here")
+    for name in TENSORS:
+        getattr(trainer, name).copy_(state[name])
     for name, weight in state["weights"].items():
         trainer.weights[name].copy_(weight)
     trainer.written, trainer.windows = state["written"], state["windows"]

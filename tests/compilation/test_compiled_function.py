@@ -76,8 +76,20 @@ def test_where_nothing_can_be_compiled_it_runs_as_it_is_and_says_why_once(monkey
         module._compiled.cache_clear()
 
 
-def test_what_the_compiler_warns_of_is_no_error_and_keeps_nothing_from_being_compiled(monkeypatch):
-    from torch._inductor import compile_fx
+def test_a_failure_without_words_is_told_by_its_kind(monkeypatch):
+    def fails(*arguments):
+        raise torch._dynamo.exc.TorchDynamoException
+
+    monkeypatch.setattr(torch, "compile", lambda function, **options: fails)
+    call = module.compile_if_possible(lambda x: x + 1, "it")
+    with pytest.warns(RuntimeWarning, match="it runs uncompiled: TorchDynamoException$"):
+        assert call(1) == 2
+
+
+def test_what_the_compiler_warns_of_is_no_error_and_keeps_nothing_from_being_compiled(monkeypatch, tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what it imports
+        from torch._inductor import compile_fx
 
     def warns(*arguments, **options):
         compiled.append(1)
@@ -87,6 +99,7 @@ def test_what_the_compiler_warns_of_is_no_error_and_keeps_nothing_from_being_com
     compiled = []
     inner = compile_fx.compile_fx_inner
     monkeypatch.setattr(compile_fx, "compile_fx_inner", warns)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # what an earlier run compiled would be taken
     cost = torch.rand(3, 4, requires_grad=True)
     quiet = module.compile_quietly(lambda cost: torch.softmax(cost, 1).sum(0).exp())
     with warnings.catch_warnings():

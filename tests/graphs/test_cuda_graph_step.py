@@ -3,6 +3,7 @@ import warnings
 import pytest
 import torch
 
+from optimized.graphs import cuda_graph_step as module
 from optimized.graphs.cuda_graph_step import CudaGraphStep
 from optimized.graphs.cuda_graph_step import cuda_graph_step as optimized
 from perfsuite import Cost, Pair, Workload, compiled, floats, side, size, stateful, tensor
@@ -203,6 +204,38 @@ def test_a_step_that_cannot_be_captured_runs_and_says_why_once():
         assert step(torch.ones(1)).item() == 3.0
     assert "cannot be captured" in step.reason
     assert step.captures == 0
+
+
+def test_a_capture_that_fails_leaves_the_stream_and_the_random_numbers_as_they_were(monkeypatch):
+    """torch leaves its capture's stream the current one where ending the capture fails."""
+    now = {"stream": "own", "state": "before"}
+
+    class Graph:
+        def __init__(self, graph, **options):
+            pass
+
+        def __enter__(self):
+            now.update(stream="the capture's", state="capturing")
+
+        def __exit__(self, *error):
+            raise RuntimeError("capture invalidated")
+
+    class Generator:
+        def clone_state(self):
+            return now["state"]
+
+        def graphsafe_set_state(self, state):
+            now["state"] = state
+
+    monkeypatch.setattr(module, "_generator", lambda device: Generator())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: "aside")
+    monkeypatch.setattr(torch.cuda, "graph", Graph)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: now["stream"])
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: now.update(stream=stream))
+    with pytest.raises(RuntimeError, match="capture invalidated"):
+        module.CudaGraphs().capture(lambda: None, torch.device("cuda"))
+    assert now == {"stream": "own", "state": "before"}
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,7 @@ def test_the_table_has_each_technique_s_two_figures_and_its_claim() -> None:
     assert "| 1–2% | 2× (2–2) | +100.0% (+100.0 to +100.0) | 6e+03 ms | 1 MiB | 1 | 9 |" in rows["a"]
     assert "| – | 1.5× (1.5–1.5) | +50.0%" in rows["b"]
     assert "**4× (4–4)**" in page
+    assert "Without b, the last one, it is 2.67× (2.67–2.67)." in page
     assert "width 8" in page
 
 
@@ -96,6 +97,40 @@ def test_what_is_no_record_is_refused(text: str, tmp_path: Path) -> None:
     path.write_text(text)
     with pytest.raises(PerfsuiteError, match=r"x\.json is no ablation"):
         ablation.load(path)
+
+
+@pytest.mark.parametrize("seconds", [(), (1.0,), (1.0, 2.0), (1.0, 2.0, math.nan), (1.0, 2.0, 0.0), (1.0, 2.0, "x")])
+def test_a_record_that_lacks_something_is_refused(seconds: tuple[float, ...], tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    arms = [dataclasses.replace(a, seconds=seconds) if a.name == "+a" else a for a in record().arms]
+    ablation.save(record(arms=tuple(arms)), path)
+    with pytest.raises(PerfsuiteError, match=r"x\.json is no ablation"):
+        ablation.load(path)
+    ablation.save(record(arms=tuple(arms[:1])), path)
+    with pytest.raises(PerfsuiteError, match=r"x\.json is no ablation \(arm 'none' was timed in 0 rounds\)"):
+        ablation.load(path)
+
+
+def test_a_recording_is_shown_under_its_own_trainer_s_name(tmp_path: Path) -> None:
+    ablation.save(record(), tmp_path / "toy.json")
+    done = ablate("trainer2", "--from", str(tmp_path / "toy.json"), "--out", str(tmp_path / "b"))
+    assert done.returncode == 1
+    assert "is of the trainer 'toy', not of 'trainer2'" in done.stderr
+    assert not (tmp_path / "b").exists()
+
+
+def test_without_matplotlib_it_is_told_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from click.testing import CliRunner
+
+    from suite.commands.ablate import ablate as command
+
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    done = CliRunner().invoke(command, ["trainer2", "--out", str(tmp_path / "x"), *TINY.split()])
+    assert done.exit_code == 1
+    assert done.output.startswith("Error: the plot needs matplotlib")
+    assert not (tmp_path / "x").exists()
 
 
 def test_the_plot_is_the_same_each_time(tmp_path: Path) -> None:
@@ -122,6 +157,9 @@ def test_the_command_measures_trainer2_and_shows_a_recording_again(tmp_path: Pat
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "trainer2.md").read_text()
     assert re.search(r"^\| rotor_update \| 2–3% \|", page, re.MULTILINE)
+    shown = next(line for line in page.splitlines() if line.startswith("Configuration: "))
+    assert "window 1" in shown
+    assert "compiled_function" not in shown  # switched on and off
     again = ablate("trainer2", "--from", str(tmp_path / "trainer2.json"), "--out", str(tmp_path / "b"), "--no-plot")
     assert again.returncode == 0, again.stderr
     assert (tmp_path / "b" / "trainer2.md").read_text() == page
@@ -139,6 +177,15 @@ def test_the_entry_point_names_the_command() -> None:
         (["trainer2", "--widht", "512"], 2, "widht"),
         (["trainer2", "--from", "nowhere.json"], 1, "nowhere.json is no ablation"),
         (["trainer2", "--width", "100"], 2, "width=100: the field takes up 256 channels"),
+        (
+            ["trainer2", "--static_shapes", "false"],
+            2,
+            "switched on in turn, which these fields do not allow: static_sh",
+        ),
+        (["trainer2", "--from", "x.json", "--width", "512"], 2, "leave out --width 512, or --from"),
+        (["trainer2", "--seed", str(2**64)], 2, "use 0 to 2^63 - 1"),
+        (["trainer2", "--out", f"{__file__}/x"], 1, "cannot write into"),
+        (["trainer2", "--device", "meta"], 1, "only cpu and cuda"),
     ],
 )
 def test_mistakes_end_in_one_line(arguments: list[str], code: int, says: str) -> None:

@@ -118,6 +118,8 @@ def test_a_field_of_two_dataclasses_is_one() -> None:
         ("seed: 1\nseed: 2", [], "c.yaml: 'seed' is there twice, in the mapping of line 1"),
         ("- 1", [], "c.yaml: holds a list; it must hold fields"),
         ("just words", [], "c.yaml: holds a str; it must hold fields"),
+        ("seed: 2020-99-99\n", [], "c.yaml: holds a value that cannot be read: month must be in 1..12"),
+        ("[" * 5000, [], "c.yaml: holds a value that cannot be read: maximum recursion depth"),
         ("a: [1\n", [], "c.yaml, line 2: not YAML: expected ',' or ']'"),
         ("a: !!python/object/apply:os.getcwd []", [], "c.yaml, line 1: not YAML: could not determine a constructor"),
         ("{a: 1}: 3", [], "c.yaml"),

@@ -49,3 +49,38 @@ def test_a_folder_without_a_curve_is_an_error(exists: bool, tmp_path: Path) -> N
     done = invoked(str(folder))
     assert done.exit_code == 1
     assert f"Error: {folder} has no TensorBoard files; train with --tensorboard true" in done.output
+
+
+def test_the_time_between_a_run_s_end_and_its_resumption_is_left_out() -> None:
+    given = [(1, 100.2, 2.0), (2, 101.2, 1.5), (3, 102.2, 1.0), (5, 900.0, 0.5), (6, 901.0, 0.4)]
+    joined = module.joined(given, [100, 890])
+    assert [p[0] for p in joined] == [1, 2, 3, 5, 6]
+    assert [p[1] for p in joined] == pytest.approx([100.2, 101.2, 102.2, 104.2, 105.2])
+    assert "windows 1 to 6 in 5 s: 1 windows/s" in module.summary({"loss": joined})
+    assert module.joined(given, [100]) == given
+    assert module.joined([], [100]) == []
+
+
+@pytest.mark.parametrize(("name", "says"), [("x.png", "name one that ends in .svg"), ("file/x.svg", "cannot write")])
+def test_a_picture_that_cannot_be_written_is_one_line(name: str, says: str, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install 'perfsuite[train]'")
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'perfsuite[test]'")
+    from torch.utils.tensorboard import SummaryWriter
+
+    (tmp_path / "file").write_text("")
+    with SummaryWriter(str(tmp_path / "tensorboard")) as writer:
+        for window, seconds, loss in LOSSES:
+            writer.add_scalar("loss", loss, window, walltime=seconds)
+    done = invoked(str(tmp_path), "--out", str(tmp_path / name))
+    assert done.exit_code == 1
+    (line,) = done.output.splitlines()
+    assert line.startswith("Error: ")
+    assert says in line
+
+
+def test_what_tensorboard_cannot_read_is_one_line(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install 'perfsuite[train]'")
+    (tmp_path / "tensorboard" / "events.out.tfevents.1.x").mkdir(parents=True)
+    done = invoked(str(tmp_path))
+    assert done.exit_code == 1
+    assert done.output.splitlines()[-1].startswith("Error: cannot read ")

@@ -338,6 +338,15 @@ def test_a_checkpoint_that_fails_on_the_way_does_not_end_the_run(run: Toy, monke
         run.fit(5, overwrite=True)
 
 
+def test_a_folder_that_cannot_be_written_into_is_told_before_the_first_window(run: Toy, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for folder in (Path("/proc/nowhere"), tmp_path / "file", tmp_path / "file" / "x"):
+        run.folder = folder
+        with pytest.raises(CheckpointError, match=r"cannot write into .*; name another --folder"):
+            run.fit(5, overwrite=True)
+        assert run.trainer.windows == 0
+
+
 # --- services -------------------------------------------------------------------------------------------------------
 
 
@@ -418,6 +427,18 @@ def test_tensorboard(run: Toy) -> None:
     events = EventAccumulator(str(run.folder / "tensorboard")).Reload()
     assert events.Tags()["scalars"] == ["loss"]
     assert [e.step for e in events.Scalars("loss")] == [5, 10, 15, 20, 30, 35]
+
+
+def test_tensorboard_shows_one_run_of_a_folder(run: Toy) -> None:
+    """Not what another run has left there, and the window that a resumed one begins at."""
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install 'perfsuite[train]'")
+    run.fit(30, tensorboard=True, tensorboard_every=5)
+    run.fit(8, tensorboard=True, tensorboard_every=1, overwrite=True)
+    run.fit(10, tensorboard=True, tensorboard_every=1, resume=run.folder / "window-00000008.pt")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run.folder / "tensorboard")).Reload()
+    assert [e.step for e in events.Scalars("loss")][:8] == [1, 2, 3, 4, 5, 6, 7, 9]
 
 
 def test_without_tensorboard_it_is_one_line(run: Toy, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -166,9 +166,16 @@ def test_show() -> None:
         (["toy", "--nan_at", "3", "--windows", "9"], 1, ["window 3: the loss is nan", "no checkpoint was written"]),
         (["toy", "--device", "cuda:99"], 1, ["--device cuda:99", "perfsuite doctor"]),
         (["toy", "--device", "abacus"], 1, ["--device abacus"]),
+        (["toy", "--device", "meta"], 1, ["--device meta: only cpu and cuda are trained on"]),
+        (["toy", "--seed", str(2**63)], 2, ["seed must be less than 2^63"]),
+        (["toy", "--synthetic", str(10**15)], 1, ["Unable to allocate", "iB for an array", "lower batch_size"]),
         (["toy", "--synthetic", "2"], 1, ["batch_size: 4 is more than the 2 sequences"]),
         (["toy", "--synthetic", "0", "--data", "nowhere"], 1, ["data: nowhere is no folder"]),
-        (["toy", "--folder", "/proc/nowhere", "--windows", "1"], 1, ["cannot write /proc/nowhere"]),
+        (
+            ["toy", "--folder", "/proc/nowhere", "--windows", "1"],
+            1,
+            ["cannot write into /proc/nowhere", "name another"],
+        ),
     ],
 )
 def test_mistakes_are_one_line(arguments: list[str], code: int, words: list[str]) -> None:
@@ -186,6 +193,17 @@ def test_memory_that_runs_out_is_one_line(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(toy.Trainer, "train_window", full)
     one_line(invoked("toy", "--windows", "3"), 1, "CUDA out of memory; lower batch_size")
+
+
+def test_memory_of_the_host_that_runs_out_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+    import toy
+
+    def full(self: object, *arguments: object) -> None:
+        torch.empty(1 << 60)
+
+    monkeypatch.setattr(toy.Trainer, "__init__", full)
+    one_line(invoked("toy", "--windows", "3"), 1, "tried to allocate 4611686018427387904 bytes; lower batch_size")
 
 
 def test_as_a_program() -> None:

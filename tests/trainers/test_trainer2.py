@@ -10,6 +10,7 @@ import random
 import pytest
 import torch
 
+from optimized.trainers import trainer2 as module
 from optimized.trainers.trainer2 import Trainer as Optimized
 from perfsuite import Cost, Pair, Workload, floats, integers, size, stateful, tensor
 from perfsuite.equivalence import C, K
@@ -215,6 +216,30 @@ def test_a_checkpoint_of_other_sizes_is_refused(side):
     other = side(dataclasses.replace(SMALL, memory_slots=8), VOCABULARY, "cpu")
     with pytest.raises(ValueError, match=r"memory_coordinates has shape \[8, 8\] in the checkpoint and \[16, 8\] here"):
         side(SMALL, VOCABULARY, "cpu").load_state_dict(other.state_dict())
+
+
+@pytest.mark.parametrize("side", [Reference, Optimized])
+def test_a_checkpoint_of_fewer_blocks_is_refused(side):
+    other = side(SMALL, VOCABULARY, "cpu")
+    with pytest.raises(ValueError, match=r"the weights 1\.contract, .* are only in the checkpoint, or only here"):
+        side(dataclasses.replace(SMALL, blocks=2), VOCABULARY, "cpu").load_state_dict(other.state_dict())
+
+
+def test_where_nothing_can_be_compiled_it_trains_and_says_why(monkeypatch):
+    def fails(*arguments):
+        raise torch._dynamo.exc.TorchDynamoException("no compiler was found")
+
+    monkeypatch.setattr(torch, "compile", lambda function, **options: fails)
+    module._compiled.cache_clear()
+    try:
+        trainer = Optimized(dataclasses.replace(SMALL, compiled_function=True), VOCABULARY, "cpu")
+        with pytest.warns(RuntimeWarning, match="trainer2's f.* runs uncompiled: no compiler was found"):
+            trainer.train_window(next(iter(batches(1))))
+    finally:
+        module._compiled.cache_clear()
+    plain = Optimized(dataclasses.replace(SMALL, compiled_function=False), VOCABULARY, "cpu")
+    plain.train_window(next(iter(batches(1))))
+    assert torch.equal(trainer.field, plain.field)
 
 
 def test_a_report_says_which_window_it_is_of():
