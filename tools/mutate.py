@@ -51,6 +51,7 @@ CATEGORIES = ("speed_only", "needs_gpu", "equivalent")
 PURE = {f"perfsuite/{name}.py": [f"tests/perfsuite/test_{name}.py"] for name in ("statistics", "gate", "baseline")}
 SHARED = {
     "optimized/kernels.py": ["tests/test_kernels.py", "tests/geometry/test_rotor_update.py"],
+    "optimized/rotor.py": ["tests/geometry/test_rotor_apply.py", "tests/geometry/test_rotor_cache.py"],
     "optimized/diversity/pairwise_cosine_cuda.py": ["tests/diversity/test_pairwise_cosine.py"],
 }
 """Modules of `optimized/` that are no technique by themselves, and the tests that use them."""

@@ -255,7 +255,8 @@ def _device(leaves: Sequence[Any]) -> torch.device:
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:
     """Memory for it, laid out in the same way; contiguous where its own elements overlap."""
-    with torch.no_grad():
+    # A tensor of inference mode counts no versions, by which a change in place is seen.
+    with torch.inference_mode(False), torch.no_grad():
         copy = torch.empty_like(tensor)  # keeps the strides of what is dense
         if copy.stride() == tensor.stride() or 0 in tensor.stride():
             return copy

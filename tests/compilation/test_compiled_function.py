@@ -1,3 +1,4 @@
+import math
 import warnings
 
 import pytest
@@ -54,6 +55,13 @@ def test_equal_costs_weigh_alike(call):
 
 
 @pytest.mark.parametrize("call", [reference, optimized])
+def test_the_inverse_temperature_is_5_where_none_is_given(call):
+    # Weights 1/4 and 3/4.
+    cost, states = torch.tensor([[math.log(3.0) / 5, 0.0]]), torch.tensor([[[1.0], [3.0]]])
+    assert call(cost, states).item() == pytest.approx(2.5)
+
+
+@pytest.mark.parametrize("call", [reference, optimized])
 def test_the_least_cost_wins(call):
     states = torch.tensor([[[1.0], [3.0]]])
     assert call(torch.tensor([[0.0, 100.0]]), states, 5.0).tolist() == [[1.0]]
@@ -67,8 +75,9 @@ def test_where_nothing_can_be_compiled_it_runs_as_it_is_and_says_why_once(monkey
     module._compiled.cache_clear()
     try:
         cost, states = torch.zeros(1, 2), torch.ones(1, 2, 3)
-        with pytest.warns(RuntimeWarning, match="compiled_function runs uncompiled: no compiler was found$"):
+        with pytest.warns(RuntimeWarning, match="compiled_function runs uncompiled: no compiler was found$") as said:
             assert optimized(cost, states).tolist() == [[1.0] * 3]
+        assert [w.filename for w in said] == [__file__]  # the caller's line
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             assert optimized(cost, states).tolist() == [[1.0] * 3]

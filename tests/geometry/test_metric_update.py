@@ -3,6 +3,7 @@ import math
 import pytest
 import torch
 
+from optimized.geometry import metric_update as module
 from optimized.geometry.metric_update import metric_update as optimized
 from optimized.geometry.metric_update import metric_update_triton, metric_update_vectorised
 from optimized.kernels import triton_reason
@@ -105,6 +106,20 @@ def test_the_kernel_serves_a_gpu_up_to_what_a_program_holds(gpu, n, path, monkey
     assert served == path
     assert all(a is b for a, b in zip(given, arguments, strict=True))
     assert [id(t) for t in asked] in ([id(t) for t in arguments[:3]], [])
+
+
+@pytest.mark.parametrize("n", [1, 3, 8, 257, 512, 4096])
+def test_the_launch_is_one_that_a_gpu_takes(n, monkeypatch):
+    launches = []
+    # One program: others would change the metric a second time.
+    kernel = {(1,): lambda *arguments, **options: launches.append(options)}
+    monkeypatch.setattr(module, "_metric_update_kernel", kernel)
+    metric_update_triton(torch.empty(n), torch.empty(n), torch.tensor(0.5))
+    (options,) = launches
+    block, warps = options["BLOCK"], options["num_warps"]
+    assert n <= block < 2 * n
+    assert 1 <= warps <= 32
+    assert block.bit_count() == warps.bit_count() == 1  # powers of two
 
 
 @pytest.mark.skipif(triton_reason() is not None or torch.cuda.is_available(), reason="needs Triton's interpreter")

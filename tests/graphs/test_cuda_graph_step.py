@@ -1,4 +1,5 @@
 import warnings
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -141,15 +142,50 @@ def test_another_form_is_captured_anew(other):
     assert graphs.captured == 2
 
 
-def test_another_mode_is_captured_anew():
+@contextmanager
+def autocast(dtype):
+    """On machines without a CUDA device, too."""
+    before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+    torch.set_autocast_enabled("cuda", True)
+    torch.set_autocast_dtype("cuda", dtype)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled("cuda", before[0])
+        torch.set_autocast_dtype("cuda", before[1])
+
+
+@contextmanager
+def precision(name):
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(name)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+MODES = {
+    "none": nullcontext,
+    "no_grad": torch.no_grad,
+    "inference": torch.inference_mode,
+    "float16": lambda: autocast(torch.float16),
+    "bfloat16": lambda: autocast(torch.bfloat16),
+    "medium": lambda: precision("medium"),
+}
+
+
+def test_each_mode_has_a_graph_of_its_own():
     graphs = Graphs()
-    step = optimized(lambda x: x + 0, warmup=1, backend=graphs)
+    step = optimized(lambda x: x.add_(1), warmup=1, graphs=len(MODES), backend=graphs)
     for _ in range(3):
-        step(torch.ones(2))
-    with torch.no_grad():
-        for _ in range(3):
-            step(torch.ones(2))
-    assert graphs.captured == 2
+        for mode in MODES.values():
+            with mode():
+                x = torch.ones(2)
+                assert step(x) is x
+                assert x.tolist() == [2.0, 2.0]
+                assert step.reason is None
+    assert (graphs.warmed, graphs.captured, graphs.replayed) == tuple(n * len(MODES) for n in (1, 1, 2))
 
 
 def test_the_graphs_used_last_are_kept():
@@ -164,6 +200,19 @@ def test_the_graphs_used_last_are_kept():
     step(torch.ones(2))
     step(torch.ones(2))
     assert graphs.captured == 4
+
+
+def test_by_default_three_calls_warm_up_and_four_graphs_are_kept():
+    graphs = Graphs()
+    step = optimized(lambda x: x + 1, backend=graphs)
+    for n in range(1, 6):
+        for _ in range(4):
+            step(torch.ones(n))
+    assert (graphs.warmed, graphs.captured) == (15, 5)
+    step(torch.ones(2))
+    assert graphs.warmed == 15
+    step(torch.ones(1))
+    assert graphs.warmed == 16
 
 
 def test_layouts_that_are_not_dense_are_kept():
@@ -197,8 +246,9 @@ def test_a_step_that_cannot_be_captured_runs_and_says_why_once():
     step(torch.ones(1))
     with pytest.warns(
         RuntimeWarning, match=r"cuda_graph_step runs eagerly: .* not permitted when stream is capturing$"
-    ):
+    ) as said:
         assert step(torch.ones(1)).item() == 3.0
+    assert [w.filename for w in said] == [__file__]  # the caller's line
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert step(torch.ones(1)).item() == 3.0
