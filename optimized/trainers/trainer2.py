@@ -9,6 +9,7 @@ window later.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,7 +25,7 @@ from suite.trainer2.config import FIELD_CHANNELS, TrainConfig
 from suite.trainer2.model import make_field, make_weights
 from suite.trainer2.state import restore, state_of
 
-CHANNELS = FIELD_CHANNELS[0] * FIELD_CHANNELS[1]
+CHANNELS = math.prod(FIELD_CHANNELS)
 REPORTED = ("loss", "curvature", "speed", "loss_delta")
 
 
