@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import random
@@ -18,18 +19,21 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from io import StringIO
 from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import TYPE_CHECKING, Any
 
 from perfsuite.errors import PerfsuiteError
 from perfsuite.report.files import write
+from suite import plotting as plots
 
 if TYPE_CHECKING:
     import torch
 
 SCHEMA = 1
+VOCABULARY = 32000
+BATCHES = 8
+"""Different ones, on the device before the clock starts."""
 REFERENCE, NONE, ALL = "reference", "none", "all"
 Batches = Iterator[Mapping[str, Any]]
 
@@ -198,12 +202,26 @@ def ratio(record: Record, slower: str, faster: str) -> Ratio:
 
 def paired(slower: Sequence[float], faster: Sequence[float]) -> Ratio:
     """Seconds of the one over the other's, round by round."""
+    middle, half = mean([math.log(a / b) for a, b in zip(slower, faster, strict=True)])
+    return Ratio(value=math.exp(middle), low=math.exp(middle - half), high=math.exp(min(middle + half, 700.0)))
+
+
+def mean(values: Sequence[float]) -> tuple[float, float]:
+    """(their mean, half the width of its 95% interval), by Student's t."""
     from scipy import stats
 
-    logs = [math.log(a / b) for a, b in zip(slower, faster, strict=True)]
-    middle = fmean(logs)
-    half = stats.t.ppf(0.975, len(logs) - 1) * stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else math.inf
-    return Ratio(value=math.exp(middle), low=math.exp(middle - half), high=math.exp(min(middle + half, 700.0)))
+    count = len(values)
+    half = stats.t.ppf(0.975, count - 1) * stdev(values) / math.sqrt(count) if count > 1 else math.inf
+    return fmean(values), half
+
+
+def random_batches(config: Any, device: torch.device) -> Batches:
+    """A few batches of random tokens, of a configuration's batch_size and sequence_length, over and over."""
+    from suite import text
+
+    sequences = text.synthetic(VOCABULARY, config.sequence_length, BATCHES * config.batch_size)
+    given = itertools.islice(text.Batches(sequences, config.batch_size, seed=0), BATCHES)
+    return itertools.cycle([{k: v.to(device) for k, v in batch.items()} for batch in given])
 
 
 def save(record: Record, path: Path) -> None:
@@ -254,7 +272,7 @@ def _lines(record: Record, picture: str | None) -> Iterator[str]:
     yield ""
     count = len(record.arm(ALL).seconds)
     yield (
-        f"A window takes {_seconds(record.arm(REFERENCE))} in the reference trainer and {_seconds(record.arm(ALL))} in "
+        f"A window takes {in_ms(record.arm(REFERENCE))} in the reference trainer and {in_ms(record.arm(ALL))} in "
         f"the optimized one: **{_times(total)}**. Every arm was timed in each of {count} interleaved rounds, "
         f"{record.windows} window{'s' * (record.windows > 1)} at a time; ratios are taken within a round, intervals "
         "are 95%."
@@ -296,14 +314,7 @@ _LABEL = {REFERENCE: "the reference trainer", NONE: "the optimized one, all off"
 
 def plotting() -> Any:
     """matplotlib's pyplot; PerfsuiteError where it is not installed."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise PerfsuiteError("the plot needs matplotlib; pip install 'perfsuite[test]', or use --no-plot") from None
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
-    return pyplot
+    return plots.pyplot("the plot needs matplotlib; pip install 'perfsuite[test]', or use --no-plot")
 
 
 def plot(record: Record, path: Path) -> None:
@@ -312,7 +323,7 @@ def plot(record: Record, path: Path) -> None:
     names = [REFERENCE, NONE, *(f"+{t}" for t in record.techniques[:-1]), ALL]
     labels = ["reference", "all off", *(f"+ {t}" for t in record.techniques)]
     ms = [1e3 * median(record.arm(n).seconds) for n in names]
-    with pyplot.rc_context({"svg.hashsalt": "perfsuite", "font.size": 9}):
+    with plots.style(pyplot):
         figure, axes = pyplot.subplots(figsize=(8, 0.34 * len(names) + 1.2), layout="constrained")
         for row, value in enumerate(ms):
             whole = row in (0, 1, len(ms) - 1)
@@ -327,19 +338,17 @@ def plot(record: Record, path: Path) -> None:
         axes.set_xlabel("milliseconds a window")
         axes.set_xlim(0, max(ms) * 1.15)
         axes.spines[["top", "right"]].set_visible(False)
-        drawn = StringIO()
-        figure.savefig(drawn, format="svg", metadata={"Date": None})
-        pyplot.close(figure)
-    write(path, drawn.getvalue())
+        plots.save(pyplot, figure, path)
 
 
 def _figures(arm: Timed) -> str:
     memory = "–" if arm.peak_bytes is None else f"{arm.peak_bytes / 2**20:.0f} MiB"
     counts = ["–" if c is None else str(c) for c in (arm.host_syncs, arm.launches)]
-    return f"{_seconds(arm)} | {memory} | {counts[0]} | {counts[1]} |"
+    return f"{in_ms(arm)} | {memory} | {counts[0]} | {counts[1]} |"
 
 
-def _seconds(arm: Timed) -> str:
+def in_ms(arm: Timed) -> str:
+    """A window's, the median over the rounds, in words."""
     return f"{1e3 * median(arm.seconds):.3g} ms"
 
 

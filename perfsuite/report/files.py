@@ -10,6 +10,13 @@ from pathlib import Path
 from perfsuite.errors import PerfsuiteError
 
 
+def probe(folder: Path) -> None:
+    """Make the folder, with those above it, and try a file in it; OSError where that fails."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder):
+        pass
+
+
 def write(path: Path, text: str) -> Path:
     """Write `text` to `path` atomically, with the folders above it; PerfsuiteError in one line if that fails."""
     temporary = None

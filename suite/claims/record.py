@@ -67,10 +67,8 @@ class Checks:
     def __init__(self) -> None:
         self.all: dict[str, Check] = {}
 
-    def __call__(
-        self, id: str, said: str, *, gpu: bool = False
-    ) -> Callable[[Callable[[Any], Answer]], Callable[[Any], Answer]]:
-        def keep(measure: Callable[[Any], Answer]) -> Callable[[Any], Answer]:
+    def __call__(self, id: str, said: str, *, gpu: bool = False) -> Callable[[Measure], Measure]:
+        def keep(measure: Measure) -> Measure:
             if id in self.all:
                 raise ValueError(f"claim {id} is measured twice")
             self.all[id] = Check(id=id, said=said, measure=measure, gpu=gpu)

@@ -5,30 +5,27 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
-import itertools
 import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import torch
 
 from perfsuite.counting import count_calls
 from suite import ablation
-from suite.ablation import Arm, Ratio, Timed
+from suite.ablation import Arm, Ratio, Timed, in_ms
 from suite.claims.record import CONFIRMED, DEPENDS, REFUTED, UNMEASURED, Answer, Checks
 from suite.techniques import implementation
-from suite.text import Batches, synthetic
 from suite.trainer2.config import TECHNIQUES, TrainConfig
 
-VOCABULARY = 32000
 FLOAT32 = tuple(t for t in TECHNIQUES if t != "autocast_bf16")
 GRAPHS, BATCHING = "use_cudagraphs", "metric_batching"
 CURVE_WINDOWS = 200
-claim = Checks()
-CHECKS = claim
+CHECKS = Checks()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +51,7 @@ def setting(device: torch.device) -> Setting:
 # --- on the host and in the driver ----------------------------------------------------------------------------------
 
 
-@claim("C1", "The optimised rotor update has no host sync.", gpu=True)
+@CHECKS("C1", "The optimised rotor update has no host sync.", gpu=True)
 def rotor_syncs(s: Setting) -> Answer:
     n, k = s.config.coordinates, s.config.rotor_k
     index = implementation("geometry.rotor_apply", "rotor_index", optimized=False)(n, k).to(s.device)
@@ -77,7 +74,7 @@ def rotor_syncs(s: Setting) -> Answer:
     return (CONFIRMED if fast == 0 else REFUTED), told
 
 
-@claim("C2", "Batching the metrics removes 10 to 15 syncs a window.", gpu=True)
+@CHECKS("C2", "Batching the metrics removes 10 to 15 syncs a window.", gpu=True)
 def batching(s: Setting) -> Answer:
     metrics = [torch.ones((), device=s.device) for _ in range(3)]
     plain, fast = (
@@ -97,7 +94,7 @@ def batching(s: Setting) -> Answer:
     return (DEPENDS if plain > fast else REFUTED), told
 
 
-@claim("C3", "Scripting the softmax weights and the mix gives 1 to 2%.", gpu=True)
+@CHECKS("C3", "Scripting the softmax weights and the mix gives 1 to 2%.", gpu=True)
 def scripting(s: Setting) -> Answer:
     c = s.config
     K = c.sequence_length + c.memory_slots
@@ -111,9 +108,10 @@ def scripting(s: Setting) -> Answer:
     found = _interleaved(
         s, {n: functools.partial(f, cost, states, c.beta) for n, f in (("e", eager), ("s", scripted), ("c", compiled))}
     )
-    window = _middle(_window(s)[ablation.REFERENCE].seconds)
+    window = median(_window(s)[ablation.REFERENCE].seconds)
     share = [100 * 2 * c.window * (e - t) / window for e, t in zip(found["e"], found["s"], strict=True)]
-    low, high = _spread(share)
+    middle, half = ablation.mean(share)
+    low, high = middle - half, middle + half
     told = (
         f"{_us(found['e'])} eager, {_us(found['s'])} scripted, {_us(found['c'])} compiled: scripting saves "
         f"{_percent(low, high)} of a window of the reference"
@@ -121,7 +119,7 @@ def scripting(s: Setting) -> Answer:
     return _within(low, high, 1, 2, told)
 
 
-@claim("C4", "Where allocated/reserved is above 0.9, emptying the cache helps.", gpu=True)
+@CHECKS("C4", "Where allocated/reserved is above 0.9, emptying the cache helps.", gpu=True)
 def full_cache(s: Setting) -> Answer:
     parts = []
     for kept in (15, 8):  # of sixteen blocks
@@ -141,7 +139,7 @@ def full_cache(s: Setting) -> Answer:
     return (REFUTED if little < much else CONFIRMED), told
 
 
-@claim("C5", "Emptying the cache stalls for 10 to 100 ms.", gpu=True)
+@CHECKS("C5", "Emptying the cache stalls for 10 to 100 ms.", gpu=True)
 def stall(s: Setting) -> Answer:
     times: dict[int, list[float]] = {}
     for _ in range(s.rounds):
@@ -160,15 +158,15 @@ def stall(s: Setting) -> Answer:
     torch.cuda.empty_cache()
     few, many = times[16], times[256]
     told = (
-        f"on how much is cached: 16 blocks of 64 MiB take {_middle(few):.1f} ms to return and "
-        f"{_middle(times[-16]):.1f} ms to have again, 256 take {_middle(many):.1f} and {_middle(times[-256]):.1f} ms"
+        f"on how much is cached: 16 blocks of 64 MiB take {median(few):.1f} ms to return and "
+        f"{median(times[-16]):.1f} ms to have again, 256 take {median(many):.1f} and {median(times[-256]):.1f} ms"
     )
-    inside = [10 <= _middle(t) <= 100 for t in (few, many)]
-    across = _middle(few) < 10 and _middle(many) > 100
+    inside = [10 <= median(t) <= 100 for t in (few, many)]
+    across = median(few) < 10 and median(many) > 100
     return (CONFIRMED if all(inside) else DEPENDS if any(inside) or across else REFUTED), told
 
 
-@claim("C6", "CUDA graphs give 15 to 25%.", gpu=True)
+@CHECKS("C6", "CUDA graphs give 15 to 25%.", gpu=True)
 def graphs(s: Setting) -> Answer:
     timed = _window(s)
     without, with_them = timed["without graphs"], timed[ablation.ALL]
@@ -176,13 +174,13 @@ def graphs(s: Setting) -> Answer:
         return UNMEASURED, why
     low, high = _saved(ablation.paired(without.seconds, with_them.seconds))
     told = (
-        f"a window takes {_ms(without)} without and {_ms(with_them)} with them, all else being on: "
+        f"a window takes {in_ms(without)} without and {in_ms(with_them)} with them, all else being on: "
         f"{_percent(low, high)} less, and {without.launches} launches become {with_them.launches}"
     )
     return _within(low, high, 15, 25, told)
 
 
-@claim("C7", "A launch costs about 7 µs, in a graph less than 1 µs.", gpu=True)
+@CHECKS("C7", "A launch costs about 7 µs, in a graph less than 1 µs.", gpu=True)
 def launches(s: Setting) -> Answer:
     x, count = torch.zeros(1, device=s.device), 1000
 
@@ -196,7 +194,7 @@ def launches(s: Setting) -> Answer:
     with torch.cuda.graph(graph):
         many()
     found = _interleaved(s, {"eager": many, "graph": graph.replay}, count=1)
-    eager, replayed = (1e6 * _middle(found[name]) / count for name in ("eager", "graph"))
+    eager, replayed = (1e6 * median(found[name]) / count for name in ("eager", "graph"))
     told = (
         f"an in-place addition to one element takes {eager:.2f} µs eagerly, and {replayed:.2f} µs as a node of a graph"
     )
@@ -205,7 +203,7 @@ def launches(s: Setting) -> Answer:
     return (DEPENDS if replayed < 1 or 5 <= eager <= 9 else REFUTED), told
 
 
-@claim("C8", "All that is implemented adds up to 10 to 15%.", gpu=True)
+@CHECKS("C8", "All that is implemented adds up to 10 to 15%.", gpu=True)
 def together(s: Setting) -> Answer:
     timed = _window(s)
     if why := _refused(timed[ablation.ALL].notes):
@@ -214,9 +212,9 @@ def together(s: Setting) -> Answer:
     saved = _saved(ablation.paired(timed[ablation.REFERENCE].seconds, parts.seconds))
     times = ablation.paired(timed[ablation.REFERENCE].seconds, timed[ablation.ALL].seconds)
     told = (
-        f"without graphs a window of {_ms(timed[ablation.REFERENCE])} takes {_ms(parts)}: {_percent(*saved)} less. "
-        f"With them {_ms(timed[ablation.ALL])}: {times.value:.3g} times as fast ({times.low:.3g} to {times.high:.3g}). "
-        "The source's own rows add up to 9 to 16%"
+        f"without graphs a window of {in_ms(timed[ablation.REFERENCE])} takes {in_ms(parts)}: {_percent(*saved)} less. "
+        f"With them {in_ms(timed[ablation.ALL])}: {times.value:.3g} times as fast ({times.low:.3g} to "
+        f"{times.high:.3g}). The source's own rows add up to 9 to 16%"
     )
     return _within(*saved, 10, 15, told)
 
@@ -224,7 +222,7 @@ def together(s: Setting) -> Answer:
 # --- of the functions themselves ------------------------------------------------------------------------------------
 
 
-@claim("C9", "Adding up velocities in place is the same function.")
+@CHECKS("C9", "Adding up velocities in place is the same function.")
 def in_place(s: Setting) -> Answer:
     generator = torch.Generator().manual_seed(0)
     draws = 100
@@ -242,7 +240,7 @@ def in_place(s: Setting) -> Answer:
     return CONFIRMED, f"bit for bit, in {draws} draws of up to 64 steps"
 
 
-@claim("C10", "exp(lior) is a perplexity.")
+@CHECKS("C10", "exp(lior) is a perplexity.")
 def perplexity(s: Setting) -> Answer:
     lior_and_speed = implementation("geometry.lior_and_speed", "lior_and_speed", optimized=False)
     generator = torch.Generator().manual_seed(0)
@@ -260,7 +258,7 @@ def perplexity(s: Setting) -> Answer:
     return (REFUTED if four > 1.01 * one else CONFIRMED), told
 
 
-@claim("C11", "The metric's update has the same sign in its docstring and in its code.")
+@CHECKS("C11", "The metric's update has the same sign in its docstring and in its code.")
 def sign(s: Setting) -> Answer:
     update = implementation("geometry.metric_update", "metric_update", optimized=False)
     metric = torch.ones(s.config.coordinates)
@@ -273,9 +271,9 @@ def sign(s: Setting) -> Answer:
     return UNMEASURED, told
 
 
-@claim("C12", "Loss curves agree within 1e-4 with and without graphs.", gpu=True)
+@CHECKS("C12", "Loss curves agree within 1e-4 with and without graphs.", gpu=True)
 def curves(s: Setting) -> Answer:
-    batches = _batches(s)
+    batches = ablation.random_batches(s.config, s.device)
     given = [next(batches) for _ in range(s.curve_windows)]
     found = []
     notes: list[str] = []
@@ -302,14 +300,7 @@ def curves(s: Setting) -> Answer:
 def _trainer(s: Setting, on: tuple[str, ...] | None) -> Any:
     switches = {t: on is not None and t in on for t in TECHNIQUES}
     make = implementation("trainers.trainer2", "Trainer", optimized=on is not None)
-    return make(dataclasses.replace(s.config, **switches), VOCABULARY, s.device)
-
-
-def _batches(s: Setting) -> Any:
-    count = 8
-    sequences = synthetic(VOCABULARY, s.config.sequence_length, count * s.config.batch_size)
-    given = itertools.islice(Batches(sequences, s.config.batch_size, seed=0), count)
-    return itertools.cycle([{k: v.to(s.device) for k, v in batch.items()} for batch in given])
+    return make(dataclasses.replace(s.config, **switches), ablation.VOCABULARY, s.device)
 
 
 @functools.cache
@@ -322,8 +313,9 @@ def _window(s: Setting) -> Mapping[str, Timed]:
         Arm(name="without graphs", on=eager),
         Arm(name="one at a time", on=tuple(t for t in eager if t != BATCHING)),
     ]
+    batches = ablation.random_batches(s.config, s.device)
     timed = ablation.measure(
-        lambda arm: _trainer(s, arm.on), chosen, _batches(s), device=s.device, rounds=s.rounds, windows=1
+        lambda arm: _trainer(s, arm.on), chosen, batches, device=s.device, rounds=s.rounds, windows=1
     )
     return {arm.name: arm for arm in timed}
 
@@ -363,19 +355,6 @@ def _blocks(device: torch.device, count: int) -> list[torch.Tensor]:
     return [torch.empty(1 << 26, dtype=torch.uint8, device=device) for _ in range(count)]
 
 
-def _middle(values: Any) -> float:
-    return float(torch.tensor(list(values), dtype=torch.float64).median())
-
-
-def _spread(values: list[float]) -> tuple[float, float]:
-    """Their mean's 95% interval."""
-    from scipy import stats
-
-    mean = sum(values) / len(values)
-    half = stats.t.ppf(0.975, len(values) - 1) * stats.sem(values)
-    return mean - half, mean + half
-
-
 def _saved(ratio: Ratio) -> tuple[float, float]:
     """The interval of the time saved, in percent, of how many times as long it takes without."""
     return 100 * (1 - 1 / ratio.low), 100 * (1 - 1 / ratio.high)
@@ -398,8 +377,4 @@ def _percent(low: float, high: float) -> str:
 
 
 def _us(seconds: list[float]) -> str:
-    return f"{1e6 * _middle(seconds):.3g} µs"
-
-
-def _ms(timed: Timed) -> str:
-    return f"{1e3 * _middle(timed.seconds):.3g} ms"
+    return f"{1e6 * median(seconds):.3g} µs"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,6 @@ from perfsuite.errors import PerfsuiteError
 from suite.commands.ending import in_one_line, writable
 
 FOLDER = ".perfsuite/ablation"
-VOCABULARY = 32000
-BATCHES = 8
-"""Different ones, on the device before the clock starts."""
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
@@ -99,7 +95,6 @@ def _measured(
 
     from suite import ablation, configuration
     from suite.commands.train import device_called, name_of
-    from suite.text import Batches, synthetic
 
     (chosen,) = configuration.read([trainers.config_of(name)], config, fields)
     techniques = trainers.techniques_of(name)
@@ -117,18 +112,15 @@ def _measured(
     for arm in arms:  # now, and not after minutes
         switched(arm)
     writable(out)
-    sequences = synthetic(VOCABULARY, chosen.sequence_length, BATCHES * chosen.batch_size)
-    batches = Batches(sequences, chosen.batch_size, seed=0)
 
     def build(arm: ablation.Arm) -> Any:
         side: trainers.Side = "reference" if arm.on is None else "optimized"
-        return trainers.build(name, switched(arm), VOCABULARY, there, side)
+        return trainers.build(name, switched(arm), ablation.VOCABULARY, there, side)
 
-    moved = [{k: v.to(there) for k, v in batch.items()} for batch in itertools.islice(batches, BATCHES)]
     timed = ablation.measure(
         build,
         arms,
-        itertools.cycle(moved),
+        ablation.random_batches(chosen, there),
         device=there,
         rounds=rounds,
         windows=windows,

@@ -7,13 +7,12 @@ import logging
 import re
 import statistics
 from collections.abc import Mapping, Sequence
-from io import StringIO
 from pathlib import Path
 
 import click
 
 from perfsuite.errors import PerfsuiteError
-from perfsuite.report.files import write
+from suite import plotting
 from suite.commands.ending import in_one_line
 
 Points = Sequence[tuple[int, float, float]]
@@ -100,13 +99,7 @@ def summary(points: Mapping[str, Points]) -> str:
 
 def plot(points: Mapping[str, Points], path: Path) -> None:
     """Loss and throughput over the windows, as SVG."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise PerfsuiteError("the curve needs matplotlib: pip install 'perfsuite[test]'") from None
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
+    pyplot = plotting.pyplot("the curve needs matplotlib: pip install 'perfsuite[test]'")
     loss = points["loss"]
     spaced = loss[:: max(1, len(loss) // SHOWN)]
     rates = [
@@ -114,7 +107,7 @@ def plot(points: Mapping[str, Points], path: Path) -> None:
         for a, b in itertools.pairwise(spaced)
         if b[1] > a[1] and b[0] > a[0]
     ]
-    with pyplot.rc_context({"svg.hashsalt": "perfsuite", "font.size": 9}):
+    with plotting.style(pyplot):
         figure, (above, below) = pyplot.subplots(
             2, sharex=True, figsize=(8, 4.5), layout="constrained", height_ratios=(2, 1)
         )
@@ -126,7 +119,4 @@ def plot(points: Mapping[str, Points], path: Path) -> None:
         below.set_xlabel("window")
         for axes in (above, below):
             axes.spines[["top", "right"]].set_visible(False)
-        drawn = StringIO()
-        figure.savefig(drawn, format="svg", metadata={"Date": None})
-        pyplot.close(figure)
-    write(path, drawn.getvalue())
+        plotting.save(pyplot, figure, path)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import click
 
 from perfsuite.errors import PerfsuiteError
+from perfsuite.report.files import probe
 from suite.configuration import ConfigurationError
 
 INTERRUPTED = 130
@@ -58,9 +58,7 @@ def out_of_memory(error: BaseException) -> str | None:
 def writable(folder: Path) -> None:
     """Before anything is measured: PerfsuiteError where no file can be written in the folder; it is made."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        probe(folder)
     except OSError as error:
         reason = error.strerror or str(error)
         raise PerfsuiteError(f"cannot write into {folder}: {reason}; name another folder with --out") from None

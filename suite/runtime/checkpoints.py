@@ -10,7 +10,6 @@ import contextlib
 import os
 import random
 import re
-import tempfile
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ import numpy
 import torch
 
 from perfsuite.errors import PerfsuiteError
+from perfsuite.report.files import probe
 
 FORMAT = "perfsuite.checkpoint"
 VERSION = 1
@@ -118,9 +118,7 @@ class Store:
     def ready(self) -> None:
         """Make the folder; CheckpointError where nothing can be written into it: before a run, and not at its end."""
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=self.folder):
-                pass
+            probe(self.folder)
         except OSError as error:
             reason = error.strerror or str(error)
             raise CheckpointError(f"cannot write into {self.folder}: {reason}; name another --folder") from None

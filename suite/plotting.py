@@ -1,0 +1,38 @@
+"""Pictures: matplotlib, as SVG that is the same byte for byte for the same figures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from perfsuite.errors import PerfsuiteError
+from perfsuite.report.files import write
+
+
+def pyplot(missing: str) -> Any:
+    """matplotlib's pyplot; PerfsuiteError with the line `missing` where it is not installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise PerfsuiteError(missing) from None
+    matplotlib.use("svg")
+    from matplotlib import pyplot as found
+
+    return found
+
+
+def style(plots: Any) -> AbstractContextManager[None]:
+    """What every picture of ours is drawn with."""
+    context: Callable[..., AbstractContextManager[None]] = plots.rc_context
+    return context({"svg.hashsalt": "perfsuite", "font.size": 9})
+
+
+def save(plots: Any, figure: Any, path: Path) -> None:
+    """Write the figure, whole or not at all, and forget it."""
+    drawn = StringIO()
+    figure.savefig(drawn, format="svg", metadata={"Date": None})
+    plots.close(figure)
+    write(path, drawn.getvalue())
