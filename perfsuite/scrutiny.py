@@ -166,6 +166,7 @@ def persisting_l2_bytes() -> int | None:
     driver = _driver()
     if driver is None:
         return None
+    torch.cuda.synchronize()  # makes this thread's context where nothing has yet: the driver has no answer without one
     found = ctypes.c_size_t()
     return int(found.value) if driver.cuCtxGetLimit(ctypes.byref(found), PERSISTING_L2) == 0 else None
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from perfsuite import scrutiny
 from perfsuite.clocks import CpuClock, CudaClock
@@ -96,3 +100,18 @@ def test_what_the_timer_has_not_seen_is_named() -> None:
         scrutiny.hidden(4e-5, 1e-5, "it")
     scrutiny.hidden(1.4e-5, 1e-5, "it")
     scrutiny.hidden(4e-5, 1e-3, "it")
+
+
+def test_l2_is_asked_of_a_device_that_nothing_has_used_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver of our own, which has no answer before the thread has a context."""
+    used: list[str] = []
+
+    def asked(found: Any, limit: int) -> int:
+        if not used:
+            return 201  # CUDA_ERROR_INVALID_CONTEXT
+        ctypes.cast(found, ctypes.POINTER(ctypes.c_size_t))[0] = 1 << 20
+        return 0
+
+    monkeypatch.setattr(scrutiny, "_driver", lambda: SimpleNamespace(cuCtxGetLimit=asked))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: used.append("device"))
+    assert scrutiny.persisting_l2_bytes() == 1 << 20
