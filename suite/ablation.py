@@ -16,7 +16,7 @@ import math
 import random
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,6 +36,7 @@ BATCHES = 8
 """Different ones, on the device before the clock starts."""
 REFERENCE, NONE, ALL = "reference", "none", "all"
 Batches = Iterator[Mapping[str, Any]]
+Short = Callable[[Any], tuple[Any, Any, int] | None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,9 +112,15 @@ def measure(
     rounds: int,
     windows: int,
     seed: int = 0,
+    short: Short = lambda config: None,
     progress: Callable[[str], None] = lambda what: None,
 ) -> tuple[Timed, ...]:
-    """Time every arm in each of `rounds` rounds; `build` makes an arm's trainer."""
+    """Time every arm in each of `rounds` rounds; `build` makes an arm's trainer.
+
+    short  how launches and syncs are counted where a window has many equal steps, of which the profiler would record
+           millions of events: (config of a short window, of one a step longer, steps that the whole one has beyond the
+           first), or None
+    """
     import torch
 
     cuda = device.type == "cuda"
@@ -125,7 +132,7 @@ def measure(
         progress(f"warming up {arm.name}")
         with noting(notes.setdefault(arm.name, [])):
             peaks[arm.name] = _warm(arm, build, batches, trainers, wait, cuda)
-    counts = _counted(trainers, batches, progress) if cuda else {}
+    counts = _counted(trainers, next(batches), short, progress) if cuda else {}
     rng = random.Random(seed)
     seconds: dict[str, list[float]] = {arm.name: [] for arm in chosen}
     for number in range(rounds):
@@ -182,13 +189,31 @@ def noting(found: list[str]) -> Iterator[None]:
 
 
 def _counted(
-    trainers: Mapping[str, Any], batches: Batches, progress: Callable[[str], None]
+    trainers: Mapping[str, Any], batch: Mapping[str, torch.Tensor], short: Short, progress: Callable[[str], None]
 ) -> dict[str, tuple[int, int]]:
     from perfsuite.counting import count_calls
 
     progress("counting launches and syncs")
-    batch = next(batches)
-    return count_calls({name: (_nothing, partial(t.train_window, batch)) for name, t in trainers.items()})
+    lengths = {name: short(t.config) for name, t in trainers.items()}
+
+    def window(name: str, which: int) -> None:
+        trainer, length = trainers[name], lengths[name]
+        whole = trainer.config
+        if length is not None:
+            trainer.config = length[which]
+        trainer.train_window(batch)
+        trainer.config = whole
+
+    def counted(which: int, names: Iterable[str]) -> dict[str, tuple[int, int]]:
+        return count_calls({name: (_nothing, partial(window, name, which)) for name in names})
+
+    first = counted(0, trainers)
+    shortened = {name: length[2] for name, length in lengths.items() if length is not None}
+    longer = counted(1, shortened) if shortened else {}
+    for name, steps in shortened.items():
+        (syncs, launches), (more_syncs, more_launches) = first[name], longer[name]
+        first[name] = syncs + steps * (more_syncs - syncs), launches + steps * (more_launches - launches)
+    return first
 
 
 def _nothing() -> None:

@@ -37,6 +37,8 @@ class Entry:
     """Fields of `config` that switch a technique on and off, in the order in which `ablate` turns them on."""
     claims: str | Mapping[str, str] = field(default_factory=dict)
     """Technique → what its source claims of it."""
+    short: str | Callable[[Any], tuple[Any, Any, int] | None] | None = None
+    """How `ablate` counts where a window has many equal steps; see `suite.ablation.measure`."""
     checks: str | Any = None
     """How its source's claims are measured, `suite.claims.record.Checks`; None where none is."""
     setting: str | Callable[..., Any] = ""
@@ -50,6 +52,7 @@ TRAINERS: dict[str, Entry] = {
         optimized="optimized.trainers.trainer2:Trainer",
         techniques="suite.trainer2.config:TECHNIQUES",
         claims="suite.trainer2.config:CLAIMS",
+        short="suite.trainer2.config:short_windows",
         checks="suite.claims.trainer2:CHECKS",
         setting="suite.claims.trainer2:setting",
     ),
@@ -100,6 +103,12 @@ def techniques_of(name: str) -> tuple[str, ...]:
 def claims_of(name: str) -> Mapping[str, str]:
     """Technique → what its source claims of it."""
     return cast("Mapping[str, str]", _loaded(find(name).claims, name))
+
+
+def short_of(name: str) -> Callable[[Any], tuple[Any, Any, int] | None]:
+    """The shorter windows in which a trainer's launches are counted; none where it names none."""
+    found = cast("Callable[..., Any] | None", _loaded(find(name).short, name))
+    return found if found is not None else lambda config: None
 
 
 def checks_of(name: str) -> tuple[Any, Callable[..., Any]]:

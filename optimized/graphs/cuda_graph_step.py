@@ -36,6 +36,10 @@ class CudaGraphs:
         graph = torch.cuda.CUDAGraph()
         generator = _generator(device)
         before, current = generator.clone_state(), torch.cuda.current_stream(device)
+        # cuBLAS has one workspace for a stream, and a graph keeps its address. Made during this capture it lies in this
+        # graph's memory; one made before would be freed when another graph of the stream ends (pytorch issue 193402),
+        # or when torch.compile records one of its own, and a replay would write to memory that is no longer there.
+        torch._C._cuda_clearCublasWorkspaces()
         try:
             # Threads that load data may go on with CUDA meanwhile.
             with torch.cuda.graph(graph, stream=self._stream(device), capture_error_mode="thread_local"):
@@ -46,6 +50,8 @@ class CudaGraphs:
             generator.graphsafe_set_state(before)
             torch.cuda.set_stream(current)
             raise
+        finally:
+            torch._C._cuda_clearCublasWorkspaces()  # nobody else may use this graph's
         return result, graph.replay
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
@@ -222,6 +228,8 @@ def cuda_graph_step(step: Callable[..., Any], **options: Any) -> CudaGraphStep:
     * A step that takes no tensors, and works on its own, is captured on `device`.
     * Tensors that the step finds elsewhere (weights, states, buffers of its own) are captured by address: they may be
       changed in place, but not replaced. Python code in the step runs at capture and not at replay.
+    * Capture frees cuBLAS's workspaces, as torch.compile's graphs do: a torch.cuda.graph of your own that relies on one
+      made by its stream's warm-up has to be recorded after `torch._C._cuda_clearCublasWorkspaces()`.
 
     It runs eagerly, and `reason` says why, without a CUDA device, with inputs elsewhere, inside another capture, where
     an input wants a gradient, and where the step cannot be captured (it waits for the device, say); the last is also

@@ -20,7 +20,7 @@ from suite import ablation
 from suite.ablation import Arm, Ratio, Timed, in_ms
 from suite.claims.record import CONFIRMED, DEPENDS, REFUTED, UNMEASURED, Answer, Checks
 from suite.techniques import implementation
-from suite.trainer2.config import TECHNIQUES, TrainConfig
+from suite.trainer2.config import TECHNIQUES, TrainConfig, short_windows
 
 FLOAT32 = tuple(t for t in TECHNIQUES if t != "autocast_bf16")
 GRAPHS, BATCHING = "use_cudagraphs", "metric_batching"
@@ -315,7 +315,13 @@ def _window(s: Setting) -> Mapping[str, Timed]:
     ]
     batches = ablation.random_batches(s.config, s.device)
     timed = ablation.measure(
-        lambda arm: _trainer(s, arm.on), chosen, batches, device=s.device, rounds=s.rounds, windows=1
+        lambda arm: _trainer(s, arm.on),
+        chosen,
+        batches,
+        device=s.device,
+        rounds=s.rounds,
+        windows=1,
+        short=short_windows,
     )
     return {arm.name: arm for arm in timed}
 

@@ -124,6 +124,7 @@ def _measured(
         device=there,
         rounds=rounds,
         windows=windows,
+        short=trainers.short_of(name),
         progress=lambda what: click.echo(what, err=True),
     )
     return ablation.Record(

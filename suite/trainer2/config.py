@@ -149,6 +149,16 @@ def without_techniques(config: TrainConfig) -> TrainConfig:
     return dataclasses.replace(config, **dict.fromkeys(TECHNIQUES, False))
 
 
+def short_windows(config: TrainConfig) -> tuple[TrainConfig, TrainConfig, int] | None:
+    """A window of one step, one of two, and how many more than one the whole has; None where its steps are not alike.
+
+    For `suite.ablation.measure`, to count what a window does.
+    """
+    if config.window <= 2 or config.step_progress_every:
+        return None
+    return dataclasses.replace(config, window=1), dataclasses.replace(config, window=2), config.window - 1
+
+
 def _need(holds: bool, name: str, value: object, remedy: str) -> None:
     if not holds:
         raise ValueError(f"{name}={value!r}: {remedy}")

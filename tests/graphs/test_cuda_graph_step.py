@@ -1,5 +1,8 @@
+import subprocess
+import sys
 import warnings
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -277,6 +280,7 @@ def test_a_capture_that_fails_leaves_the_stream_and_the_random_numbers_as_they_w
         def graphsafe_set_state(self, state):
             now["state"] = state
 
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
     monkeypatch.setattr(module, "_generator", lambda device: Generator())
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: None)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: "aside")
@@ -315,6 +319,33 @@ def test_without_a_gpu_it_says_so():
 def test_bad_options_are_refused(option):
     with pytest.raises(ValueError, match=f"{option}=0"):
         optimized(lambda x: x, **{option: 0})
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_workspace_outlives_a_capture_or_comes_into_one(fails, monkeypatch):
+    """Of cuBLAS, in which a graph writes by address."""
+    events = []
+
+    @contextmanager
+    def recording(graph, **options):
+        events.append("recording")
+        yield
+
+    def step():
+        events.append("step")
+        if fails:
+            raise RuntimeError("no")
+        return 1
+
+    generator = SimpleNamespace(clone_state=lambda: 0, graphsafe_set_state=lambda state: None)
+    monkeypatch.setattr(module, "_generator", lambda device: generator)
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: events.append("clear"), raising=False)
+    for name in ("CUDAGraph", "Stream", "current_stream", "set_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *given: SimpleNamespace(replay=None))
+    monkeypatch.setattr(torch.cuda, "graph", recording)
+    with pytest.raises(RuntimeError) if fails else nullcontext():
+        assert module.CudaGraphs().capture(step, torch.device("cuda"))[0] == 1
+    assert events == ["clear", "recording", "step", "clear"]
 
 
 # --- on a GPU -------------------------------------------------------------------------------------------------------
@@ -369,3 +400,38 @@ def test_on_a_gpu_other_shapes_get_graphs_of_their_own():
     for n in (3, 5, 3, 5, 3, 5):
         assert step(torch.ones(n, device="cuda"))[-1].item() == n
     assert step.captures == 2
+
+
+WORKSPACES = """
+import gc
+import torch
+from optimized.graphs.cuda_graph_step import cuda_graph_step
+
+torch.manual_seed(0)
+x = torch.randn(64, 32768, device="cuda")
+
+def make():
+    w = torch.randn(32768, 64, device="cuda")  # long and narrow: the product is split, and summed in the workspace
+    return cuda_graph_step(lambda x: (x @ w, x.bfloat16() @ w.bfloat16()), warmup=1)
+
+other, kept = make(), make()
+for step in (other, kept):
+    for _ in range(3):
+        wanted = step(x)
+assert (other.captures, kept.captures) == (1, 1)
+del other, step
+gc.collect()
+torch._C._cuda_clearCublasWorkspaces()
+torch.cuda.empty_cache()
+filler = [torch.zeros(1 << 20, device="cuda") for _ in range(64)]  # where the workspaces were, if they were freed
+for _ in range(3):
+    assert all(map(torch.equal, kept(x), wanted))
+torch.cuda.synchronize()
+assert not any(f.any().item() for f in filler)
+"""
+
+
+@gpu
+def test_on_a_gpu_a_graph_outlives_the_workspaces_of_others():
+    done = subprocess.run([sys.executable, "-c", WORKSPACES], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -8,13 +8,19 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from optimized.trainers.trainer2 import Trainer
 from perfsuite.errors import PerfsuiteError
 from suite import ablation
 from suite.ablation import ALL, NONE, REFERENCE, Record, Timed
+from suite.trainer2.config import TrainConfig, short_windows
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -193,3 +199,47 @@ def test_mistakes_end_in_one_line(arguments: list[str], code: int, says: str) ->
     done = ablate(*arguments)
     assert (done.returncode, len(done.stderr.strip().splitlines())) == (code, 1), done.stderr
     assert says in done.stderr
+
+
+def test_a_long_window_is_counted_by_two_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the profiler's place one that counts operations: what a window of nine steps has, from windows of one and two.
+
+    A trainer whose window is not named short is counted whole.
+    """
+    steps: list[int] = []
+    during: list[int] = []
+
+    class Operations(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.count = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.count += 1
+            return func(*args, **(kwargs or {}))
+
+    def count_calls(sides: Mapping[str, tuple[Callable[[], None], Callable[[], object]]]) -> dict[str, tuple[int, int]]:
+        counts = {}
+        for name, (reset, call) in sides.items():
+            reset()
+            with Operations() as operations:
+                call()
+            during.append(operations.count)
+            steps.append(trainers[name].config.window)
+            counts[name] = 0, operations.count
+        return counts
+
+    monkeypatch.setattr("perfsuite.counting.count_calls", count_calls)
+    config = TrainConfig(batch_size=2, sequence_length=4, blocks=1, memory_slots=8, window=9, compiled_function=False)
+    batch = next(ablation.random_batches(config, torch.device("cpu")))
+    trainers = {n: Trainer(config, ablation.VOCABULARY, "cpu") for n in ("long", "whole")}
+    for trainer in trainers.values():
+        for _ in range(2):
+            trainer.train_window(batch)
+    by_two = ablation._counted({"long": trainers["long"]}, batch, short_windows, lambda what: None)
+    whole = ablation._counted({"whole": trainers["whole"]}, batch, lambda config: None, lambda what: None)
+    assert by_two["long"] == whole["whole"]
+    assert steps == [9, 9, 9]  # put back
+    assert during[0] < during[1] < during[2] / 3
+    assert short_windows(dataclasses.replace(config, window=2)) is None
+    assert short_windows(dataclasses.replace(config, step_progress_every=3)) is None
