@@ -53,6 +53,8 @@ class Trainer:
         self.index = self._rotor_index(n, config.rotor_k).to(self.device)
         self._turned = RotorCache(self.theta, self.memory_coordinates)
         self._shape: tuple[int, int] | None = None
+        self.reported = torch.zeros(len(REPORTED), device=self.device)
+        """Of the last window, still on the device: loss, curvature, speed, loss_delta."""
         self._reports = _Reports(self.device, batched=config.metric_batching)
         self._cleaned = self._cleanup(self._both_windows)
         if config.cudnn_benchmark:
@@ -124,7 +126,8 @@ class Trainer:
         self._rotor_update(self.theta, velocity, self.index, loss_delta, config.eta)
         self._remember()
         self.windows += 1
-        self._reports.send(free, loss_delta, self.windows)
+        self.reported.copy_(torch.cat((free, loss_delta.view(1))))
+        self._reports.send(self.reported, self.windows)
 
     def _window(self) -> torch.Tensor:
         """The means of lior, R_sc and speed over a window's steps and the batch, [3]."""
@@ -241,13 +244,13 @@ class _Reports:
         self._sent = 0
         self._latest: dict[str, float] | None = None
 
-    def send(self, means: torch.Tensor, loss_delta: torch.Tensor, window: int) -> None:
+    def send(self, reported: torch.Tensor, window: int) -> None:
         if not self._batched:
-            self._latest = _named([t.item() for t in (*means, loss_delta)], window)
+            self._latest = _named([t.item() for t in reported], window)
             return
         self.latest()
         place = self._sent % 2
-        self._buffers[place].copy_(torch.cat((means, loss_delta.view(1))), non_blocking=self._cuda)
+        self._buffers[place].copy_(reported, non_blocking=self._cuda)
         if self._cuda:
             self._events[place] = torch.cuda.Event()
             self._events[place].record()

@@ -39,6 +39,9 @@ compiled_function = Pair(
         "scripted": side(scripted, devices=("cuda",)),
     },
     workloads=[
+        Workload("batch16", B=16, K=2176, D=256, beta=5, device="cuda"),
+        Workload("batch64", B=64, K=512, D=512, beta=5, device="cuda"),
+        Workload("batch16_both", B=16, K=2176, D=256, beta=5, direction="both", device="cuda"),
         Workload("cpu", B=4, K=64, D=32, beta=5, clock="wall", device="cpu"),
     ],
     cost=Cost(

@@ -26,6 +26,7 @@ metric_update = Pair(
         "vectorised": metric_update_vectorised,
     },
     workloads=[
+        Workload("n8", n=8, clock="wall", device="cuda", speedup=2.0, host_syncs=0, launches=1),
         Workload("cpu", n=8, clock="wall", device="cpu"),
     ],
     cost=Cost(bytes=lambda n: 12 * n + 4),

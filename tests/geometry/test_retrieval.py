@@ -58,6 +58,7 @@ def cost(form):
 # The kernels run in Triton's interpreter, which takes tens of milliseconds a program. Past the tiles' edges all the
 # same: 16 queries, 128 candidates, 64 columns.
 SIZES = {"B": size(0, 17), "K": size(0, 130), "M": size(0, 130), "n": size(0, 9), "D": size(0, 66)}
+TRAINER = {"B": 16, "K": 128, "M": 2048, "n": 8, "D": 256}
 CPU = Workload("cpu", B=4, K=32, M=256, n=8, D=64, clock="wall", direction="both", device="cpu")
 RIVALS = {
     "compile": compiled(side(reference, devices=("cuda",))),
@@ -75,7 +76,12 @@ retrieval = Pair(
     sizes=SIZES,
     rivals=RIVALS,
     variants=VARIANTS,
-    workloads=[CPU],
+    workloads=[
+        Workload("batch16", **TRAINER, device="cuda", speedup=2.0, host_syncs=0, launches=2),
+        Workload("batch64", B=64, K=512, M=2048, n=8, D=512, device="cuda"),
+        Workload("batch16_both", **TRAINER, direction="both", device="cuda"),
+        CPU,
+    ],
     cost=cost(lambda B, n: n * n),
 )
 
@@ -87,7 +93,12 @@ retrieval_diagonal = Pair(
     sizes={**SIZES, "B": size(0, 9)},
     rivals=RIVALS,
     variants=VARIANTS,
-    workloads=[CPU],
+    workloads=[
+        Workload("batch16", **TRAINER, device="cuda"),
+        Workload("batch64", B=64, K=512, M=2048, n=8, D=512, device="cuda"),
+        Workload("batch16_both", **TRAINER, direction="both", device="cuda"),
+        CPU,
+    ],
     cost=cost(lambda B, n: n),
 )
 
@@ -102,6 +113,7 @@ retrieval_batched = Pair(
     variants=VARIANTS,
     # Of four coordinates: with a metric of eight for each query the backward takes the compiler most of a minute.
     workloads=[
+        Workload("batch16_both", **{**TRAINER, "n": 4}, direction="both", device="cuda"),
         Workload("cpu", B=4, K=32, M=256, n=4, D=64, clock="wall", direction="both", device="cpu"),
     ],
     cost=cost(lambda B, n: B * n * n),

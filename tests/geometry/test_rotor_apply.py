@@ -27,6 +27,8 @@ rotor_apply = Pair(
     },
     variants={"triton": side(rotor_apply_triton, available=triton_reason)},
     workloads=[
+        Workload("m2048", k=6, M=2048, n=8, device="cuda", repeat=16, speedup=4.0, host_syncs=0, launches=1),
+        Workload("m2048_both", k=6, M=2048, n=8, direction="both", device="cuda"),
         Workload("cpu", k=6, M=2048, n=8, clock="wall", direction="both", device="cpu"),
     ],
     cost=Cost(

@@ -44,6 +44,7 @@ rotor_cache = Pair(
     variants={"triton": stateful(side(rotor_cache_triton, available=triton_reason))},
     steps=(1, 2, 17),
     workloads=[
+        Workload("m2048", k=6, M=2048, n=8, W=16, device="cuda", repeat=16, speedup=4.0, host_syncs=0, launches=1),
         Workload("cpu", k=6, M=2048, n=8, W=16, clock="wall", device="cpu"),
     ],
     # What is written once, and stored twice.
@@ -64,6 +65,7 @@ rotor_cache_turning = Pair(
     variants={"triton": stateful(side(rotor_cache_triton, available=triton_reason))},
     steps=(1, 2, 17),
     workloads=[
+        Workload("m2048", k=6, M=2048, n=8, W=16, device="cuda", host_syncs=0),
         Workload("cpu", k=6, M=2048, n=8, W=16, clock="wall", device="cpu"),
     ],
     cost=Cost(bytes=lambda k, M, n, W: 8 * M * n + 12 * W * n + 8 * W + 12 * k),

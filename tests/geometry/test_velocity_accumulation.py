@@ -15,6 +15,8 @@ velocity_accumulation = Pair(
     rivals={"compile": compiled(stateful(side(reference, devices=("cuda",))))},
     workloads=[
         # The seed claims less than 1%: no speedup is promised.
+        Workload("window64", B=64, n=8, W=64, device="cuda", host_syncs=0),
+        Workload("rows256k", B=2**18, n=8, W=16, device="cuda"),
         Workload("cpu", B=64, n=8, W=64, clock="wall", device="cpu"),
     ],
     cost=Cost(bytes=lambda B, n, W: 4 * B * n * (W + 1)),

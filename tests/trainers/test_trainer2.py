@@ -6,13 +6,14 @@ import dataclasses
 import io
 import math
 import random
+import warnings
 
 import pytest
 import torch
 
 from optimized.trainers import trainer2 as module
 from optimized.trainers.trainer2 import Trainer as Optimized
-from perfsuite import Cost, Pair, Workload, floats, integers, size, stateful, tensor
+from perfsuite import Cost, Pair, Workload, floats, integers, scalar, side, size, stateful, tensor
 from perfsuite.equivalence import C, K
 from reference.trainers.trainer2 import Trainer as Reference
 from suite.trainer2.config import TECHNIQUES, TrainConfig, without_techniques
@@ -28,41 +29,99 @@ CLAIMED = 1e-4
 """The source's own tolerance for loss curves."""
 OF_THEIR_OWN = ("compiled_function", "use_cudagraphs", "autocast_bf16")
 CURVES = ("loss", "curvature", "speed", "loss_delta")
-
-ONE_STEP = dataclasses.replace(SMALL, window=1)
+DEEP = {"blocks": 6, "graphs": 1, "clock": "wall", "device": "cuda", "host_syncs": 0}
 
 
 def windows(build):
     """A pair's side: training windows from a given first field; what each reports, and what it leaves."""
 
-    def make(field):
-        trainer = build(field)
+    def make(field, embedding, blocks, window, graphs):
+        config = dataclasses.replace(
+            SMALL, width=embedding.shape[1], lattice=field.shape[0], blocks=blocks, window=window, memory_slots=2048
+        )
+        trainer = build(config, embedding, field, bool(graphs))
+        trainer.weights["embedding"].copy_(embedding)
         first = torch.complex(field[..., 0], field[..., 1])
         trainer.field.copy_(first)
         trainer.rest.copy_(first)
 
-        def window(input_ids):
+        def train(input_ids):
             trainer.train_window({"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)})
-            found = trainer.last_metrics() if hasattr(trainer, "last_metrics") else trainer.metrics()
-            reported = torch.tensor([found[name] for name in CURVES], dtype=field.dtype, device=field.device)
+            if isinstance(trainer, Optimized):
+                reported = trainer.reported.clone()
+            else:
+                reported = torch.tensor([trainer.metrics()[name] for name in CURVES], dtype=field.dtype)
+                reported = reported.to(field.device)
             return reported, trainer.metric.clone(), trainer.theta.clone()
 
-        return window
+        return train
 
     return make
 
 
+def plain(config, embedding, field, graphs):
+    """The reference: with graphs or without it is the same."""
+    return Reference(config, embedding.shape[0], field.device, field.dtype)
+
+
+def optimized(config, embedding, field, graphs):
+    """Uncompiled at the drawn shapes, each of which would be compiled by itself; as it is used at the timed ones."""
+    config = dataclasses.replace(config, use_cudagraphs=graphs, compiled_function=graphs, warmup_steps=2)
+    return Optimized(config, embedding.shape[0], field.device)
+
+
+def compiled_step(config, embedding, field, graphs):
+    """What a user would write instead: the reference's step under torch.compile, with graphs of its own."""
+    trainer = plain(config, embedding, field, graphs)
+    step = trainer._step
+
+    def moved(field, momentum, *batch):
+        trainer.field, trainer.momentum = field, momentum
+        reported = step(*batch)
+        return trainer.field, trainer.momentum, reported
+
+    compiled = torch.compile(moved, mode="reduce-overhead")
+
+    def call(*batch):
+        with warnings.catch_warnings():  # of what is slow in complex numbers, among others
+            warnings.simplefilter("ignore")
+            torch.compiler.cudagraph_mark_step_begin()
+            after, momentum, reported = compiled(trainer.field, trainer.momentum, *batch)
+        # The graph writes to the same memory at the next call.
+        trainer.field, trainer.momentum = after.clone(), momentum.clone()
+        return tuple(t.clone() for t in reported)
+
+    trainer._step = call
+    return trainer
+
+
+def flops(B, T, D, blocks, window):
+    """Of the weights' products and of attention, whose upper half is masked, in both windows."""
+    return 2 * window * blocks * (2 * B * T * 12 * D**2 + 2 * B * T * T * D)
+
+
+ONE = scalar(integers(1, 1))
 trainer2 = Pair(
-    reference=stateful(windows(lambda field: Reference(ONE_STEP, VOCABULARY, field.device, field.dtype))),
-    optimized=stateful(windows(lambda field: Optimized(ONE_STEP, VOCABULARY, field.device))),
-    inputs={"field": tensor(ONE_STEP.lattice, ONE_STEP.lattice, 16, 16, 2, values=floats(-2, 2))},
-    step_inputs={"input_ids": tensor("B", "T", dtype="int64", values=integers(0, VOCABULARY))},
+    reference=stateful(windows(plain)),
+    optimized=stateful(windows(optimized)),
+    inputs={
+        "field": tensor(8, 8, 16, 16, 2, values=floats(-2, 2)),
+        "embedding": tensor("V", "D", values=floats(-3, 3)),
+        "blocks": scalar(integers(1, 2)),
+        "window": ONE,
+        "graphs": scalar(integers(0, 0)),
+    },
+    step_inputs={"input_ids": tensor("B", "T", dtype="int64", values=integers(0, "V"))},
     gradients=False,
-    sizes={"B": size(1, 4), "T": size(1, 9)},
+    sizes={"B": size(1, 4), "T": size(1, 9), "V": size(1, 50), "D": size(256, 256)},
     steps=(1, 3),
-    workloads=[Workload("cpu", B=4, T=8, clock="wall", device="cpu")],
-    # The weights' products of the two windows.
-    cost=Cost(flops=lambda B, T: 2 * 2 * B * T * 12 * ONE_STEP.blocks * ONE_STEP.width**2),
+    rivals={"reduce_overhead": stateful(side(windows(compiled_step), devices=("cuda",)))},
+    workloads=[
+        Workload("launches", B=16, T=128, V=32000, D=256, **DEEP, window=8, speedup=3.5),
+        Workload("products", B=64, T=512, V=32000, D=512, **DEEP, window=1),
+        Workload("cpu", B=4, T=8, V=50, D=256, blocks=1, window=1, graphs=0, clock="wall", device="cpu"),
+    ],
+    cost=Cost(flops=flops),
 )
 
 
