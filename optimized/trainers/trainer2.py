@@ -2,14 +2,14 @@
 
 The same function as the plain trainer beside it, window for window. All that a step changes lies in tensors that stay
 where they are, so that a step is one function without arguments: it can be replayed as one CUDA graph, and the host
-never waits for the device. What a window reports is copied to pinned memory and read when the copy is done, at most a
-window later.
+never waits for the device. What a window reports is copied to pinned memory and read when the copy is done.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -27,6 +27,8 @@ from suite.trainer2.state import restore, state_of
 
 CHANNELS = math.prod(FIELD_CHANNELS)
 REPORTED = ("loss", "curvature", "speed", "loss_delta")
+AHEAD = 16
+"""Windows whose reports are under way without memory being allocated for one more."""
 
 
 class Trainer:
@@ -234,44 +236,44 @@ class Trainer:
 
 
 class _Reports:
-    """What the windows report, on its way to the host: two buffers, each with an event that says when it is there."""
+    """What the windows report, on its way to the host: a buffer each, with an event that says when it is there.
+
+    The host is as many windows ahead as fit into the device's queue.
+    """
 
     def __init__(self, device: torch.device, *, batched: bool) -> None:
         self._cuda, self._batched = device.type == "cuda", batched
-        self._buffers = [torch.zeros(len(REPORTED), pin_memory=self._cuda) for _ in range(2)]
-        self._events: list[torch.cuda.Event | None] = [None, None]
-        self._windows = [0, 0]
-        self._sent = 0
+        self._free = [self._buffer() for _ in range(AHEAD)]
+        self._sent: deque[tuple[int, torch.Tensor, torch.cuda.Event | None]] = deque()
         self._latest: dict[str, float] | None = None
 
     def send(self, reported: torch.Tensor, window: int) -> None:
         if not self._batched:
             self._latest = _named([t.item() for t in reported], window)
             return
-        self.latest()
-        place = self._sent % 2
-        self._buffers[place].copy_(reported, non_blocking=self._cuda)
+        buffer = self._free.pop() if self._free else self._buffer()
+        buffer.copy_(reported, non_blocking=self._cuda)
+        event = None
         if self._cuda:
-            self._events[place] = torch.cuda.Event()
-            self._events[place].record()
-        self._windows[place] = window
-        self._sent += 1
+            event = torch.cuda.Event()
+            event.record()
+        self._sent.append((window, buffer, event))
 
     def latest(self) -> dict[str, float] | None:
         """Of the last report that has arrived. Never waits."""
-        for age in (1, 2):
-            place = (self._sent - age) % 2
-            event = self._events[place]
-            if age <= self._sent and self._batched and (event is None or event.query()):
-                self._latest = _named(self._buffers[place].tolist(), self._windows[place])
-                break
+        while self._sent and (self._sent[0][2] is None or self._sent[0][2].query()):
+            window, buffer, _ = self._sent.popleft()
+            self._latest = _named(buffer.tolist(), window)
+            self._free.append(buffer)
         return self._latest
 
     def wait(self) -> dict[str, float] | None:
-        event = self._events[(self._sent - 1) % 2]
-        if event is not None:
-            event.synchronize()
+        if self._sent and self._sent[-1][2] is not None:
+            self._sent[-1][2].synchronize()
         return self.latest()
+
+    def _buffer(self) -> torch.Tensor:
+        return torch.zeros(len(REPORTED), pin_memory=self._cuda)
 
 
 def _named(values: list[float], window: int) -> dict[str, float]:

@@ -46,7 +46,6 @@ cuda_graph_step = Pair(
         "reduce_overhead": compiled(stateful(side(network(reference), devices=("cuda",))), mode="reduce-overhead"),
     },
     workloads=[
-        Workload("launches72", B=16, D=256, clock="wall", device="cuda", speedup=2.0, host_syncs=0),
         Workload("cpu", B=4, D=16, clock="wall", device="cpu"),
     ],
     cost=Cost(

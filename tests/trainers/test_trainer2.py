@@ -29,25 +29,33 @@ CLAIMED = 1e-4
 """The source's own tolerance for loss curves."""
 OF_THEIR_OWN = ("compiled_function", "use_cudagraphs", "autocast_bf16")
 CURVES = ("loss", "curvature", "speed", "loss_delta")
-DEEP = {"blocks": 6, "graphs": 1, "clock": "wall", "device": "cuda", "host_syncs": 0}
 
 
-def windows(build):
-    """A pair's side: training windows from a given first field; what each reports, and what it leaves."""
+def windows(kind, change=lambda trainer: None):
+    """A pair's side: training windows from a given first field; what each reports, and what it leaves.
+
+    graphs  whether the optimized trainer runs as it is used. At drawn shapes, each of which would be compiled by
+            itself, it does not.
+    """
 
     def make(field, embedding, blocks, window, graphs):
         config = dataclasses.replace(
             SMALL, width=embedding.shape[1], lattice=field.shape[0], blocks=blocks, window=window, memory_slots=2048
         )
-        trainer = build(config, embedding, field, bool(graphs))
+        if kind is Optimized:
+            used = {"use_cudagraphs": bool(graphs), "compiled_function": bool(graphs), "warmup_steps": 2}
+            trainer = Optimized(dataclasses.replace(config, **used), embedding.shape[0], field.device)
+        else:
+            trainer = Reference(config, embedding.shape[0], field.device, field.dtype)
         trainer.weights["embedding"].copy_(embedding)
         first = torch.complex(field[..., 0], field[..., 1])
         trainer.field.copy_(first)
         trainer.rest.copy_(first)
+        change(trainer)
 
         def train(input_ids):
             trainer.train_window({"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)})
-            if isinstance(trainer, Optimized):
+            if kind is Optimized:
                 reported = trainer.reported.clone()
             else:
                 reported = torch.tensor([trainer.metrics()[name] for name in CURVES], dtype=field.dtype)
@@ -59,20 +67,8 @@ def windows(build):
     return make
 
 
-def plain(config, embedding, field, graphs):
-    """The reference: with graphs or without it is the same."""
-    return Reference(config, embedding.shape[0], field.device, field.dtype)
-
-
-def optimized(config, embedding, field, graphs):
-    """Uncompiled at the drawn shapes, each of which would be compiled by itself; as it is used at the timed ones."""
-    config = dataclasses.replace(config, use_cudagraphs=graphs, compiled_function=graphs, warmup_steps=2)
-    return Optimized(config, embedding.shape[0], field.device)
-
-
-def compiled_step(config, embedding, field, graphs):
+def compiled_step(trainer):
     """What a user would write instead: the reference's step under torch.compile, with graphs of its own."""
-    trainer = plain(config, embedding, field, graphs)
     step = trainer._step
 
     def moved(field, momentum, *batch):
@@ -92,7 +88,6 @@ def compiled_step(config, embedding, field, graphs):
         return tuple(t.clone() for t in reported)
 
     trainer._step = call
-    return trainer
 
 
 def flops(B, T, D, blocks, window):
@@ -102,8 +97,8 @@ def flops(B, T, D, blocks, window):
 
 ONE = scalar(integers(1, 1))
 trainer2 = Pair(
-    reference=stateful(windows(plain)),
-    optimized=stateful(windows(optimized)),
+    reference=stateful(windows(Reference)),
+    optimized=stateful(windows(Optimized)),
     inputs={
         "field": tensor(8, 8, 16, 16, 2, values=floats(-2, 2)),
         "embedding": tensor("V", "D", values=floats(-3, 3)),
@@ -115,10 +110,8 @@ trainer2 = Pair(
     gradients=False,
     sizes={"B": size(1, 4), "T": size(1, 9), "V": size(1, 50), "D": size(256, 256)},
     steps=(1, 3),
-    rivals={"reduce_overhead": stateful(side(windows(compiled_step), devices=("cuda",)))},
+    rivals={"reduce_overhead": stateful(side(windows(Reference, compiled_step), devices=("cuda",)))},
     workloads=[
-        Workload("launches", B=16, T=128, V=32000, D=256, **DEEP, window=8, speedup=3.5),
-        Workload("products", B=64, T=512, V=32000, D=512, **DEEP, window=1),
         Workload("cpu", B=4, T=8, V=50, D=256, blocks=1, window=1, graphs=0, clock="wall", device="cpu"),
     ],
     cost=Cost(flops=flops),
@@ -450,3 +443,39 @@ def test_on_a_gpu_memory_stays_flat_over_a_hundred_epochs(graphs):
         torch.cuda.synchronize()
         peaks.append(torch.cuda.max_memory_allocated())
     assert len(set(peaks[5:])) == 1, f"{min(peaks[5:])} to {max(peaks)} bytes"
+
+
+def test_reports_are_read_as_they_arrive_however_far_the_host_is_ahead(monkeypatch):
+    """Of a device whose work is done when this test says so."""
+    done = 0
+
+    class Event:
+        made = 0
+
+        def record(self):
+            Event.made += 1
+            self.number = Event.made
+
+        def query(self):
+            return self.number <= done
+
+        def synchronize(self):
+            nonlocal done
+            done = max(done, self.number)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    reports = module._Reports(torch.device("cpu"), batched=True)
+    reports._cuda = True
+    monkeypatch.setattr(reports, "_buffer", lambda: torch.zeros(4))
+    windows = 3 * module.AHEAD
+    for window in range(1, windows + 1):
+        reports.send(torch.full((4,), float(window)), window)
+        done = max(0, window - 7)
+        found = reports.latest()
+        assert (found["window"], found["loss"]) == (window - 7, window - 7) if found else window <= 7
+    assert reports.wait() == {**dict.fromkeys(CURVES, windows), "window": windows}
+    assert len(reports._free) == module.AHEAD
+    for window in range(1, 2 * module.AHEAD):  # more than there are buffers for
+        reports.send(torch.full((4,), float(window)), window)
+    assert reports.latest()["window"] == windows
+    assert reports.wait()["window"] == 2 * module.AHEAD - 1
