@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import keyword
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from perfsuite.errors import PairError
@@ -121,6 +121,8 @@ class Side:
     available: Callable[[], str | None] | None = None
     compile: Mapping[str, Any] | None = None
     stateful: bool = False
+    settle: int = 1
+    """Calls of a new step before it is as fast as it stays."""
 
 
 def side(
@@ -136,27 +138,19 @@ def side(
 def compiled(call: Callable[..., Any] | Side, **options: Any) -> Side:
     """`torch.compile(call, **options)`, compiled when it is first needed; `options` as torch.compile's."""
     if isinstance(call, Side):
-        return Side(
-            call=call.call,
-            devices=call.devices,
-            available=call.available,
-            compile=dict(options),
-            stateful=call.stateful,
-        )
+        return replace(call, compile=dict(options))
     return Side(call=call, compile=dict(options))
 
 
-def stateful(make: Callable[..., Callable[..., Any]] | Side) -> Side:
-    """A side that is a factory: `make(*inputs)` builds a step, `step(*step_inputs)` is what runs and is timed."""
-    if isinstance(make, Side):
-        return Side(
-            call=make.call,
-            devices=make.devices,
-            available=make.available,
-            compile=make.compile,
-            stateful=True,
-        )
-    return Side(call=make, stateful=True)
+def stateful(make: Callable[..., Callable[..., Any]] | Side, *, settle: int = 1) -> Side:
+    """A side that is a factory: `make(*inputs)` builds a step, `step(*step_inputs)` is what runs and is timed.
+
+    A step that warms up, compiles or captures names in `settle` how many calls that takes: so many are made of every
+    new step before it is timed. PairError for fewer than one.
+    """
+    if not isinstance(settle, int) or isinstance(settle, bool) or settle < 1:
+        raise PairError(f"stateful(settle={settle!r}): name a number of calls, 1 or more")
+    return replace(make if isinstance(make, Side) else Side(call=make), stateful=True, settle=settle)
 
 
 @dataclass(kw_only=True, eq=False)

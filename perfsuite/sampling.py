@@ -59,6 +59,7 @@ SMALL_BYTES = 1 << 20
 """Inputs up to this size are allocated afresh for every quad: where a small buffer lies moves a short kernel by 5%."""
 REPLICAS_UP_TO = 1 << 16
 """Above this many elements the reference's error is well known from one draw."""
+SETTLES = "; if a new step's first calls warm up, compile or capture, say how many: stateful(…, settle=calls)"
 WAITS = "waits for the device within a call, in the driver perhaps, so that it has no time on the device clock"
 OPTIMIZED, REFERENCE, ACCEPTED = "optimized", "reference", "accepted"
 
@@ -381,11 +382,11 @@ def _warm_up(
         runner.allocate(master, rng)
         with execution.quiet(runner.side), torch.set_grad_enabled(runner.grad_mode):
             start = perf_counter()
-            for i in range(WARMUP_CALLS):
+            for i in range(max(WARMUP_CALLS, runner.side.settle)):
                 runner.reset()
                 runner.call()
                 clock.synchronize()
-                if i == 0 and perf_counter() - start > 1.0:
+                if i + 1 == runner.side.settle and perf_counter() - start > 1.0:
                     break
             runner.reset()
 
@@ -629,14 +630,15 @@ class _Sampler:
             )
 
     def _allocate(self, names: list[str]) -> None:
-        """Fresh inputs for these sides, in a random order, and one call each to settle."""
+        """Fresh inputs for these sides, in a random order, and the calls that each needs to settle."""
         for name in self.rng.sample(names, len(names)):
             self.report(name)
             runner = self.runners[name]
             with execution.quiet(runner.side), torch.set_grad_enabled(runner.grad_mode):
                 runner.allocate(self.master, self.rng)
-                runner.reset()
-                runner.call()
+                for _ in range(runner.side.settle):
+                    runner.reset()
+                    runner.call()
 
     def _joins(self, name: str, block: int, quad: int) -> bool:
         if name in self.few:
@@ -759,7 +761,7 @@ class _Watch:
         work = self.sampler.work[OPTIMIZED]
         if scrutiny.is_quiet(work, self.sampler.timed_calls):
             scrutiny.replayed(self.fresh, self.sampler.kind, self.where)
-            scrutiny.bursts(work, self.where, self._beside)
+            scrutiny.bursts(work, self.where, self._beside, SETTLES if self.pair.is_stateful else "")
         for name in (REFERENCE, OPTIMIZED, ACCEPTED):
             count = self.sampler.compiled.get(name)
             if count:

@@ -75,7 +75,12 @@ def replayed(times: Sequence[tuple[float, float]], kind: str, where: str) -> Non
         )
 
 
-def bursts(work: Sequence[float], where: str, beside: Callable[[float], Sequence[float]] = lambda typical: ()) -> None:
+def bursts(
+    work: Sequence[float],
+    where: str,
+    beside: Callable[[float], Sequence[float]] = lambda typical: (),
+    remedy: str = "",
+) -> None:
     """`work` is what the timed calls took (device time, or processor time where nothing interrupted them), in order.
 
     `beside` gives what calls of the same machine took that are known to be even, if asked for about `typical` seconds:
@@ -88,6 +93,7 @@ def bursts(work: Sequence[float], where: str, beside: Callable[[float], Sequence
         raise NotEquivalent(
             f"{where} does {share:.0%} of its work in {len(long)} of {len(work)} calls: some calls do the work of the "
             f"others (or tune and compile while they are timed), so that a typical call's time is not what one pays"
+            f"{remedy}"
         )
 
 

@@ -34,7 +34,7 @@ def network(graphed):
 
 cuda_graph_step = Pair(
     reference=stateful(network(reference)),
-    optimized=stateful(network(optimized)),
+    optimized=stateful(network(optimized), settle=module.WARMUP + 1),
     inputs={"state": tensor("D"), "weight": tensor("D", "D", values=floats(-0.5, 0.5))},
     step_inputs={"x": tensor("B", "D")},
     mutates={"state"},
@@ -43,7 +43,9 @@ cuda_graph_step = Pair(
     steps=(1, 2, 17),
     rivals={
         "compile": compiled(stateful(side(network(reference), devices=("cuda",)))),
-        "reduce_overhead": compiled(stateful(side(network(reference), devices=("cuda",))), mode="reduce-overhead"),
+        "reduce_overhead": compiled(
+            stateful(side(network(reference), devices=("cuda",)), settle=3), mode="reduce-overhead"
+        ),
     },
     workloads=[
         Workload("cpu", B=4, D=16, clock="wall", device="cpu"),

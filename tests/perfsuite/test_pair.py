@@ -39,6 +39,9 @@ def pair(**fields: Any) -> Pair:
         (lambda: pair(rivals={"optimized": identity}), "may not be called 'optimized'; choose another name"),
         (lambda: pair(variants={"reference": identity}), "may not be called 'reference'"),
         (lambda: pair(reference=stateful(identity)), r"one side is stateful\(...\) and the other is not; wrap both"),
+        (lambda: stateful(identity, settle=0), r"stateful\(settle=0\): name a number of calls, 1 or more"),
+        (lambda: stateful(identity, settle=True), r"stateful\(settle=True\)"),
+        (lambda: stateful(identity, settle=1.5), r"stateful\(settle=1.5\)"),
         (lambda: pair().validate(), r"pair 'p' has no workload, so that nothing of it is timed; add workloads=\[Work"),
         (
             lambda: pair(workloads=[Workload("w", n=1), Workload("w", n=2)]).validate(),
@@ -90,6 +93,8 @@ def test_sides_keep_what_is_wrapped_in_any_order() -> None:
         assert wrapped.available is inner.available
         assert wrapped.compile == {"mode": "max-autotune"}
         assert wrapped.stateful
+        assert wrapped.settle == 1
+    assert compiled(stateful(inner, settle=4)).settle == 4
     assert as_side(identity) == Side(call=identity)
     assert as_side(inner) is inner
     assert compiled(identity).compile == {}

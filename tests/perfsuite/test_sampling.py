@@ -394,6 +394,32 @@ def test_a_stateful_side_is_built_once_a_block_and_its_step_timed(time: Time) ->
     assert made.sides["optimized"].wall_s == pytest.approx(FAST_S)
 
 
+@pytest.mark.parametrize("warm_s", [0.2, 2.0])  # above a second, further warm-up is left out
+def test_calls_that_settle_a_new_step_are_not_timed(time: Time, warm_s: float) -> None:
+    def graphed(settle: int) -> Pair:
+        def build(x: torch.Tensor) -> Call:
+            calls = [0]
+
+            def step(g: torch.Tensor) -> torch.Tensor:
+                calls[0] += 1
+                time.spend(warm_s if calls[0] <= 3 else 1e-4)
+                return x + g
+
+            return step
+
+        return pair(
+            time,
+            reference=stateful(lambda x: lasting(time, 1.5e-4, lambda g: x + g)),
+            optimized=stateful(build, settle=settle),
+            step_inputs={"g": tensor("n", values=floats(-2, 2))},
+        )
+
+    made = measure(graphed(3))
+    assert made.log_ratios["reference"] == pytest.approx((math.log(1.5),) * BLOCKS)
+    with pytest.raises(NotEquivalent, match=r"some calls do the work of the others .*stateful\(…, settle=calls\)"):
+        measure(graphed(2))
+
+
 # --- device condition and limit ------------------------------------------------------------------------------
 
 
