@@ -30,7 +30,18 @@ NEWER = ("python3.13", "python3.12", "python3.11")
 EXTRAS = "test,train"
 # Without these the tests run: `make check`, figures and packaging need them, and a few tests of the trainers, which
 # are skipped then.
-OPTIONAL = {"mypy", "ruff", "matplotlib", "build", "h5py", "jsonargparse", "pyyaml", "tensorboard", "tokenizers"}
+OPTIONAL = {
+    "mypy",
+    "ruff",
+    "matplotlib",
+    "build",
+    "h5py",
+    "jsonargparse",
+    "pyyaml",
+    "soundfile",
+    "tensorboard",
+    "tokenizers",
+}
 NO_INDEX = "the package index cannot be reached"
 # Bound to the GPU driver and to each other: what a container brings stays as it is.
 KEEP = ("torch", "triton")

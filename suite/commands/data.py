@@ -1,0 +1,145 @@
+"""`perfsuite data`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import click
+
+from suite.commands.ending import in_one_line
+
+REFRESH_S = 0.1
+LINE_S = 30.0
+"""Between two lines where the output is no terminal."""
+
+
+@click.group()
+def data() -> None:
+    """Make data sets for the trainers."""
+
+
+@data.command("leak-audio")
+@click.argument("out", type=click.Path())
+@click.option(
+    "--from",
+    "folder",
+    type=click.Path(),
+    help="Folder of WAV and FLAC recordings, searched with those in it.  [default: synthetic ones]",
+)
+@click.option("--train", type=int, default=500, show_default=True, metavar="N", help="Files of 10 s to train on.")
+@click.option("--validation", type=int, default=125, show_default=True, metavar="N", help="Files of 10 s to validate.")
+@click.option(
+    "--snr",
+    type=float,
+    nargs=2,
+    default=(-10.0, 10.0),
+    show_default=True,
+    metavar="LOW HIGH",
+    help="Decibels of the recording over the leak's noise, drawn for each file; higher is harder.",
+)
+@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Of all that is drawn.")
+@click.option(
+    "--reuse",
+    type=click.IntRange(1),
+    default=10,
+    show_default=True,
+    metavar="N",
+    help="A stretch of sound is in so many files at most.",
+)
+@click.option("--overwrite", is_flag=True, help="Replace OUT, whatever it is.")
+def leak_audio(
+    out: str,
+    folder: str | None,
+    train: int,
+    validation: int,
+    snr: tuple[float, float],
+    seed: int,
+    reuse: int,
+    overwrite: bool,
+) -> None:
+    """Make the data set of the trainer leak_cnn: mel spectra of 10 s of sound each, in the HDF5 file OUT.
+
+    The labels are synthetic: a file's class is drawn, and its sound is made from a recording. BACKGROUND is the
+    recording far away under room noise, CRACK the recording with clicks, LEAK with steady band noise, NORMAL as it is,
+    UNCLASSIFIED with a leak's noise that comes and goes; each with a microphone's faint noise. A model that tells these
+    apart has not been shown to find leaks in pipes.
+
+    The same recordings, options and seed give the same bytes. A run that was stopped is gone on from when it is called
+    again; until then, what it has done lies in OUT.parts. Damaged, silent and repeated recordings are left out, and
+    counted.
+    """
+    with in_one_line("interrupted; the same command goes on from here"):
+        from suite.leak_cnn.build import build
+        from suite.leak_cnn.sources import Recipe
+
+        recipe = Recipe(
+            folder=None if folder is None else Path(folder),
+            train=train,
+            validation=validation,
+            snr_db=snr,
+            seed=seed,
+            reuse=reuse,
+        )
+        with Bar() as bar:
+            built = build(Path(out), recipe, bar, overwrite=overwrite)
+        shown = click.format_filename(out)
+        click.echo(f"{'kept' if built.kept else 'wrote'} {shown}: {_counted(built.counts)}", err=True)
+        click.echo(f"from {built.source}", err=True)
+        click.echo(f"{built.sha256}  {shown}")
+
+
+def _counted(counts: Mapping[str, Mapping[str, int]]) -> str:
+    return "; ".join(
+        f"{sum(found.values())} files for {split} ({', '.join(f'{n} {name}' for name, n in sorted(found.items()))})"
+        for split, found in counts.items()
+    )
+
+
+class Bar:
+    """How far it is: a bar, or a line now and then where stderr is no terminal."""
+
+    def __init__(self, console: Any = None) -> None:
+        from rich.console import Console
+
+        self._console = console or Console(stderr=True)
+        self._bar: Any = None
+        self._next = 0.0
+        self._next_line = time.monotonic() + LINE_S
+
+    def __enter__(self) -> Bar:
+        if self._console.is_terminal:
+            from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+            columns = (TextColumn("{task.description}"), BarColumn(24), TextColumn("{task.fields[told]}"))
+            self._bar = Progress(
+                *columns, TimeElapsedColumn(), console=self._console, transient=True, auto_refresh=False
+            )
+            self._bar.add_task("", total=None, told="")
+            self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def progress(self, what: str, done: int, total: int) -> None:
+        """Called often; mostly does nothing."""
+        now = time.monotonic()
+        if now < self._next:
+            return
+        self._next = now + REFRESH_S
+        told = f"{done} of {total} {'recordings' if what == 'reading' else 'files'}"
+        if self._bar is not None:
+            self._bar.update(self._bar.tasks[0].id, description=what, completed=done, total=total, told=told)
+            self._bar.refresh()
+        elif now >= self._next_line:
+            self._next_line = now + LINE_S
+            self.say(f"{what}: {told}")
+
+    def say(self, line: str) -> None:
+        """A line that stays, above the bar."""
+        self._console.print(line, soft_wrap=True, markup=False, highlight=False)

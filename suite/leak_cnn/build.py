@@ -1,0 +1,210 @@
+"""Makes the data set of leak_cnn: recordings → pieces of 10 s → sounds of the five classes → mels → one HDF5 file.
+
+Everything follows from the recordings, their paths in their folder and the recipe: the same again gives the same bytes.
+What was done lies beside the file until it is whole, so that a run that is killed is gone on from.
+source: leak_cnn, technique 001 (data)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+from filelock import FileLock, Timeout
+
+from perfsuite.errors import PerfsuiteError
+from perfsuite.report.files import probe
+from suite.leak_cnn import features, sounds, storage
+from suite.leak_cnn.features import CLASSES, SAMPLE_RATE, SAMPLES, SPLITS, Array
+from suite.leak_cnn.sources import Folder, Parts, Recipe, Source, Synthetic, Watcher, digest_of, printable
+from suite.leak_cnn.storage import FORMAT, VERSION
+
+BLOCK = 32
+"""Files whose mels are kept together while the set is made."""
+LABELS = "synthetic: every file's class was chosen by chance and its sound mixed so, see the attributes made_*"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Built:
+    """A finished set."""
+
+    sha256: str
+    """Of the file."""
+    counts: Mapping[str, Mapping[str, int]]
+    """Split → class → files."""
+    source: str
+    kept: bool
+    """It was there, and is the one that was asked for."""
+
+
+def build(out: Path, recipe: Recipe, watcher: Watcher, *, overwrite: bool = False) -> Built:
+    """Make the set `out`; PerfsuiteError where that cannot be done, or `out` is there and is something else."""
+    storage.library()
+    _refuse(out, recipe, overwrite)
+    try:
+        with _parts(out) as parts:
+            source: Source = Synthetic(recipe)
+            if recipe.folder is not None:
+                source = Folder(recipe, recipe.folder, parts, watcher)
+            settings = _settings(recipe, source)
+            kept = out.exists() and not overwrite
+            if not kept:
+                _made(out, recipe, source, settings, parts, watcher)
+            elif storage.attributes(out).get("recipe") != digest_of(settings):
+                raise _other(out, "other recordings")
+            parts.clear()
+        return Built(
+            sha256=_digest(out),
+            counts={
+                name: Counter(CLASSES[label] for label in labels(recipe, split)) for split, name in enumerate(SPLITS)
+            },
+            source=source.told,
+            kept=kept,
+        )
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise PerfsuiteError(f"cannot write {out}: {reason}; name another file, or make room") from None
+
+
+def labels(recipe: Recipe, split: int) -> list[int]:
+    """The class of each file of a split, in a random order; the classes' counts differ by one at most."""
+    count = getattr(recipe, SPLITS[split])
+    return [int(label) for label in recipe.random(3, split).permutation(numpy.arange(count) % len(CLASSES))]
+
+
+def _refuse(out: Path, recipe: Recipe, overwrite: bool) -> None:
+    """Before minutes are spent: what is there is another set, or the folder takes no file."""
+    if out.is_dir():
+        raise PerfsuiteError(f"{out} is a folder; name the file to write, e.g. {out / 'leak.h5'}")
+    if out.exists() and not overwrite:
+        found = storage.attributes(out)
+        if found.get("format") != FORMAT:
+            raise PerfsuiteError(f"{out} exists and is no {FORMAT} data set; name another file, or give --overwrite")
+        for name, value in _chosen(recipe).items():
+            if found.get(name) != value:
+                raise _other(out, f"{name} {found.get(name)}, not {value}")
+        from suite.leak_cnn.dataset import open_data
+
+        open_data(out)
+    try:
+        probe(out.parent)
+    except OSError as error:
+        raise PerfsuiteError(f"cannot write {out}: {error.strerror or error}; name another file") from None
+
+
+def _other(out: Path, what: str) -> PerfsuiteError:
+    return PerfsuiteError(f"{out} exists and is another data set, of {what}; name another file, or give --overwrite")
+
+
+@contextlib.contextmanager
+def _parts(out: Path) -> Iterator[Parts]:
+    """The folder beside `out`, while no other process makes the same."""
+    folder = out.with_name(f"{out.name}.parts")
+    try:
+        with FileLock(f"{folder}.lock", timeout=0) as lock:
+            folder.mkdir(exist_ok=True)
+            parts = Parts(folder)
+            try:
+                yield parts
+            except PerfsuiteError:  # nothing to go on from: other options or recordings are needed
+                parts.clear()
+                raise
+            finally:
+                if not folder.exists():
+                    Path(lock.lock_file).unlink(missing_ok=True)
+    except Timeout:
+        raise PerfsuiteError(f"another process is making {out}; wait for it, or name another file") from None
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _chosen(recipe: Recipe) -> dict[str, Any]:
+    """Of a recipe, what a set's attributes tell."""
+    return {
+        "format_version": VERSION,
+        "train_files": recipe.train,
+        "validation_files": recipe.validation,
+        "snr_db": list(recipe.snr_db),
+        "seed": recipe.seed,
+        "reuse": recipe.reuse,
+        "source": "synthetic" if recipe.folder is None else printable(recipe.folder.resolve().name),
+    }
+
+
+def _settings(recipe: Recipe, source: Source) -> dict[str, Any]:
+    return {**_chosen(recipe), "recordings": source.identity()}
+
+
+def _made(out: Path, recipe: Recipe, source: Source, settings: dict[str, Any], parts: Parts, watcher: Watcher) -> None:
+    """Block by block, then the whole in one go."""
+    index = [(split, file) for split, name in enumerate(SPLITS) for file in range(getattr(recipe, name))]
+    classes = [labels(recipe, split) for split in range(len(SPLITS))]
+    snr = {key: recipe.random(4, *key).uniform(*recipe.snr_db) for key in index}
+
+    def file_of(split: int, file: int) -> Array:
+        sound = sounds.mixed(
+            CLASSES[classes[split][file]], source.piece(split, file), snr[split, file], recipe.random(5, split, file)
+        )
+        return features.features(sound)
+
+    blocks = []
+    recipe_digest = digest_of(settings)
+    for first in range(0, len(index), BLOCK):
+        watcher.progress("making", first, len(index))
+        keys = index[first : first + BLOCK]
+        part = f"part-files-{recipe_digest[:32]}-{first}-{len(keys)}"
+        block = parts.load(part)
+        if block is None:
+            block = numpy.stack([file_of(*key) for key in keys])
+            parts.save(part, block)
+        blocks.append(numpy.array(block))
+    watcher.progress("making", len(index), len(index))
+    noisy = {CLASSES.index("LEAK"), CLASSES.index("UNCLASSIFIED")}
+    content = {
+        "features": numpy.concatenate(blocks),
+        "labels": numpy.array([label for split in classes for label in split], dtype=numpy.int64),
+        "splits": numpy.array([split for split, _ in index], dtype=numpy.int8),
+        "snr_db": numpy.array(
+            [snr[s, f] if classes[s][f] in noisy else numpy.nan for s, f in index], dtype=numpy.float32
+        ),
+        "class_names": numpy.array(CLASSES, dtype="S"),
+        "split_names": numpy.array(SPLITS, dtype="S"),
+    }
+    whole = parts.folder / "part-whole.h5"
+    storage.write(whole, content, _described(settings))
+    os.replace(whole, out)
+
+
+def _described(settings: dict[str, Any]) -> dict[str, Any]:
+    """The attributes."""
+    chosen = {name: value for name, value in settings.items() if name != "recordings"}
+    return {
+        "format": FORMAT,
+        **chosen,
+        "recipe": digest_of(settings),
+        "sample_rate": SAMPLE_RATE,
+        "samples": SAMPLES,
+        "long_window": features.LONG_WINDOW,
+        "short_window": features.SHORT_WINDOW,
+        "n_fft": features.N_FFT,
+        "hop": features.HOP,
+        "centre": False,
+        "window": "periodic Hann",
+        "power": 1,
+        "mels": features.MELS,
+        "mel_scale": "HTK, no norm",
+        "decibels": f"20 log10(max(m, {features.FLOOR:g}))",
+        "label_source": LABELS,
+        "microphone": sounds.MICROPHONE,
+        **{f"made_{name}": how for name, how in sounds.MADE.items()},
+    }

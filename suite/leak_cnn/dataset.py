@@ -1,0 +1,223 @@
+"""The data set of leak_cnn as a trainer reads it: checked as a whole, then segment by segment or a split at once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch.utils.data import Dataset
+
+from perfsuite.errors import PerfsuiteError
+from suite.leak_cnn import storage
+from suite.leak_cnn.features import (
+    CLASSES,
+    FLOOR,
+    LEAK,
+    LONG_WINDOW,
+    LONGS,
+    MELS,
+    N_FFT,
+    SAMPLE_RATE,
+    SEGMENTS,
+    SHORT_WINDOW,
+    SHORTS,
+    SPLITS,
+    Array,
+)
+
+SHAPE = (LONGS, SHORTS, MELS, 1)
+"""Of a file's features."""
+KINDS = {"features": "f2", "labels": "i8", "splits": "i1", "snr_db": "f4", "class_names": "S", "split_names": "S"}
+WANTED = {
+    "sample_rate": SAMPLE_RATE,
+    "long_window": LONG_WINDOW,
+    "short_window": SHORT_WINDOW,
+    "n_fft": N_FFT,
+    "mels": MELS,
+    "centre": False,
+    "power": 1,
+    "mel_scale": "HTK, no norm",
+    "decibels": f"20 log10(max(m, {FLOOR:g}))",
+}
+"""Attributes without which the features would be others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeakAudio:
+    """A data set that was found right; small, and without an open file, so that it may go to other processes."""
+
+    path: str
+    source: str
+    digest: str
+    labels: torch.Tensor
+    """int64 [files]"""
+    files: Mapping[str, range]
+    """Split → its files, which lie together."""
+
+    @property
+    def told(self) -> str:
+        """In a line."""
+        parts = ", ".join(f"{len(found)} for {split}" for split, found in self.files.items())
+        return f"data: {self.path} of {self.source}, synthetic labels: files {parts}, of {SEGMENTS} segments"
+
+    def segments(self, split: str) -> int:
+        """How many a split has."""
+        return len(self.files[split]) * SEGMENTS
+
+    def counts(self, split: str) -> torch.Tensor:
+        """Segments of each class, int64 [5]; none is 0."""
+        found = self.files[split]
+        return torch.bincount(self.labels[found.start : found.stop], minlength=len(CLASSES)) * SEGMENTS
+
+    def check_batch(self, split: str, batch_size: int, field: str = "batch_size") -> None:
+        """PerfsuiteError where the split has no whole batch."""
+        if batch_size > self.segments(split):
+            raise PerfsuiteError(
+                f"{field}: {batch_size} is more than the {self.segments(split)} segments for {split} in {self.path}; "
+                "lower it, or make a larger set with `perfsuite data leak-audio`"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """Every segment of a split, file by file, in order of time."""
+
+    features: torch.Tensor
+    """float16 [N, 1, 32, 1]"""
+    labels: torch.Tensor
+    """int64 [N]"""
+    leaks: torch.Tensor
+    """float32 [N]: 1 where the file is of the class LEAK"""
+    files: torch.Tensor
+    """int64 [N]: from 0 within the split"""
+
+
+def open_data(path: str | Path) -> LeakAudio:
+    """Check a data set in full, its digest included; PerfsuiteError in one line that says what is wrong with it."""
+    path = Path(path)
+    if not path.is_file():
+        raise PerfsuiteError(f"data: there is no file {path}; make it with `perfsuite data leak-audio {path}`")
+    try:
+        with storage.library().File(path, "r") as file:
+            attributes = storage.attributes_of(file)
+            if attributes.get("format") != storage.FORMAT:
+                raise _wrong(path, f"is no {storage.FORMAT} data set")
+            content = _content(path, file, attributes)
+    except (OSError, RuntimeError, KeyError, ValueError, TypeError) as error:
+        raise _wrong(path, f"is damaged, or no HDF5 file: {_first_line(error)}") from None
+    if storage.content_digest(content) != attributes.get("digest"):
+        raise _wrong(path, "is damaged: its content is not what was written")
+    return LeakAudio(
+        path=str(path),
+        source=str(attributes["source"]),
+        digest=str(attributes["digest"]),
+        labels=torch.from_numpy(content["labels"]),
+        files=_files(path, content["labels"], content["splits"]),
+    )
+
+
+def read_split(data: LeakAudio, split: str) -> Split:
+    """A whole split in memory: 5 KiB a file."""
+    files = data.files[split]
+    with storage.opened(data.path, data.digest) as file:
+        features = file["features"][files.start : files.stop]
+    labels = data.labels[files.start : files.stop].repeat_interleave(SEGMENTS)
+    return Split(
+        features=torch.from_numpy(features).view(-1, 1, MELS, 1),
+        labels=labels,
+        leaks=(labels == LEAK).float(),
+        files=torch.arange(len(files)).repeat_interleave(SEGMENTS),
+    )
+
+
+class Segments(Dataset[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]):
+    """Segments of a split, read from the file one by one: (mels float16 [32, 1], label int64 [], leak float32 []).
+
+    Each process opens the file for itself when it first reads, so that this may be sent to others.
+    """
+
+    def __init__(self, data: LeakAudio, split: str) -> None:
+        self.data = data
+        self.split = split
+        self._file: Any = None
+        self._process = 0
+
+    def __len__(self) -> int:
+        return self.data.segments(self.split)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        place, segment = divmod(index % len(self), SEGMENTS)
+        file = self.data.files[self.split][place]
+        label = self.data.labels[file]
+        mels = self._features()[file, segment // SHORTS, segment % SHORTS]
+        return torch.from_numpy(mels), label, (label == LEAK).float()
+
+    def _features(self) -> Any:
+        if self._file is None or self._process != os.getpid():  # a handle that came through a fork is the parent's
+            self._file = storage.opened(self.data.path, self.data.digest)
+            self._process = os.getpid()
+        return self._file["features"]
+
+    def close(self) -> None:
+        """Let go of the file; the next item opens it again."""
+        if self._file is not None and self._process == os.getpid():
+            self._file.close()
+        self._file = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_file": None}
+
+
+def _wrong(path: Path, what: str) -> PerfsuiteError:
+    return PerfsuiteError(f"data: {path} {what}; name another, or make one with `perfsuite data leak-audio`")
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _content(path: Path, file: Any, attributes: Mapping[str, Any]) -> dict[str, Array]:
+    """Every dataset, of the right type and shape, and made with the right settings."""
+    for name, value in WANTED.items():
+        if attributes.get(name) != value:
+            raise _wrong(path, f"has {name} {attributes.get(name)}, where the trainer needs {value}")
+    for name, kind in KINDS.items():
+        if name not in file:
+            raise _wrong(path, f"has no dataset {name!r}")
+        if not file[name].dtype.str[1:].startswith(kind):
+            raise _wrong(path, f"has {name} of type {file[name].dtype}, where {numpy.dtype(kind)} is needed")
+    shape = file["features"].shape
+    if len(shape) != 5 or shape[1:] != SHAPE:
+        raise _wrong(path, f"has features of the shape {list(shape)}, where [files, {str(list(SHAPE))[1:]} is needed")
+    for name in ("labels", "splits", "snr_db"):
+        if file[name].shape != shape[:1]:
+            raise _wrong(path, f"has {list(file[name].shape)} {name} for {shape[0]} files")
+    content = {name: file[name][()] for name in KINDS}
+    for name, wanted in (("class_names", CLASSES), ("split_names", SPLITS)):
+        names = [value.decode(errors="replace") for value in content[name].reshape(-1)]
+        if names != list(wanted):
+            raise _wrong(path, f"has {name} {', '.join(names)}, where the trainer needs {', '.join(wanted)}")
+    return content
+
+
+def _files(path: Path, labels: Array, splits: Array) -> dict[str, range]:
+    """Split → its files; each split must lie together and have each class."""
+    found = {}
+    for number, name in enumerate(SPLITS):
+        (where,) = numpy.nonzero(splits == number)
+        lacking = [c for n, c in enumerate(CLASSES) if not (labels[where] == n).any()]
+        if lacking:
+            raise _wrong(path, f"has no file of {', '.join(lacking)} for {name}")
+        found[name] = range(int(where[0]), int(where[-1]) + 1)
+        if len(found[name]) != len(where):
+            raise _wrong(path, f"has the files for {name} scattered")
+    if not ((labels >= 0) & (labels < len(CLASSES))).all():
+        raise _wrong(path, f"has labels outside 0 to {len(CLASSES) - 1}")
+    return found

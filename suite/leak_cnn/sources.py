@@ -1,0 +1,243 @@
+"""Where the sound of leak_cnn's data comes from: a folder of recordings, or none.
+
+source: leak_cnn, technique 001 (data)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from stat import S_ISREG
+from typing import Protocol
+
+import numpy
+
+from perfsuite.errors import PerfsuiteError
+from suite.leak_cnn import recordings, sounds
+from suite.leak_cnn.features import CLASSES, SAMPLE_RATE, SAMPLES, SPLITS, Array
+from suite.leak_cnn.storage import VERSION
+
+MOST = 100_000
+"""Files of a split, of 5 KiB each."""
+NAMED = 10
+"""Recordings that are left out are named up to so many; the rest is counted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What a set is made from, besides the recordings."""
+
+    folder: Path | None = None
+    """Of recordings; None: synthetic ones."""
+    train: int = 500
+    validation: int = 125
+    snr_db: tuple[float, float] = (-10.0, 10.0)
+    seed: int = 0
+    reuse: int = 10
+    """So many files at most that a stretch of sound is in."""
+
+    def __post_init__(self) -> None:
+        for name in SPLITS:
+            files = getattr(self, name)
+            if files < len(CLASSES):
+                raise PerfsuiteError(
+                    f"--{name} {files}: each of the {len(CLASSES)} classes needs a file; give {len(CLASSES)} or more"
+                )
+            if files > MOST:
+                raise PerfsuiteError(f"--{name} {files}: a set is put together in memory; give {MOST} or less")
+        low, high = self.snr_db
+        if not -100 <= low <= high <= 100:
+            raise PerfsuiteError(f"--snr {low:g} {high:g}: give the lower end first, both within ±100 dB")
+
+    @property
+    def files(self) -> int:
+        """Of both splits."""
+        return self.train + self.validation
+
+    def random(self, *key: int) -> sounds.Generator:
+        """A generator of its own for each key."""
+        return numpy.random.default_rng([self.seed, *key])
+
+
+class Watcher(Protocol):
+    """Who shows how far it is."""
+
+    def progress(self, what: str, done: int, total: int) -> None: ...
+
+    def say(self, line: str) -> None: ...
+
+
+class Parts:
+    """Arrays in a folder, each whole or not there; nothing else in it is ever touched."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def load(self, name: str) -> Array | None:
+        """None where it is missing or damaged."""
+        try:
+            loaded: Array = numpy.load(self.folder / f"{name}.npy", mmap_mode="r")
+        except (OSError, ValueError, EOFError):
+            return None
+        return loaded
+
+    def save(self, name: str, array: Array) -> None:
+        """Replaces the file whole."""
+        temporary = self.folder / f"{name}.tmp"
+        with temporary.open("wb") as file:
+            numpy.save(file, array)
+        os.replace(temporary, self.folder / f"{name}.npy")
+
+    def clear(self) -> None:
+        """Remove what a run wrote, and the folder if that leaves it empty."""
+        for path in self.folder.glob("part-*"):
+            path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self.folder.rmdir()
+
+
+class Source(Protocol):
+    """Where the pieces of 10 s come from."""
+
+    @property
+    def told(self) -> str:
+        """In a line."""
+
+    def identity(self) -> object:
+        """Of all that the pieces depend on, for JSON."""
+
+    def piece(self, split: int, index: int) -> Array:
+        """[40960]."""
+
+
+@dataclass(frozen=True)
+class Synthetic:
+    """Recordings that are made from the seed alone."""
+
+    recipe: Recipe
+    told: str = "synthetic recordings of tones and noise"
+
+    def identity(self) -> object:
+        return "synthetic"
+
+    def piece(self, split: int, index: int) -> Array:
+        return sounds.synthetic_recording(self.recipe.random(1, split, index))
+
+
+@dataclass
+class Folder:
+    """Recordings under a folder, read in an order that the seed gives until there is enough sound."""
+
+    recipe: Recipe
+    root: Path
+    parts: Parts
+    watcher: Watcher
+    told: str = ""
+    _names: list[str] = field(default_factory=list)
+    """Of the recordings' parts; to keep each open would need a file descriptor each."""
+    _identity: list[list[str]] = field(default_factory=list)
+    _pieces: list[list[list[recordings.Stretch]]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        recordings.library()
+        names = recordings.in_order(recordings.found(self.root), self.recipe.seed)
+        given, left_out, looked_at = self._read(names)
+        seconds = sum(s.length for s in given) // SAMPLE_RATE
+        self.told = f"{len(self._names)} recordings of {printable(str(self.root))}, {seconds} s"
+        if left_out:
+            self.told += f"; left out: {', '.join(f'{n} {what}' for what, n in sorted(left_out.items()))}"
+        if looked_at < len(names):
+            self.told += f"; {len(names) - looked_at} more were not needed"
+        if not given:
+            raise PerfsuiteError(f"--from {self.root} holds no usable sound: {self.told}")
+        self._lay_out(given, seconds)
+
+    def _read(self, names: list[str]) -> tuple[list[recordings.Stretch], Counter[str], int]:
+        """The stretches, what was left out and why, and how many recordings that took."""
+        given: list[recordings.Stretch] = []
+        left_out: Counter[str] = Counter()
+        seen: set[str] = set()
+        wanted = self.recipe.files * SAMPLES
+        have = 0
+        for looked_at, name in enumerate(names):
+            if have >= wanted:
+                return given, left_out, looked_at
+            self.watcher.progress("reading", looked_at, len(names))
+            try:
+                part = self._part(name)
+                samples = self._loaded(part)
+                digest = hashlib.sha256(samples.data).hexdigest()
+                if digest in seen:
+                    raise recordings.UnusableError("repeated: the same sound as another")
+            except recordings.UnusableError as reason:
+                kind = str(reason).split(":")[0]
+                left_out[kind] += 1
+                if sum(left_out.values()) <= NAMED:
+                    self.watcher.say(f"left out {printable(name)}: {reason}")
+                continue
+            seen.add(digest)
+            cut = recordings.stretches(len(self._names), samples)
+            self._names.append(part)
+            self._identity.append([printable(name), digest])
+            given += cut
+            have += sum(s.length for s in cut)
+        return given, left_out, len(names)
+
+    def _part(self, name: str) -> str:
+        """The part of a recording, which is read unless it was before and has not changed."""
+        path = self.root / name
+        try:
+            stat = path.stat()
+        except OSError as error:
+            raise recordings.UnusableError(f"damaged: {error.strerror or error}") from None
+        if not S_ISREG(stat.st_mode):  # a pipe would be waited for
+            raise recordings.UnusableError("unsuited: no regular file")
+        key = [VERSION, os.fsencode(path.resolve()).hex(), stat.st_size, stat.st_mtime_ns]
+        part = f"part-recording-{digest_of(key)[:32]}"
+        if self.parts.load(part) is None:
+            self.parts.save(part, recordings.read(path))
+        return part
+
+    def _loaded(self, part: str) -> Array:
+        samples = self.parts.load(part)
+        if samples is None:
+            raise OSError(None, f"{self.parts.folder} has lost what was just written there")
+        return samples
+
+    def _lay_out(self, given: list[recordings.Stretch], seconds: int) -> None:
+        recipe = self.recipe
+        for split, stretches in enumerate(recordings.divided(given, recipe.validation / recipe.files)):
+            wanted = getattr(recipe, SPLITS[split])
+
+            def order(turn: int, split: int = split, count: int = len(stretches)) -> Array:
+                return recipe.random(2, split, turn).permutation(count)
+
+            made = recordings.pieces(stretches, wanted, recipe.reuse, order)
+            if len(made) < wanted:
+                raise PerfsuiteError(
+                    f"--from {self.root}: {seconds} s of sound give {len(made)} files for {SPLITS[split]} where each "
+                    f"stretch is used {recipe.reuse} times at most, not {wanted}; give more recordings, lower --train "
+                    "and --validation, or raise --reuse"
+                )
+            self._pieces.append(made)
+
+    def identity(self) -> object:
+        return self._identity
+
+    def piece(self, split: int, index: int) -> Array:
+        return recordings.joined(self._pieces[split][index], lambda number: self._loaded(self._names[number]))
+
+
+def digest_of(settings: object) -> str:
+    """Of what JSON can say."""
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+
+
+def printable(name: str) -> str:
+    """A path that is no UTF-8, too."""
+    return os.fsencode(name).decode(errors="replace")
