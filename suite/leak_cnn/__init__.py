@@ -1,0 +1,1 @@
+"""What both sides of the trainer leak_cnn share."""
