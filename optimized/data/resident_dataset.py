@@ -1,0 +1,163 @@
+"""A split that lies on the device whole, its batches gathered there into one buffer (leak_cnn)."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+
+import torch
+
+from perfsuite.errors import PerfsuiteError
+from suite.batching import bounds, check_batches, check_rows, permutation
+
+
+class ResidentDataset:
+    """Shuffled batches of a split that lies on the device whole, or streams there where it does not fit.
+
+    Every batch lies in the same memory, `batch`, a shorter one at its beginning. So a step that was captured as a CUDA
+    graph reads the batch where it is, without a copy, and an epoch neither allocates nor waits for the device.
+
+    tensors      one or more on the host, with a row for every example
+    batch_size   rows; the last batch of an epoch may be shorter, or is left out if `drop_last`
+    device       where batches go
+    seed         of the shuffling; each epoch has an order of its own, made on the device
+    limit_bytes  of the device's memory for rows; None: no limit. What does not fit is gathered on the host, from pinned
+                 memory, in pieces of as many batches as do: one is copied while the other is used.
+    reason       why batches are streamed; None where the split is on the device
+
+    PerfsuiteError where the tensors' rows differ in number, or do not make a batch, and where the limit is less than
+    three batches.
+
+    Source: ours, for leak_cnn.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        batch_size: int,
+        device: torch.device | str,
+        *,
+        seed: int = 0,
+        drop_last: bool = False,
+        limit_bytes: int | None = None,
+    ) -> None:
+        self.rows = check_rows(tensors)
+        check_batches(self.rows, batch_size, drop_last)
+        self.device, self.seed = torch.device(device), seed
+        self.bounds = bounds(self.rows, batch_size, drop_last)
+        self.batch_size = batch_size
+        row_bytes = sum(t[0].numel() * t.element_size() for t in tensors)
+        needed = (self.rows + batch_size) * row_bytes
+        self.reason: str | None = None
+        self._pieces: _Pieces | None = None
+        if limit_bytes is None or needed <= limit_bytes:
+            self._resident = [t.to(self.device) for t in tensors]
+        else:
+            rows = _piece_rows(limit_bytes, row_bytes, batch_size)
+            self._pieces = _Pieces(tensors, min(rows, self.rows), self.device)
+            memory = "pinned memory" if self.device.type == "cuda" else "memory"
+            self.reason = (
+                f"the split takes {needed} bytes with a batch, more than limit_bytes={limit_bytes}: "
+                f"batches are streamed from {memory}, {rows} rows at a time"
+            )
+        self.batch = tuple(
+            torch.empty((min(batch_size, self.rows), *t.shape[1:]), dtype=t.dtype, device=self.device) for t in tensors
+        )
+
+    def __len__(self) -> int:
+        """Batches an epoch."""
+        return len(self.bounds)
+
+    def epoch(self, number: int) -> Iterator[tuple[torch.Tensor, ...]]:
+        """The batches of an epoch, in the tensors' order; each is valid until the next one is asked for.
+
+        One epoch at a time: they share the buffer.
+        """
+        return self._gathered(number) if self._pieces is None else self._streamed(number, self._pieces)
+
+    def _gathered(self, number: int) -> Iterator[tuple[torch.Tensor, ...]]:
+        order = permutation(self.rows, self.seed, number, self.device)
+        for start, end in self.bounds:
+            batch = self._batch(end - start)
+            for tensor, out in zip(self._resident, batch, strict=True):
+                torch.index_select(tensor, 0, order[start:end], out=out)
+            yield batch
+
+    def _streamed(self, number: int, pieces: "_Pieces") -> Iterator[tuple[torch.Tensor, ...]]:
+        order = permutation(self.rows, self.seed, number, "cpu")[: self.bounds[-1][1]]
+        parts = order.split(pieces.rows)
+        pieces.begin()
+        pieces.fetch(0, parts[0])
+        for i, part in enumerate(parts):
+            piece = pieces.ready(i)
+            for start in range(0, len(part), self.batch_size):
+                batch = self._batch(min(self.batch_size, len(part) - start))
+                for tensor, out in zip(piece, batch, strict=True):
+                    out.copy_(tensor[start : start + len(out)])
+                if start + self.batch_size >= len(part):
+                    pieces.release(i)
+                yield batch
+                # Once the device has a batch to work on, the host gathers what comes next.
+                if start == 0 and i + 1 < len(parts):
+                    pieces.fetch(i + 1, parts[i + 1])
+
+    def _batch(self, rows: int) -> tuple[torch.Tensor, ...]:
+        return self.batch if rows == len(self.batch[0]) else tuple(t[:rows] for t in self.batch)
+
+
+class _Pieces:
+    """Rows on their way to the device: two pieces, taken in turn, in pinned memory and on the device."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], rows: int, device: torch.device) -> None:
+        self.tensors, self.rows, self.device = tuple(tensors), rows, device
+        cuda = device.type == "cuda"
+
+        def piece(**where: object) -> list[torch.Tensor]:
+            return [torch.empty((rows, *t.shape[1:]), dtype=t.dtype, **where) for t in tensors]
+
+        self.host = [piece(pin_memory=cuda) for _ in range(2)]
+        self.there = [piece(device=device) for _ in range(2)]
+        self.stream = torch.cuda.Stream(device) if cuda else None
+        self.copied = [torch.cuda.Event() for _ in range(2)] if cuda else []
+        self.used = [torch.cuda.Event() for _ in range(2)] if cuda else []
+        if self.stream is not None:
+            for tensor in (*self.there[0], *self.there[1]):
+                tensor.record_stream(self.stream)  # an epoch that is given up leaves a copy under way
+
+    def begin(self) -> None:
+        """Begin an epoch: whatever was launched before, by an epoch that was given up too, comes first."""
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(self.device))
+
+    def fetch(self, number: int, rows: torch.Tensor) -> None:
+        """Gather these rows on the host, and send them off as piece `number`."""
+        slot = number % 2
+        if self.stream is not None:
+            self.copied[slot].synchronize()  # the host's memory is free again; long since, but for a slow copy
+            self.stream.wait_event(self.used[slot])  # and so is the device's; the step that runs is not waited for
+        for tensor, host, there in zip(self.tensors, self.host[slot], self.there[slot], strict=True):
+            torch.index_select(tensor, 0, rows, out=host[: len(rows)])
+            with torch.cuda.stream(self.stream) if self.stream is not None else nullcontext():
+                there[: len(rows)].copy_(host[: len(rows)], non_blocking=True)
+        if self.stream is not None:
+            self.copied[slot].record(self.stream)
+
+    def ready(self, number: int) -> list[torch.Tensor]:
+        """Piece `number` on the device; what is launched from here on finds it there."""
+        if self.stream is not None:
+            torch.cuda.current_stream(self.device).wait_event(self.copied[number % 2])
+        return self.there[number % 2]
+
+    def release(self, number: int) -> None:
+        """Piece `number` has been read by what was launched so far, and by nothing else."""
+        if self.stream is not None:
+            self.used[number % 2].record(torch.cuda.current_stream(self.device))
+
+
+def _piece_rows(limit_bytes: int, row_bytes: int, batch_size: int) -> int:
+    """Rows of a piece, in whole batches: two pieces and a batch lie on the device."""
+    batches = limit_bytes // max(1, row_bytes * batch_size)
+    if batches < 3:
+        raise PerfsuiteError(
+            f"limit_bytes: {limit_bytes} is less than three batches of {row_bytes * batch_size} bytes; raise it, or "
+            "lower batch_size"
+        )
+    return (batches - 1) // 2 * batch_size

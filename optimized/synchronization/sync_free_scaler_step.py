@@ -1,0 +1,125 @@
+"""Unscale, clip, AdamW and the scale's update without the host (leak_cnn, technique 001.2b)."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from perfsuite.errors import PerfsuiteError
+from suite.leak_cnn.scaling import Scaling
+
+# As torch.nn.utils.clip_grad_norm_ adds it to the norm.
+CLIP_EPS = 1e-6
+
+
+class ScalerStep:
+    """An optimizer's step on gradients of a scaled loss, as `torch.amp.GradScaler` has it.
+
+    Where a gradient is not finite nothing but the scale changes: `scale *= backoff_factor`. Else gradients are divided
+    by the scale and clipped to a global norm of `max_norm`, AdamW (decoupled weight decay) makes a step, and after
+    `growth_interval` such steps in a row `scale *= growth_factor`, unless it would overflow.
+
+    All of that is decided on the device: a step never waits for it, and may be captured in a CUDA graph as long as the
+    gradients stay where they are. One pass over the gradients gives their norm, from which it is also seen whether
+    they are finite; torch's fused AdamW kernel, which skips by a flag on the device, unscales and clips as it reads.
+
+    params  tensors of any shapes, at least one, all on one device; changed in place
+    lr      a number, or a 0-d float32 tensor on that device, read at each step: a schedule may change it in place
+    scale   0-d float32, what the loss has to be multiplied by; changed in place
+
+    PerfsuiteError where there are no parameters.
+
+    Source: leak_cnn, technique 001.2b.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[torch.Tensor],
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        max_norm: float = 1.0,
+        scaling: Scaling | None = None,
+    ) -> None:
+        self.params = list(params)
+        if not self.params:
+            raise PerfsuiteError("params: there are none; give the model's parameters")
+        self.lr, self.betas, self.eps, self.weight_decay, self.max_norm = lr, betas, eps, weight_decay, max_norm
+        self.scaling = scaling or Scaling()
+        device = self.params[0].device
+        self.scale = torch.full((), self.scaling.init_scale, dtype=torch.float32, device=device)
+        self.growth = torch.zeros((), dtype=torch.int32, device=device)
+        self.steps = torch.zeros((), dtype=torch.float32, device=device)
+        self.first = [torch.zeros_like(p) for p in self.params]
+        self.second = [torch.zeros_like(p) for p in self.params]
+        # The fused kernel walks memory in order, all four arrays alike. A parameter with gaps has no such order: a
+        # dense copy of it is updated, and copied back.
+        self._copies = {
+            i: torch.empty_like(m)
+            for i, (p, m) in enumerate(zip(self.params, self.first, strict=True))
+            if p.stride() != m.stride()
+        }
+
+    @torch.no_grad()
+    def __call__(self, grads: Sequence[torch.Tensor]) -> None:
+        """Make a step; `grads`, one for each parameter and of its shape, are used up: they may be overwritten."""
+        # In float64 the sum of squares of finite float32 values does not overflow: it is finite if they are.
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float64)))
+        found_inf = norm.isfinite().logical_not().float()
+        # g / divisor is g / scale, times max_norm / (‖g / scale‖ + CLIP_EPS) where that is below 1.
+        scale = self.scale.double()
+        divisor = torch.maximum(scale, (norm + CLIP_EPS * scale) / self.max_norm).float()
+        self.steps.add_(1 - found_inf)
+        self._adamw(grads, divisor, found_inf)
+        torch._amp_update_scale_(
+            self.scale,
+            self.growth,
+            found_inf,
+            self.scaling.growth_factor,
+            self.scaling.backoff_factor,
+            self.scaling.growth_interval,
+        )
+
+    def _adamw(self, grads: Sequence[torch.Tensor], divisor: torch.Tensor, found_inf: torch.Tensor) -> None:
+        updated, dense = [], []
+        for i, (p, grad, m) in enumerate(zip(self.params, grads, self.first, strict=True)):
+            updated.append(self._copies[i].copy_(p) if i in self._copies else p)
+            dense.append(grad if grad.stride() == m.stride() else torch.empty_like(m).copy_(grad))
+        torch._fused_adamw_(
+            updated,
+            dense,
+            self.first,
+            self.second,
+            [],
+            [self.steps] * len(updated),
+            lr=self.lr,
+            beta1=self.betas[0],
+            beta2=self.betas[1],
+            weight_decay=self.weight_decay,
+            eps=self.eps,
+            amsgrad=False,
+            maximize=False,
+            grad_scale=divisor,
+            found_inf=found_inf,
+        )
+        for i, copy in self._copies.items():
+            self.params[i].copy_(copy)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Moments, steps made, scale, and steps towards its growth; the other side reads it, too."""
+        return {
+            "first": list(self.first),
+            "second": list(self.second),
+            "steps": self.steps,
+            "scale": self.scale,
+            "growth": self.growth,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take on a state, by copying."""
+        for own, given in ((self.first, state["first"]), (self.second, state["second"])):
+            for tensor, value in zip(own, given, strict=True):
+                tensor.copy_(value)
+        for name in ("steps", "scale", "growth"):
+            getattr(self, name).copy_(state[name])

@@ -1,0 +1,36 @@
+"""Which files leak, a file at a time (leak_cnn, techniques 001.8 and 001.F1)."""
+
+import torch
+
+from suite.leak_cnn.file_level import LEAK, THRESHOLD, Forward, check_mels, windows_needed
+
+
+@torch.no_grad()
+def file_level_eval(
+    forward: Forward, mels: torch.Tensor, threshold: float = THRESHOLD
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The probability of LEAK of each long window [files, longs], and whether each file leaks, bool [files].
+
+    A segment's probability is half its softmax at LEAK and half the sigmoid of its leak logit, a long window's the
+    mean over its short ones. A file leaks if at least ceil(longs / 2) of its long windows reach the threshold; one that
+    is NaN does not.
+
+    forward  segments [N, 1, mels, frames] → logits [N, classes] and [N], in evaluation mode
+    mels     [files, longs, shorts, mels, frames], where the model is and as it takes them
+
+    PerfsuiteError for mels of another form, or without a window.
+
+    Source: leak_cnn, techniques 001.8 and 001.F1.
+    """
+    check_mels(mels)
+    files, longs, shorts = mels.shape[:3]
+    probabilities, leaks = mels.new_empty(files, longs), []
+    for i, file in enumerate(mels):
+        logits, leak = forward(file.reshape(longs * shorts, 1, *file.shape[2:]))
+        p = 0.5 * logits.softmax(1)[:, LEAK] + 0.5 * leak.sigmoid()
+        long_windows: list[float] = []
+        for short_windows in p.view(longs, shorts):
+            long_windows.append(short_windows.mean().item())
+        probabilities[i] = probabilities.new_tensor(long_windows)
+        leaks.append(sum(value >= threshold for value in long_windows) >= windows_needed(longs))
+    return probabilities, torch.tensor(leaks, dtype=torch.bool, device=mels.device)

@@ -1,0 +1,100 @@
+"""Unscale, clip, AdamW and the scale's update, the host deciding at each step (leak_cnn, technique 001.2b)."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from perfsuite.errors import PerfsuiteError
+from suite.leak_cnn.scaling import Scaling
+
+# As torch.nn.utils.clip_grad_norm_ adds it to the norm.
+CLIP_EPS = 1e-6
+
+
+class ScalerStep:
+    """An optimizer's step on gradients of a scaled loss, as `torch.amp.GradScaler` has it.
+
+    The host reads whether a gradient is not finite, and decides. If so nothing but the scale changes:
+    `scale *= backoff_factor`. Else gradients are divided by the scale and clipped to a global norm of `max_norm`,
+    AdamW (decoupled weight decay) makes a step, and after `growth_interval` such steps in a row
+    `scale *= growth_factor`, unless it would overflow.
+
+    params  tensors of any shapes, at least one, all on one device; changed in place
+    lr      a number, or a 0-d tensor that is read at each step, so that a schedule may change it in place
+    scale   0-d float32, what the loss has to be multiplied by; changed in place
+
+    PerfsuiteError where there are no parameters.
+
+    Source: leak_cnn, technique 001.2b.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[torch.Tensor],
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        max_norm: float = 1.0,
+        scaling: Scaling | None = None,
+    ) -> None:
+        self.params = list(params)
+        if not self.params:
+            raise PerfsuiteError("params: there are none; give the model's parameters")
+        self.lr, self.betas, self.eps, self.weight_decay, self.max_norm = lr, betas, eps, weight_decay, max_norm
+        self.scaling = scaling or Scaling()
+        self.scale = torch.full((), self.scaling.init_scale, dtype=torch.float32, device=self.params[0].device)
+        self.first = [torch.zeros_like(p) for p in self.params]
+        self.second = [torch.zeros_like(p) for p in self.params]
+        self.steps = 0
+        self.growth = 0
+
+    @torch.no_grad()
+    def __call__(self, grads: Sequence[torch.Tensor]) -> None:
+        """Make a step; `grads`, one for each parameter and of its shape, are used up: they may be overwritten."""
+        if torch.stack([g.isfinite().all() for g in grads]).all().item():
+            self._adamw(self._clipped([g / self.scale for g in grads]))
+            self.growth += 1
+            if self.growth == self.scaling.growth_interval:
+                grown = self.scale * self.scaling.growth_factor
+                if grown.isfinite().item():
+                    self.scale.copy_(grown)
+                self.growth = 0
+        else:
+            self.scale.mul_(self.scaling.backoff_factor)
+            self.growth = 0
+
+    def _clipped(self, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        norm = torch.stack([g.norm() for g in grads]).norm()
+        factor = (self.max_norm / (norm + CLIP_EPS)).clamp(max=1.0)
+        return [g * factor for g in grads]
+
+    def _adamw(self, grads: Sequence[torch.Tensor]) -> None:
+        beta1, beta2 = self.betas
+        self.steps += 1
+        for p, grad, m, v in zip(self.params, grads, self.first, self.second, strict=True):
+            p.mul_(1 - self.lr * self.weight_decay)
+            m.mul_(beta1).add_((1 - beta1) * grad)
+            v.mul_(beta2).add_((1 - beta2) * grad * grad)
+            m_hat = m / (1 - beta1**self.steps)
+            v_hat = v / (1 - beta2**self.steps)
+            p.sub_(self.lr * m_hat / (v_hat.sqrt() + self.eps))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Moments, steps made, scale, and steps towards its growth; the other side reads it, too."""
+        return {
+            "first": list(self.first),
+            "second": list(self.second),
+            "steps": torch.tensor(float(self.steps)),
+            "scale": self.scale,
+            "growth": torch.tensor(self.growth, dtype=torch.int32),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take on a state, by copying."""
+        for own, given in ((self.first, state["first"]), (self.second, state["second"])):
+            for tensor, value in zip(own, given, strict=True):
+                tensor.copy_(value)
+        self.steps, self.growth = int(state["steps"].item()), int(state["growth"].item())
+        self.scale.copy_(state["scale"])

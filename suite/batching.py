@@ -1,0 +1,87 @@
+"""Which rows make which batch: a permutation that every device makes alike, and where batches begin and end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch.utils.data import Sampler
+
+from perfsuite.errors import PerfsuiteError
+
+WORD = (1 << 64) - 1
+STEP = 0x9E3779B97F4A7C15
+ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+LAST_SHIFT = 31
+
+
+def permutation(count: int, seed: int, epoch: int, device: torch.device | str) -> torch.Tensor:
+    """0 to count - 1 in an order that depends on seed and epoch alone, int64 [count], without waiting for the device.
+
+    Counter-based: rows are sorted by SplitMix64 (Steele, Lea and Flood, 2014) of their number. It maps 64 bits one to
+    one, so that no two rows have the same key and every device sorts alike.
+    """
+    start = _mixed(_mixed(seed & WORD) + epoch & WORD)
+    keys = torch.arange(count, dtype=torch.int64, device=device) * _signed(STEP) + _signed(start)
+    for shift, factor in ROUNDS:
+        keys = (keys ^ _shifted(keys, shift)) * _signed(factor)
+    return torch.argsort(keys ^ _shifted(keys, LAST_SHIFT))
+
+
+def bounds(count: int, batch_size: int, drop_last: bool) -> list[tuple[int, int]]:
+    """(first row, end) of each batch; a last one that is shorter is left out if `drop_last`."""
+    end = count // batch_size * batch_size if drop_last else count
+    return [(start, min(start + batch_size, end)) for start in range(0, end, batch_size)]
+
+
+def check_rows(tensors: Sequence[torch.Tensor]) -> int:
+    """How many rows all of them have; PerfsuiteError where they differ."""
+    if not tensors or any(t.ndim == 0 for t in tensors):
+        raise PerfsuiteError("tensors: give one or more, each with a row for every example")
+    counts = [len(t) for t in tensors]
+    if len(set(counts)) > 1:
+        raise PerfsuiteError(f"tensors: they have {', '.join(map(str, counts))} rows; give as many of each")
+    return counts[0]
+
+
+def check_batches(rows: int, batch_size: int, drop_last: bool) -> None:
+    """PerfsuiteError where so many rows make no batch."""
+    if batch_size < 1:
+        raise PerfsuiteError(f"batch_size: {batch_size} is out of range; give 1 or more")
+    if not rows:
+        raise PerfsuiteError("data: it has no example; give one or more")
+    if not bounds(rows, batch_size, drop_last):
+        raise PerfsuiteError(
+            f"batch_size: {batch_size} is more than the {rows} examples, and drop_last leaves out what makes no whole "
+            "batch; lower it"
+        )
+
+
+def _mixed(word: int) -> int:
+    """SplitMix64's output for a state."""
+    for shift, factor in ROUNDS:
+        word = (word ^ word >> shift) * factor & WORD
+    return word ^ word >> LAST_SHIFT
+
+
+def _signed(word: int) -> int:
+    """The int64 of the same bits: torch's products wrap around, which is all that matters here."""
+    return word - (1 << 64) if word >> 63 else word
+
+
+def _shifted(words: torch.Tensor, by: int) -> torch.Tensor:
+    """To the right, with zeros from the left; torch's own shift repeats the sign."""
+    return (words >> by) & ((1 << (64 - by)) - 1)
+
+
+class EpochSampler(Sampler[int]):
+    """The order of an epoch, `permutation` on the host, for a `torch.utils.data.DataLoader`."""
+
+    def __init__(self, count: int, seed: int) -> None:
+        self.count, self.seed, self.epoch = count, seed, 0
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(permutation(self.count, self.seed, self.epoch, "cpu").tolist())

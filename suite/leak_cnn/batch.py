@@ -1,0 +1,15 @@
+"""What a batch of mel spectrograms has to look like."""
+
+from __future__ import annotations
+
+import torch
+
+from perfsuite.errors import PerfsuiteError
+
+
+def check_mel(mel: torch.Tensor) -> None:
+    """PerfsuiteError unless it is [B, mels, frames], of real numbers."""
+    if mel.ndim != 3 or not mel.is_floating_point():
+        raise PerfsuiteError(
+            f"mel: {list(mel.shape)} of {mel.dtype}; give [B, mels, frames] of a floating dtype, as the data set has it"
+        )

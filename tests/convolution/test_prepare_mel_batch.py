@@ -1,0 +1,102 @@
+import pytest
+import torch
+
+from optimized.convolution.prepare_mel_batch import _smaller
+from optimized.convolution.prepare_mel_batch import prepare_mel_batch as optimized
+from perfsuite import Cost, Pair, PerfsuiteError, Workload, size, stateful, tensor
+from reference.convolution.prepare_mel_batch import prepare_mel_batch as reference
+
+SIDES = [reference, optimized]
+
+
+def from_the_loader(side):
+    """Batches as a loader gives them: half precision in the host's memory, pinned where there is a GPU."""
+
+    def make(mel, weight):
+        host = mel.cpu()
+        if mel.is_cuda:
+            host = host.pin_memory()
+        return lambda: side(host, mel.device, dtype=weight.dtype)
+
+    return make
+
+
+prepare_mel_batch = Pair(
+    reference=stateful(from_the_loader(reference)),
+    optimized=stateful(from_the_loader(optimized)),
+    # The batch is stored in half precision, and the network takes what its weights are of.
+    inputs={"mel": tensor("B", "mels", "frames", dtype="float16"), "weight": tensor(1)},
+    steps=(1, 2),
+    sizes={"B": size(0, 33), "mels": size(0, 33), "frames": size(0, 4)},
+    workloads=[
+        Workload("cpu", B=1024, mels=32, frames=1, clock="wall", device="cpu"),
+    ],
+    cost=Cost(bytes=lambda B, mels, frames: 6 * B * mels * frames),
+)
+
+
+def drawn(dtype=torch.float32, shape=(6, 32, 3)):
+    return (100 * torch.randn(shape, generator=torch.Generator().manual_seed(0))).to(dtype)
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("stored", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [None, torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_shape_dtype_and_layout(side, stored, dtype, channels_last):
+    mel = drawn(stored)
+    batch = side(mel, "cpu", channels_last, dtype)
+    assert batch.dtype == (dtype or stored)
+    assert batch.shape == (6, 1, 32, 3)
+    assert batch.is_contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
+    assert torch.equal(batch[:, 0], mel.to(batch.dtype))
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_values_beyond_half_precision_become_infinite(side):
+    mel = torch.tensor([[[1e5], [-1e5], [65504.0], [float("nan")]]])
+    batch = side(mel, "cpu", dtype=torch.float16).flatten().tolist()
+    assert batch[:3] == [float("inf"), float("-inf"), 65504.0]
+    assert batch[3] != batch[3]
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_a_batch_of_another_order_in_memory(side):
+    mel = drawn().transpose(0, 2)
+    batch = side(mel, "cpu")
+    assert batch.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(batch[:, 0], mel)
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize(
+    ("mel", "told"),
+    [
+        (torch.zeros(2, 32), r"\[2, 32\] of torch.float32"),
+        (torch.zeros(2, 1, 32, 1), r"\[2, 1, 32, 1\] of torch.float32"),
+        (torch.zeros(2, 32, 1, dtype=torch.int16), r"\[2, 32, 1\] of torch.int16"),
+    ],
+)
+def test_bad_input_is_one_line(side, mel, told):
+    with pytest.raises(PerfsuiteError, match=rf"^mel: {told}; give \[B, mels, frames\] of a floating dtype"):
+        side(mel, "cpu")
+
+
+def test_the_smaller_dtype_travels():
+    half, single = torch.float16, torch.float32
+    assert _smaller(half, single) is half
+    assert _smaller(single, half) is half
+    assert _smaller(half, torch.bfloat16) is half
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pinned", [False, True])
+@pytest.mark.parametrize("stored", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [None, torch.float16, torch.float32])
+def test_on_a_gpu_the_host_does_not_wait(pinned, stored, dtype, no_host_sync):
+    mel = drawn(stored)
+    given = mel.pin_memory() if pinned else mel
+    with no_host_sync():
+        batch = optimized(given, "cuda", dtype=dtype)
+    assert batch.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(batch.cpu(), reference(mel, "cuda", dtype=dtype).cpu())

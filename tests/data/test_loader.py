@@ -1,0 +1,247 @@
+import gc
+import multiprocessing
+import pickle
+import shutil
+import tempfile
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+
+from optimized.data.loader import Loader as Optimized
+from perfsuite import Cost, Pair, PerfsuiteError, Workload, integers, scalar, size, stateful, tensor
+from reference.data.loader import Loader as Reference
+from suite.batching import permutation
+from suite.tensor_file import TensorFile
+
+MELS = 32
+ROW_BYTES = 4 * MELS + 8
+
+
+def stored(features, labels):
+    """The tensors in a file of their own, and a function that removes it."""
+    folder = Path(tempfile.mkdtemp(prefix="loader-"))
+    return TensorFile.write(folder / "split.pt", (features, labels)), lambda: shutil.rmtree(folder)
+
+
+def kept(batch, device):
+    return tuple(t.to(device, copy=True) for t in batch)
+
+
+# The reference has none.
+LOADERS = {
+    Reference: lambda dataset, batch_size, workers: Reference(dataset, batch_size),
+    Optimized: lambda dataset, batch_size, workers: Optimized(dataset, batch_size, workers=workers),
+}
+
+
+def epochs(side):
+    """A step is an epoch of a loader that stays."""
+    made = LOADERS[side]
+
+    def make(features, labels, batch_size, workers):
+        dataset, remove = stored(features, labels)
+        loader = made(dataset, batch_size, workers)
+        number = -1
+
+        def step():
+            nonlocal number
+            number += 1
+            return [kept(batch, features.device) for batch in loader.epoch(number)]
+
+        weakref.finalize(step, remove)
+        return step
+
+    return make
+
+
+def first_batches(side):
+    """A step makes a loader, takes its first batch, and ends it."""
+    made = LOADERS[side]
+
+    def make(features, labels, batch_size, workers):
+        dataset, remove = stored(features, labels)
+
+        def step():
+            loader = made(dataset, batch_size, workers)
+            batches = loader.epoch(0)
+            first = kept(next(batches), features.device)
+            batches.close()
+            loader.close()
+            return first
+
+        weakref.finalize(step, remove)
+        return step
+
+    return make
+
+
+INPUTS = {
+    "features": tensor("rows", MELS),
+    "labels": tensor("rows", dtype="int64", values=integers(0, 5)),
+    "batch_size": scalar(integers(1, 20)),
+    "workers": scalar(integers(0, 2)),
+}
+SIZES = {"rows": size(1, 33)}
+
+loader = Pair(
+    reference=stateful(epochs(Reference)),
+    optimized=stateful(epochs(Optimized)),
+    inputs=INPUTS,
+    sizes=SIZES,
+    steps=(1, 2, 5),
+    workloads=[
+        Workload("cpu", rows=512, batch_size=64, workers=1, clock="wall", device="cpu"),
+    ],
+    cost=Cost(bytes=lambda rows: rows * 2 * ROW_BYTES),
+)
+
+loader_start = Pair(
+    reference=stateful(first_batches(Reference)),
+    optimized=stateful(first_batches(Optimized)),
+    inputs=INPUTS,
+    sizes=SIZES,
+    steps=(1, 2),
+    workloads=[
+        Workload("cpu", rows=512, batch_size=64, workers=1, clock="wall", device="cpu"),
+    ],
+    cost=Cost(bytes=lambda rows, batch_size: min(rows, batch_size) * 2 * ROW_BYTES),
+)
+
+
+@pytest.fixture
+def split(tmp_path):
+    return TensorFile.write(tmp_path / "split.pt", (torch.arange(22.0).view(11, 2), torch.arange(11)))
+
+
+@pytest.fixture(autouse=True)
+def _no_process_is_left():
+    yield
+    gc.collect()
+    assert multiprocessing.active_children() == []
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_the_batches_are_those_of_the_permutation(split, workers, drop_last):
+    plain = Reference(split, 4, seed=3, drop_last=drop_last)
+    with Optimized(split, 4, workers=workers, seed=3, drop_last=drop_last) as loader:
+        assert len(loader) == len(plain) == (2 if drop_last else 3)
+        for epoch in (0, 1, 5, 0):
+            found, expected = list(loader.epoch(epoch)), list(plain.epoch(epoch))
+            order = permutation(11, 3, epoch, "cpu")[: 8 if drop_last else 11]
+            assert torch.equal(torch.cat([labels for _, labels in found]), order)
+            for batch, other in zip(found, expected, strict=True):
+                assert all(torch.equal(a, b) for a, b in zip(batch, other, strict=True))
+
+
+def test_workers_stay_from_epoch_to_epoch(split):
+    with Optimized(split, 4, workers=2) as loader:
+        list(loader.epoch(0))
+        first = {p.pid for p in multiprocessing.active_children()}
+        list(loader.epoch(1))
+        assert {p.pid for p in multiprocessing.active_children()} == first
+        assert len(first) == 2
+    assert multiprocessing.active_children() == []
+
+
+def test_an_epoch_that_is_given_up_leaves_the_next_whole(split):
+    with Optimized(split, 2, workers=1) as loader:
+        half = loader.epoch(0)
+        next(half)
+        half.close()
+        labels = torch.cat([labels for _, labels in loader.epoch(1)])
+        assert torch.equal(labels, permutation(11, 0, 1, "cpu"))
+
+
+def test_workers_end_with_the_last_that_holds_the_loader(split):
+    loader = Optimized(split, 4, workers=1)
+    list(loader.epoch(0))
+    assert len(multiprocessing.active_children()) == 1
+    del loader
+    gc.collect()
+    assert multiprocessing.active_children() == []
+
+
+def test_a_loader_may_be_closed_twice_and_used_again(split):
+    loader = Optimized(split, 4, workers=1)
+    loader.close()
+    for _ in range(2):
+        assert len(list(loader.epoch(0))) == 3
+        loader.close()
+        loader.close()
+
+
+def test_closing_ends_the_workers_of_an_epoch_under_way(split):
+    loader = Optimized(split, 2, workers=1)
+    half = loader.epoch(0)
+    next(half)
+    loader.close()
+    assert multiprocessing.active_children() == []
+    half.close()
+
+
+def test_spawned_workers_do_as_well(split):
+    with Optimized(split, 4, workers=1, context="spawn") as loader:
+        labels = torch.cat([labels for _, labels in loader.epoch(2)])
+    assert torch.equal(labels, permutation(11, 0, 2, "cpu"))
+
+
+def test_nobody_else_s_random_numbers_are_drawn(split):
+    before = torch.get_rng_state()
+    list(Reference(split, 4).epoch(0))
+    with Optimized(split, 4, workers=1) as loader:
+        list(loader.epoch(0))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+class Broken(TensorFile):
+    def __getitem__(self, row):
+        raise ValueError(f"row {row} is damaged")
+
+
+def test_what_a_worker_raises_is_raised_here(split):
+    with Optimized(Broken(split.path), 4, workers=0) as loader, pytest.raises(ValueError, match="is damaged"):
+        list(loader.epoch(0))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"workers": -1}, "workers: -1 is out of range; give 0 or more"),
+        ({"prefetch": 0}, "prefetch: 0 is out of range; give 1 or more"),
+        ({"workers": 1, "context": "fork"}, "context: workers cannot be started by 'fork' here; give 'forkserver'"),
+    ],
+)
+def test_bad_options_are_one_line(split, options, said):
+    with pytest.raises(PerfsuiteError) as error:
+        Optimized(split, 4, **options)
+    assert str(error.value) == said
+
+
+@pytest.mark.parametrize("side", [Reference, Optimized])
+def test_no_batch_is_one_line(split, side):
+    with pytest.raises(PerfsuiteError, match="batch_size: 12 is more than the 11 examples"):
+        side(split, 12, drop_last=True)
+    with pytest.raises(PerfsuiteError, match="batch_size: 0 is out of range"):
+        side(split, 0)
+
+
+def test_a_tensor_file_is_sent_without_its_content(split):
+    split[0]
+    sent = pickle.loads(pickle.dumps(split))
+    assert sent._tensors is None
+    assert len(sent) == 11
+    assert [t.tolist() for t in sent[3]] == [[6.0, 7.0], 3]
+
+
+def test_a_tensor_file_that_is_not_there_is_one_line(tmp_path):
+    with pytest.raises(PerfsuiteError, match=r"^data: there is no file .*missing.pt; write it with"):
+        TensorFile(tmp_path / "missing.pt")
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_batches_are_pinned(split):
+    with Optimized(split, 4, workers=1) as loader:
+        assert all(t.is_pinned() for batch in loader.epoch(0) for t in batch)

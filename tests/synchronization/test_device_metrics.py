@@ -1,0 +1,126 @@
+import math
+
+import pytest
+import torch
+
+from optimized.synchronization.device_metrics import DeviceMetrics as Optimized
+from perfsuite import Cost, Pair, PerfsuiteError, Workload, integers, listof, size, stateful, tensor
+from reference.synchronization.device_metrics import DeviceMetrics as Reference
+
+CLASSES = 5
+SIDES = [Reference, Optimized]
+
+
+def epoch(metrics):
+    """An epoch's batches, and its metrics at the end."""
+
+    def make(anchor):
+        held = metrics(CLASSES, anchor.device)
+
+        def step(losses, logits, labels):
+            held.reset()
+            for batch in zip(losses, logits, labels, strict=True):
+                held.add(*batch)
+            return held.value()
+
+        return step
+
+    return make
+
+
+device_metrics = Pair(
+    reference=stateful(epoch(Reference)),
+    optimized=stateful(epoch(Optimized)),
+    inputs={"anchor": tensor()},
+    step_inputs={
+        "losses": listof("batches", tensor()),
+        "logits": listof("batches", tensor("B", CLASSES)),
+        "labels": listof("batches", tensor("B", dtype="int64", values=integers(0, CLASSES))),
+    },
+    sizes={"batches": size(1, 8), "B": size(1, 65)},
+    steps=(1, 2, 17),
+    workloads=[
+        Workload("cpu", batches=7, B=256, clock="wall", device="cpu"),
+    ],
+    cost=Cost(bytes=lambda batches, B: batches * (4 * (CLASSES * B + 1) + 8 * B)),
+)
+
+
+def counted(side, classes=3):
+    held = side(classes, "cpu")
+    held.add(torch.tensor(0.5), torch.eye(3), torch.tensor([0, 1, 1]))
+    held.add(torch.tensor(2.0), torch.tensor([[0.0, 0.0, 1.0]]), torch.tensor([2]))
+    return held
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_known_values(side):
+    loss, accuracy, f1, confusion = counted(side).value()
+    assert loss == (3 * 0.5 + 2.0) / 4
+    assert accuracy == 3 / 4
+    assert confusion == [[1, 0, 0], [0, 1, 1], [0, 0, 1]]
+    assert f1 == pytest.approx((1 + 2 / 3 + 2 / 3) / 3)
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_asking_changes_nothing_and_a_reset_forgets(side):
+    held = counted(side)
+    first = held.value()
+    assert held.value() == first
+    held.add(torch.tensor(0.0), torch.eye(3), torch.tensor([0, 1, 2]))
+    assert held.value().confusion != first.confusion
+    assert first.confusion == [[1, 0, 0], [0, 1, 1], [0, 0, 1]]
+    held.reset()
+    held.add(torch.tensor(1.0), torch.eye(3)[:1], torch.tensor([1]))
+    assert held.value() == (1.0, 0.0, 0.0, [[0, 0, 0], [1, 0, 0], [0, 0, 0]])
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_many_small_losses_beside_a_large_one_are_not_lost(side):
+    held = side(2, "cpu")
+    held.add(torch.tensor(1e8), torch.zeros(1, 2), torch.tensor([0]))
+    for _ in range(1000):
+        held.add(torch.tensor(1.0), torch.zeros(1, 2), torch.tensor([0]))  # below half a unit of 1e8 in float32
+    assert held.value().loss == (1e8 + 1000) / 1001
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_losses_that_are_not_finite_are_seen(side):
+    held = counted(side)
+    held.add(torch.tensor(math.inf), torch.eye(3), torch.tensor([0, 1, 2]))
+    assert held.value().loss == math.inf
+    held.add(torch.tensor(-math.inf), torch.eye(3), torch.tensor([0, 1, 2]))
+    assert math.isnan(held.value().loss)
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("empty", [False, True])
+def test_no_example_is_an_error(side, empty):
+    held = side(3, "cpu")
+    if empty:
+        held.add(torch.tensor(1.0), torch.zeros(0, 3), torch.zeros(0, dtype=torch.int64))
+    with pytest.raises(PerfsuiteError, match="no example was counted; add a batch before"):
+        held.value()
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_losses_and_logits_may_be_of_half_precision_and_want_a_gradient(side, dtype):
+    held = side(2, "cpu")
+    logits = torch.tensor([[1.0, 2.0]], dtype=dtype, requires_grad=True)
+    for _ in range(3):
+        held.add(logits.sum() / 7, logits, torch.tensor([1]))
+    assert held.value().loss == torch.tensor(3.0 / 7, dtype=dtype).item()
+    assert held.value().confusion == [[0, 0], [0, 3]]
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_batch_does_not_wait(no_host_sync):
+    held = Optimized(CLASSES, "cuda")
+    logits = torch.randn(64, CLASSES, device="cuda")
+    labels = torch.randint(0, CLASSES, (64,), device="cuda")
+    with no_host_sync():
+        held.reset()
+        for _ in range(3):
+            held.add(logits.mean(), logits, labels)
+    assert sum(map(sum, held.value().confusion)) == 192
