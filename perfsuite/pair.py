@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from perfsuite.errors import PairError
-from perfsuite.specs import RecordedSpec, ScalarSpec, Size, Spec, symbols
+from perfsuite.specs import RecordedSpec, ScalarSpec, Size, Spec, has_scalar, symbols
 
 CLOCKS = ("device", "wall")
 DIRECTIONS = ("forward", "backward", "both")
@@ -212,6 +212,15 @@ class Pair:
         for name in every:
             if not name.isidentifier() or keyword.iskeyword(name):
                 raise PairError(f"input {name!r} is not a Python name; rename it")
+        for name, spec in self.step_inputs.items():
+            if has_scalar(spec):
+                raise PairError(
+                    f"step input {name!r} is a scalar, which is drawn once and not for each step; "
+                    f"use a tensor without dimensions, {name}=tensor(values=…)"
+                )
+        for name, spec in self.inputs.items():
+            if has_scalar(spec) and not isinstance(spec, ScalarSpec):
+                raise PairError(f"input {name!r} holds a scalar, which has no name there; make it an input of its own")
         for dtype in (*self.dtypes, *([self.precision] if self.precision else [])):
             if dtype not in DTYPES:
                 raise PairError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")

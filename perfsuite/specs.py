@@ -225,6 +225,21 @@ def symbols(spec: Any) -> set[str]:
             return set()
 
 
+def has_scalar(spec: Any) -> bool:
+    """Whether a spec is a scalar, or holds one."""
+    match spec:
+        case ScalarSpec():
+            return True
+        case ListSpec():
+            return has_scalar(spec.item)
+        case tuple() | list():
+            return any(has_scalar(s) for s in spec)
+        case Mapping():
+            return any(has_scalar(s) for s in spec.values())
+        case _:
+            return False
+
+
 def accepted(call: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """Those of the values, by name, that the call has a parameter for."""
     parameters = inspect.signature(call).parameters

@@ -39,6 +39,16 @@ def pair(**fields: Any) -> Pair:
         (lambda: pair(rivals={"optimized": identity}), "may not be called 'optimized'; choose another name"),
         (lambda: pair(variants={"reference": identity}), "may not be called 'reference'"),
         (lambda: pair(reference=stateful(identity)), r"one side is stateful\(...\) and the other is not; wrap both"),
+        (
+            lambda: pair(
+                reference=stateful(identity),
+                optimized=stateful(identity),
+                step_inputs={"g": [tensor("n"), scalar(floats(0, 1))]},
+            ),
+            r"step input 'g' is a scalar, which is drawn once .*; use .* without dimensions, g=tensor\(values=…\)",
+        ),
+        (lambda: pair(inputs={"x": {"a": tensor("n"), "b": scalar(floats(0, 1))}}), "input 'x' holds a scalar, which"),
+        (lambda: pair(inputs={"x": listof("n", scalar(floats(0, 1)))}), "input 'x' holds a scalar, which has no name"),
         (lambda: stateful(identity, settle=0), r"stateful\(settle=0\): name a number of calls, 1 or more"),
         (lambda: stateful(identity, settle=True), r"stateful\(settle=True\)"),
         (lambda: stateful(identity, settle=1.5), r"stateful\(settle=1.5\)"),
