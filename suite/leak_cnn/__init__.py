@@ -1,0 +1,1 @@
+"""What the two leak_cnn trainers share: shapes, names, first weights, the forward's parts and the loss."""
