@@ -39,12 +39,12 @@ def triton_reason() -> str | None:
     return None
 
 
-def use_triton(*tensors: torch.Tensor) -> bool:
-    """Whether the kernels serve these tensors: float32 on one GPU that can run them."""
+def use_triton(*tensors: torch.Tensor, dtypes: tuple[torch.dtype, ...] = (torch.float32,)) -> bool:
+    """Whether the kernels serve these tensors: of one of the dtypes, on one GPU that can run them."""
     first = tensors[0]
     if triton is None or not first.is_cuda:
         return False
-    if any(t.device != first.device or t.dtype != torch.float32 for t in tensors):
+    if any(t.device != first.device or t.dtype not in dtypes for t in tensors):
         return False
     return torch.cuda.get_device_capability(first.device) >= MIN_CAPABILITY
 

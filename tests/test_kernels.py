@@ -78,6 +78,13 @@ def test_kernels_serve_float32_on_one_gpu(gpu, tensors, served):
     assert kernels.use_triton(*tensors) == served
 
 
+def test_kernels_may_serve_other_dtypes(gpu):
+    gpu((8, 0))
+    half = tensor(dtype=torch.float16)
+    assert kernels.use_triton(tensor(), half, dtypes=(torch.float32, torch.float16))
+    assert not kernels.use_triton(half, dtypes=(torch.float32, torch.bfloat16))
+
+
 def test_a_kernel_is_launched_where_the_tensor_is(gpu):
     gpu((8, 0))
     assert not isinstance(kernels.launching(tensor("cuda:0")), torch.cuda.device)

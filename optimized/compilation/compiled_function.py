@@ -48,7 +48,7 @@ def compile_if_possible(function: Callable[..., Any], name: str, **options: Any)
             return function(*args)
         try:
             return compiled(*args)
-        except torch._dynamo.exc.TorchDynamoException as error:
+        except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
             failed.append(error)
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             warnings.warn(f"{name} runs uncompiled: {reason}", RuntimeWarning, stacklevel=3)
@@ -57,7 +57,7 @@ def compile_if_possible(function: Callable[..., Any], name: str, **options: Any)
     return call
 
 
-def _inductor(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+def _inductor(graph: torch.fx.GraphModule, inputs: Any, options: dict[str, Any] | None = None) -> Any:
     """The backend that torch.compile takes of itself. A backward pass may be compiled later, by the same `inner`."""
     with _quiet():
         from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -66,7 +66,7 @@ def _inductor(graph: torch.fx.GraphModule, inputs: Any) -> Any:
             with _quiet():
                 return compile_fx_inner(*args, **kwargs)
 
-        return compile_fx(graph, inputs, inner_compile=inner)
+        return compile_fx(graph, inputs, inner_compile=inner, config_patches=options)
 
 
 @contextmanager

@@ -2,7 +2,8 @@
 
 import torch
 
-from suite.leak_cnn.file_level import LEAK, THRESHOLD, Forward, check_mels, windows_needed
+from suite.leak_cnn.classes import LEAK
+from suite.leak_cnn.file_level import THRESHOLD, Forward, check_mels, windows_needed
 
 # Of 80 segments each: 10,240 in a batch fill a GPU, and their activations take some 0.6 GB in float32.
 FILES = 128

@@ -2,7 +2,8 @@
 
 import torch
 
-from suite.leak_cnn.file_level import LEAK, THRESHOLD, Forward, check_mels, windows_needed
+from suite.leak_cnn.classes import LEAK
+from suite.leak_cnn.file_level import THRESHOLD, Forward, check_mels, windows_needed
 
 
 @torch.no_grad()

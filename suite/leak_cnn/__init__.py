@@ -1,1 +1,1 @@
-"""What both sides of the trainer leak_cnn share."""
+"""What the two trainers of leak_cnn share: data, network, loss and metrics."""

@@ -22,7 +22,8 @@ from filelock import FileLock, Timeout
 from perfsuite.errors import PerfsuiteError
 from perfsuite.report.files import probe
 from suite.leak_cnn import features, sounds, storage
-from suite.leak_cnn.features import CLASSES, SAMPLE_RATE, SAMPLES, SPLITS, Array
+from suite.leak_cnn.classes import CLASSES
+from suite.leak_cnn.features import SAMPLE_RATE, SAMPLES, SPLITS, Array
 from suite.leak_cnn.sources import Folder, Parts, Recipe, Source, Synthetic, Watcher, digest_of, printable
 from suite.leak_cnn.storage import FORMAT, VERSION
 

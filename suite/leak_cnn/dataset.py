@@ -14,10 +14,9 @@ from torch.utils.data import Dataset
 
 from perfsuite.errors import PerfsuiteError
 from suite.leak_cnn import storage
+from suite.leak_cnn.classes import CLASSES, LEAK
 from suite.leak_cnn.features import (
-    CLASSES,
     FLOOR,
-    LEAK,
     LONG_WINDOW,
     LONGS,
     MELS,

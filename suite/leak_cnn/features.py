@@ -24,8 +24,6 @@ HOP = 128
 """Of no effect: with centre off, 512 samples hold one frame."""
 MELS = 32
 FLOOR = 1e-10
-CLASSES = ("BACKGROUND", "CRACK", "LEAK", "NORMAL", "UNCLASSIFIED")
-LEAK = CLASSES.index("LEAK")
 SPLITS = ("train", "validation")
 
 Array = numpy.ndarray[Any, numpy.dtype[Any]]

@@ -8,8 +8,6 @@ import torch
 
 from perfsuite.errors import PerfsuiteError
 
-LEAK = 2
-"""Of the classes BACKGROUND, CRACK, LEAK, NORMAL, UNCLASSIFIED."""
 THRESHOLD = 0.5
 
 Forward = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]

@@ -19,7 +19,8 @@ import numpy
 
 from perfsuite.errors import PerfsuiteError
 from suite.leak_cnn import recordings, sounds
-from suite.leak_cnn.features import CLASSES, SAMPLE_RATE, SAMPLES, SPLITS, Array
+from suite.leak_cnn.classes import CLASSES
+from suite.leak_cnn.features import SAMPLE_RATE, SAMPLES, SPLITS, Array
 from suite.leak_cnn.storage import VERSION
 
 MOST = 100_000

@@ -118,3 +118,27 @@ def test_what_the_compiler_warns_of_is_no_error_and_keeps_nothing_from_being_com
         warnings.simplefilter("error")
         quiet(cost).sum().backward()
     assert len(compiled) == 2  # forward and backward
+
+
+def test_after_too_many_shapes_it_runs_as_it_is(monkeypatch):
+    def fails(*arguments):
+        raise torch._dynamo.exc.FailOnRecompileLimitHit("too many")
+
+    monkeypatch.setattr(torch, "compile", lambda function, **options: fails)
+    call = module.compile_if_possible(lambda x: x + 1, "it", fullgraph=True)
+    with pytest.warns(RuntimeWarning, match="it runs uncompiled: too many$"):
+        assert call(1) == 2
+
+
+def test_options_reach_the_backend(monkeypatch):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what it imports
+        from torch._inductor import compile_fx
+
+    given = []
+    monkeypatch.setattr(
+        compile_fx, "compile_fx", lambda graph, inputs, **options: given.append(options["config_patches"]) or graph
+    )
+    call = module.compile_quietly(lambda x: x + 1, options={"max_autotune": False})
+    assert call(torch.ones(1)).item() == 2
+    assert given == [{"max_autotune": False}]

@@ -29,8 +29,9 @@ from suite.commands.data import Bar, data
 from suite.leak_cnn import build as building
 from suite.leak_cnn import recordings, sources, storage
 from suite.leak_cnn.build import Built, build
+from suite.leak_cnn.classes import CLASSES, LEAK
 from suite.leak_cnn.dataset import Segments, open_data, read_split
-from suite.leak_cnn.features import CLASSES, LEAK, SAMPLE_RATE, SAMPLES, SEGMENTS, features
+from suite.leak_cnn.features import SAMPLE_RATE, SAMPLES, SEGMENTS, features
 from suite.leak_cnn.recordings import Stretch
 from suite.leak_cnn.sounds import gain, mixed, rms
 from suite.leak_cnn.sources import Recipe

@@ -1,0 +1,21 @@
+"""The network with every activation kept for the backward (leak_cnn, technique 001.F3)."""
+
+import torch
+
+from suite.leak_cnn.model import Weights
+from suite.leak_cnn.step import training_loss
+
+
+def activation_checkpoint(
+    weights: Weights, segments: torch.Tensor, labels: torch.Tensor, class_weights: torch.Tensor
+) -> torch.Tensor:
+    """The loss of a batch, 0-d.
+
+    weights        name → tensor, `suite.leak_cnn.model.shapes`
+    segments       [N, 1, H, 1]
+    labels         [N] int64
+    class_weights  [5]
+
+    Source: leak_cnn, technique 001.F3.
+    """
+    return training_loss(weights, segments, labels, class_weights)

@@ -1,0 +1,23 @@
+"""The network with cuDNN's heuristic choice of algorithms (leak_cnn, technique 001.3)."""
+
+import torch
+
+from suite.backends import cudnn_benchmark
+from suite.leak_cnn.model import Weights
+from suite.leak_cnn.step import training_loss, with_gradients
+
+
+def cudnn_autotune(
+    weights: Weights, segments: torch.Tensor, labels: torch.Tensor, class_weights: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss of a batch, 0-d, and its gradient by each weight; algorithms are chosen by rule.
+
+    weights        name → tensor, `suite.leak_cnn.model.shapes`
+    segments       [N, 1, H, 1]
+    labels         [N] int64
+    class_weights  [5]
+
+    Source: leak_cnn, technique 001.3.
+    """
+    with cudnn_benchmark(on=False):
+        return with_gradients(training_loss, weights, segments, labels, class_weights)

@@ -1,0 +1,23 @@
+"""The network in float32 throughout (leak_cnn, technique 001.9; eigenstate_lm, 004.6)."""
+
+import torch
+
+from suite.backends import tf32_products
+from suite.leak_cnn.model import Weights
+from suite.leak_cnn.step import training_loss, with_gradients
+
+
+def tf32(
+    weights: Weights, segments: torch.Tensor, labels: torch.Tensor, class_weights: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss of a batch, 0-d, and its gradient by each weight; no factor is rounded.
+
+    weights        name → tensor, `suite.leak_cnn.model.shapes`
+    segments       [N, 1, H, 1]
+    labels         [N] int64
+    class_weights  [5]
+
+    Source: leak_cnn, technique 001.9; eigenstate_lm, technique 004.6.
+    """
+    with tf32_products(allowed=False):
+        return with_gradients(training_loss, weights, segments, labels, class_weights)

@@ -1,0 +1,32 @@
+"""torch's global settings, each for the length of a `with` block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+@contextmanager
+def tf32_products(*, allowed: bool) -> Iterator[None]:
+    """Whether float32 matrix products and convolutions round their factors to TF32, 10 bits, on the tensor cores."""
+    products, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    torch.set_float32_matmul_precision("high" if allowed else "highest")
+    torch.backends.cudnn.allow_tf32 = allowed
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(products)
+        torch.backends.cudnn.allow_tf32 = convolutions
+
+
+@contextmanager
+def cudnn_benchmark(*, on: bool) -> Iterator[None]:
+    """Whether cuDNN times its algorithms at the first call of each shape and keeps the fastest."""
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = on
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before

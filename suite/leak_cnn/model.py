@@ -1,0 +1,98 @@
+"""The network of leak_cnn: its shapes, its names, its first weights, and its forward in parts.
+
+Weights are a plain mapping, name → tensor, as a checkpoint keeps them. The number of channels and the width of the
+fully connected layer are read from the weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import torch
+from torch.nn import functional
+
+from suite.leak_cnn.classes import CLASSES
+
+MELS = 32
+"""Rows of a segment: a segment is [1, 32, 1]."""
+CHANNELS = (32, 64, 128)
+"""Of the three convolutions."""
+POOLED_ROWS = 16
+"""Rows after the adaptive pooling; 8 come in, so that each is there twice, as the source has it."""
+HIDDEN = 256
+DROPOUT = 0.25
+
+Weights = Mapping[str, torch.Tensor]
+Activation = Callable[[torch.Tensor], torch.Tensor]
+
+
+def shapes(
+    channels: tuple[int, int, int] = CHANNELS, hidden: int = HIDDEN, classes: int = len(CLASSES)
+) -> dict[str, tuple[int, ...]]:
+    """Name → shape of the 12 tensors, in the order of the forward: 618,758 parameters."""
+    first, second, third = channels
+    weights: dict[str, tuple[int, ...]] = {
+        "conv1": (first, 1, 3, 3),
+        "conv2": (second, first, 3, 3),
+        "conv3": (third, second, 3, 3),
+        "hidden": (hidden, POOLED_ROWS * third),
+        "classes": (classes, hidden),
+        "leak": (1, hidden),
+    }
+    named: dict[str, tuple[int, ...]] = {}
+    for name, shape in weights.items():
+        named |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
+    return named
+
+
+def make_weights(seed: int) -> dict[str, torch.Tensor]:
+    """Name → float32 tensor on the CPU, uniform within 1/√(inputs of the layer), as `torch.nn` starts them."""
+    generator = torch.Generator().manual_seed(seed)
+    every = shapes()
+    weights = {}
+    for name, shape in every.items():
+        layer = name.partition(".")[0]
+        bound = 1 / math.sqrt(math.prod(every[f"{layer}.weight"][1:]))
+        weights[name] = (2 * torch.rand(shape, generator=generator) - 1) * bound
+    return weights
+
+
+def convolution(weights: Weights, name: str, x: torch.Tensor) -> torch.Tensor:
+    """3×3, padding 1: [N, C, H, 1] → [N, C', H, 1]."""
+    return functional.conv2d(x, weights[f"{name}.weight"], weights[f"{name}.bias"], padding=1)
+
+
+def pool(x: torch.Tensor) -> torch.Tensor:
+    """The larger of every two rows: [N, C, H, 1] → [N, C, H // 2, 1]."""
+    return functional.max_pool2d(x, (2, 1))
+
+
+def features(weights: Weights, segments: torch.Tensor, activation: Activation = functional.relu) -> torch.Tensor:
+    """The convolutions: segments [N, 1, H, 1], H 4 or more, → [N, C, H // 4, 1]."""
+    x = activation(convolution(weights, "conv1", segments))
+    x = pool(activation(convolution(weights, "conv2", x)))
+    return pool(activation(convolution(weights, "conv3", x)))
+
+
+def head(
+    weights: Weights, x: torch.Tensor, keep: torch.Tensor | None = None, activation: Activation = functional.relu
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """From the convolutions' [N, C, rows, 1] to the class logits [N, 5] and the leak logit [N].
+
+    keep  [N, 16 C]: the dropout's mask, 0 or 1 / (1 - DROPOUT); None drops nothing
+    """
+    x = functional.adaptive_avg_pool2d(x, (POOLED_ROWS, 1)).flatten(1)
+    if keep is not None:
+        x = x * keep
+    x = activation(functional.linear(x, weights["hidden.weight"], weights["hidden.bias"]))
+    classes = functional.linear(x, weights["classes.weight"], weights["classes.bias"])
+    leak = functional.linear(x, weights["leak.weight"], weights["leak.bias"])
+    return classes, leak.squeeze(1)
+
+
+def forward(
+    weights: Weights, segments: torch.Tensor, keep: torch.Tensor | None = None, activation: Activation = functional.relu
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The whole network: segments [N, 1, H, 1] → class logits [N, 5] and leak logit [N]; `keep` as `head`'s."""
+    return head(weights, features(weights, segments, activation), keep, activation)

@@ -1,0 +1,36 @@
+"""A training step of leak_cnn up to its gradients, from parts, for the techniques that leave the function as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.nn import functional
+
+from suite.leak_cnn.loss import leak_cnn_loss
+from suite.leak_cnn.model import Activation, Weights, forward
+
+Step = Callable[[Weights, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def training_loss(
+    weights: Weights,
+    segments: torch.Tensor,
+    labels: torch.Tensor,
+    class_weights: torch.Tensor,
+    activation: Activation = functional.relu,
+) -> torch.Tensor:
+    """The loss of a batch, 0-d, without dropout: segments [N, 1, H, 1], labels [N] int64, class_weights [5]."""
+    classes, leak = forward(weights, segments, activation=activation)
+    return leak_cnn_loss(classes, leak, labels, class_weights)
+
+
+def with_gradients(
+    step: Step, weights: Weights, segments: torch.Tensor, labels: torch.Tensor, class_weights: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """A step's loss and its gradient by each weight, all within the call: for a setting that holds for both."""
+    leaves = {name: weight.detach().requires_grad_() for name, weight in weights.items()}
+    with torch.enable_grad():
+        loss = step(leaves, segments, labels, class_weights)
+        gradients = torch.autograd.grad(loss, list(leaves.values()))
+    return loss.detach(), dict(zip(leaves, gradients, strict=True))

@@ -1,0 +1,74 @@
+"""What the pairs that work on the whole network share: its weights as a module, and where its gradients jump."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from suite.leak_cnn.classes import CLASSES
+from suite.leak_cnn.model import POOLED_ROWS, Weights, head, pool
+
+ROUNDING = 64 * torch.finfo(torch.float32).eps
+"""Of float32's roundings of a sum, relative to the sum of its terms' sizes."""
+
+
+class Network(torch.nn.Module):
+    """The 12 tensors under their names, with any number of channels."""
+
+    def __init__(self, c1: int, c2: int, c3: int, h: int) -> None:
+        super().__init__()
+        self.conv1 = torch.nn.Conv2d(1, c1, 3, padding=1)
+        self.conv2 = torch.nn.Conv2d(c1, c2, 3, padding=1)
+        self.conv3 = torch.nn.Conv2d(c2, c3, 3, padding=1)
+        self.hidden = torch.nn.Linear(POOLED_ROWS * c3, h)
+        self.classes = torch.nn.Linear(h, len(CLASSES))
+        self.leak = torch.nn.Linear(h, 1)
+
+
+def on_network(call: Callable[..., Any]) -> Callable[..., Any]:
+    """The call, given a `Network` in place of its weights."""
+
+    def given(network: Network, *arguments: torch.Tensor) -> Any:
+        return call(dict(network.named_parameters()), *arguments)
+
+    return given
+
+
+def near_a_threshold(
+    network: Network, segments: torch.Tensor, labels: torch.Tensor, class_weights: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """All gradients, where a rounding of float32 may send one elsewhere: a ReLU nearly at 0, a pooling's near tie."""
+    weights = dict(network.named_parameters())
+    with torch.no_grad():
+        near = _near(weights, segments)
+    # Of the harness's own gradients, and of those that a step returns.
+    names = [*(f"gradient of network.{name}" for name in weights), *(f"output[1]['{name}']" for name in weights)]
+    return dict.fromkeys(names, torch.tensor(near))
+
+
+def _near(weights: Weights, x: torch.Tensor) -> bool:
+    near = False
+    for name in ("conv1", "conv2", "conv3"):
+        weight, bias = weights[f"{name}.weight"], weights[f"{name}.bias"]
+        before = functional.conv2d(x, weight, bias, padding=1)
+        within = ROUNDING * functional.conv2d(x.abs(), weight.abs(), bias.abs(), padding=1)
+        near |= bool((before.abs() <= within).any())
+        x = functional.relu(before)
+        if name != "conv1":
+            pairs = x[:, :, : x.shape[2] // 2 * 2].unflatten(2, (-1, 2))
+            gap = (pairs[:, :, :, 0] - pairs[:, :, :, 1]).abs()
+            top, tolerance = pairs.amax(3), within[:, :, : x.shape[2] // 2 * 2].unflatten(2, (-1, 2)).amax(3)
+            near |= bool(((gap <= tolerance) & (top > 0)).any())
+            x = pool(x)
+    hidden: list[torch.Tensor] = []
+
+    def kept(before: torch.Tensor) -> torch.Tensor:
+        hidden.append(before)
+        return functional.relu(before)
+
+    head(weights, x, activation=kept)
+    scale = float(hidden[0].abs().max()) if hidden[0].numel() else 0.0
+    return near or bool((hidden[0].abs() <= ROUNDING * scale).any())

@@ -1,0 +1,74 @@
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from optimized.compilation import fullgraph_model as compiled
+from optimized.compilation.fullgraph_model import fullgraph_model as optimized
+from perfsuite import Pair, Workload, floats, integers, module, size, tensor
+from reference.compilation.fullgraph_model import fullgraph_model as reference
+from suite.leak_cnn.trial import Network, near_a_threshold, on_network
+
+fullgraph_model = Pair(
+    reference=on_network(reference),
+    optimized=on_network(optimized),
+    inputs={
+        "network": module(Network),
+        "segments": tensor("N", 1, 32, 1, values=floats(-3, 3), differentiable=False),
+        "labels": tensor("N", dtype="int64", values=integers(0, 5)),
+        "class_weights": tensor(5, values=floats(0.5, 2), differentiable=False),
+    },
+    # Each shape is compiled, which takes seconds.
+    sizes={"N": size(3, 4), "c1": size(3, 3), "c2": size(4, 4), "c3": size(5, 5), "h": size(6, 6)},
+    excuse=near_a_threshold,
+    workloads=[
+        Workload("cpu", N=4, c1=32, c2=64, c3=128, h=256, clock="wall", direction="both", device="cpu"),
+    ],
+)
+
+
+@pytest.fixture
+def compilations(monkeypatch):
+    """What torch.compile is asked for, and what is called of it; nothing is compiled."""
+    asked, calls = [], []
+
+    def compile_(function, **options):
+        asked.append(options)
+        return lambda *arguments: calls.append(1) or function(*arguments)
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    compiled._compiled.cache_clear()
+    yield asked, calls
+    compiled._compiled.cache_clear()
+
+
+def drawn():
+    torch.manual_seed(0)
+    weights = dict(Network(3, 4, 5, 6).named_parameters())
+    return weights, torch.randn(3, 1, 32, 1), torch.tensor([0, 1, 2]), torch.ones(5)
+
+
+def test_it_asks_for_one_graph_and_keeps_what_it_has(compilations):
+    asked, calls = compilations
+    expected = reference(*drawn())
+    assert torch.equal(optimized(*drawn()), expected)
+    assert torch.equal(optimized(*drawn()), expected)
+    assert len(calls) == 2
+    assert [options["fullgraph"] for options in asked] == [True]
+
+
+class Watching(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def test_under_what_watches_each_operation_it_runs_as_it_is(compilations):
+    _, calls = compilations
+    with Watching():
+        loss = optimized(*drawn())
+    assert torch.equal(loss, reference(*drawn()))
+    assert not calls
+
+
+def test_there_is_no_break_in_the_graph():
+    found = torch._dynamo.explain(compiled.training_loss)(*drawn())
+    assert (found.graph_count, found.graph_break_count) == (1, 0)

@@ -1,0 +1,312 @@
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn import functional
+
+from optimized.convolution import conv_relu_pool as module
+from optimized.convolution.conv_relu_pool import conv_relu_pool as optimized
+from optimized.convolution.conv_relu_pool import conv_relu_pool_triton, conv_relu_pool_vectorised
+from optimized.kernels import triton_reason
+from perfsuite import Cost, Pair, Workload, compiled, floats, side, size, tensor
+from reference.convolution.conv_relu_pool import conv_relu_pool as reference
+
+# Of float32's roundings of a sum, relative to the sum of its terms' sizes.
+ROUNDING = 64 * torch.finfo(torch.float32).eps
+
+
+def near_a_threshold(x, weight, bias):
+    """The gradients that a rounding may send elsewhere: where two rows nearly tie, or the larger is nearly 0."""
+
+    def convolved(x, weight, bias):
+        return functional.conv2d(x, weight, bias, padding=1)
+
+    rows = x.shape[2] // 2
+    # What is not finite ties with nothing, and its neighbours' scale would be infinite.
+    x, weight, bias = (torch.nan_to_num(t, 0.0, 0.0, 0.0) for t in (x, weight, bias))
+    pre = convolved(x, weight, bias)[:, :, : 2 * rows].unflatten(2, (rows, 2))
+    scale = convolved(x.abs(), weight.abs(), bias.abs())[:, :, : 2 * rows].unflatten(2, (rows, 2)).amax(3)
+    top, gap = pre.amax(3), (pre[:, :, :, 0] - pre[:, :, :, 1]).abs()
+    near = (top.abs() <= ROUNDING * scale) | ((gap <= ROUNDING * scale) & (top > -ROUNDING * scale))
+    seen = near.any(1, keepdim=True).double().repeat_interleave(2, dim=2)
+    seen = functional.pad(seen, (0, 0, 0, x.shape[2] - 2 * rows))
+    of_output = near.any(3).any(2).any(0)
+    return {
+        "gradient of x": functional.max_pool2d(seen, 3, stride=1, padding=1) > 0,
+        "gradient of weight": of_output[:, None, None, None],
+        "gradient of bias": of_output,
+    }
+
+
+def traffic(N, C, K, H, W, direction):
+    x, weight, y = N * C * H * W, K * C * 9 + K, N * K * (H // 2) * W
+    forward = 4 * (x + weight + y)
+    # A byte for each pooled value says where its gradient goes.
+    backward = 4 * (2 * x + 2 * weight + y) + y
+    return {"forward": forward, "backward": backward, "both": forward + y + backward}[direction]
+
+
+def arithmetic(N, C, K, H, W, direction):
+    """Of one column, three of the nine taps. Only one row of two has a gradient, but which is known to the data."""
+    forward = 2 * N * H * W * K * C * (3 if W == 1 else 9)
+    return forward * {"forward": 1, "backward": 2, "both": 3}[direction]
+
+
+conv_relu_pool = Pair(
+    reference=reference,
+    optimized=optimized,
+    inputs={
+        "x": tensor("N", "C", "H", "W"),
+        # An outer weight that is not finite meets nothing but the padding.
+        "weight": tensor("K", "C", 3, 3, values=floats(nonfinite=False)),
+        "bias": tensor("K", values=floats(nonfinite=False)),
+    },
+    # The kernels run in Triton's interpreter, which takes tens of milliseconds a program. Past the tiles' edges all the
+    # same: 64 positions, 64 and 32 channels.
+    sizes={"N": size(1, 9), "C": size(1, 34), "K": size(1, 66), "H": size(2, 18), "W": size(1, 2)},
+    rivals={"compile": compiled(side(reference, devices=("cuda",)))},
+    variants={
+        "triton": side(conv_relu_pool_triton, available=triton_reason),
+        "vectorised": conv_relu_pool_vectorised,
+    },
+    workloads=[Workload("cpu", N=8, C=32, K=64, H=32, W=1, clock="wall", direction="both", device="cpu")],
+    excuse=near_a_threshold,
+    cost=Cost(bytes=traffic, flops=arithmetic, precision="float32"),
+)
+
+SIDES = [reference, optimized, conv_relu_pool_vectorised]
+if triton_reason() is None and not torch.cuda.is_available():
+    SIDES.append(conv_relu_pool_triton)
+needs_interpreter = pytest.mark.skipif(
+    triton_reason() is not None or torch.cuda.is_available(), reason="needs Triton's interpreter"
+)
+
+
+def drawn(N=2, C=3, K=4, H=6, W=1, dtype=torch.float32, coarse=False):
+    """x, weight and bias; of a few small whole numbers where coarse, so that sums are exact and ties frequent."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((N, C, H, W), (K, C, 3, 3), (K,))
+    if coarse:
+        return [torch.randint(-1, 2, shape, generator=generator).to(dtype) for shape in shapes]
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def differentiated(call, arguments, coarse=False):
+    """The output, then the gradients of x, weight and bias."""
+    leaves = [t.detach().clone(memory_format=torch.preserve_format).requires_grad_() for t in arguments]
+    y = call(*leaves)
+    generator = torch.Generator().manual_seed(1)
+    grad = torch.randint(-2, 3, y.shape, generator=generator) if coarse else torch.randn(y.shape, generator=generator)
+    y.backward(grad.to(y))
+    return [y.detach(), *(t.grad for t in leaves)]
+
+
+def column(values):
+    """A column as x, and the weight that hands it on unchanged."""
+    weight = torch.zeros(1, 1, 3, 3)
+    weight[0, 0, 1, 1] = 1.0
+    return [torch.tensor(values)[None, None, :, None], weight, torch.zeros(1)]
+
+
+@pytest.mark.parametrize("call", SIDES)
+def test_known_values(call):
+    x = torch.tensor([1.0, 2.0, -3.0, 4.0])[None, None, :, None]
+    weight = torch.full((1, 1, 3, 3), 7.0)
+    weight[0, 0, :, 1] = torch.tensor([10.0, 1.0, 100.0])  # of the row above, the row itself, the row below
+    # 0 + 1 + 200, 10 + 2 - 300; 20 - 3 + 400, -30 + 4 + 0
+    assert call(x, weight, torch.tensor([0.5])).flatten().tolist() == [201.5, 417.5]
+    assert call(-x, weight, torch.tensor([0.5])).flatten().tolist() == [288.5, 26.5]
+
+
+@pytest.mark.parametrize("call", SIDES)
+def test_a_last_odd_row_is_not_pooled_but_seen(call):
+    x, weight, bias = column([1.0, 2.0, 3.0])
+    weight[0, 0, 2, 1] = 1.0
+    x, weight, bias = (t.requires_grad_() for t in (x, weight, bias))
+    y = call(x, weight, bias)
+    y.backward(torch.full_like(y, 2.0))
+    assert y.item() == 5.0
+    assert x.grad.flatten().tolist() == [0.0, 2.0, 2.0]
+    assert weight.grad.tolist() == [[[[0.0, 2.0, 0.0], [0.0, 4.0, 0.0], [0.0, 6.0, 0.0]]]]
+
+
+@pytest.mark.parametrize("call", SIDES)
+@pytest.mark.parametrize(
+    ("rows", "out", "taken"),
+    [
+        ([2.0, 1.0], 2.0, [1.0, 0.0]),
+        ([1.0, 2.0], 2.0, [0.0, 1.0]),
+        ([3.0, 3.0], 3.0, [1.0, 0.0]),  # the first of equals
+        ([0.0, 0.0], 0.0, [0.0, 0.0]),  # nothing flows back at 0
+        ([0.0, -1.0], 0.0, [0.0, 0.0]),
+        ([-2.0, -1.0], 0.0, [0.0, 0.0]),
+        ([-1.0, 5.0], 5.0, [0.0, 1.0]),
+    ],
+)
+def test_which_row_is_taken(call, rows, out, taken):
+    x, weight, bias = (t.requires_grad_() for t in column(rows))
+    y = call(x, weight, bias)
+    y.sum().backward()
+    assert y.item() == out
+    assert x.grad.flatten().tolist() == taken
+    assert bias.grad.item() == sum(taken)
+
+
+@pytest.mark.parametrize("call", SIDES[1:])
+@pytest.mark.parametrize(
+    "rows", [[math.nan, 1.0, 2.0, 3.0], [1.0, math.inf, 2.0, -1.0], [-math.inf, -1.0, 1.0, math.nan]]
+)
+def test_not_finite_rows_stand_where_the_reference_has_them(call, rows):
+    x, weight, bias = column(rows)
+    weight[0, 0, :, 1] = torch.tensor([0.5, 1.0, -0.25])
+    for got, expected in zip(
+        differentiated(call, [x, weight, bias]), differentiated(reference, [x, weight, bias]), strict=True
+    ):
+        torch.testing.assert_close(got, expected, equal_nan=True)
+
+
+# Of bfloat16 the interpreter multiplies the bits.
+PRECISIONS = [
+    (call, dtype)
+    for call in SIDES[1:]
+    for dtype in (torch.float32, torch.bfloat16, torch.float16)
+    if call is not conv_relu_pool_triton or dtype is not torch.bfloat16
+]
+
+
+@pytest.mark.parametrize(("call", "dtype"), PRECISIONS)
+@pytest.mark.parametrize("sizes", [(2, 3, 4, 6, 1), (5, 17, 33, 7, 1), (2, 3, 4, 6, 2)])
+def test_ties_and_zeros_are_the_reference_s(call, dtype, sizes):
+    check_ties(call, dtype, sizes, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("sizes", [(2, 3, 4, 6, 1), (5, 17, 33, 7, 1), (9, 64, 128, 16, 1)])
+def test_ties_and_zeros_are_the_reference_s_on_a_gpu(dtype, sizes):
+    check_ties(conv_relu_pool_triton, dtype, sizes, "cuda")
+
+
+def check_ties(call, dtype, sizes, device):
+    # Whole numbers, and few: every sum is exact in float32, and rounded alike to the dtype.
+    arguments = [t.to(device) for t in drawn(*sizes, dtype=dtype, coarse=True)]
+    got, expected = differentiated(call, arguments, True), differentiated(reference, arguments, True)
+    assert (expected[0] == 0).any()
+    for name, a, b in zip(("output", "x", "weight", "bias"), got, expected, strict=True):
+        assert a.dtype == b.dtype, name
+        assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("call", SIDES)
+@pytest.mark.parametrize("sizes", [{"N": 0}, {"N": 1, "C": 1, "K": 1, "H": 2}, {"H": 3}])
+def test_edge_sizes(call, sizes):
+    arguments = drawn(**sizes)
+    for got, expected in zip(differentiated(call, arguments), differentiated(reference, arguments), strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("call", SIDES)
+@pytest.mark.parametrize("W", [1, 3])
+def test_one_row_cannot_be_pooled(call, W):
+    with pytest.raises(RuntimeError):
+        call(*drawn(H=1, W=W))
+
+
+@pytest.mark.parametrize("call", SIDES)
+def test_what_is_channels_last_stays_so(call):
+    x, weight, bias = drawn()
+    x = x.contiguous(memory_format=torch.channels_last)
+    got, expected = differentiated(call, [x, weight, bias]), differentiated(reference, [x, weight, bias])
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b)
+    assert got[0].is_contiguous(memory_format=torch.channels_last)
+    assert got[1].is_contiguous(memory_format=torch.channels_last)
+
+
+@needs_interpreter
+def test_several_tiles_a_split(monkeypatch):
+    monkeypatch.setattr(module, "WEIGHT_PROGRAMS", 2)
+    arguments = drawn(N=20, C=3, K=5, H=20)
+    got, expected = differentiated(conv_relu_pool_triton, arguments), differentiated(reference, arguments)
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 2), (5, 3, 65, 7), (3, 33, 2, 20), (1, 2, 2, 140)])
+def test_the_kernels_write_within_their_outputs(sizes, fences):
+    differentiated(conv_relu_pool_triton, drawn(*sizes))
+    assert fences.intact()
+
+
+@needs_interpreter
+@pytest.mark.parametrize("wanted", [(True, False, False), (False, True, False), (False, False, True)])
+def test_a_gradient_alone(wanted):
+    arguments, expected = drawn(), differentiated(reference, drawn())
+    for t, needed in zip(arguments, wanted, strict=True):
+        t.requires_grad_(needed)
+    y = conv_relu_pool_triton(*arguments)
+    y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(1)))
+    for t, needed, true in zip(arguments, wanted, expected[1:], strict=True):
+        assert (t.grad is not None) == needed
+        if needed:
+            torch.testing.assert_close(t.grad, true)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("recording", [True, False])
+def test_what_was_taken_is_written_only_where_a_gradient_is_wanted(recording, monkeypatch):
+    made, empty_like = [], torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda *a, **k: made.append(k["dtype"]) or empty_like(*a, **k))
+    arguments = [t.requires_grad_() for t in drawn()]
+    with torch.set_grad_enabled(recording):
+        y = conv_relu_pool_triton(*arguments)
+    assert made == ([torch.uint8] if recording else [])
+    torch.testing.assert_close(y, reference(*arguments))
+
+
+@needs_interpreter
+def test_the_kernels_refuse_a_second_derivative():
+    x, weight, bias = (t.requires_grad_() for t in drawn())
+    (first,) = torch.autograd.grad(conv_relu_pool_triton(x, weight, bias).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
+
+
+@pytest.mark.parametrize("gpu", [True, False])
+@pytest.mark.parametrize("mixed", [True, False])
+def test_the_kernels_serve_one_dtype_on_a_gpu(gpu, mixed, monkeypatch):
+    monkeypatch.setattr(module, "use_triton", lambda *tensors, dtypes: gpu)
+    monkeypatch.setattr(module, "conv_relu_pool_triton", lambda *arguments: "kernels")
+    monkeypatch.setattr(module, "conv_relu_pool_vectorised", lambda *arguments: "vectorised")
+    x, weight, bias = drawn()
+    assert optimized(x, weight.bfloat16() if mixed else weight, bias) == (
+        "kernels" if gpu and not mixed else "vectorised"
+    )
+
+
+@pytest.mark.parametrize("call", [reference, optimized])
+def test_autocast_has_its_dtype(call):
+    x, weight, bias = drawn(coarse=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = call(x, weight, bias)
+        in_double = call(x.double(), weight.double(), bias.double())
+    assert y.dtype is torch.bfloat16
+    assert torch.equal(y.float(), reference(x, weight, bias))
+    assert in_double.dtype is torch.float64
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_float32_is_multiplied_as_cudnn_would(allowed, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", allowed)
+    assert module._precision(SimpleNamespace(is_cuda=True)) == ("tf32" if allowed else "tf32x3")
+    assert module._precision(SimpleNamespace(is_cuda=False)) == "tf32x3"
+
+
+@pytest.mark.parametrize(
+    ("tile", "N", "rows", "expected"),
+    [(64, 1, 1, (1, 64, 1)), (64, 5632, 16, (16, 4, 1408)), (64, 5, 9, (16, 4, 2)), (64, 3, 130, (64, 1, 9))],
+)
+def test_positions_cover_all_rows(tile, N, rows, expected):
+    assert module._positions(tile, N, rows) == expected
