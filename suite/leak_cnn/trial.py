@@ -1,13 +1,15 @@
-"""What the pairs that work on the whole network share: its weights as a module, and where its gradients jump."""
+"""What the pairs on the whole network share: inputs, its weights as a module, and where its gradients jump."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from perfsuite import floats, integers, module, size, tensor
 from suite.leak_cnn.classes import CLASSES
 from suite.leak_cnn.model import POOLED_ROWS, Weights, head, pool
 
@@ -26,6 +28,48 @@ class Network(torch.nn.Module):
         self.hidden = torch.nn.Linear(POOLED_ROWS * c3, h)
         self.classes = torch.nn.Linear(h, len(CLASSES))
         self.leak = torch.nn.Linear(h, 1)
+
+
+INPUTS: Mapping[str, Any] = {
+    "network": module(Network),
+    "segments": tensor("N", 1, "H", 1, values=floats(-3, 3), differentiable=False),
+    "labels": tensor("N", dtype="int64", values=integers(0, len(CLASSES))),
+    "class_weights": tensor(len(CLASSES), values=floats(0.5, 2), differentiable=False),
+}
+"""Of a pair on the network, of any size within `SIZES`."""
+SIZES = {
+    "N": size(1, 9),
+    "H": size(4, 33),
+    "c1": size(1, 5),
+    "c2": size(1, 5),
+    "c3": size(1, 5),
+    "h": size(1, 9),
+}
+OWN = {"H": 32, "c1": 32, "c2": 64, "c3": 128, "h": 256}
+"""The network's own sizes."""
+
+
+def drawn() -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Weights of a small network, segments, labels and class weights, the same each time."""
+    torch.manual_seed(0)
+    weights: dict[str, torch.Tensor] = dict(Network(3, 4, 5, 6).named_parameters())
+    return weights, torch.randn(6, 1, 32, 1), torch.tensor([0, 1, 2, 3, 4, 2]), torch.ones(5)
+
+
+class Seen(TorchDispatchMode):
+    """Notes something of each operation, given its arguments."""
+
+    def __init__(self, note: Callable[[tuple[Any, ...]], object]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.note, self.seen = note, list[tuple[str, object]]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append((func.overloadpacket.__name__, self.note(args)))
+        return func(*args, **(kwargs or {}))
+
+    def of(self, name: str) -> list[object]:
+        """What was noted of the operation of that name."""
+        return [noted for operation, noted in self.seen if operation == name]
 
 
 def on_network(call: Callable[..., Any]) -> Callable[..., Any]:
