@@ -21,7 +21,7 @@ fullgraph_model = Pair(
     sizes={"N": size(3, 4), "c1": size(3, 3), "c2": size(4, 4), "c3": size(5, 5), "h": size(6, 6)},
     excuse=near_a_threshold,
     workloads=[
-        Workload("cpu", N=4, c1=32, c2=64, c3=128, h=256, clock="wall", direction="both", device="cpu"),
+        Workload("cpu", N=2, c1=4, c2=4, c3=4, h=8, clock="wall", direction="both", device="cpu"),
     ],
 )
 

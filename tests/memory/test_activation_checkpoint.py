@@ -3,7 +3,7 @@ import torch
 from optimized.memory.activation_checkpoint import activation_checkpoint as optimized
 from perfsuite import Pair, Workload
 from reference.memory.activation_checkpoint import activation_checkpoint as reference
-from suite.leak_cnn.trial import INPUTS, OWN, SIZES, drawn, near_a_threshold, on_network
+from suite.leak_cnn.trial import FEW, INPUTS, SIZES, drawn, near_a_threshold, on_network
 
 activation_checkpoint = Pair(
     reference=on_network(reference),
@@ -12,7 +12,7 @@ activation_checkpoint = Pair(
     sizes=SIZES,
     excuse=near_a_threshold,
     workloads=[
-        Workload("cpu", N=4, **OWN, clock="wall", direction="both", device="cpu"),
+        Workload("cpu", **FEW, clock="wall", direction="both", device="cpu"),
     ],
 )
 

@@ -3,7 +3,7 @@ import torch
 from optimized.memory.channels_last import channels_last as optimized
 from perfsuite import Pair, Workload
 from reference.memory.channels_last import channels_last as reference
-from suite.leak_cnn.trial import INPUTS, OWN, SIZES, Seen, drawn, near_a_threshold, on_network
+from suite.leak_cnn.trial import FEW, INPUTS, SIZES, Seen, drawn, near_a_threshold, on_network
 
 channels_last = Pair(
     reference=on_network(reference),
@@ -12,7 +12,7 @@ channels_last = Pair(
     sizes=SIZES,
     excuse=near_a_threshold,
     workloads=[
-        Workload("cpu", N=4, **OWN, clock="wall", direction="both", device="cpu"),
+        Workload("cpu", **FEW, clock="wall", direction="both", device="cpu"),
     ],
 )
 

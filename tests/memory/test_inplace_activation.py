@@ -1,7 +1,7 @@
 from optimized.memory.inplace_activation import inplace_activation as optimized
 from perfsuite import Pair, Workload
 from reference.memory.inplace_activation import inplace_activation as reference
-from suite.leak_cnn.trial import INPUTS, OWN, SIZES, Seen, drawn, near_a_threshold, on_network
+from suite.leak_cnn.trial import FEW, INPUTS, SIZES, Seen, drawn, near_a_threshold, on_network
 
 inplace_activation = Pair(
     reference=on_network(reference),
@@ -10,7 +10,7 @@ inplace_activation = Pair(
     sizes=SIZES,
     excuse=near_a_threshold,
     workloads=[
-        Workload("cpu", N=4, **OWN, clock="wall", direction="both", device="cpu"),
+        Workload("cpu", **FEW, clock="wall", direction="both", device="cpu"),
     ],
 )
 

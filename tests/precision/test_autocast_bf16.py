@@ -3,7 +3,7 @@ import torch
 from optimized.precision.autocast_bf16 import autocast_bf16 as optimized
 from perfsuite import Pair, Workload
 from reference.precision.autocast_bf16 import autocast_bf16 as reference
-from suite.leak_cnn.trial import INPUTS, OWN, SIZES, Seen, drawn, on_network
+from suite.leak_cnn.trial import FEW, INPUTS, SIZES, Seen, drawn, on_network
 
 autocast_bf16 = Pair(
     reference=on_network(reference),
@@ -12,7 +12,7 @@ autocast_bf16 = Pair(
     sizes=SIZES,
     precision="bfloat16",
     workloads=[
-        Workload("cpu", N=4, **OWN, clock="wall", direction="both", device="cpu"),
+        Workload("cpu", **FEW, clock="wall", direction="both", device="cpu"),
     ],
 )
 

@@ -5,7 +5,7 @@ from optimized.precision import autocast_fp16 as half
 from optimized.precision.autocast_fp16 import autocast_fp16 as optimized
 from perfsuite import Pair, Workload
 from reference.precision.autocast_fp16 import autocast_fp16 as reference
-from suite.leak_cnn.trial import INPUTS, OWN, SIZES, Seen, drawn, on_network
+from suite.leak_cnn.trial import FEW, INPUTS, SIZES, Seen, drawn, on_network
 
 autocast_fp16 = Pair(
     reference=on_network(reference),
@@ -15,7 +15,7 @@ autocast_fp16 = Pair(
     precision="float16",
     gradients=False,
     workloads=[
-        Workload("cpu", N=4, **OWN, clock="wall", device="cpu"),
+        Workload("cpu", **FEW, clock="wall", device="cpu"),
     ],
 )
 

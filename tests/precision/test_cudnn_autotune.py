@@ -3,7 +3,7 @@ import torch
 from optimized.precision.cudnn_autotune import cudnn_autotune as optimized
 from perfsuite import Pair, Workload
 from reference.precision.cudnn_autotune import cudnn_autotune as reference
-from suite.leak_cnn.trial import INPUTS, OWN, SIZES, Seen, drawn, near_a_threshold, on_network
+from suite.leak_cnn.trial import FEW, INPUTS, SIZES, Seen, drawn, near_a_threshold, on_network
 
 cudnn_autotune = Pair(
     reference=on_network(reference),
@@ -13,7 +13,7 @@ cudnn_autotune = Pair(
     excuse=near_a_threshold,
     gradients=False,
     workloads=[
-        Workload("cpu", N=4, **OWN, clock="wall", device="cpu"),
+        Workload("cpu", **FEW, clock="wall", device="cpu"),
     ],
 )
 
