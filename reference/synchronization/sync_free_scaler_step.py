@@ -6,10 +6,7 @@ from typing import Any
 import torch
 
 from perfsuite.errors import PerfsuiteError
-from suite.leak_cnn.scaling import Scaling
-
-# As torch.nn.utils.clip_grad_norm_ adds it to the norm.
-CLIP_EPS = 1e-6
+from suite.leak_cnn.scaling import CLIP_EPS, Scaling
 
 
 class ScalerStep:

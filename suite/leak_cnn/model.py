@@ -14,8 +14,6 @@ from torch.nn import functional
 
 from suite.leak_cnn.classes import CLASSES
 
-MELS = 32
-"""Rows of a segment: a segment is [1, 32, 1]."""
 CHANNELS = (32, 64, 128)
 """Of the three convolutions."""
 POOLED_ROWS = 16

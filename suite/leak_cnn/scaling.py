@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from perfsuite.errors import PerfsuiteError
 
+CLIP_EPS = 1e-6
+"""As torch.nn.utils.clip_grad_norm_ adds it to the norm."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scaling:

@@ -60,7 +60,7 @@ class Seen(TorchDispatchMode):
     """Notes something of each operation, given its arguments."""
 
     def __init__(self, note: Callable[[tuple[Any, ...]], object]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has not typed it
         self.note, self.seen = note, list[tuple[str, object]]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
