@@ -159,7 +159,7 @@ def _tensor_spec(spec: Any) -> TensorSpec | None:
 
 def _layouts(pair: Pair, name: str, spec: TensorSpec) -> tuple[str, ...]:
     allowed = spec.layouts or LAYOUTS
-    written = name in pair.mutates or name in pair.writes
+    written = name in pair.mutates or name in pair.writes or pair.adjust is not None
     # An expanded tensor has several elements in one place: writing into it has no meaning.
     return tuple(layout for layout in allowed if not (written and layout == "expanded")) or ("contiguous",)
 
@@ -187,10 +187,14 @@ def workload_case(workload: Workload, dtype: str, seed: int) -> Case:
 
 def build(pair: Pair, case: Case, device: str, *, home: Path | None = None) -> dict[str, Any]:
     """The inputs that the case stands for, on `device`; `home` is where recorded inputs are found."""
-    return {
+    values = {
         name: _build(spec, name, case, device, home, case.inputs.get(name, InputCase()))
         for name, spec in pair.inputs.items()
     }
+    if pair.adjust is not None:
+        with torch.no_grad():
+            pair.adjust(*values.values())
+    return values
 
 
 def build_step(pair: Pair, case: Case, device: str, step: int) -> dict[str, Any]:

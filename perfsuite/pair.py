@@ -175,6 +175,7 @@ class Pair:
     truth        a cheaper float64 truth; proven against the reference at small sizes
     precision    a lower working precision that the optimized side declares, e.g. "bfloat16"
     excuse       inputs (float64) → bool mask of output elements within rounding of a threshold
+    adjust       called with the drawn inputs before any side sees them: changes in place what lies at such a threshold
     steps        for stateful sides: after how many steps the states are compared
     time_limit   seconds one item may take before it counts as hanging
     """
@@ -196,6 +197,7 @@ class Pair:
     truth: Callable[..., Any] | None = None
     precision: str | None = None
     excuse: Callable[..., Any] | None = None
+    adjust: Callable[..., None] | None = None
     steps: Sequence[int] = (1, 2, 17, 100)
     time_limit: float = 300.0
     name: str = "pair"

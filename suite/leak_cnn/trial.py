@@ -87,25 +87,42 @@ def near_a_threshold(
     """All gradients, where a rounding of float32 may send one elsewhere: a ReLU nearly at 0, a pooling's near tie."""
     weights = dict(network.named_parameters())
     with torch.no_grad():
-        near = _near(weights, segments)
+        near = _near(weights, segments).any()
     # Of the harness's own gradients, and of those that a step returns.
     names = [*(f"gradient of network.{name}" for name in weights), *(f"output[1]['{name}']" for name in weights)]
-    return dict.fromkeys(names, torch.tensor(near))
+    return dict.fromkeys(names, near)
 
 
-def _near(weights: Weights, x: torch.Tensor) -> bool:
-    near = False
+def off_thresholds(network: Network, segments: torch.Tensor, *_: torch.Tensor) -> None:
+    """Writes over segments of which a gradient may jump, in place, with those of which none may.
+
+    One jump among the thousands of a large batch would move every gradient of the weights by more than their rounding.
+    """
+    write_over(segments, _near({name: w.double() for name, w in network.named_parameters()}, segments.double()))
+
+
+def write_over(items: torch.Tensor, where: torch.Tensor) -> None:
+    """Writes over the finite items [N, …] with others of them, in place, where `where` [N] says so of some."""
+    finite = items.isfinite().flatten(1).all(1)
+    at, others = (finite & where).nonzero().flatten(), (finite & ~where).nonzero().flatten()
+    if len(others):
+        items[at] = items[others[torch.arange(len(at), device=at.device) % len(others)]]
+
+
+def _near(weights: Weights, x: torch.Tensor) -> torch.Tensor:
+    """[N] bool."""
+    near = torch.zeros(len(x), dtype=torch.bool, device=x.device)
     for name in ("conv1", "conv2", "conv3"):
         weight, bias = weights[f"{name}.weight"], weights[f"{name}.bias"]
         before = functional.conv2d(x, weight, bias, padding=1)
         within = ROUNDING * functional.conv2d(x.abs(), weight.abs(), bias.abs(), padding=1)
-        near |= bool((before.abs() <= within).any())
+        near |= (before.abs() <= within).flatten(1).any(1)
         x = functional.relu(before)
         if name != "conv1":
             pairs = x[:, :, : x.shape[2] // 2 * 2].unflatten(2, (-1, 2))
             gap = (pairs[:, :, :, 0] - pairs[:, :, :, 1]).abs()
             top, tolerance = pairs.amax(3), within[:, :, : x.shape[2] // 2 * 2].unflatten(2, (-1, 2)).amax(3)
-            near |= bool(((gap <= tolerance) & (top > 0)).any())
+            near |= ((gap <= tolerance) & (top > 0)).flatten(1).any(1)
             x = pool(x)
     hidden: list[torch.Tensor] = []
 
@@ -114,5 +131,5 @@ def _near(weights: Weights, x: torch.Tensor) -> bool:
         return functional.relu(before)
 
     head(weights, x, activation=kept)
-    scale = float(hidden[0].abs().max()) if hidden[0].numel() else 0.0
-    return near or bool((hidden[0].abs() <= ROUNDING * scale).any())
+    scale = hidden[0].abs().max() if hidden[0].numel() else 0.0
+    return near | (hidden[0].abs() <= ROUNDING * scale).any(1)

@@ -1,13 +1,14 @@
 from optimized.memory.inplace_activation import inplace_activation as optimized
 from perfsuite import Pair, Workload
 from reference.memory.inplace_activation import inplace_activation as reference
-from suite.leak_cnn.trial import FEW, INPUTS, SIZES, Seen, drawn, near_a_threshold, on_network
+from suite.leak_cnn.trial import FEW, INPUTS, SIZES, Seen, drawn, near_a_threshold, off_thresholds, on_network
 
 inplace_activation = Pair(
     reference=on_network(reference),
     optimized=on_network(optimized),
     inputs=INPUTS,
     sizes=SIZES,
+    adjust=off_thresholds,
     excuse=near_a_threshold,
     workloads=[
         Workload("cpu", **FEW, clock="wall", direction="both", device="cpu"),

@@ -102,6 +102,23 @@ def test_an_expanded_input_repeats_one_row_in_one_place() -> None:
     assert built(tensor(1, "n"), InputCase(layout="expanded")).is_contiguous()
 
 
+def test_a_pair_may_adjust_what_is_drawn_before_any_side_sees_it() -> None:
+    def positive(x: torch.Tensor, y: torch.Tensor) -> None:
+        assert not torch.is_grad_enabled()
+        x.abs_()
+
+    inputs = {"x": tensor("m", "n"), "y": tensor("n")}
+    adjusted, plain = pair(inputs=inputs, adjust=positive), pair(inputs=inputs)
+    for seed in range(3):
+        drawn, before = (make.build(of, case(seed=seed), "cpu") for of in (adjusted, plain))
+        assert (before["x"] < 0).any()
+        assert torch.equal(drawn["x"], before["x"].abs())
+        assert torch.equal(drawn["y"], before["y"])
+    # Several elements in one place could not be written.
+    layouts = {one.inputs.get("x", InputCase()).layout for one in draws(adjusted, count=200)}
+    assert layouts == set(LAYOUTS) - {"expanded"}
+
+
 def test_layouts_may_be_restricted_and_written_inputs_are_never_expanded() -> None:
     of = pair(
         inputs={"x": tensor("m"), "y": tensor("m", layouts=["offset"]), "z": tensor("m", layouts=["expanded"])},

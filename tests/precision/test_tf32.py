@@ -3,13 +3,14 @@ import torch
 from optimized.precision.tf32 import tf32 as optimized
 from perfsuite import Pair, Workload
 from reference.precision.tf32 import tf32 as reference
-from suite.leak_cnn.trial import FEW, INPUTS, SIZES, Seen, drawn, near_a_threshold, on_network
+from suite.leak_cnn.trial import FEW, INPUTS, SIZES, Seen, drawn, near_a_threshold, off_thresholds, on_network
 
 tf32 = Pair(
     reference=on_network(reference),
     optimized=on_network(optimized),
     inputs=INPUTS,
     sizes=SIZES,
+    adjust=off_thresholds,
     excuse=near_a_threshold,
     precision="float16",
     gradients=False,
