@@ -48,6 +48,7 @@ cuda_graph_step = Pair(
         ),
     },
     workloads=[
+        Workload("launches72", B=16, D=256, clock="wall", device="cuda", speedup=2.0, host_syncs=0),
         Workload("cpu", B=4, D=16, clock="wall", device="cpu"),
     ],
     cost=Cost(

@@ -108,6 +108,7 @@ def flops(B, T, D, blocks, window):
 
 
 ONE = scalar(integers(1, 1))
+DEEP = {"blocks": 6, "graphs": 1, "clock": "wall", "device": "cuda", "host_syncs": 0}
 trainer2 = Pair(
     reference=stateful(windows(Reference)),
     optimized=stateful(windows(Optimized), settle=2),  # eager steps, then the capture
@@ -124,6 +125,8 @@ trainer2 = Pair(
     steps=(1, 3),
     rivals={"reduce_overhead": stateful(side(windows(Reference, compiled_step), devices=("cuda",)), settle=2)},
     workloads=[
+        Workload("launches", B=16, T=128, V=32000, D=256, **DEEP, window=8, speedup=3.5),
+        Workload("products", B=64, T=512, V=32000, D=512, **DEEP, window=1),
         Workload("cpu", B=4, T=8, V=50, D=256, blocks=1, window=1, graphs=0, clock="wall", device="cpu"),
     ],
     cost=Cost(flops=flops),
