@@ -3,6 +3,7 @@ import torch
 from optimized.precision.cudnn_autotune import cudnn_autotune as optimized
 from perfsuite import Pair, Workload
 from reference.precision.cudnn_autotune import cudnn_autotune as reference
+from suite.leak_cnn.costs import TRAINING, training_cost
 from suite.leak_cnn.trial import FEW, INPUTS, SIZES, Seen, drawn, near_a_threshold, on_network
 
 cudnn_autotune = Pair(
@@ -13,8 +14,10 @@ cudnn_autotune = Pair(
     excuse=near_a_threshold,
     gradients=False,
     workloads=[
+        Workload("step5632", **TRAINING, device="cuda"),
         Workload("cpu", **FEW, clock="wall", device="cpu"),
     ],
+    cost=training_cost(within=True),
 )
 
 
