@@ -4,9 +4,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from optimized.compilation import fullgraph_model as compiled
 from optimized.compilation.fullgraph_model import fullgraph_model as optimized
-from perfsuite import Pair, Workload, floats, integers, module, size, tensor
+from perfsuite import Pair, Workload, floats, integers, module, side, size, tensor
+from perfsuite import compiled as compiled_side
 from reference.compilation.fullgraph_model import fullgraph_model as reference
+from suite.leak_cnn.costs import TRAINING, training_cost
 from suite.leak_cnn.trial import Network, near_a_threshold, off_thresholds, on_network
+
+EAGER = side(on_network(reference), devices=("cuda",))
 
 fullgraph_model = Pair(
     reference=on_network(reference),
@@ -21,9 +25,18 @@ fullgraph_model = Pair(
     sizes={"N": size(3, 4), "c1": size(3, 3), "c2": size(4, 4), "c3": size(5, 5), "h": size(6, 6)},
     adjust=off_thresholds,
     excuse=near_a_threshold,
+    rivals={"compile": compiled_side(EAGER), "reduce_overhead": compiled_side(EAGER, mode="reduce-overhead")},
     workloads=[
+        Workload(
+            "batch5632_both",
+            **{name: n for name, n in TRAINING.items() if name != "H"},
+            clock="wall",
+            direction="both",
+            device="cuda",
+        ),
         Workload("cpu", N=2, c1=4, c2=4, c3=4, h=8, clock="wall", direction="both", device="cpu"),
     ],
+    cost=training_cost(),
 )
 
 

@@ -3,8 +3,9 @@ import torch
 
 from optimized.convolution.prepare_mel_batch import _smaller
 from optimized.convolution.prepare_mel_batch import prepare_mel_batch as optimized
-from perfsuite import Cost, Pair, PerfsuiteError, Workload, size, stateful, tensor
+from perfsuite import Cost, Pair, PerfsuiteError, Workload, side, size, stateful, tensor
 from reference.convolution.prepare_mel_batch import prepare_mel_batch as reference
+from suite.leak_cnn.costs import BATCH
 
 SIDES = [reference, optimized]
 
@@ -21,6 +22,12 @@ def from_the_loader(side):
     return make
 
 
+def inline(mel, device, channels_last=True, dtype=None):
+    """Copied as it is, and arranged there; each operation as it comes, so that the host waits for the copy."""
+    batch = mel.to(device).unsqueeze(1)
+    return (batch.contiguous(memory_format=torch.channels_last) if channels_last else batch).to(dtype or mel.dtype)
+
+
 prepare_mel_batch = Pair(
     reference=stateful(from_the_loader(reference)),
     optimized=stateful(from_the_loader(optimized)),
@@ -28,7 +35,9 @@ prepare_mel_batch = Pair(
     inputs={"mel": tensor("B", "mels", "frames", dtype="float16"), "weight": tensor(1)},
     steps=(1, 2),
     sizes={"B": size(0, 33), "mels": size(0, 33), "frames": size(0, 4)},
+    rivals={"inline": stateful(side(from_the_loader(inline), devices=("cuda",)))},
     workloads=[
+        Workload("batch5632", B=BATCH, mels=32, frames=1, clock="wall", device="cuda", repeat=4, host_syncs=0),
         Workload("cpu", B=1024, mels=32, frames=1, clock="wall", device="cpu"),
     ],
     cost=Cost(bytes=lambda B, mels, frames: 6 * B * mels * frames),

@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from optimized.data.loader import Loader as Optimized
-from perfsuite import Cost, Pair, PerfsuiteError, Workload, integers, scalar, size, stateful, tensor
+from perfsuite import Cost, Pair, PerfsuiteError, Workload, integers, scalar, side, size, stateful, tensor
 from reference.data.loader import Loader as Reference
 from suite.batching import permutation
+from suite.leak_cnn.costs import BATCH
+from suite.leak_cnn.costs import ROWS as TRAINING_ROWS
 from suite.tensor_file import TensorFile
 
 MELS = 32
@@ -29,9 +31,15 @@ def kept(batch, device):
     return tuple(t.to(device, copy=True) for t in batch)
 
 
+def anew(dataset, batch_size, workers):
+    """The workers of torch's DataLoader as it comes: forked, where nothing else is asked for, at every epoch."""
+    return Reference(dataset, batch_size, workers=workers)
+
+
 # The reference has none.
 LOADERS = {
     Reference: lambda dataset, batch_size, workers: Reference(dataset, batch_size),
+    anew: anew,
     Optimized: lambda dataset, batch_size, workers: Optimized(dataset, batch_size, workers=workers),
 }
 
@@ -91,7 +99,10 @@ loader = Pair(
     inputs=INPUTS,
     sizes=SIZES,
     steps=(1, 2, 5),
+    rivals={"anew": stateful(side(epochs(anew), devices=("cuda",)))},
     workloads=[
+        # The workers are there from the first epoch on, which is not timed.
+        Workload("steady", rows=TRAINING_ROWS, batch_size=BATCH, workers=4, clock="wall", device="cuda"),
         Workload("cpu", rows=512, batch_size=64, workers=1, clock="wall", device="cpu"),
     ],
     cost=Cost(bytes=lambda rows: rows * 2 * ROW_BYTES),
@@ -103,7 +114,9 @@ loader_start = Pair(
     inputs=INPUTS,
     sizes=SIZES,
     steps=(1, 2),
+    rivals={"anew": stateful(side(first_batches(anew), devices=("cuda",)))},
     workloads=[
+        Workload("first_batch", rows=TRAINING_ROWS, batch_size=BATCH, workers=4, clock="wall", device="cuda"),
         Workload("cpu", rows=512, batch_size=64, workers=1, clock="wall", device="cpu"),
     ],
     cost=Cost(bytes=lambda rows, batch_size: min(rows, batch_size) * 2 * ROW_BYTES),

@@ -3,9 +3,11 @@ import torch
 
 from optimized.data.resident_dataset import ResidentDataset as Optimized
 from optimized.graphs.cuda_graph_step import cuda_graph_step
-from perfsuite import Cost, Pair, PerfsuiteError, Workload, integers, scalar, size, stateful, tensor
+from perfsuite import Cost, Pair, PerfsuiteError, Workload, integers, scalar, side, size, stateful, tensor
 from reference.data.resident_dataset import ResidentDataset as Reference
 from suite.batching import permutation
+from suite.leak_cnn.costs import BATCH
+from suite.leak_cnn.costs import ROWS as TRAINING_ROWS
 
 MELS = 32
 ROW_BYTES = 4 * MELS + 8
@@ -15,6 +17,16 @@ def streaming(tensors, batch_size, device):
     """The smallest limit that there is: two pieces of a batch each."""
     row_bytes = sum(t[0].numel() * t.element_size() for t in tensors)
     return Optimized(tensors, batch_size, device, limit_bytes=3 * batch_size * row_bytes)
+
+
+class Pinned(Reference):
+    """As one is told to: batches in pinned memory, copied without waiting."""
+
+    def epoch(self, number):
+        order = permutation(self.rows, self.seed, number, "cpu")
+        for start, end in self.bounds:
+            batch = (t[order[start:end]].pin_memory() for t in self.tensors)
+            yield tuple(t.to(self.device, non_blocking=True) for t in batch)
 
 
 def epochs(side):
@@ -44,9 +56,13 @@ resident_dataset = Pair(
     },
     sizes={"rows": size(1, 65)},
     steps=(1, 2, 17),
-    rivals={"streamed": stateful(epochs(streaming))},
+    rivals={
+        "pinned": stateful(side(epochs(Pinned), devices=("cuda",))),
+        "streamed": stateful(epochs(streaming)),
+    },
     variants={"streamed": stateful(epochs(streaming))},
     workloads=[
+        Workload("epoch", rows=TRAINING_ROWS, batch_size=BATCH, clock="wall", device="cuda", host_syncs=0),
         Workload("cpu", rows=2000, batch_size=256, clock="wall", device="cpu"),
     ],
     # Read and written by the gathering; the order, 8 bytes a row, read too.

@@ -57,6 +57,9 @@ file_level_eval = Pair(
     rivals={"preallocated": evaluating(file_level_eval_preallocated)},
     variants={"preallocated": evaluating(file_level_eval_preallocated)},
     workloads=[
+        Workload(
+            "files125", files=125, longs=40, shorts=2, mels=32, clock="wall", device="cuda", speedup=20.0, host_syncs=0
+        ),
         Workload("cpu", files=8, longs=40, shorts=2, mels=32, clock="wall", device="cpu"),
     ],
     cost=Cost(

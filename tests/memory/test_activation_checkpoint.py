@@ -1,8 +1,9 @@
 import torch
 
 from optimized.memory.activation_checkpoint import activation_checkpoint as optimized
-from perfsuite import Pair, Workload
+from perfsuite import Pair, Workload, compiled, side
 from reference.memory.activation_checkpoint import activation_checkpoint as reference
+from suite.leak_cnn.costs import TRAINING, training_cost
 from suite.leak_cnn.trial import FEW, INPUTS, SIZES, drawn, near_a_threshold, off_thresholds, on_network
 
 activation_checkpoint = Pair(
@@ -12,9 +13,12 @@ activation_checkpoint = Pair(
     sizes=SIZES,
     adjust=off_thresholds,
     excuse=near_a_threshold,
+    rivals={"compile": compiled(side(on_network(reference), devices=("cuda",)))},
     workloads=[
+        Workload("batch5632_both", **TRAINING, direction="both", device="cuda"),
         Workload("cpu", **FEW, clock="wall", direction="both", device="cpu"),
     ],
+    cost=training_cost(),
 )
 
 

@@ -1,8 +1,9 @@
 import torch
 
 from optimized.memory.channels_last import channels_last as optimized
-from perfsuite import Pair, Workload
+from perfsuite import Pair, Workload, compiled, side
 from reference.memory.channels_last import channels_last as reference
+from suite.leak_cnn.costs import TRAINING, training_cost
 from suite.leak_cnn.trial import FEW, INPUTS, SIZES, Seen, drawn, near_a_threshold, off_thresholds, on_network
 
 channels_last = Pair(
@@ -12,9 +13,14 @@ channels_last = Pair(
     sizes=SIZES,
     adjust=off_thresholds,
     excuse=near_a_threshold,
+    rivals={"compile": compiled(side(on_network(reference), devices=("cuda",)))},
     workloads=[
+        Workload("batch5632_bfloat16", **TRAINING, dtype="bfloat16", device="cuda"),
+        Workload("batch5632_both", **TRAINING, direction="both", device="cuda"),
         Workload("cpu", **FEW, clock="wall", direction="both", device="cpu"),
     ],
+    # What the faster of the workloads' dtypes needs is the least for both.
+    cost=training_cost("bfloat16"),
 )
 
 

@@ -1,6 +1,7 @@
 from optimized.memory.inplace_activation import inplace_activation as optimized
-from perfsuite import Pair, Workload
+from perfsuite import Pair, Workload, compiled, side
 from reference.memory.inplace_activation import inplace_activation as reference
+from suite.leak_cnn.costs import TRAINING, training_cost
 from suite.leak_cnn.trial import FEW, INPUTS, SIZES, Seen, drawn, near_a_threshold, off_thresholds, on_network
 
 inplace_activation = Pair(
@@ -10,9 +11,13 @@ inplace_activation = Pair(
     sizes=SIZES,
     adjust=off_thresholds,
     excuse=near_a_threshold,
+    rivals={"compile": compiled(side(on_network(reference), devices=("cuda",)))},
     workloads=[
+        Workload("batch5632", **TRAINING, device="cuda"),
+        Workload("batch5632_both", **TRAINING, direction="both", device="cuda"),
         Workload("cpu", **FEW, clock="wall", direction="both", device="cpu"),
     ],
+    cost=training_cost(),
 )
 
 

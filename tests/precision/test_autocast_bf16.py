@@ -1,8 +1,9 @@
 import torch
 
 from optimized.precision.autocast_bf16 import autocast_bf16 as optimized
-from perfsuite import Pair, Workload
+from perfsuite import Pair, Workload, compiled, side
 from reference.precision.autocast_bf16 import autocast_bf16 as reference
+from suite.leak_cnn.costs import TRAINING, training_cost
 from suite.leak_cnn.trial import FEW, INPUTS, SIZES, Seen, drawn, on_network
 
 autocast_bf16 = Pair(
@@ -11,9 +12,12 @@ autocast_bf16 = Pair(
     inputs=INPUTS,
     sizes=SIZES,
     precision="bfloat16",
+    rivals={"compile": compiled(side(on_network(optimized), devices=("cuda",)))},
     workloads=[
+        Workload("batch5632_both", **TRAINING, direction="both", device="cuda"),
         Workload("cpu", **FEW, clock="wall", direction="both", device="cpu"),
     ],
+    cost=training_cost("bfloat16"),
 )
 
 

@@ -3,8 +3,10 @@ import torch
 
 from optimized.precision import autocast_fp16 as half
 from optimized.precision.autocast_fp16 import autocast_fp16 as optimized
-from perfsuite import Pair, Workload
+from optimized.precision.tf32 import tf32
+from perfsuite import Pair, Workload, side
 from reference.precision.autocast_fp16 import autocast_fp16 as reference
+from suite.leak_cnn.costs import TRAINING, training_cost
 from suite.leak_cnn.trial import FEW, INPUTS, SIZES, Seen, drawn, on_network
 
 autocast_fp16 = Pair(
@@ -14,9 +16,13 @@ autocast_fp16 = Pair(
     sizes=SIZES,
     precision="float16",
     gradients=False,
+    # Of the same 11 bits, with the range of float32.
+    rivals={"tf32": side(on_network(tf32), devices=("cuda",))},
     workloads=[
+        Workload("step5632", **TRAINING, device="cuda"),
         Workload("cpu", **FEW, clock="wall", device="cpu"),
     ],
+    cost=training_cost("float16", within=True),
 )
 
 

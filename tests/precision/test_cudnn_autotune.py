@@ -14,6 +14,7 @@ cudnn_autotune = Pair(
     excuse=near_a_threshold,
     gradients=False,
     workloads=[
+        # None on a GPU: within one process cuDNN's cache hands both sides the plan that the first of them found.
         Workload("cpu", **FEW, clock="wall", device="cpu"),
     ],
 )

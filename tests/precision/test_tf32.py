@@ -1,9 +1,20 @@
 import torch
 
 from optimized.precision.tf32 import tf32 as optimized
-from perfsuite import Pair, Workload
+from perfsuite import Pair, Workload, side
 from reference.precision.tf32 import tf32 as reference
+from suite.backends import tf32_products
+from suite.leak_cnn.costs import TRAINING, training_cost
+from suite.leak_cnn.step import training_loss, with_gradients
 from suite.leak_cnn.trial import FEW, INPUTS, SIZES, Seen, drawn, near_a_threshold, off_thresholds, on_network
+
+
+def convolutions(*arguments):
+    """As torch comes: convolutions alone in TF32."""
+    with tf32_products(allowed=False):
+        torch.backends.cudnn.allow_tf32 = True  # put back at the end of the block
+        return with_gradients(training_loss, *arguments)
+
 
 tf32 = Pair(
     reference=on_network(reference),
@@ -14,9 +25,12 @@ tf32 = Pair(
     excuse=near_a_threshold,
     precision="float16",
     gradients=False,
+    rivals={"convolutions": side(on_network(convolutions), devices=("cuda",))},
     workloads=[
+        Workload("step5632", **TRAINING, device="cuda"),
         Workload("cpu", **FEW, clock="wall", device="cpu"),
     ],
+    cost=training_cost("tf32", within=True),
 )
 
 

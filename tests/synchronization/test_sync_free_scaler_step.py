@@ -80,6 +80,8 @@ sync_free_scaler_step = Pair(
     sizes={"count": size(1, 3), "rows": size(0, 33), "columns": size(0, 33)},
     rivals={"grad_scaler": stateful(training(GradScaler))},
     workloads=[
+        # As many parameters as leak_cnn has, in as many tensors: what takes the time is the host and its launches.
+        Workload("leak_cnn", count=12, rows=224, columns=230, clock="wall", device="cuda", repeat=4, host_syncs=0),
         Workload("cpu", count=12, rows=64, columns=64, clock="wall", device="cpu"),
     ],
     cost=Cost(bytes=lambda count, rows, columns: BYTES_PER_PARAMETER * count * rows * columns),
