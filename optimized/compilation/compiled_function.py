@@ -57,6 +57,12 @@ def compile_if_possible(function: Callable[..., Any], name: str, **options: Any)
     return call
 
 
+def replay_begins() -> None:
+    """`torch.compiler.cudagraph_mark_step_begin`: what the last replay of compiled functions left may be written over."""
+    with _quiet():  # the first call imports the backend
+        torch.compiler.cudagraph_mark_step_begin()
+
+
 def _inductor(graph: torch.fx.GraphModule, inputs: Any, options: dict[str, Any] | None = None) -> Any:
     """The backend that torch.compile takes of itself. A backward pass may be compiled later, by the same `inner`."""
     with _quiet():

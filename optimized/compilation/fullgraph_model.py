@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from optimized.compilation.compiled_function import compile_if_possible
+from optimized.compilation.compiled_function import compile_if_possible, replay_begins
 from suite.leak_cnn.model import Weights
 from suite.leak_cnn.step import training_loss
 
@@ -35,7 +35,7 @@ def fullgraph_model(
         return training_loss(weights, *batch)
     if not segments.is_cuda:
         return _compiled(False)(weights, *batch)
-    torch.compiler.cudagraph_mark_step_begin()
+    replay_begins()
     return _compiled(True)(weights, *batch).clone()
 
 
