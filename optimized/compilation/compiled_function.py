@@ -58,7 +58,7 @@ def compile_if_possible(function: Callable[..., Any], name: str, **options: Any)
 
 
 def replay_begins() -> None:
-    """`torch.compiler.cudagraph_mark_step_begin`: what the last replay of compiled functions left may be written over."""
+    """`torch.compiler.cudagraph_mark_step_begin`: what compiled functions' last replay left may be written over."""
     with _quiet():  # the first call imports the backend
         torch.compiler.cudagraph_mark_step_begin()
 

@@ -26,8 +26,8 @@ class _Kernels(NamedTuple):
     weight_gradient: _Tiles
 
 
-# The best together at the network's two sizes, swept on an H200. A product of float32 keeps both halves of its operands,
-# so that twice the positions would spill registers.
+# The best together at the network's two sizes, swept on an H200. A product of float32 keeps both halves of its
+# operands, so that twice the positions would spill registers.
 FLOAT32 = _Kernels(
     forward=_Tiles(positions=32, outputs=64, inputs=16, num_warps=4, num_stages=1),
     input_gradient=_Tiles(positions=64, outputs=32, inputs=32, num_warps=8, num_stages=1),
