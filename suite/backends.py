@@ -22,6 +22,17 @@ def tf32_products(*, allowed: bool) -> Iterator[None]:
 
 
 @contextmanager
+def deterministic_convolutions() -> Iterator[None]:
+    """cuDNN takes algorithms alone whose sums have an order: the same bits at every run."""
+    before = torch.backends.cudnn.deterministic
+    torch.backends.cudnn.deterministic = True
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.deterministic = before
+
+
+@contextmanager
 def cudnn_benchmark(*, on: bool) -> Iterator[None]:
     """Whether cuDNN times its algorithms at the first call of each shape and keeps the fastest."""
     before = torch.backends.cudnn.benchmark

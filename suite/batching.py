@@ -21,11 +21,15 @@ def permutation(count: int, seed: int, epoch: int, device: torch.device | str) -
     Counter-based: rows are sorted by SplitMix64 (Steele, Lea and Flood, 2014) of their number. It maps 64 bits one to
     one, so that no two rows have the same key and every device sorts alike.
     """
-    start = _mixed(_mixed(seed & WORD) + epoch & WORD)
-    keys = torch.arange(count, dtype=torch.int64, device=device) * _signed(STEP) + _signed(start)
+    start = mixed(mixed(seed & WORD) + epoch & WORD)
+    return torch.argsort(hashed(torch.arange(count, dtype=torch.int64, device=device) * signed(STEP) + signed(start)))
+
+
+def hashed(words: torch.Tensor) -> torch.Tensor:
+    """SplitMix64's output for each state, int64 as the words are: one to one, on every device alike."""
     for shift, factor in ROUNDS:
-        keys = (keys ^ _shifted(keys, shift)) * _signed(factor)
-    return torch.argsort(keys ^ _shifted(keys, LAST_SHIFT))
+        words = (words ^ _shifted(words, shift)) * signed(factor)
+    return words ^ _shifted(words, LAST_SHIFT)
 
 
 def bounds(count: int, batch_size: int, drop_last: bool) -> list[tuple[int, int]]:
@@ -57,14 +61,14 @@ def check_batches(rows: int, batch_size: int, drop_last: bool) -> None:
         )
 
 
-def _mixed(word: int) -> int:
-    """SplitMix64's output for a state."""
+def mixed(word: int) -> int:
+    """SplitMix64's output for a state, of 64 bits without a sign."""
     for shift, factor in ROUNDS:
         word = (word ^ word >> shift) * factor & WORD
     return word ^ word >> LAST_SHIFT
 
 
-def _signed(word: int) -> int:
+def signed(word: int) -> int:
     """The int64 of the same bits: torch's products wrap around, which is all that matters here."""
     return word - (1 << 64) if word >> 63 else word
 

@@ -96,7 +96,8 @@ class Loaded:
     """What a trainer gets, and a line that says where it is from."""
 
     batches: Batches
-    vocabulary: int
+    given: int
+    """The size of the vocabulary."""
     told: str
 
 
@@ -114,7 +115,7 @@ def load(data: Data) -> Loaded:
         told += f" (left out: {', '.join(left)})" if left else ""
     told += f" of {data.sequence_length} tokens, vocabulary {sequences.vocabulary}"
     return Loaded(
-        batches=Batches(sequences, data.batch_size, data.seed), vocabulary=sequences.vocabulary, told=f"data: {told}"
+        batches=Batches(sequences, data.batch_size, data.seed), given=sequences.vocabulary, told=f"data: {told}"
     )
 
 

@@ -6,6 +6,7 @@ import difflib
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from perfsuite.errors import PerfsuiteError
@@ -16,16 +17,17 @@ if TYPE_CHECKING:
     from suite.runtime import Trainer
 
 Side = Literal["reference", "optimized"]
-Build = Callable[[Any, int, "torch.device"], "Trainer"]
+Build = Callable[[Any, Any, "torch.device"], "Trainer"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
     """A trainer. Strings, "module:name", are imported when they are needed.
 
-    `config` is a dataclass. A side is called with (config, size of the vocabulary, device) and gives a
+    `config` is a dataclass. A side is called with (config, what its data give, device) and gives a
     `suite.runtime.Trainer`. `data` is called with an instance of `data_config`, a dataclass too, and gives batches,
-    vocabulary and a line for the user as `suite.text.Loaded` does.
+    what a trainer is given of the data (of a text, the size of its vocabulary) and a line for the user as
+    `suite.text.Loaded` does.
     """
 
     config: str | type[Any]
@@ -39,6 +41,11 @@ class Entry:
     """Technique → what its source claims of it."""
     short: str | Callable[[Any], tuple[Any, Any, int] | None] | None = None
     """How `ablate` counts where a window has many equal steps; see `suite.ablation.measure`."""
+    ablated: str | Callable[..., tuple[Any, Any]] | None = None
+    """(config, data's config, device) → (what a trainer is given, batches without end), which `ablate` times; None:
+    random tokens."""
+    finish: str | Callable[[Any, Path], str | None] | None = None
+    """(trainer, the run's folder), at a run's end → a line for the user, or None."""
     checks: str | Any = None
     """How its source's claims are measured, `suite.claims.record.Checks`; None where none is."""
     setting: str | Callable[..., Any] = ""
@@ -55,6 +62,17 @@ TRAINERS: dict[str, Entry] = {
         short="suite.trainer2.config:short_windows",
         checks="suite.claims.trainer2:CHECKS",
         setting="suite.claims.trainer2:setting",
+    ),
+    "leak_cnn": Entry(
+        config="suite.leak_cnn.config:TrainConfig",
+        reference="reference.trainers.leak_cnn:Trainer",
+        optimized="optimized.trainers.leak_cnn:Trainer",
+        data_config="suite.leak_cnn.epochs:Data",
+        data="suite.leak_cnn.epochs:load",
+        techniques="suite.leak_cnn.config:TECHNIQUES",
+        claims="suite.leak_cnn.config:CLAIMS",
+        ablated="suite.leak_cnn.epochs:for_ablation",
+        finish="suite.leak_cnn.report:finish",
     ),
 }
 
@@ -111,6 +129,17 @@ def short_of(name: str) -> Callable[[Any], tuple[Any, Any, int] | None]:
     return found if found is not None else lambda config: None
 
 
+def ablated_of(name: str) -> Callable[..., tuple[Any, Any]] | None:
+    """What makes the data that `ablate` times; None where it is random tokens."""
+    return cast("Callable[..., tuple[Any, Any]] | None", _loaded(find(name).ablated, name))
+
+
+def finish_of(name: str) -> Callable[[Any, Path], str | None]:
+    """What a trainer leaves beside its checkpoints; nothing where it names none."""
+    found = cast("Callable[[Any, Path], str | None] | None", _loaded(find(name).finish, name))
+    return found if found is not None else lambda trainer, folder: None
+
+
 def checks_of(name: str) -> tuple[Any, Callable[..., Any]]:
     """(how a trainer's claims are measured, device → what these checks are given); PerfsuiteError where none is."""
     entry = find(name)
@@ -119,11 +148,11 @@ def checks_of(name: str) -> tuple[Any, Callable[..., Any]]:
     return _loaded(entry.checks, name), _loaded(entry.setting, name)
 
 
-def build(name: str, config: Any, vocabulary: int, device: torch.device, side: Side) -> Trainer:
-    """A new trainer of that side."""
+def build(name: str, config: Any, given: Any, device: torch.device, side: Side) -> Trainer:
+    """A new trainer of that side; `given` is what its data give it."""
     entry = find(name)
     make = _loaded(entry.reference if side == "reference" else entry.optimized, name)
-    return cast("Trainer", make(config, vocabulary, device))
+    return cast("Trainer", make(config, given, device))
 
 
 def _loaded(target: Any, trainer: str) -> Any:

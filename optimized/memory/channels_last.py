@@ -21,11 +21,21 @@ def channels_last(
 
     Source: leak_cnn, technique 001.9.
     """
-    laid = {
+    return training_loss(laid_out(weights), with_channels_last(segments), labels, class_weights)
+
+
+def laid_out(weights: Weights) -> dict[str, torch.Tensor]:
+    """The same weights, the convolutions' in channels-last layout."""
+    return {
         name: weight.contiguous(memory_format=torch.channels_last) if weight.dim() == 4 else weight
         for name, weight in weights.items()
     }
-    # One channel has both layouts, and torch goes by its stride: by 1 the first convolution's result is channels-last.
+
+
+def with_channels_last(segments: torch.Tensor) -> torch.Tensor:
+    """Segments [N, 1, H, 1] whose first convolution's result is channels-last.
+
+    One channel has both layouts, and torch goes by its stride, which is 1 here.
+    """
     segments = segments.contiguous()
-    segments = segments.as_strided(segments.shape, (segments.shape[1:].numel(), 1, *segments.stride()[2:]))
-    return training_loss(laid, segments, labels, class_weights)
+    return segments.as_strided(segments.shape, (segments.shape[1:].numel(), 1, *segments.stride()[2:]))

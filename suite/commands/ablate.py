@@ -42,8 +42,9 @@ def ablate(
 ) -> None:
     """Measure what each technique brings to trainer NAME: switched on one after another, and each off alone.
 
-    Writes NAME.json, NAME.md and NAME.svg. The data are random tokens: they cost the same as any. Which techniques the
-    configuration switches on does not matter: each is measured on and off.
+    Writes NAME.json, NAME.md and NAME.svg. The data of trainer2 are random tokens: they cost the same as any. Those of
+    leak_cnn are its own (`--data FILE`), and a window is an epoch. Which techniques the configuration switches on does
+    not matter: each is measured on and off.
     """
     with in_one_line("interrupted; nothing was written"):
         _ablate(name, config, device, rounds, windows, Path(out), source, no_plot, fields)
@@ -96,7 +97,9 @@ def _measured(
     from suite import ablation, configuration
     from suite.commands.train import device_called, name_of
 
-    (chosen,) = configuration.read([trainers.config_of(name)], config, fields)
+    ablated = trainers.ablated_of(name)
+    kinds = [trainers.config_of(name), *([trainers.data_config_of(name)] if ablated else [])]
+    chosen, *data = configuration.read(kinds, config, fields)
     techniques = trainers.techniques_of(name)
     there = device_called(device)
     arms = ablation.arms(techniques)
@@ -112,15 +115,19 @@ def _measured(
     for arm in arms:  # now, and not after minutes
         switched(arm)
     writable(out)
+    if ablated is None:
+        given, batches = ablation.VOCABULARY, ablation.random_batches(chosen, there)
+    else:
+        given, batches = ablated(chosen, *data, there)
 
     def build(arm: ablation.Arm) -> Any:
         side: trainers.Side = "reference" if arm.on is None else "optimized"
-        return trainers.build(name, switched(arm), ablation.VOCABULARY, there, side)
+        return trainers.build(name, switched(arm), given, there, side)
 
     timed = ablation.measure(
         build,
         arms,
-        ablation.random_batches(chosen, there),
+        batches,
         device=there,
         rounds=rounds,
         windows=windows,

@@ -44,8 +44,9 @@ def train(
 
     For example `perfsuite train trainer2 --config FILE --windows 500 --eta_update 0.02`.
 
-    Every field of the configuration is an option; `--show` lists them. Of every trainer: --data DIR, --windows N,
-    --seconds S, --folder DIR, --checkpoint_every N, --tensorboard true, --timing_debug true, --profile FILE.
+    Every field of the configuration is an option; `--show` lists them. Of every trainer: --data PATH, --windows N
+    (leak_cnn's are epochs), --seconds S, --folder DIR, --checkpoint_every N, --tensorboard true, --timing_debug true,
+    --profile FILE.
 
     Ctrl-C and SIGTERM finish the window and save; exit code 130 or 143. A loss that is no finite number ends with 1,
     a wrong configuration with 2.
@@ -70,6 +71,7 @@ def _train(
 
     trainers.find(name)
     from suite import configuration
+    from suite.ablation import noting
     from suite.runtime import Options, Store, fit
 
     kinds = [trainers.config_of(name), Options, trainers.data_config_of(name)]
@@ -87,7 +89,11 @@ def _train(
     _seed(options.seed)
     loaded = trainers.data_of(name)(data)
     click.echo(loaded.told, err=True)
-    trainer = trainers.build(name, chosen, loaded.vocabulary, there, cast("trainers.Side", side))
+    notes: list[str] = []
+    with noting(notes):
+        trainer = trainers.build(name, chosen, loaded.given, there, cast("trainers.Side", side))
+    for note in notes:
+        click.echo(note, err=True)
     recorded = configuration.plain({"side": side, **asdict(data), **asdict(chosen), "seed": options.seed})
     outcome = fit(
         trainer,
@@ -99,6 +105,9 @@ def _train(
         resume=start,
         overwrite=overwrite,
     )
+    left = trainers.finish_of(name)(trainer, Path(options.folder or FOLDER)) if outcome.windows else None
+    if left is not None:
+        click.echo(left, err=True)
     return outcome.exit_code
 
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy
 import torch
@@ -46,6 +46,26 @@ WANTED = {
 """Attributes without which the features would be others."""
 
 
+Example = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Mels [32, 1], label int64 [], leak float32 []."""
+
+
+class Audio(Protocol):
+    """What a trainer needs of a data set."""
+
+    def segments(self, split: str) -> int:
+        """How many a split has."""
+
+    def counts(self, split: str) -> torch.Tensor:
+        """Segments of each class, int64 [5]."""
+
+    def examples(self, split: str) -> Dataset[Example]:
+        """Each segment for itself, as a loader reads them."""
+
+    def read(self, split: str) -> Split:
+        """All of them at once."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LeakAudio:
     """A data set that was found right; small, and without an open file, so that it may go to other processes."""
@@ -73,6 +93,14 @@ class LeakAudio:
         found = self.files[split]
         return torch.bincount(self.labels[found.start : found.stop], minlength=len(CLASSES)) * SEGMENTS
 
+    def examples(self, split: str) -> Segments:
+        """Each segment for itself, read from the file."""
+        return Segments(self, split)
+
+    def read(self, split: str) -> Split:
+        """All of a split at once."""
+        return read_split(self, split)
+
     def check_batch(self, split: str, batch_size: int, field: str = "batch_size") -> None:
         """PerfsuiteError where the split has no whole batch."""
         if batch_size > self.segments(split):
@@ -94,6 +122,11 @@ class Split:
     """float32 [N]: 1 where the file is of the class LEAK"""
     files: torch.Tensor
     """int64 [N]: from 0 within the split"""
+
+    def by_file(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(mels [files, long windows, short windows, 32, 1], whether each file is of LEAK, bool [files])."""
+        files = int(self.files[-1]) + 1
+        return self.features.view(files, -1, SHORTS, MELS, 1), self.leaks.view(files, -1)[:, 0] > 0
 
 
 def open_data(path: str | Path) -> LeakAudio:
@@ -134,7 +167,7 @@ def read_split(data: LeakAudio, split: str) -> Split:
     )
 
 
-class Segments(Dataset[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]):
+class Segments(Dataset[Example]):
     """Segments of a split, read from the file one by one: (mels float16 [32, 1], label int64 [], leak float32 []).
 
     Each process opens the file for itself when it first reads, so that this may be sent to others.
@@ -149,7 +182,7 @@ class Segments(Dataset[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]):
     def __len__(self) -> int:
         return self.data.segments(self.split)
 
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def __getitem__(self, index: int) -> Example:
         if not -len(self) <= index < len(self):
             raise IndexError(index)
         place, segment = divmod(index % len(self), SEGMENTS)

@@ -44,10 +44,10 @@ def shapes(
     return named
 
 
-def make_weights(seed: int) -> dict[str, torch.Tensor]:
+def make_weights(seed: int, channels: tuple[int, int, int] = CHANNELS, hidden: int = HIDDEN) -> dict[str, torch.Tensor]:
     """Name → float32 tensor on the CPU, uniform within 1/√(inputs of the layer), as `torch.nn` starts them."""
     generator = torch.Generator().manual_seed(seed)
-    every = shapes()
+    every = shapes(channels, hidden)
     weights = {}
     for name, shape in every.items():
         layer = name.partition(".")[0]

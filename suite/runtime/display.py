@@ -44,10 +44,13 @@ class Rate:
 class Display:
     """Draws in the calling thread, at most ten times a second: a drawing thread would disturb the run."""
 
-    def __init__(self, console: Console, name: str, total: int | None, done: int, unit: str) -> None:
+    def __init__(
+        self, console: Console, name: str, total: int | None, done: int, unit: str, noun: str = "window"
+    ) -> None:
         self._console = console
         self._name = name
         self.unit = unit
+        self._noun = noun
         self._rate = Rate()
         self._next = 0.0
         self._next_line = time.monotonic() + LINE_S
@@ -90,7 +93,7 @@ class Display:
         self._console.show_cursor(True)
 
     def _told(self, windows: int, total: int | None, metrics: Mapping[str, float] | None) -> str:
-        told = [f"{windows} of {total} windows" if total else f"{windows} windows"]
+        told = [f"{windows} of {total} {self._noun}s" if total else f"{windows} {self._noun}s"]
         rate = self._rate.value()
         if rate is not None:
             told.append(f"{quantity(rate)} {self.unit}/s")

@@ -33,7 +33,8 @@ class Trainer(Protocol):
     """What a trainer must do.
 
     It may also have `last_metrics()`: like `metrics`, of the last window queued, waiting for it. It is asked before a
-    checkpoint is written, so that none is written over a good one after a window that diverged.
+    checkpoint is written, so that none is written over a good one after a window that diverged. `window_name` is what
+    a user calls a window of its, "epoch" for instance.
     """
 
     def train_window(self, batch: Mapping[str, torch.Tensor]) -> None:
@@ -42,8 +43,9 @@ class Trainer(Protocol):
     def metrics(self) -> Mapping[str, float] | None:
         """Of a window that has finished, usually the one before; None if none yet.
 
-        "loss", if there, must be finite. "window" may say which window they are of, counted from 1 over the whole
-        training; without it they are taken to lag by as many windows as gave None.
+        "loss", if there, must be finite; where it is not, "step" may say at which step. "window" may say which window
+        they are of, counted from 1 over the whole training; without it they are taken to lag by as many windows as
+        gave None.
         """
 
     def state_dict(self) -> dict[str, Any]:
@@ -60,6 +62,19 @@ class Resumable(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+@runtime_checkable
+class Counted(Protocol):
+    """Batches that say what is in one, and how many there are."""
+
+    unit: str
+    """In the plural: what `items` counts."""
+    total: int
+    """Batches in all, those before a resume included."""
+
+    def items(self, batch: Mapping[str, torch.Tensor]) -> int:
+        """Of a batch, without looking at values on a device."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +176,8 @@ class _Run:
         self.store = Store(options.folder, options.keep) if options.folder else None
         self.windows = 0
         self.items = 0
-        self.unit = "items"
+        self.unit = batches.unit if isinstance(batches, Counted) else "items"
+        self.noun = getattr(trainer, "window_name", "window")
         self.lag = 0
         self.metrics: Mapping[str, float] | None = None
         self.saved: Path | None = None
@@ -216,14 +232,16 @@ class _Run:
         trace = Trace(Path(options.profile) if options.profile else None, self.device)
         started = time.monotonic()
         first, total = self.windows, options.windows
+        ends = [n for n in (total, self.batches.total if isinstance(self.batches, Counted) else None) if n is not None]
+        shown = min(ends) if ends else None
         with ExitStack() as stack:
             if options.tensorboard and self.store is not None:
                 self.writer = board(self.store.folder / "tensorboard", self.windows)
                 self.due = (self.windows // options.tensorboard_every + 1) * options.tensorboard_every
                 stack.callback(self.writer.close)
-            display = stack.enter_context(Display(self.console, self.name, total, self.windows, self.unit))
+            display = stack.enter_context(Display(self.console, self.name, shown, self.windows, self.unit, self.noun))
             self._say = display.say
-            stop = stack.enter_context(Stopping(display.leave))
+            stop = stack.enter_context(Stopping(display.leave, self.noun))
             while stop.signal is None and (total is None or self.windows < total):
                 if options.seconds is not None and time.monotonic() - started >= options.seconds:
                     break
@@ -243,7 +261,7 @@ class _Run:
                 if options.checkpoint_every and self.windows % options.checkpoint_every == 0:
                     with phases("checkpoint"):
                         self._save(last=False)
-                display.show(self.windows, total, self.items, self.metrics)
+                display.show(self.windows, shown, self.items, self.metrics)
             if trace.close():
                 display.say(f"profile: wrote {options.profile}, with fewer windows: the run has ended")
             elif options.profile and trace.written is None:
@@ -265,8 +283,10 @@ class _Run:
         )
 
     def _count(self, batch: Mapping[str, torch.Tensor], display: Display) -> None:
-        """Tokens of a text, else rows of whatever comes first. Sizes only: no value is looked at."""
-        if "input_ids" in batch:
+        """What the batches say; tokens of a text, else rows of whatever comes first, by sizes and not by values."""
+        if isinstance(self.batches, Counted):
+            self.items += self.batches.items(batch)
+        elif "input_ids" in batch:
             self.unit = display.unit = "tokens"
             self.items += batch["input_ids"].numel()
         else:
@@ -297,7 +317,8 @@ class _Run:
             for windows, path in self.doubtful:
                 if windows >= window:
                     path.unlink(missing_ok=True)
-            raise DivergedError(f"window {window}: the loss is {float(loss)}; training has stopped{self._kept()}")
+            where = f"{self.noun} {window}" + (f", step {int(found['step'])}" if "step" in found else "")
+            raise DivergedError(f"{where}: the loss is {float(loss)}; training has stopped{self._kept()}")
 
     def _trust(self, window: int) -> None:
         """The loss is finite up to this window: so far its checkpoints are good."""
@@ -308,7 +329,7 @@ class _Run:
 
     def _kept(self) -> str:
         good = f"the last good checkpoint is {self.saved}" if self.saved else "no checkpoint was written"
-        return f"; {good}; lower the learning rate, or look at that window's data"
+        return f"; {good}; lower the learning rate, or look at that {self.noun}'s data"
 
     def _save(self, *, last: bool) -> None:
         """Write a checkpoint. One that fails on the way is told, and the run goes on; at the end it is an error."""
@@ -328,7 +349,7 @@ class _Run:
         try:
             checkpoints.check(state, "the trainer's state")
         except checkpoints.NotANumberError as error:
-            raise DivergedError(f"window {self.windows}: {error}; training has stopped{self._kept()}") from None
+            raise DivergedError(f"{self.noun} {self.windows}: {error}; training has stopped{self._kept()}") from None
         made = Checkpoint(
             name=self.name,
             windows=self.windows,
@@ -353,7 +374,7 @@ class _Run:
             self.doubtful.append((self.windows, path))
 
     def _finish(self, first: int, seconds: float, by: signal.Signals | None) -> None:
-        told = f"{self.name}: {self.windows} windows"
+        told = f"{self.name}: {self.windows} {self.noun}s"
         told += f", {self.windows - first} of them in this run," if first else ""
         told += f" in {seconds:.1f} s"
         if self.metrics is not None and "loss" in self.metrics:

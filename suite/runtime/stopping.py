@@ -12,9 +12,10 @@ from typing import Any
 class Stopping:
     """While entered, `signal` is the one that asked the run to end, or None. Only the main thread can listen."""
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
+    def __init__(self, tell: Callable[[str], None], noun: str = "window") -> None:
         self.signal: signal.Signals | None = None
         self._tell = tell
+        self._noun = noun
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Stopping:
@@ -33,4 +34,4 @@ class Stopping:
         again = "Ctrl-C again" if number == signal.SIGINT else f"a second {signal.Signals(number).name}"
         if self.signal is None:
             self.signal = signal.Signals(number)
-        self._tell(f"finishing the window, then saving; {again} leaves at once")
+        self._tell(f"finishing the {self._noun}, then saving; {again} leaves at once")

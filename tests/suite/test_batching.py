@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from perfsuite import PerfsuiteError
-from suite.batching import STEP, WORD, EpochSampler, _mixed, bounds, check_batches, check_rows, permutation
+from suite.batching import STEP, WORD, EpochSampler, bounds, check_batches, check_rows, mixed, permutation
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 17, 1000])
@@ -17,15 +17,15 @@ def test_it_is_splitmix64():
     state, drawn = 1234567, []
     for _ in range(3):
         state = state + STEP & WORD
-        drawn.append(_mixed(state))
+        drawn.append(mixed(state))
     assert drawn == [6457827717110365317, 3203168211198807973, 9817491932198370423]
 
 
 @pytest.mark.parametrize(("seed", "epoch"), [(0, 0), (0, 1), (1, 0), (2**63 + 5, 10**6), (-1, 3)])
 def test_rows_are_sorted_by_their_key(seed, epoch):
     """As Python's whole numbers, which do not overflow, have it."""
-    start = _mixed(_mixed(seed & WORD) + epoch & WORD)
-    keys = [_mixed(start + i * STEP & WORD) for i in range(500)]
+    start = mixed(mixed(seed & WORD) + epoch & WORD)
+    keys = [mixed(start + i * STEP & WORD) for i in range(500)]
     signed = [k - (1 << 64) if k >> 63 else k for k in keys]
     assert permutation(500, seed, epoch, "cpu").tolist() == sorted(range(500), key=signed.__getitem__)
 

@@ -194,7 +194,7 @@ def test_packing(count: int) -> None:
 
 def test_load(tokenizers: Any, folder: Path) -> None:
     found = load(Data(data=str(folder), vocabulary=300, sequence_length=8, batch_size=4))
-    assert found.vocabulary == 300
+    assert found.given == 300
     assert found.told.startswith(f"data: 4 files of {folder}, ")
     assert "left out: 1 not UTF-8, 1 empty" in found.told
     assert next(found.batches)["input_ids"].shape == (4, 8)

@@ -1,0 +1,497 @@
+"""leak_cnn from the optimized modules, a switch for each (source: leak_cnn).
+
+The same function as the plain trainer beside it, epoch for epoch. A step takes no arguments: its batch, weights,
+counters and metrics lie in tensors that stay where they are, so that forward, loss, backward, clipping, AdamW and
+metrics are replayed as one CUDA graph; so is a validation. The learning rate is written once an epoch, dropout is
+hashed from a counter on the device, and what an epoch reports is copied to pinned memory, where the host waits for it
+while the device is at the next one: the only wait of an epoch.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+
+from optimized.compilation.compiled_function import compile_if_possible, replay_begins
+from optimized.convolution.conv_relu_pool import conv_relu_pool, conv_relu_pool_vectorised
+from optimized.data.resident_dataset import ResidentDataset
+from optimized.graphs.cuda_graph_step import cuda_graph_step
+from optimized.memory.channels_last import laid_out, with_channels_last
+from optimized.synchronization.sync_free_scaler_step import ScalerStep
+from suite.backends import cudnn_benchmark, deterministic_convolutions, tf32_products
+from suite.leak_cnn.classes import CLASSES
+from suite.leak_cnn.config import TrainConfig
+from suite.leak_cnn.dataset import Audio
+from suite.leak_cnn.dropout import STRIDE, dropout_counter, dropout_mask
+from suite.leak_cnn.features import MELS
+from suite.leak_cnn.loss import class_weights, leak_cnn_loss
+from suite.leak_cnn.metrics import EpochMetrics
+from suite.leak_cnn.model import POOLED_ROWS, Weights, convolution, features, head, make_weights
+from suite.leak_cnn.report import Report, Validation
+from suite.leak_cnn.state import restore, state_of
+from suite.techniques import implementation
+
+AHEAD = 1
+"""Epochs that the device may still be at when the host goes on to the next."""
+FREE_SHARE = 2
+"""Of the device's free memory, one part in so many is for the segments: the rest is for activations and graphs."""
+
+
+class Trainer:
+    """The optimized trainer; it reads and writes the plain trainer's checkpoints.
+
+    data  the set, as `suite.leak_cnn.dataset.open_data` checks it
+
+    A set that does not fit on the device is streamed, which a RuntimeWarning tells. PerfsuiteError where the training
+    segments make no whole batch.
+    """
+
+    window_name = "epoch"
+
+    def __init__(self, config: TrainConfig, data: Audio, device: torch.device | str) -> None:
+        self.config, self.data, self.device = config, data, torch.device(device)
+        first = {k: w.to(self.device) for k, w in make_weights(config.seed, config.channels, config.hidden).items()}
+        first = laid_out(first) if config.use_channels_last else first
+        self.weights = {name: w.requires_grad_() for name, w in first.items()}
+        self.balance = class_weights(data.counts("train")).to(self.device)
+        self.lr = torch.zeros((), device=self.device)
+        self.optimizer = self._made_optimizer()
+        self.steps = 0
+        self.best = {name: w.detach().clone() for name, w in self.weights.items()}
+        self.best_files, self.best_epoch = self._counter(-1), self._counter(0)
+        self._choose()
+        self._allocate()
+        self._reports = _Reports(self.device)
+
+    def train_window(self, batch: Mapping[str, torch.Tensor]) -> None:
+        """An epoch, `batch["epoch"]` (int64 [] on the CPU, from 0), and its validation."""
+        config, epoch = self.config, int(batch["epoch"])
+        first_step, rate = self.steps, config.rate(epoch)
+        with (
+            torch.no_grad(),
+            tf32_products(allowed=config.tf32),
+            cudnn_benchmark(on=config.cudnn_autotune),
+            deterministic_convolutions(),
+        ):
+            self.lr.fill_(rate)
+            self._epoch.fill_(epoch + 1)
+            self._place.zero_()
+            self._training.reset()
+            for _ in self._batches(epoch):
+                self._step()
+                self._rest_of_step()
+                self.steps += 1
+            validates = config.validates(epoch)
+            if validates:
+                self._validate()
+            self._report(epoch, rate, first_step, validates)
+
+    def metrics(self) -> Mapping[str, float] | None:
+        """Of the last epoch whose report has arrived, as `suite.leak_cnn.report.Report` names them. Never waits.
+
+        None before one has.
+        """
+        report = self._reports.latest()
+        return None if report is None else report.metrics()
+
+    def last_metrics(self) -> Mapping[str, float] | None:
+        """Wait for the last epoch's report; its metrics."""
+        report = self.last_report()
+        return None if report is None else report.metrics()
+
+    def last_report(self) -> Report | None:
+        """Wait for the last epoch's report."""
+        return self._reports.wait(0)
+
+    def validation(self) -> Validation | None:
+        """The last one, which is waited for; None before it."""
+        self._reports.wait(0)
+        return self._reports.validation
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that training has changed."""
+        return state_of(self)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there. ValueError where a shape is another."""
+        restore(self, state)
+        self.steps = state["steps"]
+        self._dropped.fill_(dropout_counter(self.config.seed, self.steps))
+        self.best_files.fill_(state["best"]["files"])
+        self.best_epoch.fill_(state["best"]["epoch"])
+
+    # --- what it is made of
+
+    def _made_optimizer(self) -> Any:
+        config = self.config
+        kind: Any = implementation("synchronization.sync_free_scaler_step", "ScalerStep", optimized=False)
+        if config.sync_free_scaler_step:
+            kind = ScalerStep
+        elif config.fused_adamw:
+            kind = _ReadScalerStep
+        return kind(
+            list(self.weights.values()),
+            self.lr,
+            weight_decay=config.weight_decay,
+            max_norm=config.clip,
+            scaling=config.scaling,
+        )
+
+    def _choose(self) -> None:
+        """The implementation of each technique that the configuration asks for."""
+        config = self.config
+
+        def of(module: str, function: str, on: bool) -> Callable[..., Any]:
+            return implementation(module, function, optimized=on)
+
+        self._prepare = of("convolution.prepare_mel_batch", "prepare_mel_batch", config.prepare_mel_batch)
+        self._file_level = of("evaluation.file_level_eval", "file_level_eval", config.file_level_eval)
+        metrics = of("synchronization.device_metrics", "DeviceMetrics", config.device_metrics)
+        self._training, self._validating = (metrics(len(CLASSES), self.device) for _ in range(2))
+        form = _form(config, self.device)
+        if config.use_compile:
+            graphs = config.compile_mode == "reduce-overhead" and not config.use_cudagraphs
+            graphs = graphs and self.device.type == "cuda"
+            self._loss, self._judge = (
+                _compiled(form, config.fullgraph_model, graphs, training) for training in (True, False)
+            )
+        else:
+            self._loss, self._judge = functools.partial(_loss, form), functools.partial(_judge, form)
+        self._step, self._validate = self._step_on_device, self._validation_on_device
+        if config.use_cudagraphs:
+            self._step = self._captured(self._step)
+            if config.file_level_eval and config.device_metrics:  # else the host reads on the way
+                self._validate = self._captured(self._validate)
+
+    def _captured(self, call: Callable[[], None]) -> Any:
+        return cuda_graph_step(call, warmup=self.config.warmup_steps, device=self.device)
+
+    def _allocate(self) -> None:
+        """All that a step and a validation read and write."""
+        config, data, on = self.config, self.data, {"device": self.device}
+        B = config.batch_size
+        self._resident: ResidentDataset | None = None
+        if config.resident_dataset:
+            self._resident = self._made_resident()
+            self._mels, self._labels = self._resident.batch
+            count = len(self._resident)
+        else:
+            self._loader = self._made_loader()
+            self._mels = torch.zeros(B, 1, MELS, 1, **on)
+            self._labels = torch.zeros(B, dtype=torch.int64, **on)
+            count = len(self._loader)
+        self._grads = [torch.zeros_like(w) for w in self.weights.values()]
+        self._loss_now = torch.zeros((), **on)
+        self._classes = torch.zeros(B, len(CLASSES), **on)
+        self._losses = torch.zeros(count, dtype=torch.float64, **on)
+        self._place = torch.zeros(1, dtype=torch.int64, **on)
+        self._epoch = self._counter(0)
+        self._dropped = self._counter(dropout_counter(config.seed, 0))
+        if not config.validate_every:
+            return
+        split = data.read("validation")
+        mels, leaks = split.by_file()
+        self._files = torch.zeros(4, dtype=torch.int64, **on)
+        self._ones = torch.ones(len(leaks), dtype=torch.int64, **on)
+        self._leaks = leaks.to(self.device, torch.int64)
+        self._all_mels, self._all_labels = mels.to(self.device, torch.float32), split.labels.to(self.device)
+
+    def _made_resident(self) -> ResidentDataset:
+        config, split = self.config, self.data.read("train")
+        limit = config.limit_bytes
+        if limit is None and self.device.type == "cuda":
+            limit = torch.cuda.mem_get_info(self.device)[0] // FREE_SHARE
+        made = ResidentDataset(
+            (split.features.squeeze(1), split.labels),
+            config.batch_size,
+            self.device,
+            seed=config.seed,
+            drop_last=True,
+            limit_bytes=limit,
+        )
+        if made.reason:
+            warnings.warn(f"leak_cnn: {made.reason}", RuntimeWarning, stacklevel=4)
+        return made
+
+    def _made_loader(self) -> Any:
+        config = self.config
+        kind = implementation("data.loader", "Loader", optimized=config.loader)
+        options = {"prefetch": config.prefetch_factor} if config.loader else {}
+        return kind(
+            self.data.examples("train"),
+            config.batch_size,
+            workers=config.num_workers,
+            seed=config.seed,
+            drop_last=True,
+            **options,
+        )
+
+    def _counter(self, value: int) -> torch.Tensor:
+        return torch.full((), value, dtype=torch.int64, device=self.device)
+
+    # --- a step
+
+    def _batches(self, epoch: int) -> Iterator[None]:
+        """Each batch of an epoch, put where the step reads it."""
+        if self._resident is not None:
+            for _ in self._resident.epoch(epoch):
+                yield
+            return
+        for mel, labels, _ in self._loader.epoch(epoch):
+            self._mels.copy_(self._prepare(mel, self.device, self.config.use_channels_last, torch.float32))
+            self._labels.copy_(labels, non_blocking=True)
+            yield
+        if self.config.loader and not self.config.persistent_workers:
+            self._loader.close()
+
+    def _step_on_device(self) -> None:
+        """The step, as far as no technique that is off wants the host in it."""
+        segments = self._mels
+        if self._resident is not None:
+            segments = self._prepare(segments, self.device, self.config.use_channels_last, torch.float32)
+        leaves = list(self.weights.values())
+        with torch.enable_grad():
+            loss, classes = self._loss(self.weights, self._laid(segments), self._labels, self.balance, self._dropped)
+            grads = torch.autograd.grad(loss * self.optimizer.scale, leaves)
+        self._loss_now.copy_(loss)
+        self._classes.copy_(classes)
+        if self.config.sync_free_scaler_step:
+            self.optimizer(grads)
+        else:
+            for own, grad in zip(self._grads, grads, strict=True):
+                own.copy_(grad)
+        if self.config.device_metrics:
+            self._training.add(self._loss_now, self._classes, self._labels)
+        self._losses.index_copy_(0, self._place, self._loss_now.double().view(1))
+        self._place.add_(1)
+        self._dropped.add_(STRIDE)
+
+    def _rest_of_step(self) -> None:
+        if not self.config.sync_free_scaler_step:
+            self.optimizer(self._grads)
+        if not self.config.device_metrics:
+            self._training.add(self._loss_now, self._classes, self._labels)
+
+    def _laid(self, segments: torch.Tensor) -> torch.Tensor:
+        return with_channels_last(segments) if self.config.use_channels_last else segments
+
+    # --- a validation
+
+    def _validation_on_device(self) -> None:
+        """Every segment's class and every file, and the weights if they are the best so far."""
+        seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+        def forward(segments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            logits = self._judge(self.weights, self._laid(segments))
+            # Compiled with graphs of its own, the next call would write over them.
+            seen.append((logits[0].clone(), logits[1].clone()))
+            return seen[-1]
+
+        _, taken = self._file_level(forward, self._all_mels, self.config.threshold)
+        self._validating.reset()
+        if self.config.file_level_eval:
+            every = [torch.cat(logits) for logits in zip(*seen, strict=True)]
+            parts = zip(*(t.split(self.config.val_batch_size) for t in (*every, self._all_labels)), strict=True)
+        else:
+            parts = self._segments_again()
+        for classes, leak, labels in parts:
+            self._validating.add(leak_cnn_loss(classes, leak, labels, self.balance), classes, labels)
+        self._files.zero_().scatter_add_(0, 2 * self._leaks + taken, self._ones)
+        self._keep_best()
+
+    def _segments_again(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """(class logits, leak logits, labels) of the validation segments, read from the file batch by batch."""
+        for mel, labels, _ in DataLoader(self.data.examples("validation"), self.config.val_batch_size):
+            segments = self._prepare(mel, self.device, self.config.use_channels_last, torch.float32)
+            yield *self._judge(self.weights, self._laid(segments)), labels.to(self.device)
+
+    def _keep_best(self) -> None:
+        right = self._files[0] + self._files[3]
+        better = right > self.best_files
+        for name, weight in self.weights.items():
+            self.best[name].copy_(torch.where(better, weight, self.best[name]))
+        self.best_files.copy_(torch.where(better, right, self.best_files))
+        self.best_epoch.copy_(torch.where(better, self._epoch, self.best_epoch))
+
+    def _report(self, epoch: int, rate: float, first_step: int, validates: bool) -> None:
+        """Send off what the epoch has to say: in one copy, where the metrics are on the device."""
+        on_device = self.config.device_metrics
+        kinds = (self._training, self._validating) if validates else (self._training,)
+        parts = [self._losses.view(torch.int64), *([self._files] if validates else [])]
+        parts += [kind.whole for kind in kinds] if on_device else []
+        known = [] if on_device else [kind.value() for kind in kinds]
+        sizes = [len(p) for p in parts]
+
+        def read(whole: torch.Tensor) -> Report:
+            losses, *rest = whole.split(sizes)
+            files = rest.pop(0).view(2, 2).tolist() if validates else None
+            segments: list[EpochMetrics] = known or [k.read(w) for k, w in zip(kinds, rest, strict=True)]
+            return Report(
+                epoch=epoch + 1,
+                rate=rate,
+                losses=losses.clone().view(torch.float64).tolist(),
+                first_step=first_step,
+                training=segments[0],
+                validation=Validation(segments=segments[1], files=files) if files is not None else None,
+            )
+
+        self._reports.send(torch.cat(parts), read)
+        self._reports.wait(AHEAD)
+
+
+class _ReadScalerStep(ScalerStep):
+    """The fused step, with the host reading whether the gradients are finite, as `GradScaler` does."""
+
+    def __call__(self, grads: Sequence[torch.Tensor]) -> None:
+        torch.stack([g.isfinite().all() for g in grads]).all().item()
+        super().__call__(grads)
+
+
+@dataclass
+class _Sent:
+    buffer: torch.Tensor
+    event: torch.cuda.Event | None
+    read: Callable[[torch.Tensor], Report]
+
+
+class _Reports:
+    """What the epochs report, on its way to the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._sent: deque[_Sent] = deque()
+        self._free: list[torch.Tensor] = []
+        self._latest: Report | None = None
+        self.validation: Validation | None = None
+
+    def send(self, whole: torch.Tensor, read: Callable[[torch.Tensor], Report]) -> None:
+        fit = [i for i, b in enumerate(self._free) if b.shape == whole.shape]
+        buffer = self._free.pop(fit[0]) if fit else torch.empty(whole.shape, dtype=whole.dtype, pin_memory=self._cuda)
+        buffer.copy_(whole, non_blocking=self._cuda)
+        event = None
+        if self._cuda:
+            event = torch.cuda.Event()
+            event.record()
+        self._sent.append(_Sent(buffer, event, read))
+
+    def latest(self) -> Report | None:
+        """The last one that has arrived; one with a loss that is no number stays. Never waits."""
+        while self._sent and ((event := self._sent[0].event) is None or event.query()):
+            sent = self._sent.popleft()
+            report = sent.read(sent.buffer)
+            self._free.append(sent.buffer)
+            self.validation = report.validation or self.validation
+            if self._latest is None or self._latest.wrong() is None:  # two may arrive at once
+                self._latest = report
+        return self._latest
+
+    def wait(self, ahead: int) -> Report | None:
+        """The same, once no more than `ahead` are under way."""
+        if len(self._sent) > ahead and (event := self._sent[-1 - ahead].event) is not None:
+            event.synchronize()
+        return self.latest()
+
+
+# --- the network ----------------------------------------------------------------------------------------------------
+
+
+class _Form(NamedTuple):
+    """Which network is computed, and how: what a compiled function is compiled for."""
+
+    device: str
+    dropout: float
+    inplace: bool
+    pool: Callable[..., torch.Tensor] | None
+    checkpoint: bool
+    low: torch.dtype | None
+    tf32: bool
+    """Read when it is compiled."""
+
+
+def _form(config: TrainConfig, device: torch.device) -> _Form:
+    pool = None
+    if config.conv_relu_pool:  # compiled, a form that the compiler sees into
+        pool = conv_relu_pool_vectorised if config.use_compile else conv_relu_pool
+    low = torch.bfloat16 if config.autocast_bf16 else torch.float16 if config.autocast_fp16 else None
+    return _Form(
+        device=device.type,
+        dropout=config.dropout,
+        inplace=config.inplace_activation,
+        pool=pool,
+        checkpoint=config.activation_checkpoint,
+        low=low,
+        tf32=config.tf32,
+    )
+
+
+@functools.cache
+def _compiled(form: _Form, fullgraph: bool, graphs: bool, training: bool) -> Callable[..., Any]:
+    """Of all trainers: functions of their arguments alone, so that a second trainer compiles nothing anew."""
+    body: Callable[..., Any] = _loss if training else _judge
+
+    def call(*tensors: Any) -> Any:
+        return body(form, *tensors)
+
+    # Of one code object dynamo keeps few compiled forms, and these are many: each has its own.
+    call.__code__ = call.__code__.replace()
+    options = {"triton.cudagraphs": True} if graphs else None
+    what = "leak_cnn's step" if training else "leak_cnn's validation"
+    compiled = compile_if_possible(call, what, fullgraph=fullgraph, dynamic=False, options=options)
+    if not graphs:
+        return compiled
+
+    def marked(*tensors: Any) -> Any:
+        replay_begins()
+        return compiled(*tensors)
+
+    return marked
+
+
+def _loss(
+    form: _Form,
+    weights: Weights,
+    segments: torch.Tensor,
+    labels: torch.Tensor,
+    balance: torch.Tensor,
+    counter: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the loss of a batch under dropout, 0-d; its class logits)."""
+    width = POOLED_ROWS * weights["conv3.weight"].shape[0]
+    keep = dropout_mask(counter, segments.shape[0], width, form.dropout, balance.dtype)
+    classes, leak = _judge(form, weights, segments, keep)
+    return leak_cnn_loss(classes, leak, labels, balance), classes
+
+
+def _judge(
+    form: _Form, weights: Weights, segments: torch.Tensor, keep: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Segments [N, 1, 32, 1] → logits [N, 5] and [N], in float32."""
+    with torch.autocast(form.device, form.low or torch.bfloat16, enabled=form.low is not None):
+        if form.checkpoint:
+            x = checkpoint(_features, form, weights, segments, use_reentrant=False, preserve_rng_state=False)
+        else:
+            x = _features(form, weights, segments)
+        classes, leak = head(weights, x, keep, _activation(form))
+    return classes.float(), leak.float()
+
+
+def _features(form: _Form, weights: Weights, segments: torch.Tensor) -> torch.Tensor:
+    activation = _activation(form)
+    if form.pool is None:
+        return features(weights, segments, activation)
+    x = activation(convolution(weights, "conv1", segments))
+    x = form.pool(x, weights["conv2.weight"], weights["conv2.bias"])
+    return form.pool(x, weights["conv3.weight"], weights["conv3.bias"])
+
+
+def _activation(form: _Form) -> Callable[[torch.Tensor], torch.Tensor]:
+    return torch.relu_ if form.inplace else functional.relu

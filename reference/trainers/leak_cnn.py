@@ -1,0 +1,159 @@
+"""leak_cnn: a small CNN that tells leaks by their sound, plain and eager (source: leak_cnn).
+
+An epoch reads the training segments one by one from the file, in an order of its own, and makes an AdamW step on each
+batch; then every validation segment and file is judged. The host reads the metrics after every batch.
+
+What the source leaves open is decided here:
+
+* An epoch has whole batches only (7 of 5632 in 40,000 segments, as the source counts them); what is left over is
+  another each epoch. Nothing is left out in validation.
+* The cosine goes down epoch by epoch, to 0 after the last one.
+* Dropout is hashed from the seed and the step's number, so that a resumed run drops what an undisturbed one would.
+* Of a step whose gradients are not finite nothing is kept, as `GradScaler` has it, in every precision.
+* The best weights are those that judged the most validation files rightly; of equals the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from reference.convolution.prepare_mel_batch import prepare_mel_batch
+from reference.data.loader import Loader
+from reference.evaluation.file_level_eval import file_level_eval
+from reference.synchronization.device_metrics import DeviceMetrics
+from reference.synchronization.sync_free_scaler_step import ScalerStep
+from suite.backends import deterministic_convolutions, tf32_products
+from suite.leak_cnn.classes import CLASSES
+from suite.leak_cnn.config import TrainConfig
+from suite.leak_cnn.dataset import Audio
+from suite.leak_cnn.dropout import dropout_counter, dropout_mask
+from suite.leak_cnn.loss import class_weights, leak_cnn_loss
+from suite.leak_cnn.model import POOLED_ROWS, forward, make_weights
+from suite.leak_cnn.report import Report, Validation
+from suite.leak_cnn.state import restore, state_of
+
+
+class Trainer:
+    """The reference trainer. `train_window` runs an epoch; `metrics` gives what it reported.
+
+    data   the set, as `suite.leak_cnn.dataset.open_data` checks it
+    dtype  working precision: float32, or float64 for the truth
+
+    PerfsuiteError where the training segments make no whole batch.
+    """
+
+    window_name = "epoch"
+
+    def __init__(
+        self, config: TrainConfig, data: Audio, device: torch.device | str, dtype: torch.dtype = torch.float32
+    ) -> None:
+        self.config, self.data, self.device, self.dtype = config, data, torch.device(device), dtype
+        first = make_weights(config.seed, config.channels, config.hidden)
+        self.weights = {name: w.to(self.device, dtype).requires_grad_() for name, w in first.items()}
+        self.balance = class_weights(data.counts("train")).to(self.device, dtype)
+        self.lr = torch.zeros((), device=self.device, dtype=dtype)
+        self.optimizer = ScalerStep(
+            list(self.weights.values()),
+            self.lr,
+            weight_decay=config.weight_decay,
+            max_norm=config.clip,
+            scaling=config.scaling,
+        )
+        self.loader = Loader(
+            data.examples("train"), config.batch_size, workers=config.num_workers, seed=config.seed, drop_last=True
+        )
+        self.steps = 0
+        self.best = {name: w.detach().clone() for name, w in self.weights.items()}
+        self.best_files, self.best_epoch = -1, 0
+        self.report: Report | None = None
+        self.validated: Validation | None = None
+
+    def train_window(self, batch: Mapping[str, torch.Tensor]) -> None:
+        """An epoch, `batch["epoch"]` (int64 [], from 0), and its validation."""
+        config, epoch = self.config, int(batch["epoch"])
+        first_step, losses = self.steps, []
+        metrics = DeviceMetrics(len(CLASSES), self.device)
+        with tf32_products(allowed=False), deterministic_convolutions():
+            self.lr.fill_(config.rate(epoch))
+            for mel, labels, _ in self.loader.epoch(epoch):
+                losses.append(self._step(mel, labels, metrics))
+            validation = self._validation(epoch) if config.validates(epoch) else None
+        self.validated = validation or self.validated
+        self.report = Report(
+            epoch=epoch + 1,
+            rate=config.rate(epoch),
+            losses=losses,
+            first_step=first_step,
+            training=metrics.value(),
+            validation=validation,
+        )
+
+    def metrics(self) -> Mapping[str, float] | None:
+        """Of the last epoch, as `suite.leak_cnn.report.Report` names them; None before one."""
+        return None if self.report is None else self.report.metrics()
+
+    def last_report(self) -> Report | None:
+        """Of the last epoch."""
+        return self.report
+
+    def validation(self) -> Validation | None:
+        """The last one; None before it."""
+        return self.validated
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that training has changed."""
+        return state_of(self)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there. ValueError where a shape is another."""
+        restore(self, state)
+        self.steps = state["steps"]
+        self.best_files, self.best_epoch = state["best"]["files"], state["best"]["epoch"]
+
+    # --- an epoch
+
+    @torch.enable_grad()
+    def _step(self, mel: torch.Tensor, labels: torch.Tensor, metrics: DeviceMetrics) -> float:
+        """One step on mels [B, 32, 1]; its loss."""
+        config = self.config
+        segments = prepare_mel_batch(mel, self.device, channels_last=False, dtype=self.dtype)
+        labels = labels.to(self.device)
+        counter = torch.tensor(dropout_counter(config.seed, self.steps), device=self.device)
+        keep = dropout_mask(counter, len(segments), POOLED_ROWS * config.channels[2], config.dropout, self.dtype)
+        classes, leak = self._logits(segments, keep)
+        loss = leak_cnn_loss(classes, leak, labels, self.balance)
+        self.optimizer(torch.autograd.grad(loss * self.optimizer.scale, list(self.weights.values())))
+        self.steps += 1
+        metrics.add(loss.detach(), classes.detach(), labels)
+        return loss.item()
+
+    def _logits(self, segments: torch.Tensor, keep: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Segments [N, 1, 32, 1] → logits [N, 5] and [N], in the working precision."""
+        low = torch.float16 if self.config.autocast_fp16 else torch.bfloat16
+        on = self.config.autocast_fp16 or self.config.autocast_bf16
+        with torch.autocast(self.device.type, low, enabled=on):
+            classes, leak = forward(self.weights, segments, keep)
+        return classes.to(self.dtype), leak.to(self.dtype)
+
+    @torch.no_grad()
+    def _validation(self, epoch: int) -> Validation:
+        metrics = DeviceMetrics(len(CLASSES), self.device)
+        for mel, labels, _ in DataLoader(self.data.examples("validation"), self.config.val_batch_size):
+            classes, leak = self._logits(prepare_mel_batch(mel, self.device, channels_last=False, dtype=self.dtype))
+            labels = labels.to(self.device)
+            metrics.add(leak_cnn_loss(classes, leak, labels, self.balance), classes, labels)
+        mels, leaks = self.data.read("validation").by_file()
+        _, found = file_level_eval(self._logits, mels.to(self.device, self.dtype), self.config.threshold)
+        files = [[0, 0], [0, 0]]
+        for is_leak, taken in zip(leaks.tolist(), found.tolist(), strict=True):
+            files[is_leak][taken] += 1
+        right = files[0][0] + files[1][1]
+        if right > self.best_files:
+            self.best_files, self.best_epoch = right, epoch + 1
+            for name, weight in self.weights.items():
+                self.best[name].copy_(weight)
+        return Validation(segments=metrics.value(), files=files)

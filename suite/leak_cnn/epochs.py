@@ -1,0 +1,118 @@
+"""The epochs of leak_cnn: what the shared loop hands to a trainer, one after another, and the data they are of.
+
+A batch of the loop is an epoch, told by its number: the order of its segments follows from the seed and that number
+(`suite.batching.permutation`), so that either trainer finds them by itself, where they lie.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from perfsuite.errors import PerfsuiteError
+from suite.leak_cnn.build import build
+from suite.leak_cnn.dataset import LeakAudio, open_data
+from suite.leak_cnn.progress import Bar
+from suite.leak_cnn.sources import Recipe
+
+if TYPE_CHECKING:
+    from suite.leak_cnn.config import TrainConfig
+
+CACHE = ".perfsuite/cache"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """Fields of a configuration that concern the data."""
+
+    data: str | None = None
+    """A file of `perfsuite data leak-audio`; null: one made from synthetic recordings, and kept in `cache`."""
+    train_files: int = 500
+    """Of the synthetic set; 80 segments each."""
+    validation_files: int = 125
+    batch_size: int = 5632
+    epochs: int = 200
+    seed: int = 0
+    """Of the order of the segments; the synthetic set is always the same."""
+    cache: str = CACHE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """What a trainer gets, and a line that says where it is from."""
+
+    batches: Epochs
+    given: LeakAudio
+    told: str
+
+
+def load(data: Data) -> Loaded:
+    """The epochs that the fields of `data` describe; PerfsuiteError where there is no such set, or no whole batch."""
+    audio = audio_of(data)
+    audio.check_batch("train", data.batch_size)
+    return Loaded(batches=Epochs(audio, data.batch_size, data.epochs, data.seed), given=audio, told=audio.told)
+
+
+def audio_of(data: Data) -> LeakAudio:
+    """The data set, which is made if there is none."""
+    if data.data is not None:
+        return open_data(data.data)
+    recipe = Recipe(train=data.train_files, validation=data.validation_files)
+    path = Path(data.cache) / f"leak-{recipe.train}-{recipe.validation}.h5"
+    with Bar() as bar:
+        build(path, recipe, bar)
+    return open_data(path)
+
+
+def for_ablation(
+    config: TrainConfig, data: Data, device: torch.device
+) -> tuple[LeakAudio, Iterator[Mapping[str, torch.Tensor]]]:
+    """(data set, epochs without end), for `perfsuite ablate`."""
+    audio = audio_of(data)
+    audio.check_batch("train", config.batch_size)
+    return audio, ({"epoch": torch.tensor(number)} for number in itertools.count())
+
+
+class Epochs:
+    """{"epoch": its number, int64 [] on the CPU}, from 0 to `count` - 1."""
+
+    unit = "segments"
+
+    def __init__(self, audio: LeakAudio, batch_size: int, count: int, seed: int) -> None:
+        self.batch_size, self.total, self.seed, self.digest = batch_size, count, seed, audio.digest
+        self.segments = audio.segments("train") // batch_size * batch_size
+        """Of an epoch: whole batches."""
+        self.epoch = 0
+
+    def __iter__(self) -> Epochs:
+        return self
+
+    def __next__(self) -> dict[str, torch.Tensor]:
+        if self.epoch >= self.total:
+            raise StopIteration
+        self.epoch += 1
+        return {"epoch": torch.tensor(self.epoch - 1)}
+
+    def items(self, batch: Mapping[str, torch.Tensor]) -> int:
+        """Segments that an epoch trains on."""
+        return self.segments
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, and what it is a position in."""
+        return {"epoch": self.epoch, **self._identity()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a position; PerfsuiteError where it is one in other data."""
+        for name, own in self._identity().items():
+            if state[name] != own:
+                what = "the data has" if name == "digest" else f"{name} has"
+                raise PerfsuiteError(f"{what} changed since the checkpoint was written; resume with what it was then")
+        self.epoch = int(state["epoch"])
+
+    def _identity(self) -> dict[str, Any]:
+        return {"batch_size": self.batch_size, "seed": self.seed, "digest": self.digest}

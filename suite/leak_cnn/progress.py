@@ -1,0 +1,57 @@
+"""How far the making of a data set is."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import Any
+
+REFRESH_S = 0.1
+LINE_S = 30.0
+"""Between two lines where the output is no terminal."""
+
+
+class Bar:
+    """How far it is: a bar, or a line now and then where stderr is no terminal."""
+
+    def __init__(self, console: Any = None) -> None:
+        from rich.console import Console
+
+        self._console = console or Console(stderr=True)
+        self._bar: Any = None
+        self._next = 0.0
+        self._next_line = time.monotonic() + LINE_S
+
+    def __enter__(self) -> Bar:
+        if self._console.is_terminal:
+            from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+            columns = (TextColumn("{task.description}"), BarColumn(24), TextColumn("{task.fields[told]}"))
+            self._bar = Progress(
+                *columns, TimeElapsedColumn(), console=self._console, transient=True, auto_refresh=False
+            )
+            self._bar.add_task("", total=None, told="")
+            self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def progress(self, what: str, done: int, total: int) -> None:
+        """Called often; mostly does nothing."""
+        now = time.monotonic()
+        if now < self._next:
+            return
+        self._next = now + REFRESH_S
+        told = f"{done} of {total} {'recordings' if what == 'reading' else 'files'}"
+        if self._bar is not None:
+            self._bar.update(self._bar.tasks[0].id, description=what, completed=done, total=total, told=told)
+            self._bar.refresh()
+        elif now >= self._next_line:
+            self._next_line = now + LINE_S
+            self.say(f"{what}: {told}")
+
+    def say(self, line: str) -> None:
+        """A line that stays, above the bar."""
+        self._console.print(line, soft_wrap=True, markup=False, highlight=False)

@@ -1,0 +1,58 @@
+"""The state that both trainers keep in a checkpoint, under the same names, so that each reads the other's."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+
+def state_of(trainer: Any) -> dict[str, Any]:
+    """All that a trainer's next epoch depends on, its configuration, and the best weights so far.
+
+    weights    name → tensor
+    optimizer  of the scaler's step: moments, steps, scale
+    steps      made so far, which the dropout is hashed from
+    best       the weights that judged the most validation files rightly, how many, and after which epoch (from 1);
+               of equals the first. Before a validation -1 files, and epoch 0.
+    """
+    return {
+        "weights": _copies(trainer.weights),
+        "optimizer": {
+            name: [t.clone() for t in value] if isinstance(value, list) else value.clone()
+            for name, value in trainer.optimizer.state_dict().items()
+        },
+        "steps": trainer.steps,
+        "best": {
+            "weights": _copies(trainer.best),
+            "files": int(trainer.best_files),
+            "epoch": int(trainer.best_epoch),
+        },
+        "config": dataclasses.asdict(trainer.config),
+    }
+
+
+def restore(trainer: Any, state: Mapping[str, Any]) -> None:
+    """Copy a state into a trainer's own tensors. ValueError where a shape is another, or a weight is missing.
+
+    What is no tensor, the trainer sets itself.
+    """
+    own, given = trainer.weights, state["weights"]
+    if others := own.keys() ^ given.keys():
+        raise ValueError(f"the weights {', '.join(sorted(others))} are only in the checkpoint, or only here")
+    for name, weight in given.items():
+        if weight.shape != own[name].shape:
+            raise ValueError(
+                f"{name} has shape {list(weight.shape)} in the checkpoint and {list(own[name].shape)} here"
+            )
+    with torch.no_grad():
+        for name, weight in given.items():
+            own[name].copy_(weight)
+            trainer.best[name].copy_(state["best"]["weights"][name])
+    trainer.optimizer.load_state_dict(state["optimizer"])
+
+
+def _copies(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: weight.detach().clone() for name, weight in weights.items()}

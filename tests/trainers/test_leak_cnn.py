@@ -1,0 +1,696 @@
+"""The two leak_cnn trainers learn the same, step for step, and what the optimized one may not do."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import math
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import TensorDataset
+
+from optimized.graphs.cuda_graph_step import CudaGraphStep
+from optimized.trainers import leak_cnn as module
+from optimized.trainers.leak_cnn import Trainer as Optimized
+from perfsuite import Pair, PerfsuiteError, Workload, floats, integers, scalar, size, stateful, tensor
+from perfsuite.equivalence import C, K
+from reference.trainers.leak_cnn import Trainer as Reference
+from suite.leak_cnn.classes import CLASSES, LEAK
+from suite.leak_cnn.config import TECHNIQUES, TRADES, TrainConfig, without_techniques
+from suite.leak_cnn.dataset import Split
+from suite.leak_cnn.epochs import Epochs
+from suite.leak_cnn.features import MELS, SHORTS
+from suite.runtime import DivergedError, Options, fit
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = TrainConfig(
+    batch_size=12,
+    val_batch_size=9,
+    channels=(4, 4, 8),
+    hidden=8,
+    epochs=10,
+    learning_rate=4e-3,
+    num_workers=0,
+    use_compile=False,
+)
+FILES, LONGS = 4, 8
+"""Of each split: files of 16 segments."""
+STEPS = FILES * LONGS * SHORTS // SMALL.batch_size
+NEIGHBOURS = 3
+"""Runs of the reference whose first weights lie a rounding away: how far rounding alone takes its curve."""
+OF_THEIR_OWN = ("use_compile", "fullgraph_model", "tf32", "autocast_bf16")
+
+
+@dataclass
+class Drawn:
+    """A data set in memory, of any number of files, for either trainer."""
+
+    mels: dict[str, torch.Tensor]
+    """Split → [files, long windows, 2, 32, 1]."""
+    labels: dict[str, torch.Tensor]
+    """Split → int64 [files]."""
+    digest: str = "drawn"
+
+    def segments(self, split):
+        return math.prod(self.mels[split].shape[:3])
+
+    def counts(self, split):
+        return torch.bincount(self.read(split).labels.cpu(), minlength=len(CLASSES))
+
+    def read(self, split):
+        mels, labels = self.mels[split], self.labels[split]
+        each = mels.shape[1] * mels.shape[2]
+        repeated = labels.repeat_interleave(each)
+        return Split(
+            features=mels.reshape(-1, 1, MELS, 1),
+            labels=repeated,
+            leaks=(repeated == LEAK).float(),
+            files=torch.arange(len(labels)).repeat_interleave(each),
+        )
+
+    def examples(self, split):
+        found = self.read(split)
+        return TensorDataset(found.features.squeeze(1), found.labels, found.leaks)
+
+
+def sounds(seed=0, files=FILES, longs=LONGS):
+    """A set like the real one's values, float16, each class at another level."""
+    generator = torch.Generator().manual_seed(seed)
+    mels, labels = {}, {}
+    for split in ("train", "validation"):
+        labels[split] = torch.randint(len(CLASSES), (files,), generator=generator)
+        labels[split][0] = LEAK
+        noise = 8 * torch.randn(files, longs, SHORTS, MELS, 1, generator=generator)
+        mels[split] = (noise - 30 + 6 * labels[split].view(-1, 1, 1, 1, 1)).half()
+    return Drawn(mels, labels)
+
+
+# --- the pair -------------------------------------------------------------------------------------------------------
+
+
+def epochs(kind, change=lambda trainer: trainer):
+    """A pair's side: epochs of a given set. What each step lost, the validation's loss, and how large the weights are.
+
+    How the segments were judged is not among it: at equal logits a rounding decides.
+    """
+
+    def make(train, validation, train_labels, validation_labels, seed, batch_size, width, compiled, rate):
+        config = dataclasses.replace(
+            SMALL,
+            seed=seed,
+            batch_size=batch_size,
+            channels=(width, 2 * width, 4 * width),
+            hidden=8 * width,
+            learning_rate=rate,
+            use_compile=bool(compiled),
+        )
+        shown = {"train": train, "validation": validation}
+        mels = {k: m[..., None].unflatten(1, (-1, SHORTS)).cpu() for k, m in shown.items()}
+        data = Drawn(mels, {"train": train_labels.cpu(), "validation": validation_labels.cpu()})
+        if kind is Optimized:
+            trainer = Optimized(config, data, train.device)
+        else:
+            trainer = Reference(config, data, train.device, train.dtype)
+        trainer = change(trainer)
+
+        def step(epoch):
+            trainer.train_window({"epoch": epoch.cpu()})
+            report = trainer.last_report()
+            told = [*report.losses, report.validation.segments.loss]
+            sizes = torch.stack([w.detach().square().mean().sqrt() for w in trainer.weights.values()])
+            return torch.tensor(told, dtype=train.dtype, device=train.device), sizes
+
+        return step
+
+    return make
+
+
+VALUES = floats(-3, 3)
+LABELS = integers(0, len(CLASSES))
+# Segments, batch and network as the source has them. The rate is so low that a ReLU which rounding sends the other way
+# moves the weights by less than their rounding.
+SOURCE = {"F": 10000, "V": 2500, "batch_size": 5632, "width": 32, "rate": 1e-6}
+
+
+leak_cnn = Pair(
+    reference=stateful(epochs(Reference)),
+    optimized=stateful(epochs(Optimized), settle=2),
+    inputs={
+        "train": tensor("F", 2 * SHORTS, MELS, values=VALUES, differentiable=False),
+        "validation": tensor("V", 2 * SHORTS, MELS, values=VALUES, differentiable=False),
+        "train_labels": tensor("F", dtype="int64", values=LABELS),
+        "validation_labels": tensor("V", dtype="int64", values=LABELS),
+        "seed": scalar(integers(0, 1000)),
+        "batch_size": scalar(integers(3, 5)),
+        "width": scalar(integers(1, 1)),
+        # At drawn shapes, each of which would be compiled by itself, it is not.
+        "compiled": scalar(integers(0, 0)),
+        "rate": scalar(floats(1e-3, 4e-3)),
+    },
+    step_inputs={"epoch": tensor(dtype="int64", values=integers(0, SMALL.epochs))},
+    gradients=False,
+    sizes={"F": size(1, 2), "V": size(1, 2)},
+    steps=(1, 2),
+    workloads=[
+        Workload("epoch", **SOURCE, seed=0, compiled=1, clock="wall", device="cuda"),
+        Workload("cpu", F=8, V=2, seed=0, batch_size=4, width=1, compiled=0, rate=4e-3, clock="wall", device="cpu"),
+    ],
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Products this small are slower on several."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+# --- the same curve -------------------------------------------------------------------------------------------------
+
+
+def trained(kind, config=SMALL, count=SMALL.epochs, data=None, device="cpu", **options):
+    trainer = kind(config, data or sounds(), device, **options)
+    for epoch in range(count):
+        trainer.train_window({"epoch": torch.tensor(epoch)})
+    return trainer
+
+
+def curve(trainer, count=SMALL.epochs):
+    """[steps]: what each lost; then the validation's loss of each epoch."""
+    steps, validations = [], []
+    for epoch in range(count):
+        trainer.train_window({"epoch": torch.tensor(epoch)})
+        report = trainer.last_report()
+        steps += report.losses
+        validations.append(report.validation.segments.loss)
+    return torch.tensor(steps, dtype=torch.float64), torch.tensor(validations, dtype=torch.float64)
+
+
+def deviations(config=SMALL, device="cpu", data=None):
+    """Of each of the two curves: (truth, in float32, largest deviation from the truth up to each point)."""
+    data, count = data or sounds(), config.epochs
+    truth = curve(Reference(config, data, device, torch.float64), count)
+    runs = [curve(Reference(config, data, device), count)]
+    for seed in range(NEIGHBOURS):
+        near = Reference(config, data, device)
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for weight in near.weights.values():
+                flips = torch.rand(weight.shape, generator=generator) < 0.5
+                weight.mul_(torch.where(flips, 1 + 2**-24, 1 - 2**-24).to(device))
+        runs.append(curve(near, count))
+    found = []
+    for which, exact in enumerate(truth):
+        squares = torch.stack([(run[which] - exact) ** 2 for run in runs]).mean(0)
+        found.append((exact, runs[0][which], squares.sqrt().cummax(0).values))
+    return found
+
+
+@pytest.fixture(scope="module")
+def known():
+    return deviations()
+
+
+def share_of_budget(found, known, dtype=torch.float32):
+    """The largest error, as a share of what the rule allows."""
+    worst, eps = 0.0, torch.finfo(dtype).eps
+    for values, (truth, _, deviation) in zip(found, known, strict=True):
+        truth, deviation = truth[: len(values)], deviation[: len(values)]
+        budget = K * deviation + C * eps * (truth.abs() + truth.square().mean().sqrt())
+        worst = max(worst, float(((values - truth).abs() / budget).max()))
+    return worst
+
+
+def test_both_learn_the_same_over_fifty_steps(known):
+    assert len(known[0][0]) == SMALL.epochs * STEPS == 50
+    assert share_of_budget(curve(Optimized(SMALL, sounds(), "cpu")), known) <= 1
+    assert known[0][2].max() > 0
+
+
+def test_at_the_source_s_size_both_begin_the_same():
+    """Later on ReLUs and ties, of which it has many more, take roundings so far that agreement would show little."""
+    config = dataclasses.replace(
+        SMALL, channels=(32, 64, 128), hidden=256, learning_rate=1e-3, batch_size=48, val_batch_size=64, epochs=2
+    )
+    known = deviations(config, data=sounds(files=6, longs=16))
+    assert len(known[0][0]) == 8
+    assert share_of_budget(curve(Optimized(config, sounds(files=6, longs=16), "cpu"), 2), known) <= 1
+    assert known[0][2].max() < 1e-3
+
+
+def test_the_curve_is_no_constant(known):
+    """Else agreement would show nothing."""
+    truth = known[0][0]
+    assert truth[-STEPS:].mean() < 0.9 * truth[:STEPS].mean()
+    trainer = Reference(SMALL, sounds(), "cpu")
+    before = {k: v.clone() for k, v in trainer.state_dict()["weights"].items()}
+    trainer.train_window({"epoch": torch.tensor(0)})
+    changed = {k for k, v in trainer.state_dict()["weights"].items() if not torch.equal(v, before[k])}
+    assert changed == before.keys()
+
+
+@pytest.mark.parametrize("name", [t for t in TECHNIQUES if t not in OF_THEIR_OWN])
+def test_each_technique_can_be_switched_off(name, known):
+    config = dataclasses.replace(SMALL, **{name: False})
+    assert share_of_budget(curve(Optimized(config, sounds(), "cpu"), 3), known) <= 1
+
+
+@pytest.mark.parametrize("name", [t for t in TECHNIQUES if t not in OF_THEIR_OWN])
+def test_each_technique_can_be_switched_on_alone(name, known):
+    config = dataclasses.replace(without_techniques(SMALL), **{name: True})
+    assert share_of_budget(curve(Optimized(config, sounds(), "cpu"), 3), known) <= 1
+
+
+def test_with_every_technique_off_it_is_the_reference_bit_for_bit():
+    plain = trained(Reference, count=4)
+    off = trained(Optimized, without_techniques(SMALL), count=4)
+    assert same(plain.state_dict(), off.state_dict())
+    assert plain.metrics() == off.last_metrics()
+    assert plain.validation() == off.validation()
+
+
+def test_memory_is_traded_for_time_without_a_change(known):
+    config = dataclasses.replace(SMALL, activation_checkpoint=True)
+    assert share_of_budget(curve(Optimized(config, sounds(), "cpu"), 3), known) <= 1
+
+
+@pytest.mark.parametrize(("low", "dtype"), [("autocast_bf16", torch.bfloat16), ("autocast_fp16", torch.float16)])
+def test_in_half_precision_it_errs_no_more_than_the_reference_does_in_it(low, dtype, known):
+    config, count = dataclasses.replace(SMALL, **{low: True}), 5
+    plain = curve(Reference(config, sounds(), "cpu"), count)
+    halves = [
+        (truth[: len(run)], run, (run - truth[: len(run)]).abs().cummax(0).values)
+        for run, (truth, *_) in zip(plain, known, strict=True)
+    ]
+    assert halves[0][2].max() > 10 * known[0][2][: 5 * STEPS].max()
+    found = curve(Optimized(config, sounds(), "cpu"), count)
+    assert share_of_budget(found, halves, dtype) <= 1
+
+
+def test_compiled_it_is_the_same_and_a_second_trainer_compiles_nothing_anew(known):
+    config = dataclasses.replace(SMALL, use_compile=True)
+    assert share_of_budget(curve(Optimized(config, sounds(), "cpu"), 3), known) <= 1
+    before = torch._dynamo.utils.counters["frames"]["total"]
+    trained(Optimized, dataclasses.replace(config, seed=3, learning_rate=1e-2), count=2)
+    assert torch._dynamo.utils.counters["frames"]["total"] == before
+    with torch._dynamo.config.patch(recompile_limit=1):  # forms are counted by themselves
+        trained(Optimized, dataclasses.replace(config, dropout=0.0), count=1)
+
+
+def test_where_nothing_can_be_compiled_it_trains_and_says_why(monkeypatch):
+    def fails(*arguments):
+        raise torch._dynamo.exc.TorchDynamoException("no compiler was found")
+
+    monkeypatch.setattr(torch, "compile", lambda function, **options: fails)
+    module._compiled.cache_clear()
+    try:
+        with pytest.warns(RuntimeWarning, match="leak_cnn's .* runs uncompiled: no compiler was found"):
+            trainer = trained(Optimized, dataclasses.replace(SMALL, use_compile=True), count=1)
+    finally:
+        module._compiled.cache_clear()
+    assert trainer.last_metrics() == trained(Optimized, SMALL, count=1).last_metrics()
+
+
+class Recorded(TorchDispatchMode):
+    """Replays as CUDA does: the operations of the capture, over the same memory, and no Python of the step's."""
+
+    def __init__(self):
+        super().__init__()
+        self.operations, self.replayed = [], 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            self.operations.append((func, args, kwargs or {}, out))
+        return out
+
+    def aside(self, call, device):
+        return call()
+
+    def capture(self, call, device):
+        self.operations.clear()
+        with self:
+            outputs = call()
+        operations, fresh = list(self.operations), True
+
+        def replay():
+            nonlocal fresh
+            self.replayed += 1
+            if fresh:  # what was recorded was also done
+                fresh = False
+                return
+            for func, args, kwargs, out in operations:
+                again = func(*args, **kwargs)
+                for old, new in zip(tree_leaves(out), tree_leaves(again), strict=True):
+                    if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                        old.copy_(new)
+
+        return outputs, replay
+
+
+def test_replayed_as_a_graph_it_is_the_same_bit_for_bit(monkeypatch):
+    """Nothing of a step or a validation is decided in Python, or lies in memory that another step would not find."""
+    backends = []
+
+    def graphed(call, **options):
+        backends.append(Recorded())
+        return CudaGraphStep(call, backend=backends[-1], **options)
+
+    eager = trained(Optimized, dataclasses.replace(SMALL, use_cudagraphs=False), count=6)
+    monkeypatch.setattr(module, "cuda_graph_step", graphed)
+    replayed = trained(Optimized, dataclasses.replace(SMALL, warmup_steps=2), count=6)
+    assert [b.replayed for b in backends] == [6 * STEPS - 2, 6 - 2]
+    assert (replayed._step.captures, replayed._step.reason) == (1, None)
+    for backend in backends:
+        names = {func.overloadpacket.__name__ for func, *_ in backend.operations}
+        assert not names & {"_local_scalar_dense", "nonzero", "_unique2", "masked_select"}, "the host waits"
+    assert same(eager.state_dict(), replayed.state_dict())
+    assert eager.last_metrics() == replayed.last_metrics()
+    assert eager.validation() == replayed.validation()
+
+
+# --- checkpoints ----------------------------------------------------------------------------------------------------
+
+
+def same(first, second):
+    """Whether two states are equal, bit for bit; configurations aside."""
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(same(first[k], second[k]) for k in first if k != "config")
+    if isinstance(first, list):
+        return len(first) == len(second) and all(map(same, first, second))
+    return torch.equal(first, second) if isinstance(first, torch.Tensor) else first == second
+
+
+def through_a_file(trainer):
+    file = io.BytesIO()
+    torch.save(trainer.state_dict(), file)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+
+
+@pytest.mark.parametrize("first", [Reference, Optimized])
+@pytest.mark.parametrize("second", [Reference, Optimized])
+def test_each_goes_on_from_the_other_s_checkpoint(first, second):
+    target = second(SMALL, sounds(), "cpu")
+    target.load_state_dict(through_a_file(trained(first, count=3)))
+    for epoch in range(3, 6):
+        target.train_window({"epoch": torch.tensor(epoch)})
+    undisturbed = trained(second, count=6)
+    if first is second:
+        assert same(target.state_dict(), undisturbed.state_dict())
+    for name, weight in undisturbed.weights.items():
+        assert torch.allclose(target.weights[name], weight, rtol=1e-4, atol=1e-5), name
+    assert target.last_report().losses == pytest.approx(undisturbed.last_report().losses, rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", [Reference, Optimized])
+def test_stopped_at_twenty_random_epochs_and_resumed_it_is_the_same_bit_for_bit(kind):
+    expected = trained(kind, count=8).state_dict()
+    rng = random.Random(1)
+    for _ in range(20 if kind is Optimized else 7):
+        stop = rng.randrange(1, 8)
+        trainer = kind(SMALL, sounds(), "cpu")
+        trainer.load_state_dict(through_a_file(trained(kind, count=stop)))
+        for epoch in range(stop, 8):
+            trainer.train_window({"epoch": torch.tensor(epoch)})
+        assert same(trainer.state_dict(), expected), f"stopped after epoch {stop}"
+
+
+@pytest.mark.parametrize("kind", [Reference, Optimized])
+def test_a_checkpoint_of_other_sizes_is_refused(kind):
+    other = kind(dataclasses.replace(SMALL, hidden=7), sounds(), "cpu")
+    told = r"hidden\.weight has shape \[7, 128\] in the checkpoint and \[8, 128\] here"
+    with pytest.raises(ValueError, match=told):
+        kind(SMALL, sounds(), "cpu").load_state_dict(other.state_dict())
+    state = other.state_dict()
+    del state["weights"]["leak.bias"]
+    with pytest.raises(ValueError, match=r"the weights leak\.bias are only in the checkpoint, or only here"):
+        other.load_state_dict(state)
+
+
+@pytest.mark.parametrize("kind", [Reference, Optimized])
+def test_the_best_weights_are_those_that_judged_the_most_files_rightly(kind):
+    trainer = kind(dataclasses.replace(SMALL, learning_rate=3e-2), sounds(3), "cpu")
+    best, right = None, -1
+    for epoch in range(6):
+        trainer.train_window({"epoch": torch.tensor(epoch)})
+        (a, _), (_, b) = trainer.validation().files
+        if a + b > right:
+            best, right = (epoch + 1, {k: w.clone() for k, w in trainer.state_dict()["weights"].items()}), a + b
+    state = trainer.state_dict()["best"]
+    assert (state["epoch"], state["files"]) == (best[0], right)
+    assert same(state["weights"], best[1])
+
+
+# --- what a run is told ---------------------------------------------------------------------------------------------
+
+
+def poisoned():
+    data = sounds()
+    data.mels["train"][1, 3, 0, 5, 0] = torch.nan
+    return data
+
+
+@pytest.mark.parametrize("kind", [Reference, Optimized])
+def test_a_loss_that_is_no_number_stops_the_run_and_names_its_step(kind, tmp_path):
+    data = poisoned()
+    losses = trained(kind, count=1, data=data).last_report().losses
+    step = next(i for i, loss in enumerate(losses, 1) if math.isnan(loss))
+    batches = Epochs(data, SMALL.batch_size, SMALL.epochs, SMALL.seed)
+    with pytest.raises(DivergedError, match=rf"epoch 1, step {step}: the loss is nan; training has stopped"):
+        fit(kind(SMALL, data, "cpu"), batches, Options(folder=str(tmp_path)))
+    assert not list(tmp_path.glob("*.pt"))
+
+
+def test_a_loss_that_is_no_number_is_seen_where_the_next_epoch_s_report_comes_with_it(monkeypatch):
+    """Of a device whose work is done when the host has waited for it."""
+
+    class Event:
+        done = False
+
+        def record(self):
+            Event.done = False
+
+        def query(self):
+            return Event.done
+
+        def synchronize(self):
+            Event.done = True
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    data = poisoned()
+    trainer = Optimized(SMALL, data, "cpu")
+    trainer._reports._cuda = True
+    monkeypatch.setattr(torch, "empty", lambda *shape, pin_memory=False, **options: torch.zeros(*shape, **options))
+    trainer.train_window({"epoch": torch.tensor(0)})
+    assert trainer.metrics() is None
+    data.mels["train"].nan_to_num_()
+    trainer.train_window({"epoch": torch.tensor(1)})
+    assert trainer.metrics()["window"] == 1
+    assert "step" in trainer.metrics()
+
+
+def test_a_run_tells_epochs_and_segments(tmp_path):
+    from rich.console import Console
+
+    config, told = dataclasses.replace(SMALL, epochs=3), io.StringIO()
+    batches = Epochs(sounds(), config.batch_size, config.epochs, config.seed)
+    trainer = Optimized(config, sounds(), "cpu")
+    outcome = fit(trainer, batches, Options(folder=str(tmp_path)), name="leak_cnn", console=Console(file=told))
+    assert (outcome.windows, outcome.items) == (3, 3 * STEPS * config.batch_size)
+    assert told.getvalue().startswith("leak_cnn: 3 epochs in ")
+    assert f"{outcome.items} segments in all" in told.getvalue()
+    assert {"file_accuracy", "validation_f1", "learning_rate"} <= outcome.metrics.keys()
+
+
+@pytest.mark.parametrize("kind", [Reference, Optimized])
+def test_a_validation_comes_when_it_is_due(kind):
+    config = dataclasses.replace(SMALL, validate_every=2, epochs=5)
+    trainer, seen = kind(config, sounds(), "cpu"), []
+    for epoch in range(5):
+        trainer.train_window({"epoch": torch.tensor(epoch)})
+        seen.append(trainer.last_report().validation is not None)
+    assert seen == [False, True, False, True, True]
+    never = trained(kind, dataclasses.replace(config, validate_every=0), count=2)
+    assert never.validation() is None
+    assert "file_accuracy" not in never.last_report().metrics()
+
+
+@pytest.mark.parametrize("kind", [Reference, Optimized])
+def test_every_validation_segment_and_file_is_counted(kind):
+    found = trained(kind, count=1).validation()
+    labels = sounds().labels["validation"]
+    of_class = torch.bincount(labels, minlength=len(CLASSES)) * LONGS * SHORTS
+    assert [sum(row) for row in found.segments.confusion] == of_class.tolist()
+    leaks = int((labels == LEAK).sum())
+    assert [sum(row) for row in found.files] == [FILES - leaks, leaks]
+
+
+def test_a_set_that_does_not_fit_is_streamed_and_says_so():
+    resident = trained(Optimized, count=3)
+    with pytest.warns(RuntimeWarning, match="leak_cnn: the split takes .* batches are streamed from memory"):
+        streamed = trained(Optimized, dataclasses.replace(SMALL, limit_bytes=12 * 72 * 3), count=3)
+    assert same(resident.state_dict(), streamed.state_dict())
+    with pytest.raises(PerfsuiteError, match="limit_bytes: 100 is less than three batches"):
+        Optimized(dataclasses.replace(SMALL, limit_bytes=100), sounds(), "cpu")
+
+
+@pytest.mark.parametrize("kind", [Reference, Optimized])
+def test_a_set_without_a_whole_batch_is_refused(kind):
+    config = dataclasses.replace(SMALL, batch_size=65, resident_dataset=False)
+    with pytest.raises(PerfsuiteError, match="batch_size: 65 is more than the 64 examples"):
+        kind(config, sounds(), "cpu")
+
+
+def test_workers_read_what_is_not_on_the_device():
+    config = dataclasses.replace(SMALL, resident_dataset=False, num_workers=1, persistent_workers=False)
+    assert same(trained(Optimized, config, count=2).state_dict(), trained(Optimized, count=2).state_dict())
+
+
+def test_settings_of_torch_are_put_back():
+    cudnn = torch.backends.cudnn
+
+    def settings():
+        return torch.get_float32_matmul_precision(), cudnn.benchmark, cudnn.allow_tf32, cudnn.deterministic
+
+    before = settings()
+    for kind in (Reference, Optimized):
+        trained(kind, dataclasses.replace(SMALL, tf32=True, cudnn_autotune=True), count=1)
+    assert settings() == before
+
+
+# --- the configuration ----------------------------------------------------------------------------------------------
+
+
+def test_the_network_has_the_source_s_size_by_default():
+    trainer = Optimized(dataclasses.replace(TrainConfig(), batch_size=8, use_compile=False), sounds(), "cpu")
+    assert sum(w.numel() for w in trainer.weights.values()) == 618_758
+    assert len(trainer.weights) == 12
+    default = TrainConfig()
+    assert (default.batch_size, default.val_batch_size, default.learning_rate) == (5632, 2048, 1e-3)
+
+
+def test_the_learning_rate_is_half_a_cosine():
+    rates = [SMALL.rate(epoch) for epoch in range(SMALL.epochs + 2)]
+    weight = torch.zeros(1, requires_grad=True)
+    optimizer = torch.optim.AdamW([weight], lr=SMALL.learning_rate)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, SMALL.epochs)
+    expected = []
+    for _ in range(SMALL.epochs):
+        expected.append(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
+    assert rates[: SMALL.epochs] == pytest.approx(expected)
+    assert rates[SMALL.epochs :] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"batch_size": 0}, "batch_size=0: use 1 or more"),
+        ({"dropout": 1.0}, "dropout=1.0: use 0 or more and less than 1"),
+        ({"learning_rate": 0.0}, "learning_rate=0.0: use a number above 0"),
+        ({"learning_rate": math.nan}, "learning_rate=nan"),
+        ({"channels": (4, 0, 4)}, r"channels=\(4, 0, 4\)"),
+        ({"autocast_fp16": True, "autocast_bf16": True}, "autocast_fp16=True: a product has one precision"),
+        ({"limit_bytes": -1}, "limit_bytes=-1"),
+        ({"seed": -1}, "seed=-1"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(fields, says):
+    with pytest.raises(ValueError, match=says):
+        dataclasses.replace(SMALL, **fields)
+
+
+def test_every_switch_is_a_field_and_every_field_that_is_one_is_a_switch():
+    named = {f.name for f in dataclasses.fields(TrainConfig) if f.type in (bool, "bool")}
+    assert named == {*TECHNIQUES, *TRADES, "persistent_workers"}
+    off = without_techniques(SMALL)
+    assert not any(getattr(off, t) for t in (*TECHNIQUES, *TRADES))
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs/leak_cnn").glob("*.yaml")), ids=lambda p: p.stem)
+def test_the_files_hold_what_they_say(path):
+    pytest.importorskip("jsonargparse")
+    from suite import configuration
+    from suite.leak_cnn.epochs import Data
+
+    config, _, data = configuration.read([TrainConfig, Options, Data], path)
+    on = {t for t in TECHNIQUES if getattr(config, t)}
+    every = set(TECHNIQUES) - {"cudnn_autotune"}
+    expected = {"baseline": set(), "optimized": every - {"tf32", "autocast_bf16"}, "optimized_bf16": every}
+    assert on == expected[path.stem]
+    assert (config.batch_size, data.batch_size, config.epochs, data.epochs) == (5632, 5632, 200, 200)
+
+
+# --- on a GPU -------------------------------------------------------------------------------------------------------
+
+gpu = pytest.mark.gpu
+LARGER = dataclasses.replace(SMALL, batch_size=128, val_batch_size=96, channels=(16, 32, 64), hidden=64, epochs=8)
+
+
+def larger():
+    return sounds(files=16, longs=40)
+
+
+@pytest.fixture(scope="module")
+def known_on_gpu():
+    return deviations(SMALL, "cuda")
+
+
+@gpu
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("graphs", [False, True])
+def test_on_a_gpu_both_learn_the_same_over_fifty_steps(compiled, graphs, known_on_gpu):
+    config = dataclasses.replace(SMALL, use_cudagraphs=graphs, use_compile=compiled)
+    trainer = Optimized(config, sounds(), "cuda")
+    assert share_of_budget(curve(trainer), known_on_gpu) <= 1
+    if graphs:
+        for step in (trainer._step, trainer._validate):
+            assert (step.captures, step.reason) == (1, None)
+
+
+@gpu
+@pytest.mark.parametrize("graphs", [False, True])
+def test_on_a_gpu_stopped_at_random_epochs_and_resumed_it_is_the_same_bit_for_bit(graphs):
+    config = dataclasses.replace(LARGER, use_cudagraphs=graphs, use_compile=True)
+    whole = trained(Optimized, config, 8, larger(), "cuda").state_dict()
+    rng = random.Random(3)
+    for _ in range(5):
+        stop = rng.randrange(1, 8)
+        trainer = Optimized(config, larger(), "cuda")
+        trainer.load_state_dict(through_a_file(trained(Optimized, config, stop, larger(), "cuda")))
+        for epoch in range(stop, 8):
+            trainer.train_window({"epoch": torch.tensor(epoch)})
+        assert same(trainer.state_dict(), whole), f"stopped after epoch {stop}"
+
+
+@gpu
+def test_on_a_gpu_an_epoch_waits_for_nothing_but_the_report_of_the_one_before(no_host_sync):
+    config = dataclasses.replace(LARGER, use_compile=True, epochs=40)
+    trainer = trained(Optimized, config, 6, larger(), "cuda")
+    torch.cuda.synchronize()
+    with no_host_sync():
+        for epoch in range(6, 20):
+            trainer.train_window({"epoch": torch.tensor(epoch)})
+            trainer.metrics()
+    assert trainer.last_metrics()["window"] == 20
+
+
+@gpu
+def test_on_a_gpu_memory_stays_flat_over_a_hundred_epochs():
+    config = dataclasses.replace(LARGER, use_compile=True, epochs=100)
+    trainer, peaks = Optimized(config, larger(), "cuda"), []
+    for epoch in range(100):
+        torch.cuda.reset_peak_memory_stats()
+        trainer.train_window({"epoch": torch.tensor(epoch)})
+        torch.cuda.synchronize()
+        peaks.append(torch.cuda.max_memory_allocated())
+    assert len(set(peaks[8:])) == 1, f"{min(peaks[8:])} to {max(peaks[8:])} bytes"

@@ -1,0 +1,210 @@
+"""How long an epoch of leak_cnn takes: leak_cnn_epochs.py DATA [--device D] [--rounds N] [--out DIR].
+
+The reference trainer, the optimized one in float32 and in bfloat16, and a good conventional set-up over a small grid of
+how it loads and compiles: first each set-up of the grid alone, then its best three beside the trainers, interleaved,
+without validation. The first epoch of each, in a process of its own with no compiler's cache, tells after how many
+epochs compiling has paid. Prints tables, and writes them with all times to DIR.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
+
+from optimized.trainers.leak_cnn import Trainer as Optimized  # noqa: E402
+from reference.trainers.leak_cnn import Trainer as Reference  # noqa: E402
+from suite.ablation import paired  # noqa: E402
+from suite.leak_cnn.config import TrainConfig, without_techniques  # noqa: E402
+from suite.leak_cnn.conventional import Conventional, SetUp  # noqa: E402
+from suite.leak_cnn.dataset import LeakAudio, open_data  # noqa: E402
+
+LOADING = [(0, 2), *((workers, prefetch) for workers in (4, 8, 12) for prefetch in (2, 4))]
+GRID = [
+    *(SetUp(where="memory", workers=w, prefetch=p) for w, p in LOADING),
+    *(SetUp(where="file", workers=w, prefetch=4) for w in (0, 8, 12)),
+    *(SetUp(where="batches", workers=w, prefetch=4) for w in (0, 4)),
+    SetUp(where="memory", workers=8, prefetch=4, mode="default"),
+    SetUp(where="memory", workers=8, prefetch=4, mode=None),
+    SetUp(where="batches", workers=0, mode="default"),
+]
+BEST = 3
+FIRST = "first_epoch"
+
+
+OWN = {
+    "reference": (Reference, {}, False),
+    "optimized, all off": (Optimized, {}, False),
+    "optimized, float32": (Optimized, {}, True),
+    "optimized, float32, eager": (Optimized, {"use_compile": False}, True),
+    "optimized": (Optimized, {"autocast_bf16": True}, True),
+    "optimized, eager": (Optimized, {"autocast_bf16": True, "use_compile": False}, True),
+}
+"""Name → (trainer, fields, whether its techniques are on). "eager" has the Triton kernels, and no torch.compile."""
+
+
+def built(name: str, data: LeakAudio, device: str, config: TrainConfig) -> Any:
+    """The trainer of that name."""
+    if name not in OWN:
+        set_up = next(s for s in GRID if str(s) == name)
+        return Conventional(dataclasses.replace(config, autocast_bf16=True), data, device, set_up)
+    kind, fields, techniques = OWN[name]
+    config = dataclasses.replace(config if techniques else without_techniques(config), **fields)
+    return kind(config, data, device)
+
+
+class Arm:
+    """A trainer whose epochs are timed, each to its end on the device."""
+
+    def __init__(self, name: str, data: LeakAudio, device: str, config: TrainConfig) -> None:
+        self.name, self.device, self.epoch = name, device, 0
+        self.trainer = built(name, data, device, config)
+
+    def seconds(self) -> float:
+        """Of the next epoch."""
+        began = time.perf_counter()
+        self.trainer.train_window({"epoch": torch.tensor(self.epoch)})
+        if self.device != "cpu":
+            torch.cuda.synchronize()
+        self.epoch += 1
+        return time.perf_counter() - began
+
+    def close(self) -> None:
+        """Its workers end."""
+        for owner in (self.trainer, getattr(self.trainer, "_loader", None)):
+            if owner is not None and hasattr(owner, "close"):
+                owner.close()
+
+
+@contextmanager
+def arm(name: str, data: LeakAudio, device: str, config: TrainConfig) -> Iterator[Arm]:
+    """An arm, closed at the end."""
+    made = Arm(name, data, device, config)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def first_epoch(name: str, path: str, device: str, config: TrainConfig) -> dict[str, float]:
+    """Seconds of building the trainer and of its first epochs, where nothing is compiled yet."""
+    if device != "cpu":
+        torch.zeros(1, device=device)  # the device's context is no trainer's
+    data = open_data(path)
+    began = time.perf_counter()
+    with arm(name, data, device, config) as found:
+        made = time.perf_counter() - began
+        first = found.seconds()
+        later = [found.seconds() for _ in range(6)]
+    return {"build": made, "first": first, "second": later[0], "later": statistics.median(later[2:])}
+
+
+def in_own_process(name: str, path: str, device: str, config: TrainConfig) -> dict[str, float]:
+    """`first_epoch` with empty caches."""
+    with tempfile.TemporaryDirectory() as folder:
+        caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
+        options = ["--device", device, "--batch_size", str(config.batch_size), "--first", name]
+        command = [sys.executable, __file__, path, *options]
+        done = subprocess.run(command, env={**os.environ, **caches}, stdout=subprocess.PIPE, check=True, text=True)
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def grid(data: LeakAudio, device: str, config: TrainConfig, epochs: int = 5) -> dict[str, float]:
+    """Set-up → median seconds of an epoch, each alone, without its first two."""
+    found = {}
+    for set_up in GRID:
+        with arm(str(set_up), data, device, config) as made:
+            times = [made.seconds() for _ in range(2 + epochs)]
+        found[str(set_up)] = statistics.median(times[2:])
+        print(f"{set_up}: {1e3 * found[str(set_up)]:.1f} ms", file=sys.stderr, flush=True)
+    return found
+
+
+def interleaved(
+    names: list[str], data: LeakAudio, device: str, config: TrainConfig, rounds: int
+) -> dict[str, list[float]]:
+    """Arm → seconds of an epoch in each round."""
+    made = [Arm(name, data, device, config) for name in names]
+    try:
+        for one in made:
+            for _ in range(2 if one.name in ("reference", "optimized, all off") else 5):
+                one.seconds()
+        times = [[one.seconds() for one in made] for _ in range(rounds)]
+        return {one.name: list(own) for one, own in zip(made, zip(*times, strict=True), strict=True)}
+    finally:
+        for one in made:
+            one.close()
+
+
+def tables(found: dict[str, Any]) -> Iterator[Table]:
+    """What was found, for people."""
+    table = Table("an epoch", "median", "reference over it", "best conventional over it", title="interleaved")
+    times = found["interleaved"]
+    rival = min((n for n in times if n in found["grid"]), key=lambda n: statistics.median(times[n]))
+    for name, seconds in times.items():
+        found_ratios = [paired(times[base], seconds) for base in ("reference", rival)]
+        ratios = [f"{r.value:.2f}× ({r.low:.2f}–{r.high:.2f})" for r in found_ratios]
+        table.add_row(name, f"{1e3 * statistics.median(seconds):.2f} ms", *ratios)
+    yield table
+    table = Table("conventional", "an epoch", title="grid, each alone")
+    for name, median in sorted(found["grid"].items(), key=lambda item: item[1]):
+        table.add_row(name, f"{1e3 * median:.1f} ms")
+    yield table
+    table = Table("", "built", "first epoch", "second", "later", title="from nothing, no compiler's cache")
+    for name, own in found["first"].items():
+        table.add_row(name, *(f"{own[k]:.3f} s" for k in ("build", "first", "second", "later")))
+    yield table
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("data")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--batch_size", type=int, default=TrainConfig.batch_size)
+    parser.add_argument("--first", metavar="ARM", help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, default=Path(".perfsuite/leak_cnn_epochs"))
+    given = parser.parse_args()
+    config = TrainConfig(batch_size=given.batch_size, validate_every=0)
+    if given.first:
+        print(json.dumps(first_epoch(given.first, given.data, given.device, config)))
+        return 0
+    given.out.mkdir(parents=True, exist_ok=True)
+    data = open_data(given.data)
+    found: dict[str, Any] = {"torch": torch.__version__, "data": data.digest}
+    found["grid"] = grid(data, given.device, config)
+    best = sorted(found["grid"], key=found["grid"].__getitem__)[:BEST]
+    found["interleaved"] = interleaved([*OWN, *best], data, given.device, config, given.rounds)
+    compiled = ("reference", "optimized", "optimized, eager", best[0])
+    found["first"] = {name: in_own_process(name, given.data, given.device, config) for name in compiled}
+    if given.device != "cpu":
+        found["device"] = torch.cuda.get_device_name()
+    (given.out / "epochs.json").write_text(json.dumps(found, indent=1))
+    with (given.out / "epochs.txt").open("w") as file:
+        for console in (Console(width=140), Console(file=file, width=140)):
+            for table in tables(found):
+                console.print(table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
