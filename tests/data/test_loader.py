@@ -114,9 +114,7 @@ loader_start = Pair(
     inputs=INPUTS,
     sizes=SIZES,
     steps=(1, 2),
-    rivals={"anew": stateful(side(first_batches(anew), devices=("cuda",)))},
     workloads=[
-        Workload("first_batch", rows=TRAINING_ROWS, batch_size=BATCH, workers=4, clock="wall", device="cuda"),
         Workload("cpu", rows=512, batch_size=64, workers=1, clock="wall", device="cpu"),
     ],
     cost=Cost(bytes=lambda rows, batch_size: min(rows, batch_size) * 2 * ROW_BYTES),

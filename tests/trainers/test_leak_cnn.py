@@ -135,7 +135,7 @@ VALUES = floats(-3, 3)
 LABELS = integers(0, len(CLASSES))
 # Segments, batch and network as the source has them. The rate is so low that a ReLU which rounding sends the other way
 # moves the weights by less than their rounding.
-SOURCE = {"F": 10000, "V": 2500, "batch_size": 5632, "width": 32, "rate": 1e-6}
+SOURCE = {"F": 10000, "V": 2500, "batch_size": 5632, "width": 32, "rate": 1e-5}
 
 
 leak_cnn = Pair(
