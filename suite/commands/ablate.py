@@ -96,10 +96,12 @@ def _measured(
 
     from suite import ablation, configuration
     from suite.commands.train import device_called, name_of
+    from suite.runtime import Options
 
     ablated = trainers.ablated_of(name)
-    kinds = [trainers.config_of(name), *([trainers.data_config_of(name)] if ablated else [])]
-    chosen, *data = configuration.read(kinds, config, fields)
+    # What `perfsuite train` reads is read here too; how a run is kept has no effect.
+    kinds = [trainers.config_of(name), Options, trainers.data_config_of(name)]
+    chosen, _, data = configuration.read(kinds, config, fields)
     techniques = trainers.techniques_of(name)
     there = device_called(device)
     arms = ablation.arms(techniques)
@@ -118,7 +120,7 @@ def _measured(
     if ablated is None:
         given, batches = ablation.VOCABULARY, ablation.random_batches(chosen, there)
     else:
-        given, batches = ablated(chosen, *data, there)
+        given, batches = ablated(chosen, data, there)
 
     def build(arm: ablation.Arm) -> Any:
         side: trainers.Side = "reference" if arm.on is None else "optimized"

@@ -16,6 +16,7 @@ from suite.commands.train import train
 pytest.importorskip("jsonargparse", reason="jsonargparse is not installed: pip install 'perfsuite[train]'")
 pytest.importorskip("h5py", reason="h5py is not installed: pip install 'perfsuite[train]'")
 
+CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "leak_cnn"
 SIZES = ["--batch_size", "150", "--channels", "[4, 4, 4]", "--hidden", "8", "--num_workers", "0"]
 TINY = [*SIZES, "--train_files", "5", "--validation_files", "5", "--use_compile", "false", "--device", "cpu"]
 
@@ -121,3 +122,10 @@ def test_the_ablation_times_epochs(cache: str, monkeypatch: pytest.MonkeyPatch) 
     page = Path("found/leak_cnn.md").read_text()
     assert "| device_metrics | 2–5% |" in page
     assert "batch_size 150" in page
+
+
+@pytest.mark.parametrize("name", sorted(p.stem for p in CONFIGS.glob("*.yaml")))
+def test_what_train_reads_ablate_reads_too(name: str) -> None:
+    done = CliRunner().invoke(ablate, ["leak_cnn", "--config", str(CONFIGS / f"{name}.yaml"), "--data", "none.h5"])
+    assert done.exit_code == 1
+    assert "there is no file none.h5" in done.output
