@@ -19,7 +19,7 @@ class DeviceMetrics:
         # All in one buffer, so that one copy reads it: the sum of losses, in float64 as Python would add it up, lies
         # in the first element's bytes.
         self.whole = torch.zeros(1 + classes**2, dtype=torch.int64, device=device)
-        self._loss = self.whole[:1].view(torch.float64)[0]
+        self._loss = self.whole[0].view(torch.float64)
         self._counts = self.whole[1:]
         self._one = torch.ones(1, dtype=torch.int64, device=device)
 

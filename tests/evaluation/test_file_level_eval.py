@@ -98,6 +98,13 @@ def test_half_of_the_windows_decide(side, longs, needed):
     assert leaks.tolist() == [windows >= needed for windows in range(longs + 1)]
 
 
+@pytest.mark.parametrize("side", [s for s in SIDES if s is not reference])
+def test_nothing_is_kept_for_a_backward(side):
+    recording = []
+    side(lambda segments: (recording.append(torch.is_grad_enabled()), given(segments))[1], files_of(torch.ones(3, 4)))
+    assert set(recording) == {False}
+
+
 @pytest.mark.parametrize("side", SIDES)
 def test_a_window_at_the_threshold_counts(side):
     p = torch.tensor([[0.5, 0.25, 0.5, 0.0], [0.5, 0.25, 0.25, 0.25]])

@@ -46,3 +46,11 @@ def test_small_gradients_are_lost_unless_scaled(scale, monkeypatch):
     gradient = optimized(weights, *batch)[1]["conv1.weight"]
     assert expected.norm() > 0
     assert ((gradient - expected).norm() < 0.2 * expected.norm()) == (scale > 1)
+
+
+def test_the_scale_rounds_nothing(monkeypatch):
+    weights, segments, labels, class_weights = drawn()
+    batches = [segments * factor for factor in (1.0, 0.9, 0.7, 1.3)]
+    scaled = [optimized(weights, batch, labels, class_weights)[0] for batch in batches]
+    monkeypatch.setattr(half, "SCALE", 1.0)
+    assert scaled == [optimized(weights, batch, labels, class_weights)[0] for batch in batches]

@@ -138,6 +138,8 @@ def test_losses_and_logits_may_be_of_half_precision_and_want_a_gradient(side, dt
         held.add(logits.sum() / 7, logits, torch.tensor([1]))
     assert held.value().loss == torch.tensor(3.0 / 7, dtype=dtype).item()
     assert held.value().confusion == [[0, 0], [0, 3]]
+    if side is Optimized:
+        assert not held.whole.requires_grad
 
 
 @pytest.mark.gpu

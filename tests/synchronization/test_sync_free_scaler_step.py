@@ -100,13 +100,16 @@ def drawn(seed, shapes=((5, 3), (7,)), factor=1.0):
 
 
 @pytest.mark.parametrize("side", SIDES)
-@pytest.mark.parametrize("factor", [0.1, 100.0])
-@pytest.mark.parametrize("max_norm", [0.2, 1.0, 30.0])
-def test_agrees_with_torch(side, factor, max_norm):
+@pytest.mark.parametrize(
+    ("factor", "max_norm", "eps"),
+    # The last are as small as what is added to the norm.
+    [*((f, n, 1e-8) for f in (0.1, 100.0) for n in (0.2, 1.0, 30.0)), (1e-6, 1e-6, 1e-6)],
+)
+def test_agrees_with_torch(side, factor, max_norm, eps):
     """GradScaler's own scale, clip_grad_norm_ and torch.optim.AdamW."""
-    params, step = made(side, lr=0.1, max_norm=max_norm)
+    params, step = made(side, lr=0.1, max_norm=max_norm, eps=eps)
     expected = [torch.nn.Parameter(p.clone()) for p in params]
-    optimizer = torch.optim.AdamW(expected, lr=0.1, foreach=False, fused=False)
+    optimizer = torch.optim.AdamW(expected, lr=0.1, eps=eps, foreach=False, fused=False)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3)
     for seed in range(12):
         grads = drawn(seed, factor=factor)
@@ -227,18 +230,23 @@ def test_awkward_parameters(side):
 
 @pytest.mark.parametrize("side", SIDES)
 def test_no_gradient_passes_through_a_step(side):
-    params = [torch.nn.Parameter(torch.ones(3))]
-    side(params, lr=0.1, weight_decay=0.0, scaling=SHORT)([torch.ones(3)])
-    assert params[0].is_leaf
-    torch.testing.assert_close(params[0].detach(), torch.full((3,), 0.9))
+    for values in (torch.ones(3), torch.ones(6)[::2]):
+        param = torch.nn.Parameter(values)
+        side([param], lr=0.1, weight_decay=0.0, scaling=SHORT)([torch.ones(3)])
+        assert param.is_leaf
+        torch.testing.assert_close(param.detach(), torch.full((3,), 0.9))
 
 
 @pytest.mark.parametrize("side", SIDES)
 def test_bad_input_is_one_line(side):
     with pytest.raises(PerfsuiteError, match="params: there are none"):
         side([])
-    with pytest.raises((ValueError, RuntimeError)):
-        made(side)[1](drawn(0)[:1])
+    for wrong in (drawn(0)[:1], [*drawn(0), *drawn(0)]):
+        with pytest.raises((ValueError, RuntimeError)):
+            made(side)[1](wrong)
+    step = made(side)[1]
+    with pytest.raises(ValueError, match="zip"):
+        step.load_state_dict({**step.state_dict(), "first": drawn(0)[:1]})
 
 
 @pytest.mark.parametrize(
