@@ -58,14 +58,21 @@ OWN = {
     "optimized, eager": (Optimized, {"autocast_bf16": True, "use_compile": False}, True),
 }
 """Name → (trainer, fields, whether its techniques are on). "eager" has the Triton kernels, and no torch.compile."""
+CUDNN = {"use_compile": False, "conv_relu_pool": False}
+ALONE = {
+    "optimized, cuDNN": (Optimized, CUDNN, True),
+    "optimized, cuDNN autotuned": (Optimized, {**CUDNN, "cudnn_autotune": True}, True),
+}
+"""Of these only the first epochs are timed: within one process cuDNN gives both what the first of them found."""
 
 
 def built(name: str, data: LeakAudio, device: str, config: TrainConfig) -> Any:
     """The trainer of that name."""
-    if name not in OWN:
+    every = {**OWN, **ALONE}
+    if name not in every:
         set_up = next(s for s in GRID if str(s) == name)
         return Conventional(dataclasses.replace(config, autocast_bf16=True), data, device, set_up)
-    kind, fields, techniques = OWN[name]
+    kind, fields, techniques = every[name]
     config = dataclasses.replace(config if techniques else without_techniques(config), **fields)
     return kind(config, data, device)
 
@@ -194,8 +201,8 @@ def main() -> int:
     found["grid"] = grid(data, given.device, config)
     best = sorted(found["grid"], key=found["grid"].__getitem__)[:BEST]
     found["interleaved"] = interleaved([*OWN, *best], data, given.device, config, given.rounds)
-    compiled = ("reference", "optimized", "optimized, eager", best[0])
-    found["first"] = {name: in_own_process(name, given.data, given.device, config) for name in compiled}
+    alone = ("reference", "optimized", "optimized, eager", best[0], *ALONE)
+    found["first"] = {name: in_own_process(name, given.data, given.device, config) for name in alone}
     if given.device != "cpu":
         found["device"] = torch.cuda.get_device_name()
     (given.out / "epochs.json").write_text(json.dumps(found, indent=1))
