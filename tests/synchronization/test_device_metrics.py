@@ -139,7 +139,7 @@ def test_losses_and_logits_may_be_of_half_precision_and_want_a_gradient(side, dt
     assert held.value().loss == torch.tensor(3.0 / 7, dtype=dtype).item()
     assert held.value().confusion == [[0, 0], [0, 3]]
     if side is Optimized:
-        assert not held.whole.requires_grad
+        assert not held._loss.requires_grad
 
 
 @pytest.mark.gpu

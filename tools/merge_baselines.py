@@ -1,0 +1,48 @@
+"""Put what was accepted in other clones into a baseline: merge_baselines.py INTO FROM [FROM ...].
+
+Two GPUs accept twice as fast as one, each in a clone of its own at the same commit, with `perfsuite accept -k ...`.
+What a file accepted later than INTO, or INTO lacks, is taken over, of the same device only. Prints the ids.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from perfsuite import baseline
+from perfsuite.errors import PerfsuiteError
+
+
+def newer(old: baseline.Baseline, other: baseline.Baseline) -> list[baseline.Entry]:
+    """The entries of `other` that `old` lacks, or has from before."""
+    return [e for i, e in other.entries.items() if i not in old.entries or old.entries[i].accepted < e.accepted]
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("into", type=Path, metavar="INTO")
+    parser.add_argument("others", type=Path, metavar="FROM", nargs="+")
+    given = parser.parse_args()
+    try:
+        for path in given.others:
+            other = baseline.load(path)
+
+            def change(old: baseline.Baseline | None, other: baseline.Baseline = other) -> baseline.Baseline:
+                if old is None:
+                    return other
+                found = newer(old, other)
+                print("\n".join(e.id for e in found))
+                return baseline.merge(old, found, machine=other.machine)
+
+            baseline.update(given.into, change)
+    except PerfsuiteError as error:
+        parser.error(str(error))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
