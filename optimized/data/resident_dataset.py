@@ -44,7 +44,7 @@ class ResidentDataset:
         self.device, self.seed = torch.device(device), seed
         self.bounds = bounds(self.rows, batch_size, drop_last)
         self.batch_size = batch_size
-        row_bytes = sum(t[0].numel() * t.element_size() for t in tensors)
+        row_bytes = sum(t.nbytes for t in tensors) // self.rows
         needed = (self.rows + batch_size) * row_bytes
         self.reason: str | None = None
         self._pieces: _Pieces | None = None

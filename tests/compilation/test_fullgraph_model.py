@@ -86,6 +86,43 @@ def test_it_asks_for_one_graph_and_keeps_what_it_has(compilations):
     assert [options["fullgraph"] for options in asked] == [True]
 
 
+def test_on_a_cpu_no_graph_is_replayed(compilations):
+    asked, _ = compilations
+    optimized(*drawn())
+    assert [(o["options"], o["dynamic"]) for o in asked] == [(None, False)]
+
+
+class OnCuda(torch.Tensor):
+    """Says that it lies on a GPU."""
+
+    is_cuda = True
+
+
+@pytest.mark.usefixtures("compilations")
+def test_on_cuda_its_launches_are_replayed_and_the_loss_is_a_copy(monkeypatch):
+    asked, began, replays = [], [], []
+
+    def compile_(function, **options):
+        asked.append(options)
+        own = torch.zeros(())
+
+        def replay(*arguments):
+            assert len(began) == len(replays) + 1  # told before each replay, not after
+            replays.append(own.copy_(function(*arguments).detach()))
+            return own
+
+        return replay
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    monkeypatch.setattr(compiled, "replay_begins", lambda: began.append(1))
+    weights, segments, *others = drawn()
+    first = optimized(weights, segments.as_subclass(OnCuda), *others)
+    optimized(weights, (segments + 1).as_subclass(OnCuda), *others)
+    torch.testing.assert_close(first, reference(weights, segments, *others).detach())
+    assert len(replays) == 2
+    assert [(o["options"], o["dynamic"], o["fullgraph"]) for o in asked] == [({"triton.cudagraphs": True}, False, True)]
+
+
 class Watching(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))

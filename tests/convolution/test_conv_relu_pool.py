@@ -215,7 +215,7 @@ PRECISIONS = [
 
 
 @pytest.mark.parametrize(("call", "dtype"), PRECISIONS)
-@pytest.mark.parametrize("sizes", [(2, 3, 4, 6, 1), (5, 17, 33, 7, 1), (2, 3, 4, 6, 2)])
+@pytest.mark.parametrize("sizes", [(2, 3, 4, 6, 1), (5, 17, 33, 7, 1), (3, 2, 3, 2, 1), (2, 3, 4, 6, 2)])
 def test_ties_and_zeros_are_the_reference_s(call, dtype, sizes):
     check_ties(call, dtype, sizes, "cpu")
 
@@ -351,3 +351,10 @@ def test_float32_is_multiplied_as_cudnn_would(allowed, monkeypatch):
 )
 def test_positions_cover_all_rows(tile, N, rows, expected):
     assert module._positions(tile, N, rows) == expected
+
+
+@pytest.mark.parametrize("kernels", [module.FLOAT32, module.HALF])
+def test_tiles_and_warps_are_powers_of_two(kernels):
+    """A GPU takes no others, whatever the sizes; the interpreter asks it of a tile that is used whole alone."""
+    for tiles in kernels:
+        assert all(n == module._power(n) for n in (tiles.positions, tiles.outputs, tiles.inputs, tiles.num_warps))

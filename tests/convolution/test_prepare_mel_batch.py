@@ -98,6 +98,64 @@ def test_the_smaller_dtype_travels():
     assert _smaller(half, torch.bfloat16) is half
 
 
+class OnCuda(torch.Tensor):
+    """Says that it lies on a GPU."""
+
+    is_cuda = True
+
+
+@pytest.fixture
+def transfers(monkeypatch):
+    """A host that believes in a GPU: what it copied into pinned memory, by dtype, and what it sent, and how."""
+    pinned, staged, sent = set(), [], []
+    empty, to = torch.empty, torch.Tensor.to
+
+    def empty_(*arguments, pin_memory=False, **options):
+        made = empty(*arguments, **options)
+        if pin_memory:
+            pinned.add(made.data_ptr())
+            staged.append(made.dtype)
+        return made
+
+    def to_(tensor, target, **options):
+        if target != "cuda":
+            return to(tensor, target, **options)
+        sent.append((tensor.data_ptr() in pinned, options))
+        return tensor
+
+    monkeypatch.setattr(torch, "empty", empty_)
+    monkeypatch.setattr(torch.Tensor, "to", to_)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: tensor.data_ptr() in pinned)
+    return pinned, staged, sent
+
+
+@pytest.mark.parametrize(("dtype", "travels"), [(None, torch.float32), (torch.float16, torch.float16)])
+def test_what_is_not_pinned_is_copied_there_first(dtype, travels, transfers):
+    _, staged, sent = transfers
+    mel = drawn()
+    batch = optimized(mel, "cuda", dtype=dtype)
+    assert staged == [travels]
+    assert sent == [(True, {"non_blocking": True})]
+    assert torch.equal(batch[:, 0], mel.to(travels))
+
+
+def test_what_is_pinned_goes_as_it_is(transfers):
+    pinned, staged, sent = transfers
+    mel = drawn(torch.float16)
+    pinned.add(mel.data_ptr())
+    batch = optimized(mel, "cuda", dtype=torch.float32)
+    assert not staged
+    assert sent == [(True, {"non_blocking": True})]
+    assert torch.equal(batch[:, 0], mel.to(torch.float32))
+
+
+def test_what_is_on_the_gpu_is_not_copied_on_the_host(transfers):
+    _, staged, _ = transfers
+    batch = optimized(drawn().as_subclass(OnCuda), "cuda")
+    assert not staged
+    assert torch.equal(batch[:, 0], drawn())
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("pinned", [False, True])
 @pytest.mark.parametrize("stored", [torch.float32, torch.float16])

@@ -138,7 +138,7 @@ def test_the_batches_are_those_of_the_permutation(split, workers, drop_last):
 
 
 def test_workers_stay_from_epoch_to_epoch(split):
-    with Optimized(split, 4, workers=2) as loader:
+    with Optimized(split, 4) as loader:  # two, where nothing else is asked for
         list(loader.epoch(0))
         first = {p.pid for p in multiprocessing.active_children()}
         list(loader.epoch(1))
@@ -154,6 +154,12 @@ def test_an_epoch_that_is_given_up_leaves_the_next_whole(split):
         half.close()
         labels = torch.cat([labels for _, labels in loader.epoch(1)])
         assert torch.equal(labels, permutation(11, 0, 1, "cpu"))
+
+
+def test_one_batch_ahead_is_enough(split):
+    with Optimized(split, 2, workers=1, prefetch=1) as loader:
+        labels = torch.cat([labels for _, labels in loader.epoch(0)])
+    assert torch.equal(labels, permutation(11, 0, 0, "cpu"))
 
 
 def test_workers_end_with_the_last_that_holds_the_loader(split):

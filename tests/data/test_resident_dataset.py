@@ -1,5 +1,10 @@
+from collections import defaultdict
+from contextlib import contextmanager
+from types import SimpleNamespace
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from optimized.data.resident_dataset import ResidentDataset as Optimized
 from optimized.graphs.cuda_graph_step import cuda_graph_step
@@ -176,13 +181,129 @@ def test_what_lies_on_the_device_keeps_to_the_limit():
     for batches in range(3, 10):
         limit = batches * 4 * 20
         data = Optimized(split(1000), 4, "cpu", limit_bytes=limit)
-        held = [*data.batch, *(t for piece in data._pieces.there for t in piece)]
-        assert limit - 2 * 4 * 20 < sum(t.numel() * t.element_size() for t in held) <= limit
+        there = [t for piece in data._pieces.there for t in piece]
+        assert limit - 2 * 4 * 20 < sum(t.nbytes for t in (*data.batch, *there)) <= limit
+        assert sum(t.nbytes for piece in data._pieces.host for t in piece) == sum(t.nbytes for t in there)
 
 
 def test_a_limit_below_three_batches_is_one_line():
     with pytest.raises(PerfsuiteError, match=r"^limit_bytes: 239 is less than three batches of 80 bytes; raise it, or"):
         Optimized(split(100), 4, "cpu", limit_bytes=239)
+
+
+def test_the_smallest_rows():
+    """Of a single byte, and of none."""
+    rows = torch.arange(10, dtype=torch.uint8)
+    assert "1 rows at a time" in Optimized([rows], 1, "cpu", limit_bytes=3).reason
+    with pytest.raises(PerfsuiteError, match=r"^limit_bytes: -1 is less than three batches of 0 bytes"):
+        Optimized([torch.zeros(10, 0)], 1, "cpu", limit_bytes=-1)
+
+
+@pytest.mark.parametrize("limit", [None, 3 * 4 * 8])
+def test_a_tensor_alone(limit):
+    data = Optimized([torch.arange(10)], 4, "cpu", limit_bytes=limit)
+    labels = torch.cat([n.clone() for (n,) in data.epoch(0)])
+    assert torch.equal(labels, permutation(10, 0, 0, "cpu"))
+
+
+class Stream:
+    """A GPU's stream, or the host: what is known there to be done."""
+
+    def __init__(self, device=None):
+        self.done = set()
+
+    def wait_event(self, event):
+        self.done |= event.done
+
+    def wait_stream(self, stream):
+        self.done |= stream.done
+
+
+class OnCuda(TorchDispatchMode):
+    """Copies run on the stream of the moment, everything else on the host; nothing is touched before it is free.
+
+    A read needs the last write to be done, as far as its stream knows, and a write the reads since then too.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.host, self.main, self.made = Stream(), Stream(), []
+        self.current, self.count = self.main, 0
+        self.kept = defaultdict(list)  # the streams that memory was recorded on
+        self.writes, self.reads = {}, defaultdict(set)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func is torch.ops.aten.copy_.default:
+            self.ran(self.current, written=args[0], read=args[1])
+            if self.current is not self.main:
+                assert args[2]  # else the host would wait
+        elif func is torch.ops.aten.index_select.out:
+            self.ran(self.host, written=kwargs["out"], read=args[0])
+        return result
+
+    def ran(self, stream, written, read):
+        self.count += 1
+        # What the host launches comes after all that it has seen.
+        seen = stream.done | self.host.done
+        to, of = (t.untyped_storage().data_ptr() for t in (written, read))
+        assert {self.writes[m] for m in (to, of) if m in self.writes} | self.reads[to] <= seen
+        self.writes[to], self.reads[to] = self.count, set()
+        self.reads[of].add(self.count)
+        stream.done |= {self.count}
+
+    def stream(self, device):
+        self.made.append(Stream())
+        return self.made[-1]
+
+    def event(self):
+        """Waiting for one that was never recorded is waiting for nothing, as in CUDA."""
+        event = SimpleNamespace(done=set())
+        event.record = lambda stream: setattr(event, "done", set(stream.done))
+        event.synchronize = lambda: self.host.wait_event(event)
+        return event
+
+    @contextmanager
+    def on(self, stream):
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """Streams and events of a GPU that is not there; its memory, pinned or not, is the host's."""
+    cuda, empty = OnCuda(), torch.empty
+
+    def empty_(*arguments, device=None, pin_memory=None, **options):
+        assert pin_memory or device == torch.device("cuda")
+        return empty(*arguments, **options)
+
+    monkeypatch.setattr(torch, "empty", empty_)
+    monkeypatch.setattr(torch.cuda, "Stream", cuda.stream)
+    monkeypatch.setattr(torch.cuda, "Event", cuda.event)
+    monkeypatch.setattr(torch.cuda, "stream", cuda.on)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: cuda.current)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda t, s: cuda.kept[t.data_ptr()].append(s))
+    with cuda:
+        yield cuda
+
+
+@pytest.mark.parametrize("batches", [3, 5, 7])
+def test_on_cuda_nothing_is_touched_before_it_is_free(cuda, batches):
+    features, labels = split(41)
+    data = Optimized((features, labels), 4, "cuda", limit_bytes=batches * 4 * 20)
+    assert "streamed from pinned memory" in data.reason
+    # An epoch may be given up in the middle of a piece, and the next ask for the same memory at once.
+    for epoch, taken in enumerate((1, 2, 3, 4, 5, 11)):
+        seen = [tuple(t.clone() for t in batch) for _, batch in zip(range(taken), data.epoch(epoch), strict=False)]
+        order = permutation(41, 0, epoch, "cpu")[: 4 * taken]
+        assert torch.equal(torch.cat([f for f, _ in seen]), features[order])
+        assert torch.equal(torch.cat([n for _, n in seen]), labels[order])
+    # What the host has given up is not handed out while the stream still writes there.
+    assert [cuda.kept[t.data_ptr()] for piece in data._pieces.there for t in piece] == 4 * [cuda.made]
+    assert len(cuda.made) == 1
 
 
 @pytest.mark.parametrize("side", [Reference, Optimized])
