@@ -73,6 +73,8 @@ TRAINERS: dict[str, Entry] = {
         claims="suite.leak_cnn.config:CLAIMS",
         ablated="suite.leak_cnn.epochs:for_ablation",
         finish="suite.leak_cnn.report:finish",
+        checks="suite.claims.leak_cnn:CHECKS",
+        setting="suite.claims.leak_cnn:setting",
     ),
 }
 

@@ -8,16 +8,16 @@ import gc
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 import torch
 
-from perfsuite.counting import count_calls
 from suite import ablation
-from suite.ablation import Arm, Ratio, Timed, in_ms
+from suite.ablation import Arm, Timed, in_ms
+from suite.claims.measuring import counts, interleaved, percent, saved, us, within
 from suite.claims.record import CONFIRMED, DEPENDS, REFUTED, UNMEASURED, Answer, Checks
 from suite.techniques import implementation
 from suite.trainer2.config import TECHNIQUES, TrainConfig, short_windows
@@ -58,7 +58,7 @@ def rotor_syncs(s: Setting) -> Answer:
     theta, velocity = torch.zeros(k, device=s.device), torch.ones(n, device=s.device)
     loss_delta = torch.ones((), device=s.device)
     plain, fast = (
-        _counts(
+        counts(
             functools.partial(
                 implementation("geometry.rotor_update", "rotor_update", optimized=optimized),
                 theta,
@@ -78,7 +78,7 @@ def rotor_syncs(s: Setting) -> Answer:
 def batching(s: Setting) -> Answer:
     metrics = [torch.ones((), device=s.device) for _ in range(3)]
     plain, fast = (
-        _counts(
+        counts(
             functools.partial(
                 implementation("synchronization.metric_batching", "metric_batching", optimized=optimized), *metrics, 1
             )
@@ -105,18 +105,20 @@ def scripting(s: Setting) -> Answer:
         warnings.simplefilter("ignore", DeprecationWarning)
         scripted = torch.jit.script(eager)
     compiled = implementation("compilation.compiled_function", "compiled_function", optimized=True)
-    found = _interleaved(
-        s, {n: functools.partial(f, cost, states, c.beta) for n, f in (("e", eager), ("s", scripted), ("c", compiled))}
+    found = interleaved(
+        s.device,
+        s.rounds,
+        {n: functools.partial(f, cost, states, c.beta) for n, f in (("e", eager), ("s", scripted), ("c", compiled))},
     )
     window = median(_window(s)[ablation.REFERENCE].seconds)
     share = [100 * 2 * c.window * (e - t) / window for e, t in zip(found["e"], found["s"], strict=True)]
     middle, half = ablation.mean(share)
     low, high = middle - half, middle + half
     told = (
-        f"{_us(found['e'])} eager, {_us(found['s'])} scripted, {_us(found['c'])} compiled: scripting saves "
-        f"{_percent(low, high)} of a window of the reference"
+        f"{us(found['e'])} eager, {us(found['s'])} scripted, {us(found['c'])} compiled: scripting saves "
+        f"{percent(low, high)} of a window of the reference"
     )
-    return _within(low, high, 1, 2, told)
+    return within(low, high, 1, 2, told)
 
 
 @CHECKS("C4", "Where allocated/reserved is above 0.9, emptying the cache helps.", gpu=True)
@@ -172,12 +174,12 @@ def graphs(s: Setting) -> Answer:
     without, with_them = timed["without graphs"], timed[ablation.ALL]
     if why := _refused(with_them.notes):
         return UNMEASURED, why
-    low, high = _saved(ablation.paired(without.seconds, with_them.seconds))
+    low, high = saved(ablation.paired(without.seconds, with_them.seconds))
     told = (
         f"a window takes {in_ms(without)} without and {in_ms(with_them)} with them, all else being on: "
-        f"{_percent(low, high)} less, and {without.launches} launches become {with_them.launches}"
+        f"{percent(low, high)} less, and {without.launches} launches become {with_them.launches}"
     )
-    return _within(low, high, 15, 25, told)
+    return within(low, high, 15, 25, told)
 
 
 @CHECKS("C7", "A launch costs about 7 µs, in a graph less than 1 µs.", gpu=True)
@@ -193,7 +195,7 @@ def launches(s: Setting) -> Answer:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         many()
-    found = _interleaved(s, {"eager": many, "graph": graph.replay}, count=1)
+    found = interleaved(s.device, s.rounds, {"eager": many, "graph": graph.replay}, count=1)
     eager, replayed = (1e6 * median(found[name]) / count for name in ("eager", "graph"))
     told = (
         f"an in-place addition to one element takes {eager:.2f} µs eagerly, and {replayed:.2f} µs as a node of a graph"
@@ -209,14 +211,14 @@ def together(s: Setting) -> Answer:
     if why := _refused(timed[ablation.ALL].notes):
         return UNMEASURED, why
     parts = timed["without graphs"]
-    saved = _saved(ablation.paired(timed[ablation.REFERENCE].seconds, parts.seconds))
+    share = saved(ablation.paired(timed[ablation.REFERENCE].seconds, parts.seconds))
     times = ablation.paired(timed[ablation.REFERENCE].seconds, timed[ablation.ALL].seconds)
     told = (
-        f"without graphs a window of {in_ms(timed[ablation.REFERENCE])} takes {in_ms(parts)}: {_percent(*saved)} less. "
+        f"without graphs a window of {in_ms(timed[ablation.REFERENCE])} takes {in_ms(parts)}: {percent(*share)} less. "
         f"With them {in_ms(timed[ablation.ALL])}: {times.value:.3g} times as fast ({times.low:.3g} to "
         f"{times.high:.3g}). The source's own rows add up to 9 to 16%"
     )
-    return _within(*saved, 10, 15, told)
+    return within(*share, 10, 15, told)
 
 
 # --- of the functions themselves ------------------------------------------------------------------------------------
@@ -326,30 +328,6 @@ def _window(s: Setting) -> Mapping[str, Timed]:
     return {arm.name: arm for arm in timed}
 
 
-def _counts(call: Callable[[], object]) -> tuple[int, int]:
-    """(host syncs, launches) of a call."""
-    call()
-    return count_calls({"call": (lambda: None, call)})["call"]
-
-
-def _interleaved(s: Setting, calls: Mapping[str, Callable[[], object]], *, count: int = 20) -> dict[str, list[float]]:
-    """Seconds a call by round; a round times `count` calls of each in a row."""
-    wait: Callable[[], object] = (
-        (lambda: torch.cuda.synchronize(s.device)) if s.device.type == "cuda" else (lambda: None)
-    )
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for number in range(s.rounds + 1):
-        for name in list(calls)[:: 1 if number % 2 else -1]:
-            wait()
-            began = time.perf_counter()
-            for _ in range(count):
-                calls[name]()
-            wait()
-            if number:  # the first warms up
-                seconds[name].append((time.perf_counter() - began) / count)
-    return seconds
-
-
 def _empty() -> None:
     """Give back all that nothing uses, of trainers that are gone, too: they are cycles."""
     gc.collect()
@@ -361,26 +339,6 @@ def _blocks(device: torch.device, count: int) -> list[torch.Tensor]:
     return [torch.empty(1 << 26, dtype=torch.uint8, device=device) for _ in range(count)]
 
 
-def _saved(ratio: Ratio) -> tuple[float, float]:
-    """The interval of the time saved, in percent, of how many times as long it takes without."""
-    return 100 * (1 - 1 / ratio.low), 100 * (1 - 1 / ratio.high)
-
-
-def _within(low: float, high: float, least: float, most: float, told: str) -> Answer:
-    """Whether an interval and what is claimed have anything in common; one that holds 0 as well tells nothing."""
-    if low > most or high < least:
-        return REFUTED, told
-    return (CONFIRMED, told) if low > 0 else (UNMEASURED, f"{told}. That may as well be nothing: too noisy to tell")
-
-
 def _refused(notes: Iterable[str]) -> str | None:
     """Why there was no graph where one was asked for; None where there was."""
     return next((note for note in notes if note.startswith("cuda_graph_step runs eagerly")), None)
-
-
-def _percent(low: float, high: float) -> str:
-    return f"{(low + high) / 2:.3g}% ({low:.3g} to {high:.3g})"
-
-
-def _us(seconds: list[float]) -> str:
-    return f"{1e6 * median(seconds):.3g} µs"

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from perfsuite.errors import PerfsuiteError
 from suite.ablation import ALL, REFERENCE, Timed
-from suite.claims import record, trainer2
+from suite.claims import measuring, record, trainer2
 from suite.claims.record import CONFIRMED, DEPENDS, REFUTED, UNMEASURED, Checks, Claim
 from suite.commands.claims import claims
 
@@ -59,7 +59,7 @@ def windows(monkeypatch: pytest.MonkeyPatch) -> dict[str, Timed]:
     ],
 )
 def test_an_interval_that_meets_what_is_claimed_confirms_it(low: float, high: float, verdict: str) -> None:
-    found, told = trainer2._within(low, high, 15, 25, "so much")
+    found, told = measuring.within(low, high, 15, 25, "so much")
     assert found == verdict
     assert told == "so much" + ". That may as well be nothing: too noisy to tell" * (verdict == UNMEASURED)
 

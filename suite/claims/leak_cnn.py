@@ -1,0 +1,644 @@
+"""leak_cnn's claims, C13 to C23, each with how it is measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gc
+import itertools
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, TensorDataset
+
+from perfsuite.counting import count_calls
+from suite import ablation
+from suite.backends import cudnn_benchmark
+from suite.claims.measuring import Make, apart, counts, interleaved, percent, saved, us, within
+from suite.claims.record import CONFIRMED, DEPENDS, REFUTED, UNMEASURED, Answer, Checks, Measure
+from suite.leak_cnn.classes import CLASSES
+from suite.leak_cnn.config import TrainConfig, without_techniques
+from suite.leak_cnn.costs import BATCH, ROWS
+from suite.leak_cnn.dataset import LeakAudio
+from suite.leak_cnn.epochs import Data, audio_of
+from suite.leak_cnn.features import MELS
+from suite.leak_cnn.model import CHANNELS, HIDDEN, Activation, make_weights, shapes
+from suite.leak_cnn.step import training_loss, with_gradients
+from suite.techniques import implementation
+
+EPOCH = 60.0
+"""Seconds of one, as the source gives it."""
+STEPS = 7
+"""Of an epoch, as the source counts them."""
+VALIDATION = 10_000
+"""Segments of it, as the source counts them."""
+TOGETHER = 20
+"""Steps that are timed in a row."""
+TOLERANCE = 0.1
+"""What is claimed as a figure without a range may be off by as much."""
+MB = 1e6
+FEW = Data(train_files=10, validation_files=5)
+FEW_BATCH = 112
+"""Of the 800 segments of ten files: seven batches, and something left over, as of 5632 in 40,000."""
+CHECKS = Checks()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """Where and at what size; the network always has the source's."""
+
+    device: torch.device
+    batch_size: int = BATCH
+    workers: int = 8
+    compiled: bool = True
+    """Whether what torch.compile makes of something is looked at, too."""
+    rounds: int = 7
+    data: Data = dataclasses.field(default_factory=Data)
+    """What whole epochs are of."""
+    few: Data = FEW
+    """What epochs are of whose steps or syncs are counted."""
+
+
+def setting(device: torch.device) -> Setting:
+    """The source's size on a GPU; elsewhere small batches, and nothing that takes a compiler or a GPU's clock."""
+    if device.type == "cuda":
+        return Setting(device=device)
+    return Setting(device=device, batch_size=32, workers=0, compiled=False, rounds=3)
+
+
+class _UncompiledError(RuntimeError):
+    """What was to be measured compiled runs as it is; it says why."""
+
+
+def _compiles(measure: Measure) -> Measure:
+    """The claim cannot be measured where nothing can be compiled, which is told."""
+
+    @functools.wraps(measure)
+    def answer(s: Setting) -> Answer:
+        try:
+            return measure(s)
+        except (_UncompiledError, torch._dynamo.exc.TorchDynamoException) as error:
+            return (
+                UNMEASURED,
+                f"it cannot be compiled: {(str(error).strip().splitlines() or [type(error).__name__])[0]}",
+            )
+
+    return answer
+
+
+# --- launches and memory --------------------------------------------------------------------------------------------
+
+
+@CHECKS("C13", "Without the fused optimiser a step has about 6 million launches, three for each parameter.")
+def launches(s: Setting) -> Answer:
+    found: dict[str, list[int]] = {}
+    parameters = []
+    for hidden in (HIDDEN, 2 * HIDDEN):
+        weights = list(make_weights(0, hidden=hidden).values())
+        parameters.append(sum(w.numel() for w in weights))
+        for name, options in _OPTIMIZERS.items():
+            own = [w.to(s.device).requires_grad_() for w in weights]
+            for w in own:
+                w.grad = torch.ones_like(w)
+            step = torch.optim.AdamW(own, **options).step
+            found.setdefault(name, []).append(_launches(s, step))
+    what = "launches" if s.device.type == "cuda" else "operations"
+    each = ", ".join(f"{few} {name}" for name, (few, _) in found.items())
+    (few, many), tensors = found["one by one"], len(shapes())
+    same = "as many" if few == many else f"one by one {many}"
+    told = (
+        f"a step of AdamW has {what}: {each}. With {parameters[1]:,} parameters instead of {parameters[0]:,}, in "
+        f"{tensors} tensors as before, {same}: they go by tensors, {few / tensors:.3g} each one by one"
+    )
+    return (CONFIRMED if few >= 1e6 else REFUTED), told
+
+
+@CHECKS("C14", "ReLU in place saves 2.3 MB at a batch of 5632.")
+@_compiles
+def memory(s: Setting) -> Answer:
+    parts, spared = [], []
+    for compiled in (False, True)[: 1 + s.compiled]:
+        beside, inplace = (_memory(s, activation, compiled) for activation in _ACTIVATIONS)
+        forward, step = beside.forward - inplace.forward, beside.step - inplace.step
+        spared += [forward, step]
+        how = "compiled" if compiled else "eager"
+        parts.append(f"{how}, the peak of a forward is {_mb(forward)} lower and that of a step {_mb(step)}")
+    product = BATCH * CHANNELS[1] * 16 * 4
+    told = f"the product that it is said to be, {BATCH}×{CHANNELS[1]}×16×1×4 bytes, is {_mb(product)}. {_join(parts)}"
+    claimed = 2.3 * MB
+    near = [abs(n - claimed) <= TOLERANCE * claimed for n in spared]
+    return (CONFIRMED if all(near) else DEPENDS if any(near) else REFUTED), told + _scaled(s)
+
+
+@CHECKS("C15", "ReLU in place saves three activations of a forward.")
+@_compiles
+def activations(s: Setting) -> Answer:
+    three = 4 * BATCH * (CHANNELS[0] * MELS + CHANNELS[1] * MELS + CHANNELS[2] * MELS // 2)
+    parts, spared = [], []
+    for compiled in (False, True)[: 1 + s.compiled]:
+        beside, inplace = (_memory(s, activation, compiled).kept for activation in _ACTIVATIONS)
+        spared.append(beside - inplace)
+        how = "compiled" if compiled else "eager"
+        parts.append(f"{how}, a forward keeps {_mb(beside)} for the backward without it and {_mb(inplace)} with it")
+    told = (
+        f"three activations are {_mb(three)}. {_join(parts)}. ReLU's backward wants its result, which is kept either "
+        "way, and what comes before wants none of its own"
+    )
+    enough = [n >= (1 - TOLERANCE) * three for n in spared]
+    return (CONFIRMED if all(enough) else DEPENDS if any(enough) else REFUTED), told + _scaled(s)
+
+
+# --- epochs, and what waits in them ---------------------------------------------------------------------------------
+
+
+@CHECKS("C16", "Six syncs fewer save 2 to 5% of an epoch.", gpu=True)
+def syncs_saved(s: Setting) -> Answer:
+    step = _step(s)
+
+    def each() -> None:
+        for _ in range(STEPS):
+            step().item()
+
+    def once() -> None:
+        torch.stack([step() for _ in range(STEPS)]).sum().item()
+
+    found = interleaved(s.device, s.rounds, {"each": each, "once": once}, count=5)
+    low, high = saved(ablation.paired(found["each"], found["once"]))
+    middle, half = ablation.mean([a - b for a, b in zip(found["each"], found["once"], strict=True)])
+    told = (
+        f"what an epoch does besides: {STEPS} steps on segments that lie on the device take {us(found['each'])} read "
+        f"one by one and {us(found['once'])} read once, {percent(low, high)} less, {1e6 * middle / (STEPS - 1):.3g} µs "
+        f"a sync. Of the {EPOCH:.0f} s that an epoch takes the source that is {100 * middle / EPOCH:.1g}%"
+    )
+    if 100 * (middle + half) / EPOCH >= 2:
+        return within(low, high, 2, 5, told)
+    return (DEPENDS, f"on {told}") if within(low, high, 2, 5, "")[0] == CONFIRMED else (REFUTED, told)
+
+
+@CHECKS("C17", "An epoch has seven batches.")
+def batches(s: Setting) -> Answer:
+    config = TrainConfig()
+    whole, rest = divmod(ROWS, config.batch_size)
+    rounded = [-(-n // size) for n, size in ((ROWS, config.batch_size), (VALIDATION, config.val_batch_size))]
+    made = len(DataLoader(TensorDataset(torch.zeros(ROWS)), config.batch_size))
+    small = dataclasses.replace(without_techniques(config), batch_size=FEW_BATCH, num_workers=0, validate_every=0)
+    audio = audio_of(s.few)
+    steps = []
+    for optimized in (False, True):
+        trainer = implementation("trainers.leak_cnn", "Trainer", optimized=optimized)(small, audio, s.device)
+        trainer.train_window({"epoch": torch.tensor(0)})
+        steps.append(trainer.steps)
+    taken = " and ".join(map(str, steps))
+    told = (
+        f"on what becomes of the {rest} segments that {whole} batches of {config.batch_size} leave of {ROWS:,}. "
+        f"torch's DataLoader makes {made} unless it is told to drop them. The trainers here do: {taken} steps on "
+        f"{audio.segments('train')} segments in batches of {FEW_BATCH}. In validation the source rounds up, to "
+        f"{rounded[1]} batches of {config.val_batch_size}"
+    )
+    dropped = all(n == audio.segments("train") // FEW_BATCH for n in steps)
+    if whole != STEPS and rounded[0] != STEPS:
+        return REFUTED, told.removeprefix("on ")
+    return (DEPENDS if made != whole and dropped else CONFIRMED), told
+
+
+@CHECKS("C18", "With metrics on the device an epoch has one sync.", gpu=True)
+def syncs(s: Setting) -> Answer:
+    config = TrainConfig(batch_size=FEW_BATCH, num_workers=0, validate_every=0, use_compile=False)
+    audio = audio_of(s.few)
+    none = without_techniques(config)
+    alone = dataclasses.replace(none, device_metrics=True)
+    resident = dataclasses.replace(alone, resident_dataset=True, prepare_mel_batch=True)
+    made = {
+        "reference": _trained(config, audio, s.device, optimized=False),
+        "alone": _trained(alone, audio, s.device),
+        "resident": _trained(resident, audio, s.device),
+        "all": _trained(config, audio, s.device),
+    }
+    for call in made.values():
+        for _ in range(3):  # the last of them captures nothing any more
+            call()
+    counted = count_calls({name: (lambda: None, call) for name, call in made.items()})
+    found = {name: number for name, (number, _) in counted.items()}
+    told = (
+        f"on what else waits: an epoch of {STEPS} batches has {found['reference']} syncs in the reference, "
+        f"{found['alone']} with metrics on the device alone, {found['resident']} with the segments there, too, where "
+        f"the scaler still reads whether the gradients are finite, and {found['all']} with all techniques"
+    )
+    if found["alone"] <= 1:
+        return CONFIRMED, told.removeprefix("on what else waits: ")
+    return (DEPENDS, told) if found["all"] <= 1 else (REFUTED, told.removeprefix("on what else waits: "))
+
+
+@CHECKS("C19", "A worker that is spawned starts 50 to 100 ms sooner than one that is forked.")
+def spawning(s: Setting) -> Answer:
+    ways = torch.multiprocessing.get_all_start_methods()
+    if "fork" not in ways:
+        return UNMEASURED, "no worker can be forked here"
+    calls = {way: functools.partial(_first_batch, way) for way in ("fork", "spawn")}
+    found = interleaved(torch.device("cpu"), min(s.rounds, 3), calls, count=1)
+    gained = [1e3 * (a - b) for a, b in zip(found["fork"], found["spawn"], strict=True)]
+    middle, half = ablation.mean(gained)
+    fork, spawn = (1e3 * median(found[way]) for way in ("fork", "spawn"))
+    sooner = "sooner" if middle > 0 else "later"
+    told = (
+        f"a worker's first batch is there after {fork:.3g} ms if it is forked and {spawn:.3g} ms if it is spawned, "
+        f"which is {abs(middle):.3g} ms {sooner}: a spawned one imports torch anew"
+    )
+    return within(middle - half, middle + half, 50, 100, told)
+
+
+# --- what is faster -------------------------------------------------------------------------------------------------
+
+
+@CHECKS("C20", "cudnn.benchmark makes steps on 32×1 inputs 5 to 10% faster.", gpu=True)
+def autotune(s: Setting) -> Answer:
+    forms = {"float32": (None, False), "float16, channels last": (torch.float16, True)}
+    made: dict[str, Make] = {
+        f"{form}{on}": (_tuned, (s, on, *given)) for form, given in forms.items() for on in (False, True)
+    }
+    first, seconds = _rounds(made, s.rounds)
+    answers = []
+    for form in forms:
+        off, on = ([t / TOGETHER for t in seconds[f"{form}{on}"]] for on in (False, True))
+        low, high = saved(ablation.paired(off, on))
+        more = first[f"{form}{True}"] - first[f"{form}{False}"]
+        told = (
+            f"{form}: {us(off)} a step without and {us(on)} with it, {percent(low, high)} less; the first call takes "
+            f"{more:.2g} s more"
+        )
+        answers.append(within(low, high, 5, 10, told))
+    return _together(answers, "the precision")
+
+
+@CHECKS("C21", "fullgraph=True makes a compiled network 3 to 8% faster, for it removes graph breaks.")
+@_compiles
+def fullgraph(s: Setting) -> Answer:
+    plain, full = (_graphs(training_loss, whole, s) for whole in (False, True))
+    broken = _graphs(_breaks, False, s)
+    try:
+        _graphs(_breaks, True, s)
+        refused = False
+    except torch._dynamo.exc.TorchDynamoException:
+        refused = True
+    same = plain == full
+    told = (
+        f"the network is {len(plain)} graph{'s' * (len(plain) != 1)} without it and {len(full)} with it, "
+        f"{'the same' if same else 'others'}. Where there is a break ({len(broken)} graphs) it "
+        f"{'is an error' if refused else f'leaves {len(broken)}'}, and removes none"
+    )
+    if not s.compiled:
+        return (REFUTED if same and refused else UNMEASURED), told
+    found = interleaved(s.device, s.rounds, {str(on): _compiled_step(s, on) for on in (False, True)})
+    low, high = saved(ablation.paired(found["False"], found["True"]))
+    without, with_it = us(found["False"]), us(found["True"])
+    told = f"{told}. A step takes {without} without it and {with_it} with it, {percent(low, high)} less"
+    verdict, told = within(low, high, 3, 8, told)
+    return (REFUTED if verdict == UNMEASURED and same and refused else verdict), told
+
+
+@CHECKS("C22", "All that is implemented makes an epoch 15 to 30% faster.", gpu=True)
+@_compiles
+def together(s: Setting) -> Answer:
+    audio = audio_of(s.data)
+    before = dataclasses.replace(
+        without_techniques(TrainConfig(batch_size=s.batch_size, num_workers=s.workers, validate_every=0)),
+        loader=True,
+        use_channels_last=True,
+        use_compile=s.compiled,
+        autocast_fp16=True,
+    )
+    places = {"read from the file": False, "on the device": True}
+    made: dict[str, Make] = {}
+    for place, resident in places.items():
+        for done in (False, True):
+            on: Mapping[str, Any] = dict.fromkeys(_IMPLEMENTED, True) if done else {}
+            config = dataclasses.replace(before, resident_dataset=resident, **on)
+            made[f"{place}{done}"] = (_epochs, (config, audio, s.device))
+    _, seconds = _rounds(made, min(s.rounds, 5))  # an epoch from the file takes a second or more
+    answers = []
+    for place in places:
+        was, became = seconds[f"{place}{False}"], seconds[f"{place}{True}"]
+        low, high = saved(ablation.paired(was, became))
+        told = (
+            f"segments {place}: {1e3 * median(was):.3g} ms an epoch before and {1e3 * median(became):.3g} ms after, "
+            f"{percent(low, high)} less"
+        )
+        answers.append(within(low, high, 15, 30, told))
+    verdict, told = _together(answers, "where the segments are")
+    return verdict, f"{told}. The source's own rows add up to 22 to 48%"
+
+
+@CHECKS("C23", "bfloat16 needs compute capability 12.", gpu=True)
+def bfloat16(s: Setting) -> Answer:
+    capability = torch.cuda.get_device_capability(s.device)
+    own = ".".join(map(str, capability))
+    if capability >= (12, 0):
+        return UNMEASURED, f"this device has {own}; it takes one with less"
+    if not torch.cuda.is_bf16_supported(including_emulation=False):
+        return UNMEASURED, f"this device has {own} and no bfloat16; it takes one between that and 12"
+    a = torch.randn(4096, 4096, device=s.device)
+    low = a.bfloat16()
+    found = interleaved(s.device, s.rounds, {"float32": lambda: a @ a, "bfloat16": lambda: low @ low})
+    times = ablation.paired(found["float32"], found["bfloat16"])
+    loss, gradients = _gradients(s, torch.bfloat16, False)()
+    finite = all(bool(t.isfinite().all()) for t in (loss, *gradients.values()))
+    told = (
+        f"this device has {own}: a step in bfloat16 has gradients that are {'' if finite else 'not '}finite, and a "
+        f"product of 4096×4096 takes {us(found['bfloat16'])}, {times.value:.3g} times as fast as in float32, so that "
+        "nothing is emulated"
+    )
+    return (REFUTED if finite and times.low > 1 else UNMEASURED), told
+
+
+# --- how ------------------------------------------------------------------------------------------------------------
+
+_OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {
+    "one by one": {"foreach": False},
+    "in lists, as torch does on a GPU": {"foreach": True},
+    "fused": {"fused": True},
+}
+_ACTIVATIONS: tuple[Activation, Activation] = (functional.relu, torch.relu_)
+_IMPLEMENTED = (
+    "prepare_mel_batch",
+    "device_metrics",
+    "fused_adamw",
+    "inplace_activation",
+    "cudnn_autotune",
+    "fullgraph_model",
+)
+"""What the source says that it has done; file_level_eval is of validation, and the loader is on before, too."""
+
+
+class _Operations(TorchDispatchMode):
+    """Counts operations, and the bytes that live at once of what they return, but for what was `known` before."""
+
+    def __init__(self, known: Sequence[torch.Tensor] = ()) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has not typed it
+        self.count: int = 0
+        self.peak: int = 0
+        self._known = {t.untyped_storage()._cdata for t in known}  # of which an operation may return a view
+        self._living: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        self.count += 1
+        for tensor in tree_leaves(found):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self._known:
+                    self._living[storage._cdata] = (StorageWeakRef(storage), int(storage.nbytes()))
+        self.peak = max(self.peak, self.live())
+        return found
+
+    def live(self) -> int:
+        """Bytes of what has been made and not freed yet."""
+        self._living = {key: own for key, own in self._living.items() if not own[0].expired()}
+        return sum(size for _, size in self._living.values())
+
+
+def _launches(s: Setting, call: Callable[[], object]) -> int:
+    """Of a call on a GPU; its operations elsewhere."""
+    if s.device.type == "cuda":
+        return counts(call)[1]
+    call()
+    with _Operations() as seen:
+        call()
+    count: int = seen.count
+    return count
+
+
+@dataclass(frozen=True)
+class _Memory:
+    """Bytes at the source's batch."""
+
+    kept: float
+    """For the backward, after the forward."""
+    forward: float
+    """At the forward's peak."""
+    step: float
+    """At the peak of forward and backward."""
+
+
+@functools.cache
+def _memory(s: Setting, activation: Activation, compiled: bool) -> _Memory:
+    given, leaves = _given(s)
+    call = _renewed(functools.partial(training_loss, activation=activation))
+    if compiled:
+        call = _compile_quietly(call, fullgraph=True, dynamic=False)
+    measured = _on_a_gpu(s, call, given, leaves) if s.device.type == "cuda" else _anywhere(call, given, leaves)
+    return _Memory(*(n * BATCH / s.batch_size for n in measured))
+
+
+def _on_a_gpu(s: Setting, call: Callable[..., torch.Tensor], given: Any, leaves: Any) -> tuple[int, int, int]:
+    torch.autograd.grad(call(*given), leaves)  # libraries keep memory of their own
+    gc.collect()
+    torch.cuda.synchronize(s.device)
+    torch.cuda.reset_peak_memory_stats(s.device)
+    before = torch.cuda.memory_allocated(s.device)
+    loss = call(*given)
+    kept, forward = torch.cuda.memory_allocated(s.device), torch.cuda.max_memory_allocated(s.device)
+    torch.autograd.grad(loss, leaves)
+    return kept - before, forward - before, torch.cuda.max_memory_allocated(s.device) - before
+
+
+def _anywhere(call: Callable[..., torch.Tensor], given: Any, leaves: Any) -> tuple[int, int, int]:
+    with _Operations([t for t in tree_leaves(given) if isinstance(t, torch.Tensor)]) as seen:
+        loss = call(*given)
+        kept, forward = seen.live(), seen.peak
+        torch.autograd.grad(loss, leaves)
+    return kept, forward, seen.peak
+
+
+def _given(s: Setting) -> tuple[tuple[Any, ...], list[torch.Tensor]]:
+    """(what `training_loss` takes, of the source's network and the setting's batch; the weights among it)."""
+    generator = torch.Generator().manual_seed(0)
+    weights = {name: w.to(s.device).requires_grad_() for name, w in make_weights(0).items()}
+    segments = (8 * torch.randn(s.batch_size, 1, MELS, 1, generator=generator) - 30).to(s.device)
+    labels = torch.randint(len(CLASSES), (s.batch_size,), generator=generator).to(s.device)
+    return (weights, segments, labels, torch.ones(len(CLASSES), device=s.device)), list(weights.values())
+
+
+def _step(s: Setting) -> Callable[[], torch.Tensor]:
+    """A training step that never waits; its loss."""
+    (weights, *batch), leaves = _given(s)
+    optimizer = torch.optim.AdamW(leaves, fused=True)
+
+    def step() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = training_loss(weights, *batch)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def _gradients(
+    s: Setting, low: torch.dtype | None, channels_last: bool
+) -> Callable[[], tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+    """What gives the loss and its gradients under autocast."""
+    (weights, segments, *rest), _ = _given(s)
+    if channels_last:
+        segments = segments.contiguous(memory_format=torch.channels_last)
+        weights = {
+            n: w.detach().contiguous(memory_format=torch.channels_last) if w.ndim == 4 else w
+            for n, w in weights.items()
+        }
+
+    def call() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        with torch.autocast(s.device.type, low or torch.bfloat16, enabled=low is not None):
+            return with_gradients(training_loss, weights, segments, *rest)
+
+    return call
+
+
+def _tuned(s: Setting, on: bool, low: torch.dtype | None, channels_last: bool) -> Callable[[], object]:
+    """In a process of its own: cuDNN keeps what it has found without regard to the setting."""
+    call = _gradients(s, low, channels_last)
+
+    def several() -> None:
+        with cudnn_benchmark(on=on):
+            for _ in range(TOGETHER):
+                call()
+        _wait(s.device)
+
+    return several
+
+
+def _trained(config: TrainConfig, audio: LeakAudio, device: torch.device, optimized: bool = True) -> Callable[[], None]:
+    """What trains an epoch more; it does not wait for its end. _UncompiledError where the network runs as it is."""
+    trainer = implementation("trainers.leak_cnn", "Trainer", optimized=optimized)(config, audio, device)
+    numbers = itertools.count()
+
+    def epoch() -> None:
+        notes: list[str] = []
+        with ablation.noting(notes):
+            trainer.train_window({"epoch": torch.tensor(next(numbers))})
+        for note in notes:
+            if "runs uncompiled" in note:
+                raise _UncompiledError(note)
+
+    return epoch
+
+
+def _epochs(config: TrainConfig, audio: LeakAudio, device: torch.device) -> Callable[[], None]:
+    """What trains an epoch more, to its end on the device."""
+    train = _trained(config, audio, device)
+
+    def epoch() -> None:
+        train()
+        _wait(device)
+
+    return epoch
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _rounds(made: Mapping[str, Make], rounds: int) -> tuple[dict[str, float], dict[str, list[float]]]:
+    """(seconds of the first call, seconds by round), each in a process of its own and no two at a time."""
+    with apart(made) as calls:
+        first = {name: call() for name, call in calls.items()}
+        for call in calls.values():
+            call()
+        seconds: dict[str, list[float]] = {name: [] for name in calls}
+        for number in range(rounds):
+            for name in list(calls)[:: 1 if number % 2 else -1]:
+                seconds[name].append(calls[name]())
+    return first, seconds
+
+
+def _first_batch(way: str) -> None:
+    """Start a worker, take a batch from it, and end it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a fork beside threads, which is what is measured
+        loader = DataLoader(TensorDataset(torch.zeros(4)), 4, num_workers=1, multiprocessing_context=way)
+        next(iter(loader))
+
+
+def _breaks(*given: Any) -> torch.Tensor:
+    """The network with a break in its graph."""
+    loss = training_loss(*given)
+    torch._dynamo.graph_break()
+    return 2 * loss
+
+
+def _graphs(function: Callable[..., torch.Tensor], whole: bool, s: Setting) -> list[str]:
+    """The code of each graph that torch.compile makes of it."""
+    (weights, segments, labels, balance), _ = _given(dataclasses.replace(s, batch_size=2))
+    found: list[str] = []
+
+    def note(graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:
+        found.append(str(graph.code).strip())
+        return graph.forward
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what the compiler's modules import
+        compiled = torch.compile(_renewed(function), backend=note, fullgraph=whole, dynamic=False)
+        compiled(weights, segments, labels, balance)
+    return found
+
+
+def _compiled_step(s: Setting, whole: bool) -> Callable[[], object]:
+    """A step under torch.compile with CUDA graphs of its own, as the source compiles it."""
+    given, leaves = _given(s)
+    options = {"triton.cudagraphs": True} if s.device.type == "cuda" else None
+    replay_begins = implementation("compilation.compiled_function", "replay_begins", optimized=True)
+    call = _compile_quietly(_renewed(training_loss), fullgraph=whole, dynamic=False, options=options)
+
+    def step() -> None:
+        replay_begins()
+        torch.autograd.grad(call(*given), leaves)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of graphs that are empty
+        for _ in range(3):  # compiled, captured, replayed
+            step()
+    return step
+
+
+def _compile_quietly(function: Callable[..., torch.Tensor], **options: Any) -> Callable[..., torch.Tensor]:
+    compile_quietly = implementation("compilation.compiled_function", "compile_quietly", optimized=True)
+    compiled: Callable[..., torch.Tensor] = compile_quietly(function, **options)
+    return compiled
+
+
+def _renewed(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The same under a code of its own, so that nothing compiled before counts."""
+
+    def call(*given: Any) -> torch.Tensor:
+        return function(*given)
+
+    call.__code__ = call.__code__.replace()
+    return call
+
+
+def _together(answers: Sequence[Answer], on: str) -> Answer:
+    """One verdict of several; of those that are too noisy the others decide."""
+    told = _join([said for _, said in answers])
+    clear = {verdict for verdict, _ in answers if verdict != UNMEASURED}
+    if len(clear) > 1:
+        return DEPENDS, f"on {on}. {told}"
+    return (clear.pop() if clear else UNMEASURED), told
+
+
+def _scaled(s: Setting) -> str:
+    return "" if s.batch_size == BATCH else f" (from a batch of {s.batch_size})"
+
+
+def _join(parts: Iterable[str], between: str = "; ") -> str:
+    return between.join(parts)
+
+
+def _mb(size: float) -> str:
+    return f"{size / MB:.3g} MB"

@@ -1,0 +1,334 @@
+"""leak_cnn's claims: what a CPU can show of them, and how what only a GPU shows is judged."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from suite.claims import leak_cnn, measuring, record
+from suite.claims.record import CONFIRMED, DEPENDS, REFUTED, UNMEASURED, VERDICTS
+from suite.commands.claims import claims
+from suite.leak_cnn.config import TrainConfig
+
+SMALL = dataclasses.replace(leak_cnn.setting(torch.device("cpu")), batch_size=4, rounds=2)
+CHECKS = leak_cnn.CHECKS.all
+ON_GPU = ["C16", "C18", "C20", "C22", "C23"]
+
+
+def test_every_claim_of_the_source_has_a_function_and_a_text() -> None:
+    assert list(CHECKS) == [f"C{n}" for n in range(13, 24)]
+    assert all(check.said.endswith(".") and callable(check.measure) for check in CHECKS.values())
+
+
+def test_what_says_something_of_a_gpu_is_not_measured_without_one() -> None:
+    assert [c.id for c in CHECKS.values() if c.gpu] == ON_GPU
+    assert {CHECKS[name].answer(SMALL) for name in ON_GPU} == {(UNMEASURED, "there is no GPU")}
+
+
+# --- on a CPU -------------------------------------------------------------------------------------------------------
+
+
+def test_launches_go_by_tensors() -> None:
+    verdict, told = leak_cnn.launches(SMALL)
+    assert verdict == REFUTED
+    assert "With 1,144,838 parameters instead of 618,758, in 12 tensors as before, as many" in told
+
+
+def test_millions_of_launches_would_confirm_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = iter([6_000_000, 36, 1, 12_000_000, 36, 1])
+    monkeypatch.setattr(leak_cnn, "_launches", lambda setting, call: next(numbers))
+    verdict, told = leak_cnn.launches(SMALL)
+    assert verdict == CONFIRMED
+    assert "one by one 12000000" in told
+
+
+def test_memory_is_of_the_source_s_batch() -> None:
+    verdict, told = leak_cnn.memory(SMALL)
+    assert verdict == REFUTED
+    assert "5632×64×16×1×4 bytes, is 23.1 MB" in told
+    assert told.endswith("(from a batch of 4)")
+
+
+def test_nothing_less_is_kept_for_the_backward() -> None:
+    assert leak_cnn.activations(SMALL)[0] == REFUTED
+    beside, inplace = (leak_cnn._memory(SMALL, activation, False) for activation in leak_cnn._ACTIVATIONS)
+    assert beside.kept == inplace.kept
+    assert inplace.kept >= 4 * 5632 * (32 * 32 + 64 * 32 + 128 * 16)  # the results of ReLU are, at the least
+
+
+@pytest.mark.parametrize(
+    ("forward", "step", "verdict"), [(2.3, 2.4, CONFIRMED), (2.3, 0, DEPENDS), (0, 0, REFUTED), (23, 46, REFUTED)]
+)
+def test_what_is_claimed_of_memory_is_met_within_a_tenth(
+    forward: float, step: float, verdict: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def memory(setting: Any, activation: Any, compiled: bool) -> leak_cnn._Memory:
+        more = 1e6 * (activation is not torch.relu_)
+        return leak_cnn._Memory(kept=115.4 * more, forward=forward * more, step=step * more)
+
+    monkeypatch.setattr(leak_cnn, "_memory", memory)
+    assert leak_cnn.memory(SMALL)[0] == verdict
+    assert leak_cnn.activations(SMALL)[0] == CONFIRMED
+
+
+def test_what_lives_at_once_is_added_up() -> None:
+    given = torch.zeros(1000)
+    with leak_cnn._Operations([given]) as seen:
+        first = given + 1
+        del first
+        second, view = given * 2, given.view(10, 100)
+    assert (seen.peak, seen.live(), seen.count) == (4000, 4000, 3)
+    del second, view
+    assert seen.live() == 0
+
+
+def test_batches_depend_on_what_is_left_over() -> None:
+    pytest.importorskip("h5py", reason="h5py is not installed: pip install 'perfsuite[train]'")
+    verdict, told = leak_cnn.batches(SMALL)
+    assert verdict == DEPENDS
+    assert "the 576 segments that 7 batches of 5632 leave of 40,000" in told
+    assert "makes 8 unless" in told
+    assert "do: 7 and 7 steps on 800 segments" in told
+    assert "to 5 batches of 2048" in told
+
+
+@pytest.mark.parametrize(
+    ("fork", "spawn", "verdict", "says"),
+    [
+        ((0.05, 0.051), (2.0, 2.1), REFUTED, "2e+03 ms later"),
+        ((0.3, 0.301), (0.22, 0.222), CONFIRMED, "79.5 ms sooner"),
+    ],
+)
+def test_workers_are_judged_by_when_their_first_batch_comes(
+    fork: tuple[float, ...], spawn: tuple[float, ...], verdict: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leak_cnn, "interleaved", lambda *given, count: {"fork": [*fork], "spawn": [*spawn]})
+    found, told = leak_cnn.spawning(SMALL)
+    assert found == verdict
+    assert says in told
+
+
+@pytest.mark.parametrize("way", ["fork", "spawn"])
+def test_a_worker_is_started_and_ended(way: str) -> None:
+    if way not in torch.multiprocessing.get_all_start_methods():
+        pytest.skip(f"no {way} here")
+    leak_cnn._first_batch(way)
+    assert not torch.multiprocessing.active_children()
+
+
+def test_fullgraph_removes_no_break() -> None:
+    verdict, told = leak_cnn.fullgraph(SMALL)
+    assert verdict == REFUTED
+    assert told == (
+        "the network is 1 graph without it and 1 with it, the same. Where there is a break (2 graphs) it is an error, "
+        "and removes none"
+    )
+
+
+@pytest.mark.parametrize(
+    ("full", "verdict"),
+    [((1.0, 1.01, 1.02), REFUTED), ((0.95, 0.96, 0.965), CONFIRMED), ((0.9, 1.0, 1.1), REFUTED)],
+)
+def test_a_gain_of_fullgraph_is_judged_by_time(
+    full: tuple[float, ...], verdict: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leak_cnn, "_compiled_step", lambda setting, whole: lambda: None)
+    monkeypatch.setattr(leak_cnn, "interleaved", lambda *given: {"False": [1.0, 1.01, 1.02], "True": [*full]})
+    assert leak_cnn.fullgraph(dataclasses.replace(SMALL, compiled=True))[0] == verdict
+
+
+# --- what a GPU shows, on figures that are given ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("each", "verdict"), [((1.03, 1.035, 1.04), DEPENDS), ((1.5, 1.6, 1.7), REFUTED), ((0.9, 1.0, 1.1), REFUTED)]
+)
+def test_syncs_are_judged_by_their_share_of_an_epoch(
+    each: tuple[float, ...], verdict: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = {"each": [t / 1e2 for t in each], "once": [0.01, 0.01, 0.01]}
+    monkeypatch.setattr(leak_cnn, "interleaved", lambda *given, count: times)
+    found, told = leak_cnn.syncs_saved(SMALL)
+    assert found == verdict
+    assert told.startswith("on ") == (verdict == DEPENDS)
+
+
+def test_an_epoch_of_steps_reads_each_loss_or_their_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    def once_each(device: Any, rounds: int, calls: Mapping[str, Callable[[], None]], count: int) -> Any:
+        for call in calls.values():
+            call()
+        return {"each": [60.0, 60.1], "once": [58.0, 58.1]}
+
+    monkeypatch.setattr(leak_cnn, "interleaved", once_each)
+    verdict, _ = leak_cnn.syncs_saved(SMALL)
+    assert verdict == CONFIRMED  # where the epoch is as long as the source's
+
+
+@pytest.mark.parametrize(
+    ("alone", "every", "verdict"), [(1, 1, CONFIRMED), (8, 1, DEPENDS), (8, 0, DEPENDS), (8, 8, REFUTED)]
+)
+def test_syncs_depend_on_what_else_waits(alone: int, every: int, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("h5py", reason="h5py is not installed: pip install 'perfsuite[train]'")
+    syncs = {"reference": 50, "alone": alone, "resident": 8, "all": every}
+    monkeypatch.setattr(leak_cnn, "_trained", lambda *given, **options: lambda: None)
+    monkeypatch.setattr(leak_cnn, "count_calls", lambda sides: {name: (syncs[name], 0) for name in sides})
+    assert leak_cnn.syncs(SMALL)[0] == verdict
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """What a call is said to take by what its name ends with; all run in this process."""
+    told: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def apart(made: Mapping[str, measuring.Make]) -> Iterator[dict[str, Callable[[], float]]]:
+        calls = {}
+        for name, (make, given) in made.items():
+            make(*given)()
+            seconds = next(seconds for end, seconds in told.items() if name.endswith(end))
+            calls[name] = functools.partial(next, itertools.cycle([seconds, 1.001 * seconds]))
+        yield calls
+
+    monkeypatch.setattr(leak_cnn, "apart", apart)
+    return told
+
+
+@pytest.mark.parametrize(("off", "on", "verdict"), [(1.0, 0.92, CONFIRMED), (1.0, 0.99, REFUTED)])
+def test_cudnn_is_judged_in_either_precision(
+    off: float, on: float, verdict: str, here: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leak_cnn, "TOGETHER", 1)
+    here |= {"False": off, "True": on}
+    found, told = leak_cnn.autotune(SMALL)
+    assert found == verdict
+    assert "float32: 1" in told
+    assert "float16, channels last: 1" in told
+
+
+def test_what_is_implemented_is_timed_from_the_file_and_on_the_device(
+    here: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr(leak_cnn, "audio_of", lambda data: None)
+    monkeypatch.setattr(leak_cnn, "_epochs", lambda config, audio, device: lambda: asked.append(config))
+    here |= {"read from the fileFalse": 1.0, "read from the fileTrue": 0.99, "False": 0.1, "True": 0.08}
+    verdict, told = leak_cnn.together(SMALL)
+    assert verdict == DEPENDS
+    assert told.startswith("on where the segments are. segments read from the file: 1e+03 ms")
+    assert told.endswith("The source's own rows add up to 22 to 48%")
+    assert [(c.resident_dataset, c.fused_adamw, c.autocast_fp16) for c in asked] == [
+        (False, False, True),
+        (False, True, True),
+        (True, False, True),
+        (True, True, True),
+    ]
+
+
+def test_what_cannot_be_compiled_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*given: Any) -> Any:
+        raise torch._dynamo.exc.TorchDynamoException("no compiler\nand more")
+
+    monkeypatch.setattr(leak_cnn, "_memory", refused)
+    monkeypatch.setattr(leak_cnn, "_graphs", refused)
+    for measure in (leak_cnn.memory, leak_cnn.activations, leak_cnn.fullgraph):
+        assert measure(SMALL) == (UNMEASURED, "it cannot be compiled: no compiler")
+
+
+def test_an_epoch_that_was_not_compiled_is_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Uncompiled:
+        def __init__(self, *given: Any) -> None:
+            self.seen: list[int] = []
+
+        def train_window(self, batch: Mapping[str, torch.Tensor]) -> None:
+            self.seen.append(int(batch["epoch"]))
+            if self.seen == [0, 1]:
+                warnings.warn("leak_cnn's step runs uncompiled: why", RuntimeWarning, stacklevel=2)
+
+    monkeypatch.setattr(leak_cnn, "implementation", lambda *given, optimized: Uncompiled)
+    epoch = leak_cnn._epochs(TrainConfig(), None, SMALL.device)
+    epoch()
+    with pytest.raises(leak_cnn._UncompiledError, match="leak_cnn's step runs uncompiled: why"):
+        epoch()
+
+
+def test_of_several_answers_the_clear_ones_decide() -> None:
+    noisy, yes, no = (UNMEASURED, "?"), (CONFIRMED, "yes"), (REFUTED, "no")
+    assert leak_cnn._together([noisy, yes], "size") == (CONFIRMED, "?; yes")
+    assert leak_cnn._together([noisy, noisy], "size") == (UNMEASURED, "?; ?")
+    assert leak_cnn._together([no, yes], "size") == (DEPENDS, "on size. no; yes")
+
+
+@pytest.mark.parametrize(
+    ("capability", "supported", "verdict"),
+    [((12, 0), True, UNMEASURED), ((7, 5), False, UNMEASURED), ((9, 0), True, REFUTED)],
+)
+def test_bfloat16_is_judged_where_the_capability_is_less(
+    capability: tuple[int, int], supported: bool, verdict: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: supported)
+    times = {"float32": [1.0, 1.1], "bfloat16": [0.1, 0.11]}
+    monkeypatch.setattr(leak_cnn, "interleaved", lambda *given: times)
+    assert leak_cnn.bfloat16(SMALL)[0] == verdict
+
+
+# --- processes ------------------------------------------------------------------------------------------------------
+
+
+def _counting(path: str) -> Callable[[], object]:
+    calls = []
+
+    def call() -> None:
+        calls.append(os.getpid())
+        Path(path).write_text(" ".join(map(str, calls)))
+        if len(calls) == 3:
+            raise ValueError("three times")
+
+    return call
+
+
+def test_what_is_timed_apart_has_a_process_of_its_own_and_its_error_is_raised_here(tmp_path: Path) -> None:
+    path = tmp_path / "calls"
+    with measuring.apart({"one": (_counting, (str(path),))}) as calls:
+        assert calls["one"]() >= 0
+        calls["one"]()
+        first, second = path.read_text().split()
+        with pytest.raises(ValueError, match="three times"):
+            calls["one"]()
+    assert first == second != str(os.getpid())
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(first), 0)
+
+
+# --- the command, and a GPU -----------------------------------------------------------------------------------------
+
+
+def test_the_command_measures_leak_cnn_s_claims(tmp_path: Path) -> None:
+    asked = ["leak_cnn", "--only", "C13", "--only", "C23", "--device", "cpu", "--out", str(tmp_path)]
+    done = CliRunner().invoke(claims, asked)
+    assert done.exit_code == 0, done.output
+    found = record.load(tmp_path / "claims.json")
+    assert {name: (c.trainer, c.verdict) for name, c in found.items()} == {
+        "C13": ("leak_cnn", REFUTED),
+        "C23": ("leak_cnn", UNMEASURED),
+    }
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CHECKS)
+def test_on_a_gpu_every_claim_has_a_verdict(name: str) -> None:
+    given = leak_cnn.Setting(device=torch.device("cuda"), rounds=2, workers=0, data=leak_cnn.FEW, batch_size=112)
+    verdict, told = CHECKS[name].answer(given)
+    assert verdict in VERDICTS
+    assert told
