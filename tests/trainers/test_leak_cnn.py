@@ -9,6 +9,7 @@ import math
 import random
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -692,3 +693,33 @@ def test_on_a_gpu_memory_stays_flat_over_a_hundred_epochs():
         torch.cuda.synchronize()
         peaks.append(torch.cuda.max_memory_allocated())
     assert len(set(peaks[8:])) == 1, f"{min(peaks[8:])} to {max(peaks[8:])} bytes"
+
+
+def test_the_host_waits_for_the_report_before_the_last_one(monkeypatch):
+    """Of a device whose work is done when it is waited for."""
+    made, waited = [], []
+
+    class Event:
+        def record(self):
+            made.append(self)
+            self.number = len(made)
+
+        def query(self):
+            return self.number in waited
+
+        def synchronize(self):
+            waited.append(self.number)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    reports = module._Reports(torch.device("cpu"))
+    reports._cuda, reports._free = True, [torch.zeros(1) for _ in range(4)]
+    for number in range(1, 5):
+        reports.send(
+            torch.tensor([float(number)]),
+            lambda whole: SimpleNamespace(n=whole.item(), validation=None, wrong=lambda: None),
+        )
+        found = reports.wait(1)
+        assert waited == list(range(1, number))
+        assert (found.n if found else 0) == number - 1
+    assert reports.wait(0).n == 4
+    assert waited == [1, 2, 3, 4]
