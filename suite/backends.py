@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
@@ -21,23 +21,21 @@ def tf32_products(*, allowed: bool) -> Iterator[None]:
         torch.backends.cudnn.allow_tf32 = convolutions
 
 
-@contextmanager
-def deterministic_convolutions() -> Iterator[None]:
+def deterministic_convolutions() -> AbstractContextManager[None]:
     """cuDNN takes algorithms alone whose sums have an order: the same bits at every run."""
-    before = torch.backends.cudnn.deterministic
-    torch.backends.cudnn.deterministic = True
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.deterministic = before
+    return _cudnn("deterministic", True)
+
+
+def cudnn_benchmark(*, on: bool) -> AbstractContextManager[None]:
+    """Whether cuDNN times its algorithms at the first call of each shape and keeps the fastest."""
+    return _cudnn("benchmark", on)
 
 
 @contextmanager
-def cudnn_benchmark(*, on: bool) -> Iterator[None]:
-    """Whether cuDNN times its algorithms at the first call of each shape and keeps the fastest."""
-    before = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = on
+def _cudnn(name: str, value: bool) -> Iterator[None]:
+    before = getattr(torch.backends.cudnn, name)
+    setattr(torch.backends.cudnn, name, value)
     try:
         yield
     finally:
-        torch.backends.cudnn.benchmark = before
+        setattr(torch.backends.cudnn, name, before)

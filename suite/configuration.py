@@ -23,6 +23,12 @@ if TYPE_CHECKING:
 REMEDY = "install it with: pip install 'perfsuite[train]'"
 
 
+def need(holds: bool, name: str, value: object, remedy: str) -> None:
+    """ValueError where a field cannot have the value, for a configuration's `__post_init__`."""
+    if not holds:
+        raise ValueError(f"{name}={value!r}: {remedy}")
+
+
 class ConfigurationError(PerfsuiteError):
     """A field that there is not, a value of a wrong type, or a file that cannot be read."""
 

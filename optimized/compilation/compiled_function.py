@@ -3,7 +3,7 @@
 import functools
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -41,16 +41,15 @@ def compile_if_possible(function: Callable[..., Any], name: str, **options: Any)
     name  what the warning calls it
     """
     compiled = compile_quietly(function, **options)
-    # Graphs are captured when it runs, which warns of empty ones.
-    replays = bool((options.get("options") or {}).get("triton.cudagraphs"))
+    if (options.get("options") or {}).get("triton.cudagraphs"):
+        compiled = _quiet()(compiled)  # graphs are captured when it runs, which warns of empty ones
     failed = []
 
     def call(*args: Any) -> Any:
         if failed:
             return function(*args)
         try:
-            with _quiet() if replays else nullcontext():
-                return compiled(*args)
+            return compiled(*args)
         except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
             failed.append(error)
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]

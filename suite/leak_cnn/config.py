@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from suite.configuration import need
 from suite.leak_cnn.model import CHANNELS, DROPOUT, HIDDEN
 from suite.leak_cnn.scaling import Scaling
 
@@ -96,20 +97,20 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "val_batch_size", "hidden", "epochs", "warmup_steps", "prefetch_factor"):
-            _need(getattr(self, name) >= 1, name, getattr(self, name), "use 1 or more")
-        _need(all(c >= 1 for c in self.channels), "channels", self.channels, "use 1 or more of each")
+            need(getattr(self, name) >= 1, name, getattr(self, name), "use 1 or more")
+        need(all(c >= 1 for c in self.channels), "channels", self.channels, "use 1 or more of each")
         for name in ("validate_every", "num_workers", "weight_decay"):
-            _need(getattr(self, name) >= 0, name, getattr(self, name), "use 0 or more")
+            need(getattr(self, name) >= 0, name, getattr(self, name), "use 0 or more")
         for name in ("learning_rate", "clip"):
             value = getattr(self, name)
-            _need(0 < value < math.inf, name, value, "use a number above 0")
-        _need(0 <= self.dropout < 1, "dropout", self.dropout, "use 0 or more and less than 1")
-        _need(0 <= self.threshold <= 1, "threshold", self.threshold, "a probability; use 0 to 1")
-        _need(0 <= self.seed < 2**63, "seed", self.seed, "use 0 to 2^63 - 1")
+            need(0 < value < math.inf, name, value, "use a number above 0")
+        need(0 <= self.dropout < 1, "dropout", self.dropout, "use 0 or more and less than 1")
+        need(0 <= self.threshold <= 1, "threshold", self.threshold, "a probability; use 0 to 1")
+        need(0 <= self.seed < 2**63, "seed", self.seed, "use 0 to 2^63 - 1")
         size = self.limit_bytes
-        _need(size is None or size >= 0, "limit_bytes", size, "use 0 or more, or null")
+        need(size is None or size >= 0, "limit_bytes", size, "use 0 or more, or null")
         both = self.autocast_bf16 and self.autocast_fp16
-        _need(not both, "autocast_fp16", True, "a product has one precision; switch autocast_bf16 off")
+        need(not both, "autocast_fp16", True, "a product has one precision; switch autocast_bf16 off")
 
     @property
     def scaling(self) -> Scaling:
@@ -167,8 +168,3 @@ def without_techniques(config: TrainConfig) -> TrainConfig:
     """The same configuration with every switch off."""
     off: dict[str, Any] = dict.fromkeys((*TECHNIQUES, *TRADES), False)
     return dataclasses.replace(config, **off)
-
-
-def _need(holds: bool, name: str, value: object, remedy: str) -> None:
-    if not holds:
-        raise ValueError(f"{name}={value!r}: {remedy}")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from suite.configuration import need
+
 FIELD_CHANNELS = (16, 16)
 """Inner shape of the field; its 256 values condition the model and take up what is retrieved."""
 
@@ -80,33 +82,33 @@ class TrainConfig:
     def __post_init__(self) -> None:
         channels = FIELD_CHANNELS[0] * FIELD_CHANNELS[1]
         for name in ("batch_size", "heads", "blocks", "lattice", "memory_slots", "window", "warmup_steps"):
-            _need(getattr(self, name) >= 1, name, getattr(self, name), "use 1 or more")
-        _need(
+            need(getattr(self, name) >= 1, name, getattr(self, name), "use 1 or more")
+        need(
             self.batch_size <= self.memory_slots,
             "batch_size",
             self.batch_size,
             f"use at most memory_slots={self.memory_slots}: a window writes a slot an item",
         )
-        _need(1 <= self.sequence_length <= 512, "sequence_length", self.sequence_length, "use 1 to 512 tokens")
-        _need(self.width >= channels, "width", self.width, f"the field takes up {channels} channels; use more")
-        _need(self.width % self.heads == 0, "width", self.width, f"use a multiple of heads={self.heads}")
+        need(1 <= self.sequence_length <= 512, "sequence_length", self.sequence_length, "use 1 to 512 tokens")
+        need(self.width >= channels, "width", self.width, f"the field takes up {channels} channels; use more")
+        need(self.width % self.heads == 0, "width", self.width, f"use a multiple of heads={self.heads}")
         n = self.coordinates
-        _need(2 <= n <= self.width and n % 2 == 0, "coordinates", n, "rotors join pairs; use an even number")
-        _need(self.rotor_k >= 0, "rotor_k", self.rotor_k, "use 0 or more")
-        _need(self.beta_nudge > 0, "beta_nudge", self.beta_nudge, "the update divides by it; use more than 0")
-        _need(self.step_progress_every >= 0, "step_progress_every", self.step_progress_every, "use 0 or more")
-        _need(0 <= self.seed < 2**63, "seed", self.seed, "use 0 to 2^63 - 1")
+        need(2 <= n <= self.width and n % 2 == 0, "coordinates", n, "rotors join pairs; use an even number")
+        need(self.rotor_k >= 0, "rotor_k", self.rotor_k, "use 0 or more")
+        need(self.beta_nudge > 0, "beta_nudge", self.beta_nudge, "the update divides by it; use more than 0")
+        need(self.step_progress_every >= 0, "step_progress_every", self.step_progress_every, "use 0 or more")
+        need(0 <= self.seed < 2**63, "seed", self.seed, "use 0 to 2^63 - 1")
         if self.use_cudagraphs:
-            _need(self.static_shapes, "static_shapes", False, "a graph has one shape; switch use_cudagraphs off")
+            need(self.static_shapes, "static_shapes", False, "a graph has one shape; switch use_cudagraphs off")
             size = self.capture_batch_size
-            _need(
+            need(
                 size in (None, self.batch_size),
                 "capture_batch_size",
                 size,
                 f"use batch_size={self.batch_size}, or None",
             )
             every = self.step_progress_every
-            _need(not every, "step_progress_every", every, "a report waits, and a graph cannot; use 0")
+            need(not every, "step_progress_every", every, "a report waits, and a graph cannot; use 0")
 
     @property
     def eta(self) -> float:
@@ -157,8 +159,3 @@ def short_windows(config: TrainConfig) -> tuple[TrainConfig, TrainConfig, int] |
     if config.window <= 2 or config.step_progress_every:
         return None
     return dataclasses.replace(config, window=1), dataclasses.replace(config, window=2), config.window - 1
-
-
-def _need(holds: bool, name: str, value: object, remedy: str) -> None:
-    if not holds:
-        raise ValueError(f"{name}={value!r}: {remedy}")

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import click
 import pytest
-import torch
 from click.testing import CliRunner, Result
 
 from suite.commands.ablate import ablate
@@ -21,23 +19,10 @@ SIZES = ["--batch_size", "150", "--channels", "[4, 4, 4]", "--hidden", "8", "--n
 TINY = [*SIZES, "--train_files", "5", "--validation_files", "5", "--use_compile", "false", "--device", "cpu"]
 
 
-@pytest.fixture(autouse=True)
-def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Where the data set is made once."""
     return str(tmp_path_factory.mktemp("cache"))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def invoked(command: click.Command, cache: str, *arguments: str) -> Result:

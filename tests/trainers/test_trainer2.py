@@ -133,15 +133,6 @@ trainer2 = Pair(
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Products this small are slower on several."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def batches(count, config=SMALL):
     """The same items for every trainer, the last tokens of some of them padding."""
     generator = torch.Generator().manual_seed(5)
