@@ -25,6 +25,7 @@ from perfsuite.equivalence import C, K
 from reference.trainers.leak_cnn import Trainer as Reference
 from suite.leak_cnn.classes import CLASSES, LEAK
 from suite.leak_cnn.config import TECHNIQUES, TRADES, TrainConfig, without_techniques
+from suite.leak_cnn.conventional import Conventional, SetUp
 from suite.leak_cnn.dataset import Split
 from suite.leak_cnn.epochs import Epochs
 from suite.leak_cnn.features import MELS, SHORTS
@@ -222,6 +223,16 @@ def test_both_learn_the_same_over_fifty_steps(known):
     assert len(known[0][0]) == SMALL.epochs * STEPS == 50
     assert share_of_budget(curve(Optimized(SMALL, sounds(), "cpu")), known) <= 1
     assert known[0][2].max() > 0
+
+
+@pytest.mark.parametrize("where", ["file", "memory", "batches"])
+def test_the_conventional_set_up_learns_the_same(where, known):
+    rival = Conventional(SMALL, sounds(), "cpu", SetUp(where=where, workers=0, mode=None))
+    losses = []
+    for epoch in range(SMALL.epochs):
+        rival.train_window({"epoch": torch.tensor(epoch)})
+        losses += rival.losses
+    assert share_of_budget([torch.tensor(losses, dtype=torch.float64)], known[:1]) <= 1
 
 
 def test_at_the_source_s_size_both_begin_the_same():
