@@ -2,8 +2,9 @@
 
 The reference trainer, the optimized one in float32 and in bfloat16, and a good conventional set-up over a small grid of
 how it loads and compiles: first each set-up of the grid alone, then its best three beside the trainers, interleaved,
-without validation. The first epoch of each, in a process of its own with no compiler's cache, tells after how many
-epochs compiling has paid. Prints tables, and writes them with all times to DIR.
+without validation. Validation is timed apart: epochs with it beside epochs without, and the files judged by themselves.
+The first epoch of each, in a process of its own with no compiler's cache, tells after how many epochs compiling has
+paid, and what memory it takes. Prints tables, and writes them with all times to DIR.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 from optimized.trainers.leak_cnn import Trainer as Optimized  # noqa: E402
+from reference.evaluation.file_level_eval import file_level_eval  # noqa: E402
 from reference.trainers.leak_cnn import Trainer as Reference  # noqa: E402
-from suite.ablation import paired  # noqa: E402
+from suite.ablation import mean, paired  # noqa: E402
 from suite.leak_cnn.config import TrainConfig, without_techniques  # noqa: E402
 from suite.leak_cnn.conventional import Conventional, SetUp  # noqa: E402
 from suite.leak_cnn.dataset import LeakAudio, open_data  # noqa: E402
@@ -64,11 +66,17 @@ ALONE = {
     "optimized, cuDNN autotuned": (Optimized, {**CUDNN, "cudnn_autotune": True}, True),
 }
 """Of these only the first epochs are timed: within one process cuDNN gives both what the first of them found."""
+JUDGING = {
+    "reference": OWN["reference"],
+    "optimized, file by file": (Optimized, {"autocast_bf16": True, "file_level_eval": False}, True),
+    "optimized": OWN["optimized"],
+}
+"""Those whose validation is timed."""
 
 
 def built(name: str, data: LeakAudio, device: str, config: TrainConfig) -> Any:
     """The trainer of that name."""
-    every = {**OWN, **ALONE}
+    every = {**OWN, **ALONE, **JUDGING}
     if name not in every:
         set_up = next(s for s in GRID if str(s) == name)
         return Conventional(dataclasses.replace(config, autocast_bf16=True), data, device, set_up)
@@ -120,7 +128,10 @@ def first_epoch(name: str, path: str, device: str, config: TrainConfig) -> dict[
         made = time.perf_counter() - began
         first = found.seconds()
         later = [found.seconds() for _ in range(6)]
-    return {"build": made, "first": first, "second": later[0], "later": statistics.median(later[2:])}
+        peak = torch.cuda.max_memory_allocated() if device != "cpu" else 0
+        held = torch.cuda.max_memory_reserved() if device != "cpu" else 0
+    times = {"build": made, "first": first, "second": later[0], "later": statistics.median(later[2:])}
+    return {**times, "peak_bytes": peak, "reserved_bytes": held}
 
 
 def in_own_process(name: str, path: str, device: str, config: TrainConfig) -> dict[str, float]:
@@ -161,23 +172,77 @@ def interleaved(
             one.close()
 
 
+def judged(data: LeakAudio, device: str, config: TrainConfig, rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Arm → "without" and "with" a validation: seconds of an epoch in each round; of the reference's "files" alone."""
+    every = dataclasses.replace(config, validate_every=1)
+    made = {
+        (name, how): Arm(name, data, device, own)
+        for name in JUDGING
+        for how, own in (("without", config), ("with", every))
+    }
+    files = data.read("validation").by_file()[0].to(device)
+    plain = made["reference", "with"].trainer
+
+    def alone() -> float:
+        began = time.perf_counter()
+        with torch.no_grad():
+            file_level_eval(plain._logits, files.to(plain.dtype), config.threshold)  # answers on the host
+        return time.perf_counter() - began
+
+    try:
+        for (name, _), one in made.items():
+            for _ in range(2 if name == "reference" else 5):
+                one.seconds()
+        alone()
+        found: dict[str, dict[str, list[float]]] = {name: {} for name in JUDGING}
+        for _ in range(rounds):
+            for (name, how), one in made.items():
+                found[name].setdefault(how, []).append(one.seconds())
+            found["reference"].setdefault("files", []).append(alone())
+        return found
+    finally:
+        for one in made.values():
+            one.close()
+
+
 def tables(found: dict[str, Any]) -> Iterator[Table]:
     """What was found, for people."""
-    table = Table("an epoch", "median", "reference over it", "best conventional over it", title="interleaved")
+    table = Table(
+        "an epoch", "median", "segments a second", "reference over it", "best conventional over it", title="interleaved"
+    )
     times = found["interleaved"]
     rival = min((n for n in times if n in found["grid"]), key=lambda n: statistics.median(times[n]))
     for name, seconds in times.items():
         found_ratios = [paired(times[base], seconds) for base in ("reference", rival)]
         ratios = [f"{r.value:.2f}× ({r.low:.2f}–{r.high:.2f})" for r in found_ratios]
-        table.add_row(name, f"{1e3 * statistics.median(seconds):.2f} ms", *ratios)
+        median = statistics.median(seconds)
+        table.add_row(name, f"{1e3 * median:.2f} ms", f"{found['segments'] / median:,.3g}", *ratios)
+    yield table
+    table = Table(
+        "validation", "an epoch", "with validation", "the files alone", "share of an epoch with it", title="apart"
+    )
+    for name, own in found["judged"].items():
+        share = mean([100 * (1 - a / b) for a, b in zip(own["without"], own["with"], strict=True)])
+        told = [f"{1e3 * statistics.median(own[k]):.2f} ms" if k in own else "" for k in ("without", "with", "files")]
+        table.add_row(name, *told, f"{share[0]:.1f}% ({share[0] - share[1]:.1f}–{share[0] + share[1]:.1f})")
     yield table
     table = Table("conventional", "an epoch", title="grid, each alone")
     for name, median in sorted(found["grid"].items(), key=lambda item: item[1]):
         table.add_row(name, f"{1e3 * median:.1f} ms")
     yield table
-    table = Table("", "built", "first epoch", "second", "later", title="from nothing, no compiler's cache")
+    table = Table(
+        "",
+        "built",
+        "first epoch",
+        "second",
+        "later",
+        "peak memory",
+        "reserved",
+        title="from nothing, no compiler's cache",
+    )
     for name, own in found["first"].items():
-        table.add_row(name, *(f"{own[k]:.3f} s" for k in ("build", "first", "second", "later")))
+        times = [f"{own[k]:.3f} s" for k in ("build", "first", "second", "later")]
+        table.add_row(name, *times, *(f"{own[k] / 1e9:.2f} GB" for k in ("peak_bytes", "reserved_bytes")))
     yield table
 
 
@@ -200,7 +265,9 @@ def main() -> int:
     found: dict[str, Any] = {"torch": torch.__version__, "data": data.digest}
     found["grid"] = grid(data, given.device, config)
     best = sorted(found["grid"], key=found["grid"].__getitem__)[:BEST]
+    found["segments"] = data.segments("train") // config.batch_size * config.batch_size
     found["interleaved"] = interleaved([*OWN, *best], data, given.device, config, given.rounds)
+    found["judged"] = judged(data, given.device, config, given.rounds)
     alone = ("reference", "optimized", "optimized, eager", best[0], *ALONE)
     found["first"] = {name: in_own_process(name, given.data, given.device, config) for name in alone}
     if given.device != "cpu":
