@@ -12,7 +12,8 @@ run: ## prove, measure and report, with what this machine has
 	@$(SETUP) && "$$python" -m perfsuite run $(ARGS)
 
 test: ## correctness of every pair and the harness's own tests (nothing is timed)
-	@$(SETUP) && "$$python" -m pytest -p perfsuite.plugin -m "not perf" $(ARGS)
+	@beside= && $(SETUP) && { ! "$$python" -c "import xdist" 2>/dev/null || beside="-n auto --dist worksteal"; } && \
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} "$$python" -m pytest -p perfsuite.plugin -m "not perf" $$beside $(ARGS)
 
 check: ## formatting, lint and types
 	@$(SETUP) && { "$$python" -c "import ruff, mypy" 2>/dev/null || \

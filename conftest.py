@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
+import pytest
+
+MOST_WORKERS = 8
+"""Each takes a gigabyte of memory or two, and on a GPU a context of it."""
+
 pytest_plugins = ["perfsuite.plugin"]
 
 
@@ -10,3 +17,9 @@ def pytest_configure() -> None:
     import torch
 
     torch.backends.cudnn.allow_tf32 = False
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Of `-n auto`: a worker for each core that this process may use."""
+    return min(MOST_WORKERS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)

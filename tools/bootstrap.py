@@ -28,13 +28,14 @@ NEWER = ("python3.13", "python3.12", "python3.11")
 
 # Of pyproject.toml; INSPECT names them too.
 EXTRAS = "test,train"
-# Without these the tests run: `make check`, figures and packaging need them, and a few tests of the trainers, which
-# are skipped then.
+# Without these the tests run: `make check`, figures, packaging and tests beside each other need them, and a few tests
+# of the trainers, which are skipped then.
 OPTIONAL = {
     "mypy",
     "ruff",
     "matplotlib",
     "build",
+    "pytest-xdist",
     "h5py",
     "jsonargparse",
     "pyyaml",

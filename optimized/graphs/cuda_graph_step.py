@@ -1,5 +1,6 @@
 """A step captured once as a CUDA graph and replayed through static inputs (trainer2, technique 000.7)."""
 
+import gc
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Sequence
@@ -40,6 +41,9 @@ class CudaGraphs:
         # graph's memory; one made before would be freed when another graph of the stream ends (pytorch issue 193402),
         # or when torch.compile records one of its own, and a replay would write to memory that is no longer there.
         torch._C._cuda_clearCublasWorkspaces()
+        # Garbage of elsewhere must not be collected now: what it calls of CUDA is no part of the step, and can void it.
+        collected = gc.isenabled()
+        gc.disable()
         try:
             # Threads that load data may go on with CUDA meanwhile.
             with torch.cuda.graph(graph, stream=self._stream(device), capture_error_mode="thread_local"):
@@ -52,6 +56,8 @@ class CudaGraphs:
             raise
         finally:
             torch._C._cuda_clearCublasWorkspaces()  # nobody else may use this graph's
+            if collected:
+                gc.enable()
         return result, graph.replay
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:

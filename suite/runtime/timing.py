@@ -85,7 +85,8 @@ class Trace:
             kinds = [torch.profiler.ProfilerActivity.CPU]
             if self._device.type == "cuda":
                 kinds.append(torch.profiler.ProfilerActivity.CUDA)
-            self._profiler = torch.profiler.profile(activities=kinds)
+            # Said, for else torch 2.11 warns that it is not.
+            self._profiler = torch.profiler.profile(activities=kinds, acc_events=True)
             self._profiler.start()
 
     def after(self) -> bool:

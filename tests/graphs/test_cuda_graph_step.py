@@ -1,3 +1,4 @@
+import gc
 import subprocess
 import sys
 import warnings
@@ -327,7 +328,7 @@ def test_bad_options_are_refused(option):
 @pytest.mark.parametrize("fails", [False, True])
 def test_no_workspace_outlives_a_capture_or_comes_into_one(fails, monkeypatch):
     """Of cuBLAS, in which a graph writes by address."""
-    events = []
+    events, collecting = [], []
 
     @contextmanager
     def recording(graph, **options):
@@ -336,6 +337,7 @@ def test_no_workspace_outlives_a_capture_or_comes_into_one(fails, monkeypatch):
 
     def step():
         events.append("step")
+        collecting.append(gc.isenabled())
         if fails:
             raise RuntimeError("no")
         return 1
@@ -349,6 +351,8 @@ def test_no_workspace_outlives_a_capture_or_comes_into_one(fails, monkeypatch):
     with pytest.raises(RuntimeError) if fails else nullcontext():
         assert module.CudaGraphs().capture(step, torch.device("cuda"))[0] == 1
     assert events == ["clear", "recording", "step", "clear"]
+    assert collecting == [False]  # what is destroyed meanwhile can void the capture
+    assert gc.isenabled()
 
 
 # --- on a GPU -------------------------------------------------------------------------------------------------------

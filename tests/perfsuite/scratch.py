@@ -48,6 +48,19 @@ TWO_LINES = """
     )
 """
 SMALL = "test_scale.py::scale::speed[small]"
+OUTER = (
+    "CI",
+    "COLUMNS",
+    "GITHUB_ACTIONS",
+    "GITHUB_STEP_SUMMARY",
+    "PERFSUITE_JOB",
+    "PYTEST_ADDOPTS",
+    "PYTEST_XDIST_AUTO_NUM_WORKERS",
+    "PYTEST_XDIST_TESTRUNUID",
+    "PYTEST_XDIST_WORKER",
+    "PYTEST_XDIST_WORKER_COUNT",
+)
+"""Environment variables of the run that these tests are in, which are no concern of a run within a test."""
 
 
 class FakeWorkers:
@@ -114,7 +127,7 @@ class Project:
         self.pytester, self.monkeypatch = pytester, monkeypatch
         self.path = pytester.path
         self.workers: FakeWorkers | None = None
-        for name in ("CI", "GITHUB_ACTIONS", "GITHUB_STEP_SUMMARY", "PYTEST_ADDOPTS", "PERFSUITE_JOB", "COLUMNS"):
+        for name in OUTER:
             monkeypatch.delenv(name, raising=False)
         # Above any git repository that /tmp may lie in.
         monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(self.path.parent))

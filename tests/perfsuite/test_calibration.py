@@ -15,7 +15,7 @@ import builders
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
-from scratch import ROOT
+from scratch import OUTER, ROOT
 
 from perfsuite import cli, control, gate, machine, sampling
 from perfsuite.calibration import analysis, command, measure, record, report, resample
@@ -678,7 +678,9 @@ def test_a_block_set_aside_leaves_no_quads() -> None:
     assert {n: [len(b) for b in q] for n, q in found.items()} == {n: [3, 3] for n in runners}
 
 
-def test_a_real_run_on_the_cpu(tmp_path: Path) -> None:
+def test_a_real_run_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in OUTER:  # beside xdist pytest-benchmark takes no times
+        monkeypatch.delenv(name, raising=False)
     arguments = [
         "--device",
         "cpu",

@@ -114,7 +114,7 @@ def epochs(kind, change=lambda trainer: trainer):
             use_compile=bool(compiled),
         )
         shown = {"train": train, "validation": validation}
-        mels = {k: m[..., None].unflatten(1, (-1, SHORTS)).cpu() for k, m in shown.items()}
+        mels = {k: m[..., None].cpu() for k, m in shown.items()}
         data = Drawn(mels, {"train": train_labels.cpu(), "validation": validation_labels.cpu()})
         if kind is Optimized:
             trainer = Optimized(config, data, train.device)
@@ -136,17 +136,17 @@ def epochs(kind, change=lambda trainer: trainer):
 
 VALUES = floats(-3, 3)
 LABELS = integers(0, len(CLASSES))
-# Segments, batch and network as the source has them. The rate is so low that a ReLU which rounding sends the other way
+# Files, batch and network as the source has them. The rate is so low that a ReLU which rounding sends the other way
 # moves the weights by less than their rounding.
-SOURCE = {"F": 10000, "V": 2500, "batch_size": 5632, "width": 32, "rate": 1e-5}
+SOURCE = {"F": 500, "V": 125, "L": 40, "batch_size": 5632, "width": 32, "rate": 1e-5}
 
 
 leak_cnn = Pair(
     reference=stateful(epochs(Reference)),
     optimized=stateful(epochs(Optimized), settle=2),
     inputs={
-        "train": tensor("F", 2 * SHORTS, MELS, values=VALUES, differentiable=False),
-        "validation": tensor("V", 2 * SHORTS, MELS, values=VALUES, differentiable=False),
+        "train": tensor("F", "L", SHORTS, MELS, values=VALUES, differentiable=False),
+        "validation": tensor("V", "L", SHORTS, MELS, values=VALUES, differentiable=False),
         "train_labels": tensor("F", dtype="int64", values=LABELS),
         "validation_labels": tensor("V", dtype="int64", values=LABELS),
         "seed": scalar(integers(0, 1000)),
@@ -158,11 +158,13 @@ leak_cnn = Pair(
     },
     step_inputs={"epoch": tensor(dtype="int64", values=integers(0, SMALL.epochs))},
     gradients=False,
-    sizes={"F": size(1, 2), "V": size(1, 2)},
+    sizes={"F": size(1, 2), "V": size(1, 2), "L": size(2, 3)},
     steps=(1, 2),
     workloads=[
         Workload("epoch", **SOURCE, seed=0, compiled=1, clock="wall", device="cuda"),
-        Workload("cpu", F=8, V=2, seed=0, batch_size=4, width=1, compiled=0, rate=4e-3, clock="wall", device="cpu"),
+        Workload(
+            "cpu", F=8, V=2, L=2, seed=0, batch_size=4, width=1, compiled=0, rate=4e-3, clock="wall", device="cpu"
+        ),
     ],
 )
 
