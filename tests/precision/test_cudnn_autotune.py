@@ -1,8 +1,12 @@
+from contextlib import ExitStack
+
 import torch
 
 from optimized.precision.cudnn_autotune import cudnn_autotune as optimized
 from perfsuite import Pair, Workload
 from reference.precision.cudnn_autotune import cudnn_autotune as reference
+from suite.backends import tf32_products
+from suite.leak_cnn.costs import TRAINING, training_cost
 from suite.leak_cnn.trial import FEW, INPUTS, SIZES, Seen, drawn, near_a_threshold, off_thresholds, on_network
 
 cudnn_autotune = Pair(
@@ -17,6 +21,35 @@ cudnn_autotune = Pair(
         # None on a GPU: within one process cuDNN's cache hands both sides the plan that the first of them found.
         Workload("cpu", **FEW, clock="wall", device="cpu"),
     ],
+)
+
+
+def in_bfloat16(call, tf32):
+    """Under autocast, where TF32 changes nothing of a convolution but under what it is cached."""
+
+    def given(*arguments):
+        with ExitStack() as stack:
+            stack.enter_context(torch.autocast(arguments[1].device.type, torch.bfloat16))
+            if arguments[1].is_cuda:
+                stack.enter_context(tf32_products(allowed=tf32))
+            return call(*arguments)
+
+    return given
+
+
+# So that each side has a plan of its own.
+cudnn_autotune_bf16 = Pair(
+    reference=on_network(in_bfloat16(reference, tf32=False)),
+    optimized=on_network(in_bfloat16(optimized, tf32=True)),
+    inputs=INPUTS,
+    sizes=SIZES,
+    precision="bfloat16",
+    gradients=False,
+    workloads=[
+        Workload("step5632", **TRAINING, device="cuda"),
+        Workload("cpu_bfloat16", **FEW, clock="wall", device="cpu"),
+    ],
+    cost=training_cost("bfloat16", within=True),
 )
 
 
