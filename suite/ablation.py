@@ -24,6 +24,7 @@ from statistics import fmean, median, stdev
 from typing import TYPE_CHECKING, Any
 
 from perfsuite.errors import PerfsuiteError
+from perfsuite.report import units
 from perfsuite.report.files import write
 from suite import plotting as plots
 
@@ -297,7 +298,7 @@ def _lines(record: Record, picture: str | None) -> Iterator[str]:
     yield ""
     count = len(record.arm(ALL).seconds)
     yield (
-        f"A window takes {in_ms(record.arm(REFERENCE))} in the reference trainer and {in_ms(record.arm(ALL))} in "
+        f"A window takes {typical(record.arm(REFERENCE))} in the reference trainer and {typical(record.arm(ALL))} in "
         f"the optimized one: **{_times(total)}**. Every arm was timed in each of {count} interleaved rounds, "
         f"{record.windows} window{'s' * (record.windows > 1)} at a time; ratios are taken within a round, intervals "
         "are 95%."
@@ -357,7 +358,7 @@ def plot(record: Record, path: Path) -> None:
             else:
                 gain = ms[row - 1] - value
                 axes.barh(row, gain, left=value, color="#55a868" if gain >= 0 else "#c44e52")
-            axes.text(value if whole else max(value, ms[row - 1]), row, f" {value:.3g} ms", va="center")
+            axes.text(value if whole else max(value, ms[row - 1]), row, f" {units.seconds(value / 1e3)}", va="center")
         axes.set_yticks(range(len(labels)), labels)
         axes.invert_yaxis()
         axes.set_xlabel("milliseconds a window")
@@ -369,16 +370,17 @@ def plot(record: Record, path: Path) -> None:
 def _figures(arm: Timed) -> str:
     memory = "–" if arm.peak_bytes is None else f"{arm.peak_bytes / 2**20:.0f} MiB"
     counts = ["–" if c is None else str(c) for c in (arm.host_syncs, arm.launches)]
-    return f"{in_ms(arm)} | {memory} | {counts[0]} | {counts[1]} |"
+    return f"{typical(arm)} | {memory} | {counts[0]} | {counts[1]} |"
 
 
-def in_ms(arm: Timed) -> str:
-    """A window's, the median over the rounds, in words."""
-    return f"{1e3 * median(arm.seconds):.3g} ms"
+def typical(arm: Timed) -> str:
+    """A window's time, the median over the rounds, in words."""
+    return units.seconds(median(arm.seconds))
 
 
 def _times(r: Ratio) -> str:
-    return f"{r.value:.3g}× ({r.low:.3g}–{r.high:.3g})"
+    value, low, high = map(units.significant, (r.value, r.low, r.high))
+    return f"{value}× ({low}–{high})"
 
 
 def _percent(r: Ratio) -> str:

@@ -106,7 +106,9 @@ def main() -> int:
             parser.error(f"seed {seed} ended with exit code {process.returncode}; its message is above")
     every = [json.loads(text.splitlines()[-1]) for text in told]
     found = {side: [own[side] for own in every] for side in SIDES}
-    (given.out / "seeds.json").write_text(json.dumps({"options": options, "data": given.data, **found}, indent=1))
+    (given.out / "seeds.json").write_text(
+        json.dumps({"options": options, "data": open_data(given.data).digest, **found}, indent=1)
+    )
     with (given.out / "seeds.txt").open("w") as file:
         for console in (Console(width=140), Console(file=file, width=140)):
             console.print(table(found))

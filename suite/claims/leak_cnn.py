@@ -9,7 +9,6 @@ import itertools
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
 import torch
@@ -20,9 +19,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, TensorDataset
 
 from perfsuite.counting import count_calls
+from perfsuite.report import units
 from suite import ablation
 from suite.backends import cudnn_benchmark
-from suite.claims.measuring import Make, apart, counts, interleaved, percent, saved, us, within
+from suite.claims.measuring import Make, apart, counts, interleaved, percent, saved, typical, within
 from suite.claims.record import CONFIRMED, DEPENDS, REFUTED, UNMEASURED, Answer, Checks, Measure
 from suite.leak_cnn.classes import CLASSES
 from suite.leak_cnn.config import TrainConfig, without_techniques
@@ -174,9 +174,10 @@ def syncs_saved(s: Setting) -> Answer:
     low, high = saved(ablation.paired(found["each"], found["once"]))
     middle, half = ablation.mean([a - b for a, b in zip(found["each"], found["once"], strict=True)])
     told = (
-        f"what an epoch does besides: {STEPS} steps on segments that lie on the device take {us(found['each'])} read "
-        f"one by one and {us(found['once'])} read once, {percent(low, high)} less, {1e6 * middle / (STEPS - 1):.3g} µs "
-        f"a sync. Of the {EPOCH:.0f} s that an epoch takes the source that is {100 * middle / EPOCH:.1g}%"
+        f"what an epoch does besides: {STEPS} steps on segments that lie on the device take {typical(found['each'])} "
+        f"read one by one and {typical(found['once'])} read once, {percent(low, high)} less, "
+        f"{units.seconds(middle / (STEPS - 1))} a sync. "
+        f"Of the {EPOCH:.0f} s that an epoch takes the source that is {100 * middle / EPOCH:.1g}%"
     )
     if 100 * (middle + half) / EPOCH >= 2:
         return within(low, high, 2, 5, told)
@@ -246,11 +247,11 @@ def spawning(s: Setting) -> Answer:
     found = interleaved(torch.device("cpu"), min(s.rounds, 3), calls, count=1)
     gained = [1e3 * (a - b) for a, b in zip(found["fork"], found["spawn"], strict=True)]
     middle, half = ablation.mean(gained)
-    fork, spawn = (1e3 * median(found[way]) for way in ("fork", "spawn"))
     sooner = "sooner" if middle > 0 else "later"
     told = (
-        f"a worker's first batch is there after {fork:.3g} ms if it is forked and {spawn:.3g} ms if it is spawned, "
-        f"which is {abs(middle):.3g} ms {sooner}: a spawned one imports torch anew"
+        f"a worker's first batch is there after {typical(found['fork'])} if it is forked and "
+        f"{typical(found['spawn'])} if it is spawned, which is {units.seconds(abs(middle) / 1e3)} {sooner}: a spawned "
+        "one imports torch anew"
     )
     return within(middle - half, middle + half, 50, 100, told)
 
@@ -271,8 +272,8 @@ def autotune(s: Setting) -> Answer:
         low, high = saved(ablation.paired(off, on))
         more = first[f"{form}{True}"] - first[f"{form}{False}"]
         told = (
-            f"{form}: {us(off)} a step without and {us(on)} with it, {percent(low, high)} less; the first call takes "
-            f"{more:.2g} s more"
+            f"{form}: {typical(off)} a step without and {typical(on)} with it, {percent(low, high)} less; the first "
+            f"call takes {more:.2g} s more"
         )
         answers.append(within(low, high, 5, 10, told))
     return _together(answers, "the precision")
@@ -298,7 +299,7 @@ def fullgraph(s: Setting) -> Answer:
         return (REFUTED if same and refused else UNMEASURED), told
     found = interleaved(s.device, s.rounds, {str(on): _compiled_step(s, on) for on in (False, True)})
     low, high = saved(ablation.paired(found["False"], found["True"]))
-    without, with_it = us(found["False"]), us(found["True"])
+    without, with_it = typical(found["False"]), typical(found["True"])
     told = f"{told}. A step takes {without} without it and {with_it} with it, {percent(low, high)} less"
     verdict, told = within(low, high, 3, 8, told)
     return (REFUTED if verdict == UNMEASURED and same and refused else verdict), told
@@ -328,8 +329,7 @@ def together(s: Setting) -> Answer:
         was, became = seconds[f"{place}{False}"], seconds[f"{place}{True}"]
         low, high = saved(ablation.paired(was, became))
         told = (
-            f"segments {place}: {1e3 * median(was):.3g} ms an epoch before and {1e3 * median(became):.3g} ms after, "
-            f"{percent(low, high)} less"
+            f"segments {place}: {typical(was)} an epoch before and {typical(became)} after, {percent(low, high)} less"
         )
         answers.append(within(low, high, 15, 30, told))
     verdict, told = _together(answers, "where the segments are")
@@ -352,8 +352,8 @@ def bfloat16(s: Setting) -> Answer:
     finite = all(bool(t.isfinite().all()) for t in (loss, *gradients.values()))
     told = (
         f"this device has {own}: a step in bfloat16 has gradients that are {'' if finite else 'not '}finite, and a "
-        f"product of 4096×4096 takes {us(found['bfloat16'])}, {times.value:.3g} times as fast as in float32, so that "
-        "nothing is emulated"
+        f"product of 4096×4096 takes {typical(found['bfloat16'])}, {times.value:.3g} times as fast as in float32, so "
+        "that nothing is emulated"
     )
     return (REFUTED if finite and times.low > 1 else UNMEASURED), told
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from perfsuite.counting import count_calls
+from perfsuite.report import units
 from suite.ablation import Ratio
 from suite.claims.record import CONFIRMED, REFUTED, UNMEASURED, Answer
 
@@ -90,9 +91,9 @@ def percent(low: float, high: float) -> str:
     return f"{(low + high) / 2:.3g}% ({low:.3g} to {high:.3g})"
 
 
-def us(seconds: list[float]) -> str:
+def typical(seconds: list[float]) -> str:
     """Their median, in words."""
-    return f"{1e6 * median(seconds):.3g} µs"
+    return units.seconds(median(seconds))
 
 
 def _serve(end: Connection, make: Callable[..., Callable[[], object]], given: tuple[Any, ...]) -> None:

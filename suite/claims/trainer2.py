@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from suite import ablation
-from suite.ablation import Arm, Timed, in_ms
-from suite.claims.measuring import counts, interleaved, percent, saved, us, within
+from suite.ablation import Arm, Timed
+from suite.ablation import typical as typical_window
+from suite.claims.measuring import counts, interleaved, percent, saved, typical, within
 from suite.claims.record import CONFIRMED, DEPENDS, REFUTED, UNMEASURED, Answer, Checks
 from suite.techniques import implementation
 from suite.trainer2.config import TECHNIQUES, TrainConfig, short_windows
@@ -115,7 +116,7 @@ def scripting(s: Setting) -> Answer:
     middle, half = ablation.mean(share)
     low, high = middle - half, middle + half
     told = (
-        f"{us(found['e'])} eager, {us(found['s'])} scripted, {us(found['c'])} compiled: scripting saves "
+        f"{typical(found['e'])} eager, {typical(found['s'])} scripted, {typical(found['c'])} compiled: scripting saves "
         f"{percent(low, high)} of a window of the reference"
     )
     return within(low, high, 1, 2, told)
@@ -176,8 +177,8 @@ def graphs(s: Setting) -> Answer:
         return UNMEASURED, why
     low, high = saved(ablation.paired(without.seconds, with_them.seconds))
     told = (
-        f"a window takes {in_ms(without)} without and {in_ms(with_them)} with them, all else being on: "
-        f"{percent(low, high)} less, and {without.launches} launches become {with_them.launches}"
+        f"a window takes {typical_window(without)} without and {typical_window(with_them)} with them, all else being "
+        f"on: {percent(low, high)} less, and {without.launches} launches become {with_them.launches}"
     )
     return within(low, high, 15, 25, told)
 
@@ -214,8 +215,9 @@ def together(s: Setting) -> Answer:
     share = saved(ablation.paired(timed[ablation.REFERENCE].seconds, parts.seconds))
     times = ablation.paired(timed[ablation.REFERENCE].seconds, timed[ablation.ALL].seconds)
     told = (
-        f"without graphs a window of {in_ms(timed[ablation.REFERENCE])} takes {in_ms(parts)}: {percent(*share)} less. "
-        f"With them {in_ms(timed[ablation.ALL])}: {times.value:.3g} times as fast ({times.low:.3g} to "
+        f"without graphs a window of {typical_window(timed[ablation.REFERENCE])} takes {typical_window(parts)}: "
+        f"{percent(*share)} less. "
+        f"With them {typical_window(timed[ablation.ALL])}: {times.value:.3g} times as fast ({times.low:.3g} to "
         f"{times.high:.3g}). The source's own rows add up to 9 to 16%"
     )
     return within(*share, 10, 15, told)

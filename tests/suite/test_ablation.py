@@ -77,9 +77,9 @@ def test_the_table_has_each_technique_s_two_figures_and_its_claim() -> None:
     page = ablation.table(record(), "toy.svg")
     assert "![Seconds a window, one technique after another](toy.svg)" in page
     rows = {line.split("|")[1].strip(): line for line in page.splitlines() if line.startswith("| ")}
-    assert "| 1–2% | 2× (2–2) | +100.0% (+100.0 to +100.0) | 6e+03 ms | 1 MiB | 1 | 9 |" in rows["a"]
-    assert "| – | 1.5× (1.5–1.5) | +50.0%" in rows["b"]
-    assert "**4× (4–4)**" in page
+    assert "| 1–2% | 2.00× (2.00–2.00) | +100.0% (+100.0 to +100.0) | 6.00 s | 1 MiB | 1 | 9 |" in rows["a"]
+    assert "| – | 1.50× (1.50–1.50) | +50.0%" in rows["b"]
+    assert "**4.00× (4.00–4.00)**" in page
     assert "Without b, the last one, it is 2.67× (2.67–2.67)." in page
     assert "width 8" in page
 

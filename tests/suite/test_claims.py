@@ -141,7 +141,7 @@ def test_each_count_of_blocks_is_emptied_alone(monkeypatch: pytest.MonkeyPatch) 
 def test_all_together_is_judged_without_graphs(windows: dict[str, Timed]) -> None:
     verdict, told = trainer2.together(SMALL)
     assert verdict == CONFIRMED
-    assert "without graphs a window of 1.1e+03 ms takes 970 ms: 12.1% (11.2 to 13) less" in told
+    assert "without graphs a window of 1.10 s takes 970 ms: 12.1% (11.2 to 13) less" in told
 
 
 def test_scripting_is_judged_by_its_share_of_a_window(windows: dict[str, Timed]) -> None:

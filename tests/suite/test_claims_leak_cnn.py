@@ -106,7 +106,7 @@ def test_batches_depend_on_what_is_left_over() -> None:
 @pytest.mark.parametrize(
     ("fork", "spawn", "verdict", "says"),
     [
-        ((0.05, 0.051), (2.0, 2.1), REFUTED, "2e+03 ms later"),
+        ((0.05, 0.051), (2.0, 2.1), REFUTED, "2.00 s later"),
         ((0.3, 0.301), (0.22, 0.222), CONFIRMED, "79.5 ms sooner"),
     ],
 )
@@ -225,7 +225,7 @@ def test_what_is_implemented_is_timed_from_the_file_and_on_the_device(
     here |= {"read from the fileFalse": 1.0, "read from the fileTrue": 0.99, "False": 0.1, "True": 0.08}
     verdict, told = leak_cnn.together(SMALL)
     assert verdict == DEPENDS
-    assert told.startswith("on where the segments are. segments read from the file: 1e+03 ms")
+    assert told.startswith("on where the segments are. segments read from the file: 1.00 s")
     assert told.endswith("The source's own rows add up to 22 to 48%")
     assert [(c.resident_dataset, c.fused_adamw, c.autocast_fp16) for c in asked] == [
         (False, False, True),
