@@ -63,9 +63,10 @@ def kernels_of(pair: Pair) -> dict[str, Any]:
 
 
 def _calls(kernel: Any) -> set[str]:
-    """Names that the kernel calls: a device function is compiled into its callers, never launched."""
+    """Names that the kernel calls or hands on: a device function is compiled into its callers, never launched."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(kernel.fn)))
-    return {n.func.id for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
+    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call)]
+    return {n.id for call in calls for n in (call.func, *call.args) if isinstance(n, ast.Name)}
 
 
 def _module_of(value: Any) -> ModuleType | None:

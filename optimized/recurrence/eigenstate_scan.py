@@ -11,11 +11,15 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CHUNK = 64
 """Steps of the plain form's chunks: the work within one grows with it, the steps between them fall."""
 SHORTEST, LENGTH = 8, 64
-"""Steps of the kernels' chunks, by T: their gradients are kept in registers, of which a thread has 255."""
-CHUNKS, STATES = 4, 32
+"""Steps of the kernels' chunks, by T."""
+UNROLLED = 8
+"""Of them, those that are loaded together."""
+CHUNKS, STATES = 16, 32
 """What a program works on at once; a row of 32 states is a warp's 128 bytes of float32."""
-CARRIED, CARRIED_STATES = 512, 8
-"""Chunks and states whose carries one program scans at once."""
+AT_ONCE = 32
+"""Programs before its own that one looks at in a step."""
+UNWRITTEN = 0x7FFFDEAD
+"""A NaN's bits that no arithmetic gives: what a program has not added yet."""
 
 
 def eigenstate_scan(
@@ -23,13 +27,14 @@ def eigenstate_scan(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`c_t = λ c_{t−1} + β_t` from `c_{−1}`: (Re c_t of every step [B, T, K], the last c [B, K, 2]).
 
-    Chunks of steps run beside each other, twice: once from 0, for what each adds to the state at its end; then, with
-    the carries between them scanned in float64, once more from the state that each begins with. No power of λ is ever
-    divided by, so that any |λ| ≤ 1 will do.
+    Chunks of steps run beside each other, each from 0, for what it adds to the state at its end; the states between
+    them are put together in float64, and each runs once more from the state that it begins with. No power of λ is
+    ever divided by, so that any |λ| ≤ 1 will do.
 
-    float32, bfloat16 or float16 on CUDA, with a float32 state, takes Triton kernels: three forward, and in the
-    backward three more and a sum; deterministic. They keep the states between chunks, nothing of each step, and have
-    no second derivative. All else takes the plain form.
+    float32, bfloat16 or float16 on CUDA, with a float32 state, takes two Triton kernels, one forward and one backward.
+    Each reads a chunk from memory once, and again from the cache when what earlier ones add has been awaited. They
+    are deterministic, keep the states between chunks and nothing of each step, and have no second derivative. All
+    else takes the plain form.
 
     beta         [B, T, K], real
     eigenvalues  [K, 2]: λ as (real, imaginary), |λ| ≤ 1
@@ -52,7 +57,7 @@ def eigenstate_scan_chunked(
         raise ValueError(f"chunk={chunk}: a chunk has at least one step")
     B, T, K = beta.shape
     if not beta.numel():
-        return torch.empty_like(beta), state.clone()
+        return torch.empty_like(beta), state.clone(memory_format=torch.contiguous_format)
     dtype, L = state.dtype, min(chunk, T)
     count = ceil_div(T, L)
     x = functional.pad(beta.to(dtype), (0, 0, 0, count * L - T)).view(B, count, L, K)
@@ -65,15 +70,15 @@ def eigenstate_scan_chunked(
     begin, turned = (c.to(dtype) for c in carried)  # [B, count, K]
     step = torch.arange(L, device=beta.device)
     since = step[:, None] - step
-    kernel = real[since.clamp(min=0)].masked_fill((since < 0)[..., None], 0.0)  # [t, s, K]
-    every = torch.einsum("tsk,bjsk->bjtk", kernel, x)
+    weight = real[since.clamp(min=0)].masked_fill((since < 0)[..., None], 0.0)  # [t, s, K]
+    every = torch.einsum("tsk,bjsk->bjtk", weight, x)
     every = every + real[1:] * begin[:, :, None] - imaginary[1:] * turned[:, :, None]
     rest = T - (count - 1) * L
     last, begin, turned = x[:, -1, :rest], begin[:, -1], turned[:, -1]
     final = [torch.einsum("sk,bsk->bk", p[:rest].flip(0), last) for p in (real, imaginary)]
     final[0] = final[0] + real[rest] * begin - imaginary[rest] * turned
     final[1] = final[1] + real[rest] * turned + imaginary[rest] * begin
-    return every.reshape(B, count * L, K)[:, :T].to(beta.dtype), torch.stack(final, -1)
+    return every.reshape(B, count * L, K)[:, :T].to(beta.dtype).contiguous(), torch.stack(final, -1)
 
 
 def _powers(real: torch.Tensor, imaginary: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -108,7 +113,7 @@ def eigenstate_scan_triton(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`eigenstate_scan` by the Triton kernels; `length`, a power of two, is of their chunks."""
     if not beta.numel():
-        return torch.empty_like(beta), state.clone()
+        return torch.empty_like(beta), state.clone(memory_format=torch.contiguous_format)
     return _EigenstateScan.apply(beta, eigenvalues, state, length or _length(beta.shape[1]))
 
 
@@ -122,13 +127,12 @@ class _EigenstateScan(torch.autograd.Function):
     def forward(ctx, beta, eigenvalues, state, length):
         beta, eigenvalues, state = beta.contiguous(), eigenvalues.contiguous(), state.contiguous()
         B, T, K = beta.shape
-        count = ceil_div(T, length)
-        carries = _carries(beta, eigenvalues, state, None, length, reverse=False)
         every, final = torch.empty_like(beta), torch.empty_like(state)
-        tile = _tile(count, K)
+        carries = torch.empty((2, B, ceil_div(T, length), K), dtype=state.dtype, device=beta.device)
+        work = _Work(B, T, K, length, beta.device)
         with launching(beta):
-            _outputs_kernel[_grid(tile, count, K, B)](
-                beta, eigenvalues, carries, every, final, T, K, count, LENGTH=length, **tile
+            _forward_kernel[work.grid](
+                beta, eigenvalues, state, carries, every, final, work.board, T, K, work.groups, **work.options
             )
         ctx.save_for_backward(beta, eigenvalues, carries)
         ctx.length = length
@@ -139,63 +143,53 @@ class _EigenstateScan(torch.autograd.Function):
     def backward(ctx, grad, grad_final):
         beta, eigenvalues, carries = ctx.saved_tensors
         B, T, K = beta.shape
-        count, tile = carries.shape[2], _tile(carries.shape[2], K)
         grad, grad_final = grad.contiguous(), grad_final.contiguous()
-        d_state = torch.empty_like(grad_final)
-        later = _carries(grad, eigenvalues, grad_final, d_state, ctx.length, reverse=True)
-        d_beta, parts = torch.empty_like(beta), torch.empty_like(carries)
+        d_beta, d_state = torch.empty_like(beta), torch.empty_like(grad_final)
+        work = _Work(B, T, K, ctx.length, beta.device)
+        parts = torch.empty((B * work.groups, K, 2), dtype=carries.dtype, device=beta.device)
+        handed = torch.empty_like(carries)
         with launching(beta):
-            _gradients_kernel[_grid(tile, count, K, B)](
-                beta, grad, eigenvalues, carries, later, d_beta, parts, T, K, count, LENGTH=ctx.length, **tile
+            _backward_kernel[work.grid](
+                beta,
+                grad,
+                eigenvalues,
+                grad_final,
+                carries,
+                handed,
+                d_beta,
+                d_state,
+                parts,
+                work.board,
+                T,
+                K,
+                work.groups,
+                **work.options,
             )
-        d_eigenvalues = None
-        if ctx.needs_input_grad[1]:
-            d_eigenvalues = parts.sum((1, 2), dtype=torch.float64).T.to(eigenvalues.dtype)
+        d_eigenvalues = parts.sum(0, dtype=torch.float64).to(eigenvalues.dtype) if ctx.needs_input_grad[1] else None
         return d_beta, d_eigenvalues, d_state, None
 
 
-def _carries(x, eigenvalues, boundary, last, length, reverse):
-    """[2, B, chunks, K]: the state before each chunk; reversed, what comes back into each chunk's last step.
+class _Work:
+    """How the steps are dealt out: a group of chunks of some states of an item is a program's."""
 
-    boundary  [B, K, 2]: what the first one begins with
-    last      [B, K, 2]: reversed, where what comes back into the state before all steps goes
-    """
-    B, T, K = x.shape
-    count = ceil_div(T, length)
-    ends = torch.empty((2, B, count, K), dtype=boundary.dtype, device=x.device)
-    carries = torch.empty_like(ends)
-    tile = _tile(count, K)
-    block = min(CARRIED, _power_of_two(count + 1))
-    with launching(x):
-        if count > 1 or reverse:
-            _ends_kernel[_grid(tile, count, K, B)](
-                x, eigenvalues, ends, T, K, count, LENGTH=length, REVERSE=reverse, **tile
-            )
-        _carries_kernel[(ceil_div(K, CARRIED_STATES), B)](
-            ends,
-            eigenvalues,
-            boundary,
-            carries,
-            boundary if last is None else last,
-            T,
-            K,
-            count,
-            LENGTH=length,
-            REVERSE=reverse,
-            BLOCK=block,
-            STATES=CARRIED_STATES,
-            num_warps=max(1, min(8, block * CARRIED_STATES // 256)),
-        )
-    return carries
-
-
-def _tile(count, K):
-    chunks, states = min(CHUNKS, _power_of_two(count)), min(STATES, _power_of_two(K))
-    return {"CHUNKS": chunks, "STATES": states, "num_warps": max(1, chunks * states // 32)}
-
-
-def _grid(tile, count, K, B):
-    return ceil_div(count, tile["CHUNKS"]), ceil_div(K, tile["STATES"]), B
+    def __init__(self, B, T, K, length, device):
+        chunks = min(CHUNKS, _power_of_two(ceil_div(T, length)))
+        states = min(STATES, _power_of_two(K))
+        self.groups = ceil_div(T, chunks * length)
+        columns = B * ceil_div(K, states)
+        self.grid = (self.groups * columns,)
+        # What each group adds, in two planes, and behind them which program comes next.
+        self.board = torch.full((2 * B * self.groups * K + 1,), UNWRITTEN, dtype=torch.int32, device=device)
+        self.options = {
+            "ITEMS": B,
+            "LENGTH": length,
+            "CHUNKS": chunks,
+            "STATES": states,
+            "AT_ONCE": min(AT_ONCE, _power_of_two(self.groups)),
+            "UNROLLED": min(UNROLLED, length),
+            "UNWRITTEN": UNWRITTEN,
+            "num_warps": max(1, chunks * states // 32),
+        }
 
 
 def _power_of_two(n):
@@ -204,236 +198,368 @@ def _power_of_two(n):
 
 
 @jit
-def _where(T, K, count, LENGTH: tl.constexpr, CHUNKS: tl.constexpr, STATES: tl.constexpr):
-    """(chunk [CHUNKS, 1], state [1, STATES], which are there, the first step's offset, a chunk's one), by program."""
-    chunk = (tl.program_id(0) * CHUNKS + tl.arange(0, CHUNKS))[:, None]
-    state = (tl.program_id(1) * STATES + tl.arange(0, STATES))[None, :]
-    item = tl.program_id(2).to(tl.int64)
-    steps = (item * T + chunk * LENGTH) * K + state
-    chunks = (item * count + chunk) * K + state
-    return chunk, state, (chunk < count) & (state < K), steps, chunks
+def _product_of(a, a_turn, b, b_turn):
+    """Of complex numbers."""
+    return a * b - a_turn * b_turn, a * b_turn + a_turn * b
 
 
 @jit
-def _turned(across, turn, real, imaginary):
-    """A product of complex numbers."""
-    return across * real - turn * imaginary, across * imaginary + turn * real
-
-
-@jit
-def _ends_kernel(
-    x_ptr,
-    eigenvalues_ptr,
-    ends_ptr,
-    T,
-    K,
-    count,
-    LENGTH: tl.constexpr,
-    REVERSE: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    STATES: tl.constexpr,
-):
-    """What a chunk's steps add to the state at its end; reversed, to what comes back into the step before it."""
-    chunk, state, live, steps, chunks = _where(T, K, count, LENGTH, CHUNKS, STATES)
-    across = tl.load(eigenvalues_ptr + 2 * state, mask=state < K, other=0.0)
-    turn = tl.load(eigenvalues_ptr + 2 * state + 1, mask=state < K, other=0.0)
-    if REVERSE:
-        turn = -turn
-    real = tl.zeros([CHUNKS, STATES], tl.float32)
-    imaginary = tl.zeros([CHUNKS, STATES], tl.float32)
-    for i in tl.static_range(LENGTH):
-        at = LENGTH - 1 - i if REVERSE else i
-        # What lies beyond the end is 0 and comes first, if reversed; else the chunk's end is not asked for.
-        mask = live & (chunk * LENGTH + at < T)
-        x = tl.load(x_ptr + steps + at * K, mask=mask, other=0.0).to(tl.float32)
-        real, imaginary = _turned(across, turn, real, imaginary)
-        real += x
-    if REVERSE:
-        real, imaginary = _turned(across, turn, real, imaginary)
-    plane = tl.num_programs(2).to(tl.int64) * count * K
-    tl.store(ends_ptr + chunks, real, mask=live)
-    tl.store(ends_ptr + plane + chunks, imaginary, mask=live)
-
-
-@jit
-def _combined(a_across, a_turn, a_real, a_imaginary, b_across, b_turn, b_real, b_imaginary):
-    """`c → a c + b` after an earlier one, as one."""
-    across, turn = _turned(b_across, b_turn, a_across, a_turn)
-    real, imaginary = _turned(b_across, b_turn, a_real, a_imaginary)
-    return across, turn, real + b_real, imaginary + b_imaginary
+def _combined(a, a_turn, a_real, a_imaginary, b, b_turn, b_real, b_imaginary):
+    """`c → a c + real` after an earlier one, as one."""
+    both, both_turn = _product_of(b, b_turn, a, a_turn)
+    real, imaginary = _product_of(b, b_turn, a_real, a_imaginary)
+    return both, both_turn, real + b_real, imaginary + b_imaginary
 
 
 @jit
 def _power(across, turn, exponent, MOST: tl.constexpr):
-    """λ to a whole number up to MOST, a power of two."""
-    real = across * 0.0 + 1.0
-    imaginary = across * 0.0
-    bit: tl.constexpr = 1
+    """λ to whole numbers of at most MOST, a power of two; of the exponents' shape."""
+    real = (exponent * 0 + across * 0.0) + 1.0
+    imaginary = exponent * 0 + across * 0.0
     for i in tl.static_range(32):
         if (1 << i) <= MOST:
-            more, turned = _turned(across, turn, real, imaginary)
+            more, turned = _product_of(across, turn, real, imaginary)
             taken = (exponent >> i) % 2 == 1
             real = tl.where(taken, more, real)
             imaginary = tl.where(taken, turned, imaginary)
-            across, turn = _turned(across, turn, across, turn)
+            across, turn = _product_of(across, turn, across, turn)
     return real, imaginary
 
 
 @jit
-def _carries_kernel(
-    ends_ptr,
-    eigenvalues_ptr,
-    boundary_ptr,
-    carries_ptr,
-    last_ptr,
-    T,
-    K,
-    count,
-    LENGTH: tl.constexpr,
-    REVERSE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STATES: tl.constexpr,
-):
-    """The state before each chunk, from what the chunks add; reversed, what comes back into each one's last step."""
-    state = (tl.program_id(0) * STATES + tl.arange(0, STATES))[None, :]
-    item = tl.program_id(1).to(tl.int64)
-    there = state < K
-    across = tl.load(eigenvalues_ptr + 2 * state, mask=there, other=0.0).to(tl.float64)
-    turn = tl.load(eigenvalues_ptr + 2 * state + 1, mask=there, other=0.0).to(tl.float64)
-    if REVERSE:
-        turn = -turn
-    whole, whole_turn = _power(across, turn, LENGTH, LENGTH)
-    # Only the last chunk may be shorter, from which what comes back begins.
-    rest, rest_turn = _power(across, turn, T - (count - 1) * LENGTH, LENGTH)
-    boundary = (item * K + state) * 2
-    first = tl.load(boundary_ptr + boundary, mask=there, other=0.0).to(tl.float64)
-    first_imaginary = tl.load(boundary_ptr + boundary + 1, mask=there, other=0.0).to(tl.float64)
-    plane = tl.num_programs(1).to(tl.int64) * count * K
-    carried = tl.zeros([1, STATES], tl.float64)
-    carried_imaginary = tl.zeros([1, STATES], tl.float64)
-    total = count + 1 if REVERSE else count
-    for start in range(0, total, BLOCK):
-        n = (start + tl.arange(0, BLOCK))[:, None]
-        if REVERSE:
-            before, own = count - n, count - 1 - n
-        else:
-            before, own = n - 1, n
-        mask = there & (n > 0) & (n < total)
-        offset = (item * count + before) * K + state
-        real = tl.load(ends_ptr + offset, mask=mask, other=0.0).to(tl.float64)
-        imaginary = tl.load(ends_ptr + plane + offset, mask=mask, other=0.0).to(tl.float64)
-        real = tl.where(n == 0, first, real)
-        imaginary = tl.where(n == 0, first_imaginary, imaginary)
-        short = (n == 1) & REVERSE
-        a = tl.where(short, rest, tl.broadcast_to(whole, [BLOCK, STATES]))
-        a_turn = tl.where(short, rest_turn, tl.broadcast_to(whole_turn, [BLOCK, STATES]))
-        a, a_turn, real, imaginary = tl.associative_scan((a, a_turn, real, imaginary), 0, _combined)
-        more, turned = _turned(a, a_turn, carried, carried_imaginary)
-        real += more
-        imaginary += turned
-        own_mask = there & (own >= 0) & (n < total)
-        offset = (item * count + own) * K + state
-        tl.store(carries_ptr + offset, real.to(tl.float32), mask=own_mask)
-        tl.store(carries_ptr + plane + offset, imaginary.to(tl.float32), mask=own_mask)
-        if REVERSE:
-            end = there & (n == count)
-            tl.store(last_ptr + boundary + 0 * n, real.to(tl.float32), mask=end)
-            tl.store(last_ptr + boundary + 1 + 0 * n, imaginary.to(tl.float32), mask=end)
-        final = n == start + BLOCK - 1
-        carried = tl.sum(tl.where(final, real, 0.0), 0)[None, :]
-        carried_imaginary = tl.sum(tl.where(final, imaginary, 0.0), 0)[None, :]
+def _next(board_ptr, K, groups, ITEMS: tl.constexpr, UNWRITTEN: tl.constexpr):
+    """Which program this one is, in the order in which they have begun: all those before it are under way."""
+    return tl.atomic_add(board_ptr + 2 * ITEMS * groups.to(tl.int64) * K, 1) - UNWRITTEN
 
 
 @jit
-def _outputs_kernel(
+def _awaited(
+    board_ptr,
+    state,
+    item,
+    near,
+    step,
+    count,
+    across,
+    turn,
+    K,
+    groups,
+    ITEMS: tl.constexpr,
+    STATES: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    UNWRITTEN: tl.constexpr,
+):
+    """What `count` groups add together to the state of one, in float64, [1, STATES]; the nearest is `near`.
+
+    step         from a group to the next farther one: −1 or 1
+    across, turn  λ to a group's length
+    """
+    plane = ITEMS * groups.to(tl.int64) * K
+    row = tl.arange(0, AT_ONCE)[:, None]
+    # The last row is the nearest: of the first look alone rows may be missing, those that would be farthest.
+    weight, weight_turn = _power(across, turn, AT_ONCE - 1 - row, AT_ONCE)
+    all_rows, all_turn = _power(across, turn, tl.full([1, STATES], AT_ONCE, tl.int32), AT_ONCE)
+    real = tl.zeros([1, STATES], tl.float64)
+    imaginary = tl.zeros([1, STATES], tl.float64)
+    looks = tl.cdiv(count, AT_ONCE)
+    for look in range(looks):
+        distance = (looks - 1 - look) * AT_ONCE + (AT_ONCE - 1 - row)
+        mask = (distance < count) & (state < K)
+        at = board_ptr + (item * groups + near + step * distance) * K + state
+        bits = tl.full([AT_ONCE, STATES], UNWRITTEN, tl.int32)
+        bits_imaginary = bits
+        waiting = 1
+        while waiting > 0:
+            bits = tl.load(at, mask=mask, other=0, volatile=True)
+            bits_imaginary = tl.load(at + plane, mask=mask, other=0, volatile=True)
+            unwritten = (bits == UNWRITTEN) | (bits_imaginary == UNWRITTEN)
+            waiting = tl.sum(tl.sum(unwritten.to(tl.int32), 1), 0)
+        added = bits.to(tl.float32, bitcast=True).to(tl.float64)
+        added_imaginary = bits_imaginary.to(tl.float32, bitcast=True).to(tl.float64)
+        more, turned = _product_of(weight, weight_turn, added, added_imaginary)
+        real, imaginary = _product_of(all_rows, all_turn, real, imaginary)
+        real += tl.sum(more, 0)[None, :]
+        imaginary += tl.sum(turned, 0)[None, :]
+    return real, imaginary
+
+
+@jit
+def _add(board_ptr, state, item, group, real, imaginary, K, groups, ITEMS: tl.constexpr):
+    """Tell the others what a group adds. Each value tells for itself that it is there."""
+    at = board_ptr + (item * groups + group) * K + state
+    tl.store(at, real.to(tl.float32).to(tl.int32, bitcast=True), mask=state < K)
+    tl.store(at + ITEMS * groups.to(tl.int64) * K, imaginary.to(tl.float32).to(tl.int32, bitcast=True), mask=state < K)
+
+
+@jit
+def _forward_kernel(
     beta_ptr,
     eigenvalues_ptr,
+    state_ptr,
     carries_ptr,
     every_ptr,
     final_ptr,
+    board_ptr,
     T,
     K,
-    count,
+    groups,
+    ITEMS: tl.constexpr,
     LENGTH: tl.constexpr,
     CHUNKS: tl.constexpr,
     STATES: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    UNROLLED: tl.constexpr,
+    UNWRITTEN: tl.constexpr,
 ):
-    """A chunk's steps from the state before it."""
-    chunk, state, live, steps, chunks = _where(T, K, count, LENGTH, CHUNKS, STATES)
-    across = tl.load(eigenvalues_ptr + 2 * state, mask=state < K, other=0.0)
-    turn = tl.load(eigenvalues_ptr + 2 * state + 1, mask=state < K, other=0.0)
-    plane = tl.num_programs(2).to(tl.int64) * count * K
-    real = tl.load(carries_ptr + chunks, mask=live, other=0.0)
-    imaginary = tl.load(carries_ptr + plane + chunks, mask=live, other=0.0)
-    for i in tl.static_range(LENGTH):
-        there = chunk * LENGTH + i < T
-        beta = tl.load(beta_ptr + steps + i * K, mask=live & there, other=0.0).to(tl.float32)
-        more, turned = _turned(across, turn, real, imaginary)
-        real = tl.where(there, more + beta, real)
-        imaginary = tl.where(there, turned, imaginary)
-        tl.store(every_ptr + steps + i * K, real.to(every_ptr.dtype.element_ty), mask=live & there)
-    final = final_ptr + (tl.program_id(2).to(tl.int64) * K + state) * 2 + 0 * chunk
-    ends = live & (chunk == count - 1)
-    tl.store(final, real, mask=ends)
-    tl.store(final + 1, imaginary, mask=ends)
+    columns = tl.cdiv(K, STATES)
+    program = _next(board_ptr, K, groups, ITEMS, UNWRITTEN)
+    group = program // (ITEMS * columns)
+    item = (program // columns % ITEMS).to(tl.int64)
+    state = (program % columns * STATES + tl.arange(0, STATES))[None, :]
+    there = state < K
+    row = tl.arange(0, CHUNKS)[:, None]
+    chunk = group * CHUNKS + row
+    count = tl.cdiv(T, LENGTH)
+    live = (chunk < count) & there
+    one = tl.load(eigenvalues_ptr + 2 * state, mask=there, other=0.0)
+    one_turn = tl.load(eigenvalues_ptr + 2 * state + 1, mask=there, other=0.0)
+    across = tl.broadcast_to(one, [CHUNKS, STATES])
+    turn = tl.broadcast_to(one_turn, [CHUNKS, STATES])
+    left = tl.where(live, T - chunk * LENGTH, 0)
+    steps = (item * T + chunk * LENGTH) * K + state
+    real = tl.zeros([CHUNKS, STATES], tl.float32)
+    imaginary = tl.zeros([CHUNKS, STATES], tl.float32)
+    for start in range(0, LENGTH, UNROLLED):
+        for j in tl.static_range(UNROLLED):
+            i = start + j
+            real, imaginary = _product_of(across, turn, real, imaginary)
+            real += tl.load(beta_ptr + steps + i * K, mask=left > i, other=0.0).to(tl.float32)
+    # From here to the states that the chunks begin with, in float64.
+    wide, wide_turn = _power(
+        one.to(tl.float64), one_turn.to(tl.float64), tl.full([1, STATES], LENGTH, tl.int32), LENGTH
+    )
+    whole, whole_turn = _power(wide, wide_turn, tl.full([1, STATES], CHUNKS, tl.int32), CHUNKS)
+    _, _, real, imaginary = tl.associative_scan(
+        (
+            tl.broadcast_to(wide, [CHUNKS, STATES]),
+            tl.broadcast_to(wide_turn, [CHUNKS, STATES]),
+            real.to(tl.float64),
+            imaginary.to(tl.float64),
+        ),
+        0,
+        _combined,
+    )
+    own = tl.sum(tl.where(row == CHUNKS - 1, real, 0.0), 0)[None, :]
+    own_imaginary = tl.sum(tl.where(row == CHUNKS - 1, imaginary, 0.0), 0)[None, :]
+    boundary = (item * K + state) * 2
+    if group == 0:
+        carried = tl.load(state_ptr + boundary, mask=there, other=0.0).to(tl.float64)
+        carried_imaginary = tl.load(state_ptr + boundary + 1, mask=there, other=0.0).to(tl.float64)
+        more, turned = _product_of(whole, whole_turn, carried, carried_imaginary)
+        _add(board_ptr, state, item, group, own + more, own_imaginary + turned, K, groups, ITEMS)
+    else:
+        _add(board_ptr, state, item, group, own, own_imaginary, K, groups, ITEMS)
+        carried, carried_imaginary = _awaited(
+            board_ptr,
+            state,
+            item,
+            group - 1,
+            -1,
+            group,
+            whole,
+            whole_turn,
+            K,
+            groups,
+            ITEMS,
+            STATES,
+            AT_ONCE,
+            UNWRITTEN,
+        )
+    # A chunk begins with what those before it in the group add: each hands its own to the next.
+    chunks = (item * count + chunk) * K + state
+    plane = ITEMS * count.to(tl.int64) * K
+    handed = (row < CHUNKS - 1) & (chunk + 1 < count) & there
+    tl.store(carries_ptr + chunks + K, real.to(tl.float32), mask=handed)
+    tl.store(carries_ptr + plane + chunks + K, imaginary.to(tl.float32), mask=handed)
+    tl.debug_barrier()
+    before = tl.load(carries_ptr + chunks, mask=live & (row > 0), other=0.0).to(tl.float64)
+    before_imaginary = tl.load(carries_ptr + plane + chunks, mask=live & (row > 0), other=0.0).to(tl.float64)
+    power, power_turn = _power(wide, wide_turn, row, CHUNKS)
+    more, turned = _product_of(power, power_turn, carried, carried_imaginary)
+    real = (before + more).to(tl.float32)
+    imaginary = (before_imaginary + turned).to(tl.float32)
+    tl.debug_barrier()
+    tl.store(carries_ptr + chunks, real, mask=live)
+    tl.store(carries_ptr + plane + chunks, imaginary, mask=live)
+    for start in range(0, LENGTH, UNROLLED):
+        for j in tl.static_range(UNROLLED):
+            i = start + j
+            valid = left > i
+            beta = tl.load(beta_ptr + steps + i * K, mask=valid, other=0.0).to(tl.float32)
+            stepped, stepped_turn = _product_of(across, turn, real, imaginary)
+            real = tl.where(valid, stepped + beta, real)
+            imaginary = tl.where(valid, stepped_turn, imaginary)
+            tl.store(every_ptr + steps + i * K, real.to(every_ptr.dtype.element_ty), mask=valid)
+    last = live & (chunk == count - 1)
+    tl.store(final_ptr + boundary + 0 * row, real, mask=last)
+    tl.store(final_ptr + boundary + 1 + 0 * row, imaginary, mask=last)
 
 
 @jit
-def _gradients_kernel(
+def _backward_kernel(
     beta_ptr,
     grad_ptr,
     eigenvalues_ptr,
+    grad_final_ptr,
     carries_ptr,
-    later_ptr,
+    handed_ptr,
     d_beta_ptr,
+    d_state_ptr,
     parts_ptr,
+    board_ptr,
     T,
     K,
-    count,
+    groups,
+    ITEMS: tl.constexpr,
     LENGTH: tl.constexpr,
     CHUNKS: tl.constexpr,
     STATES: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    UNROLLED: tl.constexpr,
+    UNWRITTEN: tl.constexpr,
 ):
-    """A chunk's part of both gradients, from the state before it and from what comes back into its last step.
+    """The same from the end, with λ's conjugate.
 
-    λ's is the sum of g_t times the conjugate of c_{t−1}. Going forward, it is the sum of what comes into each step,
-    times the conjugate of dc_t/dλ within the chunk: so no state has to be kept for the way back.
+    λ's own gradient is the sum of g_t times the conjugate of c_{t−1}. Going forward, it is the sum of what comes into
+    each step times the conjugate of dc_t/dλ within the chunk: so no state of a step has to be kept for the way back.
     """
-    chunk, state, live, steps, chunks = _where(T, K, count, LENGTH, CHUNKS, STATES)
-    across = tl.load(eigenvalues_ptr + 2 * state, mask=state < K, other=0.0)
-    turn = tl.load(eigenvalues_ptr + 2 * state + 1, mask=state < K, other=0.0)
-    plane = tl.num_programs(2).to(tl.int64) * count * K
-    real = tl.load(carries_ptr + chunks, mask=live, other=0.0)
-    imaginary = tl.load(carries_ptr + plane + chunks, mask=live, other=0.0)
-    back = tl.load(later_ptr + chunks, mask=live, other=0.0)
-    back_imaginary = tl.load(later_ptr + plane + chunks, mask=live, other=0.0)
+    columns = tl.cdiv(K, STATES)
+    program = _next(board_ptr, K, groups, ITEMS, UNWRITTEN)
+    group = groups - 1 - program // (ITEMS * columns)
+    item = (program // columns % ITEMS).to(tl.int64)
+    state = (program % columns * STATES + tl.arange(0, STATES))[None, :]
+    there = state < K
+    row = tl.arange(0, CHUNKS)[:, None]
+    chunk = group * CHUNKS + row
+    count = tl.cdiv(T, LENGTH)
+    live = (chunk < count) & there
+    one = tl.load(eigenvalues_ptr + 2 * state, mask=there, other=0.0)
+    one_turn = tl.load(eigenvalues_ptr + 2 * state + 1, mask=there, other=0.0)
+    across = tl.broadcast_to(one, [CHUNKS, STATES])
+    turn = tl.broadcast_to(one_turn, [CHUNKS, STATES])
+    left = tl.where(live, T - chunk * LENGTH, 0)
+    steps = (item * T + chunk * LENGTH) * K + state
+    real = tl.zeros([CHUNKS, STATES], tl.float32)
+    imaginary = tl.zeros([CHUNKS, STATES], tl.float32)
+    for start in range(0, LENGTH, UNROLLED):
+        for j in tl.static_range(UNROLLED):
+            i = LENGTH - 1 - start - j
+            real += tl.load(grad_ptr + steps + i * K, mask=left > i, other=0.0).to(tl.float32)
+            real, imaginary = _product_of(across, -turn, real, imaginary)
+    wide, wide_turn = _power(
+        one.to(tl.float64), -one_turn.to(tl.float64), tl.full([1, STATES], LENGTH, tl.int32), LENGTH
+    )
+    whole, whole_turn = _power(wide, wide_turn, tl.full([1, STATES], CHUNKS, tl.int32), CHUNKS)
+    _, _, real, imaginary = tl.associative_scan(
+        (
+            tl.broadcast_to(wide, [CHUNKS, STATES]),
+            tl.broadcast_to(wide_turn, [CHUNKS, STATES]),
+            real.to(tl.float64),
+            imaginary.to(tl.float64),
+        ),
+        0,
+        _combined,
+        reverse=True,
+    )
+    own = tl.sum(tl.where(row == 0, real, 0.0), 0)[None, :]
+    own_imaginary = tl.sum(tl.where(row == 0, imaginary, 0.0), 0)[None, :]
+    # Steps from each chunk's end to the group's, of which the last may be cut short.
+    ends = tl.minimum(T, (group + 1) * CHUNKS * LENGTH)
+    short, short_turn = _power(
+        one.to(tl.float64), -one_turn.to(tl.float64), tl.maximum(ends - (chunk + 1) * LENGTH, 0), CHUNKS * LENGTH
+    )
+    boundary = (item * K + state) * 2
+    if group == groups - 1:
+        carried = tl.load(grad_final_ptr + boundary, mask=there, other=0.0).to(tl.float64)
+        carried_imaginary = tl.load(grad_final_ptr + boundary + 1, mask=there, other=0.0).to(tl.float64)
+        rest, rest_turn = _power(
+            one.to(tl.float64),
+            -one_turn.to(tl.float64),
+            tl.full([1, STATES], 0, tl.int32) + (ends - group * CHUNKS * LENGTH),
+            CHUNKS * LENGTH,
+        )
+        more, turned = _product_of(rest, rest_turn, carried, carried_imaginary)
+        own += more
+        own_imaginary += turned
+        _add(board_ptr, state, item, group, own, own_imaginary, K, groups, ITEMS)
+    else:
+        _add(board_ptr, state, item, group, own, own_imaginary, K, groups, ITEMS)
+        carried, carried_imaginary = _awaited(
+            board_ptr,
+            state,
+            item,
+            group + 1,
+            1,
+            groups - 1 - group,
+            whole,
+            whole_turn,
+            K,
+            groups,
+            ITEMS,
+            STATES,
+            AT_ONCE,
+            UNWRITTEN,
+        )
+        more, turned = _product_of(whole, whole_turn, carried, carried_imaginary)
+        own += more
+        own_imaginary += turned
+    if group == 0:
+        tl.store(d_state_ptr + boundary, own.to(tl.float32), mask=there)
+        tl.store(d_state_ptr + boundary + 1, own_imaginary.to(tl.float32), mask=there)
+    # What comes back into a chunk's last step: from those after it in the group, each of which hands its own on, and
+    # from the groups after.
+    chunks = (item * count + chunk) * K + state
+    plane = ITEMS * count.to(tl.int64) * K
+    tl.store(handed_ptr + chunks, real.to(tl.float32), mask=live)
+    tl.store(handed_ptr + plane + chunks, imaginary.to(tl.float32), mask=live)
+    tl.debug_barrier()
+    handed = (row < CHUNKS - 1) & (chunk + 1 < count) & there
+    after = tl.load(handed_ptr + chunks + K, mask=handed, other=0.0).to(tl.float64)
+    after_imaginary = tl.load(handed_ptr + plane + chunks + K, mask=handed, other=0.0).to(tl.float64)
+    begin = tl.load(carries_ptr + chunks, mask=live, other=0.0)
+    begin_imaginary = tl.load(carries_ptr + plane + chunks, mask=live, other=0.0)
+    more, turned = _product_of(short, short_turn, carried, carried_imaginary)
+    back = (after + more).to(tl.float32)
+    back_imaginary = (after_imaginary + turned).to(tl.float32)
     slope = tl.zeros([CHUNKS, STATES], tl.float32)
     slope_imaginary = tl.zeros([CHUNKS, STATES], tl.float32)
     part = tl.zeros([CHUNKS, STATES], tl.float32)
     part_imaginary = tl.zeros([CHUNKS, STATES], tl.float32)
-    grads = ()
-    for i in tl.static_range(LENGTH):
-        there = chunk * LENGTH + i < T
-        beta = tl.load(beta_ptr + steps + i * K, mask=live & there, other=0.0).to(tl.float32)
-        grad = tl.load(grad_ptr + steps + i * K, mask=live & there, other=0.0).to(tl.float32)
-        grads += (grad,)
-        more, turned = _turned(across, turn, slope, slope_imaginary)
-        slope = tl.where(there, more + real, slope)
-        slope_imaginary = tl.where(there, turned + imaginary, slope_imaginary)
-        real, imaginary = _turned(across, turn, real, imaginary)
-        real += beta
-        part += grad * slope
-        part_imaginary -= grad * slope_imaginary
-    part += back * slope + back_imaginary * slope_imaginary
-    part_imaginary += back_imaginary * slope - back * slope_imaginary
-    tl.store(parts_ptr + chunks, part, mask=live)
-    tl.store(parts_ptr + plane + chunks, part_imaginary, mask=live)
-    for i in tl.static_range(LENGTH):
-        there = chunk * LENGTH + (LENGTH - 1 - i) < T
-        real = back + grads[LENGTH - 1 - i]
-        tl.store(
-            d_beta_ptr + steps + (LENGTH - 1 - i) * K, real.to(d_beta_ptr.dtype.element_ty), mask=live & there
-        )
-        more, turned = _turned(across, -turn, real, back_imaginary)
-        back = tl.where(there, more, back)
-        back_imaginary = tl.where(there, turned, back_imaginary)
+    for start in range(0, LENGTH, UNROLLED):
+        for j in tl.static_range(UNROLLED):
+            i = start + j
+            valid = left > i
+            beta = tl.load(beta_ptr + steps + i * K, mask=valid, other=0.0).to(tl.float32)
+            grad = tl.load(grad_ptr + steps + i * K, mask=valid, other=0.0).to(tl.float32)
+            stepped, stepped_turn = _product_of(across, turn, slope, slope_imaginary)
+            slope = tl.where(valid, stepped + begin, slope)
+            slope_imaginary = tl.where(valid, stepped_turn + begin_imaginary, slope_imaginary)
+            begin, begin_imaginary = _product_of(across, turn, begin, begin_imaginary)
+            begin += beta
+            part += grad * slope
+            part_imaginary -= grad * slope_imaginary
+    # Of a chunk beyond the end nothing is there to be summed.
+    part = tl.where(live, part + back * slope + back_imaginary * slope_imaginary, 0.0)
+    part_imaginary = tl.where(live, part_imaginary + back_imaginary * slope - back * slope_imaginary, 0.0)
+    at = parts_ptr + ((item * groups + group) * K + state) * 2
+    tl.store(at, tl.sum(part, 0)[None, :], mask=there)
+    tl.store(at + 1, tl.sum(part_imaginary, 0)[None, :], mask=there)
+    for start in range(0, LENGTH, UNROLLED):
+        for j in tl.static_range(UNROLLED):
+            i = LENGTH - 1 - start - j
+            valid = left > i
+            reached = back + tl.load(grad_ptr + steps + i * K, mask=valid, other=0.0).to(tl.float32)
+            tl.store(d_beta_ptr + steps + i * K, reached.to(d_beta_ptr.dtype.element_ty), mask=valid)
+            stepped, stepped_turn = _product_of(across, -turn, reached, back_imaginary)
+            back = tl.where(valid, stepped, back)
+            back_imaginary = tl.where(valid, stepped_turn, back_imaginary)

@@ -267,7 +267,8 @@ def test_a_technique_is_in_the_readme(technique: str) -> None:
         pytest.skip("the table is generated from the first baseline of a GPU, which there is not yet")
     name = technique.rpartition("/")[2]
     waiting = re.search(r"<!-- unmeasured -->(.*?)<!-- /unmeasured -->", text, re.DOTALL)
-    measured = re.search(rf"^\| {technique}(?!\w)", found[1], re.MULTILINE) is not None
+    # A pair that shows it under other conditions has a suffix.
+    measured = re.search(rf"^\| {technique}(_\w+)? ", found[1], re.MULTILINE) is not None
     listed = waiting is not None and re.search(rf"(?<!\w){name}(?!\w)", waiting[1]) is not None
     assert measured or listed, f"{name} is neither in the README's table nor in its list of what is not measured yet"
     assert not (measured and listed), f"{name} has been measured: take it out of the README's list"

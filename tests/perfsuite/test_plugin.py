@@ -442,6 +442,25 @@ def test_a_kernel_that_no_workload_launches_is_red(project: Project) -> None:
     assert lines_with(output, "triple_kernel", "launched by none of the pair's workloads")
 
 
+def test_what_a_kernel_hands_on_is_no_kernel_of_its_own(project: Project) -> None:
+    pytest.importorskip("triton")
+    text = KERNEL.replace("3 * x,", "tl.associative_scan(x, 0, added),")
+    added = "@triton.jit\n    def added(a, b):\n        return a + b\n\n\n    @triton.jit\n    def triple_kernel"
+    project.write("test_triple.py", text.replace("@triton.jit\n    def triple_kernel", added))
+    project.run("-k", "kernels").assert_outcomes(passed=1)
+
+
+def test_what_the_cpu_alone_is_for_is_not_compiled_beside_what_a_gpu_meets(project: Project) -> None:
+    """A block of 96 does not build."""
+    pytest.importorskip("triton")
+    text = KERNEL.replace("BLOCK=128", "BLOCK=x.numel()")
+    workloads = '[Workload("small", n=64), Workload("odd", n=96, clock="wall", device="cpu")]'
+    project.write("test_triple.py", text.replace('[Workload("small", n=64)]', workloads))
+    project.run("-k", "kernels").assert_outcomes(passed=1)
+    project.write("test_triple.py", text.replace('[Workload("small", n=64)]', workloads.replace(', device="cpu"', "")))
+    assert lines_with(failure(project.run("-k", "kernels")), "triple:", "does not compile for sm_90")
+
+
 # --- pytest-benchmark: the contract of perfsuite/benchmarks.py ------------------------------------------------------
 
 

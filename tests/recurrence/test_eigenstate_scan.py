@@ -1,0 +1,183 @@
+import math
+
+import pytest
+import torch
+
+from optimized.kernels import triton_reason
+from optimized.recurrence import eigenstate_scan as module
+from optimized.recurrence.eigenstate_scan import eigenstate_scan as optimized
+from optimized.recurrence.eigenstate_scan import eigenstate_scan_chunked, eigenstate_scan_triton
+from perfsuite import Cost, Pair, Workload, compiled, floats, side, size, tensor
+from reference.recurrence.eigenstate_scan import eigenstate_scan as reference
+
+LARGEST = 1 - 2.0**-20
+
+
+def within_the_circle(beta, eigenvalues, state):
+    """Brings eigenvalues from beyond |λ| = 1 − 2⁻²⁰ back to it."""
+    length = eigenvalues.double().norm(dim=-1, keepdim=True)
+    eigenvalues.copy_(eigenvalues * (LARGEST / length.clamp(min=LARGEST)))
+
+
+def traffic(B, T, K, direction):
+    """Of each step and state: beta and the result forward; beta, the result's gradient and beta's backward."""
+    steps = {"forward": 8, "backward": 12, "both": 20}[direction]
+    return steps * B * T * K + 16 * B * K + 8 * K
+
+
+FINITE = floats(-3, 3, nonfinite=False)
+
+eigenstate_scan = Pair(
+    reference=reference,
+    optimized=optimized,
+    inputs={
+        # What is not finite stays in the state, as infinity or NaN according to the order of the sums.
+        "beta": tensor("B", "T", "K", values=FINITE),
+        "eigenvalues": tensor("K", 2, values=floats(-1, 1, nonfinite=False)),
+        "state": tensor("B", "K", 2, values=FINITE),
+    },
+    # The kernels run in Triton's interpreter, a tenth of a second a program: longer ones are tried below.
+    sizes={"B": size(1, 2), "T": size(0, 20), "K": size(1, 34)},
+    adjust=within_the_circle,
+    rivals={"compile_chunked": compiled(side(eigenstate_scan_chunked, devices=("cuda",)))},
+    variants={
+        "triton": side(eigenstate_scan_triton, available=triton_reason),
+        "chunked": eigenstate_scan_chunked,
+    },
+    workloads=[Workload("cpu", B=1, T=1024, K=16, clock="wall", direction="both", device="cpu")],
+    cost=Cost(bytes=traffic),
+)
+
+needs_interpreter = pytest.mark.skipif(
+    triton_reason() is not None or torch.cuda.is_available(), reason="needs Triton's interpreter"
+)
+SIDES = [reference, eigenstate_scan_chunked, pytest.param(eigenstate_scan_triton, marks=needs_interpreter)]
+
+
+def drawn(B, T, K, magnitude=LARGEST, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    phase = 2 * math.pi * torch.rand(K, generator=generator)
+    eigenvalues = magnitude * torch.stack((phase.cos(), phase.sin()), -1)
+    beta, state = (torch.randn(shape, generator=generator) for shape in ((B, T, K), (B, K, 2)))
+    return [beta, eigenvalues, state]
+
+
+def differentiated(call, arguments):
+    """Both results, then the gradients of beta, eigenvalues and state."""
+    leaves = [t.detach().clone().requires_grad_() for t in arguments]
+    results = call(*leaves)
+    generator = torch.Generator().manual_seed(1)
+    grads = [torch.randn(r.shape, generator=generator).to(r) for r in results]
+    return [*(r.detach() for r in results), *torch.autograd.grad(results, leaves, grads)]
+
+
+def assert_no_worse(call, arguments, factor=2.0):
+    """Than the loop, each result and gradient as a whole, by the loop's in float64."""
+    truth = differentiated(reference, [t.double() for t in arguments])
+    for name, own, loop, exact in zip(
+        ("every", "final", "beta", "eigenvalues", "state"),
+        differentiated(call, arguments),
+        differentiated(reference, arguments),
+        truth,
+        strict=True,
+    ):
+        allowed = factor * float((loop - exact).norm()) + 4 * torch.finfo(own.dtype).eps * float(exact.norm())
+        assert float((own - exact).norm()) <= allowed, name
+
+
+@pytest.mark.parametrize("call", SIDES)
+def test_known_values(call):
+    """λ = i/2: a drive of 1 is turned to i/2, −1/4, −i/8."""
+    beta = torch.tensor([1.0, 0.0, 0.0, 0.0]).view(1, 4, 1)
+    every, final = call(beta, torch.tensor([[0.0, 0.5]]), torch.zeros(1, 1, 2))
+    assert every.flatten().tolist() == [1.0, 0.0, -0.25, 0.0]
+    assert final.flatten().tolist() == [0.0, -0.125]
+
+
+@pytest.mark.parametrize("call", SIDES)
+def test_it_goes_on_where_it_stopped(call):
+    beta, eigenvalues, state = drawn(2, 40, 3, magnitude=0.9)
+    every, final = call(beta, eigenvalues, state)
+    first, middle = call(beta[:, :17], eigenvalues, state)
+    second, last = call(beta[:, 17:], eigenvalues, middle)
+    torch.testing.assert_close(torch.cat((first, second), 1), every)
+    torch.testing.assert_close(last, final)
+
+
+@pytest.mark.parametrize("magnitude", [LARGEST, 0.5, 1e-3, 0.0])
+@pytest.mark.parametrize("chunk", [1, 7, 64, 256])
+def test_the_chunk_changes_nothing_beyond_rounding(chunk, magnitude):
+    def call(*arguments):
+        return eigenstate_scan_chunked(*arguments, chunk=chunk)
+
+    assert_no_worse(call, drawn(2, 300, 4, magnitude))
+
+
+@needs_interpreter
+@pytest.mark.parametrize(
+    ("T", "length", "chunks", "at_once"),
+    [(1, 8, 16, 32), (26, 2, 2, 4), (24, 2, 2, 2), (23, 4, 1, 2), (70, 8, 16, 32)],
+    ids=["one step", "a group cut short", "whole groups", "groups of one chunk", "chunks cut short"],
+)
+@pytest.mark.parametrize("magnitude", [LARGEST, 0.4])
+def test_the_kernels_hand_on_from_group_to_group(T, length, chunks, at_once, magnitude, monkeypatch):
+    monkeypatch.setattr(module, "CHUNKS", chunks)
+    monkeypatch.setattr(module, "AT_ONCE", at_once)
+    monkeypatch.setattr(module, "STATES", 2)
+
+    def call(*arguments):
+        return eigenstate_scan_triton(*arguments, length=length)
+
+    assert_no_worse(call, drawn(2, T, 3, magnitude))
+
+
+@pytest.mark.parametrize("call", [eigenstate_scan_chunked])
+def test_the_last_result_s_gradient_reaches_the_first_input(call):
+    """Over 4096 steps by |λ| = 1 − 2⁻²⁰, where it is λ's power itself."""
+    beta, eigenvalues, state = (t.requires_grad_() for t in drawn(1, 4096, 3))
+    every, _ = call(beta, eigenvalues, state)
+    (grad,) = torch.autograd.grad(every[0, -1].sum(), beta)
+    power = torch.view_as_complex(eigenvalues.detach().double()) ** 4095
+    torch.testing.assert_close(grad[0, 0].double(), power.real, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("call", SIDES)
+def test_a_half_precision_drive_is_added_up_in_the_state_s_precision(call, dtype):
+    beta, eigenvalues, state = drawn(1, 20, 2, magnitude=0.9)
+    low = beta.to(dtype)
+    every, final = call(low, eigenvalues, state)
+    exact, exact_final = reference(low.double(), eigenvalues.double(), state.double())
+    assert (every.dtype, final.dtype) == (dtype, torch.float32)
+    torch.testing.assert_close(final.double(), exact_final, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(every, exact.to(dtype))
+
+
+@pytest.mark.parametrize("call", [eigenstate_scan_chunked, eigenstate_scan_triton])
+def test_without_a_step_the_state_stays(call):
+    beta, eigenvalues, state = drawn(2, 0, 3)
+    every, final = call(beta, eigenvalues, state)
+    assert every.shape == (2, 0, 3)
+    assert torch.equal(final, state)
+    assert final.data_ptr() != state.data_ptr()
+
+
+def test_a_chunk_has_a_step():
+    with pytest.raises(ValueError, match="chunk=0: a chunk has at least one step"):
+        eigenstate_scan_chunked(*drawn(1, 2, 1), chunk=0)
+
+
+@pytest.mark.parametrize(("T", "length"), [(1, 8), (256, 8), (1024, 16), (4096, 32), (32768, 64), (131072, 64)])
+def test_of_few_steps_the_chunks_are_shorter(T, length):
+    assert module._length(T) == length
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("magnitude", [LARGEST, 0.5])
+def test_on_a_gpu_32768_steps_are_as_exact_as_a_loop(magnitude):
+    arguments = [t.cuda() for t in drawn(2, 32768, 40, magnitude)]
+    exact = differentiated(eigenstate_scan_chunked, [t.double() for t in arguments])
+    first, again = (differentiated(eigenstate_scan_triton, arguments) for _ in range(2))
+    for own, other, truth in zip(first, again, exact, strict=True):
+        assert torch.equal(own, other)
+        assert float((own - truth).norm() / truth.norm()) < 1e-6
