@@ -1,0 +1,85 @@
+"""Cross-entropy of some rows' logits at a time, which are never all there (eigenstate_lm, technique 004.11)."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+IGNORED = -100
+ROWS = 4096
+"""At a time. A vocabulary of 50,257 then has logits of 0.4 GB in bfloat16, and products that are large enough."""
+
+
+def chunked_cross_entropy(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, rows: int = ROWS
+) -> torch.Tensor:
+    """The mean cross-entropy of `hidden @ weight.T` against the labels, 0-d; a label of −100 does not count.
+
+    Logits are made for some rows at a time, once forward and once more in the backward; of the forward two numbers for
+    each row are kept. They are added up in float32 at least, and so is the weight's gradient. Without a label that
+    counts it is NaN. There is no second derivative.
+
+    hidden  [N, D]
+    weight  [V, D]
+    labels  [N] int64, below V
+    rows    at a time
+
+    ValueError for fewer rows than one at a time.
+
+    Source: eigenstate_lm, technique 004.11, which expects 13 to 26 GB less.
+    """
+    if rows < 1:
+        raise ValueError(f"rows={rows}: at least one row is looked at at a time")
+    # As functional.linear would; float64 is left alone by autocast.
+    if torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+    loss: torch.Tensor = _ChunkedCrossEntropy.apply(hidden, weight, labels, rows)
+    return loss
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, rows: int) -> torch.Tensor:
+        counted = labels != IGNORED
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        total = torch.zeros((), dtype=wide, device=hidden.device)
+        # Apart: a sum of large logits would hide in its roundings what they differ by.
+        tops, sums = torch.empty(2, len(hidden), 1, dtype=wide, device=hidden.device)
+        with torch.autocast(hidden.device.type, enabled=False):
+            for part in _parts(len(hidden), rows):
+                logits = (hidden[part] @ weight.T).to(wide)
+                tops[part] = logits.amax(1, keepdim=True)
+                logits -= tops[part]
+                own = logits.gather(1, labels[part].clamp(min=0)[:, None])
+                sums[part] = logits.exp_().sum(1, keepdim=True).log_()
+                total += torch.where(counted[part, None], sums[part] - own, 0.0).sum()
+        count = counted.sum()
+        ctx.save_for_backward(hidden, weight, labels, tops, sums, count)
+        ctx.rows = rows
+        return (total / count).to(wide)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, labels, tops, sums, count = ctx.saved_tensors
+        d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        d_weight = torch.zeros_like(weight, dtype=sums.dtype) if ctx.needs_input_grad[1] else None
+        share = torch.where(labels != IGNORED, grad / count, 0.0).to(sums.dtype)
+        with torch.autocast(hidden.device.type, enabled=False):
+            for part in _parts(len(hidden), ctx.rows):
+                d_logits = (hidden[part] @ weight.T).to(sums.dtype).sub_(tops[part]).sub_(sums[part]).exp_()
+                minus = d_logits.new_full((len(d_logits), 1), -1.0)
+                d_logits.scatter_add_(1, labels[part].clamp(min=0)[:, None], minus)
+                low = d_logits.mul_(share[part, None]).to(hidden.dtype)
+                if d_hidden is not None:
+                    torch.mm(low, weight, out=d_hidden[part])
+                if d_weight is not None:
+                    d_weight += low.T @ hidden[part]
+        return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), None, None
+
+
+def _parts(count: int, rows: int) -> Iterator[slice]:
+    """Slices of at most so many rows."""
+    for start in range(0, count, rows):
+        yield slice(start, start + rows)

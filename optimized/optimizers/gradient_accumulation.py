@@ -1,0 +1,44 @@
+"""The gradient of a large batch, a micro-batch at a time (eigenstate_lm, technique 004.3; ups, technique 002.2)."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+Loss = Callable[..., torch.Tensor]
+
+
+def gradient_accumulation(
+    loss: Loss, weights: Sequence[torch.Tensor], batch: Sequence[torch.Tensor], rows: int
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The mean loss of a batch, 0-d, and its gradient by each weight.
+
+    Micro-batches are weighted by their rows, so that a last one which is shorter counts for no more than it has; the
+    source divides by their number. What a forward keeps is that of a micro-batch; the gradients are added up in place.
+
+    loss     (weights, *batch) → the mean over the batch's rows, 0-d; no row may matter to another
+    weights  leaves that want a gradient
+    batch    tensors with the rows in their first dimension; one row or more
+    rows     of a micro-batch
+
+    ValueError for a micro-batch of no row.
+
+    Source: eigenstate_lm, technique 004.3.
+    """
+    if rows < 1:
+        raise ValueError(f"rows={rows}: a micro-batch has at least one")
+    leaves, count = list(weights), len(batch[0])
+    total: torch.Tensor | None = None
+    sums: list[torch.Tensor] = []
+    for start in range(0, count, rows):
+        part = [t[start : start + rows] for t in batch]
+        with torch.enable_grad():
+            share = loss(weights, *part) * (len(part[0]) / count)
+            grads = torch.autograd.grad(share, leaves)
+        if total is None:
+            total, sums = share.detach().clone(), [g.clone() for g in grads]
+        else:
+            total += share.detach()
+            torch._foreach_add_(sums, list(grads))
+    if total is None:
+        raise ValueError("the batch has no rows")
+    return total, sums

@@ -1,0 +1,120 @@
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from optimized.losses.chunked_cross_entropy import chunked_cross_entropy as optimized
+from perfsuite import Cost, Pair, Workload, compiled, integers, side, size, tensor
+from reference.losses.chunked_cross_entropy import chunked_cross_entropy as reference
+
+
+def in_threes(hidden, weight, labels):
+    return optimized(hidden, weight, labels, rows=3)
+
+
+def traffic(N, D, V, direction):
+    once = 4 * (N * D + V * D) + 8 * N
+    return {"forward": once, "backward": 2 * once, "both": 3 * once}[direction]
+
+
+chunked_cross_entropy = Pair(
+    reference=reference,
+    optimized=optimized,
+    inputs={
+        "hidden": tensor("N", "D"),
+        "weight": tensor("V", "D"),
+        "labels": tensor("N", dtype="int64", values=integers(0, 5)),
+    },
+    sizes={"N": size(1, 20), "D": size(1, 20), "V": size(5, 30)},
+    rivals={"compile": compiled(side(reference, devices=("cuda",)))},
+    variants={"in_threes": in_threes},
+    workloads=[Workload("cpu", N=256, D=32, V=500, clock="wall", direction="both", device="cpu")],
+    cost=Cost(
+        bytes=traffic,
+        flops=lambda N, D, V, direction: 2 * N * D * V * {"forward": 1, "backward": 2, "both": 3}[direction],
+        precision="tf32",
+    ),
+)
+
+
+def drawn(N=7, D=4, V=11):
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(shape, generator=generator) for shape in ((N, D), (V, D)))
+    return hidden, weight, torch.randint(V, (N,), generator=generator)
+
+
+def differentiated(call, hidden, weight, labels):
+    leaves = [t.detach().clone().requires_grad_() for t in (hidden, weight)]
+    loss = call(*leaves, labels)
+    return [loss.detach(), *torch.autograd.grad(3 * loss, leaves)]
+
+
+@pytest.mark.parametrize("call", [reference, optimized, in_threes])
+def test_equal_logits_are_worth_the_logarithm_of_their_number(call):
+    loss = call(torch.zeros(4, 2), torch.randn(8, 2), torch.tensor([0, 1, 2, 3]))
+    assert loss.item() == pytest.approx(2.0794415)
+
+
+@pytest.mark.parametrize("call", [optimized, in_threes])
+def test_a_label_of_minus_100_does_not_count(call):
+    hidden, weight, labels = drawn()
+    labels[[0, 4, 5]] = -100
+    for own, other in zip(
+        differentiated(call, hidden, weight, labels), differentiated(reference, hidden, weight, labels), strict=True
+    ):
+        torch.testing.assert_close(own, other)
+    assert not differentiated(call, hidden, weight, labels)[1][[0, 4, 5]].any()
+
+
+@pytest.mark.parametrize("call", [reference, optimized, in_threes])
+def test_without_a_label_that_counts_it_is_nan(call):
+    hidden, weight, labels = drawn()
+    assert call(hidden, weight, torch.full_like(labels, -100)).isnan()
+
+
+def test_logits_of_all_rows_are_never_there():
+    largest = 0
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            found = func(*args, **(kwargs or {}))
+            largest = max([largest, *(t.numel() for t in tree_leaves(found) if isinstance(t, torch.Tensor))])
+            return found
+
+    hidden, weight, labels = drawn(N=60, D=2, V=50)
+    hidden.requires_grad_()
+    with Sizes():
+        optimized(hidden, weight, labels, rows=4).backward()
+    assert largest == 4 * 50
+
+
+@pytest.mark.parametrize("call", [optimized, in_threes])
+def test_under_autocast_the_products_are_in_its_precision_and_the_sums_are_not(call):
+    hidden, weight, labels = drawn(N=40)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = differentiated(call, hidden, weight, labels)
+        known = differentiated(reference, hidden, weight, labels)
+    assert [t.dtype for t in found] == [torch.float32] * 3
+    for own, other in zip(found, known, strict=True):
+        assert float((own - other).norm() / other.norm()) < 2**-7
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_what_wants_no_gradient_gets_none(which):
+    hidden, weight, labels = drawn()
+    wanted = (hidden, weight)[which].requires_grad_()
+    optimized(hidden, weight, labels).backward()
+    assert wanted.grad is not None
+    assert (hidden, weight)[1 - which].grad is None
+
+
+def test_some_rows_are_looked_at_at_a_time():
+    with pytest.raises(ValueError, match="rows=0: at least one row"):
+        optimized(*drawn(), rows=0)
+
+
+def test_values_far_from_zero_do_not_overflow():
+    hidden, weight, labels = torch.tensor([[1e4]]), torch.tensor([[1.0], [-1.0]]), torch.tensor([0])
+    assert optimized(hidden, weight, labels).item() == 0.0
+    assert optimized(-hidden, weight, labels).item() == pytest.approx(2e4)

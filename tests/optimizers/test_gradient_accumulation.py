@@ -1,0 +1,85 @@
+import pytest
+import torch
+from torch.nn import functional
+
+from optimized.optimizers.gradient_accumulation import gradient_accumulation as optimized
+from perfsuite import Pair, Workload, compiled, floats, integers, scalar, side, size, tensor
+from reference.optimizers.gradient_accumulation import gradient_accumulation as reference
+
+
+def loss(weights, x, y):
+    """A network of one hidden layer; smooth, so that no rounding sends a gradient elsewhere."""
+    first, second = weights
+    return functional.mse_loss(torch.tanh(x @ first) @ second, y)
+
+
+def on_network(call):
+    def given(first, second, x, y, rows):
+        weights = [w.detach().clone().requires_grad_() for w in (first, second)]
+        return call(loss, weights, (x, y), rows)
+
+    return given
+
+
+gradient_accumulation = Pair(
+    reference=on_network(reference),
+    optimized=on_network(optimized),
+    inputs={
+        "first": tensor("D", "H", values=floats(-1, 1)),
+        "second": tensor("H", "O", values=floats(-1, 1)),
+        "x": tensor("N", "D", values=floats(-2, 2)),
+        "y": tensor("N", "O", values=floats(-2, 2)),
+        "rows": scalar(integers(1, 9)),
+    },
+    gradients=False,
+    sizes={"N": size(1, 20), "D": size(1, 8), "H": size(1, 8), "O": size(1, 4)},
+    rivals={"compile": compiled(side(on_network(reference), devices=("cuda",)))},
+    workloads=[Workload("cpu", N=512, D=32, H=64, O=8, rows=128, clock="wall", device="cpu")],
+)
+
+
+def drawn(N):
+    torch.manual_seed(0)
+    weights = [torch.randn(4, 5, requires_grad=True), torch.randn(5, 2, requires_grad=True)]
+    return weights, (torch.randn(N, 4), torch.randn(N, 2))
+
+
+def kept_bytes(call, rows):
+    """The most that one forward keeps for its backward, beside weights and batch."""
+    sizes, most = {}, 0
+    weights, batch = drawn(64)
+    known = {t.untyped_storage().data_ptr() for t in (*weights, *batch)}
+
+    def pack(tensor):
+        nonlocal most
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            sizes[storage.data_ptr()] = storage.nbytes()
+        most = max(most, sum(sizes.values()))
+        return tensor
+
+    def counted(*given):
+        sizes.clear()
+        return loss(*given)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        call(counted, weights, batch, rows)
+    return most
+
+
+def test_a_forward_keeps_what_a_micro_batch_needs():
+    assert kept_bytes(optimized, 8) == kept_bytes(reference, 8) / 8
+
+
+def test_a_short_last_micro_batch_counts_for_what_it_has():
+    weights, batch = drawn(7)
+    for own, known in zip(
+        [*optimized(loss, weights, batch, 3)[1]], [*reference(loss, weights, batch, 3)[1]], strict=True
+    ):
+        torch.testing.assert_close(own, known)
+
+
+@pytest.mark.parametrize(("N", "rows", "says"), [(4, 0, "rows=0"), (0, 2, "no rows")])
+def test_nothing_to_work_on_is_an_error(N, rows, says):
+    with pytest.raises(ValueError, match=says):
+        optimized(loss, *drawn(N), rows)

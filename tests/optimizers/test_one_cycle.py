@@ -1,0 +1,50 @@
+import pytest
+import torch
+
+from optimized.optimizers import one_cycle as module
+from optimized.optimizers.one_cycle import one_cycle as optimized
+from perfsuite import Pair, Workload, compiled, floats, integers, scalar, side, size, tensor
+from reference.optimizers.one_cycle import one_cycle as reference
+
+one_cycle = Pair(
+    reference=reference,
+    optimized=optimized,
+    inputs={
+        "steps": tensor("N", dtype="int64", values=integers(0, 11)),
+        "total_steps": scalar(integers(11, 60)),
+        "max_lr": scalar(floats(1e-4, 1)),
+    },
+    gradients=False,
+    sizes={"N": size(0, 20)},
+    rivals={"compile": compiled(side(optimized, devices=("cuda",)))},
+    workloads=[Workload("cpu", N=1000, total_steps=1000, max_lr=3e-4, clock="wall", device="cpu")],
+)
+
+
+@pytest.mark.parametrize("call", [reference, optimized])
+def test_it_rises_over_a_tenth_and_falls(call):
+    rates = call(torch.arange(100), 100, 1.0).tolist()
+    assert rates[0] == pytest.approx(1 / 25)
+    assert rates[9] == max(rates) == 1.0
+    assert rates[99] == pytest.approx(1 / 25 / 1e4)
+    assert rates[:10] == sorted(rates[:10])
+    assert rates[9:] == sorted(rates[9:], reverse=True)
+
+
+@pytest.mark.parametrize("total", [11, 100, 999])
+def test_every_step_has_the_same_rate(total):
+    steps = torch.arange(total)
+    torch.testing.assert_close(optimized(steps, total, 3e-4), reference(steps, total, 3e-4), rtol=1e-12, atol=0.0)
+
+
+@pytest.mark.parametrize("call", [reference, optimized])
+def test_too_few_steps_to_warm_up_are_an_error(call):
+    with pytest.raises(ValueError, match="total_steps=10: "):
+        call(torch.arange(3), 10, 1.0)
+
+
+def test_the_schedule_is_run_through_once():
+    module._table.cache_clear()
+    for _ in range(3):
+        optimized(torch.arange(3), 20, 1.0)
+    assert module._table.cache_info().misses == 1

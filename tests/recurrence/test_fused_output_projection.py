@@ -1,0 +1,50 @@
+import torch
+
+from optimized.recurrence.fused_output_projection import fused_output_projection as optimized
+from perfsuite import Cost, Pair, Workload, compiled, floats, side, size, tensor
+from reference.recurrence.fused_output_projection import fused_output_projection as reference
+
+
+def traffic(N, K, D, direction):
+    forward = 4 * (N * K + K * K + D * K + N * D)
+    backward = 4 * (2 * (N * K + K * K + D * K) + N * D)
+    return {"forward": forward, "backward": backward, "both": forward + backward}[direction]
+
+
+fused_output_projection = Pair(
+    reference=reference,
+    optimized=optimized,
+    # In another order infinities meet others of the other sign, or none.
+    inputs={
+        "states": tensor("N", "K", values=floats(nonfinite=False)),
+        "rotation": tensor("K", "K", values=floats(nonfinite=False)),
+        "weight": tensor("D", "K", values=floats(nonfinite=False)),
+    },
+    sizes={"N": size(0, 40), "K": size(1, 24), "D": size(1, 40)},
+    rivals={"compile": compiled(side(reference, devices=("cuda",)))},
+    workloads=[Workload("cpu", N=4096, K=32, D=64, clock="wall", direction="both", device="cpu")],
+    cost=Cost(
+        bytes=traffic,
+        flops=lambda N, K, D, direction: 2 * N * K * D * {"forward": 1, "backward": 2, "both": 3}[direction],
+        precision="tf32",
+    ),
+)
+
+
+def test_the_states_may_have_any_leading_dimensions():
+    states, rotation, weight = torch.randn(2, 3, 4), torch.randn(4, 4), torch.randn(5, 4)
+    torch.testing.assert_close(optimized(states, rotation, weight), reference(states, rotation, weight))
+
+
+def test_no_product_but_one_has_as_many_rows_as_there_are_states():
+    seen = []
+
+    class Products(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.overloadpacket.__name__ == "mm":
+                seen.append(args[0].shape[0])
+            return func(*args, **(kwargs or {}))
+
+    with Products():
+        optimized(torch.randn(100, 4), torch.randn(4, 4), torch.randn(5, 4))
+    assert sorted(seen) == [4, 100]
