@@ -227,9 +227,26 @@ def _power(across, turn, exponent, MOST: tl.constexpr):
 
 
 @jit
-def _next(board_ptr, K, groups, ITEMS: tl.constexpr, UNWRITTEN: tl.constexpr):
-    """Which program this one is, in the order in which they have begun: all those before it are under way."""
-    return tl.atomic_add(board_ptr + 2 * ITEMS * groups.to(tl.int64) * K, 1) - UNWRITTEN
+def _begun(board_ptr, K, groups, ITEMS: tl.constexpr, STATES: tl.constexpr, UNWRITTEN: tl.constexpr):
+    """(which group in their order, item, states [1, STATES]) this program is for.
+
+    By the order in which programs have begun, so that all that one waits for are under way.
+    """
+    columns = tl.cdiv(K, STATES)
+    program = tl.atomic_add(board_ptr + 2 * ITEMS * groups.to(tl.int64) * K, 1) - UNWRITTEN
+    state = (program % columns * STATES + tl.arange(0, STATES))[None, :]
+    return program // (ITEMS * columns), (program // columns % ITEMS).to(tl.int64), state
+
+
+@jit
+def _chunks_of(group, item, state, T, K, LENGTH: tl.constexpr, CHUNKS: tl.constexpr):
+    """(its chunks [CHUNKS, 1], steps left of each, offsets of their first steps and of what is there once a chunk).
+
+    The last three are [CHUNKS, STATES]; where there is no such chunk or state, no step is left.
+    """
+    chunk = group * CHUNKS + tl.arange(0, CHUNKS)[:, None]
+    left = tl.where((chunk * LENGTH < T) & (state < K), T - chunk * LENGTH, 0)
+    return chunk, left, (item * T + chunk * LENGTH) * K + state, (item * tl.cdiv(T, LENGTH) + chunk) * K + state
 
 
 @jit
@@ -311,22 +328,15 @@ def _forward_kernel(
     UNROLLED: tl.constexpr,
     UNWRITTEN: tl.constexpr,
 ):
-    columns = tl.cdiv(K, STATES)
-    program = _next(board_ptr, K, groups, ITEMS, UNWRITTEN)
-    group = program // (ITEMS * columns)
-    item = (program // columns % ITEMS).to(tl.int64)
-    state = (program % columns * STATES + tl.arange(0, STATES))[None, :]
-    there = state < K
-    row = tl.arange(0, CHUNKS)[:, None]
-    chunk = group * CHUNKS + row
+    group, item, state = _begun(board_ptr, K, groups, ITEMS, STATES, UNWRITTEN)
+    chunk, left, steps, chunks = _chunks_of(group, item, state, T, K, LENGTH, CHUNKS)
+    there, row, live = state < K, tl.arange(0, CHUNKS)[:, None], left > 0
     count = tl.cdiv(T, LENGTH)
-    live = (chunk < count) & there
+    plane = ITEMS * count.to(tl.int64) * K
     one = tl.load(eigenvalues_ptr + 2 * state, mask=there, other=0.0)
     one_turn = tl.load(eigenvalues_ptr + 2 * state + 1, mask=there, other=0.0)
     across = tl.broadcast_to(one, [CHUNKS, STATES])
     turn = tl.broadcast_to(one_turn, [CHUNKS, STATES])
-    left = tl.where(live, T - chunk * LENGTH, 0)
-    steps = (item * T + chunk * LENGTH) * K + state
     real = tl.zeros([CHUNKS, STATES], tl.float32)
     imaginary = tl.zeros([CHUNKS, STATES], tl.float32)
     for start in range(0, LENGTH, UNROLLED):
@@ -376,8 +386,6 @@ def _forward_kernel(
             UNWRITTEN,
         )
     # A chunk begins with what those before it in the group add: each hands its own to the next.
-    chunks = (item * count + chunk) * K + state
-    plane = ITEMS * count.to(tl.int64) * K
     handed = (row < CHUNKS - 1) & (chunk + 1 < count) & there
     tl.store(carries_ptr + chunks + K, real.to(tl.float32), mask=handed)
     tl.store(carries_ptr + plane + chunks + K, imaginary.to(tl.float32), mask=handed)
@@ -433,22 +441,16 @@ def _backward_kernel(
     λ's own gradient is the sum of g_t times the conjugate of c_{t−1}. Going forward, it is the sum of what comes into
     each step times the conjugate of dc_t/dλ within the chunk: so no state of a step has to be kept for the way back.
     """
-    columns = tl.cdiv(K, STATES)
-    program = _next(board_ptr, K, groups, ITEMS, UNWRITTEN)
-    group = groups - 1 - program // (ITEMS * columns)
-    item = (program // columns % ITEMS).to(tl.int64)
-    state = (program % columns * STATES + tl.arange(0, STATES))[None, :]
-    there = state < K
-    row = tl.arange(0, CHUNKS)[:, None]
-    chunk = group * CHUNKS + row
+    order, item, state = _begun(board_ptr, K, groups, ITEMS, STATES, UNWRITTEN)
+    group = groups - 1 - order
+    chunk, left, steps, chunks = _chunks_of(group, item, state, T, K, LENGTH, CHUNKS)
+    there, row, live = state < K, tl.arange(0, CHUNKS)[:, None], left > 0
     count = tl.cdiv(T, LENGTH)
-    live = (chunk < count) & there
+    plane = ITEMS * count.to(tl.int64) * K
     one = tl.load(eigenvalues_ptr + 2 * state, mask=there, other=0.0)
     one_turn = tl.load(eigenvalues_ptr + 2 * state + 1, mask=there, other=0.0)
     across = tl.broadcast_to(one, [CHUNKS, STATES])
     turn = tl.broadcast_to(one_turn, [CHUNKS, STATES])
-    left = tl.where(live, T - chunk * LENGTH, 0)
-    steps = (item * T + chunk * LENGTH) * K + state
     real = tl.zeros([CHUNKS, STATES], tl.float32)
     imaginary = tl.zeros([CHUNKS, STATES], tl.float32)
     for start in range(0, LENGTH, UNROLLED):
@@ -518,8 +520,6 @@ def _backward_kernel(
         tl.store(d_state_ptr + boundary + 1, own_imaginary.to(tl.float32), mask=there)
     # What comes back into a chunk's last step: from those after it in the group, each of which hands its own on, and
     # from the groups after.
-    chunks = (item * count + chunk) * K + state
-    plane = ITEMS * count.to(tl.int64) * K
     tl.store(handed_ptr + chunks, real.to(tl.float32), mask=live)
     tl.store(handed_ptr + plane + chunks, imaginary.to(tl.float32), mask=live)
     tl.debug_barrier()
