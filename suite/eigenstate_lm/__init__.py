@@ -1,0 +1,1 @@
+"""What the two trainers of eigenstate_lm share."""

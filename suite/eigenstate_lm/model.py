@@ -1,0 +1,150 @@
+"""The network of eigenstate_lm: its shapes, its first weights, and its forward over a stretch of tokens.
+
+A block mixes along time by cells of eigenstates, each a diagonal complex recurrence, and along the width by two linear
+layers. Weights are a plain mapping, name → tensor, as a checkpoint keeps them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+SMALLEST, RANGE = 0.1, 0.89
+"""Of |λ|, which is between them and never as large as 0.99."""
+TURN = 0.01
+"""How far the rotation of the states is from the identity, in norm."""
+EXPANSION = 4
+VOCABULARY = 50257
+
+Weights = Mapping[str, torch.Tensor]
+Scan = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+Project = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Drop = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sizes:
+    """Of a network. The defaults are the source's small one."""
+
+    vocabulary: int = VOCABULARY
+    width: int = 1024
+    layers: int = 8
+    eigenstates: int = 128
+    """Of a cell."""
+    cells: int = 2
+    """Of a block."""
+
+
+def shapes(sizes: Sizes) -> dict[str, tuple[int, ...]]:
+    """Name → shape, in the order of the forward: 123,104,256 parameters at the defaults. The head is the embedding."""
+    D, K, C = sizes.width, sizes.eigenstates, sizes.cells
+    found: dict[str, tuple[int, ...]] = {"embedding": (sizes.vocabulary, D)}
+    for layer in range(sizes.layers):
+        block: dict[str, tuple[int, ...]] = {
+            "drive": (C, K, D),
+            "decay": (C, K),
+            "rotation": (C, K, K),
+            "out": (C, D, K),
+            "norm1": (D,),
+            "norm1.bias": (D,),
+            "expand": (EXPANSION * D, D),
+            "expand.bias": (EXPANSION * D,),
+            "contract": (D, EXPANSION * D),
+            "contract.bias": (D,),
+            "norm2": (D,),
+            "norm2.bias": (D,),
+        }
+        found |= {f"{layer}.{name}": shape for name, shape in block.items()}
+    return found
+
+
+def make_weights(seed: int, sizes: Sizes) -> dict[str, torch.Tensor]:
+    """Name → float32 tensor on the CPU.
+
+    Linear layers are normal with 1/√(inputs), the embedding with 0.02, α uniform within (−3, 0), so that |λ| begins at
+    0.545 at most; what the source leaves open is as in most language models.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for name, shape in shapes(sizes).items():
+        kind = name.rpartition(".")[2] if not name.endswith(".bias") else "bias"
+        if kind in ("norm1", "norm2"):
+            weights[name] = torch.ones(shape)
+        elif kind == "bias":
+            weights[name] = torch.zeros(shape)
+        elif kind == "decay":
+            weights[name] = -3 * torch.rand(shape, generator=generator)
+        else:
+            scale = {"embedding": 0.02, "rotation": 1.0}.get(kind, 1 / math.sqrt(shape[-1]))
+            weights[name] = scale * torch.randn(shape, generator=generator)
+    return weights
+
+
+def eigenvalues(decay: torch.Tensor) -> torch.Tensor:
+    """α [cells, K] → λ [cells, K, 2], (real, imaginary); eigenstate k turns by 2πk/K a step."""
+    count = decay.shape[-1]
+    phase = torch.arange(count, dtype=decay.dtype, device=decay.device) * (2 * math.pi / count)
+    magnitude = SMALLEST + RANGE * decay.sigmoid()
+    return torch.stack((magnitude * phase.cos(), magnitude * phase.sin()), -1)
+
+
+def rotation(mixing: torch.Tensor) -> torch.Tensor:
+    """M [cells, K, K] → R = I + 0.01 M / ‖M‖, a cell at a time."""
+    norm = torch.linalg.matrix_norm(mixing, keepdim=True)
+    identity = torch.eye(mixing.shape[-1], dtype=mixing.dtype, device=mixing.device)
+    turned: torch.Tensor = identity + TURN * mixing / norm
+    return turned
+
+
+def first_states(sizes: Sizes, batch: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    """float32 [layers, batch, cells · K, 2], all 0: what a text begins with."""
+    return torch.zeros(sizes.layers, batch, sizes.cells * sizes.eigenstates, 2, device=device)
+
+
+def forward(
+    weights: Weights,
+    tokens: torch.Tensor,
+    states: torch.Tensor,
+    scan: Scan,
+    project: Project,
+    drop: Drop = lambda x: x,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens int64 [B, T] → (what the head takes [B, T, D], the states after them, as `first_states` has them).
+
+    scan     `reference.recurrence.eigenstate_scan`, or one like it
+    project  `reference.recurrence.fused_output_projection`, or one like it
+    drop     dropout; called for each cell's output, for the two linear layers' and for what the cells give together
+    """
+    x = functional.embedding(tokens, weights["embedding"])
+    after = []
+    for layer, state in enumerate(states):
+        own = {name: weights[f"{layer}.{name}"] for name in _BLOCK}
+        mixed, state = _cells(own, x, state, scan, project, drop)
+        x = _norm(own, "norm1", x + drop(mixed))
+        wide = functional.gelu(functional.linear(x, own["expand"], own["expand.bias"]), approximate="tanh")
+        x = _norm(own, "norm2", x + drop(functional.linear(wide, own["contract"], own["contract.bias"])))
+        after.append(state)
+    return x, torch.stack(after) if after else states
+
+
+_BLOCK = [name.partition(".")[2] for name in shapes(Sizes(layers=1)) if name.startswith("0.")]
+
+
+def _cells(
+    own: Weights, x: torch.Tensor, state: torch.Tensor, scan: Scan, project: Project, drop: Drop
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(The mean over the cells [B, T, D], their states after it); all cells' eigenstates are scanned together."""
+    cells, count = own["decay"].shape
+    drive = functional.linear(x, own["drive"].flatten(0, 1))
+    real, state = scan(drive, eigenvalues(own["decay"]).flatten(0, 1), state)
+    turned = rotation(own["rotation"])
+    parts = [drop(project(part, turned[cell], own["out"][cell])) for cell, part in enumerate(real.split(count, dim=-1))]
+    return torch.stack(parts).mean(0) if cells > 1 else parts[0], state
+
+
+def _norm(own: Weights, name: str, x: torch.Tensor) -> torch.Tensor:
+    return functional.layer_norm(x, x.shape[-1:], own[name], own[f"{name}.bias"])
