@@ -132,7 +132,7 @@ class _EigenstateScan(torch.autograd.Function):
         work = _Work(B, T, K, length, beta.device)
         with launching(beta):
             _forward_kernel[work.grid](
-                beta, eigenvalues, state, carries, every, final, work.board, T, K, work.groups, **work.options
+                beta, eigenvalues, state, carries, every, final, work.board, T, K, *work.sizes, **work.options
             )
         ctx.save_for_backward(beta, eigenvalues, carries)
         ctx.length = length
@@ -162,7 +162,7 @@ class _EigenstateScan(torch.autograd.Function):
                 work.board,
                 T,
                 K,
-                work.groups,
+                *work.sizes,
                 **work.options,
             )
         d_eigenvalues = parts.sum(0, dtype=torch.float64).to(eigenvalues.dtype) if ctx.needs_input_grad[1] else None
@@ -180,8 +180,10 @@ class _Work:
         self.grid = (self.groups * columns,)
         # What each group adds, in two planes, and behind them which program comes next.
         self.board = torch.full((2 * B * self.groups * K + 1,), UNWRITTEN, dtype=torch.int32, device=device)
+        # Items and groups; a plane of the board and one of what is there once a chunk. From the host, since a kernel's
+        # argument of 1 is a plain number there, which cannot be widened.
+        self.sizes = B, self.groups, B * self.groups * K, B * ceil_div(T, length) * K
         self.options = {
-            "ITEMS": B,
             "LENGTH": length,
             "CHUNKS": chunks,
             "STATES": states,
@@ -227,15 +229,15 @@ def _power(across, turn, exponent, MOST: tl.constexpr):
 
 
 @jit
-def _begun(board_ptr, K, groups, ITEMS: tl.constexpr, STATES: tl.constexpr, UNWRITTEN: tl.constexpr):
+def _begun(board_ptr, K, items, board_plane, STATES: tl.constexpr, UNWRITTEN: tl.constexpr):
     """(which group in their order, item, states [1, STATES]) this program is for.
 
     By the order in which programs have begun, so that all that one waits for are under way.
     """
     columns = tl.cdiv(K, STATES)
-    program = tl.atomic_add(board_ptr + 2 * ITEMS * groups.to(tl.int64) * K, 1) - UNWRITTEN
+    program = tl.atomic_add(board_ptr + 2 * board_plane, 1) - UNWRITTEN
     state = (program % columns * STATES + tl.arange(0, STATES))[None, :]
-    return program // (ITEMS * columns), (program // columns % ITEMS).to(tl.int64), state
+    return program // (items * columns), (program // columns % items).to(tl.int64), state
 
 
 @jit
@@ -261,7 +263,7 @@ def _awaited(
     turn,
     K,
     groups,
-    ITEMS: tl.constexpr,
+    board_plane,
     STATES: tl.constexpr,
     AT_ONCE: tl.constexpr,
     UNWRITTEN: tl.constexpr,
@@ -271,7 +273,6 @@ def _awaited(
     step         from a group to the next farther one: −1 or 1
     across, turn  λ to a group's length
     """
-    plane = ITEMS * groups.to(tl.int64) * K
     row = tl.arange(0, AT_ONCE)[:, None]
     # The last row is the nearest: of the first look alone rows may be missing, those that would be farthest.
     weight, weight_turn = _power(across, turn, AT_ONCE - 1 - row, AT_ONCE)
@@ -288,7 +289,7 @@ def _awaited(
         waiting = 1
         while waiting > 0:
             bits = tl.load(at, mask=mask, other=0, volatile=True)
-            bits_imaginary = tl.load(at + plane, mask=mask, other=0, volatile=True)
+            bits_imaginary = tl.load(at + board_plane, mask=mask, other=0, volatile=True)
             unwritten = (bits == UNWRITTEN) | (bits_imaginary == UNWRITTEN)
             waiting = tl.sum(tl.sum(unwritten.to(tl.int32), 1), 0)
         added = bits.to(tl.float32, bitcast=True).to(tl.float64)
@@ -301,11 +302,11 @@ def _awaited(
 
 
 @jit
-def _add(board_ptr, state, item, group, real, imaginary, K, groups, ITEMS: tl.constexpr):
+def _add(board_ptr, state, item, group, real, imaginary, K, groups, board_plane):
     """Tell the others what a group adds. Each value tells for itself that it is there."""
     at = board_ptr + (item * groups + group) * K + state
     tl.store(at, real.to(tl.float32).to(tl.int32, bitcast=True), mask=state < K)
-    tl.store(at + ITEMS * groups.to(tl.int64) * K, imaginary.to(tl.float32).to(tl.int32, bitcast=True), mask=state < K)
+    tl.store(at + board_plane, imaginary.to(tl.float32).to(tl.int32, bitcast=True), mask=state < K)
 
 
 @jit
@@ -319,8 +320,10 @@ def _forward_kernel(
     board_ptr,
     T,
     K,
+    items,
     groups,
-    ITEMS: tl.constexpr,
+    board_plane,
+    plane,
     LENGTH: tl.constexpr,
     CHUNKS: tl.constexpr,
     STATES: tl.constexpr,
@@ -328,11 +331,10 @@ def _forward_kernel(
     UNROLLED: tl.constexpr,
     UNWRITTEN: tl.constexpr,
 ):
-    group, item, state = _begun(board_ptr, K, groups, ITEMS, STATES, UNWRITTEN)
+    group, item, state = _begun(board_ptr, K, items, board_plane, STATES, UNWRITTEN)
     chunk, left, steps, chunks = _chunks_of(group, item, state, T, K, LENGTH, CHUNKS)
     there, row, live = state < K, tl.arange(0, CHUNKS)[:, None], left > 0
     count = tl.cdiv(T, LENGTH)
-    plane = ITEMS * count.to(tl.int64) * K
     one = tl.load(eigenvalues_ptr + 2 * state, mask=there, other=0.0)
     one_turn = tl.load(eigenvalues_ptr + 2 * state + 1, mask=there, other=0.0)
     across = tl.broadcast_to(one, [CHUNKS, STATES])
@@ -366,9 +368,9 @@ def _forward_kernel(
         carried = tl.load(state_ptr + boundary, mask=there, other=0.0).to(tl.float64)
         carried_imaginary = tl.load(state_ptr + boundary + 1, mask=there, other=0.0).to(tl.float64)
         more, turned = _product_of(whole, whole_turn, carried, carried_imaginary)
-        _add(board_ptr, state, item, group, own + more, own_imaginary + turned, K, groups, ITEMS)
+        _add(board_ptr, state, item, group, own + more, own_imaginary + turned, K, groups, board_plane)
     else:
-        _add(board_ptr, state, item, group, own, own_imaginary, K, groups, ITEMS)
+        _add(board_ptr, state, item, group, own, own_imaginary, K, groups, board_plane)
         carried, carried_imaginary = _awaited(
             board_ptr,
             state,
@@ -380,7 +382,7 @@ def _forward_kernel(
             whole_turn,
             K,
             groups,
-            ITEMS,
+            board_plane,
             STATES,
             AT_ONCE,
             UNWRITTEN,
@@ -427,8 +429,10 @@ def _backward_kernel(
     board_ptr,
     T,
     K,
+    items,
     groups,
-    ITEMS: tl.constexpr,
+    board_plane,
+    plane,
     LENGTH: tl.constexpr,
     CHUNKS: tl.constexpr,
     STATES: tl.constexpr,
@@ -441,12 +445,11 @@ def _backward_kernel(
     λ's own gradient is the sum of g_t times the conjugate of c_{t−1}. Going forward, it is the sum of what comes into
     each step times the conjugate of dc_t/dλ within the chunk: so no state of a step has to be kept for the way back.
     """
-    order, item, state = _begun(board_ptr, K, groups, ITEMS, STATES, UNWRITTEN)
+    order, item, state = _begun(board_ptr, K, items, board_plane, STATES, UNWRITTEN)
     group = groups - 1 - order
     chunk, left, steps, chunks = _chunks_of(group, item, state, T, K, LENGTH, CHUNKS)
     there, row, live = state < K, tl.arange(0, CHUNKS)[:, None], left > 0
     count = tl.cdiv(T, LENGTH)
-    plane = ITEMS * count.to(tl.int64) * K
     one = tl.load(eigenvalues_ptr + 2 * state, mask=there, other=0.0)
     one_turn = tl.load(eigenvalues_ptr + 2 * state + 1, mask=there, other=0.0)
     across = tl.broadcast_to(one, [CHUNKS, STATES])
@@ -493,9 +496,9 @@ def _backward_kernel(
         more, turned = _product_of(rest, rest_turn, carried, carried_imaginary)
         own += more
         own_imaginary += turned
-        _add(board_ptr, state, item, group, own, own_imaginary, K, groups, ITEMS)
+        _add(board_ptr, state, item, group, own, own_imaginary, K, groups, board_plane)
     else:
-        _add(board_ptr, state, item, group, own, own_imaginary, K, groups, ITEMS)
+        _add(board_ptr, state, item, group, own, own_imaginary, K, groups, board_plane)
         carried, carried_imaginary = _awaited(
             board_ptr,
             state,
@@ -507,7 +510,7 @@ def _backward_kernel(
             whole_turn,
             K,
             groups,
-            ITEMS,
+            board_plane,
             STATES,
             AT_ONCE,
             UNWRITTEN,

@@ -44,7 +44,11 @@ eigenstate_scan = Pair(
         "triton": side(eigenstate_scan_triton, available=triton_reason),
         "chunked": eigenstate_scan_chunked,
     },
-    workloads=[Workload("cpu", B=1, T=1024, K=16, clock="wall", direction="both", device="cpu")],
+    # Of the second every size, and the number of groups, is 1, which Triton makes a plain number of.
+    workloads=[
+        Workload("cpu", B=1, T=1024, K=16, clock="wall", direction="both", device="cpu"),
+        Workload("one", B=1, T=1, K=1, clock="wall", direction="both", device="cpu"),
+    ],
     cost=Cost(bytes=traffic),
 )
 

@@ -3,6 +3,7 @@ import torch
 from optimized.recurrence.fused_output_projection import fused_output_projection as optimized
 from perfsuite import Cost, Pair, Workload, compiled, floats, side, size, tensor
 from reference.recurrence.fused_output_projection import fused_output_projection as reference
+from suite.leak_cnn.trial import Seen
 
 
 def traffic(N, K, D, direction):
@@ -37,14 +38,6 @@ def test_the_states_may_have_any_leading_dimensions():
 
 
 def test_no_product_but_one_has_as_many_rows_as_there_are_states():
-    seen = []
-
-    class Products(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if func.overloadpacket.__name__ == "mm":
-                seen.append(args[0].shape[0])
-            return func(*args, **(kwargs or {}))
-
-    with Products():
+    with Seen(lambda args: len(args[0])) as seen:
         optimized(torch.randn(100, 4), torch.randn(4, 4), torch.randn(5, 4))
-    assert sorted(seen) == [4, 100]
+    assert sorted(seen.of("mm")) == [4, 100]
