@@ -310,6 +310,39 @@ def _add(board_ptr, state, item, group, real, imaginary, K, groups, board_plane)
 
 
 @jit
+def _together(
+    one,
+    one_turn,
+    real,
+    imaginary,
+    LENGTH: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    STATES: tl.constexpr,
+    REVERSE: tl.constexpr,
+):
+    """What a group's chunks add: (λ to a chunk's length, to the group's, up to each chunk, in all), in float64."""
+    wide, wide_turn = _power(
+        one.to(tl.float64), one_turn.to(tl.float64), tl.full([1, STATES], LENGTH, tl.int32), LENGTH
+    )
+    whole, whole_turn = _power(wide, wide_turn, tl.full([1, STATES], CHUNKS, tl.int32), CHUNKS)
+    _, _, added, added_imaginary = tl.associative_scan(
+        (
+            tl.broadcast_to(wide, [CHUNKS, STATES]),
+            tl.broadcast_to(wide_turn, [CHUNKS, STATES]),
+            real.to(tl.float64),
+            imaginary.to(tl.float64),
+        ),
+        0,
+        _combined,
+        reverse=REVERSE,
+    )
+    last = tl.arange(0, CHUNKS)[:, None] == (0 if REVERSE else CHUNKS - 1)
+    own = tl.sum(tl.where(last, added, 0.0), 0)[None, :]
+    own_imaginary = tl.sum(tl.where(last, added_imaginary, 0.0), 0)[None, :]
+    return wide, wide_turn, whole, whole_turn, added, added_imaginary, own, own_imaginary
+
+
+@jit
 def _forward_kernel(
     beta_ptr,
     eigenvalues_ptr,
@@ -347,22 +380,9 @@ def _forward_kernel(
             real, imaginary = _product_of(across, turn, real, imaginary)
             real += tl.load(beta_ptr + steps + i * K, mask=left > i, other=0.0).to(tl.float32)
     # From here to the states that the chunks begin with, in float64.
-    wide, wide_turn = _power(
-        one.to(tl.float64), one_turn.to(tl.float64), tl.full([1, STATES], LENGTH, tl.int32), LENGTH
+    wide, wide_turn, whole, whole_turn, real, imaginary, own, own_imaginary = _together(
+        one, one_turn, real, imaginary, LENGTH, CHUNKS, STATES, REVERSE=False
     )
-    whole, whole_turn = _power(wide, wide_turn, tl.full([1, STATES], CHUNKS, tl.int32), CHUNKS)
-    _, _, real, imaginary = tl.associative_scan(
-        (
-            tl.broadcast_to(wide, [CHUNKS, STATES]),
-            tl.broadcast_to(wide_turn, [CHUNKS, STATES]),
-            real.to(tl.float64),
-            imaginary.to(tl.float64),
-        ),
-        0,
-        _combined,
-    )
-    own = tl.sum(tl.where(row == CHUNKS - 1, real, 0.0), 0)[None, :]
-    own_imaginary = tl.sum(tl.where(row == CHUNKS - 1, imaginary, 0.0), 0)[None, :]
     boundary = (item * K + state) * 2
     if group == 0:
         carried = tl.load(state_ptr + boundary, mask=there, other=0.0).to(tl.float64)
@@ -461,23 +481,9 @@ def _backward_kernel(
             i = LENGTH - 1 - start - j
             real += tl.load(grad_ptr + steps + i * K, mask=left > i, other=0.0).to(tl.float32)
             real, imaginary = _product_of(across, -turn, real, imaginary)
-    wide, wide_turn = _power(
-        one.to(tl.float64), -one_turn.to(tl.float64), tl.full([1, STATES], LENGTH, tl.int32), LENGTH
+    _, _, whole, whole_turn, real, imaginary, own, own_imaginary = _together(
+        one, -one_turn, real, imaginary, LENGTH, CHUNKS, STATES, REVERSE=True
     )
-    whole, whole_turn = _power(wide, wide_turn, tl.full([1, STATES], CHUNKS, tl.int32), CHUNKS)
-    _, _, real, imaginary = tl.associative_scan(
-        (
-            tl.broadcast_to(wide, [CHUNKS, STATES]),
-            tl.broadcast_to(wide_turn, [CHUNKS, STATES]),
-            real.to(tl.float64),
-            imaginary.to(tl.float64),
-        ),
-        0,
-        _combined,
-        reverse=True,
-    )
-    own = tl.sum(tl.where(row == 0, real, 0.0), 0)[None, :]
-    own_imaginary = tl.sum(tl.where(row == 0, imaginary, 0.0), 0)[None, :]
     # Steps from each chunk's end to the group's, of which the last may be cut short.
     ends = tl.minimum(T, (group + 1) * CHUNKS * LENGTH)
     short, short_turn = _power(
