@@ -10,14 +10,14 @@ from optimized.kernels import ceil_div, jit, launching, tl, use_triton
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CHUNK = 64
 """Steps of the plain form's chunks: the work within one grows with it, the steps between them fall."""
-SHORTEST, LENGTH = 8, 64
-"""Steps of the kernels' chunks, by T."""
-UNROLLED = 8
-"""Of them, those that are loaded together."""
-CHUNKS, STATES = 16, 32
-"""What a program works on at once; a row of 32 states is a warp's 128 bytes of float32."""
-AT_ONCE = 32
+LENGTH, CHUNKS, STATES = 32, 32, 16
+"""Steps of the kernels' chunks; chunks and states that a program works on at once."""
+VECTOR = 4
+"""States that a thread reads together, of all of a chunk's steps: 16 bytes of float32."""
+AT_ONCE = 8
 """Programs before its own that one looks at in a step."""
+FEW = 8
+"""Steps, and chunks, that are read ahead of what is done with them."""
 UNWRITTEN = 0x7FFFDEAD
 """A NaN's bits that no arithmetic gives: what a program has not added yet."""
 
@@ -32,9 +32,9 @@ def eigenstate_scan(
     ever divided by, so that any |λ| ≤ 1 will do.
 
     float32, bfloat16 or float16 on CUDA, with a float32 state, takes two Triton kernels, one forward and one backward.
-    Each reads a chunk from memory once, and again from the cache when what earlier ones add has been awaited. They
-    are deterministic, keep the states between chunks and nothing of each step, and have no second derivative. All
-    else takes the plain form.
+    Each reads its chunks once and has them in registers until what earlier ones add has been awaited. They are
+    deterministic, keep the states between chunks and nothing of each step, and have no second derivative. All else
+    takes the plain form.
 
     beta         [B, T, K], real
     eigenvalues  [K, 2]: λ as (real, imaginary), |λ| ≤ 1
@@ -109,53 +109,46 @@ def _product(a, b):
 
 
 def eigenstate_scan_triton(
-    beta: torch.Tensor, eigenvalues: torch.Tensor, state: torch.Tensor, length: int | None = None
+    beta: torch.Tensor, eigenvalues: torch.Tensor, state: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`eigenstate_scan` by the Triton kernels; `length`, a power of two, is of their chunks."""
+    """`eigenstate_scan` by the Triton kernels."""
     if not beta.numel():
         return torch.empty_like(beta), state.clone(memory_format=torch.contiguous_format)
-    return _EigenstateScan.apply(beta, eigenvalues, state, length or _length(beta.shape[1]))
-
-
-def _length(T):
-    """Of few steps more chunks than steps in one: they are what runs beside each other."""
-    return max(SHORTEST, min(LENGTH, _power_of_two(math.isqrt(T)) // 2))
+    return _EigenstateScan.apply(beta, eigenvalues, state)
 
 
 class _EigenstateScan(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, beta, eigenvalues, state, length):
+    def forward(ctx, beta, eigenvalues, state):
         beta, eigenvalues, state = beta.contiguous(), eigenvalues.contiguous(), state.contiguous()
         B, T, K = beta.shape
         every, final = torch.empty_like(beta), torch.empty_like(state)
-        carries = torch.empty((2, B, ceil_div(T, length), K), dtype=state.dtype, device=beta.device)
-        work = _Work(B, T, K, length, beta.device)
+        work = _Work(B, T, K, beta.device)
+        begins = torch.empty((2, B, work.chunks, K), dtype=state.dtype, device=beta.device)
         with launching(beta):
             _forward_kernel[work.grid](
-                beta, eigenvalues, state, carries, every, final, work.board, T, K, *work.sizes, **work.options
+                beta, eigenvalues, state, begins, every, final, work.board, T, K, *work.sizes, **work.options
             )
-        ctx.save_for_backward(beta, eigenvalues, carries)
-        ctx.length = length
+        ctx.save_for_backward(beta, eigenvalues, begins)
         return every, final
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad, grad_final):
-        beta, eigenvalues, carries = ctx.saved_tensors
+        beta, eigenvalues, begins = ctx.saved_tensors
         B, T, K = beta.shape
         grad, grad_final = grad.contiguous(), grad_final.contiguous()
         d_beta, d_state = torch.empty_like(beta), torch.empty_like(grad_final)
-        work = _Work(B, T, K, ctx.length, beta.device)
-        parts = torch.empty((B * work.groups, K, 2), dtype=carries.dtype, device=beta.device)
-        handed = torch.empty_like(carries)
+        work = _Work(B, T, K, beta.device)
+        parts = torch.empty((B * work.groups, K, 2), dtype=begins.dtype, device=beta.device)
         with launching(beta):
             _backward_kernel[work.grid](
                 beta,
                 grad,
                 eigenvalues,
                 grad_final,
-                carries,
-                handed,
+                begins,
+                torch.empty_like(begins),
                 d_beta,
                 d_state,
                 parts,
@@ -165,32 +158,36 @@ class _EigenstateScan(torch.autograd.Function):
                 *work.sizes,
                 **work.options,
             )
-        d_eigenvalues = parts.sum(0, dtype=torch.float64).to(eigenvalues.dtype) if ctx.needs_input_grad[1] else None
-        return d_beta, d_eigenvalues, d_state, None
+        d_eigenvalues = parts.sum(0) if ctx.needs_input_grad[1] else None
+        return d_beta, d_eigenvalues, d_state
 
 
 class _Work:
     """How the steps are dealt out: a group of chunks of some states of an item is a program's."""
 
-    def __init__(self, B, T, K, length, device):
+    def __init__(self, B, T, K, device):
+        length = min(LENGTH, _power_of_two(T))
         chunks = min(CHUNKS, _power_of_two(ceil_div(T, length)))
         states = min(STATES, _power_of_two(K))
         self.groups = ceil_div(T, chunks * length)
-        columns = B * ceil_div(K, states)
-        self.grid = (self.groups * columns,)
+        self.chunks = self.groups * chunks
+        self.grid = (self.groups * B * ceil_div(K, states),)
         # What each group adds, in two planes, and behind them which program comes next.
         self.board = torch.full((2 * B * self.groups * K + 1,), UNWRITTEN, dtype=torch.int32, device=device)
         # Items and groups; a plane of the board and one of what is there once a chunk. From the host, since a kernel's
         # argument of 1 is a plain number there, which cannot be widened.
-        self.sizes = B, self.groups, B * self.groups * K, B * ceil_div(T, length) * K
+        self.sizes = B, self.groups, B * self.groups * K, B * self.chunks * K
+        warps = max(1, chunks * states // (32 * VECTOR))
         self.options = {
+            "WHOLE": T % (chunks * length) == 0,
             "LENGTH": length,
             "CHUNKS": chunks,
             "STATES": states,
-            "AT_ONCE": min(AT_ONCE, _power_of_two(self.groups)),
-            "UNROLLED": min(UNROLLED, length),
+            "FEW": math.gcd(FEW, chunks, length),
+            # No value of the board is read by two threads: they could see it at different times.
+            "AT_ONCE": max(AT_ONCE, 32 * warps // states),
             "UNWRITTEN": UNWRITTEN,
-            "num_warps": max(1, chunks * states // 32),
+            "num_warps": warps,
         }
 
 
@@ -203,14 +200,6 @@ def _power_of_two(n):
 def _product_of(a, a_turn, b, b_turn):
     """Of complex numbers."""
     return a * b - a_turn * b_turn, a * b_turn + a_turn * b
-
-
-@jit
-def _combined(a, a_turn, a_real, a_imaginary, b, b_turn, b_real, b_imaginary):
-    """`c → a c + real` after an earlier one, as one."""
-    both, both_turn = _product_of(b, b_turn, a, a_turn)
-    real, imaginary = _product_of(b, b_turn, a_real, a_imaginary)
-    return both, both_turn, real + b_real, imaginary + b_imaginary
 
 
 @jit
@@ -230,25 +219,14 @@ def _power(across, turn, exponent, MOST: tl.constexpr):
 
 @jit
 def _begun(board_ptr, K, items, board_plane, STATES: tl.constexpr, UNWRITTEN: tl.constexpr):
-    """(which group in their order, item, states [1, STATES]) this program is for.
+    """(which group in their order, item, states [STATES]) this program is for.
 
     By the order in which programs have begun, so that all that one waits for are under way.
     """
     columns = tl.cdiv(K, STATES)
     program = tl.atomic_add(board_ptr + 2 * board_plane, 1) - UNWRITTEN
-    state = (program % columns * STATES + tl.arange(0, STATES))[None, :]
+    state = program % columns * STATES + tl.arange(0, STATES)
     return program // (items * columns), (program // columns % items).to(tl.int64), state
-
-
-@jit
-def _chunks_of(group, item, state, T, K, LENGTH: tl.constexpr, CHUNKS: tl.constexpr):
-    """(its chunks [CHUNKS, 1], steps left of each, offsets of their first steps and of what is there once a chunk).
-
-    The last three are [CHUNKS, STATES]; where there is no such chunk or state, no step is left.
-    """
-    chunk = group * CHUNKS + tl.arange(0, CHUNKS)[:, None]
-    left = tl.where((chunk * LENGTH < T) & (state < K), T - chunk * LENGTH, 0)
-    return chunk, left, (item * T + chunk * LENGTH) * K + state, (item * tl.cdiv(T, LENGTH) + chunk) * K + state
 
 
 @jit
@@ -256,9 +234,7 @@ def _awaited(
     board_ptr,
     state,
     item,
-    near,
-    step,
-    count,
+    order,
     across,
     turn,
     K,
@@ -268,9 +244,8 @@ def _awaited(
     AT_ONCE: tl.constexpr,
     UNWRITTEN: tl.constexpr,
 ):
-    """What `count` groups add together to the state of one, in float64, [1, STATES]; the nearest is `near`.
+    """What the groups before this one add together to the state that it begins with, in float64, [1, STATES].
 
-    step         from a group to the next farther one: −1 or 1
     across, turn  λ to a group's length
     """
     row = tl.arange(0, AT_ONCE)[:, None]
@@ -279,11 +254,11 @@ def _awaited(
     all_rows, all_turn = _power(across, turn, tl.full([1, STATES], AT_ONCE, tl.int32), AT_ONCE)
     real = tl.zeros([1, STATES], tl.float64)
     imaginary = tl.zeros([1, STATES], tl.float64)
-    looks = tl.cdiv(count, AT_ONCE)
+    looks = tl.cdiv(order, AT_ONCE)
     for look in range(looks):
-        distance = (looks - 1 - look) * AT_ONCE + (AT_ONCE - 1 - row)
-        mask = (distance < count) & (state < K)
-        at = board_ptr + (item * groups + near + step * distance) * K + state
+        other = order - (looks - look) * AT_ONCE + row
+        mask = (other >= 0) & (state < K)
+        at = board_ptr + (item * groups + other) * K + state
         bits = tl.full([AT_ONCE, STATES], UNWRITTEN, tl.int32)
         bits_imaginary = bits
         waiting = 1
@@ -302,44 +277,149 @@ def _awaited(
 
 
 @jit
-def _add(board_ptr, state, item, group, real, imaginary, K, groups, board_plane):
+def _add(board_ptr, state, item, order, real, imaginary, K, groups, board_plane):
     """Tell the others what a group adds. Each value tells for itself that it is there."""
-    at = board_ptr + (item * groups + group) * K + state
+    at = board_ptr + (item * groups + order) * K + state
     tl.store(at, real.to(tl.float32).to(tl.int32, bitcast=True), mask=state < K)
     tl.store(at + board_plane, imaginary.to(tl.float32).to(tl.int32, bitcast=True), mask=state < K)
 
 
 @jit
-def _together(
+def _over(real, imaginary, full, full_turn, rest, rest_turn, chunk, T, WHOLE: tl.constexpr, LENGTH: tl.constexpr):
+    """A state after a chunk that adds nothing; the last chunk may be cut short, and those beyond it have no step.
+
+    full, rest  λ to a chunk's length, and to the length of one cut short
+    """
+    if WHOLE:
+        more, turned = _product_of(full, full_turn, real, imaginary)
+    else:
+        left = T - chunk * LENGTH
+        across = tl.where(left >= LENGTH, full, tl.where(left > 0, rest, 1.0))
+        turn = tl.where(left >= LENGTH, full_turn, tl.where(left > 0, rest_turn, 0.0))
+        more, turned = _product_of(across, turn, real, imaginary)
+    return more, turned
+
+
+@jit
+def _states_between(
+    board_ptr,
+    initial_ptr,
+    last_ptr,
+    begins_ptr,
+    at,
+    onward,
+    state,
+    item,
+    order,
     one,
     one_turn,
+    weight,
+    weight_turn,
     real,
     imaginary,
+    first,
+    T,
+    K,
+    groups,
+    board_plane,
+    plane,
+    WHOLE: tl.constexpr,
     LENGTH: tl.constexpr,
     CHUNKS: tl.constexpr,
     STATES: tl.constexpr,
-    REVERSE: tl.constexpr,
+    FEW: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    UNWRITTEN: tl.constexpr,
 ):
-    """What a group's chunks add: (λ to a chunk's length, to the group's, up to each chunk, in all), in float64."""
-    wide, wide_turn = _power(
-        one.to(tl.float64), one_turn.to(tl.float64), tl.full([1, STATES], LENGTH, tl.int32), LENGTH
-    )
-    whole, whole_turn = _power(wide, wide_turn, tl.full([1, STATES], CHUNKS, tl.int32), CHUNKS)
-    _, _, added, added_imaginary = tl.associative_scan(
-        (
-            tl.broadcast_to(wide, [CHUNKS, STATES]),
-            tl.broadcast_to(wide_turn, [CHUNKS, STATES]),
-            real.to(tl.float64),
-            imaginary.to(tl.float64),
-        ),
-        0,
-        _combined,
-        reverse=REVERSE,
-    )
-    last = tl.arange(0, CHUNKS)[:, None] == (0 if REVERSE else CHUNKS - 1)
-    own = tl.sum(tl.where(last, added, 0.0), 0)[None, :]
-    own_imaginary = tl.sum(tl.where(last, added_imaginary, 0.0), 0)[None, :]
-    return wide, wide_turn, whole, whole_turn, added, added_imaginary, own, own_imaginary
+    """The states that chunks begin with, [CHUNKS, STATES], from what each adds (real, imaginary) in its steps.
+
+    The first group begins with what `initial_ptr` has, and the last leaves what it ends with in `last_ptr`. What a
+    chunk begins with is left at `begins_ptr + at`, too.
+
+    What a group adds is known at once, from the powers of λ by which each chunk's weighs. The states between are taken
+    one after the other, in float64, when what the groups before add is there: of [1, STATES], for which the few
+    registers suffice that the steps leave.
+
+    onward  1 or −1: from a chunk to the next, of which the `first` has that number
+    weight  λ to the steps of the group after each chunk
+    """
+    there = state < K
+    own, own_imaginary = _product_of(weight, weight_turn, real, imaginary)
+    own = tl.sum(own, 0)[None, :]
+    own_imaginary = tl.sum(own_imaginary, 0)[None, :]
+    tl.store(begins_ptr + at, real, mask=there)
+    tl.store(begins_ptr + plane + at, imaginary, mask=there)
+    tl.debug_barrier()
+    one = one.to(tl.float64)
+    one_turn = one_turn.to(tl.float64)
+    full, full_turn = _power(one, one_turn, tl.full([1, STATES], LENGTH, tl.int32), LENGTH)
+    rest, rest_turn = _power(one, one_turn, tl.full([1, STATES], 0, tl.int32) + T % LENGTH, LENGTH)
+    across, turn = _power(full, full_turn, tl.full([1, STATES], CHUNKS, tl.int32), CHUNKS)
+    place = begins_ptr + first % CHUNKS * K + state
+    boundary = (item * K + state) * 2
+    if order == 0:
+        carried = tl.load(initial_ptr + boundary, mask=there, other=0.0).to(tl.float64)
+        carried_imaginary = tl.load(initial_ptr + boundary + 1, mask=there, other=0.0).to(tl.float64)
+        reach = tl.minimum(T, CHUNKS * LENGTH)
+        if onward < 0:
+            reach = T - first // CHUNKS * CHUNKS * LENGTH
+        over, over_turn = _power(one, one_turn, tl.full([1, STATES], 0, tl.int32) + reach, CHUNKS * LENGTH)
+        more, turned = _product_of(over, over_turn, carried, carried_imaginary)
+        _add(board_ptr, state, item, order, own + more, own_imaginary + turned, K, groups, board_plane)
+    else:
+        _add(board_ptr, state, item, order, own, own_imaginary, K, groups, board_plane)
+        carried, carried_imaginary = _awaited(
+            board_ptr, state, item, order, across, turn, K, groups, board_plane, STATES, AT_ONCE, UNWRITTEN
+        )
+    few = tl.where(there, FEW, 0)
+    for start in range(0, CHUNKS, FEW):
+        added = _read(place, few, onward * K, FEW)
+        added_imaginary = _read(place + plane, few, onward * K, FEW)
+        # Every warp has loaded then what one of them stores.
+        tl.debug_barrier()
+        for i in tl.static_range(FEW):
+            tl.store(place, carried.to(tl.float32), mask=there)
+            tl.store(place + plane, carried_imaginary.to(tl.float32), mask=there)
+            place += onward * K
+            chunk = first + onward * (start + i)
+            more, turned = _over(carried, carried_imaginary, full, full_turn, rest, rest_turn, chunk, T, WHOLE, LENGTH)
+            carried = more + added[i].to(tl.float64)
+            carried_imaginary = turned + added_imaginary[i].to(tl.float64)
+    if order == groups - 1:
+        tl.store(last_ptr + boundary, carried.to(tl.float32), mask=there)
+        tl.store(last_ptr + boundary + 1, carried_imaginary.to(tl.float32), mask=there)
+    tl.debug_barrier()
+    return tl.load(begins_ptr + at, mask=there, other=0.0), tl.load(begins_ptr + plane + at, mask=there, other=0.0)
+
+
+@jit
+def _left(group, row, state, T, K, WHOLE: tl.constexpr, LENGTH: tl.constexpr, CHUNKS: tl.constexpr):
+    """Steps left of each chunk of a group, [CHUNKS, STATES]: for a state beyond K none."""
+    if WHOLE:
+        left = tl.where(state < K, LENGTH + row * 0, 0)
+    else:
+        left = tl.where(state < K, T - (group * CHUNKS + row) * LENGTH, 0)
+    return left
+
+
+@jit
+def _read(pointer, left, stride, COUNT: tl.constexpr, SKIP: tl.constexpr = 0):
+    """What lies at the pointers and `stride` after them, and so on: of its own states a thread has all.
+
+    0 instead of what is not `left`, and of the first SKIP.
+    """
+    steps = ()
+    for i in tl.static_range(COUNT):
+        steps += (tl.load(pointer, mask=(left > i) & (i >= SKIP), other=0.0).to(tl.float32),)
+        pointer += stride
+    return steps
+
+
+@jit
+def _weights(one, one_turn, steps, LENGTH: tl.constexpr, CHUNKS: tl.constexpr):
+    """λ to numbers of steps within a group, in float32; of the steps' shape and λ's."""
+    weight, weight_turn = _power(one.to(tl.float64), one_turn.to(tl.float64), steps, LENGTH * CHUNKS)
+    return weight.to(tl.float32), weight_turn.to(tl.float32)
 
 
 @jit
@@ -347,7 +427,7 @@ def _forward_kernel(
     beta_ptr,
     eigenvalues_ptr,
     state_ptr,
-    carries_ptr,
+    begins_ptr,
     every_ptr,
     final_ptr,
     board_ptr,
@@ -357,82 +437,72 @@ def _forward_kernel(
     groups,
     board_plane,
     plane,
+    WHOLE: tl.constexpr,
     LENGTH: tl.constexpr,
     CHUNKS: tl.constexpr,
     STATES: tl.constexpr,
+    FEW: tl.constexpr,
     AT_ONCE: tl.constexpr,
-    UNROLLED: tl.constexpr,
     UNWRITTEN: tl.constexpr,
 ):
-    group, item, state = _begun(board_ptr, K, items, board_plane, STATES, UNWRITTEN)
-    chunk, left, steps, chunks = _chunks_of(group, item, state, T, K, LENGTH, CHUNKS)
-    there, row, live = state < K, tl.arange(0, CHUNKS)[:, None], left > 0
-    count = tl.cdiv(T, LENGTH)
-    one = tl.load(eigenvalues_ptr + 2 * state, mask=there, other=0.0)
-    one_turn = tl.load(eigenvalues_ptr + 2 * state + 1, mask=there, other=0.0)
-    across = tl.broadcast_to(one, [CHUNKS, STATES])
-    turn = tl.broadcast_to(one_turn, [CHUNKS, STATES])
+    order, item, states = _begun(board_ptr, K, items, board_plane, STATES, UNWRITTEN)
+    group, state, row = order, states[None, :], tl.arange(0, CHUNKS)[:, None]
+    one = tl.load(eigenvalues_ptr + 2 * state, mask=state < K, other=0.0)
+    one_turn = tl.load(eigenvalues_ptr + 2 * state + 1, mask=state < K, other=0.0)
+    left = _left(group, row, state, T, K, WHOLE, LENGTH, CHUNKS)
+    begin = (item * T + group * (CHUNKS * LENGTH)) * K
+    at = row * LENGTH * K + state
+    beta = _read(beta_ptr + begin + at, left, K, LENGTH)
+    weight, weight_turn = _weights(
+        one,
+        one_turn,
+        tl.maximum(tl.minimum(T - group * CHUNKS * LENGTH, CHUNKS * LENGTH) - (row + 1) * LENGTH, 0),
+        LENGTH,
+        CHUNKS,
+    )
     real = tl.zeros([CHUNKS, STATES], tl.float32)
     imaginary = tl.zeros([CHUNKS, STATES], tl.float32)
-    for start in range(0, LENGTH, UNROLLED):
-        for j in tl.static_range(UNROLLED):
-            i = start + j
-            real, imaginary = _product_of(across, turn, real, imaginary)
-            real += tl.load(beta_ptr + steps + i * K, mask=left > i, other=0.0).to(tl.float32)
-    # From here to the states that the chunks begin with, in float64.
-    wide, wide_turn, whole, whole_turn, real, imaginary, own, own_imaginary = _together(
-        one, one_turn, real, imaginary, LENGTH, CHUNKS, STATES, REVERSE=False
+    for i in tl.static_range(LENGTH):
+        stepped, turned = _product_of(one, one_turn, real, imaginary)
+        valid = left > i
+        real = tl.where(valid, stepped + beta[i], real)
+        imaginary = tl.where(valid, turned, imaginary)
+    real, imaginary = _states_between(
+        board_ptr,
+        state_ptr,
+        final_ptr,
+        begins_ptr + (item * groups + group) * CHUNKS * K,
+        row * K + state,
+        1,
+        state,
+        item,
+        order,
+        one,
+        one_turn,
+        weight,
+        weight_turn,
+        real,
+        imaginary,
+        group * CHUNKS,
+        T,
+        K,
+        groups,
+        board_plane,
+        plane,
+        WHOLE,
+        LENGTH,
+        CHUNKS,
+        STATES,
+        FEW,
+        AT_ONCE,
+        UNWRITTEN,
     )
-    boundary = (item * K + state) * 2
-    if group == 0:
-        carried = tl.load(state_ptr + boundary, mask=there, other=0.0).to(tl.float64)
-        carried_imaginary = tl.load(state_ptr + boundary + 1, mask=there, other=0.0).to(tl.float64)
-        more, turned = _product_of(whole, whole_turn, carried, carried_imaginary)
-        _add(board_ptr, state, item, group, own + more, own_imaginary + turned, K, groups, board_plane)
-    else:
-        _add(board_ptr, state, item, group, own, own_imaginary, K, groups, board_plane)
-        carried, carried_imaginary = _awaited(
-            board_ptr,
-            state,
-            item,
-            group - 1,
-            -1,
-            group,
-            whole,
-            whole_turn,
-            K,
-            groups,
-            board_plane,
-            STATES,
-            AT_ONCE,
-            UNWRITTEN,
-        )
-    # A chunk begins with what those before it in the group add: each hands its own to the next.
-    handed = (row < CHUNKS - 1) & (chunk + 1 < count) & there
-    tl.store(carries_ptr + chunks + K, real.to(tl.float32), mask=handed)
-    tl.store(carries_ptr + plane + chunks + K, imaginary.to(tl.float32), mask=handed)
-    tl.debug_barrier()
-    before = tl.load(carries_ptr + chunks, mask=live & (row > 0), other=0.0).to(tl.float64)
-    before_imaginary = tl.load(carries_ptr + plane + chunks, mask=live & (row > 0), other=0.0).to(tl.float64)
-    power, power_turn = _power(wide, wide_turn, row, CHUNKS)
-    more, turned = _product_of(power, power_turn, carried, carried_imaginary)
-    real = (before + more).to(tl.float32)
-    imaginary = (before_imaginary + turned).to(tl.float32)
-    tl.debug_barrier()
-    tl.store(carries_ptr + chunks, real, mask=live)
-    tl.store(carries_ptr + plane + chunks, imaginary, mask=live)
-    for start in range(0, LENGTH, UNROLLED):
-        for j in tl.static_range(UNROLLED):
-            i = start + j
-            valid = left > i
-            beta = tl.load(beta_ptr + steps + i * K, mask=valid, other=0.0).to(tl.float32)
-            stepped, stepped_turn = _product_of(across, turn, real, imaginary)
-            real = tl.where(valid, stepped + beta, real)
-            imaginary = tl.where(valid, stepped_turn, imaginary)
-            tl.store(every_ptr + steps + i * K, real.to(every_ptr.dtype.element_ty), mask=valid)
-    last = live & (chunk == count - 1)
-    tl.store(final_ptr + boundary + 0 * row, real, mask=last)
-    tl.store(final_ptr + boundary + 1 + 0 * row, imaginary, mask=last)
+    place = every_ptr + begin + at
+    for i in tl.static_range(LENGTH):
+        stepped, imaginary = _product_of(one, one_turn, real, imaginary)
+        real = stepped + beta[i]
+        tl.store(place, real.to(every_ptr.dtype.element_ty), mask=left > i)
+        place += K
 
 
 @jit
@@ -441,7 +511,7 @@ def _backward_kernel(
     grad_ptr,
     eigenvalues_ptr,
     grad_final_ptr,
-    carries_ptr,
+    begins_ptr,
     handed_ptr,
     d_beta_ptr,
     d_state_ptr,
@@ -453,122 +523,96 @@ def _backward_kernel(
     groups,
     board_plane,
     plane,
+    WHOLE: tl.constexpr,
     LENGTH: tl.constexpr,
     CHUNKS: tl.constexpr,
     STATES: tl.constexpr,
+    FEW: tl.constexpr,
     AT_ONCE: tl.constexpr,
-    UNROLLED: tl.constexpr,
     UNWRITTEN: tl.constexpr,
 ):
-    """The same from the end, with λ's conjugate.
+    """The same from the end, with λ's conjugate: r_t, what reaches a step, is what the step itself has and λ̄ r_{t+1}.
 
-    λ's own gradient is the sum of g_t times the conjugate of c_{t−1}. Going forward, it is the sum of what comes into
-    each step times the conjugate of dc_t/dλ within the chunk: so no state of a step has to be kept for the way back.
+    λ's own gradient is the sum of r_t times the conjugate of c_{t−1}. In a chunk, which begins with c and is handed r,
+    that is the sum over its steps of s_{t+1} β_t, and for the first s_t times c's conjugate, where s_t is r_t and
+    λ̄ s_{t+1}: so no state of a step is kept for the way back.
     """
-    order, item, state = _begun(board_ptr, K, items, board_plane, STATES, UNWRITTEN)
-    group = groups - 1 - order
-    chunk, left, steps, chunks = _chunks_of(group, item, state, T, K, LENGTH, CHUNKS)
-    there, row, live = state < K, tl.arange(0, CHUNKS)[:, None], left > 0
-    count = tl.cdiv(T, LENGTH)
-    one = tl.load(eigenvalues_ptr + 2 * state, mask=there, other=0.0)
-    one_turn = tl.load(eigenvalues_ptr + 2 * state + 1, mask=there, other=0.0)
-    across = tl.broadcast_to(one, [CHUNKS, STATES])
-    turn = tl.broadcast_to(one_turn, [CHUNKS, STATES])
+    order, item, states = _begun(board_ptr, K, items, board_plane, STATES, UNWRITTEN)
+    # The last chunk is the first row.
+    group, state, row = groups - 1 - order, states[None, :], CHUNKS - 1 - tl.arange(0, CHUNKS)[:, None]
+    one = tl.load(eigenvalues_ptr + 2 * state, mask=state < K, other=0.0)
+    one_turn = -tl.load(eigenvalues_ptr + 2 * state + 1, mask=state < K, other=0.0)
+    left = _left(group, row, state, T, K, WHOLE, LENGTH, CHUNKS)
+    begin = (item * T + group * (CHUNKS * LENGTH)) * K
+    at = row * LENGTH * K + state
+    grad = _read(grad_ptr + begin + at, left, K, LENGTH)
+    weight, weight_turn = _weights(one, one_turn, row * LENGTH, LENGTH, CHUNKS)
+    chunks, chunk = (item * groups + group) * CHUNKS * K, row * K + state
+    state_real = tl.load(begins_ptr + chunks + chunk, mask=left > 0, other=0.0)
+    state_imaginary = tl.load(begins_ptr + plane + chunks + chunk, mask=left > 0, other=0.0)
     real = tl.zeros([CHUNKS, STATES], tl.float32)
     imaginary = tl.zeros([CHUNKS, STATES], tl.float32)
-    for start in range(0, LENGTH, UNROLLED):
-        for j in tl.static_range(UNROLLED):
-            i = LENGTH - 1 - start - j
-            real += tl.load(grad_ptr + steps + i * K, mask=left > i, other=0.0).to(tl.float32)
-            real, imaginary = _product_of(across, -turn, real, imaginary)
-    _, _, whole, whole_turn, real, imaginary, own, own_imaginary = _together(
-        one, -one_turn, real, imaginary, LENGTH, CHUNKS, STATES, REVERSE=True
+    for i in tl.static_range(LENGTH - 1, -1, -1):
+        real, imaginary = _product_of(one, one_turn, real + grad[i], imaginary)
+    real, imaginary = _states_between(
+        board_ptr,
+        grad_final_ptr,
+        d_state_ptr,
+        handed_ptr + chunks,
+        chunk,
+        -1,
+        state,
+        item,
+        order,
+        one,
+        one_turn,
+        weight,
+        weight_turn,
+        real,
+        imaginary,
+        group * CHUNKS + CHUNKS - 1,
+        T,
+        K,
+        groups,
+        board_plane,
+        plane,
+        WHOLE,
+        LENGTH,
+        CHUNKS,
+        STATES,
+        FEW,
+        AT_ONCE,
+        UNWRITTEN,
     )
-    # Steps from each chunk's end to the group's, of which the last may be cut short.
-    ends = tl.minimum(T, (group + 1) * CHUNKS * LENGTH)
-    short, short_turn = _power(
-        one.to(tl.float64), -one_turn.to(tl.float64), tl.maximum(ends - (chunk + 1) * LENGTH, 0), CHUNKS * LENGTH
-    )
-    boundary = (item * K + state) * 2
-    if group == groups - 1:
-        carried = tl.load(grad_final_ptr + boundary, mask=there, other=0.0).to(tl.float64)
-        carried_imaginary = tl.load(grad_final_ptr + boundary + 1, mask=there, other=0.0).to(tl.float64)
-        rest, rest_turn = _power(
-            one.to(tl.float64),
-            -one_turn.to(tl.float64),
-            tl.full([1, STATES], 0, tl.int32) + (ends - group * CHUNKS * LENGTH),
-            CHUNKS * LENGTH,
-        )
-        more, turned = _product_of(rest, rest_turn, carried, carried_imaginary)
-        own += more
-        own_imaginary += turned
-        _add(board_ptr, state, item, group, own, own_imaginary, K, groups, board_plane)
-    else:
-        _add(board_ptr, state, item, group, own, own_imaginary, K, groups, board_plane)
-        carried, carried_imaginary = _awaited(
-            board_ptr,
-            state,
-            item,
-            group + 1,
-            1,
-            groups - 1 - group,
-            whole,
-            whole_turn,
-            K,
-            groups,
-            board_plane,
-            STATES,
-            AT_ONCE,
-            UNWRITTEN,
-        )
-        more, turned = _product_of(whole, whole_turn, carried, carried_imaginary)
-        own += more
-        own_imaginary += turned
-    if group == 0:
-        tl.store(d_state_ptr + boundary, own.to(tl.float32), mask=there)
-        tl.store(d_state_ptr + boundary + 1, own_imaginary.to(tl.float32), mask=there)
-    # What comes back into a chunk's last step: from those after it in the group, each of which hands its own on, and
-    # from the groups after.
-    tl.store(handed_ptr + chunks, real.to(tl.float32), mask=live)
-    tl.store(handed_ptr + plane + chunks, imaginary.to(tl.float32), mask=live)
-    tl.debug_barrier()
-    handed = (row < CHUNKS - 1) & (chunk + 1 < count) & there
-    after = tl.load(handed_ptr + chunks + K, mask=handed, other=0.0).to(tl.float64)
-    after_imaginary = tl.load(handed_ptr + plane + chunks + K, mask=handed, other=0.0).to(tl.float64)
-    begin = tl.load(carries_ptr + chunks, mask=live, other=0.0)
-    begin_imaginary = tl.load(carries_ptr + plane + chunks, mask=live, other=0.0)
-    more, turned = _product_of(short, short_turn, carried, carried_imaginary)
-    back = (after + more).to(tl.float32)
-    back_imaginary = (after_imaginary + turned).to(tl.float32)
     slope = tl.zeros([CHUNKS, STATES], tl.float32)
     slope_imaginary = tl.zeros([CHUNKS, STATES], tl.float32)
     part = tl.zeros([CHUNKS, STATES], tl.float32)
     part_imaginary = tl.zeros([CHUNKS, STATES], tl.float32)
-    for start in range(0, LENGTH, UNROLLED):
-        for j in tl.static_range(UNROLLED):
-            i = start + j
+    place = d_beta_ptr + begin + at + (LENGTH - 1) * K
+    # Each step goes with the input of the one before it. The next few are under way while these are summed.
+    source = beta_ptr + begin + at + (LENGTH - 1 - FEW) * K
+    before = _read(source, left - (LENGTH - 1 - FEW), K, FEW, LENGTH == FEW)
+    for end in tl.static_range(LENGTH, 0, -FEW):
+        next_before = before
+        if end > FEW:
+            source -= FEW * K
+            next_before = _read(source, left - (end - 1 - 2 * FEW), K, FEW, end == 2 * FEW)
+        for i in tl.static_range(end - 1, end - 1 - FEW, -1):
             valid = left > i
-            beta = tl.load(beta_ptr + steps + i * K, mask=valid, other=0.0).to(tl.float32)
-            grad = tl.load(grad_ptr + steps + i * K, mask=valid, other=0.0).to(tl.float32)
-            stepped, stepped_turn = _product_of(across, turn, slope, slope_imaginary)
-            slope = tl.where(valid, stepped + begin, slope)
-            slope_imaginary = tl.where(valid, stepped_turn + begin_imaginary, slope_imaginary)
-            begin, begin_imaginary = _product_of(across, turn, begin, begin_imaginary)
-            begin += beta
-            part += grad * slope
-            part_imaginary -= grad * slope_imaginary
-    # Of a chunk beyond the end nothing is there to be summed.
-    part = tl.where(live, part + back * slope + back_imaginary * slope_imaginary, 0.0)
-    part_imaginary = tl.where(live, part_imaginary + back_imaginary * slope - back * slope_imaginary, 0.0)
+            reached = real + grad[i]
+            tl.store(place, reached.to(d_beta_ptr.dtype.element_ty), mask=valid)
+            place -= K
+            stepped, turned = _product_of(one, one_turn, slope, slope_imaginary)
+            slope = tl.where(valid, stepped + reached, slope)
+            slope_imaginary = tl.where(valid, turned + imaginary, slope_imaginary)
+            stepped, turned = _product_of(one, one_turn, reached, imaginary)
+            real = tl.where(valid, stepped, real)
+            imaginary = tl.where(valid, turned, imaginary)
+            part += slope * before[i - end + FEW]
+            part_imaginary += slope_imaginary * before[i - end + FEW]
+        before = next_before
+    part += slope * state_real + slope_imaginary * state_imaginary
+    part_imaginary += slope_imaginary * state_real - slope * state_imaginary
     at = parts_ptr + ((item * groups + group) * K + state) * 2
-    tl.store(at, tl.sum(part, 0)[None, :], mask=there)
-    tl.store(at + 1, tl.sum(part_imaginary, 0)[None, :], mask=there)
-    for start in range(0, LENGTH, UNROLLED):
-        for j in tl.static_range(UNROLLED):
-            i = LENGTH - 1 - start - j
-            valid = left > i
-            reached = back + tl.load(grad_ptr + steps + i * K, mask=valid, other=0.0).to(tl.float32)
-            tl.store(d_beta_ptr + steps + i * K, reached.to(d_beta_ptr.dtype.element_ty), mask=valid)
-            stepped, stepped_turn = _product_of(across, -turn, reached, back_imaginary)
-            back = tl.where(valid, stepped, back)
-            back_imaginary = tl.where(valid, stepped_turn, back_imaginary)
+    tl.store(at, tl.sum(part, 0)[None, :], mask=state < K)
+    tl.store(at + 1, tl.sum(part_imaginary, 0)[None, :], mask=state < K)

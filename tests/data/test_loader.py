@@ -1,6 +1,7 @@
 import gc
 import multiprocessing
 import pickle
+import time
 
 import pytest
 import torch
@@ -10,15 +11,17 @@ from optimized.data.loader import Loader as Optimized
 from perfsuite import Cost, Pair, PerfsuiteError, Workload, integers, scalar, side, size, stateful, tensor
 from reference.data.loader import Loader as Reference
 from suite.batching import permutation
+from suite.slow_storage import SlowStorage
 from suite.tensor_file import TensorFile
 
 MELS = 32
 ROW_BYTES = 4 * MELS + 8
 
 
-def kept_apart(features, labels):
+def kept_apart(milliseconds, *tensors):
     """The tensors as a data set of a class that an accepted revision, imported beside this one, shares with it."""
-    return TensorDataset(features.cpu().contiguous(), labels.cpu().contiguous())
+    tensors = [t.cpu().contiguous() for t in tensors]
+    return SlowStorage(milliseconds, *tensors) if milliseconds else TensorDataset(*tensors)
 
 
 def kept(batch, device):
@@ -42,8 +45,8 @@ def epochs(side):
     """A step is an epoch of a loader that stays."""
     made = LOADERS[side]
 
-    def make(features, labels, batch_size, workers):
-        dataset = kept_apart(features, labels)
+    def make(features, labels, batch_size, workers, milliseconds):
+        dataset = kept_apart(milliseconds, features, labels)
         loader = made(dataset, batch_size, workers)
         number = -1
 
@@ -61,8 +64,8 @@ def first_batches(side):
     """A step makes a loader, takes its first batch, and ends it."""
     made = LOADERS[side]
 
-    def make(features, labels, batch_size, workers):
-        dataset = kept_apart(features, labels)
+    def make(features, labels, batch_size, workers, milliseconds):
+        dataset = kept_apart(milliseconds, features, labels)
 
         def step():
             loader = made(dataset, batch_size, workers)
@@ -82,8 +85,10 @@ INPUTS = {
     "labels": tensor("rows", dtype="int64", values=integers(0, 5)),
     "batch_size": scalar(integers(1, 20)),
     "workers": scalar(integers(0, 2)),
+    "milliseconds": scalar(integers(0, 1)),
 }
 SIZES = {"rows": size(1, 33)}
+STORAGE = {"rows": 128, "batch_size": 16, "milliseconds": 2}
 
 loader = Pair(
     reference=stateful(epochs(Reference)),
@@ -93,9 +98,10 @@ loader = Pair(
     steps=(1, 2, 5),
     rivals={"anew": stateful(side(epochs(anew), devices=("cuda",)))},
     workloads=[
-        # Beside a GPU without workers: from one set of them to another the same code takes a fifth more or less.
-        Workload("inline", rows=2 * 5632, batch_size=5632, workers=0, clock="wall", device="cuda"),
-        Workload("cpu", rows=512, batch_size=64, workers=1, clock="wall", device="cpu"),
+        # What is there at once is no matter of the loader's: from one set of workers to another the same code takes a
+        # fifth more or less to hand it over.
+        Workload("storage", **STORAGE, workers=4, clock="wall", device="cuda"),
+        Workload("cpu", rows=512, batch_size=64, workers=1, milliseconds=0, clock="wall", device="cpu"),
     ],
     cost=Cost(bytes=lambda rows: rows * 2 * ROW_BYTES),
 )
@@ -107,8 +113,8 @@ loader_start = Pair(
     sizes=SIZES,
     steps=(1, 2),
     workloads=[
-        Workload("inline", rows=2 * 5632, batch_size=2 * 5632, workers=0, clock="wall", device="cuda"),
-        Workload("cpu", rows=512, batch_size=64, workers=1, clock="wall", device="cpu"),
+        Workload("storage", **STORAGE, workers=0, clock="wall", device="cuda"),
+        Workload("cpu", rows=512, batch_size=64, workers=1, milliseconds=0, clock="wall", device="cpu"),
     ],
     cost=Cost(bytes=lambda rows, batch_size: min(rows, batch_size) * 2 * ROW_BYTES),
 )
@@ -236,6 +242,18 @@ def test_no_batch_is_one_line(split, side):
         side(split, 12, drop_last=True)
     with pytest.raises(PerfsuiteError, match="batch_size: 0 is out of range"):
         side(split, 0)
+
+
+def test_slow_storage_takes_its_time_and_is_sent_by_name(monkeypatch):
+    waited = []
+    monkeypatch.setattr(time, "sleep", waited.append)
+    slow = SlowStorage(20, torch.arange(6.0).view(3, 2), torch.arange(3))
+    assert [t.tolist() for t in slow[2]] == [[4.0, 5.0], 2]
+    assert waited == [0.02]
+    sent = pickle.loads(pickle.dumps(slow))
+    assert type(sent) is SlowStorage
+    assert sent.milliseconds == 20
+    assert [t.tolist() for t in sent[1]] == [[2.0, 3.0], 1]
 
 
 def test_a_tensor_file_is_sent_without_its_content(split):

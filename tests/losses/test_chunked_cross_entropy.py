@@ -28,7 +28,11 @@ chunked_cross_entropy = Pair(
     sizes={"N": size(1, 20), "D": size(1, 20), "V": size(5, 30)},
     rivals={"compile": compiled(side(reference, devices=("cuda",)))},
     variants={"in_threes": in_threes},
-    workloads=[Workload("cpu", N=256, D=32, V=500, clock="wall", direction="both", device="cpu")],
+    workloads=[
+        # An eighth of a batch of four times 32768: so much does the reference hold, in float64.
+        Workload("rows16k", N=16384, D=1024, V=50257, direction="both", device="cuda"),
+        Workload("cpu", N=256, D=32, V=500, clock="wall", direction="both", device="cpu"),
+    ],
     cost=Cost(
         bytes=traffic,
         flops=lambda N, D, V, direction: 2 * N * D * V * {"forward": 1, "backward": 2, "both": 3}[direction],

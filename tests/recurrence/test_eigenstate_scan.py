@@ -19,6 +19,20 @@ def within_the_circle(beta, eigenvalues, state):
     eigenvalues.copy_(eigenvalues * (LARGEST / length.clamp(min=LARGEST)))
 
 
+def by_fft(beta, eigenvalues, state):
+    """A convolution with λ's powers."""
+    T = beta.shape[1]
+    if not beta.numel():
+        return torch.empty_like(beta), state.clone()
+    powers = torch.view_as_complex(eigenvalues.double())[None] ** torch.arange(T + 1, device=beta.device)[:, None]
+    weights = torch.fft.rfft(powers[:-1].real.to(beta.dtype), n=2 * T, dim=0)
+    every = torch.fft.irfft(torch.fft.rfft(beta, n=2 * T, dim=1) * weights, n=2 * T, dim=1)[:, :T]
+    begin = torch.view_as_complex(state)
+    powers = powers.to(begin.dtype)
+    final = powers[-1] * begin + torch.einsum("btk,tk->bk", beta.to(begin.dtype), powers[:-1].flip(0))
+    return every + (powers[1:] * begin[:, None]).real, torch.view_as_real(final)
+
+
 def traffic(B, T, K, direction):
     """Of each step and state: beta and the result forward; beta, the result's gradient and beta's backward."""
     steps = {"forward": 8, "backward": 12, "both": 20}[direction]
@@ -39,13 +53,17 @@ eigenstate_scan = Pair(
     # The kernels run in Triton's interpreter, a tenth of a second a program: longer ones are tried below.
     sizes={"B": size(1, 2), "T": size(0, 20), "K": size(1, 34)},
     adjust=within_the_circle,
-    rivals={"compile_chunked": compiled(side(eigenstate_scan_chunked, devices=("cuda",)))},
+    rivals={
+        "compile_chunked": compiled(side(eigenstate_scan_chunked, devices=("cuda",))),
+        "fft": side(by_fft, devices=("cuda",)),
+    },
     variants={
         "triton": side(eigenstate_scan_triton, available=triton_reason),
         "chunked": eigenstate_scan_chunked,
     },
     # Of the second every size, and the number of groups, is 1, which Triton makes a plain number of.
     workloads=[
+        Workload("small_32k", B=4, T=32768, K=256, direction="both", speedup=400, device="cuda"),
         Workload("cpu", B=1, T=1024, K=16, clock="wall", direction="both", device="cpu"),
         Workload("one", B=1, T=1, K=1, clock="wall", direction="both", device="cpu"),
     ],
@@ -120,19 +138,16 @@ def test_the_chunk_changes_nothing_beyond_rounding(chunk, magnitude):
 @needs_interpreter
 @pytest.mark.parametrize(
     ("T", "length", "chunks", "at_once"),
-    [(1, 8, 16, 32), (26, 2, 2, 4), (24, 2, 2, 2), (23, 4, 1, 2), (70, 8, 16, 32)],
-    ids=["one step", "a group cut short", "whole groups", "groups of one chunk", "chunks cut short"],
+    [(1, 32, 32, 8), (26, 2, 2, 4), (24, 2, 2, 2), (23, 4, 1, 2), (70, 8, 4, 8), (40, 4, 2, 1)],
+    ids=["one step", "a group cut short", "whole groups", "groups of one chunk", "chunks cut short", "many looks"],
 )
 @pytest.mark.parametrize("magnitude", [LARGEST, 0.4])
 def test_the_kernels_hand_on_from_group_to_group(T, length, chunks, at_once, magnitude, monkeypatch):
+    monkeypatch.setattr(module, "LENGTH", length)
     monkeypatch.setattr(module, "CHUNKS", chunks)
     monkeypatch.setattr(module, "AT_ONCE", at_once)
     monkeypatch.setattr(module, "STATES", 2)
-
-    def call(*arguments):
-        return eigenstate_scan_triton(*arguments, length=length)
-
-    assert_no_worse(call, drawn(2, T, 3, magnitude))
+    assert_no_worse(eigenstate_scan_triton, drawn(2, T, 3, magnitude))
 
 
 @pytest.mark.parametrize("call", [eigenstate_scan_chunked])
@@ -171,15 +186,11 @@ def test_a_chunk_has_a_step():
         eigenstate_scan_chunked(*drawn(1, 2, 1), chunk=0)
 
 
-@pytest.mark.parametrize(("T", "length"), [(1, 8), (256, 8), (1024, 16), (4096, 32), (32768, 64), (131072, 64)])
-def test_of_few_steps_the_chunks_are_shorter(T, length):
-    assert module._length(T) == length
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("magnitude", [LARGEST, 0.5])
-def test_on_a_gpu_32768_steps_are_as_exact_as_a_loop(magnitude):
-    arguments = [t.cuda() for t in drawn(2, 32768, 40, magnitude)]
+@pytest.mark.parametrize(("T", "K"), [(32768, 48), (20000, 40), (1025, 7), (33, 3), (1, 1)])
+def test_on_a_gpu_they_are_as_exact_at_any_length_and_repeat_themselves(T, K, magnitude):
+    arguments = [t.cuda() for t in drawn(2, T, K, magnitude)]
     exact = differentiated(eigenstate_scan_chunked, [t.double() for t in arguments])
     first, again = (differentiated(eigenstate_scan_triton, arguments) for _ in range(2))
     for own, other, truth in zip(first, again, exact, strict=True):
