@@ -140,7 +140,7 @@ class _EigenstateScan(torch.autograd.Function):
         grad, grad_final = grad.contiguous(), grad_final.contiguous()
         d_beta, d_state = torch.empty_like(beta), torch.empty_like(grad_final)
         work = _Work(B, T, K, beta.device)
-        parts = torch.empty((B * work.groups, K, 2), dtype=begins.dtype, device=beta.device)
+        parts = torch.empty((K, 2, B * work.groups), dtype=begins.dtype, device=beta.device)
         with launching(beta):
             _backward_kernel[work.grid](
                 beta,
@@ -158,7 +158,7 @@ class _EigenstateScan(torch.autograd.Function):
                 *work.sizes,
                 **work.options,
             )
-        d_eigenvalues = parts.sum(0) if ctx.needs_input_grad[1] else None
+        d_eigenvalues = parts.sum(-1) if ctx.needs_input_grad[1] else None
         return d_beta, d_eigenvalues, d_state
 
 
@@ -589,14 +589,10 @@ def _backward_kernel(
     part = tl.zeros([CHUNKS, STATES], tl.float32)
     part_imaginary = tl.zeros([CHUNKS, STATES], tl.float32)
     place = d_beta_ptr + begin + at + (LENGTH - 1) * K
-    # Each step goes with the input of the one before it. The next few are under way while these are summed.
-    source = beta_ptr + begin + at + (LENGTH - 1 - FEW) * K
-    before = _read(source, left - (LENGTH - 1 - FEW), K, FEW, LENGTH == FEW)
+    # Each step goes with the input of the one before it.
     for end in tl.static_range(LENGTH, 0, -FEW):
-        next_before = before
-        if end > FEW:
-            source -= FEW * K
-            next_before = _read(source, left - (end - 1 - 2 * FEW), K, FEW, end == 2 * FEW)
+        start = end - FEW - 1
+        before = _read(beta_ptr + begin + at + start * K, left - start, K, FEW, end == FEW)
         for i in tl.static_range(end - 1, end - 1 - FEW, -1):
             valid = left > i
             reached = real + grad[i]
@@ -610,9 +606,8 @@ def _backward_kernel(
             imaginary = tl.where(valid, turned, imaginary)
             part += slope * before[i - end + FEW]
             part_imaginary += slope_imaginary * before[i - end + FEW]
-        before = next_before
     part += slope * state_real + slope_imaginary * state_imaginary
     part_imaginary += slope_imaginary * state_real - slope * state_imaginary
-    at = parts_ptr + ((item * groups + group) * K + state) * 2
+    at = parts_ptr + item * groups + group + 2 * state * (items * groups)
     tl.store(at, tl.sum(part, 0)[None, :], mask=state < K)
-    tl.store(at + 1, tl.sum(part_imaginary, 0)[None, :], mask=state < K)
+    tl.store(at + items * groups, tl.sum(part_imaginary, 0)[None, :], mask=state < K)
