@@ -127,7 +127,7 @@ def corpus(folder: str | Path | None = None) -> Corpus:
     left_out = LEFT_OUT if folder is None else set()
     texts = []
     damaged = empty = 0
-    for path in _files(root, left_out):
+    for path in files(root, left_out):
         try:
             text = path.read_bytes().decode()
         except (UnicodeDecodeError, OSError):
@@ -143,7 +143,8 @@ def corpus(folder: str | Path | None = None) -> Corpus:
     return Corpus(where=str(root), texts=tuple(texts), damaged=damaged, empty=empty)
 
 
-def _files(root: Path, left_out: set[str]) -> list[Path]:
+def files(root: Path, left_out: set[str]) -> list[Path]:
+    """The text files under a folder, by path."""
     found = []
     for folder, inner, names in os.walk(root):
         inner[:] = [name for name in inner if name not in left_out]
@@ -176,16 +177,17 @@ def tokens_of(found: Corpus, vocabulary: int = 32000, cache: Path = Path(CACHE))
 def tokenizer_of(found: Corpus, vocabulary: int = 32000, cache: Path = Path(CACHE)) -> Any:
     """A byte-level BPE trained on the corpus, from the cache if it was trained before."""
     path = cache / f"bpe-{_key(found, vocabulary)}.json"
-    tokenizers = _library()
+    tokenizers = library()
     with _only_one(path):
         with suppress(Exception):  # missing or damaged: the library raises its own bare Exception
             return tokenizers.Tokenizer.from_file(str(path))
-        made = _trained(tokenizers, found.texts, vocabulary)
+        made = trained(found.texts, vocabulary)
         _write(path, lambda file: file.write(made.to_str().encode()))
         return made
 
 
-def _library() -> Any:
+def library() -> Any:
+    """tokenizers; PerfsuiteError where it is not there."""
     try:
         import tokenizers
     except ModuleNotFoundError:
@@ -200,7 +202,7 @@ def _key(found: Corpus, vocabulary: int) -> str:
     """Of all that the tokens depend on."""
     if vocabulary < BYTES + 2:
         raise PerfsuiteError(f"vocabulary: {vocabulary} is too small for bytes; it must be {BYTES + 2} or more")
-    settings = {"corpus": found.digest, "vocabulary": vocabulary, "library": _library().__version__, "form": 1}
+    settings = {"corpus": found.digest, "vocabulary": vocabulary, "library": library().__version__, "form": 1}
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -216,7 +218,9 @@ def _only_one(path: Path) -> Iterator[None]:
         raise PerfsuiteError(f"cannot write {path}: {reason}; name another folder with --cache") from None
 
 
-def _trained(tokenizers: Any, texts: Iterable[str], vocabulary: int) -> Any:
+def trained(texts: Iterable[str], vocabulary: int) -> Any:
+    """A byte-level BPE of these texts; smaller than asked for where they have no more pairs to merge."""
+    tokenizers = library()
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = tokenizers.decoders.ByteLevel()

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from suite.commands.ending import in_one_line
-from suite.leak_cnn.progress import Bar
+from suite.progress import Bar
 
 
 @click.group()
@@ -78,12 +78,57 @@ def leak_audio(
             seed=seed,
             reuse=reuse,
         )
-        with Bar() as bar:
+        with Bar(units={"reading": "recordings"}) as bar:
             built = build(Path(out), recipe, bar, overwrite=overwrite)
         shown = click.format_filename(out)
         click.echo(f"{'kept' if built.kept else 'wrote'} {shown}: {_counted(built.counts)}", err=True)
         click.echo(f"from {built.source}", err=True)
         click.echo(f"{built.sha256}  {shown}")
+
+
+@data.command("pack")
+@click.argument("out", type=click.Path())
+@click.option(
+    "--from",
+    "folder",
+    type=click.Path(),
+    help="Folder of *.txt, *.md, *.rst and *.py, searched with those in it.  [default: Python's standard library]",
+)
+@click.option(
+    "--vocabulary", type=int, default=50257, show_default=True, metavar="N", help="Of the tokenizer that is trained."
+)
+@click.option(
+    "--tokenizer", type=click.Path(), metavar="FILE", help="A tokenizer.json of another pack, to take instead of one."
+)
+@click.option("--overwrite", is_flag=True, help="Replace OUT if it is packed text.")
+def pack(out: str, folder: str | None, vocabulary: int, tokenizer: str | None, overwrite: bool) -> None:
+    """Make packed text for the trainer eigenstate_lm: the tokens of every file, in the folder OUT.
+
+    A byte-level BPE is trained on the texts. Where they have no more pairs to merge, its vocabulary is smaller than
+    asked for.
+
+    The same texts and options give the same bytes. A run that was stopped is gone on from when it is called again;
+    until then, what it has done lies in OUT.parts. Files that are empty or not UTF-8 are left out, and counted.
+    """
+    with in_one_line("interrupted; the same command goes on from here"):
+        from suite.text_pack import Recipe
+        from suite.text_pack import pack as made
+
+        recipe = Recipe(
+            folder=None if folder is None else Path(folder),
+            vocabulary=vocabulary,
+            tokenizer=None if tokenizer is None else Path(tokenizer),
+        )
+        with Bar() as bar:
+            packed = made(Path(out), recipe, bar, overwrite=overwrite)
+        shown, found = click.format_filename(out), packed.pack
+        click.echo(
+            f"{'kept' if packed.kept else 'wrote'} {shown}: {found.tokens:,} tokens of {found.documents:,} documents, "
+            f"vocabulary {found.vocabulary:,}",
+            err=True,
+        )
+        click.echo(f"from {packed.source}", err=True)
+        click.echo(f"{found.digest}  {shown}")
 
 
 def _counted(counts: Mapping[str, Mapping[str, int]]) -> str:

@@ -7,24 +7,22 @@ source: leak_cnn, technique 001 (data)
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy
-from filelock import FileLock, Timeout
 
 from perfsuite.errors import PerfsuiteError
 from perfsuite.report.files import probe
+from suite.building import Parts, Watcher, digest_of, digest_of_file, parts_beside
 from suite.leak_cnn import features, sounds, storage
 from suite.leak_cnn.classes import CLASSES
 from suite.leak_cnn.features import SAMPLE_RATE, SAMPLES, SPLITS, Array
-from suite.leak_cnn.sources import Folder, Parts, Recipe, Source, Synthetic, Watcher, digest_of, printable
+from suite.leak_cnn.sources import Folder, Recipe, Source, Synthetic, printable
 from suite.leak_cnn.storage import FORMAT, VERSION
 
 BLOCK = 32
@@ -50,7 +48,7 @@ def build(out: Path, recipe: Recipe, watcher: Watcher, *, overwrite: bool = Fals
     storage.library()
     _refuse(out, recipe, overwrite)
     try:
-        with _parts(out) as parts:
+        with parts_beside(out) as parts:
             source: Source = Synthetic(recipe)
             if recipe.folder is not None:
                 source = Folder(recipe, recipe.folder, parts, watcher)
@@ -62,7 +60,7 @@ def build(out: Path, recipe: Recipe, watcher: Watcher, *, overwrite: bool = Fals
                 raise _other(out, "other recordings")
             parts.clear()
         return Built(
-            sha256=_digest(out),
+            sha256=digest_of_file(out),
             counts={
                 name: Counter(CLASSES[label] for label in labels(recipe, split)) for split, name in enumerate(SPLITS)
             },
@@ -102,31 +100,6 @@ def _refuse(out: Path, recipe: Recipe, overwrite: bool) -> None:
 
 def _other(out: Path, what: str) -> PerfsuiteError:
     return PerfsuiteError(f"{out} exists and is another data set, of {what}; name another file, or give --overwrite")
-
-
-@contextlib.contextmanager
-def _parts(out: Path) -> Iterator[Parts]:
-    """The folder beside `out`, while no other process makes the same."""
-    folder = out.with_name(f"{out.name}.parts")
-    try:
-        with FileLock(f"{folder}.lock", timeout=0) as lock:
-            folder.mkdir(exist_ok=True)
-            parts = Parts(folder)
-            try:
-                yield parts
-            except PerfsuiteError:  # nothing to go on from: other options or recordings are needed
-                parts.clear()
-                raise
-            finally:
-                if not folder.exists():
-                    Path(lock.lock_file).unlink(missing_ok=True)
-    except Timeout:
-        raise PerfsuiteError(f"another process is making {out}; wait for it, or name another file") from None
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _chosen(recipe: Recipe) -> dict[str, Any]:

@@ -17,8 +17,8 @@ import torch
 from perfsuite.errors import PerfsuiteError
 from suite.leak_cnn.build import build
 from suite.leak_cnn.dataset import LeakAudio, open_data
-from suite.leak_cnn.progress import Bar
 from suite.leak_cnn.sources import Recipe
+from suite.progress import Bar
 
 if TYPE_CHECKING:
     from suite.leak_cnn.config import TrainConfig

@@ -5,9 +5,7 @@ source: leak_cnn, technique 001 (data)
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import json
 import os
 from collections import Counter
 from dataclasses import dataclass, field
@@ -18,6 +16,7 @@ from typing import Protocol
 import numpy
 
 from perfsuite.errors import PerfsuiteError
+from suite.building import Parts, Watcher, digest_of
 from suite.leak_cnn import recordings, sounds
 from suite.leak_cnn.classes import CLASSES
 from suite.leak_cnn.features import SAMPLE_RATE, SAMPLES, SPLITS, Array
@@ -63,43 +62,6 @@ class Recipe:
     def random(self, *key: int) -> sounds.Generator:
         """A generator of its own for each key."""
         return numpy.random.default_rng([self.seed, *key])
-
-
-class Watcher(Protocol):
-    """Who shows how far it is."""
-
-    def progress(self, what: str, done: int, total: int) -> None: ...
-
-    def say(self, line: str) -> None: ...
-
-
-class Parts:
-    """Arrays in a folder, each whole or not there; nothing else in it is ever touched."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def load(self, name: str) -> Array | None:
-        """None where it is missing or damaged."""
-        try:
-            loaded: Array = numpy.load(self.folder / f"{name}.npy", mmap_mode="r")
-        except (OSError, ValueError, EOFError):
-            return None
-        return loaded
-
-    def save(self, name: str, array: Array) -> None:
-        """Replaces the file whole."""
-        temporary = self.folder / f"{name}.tmp"
-        with temporary.open("wb") as file:
-            numpy.save(file, array)
-        os.replace(temporary, self.folder / f"{name}.npy")
-
-    def clear(self) -> None:
-        """Remove what a run wrote, and the folder if that leaves it empty."""
-        for path in self.folder.glob("part-*"):
-            path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):
-            self.folder.rmdir()
 
 
 class Source(Protocol):
@@ -232,11 +194,6 @@ class Folder:
 
     def piece(self, split: int, index: int) -> Array:
         return recordings.joined(self._pieces[split][index], lambda number: self._loaded(self._names[number]))
-
-
-def digest_of(settings: object) -> str:
-    """Of what JSON can say."""
-    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
 
 def printable(name: str) -> str:

@@ -57,7 +57,7 @@ def test_the_files_of_a_folder(folder: Path) -> None:
 
 
 def test_pythons_own_sources() -> None:
-    paths = text._files(Path(sysconfig.get_path("stdlib")), text.LEFT_OUT)
+    paths = text.files(Path(sysconfig.get_path("stdlib")), text.LEFT_OUT)
     names = [str(p) for p in paths]
     assert any(name.endswith("/argparse.py") for name in names)
     assert not [n for n in names if "site-packages" in n or "/test/" in n or "__pycache__" in n]
@@ -117,13 +117,13 @@ def test_the_tokenizer_is_the_same_in_another_process(tokenizers: Any) -> None:
 
 def test_the_cache(tokenizers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained: list[int] = []
-    train = text._trained
+    train = text.trained
 
     def counted(*arguments: Any) -> Any:
         trained.append(1)
         return train(*arguments)
 
-    monkeypatch.setattr(text, "_trained", counted)
+    monkeypatch.setattr(text, "trained", counted)
     cache = tmp_path / "deep" / "cache"
     first, vocabulary = tokens_of(of(WORDS), 300, cache)
     again, same = tokens_of(of(WORDS), 300, cache)
@@ -143,7 +143,7 @@ def test_the_cache(tokenizers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_who_comes_second_waits(tokenizers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two at once make the tokenizer once: the lock is a file's, between threads as between processes."""
-    train, trained, both = text._trained, [], threading.Barrier(2)
+    train, trained, both = text.trained, [], threading.Barrier(2)
 
     def slow(*arguments: Any) -> Any:
         trained.append(1)
@@ -154,7 +154,7 @@ def test_who_comes_second_waits(tokenizers: Any, monkeypatch: pytest.MonkeyPatch
         both.wait()
         return tokens_of(of(WORDS * 50), 270)[1]
 
-    monkeypatch.setattr(text, "_trained", slow)
+    monkeypatch.setattr(text, "trained", slow)
     with ThreadPoolExecutor(2) as pool:
         sizes = [future.result() for future in [pool.submit(made) for _ in range(2)]]
     assert sizes == [270, 270]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
@@ -12,11 +13,15 @@ LINE_S = 30.0
 
 
 class Bar:
-    """How far it is: a bar, or a line now and then where stderr is no terminal."""
+    """How far it is: a bar, or a line now and then where stderr is no terminal.
 
-    def __init__(self, console: Any = None) -> None:
+    units  what is counted while doing what; files if nothing is said
+    """
+
+    def __init__(self, console: Any = None, units: Mapping[str, str] | None = None) -> None:
         from rich.console import Console
 
+        self._units = units or {}
         self._console = console or Console(stderr=True)
         self._bar: Any = None
         self._next = 0.0
@@ -44,7 +49,7 @@ class Bar:
         if now < self._next:
             return
         self._next = now + REFRESH_S
-        told = f"{done} of {total} {'recordings' if what == 'reading' else 'files'}"
+        told = f"{done} of {total} {self._units.get(what, 'files')}"
         if self._bar is not None:
             self._bar.update(self._bar.tasks[0].id, description=what, completed=done, total=total, told=told)
             self._bar.refresh()

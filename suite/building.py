@@ -1,0 +1,89 @@
+"""How a data set is made that may be gone on with: parts beside it until it is whole, and one process at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy
+from filelock import FileLock, Timeout
+
+from perfsuite.errors import PerfsuiteError
+
+Array = numpy.ndarray[Any, Any]
+
+
+class Watcher(Protocol):
+    """Who shows how far it is."""
+
+    def progress(self, what: str, done: int, total: int) -> None: ...
+
+    def say(self, line: str) -> None: ...
+
+
+class Parts:
+    """Arrays in a folder, each whole or not there; nothing else in it is ever touched."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def load(self, name: str) -> Array | None:
+        """None where it is missing or damaged."""
+        try:
+            loaded: Array = numpy.load(self.folder / f"{name}.npy", mmap_mode="r")
+        except (OSError, ValueError, EOFError):
+            return None
+        return loaded
+
+    def save(self, name: str, array: Array) -> None:
+        """Replaces the file whole."""
+        temporary = self.folder / f"{name}.tmp"
+        with temporary.open("wb") as file:
+            numpy.save(file, array)
+        os.replace(temporary, self.folder / f"{name}.npy")
+
+    def clear(self) -> None:
+        """Remove what a run wrote, and the folder if that leaves it empty."""
+        for path in self.folder.glob("part-*"):
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self.folder.rmdir()
+
+
+@contextlib.contextmanager
+def parts_beside(out: Path) -> Iterator[Parts]:
+    """The folder beside `out`, while no other process makes the same."""
+    folder = out.with_name(f"{out.name}.parts")
+    try:
+        with FileLock(f"{folder}.lock", timeout=0) as lock:
+            folder.mkdir(exist_ok=True)
+            parts = Parts(folder)
+            try:
+                yield parts
+            except PerfsuiteError:  # nothing to go on from: other options or recordings are needed
+                parts.clear()
+                raise
+            finally:
+                if not folder.exists():
+                    Path(lock.lock_file).unlink(missing_ok=True)
+    except Timeout:
+        raise PerfsuiteError(f"another process is making {out}; wait for it, or name another file") from None
+
+
+def digest_of(settings: object) -> str:
+    """Of what JSON can say."""
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+
+
+def digest_of_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

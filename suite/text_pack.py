@@ -1,0 +1,225 @@
+"""Makes packed text: files → byte-level BPE → tokens in one file with an index.
+
+Everything follows from the files' contents, their order and the recipe: the same again gives the same bytes. What was
+done lies beside the folder until it is whole, so that a run that is killed is gone on from.
+source: eigenstate_lm, technique 004.10
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy
+
+from perfsuite.errors import PerfsuiteError
+from perfsuite.report.files import probe
+from suite import packed_text, text
+from suite.building import Parts, Watcher, digest_of, parts_beside
+from suite.packed_text import PackedText
+
+BLOCK_BYTES = 4 << 20
+"""Text that is encoded and kept together while the pack is made."""
+NAMED = 10
+"""Files that are left out are named up to so many; the rest is counted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What a pack is made from."""
+
+    folder: Path | None = None
+    """Of texts; None: Python's standard library on this machine."""
+    vocabulary: int = 50257
+    """Of the tokenizer that is trained on them."""
+    tokenizer: Path | None = None
+    """A file of the tokenizers library to take instead."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packed:
+    """A finished pack."""
+
+    pack: PackedText
+    source: str
+    kept: bool
+    """It was there, and is the one that was asked for."""
+
+
+@dataclass
+class _Found:
+    """The texts, by path, and how each one's bytes begin with which hash."""
+
+    root: Path
+    paths: list[Path] = field(default_factory=list)
+    digests: list[str] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    left_out: int = 0
+
+    def blocks(self) -> Iterator[tuple[int, int]]:
+        """(first file, end) of what is encoded together."""
+        first = size = 0
+        for i, more in enumerate(self.sizes):
+            if size and size + more > BLOCK_BYTES:
+                yield first, i
+                first, size = i, 0
+            size += more
+        yield first, len(self.sizes)
+
+    def texts(self, first: int, end: int) -> Iterator[str]:
+        for path, digest in zip(self.paths[first:end], self.digests[first:end], strict=True):
+            content = path.read_bytes()
+            if hashlib.sha256(content).hexdigest() != digest:
+                raise PerfsuiteError(f"data: {path} was changed while it was read; run the command again")
+            yield content.decode()
+
+
+def pack(out: Path, recipe: Recipe, watcher: Watcher, *, overwrite: bool = False) -> Packed:
+    """Make the folder `out`; PerfsuiteError where that cannot be done, or `out` is there and is something else."""
+    tokenizers = text.library()
+    if recipe.vocabulary < text.BYTES + 2:
+        raise PerfsuiteError(
+            f"vocabulary: {recipe.vocabulary} is too small for bytes; it must be {text.BYTES + 2} or more"
+        )
+    _refuse(out, overwrite)
+    try:
+        with parts_beside(out) as parts:
+            given = None if recipe.tokenizer is None else _given(tokenizers, recipe.tokenizer)
+            found = _read(recipe, watcher)
+            key = digest_of(
+                {
+                    "version": packed_text.VERSION,
+                    "texts": found.digests,
+                    "vocabulary": None if given else recipe.vocabulary,
+                    "tokenizer": None if given is None else hashlib.sha256(given.to_str().encode()).hexdigest(),
+                    "library": tokenizers.__version__,
+                }
+            )
+            kept = packed_text.index_of(out) is not None and not overwrite
+            if kept and packed_text.opened(out).recipe != key:
+                raise PerfsuiteError(
+                    f"{out} exists and is packed from other texts or with another tokenizer; name another folder, "
+                    "or give --overwrite"
+                )
+            if not kept:
+                _made(out, recipe, found, given, key, parts, watcher)
+            parts.clear()
+        left = f" (left out: {found.left_out} not UTF-8 or empty)" if found.left_out else ""
+        return Packed(pack=packed_text.opened(out), source=f"{len(found.paths)} files of {found.root}{left}", kept=kept)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise PerfsuiteError(f"cannot write {out}: {reason}; name another folder, or make room") from None
+
+
+def _refuse(out: Path, overwrite: bool) -> None:
+    """Before minutes are spent: what is there is something else, or nothing can be written beside it."""
+    if out.exists() and (not out.is_dir() or (packed_text.index_of(out) is None and any(out.iterdir()))):
+        raise PerfsuiteError(f"{out} exists and is no packed text; name another folder")
+    if out.is_dir() and not overwrite and packed_text.index_of(out) is not None:
+        packed_text.opened(out)
+    try:
+        probe(out.parent)
+    except OSError as error:
+        raise PerfsuiteError(f"cannot write {out}: {error.strerror or error}; name another folder") from None
+
+
+def _given(tokenizers: Any, path: Path) -> Any:
+    if not path.is_file():
+        raise PerfsuiteError(f"tokenizer: there is no file {path}; name a tokenizer.json of the tokenizers library")
+    try:
+        found = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises its own bare Exception
+        told = " ".join(str(error).split())
+        raise PerfsuiteError(f"tokenizer: {path} is none of the tokenizers library: {told}") from None
+    if found.token_to_id(text.END) != text.END_ID:
+        raise PerfsuiteError(
+            f"tokenizer: {path} has no token {text.END} of number {text.END_ID}, by which documents end; "
+            "take one that `perfsuite data pack` made"
+        )
+    return found
+
+
+def _read(recipe: Recipe, watcher: Watcher) -> _Found:
+    root = Path(sysconfig.get_path("stdlib")) if recipe.folder is None else recipe.folder
+    suffixes = ", ".join(text.SUFFIXES)
+    if not root.is_dir():
+        raise PerfsuiteError(f"data: {root} is no folder; name one that holds {suffixes} files")
+    found = _Found(root)
+    paths = text.files(root, text.LEFT_OUT if recipe.folder is None else set())
+    for i, path in enumerate(paths):
+        watcher.progress("reading", i, len(paths))
+        try:
+            content = path.read_bytes()
+            whole = bool(content.decode().strip())
+            reason = "empty"
+        except (UnicodeDecodeError, OSError) as error:
+            whole, reason = False, "not UTF-8" if isinstance(error, UnicodeDecodeError) else str(error.strerror)
+        if whole:
+            found.paths.append(path)
+            found.digests.append(hashlib.sha256(content).hexdigest())
+            found.sizes.append(len(content))
+            continue
+        found.left_out += 1
+        if found.left_out <= NAMED:
+            watcher.say(f"left out: {path.relative_to(root)}: {reason}")
+    if not found.paths:
+        seen = f"; {found.left_out} files that are empty or not UTF-8 were left out" if found.left_out else ""
+        raise PerfsuiteError(f"data: no text under {root}{seen}; it must hold {suffixes} files")
+    return found
+
+
+def _made(out: Path, recipe: Recipe, found: _Found, given: Any, key: str, parts: Parts, watcher: Watcher) -> None:
+    tokenizer = given or _trained(recipe, found, key, parts, watcher)
+    blocks: list[tuple[Any, Any]] = []
+    for first, end in found.blocks():
+        watcher.progress("packing", first, len(found.paths))
+        blocks.append(_block(tokenizer, found, first, end, key, parts))
+    watcher.progress("packing", len(found.paths), len(found.paths))
+    tokens = numpy.concatenate([block for block, _ in blocks])
+    ends = numpy.cumsum(numpy.concatenate([lengths for _, lengths in blocks]))
+    whole, old = parts.folder / "part-whole", parts.folder / "part-old"
+    shutil.rmtree(whole, ignore_errors=True)
+    whole.mkdir()
+    about = {"recipe": key, "library": text.library().__version__}
+    packed_text.write(whole, tokens, ends, tokenizer.to_str(), int(tokenizer.get_vocab_size()), about)
+    if out.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        os.replace(out, old)
+    os.replace(whole, out)
+
+
+def _trained(recipe: Recipe, found: _Found, key: str, parts: Parts, watcher: Watcher) -> Any:
+    name = f"part-tokenizer-{key[:32]}"
+    kept = parts.load(name)
+    if kept is not None:
+        return text.library().Tokenizer.from_str(bytes(kept).decode())
+
+    def texts() -> Iterator[str]:
+        for i, content in enumerate(found.texts(0, len(found.paths))):
+            watcher.progress("learning", i, len(found.paths))
+            yield content
+
+    made = text.trained(texts(), recipe.vocabulary)
+    parts.save(name, numpy.frombuffer(made.to_str().encode(), dtype=numpy.uint8))
+    return made
+
+
+def _block(tokenizer: Any, found: _Found, first: int, end: int, key: str, parts: Parts) -> tuple[Any, Any]:
+    """Tokens of some files, and how many each has."""
+    name = f"part-{{}}-{key[:32]}-{first}-{end}"
+    kept: Sequence[Any] = [parts.load(name.format(what)) for what in ("tokens", "lengths")]
+    if any(k is None for k in kept) or len(kept[1]) != end - first or len(kept[0]) != kept[1].sum():
+        rows = list(text.encode(tokenizer, found.texts(first, end)))
+        kept = [
+            numpy.concatenate([numpy.asarray(row, dtype=numpy.int32) for row in rows]),
+            numpy.array([len(row) for row in rows], dtype=numpy.int64),
+        ]
+        parts.save(name.format("tokens"), kept[0])
+        parts.save(name.format("lengths"), kept[1])
+    return kept[0], kept[1]

@@ -1,0 +1,272 @@
+"""Packed text: the same bytes whenever it is made, in one go or not, and one line for what is wrong."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy
+import pytest
+from click.testing import CliRunner, Result
+
+from perfsuite.errors import PerfsuiteError
+from suite import packed_text, text_pack
+from suite.commands.data import data
+from suite.packed_text import ENDS, INDEX, TOKENIZER, TOKENS, opened
+from suite.text import END, END_ID
+from suite.text_pack import Recipe, pack
+
+tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed: pip install 'perfsuite[train]'")
+NAMES = (TOKENS, ENDS, TOKENIZER, INDEX)
+TEXTS = {f"{i}.txt": f"the field follows the plane {i} times, and the rotor turns it " * 20 for i in range(7)}
+
+
+class Quiet:
+    """Counts the calls, and interrupts one."""
+
+    def __init__(self, last: int | None = None) -> None:
+        self.calls = 0
+        self.last = last
+        self.said: list[str] = []
+
+    def progress(self, what: str, done: int, total: int) -> None:
+        self.calls += 1
+        if self.calls == self.last:
+            raise KeyboardInterrupt
+
+    def say(self, line: str) -> None:
+        self.said.append(line)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Seven texts, in more than one block, and two files that are none."""
+    monkeypatch.setattr(text_pack, "BLOCK_BYTES", 3000)
+    root = tmp_path / "texts"
+    root.mkdir()
+    for name, content in TEXTS.items():
+        (root / name).write_text(content)
+    (root / "damaged.md").write_bytes(b"caf\xe9")
+    (root / "empty.py").write_text(" \n")
+    return root
+
+
+@pytest.fixture
+def recipe(folder: Path) -> Recipe:
+    return Recipe(folder=folder, vocabulary=300)
+
+
+def content(out: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in out.iterdir()}
+
+
+def test_what_is_packed(tmp_path: Path, recipe: Recipe) -> None:
+    watcher = Quiet()
+    made = pack(tmp_path / "out", recipe, watcher)
+    found = made.pack
+    assert not made.kept
+    assert made.source == f"7 files of {recipe.folder} (left out: 2 not UTF-8 or empty)"
+    assert watcher.said == ["left out: damaged.md: not UTF-8", "left out: empty.py: empty"]
+    assert sorted(content(tmp_path / "out")) == sorted(NAMES)
+    assert not (tmp_path / "out.parts").exists()
+    assert (found.documents, found.vocabulary, found.row.dtype) == (7, 300, numpy.uint16)
+    ends = numpy.load(tmp_path / "out" / ENDS)
+    assert ends[-1] == found.tokens == len(found.row)
+    tokenizer = tokenizers.Tokenizer.from_file(str(tmp_path / "out" / TOKENIZER))
+    documents = numpy.split(numpy.asarray(found.row), ends[:-1])
+    assert all(d[-1] == END_ID for d in documents)
+    assert [tokenizer.decode(d[:-1].tolist()) for d in documents] == list(TEXTS.values())
+
+
+def test_the_same_again_is_kept_and_elsewhere_has_the_same_bytes(tmp_path: Path, recipe: Recipe) -> None:
+    first = pack(tmp_path / "out", recipe, Quiet())
+    again = pack(tmp_path / "out", recipe, Quiet())
+    assert again.kept
+    assert again.pack == first.pack
+    pack(tmp_path / "other", recipe, Quiet())
+    assert content(tmp_path / "out") == content(tmp_path / "other")
+
+
+def test_interrupted_anywhere_it_goes_on_to_the_same_bytes(tmp_path: Path, recipe: Recipe) -> None:
+    whole = Quiet()
+    pack(tmp_path / "whole", recipe, whole)
+    out, parts = tmp_path / "out", tmp_path / "out.parts"
+    for last in range(1, whole.calls + 1):
+        with pytest.raises(KeyboardInterrupt):
+            pack(out, recipe, Quiet(last))
+        assert not out.exists()
+        assert parts.is_dir()
+        pack(out, recipe, Quiet())
+        assert content(out) == content(tmp_path / "whole")
+        assert not parts.exists()
+        shutil.rmtree(out)
+
+
+def test_what_was_done_is_not_done_again(tmp_path: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Quiet()
+    pack(tmp_path / "whole", recipe, whole)
+    with pytest.raises(KeyboardInterrupt):
+        pack(tmp_path / "out", recipe, Quiet(whole.calls))  # the last block is done
+    monkeypatch.setattr(text_pack.text, "trained", None)
+    monkeypatch.setattr(text_pack.text, "encode", None)
+    pack(tmp_path / "out", recipe, Quiet())
+
+
+@pytest.mark.parametrize("damage", [lambda p: p.write_bytes(p.read_bytes()[:-1]), Path.unlink])
+def test_a_part_that_is_damaged_is_made_again(tmp_path: Path, recipe: Recipe, damage) -> None:
+    pack(tmp_path / "whole", recipe, Quiet())
+    with pytest.raises(KeyboardInterrupt):
+        pack(tmp_path / "out", recipe, Quiet(9 + 7 + 3))
+    parts = sorted((tmp_path / "out.parts").glob("part-tokens-*"))
+    assert parts
+    damage(parts[0])
+    pack(tmp_path / "out", recipe, Quiet())
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
+
+
+def test_a_pack_s_tokenizer_packs_other_texts_alike(tmp_path: Path, recipe: Recipe) -> None:
+    pack(tmp_path / "out", recipe, Quiet())
+    given = tmp_path / "out" / TOKENIZER
+    other = pack(tmp_path / "other", Recipe(folder=recipe.folder, vocabulary=999, tokenizer=given), Quiet())
+    assert content(tmp_path / "other")[TOKENS] == content(tmp_path / "out")[TOKENS]
+    assert other.pack.vocabulary == 300
+
+
+def test_of_a_large_vocabulary_tokens_take_four_bytes(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    row = numpy.array([70_000, 1])
+    packed_text.write(out, row, numpy.array([2]), "{}", 70_001, {"recipe": "r"})
+    assert opened(out).row.tolist() == row.tolist()
+    assert (out / TOKENS).stat().st_size == 8
+
+
+def test_sequences(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    packed_text.write(out, numpy.arange(21), numpy.array([21]), "{}", 300, {"recipe": "r"})
+    found = opened(out)
+    assert [found.sequences(length) for length in (1, 5, 10, 19, 20)] == [20, 4, 2, 1, 1]
+    with pytest.raises(PerfsuiteError, match=r"^sequence_length: 21 and the token after are more than the 21 tokens"):
+        found.sequences(21)
+    with pytest.raises(PerfsuiteError, match="sequence_length: 0 is out of range; give 1 or more"):
+        found.sequences(0)
+
+
+# --- what is wrong --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("sound")
+    (root / "texts").mkdir()
+    (root / "texts" / "a.txt").write_text("to and fro " * 50)
+    pack(root / "out", Recipe(folder=root / "texts", vocabulary=260), Quiet())
+    return root / "out"
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-2])
+
+
+def flipped(path: Path) -> None:
+    path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
+
+
+def of_another_version(path: Path) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), "version": 9}))
+
+
+def without_its_tokens(path: Path) -> None:
+    path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "tokens"}))
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "said"),
+    [
+        (TOKENS, cut, r"tokens.bin has \d+ bytes and not \d+; make it with `perfsuite data pack` again"),
+        (TOKENS, flipped, "tokens.bin is damaged: it is not what was written; make it"),
+        (ENDS, flipped, "ends.npy is damaged"),
+        (TOKENIZER, Path.unlink, "is damaged: No such file or directory"),
+        (INDEX, Path.unlink, r"holds no packed text \(pack.json is missing or damaged\); make it with"),
+        (INDEX, cut, r"holds no packed text \(pack.json is missing or damaged\); make it with"),
+        (INDEX, of_another_version, "is of version 9, not 1; make it"),
+        (INDEX, without_its_tokens, r"pack.json is damaged \('tokens'\); make it"),
+    ],
+)
+def test_a_damaged_pack_is_one_line(tmp_path: Path, sound: Path, name: str, damage, said: str) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(sound, out)
+    damage(out / name)
+    with pytest.raises(PerfsuiteError, match=rf"^data: .*{said}"):
+        opened(out)
+
+
+def test_no_pack_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(PerfsuiteError, match="none is no folder of packed text; make it with `perfsuite data pack`"):
+        opened(tmp_path / "none")
+
+
+def invoked(*arguments: object) -> Result:
+    return CliRunner().invoke(data, ["pack", *map(str, arguments)])
+
+
+def test_the_command(tmp_path: Path, folder: Path) -> None:
+    out = tmp_path / "out"
+    done = invoked(out, "--from", folder, "--vocabulary", 300)
+    assert done.exit_code == 0, done.output
+    assert f"wrote {out}: " in done.stderr
+    assert " tokens of 7 documents, vocabulary 300\n" in done.stderr
+    assert done.stdout == f"{opened(out).digest}  {out}\n"
+    assert f"kept {out}: " in invoked(out, "--from", folder, "--vocabulary", 300).stderr
+
+
+def test_bad_input_is_one_line(tmp_path: Path, folder: Path) -> None:
+    out, empty, other = tmp_path / "out", tmp_path / "empty", tmp_path / "other"
+    empty.mkdir()
+    other.mkdir()
+    (other / "mine").write_text("mine")
+    assert invoked(out, "--from", folder, "--vocabulary", 300).exit_code == 0
+    (tmp_path / "bad.json").write_text("{}")
+    foreign = tokenizers.Tokenizer(tokenizers.models.BPE())
+    (tmp_path / "foreign.json").write_text(foreign.to_str())
+    for arguments, said in (
+        ((out, "--from", tmp_path / "none"), "data: "),
+        ((tmp_path / "a", "--from", empty), f"data: no text under {empty}; it must hold .txt, .md, .rst, .py files"),
+        ((tmp_path / "a", "--from", folder, "--vocabulary", 9), "vocabulary: 9 is too small for bytes; it must be 258"),
+        ((out, "--from", folder, "--vocabulary", 280), f"{out} exists and is packed from other texts or with another"),
+        ((other, "--from", folder), f"{other} exists and is no packed text; name another folder"),
+        ((tmp_path / "a", "--from", folder, "--tokenizer", tmp_path / "none"), "tokenizer: there is no file "),
+        ((tmp_path / "a", "--from", folder, "--tokenizer", tmp_path / "bad.json"), "tokenizer: "),
+        (
+            (tmp_path / "a", "--from", folder, "--tokenizer", tmp_path / "foreign.json"),
+            f"tokenizer: {tmp_path / 'foreign.json'} has no token {END} of number 1, by which documents end",
+        ),
+        ((other / "mine" / "a", "--from", folder), "cannot write "),
+    ):
+        done = invoked(*arguments)
+        lines = done.stderr.splitlines()
+        assert done.exit_code == 1, arguments
+        assert lines[-1].startswith(f"Error: {said}"), lines
+        assert "Traceback" not in done.stderr
+    assert (other / "mine").read_text() == "mine"
+    assert not list(tmp_path.glob("*.parts"))
+
+
+def test_another_vocabulary_may_replace_it(tmp_path: Path, folder: Path) -> None:
+    out = tmp_path / "out"
+    assert invoked(out, "--from", folder, "--vocabulary", 300).exit_code == 0
+    assert invoked(out, "--from", folder, "--vocabulary", 280, "--overwrite").exit_code == 0
+    assert opened(out).vocabulary == 280
+    assert not (tmp_path / "out.parts").exists()
+
+
+def test_a_text_that_changes_meanwhile_is_one_line(tmp_path: Path, recipe: Recipe) -> None:
+    class Meddling(Quiet):
+        def progress(self, what: str, done: int, total: int) -> None:
+            if what == "learning" and not done:
+                (recipe.folder / "3.txt").write_text("something else")
+
+    with pytest.raises(PerfsuiteError, match=r"3.txt was changed while it was read; run the command again"):
+        pack(tmp_path / "out", recipe, Meddling())
