@@ -15,8 +15,9 @@ def chunked_cross_entropy(
 ) -> torch.Tensor:
     """The mean cross-entropy of `hidden @ weight.T` against the labels, 0-d; a label of −100 does not count.
 
-    Logits are made for some rows at a time, once forward and once more in the backward; of the forward two numbers for
-    each row are kept. They are added up in float32 at least, and so is the weight's gradient. Without a label that
+    Logits are made for some rows at a time, once. While they are there the gradients that are wanted are made too, but
+    for the factor that the backward brings: to make the logits again there, as the source does, would be a fourth
+    product of their size. They are added up in float32 at least, and so is the weight's gradient. Without a label that
     counts it is NaN. There is no second derivative.
 
     hidden  [N, D]
@@ -41,42 +42,43 @@ def chunked_cross_entropy(
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, rows: int) -> torch.Tensor:
-        counted = labels != IGNORED
+        counted = (labels != IGNORED)[:, None]
         wide = torch.promote_types(hidden.dtype, torch.float32)
         total = torch.zeros((), dtype=wide, device=hidden.device)
-        # Apart: a sum of large logits would hide in its roundings what they differ by.
-        tops, sums = torch.empty(2, len(hidden), 1, dtype=wide, device=hidden.device)
+        d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        d_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
         with torch.autocast(hidden.device.type, enabled=False):
             for part in _parts(len(hidden), rows):
+                place = labels[part].clamp(min=0)[:, None]
                 logits = (hidden[part] @ weight.T).to(wide)
-                tops[part] = logits.amax(1, keepdim=True)
-                logits -= tops[part]
-                own = logits.gather(1, labels[part].clamp(min=0)[:, None])
-                sums[part] = logits.exp_().sum(1, keepdim=True).log_()
-                total += torch.where(counted[part, None], sums[part] - own, 0.0).sum()
+                logits -= logits.amax(1, keepdim=True)
+                own = logits.gather(1, place)
+                sums = logits.exp_().sum(1, keepdim=True)
+                total += torch.where(counted[part], sums.log() - own, 0.0).sum()
+                if d_hidden is None and d_weight is None:
+                    continue
+                d_logits = logits.div_(sums).scatter_add_(1, place, torch.full_like(own, -1.0))
+                low = d_logits.masked_fill_(~counted[part], 0.0).to(hidden.dtype)
+                if d_hidden is not None:
+                    torch.mm(low, weight, out=d_hidden[part])
+                if d_weight is not None:
+                    d_weight += low.T @ hidden[part]
         count = counted.sum()
-        ctx.save_for_backward(hidden, weight, labels, tops, sums, count)
-        ctx.rows = rows
+        ctx.save_for_backward(d_hidden, d_weight, count)
+        ctx.dtypes = hidden.dtype, weight.dtype
         return (total / count).to(wide)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, labels, tops, sums, count = ctx.saved_tensors
-        d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        d_weight = torch.zeros_like(weight, dtype=sums.dtype) if ctx.needs_input_grad[1] else None
-        share = torch.where(labels != IGNORED, grad / count, 0.0).to(sums.dtype)
-        with torch.autocast(hidden.device.type, enabled=False):
-            for part in _parts(len(hidden), ctx.rows):
-                d_logits = (hidden[part] @ weight.T).to(sums.dtype).sub_(tops[part]).sub_(sums[part]).exp_()
-                minus = d_logits.new_full((len(d_logits), 1), -1.0)
-                d_logits.scatter_add_(1, labels[part].clamp(min=0)[:, None], minus)
-                low = d_logits.mul_(share[part, None]).to(hidden.dtype)
-                if d_hidden is not None:
-                    torch.mm(low, weight, out=d_hidden[part])
-                if d_weight is not None:
-                    d_weight += low.T @ hidden[part]
-        return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), None, None
+        *found, count = ctx.saved_tensors
+        share = torch.where(count > 0, grad / count, 0.0)
+        # Widened: in a lower precision the share itself would be rounded, or nothing.
+        scaled = [
+            None if d is None else (d.to(share.dtype) * share).to(dtype)
+            for d, dtype in zip(found, ctx.dtypes, strict=True)
+        ]
+        return *scaled, None, None
 
 
 def _parts(count: int, rows: int) -> Iterator[slice]:

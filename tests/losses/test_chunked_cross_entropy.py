@@ -104,6 +104,18 @@ def test_under_autocast_the_products_are_in_its_precision_and_the_sums_are_not(c
         assert float((own - other).norm() / other.norm()) < 2**-7
 
 
+def test_a_share_too_small_for_half_precision_is_not_lost():
+    """Of 2¹⁸ rows each has 2⁻¹⁸ of the gradient, which float16 rounds to a few of its least steps."""
+    hidden, weight, labels = drawn(N=8)
+    hidden, labels = hidden.repeat(2**15, 1), labels.repeat(2**15)
+    found = []
+    for dtype, call in ((torch.float16, optimized), (torch.float64, reference)):
+        leaves = [t.to(dtype, copy=True).requires_grad_() for t in (hidden, weight)]
+        found.append(torch.autograd.grad(2.0**12 * call(*leaves, labels), leaves))
+    for own, truth in zip(*found, strict=True):
+        assert float((own.double() - truth).norm() / truth.norm()) < 2**-8
+
+
 @pytest.mark.parametrize("which", [0, 1])
 def test_what_wants_no_gradient_gets_none(which):
     hidden, weight, labels = drawn()
