@@ -70,14 +70,14 @@ def dtype_for(vocabulary: int) -> Any:
 def opened(path: str | Path) -> PackedText:
     """The pack in a folder; PerfsuiteError, in one line, where there is none or it is damaged."""
     path = Path(path)
-    made = "make it with `perfsuite data pack`"
+    made, again = "make it with `perfsuite data pack`", "make it again with `perfsuite data pack --overwrite`"
     if not path.is_dir():
         raise PerfsuiteError(f"data: {path} is no folder of packed text; {made}")
     index = index_of(path)
     if index is None:
         raise PerfsuiteError(f"data: {path} holds no packed text ({INDEX} is missing or damaged); {made}")
     if index.get("version") != VERSION:
-        raise PerfsuiteError(f"data: {path} is of version {index.get('version')}, not {VERSION}; {made} again")
+        raise PerfsuiteError(f"data: {path} is of version {index.get('version')}, not {VERSION}; {again}")
     try:
         found = PackedText(
             path=path,
@@ -90,14 +90,14 @@ def opened(path: str | Path) -> PackedText:
         bytes_told = found.tokens * dtype_for(found.vocabulary).itemsize
         bytes_found = (path / TOKENS).stat().st_size
         if bytes_found != bytes_told:
-            raise PerfsuiteError(f"data: {path / TOKENS} has {bytes_found} bytes and not {bytes_told}; {made} again")
+            raise PerfsuiteError(f"data: {path / TOKENS} has {bytes_found} bytes and not {bytes_told}; {again}")
         for name, digest in index["sha256"].items():
             if digest_of_file(path / name) != digest:
-                raise PerfsuiteError(f"data: {path / name} is damaged: it is not what was written; {made} again")
+                raise PerfsuiteError(f"data: {path / name} is damaged: it is not what was written; {again}")
     except (KeyError, TypeError, ValueError) as error:
-        raise PerfsuiteError(f"data: {path / INDEX} is damaged ({error}); {made} again") from None
+        raise PerfsuiteError(f"data: {path / INDEX} is damaged ({error}); {again}") from None
     except OSError as error:
-        raise PerfsuiteError(f"data: {path} is damaged: {error.strerror or error}; {made} again") from None
+        raise PerfsuiteError(f"data: {path} is damaged: {error.strerror or error}; {again}") from None
     return found
 
 

@@ -185,14 +185,14 @@ def without_its_tokens(path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "damage", "said"),
     [
-        (TOKENS, cut, r"tokens.bin has \d+ bytes and not \d+; make it with `perfsuite data pack` again"),
-        (TOKENS, flipped, "tokens.bin is damaged: it is not what was written; make it"),
+        (TOKENS, cut, r"tokens.bin has \d+ bytes and not \d+; make it again with `perfsuite data pack --overwrite`"),
+        (TOKENS, flipped, "tokens.bin is damaged: it is not what was written; make it again"),
         (ENDS, flipped, "ends.npy is damaged"),
         (TOKENIZER, Path.unlink, "is damaged: No such file or directory"),
         (INDEX, Path.unlink, r"holds no packed text \(pack.json is missing or damaged\); make it with"),
         (INDEX, cut, r"holds no packed text \(pack.json is missing or damaged\); make it with"),
-        (INDEX, of_another_version, "is of version 9, not 1; make it"),
-        (INDEX, without_its_tokens, r"pack.json is damaged \('tokens'\); make it"),
+        (INDEX, of_another_version, "is of version 9, not 1; make it again"),
+        (INDEX, without_its_tokens, r"pack.json is damaged \('tokens'\); make it again"),
     ],
 )
 def test_a_damaged_pack_is_one_line(tmp_path: Path, sound: Path, name: str, damage, said: str) -> None:
@@ -201,6 +201,17 @@ def test_a_damaged_pack_is_one_line(tmp_path: Path, sound: Path, name: str, dama
     damage(out / name)
     with pytest.raises(PerfsuiteError, match=rf"^data: .*{said}"):
         opened(out)
+
+
+def test_a_damaged_pack_may_be_made_again(tmp_path: Path, sound: Path) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(sound, out)
+    cut(out / TOKENS)
+    recipe = Recipe(folder=sound.parent / "texts", vocabulary=260)
+    with pytest.raises(PerfsuiteError, match=r"make it again with `perfsuite data pack --overwrite`$"):
+        pack(out, recipe, Quiet())
+    assert not pack(out, recipe, Quiet(), overwrite=True).kept
+    assert content(out) == content(sound)
 
 
 def test_no_pack_is_one_line(tmp_path: Path) -> None:
