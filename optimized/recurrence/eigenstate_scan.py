@@ -124,6 +124,7 @@ class _EigenstateScan(torch.autograd.Function):
         B, T, K = beta.shape
         every, final = torch.empty_like(beta), torch.empty_like(state)
         work = _Work(B, T, K, beta.device)
+        # In planes: of pairs a thread would have one, and every step would go through shared memory to meet them.
         begins = torch.empty((2, B, work.chunks, K), dtype=state.dtype, device=beta.device)
         with launching(beta):
             _forward_kernel[work.grid](
