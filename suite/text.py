@@ -121,13 +121,10 @@ def load(data: Data) -> Loaded:
 
 def corpus(folder: str | Path | None = None) -> Corpus:
     """The texts under a folder, by path; PerfsuiteError where there is none. None: Python's standard library."""
-    root = Path(sysconfig.get_path("stdlib")) if folder is None else Path(folder)
-    if not root.is_dir():
-        raise PerfsuiteError(f"data: {root} is no folder; name one that holds {', '.join(SUFFIXES)} files")
-    left_out = LEFT_OUT if folder is None else set()
+    root, paths = searched(folder)
     texts = []
     damaged = empty = 0
-    for path in files(root, left_out):
+    for path in paths:
         try:
             text = path.read_bytes().decode()
         except (UnicodeDecodeError, OSError):
@@ -143,8 +140,15 @@ def corpus(folder: str | Path | None = None) -> Corpus:
     return Corpus(where=str(root), texts=tuple(texts), damaged=damaged, empty=empty)
 
 
-def files(root: Path, left_out: set[str]) -> list[Path]:
-    """The text files under a folder, by path."""
+def searched(folder: str | Path | None) -> tuple[Path, list[Path]]:
+    """(the folder, the text files under it by path); PerfsuiteError where it is none. None: as `corpus` has it."""
+    root = Path(sysconfig.get_path("stdlib")) if folder is None else Path(folder)
+    if not root.is_dir():
+        raise PerfsuiteError(f"data: {root} is no folder; name one that holds {', '.join(SUFFIXES)} files")
+    return root, _files(root, LEFT_OUT if folder is None else set())
+
+
+def _files(root: Path, left_out: set[str]) -> list[Path]:
     found = []
     for folder, inner, names in os.walk(root):
         inner[:] = [name for name in inner if name not in left_out]
@@ -200,10 +204,15 @@ def library() -> Any:
 
 def _key(found: Corpus, vocabulary: int) -> str:
     """Of all that the tokens depend on."""
-    if vocabulary < BYTES + 2:
-        raise PerfsuiteError(f"vocabulary: {vocabulary} is too small for bytes; it must be {BYTES + 2} or more")
+    check_vocabulary(vocabulary)
     settings = {"corpus": found.digest, "vocabulary": vocabulary, "library": library().__version__, "form": 1}
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def check_vocabulary(vocabulary: int) -> None:
+    """PerfsuiteError where it has no room for every byte, padding and an end."""
+    if vocabulary < BYTES + 2:
+        raise PerfsuiteError(f"vocabulary: {vocabulary} is too small for bytes; it must be {BYTES + 2} or more")
 
 
 @contextmanager

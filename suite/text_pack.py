@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,7 +53,7 @@ class Packed:
 
 @dataclass
 class _Found:
-    """The texts, by path, and how each one's bytes begin with which hash."""
+    """The texts, by path, with the digest and the bytes of each."""
 
     root: Path
     paths: list[Path] = field(default_factory=list)
@@ -83,10 +82,7 @@ class _Found:
 def pack(out: Path, recipe: Recipe, watcher: Watcher, *, overwrite: bool = False) -> Packed:
     """Make the folder `out`; PerfsuiteError where that cannot be done, or `out` is there and is something else."""
     tokenizers = text.library()
-    if recipe.vocabulary < text.BYTES + 2:
-        raise PerfsuiteError(
-            f"vocabulary: {recipe.vocabulary} is too small for bytes; it must be {text.BYTES + 2} or more"
-        )
+    text.check_vocabulary(recipe.vocabulary)
     _refuse(out, overwrite)
     try:
         with parts_beside(out) as parts:
@@ -101,17 +97,18 @@ def pack(out: Path, recipe: Recipe, watcher: Watcher, *, overwrite: bool = False
                     "library": tokenizers.__version__,
                 }
             )
-            kept = packed_text.index_of(out) is not None and not overwrite
-            if kept and packed_text.opened(out).recipe != key:
+            index = None if overwrite else packed_text.index_of(out)
+            if index is None:
+                _made(out, recipe, found, given, key, parts, watcher)
+            elif index.get("recipe") != key:
                 raise PerfsuiteError(
                     f"{out} exists and is packed from other texts or with another tokenizer; name another folder, "
                     "or give --overwrite"
                 )
-            if not kept:
-                _made(out, recipe, found, given, key, parts, watcher)
             parts.clear()
         left = f" (left out: {found.left_out} not UTF-8 or empty)" if found.left_out else ""
-        return Packed(pack=packed_text.opened(out), source=f"{len(found.paths)} files of {found.root}{left}", kept=kept)
+        source = f"{len(found.paths)} files of {found.root}{left}"
+        return Packed(pack=packed_text.opened(out), source=source, kept=index is not None)
     except OSError as error:
         reason = error.strerror or str(error)
         raise PerfsuiteError(f"cannot write {out}: {reason}; name another folder, or make room") from None
@@ -146,12 +143,8 @@ def _given(tokenizers: Any, path: Path) -> Any:
 
 
 def _read(recipe: Recipe, watcher: Watcher) -> _Found:
-    root = Path(sysconfig.get_path("stdlib")) if recipe.folder is None else recipe.folder
-    suffixes = ", ".join(text.SUFFIXES)
-    if not root.is_dir():
-        raise PerfsuiteError(f"data: {root} is no folder; name one that holds {suffixes} files")
+    root, paths = text.searched(recipe.folder)
     found = _Found(root)
-    paths = text.files(root, text.LEFT_OUT if recipe.folder is None else set())
     for i, path in enumerate(paths):
         watcher.progress("reading", i, len(paths))
         try:
@@ -170,7 +163,7 @@ def _read(recipe: Recipe, watcher: Watcher) -> _Found:
             watcher.say(f"left out: {path.relative_to(root)}: {reason}")
     if not found.paths:
         seen = f"; {found.left_out} files that are empty or not UTF-8 were left out" if found.left_out else ""
-        raise PerfsuiteError(f"data: no text under {root}{seen}; it must hold {suffixes} files")
+        raise PerfsuiteError(f"data: no text under {root}{seen}; it must hold {', '.join(text.SUFFIXES)} files")
     return found
 
 

@@ -56,9 +56,6 @@ class PackedTokens(Dataset[tuple[torch.Tensor, torch.Tensor]]):
             both &= 0xFFFF
         return both[:, :-1].contiguous(), both[:, 1:].contiguous()
 
-    def __getstate__(self) -> dict[str, object]:
+    def __reduce__(self) -> tuple[type, tuple[Path, int]]:
         """Without what is mapped."""
-        return {"path": self.pack.path, "length": self.length}
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        self.__init__(**state)  # type: ignore[misc, arg-type]
+        return type(self), (self.pack.path, self.length)

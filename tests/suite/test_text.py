@@ -57,7 +57,7 @@ def test_the_files_of_a_folder(folder: Path) -> None:
 
 
 def test_pythons_own_sources() -> None:
-    paths = text.files(Path(sysconfig.get_path("stdlib")), text.LEFT_OUT)
+    paths = text._files(Path(sysconfig.get_path("stdlib")), text.LEFT_OUT)
     names = [str(p) for p in paths]
     assert any(name.endswith("/argparse.py") for name in names)
     assert not [n for n in names if "site-packages" in n or "/test/" in n or "__pycache__" in n]
