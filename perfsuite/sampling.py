@@ -27,7 +27,7 @@ import torch
 
 from perfsuite import anchors, ceilings, equivalence, execution, guard, scrutiny
 from perfsuite import inputs as make
-from perfsuite.clocks import CpuClock, CudaClock, clock_for
+from perfsuite.clocks import QUEUE_DEPTH, CpuClock, CudaClock, clock_for
 from perfsuite.counting import count_calls
 from perfsuite.errors import PairError
 from perfsuite.integrity.calls import comes_late, late_message
@@ -52,6 +52,11 @@ VERY_SLOW_S = 0.2
 FEW_BLOCKS = 3
 RIVAL_BLOCKS, RIVAL_QUADS = 2, 4
 """Rivals are timed against the optimized side afterwards: what is gated must not depend on which rivals there are."""
+COUNTED_S = 1.0
+"""A call of the reference or a rival that takes longer is not counted: of a loop over 32768 steps, half a million
+launches, the profiler had not told after four minutes."""
+UNCOUNTED = (0, QUEUE_DEPTH + 1)
+"""No sync is known, and its launches are not put behind a spin."""
 EXTRA_BLOCKS = 4
 """Blocks measured again at most, for those set aside because the device throttled."""
 OTHER_CLOCK_SAMPLES = 5
@@ -244,14 +249,14 @@ def measure(
     }
     clock = clock_for(device)
     first = counts is None
-    _warm_up(runners, master, rng, clock, report)
+    seconds = _warm_up(runners, master, rng, clock, report)
     scrutiny.keeps_l2(l2_bytes, f"{pair.name}: the optimized side")
     if counts is None and isinstance(clock, CudaClock):
         report("profiler")
-        with torch.set_grad_enabled(any(r.grad_mode for r in runners.values())):
-            counts = count_calls({n: (r.reset, r.call) for n, r in runners.items()})
+        counts = _counted(runners, seconds)
     elif counts is not None:
-        counts = {n: counts.get(n, counts[OPTIMIZED]) for n in runners}
+        # The accepted side is another optimized one; what else is missing has not been counted then either.
+        counts = {n: counts.get(n, counts[OPTIMIZED] if n == ACCEPTED else UNCOUNTED) for n in runners}
     kind = _clock_kind(pair, workload, clock, counts, runners, skipped)
     runners = {n: r for n, r in runners.items() if n not in skipped}
     peaks = {n: _peak_bytes(r, report) if first else None for n, r in runners.items()}
@@ -296,8 +301,8 @@ def measure(
                 wall_s=sampler.median(n) if kind == "wall" else other[n],
                 blocks_s=tuple(sampler.blocks_s[n]),
                 peak_bytes=peaks[n],
-                host_syncs=counts[n][0] if first and counts is not None else None,
-                launches=counts[n][1] if first and counts is not None else None,
+                host_syncs=counts[n][0] if first and counts and counts[n] is not UNCOUNTED else None,
+                launches=counts[n][1] if first and counts and counts[n] is not UNCOUNTED else None,
             )
             for n in runners
         },
@@ -375,8 +380,9 @@ def _warm_up(
     rng: random.Random,
     clock: CpuClock | CudaClock,
     report: Callable[[str], None],
-) -> None:
-    """Run each side a few times."""
+) -> dict[str, float]:
+    """Run each side a few times; how many seconds its last call took."""
+    seconds = {}
     for name, runner in runners.items():
         report(name)
         runner.allocate(master, rng)
@@ -384,11 +390,23 @@ def _warm_up(
             start = perf_counter()
             for i in range(max(WARMUP_CALLS, runner.side.settle)):
                 runner.reset()
+                clock.synchronize()
+                called = perf_counter()
                 runner.call()
                 clock.synchronize()
+                seconds[name] = perf_counter() - called
                 if i + 1 == runner.side.settle and perf_counter() - start > 1.0:
                     break
             runner.reset()
+    return seconds
+
+
+def _counted(runners: Mapping[str, Runner], seconds: Mapping[str, float]) -> dict[str, tuple[int, int]]:
+    """Host syncs and launches of one call of each side; UNCOUNTED where it takes too long for the profiler."""
+    quick = {n: r for n, r in runners.items() if n == OPTIMIZED or seconds[n] <= COUNTED_S}
+    with torch.set_grad_enabled(any(r.grad_mode for r in quick.values())):
+        counts = count_calls({n: (r.reset, r.call) for n, r in quick.items()})
+    return {n: counts.get(n, UNCOUNTED) for n in runners}
 
 
 def _clock_kind(

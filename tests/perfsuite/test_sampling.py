@@ -19,7 +19,7 @@ from perfsuite.equivalence import NotEquivalent
 from perfsuite.errors import PairError
 from perfsuite.integrity import calls
 from perfsuite.records import Condition, Measurement, from_json, to_json
-from perfsuite.sampling import BLOCKS, EXTRA_BLOCKS, FEW_BLOCKS, QUADS, RIVAL_BLOCKS
+from perfsuite.sampling import BLOCKS, EXTRA_BLOCKS, FEW_BLOCKS, QUADS, RIVAL_BLOCKS, UNCOUNTED
 
 Call = Callable[..., Any]
 X = {"x": tensor("n", values=floats(-2, 2))}
@@ -281,6 +281,34 @@ def test_the_accepted_side_is_timed_beside_the_two(time: Time) -> None:
             device="cpu",
             accepted=side(lambda x: torch.exp(x) * 2),
         )
+
+
+def test_a_call_that_takes_too_long_for_the_profiler_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {"reference": 9.0, "optimized": 9.0, "slow": 1.1, "quick": 1.0}
+    runners: Any = {name: SimpleNamespace(grad_mode=False, reset=None, call=name) for name in seconds}
+    monkeypatch.setattr(sampling, "count_calls", lambda sides: dict.fromkeys(sides, (0, 5)))
+    counts = sampling._counted(runners, seconds)
+    assert counts == {"reference": UNCOUNTED, "optimized": (0, 5), "slow": UNCOUNTED, "quick": (0, 5)}
+    # More than a spin could hide.
+    assert UNCOUNTED[1] > clocks.QUEUE_DEPTH
+
+
+def test_what_was_not_counted_in_an_earlier_process_is_not_known_in_a_later_one(
+    time: Time, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Any] = []
+    kind = sampling._clock_kind
+    monkeypatch.setattr(sampling, "_clock_kind", lambda *a: given.append(a[3]) or kind(*a))
+    sampling.measure(
+        pair(time),
+        Workload("w", n=5),
+        workload_id="i",
+        device="cpu",
+        accepted=side(lasting(time, 5e-3)),
+        with_rivals=False,
+        counts={"optimized": (0, 5)},
+    )
+    assert given == [{"reference": UNCOUNTED, "optimized": (0, 5), "accepted": (0, 5)}]
 
 
 # --- what is timed stays right -------------------------------------------------------------------------------
