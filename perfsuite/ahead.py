@@ -15,14 +15,15 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from perfsuite.errors import PairError, PerfsuiteError
-from perfsuite.pair import Pair, as_side
+from perfsuite.pair import Pair, Side, Workload, as_side
 from perfsuite.records import InputCase
 from perfsuite.workers import pytest_arguments
 
@@ -109,8 +110,8 @@ def compile_pair(pair: Pair, out: Path) -> None:
     compiled: dict[str, dict[str, Any]] = {}
     error = ""
     try:
-        with recording(compiled):
-            for _ in _launch_all(pair):
+        with recording(compiled) as recorder:
+            for _ in _launch_all(pair, recorder):
                 pass
         missing = sorted(set(expected) - set(compiled))
         if missing:
@@ -126,30 +127,63 @@ def compile_pair(pair: Pair, out: Path) -> None:
     out.write_text(json.dumps({"error": error, "kernels": compiled}))
 
 
-def _launch_all(pair: Pair) -> Iterator[str]:
+def _launch_all(pair: Pair, recorder: recording) -> Iterator[str]:
     """Call every path that launches Triton kernels, forward and backward, at every workload's sizes."""
+    sides = [s for n, s in pair.variants.items() if as_side(s).available is None or not _reason(as_side(s))]
+    kernels = [as_side(s) for s in sides if "cpu" in as_side(s).devices] or [as_side(pair.optimized)]
+    # Where the CPU is all that a workload is for, nobody meets its kernels on a GPU.
+    workloads = [w for w in pair.workloads if w.device != "cpu"] or pair.workloads
+    small = [w for w in pair.workloads if w not in workloads]
+    if small and len(kernels) > 1:
+        # A variant without a kernel may take minutes here at the sizes that a GPU meets.
+        kernels = [s for s in kernels if recorder.launches(partial(_call, pair, s, small[0]))]
+    for workload in workloads:
+        for side in kernels:
+            _call(pair, side, workload)
+            yield workload.name
+
+
+def _call(pair: Pair, side: Side, workload: Workload) -> None:
+    """Call a side on a workload's inputs, forward and backward."""
     import torch
 
     from perfsuite import execution
     from perfsuite import inputs as make
 
-    sides = [s for n, s in pair.variants.items() if as_side(s).available is None or not _reason(as_side(s))]
-    kernels = [s for s in sides if "cpu" in as_side(s).devices] or [pair.optimized]
-    # Where the CPU is all that a workload is for, nobody meets its kernels on a GPU.
-    for workload in [w for w in pair.workloads if w.device != "cpu"] or pair.workloads:
-        # Zeros cost nothing to make; only sizes and dtypes matter to the compiler.
-        plain = {name: InputCase(regime="zeros") for name in {**pair.inputs, **pair.step_inputs}}
-        case = replace(make.workload_case(workload, pair.dtypes[0], seed=0), inputs=plain)
-        for side in map(as_side, kernels):
-            values = make.build(pair, case, "cpu")
-            call = execution.callable_of(side)
-            if pair.is_stateful:
-                call(*values.values())(*make.build_step(pair, case, "cpu", 1).values())
-            else:
-                gradients = workload.direction != "forward"
-                with torch.set_grad_enabled(gradients):
-                    execution.run(call, pair, values, gradients=gradients, seed=0)
-            yield workload.name
+    # Zeros cost nothing to make; only sizes and dtypes matter to the compiler.
+    plain = {name: InputCase(regime="zeros") for name in {**pair.inputs, **pair.step_inputs}}
+    case = replace(make.workload_case(workload, pair.dtypes[0], seed=0), inputs=plain)
+    values = make.build(pair, case, "cpu")
+    call = execution.callable_of(side)
+    with _without_products():
+        if pair.is_stateful:
+            call(*values.values())(*make.build_step(pair, case, "cpu", 1).values())
+        else:
+            gradients = workload.direction != "forward"
+            with torch.set_grad_enabled(gradients):
+                execution.run(call, pair, values, gradients=gradients, seed=0)
+
+
+def _without_products() -> Any:
+    """Inside, a matrix product gives zeros: between kernels it is what would take long on a CPU."""
+    import torch
+    from torch.utils import _pytree as pytree
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    aten = torch.ops.aten
+    products = {aten.mm, aten.bmm, aten.addmm, aten.baddbmm}
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = kwargs or {}
+            if func.overloadpacket not in products:
+                return func(*args, **kwargs)
+            if "out" in kwargs:
+                return kwargs["out"].zero_()
+            shapes = pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), (args, kwargs))
+            return torch.zeros_like(func(*shapes[0], **shapes[1]), device="cpu")
+
+    return Mode()  # type: ignore[no-untyped-call]  # torch's own
 
 
 def _reason(side: Any) -> str | None:
@@ -161,8 +195,19 @@ class recording:  # noqa: N801 - a context manager
 
     def __init__(self, compiled: dict[str, dict[str, Any]]) -> None:
         self.compiled = compiled
+        self._noted: list[str] | None = None
 
-    def __enter__(self) -> None:
+    def launches(self, call: Callable[[], None]) -> bool:
+        """Whether the call launches a kernel, which is not compiled for that."""
+        noted: list[str] = []
+        self._noted = noted
+        try:
+            call()
+        finally:
+            self._noted = None
+        return bool(noted)
+
+    def __enter__(self) -> recording:
         from triton.backends.compiler import GPUTarget
         from triton.runtime import driver
         from triton.runtime.jit import JITFunction
@@ -172,6 +217,9 @@ class recording:  # noqa: N801 - a context manager
         compiled, run = self.compiled, self._run
 
         def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+            if self._noted is not None:
+                self._noted.append(kernel.fn.__name__)
+                return None
             binary = run(kernel, *args, grid=grid, warmup=True, **kwargs)
             name = f"{kernel.fn.__module__}.{kernel.fn.__name__}"
             shared = binary.metadata.shared
@@ -187,6 +235,7 @@ class recording:  # noqa: N801 - a context manager
 
         driver.set_active(_Sm90(target))
         JITFunction.run = compile_only
+        return self
 
     def __exit__(self, *exc: object) -> None:
         from triton.runtime.jit import JITFunction

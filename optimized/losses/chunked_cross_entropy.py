@@ -1,13 +1,15 @@
 """Cross-entropy of some rows' logits at a time, which are never all there (eigenstate_lm, technique 004.11)."""
 
-from collections.abc import Iterator
-from typing import Any
-
 import torch
 
+from optimized.kernels import ceil_div, jit, launching, tl, use_triton
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 IGNORED = -100
 ROWS = 4096
 """At a time. A vocabulary of 50,257 then has logits of 0.4 GB in bfloat16, and products that are large enough."""
+BLOCK, NUM_WARPS = 4096, 8
+"""Logits of a row that the kernel looks at at once."""
 
 
 def chunked_cross_entropy(
@@ -20,6 +22,9 @@ def chunked_cross_entropy(
     product of their size. They are added up in float32 at least, and so is the weight's gradient. Without a label that
     counts it is NaN. There is no second derivative.
 
+    On CUDA a Triton kernel makes of a row's logits, in float32, its loss and in their place their gradients. Elsewhere,
+    and in float64, PyTorch's operations do.
+
     hidden  [N, D]
     weight  [V, D]
     labels  [N] int64, below V
@@ -29,48 +34,60 @@ def chunked_cross_entropy(
 
     Source: eigenstate_lm, technique 004.11, which expects 13 to 26 GB less.
     """
+    return _with(None, hidden, weight, labels, rows)
+
+
+def chunked_cross_entropy_torch(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, rows: int = ROWS
+) -> torch.Tensor:
+    """`chunked_cross_entropy` in PyTorch operations."""
+    return _with(_rows_torch, hidden, weight, labels, rows)
+
+
+def chunked_cross_entropy_triton(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, rows: int = ROWS
+) -> torch.Tensor:
+    """`chunked_cross_entropy` by the kernel, which does not have float64."""
+    return _with(_rows_triton, hidden, weight, labels, rows)
+
+
+def _with(by, hidden, weight, labels, rows):
     if rows < 1:
         raise ValueError(f"rows={rows}: at least one row is looked at at a time")
     # As functional.linear would; float64 is left alone by autocast.
     if torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
-    loss: torch.Tensor = _ChunkedCrossEntropy.apply(hidden, weight, labels, rows)
-    return loss
+    if by is None:
+        by = _rows_triton if use_triton(hidden, weight, dtypes=DTYPES) else _rows_torch
+    return _ChunkedCrossEntropy.apply(hidden, weight, labels, rows, by)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, rows: int) -> torch.Tensor:
-        counted = (labels != IGNORED)[:, None]
+    def forward(ctx, hidden, weight, labels, rows, by):
         wide = torch.promote_types(hidden.dtype, torch.float32)
-        total = torch.zeros((), dtype=wide, device=hidden.device)
+        losses = torch.empty(len(hidden), dtype=wide, device=hidden.device)
         d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         d_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
+        wanted = d_hidden is not None or d_weight is not None
         with torch.autocast(hidden.device.type, enabled=False):
-            for part in _parts(len(hidden), rows):
-                place = labels[part].clamp(min=0)[:, None]
-                logits = (hidden[part] @ weight.T).to(wide)
-                logits -= logits.amax(1, keepdim=True)
-                own = logits.gather(1, place)
-                sums = logits.exp_().sum(1, keepdim=True)
-                total += torch.where(counted[part], sums.log() - own, 0.0).sum()
-                if d_hidden is None and d_weight is None:
-                    continue
-                d_logits = logits.div_(sums).scatter_add_(1, place, torch.full_like(own, -1.0))
-                low = d_logits.masked_fill_(~counted[part], 0.0).to(hidden.dtype)
+            for start in range(0, len(hidden), rows):
+                part = slice(start, start + rows)
+                logits = hidden[part] @ weight.T
+                d_logits = by(logits, labels[part], losses[part], wanted)
                 if d_hidden is not None:
-                    torch.mm(low, weight, out=d_hidden[part])
+                    torch.mm(d_logits, weight, out=d_hidden[part])
                 if d_weight is not None:
-                    d_weight += low.T @ hidden[part]
-        count = counted.sum()
+                    d_weight += d_logits.T @ hidden[part]
+        count = (labels != IGNORED).sum()
         ctx.save_for_backward(d_hidden, d_weight, count)
         ctx.dtypes = hidden.dtype, weight.dtype
-        return (total / count).to(wide)
+        return losses.sum() / count
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx, grad):
         *found, count = ctx.saved_tensors
         share = torch.where(count > 0, grad / count, 0.0)
         # Widened: in a lower precision the share itself would be rounded, or nothing.
@@ -78,10 +95,75 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             None if d is None else (d.to(share.dtype) * share).to(dtype)
             for d, dtype in zip(found, ctx.dtypes, strict=True)
         ]
-        return *scaled, None, None
+        return *scaled, None, None, None
 
 
-def _parts(count: int, rows: int) -> Iterator[slice]:
-    """Slices of at most so many rows."""
-    for start in range(0, count, rows):
-        yield slice(start, start + rows)
+def _rows_torch(logits, labels, losses, wanted):
+    """Fill in each row's loss; the logits' gradients, in their dtype, if they are wanted."""
+    counted, place = (labels != IGNORED)[:, None], labels.clamp(min=0)[:, None]
+    exponents = logits.to(losses.dtype)
+    exponents = exponents - exponents.amax(1, keepdim=True)
+    own = exponents.gather(1, place)
+    sums = exponents.exp_().sum(1, keepdim=True)
+    losses.copy_(torch.where(counted, sums.log() - own, 0.0).squeeze(1))
+    if not wanted:
+        return None
+    d_logits = exponents.div_(sums).scatter_add_(1, place, torch.full_like(own, -1.0))
+    return d_logits.masked_fill_(~counted, 0.0).to(logits.dtype)
+
+
+def _rows_triton(logits, labels, losses, wanted):
+    """The same; the gradients take the logits' place."""
+    count, V = logits.shape
+    with launching(logits):
+        _rows_kernel[(count,)](
+            logits,
+            labels.contiguous(),
+            losses,
+            V,
+            ceil_div(V, BLOCK),
+            IGNORED=IGNORED,
+            WANTED=wanted,
+            BLOCK=BLOCK,
+            num_warps=NUM_WARPS,
+        )
+    return logits if wanted else None
+
+
+@jit
+def _rows_kernel(
+    logits_ptr,
+    labels_ptr,
+    losses_ptr,
+    V,
+    blocks,
+    IGNORED: tl.constexpr,
+    WANTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    label = tl.load(labels_ptr + row)
+    counted = label != IGNORED
+    place = tl.maximum(label, 0)
+    logits_ptr += row * V
+    own = tl.load(logits_ptr + place).to(tl.float32)
+    top = own
+    total = tl.full([], 0.0, tl.float32)
+    at = tl.arange(0, BLOCK)
+    for block in range(blocks):
+        here = block * BLOCK + at
+        x = tl.load(logits_ptr + here, mask=here < V, other=-float("inf")).to(tl.float32)
+        higher = tl.maximum(top, tl.max(x, 0))
+        shift = tl.where(higher == -float("inf"), 0.0, higher)
+        total = total * tl.exp(top - shift) + tl.sum(tl.exp(x - shift), 0)
+        top = higher
+    tl.store(losses_ptr + row, tl.where(counted, tl.log(total) - (own - top), 0.0))
+    if WANTED:
+        share = tl.where(counted, 1.0 / total, 0.0)
+        for block in range(blocks):
+            here = block * BLOCK + at
+            x = tl.load(logits_ptr + here, mask=here < V, other=0.0).to(tl.float32)
+            d = tl.exp(x - top) * share - tl.where((here == place) & counted, 1.0, 0.0)
+            # Of a row that does not count nothing flows back, whatever its logits are.
+            d = tl.where(counted, d, 0.0)
+            tl.store(logits_ptr + here, d.to(logits_ptr.dtype.element_ty), mask=here < V)

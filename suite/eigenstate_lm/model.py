@@ -122,11 +122,9 @@ def forward(
     x = functional.embedding(tokens, weights["embedding"])
     after = []
     for layer, state in enumerate(states):
-        own = {name: weights[f"{layer}.{name}"] for name in _BLOCK}
-        mixed, state = _cells(own, x, state, scan, project, drop)
-        x = _norm(own, "norm1", x + drop(mixed))
-        wide = functional.gelu(functional.linear(x, own["expand"], own["expand.bias"]), approximate="tanh")
-        x = _norm(own, "norm2", x + drop(functional.linear(wide, own["contract"], own["contract.bias"])))
+        own = block_weights(weights, layer)
+        real, state = scan(driven(own, x), scanned_by(own), state)
+        x = fed(own, mixed(own, x, real, project, drop), drop)
         after.append(state)
     return x, torch.stack(after) if after else states
 
@@ -134,16 +132,33 @@ def forward(
 _BLOCK = [name.partition(".")[2] for name in shapes(Sizes(layers=1)) if name.startswith("0.")]
 
 
-def _cells(
-    own: Weights, x: torch.Tensor, state: torch.Tensor, scan: Scan, project: Project, drop: Drop
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(The mean over the cells [B, T, D], their states after it); all cells' eigenstates are scanned together."""
+def block_weights(weights: Weights, layer: int) -> Weights:
+    """A block's, by their names within it."""
+    return {name: weights[f"{layer}.{name}"] for name in _BLOCK}
+
+
+def driven(own: Weights, x: torch.Tensor) -> torch.Tensor:
+    """β of all of a block's cells [B, T, cells · K], whose eigenstates are scanned together."""
+    return functional.linear(x, own["drive"].flatten(0, 1))
+
+
+def scanned_by(own: Weights) -> torch.Tensor:
+    """λ of all of a block's cells [cells · K, 2]."""
+    return eigenvalues(own["decay"]).flatten(0, 1)
+
+
+def mixed(own: Weights, x: torch.Tensor, real: torch.Tensor, project: Project, drop: Drop) -> torch.Tensor:
+    """A block's first half [B, T, D]: x and, of what was scanned [B, T, cells · K], the mean over the cells."""
     cells, count = own["decay"].shape
-    drive = functional.linear(x, own["drive"].flatten(0, 1))
-    real, state = scan(drive, eigenvalues(own["decay"]).flatten(0, 1), state)
     turned = rotation(own["rotation"])
     parts = [drop(project(part, turned[cell], own["out"][cell])) for cell, part in enumerate(real.split(count, dim=-1))]
-    return torch.stack(parts).mean(0) if cells > 1 else parts[0], state
+    return _norm(own, "norm1", x + drop(torch.stack(parts).mean(0) if cells > 1 else parts[0]))
+
+
+def fed(own: Weights, x: torch.Tensor, drop: Drop) -> torch.Tensor:
+    """A block's second half [B, T, D]: x and its two linear layers'."""
+    wide = functional.gelu(functional.linear(x, own["expand"], own["expand.bias"]), approximate="tanh")
+    return _norm(own, "norm2", x + drop(functional.linear(wide, own["contract"], own["contract.bias"])))
 
 
 def _norm(own: Weights, name: str, x: torch.Tensor) -> torch.Tensor:

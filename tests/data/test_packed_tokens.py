@@ -60,7 +60,10 @@ packed_tokens = Pair(
     sizes={"N": size(60, 90), "B": size(0, 5)},
     gradients=False,
     steps=(1, 2),
-    workloads=[Workload("cpu", N=20000, B=4, length=256, clock="wall", device="cpu")],
+    workloads=[
+        Workload("gpu", N=200000, B=4, length=4096, clock="wall", speedup=50, device="cuda"),
+        Workload("cpu", N=20000, B=4, length=256, clock="wall", device="cpu"),
+    ],
 )
 
 

@@ -3,13 +3,35 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from optimized.kernels import triton_reason
+from optimized.losses import chunked_cross_entropy as module
 from optimized.losses.chunked_cross_entropy import chunked_cross_entropy as optimized
+from optimized.losses.chunked_cross_entropy import chunked_cross_entropy_torch, chunked_cross_entropy_triton
 from perfsuite import Cost, Pair, Workload, compiled, integers, side, size, tensor
 from reference.losses.chunked_cross_entropy import chunked_cross_entropy as reference
 
 
 def in_threes(hidden, weight, labels):
-    return optimized(hidden, weight, labels, rows=3)
+    return chunked_cross_entropy_torch(hidden, weight, labels, rows=3)
+
+
+def kernel_in_threes(hidden, weight, labels):
+    return chunked_cross_entropy_triton(hidden, weight, labels, rows=3)
+
+
+def liger():
+    """Why Liger's own is not there, or None."""
+    try:
+        import liger_kernel.transformers  # noqa: F401
+    except ImportError as error:
+        return f"liger-kernel cannot be imported ({error}); pip install liger-kernel"
+    return None
+
+
+def by_liger(hidden, weight, labels):
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+    return LigerFusedLinearCrossEntropyLoss()(weight, hidden, labels)
 
 
 def traffic(N, D, V, direction):
@@ -26,8 +48,11 @@ chunked_cross_entropy = Pair(
         "labels": tensor("N", dtype="int64", values=integers(0, 5)),
     },
     sizes={"N": size(1, 20), "D": size(1, 20), "V": size(5, 30)},
-    rivals={"compile": compiled(side(reference, devices=("cuda",)))},
-    variants={"in_threes": in_threes},
+    rivals={
+        "compile": compiled(side(reference, devices=("cuda",))),
+        "liger": side(by_liger, devices=("cuda",), available=liger),
+    },
+    variants={"in_threes": in_threes, "triton": side(chunked_cross_entropy_triton, available=triton_reason)},
     workloads=[
         # An eighth of a batch of four times 32768: so much does the reference hold, in float64.
         Workload("rows16k", N=16384, D=1024, V=50257, direction="both", device="cuda"),
@@ -39,6 +64,12 @@ chunked_cross_entropy = Pair(
         precision="tf32",
     ),
 )
+
+
+needs_interpreter = pytest.mark.skipif(
+    triton_reason() is not None or torch.cuda.is_available(), reason="needs Triton's interpreter"
+)
+SIDES = [optimized, in_threes, pytest.param(kernel_in_threes, marks=needs_interpreter)]
 
 
 def drawn(N=7, D=4, V=11):
@@ -53,13 +84,13 @@ def differentiated(call, hidden, weight, labels):
     return [loss.detach(), *torch.autograd.grad(3 * loss, leaves)]
 
 
-@pytest.mark.parametrize("call", [reference, optimized, in_threes])
+@pytest.mark.parametrize("call", [reference, *SIDES])
 def test_equal_logits_are_worth_the_logarithm_of_their_number(call):
     loss = call(torch.zeros(4, 2), torch.randn(8, 2), torch.tensor([0, 1, 2, 3]))
     assert loss.item() == pytest.approx(2.0794415)
 
 
-@pytest.mark.parametrize("call", [optimized, in_threes])
+@pytest.mark.parametrize("call", SIDES)
 def test_a_label_of_minus_100_does_not_count(call):
     hidden, weight, labels = drawn()
     labels[[0, 4, 5]] = -100
@@ -70,7 +101,7 @@ def test_a_label_of_minus_100_does_not_count(call):
     assert not differentiated(call, hidden, weight, labels)[1][[0, 4, 5]].any()
 
 
-@pytest.mark.parametrize("call", [reference, optimized, in_threes])
+@pytest.mark.parametrize("call", [reference, *SIDES])
 def test_without_a_label_that_counts_it_is_nan(call):
     hidden, weight, labels = drawn()
     assert call(hidden, weight, torch.full_like(labels, -100)).isnan()
@@ -93,7 +124,7 @@ def test_logits_of_all_rows_are_never_there():
     assert largest == 4 * 50
 
 
-@pytest.mark.parametrize("call", [optimized, in_threes])
+@pytest.mark.parametrize("call", SIDES)
 def test_under_autocast_the_products_are_in_its_precision_and_the_sums_are_not(call):
     hidden, weight, labels = drawn(N=40)
     with torch.autocast("cpu", torch.bfloat16):
@@ -128,6 +159,28 @@ def test_what_wants_no_gradient_gets_none(which):
 def test_some_rows_are_looked_at_at_a_time():
     with pytest.raises(ValueError, match="rows=0: at least one row"):
         optimized(*drawn(), rows=0)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("V", [1, 4, 11, 12])
+def test_the_kernel_looks_at_a_row_in_parts(V, monkeypatch):
+    monkeypatch.setattr(module, "BLOCK", 4)
+    hidden, weight, labels = drawn(V=V)
+    labels[3] = -100
+    for own, other in zip(
+        differentiated(kernel_in_threes, hidden, weight, labels),
+        differentiated(reference, hidden, weight, labels),
+        strict=True,
+    ):
+        torch.testing.assert_close(own, other)
+
+
+@needs_interpreter
+def test_a_logit_of_minus_infinity_has_no_part(monkeypatch):
+    monkeypatch.setattr(module, "BLOCK", 2)
+    hidden, labels = torch.ones(1, 1), torch.tensor([2])
+    weight = torch.tensor([[-torch.inf], [-torch.inf], [1.0], [1.0]])
+    assert chunked_cross_entropy_triton(hidden, weight, labels).item() == pytest.approx(0.6931472)
 
 
 def test_values_far_from_zero_do_not_overflow():

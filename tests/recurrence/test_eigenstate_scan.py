@@ -1,8 +1,10 @@
+import functools
 import math
 
 import pytest
 import torch
 
+from optimized.compilation.compiled_function import compile_quietly
 from optimized.kernels import triton_reason
 from optimized.recurrence import eigenstate_scan as module
 from optimized.recurrence.eigenstate_scan import eigenstate_scan as optimized
@@ -33,6 +35,61 @@ def by_fft(beta, eigenvalues, state):
     return every + (powers[1:] * begin[:, None]).real, torch.view_as_real(final)
 
 
+def _combined(before, after):
+    """Of two stretches of steps one: (λ to its length, what it adds), a pair of numbers each."""
+    a, a_turn, x, x_turn = before
+    b, b_turn, y, y_turn = after
+    added = b * x - b_turn * x_turn + y, b * x_turn + b_turn * x + y_turn
+    return a * b - a_turn * b_turn, a * b_turn + a_turn * b, *added
+
+
+def _scanned(eigenvalues, drive, turned, state):
+    """c_t of every step, as (real, imaginary), of a complex drive."""
+    from torch._higher_order_ops.associative_scan import associative_scan
+
+    over = torch.view_as_real(torch.view_as_complex(eigenvalues) * torch.view_as_complex(state))
+    first = (torch.arange(drive.shape[1], device=drive.device) == 0)[:, None]
+    drive, turned = (
+        x + torch.where(first, o[:, None], 0.0) for x, o in zip((drive, turned), over.unbind(-1), strict=True)
+    )
+    factors = (e.expand_as(drive).contiguous() for e in eigenvalues.unbind(-1))
+    return associative_scan(_combined, (*factors, drive, turned), dim=1, combine_mode="pointwise")[2:]
+
+
+class _ByAssociativeScan(torch.autograd.Function):
+    """There and back by the same scan, since torch's own takes the way back step by step."""
+
+    @staticmethod
+    def forward(ctx, beta, eigenvalues, state):
+        real, imaginary = _scans()(eigenvalues, beta, torch.zeros_like(beta), state)
+        ctx.save_for_backward(eigenvalues, state, real, imaginary)
+        return real.clone(), torch.stack((real[:, -1], imaginary[:, -1]), -1)
+
+    @staticmethod
+    def backward(ctx, grad, grad_final):
+        eigenvalues, state, *states = ctx.saved_tensors
+        conjugate = torch.stack((eigenvalues[:, 0], -eigenvalues[:, 1]), -1)
+        own, turned = grad.flip(1), torch.zeros_like(grad)
+        own[:, 0] += grad_final[..., 0]
+        turned[:, 0] += grad_final[..., 1]
+        reached = [r.flip(1) for r in _scans()(conjugate, own, turned, torch.zeros_like(state))]
+        before = [torch.cat((s[:, None], c[:, :-1]), 1) for s, c in zip(state.unbind(-1), states, strict=True)]
+        slope = reached[0] * before[0] + reached[1] * before[1], reached[1] * before[0] - reached[0] * before[1]
+        first = torch.view_as_complex(torch.stack([r[:, 0] for r in reached], -1))
+        d_state = torch.view_as_real(torch.view_as_complex(conjugate) * first)
+        return reached[0], torch.stack([s.sum((0, 1)) for s in slope], -1), d_state
+
+
+@functools.cache
+def _scans():
+    return compile_quietly(_scanned, dynamic=False)
+
+
+def by_associative_scan(beta, eigenvalues, state):
+    """torch's own scan, compiled."""
+    return _ByAssociativeScan.apply(beta, eigenvalues, state)
+
+
 def traffic(B, T, K, direction):
     """Of each step and state: beta and the result forward; beta, the result's gradient and beta's backward."""
     steps = {"forward": 8, "backward": 12, "both": 20}[direction]
@@ -56,6 +113,7 @@ eigenstate_scan = Pair(
     rivals={
         "compile_chunked": compiled(side(eigenstate_scan_chunked, devices=("cuda",))),
         "fft": side(by_fft, devices=("cuda",)),
+        "associative_scan": side(by_associative_scan, devices=("cuda",)),
     },
     variants={
         "triton": side(eigenstate_scan_triton, available=triton_reason),
@@ -63,10 +121,13 @@ eigenstate_scan = Pair(
     },
     # Of the second every size, and the number of groups, is 1, which Triton makes a plain number of.
     workloads=[
+        Workload("small_32k", B=4, T=32768, K=256, direction="both", speedup=400, device="cuda"),
         Workload("cpu", B=1, T=1024, K=16, clock="wall", direction="both", device="cpu"),
         Workload("one", B=1, T=1, K=1, clock="wall", direction="both", device="cpu"),
     ],
     cost=Cost(bytes=traffic),
+    # The loop takes ten seconds a call.
+    time_limit=900,
 )
 
 needs_interpreter = pytest.mark.skipif(
