@@ -55,6 +55,8 @@ RIVAL_BLOCKS, RIVAL_QUADS = 2, 4
 COUNTED_S = 1.0
 """A call of the reference or a rival that takes longer is not counted: of a loop over 32768 steps, half a million
 launches, the profiler had not told after four minutes."""
+SETTLED_S = 1.0
+"""A call that takes longer needs none before it on fresh inputs: what the first one costs is nothing to it."""
 UNCOUNTED = (0, QUEUE_DEPTH + 1)
 """No sync is known, and its launches are not put behind a spin."""
 EXTRA_BLOCKS = 4
@@ -654,6 +656,8 @@ class _Sampler:
             runner = self.runners[name]
             with execution.quiet(runner.side), torch.set_grad_enabled(runner.grad_mode):
                 runner.allocate(self.master, self.rng)
+                if self.estimate[name] > SETTLED_S and not runner.pair.is_stateful:
+                    continue
                 for _ in range(runner.side.settle):
                     runner.reset()
                     runner.call()

@@ -1,6 +1,7 @@
 """Cross-entropy of some rows' logits at a time, which are never all there (eigenstate_lm, technique 004.11)."""
 
 import torch
+from torch.nn import functional
 
 from optimized.kernels import ceil_div, jit, launching, tl, use_triton
 
@@ -10,6 +11,8 @@ ROWS = 4096
 """At a time. A vocabulary of 50,257 then has logits of 0.4 GB in bfloat16, and products that are large enough."""
 BLOCK, NUM_WARPS = 4096, 8
 """Logits of a row that the kernel looks at at once."""
+COLUMNS = 64
+"""On CUDA logits have a multiple of so many columns: of an odd number, as 50,257, products take five times as long."""
 
 
 def chunked_cross_entropy(
@@ -22,8 +25,9 @@ def chunked_cross_entropy(
     product of their size. They are added up in float32 at least, and so is the weight's gradient. Without a label that
     counts it is NaN. There is no second derivative.
 
-    On CUDA a Triton kernel makes of a row's logits, in float32, its loss and in their place their gradients. Elsewhere,
-    and in float64, PyTorch's operations do.
+    On CUDA a Triton kernel makes of a row's logits, in float32, its loss and in their place their gradients, and the
+    products are made with a weight that is filled up to a multiple of 64 rows. Elsewhere, and in float64, PyTorch's
+    operations do.
 
     hidden  [N, D]
     weight  [V, D]
@@ -67,6 +71,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, labels, rows, by):
         wide = torch.promote_types(hidden.dtype, torch.float32)
+        V = len(weight)
+        if by is _rows_triton and V % COLUMNS:
+            weight = functional.pad(weight, (0, 0, 0, -V % COLUMNS))
         losses = torch.empty(len(hidden), dtype=wide, device=hidden.device)
         d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         d_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
@@ -75,13 +82,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             for start in range(0, len(hidden), rows):
                 part = slice(start, start + rows)
                 logits = hidden[part] @ weight.T
-                d_logits = by(logits, labels[part], losses[part], wanted)
+                d_logits = by(logits, V, labels[part], losses[part], wanted)
                 if d_hidden is not None:
                     torch.mm(d_logits, weight, out=d_hidden[part])
                 if d_weight is not None:
                     d_weight += d_logits.T @ hidden[part]
         count = (labels != IGNORED).sum()
-        ctx.save_for_backward(d_hidden, d_weight, count)
+        ctx.save_for_backward(d_hidden, None if d_weight is None else d_weight[:V], count)
         ctx.dtypes = hidden.dtype, weight.dtype
         return losses.sum() / count
 
@@ -98,7 +105,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return *scaled, None, None, None
 
 
-def _rows_torch(logits, labels, losses, wanted):
+def _rows_torch(logits, V, labels, losses, wanted):
     """Fill in each row's loss; the logits' gradients, in their dtype, if they are wanted."""
     counted, place = (labels != IGNORED)[:, None], labels.clamp(min=0)[:, None]
     exponents = logits.to(losses.dtype)
@@ -112,16 +119,17 @@ def _rows_torch(logits, labels, losses, wanted):
     return d_logits.masked_fill_(~counted, 0.0).to(logits.dtype)
 
 
-def _rows_triton(logits, labels, losses, wanted):
-    """The same; the gradients take the logits' place."""
-    count, V = logits.shape
+def _rows_triton(logits, V, labels, losses, wanted):
+    """The same of the first V columns; the gradients take the logits' place, and in the columns after they are 0."""
+    count, columns = logits.shape
     with launching(logits):
         _rows_kernel[(count,)](
             logits,
             labels.contiguous(),
             losses,
             V,
-            ceil_div(V, BLOCK),
+            columns,
+            ceil_div(columns, BLOCK),
             IGNORED=IGNORED,
             WANTED=wanted,
             BLOCK=BLOCK,
@@ -136,6 +144,7 @@ def _rows_kernel(
     labels_ptr,
     losses_ptr,
     V,
+    columns,
     blocks,
     IGNORED: tl.constexpr,
     WANTED: tl.constexpr,
@@ -145,7 +154,7 @@ def _rows_kernel(
     label = tl.load(labels_ptr + row)
     counted = label != IGNORED
     place = tl.maximum(label, 0)
-    logits_ptr += row * V
+    logits_ptr += row * columns
     own = tl.load(logits_ptr + place).to(tl.float32)
     top = own
     total = tl.full([], 0.0, tl.float32)
@@ -162,8 +171,8 @@ def _rows_kernel(
         share = tl.where(counted, 1.0 / total, 0.0)
         for block in range(blocks):
             here = block * BLOCK + at
-            x = tl.load(logits_ptr + here, mask=here < V, other=0.0).to(tl.float32)
+            x = tl.load(logits_ptr + here, mask=here < V, other=-float("inf")).to(tl.float32)
             d = tl.exp(x - top) * share - tl.where((here == place) & counted, 1.0, 0.0)
             # Of a row that does not count nothing flows back, whatever its logits are.
-            d = tl.where(counted, d, 0.0)
-            tl.store(logits_ptr + here, d.to(logits_ptr.dtype.element_ty), mask=here < V)
+            d = tl.where(counted & (here < V), d, 0.0)
+            tl.store(logits_ptr + here, d.to(logits_ptr.dtype.element_ty), mask=here < columns)
