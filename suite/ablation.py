@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 VOCABULARY = 32000
+COUNTED_S = 1.0
+"""A window that takes longer is not counted: the profiler would record hundreds of thousands of launches."""
 BATCHES = 8
 """Different ones, on the device before the clock starts."""
 REFERENCE, NONE, ALL = "reference", "none", "all"
@@ -129,11 +131,14 @@ def measure(
     trainers: dict[str, Any] = {}
     notes: dict[str, list[str]] = {}
     peaks: dict[str, int | None] = {}
+    quick: dict[str, Any] = {}
     for arm in chosen:
         progress(f"warming up {arm.name}")
         with noting(notes.setdefault(arm.name, [])):
-            peaks[arm.name] = _warm(arm, build, batches, trainers, wait, cuda)
-    counts = _counted(trainers, next(batches), short, progress) if cuda else {}
+            peaks[arm.name], took = _warm(arm, build, batches, trainers, wait, cuda)
+        if took <= COUNTED_S or short(trainers[arm.name].config) is not None:
+            quick[arm.name] = trainers[arm.name]
+    counts = _counted(quick, next(batches), short, progress) if cuda else {}
     rng = random.Random(seed)
     seconds: dict[str, list[float]] = {arm.name: [] for arm in chosen}
     for number in range(rounds):
@@ -166,7 +171,8 @@ def _warm(
     trainers: dict[str, Any],
     wait: Callable[[], object],
     cuda: bool,
-) -> int | None:
+) -> tuple[int | None, float]:
+    """(peak memory, seconds) of an arm's second window."""
     import torch
 
     before = torch.cuda.memory_allocated() if cuda else 0
@@ -175,9 +181,11 @@ def _warm(
     wait()
     if cuda:
         torch.cuda.reset_peak_memory_stats()
+    began = time.perf_counter()
     trainers[arm.name].train_window(next(batches))
     wait()
-    return torch.cuda.max_memory_allocated() - before if cuda else None
+    took = time.perf_counter() - began
+    return torch.cuda.max_memory_allocated() - before if cuda else None, took
 
 
 @contextlib.contextmanager

@@ -76,6 +76,17 @@ TRAINERS: dict[str, Entry] = {
         checks="suite.claims.leak_cnn:CHECKS",
         setting="suite.claims.leak_cnn:setting",
     ),
+    "eigenstate_lm": Entry(
+        config="suite.eigenstate_lm.config:TrainConfig",
+        reference="reference.trainers.eigenstate_lm:Trainer",
+        optimized="optimized.trainers.eigenstate_lm:Trainer",
+        data_config="suite.eigenstate_lm.data:Data",
+        data="suite.eigenstate_lm.data:load",
+        techniques="suite.eigenstate_lm.config:TECHNIQUES",
+        claims="suite.eigenstate_lm.config:CLAIMS",
+        ablated="suite.eigenstate_lm.data:for_ablation",
+        finish="suite.eigenstate_lm.report:finish",
+    ),
 }
 
 

@@ -35,14 +35,19 @@ def compile_quietly(function: Callable[..., Any], **options: Any) -> Callable[..
         return torch.compile(function, backend=_inductor, **options)
 
 
-def compile_if_possible(function: Callable[..., Any], name: str, **options: Any) -> Callable[..., Any]:
+def compile_if_possible(
+    function: Callable[..., Any], name: str, *, quiet_calls: bool = False, **options: Any
+) -> Callable[..., Any]:
     """`compile_quietly`. Where nothing can be compiled a warning says why, once, and the function runs as it is.
 
-    name  what the warning calls it
+    name         what the warning calls it
+    quiet_calls  whether warnings are kept back while it is called, too: tracing warns where an argument was computed
+                 from what wants a gradient
     """
     compiled = compile_quietly(function, **options)
-    if (options.get("options") or {}).get("triton.cudagraphs"):
-        compiled = _quiet()(compiled)  # graphs are captured when it runs, which warns of empty ones
+    # Graphs are captured when it runs, which warns of empty ones.
+    if quiet_calls or (options.get("options") or {}).get("triton.cudagraphs"):
+        compiled = _quiet()(compiled)
     failed = []
 
     def call(*args: Any) -> Any:

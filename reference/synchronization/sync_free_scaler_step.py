@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from perfsuite.errors import PerfsuiteError
-from suite.leak_cnn.scaling import CLIP_EPS, Scaling
+from suite.scaling import CLIP_EPS, Scaling
 
 
 class ScalerStep:

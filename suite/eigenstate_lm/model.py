@@ -62,6 +62,11 @@ def shapes(sizes: Sizes) -> dict[str, tuple[int, ...]]:
     return found
 
 
+def parameters(sizes: Sizes) -> int:
+    """How many there are."""
+    return sum(math.prod(shape) for shape in shapes(sizes).values())
+
+
 def make_weights(seed: int, sizes: Sizes) -> dict[str, torch.Tensor]:
     """Name → float32 tensor on the CPU.
 

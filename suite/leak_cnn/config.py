@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from suite.configuration import need
 from suite.leak_cnn.model import CHANNELS, DROPOUT, HIDDEN
-from suite.leak_cnn.scaling import Scaling
+from suite.scaling import Scaling
 
 NEVER = 2**31 - 1
 """More steps than are ever made: a scale of 1 never grows."""

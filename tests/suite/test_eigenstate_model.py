@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
@@ -17,6 +15,7 @@ from suite.eigenstate_lm.model import (
     first_states,
     forward,
     make_weights,
+    parameters,
     rotation,
     shapes,
 )
@@ -29,7 +28,7 @@ def tokens(batch: int = 2, length: int = 20) -> torch.Tensor:
 
 
 def test_the_small_one_has_123_million_parameters() -> None:
-    assert sum(math.prod(shape) for shape in shapes(Sizes()).values()) == 123_104_256
+    assert parameters(Sizes()) == 123_104_256
 
 
 def test_the_first_weights_have_these_shapes_and_follow_from_the_seed() -> None:

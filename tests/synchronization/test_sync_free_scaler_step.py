@@ -7,7 +7,7 @@ from optimized.graphs.cuda_graph_step import cuda_graph_step
 from optimized.synchronization.sync_free_scaler_step import ScalerStep as Optimized
 from perfsuite import Cost, Pair, PerfsuiteError, Workload, floats, listof, sampled, size, stateful, tensor
 from reference.synchronization.sync_free_scaler_step import ScalerStep as Reference
-from suite.leak_cnn.scaling import Scaling
+from suite.scaling import Scaling
 
 SIDES = [Reference, Optimized]
 # Small enough that clipping matters as well as not, and that the scale grows within a few steps.

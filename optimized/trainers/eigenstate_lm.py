@@ -1,0 +1,287 @@
+"""eigenstate_lm from the optimized modules, a switch for each (source: eigenstate_lm).
+
+The same function as the plain trainer beside it, step for step. The scan and the loss are kernels of their own; what is
+between them is compiled, a block like any other, so that it is compiled once. Nothing in a step waits for the device:
+rate, clipping, the scaled step and what is reported are decided there, and a step's report is read when it has come.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from optimized.compilation.compiled_function import compile_if_possible
+from optimized.data.loader import Loader
+from optimized.data.packed_tokens import PackedTokens
+from suite.backends import tf32_products
+from suite.eigenstate_lm.config import TrainConfig
+from suite.eigenstate_lm.data import Text, next_rows
+from suite.eigenstate_lm.memory import told_when_out
+from suite.eigenstate_lm.model import (
+    Weights,
+    block_weights,
+    driven,
+    fed,
+    first_states,
+    make_weights,
+    mixed,
+    scanned_by,
+)
+from suite.eigenstate_lm.report import Report, Throughput
+from suite.eigenstate_lm.state import restore, state_of
+from suite.runtime.reports import Reports
+from suite.techniques import implementation
+
+AHEAD = 2
+"""Steps that the device may still be at when the host goes on to the next."""
+
+
+class Trainer:
+    """The optimized trainer; it reads and writes the plain trainer's checkpoints.
+
+    text  the sequences, as `suite.eigenstate_lm.data.load` opens them
+
+    PerfsuiteError where a step takes more memory than the device has.
+    """
+
+    window_name = "step"
+
+    def __init__(self, config: TrainConfig, text: Text, device: torch.device | str) -> None:
+        self.config, self.text, self.device = config, text, torch.device(device)
+        first = make_weights(config.seed, config.sizes(text.vocabulary))
+        self.weights = {name: w.to(self.device).requires_grad_() for name, w in first.items()}
+        self.lr = torch.zeros((), device=self.device)
+        self.steps = 0
+        self._count = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self._form = _form(config, self.device)
+        self._choose()
+        # Gradients are clipped before.
+        self.optimizer = self._scaler_step(
+            list(self.weights.values()),
+            self.lr,
+            weight_decay=config.weight_decay,
+            max_norm=float("inf"),
+            scaling=config.scaling,
+        )
+        self._loader: _Prefetched | None = None
+        if config.loader and config.packed_tokens:
+            self._loader = _Prefetched(config, text)
+        else:
+            self._sequences = text.packed() if config.packed_tokens else text.encoded()
+        self._step = self._cleanup(self._whole_step, config.cleanup_every)
+        self.throughput = Throughput(config, text.vocabulary, self.device)
+        self._reports: Reports[Report] = Reports(self.device, Report.stays)
+
+    def train_window(self, batch: Mapping[str, torch.Tensor]) -> None:
+        """A step on the sequences that come next, by the number of steps made.
+
+        `batch["step"]` may say that number, from 0; ValueError where it is another.
+        """
+        config, rows = self.config, next_rows(self.config, self.text, self.steps, batch)
+        with told_when_out(config, self.text.vocabulary, self.device), tf32_products(allowed=config.tf32):
+            self._step(rows)
+        self._reports.wait(AHEAD)
+
+    def metrics(self) -> Mapping[str, float] | None:
+        """Of the last step whose report has come: see `suite.eigenstate_lm.report.Report`. Never waits.
+
+        None before one has.
+        """
+        return self._told(self._reports.latest())
+
+    def last_metrics(self) -> Mapping[str, float] | None:
+        """Wait for the last step's report; its metrics."""
+        return self._told(self._reports.wait())
+
+    def last_report(self) -> Report | None:
+        """Wait for the last step's report."""
+        return self._reports.wait()
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that training has changed."""
+        return state_of(self)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there. ValueError where a shape is another."""
+        restore(self, state)
+        self.steps = state["steps"]
+        self._count.fill_(self.steps)
+
+    def _told(self, report: Report | None) -> Mapping[str, float] | None:
+        self.throughput.add(report, self._reports.seconds)
+        return None if report is None else {**report.metrics(), **self.throughput.metrics()}
+
+    def _choose(self) -> None:
+        """The implementation of each technique that the configuration asks for."""
+        config = self.config
+
+        def of(module: str, function: str, on: bool) -> Callable[..., Any]:
+            return implementation(module, function, optimized=on)
+
+        self._scan = of("recurrence.eigenstate_scan", "eigenstate_scan", config.eigenstate_scan)
+        self._cross_entropy = of("losses.chunked_cross_entropy", "chunked_cross_entropy", config.chunked_cross_entropy)
+        self._accumulated = of(
+            "optimizers.gradient_accumulation", "gradient_accumulation", config.gradient_accumulation
+        )
+        self._clip = of("optimizers.clip_grad_norm", "clip_grad_norm", config.clip_grad_norm)
+        self._one_cycle = of("optimizers.one_cycle", "one_cycle", config.one_cycle)
+        self._scaler_step = of("synchronization.sync_free_scaler_step", "ScalerStep", config.sync_free_scaler_step)
+        self._cleanup = of("memory.adaptive_cleanup", "adaptive_cleanup", config.adaptive_cleanup)
+        parts = (_before, _mixed, _fed, _after)
+        self._before, self._mixed, self._fed, self._after = (
+            _compiled(self._form, part) if config.use_compile else functools.partial(part, self._form) for part in parts
+        )
+
+    # --- a step
+
+    def _whole_step(self, rows: torch.Tensor) -> None:
+        config = self.config
+        inputs, labels = self._batch(rows)
+        leaves, scale = list(self.weights.values()), self.optimizer.scale.clone()
+        loss, grads = self._accumulated(self._loss, leaves, (inputs, labels), config.batch_size)
+        with torch.no_grad():
+            if config.autocast_fp16:  # elsewhere the scale is 1
+                torch._foreach_div_(grads, scale)
+            norm = self._clip(grads, config.clip)
+            if config.autocast_fp16:
+                torch._foreach_mul_(grads, scale)
+            self.lr.copy_(self._one_cycle(self._count, config.steps, config.learning_rate)[0])
+            self.optimizer(grads)
+        self._count.add_(1)
+        self.steps += 1
+        step = self.steps
+
+        def read(whole: torch.Tensor) -> Report:
+            values = whole.tolist()
+            return Report(step=step, loss=values[0], rate=values[1], norm=values[2], scale=values[3])
+
+        self._reports.send(torch.stack((loss / scale, self.lr, norm, scale)), read)
+
+    def _batch(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(inputs, labels), int64 [rows, T] each, on the device."""
+        if self._loader is None:
+            return self._sequences.batch(self._staged(rows))
+        inputs, labels = self._loader.batch(self.steps)
+        return inputs.to(self.device, non_blocking=True), labels.to(self.device, non_blocking=True)
+
+    def _staged(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows if self.device.type == "cpu" else rows.to(self.device)
+
+    def _loss(self, leaves: Sequence[torch.Tensor], inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """The mean loss of sequences [B, T], scaled, 0-d."""
+        config, weights = self.config, dict(zip(self.weights, leaves, strict=True))
+        x = functional.embedding(inputs, weights["embedding"])
+        states = first_states(config.sizes(self.text.vocabulary), len(inputs), self.device)
+        for layer, state in enumerate(states):
+            own = block_weights(weights, layer)
+            real, _ = self._scan(self._before(own, x), scanned_by(own), state)
+            if config.activation_checkpoint:
+                x = self._mixed(own, x, real)
+                x = checkpoint(self._fed, own, x, use_reentrant=False, preserve_rng_state=config.dropout > 0)
+            else:
+                x = self._after(own, x, real)
+        with _autocast(self._form):
+            loss = self._cross_entropy(x.flatten(0, 1), weights["embedding"], labels.flatten())
+        return loss.float() * self.optimizer.scale
+
+
+class _Prefetched:
+    """The batches of the steps in order, made ahead by workers that stay."""
+
+    def __init__(self, config: TrainConfig, text: Text) -> None:
+        self._loader = Loader(
+            PackedTokens(text.pack.path, text.length),
+            config.sequences,
+            workers=config.num_workers,
+            seed=config.seed,
+            drop_last=True,
+            prefetch=config.prefetch_factor,
+        )
+        self._next = -1
+        self._batches: Iterator[tuple[torch.Tensor, ...]] = iter(())
+
+    def batch(self, step: int) -> tuple[torch.Tensor, ...]:
+        """A step's (inputs, labels), from 0; any but the next begins its epoch anew."""
+        epoch, place = divmod(step, len(self._loader))
+        if step != self._next or not place:
+            self._batches = self._loader.epoch(epoch)
+            for _ in range(place):
+                next(self._batches)
+        self._next = step + 1
+        return next(self._batches)
+
+
+# --- the network ----------------------------------------------------------------------------------------------------
+
+
+class _Form(NamedTuple):
+    """Which network is computed, and how: what a compiled function is compiled for."""
+
+    device: str
+    dropout: float
+    fused_projection: bool
+    low: torch.dtype | None
+    tf32: bool
+    """Read when it is compiled."""
+
+
+def _form(config: TrainConfig, device: torch.device) -> _Form:
+    low = torch.bfloat16 if config.autocast_bf16 else torch.float16 if config.autocast_fp16 else None
+    return _Form(
+        device=device.type,
+        dropout=config.dropout,
+        fused_projection=config.fused_output_projection,
+        low=low,
+        tf32=config.tf32,
+    )
+
+
+@functools.cache
+def _compiled(form: _Form, part: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+    """Of all trainers: functions of their arguments alone, so that a second trainer compiles nothing anew."""
+
+    def call(*tensors: Any) -> torch.Tensor:
+        return part(form, *tensors)
+
+    # Of one code object dynamo keeps few compiled forms, and these are many: each has its own.
+    call.__code__ = call.__code__.replace()
+    # What is fastest may come out otherwise in a run that is resumed, and round otherwise: nothing is tried out.
+    options = {"deterministic": True}
+    return compile_if_possible(call, "eigenstate_lm's blocks", quiet_calls=True, dynamic=False, options=options)
+
+
+def _autocast(form: _Form) -> torch.autocast:
+    return torch.autocast(form.device, form.low or torch.bfloat16, enabled=form.low is not None)
+
+
+def _before(form: _Form, own: Weights, x: torch.Tensor) -> torch.Tensor:
+    """What is scanned."""
+    with _autocast(form):
+        return driven(own, x)
+
+
+def _mixed(form: _Form, own: Weights, x: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+    project = implementation(
+        "recurrence.fused_output_projection", "fused_output_projection", optimized=form.fused_projection
+    )
+    with _autocast(form):
+        return mixed(own, x, real, project, functools.partial(_drop, form))
+
+
+def _fed(form: _Form, own: Weights, x: torch.Tensor) -> torch.Tensor:
+    with _autocast(form):
+        return fed(own, x, functools.partial(_drop, form))
+
+
+def _after(form: _Form, own: Weights, x: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+    """What comes behind the scan."""
+    return _fed(form, own, _mixed(form, own, x, real))
+
+
+def _drop(form: _Form, x: torch.Tensor) -> torch.Tensor:
+    return functional.dropout(x, form.dropout) if form.dropout else x

@@ -1,0 +1,118 @@
+"""eigenstate_lm: a recurrent language model of eigenstates, plain and eager (source: eigenstate_lm).
+
+A step encodes its sequences, runs the network over them a token at a time, makes the logits of every token, and steps
+AdamW on the clipped gradients of their mean cross-entropy.
+
+What the source leaves open is decided here:
+
+* Each sequence begins with states of 0: the order of the sequences is drawn anew each epoch.
+* A step is one batch of batch_size x accumulation sequences.
+* Of a step whose gradients are not finite nothing is kept, as `GradScaler` has it, in every precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from reference.losses.chunked_cross_entropy import chunked_cross_entropy
+from reference.optimizers.clip_grad_norm import clip_grad_norm
+from reference.optimizers.gradient_accumulation import gradient_accumulation
+from reference.optimizers.one_cycle import one_cycle
+from reference.recurrence.eigenstate_scan import eigenstate_scan
+from reference.recurrence.fused_output_projection import fused_output_projection
+from reference.synchronization.sync_free_scaler_step import ScalerStep
+from suite.backends import tf32_products
+from suite.eigenstate_lm.config import TrainConfig
+from suite.eigenstate_lm.data import Text, next_rows
+from suite.eigenstate_lm.memory import told_when_out
+from suite.eigenstate_lm.model import first_states, forward, make_weights
+from suite.eigenstate_lm.report import Report, Throughput
+from suite.eigenstate_lm.state import restore, state_of
+from suite.runtime.reports import Reports
+
+
+class Trainer:
+    """The reference trainer. `train_window` makes a step; `metrics` gives what it reported.
+
+    text   the sequences, as `suite.eigenstate_lm.data.load` opens them
+    dtype  working precision: float32, or float64 for the truth
+    """
+
+    window_name = "step"
+
+    def __init__(
+        self, config: TrainConfig, text: Text, device: torch.device | str, dtype: torch.dtype = torch.float32
+    ) -> None:
+        self.config, self.text, self.device, self.dtype = config, text, torch.device(device), dtype
+        self.sequences = text.encoded()
+        first = make_weights(config.seed, config.sizes(text.vocabulary))
+        self.weights = {name: w.to(self.device, dtype).requires_grad_() for name, w in first.items()}
+        self.lr = torch.zeros((), device=self.device, dtype=dtype)
+        # Gradients are clipped before.
+        self.optimizer = ScalerStep(
+            list(self.weights.values()),
+            self.lr,
+            weight_decay=config.weight_decay,
+            max_norm=float("inf"),
+            scaling=config.scaling,
+        )
+        self.steps = 0
+        self.throughput = Throughput(config, text.vocabulary, self.device)
+        self._reports: Reports[Report] = Reports(self.device, Report.stays)
+
+    def train_window(self, batch: Mapping[str, torch.Tensor]) -> None:
+        """A step on the sequences that come next, by the number of steps made.
+
+        `batch["step"]` may say that number, from 0; ValueError where it is another.
+        """
+        config, rows = self.config, next_rows(self.config, self.text, self.steps, batch)
+        with told_when_out(config, self.text.vocabulary, self.device), tf32_products(allowed=False):
+            inputs, labels = (t.to(self.device) for t in self.sequences.batch(rows))
+            leaves, scale = list(self.weights.values()), self.optimizer.scale.clone()
+            loss, grads = gradient_accumulation(self._loss, leaves, (inputs, labels), config.batch_size)
+            with torch.no_grad():
+                norm = clip_grad_norm([g.div_(scale) for g in grads], config.clip)
+                self.lr.copy_(one_cycle(torch.tensor([self.steps]), config.steps, config.learning_rate)[0])
+                self.optimizer([g.mul_(scale) for g in grads])
+            self.steps += 1
+        found = Report(
+            step=self.steps, loss=float(loss / scale), rate=float(self.lr), norm=float(norm), scale=float(scale)
+        )
+        self._reports.send(torch.zeros(0, device=self.device), lambda _: found)
+
+    def metrics(self) -> Mapping[str, float] | None:
+        """Of the last step: see `suite.eigenstate_lm.report.Report`; None before one."""
+        report = self.last_report()
+        return None if report is None else {**report.metrics(), **self.throughput.metrics()}
+
+    def last_report(self) -> Report | None:
+        """Of the last step."""
+        report = self._reports.wait()
+        self.throughput.add(report, self._reports.seconds)
+        return report
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that training has changed."""
+        return state_of(self)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there. ValueError where a shape is another."""
+        restore(self, state)
+        self.steps = state["steps"]
+
+    def _loss(self, leaves: Sequence[torch.Tensor], inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """The mean loss of sequences [B, T], scaled, 0-d."""
+        config, weights = self.config, dict(zip(self.weights, leaves, strict=True))
+        states = first_states(config.sizes(self.text.vocabulary), len(inputs), self.device).to(self.dtype)
+        low = torch.float16 if config.autocast_fp16 else torch.bfloat16
+        with torch.autocast(self.device.type, low, enabled=config.autocast_fp16 or config.autocast_bf16):
+            hidden, _ = forward(weights, inputs, states, eigenstate_scan, fused_output_projection, self._drop)
+            loss = chunked_cross_entropy(hidden.flatten(0, 1), weights["embedding"], labels.flatten())
+        return loss.to(self.dtype) * self.optimizer.scale
+
+    def _drop(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.dropout(x, self.config.dropout)

@@ -1,0 +1,248 @@
+"""The text of eigenstate_lm: a pack, the sequences of it that either trainer reads, and which of them make a step."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy
+import torch
+
+from perfsuite.errors import PerfsuiteError
+from suite import packed_text, text, text_pack
+from suite.batching import permutation
+from suite.eigenstate_lm.model import VOCABULARY
+from suite.packed_text import PackedText
+from suite.progress import Bar
+from suite.techniques import implementation
+
+if TYPE_CHECKING:
+    from suite.eigenstate_lm.config import TrainConfig
+
+
+class Sequences(Protocol):
+    """Sequences by their numbers."""
+
+    def batch(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(inputs, labels), int64 [B, length] each, of these numbers, int64 [B], on their device."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """Fields of a configuration that concern the data."""
+
+    data: str | None = None
+    """A folder of `perfsuite data pack`; null: one made from Python's standard library, and kept in `cache`."""
+    synthetic: int = 0
+    """Make so many random sequences instead; needs no tokenizers library."""
+    vocabulary: int = VOCABULARY
+    """Of what is made."""
+    sequence_length: int = 32768
+    batch_size: int = 4
+    accumulation: int = 4
+    steps: int = 1000
+    seed: int = 0
+    """Of the order of the sequences."""
+    cache: str = text.CACHE
+
+    def __post_init__(self) -> None:
+        for name, bound in {"synthetic": 0, "vocabulary": 3}.items():
+            if getattr(self, name) < bound:
+                raise ValueError(f"{name} must be {bound} or more, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class Text:
+    """A pack, cut into sequences of `length` tokens, each of which a token follows; PerfsuiteError where it has none.
+
+    A trainer is given it.
+    """
+
+    pack: PackedText
+    length: int
+
+    def __post_init__(self) -> None:
+        self.pack.sequences(self.length)
+
+    def __len__(self) -> int:
+        return self.pack.sequences(self.length)
+
+    @property
+    def vocabulary(self) -> int:
+        return self.pack.vocabulary
+
+    @cached_property
+    def tokenizer(self) -> str:
+        """The tokenizers library's JSON; empty where the tokens are random."""
+        return (self.pack.path / packed_text.TOKENIZER).read_text()
+
+    def packed(self) -> Sequences:
+        """The sequences, from the mapped file."""
+        found: Sequences = implementation("data.packed_tokens", "PackedTokens", optimized=True)(
+            self.pack.path, self.length
+        )
+        return found
+
+    def encoded(self) -> Sequences:
+        """The sequences, of texts that are encoded when they are asked for; random tokens are there already."""
+        if not self.tokenizer:
+            return _Random(self)
+        library: Any = text.library().Tokenizer.from_str(self.tokenizer)
+        ends = numpy.load(self.pack.path / packed_text.ENDS).tolist()
+        rows = [self.pack.row[begin : end - 1].tolist() for begin, end in itertools.pairwise([0, *ends])]
+        texts: Sequence[str] = library.decode_batch(rows)
+        found: Sequences = implementation("data.packed_tokens", "TokenSequences", optimized=False)(
+            texts, library, self.length
+        )
+        return found
+
+
+class _Random:
+    def __init__(self, given: Text) -> None:
+        self.given = given
+
+    def batch(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        length = self.given.length
+        parts = [self.given.pack.row[r * length : (r + 1) * length + 1].astype(numpy.int64) for r in rows.tolist()]
+        both = torch.from_numpy(numpy.stack(parts)).to(rows.device)
+        return both[:, :-1].contiguous(), both[:, 1:].contiguous()
+
+
+def rows_of(step: int, sequences: int, count: int, seed: int) -> torch.Tensor:
+    """Which of the sequences are a step's, from 0, which takes `count`: int64 [count] on the CPU.
+
+    An epoch is a permutation of all; those that make no whole step at its end are left out, and come in another.
+    """
+    epoch, place = divmod(step, sequences // count)
+    return permutation(sequences, seed, epoch, "cpu")[place * count : (place + 1) * count]
+
+
+def next_rows(config: TrainConfig, given: Text, step: int, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The sequences of a trainer's next step; ValueError where `batch["step"]` is there and is another."""
+    if "step" in batch and int(batch["step"]) != step:
+        raise ValueError(f"step {int(batch['step'])} was given to a trainer that has made {step}")
+    return rows_of(step, len(given), config.sequences, config.seed)
+
+
+class Steps:
+    """{"step": its number, int64 [] on the CPU}, from 0 to `total` - 1.
+
+    Which sequences are a step's follows from its number and the seed (`rows_of`), so that either trainer finds them by
+    itself. PerfsuiteError where there are fewer than a step takes.
+    """
+
+    unit = "tokens"
+
+    def __init__(self, given: Text, count: int, total: int, seed: int) -> None:
+        self.given, self.count, self.total, self.seed = given, count, total, seed
+        if len(given) < count:
+            raise PerfsuiteError(
+                f"batch_size: a step takes {count} sequences (batch_size x accumulation), and {given.pack.path} has "
+                f"{len(given)} of {given.length} tokens; lower accumulation, batch_size or sequence_length, "
+                "or pack more text"
+            )
+        self.step = 0
+
+    def __iter__(self) -> Steps:
+        return self
+
+    def __next__(self) -> dict[str, torch.Tensor]:
+        if self.step >= self.total:
+            raise StopIteration
+        self.step += 1
+        return {"step": torch.tensor(self.step - 1)}
+
+    def items(self, batch: Mapping[str, torch.Tensor]) -> int:
+        """Tokens that a step trains on."""
+        return self.count * self.given.length
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, and what it is a position in."""
+        return {"step": self.step, **self._identity()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a position; PerfsuiteError where it is one in other data."""
+        for name, own in self._identity().items():
+            if state[name] != own:
+                what = "the data has" if name == "digest" else f"{name} has"
+                raise PerfsuiteError(f"{what} changed since the checkpoint was written; resume with what it was then")
+        self.step = int(state["step"])
+
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "sequence_length": self.given.length,
+            "batch_size x accumulation": self.count,
+            "seed": self.seed,
+            "digest": self.given.pack.digest,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """What a trainer gets, and a line that says where it is from."""
+
+    batches: Steps
+    given: Text
+    told: str
+
+
+def load(data: Data) -> Loaded:
+    """The steps that the fields of `data` describe; PerfsuiteError where there is no such text, or too little."""
+    given = text_of(data)
+    pack = given.pack
+    told = (
+        f"data: {pack.tokens:,} tokens of {pack.path}, {len(given)} sequences of {given.length} tokens, "
+        f"vocabulary {pack.vocabulary:,}"
+    )
+    steps = Steps(given, data.batch_size * data.accumulation, data.steps, data.seed)
+    return Loaded(batches=steps, given=given, told=told)
+
+
+def text_of(data: Data) -> Text:
+    """The text, which is packed if there is none."""
+    if data.synthetic:
+        return Text(_random(data), data.sequence_length)
+    if data.data is not None:
+        return Text(packed_text.opened(data.data), data.sequence_length)
+    with Bar() as bar:
+        recipe = text_pack.Recipe(vocabulary=data.vocabulary)
+        made = text_pack.pack(Path(data.cache) / f"library-{data.vocabulary}", recipe, bar)
+    return Text(made.pack, data.sequence_length)
+
+
+def _random(data: Data) -> PackedText:
+    """Random tokens as a pack, in the cache."""
+    name = f"random-{data.vocabulary}-{data.sequence_length}-{data.synthetic}"
+    path = Path(data.cache) / name
+    if packed_text.index_of(path) is None:
+        drawn = text.synthetic(data.vocabulary, data.sequence_length, data.synthetic).input_ids.flatten().numpy()
+        tokens = numpy.append(drawn, text.END_ID)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            whole = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{name}."))
+            ends = numpy.array([len(tokens)])
+            packed_text.write(whole, tokens, ends, "", data.vocabulary, {"recipe": "random"})
+            try:
+                os.replace(whole, path)
+            except OSError:  # another process has made it meanwhile
+                shutil.rmtree(whole, ignore_errors=True)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise PerfsuiteError(f"cannot write {path}: {reason}; name another folder with --cache") from None
+    return packed_text.opened(path)
+
+
+def for_ablation(
+    config: TrainConfig, data: Data, device: torch.device
+) -> tuple[Text, Iterator[Mapping[str, torch.Tensor]]]:
+    """(text, batches without end), for `perfsuite ablate`: each trainer goes by its own count of steps."""
+    given = text_of(data)
+    Steps(given, config.sequences, config.steps, config.seed)
+    return given, itertools.repeat({})

@@ -1,0 +1,72 @@
+"""What a step of eigenstate_lm needs of a device's memory, and what to reduce where that is too much."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from perfsuite.errors import PerfsuiteError
+from suite.eigenstate_lm.config import TrainConfig
+from suite.eigenstate_lm.model import parameters
+
+STATES = 16
+"""Bytes of a parameter: itself, its gradient, and AdamW's two moments."""
+KEPT = 36.0
+"""Bytes that the optimized trainer keeps of a token, block and channel for the backward, in half precision."""
+KEPT_CHECKPOINTED = 18.0
+KEPT_WIDE = 64.0
+"""The same in float32."""
+KEPT_WIDE_CHECKPOINTED = 32.0
+GIB = 2**30
+
+
+def needed(config: TrainConfig, vocabulary: int) -> tuple[float, float]:
+    """(bytes whatever the batch is, bytes of a sequence of a micro-batch), by the optimized trainer, about."""
+    half = config.autocast_bf16 or config.autocast_fp16
+    kept = KEPT if half else KEPT_WIDE
+    if config.activation_checkpoint:
+        kept = KEPT_CHECKPOINTED if half else KEPT_WIDE_CHECKPOINTED
+    sequence = kept * config.sequence_length * config.layers * config.width
+    if not config.chunked_cross_entropy:  # logits, their exponentials and their gradients
+        sequence += 12.0 * config.sequence_length * vocabulary
+    return STATES * parameters(config.sizes(vocabulary)), sequence
+
+
+def remedy(config: TrainConfig, vocabulary: int, total: int) -> str:
+    """What to change so that a step fits into so many bytes."""
+    fixed, sequence = needed(config, vocabulary)
+    rows = config.batch_size if config.gradient_accumulation else config.sequences
+    fits = int((total - fixed) // sequence)
+    if not config.gradient_accumulation and config.accumulation > 1:
+        return "switch gradient_accumulation on, by which a micro-batch is there at a time"
+    fits = min(fits, rows - 1)
+    if fits >= 1:
+        more = -(-config.sequences // fits)
+        return f"lower batch_size from {config.batch_size} to {fits}, with accumulation {more} for as large a step"
+    if not config.activation_checkpoint:
+        return "switch activation_checkpoint on, which keeps half"
+    if not config.autocast_bf16 and not config.autocast_fp16:
+        return "switch autocast_bf16 on, which keeps half"
+    length = config.sequence_length
+    while length > 1 and fixed + sequence * length / config.sequence_length > total:
+        length //= 2
+    length = min(length, config.sequence_length // 2)
+    return f"lower batch_size to 1 and sequence_length from {config.sequence_length} to {max(1, length)}"
+
+
+@contextmanager
+def told_when_out(config: TrainConfig, vocabulary: int, device: torch.device) -> Iterator[None]:
+    """An OutOfMemoryError within is told in one line, which says what to reduce and by how much."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+        fixed, sequence = needed(config, vocabulary)
+        rows = config.batch_size if config.gradient_accumulation else config.sequences
+        raise PerfsuiteError(
+            f"out of memory: {rows} sequences of {config.sequence_length} tokens at once take about "
+            f"{(fixed + rows * sequence) / GIB:.0f} GiB, and {device} has {total / GIB:.0f}; "
+            + remedy(config, vocabulary, total)
+        ) from None

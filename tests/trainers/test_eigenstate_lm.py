@@ -1,0 +1,596 @@
+"""The two eigenstate_lm trainers learn the same, step for step, and what the optimized one may not do."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import io
+import math
+import random
+import tempfile
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+
+from optimized.trainers import eigenstate_lm as module
+from optimized.trainers.eigenstate_lm import Trainer as Optimized
+from perfsuite import Cost, Pair, PerfsuiteError, Workload, floats, integers, scalar, size, stateful, tensor
+from perfsuite.equivalence import C, K
+from reference.trainers.eigenstate_lm import Trainer as Reference
+from suite import packed_text
+from suite.eigenstate_lm.config import TECHNIQUES, TRADES, TrainConfig, without_techniques
+from suite.eigenstate_lm.data import Data, Steps, Text
+from suite.runtime import DivergedError, Options, fit
+from suite.text import synthetic
+
+ROOT = Path(__file__).resolve().parents[2]
+VOCABULARY = 60
+SMALL = TrainConfig(
+    width=16,
+    layers=2,
+    eigenstates=4,
+    sequence_length=24,
+    batch_size=3,
+    accumulation=2,
+    steps=60,
+    learning_rate=1e-2,
+    dropout=0.0,
+    num_workers=1,
+    use_compile=False,
+)
+NEIGHBOURS = 3
+"""Runs of the reference whose first weights lie a rounding away: how far rounding alone takes its curve."""
+OF_THEIR_OWN = ("use_compile", "tf32", "autocast_bf16")
+
+
+def text_of(tokens, vocabulary, length, folder):
+    """A pack of tokens that no tokenizer has made, in a folder that may go."""
+    tokens = numpy.asarray(tokens)
+    packed_text.write(Path(folder), tokens, numpy.array([len(tokens)]), "", vocabulary, {"recipe": "drawn"})
+    given = Text(packed_text.opened(folder), length)
+    assert given.tokenizer == ""
+    assert given.pack.row is not None  # what is mapped stays
+    return given
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    drawn = synthetic(VOCABULARY, SMALL.sequence_length, 40).input_ids.flatten().numpy()
+    return text_of(drawn, VOCABULARY, SMALL.sequence_length, tmp_path_factory.mktemp("pack"))
+
+
+# --- the pair -------------------------------------------------------------------------------------------------------
+
+
+def steps(kind):
+    """A pair's side: steps on a given text. What each lost, its gradients' norm, and how large the weights are."""
+
+    def make(embedding, tokens, length, batch_size, accumulation, layers, eigenstates, compiled, rate, seed):
+        config = dataclasses.replace(
+            SMALL,
+            width=embedding.shape[1],
+            layers=layers,
+            eigenstates=eigenstates,
+            sequence_length=length,
+            batch_size=batch_size,
+            accumulation=accumulation,
+            learning_rate=rate,
+            seed=seed,
+            use_compile=bool(compiled),
+        )
+        with tempfile.TemporaryDirectory() as folder:
+            given = text_of(tokens.cpu().numpy(), len(embedding), length, folder)
+            if kind is Optimized:
+                trainer = Optimized(config, given, embedding.device)
+                assert trainer._sequences.pack.row is not None  # as above
+            else:
+                trainer = Reference(config, given, embedding.device, embedding.dtype)
+        with torch.no_grad():
+            trainer.weights["embedding"].copy_(embedding)
+
+        def step():
+            trainer.train_window({})
+            report = trainer.last_report()
+            told = torch.tensor([report.loss, report.norm], dtype=embedding.dtype, device=embedding.device)
+            return told, torch.stack([w.detach().square().mean().sqrt() for w in trainer.weights.values()])
+
+        return step
+
+    return make
+
+
+SOURCE = {"V": 50257, "D": 1024, "N": 32 * 1024 + 1, "length": 1024, "layers": 8, "eigenstates": 128}
+
+
+def flops(V, D, length, batch_size, accumulation, layers, eigenstates):
+    """Six of each token and parameter."""
+    config = dataclasses.replace(SMALL, width=D, layers=layers, eigenstates=eigenstates)
+    return config.flops(V) * length * batch_size * accumulation
+
+
+eigenstate_lm = Pair(
+    reference=stateful(steps(Reference)),
+    optimized=stateful(steps(Optimized), settle=2),
+    inputs={
+        "embedding": tensor("V", "D", values=floats(-1, 1), differentiable=False),
+        "tokens": tensor("N", dtype="int64", values=integers(0, "V")),
+        "length": scalar(integers(1, 9)),
+        "batch_size": scalar(integers(1, 3)),
+        "accumulation": scalar(integers(1, 3)),
+        "layers": scalar(integers(1, 2)),
+        "eigenstates": scalar(integers(1, 5)),
+        # At drawn shapes, each of which would be compiled by itself, it is not.
+        "compiled": scalar(integers(0, 0)),
+        "rate": scalar(floats(1e-4, 1e-2)),
+        "seed": scalar(integers(0, 1000)),
+    },
+    gradients=False,
+    sizes={"V": size(3, 12), "D": size(1, 12), "N": size(90, 120)},
+    steps=(1, 2),
+    workloads=[
+        Workload(
+            "steps1024",
+            **SOURCE,
+            batch_size=4,
+            accumulation=4,
+            compiled=1,
+            rate=3e-4,
+            seed=0,
+            clock="wall",
+            device="cuda",
+        ),
+        Workload(
+            "cpu",
+            V=200,
+            D=16,
+            N=32 * 16 + 1,
+            length=16,
+            layers=2,
+            eigenstates=4,
+            batch_size=2,
+            accumulation=2,
+            compiled=0,
+            rate=3e-3,
+            seed=0,
+            clock="wall",
+            device="cpu",
+        ),
+    ],
+    cost=Cost(flops=flops, precision="float32"),
+    time_limit=600,
+)
+
+
+# --- the same curve -------------------------------------------------------------------------------------------------
+
+
+def trained(kind, given, config=SMALL, count=20, device="cpu", **options):
+    trainer = kind(config, given, device, **options)
+    for _ in range(count):
+        trainer.train_window({})
+    return trainer
+
+
+def curve(trainer, count=SMALL.steps):
+    """[steps]: what each lost."""
+    losses = []
+    for _ in range(count):
+        trainer.train_window({})
+        losses.append(trainer.last_report().loss)
+    return torch.tensor(losses, dtype=torch.float64)
+
+
+def deviations(given, config=SMALL, device="cpu"):
+    """(truth, in float32, the largest deviation from the truth up to each step)."""
+    truth = curve(Reference(config, given, device, torch.float64), config.steps)
+    runs = [curve(Reference(config, given, device), config.steps)]
+    for seed in range(NEIGHBOURS):
+        near = Reference(config, given, device)
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for weight in near.weights.values():
+                flips = torch.rand(weight.shape, generator=generator) < 0.5
+                weight.mul_(torch.where(flips, 1 + 2**-24, 1 - 2**-24).to(device))
+        runs.append(curve(near, config.steps))
+    squares = torch.stack([(run - truth) ** 2 for run in runs]).mean(0)
+    return truth, runs[0], squares.sqrt().cummax(0).values
+
+
+@pytest.fixture(scope="module")
+def known(text):
+    return deviations(text)
+
+
+def share_of_budget(found, known, dtype=torch.float32):
+    """The largest error, as a share of what the rule allows."""
+    truth, _, deviation = (values[: len(found)] for values in known)
+    budget = K * deviation + C * torch.finfo(dtype).eps * (truth.abs() + truth.square().mean().sqrt())
+    return float(((found - truth).abs() / budget).max())
+
+
+def test_both_learn_the_same(text, known):
+    assert share_of_budget(curve(Optimized(SMALL, text, "cpu")), known) <= 1
+    assert known[2].max() > 0
+
+
+def test_the_curve_is_no_constant(text, known):
+    """Else agreement would show nothing."""
+    assert known[0][-5:].mean() < 0.75 * known[0][:5].mean()
+    trainer = Reference(SMALL, text, "cpu")
+    before = {k: v.clone() for k, v in trainer.state_dict()["weights"].items()}
+    trainer.train_window({})
+    changed = {k for k, v in trainer.state_dict()["weights"].items() if not torch.equal(v, before[k])}
+    assert changed == before.keys()
+
+
+@pytest.mark.parametrize("name", [t for t in TECHNIQUES if t not in OF_THEIR_OWN])
+def test_each_technique_can_be_switched_the_other_way(name, text, known):
+    config = dataclasses.replace(SMALL, **{name: not getattr(SMALL, name)})
+    assert share_of_budget(curve(Optimized(config, text, "cpu"), 8), known) <= 1
+
+
+@pytest.mark.parametrize("name", [t for t in TECHNIQUES if t not in OF_THEIR_OWN])
+def test_each_technique_can_be_switched_on_alone(name, text, known):
+    config = dataclasses.replace(without_techniques(SMALL), **{name: True})
+    assert share_of_budget(curve(Optimized(config, text, "cpu"), 8), known) <= 1
+
+
+def test_with_every_technique_off_it_is_the_reference_bit_for_bit(text):
+    plain = trained(Reference, text)
+    off = trained(Optimized, text, without_techniques(SMALL))
+    assert same(plain.state_dict(), off.state_dict())
+    assert plain.last_report() == off.last_report()
+
+
+def test_memory_is_traded_for_time_without_a_change(text, known):
+    config = dataclasses.replace(SMALL, activation_checkpoint=True)
+    assert share_of_budget(curve(Optimized(config, text, "cpu"), 8), known) <= 1
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_what_is_dropped_follows_from_the_generator(checkpointed, text):
+    config = dataclasses.replace(SMALL, dropout=0.3, activation_checkpoint=checkpointed)
+    states = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        states.append(trained(Optimized, text, config, 3).state_dict()["weights"])
+    assert same(states[0], states[1])
+    assert not same(states[0], states[2])
+    torch.manual_seed(0)
+    plain = dataclasses.replace(config, activation_checkpoint=False)
+    assert same(states[0], trained(Optimized, text, plain, 3).state_dict()["weights"])
+
+
+@pytest.mark.parametrize("low", ["autocast_bf16", "autocast_fp16"])
+def test_in_half_precision_it_ends_where_the_reference_ends(low, text):
+    """Within 1%, over three seeds."""
+    for seed in range(3):
+        config = dataclasses.replace(SMALL, seed=seed, **{low: True})
+        ends = [curve(kind(config, text, "cpu"))[-8:].mean() for kind in (Reference, Optimized)]
+        assert abs(ends[1] / ends[0] - 1) < 0.01
+
+
+def test_a_step_whose_gradients_overflow_is_left_out_and_the_scale_halved(text):
+    config = dataclasses.replace(SMALL, autocast_fp16=True)
+    for kind in (Reference, Optimized):
+        trainer = kind(config, text, "cpu")
+        trainer.optimizer.scale.fill_(2.0**100)
+        before = {k: w.detach().clone() for k, w in trainer.weights.items()}
+        trainer.train_window({})
+        assert all(torch.equal(w, before[k]) for k, w in trainer.weights.items())
+        assert float(trainer.optimizer.scale) == 2.0**99
+        assert trainer.last_report().scale == 2.0**100
+
+
+def test_compiled_it_is_the_same_and_a_second_trainer_compiles_nothing_anew(text, known):
+    config = dataclasses.replace(SMALL, use_compile=True)
+    assert share_of_budget(curve(Optimized(config, text, "cpu"), 5), known) <= 1
+    before = torch._dynamo.utils.counters["frames"]["total"]
+    trained(Optimized, text, dataclasses.replace(config, seed=3, learning_rate=1e-3), 2)
+    assert torch._dynamo.utils.counters["frames"]["total"] == before
+
+
+def test_where_nothing_can_be_compiled_it_trains_and_says_why(text, monkeypatch):
+    def fails(*arguments):
+        raise torch._dynamo.exc.TorchDynamoException("no compiler was found")
+
+    monkeypatch.setattr(torch, "compile", lambda function, **options: fails)
+    module._compiled.cache_clear()
+    try:
+        with pytest.warns(RuntimeWarning, match="eigenstate_lm's blocks runs uncompiled: no compiler was found"):
+            trainer = trained(Optimized, text, dataclasses.replace(SMALL, use_compile=True), 1)
+    finally:
+        module._compiled.cache_clear()
+    assert trainer.last_report() == trained(Optimized, text, count=1).last_report()
+
+
+# --- checkpoints ----------------------------------------------------------------------------------------------------
+
+
+def same(first, second):
+    """Whether two states are equal, bit for bit; configurations aside."""
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(same(first[k], second[k]) for k in first if k != "config")
+    if isinstance(first, list):
+        return len(first) == len(second) and all(map(same, first, second))
+    return torch.equal(first, second) if isinstance(first, torch.Tensor) else first == second
+
+
+def through_a_file(trainer):
+    file = io.BytesIO()
+    torch.save(trainer.state_dict(), file)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+
+
+@pytest.mark.parametrize("first", [Reference, Optimized])
+@pytest.mark.parametrize("second", [Reference, Optimized])
+def test_each_goes_on_from_the_other_s_checkpoint(first, second, text):
+    target = second(SMALL, text, "cpu")
+    target.load_state_dict(through_a_file(trained(first, text, count=5)))
+    for _ in range(5):
+        target.train_window({})
+    undisturbed = trained(second, text, count=10)
+    if first is second:
+        assert same(target.state_dict(), undisturbed.state_dict())
+    for name, weight in undisturbed.weights.items():
+        torch.testing.assert_close(target.weights[name], weight, rtol=1e-3, atol=1e-4)
+    assert target.last_report().loss == pytest.approx(undisturbed.last_report().loss, rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", [Reference, Optimized])
+@pytest.mark.parametrize("low", [None, "autocast_fp16"])
+def test_stopped_at_twenty_random_steps_and_resumed_it_is_the_same_bit_for_bit(kind, low, text):
+    config = dataclasses.replace(SMALL, loader=True, **({low: True} if low else {}))
+    expected = trained(kind, text, config, 16).state_dict()
+    rng = random.Random(1)
+    stops = [rng.randrange(1, 16) for _ in range(20 if kind is Optimized else 7)]
+    going, saved = kind(config, text, "cpu"), {}
+    for step in range(1, 16):
+        going.train_window({})
+        saved[step] = through_a_file(going)
+    for stop in stops:
+        trainer = kind(dataclasses.replace(config, loader=stop == stops[0]), text, "cpu")
+        trainer.load_state_dict(saved[stop])
+        for step in range(stop, 16):
+            trainer.train_window({"step": torch.tensor(step)})
+        assert same(trainer.state_dict(), expected), f"stopped after step {stop}"
+
+
+def test_a_run_that_drops_is_resumed_bit_for_bit(text, tmp_path):
+    """Through the loop, which keeps the generators."""
+    config = dataclasses.replace(SMALL, dropout=0.2, steps=12)
+
+    def run(folder, windows, resume=None):
+        trainer = Optimized(config, text, "cpu")
+        torch.manual_seed(5 if resume is None else 6)
+        options = Options(folder=str(tmp_path / folder), windows=windows)
+        batches = Steps(text, config.sequences, config.steps, config.seed)
+        return trainer, fit(trainer, batches, options, name="eigenstate_lm", resume=resume)
+
+    whole, _ = run("whole", 12)
+    _, first = run("parts", 7)
+    resumed, _ = run("parts", 12, first.checkpoint)
+    assert same(whole.state_dict(), resumed.state_dict())
+
+
+@pytest.mark.parametrize("kind", [Reference, Optimized])
+def test_a_checkpoint_of_other_sizes_is_refused(kind, text, tmp_path):
+    other = kind(dataclasses.replace(SMALL, layers=1), text, "cpu").state_dict()
+    with pytest.raises(ValueError, match=r"the weights 1\.contract, .* are only in the checkpoint, or only here"):
+        kind(SMALL, text, "cpu").load_state_dict(other)
+    state = kind(dataclasses.replace(SMALL, eigenstates=5), text, "cpu").state_dict()
+    with pytest.raises(ValueError, match=r"0\.drive has shape \[2, 5, 16\] in the checkpoint and \[2, 4, 16\] here"):
+        kind(SMALL, text, "cpu").load_state_dict(state)
+    fewer = text_of(range(50), 50, SMALL.sequence_length, tmp_path)
+    state = kind(SMALL, fewer, "cpu").state_dict()
+    with pytest.raises(ValueError, match="its vocabulary has 50 tokens, and that of the data 60"):
+        kind(SMALL, text, "cpu").load_state_dict(state)
+
+
+# --- the data -------------------------------------------------------------------------------------------------------
+
+
+def test_an_epoch_has_each_sequence_once_and_the_next_has_another_order(text):
+    trainer, seen = Reference(SMALL, text, "cpu"), []
+    count = len(text) // SMALL.sequences
+    whole = trainer.sequences.batch
+
+    class Watched:
+        def batch(self, rows):
+            seen.append(rows.tolist())
+            return whole(rows)
+
+    trainer.sequences = Watched()
+    for _ in range(2 * count):
+        trainer.train_window({})
+    first, second = ([row for rows in seen[i * count : (i + 1) * count] for row in rows] for i in range(2))
+    assert len(set(first)) == len(first) == count * SMALL.sequences
+    assert first != second
+
+
+@pytest.mark.parametrize("kind", [Reference, Optimized])
+def test_a_step_that_is_not_the_next_is_refused(kind, text):
+    trainer = trained(kind, text, count=2)
+    trainer.train_window({"step": torch.tensor(2)})
+    with pytest.raises(ValueError, match="step 2 was given to a trainer that has made 3"):
+        trainer.train_window({"step": torch.tensor(2)})
+
+
+def test_sequences_that_make_no_step_are_refused(text):
+    with pytest.raises(PerfsuiteError, match=r"a step takes 200 sequences .* has 39 of 24 tokens; lower accumulation"):
+        Steps(text, 200, 60, 0)
+
+
+# --- what a run is told ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [Reference, Optimized])
+def test_a_loss_that_is_no_number_stops_the_run(kind, text, tmp_path):
+    trainer = kind(SMALL, text, "cpu")
+    with torch.no_grad():
+        trainer.weights["embedding"].mul_(1e38)
+    batches = Steps(text, SMALL.sequences, SMALL.steps, SMALL.seed)
+    with pytest.raises(DivergedError, match=r"step 1: the loss is (nan|inf); training has stopped"):
+        fit(trainer, batches, Options(folder=str(tmp_path)))
+    assert not list(tmp_path.glob("*.pt"))
+
+
+def test_a_run_tells_steps_tokens_and_throughput(text, tmp_path):
+    from rich.console import Console
+
+    told = io.StringIO()
+    batches = Steps(text, SMALL.sequences, 12, SMALL.seed)
+    trainer = Optimized(SMALL, text, "cpu")
+    outcome = fit(trainer, batches, Options(folder=str(tmp_path)), name="eigenstate_lm", console=Console(file=told))
+    assert (outcome.windows, outcome.items) == (12, 12 * SMALL.tokens)
+    assert told.getvalue().startswith("eigenstate_lm: 12 steps in ")
+    assert f"{outcome.items / 1e3:.3g}k tokens in all" in told.getvalue()
+    assert {"loss", "learning_rate", "gradient_norm", "tokens_per_second"} <= outcome.metrics.keys()
+    assert "tokens/s" in trainer.throughput.told()
+
+
+@pytest.mark.parametrize("kind", [Reference, Optimized])
+def test_a_device_that_is_too_small_is_told_with_what_to_reduce(kind, text, monkeypatch):
+    trainer = kind(SMALL, text, "cpu")
+
+    def out(*arguments, **options):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(trainer, "_loss", out)
+    with pytest.raises(PerfsuiteError, match=r"out of memory: 3 sequences of 24 tokens at once take about .* GiB"):
+        trainer.train_window({})
+
+
+def test_settings_of_torch_are_put_back(text):
+    before = torch.get_float32_matmul_precision()
+    for kind in (Reference, Optimized):
+        trained(kind, text, dataclasses.replace(SMALL, tf32=True), 1)
+    assert torch.get_float32_matmul_precision() == before
+
+
+# --- the configuration ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"batch_size": 0}, "batch_size=0: use 1 or more"),
+        ({"dropout": 1.0}, "dropout=1.0: use 0 or more and less than 1"),
+        ({"learning_rate": math.nan}, "learning_rate=nan: use a number above 0"),
+        ({"steps": 10}, "steps=10: a tenth of them warms up; use more than 10"),
+        ({"autocast_fp16": True, "autocast_bf16": True}, "autocast_fp16=True: a product has one precision"),
+        ({"seed": -1}, "seed=-1"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(fields, says):
+    with pytest.raises(ValueError, match=says):
+        dataclasses.replace(SMALL, **fields)
+
+
+def test_every_switch_is_a_field_and_every_field_that_is_one_is_a_switch():
+    named = {f.name for f in dataclasses.fields(TrainConfig) if f.type in (bool, "bool")}
+    assert named == {*TECHNIQUES, *TRADES}
+    off = without_techniques(SMALL)
+    assert not any(getattr(off, t) for t in (*TECHNIQUES, *TRADES))
+
+
+PARAMETERS = {"small_32k": 123_104_256, "medium_32k": 318_898_176, "large_32k": 675_751_936, "tiny": 207_040}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs/eigenstate_lm").glob("*.yaml")), ids=lambda p: p.stem)
+def test_the_files_hold_what_they_say(path):
+    pytest.importorskip("jsonargparse")
+    from suite import configuration
+    from suite.eigenstate_lm.model import parameters
+
+    config, _, data = configuration.read([TrainConfig, Options, Data], path)
+    assert parameters(config.sizes(data.vocabulary)) == PARAMETERS[path.stem]
+    assert (config.sequence_length, config.batch_size, config.steps) == (
+        data.sequence_length,
+        data.batch_size,
+        data.steps,
+    )
+    assert config.autocast_bf16 == (path.stem != "tiny")
+    if path.stem == "tiny":
+        assert dataclasses.replace(config, use_compile=False, num_workers=1) == TINY
+
+
+# --- on a GPU -------------------------------------------------------------------------------------------------------
+
+gpu = pytest.mark.gpu
+TINY = dataclasses.replace(
+    SMALL, width=64, eigenstates=16, sequence_length=64, batch_size=4, steps=200, learning_rate=3e-3
+)
+"""As configs/eigenstate_lm/tiny.yaml has it."""
+
+
+@pytest.fixture(scope="module")
+def longer(tmp_path_factory):
+    drawn = synthetic(2048, TINY.sequence_length, 200).input_ids.flatten().numpy()
+    return text_of(drawn, 2048, TINY.sequence_length, tmp_path_factory.mktemp("longer"))
+
+
+@gpu
+def test_on_a_gpu_both_learn_the_same_over_two_hundred_steps(longer):
+    known = deviations(longer, TINY, "cuda")
+    for compiled in (False, True):
+        trainer = Optimized(dataclasses.replace(TINY, use_compile=compiled), longer, "cuda")
+        share = share_of_budget(curve(trainer, TINY.steps), known)
+        print(f"compiled={compiled}: {share:.2f} of the budget; from {known[0][0]:.3f} to {known[0][-1]:.3f}")
+        assert share <= 1
+
+
+@gpu
+@pytest.mark.parametrize("low", ["autocast_bf16", "autocast_fp16"])
+def test_on_a_gpu_in_half_precision_it_ends_where_the_reference_ends(low, longer):
+    """Within 1%, over three seeds."""
+    for seed in range(3):
+        config = dataclasses.replace(TINY, seed=seed, use_compile=True, **{low: True})
+        ends = [curve(kind(config, longer, "cuda"), TINY.steps)[-8:].mean() for kind in (Reference, Optimized)]
+        print(f"{low}, seed {seed}: {ends[0]:.4f} and {ends[1]:.4f}, {100 * (ends[1] / ends[0] - 1):+.3f}%")
+        assert abs(ends[1] / ends[0] - 1) < 0.01
+
+
+@gpu
+@pytest.mark.parametrize("low", [None, "autocast_bf16", "autocast_fp16"])
+def test_on_a_gpu_stopped_at_twenty_random_steps_and_resumed_it_is_the_same_bit_for_bit(low, longer):
+    config = dataclasses.replace(TINY, use_compile=True, dropout=0.1, **({low: True} if low else {}))
+    rng = random.Random(3)
+    torch.manual_seed(0)
+    going, saved = Optimized(config, longer, "cuda"), {}
+    for step in range(1, 31):
+        going.train_window({})
+        saved[step] = through_a_file(going), torch.cuda.get_rng_state()
+    for _ in range(20):
+        stop = rng.randrange(1, 30)
+        trainer = Optimized(config, longer, "cuda")
+        trainer.load_state_dict(saved[stop][0])
+        torch.cuda.set_rng_state(saved[stop][1])
+        for _ in range(stop, 30):
+            trainer.train_window({})
+        assert same(trainer.state_dict(), saved[30][0] | {"config": None}), f"stopped after step {stop}"
+
+
+@gpu
+def test_on_a_gpu_a_step_waits_for_nothing_but_the_report_before(no_host_sync, longer):
+    trainer = trained(Optimized, longer, dataclasses.replace(TINY, use_compile=True), 5, "cuda")
+    torch.cuda.synchronize()
+    with no_host_sync():
+        for _ in range(10):
+            trainer.train_window({})
+            trainer.metrics()
+    assert trainer.last_metrics()["window"] == 15
+
+
+@gpu
+def test_on_a_gpu_memory_stays_flat_over_a_hundred_steps(longer):
+    gc.collect()  # an earlier test's trainer may hang in reference cycles
+    trainer, peaks = Optimized(dataclasses.replace(TINY, use_compile=True), longer, "cuda"), []
+    for _ in range(100):
+        torch.cuda.reset_peak_memory_stats()
+        trainer.train_window({})
+        torch.cuda.synchronize()
+        peaks.append(torch.cuda.max_memory_allocated())
+    assert len(set(peaks[10:])) == 1, f"{min(peaks[10:])} to {max(peaks[10:])} bytes"
