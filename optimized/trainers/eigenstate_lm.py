@@ -23,6 +23,7 @@ from suite.eigenstate_lm.config import TrainConfig
 from suite.eigenstate_lm.data import Text, next_rows
 from suite.eigenstate_lm.memory import told_when_out
 from suite.eigenstate_lm.model import (
+    Project,
     Weights,
     block_weights,
     driven,
@@ -224,7 +225,7 @@ class _Form(NamedTuple):
 
     device: str
     dropout: float
-    fused_projection: bool
+    project: Project
     low: torch.dtype | None
     tf32: bool
     """Read when it is compiled."""
@@ -232,10 +233,13 @@ class _Form(NamedTuple):
 
 def _form(config: TrainConfig, device: torch.device) -> _Form:
     low = torch.bfloat16 if config.autocast_bf16 else torch.float16 if config.autocast_fp16 else None
+    project = implementation(
+        "recurrence.fused_output_projection", "fused_output_projection", optimized=config.fused_output_projection
+    )
     return _Form(
         device=device.type,
         dropout=config.dropout,
-        fused_projection=config.fused_output_projection,
+        project=project,
         low=low,
         tf32=config.tf32,
     )
@@ -252,7 +256,9 @@ def _compiled(form: _Form, part: Callable[..., torch.Tensor]) -> Callable[..., A
     call.__code__ = call.__code__.replace()
     # What is fastest may come out otherwise in a run that is resumed, and round otherwise: nothing is tried out.
     options = {"deterministic": True}
-    return compile_if_possible(call, "eigenstate_lm's blocks", quiet_calls=True, dynamic=False, options=options)
+    return compile_if_possible(
+        call, "eigenstate_lm's blocks", quiet_calls=True, fullgraph=True, dynamic=False, options=options
+    )
 
 
 def _autocast(form: _Form) -> torch.autocast:
@@ -266,11 +272,8 @@ def _before(form: _Form, own: Weights, x: torch.Tensor) -> torch.Tensor:
 
 
 def _mixed(form: _Form, own: Weights, x: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-    project = implementation(
-        "recurrence.fused_output_projection", "fused_output_projection", optimized=form.fused_projection
-    )
     with _autocast(form):
-        return mixed(own, x, real, project, functools.partial(_drop, form))
+        return mixed(own, x, real, form.project, functools.partial(_drop, form))
 
 
 def _fed(form: _Form, own: Weights, x: torch.Tensor) -> torch.Tensor:

@@ -24,9 +24,11 @@ class Wrong(click.ClickException):
 
 
 @contextmanager
-def in_one_line(interrupted: str) -> Iterator[None]:
-    """Exit code 1 for a PerfsuiteError and where memory runs out, 2 for a wrong configuration, 130 with the line
-    `interrupted` for Ctrl-C.
+def in_one_line(
+    interrupted: str, remedy: str = "lower batch_size or sequence_length, or free the device"
+) -> Iterator[None]:
+    """Exit code 1 for a PerfsuiteError and, with the `remedy`, where memory runs out; 2 for a wrong configuration, 130
+    with the line `interrupted` for Ctrl-C.
     """
     try:
         yield
@@ -38,8 +40,7 @@ def in_one_line(interrupted: str) -> Iterator[None]:
         raise (Wrong if isinstance(error, ConfigurationError) else click.ClickException)(told) from None
     except (MemoryError, RuntimeError) as error:
         if reason := out_of_memory(error):
-            told = f"{reason}; lower batch_size or sequence_length, or free the device"
-            raise click.ClickException(told) from None
+            raise click.ClickException(f"{reason}; {remedy}") from None
         raise
 
 

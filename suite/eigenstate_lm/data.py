@@ -199,10 +199,17 @@ def load(data: Data) -> Loaded:
     pack = given.pack
     told = (
         f"data: {pack.tokens:,} tokens of {pack.path}, {len(given)} sequences of {given.length} tokens, "
-        f"vocabulary {pack.vocabulary:,}"
+        f"vocabulary {pack.vocabulary:,}; a unigram model's loss is {unigram_loss(pack):.3f}"
     )
     steps = Steps(given, data.batch_size * data.accumulation, data.steps, data.seed)
     return Loaded(batches=steps, given=given, told=told)
+
+
+def unigram_loss(pack: PackedText) -> float:
+    """The mean cross-entropy of a model that knows how often each token is, and nothing of those before: in nats."""
+    counts = numpy.bincount(pack.row, minlength=pack.vocabulary)
+    shares = counts[counts > 0] / len(pack.row)
+    return float(-(shares * numpy.log(shares)).sum())
 
 
 def text_of(data: Data) -> Text:

@@ -1,0 +1,163 @@
+"""`perfsuite generate`."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from perfsuite.errors import PerfsuiteError
+from suite.commands.ending import in_one_line
+
+TRAINER = "eigenstate_lm"
+
+
+@click.command()
+@click.argument("checkpoint", type=click.Path())
+@click.option("--prompt", default="", metavar="TEXT", help="What the text begins with.  [default: nothing]")
+@click.option("--tokens", type=int, default=200, show_default=True, metavar="N", help="At most so many are drawn.")
+@click.option(
+    "--temperature",
+    type=float,
+    default=0.8,
+    show_default=True,
+    metavar="T",
+    help="Higher is more varied; 0 takes the most likely token.",
+)
+@click.option(
+    "--top-k", type=int, default=50, show_default=True, metavar="K", help="Draw of the K most likely tokens; 0 of all."
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the draws.")
+@click.option("--past-end", is_flag=True, help="Go on with another text where one ends.")
+@click.option("--device", help="cpu, cuda or cuda:1.  [default: the GPU, if any]")
+def generate(
+    checkpoint: str,
+    prompt: str,
+    tokens: int,
+    temperature: float,
+    top_k: int,
+    seed: int,
+    past_end: bool,
+    device: str | None,
+) -> None:
+    """Write text with a network that eigenstate_lm has trained: CHECKPOINT is a file of it, or the folder of a run,
+    whose last one is taken.
+
+    The text goes to stdout as it comes, the prompt before it. It ends after --tokens, or where the network ends it.
+    The memory that it takes does not grow with its length.
+    """
+    with in_one_line("interrupted", "free some, or name another --device"):
+        _generate(checkpoint, prompt, tokens, temperature, top_k, seed, past_end, device)
+
+
+def _generate(
+    checkpoint: str,
+    prompt: str,
+    tokens: int,
+    temperature: float,
+    top_k: int,
+    seed: int,
+    past_end: bool,
+    device: str | None,
+) -> None:
+    import torch
+
+    from suite.commands.train import device_called
+    from suite.eigenstate_lm.generation import Characters, Options, Reader, generated
+
+    options = Options(tokens=tokens, temperature=temperature, top_k=top_k, seed=seed, past_end=past_end)
+    there = device_called(device)
+    weights, tokenizer = loaded(checkpoint)
+    given = encoded(tokenizer, prompt)
+    reader = Reader({name: weight.to(there, torch.float32) for name, weight in weights.items()})
+    characters = Characters(tokenizer, given)
+    count, first, last = 0, 0.0, 0.0
+    begun = time.perf_counter()
+    try:
+        show(prompt)
+        for token in generated(reader, given, options):
+            count, last = count + 1, time.perf_counter() - begun
+            first = first or last
+            show(characters.of(token))
+        show(characters.rest())
+    finally:
+        show("\n")
+    click.echo(summary(len(given), count, first, last), err=True)
+
+
+def loaded(checkpoint: str) -> tuple[Mapping[str, Any], Any]:
+    """(weights, tokenizer) of a checkpoint's file, or of the last one in a folder; PerfsuiteError where it has not
+    both, or they do not belong together.
+    """
+    from suite import text
+    from suite.eigenstate_lm.generation import sizes_of
+    from suite.runtime import Store, checkpoints
+
+    path = Path(checkpoint)
+    if os.path.isdir(path):  # Path.is_dir raises for a name that is too long
+        path = next(iter(Store(path).files()), path)
+    if not os.path.isfile(path):
+        raise PerfsuiteError(f"no checkpoint {path}; name a file, or a folder, that `perfsuite train {TRAINER}` wrote")
+    state = checkpoints.load(path, TRAINER).trainer
+    if not isinstance(state.get("weights"), Mapping) or not isinstance(state.get("tokenizer"), str):
+        raise PerfsuiteError(f"{path} is damaged: it lacks weights or a tokenizer; name another")
+    try:
+        sizes = sizes_of(state["weights"])
+    except PerfsuiteError as error:
+        raise PerfsuiteError(f"{path} is damaged: {error}; name another") from None
+    if not state["tokenizer"]:
+        raise PerfsuiteError(f"{path} was trained on random tokens, which no text belongs to; train on text")
+    tokenizers = text.library()
+    try:
+        tokenizer = tokenizers.Tokenizer.from_str(state["tokenizer"])
+    except Exception as error:  # the library raises its own bare Exception
+        raise PerfsuiteError(f"{path} is damaged: its tokenizer is none ({error}); name another") from None
+    count = tokenizer.get_vocab_size()
+    if count != sizes.vocabulary:
+        raise PerfsuiteError(
+            f"{path} is damaged: its tokenizer has {count} tokens, its network {sizes.vocabulary}; name another"
+        )
+    if tokenizer.token_to_id(text.END) != text.END_ID:
+        raise PerfsuiteError(
+            f"{path}: its tokenizer has no token {text.END} of number {text.END_ID}, by which texts end; "
+            "train on text of `perfsuite data pack`"
+        )
+    return state["weights"], tokenizer
+
+
+def encoded(tokenizer: Any, prompt: str) -> list[int]:
+    """The prompt's tokens at the begin of a text, as after another's end; PerfsuiteError where it has none."""
+    from suite import text
+
+    try:
+        (tokens,) = text.encode(tokenizer, [prompt])
+    except Exception as error:  # TypeError where it is not UTF-8; the library raises its own bare Exception
+        reason = "it is not UTF-8" if isinstance(error, TypeError) else error
+        raise PerfsuiteError(f"--prompt: the tokenizer cannot encode it: {reason}; give other text") from None
+    return [text.END_ID, *tokens[:-1]]
+
+
+def show(text: str) -> None:
+    """To stdout, at once; what that has no character for as a question mark."""
+    encoding = sys.stdout.encoding
+    sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
+    sys.stdout.flush()
+
+
+def summary(prompt: int, count: int, first: float, last: float) -> str:
+    """The run in one line.
+
+    prompt, count  tokens that were read, and drawn
+    first, last    seconds from the begin until the first of these, and the last
+    """
+    from suite.runtime.display import quantity
+
+    if not count:
+        return f"{prompt} tokens read; the text ended at once"
+    rate = f" ({quantity((count - 1) / (last - first))} tokens/s)" if last > first else ""
+    return f"{prompt} tokens read and the first drawn in {first:.3g} s; {count - 1} more in {last - first:.3g} s{rate}"

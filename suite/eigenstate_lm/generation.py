@@ -1,0 +1,154 @@
+"""Text that a network of eigenstate_lm goes on with: the prompt read at once, then a token at a time.
+
+Between two tokens nothing is kept but the states, so that a token costs the same however long the text is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from perfsuite.errors import PerfsuiteError
+from suite.eigenstate_lm.model import Sizes, Weights, first_states, forward, shapes
+from suite.techniques import implementation
+from suite.text import END_ID, PAD_ID
+
+STRETCH = 4096
+"""Tokens of a prompt that are read together: what is in memory at once does not grow beyond them."""
+UNKNOWN = "\N{REPLACEMENT CHARACTER}"
+"""What the bytes of no character are decoded to, and those of one that is not whole."""
+
+
+def sizes_of(weights: Weights) -> Sizes:
+    """Of the network that has these weights; PerfsuiteError where they are not those of one."""
+    seen = {str(name): tuple(getattr(weight, "shape", ())) for name, weight in weights.items()}
+    try:
+        (vocabulary, width), (cells, eigenstates) = seen["embedding"], seen["0.decay"]
+    except (KeyError, ValueError):
+        raise PerfsuiteError("the weights are of no network of eigenstate_lm") from None
+    layers = sum(name.endswith(".decay") for name in seen)
+    found = Sizes(vocabulary=vocabulary, width=width, layers=layers, eigenstates=eigenstates, cells=cells)
+    known = shapes(found)
+    if wrong := sorted(n for n in {*seen, *known} if seen.get(n) != known.get(n)):
+        raise PerfsuiteError(f"the weights are of no network of eigenstate_lm: {wrong[0]} is missing, or too much")
+    return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """How a text goes on; PerfsuiteError for one that is out of range."""
+
+    tokens: int
+    """At most so many are drawn."""
+    temperature: float
+    """The logits are divided by it; 0: always the most likely token."""
+    top_k: int
+    """One of so many most likely tokens is drawn; 0: of all."""
+    seed: int
+    past_end: bool = False
+    """Go on with another text where one ends."""
+
+    def __post_init__(self) -> None:
+        for name, bound in {"tokens": 1, "temperature": 0, "top_k": 0, "seed": 0}.items():
+            value = getattr(self, name)
+            if not value >= bound:  # NaN, too
+                raise PerfsuiteError(f"{name} must be {bound} or more, got {value}")
+        if self.seed >= 2**63:
+            raise PerfsuiteError(f"seed must be less than 2^63, got {self.seed}")
+
+
+class Reader:
+    """Reads a text part by part, from its beginning, on the device and in the dtype of the weights.
+
+    Several tokens go through the network side by side; a single one takes a step of the recurrence.
+    """
+
+    def __init__(self, weights: Weights) -> None:
+        self._weights = weights
+        embedding = weights["embedding"]
+        self.states = first_states(sizes_of(weights), 1, embedding.device).to(embedding.dtype)
+        """After what was read, as `first_states` has them."""
+        # The optimized sides are made for many steps: of one they would take 40% longer (CPU, the source's small
+        # network), mostly for the product of the projection's two factors.
+        self._together, self._alone = _sides(optimized=True), _sides(optimized=False)
+
+    @torch.inference_mode()
+    def read(self, tokens: Sequence[int]) -> torch.Tensor:
+        """One token or more → the logits of the one after them [vocabulary]."""
+        embedding = self._weights["embedding"]
+        for stretch in torch.tensor([tokens], device=embedding.device).split(STRETCH, dim=1):
+            sides = self._alone if stretch.shape[1] == 1 else self._together
+            x, self.states = forward(self._weights, stretch, self.states, *sides)
+        return functional.linear(x[0, -1], embedding)
+
+
+def generated(reader: Reader, prompt: Sequence[int], options: Options) -> Iterator[int]:
+    """The tokens that follow those of the prompt, each as it is drawn; the end's is none of them, and the last.
+
+    The draws follow from the seed; padding is never drawn. PerfsuiteError where the network gives no numbers.
+    """
+    generator = torch.Generator().manual_seed(options.seed)
+    logits = reader.read(prompt)
+    for left in range(options.tokens - 1, -1, -1):
+        token = drawn(logits, options, generator)
+        if token == END_ID and not options.past_end:
+            return
+        yield token
+        if left:
+            logits = reader.read([token])
+
+
+@torch.inference_mode()
+def drawn(logits: torch.Tensor, options: Options, generator: torch.Generator) -> int:
+    """A token by its logits [vocabulary]; the generator is the CPU's, so that a draw is the same on every device."""
+    possible = logits[PAD_ID + 1 :]
+    kept = 1 if options.temperature == 0 else min(options.top_k or len(possible), len(possible))
+    likely, tokens = possible.topk(kept)  # NaN comes first
+    scores = likely.double().cpu()
+    if not math.isfinite(float(scores[0])):
+        raise PerfsuiteError("the network's output is no number: its training diverged; name an earlier checkpoint")
+    # Less the largest: divided by a small temperature it would overflow.
+    chances = ((scores - scores[0]) / options.temperature).softmax(0) if kept > 1 else scores.new_ones(1)
+    return PAD_ID + 1 + int(tokens[torch.multinomial(chances, 1, generator=generator)])
+
+
+class Characters:
+    """Text of tokens that come one by one, where a character may take several."""
+
+    def __init__(self, tokenizer: Any, before: Sequence[int] = ()) -> None:
+        """`before`: what was told already, and ends with a whole character."""
+        self._tokenizer = tokenizer
+        self._begin(before)
+
+    def of(self, token: int) -> str:
+        """What no later token can change, less what was told before."""
+        self._tokens.append(token)
+        text = self._decoded()
+        whole = not text.endswith(UNKNOWN)
+        found = text[self._told : len(text) if whole else len(text) - 1]
+        self._told += len(found)
+        if whole:
+            self._begin(self._tokens)
+        return found
+
+    def rest(self) -> str:
+        """What was held back for tokens that did not come."""
+        return self._decoded()[self._told :]
+
+    def _begin(self, before: Sequence[int]) -> None:
+        self._tokens = list(before[-1:])  # some decoders treat a text's first token differently
+        self._told = len(self._decoded())
+
+    def _decoded(self) -> str:
+        return str(self._tokenizer.decode(self._tokens, skip_special_tokens=False))
+
+
+def _sides(*, optimized: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """What `forward` scans and projects with."""
+    scan = implementation("recurrence.eigenstate_scan", "eigenstate_scan", optimized=optimized)
+    return scan, implementation("recurrence.fused_output_projection", "fused_output_projection", optimized=optimized)
