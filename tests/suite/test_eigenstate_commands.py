@@ -113,7 +113,7 @@ def test_what_each_technique_brings(pack: Path, monkeypatch: pytest.MonkeyPatch)
     done = invoked(ablate, *given)
     assert done.exit_code == 0, done.output
     record = json.loads(Path("found/eigenstate_lm.json").read_text())
-    assert {"reference", "none", "all", "+eigenstate_scan", "-chunked_cross_entropy"} <= {
+    assert {"reference", "none", "all", "+eigenstate_scan", "-eigenstate_scan"} <= {
         arm["name"] for arm in record["arms"]
     }
     assert "| eigenstate_scan | 53.9× |" in Path("found/eigenstate_lm.md").read_text()
