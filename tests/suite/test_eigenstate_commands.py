@@ -107,9 +107,9 @@ def test_random_tokens_need_no_text() -> None:
 
 
 def test_what_each_technique_brings(pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    few = ("packed_tokens", "loader", "eigenstate_scan", "chunked_cross_entropy")  # none that compiles
+    few = ("packed_tokens", "eigenstate_scan", "chunked_cross_entropy")  # none that compiles
     monkeypatch.setattr("suite.eigenstate_lm.config.TECHNIQUES", few)
-    given = ["--data", pack, "--rounds", "2", "--out", "found", "--no-plot", "--num_workers", "0"]
+    given = ["--data", pack, "--rounds", "2", "--out", "found", "--no-plot"]
     done = invoked(ablate, *given)
     assert done.exit_code == 0, done.output
     record = json.loads(Path("found/eigenstate_lm.json").read_text())

@@ -244,8 +244,9 @@ def test_with_every_technique_off_it_is_the_reference_bit_for_bit(text):
     assert plain.last_report() == off.last_report()
 
 
-def test_memory_is_traded_for_time_without_a_change(text, known):
-    config = dataclasses.replace(SMALL, activation_checkpoint=True)
+@pytest.mark.parametrize("name", ["activation_checkpoint", "loader"])
+def test_what_trades_changes_nothing(name, text, known):
+    config = dataclasses.replace(SMALL, **{name: True})
     assert share_of_budget(curve(Optimized(config, text, "cpu"), 8), known) <= 1
 
 
