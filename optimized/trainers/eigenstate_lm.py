@@ -165,13 +165,14 @@ class Trainer:
 
     def _batch(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(inputs, labels), int64 [rows, T] each, on the device."""
-        if self._loader is None:
-            return self._sequences.batch(self._staged(rows))
-        inputs, labels = self._loader.batch(self.steps)
-        return inputs.to(self.device, non_blocking=True), labels.to(self.device, non_blocking=True)
+        found = self._loader.batch(self.steps) if self._loader is not None else self._sequences.batch(rows)
+        inputs, labels = map(self._sent, found)
+        return inputs, labels
 
-    def _staged(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows if self.device.type == "cpu" else rows.to(self.device)
+    def _sent(self, tensor: torch.Tensor) -> torch.Tensor:
+        """To the device, which fetches it by itself: a copy from pageable memory waits for all that is queued."""
+        pinned = tensor if self.device.type == "cpu" else tensor.pin_memory()
+        return pinned.to(self.device, non_blocking=True)
 
     def _loss(self, leaves: Sequence[torch.Tensor], inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """The mean loss of sequences [B, T], scaled, 0-d."""
