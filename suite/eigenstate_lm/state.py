@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from suite.runtime.weights import check_weights, copies, optimizer_copies
+
 
 def state_of(trainer: Any) -> dict[str, Any]:
     """All that a trainer's next step depends on, its configuration, and what text is written with.
@@ -18,11 +20,8 @@ def state_of(trainer: Any) -> dict[str, Any]:
     tokenizer  the tokenizers library's JSON; empty where the tokens are random
     """
     return {
-        "weights": {name: weight.detach().clone() for name, weight in trainer.weights.items()},
-        "optimizer": {
-            name: [t.clone() for t in value] if isinstance(value, list) else value.clone()
-            for name, value in trainer.optimizer.state_dict().items()
-        },
+        "weights": copies(trainer.weights),
+        "optimizer": optimizer_copies(trainer.optimizer.state_dict()),
         "steps": trainer.steps,
         "tokenizer": trainer.text.tokenizer,
         "config": dataclasses.asdict(trainer.config),
@@ -38,13 +37,7 @@ def restore(trainer: Any, state: Mapping[str, Any]) -> None:
     here, there = len(own["embedding"]), len(given["embedding"])
     if here != there:
         raise ValueError(f"its vocabulary has {there} tokens, and that of the data {here}")
-    if others := own.keys() ^ given.keys():
-        raise ValueError(f"the weights {', '.join(sorted(others))} are only in the checkpoint, or only here")
-    for name, weight in given.items():
-        if weight.shape != own[name].shape:
-            raise ValueError(
-                f"{name} has shape {list(weight.shape)} in the checkpoint and {list(own[name].shape)} here"
-            )
+    check_weights(own, given)
     with torch.no_grad():
         for name, weight in given.items():
             own[name].copy_(weight)

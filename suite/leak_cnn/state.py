@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from suite.runtime.weights import check_weights, copies, optimizer_copies
+
 
 def state_of(trainer: Any) -> dict[str, Any]:
     """All that a trainer's next epoch depends on, its configuration, and the best weights so far.
@@ -19,14 +21,11 @@ def state_of(trainer: Any) -> dict[str, Any]:
                of equals the first. Before a validation -1 files, and epoch 0.
     """
     return {
-        "weights": _copies(trainer.weights),
-        "optimizer": {
-            name: [t.clone() for t in value] if isinstance(value, list) else value.clone()
-            for name, value in trainer.optimizer.state_dict().items()
-        },
+        "weights": copies(trainer.weights),
+        "optimizer": optimizer_copies(trainer.optimizer.state_dict()),
         "steps": trainer.steps,
         "best": {
-            "weights": _copies(trainer.best),
+            "weights": copies(trainer.best),
             "files": int(trainer.best_files),
             "epoch": int(trainer.best_epoch),
         },
@@ -40,19 +39,9 @@ def restore(trainer: Any, state: Mapping[str, Any]) -> None:
     What is no tensor, the trainer sets itself.
     """
     own, given = trainer.weights, state["weights"]
-    if others := own.keys() ^ given.keys():
-        raise ValueError(f"the weights {', '.join(sorted(others))} are only in the checkpoint, or only here")
-    for name, weight in given.items():
-        if weight.shape != own[name].shape:
-            raise ValueError(
-                f"{name} has shape {list(weight.shape)} in the checkpoint and {list(own[name].shape)} here"
-            )
+    check_weights(own, given)
     with torch.no_grad():
         for name, weight in given.items():
             own[name].copy_(weight)
             trainer.best[name].copy_(state["best"]["weights"][name])
     trainer.optimizer.load_state_dict(state["optimizer"])
-
-
-def _copies(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: weight.detach().clone() for name, weight in weights.items()}

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
+from states import same, through_a_file
 
 from optimized.trainers import eigenstate_lm as module
 from optimized.trainers.eigenstate_lm import Trainer as Optimized
@@ -308,21 +309,6 @@ def test_where_nothing_can_be_compiled_it_trains_and_says_why(text, monkeypatch)
 
 
 # --- checkpoints ----------------------------------------------------------------------------------------------------
-
-
-def same(first, second):
-    """Whether two states are equal, bit for bit; configurations aside."""
-    if isinstance(first, dict):
-        return first.keys() == second.keys() and all(same(first[k], second[k]) for k in first if k != "config")
-    if isinstance(first, list):
-        return len(first) == len(second) and all(map(same, first, second))
-    return torch.equal(first, second) if isinstance(first, torch.Tensor) else first == second
-
-
-def through_a_file(trainer):
-    file = io.BytesIO()
-    torch.save(trainer.state_dict(), file)
-    return torch.load(io.BytesIO(file.getvalue()), weights_only=True)
 
 
 @pytest.mark.parametrize("first", [Reference, Optimized])

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from states import same, through_a_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import TensorDataset
@@ -385,21 +386,6 @@ def test_replayed_as_a_graph_it_is_the_same_bit_for_bit(monkeypatch):
 
 
 # --- checkpoints ----------------------------------------------------------------------------------------------------
-
-
-def same(first, second):
-    """Whether two states are equal, bit for bit; configurations aside."""
-    if isinstance(first, dict):
-        return first.keys() == second.keys() and all(same(first[k], second[k]) for k in first if k != "config")
-    if isinstance(first, list):
-        return len(first) == len(second) and all(map(same, first, second))
-    return torch.equal(first, second) if isinstance(first, torch.Tensor) else first == second
-
-
-def through_a_file(trainer):
-    file = io.BytesIO()
-    torch.save(trainer.state_dict(), file)
-    return torch.load(io.BytesIO(file.getvalue()), weights_only=True)
 
 
 @pytest.mark.parametrize("first", [Reference, Optimized])
