@@ -86,6 +86,8 @@ TRAINERS: dict[str, Entry] = {
         claims="suite.eigenstate_lm.config:CLAIMS",
         ablated="suite.eigenstate_lm.data:for_ablation",
         finish="suite.eigenstate_lm.report:finish",
+        checks="suite.claims.eigenstate_lm:CHECKS",
+        setting="suite.claims.eigenstate_lm:setting",
     ),
 }
 

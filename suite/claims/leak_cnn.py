@@ -12,9 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -22,7 +20,7 @@ from perfsuite.counting import count_calls
 from perfsuite.report import units
 from suite import ablation
 from suite.backends import cudnn_benchmark
-from suite.claims.measuring import Make, apart, counts, interleaved, percent, saved, typical, within
+from suite.claims.measuring import Make, Operations, apart, counts, interleaved, percent, saved, typical, within
 from suite.claims.record import CONFIRMED, DEPENDS, REFUTED, UNMEASURED, Answer, Checks, Measure
 from suite.leak_cnn.classes import CLASSES
 from suite.leak_cnn.config import TrainConfig, without_techniques
@@ -377,39 +375,12 @@ _IMPLEMENTED = (
 """What the source says that it has done; file_level_eval is of validation, and the loader is on before, too."""
 
 
-class _Operations(TorchDispatchMode):
-    """Counts operations, and the bytes that live at once of what they return, but for what was `known` before."""
-
-    def __init__(self, known: Sequence[torch.Tensor] = ()) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch has not typed it
-        self.count: int = 0
-        self.peak: int = 0
-        self._known = {t.untyped_storage()._cdata for t in known}  # of which an operation may return a view
-        self._living: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        self.count += 1
-        for tensor in tree_leaves(found):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                if storage._cdata not in self._known:
-                    self._living[storage._cdata] = (StorageWeakRef(storage), int(storage.nbytes()))
-        self.peak = max(self.peak, self.live())
-        return found
-
-    def live(self) -> int:
-        """Bytes of what has been made and not freed yet."""
-        self._living = {key: own for key, own in self._living.items() if not own[0].expired()}
-        return sum(size for _, size in self._living.values())
-
-
 def _launches(s: Setting, call: Callable[[], object]) -> int:
     """Of a call on a GPU; its operations elsewhere."""
     if s.device.type == "cuda":
         return counts(call)[1]
     call()
-    with _Operations() as seen:
+    with Operations() as seen:
         call()
     count: int = seen.count
     return count
@@ -450,7 +421,7 @@ def _on_a_gpu(s: Setting, call: Callable[..., torch.Tensor], given: Any, leaves:
 
 
 def _anywhere(call: Callable[..., torch.Tensor], given: Any, leaves: Any) -> tuple[int, int, int]:
-    with _Operations([t for t in tree_leaves(given) if isinstance(t, torch.Tensor)]) as seen:
+    with Operations([t for t in tree_leaves(given) if isinstance(t, torch.Tensor)]) as seen:
         loss = call(*given)
         kept, forward = seen.live(), seen.peak
         torch.autograd.grad(loss, leaves)

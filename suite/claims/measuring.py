@@ -1,10 +1,11 @@
-"""What claims are measured with, of whatever trainer: times and counts of calls, and what an interval says."""
+"""What claims are measured with, of whatever trainer: times, counts and memory of calls, and what an interval says."""
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing.connection import Connection
@@ -12,6 +13,9 @@ from statistics import median
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from perfsuite.counting import count_calls
 from perfsuite.report import units
@@ -72,6 +76,51 @@ def apart(made: Mapping[str, Make]) -> Iterator[dict[str, Callable[[], float]]]:
             if child.is_alive():
                 child.kill()
                 child.join()
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations, and the bytes that live at once of what they return, but for what was `known` before."""
+
+    def __init__(self, known: Sequence[torch.Tensor] = ()) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has not typed it
+        self.count: int = 0
+        self.peak: int = 0
+        self._known = {t.untyped_storage()._cdata for t in known}  # of which an operation may return a view
+        self._living: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        self.count += 1
+        for tensor in tree_leaves(found):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self._known:
+                    self._living[storage._cdata] = (StorageWeakRef(storage), int(storage.nbytes()))
+        self.peak = max(self.peak, self.live())
+        return found
+
+    def live(self) -> int:
+        """Bytes of what has been made and not freed yet."""
+        self._living = {key: own for key, own in self._living.items() if not own[0].expired()}
+        return sum(size for _, size in self._living.values())
+
+
+def peak_bytes(device: torch.device, call: Callable[[], object], known: Sequence[torch.Tensor] = ()) -> int:
+    """The most bytes that a call has at once beyond those before it.
+
+    On a GPU all that its allocator hands out, elsewhere what operations return; `known` is what was there already.
+    """
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        call()
+        return torch.cuda.max_memory_allocated(device) - before
+    with Operations(known) as seen:
+        call()
+    most: int = seen.peak
+    return most
 
 
 def saved(ratio: Ratio) -> tuple[float, float]:

@@ -84,7 +84,7 @@ def test_what_is_claimed_of_memory_is_met_within_a_tenth(
 
 def test_what_lives_at_once_is_added_up() -> None:
     given = torch.zeros(1000)
-    with leak_cnn._Operations([given]) as seen:
+    with measuring.Operations([given]) as seen:
         first = given + 1
         del first
         second, view = given * 2, given.view(10, 100)

@@ -1,0 +1,451 @@
+"""eigenstate_lm's claims: what a CPU can show of them, and how what only a GPU shows is judged."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from perfsuite.errors import PerfsuiteError
+from suite import trainers
+from suite.ablation import Ratio
+from suite.claims import eigenstate_lm, record
+from suite.claims.record import CONFIRMED, DEPENDS, REFUTED, UNMEASURED, VERDICTS
+from suite.commands.claims import claims
+from suite.eigenstate_lm.config import TrainConfig
+from suite.eigenstate_lm.data import Data
+from suite.eigenstate_lm.model import parameters
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = dataclasses.replace(eigenstate_lm.setting(torch.device("cpu")), rounds=2)
+CHECKS = eigenstate_lm.CHECKS.all
+IDS = [f"C{n}" for n in (47, 48, 49, 51, 52, 53, 54, 55, 56, 57, 58, 60)]
+ON_GPU = ["C47", "C48", "C55", "C57", "C60"]
+
+
+@pytest.fixture(autouse=True)
+def anew() -> Iterator[None]:
+    """Times that a test is told are no other's."""
+    eigenstate_lm._timed.cache_clear()
+    yield
+    eigenstate_lm._timed.cache_clear()
+
+
+def ratio(value: float, half: float = 0.0) -> Ratio:
+    return Ratio(value=value, low=value - half, high=value + half)
+
+
+def test_every_claim_of_the_source_has_a_function_and_a_text() -> None:
+    assert list(CHECKS) == IDS
+    assert all(check.said.endswith(".") and callable(check.measure) for check in CHECKS.values())
+    assert trainers.checks_of("eigenstate_lm") == (eigenstate_lm.CHECKS, eigenstate_lm.setting)
+
+
+def test_what_says_something_of_a_gpu_is_not_measured_without_one() -> None:
+    assert [c.id for c in CHECKS.values() if c.gpu] == ON_GPU
+    assert {CHECKS[name].answer(SMALL) for name in ON_GPU} == {(UNMEASURED, "there is no GPU")}
+
+
+def test_a_gpu_gets_the_source_s_size() -> None:
+    given = eigenstate_lm.setting(torch.device("cuda"))
+    assert given.config == TrainConfig(accumulation=1)
+    assert (given.config.tokens, given.rows) == (131_072, 131_072)
+    assert parameters(given.config.sizes(given.vocabulary)) == 123_104_256
+
+
+def test_what_is_trained_is_the_tiny_configuration() -> None:
+    pytest.importorskip("jsonargparse")
+    from suite import configuration
+    from suite.runtime import Options
+
+    path = ROOT / "configs/eigenstate_lm/tiny.yaml"
+    config, _, data = configuration.read([TrainConfig, Options, Data], path)
+    assert dataclasses.replace(config, use_compile=False) == eigenstate_lm.TINY
+    assert data.vocabulary == eigenstate_lm.TINY_VOCABULARY
+
+
+# --- on a CPU -------------------------------------------------------------------------------------------------------
+
+
+def test_the_recurrence_is_a_scan() -> None:
+    verdict, told = eigenstate_lm.sequential(SMALL)
+    assert verdict == REFUTED
+    assert "for 64 tokens" in told
+    assert "for 256 and, in proportion" in told
+    assert "for 1,024; scanned they take" in told
+
+
+def test_chunks_leave_the_result_and_change_the_memory() -> None:
+    verdict, told = eigenstate_lm.chunks(SMALL)
+    assert verdict == DEPENDS
+    assert told.startswith("on whether memory counts")
+    assert all(f" {chunk}: " in told for chunk in eigenstate_lm.CHUNKS)
+
+
+def test_the_gradient_reaches_tens_of_tokens_back() -> None:
+    verdict, told = eigenstate_lm.reach(SMALL)
+    assert verdict == REFUTED
+    assert "after 1,587 tokens and after" in told  # 0.99 ** 1587 is the first below 2 ** -23
+    assert "is 1e-143" in told
+    assert "|" not in told  # which parts the cells of a table
+
+
+def test_the_source_s_network_begins_with_eigenvalues_of_little_reach() -> None:
+    first, most = eigenstate_lm._decays(dataclasses.replace(SMALL, config=eigenstate_lm.SOURCE))
+    sizes = [eigenstate_lm.eigenvalues(decay).norm(dim=-1) for decay in (first, most)]
+    assert first.shape == (8, 2, 128)
+    assert 0.54 < float(sizes[0].max()) <= 0.545
+    assert float(sizes[1].min()) == pytest.approx(0.99)
+
+
+def test_an_influence_is_that_of_the_recurrence() -> None:
+    """What a step adds is turned and shrunk by λ once a step."""
+    given = dataclasses.replace(SMALL, reach=6)
+    decay = torch.full((1, 1, 1), -1.0)  # one eigenstate does not turn
+    magnitude = 0.1 + 0.89 / (1 + math.e)
+    found = eigenstate_lm._influence_of_scan(given, decay)
+    torch.testing.assert_close(found, magnitude ** torch.arange(6.0))
+
+
+def test_the_network_s_own_reach_is_further_with_larger_eigenvalues() -> None:
+    first, most = (
+        eigenstate_lm.horizon(eigenstate_lm._influence(SMALL, decay))
+        for decay in (None, eigenstate_lm._decays(SMALL)[1])
+    )
+    assert first is not None
+    assert most is not None
+    assert 10 < first < 100 < 1000 < most < SMALL.reach
+
+
+@pytest.mark.parametrize(
+    ("influence", "found"),
+    [([1.0, 0.5, 1e-8], 2), ([1.0, 1e-8, 0.5, 0.0], 3), ([2.0, 1e-8, 0.0], 1), ([1.0, 0.5], None), ([0.0, 0.0], None)],
+)
+def test_an_influence_ends_where_it_is_below_rounding_for_good(influence: list[float], found: int | None) -> None:
+    assert eigenstate_lm.horizon(torch.tensor(influence)) == found
+
+
+def test_logits_are_three_times_there_without_chunks() -> None:
+    verdict, told = eigenstate_lm.chunked_loss(SMALL)
+    assert verdict == DEPENDS
+    assert "take 13.2 GB in bfloat16 and 26.3 GB in float32" in told
+    assert "(from 1,024 rows of 500 logits)" in told
+    at_once, kept, freed = (
+        eigenstate_lm._peak_of_loss(SMALL, form, False)[0]
+        for form in (eigenstate_lm._whole_loss, eigenstate_lm._kept_loss, eigenstate_lm._freed_loss)
+    )
+    logits = 2 * 131_072 * 50_257
+    assert 3 * logits <= at_once < 3.2 * logits
+    assert logits < kept < 1.3 * logits
+    assert freed < 0.5 * logits
+
+
+def test_a_loss_that_does_not_fit_is_measured_by_fewer_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    def peak(setting: Any, form: Any, wide: bool, rows: int) -> int | None:
+        return 2 * rows * setting.vocabulary if rows <= 256 else None
+
+    monkeypatch.setattr(eigenstate_lm, "_empty", lambda: None)
+    monkeypatch.setattr(eigenstate_lm, "_peak_of_rows", peak)
+    found, rows = eigenstate_lm._peak_of_loss(SMALL, eigenstate_lm._whole_loss, False)
+    assert (found, rows) == (2 * 131_072 * 50_257, 256)
+    monkeypatch.setattr(eigenstate_lm, "_peak_of_rows", lambda *given: None)
+    with pytest.raises(torch.OutOfMemoryError):
+        eigenstate_lm._peak_of_loss(SMALL, eigenstate_lm._whole_loss, False)
+
+
+def test_a_loss_in_chunks_is_the_loss() -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 8, generator=generator) for n in (96, 20))
+    labels = torch.randint(20, (96,), generator=generator)
+    known = eigenstate_lm._whole_loss(hidden, weight, labels)
+    torch.testing.assert_close(eigenstate_lm._kept_loss(hidden, weight, labels), known)
+    torch.testing.assert_close(eigenstate_lm._freed_loss(hidden, weight, labels), known)
+
+
+def test_chunks_of_tokens_take_eight_bytes_each() -> None:
+    verdict, told = eigenstate_lm.cache(SMALL)
+    assert verdict == REFUTED
+    assert told.startswith("256 chunks of 32,768 tokens take 67.1 MB as int64, 16.8 MB in the pack's")
+    assert told.endswith("a token would need 477 bytes (from 16 of 32)")
+
+
+def test_two_moments_take_eight_bytes_a_parameter() -> None:
+    verdict, told = eigenstate_lm.optimizer_state(SMALL)
+    assert verdict == REFUTED
+    assert "8 bytes a parameter: of 123,104,256 that is 985 MB" in told
+    assert "5.85 bytes a parameter" in told
+
+
+def test_batches_are_loaded_with_each_prefetch_and_gathered_here() -> None:
+    verdict, told = eigenstate_lm.prefetch(SMALL)
+    assert verdict in (REFUTED, DEPENDS)
+    assert "a batch of 2 sequences of 32 tokens comes from 1 worker, when" in told
+    assert all(f" with {ahead}" in told for ahead in (2, 4, 8))
+
+
+@pytest.mark.parametrize(("says", "told"), [("DataLoader worker (pid 7) is killed", True), ("another", False)])
+def test_a_worker_that_dies_is_told(says: str, told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def dies(*given: Any, count: int) -> Any:
+        raise RuntimeError(says)
+
+    monkeypatch.setattr(eigenstate_lm, "interleaved", dies)
+    if told:
+        assert eigenstate_lm.prefetch(SMALL) == (UNMEASURED, says)
+    else:
+        with pytest.raises(RuntimeError, match=says):
+            eigenstate_lm.prefetch(SMALL)
+
+
+# --- what a GPU shows, small and here ---------------------------------------------------------------------------------
+
+
+def test_a_step_is_timed_in_each_precision() -> None:
+    verdict, told = eigenstate_lm.step(SMALL)
+    assert verdict == CONFIRMED
+    assert "a step of 2 sequences of 32 tokens takes" in told
+    assert all(f"in {name}" in told for name in eigenstate_lm.PRECISIONS)
+    assert "are 8,173 tokens in 370 ms, and such a step has 131,072" in told
+
+
+def test_the_reference_is_extrapolated() -> None:
+    assert eigenstate_lm.extrapolated((512, 1.2), (1024, 2.3), 32768) == pytest.approx(2.3 + 62 * 1.1)
+    verdict, told = eigenstate_lm.speedup(SMALL)
+    assert verdict in VERDICTS
+    assert "for 2 sequences of 16 tokens the reference takes" in told
+    assert told.endswith("a step are 45.9 times, its tokens a second 442, and its hours 54.1")
+
+
+def test_a_step_has_a_peak_and_less_of_it_if_it_computes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    peaks = []
+    measure = eigenstate_lm._peak_of_step
+
+    def noted(setting: Any, **on: bool) -> int:
+        peaks.append(measure(setting, **on))
+        return peaks[-1]
+
+    monkeypatch.setattr(eigenstate_lm, "_peak_of_step", noted)
+    given = dataclasses.replace(SMALL, config=dataclasses.replace(SMALL.config, layers=3))
+    verdict, told = eigenstate_lm.memory(given)
+    assert verdict == CONFIRMED
+    assert "a step of 2 sequences of 32 tokens in bfloat16 takes" in told
+    assert [eigenstate_lm.amount(peak) in told for peak in peaks] == [True, True]
+    assert peaks[1] < peaks[0]
+
+
+def test_steps_are_timed_with_the_cache_and_without() -> None:
+    verdict, told = eigenstate_lm.emptying(SMALL)
+    assert verdict in VERDICTS
+    assert "10 steps take" in told
+
+
+def test_runs_end_at_losses_by_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {"float32": [8.0, 8.1], "TF32": [1.6, 1.61], "bfloat16": [1.0, 1.0], "float16": [1.0, 1.01]}
+    monkeypatch.setattr(eigenstate_lm, "_timed", Timed(seconds))
+    verdict, told = eigenstate_lm.half(SMALL)
+    assert verdict == DEPENDS
+    assert told.startswith("on what float32's products are: a step of 64 tokens takes 1.00 s in float16 against")
+    ends, left_out = eigenstate_lm._ends(SMALL)
+    assert len(ends) == SMALL.seeds
+    assert left_out >= 0
+    assert all(f"{a:.4f}" in told for a, _ in ends)
+    assert all(0 < abs(b / a - 1) < 0.01 for a, b in ends)
+
+
+class Timed:
+    """In place of `_timed`."""
+
+    def __init__(self, seconds: Mapping[str, list[float]]) -> None:
+        self.seconds = seconds
+
+    def __call__(self, setting: Any) -> Mapping[str, list[float]]:
+        return self.seconds
+
+    def cache_clear(self) -> None:
+        pass
+
+
+def test_a_precision_that_does_not_fit_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    make = eigenstate_lm._trainer
+
+    def limited(setting: Any, **on: Any) -> Any:
+        trainer = make(setting, **on)
+        if not on:
+            trainer.train_window = out
+        return trainer
+
+    def out(batch: Any) -> None:
+        raise PerfsuiteError("out of memory: so many sequences")
+
+    monkeypatch.setattr(eigenstate_lm, "_trainer", limited)
+    monkeypatch.setattr(eigenstate_lm, "_ends", lambda setting: ([(3.0, 3.001)], 2))
+    _, told = eigenstate_lm.step(SMALL)
+    assert "; in float32 it does not fit. " in told
+    _, told = eigenstate_lm.half(SMALL)
+    assert "float32's" not in told
+    assert "in float16 +0.033% to +0.033% higher, with 2 steps left out" in told
+
+
+@pytest.mark.parametrize("name", ["C47", "C48", "C57", "C60"])
+def test_a_device_that_is_too_small_for_a_step_is_told(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def out(*given: Any, **options: Any) -> Callable[..., None]:
+        raise PerfsuiteError("out of memory: so many sequences")
+
+    monkeypatch.setattr(eigenstate_lm, "_steps", lambda trainer: out)
+    verdict, told = CHECKS[name].measure(SMALL)
+    assert verdict == UNMEASURED
+    assert told.startswith("out of memory: ")
+
+
+def test_another_error_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*given: Any, **options: Any) -> None:
+        raise PerfsuiteError("data: there is none")
+
+    monkeypatch.setattr(eigenstate_lm, "_steps", lambda trainer: fails)
+    for measure in (eigenstate_lm.step, eigenstate_lm.emptying):
+        with pytest.raises(PerfsuiteError, match="there is none"):
+            measure(SMALL)
+
+
+def test_what_cannot_be_compiled_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def warns(*given: Any) -> None:
+        warnings.warn("eigenstate_lm's blocks runs uncompiled: why", RuntimeWarning, stacklevel=2)
+
+    monkeypatch.setattr(eigenstate_lm, "_steps", lambda trainer: warns)
+    assert eigenstate_lm.emptying(SMALL) == (UNMEASURED, "eigenstate_lm's blocks runs uncompiled: why")
+
+
+# --- what is judged, on figures that are given ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("seconds", "verdict"),
+    [((0.25, 0.4), CONFIRMED), ((0.25, 2.2), DEPENDS), ((0.5, 2.2), REFUTED)],
+)
+def test_a_step_is_held_against_the_source_s(seconds: tuple[float, ...], verdict: str) -> None:
+    assert eigenstate_lm._reached(seconds) == verdict
+
+
+@pytest.mark.parametrize(
+    ("found", "verdict"),
+    [((50.0, 55.0), CONFIRMED), ((35.0, 300.0), DEPENDS), ((52.0, 300.0), DEPENDS), ((1.0, 8.0), REFUTED)],
+)
+def test_a_figure_that_lies_between_depends(found: tuple[float, ...], verdict: str) -> None:
+    assert eigenstate_lm._meets(found, 53.9) == verdict
+
+
+@pytest.mark.parametrize(
+    ("furthest", "scan", "loop", "verdict"),
+    [(1e-7, 3e-4, 7.3, REFUTED), (1e-7, 1.0, 1.5, UNMEASURED), (1e-2, 3e-4, 7.3, CONFIRMED)],
+)
+def test_what_is_equal_and_faster_at_once_needs_no_turn(
+    furthest: float, scan: float, loop: float, verdict: str
+) -> None:
+    assert eigenstate_lm._in_turn(furthest, scan, loop) == verdict
+
+
+@pytest.mark.parametrize(
+    ("errors", "peaks", "verdict"),
+    [((1e-7, 2e-7), (1, 5), DEPENDS), ((1e-7, 2e-7), (100, 105), CONFIRMED), ((1e-7, 1e-3), (1, 1), REFUTED)],
+)
+def test_chunks_are_judged_by_result_and_memory(
+    errors: tuple[float, ...], peaks: tuple[float, ...], verdict: str
+) -> None:
+    assert eigenstate_lm._only_speed(errors, peaks) == verdict
+
+
+@pytest.mark.parametrize(
+    ("horizons", "verdict"), [((70, 7000), REFUTED), ((70, None), DEPENDS), ((None, None), CONFIRMED)]
+)
+def test_a_reach_is_held_against_the_context(horizons: tuple[int | None, ...], verdict: str) -> None:
+    assert eigenstate_lm._spans(horizons, 32768) == verdict
+
+
+@pytest.mark.parametrize(
+    ("found", "verdict"),
+    [((13.0, 26.0), CONFIRMED), ((25.0, 76.0), DEPENDS), ((30.0, 80.0), DEPENDS), ((0.1, 9.0), REFUTED)],
+)
+def test_memory_saved_is_held_against_its_range(found: tuple[float, ...], verdict: str) -> None:
+    assert eigenstate_lm._between(found, 13, 26) == verdict
+
+
+@pytest.mark.parametrize(("peaks", "verdict"), [((7, 7.5), CONFIRMED), ((38, 7.5), DEPENDS), ((38, 21), REFUTED)])
+def test_a_peak_is_no_more_than_claimed(peaks: tuple[float, ...], verdict: str) -> None:
+    assert eigenstate_lm._fits(peaks, 7.2) == verdict
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "growth", "verdict"),
+    [
+        (-3.0, -1.0, 0.0, CONFIRMED),
+        (1.0, 3.0, 0.0, REFUTED),
+        (-0.5, 0.5, 0.0, REFUTED),
+        (-5.0, 5.0, 0.0, UNMEASURED),
+        (1.0, 3.0, 0.5, DEPENDS),
+    ],
+)
+def test_emptying_is_judged_by_time_and_by_what_is_held(low: float, high: float, growth: float, verdict: str) -> None:
+    assert eigenstate_lm._helps(low, high, growth) == verdict
+
+
+@pytest.mark.parametrize(
+    ("gains", "batch", "verdict"),
+    [
+        ((1.0, 1.1), 0.002, REFUTED),
+        ((1.3, 1.4), 0.002, DEPENDS),
+        ((1.3, 1.4), 0.5, CONFIRMED),
+        ((1.0, 1.4), 0.5, DEPENDS),
+    ],
+)
+def test_prefetching_counts_where_a_step_waits(gains: tuple[float, float], batch: float, verdict: str) -> None:
+    assert eigenstate_lm._loads_faster([ratio(gain, 0.15) for gain in gains], batch) == verdict
+
+
+@pytest.mark.parametrize(
+    ("ratios", "lost", "verdict"),
+    [
+        ((8.6, 1.6), 0.001, DEPENDS),
+        ((2.1, 1.9), 0.001, CONFIRMED),
+        ((1.2, 1.1), 0.001, REFUTED),
+        ((2.1, 1.9), 0.05, REFUTED),
+        ((), 0.001, UNMEASURED),
+    ],
+)
+def test_half_precision_is_judged_by_time_and_loss(ratios: tuple[float, ...], lost: float, verdict: str) -> None:
+    assert eigenstate_lm._twice([ratio(r, 0.01) for r in ratios], [0.0, lost]) == verdict
+
+
+@pytest.mark.parametrize(("size", "told"), [(985e6, "985 MB"), (13.17e9, "13.2 GB"), (0, "0 MB")])
+def test_memory_is_told_by_thousands(size: float, told: str) -> None:
+    assert eigenstate_lm.amount(size) == told
+
+
+# --- the command, and a GPU -----------------------------------------------------------------------------------------
+
+
+def test_the_command_measures_eigenstate_lm_s_claims(tmp_path: Path) -> None:
+    asked = ["eigenstate_lm", "--only", "C47", "--only", "C54", "--device", "cpu", "--out", str(tmp_path)]
+    done = CliRunner().invoke(claims, asked)
+    assert done.exit_code == 0, done.output
+    found = record.load(tmp_path / "claims.json")
+    assert {name: (c.trainer, c.verdict) for name, c in found.items()} == {
+        "C47": ("eigenstate_lm", UNMEASURED),
+        "C54": ("eigenstate_lm", REFUTED),
+    }
+    assert "67.1 MB as int64" in (tmp_path / "claims.md").read_text()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", IDS)
+def test_on_a_gpu_every_claim_has_a_verdict(name: str) -> None:
+    config = TrainConfig(width=64, layers=2, eigenstates=16, sequence_length=256, batch_size=2, accumulation=1)
+    given = dataclasses.replace(SMALL, device=torch.device("cuda"), config=config)
+    verdict, told = CHECKS[name].answer(given)
+    assert verdict in VERDICTS
+    assert told
