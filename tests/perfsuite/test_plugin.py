@@ -461,6 +461,40 @@ def test_what_the_cpu_alone_is_for_is_not_compiled_beside_what_a_gpu_meets(proje
     assert lines_with(failure(project.run("-k", "kernels")), "triple:", "does not compile for sm_90")
 
 
+def test_a_variant_without_a_kernel_is_not_called_at_the_sizes_that_a_gpu_meets(project: Project) -> None:
+    pytest.importorskip("triton")
+    variants = """
+        variants={"triton": fast, "plain": plain},
+        workloads=[Workload("large", n=64, device="cuda"), Workload("cpu", n=8, clock="wall", device="cpu")],
+    """
+    plain = """
+    def plain(x):
+        assert x.numel() < 64, "too large for this machine"
+        return 3 * x
+
+
+    triple = Pair("""
+    text = KERNEL.replace('        workloads=[Workload("small", n=64)],', variants).replace("    triple = Pair(", plain)
+    project.write("test_triple.py", text)
+    project.run("-k", "kernels").assert_outcomes(passed=1)
+
+
+def test_between_kernels_no_product_is_made(project: Project) -> None:
+    """It is what takes long on a CPU, and nobody looks at its values."""
+    pytest.importorskip("triton")
+    products = """
+        ones, out = torch.ones(2, 3, 3), torch.ones(3, 3)
+        if "PERFSUITE_AHEAD" in os.environ:
+            for made in (ones[0] @ ones[1], torch.bmm(ones, ones), torch.mm(ones[0], ones[1], out=out), out):
+                assert made.shape[-2:] == (3, 3) and not made.any()
+        triple_kernel[(triton"""
+    text = KERNEL.replace("\n        triple_kernel[(triton", products).replace(
+        "import torch", "import os\n    import torch", 1
+    )
+    project.write("test_triple.py", text)
+    project.run("-k", "kernels").assert_outcomes(passed=1)
+
+
 # --- pytest-benchmark: the contract of perfsuite/benchmarks.py ------------------------------------------------------
 
 

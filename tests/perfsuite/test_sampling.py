@@ -293,6 +293,21 @@ def test_a_call_that_takes_too_long_for_the_profiler_is_not_counted(monkeypatch:
     assert UNCOUNTED[1] > clocks.QUEUE_DEPTH
 
 
+def test_a_call_of_seconds_is_not_made_once_more_to_settle(time: Time) -> None:
+    def calls(seconds: float) -> int:
+        count = itertools.count()
+
+        def slow(x: torch.Tensor) -> torch.Tensor:
+            next(count)
+            time.spend(seconds)
+            return torch.exp(x)
+
+        measure(pair(time, reference=slow))
+        return next(count)
+
+    assert calls(0.5) == calls(2.0) + FEW_BLOCKS
+
+
 def test_what_was_not_counted_in_an_earlier_process_is_not_known_in_a_later_one(
     time: Time, monkeypatch: pytest.MonkeyPatch
 ) -> None:
