@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -37,7 +38,7 @@ def needed(config: TrainConfig, vocabulary: int) -> tuple[float, float]:
 def remedy(config: TrainConfig, vocabulary: int, total: int) -> str:
     """What to change so that a step fits into so many bytes."""
     fixed, sequence = needed(config, vocabulary)
-    rows = config.batch_size if config.gradient_accumulation else config.sequences
+    rows = _rows(config)
     fits = int((total - fixed) // sequence)
     if not config.gradient_accumulation and config.accumulation > 1:
         return "switch gradient_accumulation on, by which a micro-batch is there at a time"
@@ -58,7 +59,14 @@ def remedy(config: TrainConfig, vocabulary: int, total: int) -> str:
 
 @contextmanager
 def told_when_out(config: TrainConfig, vocabulary: int, device: torch.device) -> Iterator[None]:
-    """An OutOfMemoryError within is told in one line, which says what to reduce and by how much."""
+    """An OutOfMemoryError within is told in one line, which says what to reduce and by how much.
+
+    On a CPU, whose system ends a process without a word, what is more than the machine has is refused beforehand.
+    """
+    if device.type == "cpu":
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if _at_once(config, vocabulary) > total:
+            raise PerfsuiteError(_told(config, vocabulary, "this machine", total))
     try:
         yield
     except torch.OutOfMemoryError:
@@ -66,10 +74,21 @@ def told_when_out(config: TrainConfig, vocabulary: int, device: torch.device) ->
         total = 0
         if device.type == "cuda":
             total = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-        fixed, sequence = needed(config, vocabulary)
-        rows = config.batch_size if config.gradient_accumulation else config.sequences
-        raise PerfsuiteError(
-            f"out of memory: {rows} sequences of {config.sequence_length} tokens at once take about "
-            f"{(fixed + rows * sequence) / GIB:.0f} GiB, and {device} has {total / GIB:.0f} for them; "
-            + remedy(config, vocabulary, total)
-        ) from None
+        raise PerfsuiteError(_told(config, vocabulary, str(device), total)) from None
+
+
+def _at_once(config: TrainConfig, vocabulary: int) -> float:
+    fixed, sequence = needed(config, vocabulary)
+    return fixed + _rows(config) * sequence
+
+
+def _rows(config: TrainConfig) -> int:
+    return config.batch_size if config.gradient_accumulation else config.sequences
+
+
+def _told(config: TrainConfig, vocabulary: int, where: str, total: int) -> str:
+    return (
+        f"out of memory: {_rows(config)} sequences of {config.sequence_length} tokens at once take about "
+        f"{_at_once(config, vocabulary) / GIB:.0f} GiB, and {where} has {total / GIB:.0f} for them; "
+        + remedy(config, vocabulary, total)
+    )

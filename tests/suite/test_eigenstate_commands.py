@@ -7,14 +7,16 @@ from pathlib import Path
 
 import click
 import pytest
+import torch
 from click.testing import CliRunner, Result
 
+from perfsuite.errors import PerfsuiteError
 from suite.commands.ablate import ablate
 from suite.commands.data import data
 from suite.commands.generate import generate
 from suite.commands.train import train
 from suite.eigenstate_lm.config import TrainConfig
-from suite.eigenstate_lm.memory import needed, remedy
+from suite.eigenstate_lm.memory import needed, remedy, told_when_out
 
 pytest.importorskip("jsonargparse", reason="jsonargparse is not installed: pip install 'perfsuite[train]'")
 pytest.importorskip("tokenizers", reason="tokenizers is not installed: pip install 'perfsuite[train]'")
@@ -199,6 +201,13 @@ def test_the_source_s_step_is_told_to_need_37_gib() -> None:
     fixed, sequence = needed(SMALL, 50257)
     assert (fixed + 4 * sequence) / GIB == pytest.approx(36.8, rel=0.03)
     assert (fixed + 8 * sequence) / GIB == pytest.approx(71.2, rel=0.03)
+
+
+def test_what_this_machine_cannot_hold_is_refused_at_once() -> None:
+    huge = config(batch_size=9000, accumulation=1)
+    said = r"9000 sequences of 32768 tokens at once take about .* GiB, and this machine has .*; lower batch_size"
+    with pytest.raises(PerfsuiteError, match=said), told_when_out(huge, 50257, torch.device("cpu")):
+        raise AssertionError("it was tried")
 
 
 @pytest.mark.parametrize(
