@@ -656,7 +656,7 @@ class _Sampler:
             runner = self.runners[name]
             with execution.quiet(runner.side), torch.set_grad_enabled(runner.grad_mode):
                 runner.allocate(self.master, self.rng)
-                if self.estimate[name] > SETTLED_S and not runner.pair.is_stateful:
+                if self.estimate.get(name, 0.0) > SETTLED_S and not runner.pair.is_stateful:
                     continue
                 for _ in range(runner.side.settle):
                     runner.reset()
