@@ -13,14 +13,15 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
+from curves import NEIGHBOURS, a_rounding_away, deviation_of, share_of_rule
 from states import same, through_a_file
 
 from optimized.trainers import eigenstate_lm as module
 from optimized.trainers.eigenstate_lm import Trainer as Optimized
 from perfsuite import Cost, Pair, PerfsuiteError, Workload, floats, integers, scalar, size, stateful, tensor
-from perfsuite.equivalence import C, K
 from reference.trainers.eigenstate_lm import Trainer as Reference
 from suite import packed_text
+from suite.claims.eigenstate_lm import TINY
 from suite.eigenstate_lm.config import TECHNIQUES, TRADES, TrainConfig, without_techniques
 from suite.eigenstate_lm.data import Data, Steps, Text
 from suite.runtime import DivergedError, Options, fit
@@ -41,8 +42,6 @@ SMALL = TrainConfig(
     num_workers=1,
     use_compile=False,
 )
-NEIGHBOURS = 3
-"""Runs of the reference whose first weights lie a rounding away: how far rounding alone takes its curve."""
 OF_THEIR_OWN = ("use_compile", "tf32", "autocast_bf16")
 
 
@@ -188,15 +187,8 @@ def deviations(given, config=SMALL, device="cpu"):
     truth = curve(Reference(config, given, device, torch.float64), config.steps)
     runs = [curve(Reference(config, given, device), config.steps)]
     for seed in range(NEIGHBOURS):
-        near = Reference(config, given, device)
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for weight in near.weights.values():
-                flips = torch.rand(weight.shape, generator=generator) < 0.5
-                weight.mul_(torch.where(flips, 1 + 2**-24, 1 - 2**-24).to(device))
-        runs.append(curve(near, config.steps))
-    squares = torch.stack([(run - truth) ** 2 for run in runs]).mean(0)
-    return truth, runs[0], squares.sqrt().cummax(0).values
+        runs.append(curve(a_rounding_away(Reference(config, given, device), seed), config.steps))
+    return truth, runs[0], deviation_of(runs, truth)
 
 
 @pytest.fixture(scope="module")
@@ -206,9 +198,8 @@ def known(text):
 
 def share_of_budget(found, known, dtype=torch.float32):
     """The largest error, as a share of what the rule allows."""
-    truth, _, deviation = (values[: len(found)] for values in known)
-    budget = K * deviation + C * torch.finfo(dtype).eps * (truth.abs() + truth.square().mean().sqrt())
-    return float(((found - truth).abs() / budget).max())
+    truth, _, deviation = known
+    return share_of_rule(found, truth, deviation, dtype)
 
 
 def test_both_learn_the_same(text, known):
@@ -501,16 +492,12 @@ def test_the_files_hold_what_they_say(path):
     )
     assert config.autocast_bf16 == (path.stem != "tiny")
     if path.stem == "tiny":
-        assert dataclasses.replace(config, use_compile=False, num_workers=1) == TINY
+        assert dataclasses.replace(config, use_compile=False) == TINY
 
 
 # --- on a GPU -------------------------------------------------------------------------------------------------------
 
 gpu = pytest.mark.gpu
-TINY = dataclasses.replace(
-    SMALL, width=64, eigenstates=16, sequence_length=64, batch_size=4, steps=200, learning_rate=3e-3
-)
-"""As configs/eigenstate_lm/tiny.yaml has it."""
 
 
 @pytest.fixture(scope="module")

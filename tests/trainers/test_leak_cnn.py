@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from curves import NEIGHBOURS, a_rounding_away, deviation_of, share_of_rule
 from states import same, through_a_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -22,7 +23,6 @@ from optimized.graphs.cuda_graph_step import CudaGraphStep
 from optimized.trainers import leak_cnn as module
 from optimized.trainers.leak_cnn import Trainer as Optimized
 from perfsuite import Pair, PerfsuiteError, Workload, floats, integers, scalar, size, stateful, tensor
-from perfsuite.equivalence import C, K
 from reference.trainers.leak_cnn import Trainer as Reference
 from suite.leak_cnn.classes import CLASSES, LEAK
 from suite.leak_cnn.config import TECHNIQUES, TRADES, TrainConfig, without_techniques
@@ -46,8 +46,6 @@ SMALL = TrainConfig(
 FILES, LONGS = 4, 8
 """Of each split: files of 16 segments."""
 STEPS = FILES * LONGS * SHORTS // SMALL.batch_size
-NEIGHBOURS = 3
-"""Runs of the reference whose first weights lie a rounding away: how far rounding alone takes its curve."""
 OF_THEIR_OWN = ("use_compile", "fullgraph_model", "tf32", "autocast_bf16")
 
 
@@ -198,17 +196,10 @@ def deviations(config=SMALL, device="cpu", data=None):
     truth = curve(Reference(config, data, device, torch.float64), count)
     runs = [curve(Reference(config, data, device), count)]
     for seed in range(NEIGHBOURS):
-        near = Reference(config, data, device)
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for weight in near.weights.values():
-                flips = torch.rand(weight.shape, generator=generator) < 0.5
-                weight.mul_(torch.where(flips, 1 + 2**-24, 1 - 2**-24).to(device))
-        runs.append(curve(near, count))
+        runs.append(curve(a_rounding_away(Reference(config, data, device), seed), count))
     found = []
     for which, exact in enumerate(truth):
-        squares = torch.stack([(run[which] - exact) ** 2 for run in runs]).mean(0)
-        found.append((exact, runs[0][which], squares.sqrt().cummax(0).values))
+        found.append((exact, runs[0][which], deviation_of([run[which] for run in runs], exact)))
     return found
 
 
@@ -219,12 +210,10 @@ def known():
 
 def share_of_budget(found, known, dtype=torch.float32):
     """The largest error, as a share of what the rule allows."""
-    worst, eps = 0.0, torch.finfo(dtype).eps
-    for values, (truth, _, deviation) in zip(found, known, strict=True):
-        truth, deviation = truth[: len(values)], deviation[: len(values)]
-        budget = K * deviation + C * eps * (truth.abs() + truth.square().mean().sqrt())
-        worst = max(worst, float(((values - truth).abs() / budget).max()))
-    return worst
+    return max(
+        share_of_rule(values, truth, deviation, dtype)
+        for values, (truth, _, deviation) in zip(found, known, strict=True)
+    )
 
 
 def test_both_learn_the_same_over_fifty_steps(known):
