@@ -183,7 +183,7 @@ def _without_products() -> Any:
             shapes = pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), (args, kwargs))
             return torch.zeros_like(func(*shapes[0], **shapes[1]), device="cpu")
 
-    return Mode()  # type: ignore[no-untyped-call]  # torch's own
+    return Mode()  # type: ignore[no-untyped-call]  # torch has not typed it
 
 
 def _reason(side: Any) -> str | None:

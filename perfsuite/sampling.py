@@ -28,7 +28,7 @@ import torch
 from perfsuite import anchors, ceilings, equivalence, execution, guard, scrutiny
 from perfsuite import inputs as make
 from perfsuite.clocks import QUEUE_DEPTH, CpuClock, CudaClock, clock_for
-from perfsuite.counting import count_calls
+from perfsuite.counting import COUNTED_S, count_calls
 from perfsuite.errors import PairError
 from perfsuite.integrity.calls import comes_late, late_message
 from perfsuite.machine import Monitor
@@ -52,9 +52,6 @@ VERY_SLOW_S = 0.2
 FEW_BLOCKS = 3
 RIVAL_BLOCKS, RIVAL_QUADS = 2, 4
 """Rivals are timed against the optimized side afterwards: what is gated must not depend on which rivals there are."""
-COUNTED_S = 1.0
-"""A call of the reference or a rival that takes longer is not counted: of a loop over 32768 steps, half a million
-launches, the profiler had not told after four minutes."""
 SETTLED_S = 1.0
 """A call that takes longer needs none before it on fresh inputs: what the first one costs is nothing to it."""
 UNCOUNTED = (0, QUEUE_DEPTH + 1)

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 VOCABULARY = 32000
-COUNTED_S = 1.0
-"""A window that takes longer is not counted: the profiler would record hundreds of thousands of launches."""
 BATCHES = 8
 """Different ones, on the device before the clock starts."""
 REFERENCE, NONE, ALL = "reference", "none", "all"
@@ -125,6 +123,8 @@ def measure(
            first), or None
     """
     import torch
+
+    from perfsuite.counting import COUNTED_S
 
     cuda = device.type == "cuda"
     wait: Callable[[], object] = torch.cuda.synchronize if cuda else _nothing

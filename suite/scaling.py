@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from perfsuite.errors import PerfsuiteError
 
+NEVER = 2**31 - 1
+"""More steps than are ever made: a scale of 1 never grows."""
 CLIP_EPS = 1e-6
 """As torch.nn.utils.clip_grad_norm_ adds it to the norm."""
 
@@ -30,3 +32,8 @@ class Scaling:
         ):
             if not right:
                 raise PerfsuiteError(f"{name}: {getattr(self, name)} is out of range; {remedy}")
+
+
+def scaling_for(*, float16: bool) -> Scaling:
+    """As float16 wants it, and by 1 elsewhere."""
+    return Scaling() if float16 else Scaling(init_scale=1.0, growth_interval=NEVER)

@@ -13,9 +13,8 @@ import gc
 import json
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, linear_regression
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -90,14 +89,6 @@ def timed(kind: Any, config: TrainConfig, device: str, steps: int) -> dict[str, 
     return found
 
 
-def line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """(seconds at no length, seconds a token of length) of the straight line that is nearest."""
-    xs, ys = [p[0] for p in points], [p[1] for p in points]
-    mean_x, mean_y = fmean(xs), fmean(ys)
-    slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / sum((x - mean_x) ** 2 for x in xs)
-    return mean_y - slope * mean_x, slope
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -125,7 +116,7 @@ def main() -> None:
         config = dataclasses.replace(plain, sequence_length=length)
         short.append((length, timed(Reference, config, given.device, 1)["seconds"]))
         console.print("reference", *short[-1])
-    base, slope = line(short)
+    slope, base = linear_regression(*zip(*short, strict=True))
     whole = base + slope * given.length
     told = {"rows": rows, "reference": short, "reference_whole": whole, "torch": torch.__version__}
     told["device"] = torch.cuda.get_device_name() if given.device != "cpu" else "cpu"

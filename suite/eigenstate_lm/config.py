@@ -9,10 +9,7 @@ from typing import Any
 
 from suite.configuration import need
 from suite.eigenstate_lm.model import VOCABULARY, Sizes, parameters
-from suite.scaling import Scaling
-
-NEVER = 2**31 - 1
-"""More steps than are ever made: a scale of 1 never grows."""
+from suite.scaling import Scaling, scaling_for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +110,7 @@ class TrainConfig:
     @property
     def scaling(self) -> Scaling:
         """Of the loss: as float16 wants it, and by 1 elsewhere."""
-        return Scaling() if self.autocast_fp16 else Scaling(init_scale=1.0, growth_interval=NEVER)
+        return scaling_for(float16=self.autocast_fp16)
 
     @property
     def precision(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import shutil
@@ -121,7 +122,13 @@ def rows_of(step: int, sequences: int, count: int, seed: int) -> torch.Tensor:
     An epoch is a permutation of all; those that make no whole step at its end are left out, and come in another.
     """
     epoch, place = divmod(step, sequences // count)
-    return permutation(sequences, seed, epoch, "cpu")[place * count : (place + 1) * count]
+    return _order(sequences, seed, epoch)[place * count : (place + 1) * count]
+
+
+@functools.lru_cache(maxsize=2)
+def _order(sequences: int, seed: int, epoch: int) -> torch.Tensor:
+    """Of an epoch, sorted once and not at each of its steps."""
+    return permutation(sequences, seed, epoch, "cpu")
 
 
 def next_rows(config: TrainConfig, given: Text, step: int, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:

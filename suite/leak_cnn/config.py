@@ -9,10 +9,7 @@ from typing import Any, Literal
 
 from suite.configuration import need
 from suite.leak_cnn.model import CHANNELS, DROPOUT, HIDDEN
-from suite.scaling import Scaling
-
-NEVER = 2**31 - 1
-"""More steps than are ever made: a scale of 1 never grows."""
+from suite.scaling import Scaling, scaling_for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +112,7 @@ class TrainConfig:
     @property
     def scaling(self) -> Scaling:
         """Of the loss: as float16 wants it, and by 1 elsewhere."""
-        return Scaling() if self.autocast_fp16 else Scaling(init_scale=1.0, growth_interval=NEVER)
+        return scaling_for(float16=self.autocast_fp16)
 
     def rate(self, epoch: int) -> float:
         """The learning rate of an epoch, from 0: half a cosine that ends at 0 after `epochs`."""

@@ -72,5 +72,5 @@ class Reports(Generic[R]):
         if last is None:
             return None
         if last.event is not None and sent.event is not None:
-            return last.event.elapsed_time(sent.event) / 1e3
+            return float(last.event.elapsed_time(sent.event)) / 1e3
         return sent.moment - last.moment

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -23,9 +24,8 @@ def copies(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: weight.detach().clone() for name, weight in weights.items()}
 
 
-def optimizer_copies(state: Mapping[str, object]) -> dict[str, object]:
+def optimizer_copies(state: Mapping[str, Any]) -> dict[str, Any]:
     """The same of an optimizer's state, of tensors and lists of them."""
     return {
-        name: [t.clone() for t in value] if isinstance(value, list) else value.clone()  # type: ignore[attr-defined]
-        for name, value in state.items()
+        name: [t.clone() for t in value] if isinstance(value, list) else value.clone() for name, value in state.items()
     }
