@@ -14,13 +14,14 @@ import json
 import sys
 import time
 from pathlib import Path
-from statistics import fmean, linear_regression
+from statistics import linear_regression
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
+import yaml  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
@@ -32,8 +33,15 @@ from suite.eigenstate_lm.data import Data, Text, text_of  # noqa: E402
 from suite.eigenstate_lm.model import VOCABULARY  # noqa: E402
 
 BF16 = {"autocast_bf16": True}
-MEDIUM = {"width": 1536, "layers": 12, "eigenstates": 192}
-LARGE = {"width": 2048, "layers": 16, "eigenstates": 256, "batch_size": 2}
+
+
+def _sizes(name: str) -> dict[str, Any]:
+    """What configs/eigenstate_lm/NAME.yaml says of the network's size, and of how many sequences at once."""
+    whole = yaml.safe_load((ROOT / "configs" / "eigenstate_lm" / f"{name}.yaml").read_text())
+    return {field: whole[field] for field in ("width", "layers", "eigenstates", "batch_size")}
+
+
+MEDIUM, LARGE = _sizes("medium_32k"), _sizes("large_32k")
 ROWS: dict[str, dict[str, Any]] = {
     "small, bfloat16": BF16,
     "the same, four micro-batches a step": {**BF16, "accumulation": 4},
@@ -51,9 +59,10 @@ ROWS: dict[str, dict[str, Any]] = {
     "large, bfloat16, recomputed": {**BF16, **LARGE, "activation_checkpoint": True},
     "small, bfloat16, as many sequences as are too many": {**BF16, "batch_size": 20},
 }
-SHORT = (512, 1024, 2048)
+SHORT = (1024, 4096)
 """Lengths at which the reference is timed."""
 WARM = 2
+REFERENCE_STEPS = 2
 
 
 def text(length: int) -> Text:
@@ -61,7 +70,7 @@ def text(length: int) -> Text:
 
 
 def timed(kind: Any, config: TrainConfig, device: str, steps: int) -> dict[str, float]:
-    """Seconds of each step after the first ones, and what is said of them."""
+    """Seconds a step, of steps after the first ones that do not wait for each other; and what is said of them."""
     optimized._compiled.cache_clear()
     torch._dynamo.reset()
     gc.collect()
@@ -71,18 +80,17 @@ def timed(kind: Any, config: TrainConfig, device: str, steps: int) -> dict[str, 
         torch.cuda.reset_peak_memory_stats()
     began = time.perf_counter()
     trainer = kind(config, text(config.sequence_length), device)
-    for _ in range(WARM):
+    for _ in range(WARM if kind is optimized.Trainer else 1):
         trainer.train_window({})
     trainer.last_report()
     first = time.perf_counter() - began
-    seconds = []
+    began = time.perf_counter()
     for _ in range(steps):
-        began = time.perf_counter()
         trainer.train_window({})
-        trainer.last_report()
-        seconds.append(time.perf_counter() - began)
+    trainer.last_report()
+    seconds = (time.perf_counter() - began) / steps
     most = trainer.throughput._most
-    found = {"seconds": fmean(seconds), "tokens_per_second": config.tokens / fmean(seconds), "warm_seconds": first}
+    found = {"seconds": seconds, "tokens_per_second": config.tokens / seconds, "warm_seconds": first}
     if cuda:
         found["mfu"] = found["tokens_per_second"] * config.flops() / most
         found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
@@ -95,12 +103,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--length", type=int, default=32768)
     parser.add_argument("--only", nargs="*", help="rows whose names contain one of these")
+    parser.add_argument(
+        "--reference", type=int, nargs="+", default=SHORT, help="lengths that the reference is timed at"
+    )
+    parser.add_argument("--batch_size", type=int, default=4, help="of the reference, and of rows without one")
     parser.add_argument("--out", type=Path, default=Path(".perfsuite/eigenstate_lm"))
     given = parser.parse_args()
-    if given.length <= SHORT[1]:
-        parser.error(f"--length must be above {SHORT[1]}: the reference is timed at shorter ones")
+    if len(given.reference) > 1 and given.length <= sorted(given.reference)[1]:
+        parser.error(f"--length {given.length}: above two of --reference's, from which the reference is extrapolated")
     console = Console()
-    plain = dataclasses.replace(TrainConfig(), accumulation=1, sequence_length=given.length)
+    sizes = {"sequence_length": given.length, "batch_size": given.batch_size}
+    plain = dataclasses.replace(TrainConfig(), accumulation=1, **sizes)
     rows: dict[str, Any] = {}
     for name, fields in ROWS.items():
         if given.only and not any(part in name for part in given.only):
@@ -112,12 +125,15 @@ def main() -> None:
             rows[name] = {"told": str(error)}
         console.print(name, rows[name])
     short = []
-    for length in [n for n in SHORT if n < given.length]:
+    for length in given.reference:
         config = dataclasses.replace(plain, sequence_length=length)
-        short.append((length, timed(Reference, config, given.device, 1)["seconds"]))
+        short.append((length, timed(Reference, config, given.device, REFERENCE_STEPS)["seconds"]))
         console.print("reference", *short[-1])
-    slope, base = linear_regression(*zip(*short, strict=True))
-    whole = base + slope * given.length
+    if len(short) > 1:
+        slope, base = linear_regression(*zip(*short, strict=True))
+        whole = base + slope * given.length
+    else:
+        whole = short[0][1] * given.length / short[0][0]
     told = {"rows": rows, "reference": short, "reference_whole": whole, "torch": torch.__version__}
     told["device"] = torch.cuda.get_device_name() if given.device != "cpu" else "cpu"
     table = Table("", "a step", "tokens/s", "MFU", "peak memory", "reference over it")
@@ -127,12 +143,11 @@ def main() -> None:
             continue
         tokens = found["tokens_per_second"] * found["seconds"]
         shares = [f"{100 * found['mfu']:.1f}%", f"{found['peak_gib']:.1f} GiB"] if "mfu" in found else ["–", "–"]
-        ratio = whole * tokens / (plain.tokens * found["seconds"])
-        table.add_row(
-            name, f"{1e3 * found['seconds']:.1f} ms", f"{found['tokens_per_second']:,.0f}", *shares, f"{ratio:,.0f}×"
-        )
+        # The reference is timed at the small size alone.
+        ratio = "–" if "width" in ROWS[name] else f"{whole * tokens / (plain.tokens * found['seconds']):,.0f}×"
+        table.add_row(name, f"{1e3 * found['seconds']:.1f} ms", f"{found['tokens_per_second']:,.0f}", *shares, ratio)
     console.print(table)
-    console.print(f"reference, float32, at {given.length} tokens by the line through {short}: {whole:.1f} s")
+    console.print(f"reference, float32, at {given.length} tokens from {short}: {whole:.1f} s")
     given.out.mkdir(parents=True, exist_ok=True)
     (given.out / "steps.json").write_text(json.dumps(told, indent=1) + "\n")
 

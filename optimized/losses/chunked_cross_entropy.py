@@ -20,10 +20,10 @@ def chunked_cross_entropy(
 ) -> torch.Tensor:
     """The mean cross-entropy of `hidden @ weight.T` against the labels, 0-d; a label of −100 does not count.
 
-    Logits are made for some rows at a time, once. While they are there the gradients that are wanted are made too, but
-    for the factor that the backward brings: to make the logits again there, as the source does, would be a fourth
-    product of their size. They are added up in float32 at least, and so is the weight's gradient. Without a label that
-    counts it is NaN. There is no second derivative.
+    It has hidden's dtype, and under autocast float32. Logits are made for some rows at a time, once. While they are
+    there the gradients that are wanted are made too, but for the factor that the backward brings: to make the logits
+    again there, as the source does, would be a fourth product of their size. They are added up in float32 at least,
+    and so is the weight's gradient. Without a label that counts it is NaN. There is no second derivative.
 
     On CUDA a Triton kernel makes of a row's logits, in float32, its loss and in their place their gradients, and the
     products are made with a weight that is filled up to a multiple of 64 rows. Elsewhere, and in float64, PyTorch's
@@ -59,12 +59,14 @@ def _with(by, hidden, weight, labels, rows):
     if rows < 1:
         raise ValueError(f"rows={rows}: at least one row is looked at at a time")
     # As functional.linear would; float64 is left alone by autocast.
-    if torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != torch.float64:
+    autocast = torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != torch.float64
+    if autocast:
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
     if by is None:
         by = _rows_triton if use_triton(hidden, weight, dtypes=DTYPES) else _rows_torch
-    return _ChunkedCrossEntropy.apply(hidden, weight, labels, rows, by)
+    loss = _ChunkedCrossEntropy.apply(hidden, weight, labels, rows, by)
+    return loss if autocast else loss.to(hidden.dtype)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):

@@ -102,7 +102,7 @@ class Setting:
     cached: int = CACHED
     """Sequences of the text."""
     rounds: int = 4
-    reference: tuple[int, int] = (512, 1024)
+    reference: tuple[int, int] = (512, 2048)
     """Lengths at which the reference trainer is timed."""
     loop: tuple[int, ...] = (512, 1024, 2048)
     """Lengths at which the recurrence is taken step by step, with a gradient."""

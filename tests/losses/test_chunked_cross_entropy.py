@@ -137,6 +137,14 @@ def test_under_autocast_the_products_are_in_its_precision_and_the_sums_are_not(c
         assert float((own - other).norm() / other.norm()) < 2**-7
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_the_loss_is_of_its_inputs_dtype(dtype):
+    hidden, weight, labels = drawn(N=40)
+    found = [call(hidden.to(dtype), weight.to(dtype), labels) for call in (optimized, reference)]
+    assert [loss.dtype for loss in found] == [dtype] * 2
+    assert float((found[0] - found[1]).abs() / found[1]) <= torch.finfo(dtype).eps
+
+
 def test_a_share_too_small_for_half_precision_is_not_lost():
     """Of 2¹⁸ rows each has 2⁻¹⁸ of the gradient, which float16 rounds to a few of its least steps."""
     hidden, weight, labels = drawn(N=8)
