@@ -15,9 +15,9 @@ LENGTH, CHUNKS, STATES = 32, 32, 16
 VECTOR = 4
 """States that a thread reads together, of all of a chunk's steps: 16 bytes of float32."""
 AT_ONCE = 8
-"""Programs before its own that one looks at in a step."""
+"""Of so many groups of chunks the last says what state it ends with, and the others what they add to one."""
 FEW = 8
-"""Steps, and chunks, that are read ahead of what is done with them."""
+"""Steps whose inputs the backward reads ahead of what is done with them."""
 UNWRITTEN = 0x7FFFDEAD
 """A NaN's bits that no arithmetic gives: what a program has not added yet."""
 
@@ -149,7 +149,6 @@ class _EigenstateScan(torch.autograd.Function):
                 eigenvalues,
                 grad_final,
                 begins,
-                torch.empty_like(begins),
                 d_beta,
                 d_state,
                 parts,
@@ -173,8 +172,8 @@ class _Work:
         self.groups = ceil_div(T, chunks * length)
         self.chunks = self.groups * chunks
         self.grid = (self.groups * B * ceil_div(K, states),)
-        # What each group adds, in two planes, and behind them which program comes next.
-        self.board = torch.full((2 * B * self.groups * K + 1,), UNWRITTEN, dtype=torch.int32, device=device)
+        # What each group adds, or ends with.
+        self.board = torch.full((2, B * self.groups, K), UNWRITTEN, dtype=torch.int32, device=device)
         # Items and groups; a plane of the board and one of what is there once a chunk. From the host, since a kernel's
         # argument of 1 is a plain number there, which cannot be widened.
         self.sizes = B, self.groups, B * self.groups * K, B * self.chunks * K
@@ -219,13 +218,13 @@ def _power(across, turn, exponent, MOST: tl.constexpr):
 
 
 @jit
-def _begun(board_ptr, K, items, board_plane, STATES: tl.constexpr, UNWRITTEN: tl.constexpr):
+def _begun(K, items, STATES: tl.constexpr):
     """(which group in their order, item, states [STATES]) this program is for.
 
-    By the order in which programs have begun, so that all that one waits for are under way.
+    Programs begin in the order of their numbers, as CUB's scans rely on, too: all that one waits for are under way.
     """
     columns = tl.cdiv(K, STATES)
-    program = tl.atomic_add(board_ptr + 2 * board_plane, 1) - UNWRITTEN
+    program = tl.program_id(0)
     state = program % columns * STATES + tl.arange(0, STATES)
     return program // (items * columns), (program // columns % items).to(tl.int64), state
 
@@ -245,60 +244,59 @@ def _awaited(
     AT_ONCE: tl.constexpr,
     UNWRITTEN: tl.constexpr,
 ):
-    """What the groups before this one add together to the state that it begins with, in float64, [1, STATES].
+    """The state that this group begins with, in float64, [1, STATES].
+
+    From what the last of the AT_ONCE before ended with, and what those since then add.
 
     across, turn  λ to a group's length
     """
     row = tl.arange(0, AT_ONCE)[:, None]
-    # The last row is the nearest: of the first look alone rows may be missing, those that would be farthest.
+    # The last row is the nearest.
     weight, weight_turn = _power(across, turn, AT_ONCE - 1 - row, AT_ONCE)
-    all_rows, all_turn = _power(across, turn, tl.full([1, STATES], AT_ONCE, tl.int32), AT_ONCE)
-    real = tl.zeros([1, STATES], tl.float64)
-    imaginary = tl.zeros([1, STATES], tl.float64)
-    looks = tl.cdiv(order, AT_ONCE)
-    for look in range(looks):
-        other = order - (looks - look) * AT_ONCE + row
-        mask = (other >= 0) & (state < K)
-        at = board_ptr + (item * groups + other) * K + state
-        bits = tl.full([AT_ONCE, STATES], UNWRITTEN, tl.int32)
-        bits_imaginary = bits
-        waiting = 1
-        while waiting > 0:
-            bits = tl.load(at, mask=mask, other=0, volatile=True)
-            bits_imaginary = tl.load(at + board_plane, mask=mask, other=0, volatile=True)
-            unwritten = (bits == UNWRITTEN) | (bits_imaginary == UNWRITTEN)
-            waiting = tl.sum(tl.sum(unwritten.to(tl.int32), 1), 0)
-        added = bits.to(tl.float32, bitcast=True).to(tl.float64)
-        added_imaginary = bits_imaginary.to(tl.float32, bitcast=True).to(tl.float64)
-        more, turned = _product_of(weight, weight_turn, added, added_imaginary)
-        real, imaginary = _product_of(all_rows, all_turn, real, imaginary)
-        real += tl.sum(more, 0)[None, :]
-        imaginary += tl.sum(turned, 0)[None, :]
-    return real, imaginary
+    other = order - AT_ONCE + row
+    mask = (other >= 0) & (other >= order // AT_ONCE * AT_ONCE - 1) & (state < K)
+    at = board_ptr + (item * groups + other) * K + state
+    bits = tl.full([AT_ONCE, STATES], UNWRITTEN, tl.int32)
+    bits_imaginary = bits
+    waiting = 1
+    while waiting > 0:
+        bits = tl.load(at, mask=mask, other=0, volatile=True)
+        bits_imaginary = tl.load(at + board_plane, mask=mask, other=0, volatile=True)
+        unwritten = (bits == UNWRITTEN) | (bits_imaginary == UNWRITTEN)
+        waiting = tl.sum(tl.sum(unwritten.to(tl.int32), 1), 0)
+    added = bits.to(tl.float32, bitcast=True).to(tl.float64)
+    added_imaginary = bits_imaginary.to(tl.float32, bitcast=True).to(tl.float64)
+    real, imaginary = _product_of(weight, weight_turn, added, added_imaginary)
+    return tl.sum(real, 0)[None, :], tl.sum(imaginary, 0)[None, :]
 
 
 @jit
 def _add(board_ptr, state, item, order, real, imaginary, K, groups, board_plane):
-    """Tell the others what a group adds. Each value tells for itself that it is there."""
+    """Tell the others what a group adds, or ends with. Each value tells for itself that it is there."""
     at = board_ptr + (item * groups + order) * K + state
     tl.store(at, real.to(tl.float32).to(tl.int32, bitcast=True), mask=state < K)
     tl.store(at + board_plane, imaginary.to(tl.float32).to(tl.int32, bitcast=True), mask=state < K)
 
 
 @jit
-def _over(real, imaginary, full, full_turn, rest, rest_turn, chunk, T, WHOLE: tl.constexpr, LENGTH: tl.constexpr):
-    """A state after a chunk that adds nothing; the last chunk may be cut short, and those beyond it have no step.
+def _joined(a, a_turn, x, x_turn, b, b_turn, y, y_turn):
+    """Of two stretches of steps one: λ to its length, and what it adds to a state."""
+    across, turn = _product_of(a, a_turn, b, b_turn)
+    more, turned = _product_of(b, b_turn, x, x_turn)
+    return across, turn, more + y, turned + y_turn
 
-    full, rest  λ to a chunk's length, and to the length of one cut short
-    """
-    if WHOLE:
-        more, turned = _product_of(full, full_turn, real, imaginary)
-    else:
-        left = T - chunk * LENGTH
-        across = tl.where(left >= LENGTH, full, tl.where(left > 0, rest, 1.0))
-        turn = tl.where(left >= LENGTH, full_turn, tl.where(left > 0, rest_turn, 0.0))
-        more, turned = _product_of(across, turn, real, imaginary)
-    return more, turned
+
+@jit
+def _of_last(values, CHUNKS: tl.constexpr):
+    """The last row, [1, STATES]."""
+    return tl.sum(tl.where(tl.arange(0, CHUNKS)[:, None] == CHUNKS - 1, values, 0.0), 0)[None, :]
+
+
+@jit
+def _behind(values, first, CHUNKS: tl.constexpr, STATES: tl.constexpr):
+    """Of each row the one before it, and of the first what is said; [CHUNKS, STATES]."""
+    row = tl.arange(0, CHUNKS)[:, None] + tl.zeros([CHUNKS, STATES], tl.int32)
+    return tl.where(row == 0, first, tl.gather(values, tl.maximum(row - 1, 0), 0))
 
 
 @jit
@@ -306,91 +304,75 @@ def _states_between(
     board_ptr,
     initial_ptr,
     last_ptr,
-    begins_ptr,
-    at,
-    onward,
+    left,
     state,
     item,
     order,
     one,
     one_turn,
-    weight,
-    weight_turn,
     real,
     imaginary,
-    first,
     T,
     K,
     groups,
     board_plane,
-    plane,
     WHOLE: tl.constexpr,
     LENGTH: tl.constexpr,
     CHUNKS: tl.constexpr,
     STATES: tl.constexpr,
-    FEW: tl.constexpr,
     AT_ONCE: tl.constexpr,
     UNWRITTEN: tl.constexpr,
 ):
     """The states that chunks begin with, [CHUNKS, STATES], from what each adds (real, imaginary) in its steps.
 
-    The first group begins with what `initial_ptr` has, and the last leaves what it ends with in `last_ptr`. What a
-    chunk begins with is left at `begins_ptr + at`, too.
+    The first group begins with what `initial_ptr` has, and the last leaves what it ends with in `last_ptr`. What chunks
+    add together is summed up in float64.
 
-    What a group adds is known at once, from the powers of λ by which each chunk's weighs. The states between are taken
-    one after the other, in float64, when what the groups before add is there: of [1, STATES], for which the few
-    registers suffice that the steps leave.
-
-    onward  1 or −1: from a chunk to the next, of which the `first` has that number
-    weight  λ to the steps of the group after each chunk
+    left  steps of each chunk, and more
     """
     there = state < K
-    own, own_imaginary = _product_of(weight, weight_turn, real, imaginary)
-    own = tl.sum(own, 0)[None, :]
-    own_imaginary = tl.sum(own_imaginary, 0)[None, :]
-    tl.store(begins_ptr + at, real, mask=there)
-    tl.store(begins_ptr + plane + at, imaginary, mask=there)
-    tl.debug_barrier()
     one = one.to(tl.float64)
     one_turn = one_turn.to(tl.float64)
     full, full_turn = _power(one, one_turn, tl.full([1, STATES], LENGTH, tl.int32), LENGTH)
-    rest, rest_turn = _power(one, one_turn, tl.full([1, STATES], 0, tl.int32) + T % LENGTH, LENGTH)
-    across, turn = _power(full, full_turn, tl.full([1, STATES], CHUNKS, tl.int32), CHUNKS)
-    place = begins_ptr + first % CHUNKS * K + state
+    nothing = tl.zeros([CHUNKS, STATES], tl.float64)
+    across, turn = full + nothing, full_turn + nothing
+    if not WHOLE:
+        rest, rest_turn = _power(one, one_turn, tl.full([1, STATES], 0, tl.int32) + T % LENGTH, LENGTH)
+        across = tl.where(left >= LENGTH, across, tl.where(left > 0, rest, 1.0))
+        turn = tl.where(left >= LENGTH, turn, tl.where(left > 0, rest_turn, 0.0))
+    across, turn, more, turned = tl.associative_scan(
+        (across, turn, real.to(tl.float64), imaginary.to(tl.float64)), 0, _joined
+    )
+    own, own_turn = _of_last(more, CHUNKS), _of_last(turned, CHUNKS)
+    over, over_turn = _of_last(across, CHUNKS), _of_last(turn, CHUNKS)
+    real, imaginary = more.to(tl.float32), turned.to(tl.float32)
+    weight, weight_turn = across.to(tl.float32), turn.to(tl.float32)
     boundary = (item * K + state) * 2
+    last = order % AT_ONCE == AT_ONCE - 1
     if order == 0:
         carried = tl.load(initial_ptr + boundary, mask=there, other=0.0).to(tl.float64)
-        carried_imaginary = tl.load(initial_ptr + boundary + 1, mask=there, other=0.0).to(tl.float64)
-        reach = tl.minimum(T, CHUNKS * LENGTH)
-        if onward < 0:
-            reach = T - first // CHUNKS * CHUNKS * LENGTH
-        over, over_turn = _power(one, one_turn, tl.full([1, STATES], 0, tl.int32) + reach, CHUNKS * LENGTH)
-        more, turned = _product_of(over, over_turn, carried, carried_imaginary)
-        _add(board_ptr, state, item, order, own + more, own_imaginary + turned, K, groups, board_plane)
+        carried_turn = tl.load(initial_ptr + boundary + 1, mask=there, other=0.0).to(tl.float64)
     else:
-        _add(board_ptr, state, item, order, own, own_imaginary, K, groups, board_plane)
-        carried, carried_imaginary = _awaited(
-            board_ptr, state, item, order, across, turn, K, groups, board_plane, STATES, AT_ONCE, UNWRITTEN
+        if not last:
+            _add(board_ptr, state, item, order, own, own_turn, K, groups, board_plane)
+        group, group_turn = _power(full, full_turn, tl.full([1, STATES], CHUNKS, tl.int32), CHUNKS)
+        carried, carried_turn = _awaited(
+            board_ptr, state, item, order, group, group_turn, K, groups, board_plane, STATES, AT_ONCE, UNWRITTEN
         )
-    few = tl.where(there, FEW, 0)
-    for start in range(0, CHUNKS, FEW):
-        added = _read(place, few, onward * K, FEW)
-        added_imaginary = _read(place + plane, few, onward * K, FEW)
-        # Every warp has loaded then what one of them stores.
-        tl.debug_barrier()
-        for i in tl.static_range(FEW):
-            tl.store(place, carried.to(tl.float32), mask=there)
-            tl.store(place + plane, carried_imaginary.to(tl.float32), mask=there)
-            place += onward * K
-            chunk = first + onward * (start + i)
-            more, turned = _over(carried, carried_imaginary, full, full_turn, rest, rest_turn, chunk, T, WHOLE, LENGTH)
-            carried = more + added[i].to(tl.float64)
-            carried_imaginary = turned + added_imaginary[i].to(tl.float64)
+    more, turned = _product_of(over, over_turn, carried, carried_turn)
+    own += more
+    own_turn += turned
+    if (order == 0) | last:
+        _add(board_ptr, state, item, order, own, own_turn, K, groups, board_plane)
     if order == groups - 1:
-        tl.store(last_ptr + boundary, carried.to(tl.float32), mask=there)
-        tl.store(last_ptr + boundary + 1, carried_imaginary.to(tl.float32), mask=there)
-    tl.debug_barrier()
-    return tl.load(begins_ptr + at, mask=there, other=0.0), tl.load(begins_ptr + plane + at, mask=there, other=0.0)
+        tl.store(last_ptr + boundary, own.to(tl.float32), mask=there)
+        tl.store(last_ptr + boundary + 1, own_turn.to(tl.float32), mask=there)
+    carried = carried.to(tl.float32)
+    carried_turn = carried_turn.to(tl.float32)
+    more, turned = _product_of(weight, weight_turn, carried, carried_turn)
+    real = _behind(real + more, carried, CHUNKS, STATES)
+    imaginary = _behind(imaginary + turned, carried_turn, CHUNKS, STATES)
+    return real, imaginary
 
 
 @jit
@@ -417,13 +399,6 @@ def _read(pointer, left, stride, COUNT: tl.constexpr, SKIP: tl.constexpr = 0):
 
 
 @jit
-def _weights(one, one_turn, steps, LENGTH: tl.constexpr, CHUNKS: tl.constexpr):
-    """λ to numbers of steps within a group, in float32; of the steps' shape and λ's."""
-    weight, weight_turn = _power(one.to(tl.float64), one_turn.to(tl.float64), steps, LENGTH * CHUNKS)
-    return weight.to(tl.float32), weight_turn.to(tl.float32)
-
-
-@jit
 def _forward_kernel(
     beta_ptr,
     eigenvalues_ptr,
@@ -446,7 +421,7 @@ def _forward_kernel(
     AT_ONCE: tl.constexpr,
     UNWRITTEN: tl.constexpr,
 ):
-    order, item, states = _begun(board_ptr, K, items, board_plane, STATES, UNWRITTEN)
+    order, item, states = _begun(K, items, STATES)
     group, state, row = order, states[None, :], tl.arange(0, CHUNKS)[:, None]
     one = tl.load(eigenvalues_ptr + 2 * state, mask=state < K, other=0.0)
     one_turn = tl.load(eigenvalues_ptr + 2 * state + 1, mask=state < K, other=0.0)
@@ -454,13 +429,6 @@ def _forward_kernel(
     begin = (item * T + group * (CHUNKS * LENGTH)) * K
     at = row * LENGTH * K + state
     beta = _read(beta_ptr + begin + at, left, K, LENGTH)
-    weight, weight_turn = _weights(
-        one,
-        one_turn,
-        tl.maximum(tl.minimum(T - group * CHUNKS * LENGTH, CHUNKS * LENGTH) - (row + 1) * LENGTH, 0),
-        LENGTH,
-        CHUNKS,
-    )
     real = tl.zeros([CHUNKS, STATES], tl.float32)
     imaginary = tl.zeros([CHUNKS, STATES], tl.float32)
     for i in tl.static_range(LENGTH):
@@ -472,32 +440,28 @@ def _forward_kernel(
         board_ptr,
         state_ptr,
         final_ptr,
-        begins_ptr + (item * groups + group) * CHUNKS * K,
-        row * K + state,
-        1,
+        left,
         state,
         item,
         order,
         one,
         one_turn,
-        weight,
-        weight_turn,
         real,
         imaginary,
-        group * CHUNKS,
         T,
         K,
         groups,
         board_plane,
-        plane,
         WHOLE,
         LENGTH,
         CHUNKS,
         STATES,
-        FEW,
         AT_ONCE,
         UNWRITTEN,
     )
+    begins = begins_ptr + (item * groups + group) * CHUNKS * K + row * K + state
+    tl.store(begins, real, mask=left > 0)
+    tl.store(begins + plane, imaginary, mask=left > 0)
     place = every_ptr + begin + at
     for i in tl.static_range(LENGTH):
         stepped, imaginary = _product_of(one, one_turn, real, imaginary)
@@ -513,7 +477,6 @@ def _backward_kernel(
     eigenvalues_ptr,
     grad_final_ptr,
     begins_ptr,
-    handed_ptr,
     d_beta_ptr,
     d_state_ptr,
     parts_ptr,
@@ -538,7 +501,7 @@ def _backward_kernel(
     that is the sum over its steps of s_{t+1} β_t, and for the first s_t times c's conjugate, where s_t is r_t and
     λ̄ s_{t+1}: so no state of a step is kept for the way back.
     """
-    order, item, states = _begun(board_ptr, K, items, board_plane, STATES, UNWRITTEN)
+    order, item, states = _begun(K, items, STATES)
     # The last chunk is the first row.
     group, state, row = groups - 1 - order, states[None, :], CHUNKS - 1 - tl.arange(0, CHUNKS)[:, None]
     one = tl.load(eigenvalues_ptr + 2 * state, mask=state < K, other=0.0)
@@ -547,10 +510,9 @@ def _backward_kernel(
     begin = (item * T + group * (CHUNKS * LENGTH)) * K
     at = row * LENGTH * K + state
     grad = _read(grad_ptr + begin + at, left, K, LENGTH)
-    weight, weight_turn = _weights(one, one_turn, row * LENGTH, LENGTH, CHUNKS)
-    chunks, chunk = (item * groups + group) * CHUNKS * K, row * K + state
-    state_real = tl.load(begins_ptr + chunks + chunk, mask=left > 0, other=0.0)
-    state_imaginary = tl.load(begins_ptr + plane + chunks + chunk, mask=left > 0, other=0.0)
+    begins = begins_ptr + (item * groups + group) * CHUNKS * K + row * K + state
+    state_real = tl.load(begins, mask=left > 0, other=0.0)
+    state_imaginary = tl.load(begins + plane, mask=left > 0, other=0.0)
     real = tl.zeros([CHUNKS, STATES], tl.float32)
     imaginary = tl.zeros([CHUNKS, STATES], tl.float32)
     for i in tl.static_range(LENGTH - 1, -1, -1):
@@ -559,32 +521,28 @@ def _backward_kernel(
         board_ptr,
         grad_final_ptr,
         d_state_ptr,
-        handed_ptr + chunks,
-        chunk,
-        -1,
+        left,
         state,
         item,
         order,
         one,
         one_turn,
-        weight,
-        weight_turn,
         real,
         imaginary,
-        group * CHUNKS + CHUNKS - 1,
         T,
         K,
         groups,
         board_plane,
-        plane,
         WHOLE,
         LENGTH,
         CHUNKS,
         STATES,
-        FEW,
         AT_ONCE,
         UNWRITTEN,
     )
+    # Never stored: it keeps the steps in the layout of what is stored, where the shift by a row has another.
+    tl.store(begins, real, mask=(left > 0) & (T < 0))
+    tl.store(begins, imaginary, mask=(left > 0) & (T < 0))
     slope = tl.zeros([CHUNKS, STATES], tl.float32)
     slope_imaginary = tl.zeros([CHUNKS, STATES], tl.float32)
     part = tl.zeros([CHUNKS, STATES], tl.float32)
