@@ -88,8 +88,8 @@ class Cost:
     """The least work the function can do, as functions of the workload's sizes.
 
     `bytes` counts each input read once and each output written once; `flops` the arithmetic in `precision`
-    ("float32", "tf32", "bfloat16", "float16"). Both are for the workload's own direction: a function that names
-    a parameter `direction` receives it.
+    ("float32", "tf32", "bfloat16", "float16"), and that of a workload with another dtype than float32 in its own.
+    Both are for the workload's own direction: a function that names a parameter `direction` receives it.
     """
 
     bytes: Callable[..., float] | None = None
@@ -99,6 +99,10 @@ class Cost:
     def of(self, sizes: Mapping[str, Any], direction: str) -> tuple[float, float]:
         """(bytes, operations) at these sizes."""
         return _call_cost(self.bytes, sizes, direction), _call_cost(self.flops, sizes, direction)
+
+    def precision_in(self, dtype: str) -> str:
+        """What the arithmetic is in where the inputs are in `dtype`; a lower one that is declared stays."""
+        return dtype if dtype != "float32" and self.precision in ("float32", "tf32") else self.precision
 
 
 def _call_cost(count: Callable[..., float] | None, sizes: Mapping[str, Any], direction: str) -> float:

@@ -279,7 +279,7 @@ def measure(
             _judge_timed(timed, {n: runners[n] for n in others if n in runners}, truth, master, workload.repeat)
     del truth
     other = {n: sampler.other_clock(n) if first else None for n in runners}
-    limit = _limit(pair, workload, device) if first else None
+    limit = _limit(pair, workload, dtype, device) if first else None
     if limit is not None:
         on_device = sampler.median(OPTIMIZED) if kind == "device" else other[OPTIMIZED] or sampler.median(OPTIMIZED)
         scrutiny.floor(limit, on_device or math.inf, device, f"{pair.name}: the optimized side")
@@ -473,7 +473,7 @@ def _judge_timed(
             raise equivalence.NotEquivalent(f"{error}; it was right before it was timed") from None
 
 
-def _limit(pair: Pair, workload: Workload, device: str) -> Limit | None:
+def _limit(pair: Pair, workload: Workload, dtype: str, device: str) -> Limit | None:
     if pair.cost is None:
         return None
     moved, operations = pair.cost.of(workload.sizes, workload.direction)
@@ -482,7 +482,7 @@ def _limit(pair: Pair, workload: Workload, device: str) -> Limit | None:
         rate = ceilings.copy_bytes_per_s(device)
         bounds.append((moved / rate, "memory", rate))
     if operations:
-        rate = ceilings.matmul_flops_per_s(device, pair.cost.precision)
+        rate = ceilings.matmul_flops_per_s(device, pair.cost.precision_in(dtype))
         bounds.append((operations / rate, "compute", rate))
     if not bounds:
         return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 
@@ -14,25 +15,38 @@ from suite.eigenstate_lm.model import parameters
 
 STATES = 16
 """Bytes of a parameter: itself, its gradient, and AdamW's two moments."""
-KEPT = 35.5
-"""Bytes that the optimized trainer keeps of a token, block and channel for the backward, in half precision."""
-KEPT_CHECKPOINTED = 18.5
-KEPT_WIDE = 58.0
-"""The same in float32."""
-KEPT_WIDE_CHECKPOINTED = 32.0
+
+
+class Kept(NamedTuple):
+    """Bytes that the optimized trainer keeps of a token and channel for the backward, as measured on an H200."""
+
+    block: float
+    """Of every block."""
+    beside: float
+    """Once: what the block that is at work needs."""
+
+
+KEPT = {"half": Kept(28.5, 14.0), "wide": Kept(48.5, 28.0)}
+KEPT_CHECKPOINTED = {"half": Kept(12.5, 39.0), "wide": Kept(15.0, 60.0)}
+DROPPED = 4.0
+"""Of every block, which elements dropout has left."""
+ROWS = 4096
+"""Tokens whose logits chunked_cross_entropy has at a time."""
 GIB = 2**30
 
 
 def needed(config: TrainConfig, vocabulary: int) -> tuple[float, float]:
     """(bytes whatever the batch is, bytes of a sequence of a micro-batch), by the optimized trainer, about."""
     half = config.autocast_bf16 or config.autocast_fp16
-    kept = KEPT if half else KEPT_WIDE
-    if config.activation_checkpoint:
-        kept = KEPT_CHECKPOINTED if half else KEPT_WIDE_CHECKPOINTED
-    sequence = kept * config.sequence_length * config.layers * config.width
-    if not config.chunked_cross_entropy:  # logits, their exponentials and their gradients
+    kept = (KEPT_CHECKPOINTED if config.activation_checkpoint else KEPT)["half" if half else "wide"]
+    block = kept.block + (DROPPED if config.dropout and not config.activation_checkpoint else 0.0)
+    sequence = (block * config.layers + kept.beside) * config.sequence_length * config.width
+    fixed = STATES * parameters(config.sizes(vocabulary)) + 8.0 * vocabulary * config.width  # the head's gradient
+    if config.chunked_cross_entropy:
+        fixed += (2.0 if half else 4.0) * ROWS * vocabulary
+    else:  # logits, their exponentials and their gradients
         sequence += 12.0 * config.sequence_length * vocabulary
-    return STATES * parameters(config.sizes(vocabulary)), sequence
+    return fixed, sequence
 
 
 def remedy(config: TrainConfig, vocabulary: int, total: int) -> str:

@@ -559,6 +559,30 @@ def test_the_limit_is_the_cost_over_the_ceilings(
     assert asked == ([cost.precision] if cost.flops else [])
 
 
+@pytest.mark.parametrize(
+    ("declared", "dtype", "precision"),
+    [
+        ("tf32", "float32", "tf32"),
+        ("tf32", "bfloat16", "bfloat16"),
+        ("float32", "float64", "float64"),
+        ("bfloat16", "float32", "bfloat16"),
+        ("bfloat16", "float64", "bfloat16"),
+    ],
+)
+def test_the_arithmetic_of_a_cost_is_in_the_dtype_of_the_workload(declared: str, dtype: str, precision: str) -> None:
+    assert Cost(precision=declared).precision_in(dtype) == precision
+
+
+def test_a_workload_in_bfloat16_is_held_against_its_products(time: Time, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(
+        sampling.ceilings, "matmul_flops_per_s", lambda device, precision: asked.append(precision) or 1e9
+    )
+    made = pair(time, cost=Cost(flops=lambda n: n, precision="tf32"), dtypes=("float32", "bfloat16"))
+    sampling.measure(made, Workload("w", n=5, dtype="bfloat16"), workload_id="i", device="cpu")
+    assert asked == ["bfloat16"]
+
+
 def test_a_cost_of_nothing_has_no_limit(time: Time) -> None:
     assert measure(pair(time, cost=Cost())).limit is None
 
