@@ -386,14 +386,30 @@ def _left(group, row, state, T, K, WHOLE: tl.constexpr, LENGTH: tl.constexpr, CH
 
 
 @jit
-def _read(pointer, left, stride, COUNT: tl.constexpr, SKIP: tl.constexpr = 0):
+def _has(left, step, WHOLE: tl.constexpr):
+    """Whether a chunk has that step. Whole ones have all, but for states beyond K."""
+    if WHOLE:
+        step = 0
+    return left > step
+
+
+@jit
+def _where(valid, new, old, WHOLE: tl.constexpr):
+    """`tl.where`; of whole chunks all steps are taken."""
+    if not WHOLE:
+        new = tl.where(valid, new, old)
+    return new
+
+
+@jit
+def _read(pointer, left, first, stride, COUNT: tl.constexpr, WHOLE: tl.constexpr, SKIP: tl.constexpr = 0):
     """What lies at the pointers and `stride` after them, and so on: of its own states a thread has all.
 
-    0 instead of what is not `left`, and of the first SKIP.
+    0 instead of what is not `left`, where the `first` step is at the pointers, and of the first SKIP.
     """
     steps = ()
     for i in tl.static_range(COUNT):
-        steps += (tl.load(pointer, mask=(left > i) & (i >= SKIP), other=0.0).to(tl.float32),)
+        steps += (tl.load(pointer, mask=_has(left, first + i, WHOLE) & (i >= SKIP), other=0.0).to(tl.float32),)
         pointer += stride
     return steps
 
@@ -428,14 +444,14 @@ def _forward_kernel(
     left = _left(group, row, state, T, K, WHOLE, LENGTH, CHUNKS)
     begin = (item * T + group * (CHUNKS * LENGTH)) * K
     at = row * LENGTH * K + state
-    beta = _read(beta_ptr + begin + at, left, K, LENGTH)
+    beta = _read(beta_ptr + begin + at, left, 0, K, LENGTH, WHOLE)
     real = tl.zeros([CHUNKS, STATES], tl.float32)
     imaginary = tl.zeros([CHUNKS, STATES], tl.float32)
     for i in tl.static_range(LENGTH):
         stepped, turned = _product_of(one, one_turn, real, imaginary)
-        valid = left > i
-        real = tl.where(valid, stepped + beta[i], real)
-        imaginary = tl.where(valid, turned, imaginary)
+        valid = _has(left, i, WHOLE)
+        real = _where(valid, stepped + beta[i], real, WHOLE)
+        imaginary = _where(valid, turned, imaginary, WHOLE)
     real, imaginary = _states_between(
         board_ptr,
         state_ptr,
@@ -466,7 +482,7 @@ def _forward_kernel(
     for i in tl.static_range(LENGTH):
         stepped, imaginary = _product_of(one, one_turn, real, imaginary)
         real = stepped + beta[i]
-        tl.store(place, real.to(every_ptr.dtype.element_ty), mask=left > i)
+        tl.store(place, real.to(every_ptr.dtype.element_ty), mask=_has(left, i, WHOLE))
         place += K
 
 
@@ -509,7 +525,7 @@ def _backward_kernel(
     left = _left(group, row, state, T, K, WHOLE, LENGTH, CHUNKS)
     begin = (item * T + group * (CHUNKS * LENGTH)) * K
     at = row * LENGTH * K + state
-    grad = _read(grad_ptr + begin + at, left, K, LENGTH)
+    grad = _read(grad_ptr + begin + at, left, 0, K, LENGTH, WHOLE)
     begins = begins_ptr + (item * groups + group) * CHUNKS * K + row * K + state
     state_real = tl.load(begins, mask=left > 0, other=0.0)
     state_imaginary = tl.load(begins + plane, mask=left > 0, other=0.0)
@@ -551,18 +567,18 @@ def _backward_kernel(
     # Each step goes with the input of the one before it.
     for end in tl.static_range(LENGTH, 0, -FEW):
         start = end - FEW - 1
-        before = _read(beta_ptr + begin + at + start * K, left - start, K, FEW, end == FEW)
+        before = _read(beta_ptr + begin + at + start * K, left, start, K, FEW, WHOLE, end == FEW)
         for i in tl.static_range(end - 1, end - 1 - FEW, -1):
-            valid = left > i
+            valid = _has(left, i, WHOLE)
             reached = real + grad[i]
             tl.store(place, reached.to(d_beta_ptr.dtype.element_ty), mask=valid)
             place -= K
             stepped, turned = _product_of(one, one_turn, slope, slope_imaginary)
-            slope = tl.where(valid, stepped + reached, slope)
-            slope_imaginary = tl.where(valid, turned + imaginary, slope_imaginary)
+            slope = _where(valid, stepped + reached, slope, WHOLE)
+            slope_imaginary = _where(valid, turned + imaginary, slope_imaginary, WHOLE)
             stepped, turned = _product_of(one, one_turn, reached, imaginary)
-            real = tl.where(valid, stepped, real)
-            imaginary = tl.where(valid, turned, imaginary)
+            real = _where(valid, stepped, real, WHOLE)
+            imaginary = _where(valid, turned, imaginary, WHOLE)
             part += slope * before[i - end + FEW]
             part_imaginary += slope_imaginary * before[i - end + FEW]
     part += slope * state_real + slope_imaginary * state_imaginary
