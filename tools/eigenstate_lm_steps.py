@@ -103,9 +103,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--length", type=int, default=32768)
     parser.add_argument("--only", nargs="*", help="rows whose names contain one of these")
-    parser.add_argument(
-        "--reference", type=int, nargs="+", default=SHORT, help="lengths that the reference is timed at"
-    )
+    parser.add_argument("--reference", type=int, nargs="*", default=SHORT, help="lengths to time the reference at")
     parser.add_argument("--batch_size", type=int, default=4, help="of the reference, and of rows without one")
     parser.add_argument("--out", type=Path, default=Path(".perfsuite/eigenstate_lm"))
     given = parser.parse_args()
@@ -114,42 +112,50 @@ def main() -> None:
     console = Console()
     sizes = {"sequence_length": given.length, "batch_size": given.batch_size}
     plain = dataclasses.replace(TrainConfig(), accumulation=1, **sizes)
-    rows: dict[str, Any] = {}
-    for name, fields in ROWS.items():
-        if given.only and not any(part in name for part in given.only):
-            continue
-        config = dataclasses.replace(plain, **fields)
-        try:
-            rows[name] = timed(optimized.Trainer, config, given.device, given.steps)
-        except PerfsuiteError as error:
-            rows[name] = {"told": str(error)}
-        console.print(name, rows[name])
-    short = []
+    given.out.mkdir(parents=True, exist_ok=True)
+    cuda = torch.device(given.device).type == "cuda"
+    told: dict[str, Any] = {"torch": torch.__version__, "device": torch.cuda.get_device_name() if cuda else "cpu"}
+
+    def found(what: str, name: Any, value: Any) -> None:
+        """Kept at once: the next row may take too long."""
+        told.setdefault(what, {})[name] = value
+        console.print(what, name, value)
+        (given.out / "steps.json").write_text(json.dumps(told, indent=1) + "\n")
+
     for length in given.reference:
         config = dataclasses.replace(plain, sequence_length=length)
-        short.append((length, timed(Reference, config, given.device, REFERENCE_STEPS)["seconds"]))
-        console.print("reference", *short[-1])
-    if len(short) > 1:
-        slope, base = linear_regression(*zip(*short, strict=True))
-        whole = base + slope * given.length
-    else:
-        whole = short[0][1] * given.length / short[0][0]
-    told = {"rows": rows, "reference": short, "reference_whole": whole, "torch": torch.__version__}
-    told["device"] = torch.cuda.get_device_name() if given.device != "cpu" else "cpu"
-    table = Table("", "a step", "tokens/s", "MFU", "peak memory", "reference over it")
-    for name, found in rows.items():
-        if "told" in found:
-            table.add_row(name, found["told"])
+        found("reference", length, timed(Reference, config, given.device, REFERENCE_STEPS)["seconds"])
+    whole = _extrapolated(told["reference"], given.length) if given.reference else None
+    if whole is not None:
+        found("reference", f"{given.length}, extrapolated", whole)
+    for name, fields in ROWS.items():
+        if given.only is not None and not any(part in name for part in given.only):
             continue
-        tokens = found["tokens_per_second"] * found["seconds"]
-        shares = [f"{100 * found['mfu']:.1f}%", f"{found['peak_gib']:.1f} GiB"] if "mfu" in found else ["–", "–"]
-        # The reference is timed at the small size alone.
-        ratio = "–" if "width" in ROWS[name] else f"{whole * tokens / (plain.tokens * found['seconds']):,.0f}×"
-        table.add_row(name, f"{1e3 * found['seconds']:.1f} ms", f"{found['tokens_per_second']:,.0f}", *shares, ratio)
+        try:
+            value = timed(optimized.Trainer, dataclasses.replace(plain, **fields), given.device, given.steps)
+        except PerfsuiteError as error:
+            value = {"told": str(error)}
+        found("rows", name, value)
+    table = Table("", "a step", "tokens/s", "MFU", "peak memory", "reference over it")
+    for name, row in told.get("rows", {}).items():
+        if "told" in row:
+            table.add_row(name, row["told"])
+            continue
+        shares = [f"{100 * row['mfu']:.1f}%", f"{row['peak_gib']:.1f} GiB"] if "mfu" in row else ["–", "–"]
+        ratio = "–"
+        if whole is not None and "width" not in ROWS[name]:  # the reference is timed at the small size alone
+            ratio = f"{whole * row['tokens_per_second'] / plain.tokens:,.0f}×"
+        table.add_row(name, f"{1e3 * row['seconds']:.1f} ms", f"{row['tokens_per_second']:,.0f}", *shares, ratio)
     console.print(table)
-    console.print(f"reference, float32, at {given.length} tokens from {short}: {whole:.1f} s")
-    given.out.mkdir(parents=True, exist_ok=True)
-    (given.out / "steps.json").write_text(json.dumps(told, indent=1) + "\n")
+
+
+def _extrapolated(seconds: dict[int, float], length: int) -> float:
+    """By the line through them; from one in proportion."""
+    if len(seconds) == 1:
+        ((short, took),) = seconds.items()
+        return took * length / short
+    slope, base = linear_regression(list(seconds), list(seconds.values()))
+    return base + slope * length
 
 
 if __name__ == "__main__":  # workers import this file
