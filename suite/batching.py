@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.utils.data import Sampler
@@ -89,3 +90,14 @@ class EpochSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         return iter(permutation(self.count, self.seed, self.epoch, "cpu").tolist())
+
+
+def check_identity(state: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
+    """Pass a position that is one in the data which `identity` tells; PerfsuiteError where it is in other data."""
+    for name, own in identity.items():
+        if state[name] != own:
+            what = "the data has" if name == "digest" else f"{name} has"
+            values = "" if name == "digest" else f", from {state[name]} to {own}"
+            raise PerfsuiteError(
+                f"{what} changed since the checkpoint was written{values}; resume with what it was then"
+            )

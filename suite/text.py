@@ -23,6 +23,7 @@ import torch
 from filelock import FileLock
 
 from perfsuite.errors import PerfsuiteError
+from suite.batching import check_identity
 
 SUFFIXES = (".txt", ".md", ".rst", ".py")
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -363,10 +364,7 @@ class Batches:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a position; PerfsuiteError where it is one in other data."""
-        for name, own in self._identity().items():
-            if state[name] != own:
-                what = "the data has" if name == "digest" else f"{name} has"
-                raise PerfsuiteError(f"{what} changed since the checkpoint was written; resume with what it was then")
+        check_identity(state, self._identity())
         self.epoch, self.position = int(state["epoch"]), int(state["position"])
         self._order = self._next = None
 

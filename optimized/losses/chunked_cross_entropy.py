@@ -31,7 +31,7 @@ def chunked_cross_entropy(
 
     hidden  [N, D]
     weight  [V, D]
-    labels  [N] int64, below V
+    labels  [N] int64, below V; of a negative one but −100 the loss is NaN
     rows    at a time
 
     ValueError for fewer rows than one at a time.
@@ -65,30 +65,30 @@ def _with(by, hidden, weight, labels, rows):
         hidden, weight = hidden.to(dtype), weight.to(dtype)
     if by is None:
         by = _rows_triton if use_triton(hidden, weight, dtypes=DTYPES) else _rows_torch
-    loss = _ChunkedCrossEntropy.apply(hidden, weight, labels, rows, by)
+    loss = _ChunkedCrossEntropy.apply(hidden, weight, labels, rows, by, torch.is_grad_enabled())
     return loss if autocast else loss.to(hidden.dtype)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, labels, rows, by):
+    def forward(ctx, hidden, weight, labels, rows, by, differentiated):
         wide = torch.promote_types(hidden.dtype, torch.float32)
         V = len(weight)
         if by is _rows_triton and V % COLUMNS:
             weight = functional.pad(weight, (0, 0, 0, -V % COLUMNS))
         losses = torch.empty(len(hidden), dtype=wide, device=hidden.device)
-        d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        d_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
-        wanted = d_hidden is not None or d_weight is not None
+        wanted = [needed and differentiated for needed in ctx.needs_input_grad[:2]]
+        d_hidden = torch.empty_like(hidden) if wanted[0] else None
+        d_weight = torch.zeros_like(weight, dtype=wide) if wanted[1] else None
         with torch.autocast(hidden.device.type, enabled=False):
             for start in range(0, len(hidden), rows):
                 part = slice(start, start + rows)
                 logits = hidden[part] @ weight.T
-                d_logits = by(logits, V, labels[part], losses[part], wanted)
+                d_logits = by(logits, V, labels[part], losses[part], any(wanted))
                 if d_hidden is not None:
                     torch.mm(d_logits, weight, out=d_hidden[part])
                 if d_weight is not None:
-                    d_weight += d_logits.T @ hidden[part]
+                    d_weight += _widened_product(d_logits.T, hidden[part])
         count = (labels != IGNORED).sum()
         ctx.save_for_backward(d_hidden, None if d_weight is None else d_weight[:V], count)
         ctx.dtypes = hidden.dtype, weight.dtype
@@ -104,7 +104,15 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             None if d is None else (d.to(share.dtype) * share).to(dtype)
             for d, dtype in zip(found, ctx.dtypes, strict=True)
         ]
-        return *scaled, None, None, None
+        return *scaled, None, None, None, None
+
+
+def _widened_product(a, b):
+    """In float32 at least: a sum over thousands of rows may be more than float16 has."""
+    wide = torch.promote_types(a.dtype, torch.float32)
+    if a.device.type == "cuda" and a.dtype != wide:
+        return torch.mm(a, b, out_dtype=wide)
+    return a.to(wide) @ b.to(wide)
 
 
 def _rows_torch(logits, V, labels, losses, wanted):
@@ -115,6 +123,7 @@ def _rows_torch(logits, V, labels, losses, wanted):
     own = exponents.gather(1, place)
     sums = exponents.exp_().sum(1, keepdim=True)
     losses.copy_(torch.where(counted, sums.log() - own, 0.0).squeeze(1))
+    losses.masked_fill_((labels < 0) & (labels != IGNORED), torch.nan)
     if not wanted:
         return None
     d_logits = exponents.div_(sums).scatter_add_(1, place, torch.full_like(own, -1.0))
@@ -155,7 +164,8 @@ def _rows_kernel(
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels_ptr + row)
     counted = label != IGNORED
-    place = tl.maximum(label, 0)
+    valid = (label >= 0) & (label < V)
+    place = tl.where(valid, label, 0)
     logits_ptr += row * columns
     own = tl.load(logits_ptr + place).to(tl.float32)
     top = own
@@ -168,7 +178,8 @@ def _rows_kernel(
         shift = tl.where(higher == -float("inf"), 0.0, higher)
         total = total * tl.exp(top - shift) + tl.sum(tl.exp(x - shift), 0)
         top = higher
-    tl.store(losses_ptr + row, tl.where(counted, tl.log(total) - (own - top), 0.0))
+    loss = tl.where(valid, tl.log(total) - (own - top), float("nan"))
+    tl.store(losses_ptr + row, tl.where(counted, loss, 0.0))
     if WANTED:
         share = tl.where(counted, 1.0 / total, 0.0)
         for block in range(blocks):

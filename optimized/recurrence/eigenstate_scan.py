@@ -52,12 +52,21 @@ def eigenstate_scan(
 def eigenstate_scan_chunked(
     beta: torch.Tensor, eigenvalues: torch.Tensor, state: torch.Tensor, chunk: int = CHUNK
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`eigenstate_scan` in PyTorch operations, on any device and dtype: within a chunk a product with λ's powers."""
+    """`eigenstate_scan` in PyTorch operations, on any device and dtype: within a chunk a product with λ's powers.
+
+    A value that is not finite reaches the earlier steps of its chunk, too.
+    """
     if chunk < 1:
         raise ValueError(f"chunk={chunk}: a chunk has at least one step")
+    with torch.autocast(beta.device.type, enabled=False):  # the state's dtype says what is computed in
+        return _chunked(beta, eigenvalues, state, chunk)
+
+
+def _chunked(beta, eigenvalues, state, chunk):
     B, T, K = beta.shape
+    state = state.expand(B, K, 2)
     if not beta.numel():
-        return torch.empty_like(beta), state.clone(memory_format=torch.contiguous_format)
+        return beta.clone(memory_format=torch.contiguous_format), state.clone(memory_format=torch.contiguous_format)
     dtype, L = state.dtype, min(chunk, T)
     count = ceil_div(T, L)
     x = functional.pad(beta.to(dtype), (0, 0, 0, count * L - T)).view(B, count, L, K)
@@ -113,8 +122,9 @@ def eigenstate_scan_triton(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`eigenstate_scan` by the Triton kernels."""
     if not beta.numel():
-        return torch.empty_like(beta), state.clone(memory_format=torch.contiguous_format)
-    return _EigenstateScan.apply(beta, eigenvalues, state)
+        return beta.clone(memory_format=torch.contiguous_format), state.clone(memory_format=torch.contiguous_format)
+    B, _, K = beta.shape
+    return _EigenstateScan.apply(beta, eigenvalues.expand(K, 2), state.expand(B, K, 2))
 
 
 class _EigenstateScan(torch.autograd.Function):
@@ -271,11 +281,18 @@ def _awaited(
 
 
 @jit
-def _add(board_ptr, state, item, order, real, imaginary, K, groups, board_plane):
+def _bits(value, UNWRITTEN: tl.constexpr):
+    """A float32's. A NaN that somebody has given those of what is missing gets others, or all would wait for it."""
+    bits = value.to(tl.float32).to(tl.int32, bitcast=True)
+    return tl.where(bits == UNWRITTEN, 0x7FC00000, bits)
+
+
+@jit
+def _add(board_ptr, state, item, order, real, imaginary, K, groups, board_plane, UNWRITTEN: tl.constexpr):
     """Tell the others what a group adds, or ends with. Each value tells for itself that it is there."""
     at = board_ptr + (item * groups + order) * K + state
-    tl.store(at, real.to(tl.float32).to(tl.int32, bitcast=True), mask=state < K)
-    tl.store(at + board_plane, imaginary.to(tl.float32).to(tl.int32, bitcast=True), mask=state < K)
+    tl.store(at, _bits(real, UNWRITTEN), mask=state < K)
+    tl.store(at + board_plane, _bits(imaginary, UNWRITTEN), mask=state < K)
 
 
 @jit
@@ -354,7 +371,7 @@ def _states_between(
         carried_turn = tl.load(initial_ptr + boundary + 1, mask=there, other=0.0).to(tl.float64)
     else:
         if not last:
-            _add(board_ptr, state, item, order, own, own_turn, K, groups, board_plane)
+            _add(board_ptr, state, item, order, own, own_turn, K, groups, board_plane, UNWRITTEN)
         group, group_turn = _power(full, full_turn, tl.full([1, STATES], CHUNKS, tl.int32), CHUNKS)
         carried, carried_turn = _awaited(
             board_ptr, state, item, order, group, group_turn, K, groups, board_plane, STATES, AT_ONCE, UNWRITTEN
@@ -363,7 +380,7 @@ def _states_between(
     own += more
     own_turn += turned
     if (order == 0) | last:
-        _add(board_ptr, state, item, order, own, own_turn, K, groups, board_plane)
+        _add(board_ptr, state, item, order, own, own_turn, K, groups, board_plane, UNWRITTEN)
     if order == groups - 1:
         tl.store(last_ptr + boundary, own.to(tl.float32), mask=there)
         tl.store(last_ptr + boundary + 1, own_turn.to(tl.float32), mask=there)

@@ -146,12 +146,12 @@ class Trainer:
         leaves, scale = list(self.weights.values()), self.optimizer.scale.clone()
         loss, grads = self._accumulated(self._loss, leaves, (inputs, labels), config.batch_size)
         with torch.no_grad():
-            if config.autocast_fp16:  # elsewhere the scale is 1
-                torch._foreach_div_(grads, scale)
+            # Not 1 in another precision either, once a step was not finite or float16 was resumed from.
+            torch._foreach_div_(grads, scale)
             norm = self._clip(grads, config.clip)
-            if config.autocast_fp16:
-                torch._foreach_mul_(grads, scale)
-            self.lr.copy_(self._one_cycle(self._count, config.steps, config.learning_rate)[0])
+            torch._foreach_mul_(grads, scale)
+            count = self._count.clamp(max=config.steps - 1)  # whoever goes on stays at its end
+            self.lr.copy_(self._one_cycle(count, config.steps, config.learning_rate)[0])
             self.optimizer(grads)
         self._count.add_(1)
         self.steps += 1

@@ -76,7 +76,8 @@ class Trainer:
             loss, grads = gradient_accumulation(self._loss, leaves, (inputs, labels), config.batch_size)
             with torch.no_grad():
                 norm = clip_grad_norm([g.div_(scale) for g in grads], config.clip)
-                self.lr.copy_(one_cycle(torch.tensor([self.steps]), config.steps, config.learning_rate)[0])
+                count = min(self.steps, config.steps - 1)  # whoever goes on stays at its end
+                self.lr.copy_(one_cycle(torch.tensor([count]), config.steps, config.learning_rate)[0])
                 self.optimizer([g.mul_(scale) for g in grads])
             self.steps += 1
         found = Report(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from perfsuite.errors import PerfsuiteError
 from suite.commands.ending import in_one_line, writable
@@ -26,7 +27,12 @@ FOLDER = ".perfsuite/ablation"
 @click.option(
     "--out", type=click.Path(file_okay=False), default=FOLDER, show_default=True, help="Folder of the result."
 )
-@click.option("--from", "source", type=click.Path(dir_okay=False), help="Show this recording; measure nothing.")
+@click.option(
+    "--from",
+    "source",
+    type=click.Path(dir_okay=False),
+    help="Show this recording; measure nothing, and write nothing but into a given --out.",
+)
 @click.option("--no-plot", is_flag=True, help="The table alone.")
 @click.argument("fields", nargs=-1, type=click.UNPROCESSED, metavar="[--FIELD VALUE]...")
 def ablate(
@@ -43,11 +49,15 @@ def ablate(
     """Measure what each technique brings to trainer NAME: switched on one after another, and each off alone.
 
     Writes NAME.json, NAME.md and NAME.svg. The data of trainer2 are random tokens: they cost the same as any. Those of
-    leak_cnn are its own (`--data FILE`), and a window is an epoch. Which techniques the configuration switches on does
+    leak_cnn are its own (`--data FILE`), and a window is an epoch. Those of eigenstate_lm are its own, too (`--data
+    FOLDER`, or `--synthetic 16` for random ones). Which techniques the configuration switches on does
     not matter: each is measured on and off.
     """
+    given = click.get_current_context().get_parameter_source("out") is not ParameterSource.DEFAULT
+    # The default folder may have the page of another measurement.
+    folder = Path(out) if source is None or given else None
     with in_one_line("interrupted; nothing was written"):
-        _ablate(name, config, device, rounds, windows, Path(out), source, no_plot, fields)
+        _ablate(name, config, device, rounds, windows, folder, source, no_plot, fields)
 
 
 def _ablate(
@@ -56,7 +66,7 @@ def _ablate(
     device: str | None,
     rounds: int,
     windows: int,
-    out: Path,
+    out: Path | None,
     source: str | None,
     no_plot: bool,
     fields: tuple[str, ...],
@@ -65,9 +75,11 @@ def _ablate(
     from suite import ablation
     from suite.configuration import ConfigurationError
 
-    if not no_plot:
+    plots = not no_plot and out is not None
+    if plots:
         ablation.plotting()  # now, and not after minutes
     if source is None:
+        assert out is not None
         record = _measured(name, config, device, rounds, windows, out, fields)
         ablation.save(record, out / f"{name}.json")
     elif config is not None or fields:
@@ -77,12 +89,13 @@ def _ablate(
         record = ablation.load(Path(source))
         if record.trainer != name:
             raise PerfsuiteError(f"{source} is of the trainer {record.trainer!r}, not of {name!r}; name that one")
-    picture = None if no_plot else f"{name}.svg"
-    if picture:
-        ablation.plot(record, out / picture)
-    page = ablation.table(record, picture)
-    write(out / f"{name}.md", page)
+    page = ablation.table(record, f"{name}.svg" if plots else None)
     click.echo(page)
+    if out is None:
+        return
+    if plots:
+        ablation.plot(record, out / f"{name}.svg")
+    write(out / f"{name}.md", page)
     click.echo(f"wrote {out / name}.md", err=True)
 
 

@@ -85,8 +85,12 @@ def _generate(
             first = first or last
             show(characters.of(token))
         show(characters.rest())
-    finally:
         show("\n")
+    except OSError as error:
+        raise PerfsuiteError(f"cannot write the text: {error.strerror or error}; send it elsewhere") from None
+    except BaseException:
+        show("\n")
+        raise
     click.echo(summary(len(given), count, first, last), err=True)
 
 

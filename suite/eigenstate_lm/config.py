@@ -96,6 +96,8 @@ class TrainConfig:
         need(0 <= self.seed < 2**63, "seed", self.seed, "use 0 to 2^63 - 1")
         both = self.autocast_bf16 and self.autocast_fp16
         need(not both, "autocast_fp16", True, "a product has one precision; switch autocast_bf16 off")
+        alone = self.loader and not self.packed_tokens
+        need(not alone, "loader", True, "its workers read the packed file; switch packed_tokens on")
 
     @property
     def sequences(self) -> int:

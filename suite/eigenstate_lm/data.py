@@ -18,7 +18,7 @@ import torch
 
 from perfsuite.errors import PerfsuiteError
 from suite import packed_text, text, text_pack
-from suite.batching import permutation
+from suite.batching import check_identity, permutation
 from suite.eigenstate_lm.model import VOCABULARY
 from suite.packed_text import PackedText
 from suite.progress import Bar
@@ -166,6 +166,13 @@ class Steps:
         self.step += 1
         return {"step": torch.tensor(self.step - 1)}
 
+    @property
+    def ended(self) -> str | None:
+        """Why no step comes any more, if so."""
+        if self.step < self.total:
+            return None
+        return f"all {self.total} steps were made before; raise steps to go on"
+
     def items(self, batch: Mapping[str, torch.Tensor]) -> int:
         """Tokens that a step trains on."""
         return self.count * self.given.length
@@ -176,10 +183,7 @@ class Steps:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a position; PerfsuiteError where it is one in other data."""
-        for name, own in self._identity().items():
-            if state[name] != own:
-                what = "the data has" if name == "digest" else f"{name} has"
-                raise PerfsuiteError(f"{what} changed since the checkpoint was written; resume with what it was then")
+        check_identity(state, self._identity())
         self.step = int(state["step"])
 
     def _identity(self) -> dict[str, Any]:
@@ -206,8 +210,11 @@ def load(data: Data) -> Loaded:
     pack = given.pack
     told = (
         f"data: {pack.tokens:,} tokens of {pack.path}, {len(given)} sequences of {given.length} tokens, "
-        f"vocabulary {pack.vocabulary:,}; a unigram model's loss is {unigram_loss(pack):.3f}"
+        f"vocabulary {pack.vocabulary:,}"
     )
+    if pack.vocabulary != data.vocabulary:
+        told += f" (the pack's own; vocabulary={data.vocabulary:,} is for what is made here)"
+    told += f"; a unigram model's loss is {unigram_loss(pack):.3f}"
     steps = Steps(given, data.batch_size * data.accumulation, data.steps, data.seed)
     return Loaded(batches=steps, given=given, told=told)
 

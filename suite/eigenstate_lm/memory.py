@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -50,25 +52,49 @@ def needed(config: TrainConfig, vocabulary: int) -> tuple[float, float]:
 
 
 def remedy(config: TrainConfig, vocabulary: int, total: int) -> str:
-    """What to change so that a step fits into so many bytes."""
-    fixed, sequence = needed(config, vocabulary)
-    rows = _rows(config)
-    fits = int((total - fixed) // sequence)
-    if not config.gradient_accumulation and config.accumulation > 1:
-        return "switch gradient_accumulation on, by which a micro-batch is there at a time"
-    fits = min(fits, rows - 1)
-    if fits >= 1:
-        more = -(-config.sequences // fits)
-        return f"lower batch_size from {config.batch_size} to {fits}, with accumulation {more} for as large a step"
-    if not config.activation_checkpoint:
-        return "switch activation_checkpoint on, which keeps half"
-    if not config.autocast_bf16 and not config.autocast_fp16:
-        return "switch autocast_bf16 on, which keeps half"
-    length = config.sequence_length
-    while length > 1 and fixed + sequence * length / config.sequence_length > total:
+    """What to change so that a step of as many sequences fits into so many bytes, the least costly first."""
+
+    def fits(changed: TrainConfig) -> bool:
+        return _at_once(changed, vocabulary) <= total
+
+    sequences = config.sequences
+    half = config.autocast_bf16 or config.autocast_fp16
+    free = [n for n in ("gradient_accumulation", "chunked_cross_entropy") if not getattr(config, n)]
+    costly = ["activation_checkpoint"] * (not config.activation_checkpoint) + ["autocast_bf16"] * (not half)
+    for paid in _subsets(costly):
+        found: list[tuple[int, int, tuple[str, ...]]] = []
+        for others in _subsets(free):
+            chosen = (*others, *paid)
+            given = replace(config, **dict.fromkeys(chosen, True))
+            sizes = range(1, config.batch_size + 1) if given.gradient_accumulation else [config.batch_size]
+            for size in sizes:
+                more = sequences // size
+                if not chosen and size == config.batch_size:
+                    continue  # what ran out of memory, whatever was expected
+                if sequences % size == 0 and fits(replace(given, batch_size=size, accumulation=more)):
+                    found.append((size, -len(chosen), chosen))
+        if found:
+            size, _, chosen = max(found)
+            lower = f"lower batch_size from {config.batch_size} to {size}, with accumulation {sequences // size}"
+            return _both(chosen, f"{lower} for as large a step" if size < config.batch_size else "")
+    chosen = (*free, *costly)
+    given = replace(config, **dict.fromkeys(chosen, True), batch_size=1)
+    length = config.sequence_length // 2
+    while length and not fits(replace(given, sequence_length=length)):
         length //= 2
-    length = min(length, config.sequence_length // 2)
-    return f"lower batch_size to 1 and sequence_length from {config.sequence_length} to {max(1, length)}"
+    if not length:
+        return "take a smaller width, or fewer layers"
+    return _both(chosen, f"lower batch_size to 1 and sequence_length from {config.sequence_length} to {length}")
+
+
+def _subsets(names: Sequence[str]) -> list[tuple[str, ...]]:
+    """The smaller first."""
+    return [chosen for n in range(len(names) + 1) for chosen in itertools.combinations(names, n)]
+
+
+def _both(switches: tuple[str, ...], lower: str) -> str:
+    parts = [f"switch {', '.join(switches)} on"] if switches else []
+    return " and ".join([*parts, lower] if lower else parts)
 
 
 @contextmanager

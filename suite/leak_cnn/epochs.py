@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from perfsuite.errors import PerfsuiteError
+from suite.batching import check_identity
 from suite.leak_cnn.build import build
 from suite.leak_cnn.dataset import LeakAudio, open_data
 from suite.leak_cnn.sources import Recipe
@@ -108,10 +108,7 @@ class Epochs:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a position; PerfsuiteError where it is one in other data."""
-        for name, own in self._identity().items():
-            if state[name] != own:
-                what = "the data has" if name == "digest" else f"{name} has"
-                raise PerfsuiteError(f"{what} changed since the checkpoint was written; resume with what it was then")
+        check_identity(state, self._identity())
         self.epoch = int(state["epoch"])
 
     def _identity(self) -> dict[str, Any]:

@@ -209,7 +209,7 @@ def restore_rng(state: Mapping[str, Any]) -> None:
 def _instead(path: Path) -> str:
     """The remedy: the checkpoint before it, if there is one."""
     others = [p for p in Store(path.parent).files() if p != path]
-    return f"; resume from {others[0]}" if others else "; there is no other beside it, begin anew"
+    return f"; resume from {others[0]}" if others else "; there is no other beside it: name another, or begin anew"
 
 
 def _flush(folder: Path) -> None:

@@ -155,6 +155,40 @@ def test_a_share_too_small_for_half_precision_is_not_lost():
         assert float((own.double() - truth).norm() / truth.norm()) < 2**-8
 
 
+@pytest.mark.parametrize("call", SIDES)
+def test_a_sum_over_rows_may_be_more_than_half_precision_has(call):
+    """81,920 of 4096 rows, and 20 of their mean."""
+    hidden = torch.full((4096, 1), 20.0, dtype=torch.float16)
+    weight, labels = torch.tensor([[0.0], [5.0]], dtype=torch.float16), torch.zeros(4096, dtype=torch.int64)
+    weight.requires_grad_()
+    (found,) = torch.autograd.grad(call(hidden, weight, labels).float(), weight)
+    assert found.flatten().tolist() == pytest.approx([-20.0, 20.0], rel=1e-3)
+
+
+def test_without_gradients_none_are_made(monkeypatch):
+    monkeypatch.setattr(module, "_widened_product", None)
+    hidden, weight, labels = drawn()
+    weight.requires_grad_()
+    with torch.no_grad():
+        assert not optimized(hidden, weight, labels).requires_grad
+
+
+@pytest.mark.parametrize("call", SIDES)
+@pytest.mark.parametrize("label", [-1, -99])
+def test_a_label_that_is_none_is_nan(call, label):
+    hidden, weight, labels = drawn()
+    labels[2] = label
+    assert call(hidden, weight, labels).isnan()
+
+
+@needs_interpreter
+@pytest.mark.parametrize("label", [11, 60, 10**6])
+def test_the_kernel_reads_no_label_beyond_the_vocabulary(label):
+    hidden, weight, labels = drawn()
+    labels[2] = label
+    assert chunked_cross_entropy_triton(hidden, weight, labels).isnan()
+
+
 @pytest.mark.parametrize("which", [0, 1])
 def test_what_wants_no_gradient_gets_none(which):
     hidden, weight, labels = drawn()

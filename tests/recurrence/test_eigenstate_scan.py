@@ -198,8 +198,8 @@ def test_the_chunk_changes_nothing_beyond_rounding(chunk, magnitude):
 @needs_interpreter
 @pytest.mark.parametrize(
     ("T", "length", "chunks", "at_once"),
-    [(1, 32, 32, 8), (26, 2, 2, 4), (24, 2, 2, 2), (23, 4, 1, 2), (70, 8, 4, 8), (40, 4, 2, 1)],
-    ids=["one step", "a group cut short", "whole groups", "groups of one chunk", "chunks cut short", "many looks"],
+    [(1, 32, 32, 8), (26, 2, 2, 4), (24, 2, 2, 2), (23, 4, 1, 2), (70, 8, 4, 8), (148, 2, 2, 1)],
+    ids=["one step", "a group cut short", "whole groups", "groups of one chunk", "chunks cut short", "many groups"],
 )
 @pytest.mark.parametrize("magnitude", [LARGEST, 0.4])
 def test_the_kernels_hand_on_from_group_to_group(T, length, chunks, at_once, magnitude, monkeypatch):
@@ -208,6 +208,35 @@ def test_the_kernels_hand_on_from_group_to_group(T, length, chunks, at_once, mag
     monkeypatch.setattr(module, "AT_ONCE", at_once)
     monkeypatch.setattr(module, "STATES", 2)
     assert_no_worse(eigenstate_scan_triton, drawn(2, T, 3, magnitude))
+
+
+@needs_interpreter
+@pytest.mark.parametrize("bits", [module.UNWRITTEN, 0x7FBFDEAD, 0x7FC00000])
+def test_nobody_waits_for_a_nan_that_looks_like_nothing(bits, monkeypatch):
+    monkeypatch.setattr(module, "LENGTH", 2)
+    monkeypatch.setattr(module, "CHUNKS", 2)
+    beta, eigenvalues, state = drawn(1, 12, 1)
+    state = torch.tensor([bits], dtype=torch.int32).view(torch.float32).expand(1, 1, 2)
+    every, final = eigenstate_scan_triton(beta, eigenvalues, state)
+    assert every.isnan().all()
+    assert final.isnan().all()
+
+
+@pytest.mark.parametrize("call", SIDES)
+def test_one_state_may_be_for_all(call):
+    beta, eigenvalues, state = drawn(3, 5, 2)
+    every, final = call(beta, eigenvalues, state[:1])
+    expected = call(beta, eigenvalues, state[:1].expand(3, 2, 2).contiguous())
+    assert torch.equal(every, expected[0])
+    assert torch.equal(final, expected[1])
+
+
+def test_under_autocast_it_stays_in_the_state_s_precision():
+    arguments = drawn(2, 100, 3, magnitude=0.9)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = eigenstate_scan_chunked(*arguments)
+    for own, expected in zip(found, eigenstate_scan_chunked(*arguments), strict=True):
+        assert torch.equal(own, expected)
 
 
 @pytest.mark.parametrize("call", [eigenstate_scan_chunked])

@@ -171,6 +171,19 @@ def test_the_command_measures_trainer2_and_shows_a_recording_again(tmp_path: Pat
     assert (tmp_path / "b" / "trainer2.md").read_text() == page
 
 
+def test_a_recording_is_shown_without_writing_over_another(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from click.testing import CliRunner
+
+    from suite.commands.ablate import ablate as command
+
+    monkeypatch.chdir(tmp_path)
+    ablation.save(record(), Path("toy.json"))
+    done = CliRunner().invoke(command, ["toy", "--from", "toy.json"])
+    assert done.exit_code == 0, done.output
+    assert ablation.table(record(), None) in done.output
+    assert [path.name for path in tmp_path.iterdir()] == ["toy.json"]
+
+
 def test_the_entry_point_names_the_command() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["entry-points"]["perfsuite.commands"]["ablate"] == "suite.commands.ablate:ablate"

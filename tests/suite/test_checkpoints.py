@@ -112,13 +112,15 @@ for moment in ("torch.save", "os.fsync", "os.replace"):
 
 store = Store("random", keep=2)
 save(store, 1)
-for n in range(16):
+n = 0
+while n < 16 or load(store.latest()).windows <= 2:  # a machine that is busy takes longer to save
+    n += 1
     before = load(store.latest()).windows
     pid = os.fork()
     while pid == 0:
         before += 1
         save(store, before)
-    time.sleep(0.002 + 0.037 * ((n * 0.618) % 1))
+    time.sleep((0.002 + 0.037 * ((n * 0.618) % 1)) * (1 + n // 16))
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     for path in store.files():
@@ -127,7 +129,6 @@ for n in range(16):
     assert load(store.latest()).windows >= before
 store.tidy()
 assert not list(Path("random").glob(".*"))
-print("saved", load(store.latest()).windows)
 """
 
 
@@ -135,7 +136,6 @@ def test_killed_within_a_save_and_at_random_moments(tmp_path: Path) -> None:
     """By SIGKILL: before the file is flushed, before it gets its name, and wherever it strikes."""
     done = subprocess.run([sys.executable, "-c", KILLED], env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout.split()[-1]) > 2, "it has saved in between"
 
 
 def test_what_another_run_is_writing_stays(tmp_path: Path) -> None:

@@ -175,13 +175,33 @@ def test_other_data_than_the_checkpoint_s_is_one_line(pack: Path, texts: Path, t
     told = refused(invoked(train, "--folder", "run", "--resume", "latest", "--data", other))
     assert "the data has changed since the checkpoint was written; resume with what it was then" in told
     told = refused(invoked(train, "--folder", "run", "--resume", "latest", "--data", pack, "--accumulation", "1"))
-    assert "batch_size x accumulation has changed since the checkpoint was written" in told
+    assert "batch_size x accumulation has changed since the checkpoint was written, from 4 to 2;" in told
 
 
 def test_other_sizes_than_the_checkpoint_s_are_one_line(pack: Path) -> None:
     assert invoked(train, "--folder", "run", "--windows", "1", "--data", pack).exit_code == 0
     told = refused(invoked(train, "--folder", "run", "--resume", "latest", "--data", pack, "--width", "9"))
     assert "embedding has shape [300, 8] in the checkpoint and [300, 9] here" in told
+
+
+def test_what_a_given_pack_overrules_is_told(pack: Path) -> None:
+    done = invoked(train, "--folder", "run", "--windows", "1", "--data", pack, "--vocabulary", "5000")
+    assert done.exit_code == 0
+    assert "vocabulary 300 (the pack's own; vocabulary=5,000 is for what is made here)" in done.output
+
+
+def test_a_run_that_was_at_its_end_says_so(pack: Path) -> None:
+    assert invoked(train, "--folder", "run", "--data", pack, "--steps", "11").exit_code == 0
+    done = invoked(train, "--folder", "run", "--resume", "latest", "--data", pack, "--steps", "11")
+    assert done.exit_code == 0
+    assert "0 of them in this run" in done.output
+    assert "all 11 steps were made before; raise steps to go on" in done.output
+
+
+def test_of_what_was_given_only_what_is_wrong_is_named(pack: Path) -> None:
+    told = refused(invoked(train, "--data", pack, "--steps", "20", "--batch_size", "0"))
+    assert "--batch_size: batch_size=0: use 1 or more" in told
+    assert "--steps" not in told
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------
@@ -214,11 +234,18 @@ def test_what_this_machine_cannot_hold_is_refused_at_once() -> None:
     ("fields", "gib", "said"),
     [
         ({}, 24, "lower batch_size from 4 to 2, with accumulation 8 for as large a step"),
-        ({"batch_size": 20, "accumulation": 1}, 139, "lower batch_size from 20 to 15, with accumulation 2"),
-        ({}, 8, "switch activation_checkpoint on"),
+        ({"batch_size": 20, "accumulation": 1}, 139, "lower batch_size from 20 to 10, with accumulation 2"),
+        ({}, 8, "switch activation_checkpoint on and lower batch_size from 4 to 1, with accumulation 16"),
+        ({"chunked_cross_entropy": False}, 39, "switch chunked_cross_entropy on"),
+        (
+            {"gradient_accumulation": False, "accumulation": 1},
+            20,
+            "switch gradient_accumulation on and lower batch_size",
+        ),
+        ({"width": 2**17}, 80, "take a smaller width, or fewer layers"),
         ({"gradient_accumulation": False}, 100, "switch gradient_accumulation on"),
         ({"activation_checkpoint": True}, 4, "lower batch_size to 1 and sequence_length from 32768 to 8192"),
-        ({"activation_checkpoint": True, "autocast_bf16": False}, 6, "switch autocast_bf16 on"),
+        ({"activation_checkpoint": True, "autocast_bf16": False}, 7, "switch autocast_bf16 on and lower batch_size"),
     ],
 )
 def test_what_is_to_be_reduced_fits(fields: dict[str, object], gib: int, said: str) -> None:

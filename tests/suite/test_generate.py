@@ -362,6 +362,17 @@ def test_interrupted(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (first[:3], len(first), second) == ("the", 4, "interrupted")
 
 
+def test_what_cannot_be_written_is_one_line(checkpoint: Path) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("needs /dev/full")
+    command = [sys.executable, "-m", "perfsuite", "generate", str(checkpoint), "--device", "cpu", "--prompt", "x"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    assert "cannot write the text: No space left on device; send it elsewhere" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_memory_that_runs_out_is_one_line(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*given: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")

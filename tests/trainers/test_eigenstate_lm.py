@@ -277,6 +277,32 @@ def test_a_step_whose_gradients_overflow_is_left_out_and_the_scale_halved(text):
         assert trainer.last_report().scale == 2.0**100
 
 
+def test_a_scale_that_is_not_1_changes_no_norm_and_no_clipping(text):
+    """As after a step that was not finite, or from a run in float16."""
+    norms = []
+    for kind, scale in ((Reference, 1.0), (Reference, 0.5), (Optimized, 0.5), (Optimized, 2.0**16)):
+        trainer = kind(SMALL, text, "cpu")
+        trainer.optimizer.scale.fill_(scale)
+        for _ in range(3):
+            trainer.train_window({})
+        norms.append(trainer.last_report().norm)
+    assert norms == pytest.approx([norms[0]] * 4, rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", [Reference, Optimized])
+def test_after_the_schedule_s_end_the_rate_stays(kind, text):
+    config = dataclasses.replace(SMALL, steps=11)
+    trainer = trained(kind, text, config, 11)
+    last = trainer.last_report().rate
+    trainer.train_window({})
+    assert trainer.last_report().rate == last
+
+
+def test_workers_read_the_packed_file():
+    with pytest.raises(ValueError, match="loader=True: its workers read the packed file; switch packed_tokens on"):
+        dataclasses.replace(SMALL, loader=True, packed_tokens=False)
+
+
 def test_compiled_it_is_the_same_and_a_second_trainer_compiles_nothing_anew(text, known):
     config = dataclasses.replace(SMALL, use_compile=True)
     assert share_of_budget(curve(Optimized(config, text, "cpu"), 5), known) <= 1
