@@ -25,6 +25,7 @@ from suite.building import digest_of_file
 FORMAT, VERSION = "packed-text", 1
 TOKENS, ENDS, TOKENIZER, INDEX = "tokens.bin", "ends.npy", "tokenizer.json", "pack.json"
 WORD = 1 << 16
+AGAIN = "make it again with `perfsuite data pack --overwrite`"
 Tokens = numpy.ndarray[Any, Any]
 
 
@@ -67,47 +68,123 @@ def dtype_for(vocabulary: int) -> Any:
     return numpy.dtype("<u2" if vocabulary <= WORD else "<i4")
 
 
-def opened(path: str | Path) -> PackedText:
-    """The pack in a folder; PerfsuiteError, in one line, where there is none or it is damaged."""
+def opened(path: str | Path, again: str | None = None) -> PackedText:
+    """The pack in a folder; PerfsuiteError, in one line, where there is none or it is damaged.
+
+    `again` is the remedy where `perfsuite data pack` is none.
+    """
     path = Path(path)
-    made, again = "make it with `perfsuite data pack`", "make it again with `perfsuite data pack --overwrite`"
-    if not path.is_dir():
-        raise PerfsuiteError(f"data: {path} is no folder of packed text; {made}")
+    made, again = again or "make it with `perfsuite data pack`", again or AGAIN
+    try:
+        if not path.is_dir():
+            raise PerfsuiteError(f"data: {path} is no folder of packed text; {made}")
+    except OSError as error:
+        raise unreadable("data", path, error) from None
     index = index_of(path)
     if index is None:
+        if is_pack(path):
+            reason = "damaged: it is no index of packed text" if (path / INDEX).exists() else "missing"
+            raise PerfsuiteError(f"data: {path}: {INDEX} is {reason}; {again}")
         raise PerfsuiteError(f"data: {path} holds no packed text ({INDEX} is missing or damaged); {made}")
     if index.get("version") != VERSION:
-        raise PerfsuiteError(f"data: {path} is of version {index.get('version')}, not {VERSION}; {again}")
+        raise PerfsuiteError(f"data: {path} is of version {index.get('version')!r:.40}, not {VERSION}; {again}")
+    name = INDEX
     try:
+        digests = _digests(index)
         found = PackedText(
             path=path,
-            vocabulary=int(index["vocabulary"]),
-            tokens=int(index["tokens"]),
-            documents=int(index["documents"]),
-            digest=str(index["sha256"][TOKENS]),
+            vocabulary=_count(index, "vocabulary"),
+            tokens=_count(index, "tokens"),
+            documents=_count(index, "documents"),
+            digest=digests[TOKENS],
             recipe=str(index["recipe"]),
         )
-        bytes_told = found.tokens * dtype_for(found.vocabulary).itemsize
-        bytes_found = (path / TOKENS).stat().st_size
-        if bytes_found != bytes_told:
-            raise PerfsuiteError(f"data: {path / TOKENS} has {bytes_found} bytes and not {bytes_told}; {again}")
-        for name, digest in index["sha256"].items():
-            if digest_of_file(path / name) != digest:
+        for name in (ENDS, TOKENIZER, TOKENS):
+            if name == TOKENS:  # its size is told by numbers that the other two confirm
+                _confirm(found)
+                bytes_told = found.tokens * dtype_for(found.vocabulary).itemsize
+                bytes_found = (path / name).stat().st_size
+                if bytes_found != bytes_told:
+                    raise PerfsuiteError(f"data: {path / name} has {bytes_found} bytes and not {bytes_told}; {again}")
+            if digest_of_file(path / name) != digests[name]:
                 raise PerfsuiteError(f"data: {path / name} is damaged: it is not what was written; {again}")
-    except (KeyError, TypeError, ValueError) as error:
-        raise PerfsuiteError(f"data: {path / INDEX} is damaged ({error}); {again}") from None
+    except KeyError as error:
+        raise PerfsuiteError(f"data: {path}: {INDEX} is damaged: {error} is missing; {again}") from None
+    except (TypeError, ValueError, OverflowError, EOFError) as error:
+        raise PerfsuiteError(f"data: {path}: {INDEX} is damaged: {error}; {again}") from None
+    except FileNotFoundError:
+        raise PerfsuiteError(f"data: {path}: {name} is missing; {again}") from None
     except OSError as error:
-        raise PerfsuiteError(f"data: {path} is damaged: {error.strerror or error}; {again}") from None
+        raise unreadable("data", path / name, error) from None
     return found
 
 
+def _digests(index: Mapping[str, Any]) -> dict[str, str]:
+    told = index["sha256"]
+    for name in (TOKENS, ENDS, TOKENIZER):
+        if not isinstance(told, dict) or not isinstance(told.get(name), str):
+            raise ValueError(f"sha256 does not tell that of {name}")
+    return dict(told)
+
+
+def _count(index: Mapping[str, Any], name: str) -> int:
+    value = index[name]
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{name} is {value!r:.40} and must be a whole number from 1")
+    return value
+
+
+def _confirm(found: PackedText) -> None:
+    """ValueError where the numbers of `pack.json` are not those of the ends and the tokenizer."""
+    ends = numpy.load(found.path / ENDS)
+    known = _vocabulary_of(found.path / TOKENIZER)
+    for name, told, counted, file in (
+        ("documents", found.documents, len(ends), ENDS),
+        ("tokens", found.tokens, int(ends[-1]) if len(ends) else 0, ENDS),
+        ("vocabulary", found.vocabulary, found.vocabulary if known is None else known, TOKENIZER),
+    ):
+        if told != counted:
+            raise ValueError(f"{name} is {told!r:.40}, and by {file} {counted}")
+
+
+def _vocabulary_of(path: Path) -> int | None:
+    """Tokens of a tokenizer, without its library; None where there is none, as beside random tokens."""
+    content = path.read_bytes()
+    found = json.loads(content) if content else {}
+    model = found.get("model") if isinstance(found, dict) else None
+    if not isinstance(model, dict) or "vocab" not in model:
+        return None
+    tokens, added = model["vocab"], found.get("added_tokens", [])  # {token: number}, or [token, score] each
+    names = tokens.keys() if isinstance(tokens, dict) else {token for token, _ in tokens}
+    return len(names | {token["content"] for token in added})
+
+
+def unreadable(what: str, path: Path, error: OSError) -> PerfsuiteError:
+    return PerfsuiteError(
+        f"{what}: cannot read {path}: {error.strerror or error}; make it readable, or name something else"
+    )
+
+
 def index_of(path: Path) -> dict[str, Any] | None:
-    """What `pack.json` says; None where it says nothing of packed text."""
+    """What `pack.json` says; None where it says nothing of packed text, PerfsuiteError where it cannot be read."""
     try:
         found = json.loads((path / INDEX).read_text())
-    except (OSError, ValueError):
+    except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
         return None
+    except OSError as error:
+        raise unreadable("data", path / INDEX, error) from None
     return found if isinstance(found, dict) and found.get("format") == FORMAT else None
+
+
+def is_pack(path: Path) -> bool:
+    """A folder is packed text, or what is left of it and nothing else: no one's own files are lost with it."""
+    if index_of(path) is not None:
+        return True
+    try:
+        names = {entry.name for entry in path.iterdir()}
+    except OSError as error:
+        raise unreadable("data", path, error) from None
+    return TOKENS in names and names <= {TOKENS, ENDS, TOKENIZER, INDEX}
 
 
 def write(path: Path, tokens: Tokens, ends: Tokens, tokenizer: str, vocabulary: int, about: Mapping[str, Any]) -> None:

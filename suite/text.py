@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from io import BytesIO
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import numpy
 import torch
@@ -31,6 +31,8 @@ LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__p
 PAD, END = "<pad>", "<end>"
 PAD_ID, END_ID = 0, 1
 BYTES = 256
+LARGEST = 1 << 24
+"""Vocabulary: the library makes room for it at once, and ends the process where there is none."""
 Tokens = numpy.ndarray[Any, numpy.dtype[numpy.int64]]
 CACHE = ".perfsuite/cache"
 
@@ -64,6 +66,7 @@ class Corpus:
     texts: tuple[str, ...]
     damaged: int
     empty: int
+    unreadable: int = 0
 
     @cached_property
     def digest(self) -> str:
@@ -73,6 +76,14 @@ class Corpus:
             content = text.encode()
             digest.update(len(content).to_bytes(8, "little") + content)
         return digest.hexdigest()
+
+
+class Searched(NamedTuple):
+    """The text files under a folder, by path, and the folders in it that cannot be read, with the reason."""
+
+    root: Path
+    paths: list[Path]
+    unreadable: list[tuple[Path, OSError]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +123,8 @@ def load(data: Data) -> Loaded:
         tokens, vocabulary = tokens_of(found, data.vocabulary, Path(data.cache))
         sequences = pack(tokens, data.sequence_length, vocabulary)
         told = f"{len(found.texts)} files of {found.where}, {len(sequences)} sequences"
-        left = [f"{n} {what}" for n, what in ((found.damaged, "not UTF-8"), (found.empty, "empty")) if n]
+        kinds = ((found.damaged, "not UTF-8"), (found.empty, "empty"), (found.unreadable, "unreadable"))
+        left = [f"{n} {what}" for n, what in kinds if n]
         told += f" (left out: {', '.join(left)})" if left else ""
     told += f" of {data.sequence_length} tokens, vocabulary {sequences.vocabulary}"
     return Loaded(
@@ -122,14 +134,17 @@ def load(data: Data) -> Loaded:
 
 def corpus(folder: str | Path | None = None) -> Corpus:
     """The texts under a folder, by path; PerfsuiteError where there is none. None: Python's standard library."""
-    root, paths = searched(folder)
+    root, paths, left_out = searched(folder)
     texts = []
-    damaged = empty = 0
+    damaged, empty, unreadable = 0, 0, len(left_out)
     for path in paths:
         try:
             text = path.read_bytes().decode()
-        except (UnicodeDecodeError, OSError):
+        except UnicodeDecodeError:
             damaged += 1
+            continue
+        except OSError:
+            unreadable += 1
             continue
         if text.strip():
             texts.append(text)
@@ -137,24 +152,41 @@ def corpus(folder: str | Path | None = None) -> Corpus:
             empty += 1
     if not texts:
         seen = f"; {damaged} damaged and {empty} empty files were left out" if damaged or empty else ""
+        seen += f"; {unreadable} could not be read" if unreadable else ""
         raise PerfsuiteError(f"data: no text under {root}{seen}; it must hold {', '.join(SUFFIXES)} files")
-    return Corpus(where=str(root), texts=tuple(texts), damaged=damaged, empty=empty)
+    return Corpus(where=str(root), texts=tuple(texts), damaged=damaged, empty=empty, unreadable=unreadable)
 
 
-def searched(folder: str | Path | None) -> tuple[Path, list[Path]]:
-    """(the folder, the text files under it by path); PerfsuiteError where it is none. None: as `corpus` has it."""
+def searched(folder: str | Path | None) -> Searched:
+    """What is under a folder; PerfsuiteError where it is none, or cannot be read. None: as `corpus` has it."""
     root = Path(sysconfig.get_path("stdlib")) if folder is None else Path(folder)
-    if not root.is_dir():
-        raise PerfsuiteError(f"data: {root} is no folder; name one that holds {', '.join(SUFFIXES)} files")
-    return root, _files(root, LEFT_OUT if folder is None else set())
+    try:
+        if not root.is_dir():
+            raise PerfsuiteError(f"data: {root} is no folder; name one that holds {', '.join(SUFFIXES)} files")
+        with os.scandir(root):  # of the folders in it, those that cannot be read are left out
+            pass
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise PerfsuiteError(f"data: cannot read {root}: {reason}; make it readable, or name another folder") from None
+    unreadable: list[OSError] = []
+    paths = _files(root, LEFT_OUT if folder is None else set(), unreadable.append)
+    return Searched(root, paths, [(Path(error.filename), error) for error in unreadable])
 
 
-def _files(root: Path, left_out: set[str]) -> list[Path]:
+def _files(root: Path, left_out: set[str], unreadable: Callable[[OSError], object] | None = None) -> list[Path]:
     found = []
-    for folder, inner, names in os.walk(root):
+    for folder, inner, names in os.walk(root, onerror=unreadable):
         inner[:] = [name for name in inner if name not in left_out]
         found += [Path(folder, name) for name in names if name.endswith(SUFFIXES)]
-    return sorted((p for p in found if p.is_file()), key=lambda p: p.relative_to(root).parts)
+    return sorted((p for p in found if _may_be_read(p)), key=lambda p: p.relative_to(root).parts)
+
+
+def _may_be_read(path: Path) -> bool:
+    """Not a pipe, for one. What is not permitted is told where it is read."""
+    try:
+        return path.is_file()
+    except OSError:
+        return True
 
 
 def tokens_of(found: Corpus, vocabulary: int = 32000, cache: Path = Path(CACHE)) -> tuple[Tokens, int]:
@@ -211,14 +243,23 @@ def _key(found: Corpus, vocabulary: int) -> str:
 
 
 def check_vocabulary(vocabulary: int) -> None:
-    """PerfsuiteError where it has no room for every byte, padding and an end."""
+    """PerfsuiteError where it has no room for every byte, padding and an end, or is beyond what the library takes."""
     if vocabulary < BYTES + 2:
         raise PerfsuiteError(f"vocabulary: {vocabulary} is too small for bytes; it must be {BYTES + 2} or more")
+    if vocabulary > LARGEST:
+        raise PerfsuiteError(f"vocabulary: {vocabulary} is too large; it must be {LARGEST} or less")
+
+
+def check_cache(cache: Path) -> None:
+    """PerfsuiteError where it is a file."""
+    if os.path.isfile(cache):
+        raise PerfsuiteError(f"cache: {cache} is a file; name a folder with --cache")
 
 
 @contextmanager
 def _only_one(path: Path) -> Iterator[None]:
     """Other processes that want to make this file wait, and then find it."""
+    check_cache(path.parent)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{path}.lock"):

@@ -60,6 +60,13 @@ class _Found:
     digests: list[str] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     left_out: int = 0
+    """Empty or not UTF-8."""
+    unreadable: int = 0
+
+    @property
+    def told_left_out(self) -> str:
+        kinds = ((self.left_out, "not UTF-8 or empty"), (self.unreadable, "unreadable"))
+        return ", ".join(f"{count} {kind}" for count, kind in kinds if count)
 
     def blocks(self) -> Iterator[tuple[int, int]]:
         """(first file, end) of what is encoded together."""
@@ -73,21 +80,30 @@ class _Found:
 
     def texts(self, first: int, end: int) -> Iterator[str]:
         for path, digest in zip(self.paths[first:end], self.digests[first:end], strict=True):
-            content = path.read_bytes()
+            try:
+                content = path.read_bytes()
+            except OSError as error:
+                raise packed_text.unreadable("data", path, error) from None
             if hashlib.sha256(content).hexdigest() != digest:
                 raise PerfsuiteError(f"data: {path} was changed while it was read; run the command again")
             yield content.decode()
 
 
-def pack(out: Path, recipe: Recipe, watcher: Watcher, *, overwrite: bool = False) -> Packed:
-    """Make the folder `out`; PerfsuiteError where that cannot be done, or `out` is there and is something else."""
+def pack(out: Path, recipe: Recipe, watcher: Watcher, *, overwrite: bool = False, cached: bool = False) -> Packed:
+    """Make the folder `out`; PerfsuiteError where that cannot be done, or `out` is there and is something else.
+
+    A cached one was named by nobody: it may be deleted, and another folder is named with --cache.
+    """
+    again = f"delete {out}; it is made again" if cached else None
+    elsewhere = "name another folder with --cache" if cached else "name another folder"
     tokenizers = text.library()
     text.check_vocabulary(recipe.vocabulary)
-    _refuse(out, overwrite)
+    searched = text.searched(recipe.folder)
+    given = None if recipe.tokenizer is None else _given(tokenizers, recipe.tokenizer)
+    _refuse(out, overwrite, again, elsewhere)
     try:
         with parts_beside(out) as parts:
-            given = None if recipe.tokenizer is None else _given(tokenizers, recipe.tokenizer)
-            found = _read(recipe, watcher)
+            found = _read(searched, watcher)
             key = digest_of(
                 {
                     "version": packed_text.VERSION,
@@ -102,35 +118,42 @@ def pack(out: Path, recipe: Recipe, watcher: Watcher, *, overwrite: bool = False
                 _made(out, recipe, found, given, key, parts, watcher)
             elif index.get("recipe") != key:
                 raise PerfsuiteError(
-                    f"{out} exists and is packed from other texts or with another tokenizer; name another folder, "
-                    "or give --overwrite"
+                    f"{out} exists and is packed from other texts or with another tokenizer; "
+                    f"{again or 'name another folder, or give --overwrite'}"
                 )
             parts.clear()
-        left = f" (left out: {found.left_out} not UTF-8 or empty)" if found.left_out else ""
+        left = f" (left out: {found.told_left_out})" if found.told_left_out else ""
         source = f"{len(found.paths)} files of {found.root}{left}"
-        return Packed(pack=packed_text.opened(out), source=source, kept=index is not None)
+        return Packed(pack=packed_text.opened(out, again), source=source, kept=index is not None)
     except OSError as error:
         reason = error.strerror or str(error)
-        raise PerfsuiteError(f"cannot write {out}: {reason}; name another folder, or make room") from None
+        raise PerfsuiteError(f"cannot write {out}: {reason}; {elsewhere}, or make room") from None
 
 
-def _refuse(out: Path, overwrite: bool) -> None:
+def _refuse(out: Path, overwrite: bool, again: str | None, elsewhere: str) -> None:
     """Before minutes are spent: what is there is something else, or nothing can be written beside it."""
-    if out.exists() and (not out.is_dir() or (packed_text.index_of(out) is None and any(out.iterdir()))):
-        raise PerfsuiteError(f"{out} exists and is no packed text; name another folder")
-    if out.is_dir() and not overwrite and packed_text.index_of(out) is not None:
-        packed_text.opened(out)
+    if out.name in ("", ".."):
+        raise PerfsuiteError(f"{out} cannot be replaced as a whole; name a folder in it")
     try:
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            if not out.is_dir() or not packed_text.is_pack(out):
+                raise PerfsuiteError(f"{out} exists and is no packed text; {elsewhere}, or move it away")
+            if not overwrite:
+                packed_text.opened(out, again)
         probe(out.parent)
     except OSError as error:
-        raise PerfsuiteError(f"cannot write {out}: {error.strerror or error}; name another folder") from None
+        raise PerfsuiteError(f"cannot write {out}: {error.strerror or error}; {elsewhere}") from None
 
 
 def _given(tokenizers: Any, path: Path) -> Any:
-    if not path.is_file():
-        raise PerfsuiteError(f"tokenizer: there is no file {path}; name a tokenizer.json of the tokenizers library")
     try:
-        found = tokenizers.Tokenizer.from_file(str(path))
+        if not path.is_file():
+            raise PerfsuiteError(f"tokenizer: there is no file {path}; name a tokenizer.json of the tokenizers library")
+        content = path.read_bytes()
+    except OSError as error:
+        raise packed_text.unreadable("tokenizer", path, error) from None
+    try:
+        found = tokenizers.Tokenizer.from_buffer(content)
     except Exception as error:  # the library raises its own bare Exception
         told = " ".join(str(error).split())
         raise PerfsuiteError(f"tokenizer: {path} is none of the tokenizers library: {told}") from None
@@ -142,27 +165,38 @@ def _given(tokenizers: Any, path: Path) -> Any:
     return found
 
 
-def _read(recipe: Recipe, watcher: Watcher) -> _Found:
-    root, paths = text.searched(recipe.folder)
+def _read(searched: text.Searched, watcher: Watcher) -> _Found:
+    root, paths, unreadable = searched
     found = _Found(root)
+
+    def leave_out(path: Path, reason: str) -> None:
+        if found.left_out + found.unreadable <= NAMED:
+            watcher.say(f"left out: {path.relative_to(root)}: {reason}")
+
+    for path, error in unreadable:
+        found.unreadable += 1
+        leave_out(path, error.strerror or str(error))
     for i, path in enumerate(paths):
         watcher.progress("reading", i, len(paths))
         try:
             content = path.read_bytes()
             whole = bool(content.decode().strip())
             reason = "empty"
-        except (UnicodeDecodeError, OSError) as error:
-            whole, reason = False, "not UTF-8" if isinstance(error, UnicodeDecodeError) else str(error.strerror)
+        except UnicodeDecodeError:
+            whole, reason = False, "not UTF-8"
+        except OSError as error:
+            found.unreadable += 1
+            leave_out(path, error.strerror or str(error))
+            continue
         if whole:
             found.paths.append(path)
             found.digests.append(hashlib.sha256(content).hexdigest())
             found.sizes.append(len(content))
             continue
         found.left_out += 1
-        if found.left_out <= NAMED:
-            watcher.say(f"left out: {path.relative_to(root)}: {reason}")
+        leave_out(path, reason)
     if not found.paths:
-        seen = f"; {found.left_out} files that are empty or not UTF-8 were left out" if found.left_out else ""
+        seen = f" (left out: {found.told_left_out})" if found.told_left_out else ""
         raise PerfsuiteError(f"data: no text under {root}{seen}; it must hold {', '.join(text.SUFFIXES)} files")
     return found
 

@@ -232,9 +232,10 @@ def text_of(data: Data) -> Text:
         return Text(_random(data), data.sequence_length)
     if data.data is not None:
         return Text(packed_text.opened(data.data), data.sequence_length)
+    text.check_cache(Path(data.cache))
     with Bar() as bar:
         recipe = text_pack.Recipe(vocabulary=data.vocabulary)
-        made = text_pack.pack(Path(data.cache) / f"library-{data.vocabulary}", recipe, bar)
+        made = text_pack.pack(Path(data.cache) / f"library-{data.vocabulary}", recipe, bar, cached=True)
     return Text(made.pack, data.sequence_length)
 
 
@@ -242,11 +243,16 @@ def _random(data: Data) -> PackedText:
     """Random tokens as a pack, in the cache."""
     name = f"random-{data.vocabulary}-{data.sequence_length}-{data.synthetic}"
     path = Path(data.cache) / name
+    again = f"delete {path}; it is made again"
+    text.check_cache(path.parent)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(path, error) from None
     if packed_text.index_of(path) is None:
         drawn = text.synthetic(data.vocabulary, data.sequence_length, data.synthetic).input_ids.flatten().numpy()
         tokens = numpy.append(drawn, text.END_ID)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
             whole = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{name}."))
             ends = numpy.array([len(tokens)])
             packed_text.write(whole, tokens, ends, "", data.vocabulary, {"recipe": "random"})
@@ -255,9 +261,16 @@ def _random(data: Data) -> PackedText:
             except OSError:  # another process has made it meanwhile
                 shutil.rmtree(whole, ignore_errors=True)
         except OSError as error:
-            reason = error.strerror or str(error)
-            raise PerfsuiteError(f"cannot write {path}: {reason}; name another folder with --cache") from None
-    return packed_text.opened(path)
+            raise _unwritable(path, error) from None
+    found = packed_text.opened(path, again)
+    if found.vocabulary != data.vocabulary:  # no tokenizer tells it
+        told = f"{packed_text.INDEX} is damaged: vocabulary is {found.vocabulary} and must be {data.vocabulary}"
+        raise PerfsuiteError(f"data: {path}: {told}; {again}")
+    return found
+
+
+def _unwritable(path: Path, error: OSError) -> PerfsuiteError:
+    return PerfsuiteError(f"cannot write {path}: {error.strerror or error}; name another folder with --cache")
 
 
 def for_ablation(

@@ -144,6 +144,54 @@ def test_a_truncated_pack_is_one_line(pack: Path, tmp_path: Path) -> None:
     assert f"tokens.bin has {len(tokens) - 7} bytes and not {len(tokens)}; make it again" in told
 
 
+@pytest.mark.parametrize(
+    ("name", "damage", "said"),
+    [
+        ("tokens.bin", b"cut", "tokens.bin has 3 bytes and not "),
+        ("pack.json", b"{", "pack.json is damaged: it is no index of packed text"),
+        ("ends.npy", None, "ends.npy is missing"),
+    ],
+)
+@pytest.mark.parametrize("more", [["--synthetic", "9"], []], ids=["random", "library"])
+def test_a_damaged_cache_may_be_deleted(
+    texts: Path, monkeypatch: pytest.MonkeyPatch, more: list[str], name: str, damage: bytes | None, said: str
+) -> None:
+    import shutil
+    import sysconfig
+
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(texts))
+    given = ["--overwrite", "--windows", "1", "--vocabulary", "300", "--cache", "cache", *more]
+    folder = Path("cache", "random-300-16-9" if more else "library-300")
+    assert invoked(train, *given).exit_code == 0
+    if damage is None:
+        (folder / name).unlink()
+    else:
+        (folder / name).write_bytes(damage)
+    told = refused(invoked(train, *given))
+    assert said in told
+    assert told.endswith(f"; delete {folder}; it is made again")
+    shutil.rmtree(folder)
+    assert invoked(train, *given).exit_code == 0
+
+
+def test_random_tokens_of_another_vocabulary_are_one_line() -> None:
+    given = ["--overwrite", "--windows", "1", "--vocabulary", "300", "--cache", "cache", "--synthetic", "9"]
+    assert invoked(train, *given).exit_code == 0
+    index = Path("cache/random-300-16-9/pack.json")
+    index.write_text(json.dumps({**json.loads(index.read_text()), "vocabulary": 100}))
+    told = refused(invoked(train, *given))
+    assert "pack.json is damaged: vocabulary is 100 and must be 300; delete cache/random-300-16-9" in told
+
+
+@pytest.mark.parametrize("more", [["--synthetic", "9"], []], ids=["random", "library"])
+def test_a_cache_that_is_none_is_one_line(tmp_path: Path, more: list[str]) -> None:
+    (tmp_path / "file").write_text("")
+    told = refused(invoked(train, "--cache", tmp_path / "file", *more))
+    assert f"cache: {tmp_path / 'file'} is a file; name a folder with --cache" in told
+    told = refused(invoked(train, "--cache", "x" * 300, *more))
+    assert told.endswith(": File name too long; name another folder with --cache")
+
+
 def test_a_context_longer_than_the_data_is_one_line(pack: Path) -> None:
     told = refused(invoked(train, "--data", pack, "--sequence_length", "1000000"))
     assert "sequence_length: 1000000 and the token after are more than the" in told

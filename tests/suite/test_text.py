@@ -167,6 +167,12 @@ def test_a_cache_that_cannot_be_written(tokenizers: Any, tmp_path: Path) -> None
         tokens_of(of(WORDS), 300, tmp_path / "file" / "cache")
 
 
+def test_a_cache_that_is_a_file(tokenizers: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PerfsuiteError, match=r"^cache: .*file is a file; name a folder with --cache$"):
+        tokens_of(of(WORDS), 300, tmp_path / "file")
+
+
 def test_without_the_library_it_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(PerfsuiteError, match=r"pip install 'perfsuite\[train\]', or train on random tokens"):
@@ -176,6 +182,11 @@ def test_without_the_library_it_is_one_line(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_vocabulary_too_small_for_bytes() -> None:
     with pytest.raises(PerfsuiteError, match="vocabulary: 257 is too small"):
         tokenizer_of(of(WORDS), 257)
+
+
+def test_a_vocabulary_too_large_for_the_library() -> None:
+    with pytest.raises(PerfsuiteError, match="vocabulary: 16777217 is too large; it must be 16777216 or less"):
+        tokenizer_of(of(WORDS), text.LARGEST + 1)
 
 
 # --- sequences ------------------------------------------------------------------------------------------------------

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import functools
+import io
 import json
+import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
@@ -18,6 +24,7 @@ from suite.text import END, END_ID
 from suite.text_pack import Recipe, pack
 
 tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed: pip install 'perfsuite[train]'")
+LONG = "x" * 300
 NAMES = (TOKENS, ENDS, TOKENIZER, INDEX)
 TEXTS = {f"{i}.txt": f"the field follows the plane {i} times, and the rotor turns it " * 20 for i in range(7)}
 
@@ -182,17 +189,37 @@ def without_its_tokens(path: Path) -> None:
     path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "tokens"}))
 
 
+def without_a_digest(path: Path) -> None:
+    index = json.loads(path.read_text())
+    del index["sha256"][ENDS]
+    path.write_text(json.dumps(index))
+
+
+def saying(**told: object) -> Callable[[Path], object]:
+    return lambda path: path.write_text(json.dumps({**json.loads(path.read_text()), **told}))
+
+
 @pytest.mark.parametrize(
     ("name", "damage", "said"),
     [
         (TOKENS, cut, r"tokens.bin has \d+ bytes and not \d+; make it again with `perfsuite data pack --overwrite`"),
         (TOKENS, flipped, "tokens.bin is damaged: it is not what was written; make it again"),
         (ENDS, flipped, "ends.npy is damaged"),
-        (TOKENIZER, Path.unlink, "is damaged: No such file or directory"),
-        (INDEX, Path.unlink, r"holds no packed text \(pack.json is missing or damaged\); make it with"),
-        (INDEX, cut, r"holds no packed text \(pack.json is missing or damaged\); make it with"),
+        (TOKENIZER, Path.unlink, "out: tokenizer.json is missing; make it again"),
+        (ENDS, Path.unlink, "out: ends.npy is missing; make it again"),
+        (INDEX, Path.unlink, "out: pack.json is missing; make it again"),
+        (INDEX, cut, "out: pack.json is damaged: it is no index of packed text; make it again"),
         (INDEX, of_another_version, "is of version 9, not 1; make it again"),
-        (INDEX, without_its_tokens, r"pack.json is damaged \('tokens'\); make it again"),
+        (INDEX, without_its_tokens, "out: pack.json is damaged: 'tokens' is missing; make it again"),
+        (INDEX, without_a_digest, "out: pack.json is damaged: sha256 does not tell that of ends.npy; make it again"),
+        (INDEX, saying(sha256=3), "pack.json is damaged: sha256 does not tell that of tokens.bin"),
+        (INDEX, saying(vocabulary=-1), "pack.json is damaged: vocabulary is -1 and must be a whole number from 1"),
+        (INDEX, saying(vocabulary=True), "pack.json is damaged: vocabulary is True and must be"),
+        (INDEX, saying(vocabulary=99999), "pack.json is damaged: vocabulary is 99999, and by tokenizer.json 260"),
+        (INDEX, saying(vocabulary=100), "pack.json is damaged: vocabulary is 100, and by tokenizer.json 260"),
+        (INDEX, saying(tokens=float("inf")), "pack.json is damaged: tokens is inf and must be a whole number"),
+        (INDEX, saying(tokens=7), r"pack.json is damaged: tokens is 7, and by ends.npy \d+"),
+        (INDEX, saying(documents=7), "pack.json is damaged: documents is 7, and by ends.npy 1"),
     ],
 )
 def test_a_damaged_pack_is_one_line(tmp_path: Path, sound: Path, name: str, damage, said: str) -> None:
@@ -214,9 +241,77 @@ def test_a_damaged_pack_may_be_made_again(tmp_path: Path, sound: Path) -> None:
     assert content(out) == content(sound)
 
 
+@pytest.mark.parametrize("damage", [cut, Path.unlink])
+def test_a_pack_without_its_index_may_be_made_again(tmp_path: Path, sound: Path, damage) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(sound, out)
+    damage(out / INDEX)
+    recipe = Recipe(folder=sound.parent / "texts", vocabulary=260)
+    with pytest.raises(PerfsuiteError, match=r"make it again with `perfsuite data pack --overwrite`$"):
+        pack(out, recipe, Quiet())
+    with pytest.raises(PerfsuiteError, match=rf"delete {out}; it is made again$"):
+        pack(out, recipe, Quiet(), cached=True)
+    (out / "mine").write_text("mine")
+    with pytest.raises(PerfsuiteError, match="is no packed text; name another folder, or move it away"):
+        pack(out, recipe, Quiet(), overwrite=True)
+    (out / "mine").unlink()
+    assert not pack(out, recipe, Quiet(), overwrite=True).kept
+    assert content(out) == content(sound)
+
+
+@pytest.mark.parametrize("name", [TOKENS, INDEX])
+def test_a_pack_that_may_not_be_read_is_not_damaged(
+    tmp_path: Path, sound: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    forbid(monkeypatch, sound / name)
+    with pytest.raises(PerfsuiteError, match=rf"^data: cannot read {sound / name}: Permission denied; make it"):
+        opened(sound)
+    recipe = Recipe(folder=sound.parent / "texts", vocabulary=260)
+    with pytest.raises(PerfsuiteError, match=rf"^data: cannot read {sound / name}: Permission denied; make it"):
+        pack(sound, recipe, Quiet())
+
+
+def forbid(monkeypatch: pytest.MonkeyPatch, forbidden: Path) -> None:
+    """As of mode 000, which root may read."""
+    own_open, own_scandir = io.open, os.scandir
+
+    def refused(own: Callable[..., Any], path: Any, *arguments: Any, **named: Any) -> Any:
+        if not isinstance(path, int) and Path(path) == forbidden:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return own(path, *arguments, **named)
+
+    monkeypatch.setattr(io, "open", functools.partial(refused, own_open))
+    monkeypatch.setattr(os, "scandir", functools.partial(refused, own_scandir))
+
+
+def test_what_may_not_be_read_is_left_out_by_name(tmp_path: Path, recipe: Recipe, monkeypatch: Any) -> None:
+    (recipe.folder / "sub").mkdir()
+    forbid(monkeypatch, recipe.folder / "sub")
+    forbid(monkeypatch, recipe.folder / "3.txt")
+    watcher = Quiet()
+    made = pack(tmp_path / "out", recipe, watcher)
+    assert made.source == f"6 files of {recipe.folder} (left out: 2 not UTF-8 or empty, 2 unreadable)"
+    assert {"left out: sub: Permission denied", "left out: 3.txt: Permission denied"} < set(watcher.said)
+    forbid(monkeypatch, recipe.folder)
+    with pytest.raises(PerfsuiteError, match=rf"^data: cannot read {recipe.folder}: Permission denied; make it"):
+        pack(tmp_path / "out", recipe, Quiet())
+
+
+def test_a_wrong_input_loses_nothing_that_was_done(tmp_path: Path, recipe: Recipe) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        pack(tmp_path / "out", recipe, Quiet(9 + 7 + 3))
+    kept = content(tmp_path / "out.parts")
+    for wrong in (Recipe(folder=tmp_path / "none"), Recipe(folder=recipe.folder, tokenizer=tmp_path / "none")):
+        with pytest.raises(PerfsuiteError):
+            pack(tmp_path / "out", wrong, Quiet())
+    assert content(tmp_path / "out.parts") == kept
+
+
 def test_no_pack_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(PerfsuiteError, match="none is no folder of packed text; make it with `perfsuite data pack`"):
         opened(tmp_path / "none")
+    with pytest.raises(PerfsuiteError, match=f"^data: cannot read {LONG}: File name too long; make it readable"):
+        opened(LONG)
 
 
 def invoked(*arguments: object) -> Result:
@@ -255,6 +350,14 @@ def test_bad_input_is_one_line(tmp_path: Path, folder: Path) -> None:
             f"tokenizer: {tmp_path / 'foreign.json'} has no token {END} of number 1, by which documents end",
         ),
         ((other / "mine" / "a", "--from", folder), "cannot write "),
+        ((LONG, "--from", folder), f"cannot write {LONG}: File name too long; name another folder"),
+        ((tmp_path / "b" / "a", "--from", LONG), f"data: cannot read {LONG}: File name too long; make it readable"),
+        (
+            (tmp_path / "b" / "a", "--from", folder, "--tokenizer", LONG),
+            f"tokenizer: cannot read {LONG}: File name too long; make it readable",
+        ),
+        ((tmp_path / "a", "--from", folder, "--vocabulary", 99999999999), "vocabulary: 99999999999 is too large; it "),
+        ((".", "--from", folder), ". cannot be replaced as a whole; name a folder in it"),
     ):
         done = invoked(*arguments)
         lines = done.stderr.splitlines()
@@ -262,7 +365,8 @@ def test_bad_input_is_one_line(tmp_path: Path, folder: Path) -> None:
         assert lines[-1].startswith(f"Error: {said}"), lines
         assert "Traceback" not in done.stderr
     assert (other / "mine").read_text() == "mine"
-    assert not list(tmp_path.glob("*.parts"))
+    assert not list(tmp_path.glob("*.parts*"))
+    assert not (tmp_path / "b").exists()
 
 
 def test_another_vocabulary_may_replace_it(tmp_path: Path, folder: Path) -> None:
