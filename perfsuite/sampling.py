@@ -482,7 +482,10 @@ def _limit(pair: Pair, workload: Workload, dtype: str, device: str) -> Limit | N
         rate = ceilings.copy_bytes_per_s(device)
         bounds.append((moved / rate, "memory", rate))
     if operations:
-        rate = ceilings.matmul_flops_per_s(device, pair.cost.precision_in(dtype))
+        precisions = {pair.cost.precision_in(dtype)}
+        if device == "cpu":  # whose own products in half precision may be far slower than those of what is widened
+            precisions.add(pair.cost.precision)
+        rate = max(ceilings.matmul_flops_per_s(device, precision) for precision in precisions)
         bounds.append((operations / rate, "compute", rate))
     if not bounds:
         return None
