@@ -54,8 +54,9 @@ class Trainer:
 
     def __init__(self, config: TrainConfig, text: Text, device: torch.device | str) -> None:
         self.config, self.text, self.device = config, text, torch.device(device)
-        first = make_weights(config.seed, config.sizes(text.vocabulary))
-        self.weights = {name: w.to(self.device).requires_grad_() for name, w in first.items()}
+        with told_when_out(config, text.vocabulary, self.device):
+            first = make_weights(config.seed, config.sizes(text.vocabulary))
+            self.weights = {name: w.to(self.device).requires_grad_() for name, w in first.items()}
         self.lr = torch.zeros((), device=self.device)
         self.steps = 0
         self._count = torch.zeros(1, dtype=torch.int64, device=self.device)

@@ -49,8 +49,9 @@ class Trainer:
     ) -> None:
         self.config, self.text, self.device, self.dtype = config, text, torch.device(device), dtype
         self.sequences = text.encoded()
-        first = make_weights(config.seed, config.sizes(text.vocabulary))
-        self.weights = {name: w.to(self.device, dtype).requires_grad_() for name, w in first.items()}
+        with told_when_out(config, text.vocabulary, self.device):
+            first = make_weights(config.seed, config.sizes(text.vocabulary))
+            self.weights = {name: w.to(self.device, dtype).requires_grad_() for name, w in first.items()}
         self.lr = torch.zeros((), device=self.device, dtype=dtype)
         # Gradients are clipped before.
         self.optimizer = ScalerStep(

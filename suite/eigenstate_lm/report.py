@@ -62,6 +62,7 @@ class Throughput:
         if device.type == "cuda":
             with torch.random.fork_rng(devices=[device]):  # what is dropped must not depend on it
                 self._most = ceilings.matmul_flops_per_s(str(device), config.precision)
+            torch.cuda.reset_peak_memory_stats(device)  # the product's matrices are none of the trainer's
 
     def add(self, report: Report | None, seconds: float | None) -> None:
         """The last step's report, if it is new, and how long after the one before it came."""

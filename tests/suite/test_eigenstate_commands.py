@@ -271,6 +271,11 @@ def test_the_source_s_step_is_told_to_need_37_gib() -> None:
     assert (fixed + 8 * sequence) / GIB == pytest.approx(71.2, rel=0.03)
 
 
+def test_a_network_that_this_machine_cannot_hold_is_one_line(pack: Path) -> None:
+    told = refused(invoked(train, "--data", pack, "--width", "99999999"))
+    assert "take a smaller width, or fewer layers" in told
+
+
 def test_what_this_machine_cannot_hold_is_refused_at_once() -> None:
     huge = config(batch_size=9000, accumulation=1)
     said = r"9000 sequences of 32768 tokens at once take about .* GiB, and this machine has .*; lower batch_size"
