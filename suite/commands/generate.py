@@ -86,6 +86,8 @@ def _generate(
             show(characters.of(token))
         show(characters.rest())
         show("\n")
+    except BrokenPipeError:  # whoever reads has enough
+        raise
     except OSError as error:
         raise PerfsuiteError(f"cannot write the text: {error.strerror or error}; send it elsewhere") from None
     except BaseException:

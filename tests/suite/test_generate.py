@@ -373,6 +373,19 @@ def test_what_cannot_be_written_is_one_line(checkpoint: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_a_reader_that_has_enough_is_told_nothing(checkpoint: Path) -> None:
+    command = [sys.executable, "-m", "perfsuite", "generate", str(checkpoint), "--device", "cpu", "--past-end"]
+    with subprocess.Popen(
+        [*command, "--prompt", "x", "--tokens", "1000000"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.read(1) == b"x"
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 1
+
+
 def test_memory_that_runs_out_is_one_line(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*given: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
