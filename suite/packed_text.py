@@ -88,7 +88,6 @@ def opened(path: str | Path, again: str | None = None) -> PackedText:
         raise PerfsuiteError(f"data: {path} holds no packed text ({INDEX} is missing or damaged); {made}")
     if index.get("version") != VERSION:
         raise PerfsuiteError(f"data: {path} is of version {index.get('version')!r:.40}, not {VERSION}; {again}")
-    name = INDEX
     try:
         digests = _digests(index)
         found = PackedText(
@@ -99,24 +98,28 @@ def opened(path: str | Path, again: str | None = None) -> PackedText:
             digest=digests[TOKENS],
             recipe=str(index["recipe"]),
         )
-        for name in (ENDS, TOKENIZER, TOKENS):
-            if name == TOKENS:  # its size is told by numbers that the other two confirm
-                _confirm(found)
-                bytes_told = found.tokens * dtype_for(found.vocabulary).itemsize
-                bytes_found = (path / name).stat().st_size
-                if bytes_found != bytes_told:
-                    raise PerfsuiteError(f"data: {path / name} has {bytes_found} bytes and not {bytes_told}; {again}")
-            if digest_of_file(path / name) != digests[name]:
-                raise PerfsuiteError(f"data: {path / name} is damaged: it is not what was written; {again}")
+        _check_digest(path / ENDS, digests, again)
+        _check_digest(path / TOKENIZER, digests, again)
+        _confirm(found)  # by these two, and so the size that the third must have
+        bytes_told = found.tokens * dtype_for(found.vocabulary).itemsize
+        bytes_found = (path / TOKENS).stat().st_size
+        if bytes_found != bytes_told:
+            raise PerfsuiteError(f"data: {path / TOKENS} has {bytes_found} bytes and not {bytes_told}; {again}")
+        _check_digest(path / TOKENS, digests, again)
     except KeyError as error:
         raise PerfsuiteError(f"data: {path}: {INDEX} is damaged: {error} is missing; {again}") from None
     except (TypeError, ValueError, OverflowError, EOFError) as error:
         raise PerfsuiteError(f"data: {path}: {INDEX} is damaged: {error}; {again}") from None
-    except FileNotFoundError:
-        raise PerfsuiteError(f"data: {path}: {name} is missing; {again}") from None
+    except FileNotFoundError as error:
+        raise PerfsuiteError(f"data: {path}: {Path(error.filename).name} is missing; {again}") from None
     except OSError as error:
-        raise unreadable("data", path / name, error) from None
+        raise unreadable("data", Path(error.filename or path), error) from None
     return found
+
+
+def _check_digest(path: Path, digests: Mapping[str, str], again: str) -> None:
+    if digest_of_file(path) != digests[path.name]:
+        raise PerfsuiteError(f"data: {path} is damaged: it is not what was written; {again}")
 
 
 def _digests(index: Mapping[str, Any]) -> dict[str, str]:

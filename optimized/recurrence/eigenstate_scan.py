@@ -1,7 +1,5 @@
 """A diagonal complex recurrence over time, in chunks that run beside each other (eigenstate_lm, 004.8 and 004.12)."""
 
-import math
-
 import torch
 from torch.nn import functional
 
@@ -166,6 +164,7 @@ class _EigenstateScan(torch.autograd.Function):
                 T,
                 K,
                 *work.sizes,
+                FEW=work.few,
                 **work.options,
             )
         d_eigenvalues = parts.sum(-1) if ctx.needs_input_grad[1] else None
@@ -187,13 +186,13 @@ class _Work:
         # Items and groups; a plane of the board and one of what is there once a chunk. From the host, since a kernel's
         # argument of 1 is a plain number there, which cannot be widened.
         self.sizes = B, self.groups, B * self.groups * K, B * self.chunks * K
+        self.few = min(FEW, length)
         warps = max(1, chunks * states // (32 * VECTOR))
         self.options = {
             "WHOLE": T % (chunks * length) == 0,
             "LENGTH": length,
             "CHUNKS": chunks,
             "STATES": states,
-            "FEW": math.gcd(FEW, chunks, length),
             # No value of the board is read by two threads: they could see it at different times.
             "AT_ONCE": max(AT_ONCE, 32 * warps // states),
             "UNWRITTEN": UNWRITTEN,
@@ -450,7 +449,6 @@ def _forward_kernel(
     LENGTH: tl.constexpr,
     CHUNKS: tl.constexpr,
     STATES: tl.constexpr,
-    FEW: tl.constexpr,
     AT_ONCE: tl.constexpr,
     UNWRITTEN: tl.constexpr,
 ):

@@ -380,8 +380,8 @@ class _Run:
         if self.metrics is not None and "loss" in self.metrics:
             told += f", loss {float(self.metrics['loss']):.6g}"
         told += f", {quantity(self.items)} {self.unit} in all" if self.items else ""
-        if by is None and self.windows == first:
-            told += f"; {ended}" if (ended := getattr(self.batches, "ended", None)) else ""
+        if by is None and self.windows == first and (ended := getattr(self.batches, "ended", None)):
+            told += f"; {ended}"
         self._say(told + (f"; ended by {by.name}" if by else ""))
         if newest := self.doubtful[-1][1] if self.doubtful else self.saved:
             self._say(f"checkpoint: {newest}")
