@@ -278,6 +278,7 @@ COMPOSED = frozenset(_COMPOSED.split())
 
 CONTRACTED = {"mm": 0, "bmm": 0, "mv": 0, "dot": 0, "vdot": 0, "addmm": 1, "baddbmm": 1, "addmv": 1}
 """The argument whose last dimension a product sums over."""
+DRAWN_AHEAD = 1 << 20
 MAX_DEPTH = 1024
 """A fast kernel adds up at most about this many terms one after the other; the rest it does in parallel."""
 
@@ -297,7 +298,8 @@ class _RedrawnRoundings(PlainMode):
     def __init__(self, seed: int, units: float, least: float) -> None:
         super().__init__()
         self.seed, self.units, self.least = seed, units, least
-        self.generators: dict[str, torch.Generator] = {}
+        self.generators: dict[torch.device, torch.Generator] = {}
+        self.factors: dict[tuple[torch.device, torch.dtype, int], _Factors] = {}
         from torch._decomp import decomposition_table  # a tenth of a second, needed only here
 
         self.parts: Mapping[Any, Callable[..., Any]] = decomposition_table
@@ -310,27 +312,58 @@ class _RedrawnRoundings(PlainMode):
                 return self.parts[func](*args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
         if name in ROUNDED or name in COMPOSED or name.removesuffix("_") in ROUNDED:
-            for _, tensor in make.tensors_in(args[0] if result is None else result):
+            changed = args[0] if result is None else result
+            # A tensor, as nearly always, is not searched for others: a loop over time has a million operations.
+            tensors = [changed] if type(changed) is torch.Tensor else [t for _, t in make.tensors_in(changed)]
+            for tensor in tensors:
                 self._redraw(tensor, _depth(name, args, tensor))
         return result
 
     def _redraw(self, tensor: torch.Tensor, depth: int) -> None:
         if not tensor.is_floating_point() or not tensor.numel() or 0 in tensor.stride():
             return
-        device = str(tensor.device)
-        if device not in self.generators:
-            self.generators[device] = make.generator_for(self.seed, "roundings", device)
-        work = torch.float64 if tensor.dtype == torch.float64 else torch.float32
-        noise = torch.rand(tensor.shape, generator=self.generators[device], device=tensor.device, dtype=work)
-        eps = max(self.least, torch.finfo(tensor.dtype).eps, torch.finfo(work).eps * math.sqrt(depth / 3))
-        tensor.copy_(tensor * noise.sub_(0.5).mul_(2 * self.units * eps).add_(1.0))
+        key = tensor.device, tensor.dtype, depth
+        if key not in self.factors:
+            if tensor.device not in self.generators:
+                self.generators[tensor.device] = make.generator_for(self.seed, "roundings", str(tensor.device))
+            work = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+            eps = max(self.least, torch.finfo(tensor.dtype).eps, torch.finfo(work).eps * math.sqrt(depth / 3))
+            self.factors[key] = _Factors(self.generators[tensor.device], work, self.units * eps)
+        tensor.mul_(self.factors[key].take(tensor.numel()).view(tensor.shape))
+
+
+class _Factors:
+    """Factors between 1 − `span` and 1 + `span`.
+
+    Up to DRAWN_AHEAD are drawn ahead, as many again as before: to draw those of one step of a loop takes longer than
+    the step.
+    """
+
+    def __init__(self, generator: torch.Generator, dtype: torch.dtype, span: float) -> None:
+        self.generator, self.dtype, self.span = generator, dtype, span
+        self.drawn = torch.empty(0)
+        self.taken = 0
+
+    def take(self, count: int) -> torch.Tensor:
+        if count > DRAWN_AHEAD:
+            return self._draw(count)
+        if self.taken + count > len(self.drawn):
+            self.drawn, self.taken = self._draw(max(count, min(2 * len(self.drawn), DRAWN_AHEAD))), 0
+        self.taken += count
+        return self.drawn[self.taken - count : self.taken]
+
+    def _draw(self, count: int) -> torch.Tensor:
+        noise = torch.rand(count, generator=self.generator, device=self.generator.device, dtype=self.dtype)
+        return noise.sub_(0.5).mul_(2 * self.span).add_(1.0)
 
 
 def _depth(name: str, args: Any, result: torch.Tensor) -> int:
     """How many terms are added up for one element of the result."""
     if name in CONTRACTED:
         return min(MAX_DEPTH, max(1, int(args[CONTRACTED[name]].shape[-1])))
-    first = next((t for _, t in make.tensors_in(list(args))), result)
+    first = args[0] if args and type(args[0]) is torch.Tensor else None
+    if first is None:
+        first = next((t for _, t in make.tensors_in(list(args))), result)
     return min(MAX_DEPTH, max(1, first.numel() // max(1, result.numel())))
 
 

@@ -52,7 +52,7 @@ VERY_SLOW_S = 0.2
 FEW_BLOCKS = 3
 RIVAL_BLOCKS, RIVAL_QUADS = 2, 4
 """Rivals are timed against the optimized side afterwards: what is gated must not depend on which rivals there are."""
-SETTLED_S = 1.0
+LONG_S = 1.0
 """A call that takes longer needs none before it on fresh inputs: what the first one costs is nothing to it."""
 UNCOUNTED = (0, QUEUE_DEPTH + 1)
 """No sync is known, and its launches are not put behind a spin."""
@@ -66,6 +66,13 @@ REPLICAS_UP_TO = 1 << 16
 SETTLES = "; if a new step's first calls warm up, compile or capture, say how many: stateful(…, settle=calls)"
 WAITS = "waits for the device within a call, in the driver perhaps, so that it has no time on the device clock"
 OPTIMIZED, REFERENCE, ACCEPTED = "optimized", "reference", "accepted"
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    seconds: float
+    """On the wall clock."""
+    peak_bytes: int | None
 
 
 @dataclass(slots=True)
@@ -89,6 +96,9 @@ class Runner:
     arguments: tuple[Any, ...] = ()
     restored: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     """(input that a call changes, what it is set back to before the next)."""
+    incoming: list[torch.Tensor] | None = None
+    long: _Call | None = None
+    """A call of more than LONG_S while warming up, which tells what others would be made for."""
 
     def allocate(self, master: Mapping[str, Any], rng: random.Random) -> None:
         """Fresh copies of the inputs, at other addresses than before."""
@@ -113,13 +123,15 @@ class Runner:
             return
         self.marked = execution.require_gradients(self.pair, self.inputs)
         leaves = list(self.marked.values())
-        sample = dict(execution.flatten(function(*arguments)))
-        outputs, weights = execution.incoming(sample, self.case.seed)
-        if not outputs or not leaves:
-            raise PairError(
-                f"{self.pair.name}: direction={self.direction!r}, but no output depends on an input's gradient"
-            )
-        del sample, outputs
+        if self.long is None or self.incoming is None:
+            sample = dict(execution.flatten(function(*arguments)))
+            outputs, self.incoming = execution.incoming(sample, self.case.seed)
+            if not outputs or not leaves:
+                raise PairError(
+                    f"{self.pair.name}: direction={self.direction!r}, but no output depends on an input's gradient"
+                )
+            del sample, outputs
+        weights = self.incoming
 
         def forward() -> list[torch.Tensor]:
             self.returned = function(*arguments)
@@ -258,7 +270,7 @@ def measure(
         counts = {n: counts.get(n, counts[OPTIMIZED] if n == ACCEPTED else UNCOUNTED) for n in runners}
     kind = _clock_kind(pair, workload, clock, counts, runners, skipped)
     runners = {n: r for n, r in runners.items() if n not in skipped}
-    peaks = {n: _peak_bytes(r, report) if first else None for n, r in runners.items()}
+    peaks = {n: _peak_bytes(r, clock, report) if first else None for n, r in runners.items()}
     gated = {n: r for n, r in runners.items() if n not in rivals}
     sampler = _Sampler(gated, master, clock, kind, counts, rng, workload.repeat, report)
     watch = _Watch(timed, workload, case, sampler, truth, home, l2_bytes)
@@ -385,19 +397,33 @@ def _warm_up(
     for name, runner in runners.items():
         report(name)
         runner.allocate(master, rng)
+        before = scrutiny.compilations()
         with execution.quiet(runner.side), torch.set_grad_enabled(runner.grad_mode):
             start = perf_counter()
             for i in range(max(WARMUP_CALLS, runner.side.settle)):
-                runner.reset()
-                clock.synchronize()
-                called = perf_counter()
-                runner.call()
-                clock.synchronize()
-                seconds[name] = perf_counter() - called
+                last = _called(runner, clock)
                 if i + 1 == runner.side.settle and perf_counter() - start > 1.0:
                     break
             runner.reset()
+        seconds[name] = last.seconds
+        if last.seconds > LONG_S and not runner.pair.is_stateful and scrutiny.compilations() == before:
+            runner.long = last
     return seconds
+
+
+def _called(runner: Runner, clock: CpuClock | CudaClock) -> _Call:
+    on_cuda = isinstance(clock, CudaClock)
+    runner.reset()
+    clock.synchronize()
+    held = 0
+    if on_cuda:
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated()
+    called = perf_counter()
+    runner.call()
+    clock.synchronize()
+    took = perf_counter() - called
+    return _Call(took, torch.cuda.max_memory_allocated() - held if on_cuda else None)
 
 
 def _counted(runners: Mapping[str, Runner], seconds: Mapping[str, float]) -> dict[str, tuple[int, int]]:
@@ -432,18 +458,14 @@ def _clock_kind(
     return workload.clock
 
 
-def _peak_bytes(runner: Runner, report: Callable[[str], None]) -> int | None:
-    if torch.device(runner.device).type != "cuda":
+def _peak_bytes(runner: Runner, clock: CpuClock | CudaClock, report: Callable[[str], None]) -> int | None:
+    if isinstance(clock, CpuClock):
         return None
+    if runner.long is not None:
+        return runner.long.peak_bytes
     report(runner.name)
     with execution.quiet(runner.side), torch.set_grad_enabled(runner.grad_mode):
-        runner.reset()
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        runner.call()
-        torch.cuda.synchronize()
-        return int(torch.cuda.max_memory_allocated() - before)
+        return _called(runner, clock).peak_bytes
 
 
 def _judge_timed(
@@ -519,7 +541,6 @@ class _Sampler:
         self.blocks_s: dict[str, list[float]] = {n: [] for n in runners}
         self.log_ratios: dict[str, list[float]] = {n: [] for n in runners if n != OPTIMIZED}
         self.calls = dict.fromkeys(runners, 1)
-        self.estimate: dict[str, float] = {}
         self.few: set[str] = set()
         self.slow: set[str] = set()
         held = sum(t.numel() * t.element_size() for _, t in make.tensors_in(dict(master)))
@@ -572,10 +593,10 @@ class _Sampler:
         overhead = FLUSH_S if isinstance(self.clock, CudaClock) else 0.0
         for name in self.runners:
             self.report(name)
-            t = self._sample(name)
+            long = self.runners[name].long
+            t = self._sample(name) if long is None else long.seconds
             if t < SLOW_S:
                 t = min(t, self._sample(name))
-            self.estimate[name] = t
             timed = t * self.repeat + overhead
             calls = max(1, min(MAX_CALLS[self.kind], math.ceil(SAMPLE_S[self.kind] / timed)))
             if self.kind == "device" and isinstance(self.clock, CudaClock):
@@ -656,7 +677,7 @@ class _Sampler:
             runner = self.runners[name]
             with execution.quiet(runner.side), torch.set_grad_enabled(runner.grad_mode):
                 runner.allocate(self.master, self.rng)
-                if self.estimate.get(name, 0.0) > SETTLED_S and not runner.pair.is_stateful:
+                if runner.long is not None:
                     continue
                 for _ in range(runner.side.settle):
                     runner.reset()
@@ -677,6 +698,9 @@ class _Sampler:
         kind = "wall" if self.kind == "device" else "device"
         if kind == "device" and self.counts is not None and self.counts[name][0]:
             return None
+        long = self.runners[name].long
+        if kind == "wall" and long is not None:
+            return long.seconds
         self.report(name)
         calls = self.calls[name]
         if kind == "device":

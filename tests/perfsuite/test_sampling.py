@@ -19,7 +19,16 @@ from perfsuite.equivalence import NotEquivalent
 from perfsuite.errors import PairError
 from perfsuite.integrity import calls
 from perfsuite.records import Condition, Measurement, from_json, to_json
-from perfsuite.sampling import BLOCKS, EXTRA_BLOCKS, FEW_BLOCKS, QUADS, RIVAL_BLOCKS, UNCOUNTED
+from perfsuite.sampling import (
+    BLOCKS,
+    EXTRA_BLOCKS,
+    FEW_BLOCKS,
+    QUADS,
+    REPLICAS_UP_TO,
+    RIVAL_BLOCKS,
+    UNCOUNTED,
+    WARMUP_CALLS,
+)
 
 Call = Callable[..., Any]
 X = {"x": tensor("n", values=floats(-2, 2))}
@@ -293,19 +302,62 @@ def test_a_call_that_takes_too_long_for_the_profiler_is_not_counted(monkeypatch:
     assert UNCOUNTED[1] > clocks.QUEUE_DEPTH
 
 
-def test_a_call_of_seconds_is_not_made_once_more_to_settle(time: Time) -> None:
-    def calls(seconds: float) -> int:
-        count = itertools.count()
+@pytest.fixture
+def long(time: Time, monkeypatch: pytest.MonkeyPatch) -> Time:
+    """The same clock, for calls before anything is timed, too."""
+    monkeypatch.setattr(sampling, "perf_counter", lambda: time.now * 1e-9)
+    return time
 
-        def slow(x: torch.Tensor) -> torch.Tensor:
-            next(count)
-            time.spend(seconds)
-            return torch.exp(x)
 
-        measure(pair(time, reference=slow))
-        return next(count)
+def calls_of_a_reference(time: Time, seconds: float, **options: Any) -> int:
+    count = itertools.count()
 
-    assert calls(0.5) == calls(2.0) + FEW_BLOCKS
+    def slow(x: torch.Tensor) -> torch.Tensor:
+        next(count)
+        time.spend(seconds)
+        return torch.exp(x)
+
+    made = measure(pair(time, reference=slow), n=REPLICAS_UP_TO + 1, **options)  # so that none is run
+    assert made.few == ("reference",)
+    assert made.sides["reference"].wall_s == pytest.approx(seconds)
+    assert len(made.sides["reference"].blocks_s) == FEW_BLOCKS
+    return next(count)
+
+
+PROOF, WARM_UP = 4, 1  # the truth and the reference, once each, and of inputs close by; a call of a second and more
+
+
+def test_a_call_of_seconds_is_made_as_rarely_as_can_be(long: Time) -> None:
+    assert calls_of_a_reference(long, 2.0) == PROOF + WARM_UP + FEW_BLOCKS
+    plan, settle = 1, FEW_BLOCKS
+    assert calls_of_a_reference(long, 0.6) == PROOF + WARMUP_CALLS + plan + settle + FEW_BLOCKS
+
+
+def test_the_gradients_that_come_in_to_a_call_of_seconds_are_drawn_once(long: Time) -> None:
+    drawing = 1
+    assert calls_of_a_reference(long, 2.0, direction="both") == PROOF + drawing + WARM_UP + FEW_BLOCKS
+
+
+def test_a_call_that_compiles_while_warming_up_tells_nothing(long: Time, monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = itertools.count()
+    monkeypatch.setattr(scrutiny, "compilations", lambda: next(numbers))
+    runner = sampling.Runner(
+        name="reference",
+        side=side(lasting(long, 2.0)),
+        pair=pair(long),
+        case=SimpleNamespace(),  # type: ignore[arg-type]
+        direction="forward",
+        device="cpu",
+    )
+    sampling._warm_up({"reference": runner}, {"x": torch.ones(2)}, random.Random(0), clocks.CpuClock(), lambda _: None)
+    assert runner.long is None
+
+
+def test_memory_and_wall_clock_of_a_call_of_seconds_are_those_of_the_one_that_warms_up(time: Time) -> None:
+    runner: Any = SimpleNamespace(long=sampling._Call(2.0, 512), name="reference")
+    assert sampling._peak_bytes(runner, FakeClock(time), None) == 512  # type: ignore[arg-type]
+    sampler: Any = SimpleNamespace(clock=None, kind="device", runners={"reference": runner})
+    assert sampling._Sampler.other_clock(sampler, "reference") == 2.0
 
 
 def test_what_was_not_counted_in_an_earlier_process_is_not_known_in_a_later_one(
