@@ -36,6 +36,8 @@ VOCABULARY = 32000
 BATCHES = 8
 """Different ones, on the device before the clock starts."""
 REFERENCE, NONE, ALL = "reference", "none", "all"
+WIDE = 20
+"""Where the longest bar is so many times the shortest, the axis is logarithmic: else nothing of the others is seen."""
 Batches = Iterator[Mapping[str, Any]]
 Short = Callable[[Any], tuple[Any, Any, int] | None]
 
@@ -79,6 +81,13 @@ class Record:
     windows: int
     """Timed together, a round and arm."""
     arms: tuple[Timed, ...]
+    always: tuple[str, ...] = ()
+    """On in every arm, and not among `techniques`; then the reference trainer was not timed."""
+
+    @property
+    def begin(self) -> str:
+        """The arm that all is held against."""
+        return NONE if self.always else REFERENCE
 
     def arm(self, name: str) -> Timed:
         return next(a for a in self.arms if a.name == name)
@@ -93,14 +102,18 @@ class Ratio:
     high: float
 
 
-def arms(techniques: Sequence[str]) -> list[Arm]:
-    """The reference, the techniques switched on one after another, and each off alone."""
-    found = [Arm(name=REFERENCE, on=None), Arm(name=NONE, on=())]
+def arms(techniques: Sequence[str], always: Sequence[str] = ()) -> list[Arm]:
+    """The reference, the techniques switched on one after another, and each off alone.
+
+    With those that are `always` on there is no reference: it may be what takes too long.
+    """
+    found = [] if always else [Arm(name=REFERENCE, on=None)]
+    found.append(Arm(name=NONE, on=(*always,)))
     for count in range(1, len(techniques)):
-        found.append(Arm(name=f"+{techniques[count - 1]}", on=tuple(techniques[:count])))
-    found.append(Arm(name=ALL, on=tuple(techniques)))
+        found.append(Arm(name=f"+{techniques[count - 1]}", on=(*always, *techniques[:count])))
+    found.append(Arm(name=ALL, on=(*always, *techniques)))
     for off in techniques[:-1]:  # without the last one is the arm before "all"
-        found.append(Arm(name=f"-{off}", on=tuple(t for t in techniques if t != off)))
+        found.append(Arm(name=f"-{off}", on=(*always, *(t for t in techniques if t != off))))
     return found
 
 
@@ -272,7 +285,8 @@ def load(path: Path) -> Record:
         timed = tuple(
             Timed(**{**a, "seconds": tuple(a["seconds"]), "notes": tuple(a["notes"])}) for a in data.pop("arms")
         )
-        return _whole(Record(**{**data, "techniques": tuple(data["techniques"])}, arms=timed))
+        named = {key: tuple(data.pop(key, ())) for key in ("techniques", "always")}
+        return _whole(Record(**{**data, **named}, arms=timed))
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise PerfsuiteError(f"{path} is no ablation ({error}); measure one with `perfsuite ablate`") from None
 
@@ -280,8 +294,8 @@ def load(path: Path) -> Record:
 def _whole(record: Record) -> Record:
     """The record; ValueError where an arm or a round of it is missing, or a time is none."""
     timed = {a.name: a.seconds for a in record.arms}
-    rounds = len(timed.get(REFERENCE, ()))
-    for arm in arms(record.techniques):
+    rounds = len(timed.get(record.begin, ()))
+    for arm in arms(record.techniques, record.always):
         seconds = timed.get(arm.name, ())
         if len(seconds) != rounds or rounds < 2:
             raise ValueError(f"arm {arm.name!r} was timed in {len(seconds)} rounds")
@@ -299,22 +313,28 @@ def table(record: Record, picture: str | None = None) -> str:
 
 
 def _lines(record: Record, picture: str | None) -> Iterator[str]:
-    total = ratio(record, REFERENCE, ALL)
+    total = ratio(record, record.begin, ALL)
+    always = " and ".join(record.always)
+    beginning = f"with {always} alone" if always else "in the reference trainer"
+    end = "with all techniques" if always else "in the optimized one"
     yield f"# What each technique brings to {record.trainer}"
     yield ""
     yield f"Written by `perfsuite ablate {record.trainer}`: {record.device}, {record.versions}, {record.date}."
     yield ""
     count = len(record.arm(ALL).seconds)
     yield (
-        f"A window takes {typical(record.arm(REFERENCE))} in the reference trainer and {typical(record.arm(ALL))} in "
-        f"the optimized one: **{_times(total)}**. Every arm was timed in each of {count} interleaved rounds, "
+        f"A window takes {typical(record.arm(record.begin))} {beginning} and {typical(record.arm(ALL))} {end}: "
+        f"**{_times(total)}**. Every arm was timed in each of {count} interleaved rounds, "
         f"{record.windows} window{'s' * (record.windows > 1)} at a time; ratios are taken within a round, intervals "
         "are 95%."
     )
     yield ""
     if len(record.techniques) > 1:
-        rest = ratio(record, REFERENCE, f"+{record.techniques[-2]}")
+        rest = ratio(record, record.begin, f"+{record.techniques[-2]}")
         yield f"Without {record.techniques[-1]}, the last one, it is {_times(rest)}."
+        yield ""
+    if always:
+        yield f"On in every arm: {always}. The reference trainer was not timed."
         yield ""
     if picture:
         yield f"![Seconds a window, one technique after another]({picture})"
@@ -325,8 +345,9 @@ def _lines(record: Record, picture: str | None) -> Iterator[str]:
     yield "| technique | claimed | switched on | alone off | a window | peak memory | host syncs | launches |"
     yield "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |"
     before = NONE
-    for name in (REFERENCE, NONE):
-        yield f"| *{_LABEL[name]}* | | | | {_figures(record.arm(name))}"
+    if not always:
+        yield f"| *the reference trainer* | | | | {_figures(record.arm(REFERENCE))}"
+    yield f"| *the optimized one, {f'{always} alone' if always else 'all off'}* | | | | {_figures(record.arm(NONE))}"
     for technique in record.techniques:
         last = technique == record.techniques[-1]
         after = ALL if last else f"+{technique}"
@@ -343,9 +364,6 @@ def _lines(record: Record, picture: str | None) -> Iterator[str]:
     yield "Configuration: " + ", ".join(f"{k} {v}" for k, v in record.config.items()) + "."
 
 
-_LABEL = {REFERENCE: "the reference trainer", NONE: "the optimized one, all off"}
-
-
 def plotting() -> Any:
     """matplotlib's pyplot; PerfsuiteError where it is not installed."""
     return plots.pyplot("the plot needs matplotlib; pip install 'perfsuite[test]', or use --no-plot")
@@ -354,13 +372,19 @@ def plotting() -> Any:
 def plot(record: Record, path: Path) -> None:
     """The waterfall, as SVG."""
     pyplot = plotting()
-    names = [REFERENCE, NONE, *(f"+{t}" for t in record.techniques[:-1]), ALL]
-    labels = ["reference", "all off", *(f"+ {t}" for t in record.techniques)]
+    names = [NONE, *(f"+{t}" for t in record.techniques[:-1]), ALL]
+    labels = [", ".join(record.always) or "all off", *(f"+ {t}" for t in record.techniques)]
+    if not record.always:
+        names, labels = [REFERENCE, *names], ["reference", *labels]
     ms = [1e3 * median(record.arm(n).seconds) for n in names]
+    first, last = names.index(NONE), len(ms) - 1
     with plots.style(pyplot):
         figure, axes = pyplot.subplots(figsize=(8, 0.34 * len(names) + 1.2), layout="constrained")
+        wide = max(ms) > WIDE * min(ms)
+        if wide:
+            axes.set_xscale("log")
         for row, value in enumerate(ms):
-            whole = row in (0, 1, len(ms) - 1)
+            whole = row <= first or row == last
             if whole:
                 axes.barh(row, value, color="#4c72b0")
             else:
@@ -369,8 +393,8 @@ def plot(record: Record, path: Path) -> None:
             axes.text(value if whole else max(value, ms[row - 1]), row, f" {units.seconds(value / 1e3)}", va="center")
         axes.set_yticks(range(len(labels)), labels)
         axes.invert_yaxis()
-        axes.set_xlabel("milliseconds a window")
-        axes.set_xlim(0, max(ms) * 1.15)
+        axes.set_xlabel("milliseconds a window" + wide * ", logarithmic")
+        axes.set_xlim(min(ms) / 2 if wide else 0, max(ms) * (2 if wide else 1.15))
         axes.spines[["top", "right"]].set_visible(False)
         plots.save(pyplot, figure, path)
 

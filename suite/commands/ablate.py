@@ -25,6 +25,12 @@ FOLDER = ".perfsuite/ablation"
     "--windows", type=click.IntRange(1), default=1, show_default=True, help="Timed together, a round and arm."
 )
 @click.option(
+    "--always",
+    multiple=True,
+    metavar="TECHNIQUE",
+    help="Leave it on, and the reference out: for windows that take too long without it. Repeatable.",
+)
+@click.option(
     "--out", type=click.Path(file_okay=False), default=FOLDER, show_default=True, help="Folder of the result."
 )
 @click.option(
@@ -41,6 +47,7 @@ def ablate(
     device: str | None,
     rounds: int,
     windows: int,
+    always: tuple[str, ...],
     out: str,
     source: str | None,
     no_plot: bool,
@@ -57,7 +64,7 @@ def ablate(
     # The default folder may have the page of another measurement.
     folder = Path(out) if source is None or given else None
     with in_one_line("interrupted; nothing was written"):
-        _ablate(name, config, device, rounds, windows, folder, source, no_plot, fields)
+        _ablate(name, config, device, rounds, windows, always, folder, source, no_plot, fields)
 
 
 def _ablate(
@@ -66,6 +73,7 @@ def _ablate(
     device: str | None,
     rounds: int,
     windows: int,
+    always: tuple[str, ...],
     out: Path | None,
     source: str | None,
     no_plot: bool,
@@ -80,10 +88,10 @@ def _ablate(
         ablation.plotting()  # now, and not after minutes
     if source is None:
         assert out is not None
-        record = _measured(name, config, device, rounds, windows, out, fields)
+        record = _measured(name, config, device, rounds, windows, always, out, fields)
         ablation.save(record, out / f"{name}.json")
-    elif config is not None or fields:
-        given = " ".join(["--config"] * (config is not None) + list(fields))
+    elif config is not None or always or fields:
+        given = " ".join(["--config"] * (config is not None) + ["--always"] * bool(always) + list(fields))
         raise ConfigurationError(f"--from shows a recording and measures nothing; leave out {given}, or --from")
     else:
         record = ablation.load(Path(source))
@@ -100,7 +108,14 @@ def _ablate(
 
 
 def _measured(
-    name: str, config: str | None, device: str | None, rounds: int, windows: int, out: Path, fields: tuple[str, ...]
+    name: str,
+    config: str | None,
+    device: str | None,
+    rounds: int,
+    windows: int,
+    always: tuple[str, ...],
+    out: Path,
+    fields: tuple[str, ...],
 ) -> Any:
     from suite import trainers
 
@@ -115,14 +130,15 @@ def _measured(
     # What `perfsuite train` reads is read here too; how a run is kept has no effect.
     kinds = [trainers.config_of(name), Options, trainers.data_config_of(name)]
     chosen, _, data = configuration.read(kinds, config, fields)
-    techniques = trainers.techniques_of(name)
+    switches = trainers.techniques_of(name)
+    techniques = _others(always, switches)
+    always = tuple(t for t in switches if t in always)
     there = device_called(device)
-    arms = ablation.arms(techniques)
+    arms = ablation.arms(techniques, always)
 
     def switched(arm: ablation.Arm) -> Any:
-        switches = {t: arm.on is not None and t in arm.on for t in techniques}
         try:
-            return dataclasses.replace(chosen, **switches)
+            return dataclasses.replace(chosen, **{t: arm.on is not None and t in arm.on for t in switches})
         except ValueError as error:
             told = f"each technique is switched on in turn, which these fields do not allow: {error}"
             raise configuration.ConfigurationError(told) from None
@@ -154,9 +170,21 @@ def _measured(
         device=name_of(there),
         versions=f"torch {torch.__version__}",
         date=datetime.datetime.now(datetime.UTC).date().isoformat(),
-        config={k: v for k, v in configuration.plain(dataclasses.asdict(chosen)).items() if k not in techniques},
+        config={k: v for k, v in configuration.plain(dataclasses.asdict(chosen)).items() if k not in switches},
         techniques=techniques,
+        always=always,
         claims=dict(trainers.claims_of(name)),
         windows=windows,
         arms=timed,
     )
+
+
+def _others(always: tuple[str, ...], switches: tuple[str, ...]) -> tuple[str, ...]:
+    """The techniques to switch."""
+    for technique in always:
+        if technique not in switches:
+            raise PerfsuiteError(f"--always {technique}: no technique of this trainer, which has {', '.join(switches)}")
+    others = tuple(t for t in switches if t not in always)
+    if not others:
+        raise PerfsuiteError("--always names every technique, so that nothing is left to measure; leave one out")
+    return others

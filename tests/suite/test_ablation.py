@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from optimized.trainers.trainer2 import Trainer
 from perfsuite.errors import PerfsuiteError
-from suite import ablation
+from suite import ablation, trainers
 from suite.ablation import ALL, NONE, REFERENCE, Record, Timed
 from suite.trainer2.config import TrainConfig, short_windows
 
@@ -60,6 +60,11 @@ def test_arms_are_the_reference_one_after_another_and_each_off_alone() -> None:
     }
 
 
+def test_what_is_always_on_is_on_in_every_arm_and_leaves_the_reference_out() -> None:
+    found = {a.name: a.on for a in ablation.arms(("a", "b"), ("c",))}
+    assert found == {NONE: ("c",), "+a": ("c", "a"), ALL: ("c", "a", "b"), "-a": ("c", "b")}
+
+
 def test_a_ratio_is_taken_within_its_round() -> None:
     found = ablation.ratio(record(), REFERENCE, ALL)
     assert (found.value, found.low, found.high) == pytest.approx((4.0, 4.0, 4.0))
@@ -82,6 +87,20 @@ def test_the_table_has_each_technique_s_two_figures_and_its_claim() -> None:
     assert "**4.00× (4.00–4.00)**" in page
     assert "Without b, the last one, it is 2.67× (2.67–2.67)." in page
     assert "width 8" in page
+
+
+def without_a_reference() -> Record:
+    return record(always=("c",), arms=tuple(a for a in record().arms if a.name != REFERENCE))
+
+
+def test_a_table_without_the_reference_says_so(tmp_path: Path) -> None:
+    ablation.save(without_a_reference(), tmp_path / "toy.json")
+    page = ablation.table(ablation.load(tmp_path / "toy.json"))
+    assert "A window takes 12.0 s with c alone and 4.00 s with all techniques: **3.00× (3.00–3.00)**" in page
+    assert "Without b, the last one, it is 2.00× (2.00–2.00)." in page
+    assert "On in every arm: c. The reference trainer was not timed." in page
+    assert "| *the optimized one, c alone* | | | | 12.0 s" in page
+    assert "*the reference trainer*" not in page
 
 
 def test_warnings_are_kept_with_their_arm() -> None:
@@ -146,6 +165,20 @@ def test_the_plot_is_the_same_each_time(tmp_path: Path) -> None:
     assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
 
 
+def test_bars_that_differ_much_are_drawn_on_a_logarithmic_axis(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+
+    def drawn(slowest: float) -> str:
+        arms = tuple(
+            dataclasses.replace(a, seconds=(slowest,) * 3) if a.name == NONE else a for a in without_a_reference().arms
+        )
+        ablation.plot(record(always=("c",), arms=arms), tmp_path / "toy.svg")
+        return (tmp_path / "toy.svg").read_text()
+
+    assert "logarithmic" in drawn(1e3)
+    assert "logarithmic" not in drawn(20.0)
+
+
 TINY = (
     "--batch_size 2 --sequence_length 4 --blocks 1 --lattice 2 --memory_slots 8 --window 1 --warmup_steps 1 "
     "--compiled_function false"
@@ -202,6 +235,13 @@ def test_the_entry_point_names_the_command() -> None:
             "switched on in turn, which these fields do not allow: static_sh",
         ),
         (["trainer2", "--from", "x.json", "--width", "512"], 2, "leave out --width 512, or --from"),
+        (["trainer2", "--from", "x.json", "--always", "tf32"], 2, "leave out --always, or --from"),
+        (["trainer2", "--always", "speed"], 1, "--always speed: no technique of this trainer, which has "),
+        (
+            ["eigenstate_lm", *(f"--always={t}" for t in trainers.techniques_of("eigenstate_lm"))],
+            1,
+            "nothing is left to measure; leave one out",
+        ),
         (["trainer2", "--seed", str(2**64)], 2, "use 0 to 2^63 - 1"),
         (["trainer2", "--out", f"{__file__}/x"], 1, "cannot write into"),
         (["trainer2", "--device", "meta"], 1, "only cpu and cuda"),
