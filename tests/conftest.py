@@ -9,6 +9,21 @@ from contextlib import AbstractContextManager, contextmanager
 import pytest
 import torch
 
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "interpreted: runs kernels in Triton's interpreter; skipped where there is none."
+    )
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("interpreted") is not None:
+        from optimized.kernels import triton_reason  # imports Triton, which then must know that it is to interpret
+
+        if triton_reason() is not None or torch.cuda.is_available():
+            pytest.skip("needs Triton's interpreter")
+
+
 FENCE = 16
 """Elements before and behind: a multiple of every alignment that matters."""
 

@@ -106,9 +106,6 @@ conv_relu_pool = Pair(
 SIDES = [reference, optimized, conv_relu_pool_vectorised]
 if triton_reason() is None and not torch.cuda.is_available():
     SIDES.append(conv_relu_pool_triton)
-needs_interpreter = pytest.mark.skipif(
-    triton_reason() is not None or torch.cuda.is_available(), reason="needs Triton's interpreter"
-)
 
 
 def drawn(N=2, C=3, K=4, H=6, W=1, dtype=torch.float32, coarse=False):
@@ -265,7 +262,7 @@ def test_what_is_channels_last_stays_so(call):
     assert got[1].is_contiguous(memory_format=torch.channels_last)
 
 
-@needs_interpreter
+@pytest.mark.interpreted
 def test_several_tiles_a_split(monkeypatch):
     monkeypatch.setattr(module, "WEIGHT_PROGRAMS", 2)
     arguments = drawn(N=20, C=3, K=5, H=20)
@@ -274,14 +271,14 @@ def test_several_tiles_a_split(monkeypatch):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
-@needs_interpreter
+@pytest.mark.interpreted
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 2), (5, 3, 65, 7), (3, 33, 2, 20), (1, 2, 2, 140)])
 def test_the_kernels_write_within_their_outputs(sizes, fences):
     differentiated(conv_relu_pool_triton, drawn(*sizes))
     assert fences.intact()
 
 
-@needs_interpreter
+@pytest.mark.interpreted
 @pytest.mark.parametrize("wanted", [(True, False, False), (False, True, False), (False, False, True)])
 def test_a_gradient_alone(wanted):
     arguments, expected = drawn(), differentiated(reference, drawn())
@@ -295,7 +292,7 @@ def test_a_gradient_alone(wanted):
             torch.testing.assert_close(t.grad, true)
 
 
-@needs_interpreter
+@pytest.mark.interpreted
 @pytest.mark.parametrize("recording", [True, False])
 def test_what_was_taken_is_written_only_where_a_gradient_is_wanted(recording, monkeypatch):
     made, empty_like = [], torch.empty_like
@@ -307,7 +304,7 @@ def test_what_was_taken_is_written_only_where_a_gradient_is_wanted(recording, mo
     torch.testing.assert_close(y, reference(*arguments))
 
 
-@needs_interpreter
+@pytest.mark.interpreted
 def test_the_kernels_refuse_a_second_derivative():
     x, weight, bias = (t.requires_grad_() for t in drawn())
     (first,) = torch.autograd.grad(conv_relu_pool_triton(x, weight, bias).square().sum(), x, create_graph=True)

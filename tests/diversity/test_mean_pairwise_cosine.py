@@ -114,7 +114,7 @@ def test_the_kernels_serve_pairs_of_rows_of_up_to_2048_columns_on_a_gpu(shape, p
     assert optimized(torch.empty(shape)) == ("asked for kernels" if gpu and path == "kernels" else "torch")
 
 
-@pytest.mark.skipif(triton_reason() is not None or torch.cuda.is_available(), reason="needs Triton's interpreter")
+@pytest.mark.interpreted
 @pytest.mark.parametrize(("n", "width"), [(2, 1), (3, 5), (16, 8), (17, 3), (33, 16), (150, 31), (1070, 4)])
 def test_the_kernels_write_within_their_outputs(n, width, fences):
     e = torch.randn(n, width, generator=torch.Generator().manual_seed(0), requires_grad=True)
@@ -122,7 +122,7 @@ def test_the_kernels_write_within_their_outputs(n, width, fences):
     assert fences.intact()
 
 
-@pytest.mark.skipif(triton_reason() is not None or torch.cuda.is_available(), reason="needs Triton's interpreter")
+@pytest.mark.interpreted
 def test_the_kernels_refuse_a_second_derivative():
     e = torch.randn(3, 4, generator=torch.Generator().manual_seed(0), requires_grad=True)
     (first,) = torch.autograd.grad(mean_pairwise_cosine_triton(e).square(), e, create_graph=True)

@@ -317,7 +317,7 @@ def test_the_extension_s_gradient_is_what_its_backward_says(monkeypatch):
     torch.testing.assert_close(e.grad, expected.grad)
 
 
-@pytest.mark.skipif(triton_reason() is not None or torch.cuda.is_available(), reason="needs Triton's interpreter")
+@pytest.mark.interpreted
 @pytest.mark.parametrize("largest", [0, 1536])
 @pytest.mark.parametrize(("n", "width"), [(1, 1), (3, 5), (16, 32), (17, 33), (40, 7), (130, 3), (300, 9)])
 def test_the_kernels_write_within_their_outputs(n, width, largest, fences, monkeypatch):
@@ -327,7 +327,7 @@ def test_the_kernels_write_within_their_outputs(n, width, largest, fences, monke
     assert fences.intact()
 
 
-@pytest.mark.skipif(triton_reason() is not None or torch.cuda.is_available(), reason="needs Triton's interpreter")
+@pytest.mark.interpreted
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("largest", [0, 1536])
 @pytest.mark.parametrize(("n", "width"), [(40, 7), (7, 40), (70, 33), (3, 600), (2, 2)])
@@ -355,7 +355,7 @@ def _tiles_kernel(number_ptr, row_ptr, column_ptr, SIZE: tl.constexpr):
     tl.store(column_ptr + at, column)
 
 
-@pytest.mark.skipif(triton_reason() is not None or torch.cuda.is_available(), reason="needs Triton's interpreter")
+@pytest.mark.interpreted
 def test_tiles_are_counted_column_by_column():
     # Each column's first tile and its last; in the far ones float32 rounds up to the neighbour.
     size = 2**14
@@ -382,7 +382,7 @@ def test_a_table_s_first_row_that_is_large_enough_is_chosen(n, row):
     assert _choose(((4, row, 1), (8, row, 2), (None, row, 3)), n) == (row, " abc".index(row))
 
 
-@pytest.mark.skipif(triton_reason() is not None or torch.cuda.is_available(), reason="needs Triton's interpreter")
+@pytest.mark.interpreted
 def test_the_kernels_refuse_a_second_derivative():
     e = torch.randn(3, 4, generator=torch.Generator().manual_seed(0), requires_grad=True)
     (first,) = torch.autograd.grad(pairwise_cosine_triton(e).square().sum(), e, create_graph=True)

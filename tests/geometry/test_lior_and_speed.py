@@ -171,7 +171,7 @@ def test_the_kernels_serve_one_metric_for_all_rows(monkeypatch):
         assert call(torch.empty(3, 2), torch.empty(3), torch.empty(3, 2, 2), torch.empty(2)) == "kernels"
 
 
-@pytest.mark.skipif(triton_reason() is not None or torch.cuda.is_available(), reason="needs Triton's interpreter")
+@pytest.mark.interpreted
 @pytest.mark.parametrize("diagonal", [False, True])
 @pytest.mark.parametrize(("rows", "n"), [(1, 1), (3, 2), (129, 3), (300, 4), (520, 5), (2, 7), (600, 8)])
 def test_the_kernels_write_within_their_outputs(rows, n, diagonal, fences):
@@ -184,7 +184,7 @@ def test_the_kernels_write_within_their_outputs(rows, n, diagonal, fences):
     assert fences.intact()
 
 
-@pytest.mark.skipif(triton_reason() is not None or torch.cuda.is_available(), reason="needs Triton's interpreter")
+@pytest.mark.interpreted
 def test_the_kernels_refuse_a_second_derivative():
     velocity = torch.randn(3, 2, generator=torch.Generator().manual_seed(0), requires_grad=True)
     lior, _ = lior_and_speed_triton(velocity, torch.ones(3), torch.eye(2))

@@ -123,7 +123,7 @@ def test_the_launch_is_one_that_a_gpu_takes(n, monkeypatch):
     assert block.bit_count() == warps.bit_count() == 1  # powers of two
 
 
-@pytest.mark.skipif(triton_reason() is not None or torch.cuda.is_available(), reason="needs Triton's interpreter")
+@pytest.mark.interpreted
 @pytest.mark.parametrize("n", [1, 3, 8, 257, 4096, 4097])
 def test_the_kernel_agrees_at_every_size_it_serves(n):
     generator = torch.Generator().manual_seed(0)

@@ -122,9 +122,6 @@ retrieval_batched = Pair(
 SIDES = [reference, optimized, retrieval_vectorised]
 if triton_reason() is None and not torch.cuda.is_available():
     SIDES.append(retrieval_triton)
-needs_interpreter = pytest.mark.skipif(
-    triton_reason() is not None or torch.cuda.is_available(), reason="needs Triton's interpreter"
-)
 
 
 def drawn(B=3, K=4, M=5, n=2, D=6, seed=0):
@@ -295,7 +292,7 @@ def test_splits_cover_the_tiles(tiles, programs, most, length, splits):
     assert length * splits >= tiles
 
 
-@needs_interpreter
+@pytest.mark.interpreted
 def test_several_tiles_a_split(monkeypatch):
     # Few programs: each passes over several tiles, and the combination over one split of each kind.
     for name in ("MEMORY_PROGRAMS", "OWN_PROGRAMS"):
@@ -306,7 +303,7 @@ def test_several_tiles_a_split(monkeypatch):
     torch.testing.assert_close(retrieval_triton(*arguments.values()), reference(*arguments.values()))
 
 
-@needs_interpreter
+@pytest.mark.interpreted
 def test_many_splits(monkeypatch):
     # More than are read at once.
     for name in ("FORWARD", "BACKWARD"):
@@ -336,7 +333,7 @@ def test_the_kernels_serve_float32_on_a_gpu(gpu, diagonal, monkeypatch):
     assert [id(t) for t in asked] == [id(t) for t in (*arguments[:4], *arguments[5:7], form)]
 
 
-@needs_interpreter
+@pytest.mark.interpreted
 @pytest.mark.parametrize("form", ["full", "diagonal", "batched"])
 @pytest.mark.parametrize(("B", "K", "M", "n", "D"), [(1, 1, 1, 1, 1), (2, 65, 3, 3, 65), (17, 3, 65, 8, 5)])
 def test_the_kernels_write_within_their_outputs(B, K, M, n, D, form, fences):
@@ -349,7 +346,7 @@ def test_the_kernels_write_within_their_outputs(B, K, M, n, D, form, fences):
     assert fences.intact()
 
 
-@needs_interpreter
+@pytest.mark.interpreted
 def test_the_kernels_refuse_a_second_derivative():
     arguments = drawn()
     query = arguments["query"].requires_grad_()
@@ -358,7 +355,7 @@ def test_the_kernels_refuse_a_second_derivative():
         first.sum().backward()
 
 
-@needs_interpreter
+@pytest.mark.interpreted
 def test_the_kernels_spare_the_memory_s_gradient_where_it_is_not_needed():
     arguments = drawn()
     arguments["query"].requires_grad_()

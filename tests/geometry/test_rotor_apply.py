@@ -38,10 +38,8 @@ rotor_apply = Pair(
     ),
 )
 
-HAS_INTERPRETER = triton_reason() is None and not torch.cuda.is_available()
-needs_interpreter = pytest.mark.skipif(not HAS_INTERPRETER, reason="needs Triton's interpreter")
 SIDES = [reference, optimized, rotor_apply_vectorised]
-if HAS_INTERPRETER:
+if triton_reason() is None and not torch.cuda.is_available():
     SIDES.append(rotor_apply_triton)
 FOLDED = [reference_folded_metric, optimized_folded_metric]
 
@@ -162,7 +160,7 @@ def test_the_kernels_serve_small_rotors_on_a_gpu(k, n, path, gpu, monkeypatch):
     assert [id(t) for t in asked] == [id(theta), id(x)]
 
 
-@needs_interpreter
+@pytest.mark.interpreted
 def test_the_kernels_refuse_a_second_derivative():
     x = torch.randn(3, 2, generator=torch.Generator().manual_seed(0), requires_grad=True)
     (first,) = torch.autograd.grad(rotor_apply_triton(torch.ones(2), x).pow(3).sum(), x, create_graph=True)
@@ -170,7 +168,7 @@ def test_the_kernels_refuse_a_second_derivative():
         first.sum().backward()
 
 
-@needs_interpreter
+@pytest.mark.interpreted
 @pytest.mark.parametrize(("rows", "k", "n"), [(1, 1, 2), (3, 6, 8), (128, 5, 4), (129, 7, 6), (300, 32, 16)])
 def test_the_kernels_write_within_their_outputs(rows, k, n, fences):
     generator = torch.Generator().manual_seed(0)

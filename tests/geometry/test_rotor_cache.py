@@ -71,10 +71,8 @@ rotor_cache_turning = Pair(
     cost=Cost(bytes=lambda k, M, n, W: 8 * M * n + 12 * W * n + 8 * W + 12 * k),
 )
 
-HAS_INTERPRETER = triton_reason() is None and not torch.cuda.is_available()
-needs_interpreter = pytest.mark.skipif(not HAS_INTERPRETER, reason="needs Triton's interpreter")
 CACHES = [ReferenceCache, RotorCache]
-if HAS_INTERPRETER:
+if triton_reason() is None and not torch.cuda.is_available():
     CACHES.append(module._TritonRotorCache)
 
 
@@ -144,7 +142,7 @@ def test_a_write_rotates_what_is_written_alone(monkeypatch):
     assert rotated == [2]
 
 
-@needs_interpreter
+@pytest.mark.interpreted
 def test_a_slot_out_of_range_writes_nothing_beyond():
     # Without a GPU PyTorch's own indexing says so; a kernel cannot, and must not write.
     cache = module._TritonRotorCache(torch.ones(2), torch.ones(3, 4))
@@ -160,7 +158,7 @@ def test_no_gradient_is_kept(make):
     assert not cache.rotated().requires_grad
 
 
-@needs_interpreter
+@pytest.mark.interpreted
 @pytest.mark.parametrize(("rows", "k", "n"), [(1, 1, 2), (129, 7, 6), (300, 32, 16)])
 def test_the_kernels_write_within_the_cache(rows, k, n, fences):
     cache = module._TritonRotorCache(torch.ones(k), torch.ones(rows, n))

@@ -68,10 +68,7 @@ chunked_cross_entropy = Pair(
 )
 
 
-needs_interpreter = pytest.mark.skipif(
-    triton_reason() is not None or torch.cuda.is_available(), reason="needs Triton's interpreter"
-)
-SIDES = [optimized, in_threes, pytest.param(kernel_in_threes, marks=needs_interpreter)]
+SIDES = [optimized, in_threes, pytest.param(kernel_in_threes, marks=pytest.mark.interpreted)]
 
 
 def drawn(N=7, D=4, V=11):
@@ -183,7 +180,7 @@ def test_a_label_that_is_none_is_nan(call, label):
     assert call(hidden, weight, labels).isnan()
 
 
-@needs_interpreter
+@pytest.mark.interpreted
 @pytest.mark.parametrize("label", [11, 60, 10**6])
 def test_the_kernel_reads_no_label_beyond_the_vocabulary(label):
     hidden, weight, labels = drawn()
@@ -205,7 +202,7 @@ def test_some_rows_are_looked_at_at_a_time():
         optimized(*drawn(), rows=0)
 
 
-@needs_interpreter
+@pytest.mark.interpreted
 @pytest.mark.parametrize("V", [1, 4, 11, 12])
 def test_the_kernel_looks_at_a_row_in_parts(V, monkeypatch):
     monkeypatch.setattr(module, "BLOCK", 4)
@@ -219,7 +216,7 @@ def test_the_kernel_looks_at_a_row_in_parts(V, monkeypatch):
         torch.testing.assert_close(own, other)
 
 
-@needs_interpreter
+@pytest.mark.interpreted
 def test_a_logit_of_minus_infinity_has_no_part(monkeypatch):
     monkeypatch.setattr(module, "BLOCK", 2)
     hidden, labels = torch.ones(1, 1), torch.tensor([2])

@@ -193,7 +193,7 @@ def test_the_kernel_serves_parameters_on_a_gpu(count, gpu, path, monkeypatch):
     assert options == [0.1, (0.5, 0.75), 1e-6, 0.25]
 
 
-@pytest.mark.skipif(triton_reason() is not None or torch.cuda.is_available(), reason="needs Triton's interpreter")
+@pytest.mark.interpreted
 def test_the_kernel_writes_within_its_tensors(fences):
     generator = torch.Generator().manual_seed(0)
     params = [fences.around(torch.randn(n, generator=generator)) for n in (1, 3, 2047, 2048, 2049, 5000)]

@@ -130,10 +130,7 @@ eigenstate_scan = Pair(
     time_limit=900,
 )
 
-needs_interpreter = pytest.mark.skipif(
-    triton_reason() is not None or torch.cuda.is_available(), reason="needs Triton's interpreter"
-)
-SIDES = [reference, eigenstate_scan_chunked, pytest.param(eigenstate_scan_triton, marks=needs_interpreter)]
+SIDES = [reference, eigenstate_scan_chunked, pytest.param(eigenstate_scan_triton, marks=pytest.mark.interpreted)]
 
 
 def drawn(B, T, K, magnitude=LARGEST, seed=0):
@@ -195,7 +192,7 @@ def test_the_chunk_changes_nothing_beyond_rounding(chunk, magnitude):
     assert_no_worse(call, drawn(2, 300, 4, magnitude))
 
 
-@needs_interpreter
+@pytest.mark.interpreted
 @pytest.mark.parametrize(
     ("T", "length", "chunks", "at_once"),
     [(1, 32, 32, 8), (26, 2, 2, 4), (24, 2, 2, 2), (23, 4, 1, 2), (70, 8, 4, 8), (148, 2, 2, 1)],
@@ -210,7 +207,7 @@ def test_the_kernels_hand_on_from_group_to_group(T, length, chunks, at_once, mag
     assert_no_worse(eigenstate_scan_triton, drawn(2, T, 3, magnitude))
 
 
-@needs_interpreter
+@pytest.mark.interpreted
 @pytest.mark.parametrize("bits", [module.UNWRITTEN, 0x7FBFDEAD, 0x7FC00000])
 def test_nobody_waits_for_a_nan_that_looks_like_nothing(bits, monkeypatch):
     monkeypatch.setattr(module, "LENGTH", 2)
