@@ -12,6 +12,7 @@ What the source leaves open is decided here:
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -62,7 +63,8 @@ class Trainer:
             scaling=config.scaling,
         )
         self.steps = 0
-        self.throughput = Throughput(config, text.vocabulary, self.device)
+        # Its own products are never in TF32.
+        self.throughput = Throughput(dataclasses.replace(config, tf32=False), text.vocabulary, self.device)
         self._reports: Reports[Report] = Reports(self.device, Report.stays)
 
     def train_window(self, batch: Mapping[str, torch.Tensor]) -> None:

@@ -7,6 +7,7 @@ import gc
 import io
 import math
 import random
+import sys
 import tempfile
 from pathlib import Path
 
@@ -453,6 +454,14 @@ def test_a_run_tells_steps_tokens_and_throughput(text, tmp_path):
     assert f"{outcome.items / 1e3:.3g}k tokens in all" in told.getvalue()
     assert {"loss", "learning_rate", "gradient_norm", "tokens_per_second"} <= outcome.metrics.keys()
     assert "tokens/s" in trainer.throughput.told()
+
+
+@pytest.mark.parametrize(("kind", "precision"), [(Reference, "float32"), (Optimized, "tf32")])
+def test_what_a_trainer_reaches_is_held_against_products_as_its_own(kind, precision, text, monkeypatch):
+    held = []
+    monkeypatch.setattr(sys.modules[kind.__module__], "Throughput", lambda config, *_: held.append(config.precision))
+    kind(dataclasses.replace(SMALL, tf32=True), text, "cpu")
+    assert held == [precision]
 
 
 @pytest.mark.parametrize("kind", [Reference, Optimized])
