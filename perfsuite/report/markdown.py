@@ -10,7 +10,7 @@ from perfsuite.baseline import Entry
 from perfsuite.errors import PerfsuiteError
 from perfsuite.records import Measurement
 from perfsuite.report import units
-from perfsuite.report.model import Row, RunReport, entry_row, headline, machine_line, not_green, row, rows
+from perfsuite.report.model import Row, RunReport, entry_row, headline, left_out, machine_line, not_green, row, rows
 
 BEGIN = "<!-- perfsuite:table -->"
 END = "<!-- /perfsuite:table -->"
@@ -55,8 +55,9 @@ def summary(report: RunReport) -> str:
         cells = [[*_cells(r), _clock(r), r.status.value if r.status else ""] for r in every]
         lines += [_table((*HEADINGS, "SM clock", "verdict"), cells), ""]
     reasons = sorted(report.correctness.skip_reasons.items(), key=lambda item: -item[1])
-    lines += [f"- {n} skipped: {escape(reason)}" for reason, n in reasons]
-    if reasons:
+    notes = [f"{n} skipped: {reason}" for reason, n in reasons] + left_out(report)
+    lines += [f"- {escape(note)}" for note in notes]
+    if notes:
         lines.append("")
     revision = f", revision {report.revision}" if report.revision else ""
     lines.append(

@@ -127,6 +127,20 @@ def rows(report: RunReport) -> tuple[Row, ...]:
     return tuple(sorted(made, key=lambda r: order[r.technique]))
 
 
+def left_out(report: RunReport) -> list[str]:
+    """The rivals that were not timed and why, a line each; several of one reason share one."""
+    found: dict[str, list[str]] = {}
+    for workload_id in report.ids:
+        technique, workload = names(workload_id)
+        reasons = {n: why for m in report.measurements.get(workload_id, ()) for n, why in m.skipped.items()}
+        for rival, why in reasons.items():
+            found.setdefault(why, []).append(f"rival {rival} of {technique}[{workload}]")
+    return [
+        f"{who[0] if len(who) == 1 else f'{len(who)} rivals'} left out: {why}"
+        for why, who in sorted(found.items(), key=lambda item: -len(item[1]))
+    ]
+
+
 def row(workload_id: str, measurements: Sequence[Measurement], verdict: Verdict | None = None) -> Row:
     """The row of one workload: medians over its processes, the verdict's figures where it has them."""
     technique, workload = names(workload_id)

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from perfsuite.records import Status
 from perfsuite.report import units
-from perfsuite.report.model import Row, RunReport, headline, machine_line, not_green, rows
+from perfsuite.report.model import Row, RunReport, headline, left_out, machine_line, not_green, rows
 
 PLAIN_WIDTH = 100
 """Columns where the output is no terminal: a CI log's, not the 80 that would fold every row."""
@@ -92,6 +92,7 @@ def attention(report: RunReport, every: tuple[Row, ...]) -> list[Text]:
             lines.append(Text(f"• {row.technique}[{row.workload}]: clock limited ({', '.join(unfit)})", style="yellow"))
     reasons = sorted(report.correctness.skip_reasons.items(), key=lambda item: -item[1])
     lines += [Text(f"• {n} skipped: {reason}", style="dim") for reason, n in reasons]
+    lines += [Text(f"• {line}", style="dim") for line in left_out(report)]
     return lines
 
 

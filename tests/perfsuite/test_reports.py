@@ -9,6 +9,7 @@ import json
 import math
 import random
 import re
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
@@ -281,6 +282,21 @@ def test_terminal_keeps_one_row_a_workload_at_100_columns() -> None:
     assert "✗ fused_adamw[matrices200x512]: optimized is 3.4% slower" in text
     assert "2 skipped: needs two GPUs" in text
     assert "process 2 ended early" in text
+
+
+@pytest.mark.parametrize(
+    "told", [lambda run: printed(run, 200), lambda run: re.sub(r"\\(.)", r"\1", markdown.summary(run))]
+)
+def test_a_rival_that_was_not_timed_is_told_with_the_reason(told: Callable[[RunReport], str]) -> None:
+    run = example()
+    assert "rival liger of geometry/rotor_update[window64] left out: not installed" in told(run)
+    several = {
+        i: tuple(dataclasses.replace(m, skipped={"liger": "not installed", "fa": "raises"}) for m in found)
+        for i, found in run.measurements.items()
+    }
+    text = told(dataclasses.replace(run, measurements=several))
+    assert f"{len(several)} rivals left out: not installed" in text
+    assert f"{len(several)} rivals left out: raises" in text
 
 
 def test_terminal_leaves_out_what_a_cpu_does_not_tell() -> None:
