@@ -278,7 +278,6 @@ COMPOSED = frozenset(_COMPOSED.split())
 
 CONTRACTED = {"mm": 0, "bmm": 0, "mv": 0, "dot": 0, "vdot": 0, "addmm": 1, "baddbmm": 1, "addmv": 1}
 """The argument whose last dimension a product sums over."""
-DRAWN_AHEAD = 1 << 20
 MAX_DEPTH = 1024
 """A fast kernel adds up at most about this many terms one after the other; the rest it does in parallel."""
 
@@ -299,7 +298,7 @@ class _RedrawnRoundings(PlainMode):
         super().__init__()
         self.seed, self.units, self.least = seed, units, least
         self.generators: dict[torch.device, torch.Generator] = {}
-        self.factors: dict[tuple[torch.device, torch.dtype, int], _Factors] = {}
+        self.factors: dict[tuple[torch.device, torch.dtype, float], _Factors] = {}
         from torch._decomp import decomposition_table  # a tenth of a second, needed only here
 
         self.parts: Mapping[Any, Callable[..., Any]] = decomposition_table
@@ -322,21 +321,28 @@ class _RedrawnRoundings(PlainMode):
     def _redraw(self, tensor: torch.Tensor, depth: int) -> None:
         if not tensor.is_floating_point() or not tensor.numel() or 0 in tensor.stride():
             return
-        key = tensor.device, tensor.dtype, depth
+        work = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+        eps = max(self.least, torch.finfo(tensor.dtype).eps, torch.finfo(work).eps * math.sqrt(depth / 3))
+        key = tensor.device, work, self.units * eps
         if key not in self.factors:
             if tensor.device not in self.generators:
                 self.generators[tensor.device] = make.generator_for(self.seed, "roundings", str(tensor.device))
-            work = torch.float64 if tensor.dtype == torch.float64 else torch.float32
-            eps = max(self.least, torch.finfo(tensor.dtype).eps, torch.finfo(work).eps * math.sqrt(depth / 3))
-            self.factors[key] = _Factors(self.generators[tensor.device], work, self.units * eps)
+            if len(self.factors) == MOST_KEPT:
+                del self.factors[next(iter(self.factors))]
+            self.factors[key] = _Factors(self.generators[tensor.device], work, key[2])
         tensor.mul_(self.factors[key].take(tensor.numel()).view(tensor.shape))
 
 
-class _Factors:
-    """Factors between 1 − `span` and 1 + `span`.
+DRAWN_AHEAD = 1 << 20
+"""Factors at most, of one span."""
+MOST_KEPT = 8
+"""Spans whose factors are drawn ahead at a time: sums of many lengths have one each."""
 
-    Up to DRAWN_AHEAD are drawn ahead, as many again as before: to draw those of one step of a loop takes longer than
-    the step.
+
+class _Factors:
+    """Factors between 1 − `span` and 1 + `span`, each taken once.
+
+    They are drawn ahead, each time twice as many: to draw those of one step of a loop takes longer than the step.
     """
 
     def __init__(self, generator: torch.Generator, dtype: torch.dtype, span: float) -> None:

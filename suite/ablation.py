@@ -285,10 +285,18 @@ def load(path: Path) -> Record:
         timed = tuple(
             Timed(**{**a, "seconds": tuple(a["seconds"]), "notes": tuple(a["notes"])}) for a in data.pop("arms")
         )
-        named = {key: tuple(data.pop(key, ())) for key in ("techniques", "always")}
+        named = {"techniques": _names(data.pop("techniques")), "always": _names(data.pop("always", []))}
+        if set(named["techniques"]) & set(named["always"]):
+            raise ValueError("a technique is always on and switched, too")
         return _whole(Record(**{**data, **named}, arms=timed))
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise PerfsuiteError(f"{path} is no ablation ({error}); measure one with `perfsuite ablate`") from None
+
+
+def _names(given: Any) -> tuple[str, ...]:
+    if not isinstance(given, list) or not all(isinstance(name, str) and name for name in given):
+        raise ValueError(f"techniques are a list of names, not {given!r}")
+    return tuple(given)
 
 
 def _whole(record: Record) -> Record:
@@ -373,8 +381,10 @@ def plot(record: Record, path: Path) -> None:
     """The waterfall, as SVG."""
     pyplot = plotting()
     names = [NONE, *(f"+{t}" for t in record.techniques[:-1]), ALL]
-    labels = [", ".join(record.always) or "all off", *(f"+ {t}" for t in record.techniques)]
-    if not record.always:
+    labels = ["all off", *(f"+ {t}" for t in record.techniques)]
+    if record.always:
+        labels[0] = record.always[0] if len(record.always) == 1 else f"{len(record.always)} always on"
+    else:
         names, labels = [REFERENCE, *names], ["reference", *labels]
     ms = [1e3 * median(record.arm(n).seconds) for n in names]
     first, last = names.index(NONE), len(ms) - 1

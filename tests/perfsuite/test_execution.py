@@ -240,6 +240,28 @@ def test_sums_are_redrawn_as_if_added_in_sequence() -> None:
     assert float(share.max()) < 2 * torch.finfo(torch.float16).eps  # kept in float32
 
 
+def test_each_operation_is_redrawn_by_its_own_depth() -> None:
+    x = torch.rand(64, 768, generator=torch.Generator().manual_seed(0))
+    eps = torch.finfo(torch.float32).eps
+    with execution.redrawn_roundings(0):
+        both = [(torch.exp(x), x.sum(-1)) for _ in range(3)]
+    for plain, summed in both:
+        assert float((plain.double() / torch.exp(x).double() - 1).abs().max()) <= 1.6 * eps
+        assert float((summed.double() / x.sum(-1).double() - 1).abs().max()) > 4 * eps
+
+
+def test_roundings_are_drawn_ahead_up_to_a_number_and_each_is_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(execution, "DRAWN_AHEAD", 64)
+    with execution.redrawn_roundings(0, units=1e6) as mode:  # many: of one unit there are three
+        found = [torch.ones(n, dtype=torch.float64).exp() for n in [5] * 40 + [100] + [5] * 40]
+        for depth in range(1, 100):
+            torch.ones(3, depth).sum(-1)
+    every = torch.cat(found)
+    assert len(every.unique()) == len(every) == 500
+    assert len(mode.factors) == execution.MOST_KEPT
+    assert max(len(f.drawn) for f in mode.factors.values()) <= 64
+
+
 def test_terms_that_cancel_inside_an_operation_leave_their_roundings() -> None:
     """The gradient of a softmax over one element is zero, as the difference of two equal terms."""
     x = torch.zeros(64, 1, requires_grad=True)

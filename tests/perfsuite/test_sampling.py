@@ -27,7 +27,6 @@ from perfsuite.sampling import (
     REPLICAS_UP_TO,
     RIVAL_BLOCKS,
     UNCOUNTED,
-    WARMUP_CALLS,
 )
 
 Call = Callable[..., Any]
@@ -317,20 +316,23 @@ def calls_of_a_reference(time: Time, seconds: float, **options: Any) -> int:
         time.spend(seconds)
         return torch.exp(x)
 
-    made = measure(pair(time, reference=slow), n=REPLICAS_UP_TO + 1, **options)  # so that none is run
+    # Of inputs of this size the truth has one replica only.
+    made = measure(pair(time, reference=slow), n=REPLICAS_UP_TO + 1, **options)
     assert made.few == ("reference",)
     assert made.sides["reference"].wall_s == pytest.approx(seconds)
     assert len(made.sides["reference"].blocks_s) == FEW_BLOCKS
     return next(count)
 
 
-PROOF, WARM_UP = 4, 1  # the truth and the reference, once each, and of inputs close by; a call of a second and more
+PROOF = 4
+"""The truth and the reference, and both again of inputs close by."""
+WARM_UP = 2
 
 
 def test_a_call_of_seconds_is_made_as_rarely_as_can_be(long: Time) -> None:
     assert calls_of_a_reference(long, 2.0) == PROOF + WARM_UP + FEW_BLOCKS
     plan, settle = 1, FEW_BLOCKS
-    assert calls_of_a_reference(long, 0.6) == PROOF + WARMUP_CALLS + plan + settle + FEW_BLOCKS
+    assert calls_of_a_reference(long, 0.6) == PROOF + WARM_UP + plan + settle + FEW_BLOCKS
 
 
 def test_the_gradients_that_come_in_to_a_call_of_seconds_are_drawn_once(long: Time) -> None:
@@ -338,19 +340,60 @@ def test_the_gradients_that_come_in_to_a_call_of_seconds_are_drawn_once(long: Ti
     assert calls_of_a_reference(long, 2.0, direction="both") == PROOF + drawing + WARM_UP + FEW_BLOCKS
 
 
-def test_a_call_that_compiles_while_warming_up_tells_nothing(long: Time, monkeypatch: pytest.MonkeyPatch) -> None:
-    numbers = itertools.count()
-    monkeypatch.setattr(scrutiny, "compilations", lambda: next(numbers))
+def test_a_first_call_of_seconds_on_new_inputs_says_nothing_of_the_others(long: Time) -> None:
+    """As of a side that captures a graph for each address."""
+
+    def captures(seconds: float) -> Call:
+        seen: set[int] = set()
+
+        def call(x: torch.Tensor) -> torch.Tensor:
+            long.spend(seconds if id(x) in seen else 2.0)
+            seen.add(id(x))
+            return torch.exp(x)
+
+        return call
+
+    made = measure(pair(long, reference=captures(SLOW_S), rivals={"rival": captures(5e-3)}), n=REPLICAS_UP_TO + 1)
+    assert made.few == ()
+    assert made.sides["reference"].wall_s == pytest.approx(SLOW_S)
+    assert made.sides["rival"].wall_s == pytest.approx(5e-3)
+    assert len(made.sides["reference"].blocks_s) == BLOCKS
+
+
+def test_a_call_that_was_held_up_once_is_no_long_one(long: Time) -> None:
+    for held_up in (0, 1):
+        seconds = iter([SLOW_S] * held_up + [1.5] + [SLOW_S] * 3)
+
+        def call(x: torch.Tensor, seconds: Iterator[float] = seconds) -> torch.Tensor:
+            long.spend(next(seconds))
+            return torch.exp(x)
+
+        assert warmed_up(long, call).long is None
+
+
+def warmed_up(time: Time, call: Any, **fields: Any) -> sampling.Runner:
     runner = sampling.Runner(
         name="reference",
-        side=side(lasting(long, 2.0)),
-        pair=pair(long),
+        side=call if fields else side(call),
+        pair=pair(time, **fields),
         case=SimpleNamespace(),  # type: ignore[arg-type]
         direction="forward",
         device="cpu",
     )
     sampling._warm_up({"reference": runner}, {"x": torch.ones(2)}, random.Random(0), clocks.CpuClock(), lambda _: None)
-    assert runner.long is None
+    return runner
+
+
+def test_a_call_that_compiles_while_warming_up_tells_nothing(long: Time, monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = itertools.count()
+    assert warmed_up(long, lasting(long, 2.0)).long is not None
+    monkeypatch.setattr(scrutiny, "compilations", lambda: next(numbers))
+    assert warmed_up(long, lasting(long, 2.0)).long is None
+
+
+def test_a_step_of_seconds_still_settles_when_it_is_new(long: Time) -> None:
+    steps = stateful(lambda x: lasting(long, 2.0, lambda: None))
+    assert warmed_up(long, steps, reference=steps, optimized=steps).long is None
 
 
 def test_memory_and_wall_clock_of_a_call_of_seconds_are_those_of_the_one_that_warms_up(time: Time) -> None:
@@ -358,6 +401,10 @@ def test_memory_and_wall_clock_of_a_call_of_seconds_are_those_of_the_one_that_wa
     assert sampling._peak_bytes(runner, FakeClock(time), None) == 512  # type: ignore[arg-type]
     sampler: Any = SimpleNamespace(clock=None, kind="device", runners={"reference": runner})
     assert sampling._Sampler.other_clock(sampler, "reference") == 2.0
+    told = SimpleNamespace(kind="wall", report=lambda _: None, calls={"reference": 1}, counts=None, slow={"reference"})
+    told.clock, told.runners = None, sampler.runners
+    told._launches, told._sample = lambda name: 0, lambda *_: 1.5  # on the device clock, which the warm-up has not
+    assert sampling._Sampler.other_clock(told, "reference") == 1.5  # type: ignore[arg-type]
 
 
 def test_what_was_not_counted_in_an_earlier_process_is_not_known_in_a_later_one(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import re
 import subprocess
@@ -124,6 +125,38 @@ def test_what_is_no_record_is_refused(text: str, tmp_path: Path) -> None:
         ablation.load(path)
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"techniques": None},
+        {"techniques": ["a", 1]},
+        {"always": "c"},
+        {"always": [""]},
+        {"always": [["c"]]},
+        {"always": ["a"]},
+    ],
+)
+def test_a_recording_with_odd_techniques_is_refused(changed: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    ablation.save(without_a_reference(), path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+    with pytest.raises(PerfsuiteError, match=r"x\.json is no ablation"):
+        ablation.load(path)
+
+
+def test_a_recording_from_before_there_was_always_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    ablation.save(record(), path)
+    old = json.loads(path.read_text())
+    del old["always"]
+    path.write_text(json.dumps(old))
+    assert ablation.load(path) == record()
+    del old["techniques"]
+    path.write_text(json.dumps(old))
+    with pytest.raises(PerfsuiteError, match=r"x\.json is no ablation"):
+        ablation.load(path)
+
+
 @pytest.mark.parametrize("seconds", [(), (1.0,), (1.0, 2.0), (1.0, 2.0, math.nan), (1.0, 2.0, 0.0), (1.0, 2.0, "x")])
 def test_a_record_that_lacks_something_is_refused(seconds: tuple[float, ...], tmp_path: Path) -> None:
     path = tmp_path / "x.json"
@@ -165,18 +198,34 @@ def test_the_plot_is_the_same_each_time(tmp_path: Path) -> None:
     assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
 
 
-def test_bars_that_differ_much_are_drawn_on_a_logarithmic_axis(tmp_path: Path) -> None:
+def drawn(monkeypatch: pytest.MonkeyPatch, of: Record) -> Any:
+    """The plot's axes."""
+    found: list[Any] = []
+    monkeypatch.setattr(ablation.plots, "save", lambda pyplot, figure, path: found.append(figure.axes[0]))
+    ablation.plot(of, Path())
+    return found[0]
+
+
+def test_bars_go_from_one_technique_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
+    for of, labels, bars in (
+        (record(), ["reference", "all off", "+ a", "+ b"], [(0, 16e3), (0, 12e3), (6e3, 6e3), (0, 4e3)]),
+        (without_a_reference(), ["c", "+ a", "+ b"], [(0, 12e3), (6e3, 6e3), (0, 4e3)]),
+    ):
+        axes = drawn(monkeypatch, of)
+        assert [label.get_text() for label in axes.get_yticklabels()] == labels
+        found = [n for bar in axes.patches for n in (bar.get_x(), bar.get_width())]
+        assert found == pytest.approx([n for bar in bars for n in bar])
+        assert axes.get_xscale() == "linear"
 
-    def drawn(slowest: float) -> str:
-        arms = tuple(
-            dataclasses.replace(a, seconds=(slowest,) * 3) if a.name == NONE else a for a in without_a_reference().arms
-        )
-        ablation.plot(record(always=("c",), arms=arms), tmp_path / "toy.svg")
-        return (tmp_path / "toy.svg").read_text()
 
-    assert "logarithmic" in drawn(1e3)
-    assert "logarithmic" not in drawn(20.0)
+def test_bars_that_differ_much_are_drawn_on_a_logarithmic_axis(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    for slowest, scale in ((1e3, "log"), (20.0, "linear")):
+        arms = tuple(dataclasses.replace(a, seconds=(slowest,) * 3) if a.name == NONE else a for a in record().arms)
+        axes = drawn(monkeypatch, record(arms=arms))
+        assert axes.get_xscale() == scale
+        assert ("logarithmic" in axes.get_xlabel()) == (scale == "log")
 
 
 TINY = (
@@ -202,6 +251,34 @@ def test_the_command_measures_trainer2_and_shows_a_recording_again(tmp_path: Pat
     again = ablate("trainer2", "--from", str(tmp_path / "trainer2.json"), "--out", str(tmp_path / "b"), "--no-plot")
     assert again.returncode == 0, again.stderr
     assert (tmp_path / "b" / "trainer2.md").read_text() == page
+
+
+def test_what_is_always_on_is_on_in_every_trainer_and_is_no_part_of_the_rest(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("jsonargparse")
+    from click.testing import CliRunner
+
+    from suite.commands.ablate import ablate as command
+
+    def measure(build: Callable[[ablation.Arm], Any], arms: list[ablation.Arm], *_: Any, **__: Any) -> Any:
+        built.update({arm.name: build(arm) for arm in arms})
+        return tuple(Timed(name=arm.name, seconds=(1.0, 2.0)) for arm in arms)
+
+    built: dict[str, TrainConfig] = {}
+    monkeypatch.setattr(ablation, "measure", measure)
+    monkeypatch.setattr(trainers, "build", lambda name, config, *_: config)
+    options = ["--always", "rotor_cache", "--device", "cpu", "--out", str(tmp_path), "--no-plot"]
+    done = CliRunner().invoke(command, ["trainer2", *options, *TINY.split()])
+    assert done.exit_code == 0, done.output
+    assert REFERENCE not in built
+    assert all(config.rotor_cache for config in built.values())
+    assert not built[NONE].rotor_update
+    assert built[ALL].rotor_update
+    found = ablation.load(tmp_path / "trainer2.json")
+    assert found.always == ("rotor_cache",)
+    assert "rotor_cache" not in found.config
+    assert "rotor_cache" not in found.techniques
 
 
 def test_a_recording_is_shown_without_writing_over_another(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
