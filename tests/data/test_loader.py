@@ -100,7 +100,7 @@ loader = Pair(
     workloads=[
         # What is there at once is no matter of the loader's: from one set of workers to another the same code takes a
         # fifth more or less to hand it over.
-        Workload("storage", **STORAGE, workers=4, clock="wall", device="cuda"),
+        Workload("storage", **STORAGE, workers=4, clock="wall", speedup=2, device="cuda"),
         Workload("cpu", rows=512, batch_size=64, workers=1, milliseconds=0, clock="wall", device="cpu"),
     ],
     cost=Cost(bytes=lambda rows: rows * 2 * ROW_BYTES),

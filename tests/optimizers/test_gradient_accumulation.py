@@ -35,7 +35,7 @@ gradient_accumulation = Pair(
     sizes={"N": size(1, 20), "D": size(1, 8), "H": size(1, 8), "O": size(1, 4)},
     rivals={"compile": compiled(side(on_network(reference), devices=("cuda",)))},
     workloads=[
-        Workload("rows16k", N=16384, D=1024, H=4096, O=1024, rows=4096, device="cuda"),
+        Workload("rows16k", N=16384, D=1024, H=4096, O=1024, rows=4096, peak_bytes=340 << 20, device="cuda"),
         Workload("cpu", N=512, D=32, H=64, O=8, rows=128, clock="wall", device="cpu"),
     ],
 )

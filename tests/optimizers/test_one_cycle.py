@@ -18,7 +18,17 @@ one_cycle = Pair(
     sizes={"N": size(0, 20)},
     rivals={"compile": compiled(side(optimized, devices=("cuda",)))},
     workloads=[
-        Workload("steps1000", N=1000, total_steps=1000, max_lr=3e-4, clock="wall", device="cuda"),
+        Workload(
+            "steps1000",
+            N=1000,
+            total_steps=1000,
+            max_lr=3e-4,
+            clock="wall",
+            speedup=5,
+            host_syncs=0,
+            launches=1,
+            device="cuda",
+        ),
         Workload("cpu", N=1000, total_steps=1000, max_lr=3e-4, clock="wall", device="cpu"),
     ],
 )

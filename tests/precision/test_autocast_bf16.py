@@ -14,7 +14,7 @@ autocast_bf16 = Pair(
     precision="bfloat16",
     rivals={"compile": compiled(side(on_network(optimized), devices=("cuda",)))},
     workloads=[
-        Workload("batch5632_both", **TRAINING, direction="both", device="cuda"),
+        Workload("batch5632_both", **TRAINING, direction="both", speedup=1.8, device="cuda"),
         Workload("cpu", **FEW, clock="wall", direction="both", device="cpu"),
     ],
     cost=training_cost("bfloat16"),

@@ -19,7 +19,7 @@ autocast_fp16 = Pair(
     # Of the same 11 bits, with the range of float32.
     rivals={"tf32": side(on_network(tf32), devices=("cuda",))},
     workloads=[
-        Workload("step5632", **TRAINING, device="cuda"),
+        Workload("step5632", **TRAINING, speedup=1.8, device="cuda"),
         Workload("cpu", **FEW, clock="wall", device="cpu"),
     ],
     cost=training_cost("float16", within=True),

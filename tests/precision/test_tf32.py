@@ -27,7 +27,7 @@ tf32 = Pair(
     gradients=False,
     rivals={"convolutions": side(on_network(convolutions), devices=("cuda",))},
     workloads=[
-        Workload("step5632", **TRAINING, device="cuda"),
+        Workload("step5632", **TRAINING, speedup=1.8, device="cuda"),
         Workload("cpu", **FEW, clock="wall", device="cpu"),
     ],
     cost=training_cost("tf32", within=True),

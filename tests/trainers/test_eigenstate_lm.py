@@ -140,6 +140,7 @@ eigenstate_lm = Pair(
             rate=3e-4,
             seed=0,
             clock="wall",
+            speedup=4,
             device="cuda",
         ),
         Workload(
