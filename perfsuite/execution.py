@@ -323,13 +323,14 @@ class _RedrawnRoundings(PlainMode):
             return
         work = torch.float64 if tensor.dtype == torch.float64 else torch.float32
         eps = max(self.least, torch.finfo(tensor.dtype).eps, torch.finfo(work).eps * math.sqrt(depth / 3))
-        key = tensor.device, work, self.units * eps
+        span = self.units * eps
+        key = tensor.device, work, span
         if key not in self.factors:
             if tensor.device not in self.generators:
                 self.generators[tensor.device] = make.generator_for(self.seed, "roundings", str(tensor.device))
             if len(self.factors) == MOST_KEPT:
                 del self.factors[next(iter(self.factors))]
-            self.factors[key] = _Factors(self.generators[tensor.device], work, key[2])
+            self.factors[key] = _Factors(self.generators[tensor.device], work, span)
         tensor.mul_(self.factors[key].take(tensor.numel()).view(tensor.shape))
 
 

@@ -108,7 +108,6 @@ def detail(report: RunReport, row: Row) -> Detail:
     measurements = report.measurements.get(row.id, ())
     promise = report.promises.get(row.id, PromiseRecord())
     others = [name for name in model.sides(measurements) if name != "optimized"]
-    skipped = {name: why for m in measurements for name, why in m.skipped.items()}
     return Detail(
         row=row,
         anchor=anchor(row),
@@ -116,7 +115,7 @@ def detail(report: RunReport, row: Row) -> Detail:
         sides=tuple(_side(measurements, name) for name in model.sides(measurements)),
         promises=_promises(promise, row, measurements),
         plots=tuple(p for name in others if (p := plot(measurements, name, promise)) is not None),
-        skipped=tuple(skipped.items()),
+        skipped=tuple(model.rivals_left_out(measurements).items()),
     )
 
 

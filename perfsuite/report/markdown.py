@@ -54,8 +54,7 @@ def summary(report: RunReport) -> str:
     if every:
         cells = [[*_cells(r), _clock(r), r.status.value if r.status else ""] for r in every]
         lines += [_table((*HEADINGS, "SM clock", "verdict"), cells), ""]
-    reasons = sorted(report.correctness.skip_reasons.items(), key=lambda item: -item[1])
-    notes = [f"{n} skipped: {reason}" for reason, n in reasons] + left_out(report)
+    notes = left_out(report)
     lines += [f"- {escape(note)}" for note in notes]
     if notes:
         lines.append("")

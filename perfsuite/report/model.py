@@ -128,17 +128,22 @@ def rows(report: RunReport) -> tuple[Row, ...]:
 
 
 def left_out(report: RunReport) -> list[str]:
-    """The rivals that were not timed and why, a line each; several of one reason share one."""
-    found: dict[str, list[str]] = {}
+    """What was not run and why, a line a reason: of the proofs, then of the rivals that would have been timed."""
+    reasons = sorted(report.correctness.skip_reasons.items(), key=lambda item: -item[1])
+    rivals: dict[str, list[str]] = {}
     for workload_id in report.ids:
         technique, workload = names(workload_id)
-        reasons = {n: why for m in report.measurements.get(workload_id, ()) for n, why in m.skipped.items()}
-        for rival, why in reasons.items():
-            found.setdefault(why, []).append(f"rival {rival} of {technique}[{workload}]")
-    return [
+        for rival, why in rivals_left_out(report.measurements.get(workload_id, ())).items():
+            rivals.setdefault(why, []).append(f"rival {rival} of {technique}[{workload}]")
+    return [f"{n} skipped: {reason}" for reason, n in reasons] + [
         f"{who[0] if len(who) == 1 else f'{len(who)} rivals'} left out: {why}"
-        for why, who in sorted(found.items(), key=lambda item: -len(item[1]))
+        for why, who in sorted(rivals.items(), key=lambda item: -len(item[1]))
     ]
+
+
+def rivals_left_out(measurements: Sequence[Measurement]) -> dict[str, str]:
+    """A workload's rivals that were not timed, each with its reason."""
+    return {rival: why for m in measurements for rival, why in m.skipped.items()}
 
 
 def row(workload_id: str, measurements: Sequence[Measurement], verdict: Verdict | None = None) -> Row:

@@ -90,8 +90,6 @@ def attention(report: RunReport, every: tuple[Row, ...]) -> list[Text]:
         unfit = [reason for reason in row.throttle if reason != "SW power cap"]
         if unfit:
             lines.append(Text(f"• {row.technique}[{row.workload}]: clock limited ({', '.join(unfit)})", style="yellow"))
-    reasons = sorted(report.correctness.skip_reasons.items(), key=lambda item: -item[1])
-    lines += [Text(f"• {n} skipped: {reason}", style="dim") for reason, n in reasons]
     lines += [Text(f"• {line}", style="dim") for line in left_out(report)]
     return lines
 

@@ -60,51 +60,36 @@ def ablate(
     FOLDER`, or `--synthetic 16` for random ones). Which techniques the configuration switches on does
     not matter: each is measured on and off.
     """
-    given = click.get_current_context().get_parameter_source("out") is not ParameterSource.DEFAULT
+    named = click.get_current_context().get_parameter_source("out") is not ParameterSource.DEFAULT
     # The default folder may have the page of another measurement.
-    folder = Path(out) if source is None or given else None
+    folder = Path(out) if source is None or named else None
     with in_one_line("interrupted; nothing was written"):
-        _ablate(name, config, device, rounds, windows, always, folder, source, no_plot, fields)
+        from perfsuite.report.files import write
+        from suite import ablation
+        from suite.configuration import ConfigurationError
 
-
-def _ablate(
-    name: str,
-    config: str | None,
-    device: str | None,
-    rounds: int,
-    windows: int,
-    always: tuple[str, ...],
-    out: Path | None,
-    source: str | None,
-    no_plot: bool,
-    fields: tuple[str, ...],
-) -> None:
-    from perfsuite.report.files import write
-    from suite import ablation
-    from suite.configuration import ConfigurationError
-
-    plots = not no_plot and out is not None
-    if plots:
-        ablation.plotting()  # now, and not after minutes
-    if source is None:
-        assert out is not None
-        record = _measured(name, config, device, rounds, windows, always, out, fields)
-        ablation.save(record, out / f"{name}.json")
-    elif config is not None or always or fields:
-        given = " ".join(["--config"] * (config is not None) + ["--always"] * bool(always) + list(fields))
-        raise ConfigurationError(f"--from shows a recording and measures nothing; leave out {given}, or --from")
-    else:
-        record = ablation.load(Path(source))
-        if record.trainer != name:
-            raise PerfsuiteError(f"{source} is of the trainer {record.trainer!r}, not of {name!r}; name that one")
-    page = ablation.table(record, f"{name}.svg" if plots else None)
-    click.echo(page)
-    if out is None:
-        return
-    if plots:
-        ablation.plot(record, out / f"{name}.svg")
-    write(out / f"{name}.md", page)
-    click.echo(f"wrote {out / name}.md", err=True)
+        plots = not no_plot and folder is not None
+        if plots:
+            ablation.plotting()  # now, and not after minutes
+        if source is None:
+            assert folder is not None
+            record = _measured(name, config, device, rounds, windows, always, folder, fields)
+            ablation.save(record, folder / f"{name}.json")
+        elif config is not None or always or fields:
+            given = " ".join(["--config"] * (config is not None) + ["--always"] * bool(always) + list(fields))
+            raise ConfigurationError(f"--from shows a recording and measures nothing; leave out {given}, or --from")
+        else:
+            record = ablation.load(Path(source))
+            if record.trainer != name:
+                raise PerfsuiteError(f"{source} is of the trainer {record.trainer!r}, not of {name!r}; name that one")
+        page = ablation.table(record, f"{name}.svg" if plots else None)
+        click.echo(page)
+        if folder is None:
+            return
+        if plots:
+            ablation.plot(record, folder / f"{name}.svg")
+        write(folder / f"{name}.md", page)
+        click.echo(f"wrote {folder / name}.md", err=True)
 
 
 def _measured(

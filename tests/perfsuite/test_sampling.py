@@ -18,6 +18,7 @@ from perfsuite import Cost, Pair, Workload, clocks, floats, guard, sampling, scr
 from perfsuite.equivalence import NotEquivalent
 from perfsuite.errors import PairError
 from perfsuite.integrity import calls
+from perfsuite.pair import Side
 from perfsuite.records import Condition, Measurement, from_json, to_json
 from perfsuite.sampling import (
     BLOCKS,
@@ -368,13 +369,13 @@ def test_a_call_that_was_held_up_once_is_no_long_one(long: Time) -> None:
             long.spend(next(seconds))
             return torch.exp(x)
 
-        assert warmed_up(long, call).long is None
+        assert warmed_up(long, side(call)).long is None
 
 
-def warmed_up(time: Time, call: Any, **fields: Any) -> sampling.Runner:
+def warmed_up(time: Time, given: Side, **fields: Any) -> sampling.Runner:
     runner = sampling.Runner(
         name="reference",
-        side=call if fields else side(call),
+        side=given,
         pair=pair(time, **fields),
         case=SimpleNamespace(),  # type: ignore[arg-type]
         direction="forward",
@@ -386,9 +387,9 @@ def warmed_up(time: Time, call: Any, **fields: Any) -> sampling.Runner:
 
 def test_a_call_that_compiles_while_warming_up_tells_nothing(long: Time, monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = itertools.count()
-    assert warmed_up(long, lasting(long, 2.0)).long is not None
+    assert warmed_up(long, side(lasting(long, 2.0))).long is not None
     monkeypatch.setattr(scrutiny, "compilations", lambda: next(numbers))
-    assert warmed_up(long, lasting(long, 2.0)).long is None
+    assert warmed_up(long, side(lasting(long, 2.0))).long is None
 
 
 def test_a_step_of_seconds_still_settles_when_it_is_new(long: Time) -> None:
