@@ -1,8 +1,8 @@
 """The command `perfsuite`: a thin front on the same pytest items.
 
-Exit codes: 0 all is well · 1 a verdict is red, a proof failed or something was not measured · 2 interrupted, or the
-command line is wrong · 3 an internal error · 4 the run could not begin (a damaged baseline, a wrong option) · 5 nothing
-was collected.
+Exit codes: 0 all is well · 1 the code is at fault: a regression, a broken promise, a wrong result · 2 interrupted,
+ended early, or the command line is wrong · 3 an internal error · 4 the run could not begin (a damaged baseline, a wrong
+option) · 5 nothing was collected · 6 nothing is decided: the machine, the baseline or the measurement is at fault.
 
 Other packages add commands through the entry-point group "perfsuite.commands": each entry is a click command.
 """
@@ -10,9 +10,11 @@ Other packages add commands through the entry-point group "perfsuite.commands": 
 from __future__ import annotations
 
 import json
+import signal
 import sys
-from collections.abc import Sequence
-from contextlib import nullcontext, redirect_stdout, suppress
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from importlib.metadata import Distribution, EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
@@ -133,6 +135,8 @@ def _pytest(
     """Run pytest on the items, in this process; with `as_json` it tells stderr, and stdout is left to the report."""
     import pytest
 
+    from perfsuite import conclusion
+
     if report:
         for name in FILES:  # of the run before: one that cannot begin must not leave them as its own
             with suppress(OSError):
@@ -143,8 +147,30 @@ def _pytest(
     given += [f"--perfsuite-report={report}"] if report else []
     given += ["--benchmark-quiet"]  # our table says it all
     plugins = [] if _registered() else ["-p", "perfsuite.plugin"]
-    with redirect_stdout(sys.stderr) if as_json else nullcontext():
-        return int(pytest.main([*plugins, *QUIET, *given, *extra, *paths]))
+    conclusion.expect(mode)
+    with redirect_stdout(sys.stderr) if as_json else nullcontext(), _terminated_as_interrupted():
+        try:
+            code = int(pytest.main([*plugins, *QUIET, *given, *extra, *paths]))
+        except (SystemExit, pytest.exit.Exception):  # by a conftest, before pytest could handle it
+            code = 0
+    return conclusion.close(code) if conclusion.expected() else code
+
+
+@contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """SIGTERM ends the run as Ctrl-C does: its workers are stopped, its locks released, its report written."""
+
+    def interrupt(signum: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _registered() -> bool:
@@ -171,14 +197,28 @@ def run(paths: tuple[str, ...], keyword: str | None, report: str, profile: str |
 @_selection
 @click.option("--report", default=REPORT, show_default=True, type=click.Path(), help="Folder of the report.")
 @click.option("--baselines", type=click.Path(), help="Folder of the baselines.  [default: baselines]")
+@click.option("--changed", is_flag=True, help="Measure only what a change since acceptance could have affected.")
+@click.option("--partial", is_flag=True, help="Judge a part of what is accepted, as -k or PATHS say.")
+@click.option("--shard", metavar="I/N", help="Judge part I of N; `perfsuite merge` puts the reports together.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON when done.")
-def gate(paths: tuple[str, ...], keyword: str | None, report: str, baselines: str | None, as_json: bool) -> None:
+def gate(
+    paths: tuple[str, ...],
+    keyword: str | None,
+    report: str,
+    baselines: str | None,
+    changed: bool,
+    partial: bool,
+    shard: str | None,
+    as_json: bool,
+) -> None:
     """Hold every workload against its accepted baseline; red where one falls short.
 
     The same as `pytest -m perf --benchmark-compare`, which needs no options either, and besides writes JUnit, JSON, a
     Markdown job summary and, on GitHub, annotations.
     """
     extra = [f"--perfsuite-baselines={baselines}"] if baselines else []
+    extra += [f"--perfsuite-{name}" for name, on in (("changed", changed), ("partial", partial)) if on]
+    extra += [f"--perfsuite-shard={shard}"] if shard else []
     code = _pytest("gate", paths, keyword, report=report, extra=extra, as_json=as_json)
     _finish(code, report, as_json, summary=True)
 
@@ -190,7 +230,10 @@ def _finish(code: int, report: str, as_json: bool, *, summary: bool = False) -> 
     if as_json and written.exists():
         click.echo(written.read_text())
     if summary and written.exists():
-        markdown.append_job_summary(jsonfile.read(written))
+        try:
+            markdown.append_job_summary(jsonfile.read(written))
+        except PerfsuiteError as error:
+            click.echo(f"no job summary: {error}", err=True)  # it never changes the verdict
     sys.exit(code)
 
 
@@ -202,6 +245,7 @@ def _finish(code: int, report: str, as_json: bool, *, summary: bool = False) -> 
 @click.option("--processes", default=5, show_default=True, type=click.IntRange(3), help="Measuring processes.")
 @click.option("--allow-dirty", is_flag=True, help="Accept with uncommitted changes; the code cannot be loaded again.")
 @click.option("--baselines", type=click.Path(), help="Folder of the baselines.  [default: baselines]")
+@click.option("--shard", metavar="I/N", help="Accept part I of N.")
 def accept(
     paths: tuple[str, ...],
     keyword: str | None,
@@ -211,10 +255,12 @@ def accept(
     processes: int,
     allow_dirty: bool,
     baselines: str | None,
+    shard: str | None,
 ) -> None:
     """Measure on this machine and write the figures into its baseline.
 
-    The only way to change a baseline. Prints what changes and by how much.
+    The only way to change a baseline. Prints what changes and by how much. A run that was interrupted goes on where it
+    was, on the same commit and machine.
     """
     if not reason:
         if not sys.stdin.isatty():
@@ -223,6 +269,7 @@ def accept(
     arguments = [f"reason={reason}", f"processes={processes}"]
     arguments += [f"{n}=yes" for n, on in (("more", more), ("prune", prune), ("dirty", allow_dirty)) if on]
     extra = [f"--perfsuite-baselines={baselines}"] if baselines else []
+    extra += [f"--perfsuite-shard={shard}"] if shard else []
     sys.exit(_pytest("accept", paths, keyword, arguments=arguments, extra=extra))
 
 
@@ -239,6 +286,27 @@ def compare(revision: str, paths: tuple[str, ...], keyword: str | None, report: 
     given = [f"revision={revision}"]
     code = _pytest("compare", paths, keyword, report=report, arguments=given, as_json=as_json)
     _finish(code, report, as_json)
+
+
+@main.command()
+@click.argument("reports", nargs=-1, required=True, type=click.Path(dir_okay=False))
+@click.option("--report", default=REPORT, show_default=True, type=click.Path(), help="Folder of the merged report.")
+def merge(reports: tuple[str, ...], report: str) -> None:
+    """Put the REPORTS (report.json) of all shards of one gate together; red unless every shard is there and green."""
+    from perfsuite import sharding
+    from perfsuite.report import jsonfile, markdown, terminal, write_all
+
+    try:
+        whole = sharding.merge([jsonfile.read(Path(path)) for path in reports])
+        written = write_all(whole, Path(report))
+    except PerfsuiteError as error:
+        raise click.ClickException(str(error)) from None
+    terminal.show(whole)
+    for form, path in written.items():
+        click.echo(f"{form}: {path}")
+    with suppress(PerfsuiteError):
+        markdown.append_job_summary(whole)
+    sys.exit(sharding.exit_code(whole))
 
 
 @main.command(name="list")

@@ -35,6 +35,11 @@ SANITIZER_LOG = "PERFSUITE_SANITIZER_LOG"
 CONTROL = pytest.StashKey["Control"]()
 SANITIZED = pytest.StashKey[Any]()
 
+if JOB in os.environ:  # before anything else: an orphan would disturb the next measurement
+    from perfsuite.orphans import die_with_parent
+
+    die_with_parent()
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("perfsuite")
@@ -61,6 +66,35 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="the compute-sanitizer tool of --sanitize (default: memcheck)",
     )
     group.addoption("--perfsuite-baselines", metavar="DIR", help="folder of the baselines (default: baselines)")
+    group.addoption(
+        "--perfsuite-partial", action="store_true", help="gate a part of the accepted workloads, as -k or paths say"
+    )
+    group.addoption(
+        "--perfsuite-shard", metavar="I/N", help="part I of N of the workloads; see `perfsuite merge` for the whole"
+    )
+    group.addoption(
+        "--perfsuite-changed", action="store_true", help="gate only the workloads that a change could have affected"
+    )
+    parser.addini("perfsuite_margin", "slowdown that matters for workloads that declare no margin=, e.g. 0.05")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) -> None:
+    """A verdict that is asked for is awaited from here on, before a conftest can end the run."""
+    from perfsuite import conclusion
+
+    option = early_config.known_args_namespace
+    if JOB in os.environ or conclusion.expected() or not _wants_gate(option):
+        return
+    conclusion.expect("gate")
+    if _is_program(early_config):
+        conclusion.guard_exit()
+
+
+def _is_program(config: pytest.Config) -> bool:
+    """Whether this pytest is what the interpreter was started for, and not one within another program."""
+    program = os.path.basename(os.path.dirname(sys.argv[0]) if sys.argv[0].endswith("__main__.py") else sys.argv[0])
+    return program in ("pytest", "py.test") and list(config.invocation_params.args) == sys.argv[1:]
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -76,6 +110,15 @@ def pytest_configure(config: pytest.Config) -> None:
         config.stash[SANITIZED] = Watch()
     if _wants_control(config):
         _control(config)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True, specname="pytest_cmdline_main")
+def pytest_cmdline_main_concluded(config: pytest.Config) -> Generator[None, int | None, int | None]:
+    """Whatever ends the run, a verdict that was asked for and not reached is red."""
+    from perfsuite import conclusion
+
+    code = yield
+    return conclusion.close(int(code or 0)) if conclusion.expected() else code
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -107,23 +150,27 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
             pytest.fail(f"{item.name}: {fault}", pytrace=False)
 
 
+def _wants_gate(option: Any) -> bool:
+    """Whether the command line asks for the gate: `-m perf --benchmark-compare`. "-m 'not perf'" does not."""
+    perf = re.search(r"(?<!not )\bperf\b", getattr(option, "markexpr", None) or "")
+    return bool(perf and getattr(option, "benchmark_compare", None))
+
+
 def _wants_control(config: pytest.Config) -> bool:
     option = config.option
-    # "-m perf" asks for timed items, "-m 'not perf'" does not.
-    perf = re.search(r"(?<!not )\bperf\b", option.markexpr or "")
-    gate = perf and (getattr(option, "benchmark_compare", None) or getattr(option, "numprocesses", None))
-    return bool(gate or option.perfsuite_mode or JOB in os.environ)
+    beside = re.search(r"(?<!not )\bperf\b", option.markexpr or "") and getattr(option, "numprocesses", None)
+    return bool(_wants_gate(option) or beside or option.perfsuite_mode or JOB in os.environ)
 
 
 def _control(config: pytest.Config) -> Control:
     """The run's control, made when the first pair (or a gate) needs it."""
     if CONTROL not in config.stash:
-        from perfsuite.control import Control
         from perfsuite.errors import PerfsuiteError
+        from perfsuite.modes import control_for
         from perfsuite.speed import CONTROL as NAME
 
         try:
-            config.stash[CONTROL] = Control(config)
+            config.stash[CONTROL] = control_for(config)
         except PerfsuiteError as error:
             raise pytest.UsageError(str(error)) from None
         config.pluginmanager.register(config.stash[CONTROL], NAME)

@@ -1,110 +1,177 @@
-"""A measuring process: prove and time each workload of the job, and write a line for each."""
+"""A worker process: do each task of the job, and write a line for each."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import secrets
 import warnings
-from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from perfsuite import revision
-from perfsuite.errors import PerfsuiteError, RevisionError
-from perfsuite.pair import Side
-from perfsuite.records import Status
+from perfsuite.errors import NoisyError, PairError, PerfsuiteError, RevisionError
+from perfsuite.pair import Pair, as_side
+from perfsuite.records import Measurement, Proof, Status
 from perfsuite.speed import SpeedItem
-from perfsuite.workers import UNLOADED, Failure, Job, Journal, die_with_parent
+from perfsuite.workers import ITEMS, PROVE, Failure, Job, Journal, Outcome, Reported, Task
 
 
-def run(job: Job, journal: Journal, items: Sequence[pytest.Item], device: str) -> None:
-    """Measure the job's workloads in the order of the job."""
+def run(job: Job, journal: Journal, session: pytest.Session, device: str) -> None:
+    """Do the job's tasks in the order of the job."""
+    found = {i.nodeid: i for i in session.items}
+    for task in job.tasks:
+        item = found.get(task.id)
+        if task.kind != ITEMS:
+            _settle()
+        journal.begin(task.id)
+        outcome: Outcome
+        if item is None:
+            outcome = Failure(status=Status.UNMEASURED, message="it could not be collected again in a worker")
+        elif task.kind == ITEMS:
+            outcome = _run_item(item)
+        elif isinstance(item, SpeedItem):
+            outcome = _Workload(item, task, journal, device).outcome()
+        else:
+            outcome = Failure(status=Status.UNMEASURED, message="it is no workload any more")
+        if isinstance(outcome, Failure):
+            journal.failure(task.id, outcome)
+        else:
+            journal.result(task.id, outcome)
+
+
+def _settle() -> None:
+    """Free what an earlier workload left, and take what stays out of the collector's sight."""
     from perfsuite import execution
 
-    die_with_parent()
-    found = {i.nodeid: i for i in items if isinstance(i, SpeedItem)}
-    accepted = _load_accepted(job, found)
-    for id in job.ids:
-        # What lives between two workloads stays: to look through it at each collection takes a fifth of a second.
-        execution.forget_compiled()
-        gc.collect()
-        gc.freeze()
-        journal.begin(id)
-        item = found.get(id)
-        side = accepted.get(id)
-        if item is None:
-            outcome = Failure(status=Status.UNMEASURED, message="it could not be collected again for measuring")
-        elif isinstance(side, RevisionError) and not job.twin:
-            outcome = Failure(status=Status.UNMEASURED, message=f"{UNLOADED}{side}")
-        else:
-            measured = _measure(item, journal, device, None if isinstance(side, RevisionError) else side, job)
-            if measured is None:
-                continue
-            outcome = measured
-        journal.failure(id, outcome)
+    execution.forget_compiled()
+    gc.collect()
+    gc.freeze()  # to look through torch's modules at each collection takes a fifth of a second
 
 
-def _measure(item: SpeedItem, journal: Journal, device: str, accepted: Side | None, job: Job) -> Failure | None:
-    """Write the measurement, or give the failure."""
-    import torch
+def _run_item(item: pytest.Item) -> Reported:
+    """Run a correctness item as pytest does, without printing its reports here."""
+    from _pytest.runner import runtestprotocol
 
-    from perfsuite import sampling
-    from perfsuite.equivalence import NotEquivalent
-
-    phase = ["start"]
-
-    known = job.counts.get(item.nodeid)
-    counts = {name: (found[0], found[1]) for name, found in known.items()} if known else None
-
-    def report(name: str) -> None:
-        phase[0] = name
-        journal.phase(item.nodeid, name)
-
-    try:
-        # A warning inside a timed call is the user's own affair; it must not turn into an error here.
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            measurement = sampling.measure(
-                item.pair,
-                item.workload,
-                workload_id=item.nodeid,
-                device=device,
-                home=item.home,
-                accepted=accepted,
-                with_rivals=job.rivals,
-                counts=counts,
-                report=report,
-            )
-    except NotEquivalent as error:
-        return Failure(status=Status.NOT_EQUIVALENT, message=str(error))
-    except torch.OutOfMemoryError:
-        return Failure(status=Status.UNMEASURED, message=f"the {phase[0]} side runs out of device memory")
-    except PerfsuiteError as error:
-        return Failure(status=Status.UNMEASURED, message=str(error))
-    except (Exception, SystemExit) as error:
-        lines = str(error).strip().splitlines() or [""]
-        return Failure(
-            status=Status.UNMEASURED, message=f"the {phase[0]} side raises {type(error).__name__}: {lines[0][:300]}"
-        )
-    finally:
-        if device == "cuda":
-            with contextlib.suppress(RuntimeError):
-                torch.cuda.empty_cache()
-    journal.measurement(measurement)
-    return None
+    reports = runtestprotocol(item, log=False, nextitem=None)
+    return Reported(
+        reports=tuple(item.config.hook.pytest_report_to_serializable(config=item.config, report=r) for r in reports)
+    )
 
 
-def _load_accepted(job: Job, found: dict[str, SpeedItem]) -> dict[str, Side | RevisionError]:
-    sides: dict[str, Side | RevisionError] = {}
-    for id, (tree, _) in job.accepted.items():
-        item = found.get(id)
-        if item is None:
-            continue
-        module = item.getparent(pytest.Module)
-        assert module is not None
+class _Workload:
+    """One task on one workload; `phase` is the side that runs, to be named if the process dies."""
+
+    def __init__(self, item: SpeedItem, task: Task, journal: Journal, device: str) -> None:
+        self.item, self.task, self.journal, self.device = item, task, journal, device
+        self.phase = "start"
+
+    def report(self, name: str) -> None:
+        self.phase = name
+        self.journal.phase(self.item.nodeid, name)
+
+    def outcome(self) -> Outcome:
+        """What came of it; every error is a failure of this workload alone."""
+        import torch
+
+        from perfsuite.equivalence import NotEquivalent, NotTimed
+
         try:
-            sides[id] = revision.load_side(item.pair, module.obj.__name__, Path(tree), item.config.rootpath)
-        except RevisionError as error:
-            sides[id] = error
-    return sides
+            # A warning inside a timed call is the user's own affair; it must not turn into an error here.
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                return self._prove() if self.task.kind == PROVE else self._time()
+        except NotTimed as error:
+            return Failure(status=Status.NOT_TIMED, message=str(error))
+        except NotEquivalent as error:
+            return Failure(status=Status.NOT_EQUIVALENT, message=str(error))
+        except torch.OutOfMemoryError:
+            return Failure(status=Status.UNMEASURED, message=f"the {self.phase} side runs out of device memory")
+        except NoisyError as error:
+            return Failure(status=Status.NOISY, message=str(error))
+        except PerfsuiteError as error:
+            return Failure(status=Status.UNMEASURED, message=str(error))
+        except (Exception, SystemExit) as error:
+            lines = str(error).strip().splitlines() or [""]
+            text = f"the {self.phase} side raises {type(error).__name__}: {lines[0][:300]}"
+            return Failure(status=Status.UNMEASURED, message=text)
+        finally:
+            if self.device == "cuda":
+                with contextlib.suppress(RuntimeError):
+                    torch.cuda.empty_cache()
+
+    def _time(self) -> Measurement:
+        from perfsuite import measuring
+
+        task = self.task
+        return measuring.measure(
+            self.item.pair,
+            self.item.workload,
+            workload_id=self.item.nodeid,
+            device=self.device,
+            home=self.item.home,
+            accepted=self._accepted() if task.accepted else None,
+            proof=task.proof,
+            reference=task.reference,
+            thorough=task.thorough,
+            report=self.report,
+        )
+
+    def _prove(self) -> Proof:
+        from perfsuite import measuring
+
+        seed, unloaded, accepted = secrets.randbits(31), "", None
+        try:
+            accepted = self._accepted() if self.task.accepted else None
+            bench = self._bench(seed, accepted)
+            unloaded = self._shared(bench)
+        except (RevisionError, PairError) as error:
+            if accepted is None and not isinstance(error, RevisionError):
+                raise  # the current declaration is at fault
+            unloaded = str(error)
+        if unloaded or accepted is None:
+            bench = self._bench(seed, None)
+        proof = measuring.prove(bench, self.item.nodeid, with_reference=self.task.reference != 1, slow=self.task.slow)
+        return replace(proof, unloaded=unloaded)
+
+    def _accepted(self) -> Pair:
+        module = self.item.getparent(pytest.Module)
+        assert module is not None
+        assert self.task.accepted is not None
+        return revision.load_pair(self.item.pair, module.obj, self.task.accepted)
+
+    def _bench(self, seed: int, accepted: Pair | None) -> Any:
+        from perfsuite.measuring import Bench
+
+        return Bench(
+            pair=self.item.pair,
+            workload=self.item.workload,
+            device=self.device,
+            home=self.item.home,
+            seed=seed,
+            report=self.report,
+            accepted=accepted,
+        )
+
+    def _shared(self, bench: Any) -> str:
+        """Why the accepted side would run other code than the accepted revision's; empty where it does not."""
+        from perfsuite import provenance
+        from perfsuite.sampling import ACCEPTED, OPTIMIZED
+
+        if bench.accepted is None:
+            return ""
+        executed = {}
+        for name, pair in ((OPTIMIZED, bench.pair), (ACCEPTED, bench.accepted)):
+            self.report(name)
+            executed[name] = provenance.run(
+                bench.pair,
+                as_side(pair.optimized),
+                bench.master(name),
+                bench.case,
+                self.device,
+                gradients=bench.gradients,
+            )
+        assert self.task.accepted is not None
+        return provenance.problem(executed[ACCEPTED], executed[OPTIMIZED], self.task.accepted)

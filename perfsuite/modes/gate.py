@@ -1,0 +1,163 @@
+"""`pytest -m perf --benchmark-compare`, `perfsuite gate`: hold every workload against what was accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import date
+
+import pytest
+
+from perfsuite import baseline, gate, revision, waivers
+from perfsuite.baseline import Entry
+from perfsuite.control import failed
+from perfsuite.errors import PerfsuiteError
+from perfsuite.modes.paired import Paired
+from perfsuite.records import PromiseRecord, Status, Verdict
+from perfsuite.sampling import FEW_BLOCKS
+from perfsuite.speed import Result, SpeedItem
+from perfsuite.workers import Task
+
+SHOWN = 3
+
+
+class Gate(Paired):
+    """Everything is measured when the first item asks, and each item then gets its verdict."""
+
+    mode = "gate"
+    words = "the accepted revision"
+
+    def __init__(self, config: object) -> None:
+        super().__init__(config)
+        self.wrong_machine: list[str] = []
+        self.waivers: tuple[waivers.Waiver, ...] = ()
+        self.partial = bool(self.config.option.perfsuite_partial) or self.shard is not None
+
+    def collected(self, every: Sequence[pytest.Item], selected: list[pytest.Item]) -> None:
+        super().collected(every, selected)
+        try:
+            self.load_baseline()
+            known = {*self.known, *self.entries}
+            self.waivers = waivers.load(self.baselines / "waivers.toml", today=date.today(), known_ids=known)
+        except PerfsuiteError as error:
+            self.problems.append(str(error))  # for the report, which is written all the same
+            raise pytest.UsageError(str(error)) from None
+        if self._baseline is not None:
+            self.wrong_machine, notes = baseline.compare_machines(self._baseline.machine, self.machine)
+            self.notes += notes
+        elif others := sorted(p.stem for p in self.baselines.glob("*.json")):
+            self.notes.append(f"no baseline for {self.machine.device}; there are: {', '.join(others)}")
+        self.problems += self._missing()
+        if not self.items:
+            self.problems.append("nothing was measured: no timed item of a pair was selected; see `perfsuite list`")
+
+    def _missing(self) -> list[str]:
+        """Accepted workloads that this run does not judge: renamed, removed, or left out without --partial."""
+        gone = [i for i in self.entries if i not in self.known and (not self.partial or self.in_scope(i))]
+        left_out = [] if self.partial else [i for i in self.entries if i in self.known and i not in self.items]
+        texts = [
+            f"{i}: in the baseline but not collected; if it was renamed or removed, run `perfsuite accept`"
+            for i in sorted(gone)
+        ]
+        if left_out:
+            shown = ", ".join(sorted(left_out)[:SHOWN]) + (", …" if len(left_out) > SHOWN else "")
+            texts.append(
+                f"{len(left_out)} of {len(self.entries)} accepted workloads are not selected ({shown}): a gate judges "
+                "all of them; give --partial to judge a part"
+            )
+        return texts
+
+    def judge(self, item: SpeedItem) -> Result:
+        if not self.verdicts:
+            with self.turn():
+                self.verdicts = waivers.apply(self._judge_all(), self.waivers)
+        verdict = self.verdicts[item.nodeid]
+        return self.judged(item.nodeid, red=not verdict.status.green)
+
+    def _judge_all(self) -> dict[str, Verdict]:
+        if self.wrong_machine:
+            text = self.wrong_machine[0]
+            return {
+                i: Verdict(id=i, status=Status.WRONG_MACHINE, message=f"WRONG_MACHINE {i}: {text}") for i in self.items
+            }
+        ids = self.measurable()
+        accepted = [i for i in ids if i in self.entries]
+        unknown = [i for i in ids if i not in self.entries]
+        verdicts = self.unchanged(accepted)
+        accepted = [i for i in accepted if i not in verdicts]
+        wanted = self._revisions(accepted)
+        with revision.extracted(wanted.values(), self.root, self.scratch / "revisions") as (trees, refused):
+            self.stored |= {i: str(refused[rev]) for i, rev in wanted.items() if rev in refused}
+            self.trees = {i: trees[rev] for i, rev in wanted.items() if rev in trees}
+            proven = set(self.prove([*accepted, *unknown]))
+            verdicts |= {i: failed(i, self.failures[i]) for i in (*accepted, *unknown) if i not in proven}
+            verdicts |= self.decide([i for i in accepted if i in proven], gate.suite_noise(self.entries))
+            verdicts |= self._without_baseline([i for i in unknown if i in proven])
+        for id in self.items:
+            if id not in verdicts and id in self.entries:
+                reason = self.inapplicable(self.items[id]) or "it was not measured"
+                verdicts[id] = self.unmeasured(id, f"it is in the baseline, but {reason}")
+        return verdicts
+
+    def unchanged(self, ids: Sequence[str]) -> dict[str, Verdict]:
+        """The workloads that need not be measured, because nothing that they run has changed."""
+        if not self.config.option.perfsuite_changed:
+            return {}
+        from perfsuite import changed
+
+        found = changed.unchanged({i: self.entries[i] for i in ids}, self.root, self.machine)
+        self.notes += found.notes
+        return {i: changed.verdict(i, self.entries[i]) for i in found.ids}
+
+    def _revisions(self, ids: Sequence[str]) -> dict[str, str]:
+        """The revision at which each was accepted; where there is none to load, `stored` gets the reason."""
+        wanted: dict[str, str] = {}
+        for id in ids:
+            entry = self.entries[id]
+            if entry.revision is None:
+                self.stored[id] = "it was accepted outside git"
+            elif entry.dirty:
+                self.stored[id] = f"it was accepted with uncommitted changes on {baseline.short(entry.revision)}"
+            else:
+                wanted[id] = entry.revision
+        return wanted
+
+    def _without_baseline(self, ids: Sequence[str]) -> dict[str, Verdict]:
+        """One process says what they do; without a baseline they are red all the same."""
+        tasks = [
+            Task(
+                id=i, limit_s=self.items[i].pair.time_limit, proof=self.proofs[i], reference=FEW_BLOCKS, thorough=False
+            )
+            for i in ids
+        ]
+        for _ in self.work(tasks):
+            pass
+        path = self.baseline_path
+        where = path.relative_to(self.root) if self.root in path.parents else path
+        what = f"it is not in {where}" if path.exists() else f"there is no {where}"
+        text = f"{what}; accept it with `perfsuite accept -k … --reason …`"
+        return {i: Verdict(id=i, status=Status.NO_BASELINE, message=f"NO_BASELINE {i}: {text}") for i in ids}
+
+    def entry(self, id: str) -> Entry | None:
+        return self.entries[id]
+
+    def promises(self, id: str) -> PromiseRecord:
+        return self.items[id].promises
+
+    def finish(self, session: pytest.Session) -> None:
+        unasked = [i for i in self.items if i not in self.asked]
+        if unasked and self.complete:
+            self.early = True
+            self.problems.append(
+                f"the run ended early: {len(unasked)} of {len(self.items)} workloads were not judged, e.g. {unasked[0]}"
+            )
+        elif self.items and not self.verdicts and self.complete:
+            reason = next(filter(None, map(self.inapplicable, self.items.values())), "pytest ran no item")
+            self.problems.append(f"nothing was measured: none of {len(self.items)} selected workloads; {reason}")
+
+    def pytest_terminal_summary(self, terminalreporter: object) -> None:
+        super().pytest_terminal_summary(terminalreporter)
+        from perfsuite.report import annotations
+
+        if annotations.wanted():
+            for line in annotations.lines(self.report()):
+                terminalreporter.write_line(line)  # type: ignore[attr-defined]  # pytest's

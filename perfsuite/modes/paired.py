@@ -1,0 +1,142 @@
+"""What the gate and `compare` share: two revisions of the optimized side, timed in processes until each is decided."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Collection, Iterable, Mapping
+
+from perfsuite import gate
+from perfsuite.baseline import Entry, short
+from perfsuite.control import Control, failed
+from perfsuite.gate import Open, Subject, Suite
+from perfsuite.records import PromiseRecord, Status, Verdict
+from perfsuite.revision import Tree
+from perfsuite.runner import LONG_S
+from perfsuite.sampling import FEW_BLOCKS
+from perfsuite.workers import PROVE, Failure, Task
+
+SAMPLE_SHARE = 4
+"""One workload in four always runs a second process: that shows whether this run is noisier than the accepted one."""
+SAMPLE_LEAST = 8
+OUT_OF_MEMORY = "runs out of device memory"
+
+
+class Paired(Control):
+    """`trees` has the revision that each workload is compared with; `stored` why there is none for the others."""
+
+    def __init__(self, config: object) -> None:
+        super().__init__(config)  # type: ignore[arg-type]  # pytest's
+        self.trees: dict[str, Tree] = {}
+        self.stored: dict[str, str] = {}
+        self.full: set[str] = set()
+        """Workloads whose reference is sampled in full, because their promise is in doubt."""
+
+    def prove(self, ids: Collection[str]) -> list[str]:
+        """Prove both sides of each on all cores, which compiles what they compile; the ids that go on."""
+        tasks = [self._prove_task(i) for i in ids]
+        self.announce(tasks, proving=True)
+        for _ in self.work(tasks, everywhere=True):
+            pass
+        crowded = [t for t in tasks if t.id in self.failures and OUT_OF_MEMORY in self.failures[t.id].message]
+        for task in crowded:  # beside others there was too little memory
+            del self.failures[task.id]
+        for _ in self.work(crowded):
+            pass
+        for id in (i for i in ids if i in self.proofs and self.proofs[i].unloaded):
+            self.stored[id] = self.proofs[id].unloaded
+        return [i for i in ids if i not in self.failures]
+
+    def _prove_task(self, id: str) -> Task:
+        return Task(
+            id=id,
+            kind=PROVE,
+            limit_s=self.items[id].pair.time_limit,
+            accepted=self.trees.get(id),
+            reference=self.reference(id, first=True),
+            slow=self._reference_s(id) > LONG_S,
+        )
+
+    def _reference_s(self, id: str) -> float:
+        entry = self.entries.get(id)
+        return entry.sides["reference"].seconds if entry else 0.0
+
+    def reference(self, id: str, *, first: bool) -> int | None:
+        """How many blocks the reference joins: all (None) where the verdict needs it, else as few as will do."""
+        if id in self.stored or id in self.full:
+            return None
+        if not first:
+            return 0
+        return 1 if self._reference_s(id) > LONG_S else FEW_BLOCKS
+
+    def decide(self, ids: Collection[str], suite: Suite) -> dict[str, Verdict]:
+        """Time them process by process until the rule has decided each."""
+        sample = self._sample(ids)
+        left = list(ids)
+        verdicts: dict[str, Verdict] = {}
+        while left:
+            tasks = [self._time_task(i) for i in left]
+            self.announce(tasks)
+            for _ in self.work(tasks):
+                pass
+            sound = [i for i in ids if i not in self.failures]
+            subjects = [self._subject(i, sampled=i in sample) for i in sound]
+            answers = gate.analyse(subjects, suite, selected=max(1, len(self.items)))
+            verdicts = {i: a for i, a in answers.items() if isinstance(a, Verdict)}
+            opened = {i: a for i, a in answers.items() if isinstance(a, Open)}
+            self.full |= {i for i, a in opened.items() if a.reference}
+            left = [i for i in ids if i in opened]
+            self.progress.say(_round(verdicts.values(), opened))
+        return verdicts | {i: failed(i, self.failures[i]) for i in ids if i in self.failures}
+
+    def _sample(self, ids: Collection[str]) -> set[str]:
+        size = max(math.ceil(len(ids) / SAMPLE_SHARE), min(len(ids), SAMPLE_LEAST))
+        return set(random.SystemRandom().sample(sorted(ids), size))
+
+    def _time_task(self, id: str) -> Task:
+        return Task(
+            id=id,
+            limit_s=self.items[id].pair.time_limit,
+            accepted=None if id in self.stored else self.trees.get(id),
+            proof=self.proofs.get(id),
+            reference=self.reference(id, first=id not in self.runs),
+            thorough=False,
+        )
+
+    def _subject(self, id: str, *, sampled: bool) -> Subject:
+        tree = self.trees.get(id)
+        return Subject(
+            id=id,
+            runs=tuple(self.runs.get(id, ())),
+            entry=self.entry(id),
+            promises=self.promises(id),
+            margin=self.margin(id),
+            against=f"{self.words} {short(tree.revision)}" if tree else "",
+            stored=self.stored.get(id, ""),
+            sampled=sampled,
+        )
+
+    words = "the revision"
+
+    def entry(self, id: str) -> Entry | None:
+        """What is accepted of the workload, if that matters to this mode."""
+        return None
+
+    def promises(self, id: str) -> PromiseRecord:
+        """The promises that this mode holds."""
+        return PromiseRecord()
+
+    def unmeasured(self, id: str, reason: str) -> Verdict:
+        """The verdict on a workload that nothing is known of."""
+        return failed(id, Failure(status=Status.UNMEASURED, message=reason))
+
+
+def _round(verdicts: Iterable[Verdict], opened: Mapping[str, Open]) -> str:
+    counts: dict[str, int] = {}
+    for verdict in verdicts:
+        counts[verdict.status] = counts.get(verdict.status, 0) + 1
+    decided = ", ".join(f"{n} {status}" for status, n in counts.items()) or "nothing decided"
+    if not opened:
+        return f"{decided}; all decided"
+    first, reason = next((i, a.reason) for i, a in opened.items())
+    return f"{decided}; {len(opened)} go on, e.g. {first.partition('::')[2]}: {reason}"
