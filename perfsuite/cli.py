@@ -2,7 +2,7 @@
 
 Exit codes: 0 all is well · 1 the code is at fault: a regression, a broken promise, a wrong result · 2 interrupted,
 ended early, or the command line is wrong · 3 an internal error · 4 the run could not begin (a damaged baseline, a wrong
-option) · 5 nothing was collected · 6 nothing is decided: the machine, the baseline or the measurement is at fault.
+option) · 5 nothing was collected · 10 nothing is decided: the machine, the baseline or the measurement is at fault.
 
 Other packages add commands through the entry-point group "perfsuite.commands": each entry is a click command.
 """

@@ -14,8 +14,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-GREEN, CODE_AT_FAULT, ENDED_EARLY, UNDECIDED = 0, 1, 2, 6
-"""Exit codes of ours; 3, 4 and 5 are pytest's own (internal error, could not begin, nothing collected)."""
+GREEN, CODE_AT_FAULT, ENDED_EARLY, UNDECIDED = 0, 1, 2, 10
+"""Exit codes of ours; 3 to 6 are pytest's own (internal error, could not begin, nothing collected, warnings)."""
 
 
 @dataclass(slots=True)

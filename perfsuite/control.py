@@ -167,14 +167,20 @@ class Control:
             progress=self.progress.begin,
         )
         kinds = {task.id: task.kind for task in tasks}
+        lost = dict.fromkeys(kinds)
         try:
             for id, outcome in workers.run(self._split(tasks, everywhere)):
+                lost.pop(id, None)
                 self.keep(id, outcome)
                 if isinstance(outcome, Measurement | Proof):
                     self.durations.note(kinds[id], id, outcome.seconds)
                 if text := shown(outcome):
                     self.progress.ended(id, text)
                 yield id, outcome
+            for id in lost:
+                failure = Failure(status=Status.UNMEASURED, message="its measuring process never reached it")
+                self.keep(id, failure)
+                yield id, failure
         finally:
             self.progress.done()
             self.durations.save()

@@ -10,6 +10,7 @@ from perfsuite import gate
 from perfsuite.baseline import Entry, short
 from perfsuite.control import Control, failed
 from perfsuite.gate import Open, Subject, Suite
+from perfsuite.progress import name_of
 from perfsuite.records import PromiseRecord, Status, Verdict
 from perfsuite.revision import Tree
 from perfsuite.runner import LONG_S
@@ -139,4 +140,4 @@ def _round(verdicts: Iterable[Verdict], opened: Mapping[str, Open]) -> str:
     if not opened:
         return f"{decided}; all decided"
     first, reason = next((i, a.reason) for i, a in opened.items())
-    return f"{decided}; {len(opened)} go on, e.g. {first.partition('::')[2]}: {reason}"
+    return f"{decided}; {len(opened)} go on, e.g. {name_of(first)}: {reason}"

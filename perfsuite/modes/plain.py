@@ -31,7 +31,7 @@ class Plain(Control):
             self._stream = self._measured()
         while id not in self.runs and id not in self.failures:
             if next(self._stream, None) is None:
-                self.keep(id, Failure(status=Status.UNMEASURED, message="the measuring process never reached it"))
+                self.keep(id, Failure(status=Status.UNMEASURED, message="its measuring process never reached it"))
         failure = self.failures.get(id)
         if failure is not None and failure.skipped:
             return Result(skipped=True, message=failure.message)
