@@ -16,19 +16,20 @@ class Progress:
     """Draws through pytest's capture."""
 
     def __init__(self, config: pytest.Config) -> None:
-        reporter: Any = config.pluginmanager.get_plugin("terminalreporter")
+        self._reporter: Any = config.pluginmanager.get_plugin("terminalreporter")
+        reporter = self._reporter
         self._capture: Any = config.pluginmanager.get_plugin("capturemanager")
         self._console = Console(file=reporter._tw._file, highlight=False) if reporter else Console(quiet=True)
         self._bar: Bar | None = None
         self._task: Any = None
         self._total = self._ended = 0
-        self._clean = False
 
     def expect(self, text: str, total: int) -> None:
         """So many tasks are about to run; `text` says which, and how long they will take."""
         self.done()
         self._total, self._ended = total, 0
-        self.say(text)
+        if text:
+            self.say(text)
 
     def begin(self, lane: int, id: str) -> None:
         """A task begins in the given lane."""
@@ -44,9 +45,8 @@ class Progress:
     def say(self, line: str) -> None:
         """One line for the reader, past the bar."""
         with self._uncaptured():
-            if not self._clean:
-                self._console.print()  # pytest's own line may have begun
-                self._clean = True
+            if self._reporter is not None:
+                self._reporter.ensure_newline()  # pytest's own line may have begun
             text = line.encode(self._console.encoding or "utf-8", "replace").decode(self._console.encoding or "utf-8")
             self._console.print(escape(text), soft_wrap=True)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import itertools
 import json
 import os
 import secrets
@@ -110,7 +111,6 @@ class Workers:
     folder: Path
     arguments: Sequence[str]
     progress: Callable[[int, str], None] = lambda lane, id: None
-    started: int = 0
 
     def run(self, lanes: Sequence[tuple[Lane, Sequence[Task]]]) -> Iterator[tuple[str, Outcome]]:
         """Each lane's tasks in order, all lanes beside each other: (id, outcome) as each task ends."""
@@ -137,8 +137,7 @@ class Workers:
                 process.close()
 
     def _process(self, number: int, lane: Lane, tasks: Sequence[Task]) -> _Process:
-        self.started += 1
-        stem = self.folder / f"worker-{os.getpid()}-{self.started}"
+        stem = self.folder / f"worker-{os.getpid()}-{next(_numbers)}"
         process = _Process(number=number, lane=lane, left=list(tasks), stem=stem, progress=self.progress)
         ids = list(dict.fromkeys(t.id for t in tasks))
         try:
@@ -155,6 +154,10 @@ class Workers:
         command = [sys.executable, "-m", "pytest", *self.arguments, f"@{process.file('.args')}"]
         variables = {**process.lane.environment, JOB: str(process.file(".json")), PARENT: str(os.getpid())}
         process.child = start(command, process.file(".log"), cwd=self.root, environment=variables)
+
+
+_numbers = itertools.count(1)
+"""One count for the whole run: a process must never meet the files of another that is still at work."""
 
 
 @dataclass(slots=True)

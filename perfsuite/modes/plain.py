@@ -45,9 +45,13 @@ class Plain(Control):
     def _measured(self) -> Iterator[tuple[str, Outcome]]:
         ids = self.measurable()
         tasks = [Task(id=i, limit_s=self.items[i].pair.time_limit) for i in ids]
-        self.announce(tasks)
+        self.before(tasks)
         with self.turn():
             yield from self.work(tasks)
+
+    def before(self, tasks: list[Task]) -> None:
+        """Say what is about to be timed."""
+        self.announce(tasks)
 
     def shown_verdicts(self) -> dict[str, Verdict]:
         shown = {i: v for i, v in self.verdicts.items() if v.status not in ONE_PROCESS}

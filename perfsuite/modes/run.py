@@ -29,10 +29,9 @@ class Run(Plain):
         super().collected(every, selected)
         selected.sort(key=lambda item: not isinstance(item, SpeedItem))
         self._proven = [i for i in selected if not isinstance(i, SpeedItem)]
-        self.announce(self._timed_tasks(), self._item_tasks())
 
-    def _timed_tasks(self) -> list[Task]:
-        return [Task(id=i, limit_s=self.items[i].pair.time_limit) for i in self.measurable()]
+    def before(self, tasks: list[Task]) -> None:
+        self.announce(tasks, self._item_tasks())
 
     def _item_tasks(self) -> list[Task]:
         return [Task(id=i.nodeid, kind=ITEMS, limit_s=_limit(i)) for i in self._proven]
