@@ -10,7 +10,7 @@ time enters the comparison. After each number of processes in LOOKS the rule dec
 
 **Margin** The smallest slowdown that matters. A workload may declare it. Otherwise it is what the device resolves: the
 smallest slowdown that six processes find with 95% power given the accepted noise, at least 1%; where that is above 2%,
-what all twelve find.
+what all twelve find, up to 10%.
 
 **Noise** The variance of a process mean comes from the A/A comparison made at acceptance, shrunk toward the suite's
 (statistics.py), and from this run's own processes. A workload that varies far beyond it (F test) is judged by its own
@@ -77,6 +77,8 @@ USUAL_PROCESSES = 6
 MARGIN_MIN = 0.01
 """Below 1%, what differs between two builds of one function is code placement, not its design."""
 MARGIN_USUAL = 0.02
+MARGIN_MOST = 0.10
+"""No default margin lets more than this pass: who can live with more declares it."""
 STORED_MARGIN_MAX = 0.04
 """Against stored figures of one session 2 to 3% is what can be resolved; beyond twice MARGIN_USUAL it is no gate."""
 MARGIN_STEP = 0.001
@@ -404,7 +406,7 @@ def _default_margin(process: Variance, selected: int) -> float:
         return _resolvable(estimate(paired_mean([0.0] * processes), _paired(known)), selected)
 
     size = found_by(USUAL_PROCESSES)
-    return size if size <= MARGIN_USUAL else max(MARGIN_USUAL, found_by(LOOKS[-1]))
+    return size if size <= MARGIN_USUAL else min(MARGIN_MOST, max(MARGIN_USUAL, found_by(LOOKS[-1])))
 
 
 def _resolvable(error: Estimate, selected: int) -> float:
