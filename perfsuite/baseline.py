@@ -378,14 +378,14 @@ def is_cpu(device: str) -> bool:
 def compare_machines(accepted: Machine, here: Machine) -> tuple[list[str], list[str]]:
     """(errors, notes): what makes a comparison with the baseline meaningless, and what only has to be said.
 
-    Errors: another device (slug or name), another number of devices, another power limit; on a CPU, another CPU
-    model or number of cores. A power limit that was known when accepted and cannot be read here is an error too.
-    Notes: torch, triton, CUDA, driver, Python, the platform; on a GPU also the CPU and its cores. They may move both
-    sides alike, and the second look interleaves two revisions on the same stack.
+    Errors: another device (slug or name), another power limit; on a CPU, another CPU model or number of cores. A power
+    limit that was known when accepted and cannot be read here is an error too. Notes: the number of devices (each
+    workload is timed on one), torch, triton, CUDA, driver, Python, the platform; on a GPU also the CPU and its cores.
+    They may move both sides alike, and the gate interleaves two revisions on the same stack.
     """
     cpu = is_cpu(accepted.device) or is_cpu(here.device)
-    strict = ["device", "device_name", "count", *(["cpu", "cores"] if cpu else [])]
-    loose = ["torch", "triton", "cuda", "driver", "python", "platform", *([] if cpu else ["cpu", "cores"])]
+    strict = ["device", "device_name", *(["cpu", "cores"] if cpu else [])]
+    loose = ["count", "torch", "triton", "cuda", "driver", "python", "platform", *([] if cpu else ["cpu", "cores"])]
     names = {"device_name": "device name", "count": "number of devices", "cpu": "CPU", "cores": "CPU cores"}
 
     def line(name: str) -> str:
