@@ -37,7 +37,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from statistics import median
 
-from perfsuite import causes, counts
+from perfsuite import causes, counts, planning
 from perfsuite.baseline import Entry, changes_since
 from perfsuite.records import Measurement, PromiseRecord, SideRecord, Status, Verdict
 from perfsuite.statistics import (
@@ -322,11 +322,17 @@ def _with_cause(s: Subject, verdict: Verdict, speed: Speedup | None) -> Verdict:
 
 
 def _expected(s: Subject, suite: Suite) -> Variance:
-    """The variance of a process mean, as accepted."""
+    """The variance of a process mean, as accepted, for as many blocks as this run's processes have."""
     if s.stored:
         return (noise_of(s.entry.process_means(), suite.ratio) if s.entry and not s.few else suite.ratio).process
     means = s.entry.process_means("accepted") if s.entry else []
-    return noise_of(means, suite.paired).process if means else suite.paired.process
+    if not means or s.entry is None:
+        return suite.paired.process
+    found = noise_of(means, suite.paired).process
+    if not s.runs:
+        return found
+    blocks = median(len(m.log_ratios["accepted"]) for m in s.runs)
+    return replace(found, value=found.value * planning.scale(s.entry, blocks))
 
 
 def _known(expected: Variance, values: list[float]) -> Variance:
@@ -346,7 +352,9 @@ def _slowdown(
     known = _known(replace(accepted_noise, value=factor * accepted_noise.value), s.values)
     if not s.stored:
         # Without an entry nothing is known of the noise beforehand: the margin follows from this run's own.
-        margin = s.margin or _default_margin(accepted_noise if s.entry else known, selected)
+        margin = s.margin or (
+            margin_of(s.entry, suite, selected=selected) if s.entry else _default_margin(known, selected)
+        )
         # log_ratios["accepted"] is positive where the current side is faster.
         return _negated(estimate(paired_mean(s.values), _paired(known))), margin
     assert s.entry is not None

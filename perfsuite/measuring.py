@@ -136,12 +136,20 @@ class Bench:
         return self.masters.get(name, self.masters[REFERENCE])
 
 
-def prove(bench: Bench, workload_id: str, *, with_reference: bool = False, slow: bool = False) -> Proof:
+def prove(
+    bench: Bench,
+    workload_id: str,
+    *,
+    with_reference: bool = False,
+    slow: bool = False,
+    time_reference: bool = False,
+) -> Proof:
     """Prove the optimized side, and the accepted one, on the workload's inputs; count what a call of each costs.
 
     Calling them compiles what they compile, so that a later process finds it in the compilers' caches;
     `with_reference` calls the reference for that, too. Where the reference is `slow`, outputs that are those of the
-    accepted side, bit for bit, are proven by that. NotEquivalent where a side is not the same function.
+    accepted side, bit for bit, are proven by that. `time_reference` calls it once and notes how long that took, beside
+    whatever else runs. NotEquivalent where a side is not the same function.
     """
     began = perf_counter()
     check = bench.check()
@@ -161,15 +169,30 @@ def prove(bench: Bench, workload_id: str, *, with_reference: bool = False, slow:
         counts = _counted(runners, clock, bench.report)
     with bench.phases.time("new values"):
         _prove_new_values(bench, check, runners[OPTIMIZED])
+    reference_s = None
+    if time_reference:
+        with bench.phases.time("reference"):
+            reference_s = _once(bench, clock, rng).seconds
     return Proof(
         id=workload_id,
         seed=bench.seed,
         evidence=evidence,
         digests=tuple(sorted(check.known)),
         counts=counts,
+        reference_s=reference_s,
         phases=dict(bench.phases.seconds),
         seconds=perf_counter() - began,
     )
+
+
+def _once(bench: Bench, clock: Clock, rng: random.Random) -> Call:
+    """One call of the reference, on fresh inputs."""
+    reference = bench.sides[REFERENCE]
+    runner = bench.runner(REFERENCE, reference)
+    with execution.quiet(reference), torch.set_grad_enabled(runner.grad_mode):
+        bench.report(REFERENCE)
+        runner.allocate(bench.master(REFERENCE), rng)
+        return runner.once(clock)
 
 
 def _prove_new_values(bench: Bench, check: OutputCheck, runner: Runner) -> None:
@@ -192,6 +215,7 @@ def measure(
     accepted: Pair | None = None,
     proof: Proof | None = None,
     reference: int | None = None,
+    blocks: int = BLOCKS,
     thorough: bool = True,
     seed: int | None = None,
     report: Report = lambda phase: None,
@@ -200,7 +224,7 @@ def measure(
 
     Without `proof` every side is proven first, on inputs of `seed` (random unless given), and calls are counted. With
     one, its inputs are drawn again, and only outputs that are not those proven are proven anew. `reference` limits the
-    reference to one round in each of so many blocks; 0 leaves it out. `thorough` times rivals and the other clock, too.
+    reference to one round in each of so many blocks; 0 leaves it out. `blocks` are at most that many; `thorough` times rivals and the other clock, too.
     `report` gets the name of the side that is about to run, so that a crash or a hang can be attributed. NotEquivalent
     where a side is not the same function; PairError where the workload cannot be timed as declared.
     """
@@ -208,7 +232,7 @@ def measure(
     chosen = proof.seed if proof else secrets.randbits(31) if seed is None else seed
     bench = Bench(pair=pair, workload=workload, device=device, home=home, seed=chosen, report=report, accepted=accepted)
     session = Session(bench, proof, reference, thorough)
-    session.run()
+    session.run(blocks)
     return session.record(workload_id, perf_counter() - began)
 
 
@@ -221,7 +245,7 @@ class Session:
         self.skipped = {n: r for n, s in self.rivals.items() if (r := execution.unavailable(s, bench.device))}
         self.check = bench.check(proof)
         self.clock = clock_for(bench.device)
-        self.long: Call | None = None
+        self.long = Call(proof.reference_s, None) if proof and proof.reference_s else None
         """The only call of a reference that is so long that one is enough."""
         self.rng = random.Random(secrets.randbits(64))
         self.evidence: Evidence | None = proof.evidence if proof else None
@@ -233,13 +257,13 @@ class Session:
         self.asked = False
         """Whether the seconds on the device have been asked for before."""
 
-    def run(self) -> None:
+    def run(self, blocks: int) -> None:
         """Prove, warm up, count, time, and look for what only the timed calls show."""
         bench, phases = self.bench, self.bench.phases
         with phases.time("proof"):
             self._prove()
         timed = {n: s for n, s in bench.sides.items() if not (n == REFERENCE and self.reference == 0)}
-        if self.reference == 1 and self._is_long(bench.sides[REFERENCE]):
+        if self.reference == 1 and self._is_long():
             del timed[REFERENCE]
         live = {**timed, **{n: s for n, s in self.rivals.items() if n not in self.skipped}}
         self.runners = {n: bench.runner(n, s) for n, s in live.items()}
@@ -253,9 +277,10 @@ class Session:
         self.kind = _clock_kind(bench.pair, bench.workload, self.clock, self.counts, self.runners, self.skipped)
         gated = {n: r for n, r in self.runners.items() if n in timed}
         self.sampler = self._sampler(gated, sparse={REFERENCE: self.reference} if self.reference else None)
-        watch = Watch(self.sampler, self.check, bench.l2_bytes, proven_before=self.proof is not None)
         with phases.time("timing"):
-            self.condition = self.sampler.run(BLOCKS, watch.between)
+            self.sampler.plan(blocks)
+            watch = Watch(self.sampler, self.check, bench.l2_bytes, proven_before=self.proof is not None)
+            self.condition = self.sampler.run(watch.between)
         for name in sorted(_waiting(self.clock) & set(gated)):
             raise PairError(f"{_where(bench)}: the {name} side {WAITS}; say clock='wall'")
         watch.conclude()
@@ -292,13 +317,10 @@ class Session:
         else:
             self.check.check(runner.leaves(), runner.name)
 
-    def _is_long(self, reference: Side) -> bool:
+    def _is_long(self) -> bool:
         """Call the reference once; whether that took so long that it counts as its only sample."""
-        runner = self.bench.runner(REFERENCE, reference)
-        with self.bench.phases.time("reference"), execution.quiet(reference), torch.set_grad_enabled(runner.grad_mode):
-            self.bench.report(REFERENCE)
-            runner.allocate(self.bench.master(REFERENCE), self.rng)
-            call = runner.once(self.clock)
+        with self.bench.phases.time("reference"):
+            call = _once(self.bench, self.clock, self.rng)
         self.long = call if call.seconds > LONG_S else None
         return self.long is not None
 
@@ -317,7 +339,8 @@ class Session:
 
     def _time_rivals(self, rivals: dict[str, Runner]) -> None:
         beside = self._sampler({OPTIMIZED: self.runners[OPTIMIZED], **rivals})
-        beside.run(RIVAL_BLOCKS, quads=RIVAL_QUADS)
+        beside.plan(RIVAL_BLOCKS, RIVAL_QUADS)
+        beside.run()
         self.skipped |= beside.compiling()
         self.skipped |= dict.fromkeys(_waiting(self.clock) & set(rivals), WAITS)
         self.sampler.add(beside)

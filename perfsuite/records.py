@@ -150,10 +150,8 @@ class Proof:
     """Rivals that cannot be timed, each with the reason."""
     unloaded: str = ""
     """Why the accepted side cannot be compared with; empty where it can, or where there is none."""
-    ran: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Source file of the repository that the optimized side ran → digest of its code."""
-    launched: str = ""
-    """Digest of what the optimized side launched on the device; empty where that cannot be known in full."""
+    reference_s: float | None = None
+    """Seconds of one call of the reference, beside whatever else ran; None where it was not asked for."""
     phases: Mapping[str, float] = dataclasses.field(default_factory=dict)
     seconds: float = 0.0
 

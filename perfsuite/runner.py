@@ -58,6 +58,8 @@ class Runner:
     """The gradients of its outputs."""
     pending: list[torch.Tensor] = field(default_factory=list)
     """Outputs whose backward pass is timed next."""
+    allocate_s: float = 0.0
+    """What the last `allocate` took."""
     last: Call | None = None
     """The last call while warming up."""
     long: Call | None = None
@@ -69,6 +71,11 @@ class Runner:
 
     def allocate(self, master: Mapping[str, Any], rng: random.Random) -> None:
         """Fresh copies of the inputs, at other addresses than before."""
+        began = perf_counter()
+        self._bind(master, rng)
+        self.allocate_s = perf_counter() - began
+
+    def _bind(self, master: Mapping[str, Any], rng: random.Random) -> None:
         before = self.inputs
         self.returned = self.gradients = None
         self.padding = torch.empty(512 * rng.randint(1, 4096), dtype=torch.uint8, device=self.device)

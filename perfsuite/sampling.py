@@ -16,6 +16,7 @@ import random
 import statistics
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -29,8 +30,11 @@ from perfsuite.runner import Clock, Runner
 
 QUADS = 7
 BLOCKS = 8
+BLOCKS_LEAST, BLOCKS_MOST = 3, 16
 BUDGET_S = 4.0
-"""Fewer quads make a block where all of them would take a process longer than this."""
+"""Fewer quads make a block, and then fewer blocks a process, where all of them would take longer than this."""
+ALLOCATE_BUDGET_S = 3.0
+"""Inputs are allocated afresh, and steps built anew, between blocks until that has taken so long."""
 SAMPLE_S = {"device": 1e-3, "wall": 4e-3}
 """A sample repeats a short call until it spans about this long; the host is noisier than the device."""
 MAX_CALLS = {"device": 32, "wall": 64}
@@ -76,7 +80,10 @@ class Sampler:
         self.few: dict[str, int] = dict(sparse or {})
         """Sides sampled in the first quad of so many blocks."""
         self.slow: set[str] = set()
-        self.quads = QUADS
+        self.blocks, self.quads = BLOCKS, QUADS
+        self.allocating_s = sum(r.allocate_s for r in runners.values())
+        """What it takes to allocate for all sides once."""
+        self.allocated_s = 0.0
         held = sum(t.numel() * t.element_size() for _, t in make.tensors_in(dict(masters[OPTIMIZED])))
         self.small = held <= SMALL_BYTES
         self.work: dict[str, list[float]] = {OPTIMIZED: [], REFERENCE: [], ACCEPTED: []}
@@ -84,9 +91,9 @@ class Sampler:
         self.timed_calls = 0
         self.compiled: dict[str, int] = {}
 
-    def run(self, blocks: int, between: Callable[[int], None] = lambda block: None, *, quads: int = QUADS) -> Condition:
-        """Time the blocks; `between` is called after each with its number."""
-        self._plan(blocks, quads)
+    def run(self, between: Callable[[int], None] = lambda block: None) -> Condition:
+        """Time the planned blocks; `between` is called after each with its number."""
+        blocks = self.blocks
         index = None if isinstance(self.clock, CpuClock) else torch.cuda.current_device()
         discarded = done = 0
         collecting = gc.isenabled()
@@ -122,8 +129,9 @@ class Sampler:
             self.few |= {n: v for n, v in other.few.items() if n == name}
             self.slow |= other.slow & {name}
 
-    def _plan(self, blocks: int, quads: int) -> None:
-        """How many calls make a sample, which sides are too slow to repeat, and how many quads a block has."""
+    def plan(self, blocks: int = BLOCKS, quads: int = QUADS) -> None:
+        """Decide how many calls make a sample, which sides are too slow to repeat, and how many quads and blocks there
+        are, at most as many as given."""
         overhead = FLUSH_S if isinstance(self.clock, CudaClock) else 0.0
         round_s = 0.0
         for name, runner in self.runners.items():
@@ -148,6 +156,7 @@ class Sampler:
         # The first quad of a block has every side; a further one without a partner for the optimized side says nothing.
         partners = set(self.runners) - {OPTIMIZED} - self.slow - set(self.few)
         self.quads = max(1, min(quads, int(BUDGET_S / (blocks * round_s)))) if partners else 1
+        self.blocks = max(min(BLOCKS_LEAST, blocks), min(blocks, int(BUDGET_S / (self.quads * round_s))))
 
     def _launches(self, name: str) -> int:
         launches = self.counts[name].launches if name in self.counts else None
@@ -179,7 +188,7 @@ class Sampler:
         ratios: dict[str, list[float]] = {n: [] for n in self.log_ratios}
         for quad in range(quads):
             order = [n for n in self.runners if self._joins(n, block, quad)]
-            if quad == 0 or self.small:
+            if (quad == 0 or self.small) and self.allocated_s + self.allocating_s <= ALLOCATE_BUDGET_S:
                 self._allocate(order)
             self.report("timing")
             self.rng.shuffle(order)
@@ -212,6 +221,7 @@ class Sampler:
 
     def _allocate(self, names: list[str]) -> None:
         """Fresh inputs for these sides, in a random order, and the calls that each needs to settle."""
+        began = perf_counter()
         for name in self.rng.sample(names, len(names)):
             self.report(name)
             runner = self.runners[name]
@@ -222,6 +232,9 @@ class Sampler:
                 for _ in range(runner.side.settle):
                     runner.reset()
                     runner.call()
+        self.clock.synchronize()
+        took = perf_counter() - began
+        self.allocating_s, self.allocated_s = max(self.allocating_s, took), self.allocated_s + took
 
     def _joins(self, name: str, block: int, quad: int) -> bool:
         if name in self.few:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from dataclasses import replace
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -16,9 +17,11 @@ from perfsuite.equivalence import NotEquivalent
 from perfsuite.errors import PairError
 from perfsuite.proving import OutputCheck
 from perfsuite.runner import Runner
-from perfsuite.sampling import ACCEPTED, BLOCKS, OPTIMIZED, REFERENCE, Sampler
+from perfsuite.sampling import ACCEPTED, OPTIMIZED, REFERENCE, Sampler
 
 SETTLES = "; if a new step's first calls warm up, compile or capture, say how many: stateful(…, settle=calls)"
+FRESH_S = 0.5
+"""Where new values take longer to draw, a process that need not prove its sides leaves them out."""
 FRESH_BLOCKS = 4
 """Blocks after which a process that need not prove its sides times calls on new values; `scrutiny` wants as many."""
 
@@ -35,8 +38,10 @@ class Watch:
         self.sampler, self.output, self.l2_bytes, self.proven_before = sampler, check, l2_bytes, proven_before
         self.pair, self.case, self.home = check.pair, check.case, check.home
         self.fresh: list[tuple[float, float]] = []
+        self.drawn_s = 0.0
+        """What it took to draw the last new values."""
         self.where = f"{self.pair.name}: the optimized side"
-        self.judged = sampler.rng.randrange(BLOCKS)
+        self.judged = sampler.rng.randrange(sampler.blocks)
         """The block whose outputs are held against the truth: no side can know which."""
 
     def between(self, block: int) -> None:
@@ -44,9 +49,9 @@ class Watch:
         guard.check()
         scrutiny.keeps_l2(self.l2_bytes, self.where)
         runner = self.sampler.runners[OPTIMIZED]
-        if block in (self.judged, BLOCKS - 1) and not self.pair.is_stateful:
+        if block in (self.judged, self.sampler.blocks - 1) and not self.pair.is_stateful:
             check_timed(self.output, self.sampler.runners, self.sampler)
-        if not self.proven_before or block < FRESH_BLOCKS:
+        if not self.proven_before or (block < FRESH_BLOCKS and self.drawn_s < FRESH_S):
             with execution.quiet(runner.side), torch.set_grad_enabled(runner.grad_mode):
                 self._new_values(runner, block)
         if block == 0:
@@ -56,7 +61,9 @@ class Watch:
         """Time a call on values that it cannot have seen, and the same again."""
         stateful = self.pair.is_stateful
         old = runner.step_master if stateful else dict(self.sampler.masters[OPTIMIZED])
+        began = perf_counter()
         warm, values = self._draw(runner), self._draw(runner)
+        self.drawn_s = perf_counter() - began
         pairs = zip(make.tensors_in(values), make.tensors_in(old), strict=True)
         if all(equivalence.identical(new, known) for (_, new), (_, known) in pairs):
             return  # constant or recorded inputs: there are no others

@@ -7,12 +7,13 @@ import gc
 import secrets
 import warnings
 from dataclasses import replace
+from time import perf_counter
 from typing import Any
 
 import pytest
 
 from perfsuite import revision
-from perfsuite.errors import NoisyError, PairError, PerfsuiteError, RevisionError
+from perfsuite.errors import NoisyError, PerfsuiteError, RevisionError
 from perfsuite.pair import Pair, as_side
 from perfsuite.records import Measurement, Proof, Status
 from perfsuite.speed import SpeedItem
@@ -103,7 +104,7 @@ class _Workload:
                     torch.cuda.empty_cache()
 
     def _time(self) -> Measurement:
-        from perfsuite import measuring
+        from perfsuite import measuring, sampling
 
         task = self.task
         return measuring.measure(
@@ -115,6 +116,7 @@ class _Workload:
             accepted=self._accepted() if task.accepted else None,
             proof=task.proof,
             reference=task.reference,
+            blocks=task.blocks or sampling.BLOCKS,
             thorough=task.thorough,
             report=self.report,
         )
@@ -122,19 +124,33 @@ class _Workload:
     def _prove(self) -> Proof:
         from perfsuite import measuring
 
-        seed, unloaded, accepted = secrets.randbits(31), "", None
+        task, seed, phases = self.task, secrets.randbits(31), measuring.Phases()
+        began = perf_counter()
+        with phases.time("accepted side"):
+            accepted, unloaded = self._comparable(seed)
+        bench = self._bench(seed, accepted)
+        bench.phases = phases
+        proof = measuring.prove(
+            bench,
+            self.item.nodeid,
+            with_reference=task.reference not in (0, 1),
+            slow=task.slow,
+            time_reference=task.time_reference,
+        )
+        return replace(proof, unloaded=unloaded, seconds=perf_counter() - began)
+
+    def _comparable(self, seed: int) -> tuple[Pair | None, str]:
+        """The accepted revision's pair, or why the current side cannot be compared with it."""
+        from perfsuite.equivalence import NotEquivalent
+
+        if not self.task.accepted:
+            return None, ""
         try:
-            accepted = self._accepted() if self.task.accepted else None
-            bench = self._bench(seed, accepted)
-            unloaded = self._shared(bench)
-        except (RevisionError, PairError) as error:
-            if accepted is None and not isinstance(error, RevisionError):
-                raise  # the current declaration is at fault
-            unloaded = str(error)
-        if unloaded or accepted is None:
-            bench = self._bench(seed, None)
-        proof = measuring.prove(bench, self.item.nodeid, with_reference=self.task.reference != 1, slow=self.task.slow)
-        return replace(proof, unloaded=unloaded)
+            accepted = self._accepted()
+            problem = self._shared(self._bench(seed, accepted))
+        except (RevisionError, NotEquivalent) as error:
+            return None, str(error)
+        return (None, problem) if problem else (accepted, "")
 
     def _accepted(self) -> Pair:
         module = self.item.getparent(pytest.Module)
@@ -156,22 +172,23 @@ class _Workload:
         )
 
     def _shared(self, bench: Any) -> str:
-        """Why the accepted side would run other code than the accepted revision's; empty where it does not."""
+        """Why the accepted side would not run the accepted revision's code; empty where it does."""
         from perfsuite import provenance
+        from perfsuite.equivalence import NotEquivalent
         from perfsuite.sampling import ACCEPTED, OPTIMIZED
 
-        if bench.accepted is None:
-            return ""
-        executed = {}
-        for name, pair in ((OPTIMIZED, bench.pair), (ACCEPTED, bench.accepted)):
+        def executed(name: str, pair: Pair) -> provenance.Executed:
             self.report(name)
-            executed[name] = provenance.run(
-                bench.pair,
-                as_side(pair.optimized),
-                bench.master(name),
-                bench.case,
-                self.device,
-                gradients=bench.gradients,
-            )
+            side, master = as_side(pair.optimized), bench.master(name)
+            return provenance.run(bench.pair, side, master, bench.case, self.device, gradients=bench.gradients)
+
+        current = executed(OPTIMIZED, bench.pair)
+        try:
+            accepted = executed(ACCEPTED, bench.accepted)
+        except NotEquivalent:
+            raise
+        except Exception as error:
+            lines = str(error).strip().splitlines() or [""]
+            return f"the accepted side raises {type(error).__name__}: {lines[0][:200]}"
         assert self.task.accepted is not None
-        return provenance.problem(executed[ACCEPTED], executed[OPTIMIZED], self.task.accepted)
+        return provenance.problem(accepted, current, self.task.accepted)

@@ -77,6 +77,10 @@ class Task:
     proof: Proof | None = None
     reference: int | None = None
     """The reference joins one round in so many blocks; None: in full."""
+    blocks: int | None = None
+    """At most so many blocks; None: as many as usual."""
+    time_reference: bool = False
+    """While proving, call the reference once and note how long that takes."""
     thorough: bool = True
     """Time rivals and the other clock, too."""
     slow: bool = False

@@ -152,6 +152,3 @@ class Accept(Paired):
 
     def reference(self, id: str, *, first: bool) -> int | None:
         return None
-
-    def _reference_s(self, id: str) -> float:
-        return 0.0  # what is accepted is proven in full

@@ -12,8 +12,8 @@ from perfsuite.baseline import Entry
 from perfsuite.control import failed
 from perfsuite.errors import PerfsuiteError
 from perfsuite.modes.paired import Paired
+from perfsuite.planning import FEW_BLOCKS
 from perfsuite.records import PromiseRecord, Status, Verdict
-from perfsuite.sampling import FEW_BLOCKS
 from perfsuite.speed import Result, SpeedItem
 from perfsuite.workers import Task
 

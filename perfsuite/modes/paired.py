@@ -6,15 +6,13 @@ import math
 import random
 from collections.abc import Collection, Iterable, Mapping
 
-from perfsuite import gate
+from perfsuite import gate, planning
 from perfsuite.baseline import Entry, short
 from perfsuite.control import Control, failed
 from perfsuite.gate import Open, Subject, Suite
 from perfsuite.progress import name_of
 from perfsuite.records import PromiseRecord, Status, Verdict
 from perfsuite.revision import Tree
-from perfsuite.runner import LONG_S
-from perfsuite.sampling import FEW_BLOCKS
 from perfsuite.workers import PROVE, Failure, Task
 
 SAMPLE_SHARE = 4
@@ -30,6 +28,7 @@ class Paired(Control):
         super().__init__(config)  # type: ignore[arg-type]  # pytest's
         self.trees: dict[str, Tree] = {}
         self.stored: dict[str, str] = {}
+        self.suite = Suite()
         self.full: set[str] = set()
         """Workloads whose reference is sampled in full, because their promise is in doubt."""
 
@@ -49,18 +48,18 @@ class Paired(Control):
         return [i for i in ids if i not in self.failures]
 
     def _prove_task(self, id: str) -> Task:
+        entry, promised = self.entry(id), self.promises(id).speedup
         return Task(
             id=id,
             kind=PROVE,
             limit_s=self.items[id].pair.time_limit,
             accepted=self.trees.get(id),
             reference=self.reference(id, first=True),
-            slow=self._reference_s(id) > LONG_S,
+            slow=entry is not None and planning.is_slow(entry),
+            time_reference=entry is not None
+            and entry.sides["reference"].seconds > planning.LONG_S
+            and planning.is_ample(entry, promised),
         )
-
-    def _reference_s(self, id: str) -> float:
-        entry = self.entries.get(id)
-        return entry.sides["reference"].seconds if entry else 0.0
 
     def reference(self, id: str, *, first: bool) -> int | None:
         """How many blocks the reference joins: all (None) where the verdict needs it, else as few as will do."""
@@ -68,10 +67,20 @@ class Paired(Control):
             return None
         if not first:
             return 0
-        return 1 if self._reference_s(id) > LONG_S else FEW_BLOCKS
+        entry = self.entry(id)
+        return planning.reference_blocks(entry, self.promises(id).speedup) if entry else planning.FEW_BLOCKS
+
+    def blocks(self, id: str) -> int | None:
+        """How many blocks a process has; None: as many as usual."""
+        entry = self.entry(id)
+        if entry is None or id in self.stored:
+            return None
+        margin = self.margin(id) or gate.margin_of(entry, self.suite, selected=max(1, len(self.items)))
+        return planning.blocks_of(entry, margin)
 
     def decide(self, ids: Collection[str], suite: Suite) -> dict[str, Verdict]:
         """Time them process by process until the rule has decided each."""
+        self.suite = suite
         sample = self._sample(ids)
         left = list(ids)
         verdicts: dict[str, Verdict] = {}
@@ -91,8 +100,10 @@ class Paired(Control):
         return verdicts | {i: failed(i, self.failures[i]) for i in ids if i in self.failures}
 
     def _sample(self, ids: Collection[str]) -> set[str]:
+        """Drawn at random, from the half of the workloads that take least where they are many."""
         size = max(math.ceil(len(ids) / SAMPLE_SHARE), min(len(ids), SAMPLE_LEAST))
-        return set(random.SystemRandom().sample(sorted(ids), size))
+        cheap = sorted(ids, key=lambda i: self.durations.of(Task(id=i)))[: max(size, math.ceil(len(ids) / 2))]
+        return set(random.SystemRandom().sample(cheap, size))
 
     def _time_task(self, id: str) -> Task:
         return Task(
@@ -101,6 +112,7 @@ class Paired(Control):
             accepted=None if id in self.stored else self.trees.get(id),
             proof=self.proofs.get(id),
             reference=self.reference(id, first=id not in self.runs),
+            blocks=self.blocks(id),
             thorough=False,
         )
 
