@@ -223,10 +223,11 @@ def measure(
     """Time one workload's sides against each other.
 
     Without `proof` every side is proven first, on inputs of `seed` (random unless given), and calls are counted. With
-    one, its inputs are drawn again, and only outputs that are not those proven are proven anew. `reference` limits the
-    reference to one round in each of so many blocks; 0 leaves it out. `blocks` are at most that many; `thorough` times rivals and the other clock, too.
-    `report` gets the name of the side that is about to run, so that a crash or a hang can be attributed. NotEquivalent
-    where a side is not the same function; PairError where the workload cannot be timed as declared.
+    one, its inputs are drawn again, and only outputs that are not those proven are proven anew. There are at most
+    `blocks`; `reference` limits the reference to one round in each of so many of them, and 0 leaves it out. `thorough`
+    times rivals and the other clock, too. `report` gets the name of the side that is about to run, so that a crash or a
+    hang can be attributed. NotEquivalent where a side is not the same function; PairError where the workload cannot be
+    timed as declared.
     """
     began = perf_counter()
     chosen = proof.seed if proof else secrets.randbits(31) if seed is None else seed

@@ -18,11 +18,12 @@ AMPLE = 10.0
 FEW_BLOCKS = 3
 USUAL_BLOCKS, LEAST_BLOCKS, MOST_BLOCKS = 8, 3, 16
 TARGET_SHARE = 0.2
-"""The standard deviation of a process mean aimed at, as a share of the margin: then one process decides nearly always."""
+"""The standard deviation of a process mean aimed at, as a share of the margin: one process then decides nearly always.
+"""
 
 
 def noise_parts(entry: Entry) -> tuple[float, float]:
-    """(variance of a block, variance of the process shift) of the accepted A/A comparison; zeros where there is none."""
+    """(variance of a block, variance of the process shift) of the accepted A/A comparison; zeros without one."""
     processes = [p.log_ratios["accepted"] for s in entry.sessions for p in s.processes if "accepted" in p.log_ratios]
     several = [blocks for blocks in processes if len(blocks) > 1]
     if len(processes) < 2 or not several:

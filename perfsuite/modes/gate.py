@@ -138,7 +138,7 @@ class Gate(Paired):
         return {i: Verdict(id=i, status=Status.NO_BASELINE, message=f"NO_BASELINE {i}: {text}") for i in ids}
 
     def entry(self, id: str) -> Entry | None:
-        return self.entries[id]
+        return self.entries.get(id)
 
     def promises(self, id: str) -> PromiseRecord:
         return self.items[id].promises
