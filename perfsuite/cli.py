@@ -147,13 +147,9 @@ def _pytest(
     given += [f"--perfsuite-report={report}"] if report else []
     given += ["--benchmark-quiet"]  # our table says it all
     plugins = [] if _registered() else ["-p", "perfsuite.plugin"]
-    conclusion.expect(mode)
-    with redirect_stdout(sys.stderr) if as_json else nullcontext(), _terminated_as_interrupted():
-        try:
-            code = int(pytest.main([*plugins, *QUIET, *given, *extra, *paths]))
-        except (SystemExit, pytest.exit.Exception):  # by a conftest, before pytest could handle it
-            code = 0
-    return conclusion.close(code) if conclusion.expected() else code
+    quiet = redirect_stdout(sys.stderr) if as_json else nullcontext()
+    with conclusion.expecting(mode) as awaited, quiet, _terminated_as_interrupted():
+        return awaited.close(int(pytest.main([*plugins, *QUIET, *given, *extra, *paths])))
 
 
 @contextmanager
@@ -292,7 +288,10 @@ def compare(revision: str, paths: tuple[str, ...], keyword: str | None, report: 
 @click.argument("reports", nargs=-1, required=True, type=click.Path(dir_okay=False))
 @click.option("--report", default=REPORT, show_default=True, type=click.Path(), help="Folder of the merged report.")
 def merge(reports: tuple[str, ...], report: str) -> None:
-    """Put the REPORTS (report.json) of all shards of one gate together; red unless every shard is there and green."""
+    """Put the REPORTS (report.json) of all shards of a gate together.
+
+    Red unless every shard is there, and green.
+    """
     from perfsuite import sharding
     from perfsuite.report import jsonfile, markdown, terminal, write_all
 

@@ -19,6 +19,7 @@ from _pytest.skipping import evaluate_skip_marks
 
 from perfsuite import baseline, conclusion, lanes, machine, revision, sharding, turns
 from perfsuite.errors import PerfsuiteError
+from perfsuite.plugin import AWAITED
 from perfsuite.progress import Progress
 from perfsuite.records import Machine, Measurement, Proof, Status, Verdict
 from perfsuite.report import units
@@ -54,7 +55,7 @@ class Control:
         """Pair → the proof of it that failed first."""
         self.asked: set[str] = set()
         self.started, self.clock = datetime.now(UTC), monotonic()
-        self.complete, self.early = True, False
+        self.complete, self.early, self.refused = True, False, False
         self.counts = {"passed": 0, "failed": 0, "skipped": 0}
         self.skip_reasons: dict[str, int] = {}
         self.correctness_failures: dict[str, str] = {}
@@ -280,12 +281,19 @@ class Control:
 
     def exit_code(self) -> int:
         """What the run came to, beyond what pytest itself found."""
+        if self.refused:
+            return int(pytest.ExitCode.USAGE_ERROR)
         return conclusion.of(
             self.shown_verdicts().values(),
             self.problems,
             early=self.early or not self.complete,
             wrong=bool(self.correctness_failures),
         )
+
+    def refuse(self, reason: str) -> None:
+        """The run cannot begin, for this reason."""
+        self.problems.append(reason)
+        self.refused = True
 
     def finish(self, session: pytest.Session) -> None:
         """Called once when pytest ends, before the reports are written: what is missing is a problem."""
@@ -306,7 +314,9 @@ class Control:
                 self.written = write_all(self.report(), Path(folder))
             except PerfsuiteError as error:
                 self.notes.append(f"no report: {error}")
-        conclusion.reach(self.mode, int(session.exitstatus))
+        awaited = self.config.stash.get(AWAITED, None)
+        if awaited is not None:
+            awaited.reach(self.mode, int(session.exitstatus))
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         from perfsuite.report import terminal

@@ -245,7 +245,6 @@ class Session:
         self.rivals = {n: as_side(s) for n, s in bench.pair.rivals.items()} if thorough else {}
         self.skipped = {n: r for n, s in self.rivals.items() if (r := execution.unavailable(s, bench.device))}
         self.check = bench.check(proof)
-        self.clock = clock_for(bench.device)
         self.long = Call(proof.reference_s, None) if proof and proof.reference_s else None
         """The only call of a reference that is so long that one is enough."""
         self.rng = random.Random(secrets.randbits(64))
@@ -263,6 +262,7 @@ class Session:
         bench, phases = self.bench, self.bench.phases
         with phases.time("proof"):
             self._prove()
+        self.clock = clock_for(bench.device)
         timed = {n: s for n, s in bench.sides.items() if not (n == REFERENCE and self.reference == 0)}
         if self.reference == 1 and self._is_long():
             del timed[REFERENCE]

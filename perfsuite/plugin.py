@@ -16,6 +16,7 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable
 
+    from perfsuite.conclusion import Awaited
     from perfsuite.control import Control
 
 MARKERS = (
@@ -34,6 +35,7 @@ SANITIZER_LOG = "PERFSUITE_SANITIZER_LOG"
 
 CONTROL = pytest.StashKey["Control"]()
 SANITIZED = pytest.StashKey[Any]()
+AWAITED = pytest.StashKey["Awaited"]()
 
 if JOB in os.environ:  # before anything else: an orphan would disturb the next measurement
     from perfsuite.orphans import die_with_parent
@@ -78,23 +80,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addini("perfsuite_margin", "slowdown that matters for workloads that declare no margin=, e.g. 0.05")
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) -> None:
-    """A verdict that is asked for is awaited from here on, before a conftest can end the run."""
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_load_initial_conftests(early_config: pytest.Config) -> Generator[None, object, object]:
+    """A verdict that is asked for is awaited from here on; no conftest can end the run before it is reached."""
+    if JOB in os.environ:
+        return (yield)
     from perfsuite import conclusion
 
-    option = early_config.known_args_namespace
-    if JOB in os.environ or conclusion.expected() or not _wants_gate(option):
-        return
-    conclusion.expect("gate")
-    if _is_program(early_config):
-        conclusion.guard_exit()
-
-
-def _is_program(config: pytest.Config) -> bool:
-    """Whether this pytest is what the interpreter was started for, and not one within another program."""
-    program = os.path.basename(os.path.dirname(sys.argv[0]) if sys.argv[0].endswith("__main__.py") else sys.argv[0])
-    return program in ("pytest", "py.test") and list(config.invocation_params.args) == sys.argv[1:]
+    awaited = conclusion.asked()
+    if awaited is None and _wants_gate(early_config.known_args_namespace):
+        awaited = conclusion.Awaited("gate")
+    if awaited is None:
+        return (yield)
+    early_config.stash[AWAITED] = awaited
+    try:
+        return (yield)
+    except (SystemExit, pytest.exit.Exception) as error:
+        raise pytest.UsageError(f"a conftest ended the run while it was imported: {error!r}; remove that") from None
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -115,10 +117,9 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(wrapper=True, tryfirst=True, specname="pytest_cmdline_main")
 def pytest_cmdline_main_concluded(config: pytest.Config) -> Generator[None, int | None, int | None]:
     """Whatever ends the run, a verdict that was asked for and not reached is red."""
-    from perfsuite import conclusion
-
     code = yield
-    return conclusion.close(int(code or 0)) if conclusion.expected() else code
+    awaited = config.stash.get(AWAITED, None)
+    return code if awaited is None else awaited.close(int(code or 0))
 
 
 @pytest.hookimpl(tryfirst=True)

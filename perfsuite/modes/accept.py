@@ -32,20 +32,18 @@ class Accept(Paired):
             with self.turn():
                 self._accept()
         except PerfsuiteError as error:
-            self.problems.append(str(error))
+            self.refuse(str(error))
         return True
 
     def _accept(self) -> None:
         if not self.items:
-            self.problems.append("nothing to accept: no timed item of a pair was selected; see `perfsuite list`")
+            self.refuse("nothing to accept: no timed item of a pair was selected; see `perfsuite list`")
             return
         before = self._state()
         self.load_baseline()  # a damaged file is reported before the minutes of measuring
         ids = self.measurable()
         if not ids:
-            self.problems.append(
-                f"nothing to accept: none of {len(self.items)} selected workloads is for {self.machine.device}"
-            )
+            self.refuse(f"nothing to accept: none of {len(self.items)} selected workloads is for {self.machine.device}")
             return
         loadable = [before.revision] if before.revision and not before.dirty else []
         with revision.extracted(loadable, self.root, self.scratch / "revisions") as (trees, refused):

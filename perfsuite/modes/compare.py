@@ -26,14 +26,14 @@ class Compare(Paired):
             with self.turn():
                 self._compare()
         except PerfsuiteError as error:
-            self.problems.append(str(error))
+            self.refuse(str(error))
         return True
 
     def _compare(self) -> None:
         full = revision.resolve(self.arguments["revision"], self.root)
         ids = self.measurable()
         if not ids:
-            self.problems.append("nothing to compare: no timed item of a pair for this machine was selected")
+            self.refuse("nothing to compare: no timed item of a pair for this machine was selected")
             return
         self.load_baseline()
         noise = gate.suite_noise(self.entries).paired if self.entries else DEFAULT_NOISE

@@ -52,8 +52,9 @@ class Gate(Paired):
 
     def _missing(self) -> list[str]:
         """Accepted workloads that this run does not judge: renamed, removed, or left out without --partial."""
-        gone = [i for i in self.entries if i not in self.known and (not self.partial or self.in_scope(i))]
-        left_out = [] if self.partial else [i for i in self.entries if i in self.known and i not in self.items]
+        unselected = [i for i in self.entries if i not in self.items]
+        gone = [i for i in unselected if i not in self.known and self.in_scope(i)]
+        left_out = [] if self.partial else [i for i in unselected if i not in gone]
         texts = [
             f"{i}: in the baseline but not collected; if it was renamed or removed, run `perfsuite accept`"
             for i in sorted(gone)
@@ -144,13 +145,16 @@ class Gate(Paired):
         return self.items[id].promises
 
     def finish(self, session: pytest.Session) -> None:
-        unasked = [i for i in self.items if i not in self.asked]
-        if unasked and self.complete:
+        unasked = [i for i, item in self.items.items() if i not in self.asked and not self.inapplicable(item)]
+        if not self.complete or self.problems:
+            return
+        if unasked:
             self.early = True
             self.problems.append(
                 f"the run ended early: {len(unasked)} of {len(self.items)} workloads were not judged, e.g. {unasked[0]}"
             )
-        elif self.items and not self.verdicts and self.complete:
+        elif not self.verdicts:
+            self.early = not self.items
             reason = next(filter(None, map(self.inapplicable, self.items.values())), "pytest ran no item")
             self.problems.append(f"nothing was measured: none of {len(self.items)} selected workloads; {reason}")
 

@@ -22,7 +22,7 @@ from click.testing import CliRunner, Result
 
 from perfsuite import cli
 from perfsuite.records import Measurement, Proof
-from perfsuite.workers import PROVE, TIME, Failure, Job, Lane, Outcome, Task, Workers
+from perfsuite.workers import ITEMS, PROVE, TIME, Failure, Job, Lane, Outcome, Reported, Task, Workers
 
 ROOT = Path(__file__).resolve().parents[2]
 JITTER = (0.0, 4e-4, -3e-4, 2e-4, -4e-4, 1e-4, 3e-4, -2e-4)
@@ -75,6 +75,7 @@ class FakeWorkers:
         self.calls: list[tuple[tuple[str, ...], dict[str, str]]] = []
         """For each timing process: (ids, id → the accepted revision)."""
         self.proven: list[str] = []
+        self.failing: set[str] = set()
         self.tasks: list[Task] = []
         self.begun: Callable[[int, str], None] = lambda lane, id: None
 
@@ -99,7 +100,22 @@ class FakeWorkers:
             if task.kind == PROVE and not isinstance(outcome, Failure):
                 self.proven.append(task.id)
                 outcome = Proof(id=task.id, seed=0)
+            if task.kind == ITEMS:
+                outcome = self._reported(task.id)
             yield task.id, outcome
+
+    def _reported(self, id: str) -> Reported:
+        """That a proof passed, or failed if it is one of `failing`."""
+        fails = id in self.failing
+        report = pytest.TestReport(
+            nodeid=id,
+            location=(id, 0, id),
+            keywords={"correctness": 1},
+            outcome="failed" if fails else "passed",
+            longrepr="it is wrong" if fails else None,
+            when="call",
+        )
+        return Reported(reports=({**report._to_json(), "$report_type": "TestReport"},))
 
 
 def times(*, speedup: float = 2.0, slower: float = 0.0, noise: float = 1.0, **fields: Any) -> Any:
