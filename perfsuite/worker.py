@@ -13,11 +13,15 @@ from typing import Any
 import pytest
 
 from perfsuite import revision
+from perfsuite.digests import Opened
 from perfsuite.errors import NoisyError, PerfsuiteError, RevisionError
 from perfsuite.pair import Pair, as_side
-from perfsuite.records import Measurement, Proof, Status
+from perfsuite.records import Measurement, Proof, Ran, Status
 from perfsuite.speed import SpeedItem
 from perfsuite.workers import ITEMS, PROVE, Failure, Job, Journal, Outcome, Reported, Task
+
+OPENED = pytest.StashKey[Opened]()
+"""The data files that a worker has opened, from before its test modules were imported."""
 
 
 def run(job: Job, journal: Journal, session: pytest.Session, device: str) -> None:
@@ -137,7 +141,23 @@ class _Workload:
             slow=task.slow,
             time_reference=task.time_reference,
         )
-        return replace(proof, unloaded=unloaded, seconds=perf_counter() - began)
+        ran = self._ran(bench) if task.note_ran else None
+        return replace(proof, unloaded=unloaded, ran=ran, seconds=perf_counter() - began)
+
+    def _ran(self, bench: Any) -> Ran:
+        """Everything that the optimized side runs."""
+        from perfsuite import digests, provenance
+        from perfsuite.sampling import OPTIMIZED
+
+        opened = self.item.config.stash[OPENED]
+        self.report(OPTIMIZED)
+        side = as_side(bench.pair.optimized)
+        executed = provenance.run(
+            bench.pair, side, bench.master(OPTIMIZED), bench.case, self.device, gradients=bench.gradients
+        )
+        module = self.item.getparent(pytest.Module)
+        assert module is not None
+        return digests.ran([module.obj], executed.files, executed.compiled, opened, opened.top)
 
     def _comparable(self, seed: int) -> tuple[Pair | None, str]:
         """The accepted revision's pair, or why the current side cannot be compared with it."""

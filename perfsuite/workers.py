@@ -79,6 +79,8 @@ class Task:
     """The reference joins one round in so many blocks; None: in full."""
     blocks: int | None = None
     """At most so many blocks; None: as many as usual."""
+    note_ran: bool = False
+    """While proving, note everything that the optimized side runs."""
     time_reference: bool = False
     """While proving, call the reference once and note how long that takes."""
     thorough: bool = True

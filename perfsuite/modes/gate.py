@@ -105,9 +105,10 @@ class Gate(Paired):
             return {}
         from perfsuite import changed
 
-        found = changed.unchanged({i: self.entries[i] for i in ids}, self.root, self.machine)
-        self.notes += found.notes
-        return {i: changed.verdict(i, self.entries[i]) for i in found.ids}
+        top = revision.top_or(self.root)
+        found = changed.unchanged({i: self.entries[i] for i in ids}, top, self.machine)
+        self.progress.say(changed.summary(found))
+        return {i: changed.verdict(i, self.entries[i], reason) for i, reason in found.unchanged.items()}
 
     def _revisions(self, ids: Sequence[str]) -> dict[str, str]:
         """The revision at which each was accepted; where there is none to load, `stored` gets the reason."""
