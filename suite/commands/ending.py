@@ -13,6 +13,7 @@ import click
 from perfsuite.errors import PerfsuiteError
 from perfsuite.report.files import probe
 from suite.configuration import ConfigurationError
+from suite.naming import escaped, shown
 
 INTERRUPTED = 130
 
@@ -36,7 +37,7 @@ def in_one_line(
         click.echo(interrupted, err=True)
         sys.exit(INTERRUPTED)
     except PerfsuiteError as error:
-        told = " ".join(str(error).split())
+        told = escaped(" ".join(str(error).split()))
         raise (Wrong if isinstance(error, ConfigurationError) else click.ClickException)(told) from None
     except (MemoryError, RuntimeError) as error:
         if reason := out_of_memory(error):
@@ -62,4 +63,4 @@ def writable(folder: Path) -> None:
         probe(folder)
     except OSError as error:
         reason = error.strerror or str(error)
-        raise PerfsuiteError(f"cannot write into {folder}: {reason}; name another folder with --out") from None
+        raise PerfsuiteError(f"cannot write into {shown(folder)}: {reason}; name another folder with --out") from None

@@ -24,7 +24,17 @@ from suite.runtime import archive
 from suite.runtime.errors import CheckpointError, NotANumberError
 from suite.runtime.plain import check
 
-__all__ = ["Checkpoint", "CheckpointError", "NotANumberError", "Store", "check", "load", "restore_rng", "rng_state"]
+__all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "NotANumberError",
+    "Store",
+    "check",
+    "load",
+    "load_latest",
+    "restore_rng",
+    "rng_state",
+]
 
 FORMAT = "perfsuite.checkpoint"
 VERSION = 1
@@ -193,6 +203,17 @@ def load(path: Path, name: str | None = None) -> Checkpoint:
             f"{shown(path)} is of the trainer {reprlib.repr(checkpoint.name)}, not of {name!r}; name another"
         )
     return checkpoint
+
+
+def load_latest(store: Store, name: str | None = None) -> tuple[Path, Checkpoint]:
+    """(file, checkpoint) of the last one, also while a run goes on that drops one after another."""
+    while True:
+        path = store.latest()
+        try:
+            return path, load(path, name)
+        except CheckpointError:
+            if os.path.lexists(path):
+                raise
 
 
 def _is(found: object, wanted: str | int) -> bool:

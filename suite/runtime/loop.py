@@ -413,8 +413,8 @@ def _fitting(path: Path, what: str, remedy: str) -> Iterator[None]:
     """Any error is a CheckpointError: what a part of a checkpoint raises is the affair of whoever takes it over."""
     try:
         yield
-    except PerfsuiteError:
-        raise
+    except PerfsuiteError as error:
+        raise CheckpointError(f"{shown(path)}: {error}") from None
     except Exception as error:
         told = " ".join(str(error).split())[:300]
         raise CheckpointError(f"{shown(path)} does not fit {what}: {type(error).__name__}: {told}; {remedy}") from None
