@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -17,3 +19,18 @@ def shown(path: str | Path) -> str:
 def escaped(text: str) -> str:
     """Text with line breaks, control characters and lone surrogates escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+@contextmanager
+def utf8_name(folder: Path) -> Iterator[Path]:
+    """The folder by a name in UTF-8, which is all that some libraries take; its own one where that is."""
+    try:
+        str(folder).encode()
+    except UnicodeEncodeError:
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            yield Path(f"/proc/self/fd/{handle}")
+        finally:
+            os.close(handle)
+    else:
+        yield folder

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import reprlib
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from click.core import ParameterSource
 
 from perfsuite.errors import PerfsuiteError
 from suite.commands.ending import in_one_line, writable
+from suite.naming import shown
 
 FOLDER = ".perfsuite/ablation"
 
@@ -36,7 +38,7 @@ FOLDER = ".perfsuite/ablation"
 @click.option(
     "--from",
     "source",
-    type=click.Path(dir_okay=False),
+    type=click.Path(),
     help="Show this recording; measure nothing, and write nothing but into a given --out.",
 )
 @click.option("--no-plot", is_flag=True, help="The table alone.")
@@ -81,7 +83,9 @@ def ablate(
         else:
             record = ablation.load(Path(source))
             if record.trainer != name:
-                raise PerfsuiteError(f"{source} is of the trainer {record.trainer!r}, not of {name!r}; name that one")
+                raise PerfsuiteError(
+                    f"{shown(source)} is of the trainer {reprlib.repr(record.trainer)}, not of {name!r}; name that one"
+                )
         page = ablation.table(record, f"{name}.svg" if plots else None)
         click.echo(page)
         if folder is None:
@@ -89,7 +93,7 @@ def ablate(
         if plots:
             ablation.plot(record, folder / f"{name}.svg")
         write(folder / f"{name}.md", page)
-        click.echo(f"wrote {folder / name}.md", err=True)
+        click.echo(f"wrote {shown(folder / name)}.md", err=True)
 
 
 def _measured(

@@ -82,7 +82,7 @@ class Text:
     @cached_property
     def tokenizer(self) -> str:
         """The tokenizers library's JSON; empty where the tokens are random."""
-        return (self.pack.path / packed_text.TOKENIZER).read_text()
+        return (self.pack.path / packed_text.TOKENIZER).read_text(encoding="utf-8")
 
     def packed(self) -> Sequences:
         """The sequences, from the mapped file."""
