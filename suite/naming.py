@@ -21,6 +21,25 @@ def escaped(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
+def typed(argument: str) -> str:
+    """Text of the command line as UTF-8, also where the locale knows fewer characters; bytes of something else stay."""
+    try:
+        return os.fsencode(argument).decode()
+    except UnicodeError:
+        return argument
+
+
+def as_typed(text: str) -> str:
+    """Text as the command line would give it, in a locale that knows fewer characters; ValueError where none could."""
+    if "\0" in text:
+        raise ValueError("it has a null character")
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError:
+        return os.fsdecode(text.encode())
+    return text
+
+
 @contextmanager
 def utf8_name(folder: Path) -> Iterator[Path]:
     """The folder by a name in UTF-8, which is all that some libraries take; its own one where that is."""

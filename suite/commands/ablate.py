@@ -14,6 +14,7 @@ from click.core import ParameterSource
 from perfsuite.errors import PerfsuiteError
 from suite.commands.ending import in_one_line, writable
 from suite.naming import shown
+from suite.terminal import tell
 
 FOLDER = ".perfsuite/ablation"
 
@@ -32,9 +33,7 @@ FOLDER = ".perfsuite/ablation"
     metavar="TECHNIQUE",
     help="Leave it on, and the reference out: for windows that take too long without it. Repeatable.",
 )
-@click.option(
-    "--out", type=click.Path(file_okay=False), default=FOLDER, show_default=True, help="Folder of the result."
-)
+@click.option("--out", type=click.Path(), default=FOLDER, show_default=True, help="Folder of the result.")
 @click.option(
     "--from",
     "source",
@@ -87,13 +86,13 @@ def ablate(
                     f"{shown(source)} is of the trainer {reprlib.repr(record.trainer)}, not of {name!r}; name that one"
                 )
         page = ablation.table(record, f"{name}.svg" if plots else None)
-        click.echo(page)
+        tell(page)
         if folder is None:
             return
         if plots:
             ablation.plot(record, folder / f"{name}.svg")
         write(folder / f"{name}.md", page)
-        click.echo(f"wrote {shown(folder / name)}.md", err=True)
+        tell(f"wrote {shown(folder / name)}.md", err=True)
 
 
 def _measured(
@@ -152,7 +151,7 @@ def _measured(
         rounds=rounds,
         windows=windows,
         short=trainers.short_of(name),
-        progress=lambda what: click.echo(what, err=True),
+        progress=lambda what: tell(what, err=True),
     )
     return ablation.Record(
         trainer=name,

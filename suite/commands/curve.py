@@ -16,6 +16,7 @@ from perfsuite.errors import PerfsuiteError
 from suite import plotting
 from suite.commands.ending import in_one_line
 from suite.naming import shown, utf8_name
+from suite.terminal import tell
 
 Points = Sequence[tuple[int, float, float]]
 """(window, seconds since 1970, value)."""
@@ -39,8 +40,8 @@ def curve(folder: str, out: str | None) -> None:
             raise PerfsuiteError(f"--out {shown(path)}: the picture is an SVG file; name one that ends in .svg")
         points = read(Path(folder))
         plot(points, path)
-        click.echo(summary(points))
-        click.echo(f"wrote {shown(path)}", err=True)
+        tell(summary(points))
+        tell(f"wrote {shown(path)}", err=True)
 
 
 def read(folder: Path) -> Mapping[str, Points]:

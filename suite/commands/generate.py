@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ import click
 
 from perfsuite.errors import PerfsuiteError
 from suite.commands.ending import in_one_line
-from suite.naming import shown
+from suite.naming import shown, typed
 from suite.panics import no_panic
+from suite.terminal import silence, tell
 
 TRAINER = "eigenstate_lm"
 
@@ -73,6 +75,7 @@ def _generate(
     from suite.eigenstate_lm.generation import Characters, Options, Reader, generated
 
     options = Options(tokens=tokens, temperature=temperature, top_k=top_k, seed=seed, past_end=past_end)
+    prompt = typed(prompt)
     there = device_called(device)
     weights, tokenizer = loaded(checkpoint)
     given = encoded(tokenizer, prompt)
@@ -89,13 +92,16 @@ def _generate(
         show(characters.rest())
         show("\n")
     except BrokenPipeError:  # whoever reads has enough
-        raise
+        silence(err=False)
+        return
     except OSError as error:
+        silence(err=False)
         raise PerfsuiteError(f"cannot write the text: {error.strerror or error}; send it elsewhere") from None
     except BaseException:
-        show("\n")
+        with suppress(OSError):
+            show("\n")
         raise
-    click.echo(summary(len(given), count, first, last), err=True)
+    tell(summary(len(given), count, first, last), err=True)
 
 
 def loaded(checkpoint: str) -> tuple[Mapping[str, Any], Any]:
@@ -164,6 +170,8 @@ def encoded(tokenizer: Any, prompt: str) -> list[int]:
 
 def show(text: str) -> None:
     """To stdout, at once; what that has no character for as a question mark."""
+    if sys.stdout is None:  # closed
+        return
     encoding = sys.stdout.encoding
     sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
     sys.stdout.flush()

@@ -12,6 +12,7 @@ import click
 
 from perfsuite.errors import PerfsuiteError
 from suite.commands.ending import in_one_line
+from suite.terminal import tell
 
 if TYPE_CHECKING:
     from suite.runtime import Options
@@ -81,7 +82,7 @@ def _train(
     kinds = [trainers.config_of(name), Options, trainers.data_config_of(name)]
     chosen, options, data = configuration.read(kinds, config, fields)
     if show:
-        click.echo(configuration.as_yaml([chosen, options, data]), nl=False)
+        tell(configuration.as_yaml([chosen, options, data]), nl=False)
         return 0
     options = replace(options, folder=options.folder or f"{FOLDER}/{name}-{side}")
     with held(options):  # from before the first file until after the last
@@ -109,12 +110,12 @@ def _trained(
     there = device_called(device)
     _seed(options.seed)
     loaded = trainers.data_of(name)(data)
-    click.echo(loaded.told, err=True)
+    tell(loaded.told, err=True)
     notes: list[str] = []
     with noting(notes):
         trainer = trainers.build(name, chosen, loaded.given, there, cast("trainers.Side", side))
     for note in notes:
-        click.echo(note, err=True)
+        tell(note, err=True)
     recorded = configuration.plain({"side": side, **asdict(data), **asdict(chosen), "seed": options.seed})
     outcome = fit(
         trainer,
@@ -128,7 +129,7 @@ def _trained(
     )
     left = trainers.finish_of(name)(trainer, Path(folder)) if outcome.windows else None
     if left is not None:
-        click.echo(left, err=True)
+        tell(left, err=True)
     return outcome.exit_code
 
 

@@ -17,6 +17,7 @@ import torch
 from rich.console import Console
 
 from perfsuite.errors import PerfsuiteError
+from suite import terminal
 from suite.naming import escaped, shown
 from suite.runtime import checkpoints
 from suite.runtime.checkpoints import OLD, Checkpoint, CheckpointError, Store
@@ -181,7 +182,7 @@ class _Run:
         self.name = name
         self.device = device
         self.configuration = configuration
-        self.console = console or Console(stderr=True, highlight=False)
+        self.console = console or terminal.console()
         self.store = Store(options.folder, options.keep) if options.folder else None
         self.windows = 0
         self.items = 0
@@ -243,13 +244,12 @@ class _Run:
         started = time.monotonic()
         first, total = self.windows, options.windows
         ends = [n for n in (total, self.batches.total if isinstance(self.batches, Counted) else None) if n is not None]
-        shown = min(ends) if ends else None
+        end = min(ends) if ends else None
         with ExitStack() as stack:
             if options.tensorboard and self.store is not None:
-                self.writer = board(self.store.folder / "tensorboard", self.windows)
+                self.writer = stack.enter_context(board(self.store.folder / "tensorboard", self.windows))
                 self.due = (self.windows // options.tensorboard_every + 1) * options.tensorboard_every
-                stack.callback(self.writer.close)
-            display = stack.enter_context(Display(self.console, self.name, shown, self.windows, self.unit, self.noun))
+            display = stack.enter_context(Display(self.console, self.name, end, self.windows, self.unit, self.noun))
             self._say = display.say
             stop = stack.enter_context(Stopping(display.leave, self.noun))
             while stop.signal is None and (total is None or self.windows < total):
@@ -267,13 +267,13 @@ class _Run:
                 with phases("metrics"):
                     self._look(self.trainer.metrics())
                 if trace.after():
-                    display.say(f"profile: wrote {options.profile}")
+                    display.say(f"profile: wrote {shown(options.profile or '')}")
                 if options.checkpoint_every and self.windows % options.checkpoint_every == 0:
                     with phases("checkpoint"):
                         self._save(last=False)
-                display.show(self.windows, shown, self.items, self.metrics)
+                display.show(self.windows, end, self.items, self.metrics)
             if trace.close():
-                display.say(f"profile: wrote {options.profile}, with fewer windows: the run has ended")
+                display.say(f"profile: wrote {shown(options.profile or '')}, with fewer windows: the run has ended")
             elif options.profile and trace.written is None:
                 display.say("profile: nothing was written, the run was too short: a trace begins after two windows")
             with phases("checkpoint"):
@@ -317,9 +317,13 @@ class _Run:
         """To TensorBoard, where it is time."""
         if self.writer is not None and window >= self.due:
             self.due = (window // self.options.tensorboard_every + 1) * self.options.tensorboard_every
-            for key, value in found.items():
-                if key != "window":
-                    self.writer.add_scalar(key, float(value), window)
+            try:
+                for key, value in found.items():
+                    if key != "window":
+                        self.writer.add_scalar(key, float(value), window)
+            except OSError as error:  # of a thread that writes: the training is worth more than its picture
+                self.writer = None
+                self._say(f"tensorboard: cannot write: {error.strerror or error}; the run goes on without")
 
     def _judge(self, found: Mapping[str, float], window: int) -> None:
         loss = found.get("loss")
@@ -339,7 +343,7 @@ class _Run:
                 self.store.prune(self.saved, more=len(self.doubtful))
 
     def _kept(self) -> str:
-        good = f"the last good checkpoint is {self.saved}" if self.saved else "no checkpoint was written"
+        good = f"the last good checkpoint is {shown(self.saved)}" if self.saved else "no checkpoint was written"
         return f"; {good}; lower the learning rate, or look at that {self.noun}'s data"
 
     def _save(self, *, last: bool) -> None:
@@ -405,7 +409,7 @@ class _Run:
             told += f"; {ended}"
         self._say(told + (f"; ended by {by.name}" if by else ""))
         if newest := self.doubtful[-1][1] if self.doubtful else self.saved:
-            self._say(f"checkpoint: {newest}")
+            self._say(f"checkpoint: {shown(newest)}")
 
 
 @contextmanager
