@@ -131,7 +131,7 @@ class Store:
             os.replace(temporary, path)
             _flush(self.folder)
         except (OSError, RuntimeError) as error:  # torch tells a full disk by a RuntimeError
-            reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+            reason = getattr(error, "strerror", None) or (str(error).splitlines() or [type(error).__name__])[0]
             raise CheckpointError(
                 f"cannot write {shown(path)}: {reason}; free space there, or name another --folder"
             ) from None

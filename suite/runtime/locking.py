@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import threading
 from collections.abc import Iterator
@@ -37,6 +38,8 @@ def only_one(folder: Path) -> Iterator[None]:
     try:
         made += _missing(folder)
         probe(folder)
+        if os.path.islink(lock.lock_file):  # an older filelock would empty what it leads to
+            raise OSError(errno.ELOOP, f"{LOCK} in it is a link")
         lock.acquire()
     except Timeout:
         raise CheckpointError(

@@ -149,8 +149,10 @@ def fit(
     """Train until `options` say so, the batches end, or a signal comes; then save.
 
     `resume` is a checkpoint file to go on from, bitwise. A folder that holds checkpoints is refused unless one of them
-    is resumed, or `overwrite` says that they may go. Raises DivergedError at a loss that is no finite number,
-    CheckpointError where one cannot be read or written, or another run is writing into the folder.
+    is resumed, or `overwrite` says that they may go; those that it has beyond are left behind, as `Store` says.
+
+    Raises DivergedError at a loss that is no finite number, CheckpointError where a checkpoint cannot be read or
+    written, or another run is writing into the folder.
     """
     run = _Run(trainer, batches, options, name, torch.device(device), dict(configuration or {}), console)
     with held(options):
