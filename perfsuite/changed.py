@@ -38,6 +38,16 @@ def unchanged(entries: Mapping[str, Entry], top: Path, machine: Machine) -> Foun
     return found
 
 
+def may_be_traced(entry: Entry) -> bool:
+    """Whether what the workload launched was noted, and decides: on the wall clock the host's code matters, too."""
+    return entry.ran is not None and bool(entry.ran.launched) and entry.clock == "device"
+
+
+def launches_the_same(entry: Entry, now: Ran) -> bool:
+    """Whether what was traced now is what was traced when the entry was accepted."""
+    return entry.ran is not None and bool(now.launched) and entry.ran.launched == now.launched
+
+
 def verdict(id: str, entry: Entry, reason: str) -> Verdict:
     """UNCHANGED, with the figures that were accepted."""
     return Verdict(

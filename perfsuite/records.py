@@ -145,6 +145,8 @@ class Ran:
     surroundings: str = ""
     launched: str = ""
     """What it launched on the device (launches.py); empty where that cannot be known in full."""
+    untraced: str = ""
+    """Why there is no such digest."""
     unknown: str = ""
     """Why it cannot be known; empty where it can."""
 

@@ -43,7 +43,7 @@ START_LIMIT_S = 300.0
 END_LIMIT_S = 30.0
 """From a worker's last task to its end. Its results are known by then, so it is stopped without a message."""
 LOG_LINES = 3
-PROVE, TIME, ITEMS = "prove", "time", "items"
+PROVE, TIME, ITEMS, TRACE = "prove", "time", "items", "trace"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +67,8 @@ Outcome: TypeAlias = Measurement | Proof | Reported | Failure
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """One thing that a worker is to do with one item: prove a workload, time it, or run a correctness item."""
+    """One thing that a worker is to do with one item: prove a workload, time it, trace what it launches, or run a
+    correctness item."""
 
     id: str
     kind: str = TIME
