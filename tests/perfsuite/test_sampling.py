@@ -179,7 +179,7 @@ def test_a_slow_side_joins_one_quad_a_block(time: Time, turns: list[str]) -> Non
     made = measure(pair(time, reference=lasting(time, 0.05)))
     assert made.few == ()
     assert made.log_ratios["reference"] == pytest.approx((math.log(12.5),) * BLOCKS)
-    assert turns.count("reference") == 1 + 2 * FRESH_BLOCKS[False]
+    assert turns.count("reference") == 1 + 2 * BLOCKS
     assert turns.count("optimized") == 2 + 2 * BLOCKS  # without a partner its time says nothing
 
 
