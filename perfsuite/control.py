@@ -19,13 +19,14 @@ from _pytest.skipping import evaluate_skip_marks
 
 from perfsuite import baseline, conclusion, lanes, machine, revision, sharding, turns
 from perfsuite.errors import PerfsuiteError
+from perfsuite.folders import SCRATCH
 from perfsuite.plugin import AWAITED
 from perfsuite.progress import Progress
 from perfsuite.records import Machine, Measurement, Proof, Status, Verdict
 from perfsuite.report import units
 from perfsuite.report.model import Correctness, RunReport
 from perfsuite.speed import Result, SpeedItem
-from perfsuite.workers import SCRATCH, Failure, Outcome, Task, Workers, pytest_arguments
+from perfsuite.workers import Failure, Outcome, Task, Workers, pytest_arguments
 
 RERUNS = ("reruns", "retries", "force_flaky")
 """Options of plugins that run a failed test again."""

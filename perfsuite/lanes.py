@@ -7,9 +7,10 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from perfsuite.folders import own_folder
 from perfsuite.machine import measured_devices
 from perfsuite.records import Machine
-from perfsuite.workers import ITEMS, Lane, Task, own_folder
+from perfsuite.workers import ITEMS, Lane, Task
 
 FILE = "durations.json"
 USUAL_S = {"prove": 3.0, "time": 2.0, "items": 2.0}

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from perfsuite.errors import PerfsuiteError
+from perfsuite.folders import own_folder
 from perfsuite.records import Machine, Measurement, from_json, to_json
 from perfsuite.revision import State
-from perfsuite.workers import Outcome, own_folder
+from perfsuite.workers import Outcome
 
 
 class Kept:

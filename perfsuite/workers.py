@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from perfsuite.errors import PerfsuiteError
+from perfsuite.folders import own_folder
 from perfsuite.orphans import PARENT
 from perfsuite.records import Measurement, Proof, Status, from_json, to_json
 from perfsuite.revision import Tree
@@ -35,8 +36,6 @@ FORGED = (
     "a result that the harness did not write appeared among its own: code under test writes to the results file; "
     "nothing of this process is believed"
 )
-SCRATCH = ".perfsuite"
-"""The project's folder for what a run leaves behind: reports, logs, trees of revisions."""
 POLL_S = 0.02
 START_LIMIT_S = 300.0
 """From a worker's start to its first task: importing torch and the test modules."""
@@ -257,17 +256,6 @@ class _Process:
         if code < 0:
             return f"crashed with {signal.Signals(-code).name}; the worker's log is {log}"
         return f"ended the measuring process with exit code {code}: {' | '.join(tail)[:400]}; its log is {log}"
-
-
-def own_folder(folder: Path) -> None:
-    """Make a folder below `.perfsuite`, which git is told to ignore. OSError where that cannot be done."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for top in (folder, *folder.parents):
-        if top.name == SCRATCH:
-            ignore = top / ".gitignore"
-            if not ignore.exists():
-                ignore.write_text("*\n")
-            return
 
 
 def start(
