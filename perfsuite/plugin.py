@@ -35,7 +35,7 @@ SANITIZER_LOG = "PERFSUITE_SANITIZER_LOG"
 
 CONTROL = pytest.StashKey["Control"]()
 SANITIZED = pytest.StashKey[Any]()
-AWAITED = pytest.StashKey["Awaited"]()
+AWAITED: pytest.StashKey[Awaited] = pytest.StashKey()
 
 if JOB in os.environ:  # before anything else: an orphan would disturb the next measurement
     from perfsuite.orphans import die_with_parent

@@ -24,7 +24,7 @@ def write(path: Path, text: str) -> Path:
     try:
         own_folder(path.parent)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text)
         os.chmod(temporary, 0o644)  # mkstemp's 0600 would hide it from whoever collects a CI job's files
         os.replace(temporary, path)
