@@ -20,7 +20,6 @@ from _pytest.skipping import evaluate_skip_marks
 from perfsuite import baseline, conclusion, lanes, machine, revision, sharding, turns
 from perfsuite.errors import PerfsuiteError
 from perfsuite.folders import SCRATCH
-from perfsuite.plugin import AWAITED
 from perfsuite.progress import Progress
 from perfsuite.records import Machine, Measurement, Proof, Status, Verdict
 from perfsuite.report import units
@@ -325,7 +324,7 @@ class Control:
                 self.written = write_all(self.report(), Path(folder))
             except PerfsuiteError as error:
                 self.notes.append(f"no report: {error}")
-        awaited = self.config.stash.get(AWAITED, None)
+        awaited = self.config.stash.get(conclusion.AWAITED, None)
         if awaited is not None:
             awaited.reach(self.mode, int(session.exitstatus))
 

@@ -190,18 +190,18 @@ def load_pair(pair: Pair, module: ModuleType, tree: Tree) -> Pair:
     name = f"{tree.package}.{module.__name__}"
     try:
         found: Any = getattr(_imported(name, module, tree), pair.name)
-    except ModuleNotFoundError as error:
-        missing = str(error.name or "").removeprefix(f"{tree.package}.")
-        if missing == module.__name__:
-            raise RevisionError(f"there is no module {missing} in the accepted revision") from None
-        raise RevisionError(
-            f"{where} of the accepted revision imports {missing}, which git does not hold at that revision; "
-            "commit that module, and accept again"
-        ) from None
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, RevisionError):
         raise
     except BaseException as error:  # a module may skip its tests or exit when it is imported
-        lines = str(error).splitlines() or [""]
+        if isinstance(error, ModuleNotFoundError) and str(error.name).startswith(f"{tree.package}."):
+            missing = str(error.name).removeprefix(f"{tree.package}.")
+            if f"{module.__name__}.".startswith(f"{missing}."):
+                raise RevisionError(f"there is no module {module.__name__} in the accepted revision") from None
+            raise RevisionError(
+                f"{where} of the accepted revision imports {missing}, which git does not hold at that revision; "
+                "commit that module, and accept again"
+            ) from None
+        lines = str(error).replace(f"{tree.package}.", "").splitlines() or [""]
         raise RevisionError(
             f"{where} cannot be loaded from the accepted revision: {type(error).__name__}: {lines[0][:200]}"
         ) from None
