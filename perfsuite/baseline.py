@@ -25,7 +25,7 @@ from typing import Any
 
 from perfsuite.errors import BaselineError, PerfsuiteError
 from perfsuite.folders import SCRATCH, own_folder
-from perfsuite.records import Limit, Machine, Measurement, PromiseRecord, from_json, to_json
+from perfsuite.records import Limit, Machine, Measurement, PromiseRecord, Ran, from_json, to_json
 from perfsuite.statistics import process_mean
 
 SCHEMA = 2
@@ -110,6 +110,8 @@ class Entry:
     sessions: tuple[Session, ...]
     blocks_s: Mapping[str, tuple[float, ...]]
     """Seconds a call in each block of "reference" and "optimized", over all sessions."""
+    ran: Ran | None = None
+    """What the optimized side ran; None where that was not noted."""
 
     def process_means(self, other: str = "reference") -> list[list[float]]:
         """Process means of the log-ratio to `other`, by session; sessions without it are left out."""
@@ -145,6 +147,7 @@ def entry_from(
     dirty: bool,
     reason: str,
     accepted: str,
+    ran: Ran | None = None,
 ) -> Entry:
     """The entry of one session: its processes' measurements of one workload. `accepted` is an ISO date-time.
 
@@ -194,6 +197,7 @@ def entry_from(
         few=tuple(sorted({name for m in measurements for name in m.few})),
         sessions=(session,),
         blocks_s={side: tuple(b for m in measurements for b in m.sides[side].blocks_s) for side in SIDES},
+        ran=ran,
     )
     return _rounded(entry)
 
@@ -301,6 +305,7 @@ def _with_sessions(old: Entry | None, new: Entry) -> Entry:
         old,
         sessions=(*old.sessions, *new.sessions),
         promises=new.promises,
+        ran=new.ran,
         limit=new.limit or old.limit,
         few=tuple(sorted({*old.few, *new.few})),
         blocks_s={side: (*old.blocks_s[side], *new.blocks_s[side]) for side in SIDES},

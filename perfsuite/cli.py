@@ -75,7 +75,7 @@ def _absent(entry: EntryPoint) -> str | None:
     if distribution is None:
         return None
     package = entry.module.partition(".")[0]
-    if folder := _editable(distribution):
+    if folder := _editable(distribution, package):
         if folder not in sys.path:
             sys.path.append(folder)
         return None
@@ -86,8 +86,16 @@ def _absent(entry: EntryPoint) -> str | None:
     return f"the package {package!r}, which {name} does not install; run it in a clone, after `pip install -e .` there"
 
 
-def _editable(distribution: Distribution) -> str | None:
-    """The folder of an editable install (PEP 610); None for any other."""
+def _editable(distribution: Distribution, package: str) -> str | None:
+    """The folder of an editable install (PEP 610), or of a clone that holds the package; None for any other.
+
+    Building or installing a clone leaves an egg-info in it, which Python finds before the installed metadata when it
+    runs in that folder. No installer wrote it, and it lists only what the wheel takes.
+    """
+    if not (distribution.read_text("RECORD") or distribution.read_text("installed-files.txt")):
+        folder = Path(os.path.abspath(str(distribution.locate_file(""))))
+        if (folder / package).is_dir() or (folder / f"{package}.py").is_file():
+            return str(folder)
     try:
         origin = json.loads(distribution.read_text("direct_url.json") or "{}")
         editable = origin["dir_info"]["editable"] and origin["url"].startswith("file://")

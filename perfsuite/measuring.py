@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from perfsuite import anchors, ceilings, execution, guard, scrutiny
+from perfsuite import anchors, ceilings, execution, guard, launches, scrutiny
 from perfsuite import inputs as make
 from perfsuite.clocks import CudaClock, clock_for
 from perfsuite.counting import COUNTED_S, count_calls
@@ -183,6 +183,20 @@ def prove(
         phases=dict(bench.phases.seconds),
         seconds=perf_counter() - began,
     )
+
+
+def launched(bench: Bench, top: Path) -> tuple[str, str]:
+    """(digest of what the optimized side launches, ""), or ("", why there is none); see launches.py."""
+    if torch.device(bench.device).type != "cuda" or bench.workload.clock != "device":
+        return "", "its host code is timed, too"
+    clock, rng = clock_for(bench.device), random.Random(0)
+    runner = bench.runner(OPTIMIZED, bench.sides[OPTIMIZED])
+    before = scrutiny.compilations()
+    with bench.phases.time("launches"):
+        _warm_up({OPTIMIZED: runner}, bench, clock, rng)
+        if scrutiny.compilations() > before:
+            return "", "it runs compiled code, whose launches' arguments are not seen"
+        return launches.digest(runner, clock, top)
 
 
 def _once(bench: Bench, clock: Clock, rng: random.Random) -> Call:

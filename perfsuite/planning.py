@@ -16,8 +16,8 @@ bit the accepted side's are proven by that."""
 AMPLE = 10.0
 """A stored speedup so many times the promised one leaves room for a reference that is timed beside other processes."""
 FEW_BLOCKS = 3
-USUAL_BLOCKS, LEAST_BLOCKS, MOST_BLOCKS = 8, 3, 16
-TARGET_SHARE = 0.2
+LEAST_BLOCKS, MOST_BLOCKS = 4, 24
+TARGET_SHARE = 0.25
 """The standard deviation of a process mean aimed at, as a share of the margin: one process then decides nearly always.
 """
 
@@ -44,11 +44,11 @@ def scale(entry: Entry, blocks: float) -> float:
     return (shift + block / blocks) / (shift + block / fmean(accepted))
 
 
-def blocks_of(entry: Entry, margin: float) -> int:
-    """How many blocks one process needs so that it decides nearly always, as far as more blocks help."""
+def blocks_of(entry: Entry, margin: float) -> int | None:
+    """How many blocks one process needs so that it decides nearly always, as far as more blocks help; None: unknown."""
     block, shift = noise_parts(entry)
     if not block:
-        return USUAL_BLOCKS
+        return None
     room = (TARGET_SHARE * margin) ** 2 - shift
     # Where the process's own shift is too large, blocks that halve it once more are enough.
     wanted = block / room if room > shift / 2 else 2 * block / shift

@@ -137,6 +137,21 @@ class Counts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Ran:
+    """Everything that a workload ran, in digests (digests.py). Paths are relative to the repository's top folder."""
+
+    sources: Mapping[str, str]
+    data: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    surroundings: str = ""
+    launched: str = ""
+    """What it launched on the device (launches.py); empty where that cannot be known in full."""
+    untraced: str = ""
+    """Why there is no such digest."""
+    unknown: str = ""
+    """Why it cannot be known; empty where it can."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Proof:
     """One workload's sides, proven equal on the inputs of `seed`, so that a later process need not prove it again."""
 
@@ -150,6 +165,8 @@ class Proof:
     """Rivals that cannot be timed, each with the reason."""
     unloaded: str = ""
     """Why the accepted side cannot be compared with; empty where it can, or where there is none."""
+    ran: Ran | None = None
+    """What the optimized side ran, where that was asked for."""
     reference_s: float | None = None
     """Seconds of one call of the reference, beside whatever else ran; None where it was not asked for."""
     phases: Mapping[str, float] = dataclasses.field(default_factory=dict)

@@ -69,6 +69,14 @@ def top_level(root: Path) -> Path:
     return Path(git("rev-parse", "--show-toplevel", cwd=root))
 
 
+def top_or(root: Path) -> Path:
+    """The work tree's top folder, or outside git the folder itself."""
+    try:
+        return top_level(root).resolve()
+    except RevisionError:
+        return root.resolve()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class State:
     """What git says of a work tree. `revision` is None outside a repository, and in one without a commit."""

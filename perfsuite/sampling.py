@@ -28,9 +28,11 @@ from perfsuite.machine import Monitor
 from perfsuite.records import Condition, Counts
 from perfsuite.runner import Clock, Runner
 
-QUADS = 7
-BLOCKS = 8
-BLOCKS_LEAST, BLOCKS_MOST = 3, 16
+QUADS = 3
+BLOCKS = 16
+"""Where buffers lie moves many kernels by more than one quad differs from the next: many short blocks resolve more in
+the same time than a few long ones."""
+BLOCKS_LEAST = 4
 BUDGET_S = 4.0
 """Fewer quads make a block, and then fewer blocks a process, where all of them would take longer than this."""
 ALLOCATE_BUDGET_S = 3.0
@@ -133,7 +135,7 @@ class Sampler:
         """Decide how many calls make a sample, which sides are too slow to repeat, and how many quads and blocks there
         are, at most as many as given."""
         overhead = FLUSH_S if isinstance(self.clock, CudaClock) else 0.0
-        round_s = 0.0
+        round_s = once_s = 0.0  # of every quad, and of those sides that join one a block
         for name, runner in self.runners.items():
             self.report(name)
             t = self.sample(name) if runner.long is None else runner.long.seconds
@@ -151,12 +153,15 @@ class Sampler:
                 self.slow.add(name)
             if name != OPTIMIZED and t * self.repeat > VERY_SLOW_S:
                 self.few.setdefault(name, FEW_BLOCKS)
-            if name == OPTIMIZED or not (name in self.slow or name in self.few):
+            if name in self.slow and name not in self.few:
+                once_s += 2 * calls * timed
+            elif name not in self.few:
                 round_s += 2 * calls * timed
         # The first quad of a block has every side; a further one without a partner for the optimized side says nothing.
         partners = set(self.runners) - {OPTIMIZED} - self.slow - set(self.few)
         self.quads = max(1, min(quads, int(BUDGET_S / (blocks * round_s)))) if partners else 1
-        self.blocks = max(min(BLOCKS_LEAST, blocks), min(blocks, int(BUDGET_S / (self.quads * round_s))))
+        fitting = int(BUDGET_S / (self.quads * round_s + once_s))
+        self.blocks = max(min(BLOCKS_LEAST, blocks), min(blocks, fitting))
 
     def _launches(self, name: str) -> int:
         launches = self.counts[name].launches if name in self.counts else None

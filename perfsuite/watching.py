@@ -22,8 +22,9 @@ from perfsuite.sampling import ACCEPTED, OPTIMIZED, REFERENCE, Sampler
 SETTLES = "; if a new step's first calls warm up, compile or capture, say how many: stateful(…, settle=calls)"
 FRESH_S = 0.5
 """Where new values take longer to draw, a process that need not prove its sides leaves them out."""
-FRESH_BLOCKS = 4
-"""Blocks after which a process that need not prove its sides times calls on new values; `scrutiny` wants as many."""
+FRESH_BLOCKS = {True: 4, False: 8}
+"""Blocks after which calls on new values are timed, where the inputs were proven before and where not; `scrutiny` wants
+four at least."""
 
 
 class Watch:
@@ -41,7 +42,7 @@ class Watch:
         self.drawn_s = 0.0
         """What it took to draw the last new values."""
         self.where = f"{self.pair.name}: the optimized side"
-        self.judged = sampler.rng.randrange(sampler.blocks)
+        self.judged = sampler.rng.randrange(min(sampler.blocks, FRESH_BLOCKS[proven_before]))
         """The block whose outputs are held against the truth: no side can know which."""
 
     def between(self, block: int) -> None:
@@ -51,7 +52,7 @@ class Watch:
         runner = self.sampler.runners[OPTIMIZED]
         if block in (self.judged, self.sampler.blocks - 1) and not self.pair.is_stateful:
             check_timed(self.output, self.sampler.runners, self.sampler)
-        if not self.proven_before or (block < FRESH_BLOCKS and self.drawn_s < FRESH_S):
+        if block < FRESH_BLOCKS[self.proven_before] and not (self.proven_before and self.drawn_s > FRESH_S):
             with execution.quiet(runner.side), torch.set_grad_enabled(runner.grad_mode):
                 self._new_values(runner, block)
         if block == 0:

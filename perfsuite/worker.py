@@ -13,11 +13,15 @@ from typing import Any
 import pytest
 
 from perfsuite import revision
+from perfsuite.digests import Opened
 from perfsuite.errors import NoisyError, PerfsuiteError, RevisionError
 from perfsuite.pair import Pair, as_side
-from perfsuite.records import Measurement, Proof, Status
+from perfsuite.records import Measurement, Proof, Ran, Status
 from perfsuite.speed import SpeedItem
-from perfsuite.workers import ITEMS, PROVE, Failure, Job, Journal, Outcome, Reported, Task
+from perfsuite.workers import ITEMS, PROVE, TRACE, Failure, Job, Journal, Outcome, Reported, Task
+
+OPENED = pytest.StashKey[Opened]()
+"""The data files that a worker has opened, from before its test modules were imported."""
 
 
 def run(job: Job, journal: Journal, session: pytest.Session, device: str) -> None:
@@ -95,7 +99,7 @@ class _Workload:
             # A warning inside a timed call is the user's own affair; it must not turn into an error here.
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                return self._prove() if self.task.kind == PROVE else self._time()
+                return {PROVE: self._prove, TRACE: self._trace}.get(self.task.kind, self._time)()
         except NotTimed as error:
             return Failure(status=Status.NOT_TIMED, message=str(error))
         except NotEquivalent as error:
@@ -152,7 +156,35 @@ class _Workload:
             slow=task.slow,
             time_reference=task.time_reference,
         )
-        return replace(proof, seconds=perf_counter() - began)
+        ran = self._ran(bench) if task.note_ran else None
+        return replace(proof, ran=ran, seconds=perf_counter() - began)
+
+    def _ran(self, bench: Any) -> Ran:
+        """Everything that the optimized side runs."""
+        from perfsuite import digests, measuring, provenance
+        from perfsuite.sampling import OPTIMIZED
+
+        opened = self.item.config.stash[OPENED]
+        self.report(OPTIMIZED)
+        side = as_side(bench.pair.optimized)
+        executed = provenance.run(
+            bench.pair, side, bench.master(OPTIMIZED), bench.case, self.device, gradients=bench.gradients
+        )
+        module = self.item.getparent(pytest.Module)
+        assert module is not None
+        ran = digests.ran([module.obj], executed.files, executed.compiled, opened, opened.top)
+        launched, untraced = measuring.launched(bench, opened.top)
+        return replace(ran, launched=launched, untraced=untraced)
+
+    def _trace(self) -> Proof:
+        """What the optimized side launches, without proving or timing anything."""
+        from perfsuite import measuring
+
+        began = perf_counter()
+        bench = self._bench(secrets.randbits(31), None)
+        launched, untraced = measuring.launched(bench, revision.top_or(self.item.config.rootpath))
+        ran = Ran(sources={}, launched=launched, untraced=untraced)
+        return Proof(id=self.item.nodeid, seed=bench.seed, ran=ran, seconds=perf_counter() - began)
 
     def _comparable(self, seed: int) -> tuple[Pair | None, str]:
         """The accepted revision's pair, or why the current side cannot be compared with it."""

@@ -42,7 +42,7 @@ START_LIMIT_S = 300.0
 END_LIMIT_S = 30.0
 """From a worker's last task to its end. Its results are known by then, so it is stopped without a message."""
 LOG_LINES = 3
-PROVE, TIME, ITEMS = "prove", "time", "items"
+PROVE, TIME, ITEMS, TRACE = "prove", "time", "items", "trace"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +66,8 @@ Outcome: TypeAlias = Measurement | Proof | Reported | Failure
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """One thing that a worker is to do with one item: prove a workload, time it, or run a correctness item."""
+    """One thing that a worker is to do with one item: prove a workload, time it, trace what it launches, or run a
+    correctness item."""
 
     id: str
     kind: str = TIME
@@ -78,6 +79,8 @@ class Task:
     """The reference joins one round in so many blocks; None: in full."""
     blocks: int | None = None
     """At most so many blocks; None: as many as usual."""
+    note_ran: bool = False
+    """While proving, note everything that the optimized side runs."""
     time_reference: bool = False
     """While proving, call the reference once and note how long that takes."""
     thorough: bool = True

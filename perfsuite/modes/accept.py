@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 
 import pytest
@@ -79,8 +80,7 @@ class Accept(Paired):
         self.runs = kept.load(ids)
         if self.runs:
             self.progress.say(f"resuming: {sum(map(len, self.runs.values()))} measurements of an interrupted run count")
-        left = [i for i in ids if len(self.runs.get(i, ())) < wanted]
-        proven = self.prove(left)
+        proven = self.prove(ids)  # also what is resumed: it says what was run
         for id in [i for i in proven if i in self.stored]:
             self.notes.append(f"{id}: the gate will compare it with stored figures: {self.stored[id]}")
         for number in range(wanted):
@@ -119,6 +119,7 @@ class Accept(Paired):
                 dirty=state.dirty,
                 reason=self.arguments.get("reason", ""),
                 accepted=datetime.now(UTC).isoformat(timespec="seconds"),
+                ran=self.proofs[v.id].ran if v.id in self.proofs else None,
             )
             for v in looked.values()
             if v.status.green
@@ -148,6 +149,9 @@ class Accept(Paired):
             for i, size in sizes.items()
             if size > gate.MARGIN_USUAL and self.margin(i) is None and "reference" not in new.entries[i].few
         ]
+
+    def _prove_task(self, id: str) -> Task:
+        return replace(super()._prove_task(id), note_ran=True)
 
     def reference(self, id: str, *, first: bool) -> int | None:
         return None

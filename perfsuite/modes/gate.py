@@ -7,15 +7,15 @@ from datetime import date
 
 import pytest
 
-from perfsuite import baseline, gate, revision, waivers
+from perfsuite import baseline, changed, gate, revision, waivers
 from perfsuite.baseline import Entry
 from perfsuite.control import failed
 from perfsuite.errors import PerfsuiteError
 from perfsuite.modes.paired import Paired
 from perfsuite.planning import FEW_BLOCKS
-from perfsuite.records import PromiseRecord, Status, Verdict
+from perfsuite.records import PromiseRecord, Proof, Status, Verdict
 from perfsuite.speed import Result, SpeedItem
-from perfsuite.workers import Task
+from perfsuite.workers import TRACE, Task
 
 SHOWN = 3
 
@@ -109,11 +109,22 @@ class Gate(Paired):
         """The workloads that need not be measured, because nothing that they run has changed."""
         if not self.config.option.perfsuite_changed:
             return {}
-        from perfsuite import changed
+        top = revision.top_or(self.root)
+        found = changed.unchanged({i: self.entries[i] for i in ids}, top, self.machine)
+        self._trace_launches(found)
+        self.progress.say(changed.summary(found))
+        return {i: changed.verdict(i, self.entries[i], reason) for i, reason in found.unchanged.items()}
 
-        found = changed.unchanged({i: self.entries[i] for i in ids}, self.root, self.machine)
-        self.notes += found.notes
-        return {i: changed.verdict(i, self.entries[i]) for i in found.ids}
+    def _trace_launches(self, found: changed.Found) -> None:
+        """Where sources alone differ and the device's clock decides: does the device get the same work?"""
+        ids = [i for i in found.sources_only if changed.may_be_traced(self.entries[i])]
+        tasks = [Task(id=i, kind=TRACE, limit_s=self.items[i].pair.time_limit) for i in ids]
+        self.announce(tasks, proving=True)
+        for id, outcome in self.work(tasks, everywhere=True):
+            self.failures.pop(id, None)  # what cannot be traced is measured
+            if isinstance(outcome, Proof) and outcome.ran and changed.launches_the_same(self.entries[id], outcome.ran):
+                found.unchanged[id] = f"{found.changed.pop(id)} changed, but what it launches is the same, bit for bit"
+        self.proofs.clear()
 
     def _revisions(self, ids: Sequence[str]) -> dict[str, str]:
         """The revision at which each was accepted; where there is none to load, `stored` gets the reason."""

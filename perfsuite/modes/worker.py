@@ -6,7 +6,10 @@ from contextlib import closing
 
 import pytest
 
+from perfsuite import revision
 from perfsuite.control import Control
+from perfsuite.digests import Opened
+from perfsuite.worker import OPENED
 from perfsuite.workers import Job, Journal
 
 
@@ -18,6 +21,8 @@ class Worker(Control):
     def __init__(self, config: pytest.Config, job: Job) -> None:
         super().__init__(config)
         self.job = job
+        if any(task.note_ran for task in job.tasks):
+            config.stash[OPENED] = Opened(revision.top_or(self.root))
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> object:

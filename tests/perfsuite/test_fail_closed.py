@@ -417,7 +417,7 @@ def test_the_first_failure_ends_the_run_red(accepted: Project) -> None:
 
 ENDINGS = {
     "exit in a hook": 'import pytest\ndef pytest_runtest_setup(item): pytest.exit("enough", returncode=0)',
-    "exit once a proof is reported": 'import pytest\ndef pytest_runtest_logreport(report): pytest.exit("x", returncode=0)',
+    "exit at a report": 'import pytest\ndef pytest_runtest_logreport(report): pytest.exit("x", returncode=0)',
     "exit when collected": 'import pytest\ndef pytest_collection_finish(session): pytest.exit("x", returncode=0)',
     "exit when the session starts": 'import pytest\ndef pytest_sessionstart(session): pytest.exit("x", returncode=0)',
     "exit when it finishes": 'import pytest\ndef pytest_sessionfinish(session): pytest.exit("x", returncode=0)',

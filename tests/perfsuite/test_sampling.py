@@ -32,11 +32,12 @@ from perfsuite import (
 from perfsuite.equivalence import NotEquivalent
 from perfsuite.errors import PairError
 from perfsuite.integrity import calls
-from perfsuite.pair import Side
-from perfsuite.records import Condition, Counts, Measurement, from_json, to_json
 from perfsuite.measuring import RIVAL_BLOCKS
+from perfsuite.pair import Side
 from perfsuite.proving import REPLICAS_UP_TO
+from perfsuite.records import Condition, Counts, Measurement, from_json, to_json
 from perfsuite.sampling import BLOCKS, BLOCKS_LEAST, EXTRA_BLOCKS, FEW_BLOCKS, QUADS
+from perfsuite.watching import FRESH_BLOCKS
 
 Call = Callable[..., Any]
 X = {"x": tensor("n", values=floats(-2, 2))}
@@ -483,7 +484,7 @@ def test_inputs_changed_in_place_are_restored_before_each_call(time: Time) -> No
         return x.mul_(2)
 
     made = measure(pair(time, reference=lasting(time, SLOW_S, lambda x: x.mul_(2)), optimized=turn, mutates={"x"}))
-    assert len(seen) == 1 + 2 * BLOCKS, "the inputs, and new values twice a block"
+    assert len(seen) == 1 + 2 * FRESH_BLOCKS[False], "the inputs, and new values after each of the first blocks"
     assert made.log_ratios["reference"] == pytest.approx((math.log(1.5),) * BLOCKS)
 
 
@@ -661,7 +662,7 @@ class FakeMonitor:
 
 @pytest.mark.parametrize(
     ("throttles", "aside"),
-    [([False] * 8, 0), ([True, False, True] + [False] * 7, 2), ([True] * 20, EXTRA_BLOCKS)],
+    [([False] * BLOCKS, 0), ([True, False, True] + [False] * BLOCKS, 2), ([True] * 3 * BLOCKS, EXTRA_BLOCKS)],
     ids=["never", "twice", "always"],
 )
 def test_blocks_under_throttling_are_set_aside_and_counted(
