@@ -24,6 +24,7 @@ from statistics import fmean, median
 from typing import Any
 
 from perfsuite.errors import BaselineError, PerfsuiteError
+from perfsuite.folders import SCRATCH, own_folder
 from perfsuite.records import Limit, Machine, Measurement, PromiseRecord, Ran, from_json, to_json
 from perfsuite.statistics import process_mean
 
@@ -572,10 +573,11 @@ def save(path: str | os.PathLike[str], baseline: Baseline) -> None:
 def _locked(path: Path) -> Iterator[None]:
     from filelock import FileLock, Timeout
 
-    # In the temporary folder: a lock file beside the baseline would wait there to be committed.
-    whole = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
-    lock = FileLock(Path(tempfile.gettempdir()) / f"perfsuite-{os.getuid()}-{whole}.lock")
+    # Beside the file: a temporary folder may be another one for another process.
+    place = path.resolve()
+    lock = FileLock(place.parent / SCRATCH / f"{place.name}.lock", mode=0o666)
     try:
+        own_folder(Path(lock.lock_file).parent)
         lock.acquire(timeout=LOCK_SECONDS)
     except Timeout:
         raise BaselineError(
@@ -583,8 +585,8 @@ def _locked(path: Path) -> Iterator[None]:
         ) from None
     except OSError as error:
         raise BaselineError(
-            f"{path}: cannot be locked by {lock.lock_file} ({error.strerror or error}); make that file writable, "
-            "or remove it, and accept again"
+            f"{path}: cannot be written ({error.filename}: {error.strerror or error}); make the folder writable, and "
+            "accept again"
         ) from None
     try:
         yield

@@ -9,6 +9,7 @@ Other packages add commands through the entry-point group "perfsuite.commands": 
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -18,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from importlib.metadata import Distribution, EntryPoint, entry_points
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from urllib.parse import unquote
 
 import click
@@ -121,6 +122,8 @@ def main() -> None:
     A pair of functions, declared once in a test module, is proven equal, timed on this machine, held against what was
     accepted, and fails where it falls short. Start with `perfsuite doctor`, then `perfsuite run`.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character must not end the run
 
 
 def _selection(command: Any) -> Any:
@@ -146,10 +149,6 @@ def _pytest(
 
     from perfsuite import conclusion
 
-    if report:
-        for name in FILES:  # of the run before: one that cannot begin must not leave them as its own
-            with suppress(OSError):
-                (Path(report) / name).unlink()
     given = ["-m", marker] if marker else []
     given += ["-k", keyword] if keyword else []
     given += [f"--perfsuite-mode={mode}", *(f"--perfsuite-argument={a}" for a in arguments)]
@@ -193,9 +192,7 @@ def run(paths: tuple[str, ...], keyword: str | None, report: str, profile: str |
     Proofs first: only what is equal is timed. No baseline is needed; `perfsuite gate` holds the result against one.
     """
     extra = [f"--perfsuite-profile={profile}"] if profile else []
-    marker = "correctness or perf"
-    code = _pytest("run", paths, keyword, marker=marker, report=report, extra=extra, as_json=as_json)
-    _finish(code, report, as_json)
+    _reported("run", paths, keyword, report, marker="correctness or perf", extra=extra, as_json=as_json)
 
 
 @main.command()
@@ -224,21 +221,40 @@ def gate(
     extra = [f"--perfsuite-baselines={baselines}"] if baselines else []
     extra += [f"--perfsuite-{name}" for name, on in (("changed", changed), ("partial", partial)) if on]
     extra += [f"--perfsuite-shard={shard}"] if shard else []
-    code = _pytest("gate", paths, keyword, report=report, extra=extra, as_json=as_json)
-    _finish(code, report, as_json, summary=True)
+    _reported("gate", paths, keyword, report, extra=extra, as_json=as_json, summary=True)
 
 
-def _finish(code: int, report: str, as_json: bool, *, summary: bool = False) -> None:
+def _reported(
+    mode: str,
+    paths: Sequence[str],
+    keyword: str | None,
+    report: str,
+    *,
+    as_json: bool,
+    summary: bool = False,
+    marker: str = "perf",
+    arguments: Sequence[str] = (),
+    extra: Sequence[str] = (),
+) -> NoReturn:
+    """Run pytest with a report in this folder, and end with its exit code, which no trouble with the report changes."""
     from perfsuite.report import jsonfile, markdown
 
-    written = Path(report) / "report.json"
-    if as_json and written.exists():
-        click.echo(written.read_text())
-    if summary and written.exists():
-        try:
+    files = [Path(report) / name for name in FILES]
+    for file in files:  # of the run before: one that cannot begin must not leave them as its own
+        with suppress(OSError):
+            file.unlink()
+    written = files[0]
+    stale = os.path.lexists(written)
+    code = _pytest(
+        mode, paths, keyword, marker=marker, report=report, arguments=arguments, extra=extra, as_json=as_json
+    )
+    try:
+        if as_json and written.exists() and not stale:
+            click.echo(written.read_text(encoding="utf-8"))
+        if summary and written.exists() and not stale:
             markdown.append_job_summary(jsonfile.read(written))
-        except PerfsuiteError as error:
-            click.echo(f"no job summary: {error}", err=True)  # it never changes the verdict
+    except (OSError, PerfsuiteError) as error:
+        click.echo(f"the report is not shown: {error}", err=True)
     sys.exit(code)
 
 
@@ -288,9 +304,7 @@ def compare(revision: str, paths: tuple[str, ...], keyword: str | None, report: 
 
     Both are loaded in one process and interleaved, so that the state of the machine cancels. No baseline is needed.
     """
-    given = [f"revision={revision}"]
-    code = _pytest("compare", paths, keyword, report=report, arguments=given, as_json=as_json)
-    _finish(code, report, as_json)
+    _reported("compare", paths, keyword, report, arguments=[f"revision={revision}"], as_json=as_json)
 
 
 @main.command()
@@ -301,6 +315,8 @@ def merge(reports: tuple[str, ...], report: str) -> None:
 
     Red unless every shard is there, and green.
     """
+    import pytest
+
     from perfsuite import sharding
     from perfsuite.report import jsonfile, markdown, terminal, write_all
 
@@ -308,12 +324,15 @@ def merge(reports: tuple[str, ...], report: str) -> None:
         whole = sharding.merge([jsonfile.read(Path(path)) for path in reports])
         written = write_all(whole, Path(report))
     except PerfsuiteError as error:
-        raise click.ClickException(str(error)) from None
+        click.echo(f"Error: {error}", err=True)
+        sys.exit(int(pytest.ExitCode.USAGE_ERROR))
     terminal.show(whole)
     for form, path in written.items():
         click.echo(f"{form}: {path}")
-    with suppress(PerfsuiteError):
+    try:
         markdown.append_job_summary(whole)
+    except PerfsuiteError as error:
+        click.echo(str(error), err=True)
     sys.exit(sharding.exit_code(whole))
 
 

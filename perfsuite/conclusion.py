@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
+
 GREEN, CODE_AT_FAULT, ENDED_EARLY, UNDECIDED = 0, 1, 2, 10
 """Exit codes of ours; 3 to 6 are pytest's own (internal error, could not begin, nothing collected, warnings)."""
 
@@ -44,6 +46,8 @@ class Awaited:
         return ENDED_EARLY
 
 
+AWAITED: pytest.StashKey[Awaited] = pytest.StashKey()
+"""Where a run's configuration has the verdict that it was asked for."""
 _asked: list[Awaited] = []
 
 

@@ -5,8 +5,8 @@ Each mode (perfsuite/modes/) is a subclass, registered with pytest as a plugin o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,13 +19,13 @@ from _pytest.skipping import evaluate_skip_marks
 
 from perfsuite import baseline, conclusion, lanes, machine, revision, sharding, turns
 from perfsuite.errors import PerfsuiteError
-from perfsuite.plugin import AWAITED
+from perfsuite.folders import SCRATCH
 from perfsuite.progress import Progress
 from perfsuite.records import Machine, Measurement, Proof, Status, Verdict
 from perfsuite.report import units
 from perfsuite.report.model import Correctness, RunReport
 from perfsuite.speed import Result, SpeedItem
-from perfsuite.workers import SCRATCH, Failure, Outcome, Task, Workers, pytest_arguments
+from perfsuite.workers import Failure, Outcome, Task, Workers, pytest_arguments
 
 RERUNS = ("reruns", "retries", "force_flaky")
 """Options of plugins that run a failed test again."""
@@ -156,7 +156,7 @@ class Control:
         """While it lasts, no other run measures on this machine's devices."""
         return turns.turn(machine.measured_devices(self.device), self.machine.device_name, self.progress.say)
 
-    def work(self, tasks: Sequence[Task], *, everywhere: bool = False) -> Iterator[tuple[str, Outcome]]:
+    def work(self, tasks: Sequence[Task], *, everywhere: bool = False) -> Generator[tuple[str, Outcome]]:
         """Do the tasks in workers and keep what came of them: (id, outcome) as each ends.
 
         A lane for each GPU, or where nothing is timed (`everywhere`) for each core.
@@ -170,14 +170,15 @@ class Control:
         kinds = {task.id: task.kind for task in tasks}
         lost = dict.fromkeys(kinds)
         try:
-            for id, outcome in workers.run(self._split(tasks, everywhere)):
-                lost.pop(id, None)
-                self.keep(id, outcome)
-                if isinstance(outcome, Measurement | Proof):
-                    self.durations.note(kinds[id], id, outcome.seconds)
-                if text := shown(outcome):
-                    self.progress.ended(id, text)
-                yield id, outcome
+            with closing(workers.run(self._split(tasks, everywhere))) as outcomes:
+                for id, outcome in outcomes:
+                    lost.pop(id, None)
+                    self.keep(id, outcome)
+                    if isinstance(outcome, Measurement | Proof):
+                        self.durations.note(kinds[id], id, outcome.seconds)
+                    if text := shown(outcome):
+                        self.progress.ended(id, text)
+                    yield id, outcome
             for id in lost:
                 failure = Failure(status=Status.UNMEASURED, message="its measuring process never reached it")
                 self.keep(id, failure)
@@ -221,10 +222,15 @@ class Control:
         self.asked.add(id)
         if hasattr(self.config, "workerinput"):
             return Result(red=True, message=f"{Status.UNMEASURED} {id}: {BESIDE}")
-        reason = self.inapplicable(item)
-        if reason is not None and id not in self.entries:
-            return Result(skipped=True, message=reason)
-        return self.judge(item)
+        try:
+            reason = self.inapplicable(item)
+            if reason is not None and id not in self.entries:
+                return Result(skipped=True, message=reason)
+            return self.judge(item)
+        except PerfsuiteError as error:
+            if str(error) not in self.problems:
+                self.problems.append(str(error))
+            return Result(red=True, message=f"{Status.UNMEASURED} {id}: {error}")
 
     def judge(self, item: SpeedItem) -> Result:
         """The result of a workload that is for this machine, or accepted on it."""
@@ -298,8 +304,12 @@ class Control:
     def finish(self, session: pytest.Session) -> None:
         """Called once when pytest ends, before the reports are written: what is missing is a problem."""
 
+    def close(self) -> None:
+        """Stop what is still at work where pytest ends before every item has its result."""
+
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        self.close()
         if self._progress is not None:
             self._progress.done()
         self.finish(session)
@@ -314,14 +324,18 @@ class Control:
                 self.written = write_all(self.report(), Path(folder))
             except PerfsuiteError as error:
                 self.notes.append(f"no report: {error}")
-        awaited = self.config.stash.get(AWAITED, None)
+        awaited = self.config.stash.get(conclusion.AWAITED, None)
         if awaited is not None:
             awaited.reach(self.mode, int(session.exitstatus))
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         from perfsuite.report import terminal
 
-        shown = self.report()
+        try:
+            shown = self.report()
+        except PerfsuiteError as error:  # it is not even known which machine this is
+            terminalreporter.write_line(f"no report: {error}")
+            return
         if shown.measurements or shown.verdicts or self.problems:
             terminalreporter.section("perfsuite", sep="=")
             # pytest has printed the failed proofs already.

@@ -7,15 +7,18 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from perfsuite.folders import own_folder
 from perfsuite.machine import measured_devices
 from perfsuite.records import Machine
-from perfsuite.workers import ITEMS, Lane, Task, own_folder
+from perfsuite.workers import ITEMS, Lane, Task
 
 FILE = "durations.json"
 USUAL_S = {"prove": 3.0, "time": 2.0, "items": 2.0, "trace": 2.0}
 """What a task takes that was never done before."""
 START_S = 6.0
 """What a process takes until its first task: importing torch and the test modules."""
+LONGEST_S = 1e6
+"""No task takes that long: the file is damaged."""
 MOST_PROVERS = 12
 """Each takes a context and a cache of the GPU's memory, and several gigabytes of the host's."""
 
@@ -30,8 +33,8 @@ class Durations:
         self.seconds: dict[str, float] = {}
         try:
             found = json.loads(self.path.read_text())
-            self.seconds = {str(k): float(v) for k, v in found.items()}
-        except (OSError, ValueError, TypeError, AttributeError):
+            self.seconds = {str(k): float(v) for k, v in found.items() if 0 <= float(v) < LONGEST_S}
+        except (OSError, ValueError, TypeError, AttributeError, OverflowError, RecursionError):
             pass  # only an estimate depends on it
 
     def of(self, task: Task) -> float:
@@ -53,16 +56,14 @@ class Durations:
 
 def for_timing(tasks: Sequence[Task], machine: Machine, expected: Callable[[Task], float]) -> Split:
     """One lane for each GPU, or one for the CPU: what is timed runs alone on its device."""
-    if machine.count <= 1:
-        return [(Lane(), list(tasks))]
-    lanes = [Lane(environment={"CUDA_VISIBLE_DEVICES": device}) for device in measured_devices("cuda")]
-    return balanced(tasks, lanes, expected)
+    lanes = [Lane(environment={"CUDA_VISIBLE_DEVICES": device}) for device in _several_devices(machine)]
+    return balanced(tasks, lanes or [Lane()], expected)
 
 
 def for_proving(tasks: Sequence[Task], machine: Machine, expected: Callable[[Task], float]) -> Split:
     """A lane for each core; nothing is timed, so that they may disturb each other."""
     count = max(1, min(machine.cores, MOST_PROVERS, len(tasks)))
-    devices = measured_devices("cuda") if machine.count > 1 else ()
+    devices = _several_devices(machine)
     lanes = []
     for number in range(count):
         environment: dict[str, str] = {}
@@ -72,6 +73,12 @@ def for_proving(tasks: Sequence[Task], machine: Machine, expected: Callable[[Tas
             environment["OMP_NUM_THREADS"] = str(max(1, machine.cores // count))
         lanes.append(Lane(environment=environment))
     return balanced(tasks, lanes, expected)
+
+
+def _several_devices(machine: Machine) -> tuple[str, ...]:
+    """The GPUs by the names that CUDA_VISIBLE_DEVICES takes; empty where there is one, or where they have none."""
+    devices = measured_devices("cuda") if machine.count > 1 else ()
+    return devices if len(devices) > 1 else ()
 
 
 def balanced(tasks: Sequence[Task], lanes: Sequence[Lane], expected: Callable[[Task], float]) -> Split:

@@ -16,7 +16,6 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable
 
-    from perfsuite.conclusion import Awaited
     from perfsuite.control import Control
 
 MARKERS = (
@@ -35,7 +34,6 @@ SANITIZER_LOG = "PERFSUITE_SANITIZER_LOG"
 
 CONTROL = pytest.StashKey["Control"]()
 SANITIZED = pytest.StashKey[Any]()
-AWAITED: pytest.StashKey[Awaited] = pytest.StashKey()
 
 if JOB in os.environ:  # before anything else: an orphan would disturb the next measurement
     from perfsuite.orphans import die_with_parent
@@ -92,7 +90,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> Generator[None
         awaited = conclusion.Awaited("gate")
     if awaited is None:
         return (yield)
-    early_config.stash[AWAITED] = awaited
+    early_config.stash[conclusion.AWAITED] = awaited
     try:
         return (yield)
     except (SystemExit, pytest.exit.Exception) as error:
@@ -117,6 +115,8 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(wrapper=True, tryfirst=True, specname="pytest_cmdline_main")
 def pytest_cmdline_main_concluded(config: pytest.Config) -> Generator[None, int | None, int | None]:
     """Whatever ends the run, a verdict that was asked for and not reached is red."""
+    from perfsuite.conclusion import AWAITED
+
     code = yield
     awaited = config.stash.get(AWAITED, None)
     return code if awaited is None else awaited.close(int(code or 0))

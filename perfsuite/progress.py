@@ -11,6 +11,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
+from perfsuite.report import terminal
+
 
 class Progress:
     """Draws through pytest's capture."""
@@ -19,7 +21,7 @@ class Progress:
         self._reporter: Any = config.pluginmanager.get_plugin("terminalreporter")
         reporter = self._reporter
         self._capture: Any = config.pluginmanager.get_plugin("capturemanager")
-        self._console = Console(file=reporter._tw._file, highlight=False) if reporter else Console(quiet=True)
+        self._console = terminal.console(reporter._tw._file) if reporter else Console(quiet=True)
         self._bar: Bar | None = None
         self._task: Any = None
         self._total = self._ended = 0
@@ -47,8 +49,7 @@ class Progress:
         with self._uncaptured():
             if self._reporter is not None:
                 self._reporter.ensure_newline()  # pytest's own line may have begun
-            text = line.encode(self._console.encoding or "utf-8", "replace").decode(self._console.encoding or "utf-8")
-            self._console.print(escape(text), soft_wrap=True)
+            self._console.print(escape(line), soft_wrap=True)
 
     def _uncaptured(self) -> AbstractContextManager[None]:
         if self._capture is None:

@@ -6,6 +6,7 @@ torch.compile falling back to eager so that every Python function is seen.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from perfsuite import inputs as make
 from perfsuite.pair import Pair, Side
 from perfsuite.records import Case
 from perfsuite.revision import Tree
-from perfsuite.second_import import HARNESS, TREE, is_first_party
+from perfsuite.second_import import HARNESS, INSTALLED, TREE, is_first_party, missing
 
 SOURCE_FOLDERS = ("", "src", "python", "lib")
 """Where repositories keep their packages, relative to the top folder."""
@@ -80,7 +81,7 @@ def _eager() -> Any:
 def problem(accepted: Executed, current: Executed, tree: Tree) -> str:
     """Why the comparison would not be one of two revisions, with the remedy; empty where each side runs its own."""
     top, inside = Path(tree.top), Path(tree.folder, TREE)
-    ours = [p for f in sorted(accepted.files) if (p := Path(f)).is_absolute() and not _is_harness(p)]
+    ours = [p for p in _files(accepted) if not _is_harness(p)]
     for path in ours:
         if inside not in path.parents and is_first_party(path, top):
             return f"the accepted revision runs {path.relative_to(top)} of the current tree"
@@ -91,7 +92,12 @@ def problem(accepted: Executed, current: Executed, tree: Tree) -> str:
         copy = _installed(path, inside)
         if is_first_party(path, top) or (copy and len(copy.parts) > 1 and (inside / copy.parent).is_dir()):
             return f"both revisions share the compiled extension {path.name}"
-    shared = next((p for f in sorted(current.files) if inside in (p := Path(f)).parents), None)
+    for path in _extensions(current):
+        if is_first_party(path, top) and not (inside / path.relative_to(top)).exists():
+            return f"the current side runs the compiled extension {path.name}, which git does not hold"
+    if lacking := missing(tree.package):
+        return f"the accepted revision asks for the module {lacking[0]}, which git does not hold at that revision"
+    shared = next((p for p in _files(current) if inside in p.parents), None)
     if shared is not None:
         return f"the current side runs {shared.relative_to(inside)} of the accepted tree: both register the same name"
     if not any(inside in path.parents for path in ours):
@@ -99,17 +105,22 @@ def problem(accepted: Executed, current: Executed, tree: Tree) -> str:
     return ""
 
 
+def _files(executed: Executed) -> list[Path]:
+    """The files whose functions were called, however the paths to them were spelled."""
+    return [Path(f).resolve() for f in sorted(executed.files) if os.path.isabs(f)]
+
+
 def _is_harness(path: Path) -> bool:
-    return Path(__file__).parent in path.parents
+    return Path(__file__).resolve().parent in path.parents
 
 
 def _installed(path: Path, tree: Path) -> Path | None:
     """Where in the tree the source of an installed file would lie; None for a file that is not installed."""
-    parts = path.parts
-    if "site-packages" not in parts or HARNESS in parts:
+    places = [n for n, part in enumerate(path.parts) if part in INSTALLED]
+    inside = path.parts[places[-1] + 1 :] if places else ()
+    if not inside or inside[0] == HARNESS:
         return None
-    inside = Path(*parts[len(parts) - parts[::-1].index("site-packages") :])
-    return next((Path(f, inside) for f in SOURCE_FOLDERS if (tree / f / inside.parts[0]).exists()), None)
+    return next((Path(f, *inside) for f in SOURCE_FOLDERS if (tree / f / inside[0]).exists()), None)
 
 
 def _extensions(executed: Executed) -> list[Path]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from perfsuite.errors import PerfsuiteError
+from perfsuite.folders import own_folder
 from perfsuite.records import Machine, Measurement, from_json, to_json
 from perfsuite.revision import State
-from perfsuite.workers import Outcome, own_folder
+from perfsuite.workers import Outcome
 
 
 class Kept:
@@ -29,13 +31,13 @@ class Kept:
         """The measurements of these workloads that are kept. A line that was cut short does not count."""
         found: dict[str, list[Measurement]] = {}
         try:
-            lines = self.path.read_text().splitlines() if self.path else []
+            lines = self.path.read_bytes().splitlines() if self.path else []
         except OSError:
             lines = []
         for line in lines:
             try:
                 measurement = from_json(Measurement, json.loads(line))
-            except (ValueError, PerfsuiteError):
+            except (ValueError, RecursionError, PerfsuiteError):
                 continue
             if measurement.id in ids:
                 found.setdefault(measurement.id, []).append(measurement)
@@ -48,11 +50,12 @@ class Kept:
         try:
             own_folder(self.path.parent)
             with self.path.open("a") as file:
-                file.write(json.dumps(to_json(outcome)) + "\n")
+                file.write("\n" + json.dumps(to_json(outcome)))  # a line of its own, also after one that was cut short
         except OSError:
             self.path = None
 
     def forget(self) -> None:
-        """The baseline has them now."""
+        """The run has ended: the next one measures anew."""
         if self.path is not None:
-            self.path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                self.path.unlink()

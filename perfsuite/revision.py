@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib
 import os
+import secrets
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +19,7 @@ from typing import Any
 
 from perfsuite import second_import
 from perfsuite.errors import RevisionError
+from perfsuite.folders import own_folder
 from perfsuite.pair import Pair
 
 APART = (
@@ -26,6 +29,8 @@ APART = (
     *("-c", "submodule.recurse=false"),
 )
 """For a temporary index, which is not the repository's: no hook, daemon or shared index may be involved."""
+LONGEST_RUN_S = 86400.0
+"""Trees that are older were left by a run that was killed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +45,7 @@ class Tree:
 
 
 def git(*arguments: str, cwd: Path, options: Sequence[str] = (), variables: Mapping[str, str] | None = None) -> str:
-    """Output of a git command, run with git's own `options`; RevisionError with its last line where it fails."""
+    """Output of a git command, run with git's own `options`; RevisionError with its reason where it fails."""
     environment = {**os.environ, **variables} if variables else None
     command = ["git", *options, *arguments]
     try:
@@ -48,9 +53,15 @@ def git(*arguments: str, cwd: Path, options: Sequence[str] = (), variables: Mapp
     except FileNotFoundError:
         raise RevisionError("git is not installed") from None
     if done.returncode:
-        lines = done.stderr.decode(errors="replace").strip().splitlines()
-        raise RevisionError(f"git {arguments[0]}: {lines[-1] if lines else 'failed'}")
+        raise RevisionError(f"git {arguments[0]}: {_reason(done.stderr.decode(errors='replace'))}")
     return done.stdout.decode(errors="replace").strip()
+
+
+def _reason(output: str) -> str:
+    """Why git failed, in one line, with the command that it suggests."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()] or ["failed"]
+    fatal = next((line.removeprefix("fatal: ") for line in lines if line.startswith("fatal: ")), lines[-1])
+    return f"{fatal}: {lines[-1]}" if lines[-1].startswith("git ") else fatal
 
 
 def top_level(root: Path) -> Path:
@@ -81,17 +92,17 @@ def state(root: Path) -> State:
     """What git says of the tree at `root`. RevisionError where there is a repository that git cannot read."""
     try:
         top_level(root)
+        try:
+            revision = git("rev-parse", "--verify", "--quiet", "HEAD", cwd=root)
+        except RevisionError:
+            return State(problem="its git repository has no commit yet")
+        return State(revision=revision, dirty=bool(git("status", "--porcelain", "--untracked-files=no", cwd=root)))
     except RevisionError as error:
         if _repository(root) is None:
             return State(problem="it is not in a git repository")
         raise RevisionError(
             f"git cannot read the repository of {root}: {error}; repair it, or remove its .git folder"
         ) from None
-    try:
-        revision = git("rev-parse", "--verify", "--quiet", "HEAD", cwd=root)
-    except RevisionError:
-        return State(problem="its git repository has no commit yet")
-    return State(revision=revision, dirty=bool(git("status", "--porcelain", "--untracked-files=no", cwd=root)))
 
 
 def quiet_state(root: Path) -> State:
@@ -131,7 +142,7 @@ def extract(revision: str, root: Path, into: Path) -> Tree:
     """
     full, top = resolve(revision, root), top_level(root).resolve()
     try:
-        into.mkdir(parents=True, exist_ok=True)
+        own_folder(into)
         folder = Path(tempfile.mkdtemp(prefix=f"{full[:12]}-", dir=into)).resolve()
         tree = folder / second_import.TREE
         tree.mkdir()
@@ -152,18 +163,27 @@ def extract(revision: str, root: Path, into: Path) -> Tree:
 def extracted(
     revisions: Iterable[str], root: Path, folder: Path
 ) -> Iterator[tuple[dict[str, Tree], dict[str, RevisionError]]]:
-    """(trees, refused): each revision's tree in `folder`, or why there is none. The folder is gone afterwards."""
+    """(trees, refused): each revision's tree in `folder`, or why there is none. The trees are gone afterwards.
+
+    Another run may have trees of its own there; those that a killed run left are removed, too.
+    """
     trees: dict[str, Tree] = {}
     refused: dict[str, RevisionError] = {}
+    own = folder / f"run-{secrets.token_hex(4)}"
     try:
         for revision in dict.fromkeys(revisions):
             try:
-                trees[revision] = extract(revision, root, folder)
+                trees[revision] = extract(revision, root, own)
             except RevisionError as error:
                 refused[revision] = error
         yield trees, refused
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(own, ignore_errors=True)
+        with suppress(OSError):
+            for left in folder.iterdir():
+                if left.stat().st_mtime < time.time() - LONGEST_RUN_S:
+                    shutil.rmtree(left, ignore_errors=True)
+            folder.rmdir()
 
 
 def load_pair(pair: Pair, module: ModuleType, tree: Tree) -> Pair:
@@ -178,16 +198,18 @@ def load_pair(pair: Pair, module: ModuleType, tree: Tree) -> Pair:
     name = f"{tree.package}.{module.__name__}"
     try:
         found: Any = getattr(_imported(name, module, tree), pair.name)
-    except ModuleNotFoundError as error:
-        missing = str(error.name or "").removeprefix(f"{tree.package}.")
-        if missing == module.__name__:
-            raise RevisionError(f"there is no module {missing} in the accepted revision") from None
-        raise RevisionError(
-            f"{where} of the accepted revision imports {missing}, which git does not hold at that revision; "
-            "commit that module, and accept again"
-        ) from None
-    except Exception as error:
-        lines = str(error).splitlines() or [""]
+    except (KeyboardInterrupt, RevisionError):
+        raise
+    except BaseException as error:  # a module may skip its tests or exit when it is imported
+        if isinstance(error, ModuleNotFoundError) and str(error.name).startswith(f"{tree.package}."):
+            missing = str(error.name).removeprefix(f"{tree.package}.")
+            if f"{module.__name__}.".startswith(f"{missing}."):
+                raise RevisionError(f"there is no module {module.__name__} in the accepted revision") from None
+            raise RevisionError(
+                f"{where} of the accepted revision imports {missing}, which git does not hold at that revision; "
+                "commit that module, and accept again"
+            ) from None
+        lines = str(error).replace(f"{tree.package}.", "").splitlines() or [""]
         raise RevisionError(
             f"{where} cannot be loaded from the accepted revision: {type(error).__name__}: {lines[0][:200]}"
         ) from None

@@ -1,10 +1,10 @@
 """Import another revision's tree beside the current one, under names of its own.
 
-A tree at `<folder>/tree` comes with a package at `<folder>/<package>`, which `write_package` makes. With `folder` on
-sys.path, `import <package>.optimized.kernels` imports the tree's `optimized/kernels.py`. Inside the tree's modules
-every import of one of its own top-level names is rewritten to that package when the source is compiled, wherever it
-stands, and so is `importlib.import_module`. No name is shared with the current tree, so nothing that looks a module up
-by its name (torch.compile, pickle, a registry, a process that a data loader starts) finds the current one.
+A tree at `<folder>/work-tree` comes with a package at `<folder>/<package>`, which `write_package` makes. With
+`folder` on sys.path, `import <package>.optimized.kernels` imports the tree's `optimized/kernels.py`. Inside the tree's
+modules every import of one of its own top-level names is rewritten to that package when the source is compiled,
+wherever it stands, and so is `importlib.import_module`. No name is shared with the current tree, so nothing that looks
+a module up by its name (torch.compile, pickle, a registry, a process that a data loader starts) finds the current one.
 
 The harness itself is never imported twice.
 """
@@ -24,10 +24,13 @@ from types import CodeType, ModuleType
 from typing import Any
 
 HARNESS = "perfsuite"
-TREE = "tree"
-"""The folder of a tree, beside its package."""
+TREE = "work-tree"
+"""The folder of a tree, beside its package; no name that could be imported."""
 PREFIX = "perfsuite_revision_"
-_SHIM, _IMPORT = "__importlib__", "__import_module__"
+INSTALLED = frozenset({"site-packages", "dist-packages"})
+ENVIRONMENTS = frozenset(Path(p).resolve() for p in (sys.prefix, sys.base_prefix))
+"""Where Python's own modules lie, which may be a folder of the repository."""
+_SHIM, _IMPORT, _MISSING = "__importlib__", "__import_module__", "__missing__"
 
 
 def write_package(folder: Path, top: Path) -> str:
@@ -51,15 +54,24 @@ def install(package: str, tree: str, top: str) -> None:
     module.__path__ = finder.paths
     setattr(module, _IMPORT, finder.import_module)
     setattr(module, _SHIM, _Importlib(finder))
+    setattr(module, _MISSING, finder.missing)
     sys.meta_path.insert(0, finder)
+
+
+def missing(package: str) -> list[str]:
+    """Modules that the tree's code has asked for and the tree lacks, although the current tree has them."""
+    found: list[str] = getattr(sys.modules[package], _MISSING)
+    return found
 
 
 def is_first_party(file: Path, top: Path) -> bool:
     """Whether a file is the repository's own code: below `top`, and in no environment or hidden folder of it."""
     if top not in file.parents:
         return False
+    if any(top in e.parents and e in file.parents for e in ENVIRONMENTS):
+        return False
     inside = file.relative_to(top).parts
-    return "site-packages" not in inside and not any(part.startswith(".") for part in inside)
+    return INSTALLED.isdisjoint(inside) and not any(part.startswith(".") for part in inside)
 
 
 class _Finder(MetaPathFinder):
@@ -68,6 +80,7 @@ class _Finder(MetaPathFinder):
     def __init__(self, package: str, tree: Path, top: Path) -> None:
         self.package, self.tree, self.top = package, tree, top
         self.paths = list(dict.fromkeys([str(tree), *(p for e in sys.path if (p := self._mapped(e)))]))
+        self.missing: list[str] = []
         self._owned: dict[str, bool] = {}
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
@@ -76,6 +89,8 @@ class _Finder(MetaPathFinder):
         spec = PathFinder.find_spec(fullname, path)
         if spec is not None and isinstance(spec.loader, SourceFileLoader):
             spec.loader = _Loader(fullname, str(spec.origin), self)
+        if spec is None and _is_current(fullname.removeprefix(f"{self.package}.")):
+            self.missing.append(fullname.removeprefix(f"{self.package}."))
         return spec
 
     def owns(self, name: str) -> bool:
@@ -85,13 +100,15 @@ class _Finder(MetaPathFinder):
         return self._owned[name]
 
     def _is_own(self, name: str) -> bool:
-        current = _location(name)
-        if current is not None and not is_first_party(current, self.top):
-            return False  # the current tree imports it from elsewhere, too
-        if current is not None and (mapped := self._mapped(str(current.parent))) and mapped not in self.paths:
+        spec = _current_spec(name)
+        if spec is None:
+            return PathFinder.find_spec(name, self.paths) is not None
+        current = _location(spec)
+        if current is None or not is_first_party(current, self.top):
+            return False  # built in, or the current tree imports it from elsewhere, too
+        if (mapped := self._mapped(str(current.parent))) and mapped not in self.paths:
             self.paths.append(mapped)  # an editable install may put a folder on no path
-        # A module that only the current tree has is the tree's own all the same: it must not be found there.
-        return current is not None or PathFinder.find_spec(name, self.paths) is not None
+        return True  # also where the tree lacks it: it must not be found in the current tree
 
     def import_module(self, name: str, package: str | None = None) -> ModuleType:
         """What `importlib.import_module` is to the tree's modules."""
@@ -107,15 +124,26 @@ class _Finder(MetaPathFinder):
         return str(inside) if inside.exists() else None
 
 
-def _location(name: str) -> Path | None:
-    """The file or folder that the current tree imports this top-level name from; None where it has none."""
+def _current_spec(name: str) -> ModuleSpec | None:
+    """What the current tree imports under this top-level name; None where there is nothing."""
     module = sys.modules.get(name)
     try:
-        spec: ModuleSpec | None = module.__spec__ if module is not None else importlib.util.find_spec(name)
+        return module.__spec__ if module is not None else importlib.util.find_spec(name)
     except (ImportError, ValueError, AttributeError):
         return None
-    if spec is None:
-        return None
+
+
+def _is_current(name: str) -> bool:
+    """Whether the current tree has this module, as far as can be said without an import."""
+    parent, _, last = name.rpartition(".")
+    if not parent:
+        return _current_spec(name) is not None
+    paths = getattr(sys.modules.get(parent), "__path__", None)
+    return name in sys.modules or (paths is not None and PathFinder.find_spec(last, list(paths)) is not None)
+
+
+def _location(spec: ModuleSpec) -> Path | None:
+    """The file or folder of a module; None for a built-in one."""
     if spec.submodule_search_locations:
         return Path(next(iter(spec.submodule_search_locations))).resolve()
     return Path(spec.origin).resolve() if spec.has_location and spec.origin else None

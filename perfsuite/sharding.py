@@ -69,6 +69,7 @@ def merge(reports: Sequence[RunReport]) -> RunReport:
         complete=all(r.complete for r in reports),
         selected=sum(r.selected or 0 for r in reports),
         workloads=tuple(i for r in reports for i in r.workloads),
+        skipped=tuple(i for r in reports for i in r.skipped),
         shard="",
     )
 
@@ -123,4 +124,5 @@ def _joined(parts: Sequence[Correctness]) -> Correctness:
 
 def exit_code(report: RunReport) -> int:
     """Of a merged report: as of a run."""
-    return conclusion.of(report.verdicts.values(), report.problems, early=not report.complete)
+    wrong = bool(report.correctness.failed)
+    return conclusion.of(report.verdicts.values(), report.problems, early=not report.complete, wrong=wrong)

@@ -56,14 +56,26 @@ def _settle() -> None:
     gc.freeze()  # to look through torch's modules at each collection takes a fifth of a second
 
 
-def _run_item(item: pytest.Item) -> Reported:
-    """Run a correctness item as pytest does, without printing its reports here."""
-    from _pytest.runner import runtestprotocol
+class _Reports:
+    """A plugin that keeps what pytest reports."""
 
-    reports = runtestprotocol(item, log=False, nextitem=None)
-    return Reported(
-        reports=tuple(item.config.hook.pytest_report_to_serializable(config=item.config, report=r) for r in reports)
-    )
+    def __init__(self) -> None:
+        self.every: list[pytest.TestReport] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.every.append(report)
+
+
+def _run_item(item: pytest.Item) -> Reported:
+    """Run a correctness item as pytest does, with what its plugins put around one, such as filters of warnings."""
+    reports, plugins, hook = _Reports(), item.config.pluginmanager, item.config.hook
+    plugins.register(reports)
+    try:
+        item.ihook.pytest_runtest_protocol(item=item, nextitem=None)
+    finally:
+        plugins.unregister(reports)
+    made = (hook.pytest_report_to_serializable(config=item.config, report=r) for r in reports.every)
+    return Reported(reports=tuple(made))
 
 
 class _Workload:
@@ -132,6 +144,9 @@ class _Workload:
         began = perf_counter()
         with phases.time("accepted side"):
             accepted, unloaded = self._comparable(seed)
+        if unloaded:
+            # The other revision may have registered its functions in the place of the current ones.
+            return Proof(id=self.item.nodeid, seed=seed, unloaded=unloaded, seconds=perf_counter() - began)
         bench = self._bench(seed, accepted)
         bench.phases = phases
         proof = measuring.prove(
@@ -142,7 +157,7 @@ class _Workload:
             time_reference=task.time_reference,
         )
         ran = self._ran(bench) if task.note_ran else None
-        return replace(proof, unloaded=unloaded, ran=ran, seconds=perf_counter() - began)
+        return replace(proof, ran=ran, seconds=perf_counter() - began)
 
     def _ran(self, bench: Any) -> Ran:
         """Everything that the optimized side runs."""
@@ -205,6 +220,8 @@ class _Workload:
 
     def _shared(self, bench: Any) -> str:
         """Why the accepted side would not run the accepted revision's code; empty where it does."""
+        import torch
+
         from perfsuite import provenance
         from perfsuite.equivalence import NotEquivalent
         from perfsuite.sampling import ACCEPTED, OPTIMIZED
@@ -217,7 +234,7 @@ class _Workload:
         current = executed(OPTIMIZED, bench.pair)
         try:
             accepted = executed(ACCEPTED, bench.accepted)
-        except NotEquivalent:
+        except (NotEquivalent, torch.OutOfMemoryError):
             raise
         except Exception as error:
             lines = str(error).strip().splitlines() or [""]

@@ -17,12 +17,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from perfsuite.errors import PerfsuiteError
+from perfsuite.folders import own_folder
 from perfsuite.orphans import PARENT
 from perfsuite.records import Measurement, Proof, Status, from_json, to_json
 from perfsuite.revision import Tree
@@ -35,8 +36,6 @@ FORGED = (
     "a result that the harness did not write appeared among its own: code under test writes to the results file; "
     "nothing of this process is believed"
 )
-SCRATCH = ".perfsuite"
-"""The project's folder for what a run leaves behind: reports, logs, trees of revisions."""
 POLL_S = 0.02
 START_LIMIT_S = 300.0
 """From a worker's start to its first task: importing torch and the test modules."""
@@ -119,11 +118,14 @@ class Workers:
     arguments: Sequence[str]
     progress: Callable[[int, str], None] = lambda lane, id: None
 
-    def run(self, lanes: Sequence[tuple[Lane, Sequence[Task]]]) -> Iterator[tuple[str, Outcome]]:
+    def run(self, lanes: Sequence[tuple[Lane, Sequence[Task]]]) -> Generator[tuple[str, Outcome]]:
         """Each lane's tasks in order, all lanes beside each other: (id, outcome) as each task ends."""
-        running = [self._process(n, lane, tasks) for n, (lane, tasks) in enumerate(lanes) if tasks]
+        running: list[_Process] = []
         interrupt: KeyboardInterrupt | None = None
         try:
+            for number, (lane, tasks) in enumerate(lanes):
+                if tasks:
+                    running.append(self._process(number, lane, tasks))
             while running:
                 for process in list(running):
                     yield from process.poll()
@@ -141,7 +143,7 @@ class Workers:
                         process.interrupt()
         finally:
             for process in running:
-                process.close()
+                process.end()
 
     def _process(self, number: int, lane: Lane, tasks: Sequence[Task]) -> _Process:
         stem = self.folder / f"worker-{os.getpid()}-{next(_numbers)}"
@@ -149,12 +151,12 @@ class Workers:
         ids = list(dict.fromkeys(t.id for t in tasks))
         try:
             process.write(ids)
+            self._spawn(process)
         except OSError as error:
             raise PerfsuiteError(
-                f"{self.folder}: cannot be written ({error.strerror or error}); make the project's folder writable, "
-                "with space on it"
+                f"no process can be started in {self.folder}, which cannot be used ({error.strerror or error}); make "
+                "the project's folder writable, with space on it"
             ) from None
-        self._spawn(process)
         return process
 
     def _spawn(self, process: _Process) -> None:
@@ -200,7 +202,11 @@ class _Process:
     def poll(self) -> Iterator[tuple[str, Outcome]]:
         """The outcomes since the last time; a crash or a hang is one."""
         ended = self.child.poll() is not None
-        for line in self.lines.new():
+        try:
+            lines = self.lines.new()
+        except OSError:
+            lines = [b"the file is gone"]  # no line of the harness, as any other that the code under test changes
+        for line in lines:
             if not self.left:
                 break  # no line is valid after the last result
             event = _verified(line, self.key)
@@ -214,14 +220,14 @@ class _Process:
                 self.phase, self.deadline = "start", time.monotonic() + limit
         late = time.monotonic() > self.deadline
         if self.interrupted:
-            self.over = True
+            self.end()
         elif self.left and ended:
             yield self._stop(_died(self.phase, self._epitaph()))
         elif self.left and late:
             limit = self.left[0].limit_s
             yield self._stop(_died(self.phase, f"hangs: it was stopped after its time limit of {limit:g} s"))
         elif ended or late:
-            self.close()
+            self.end()
 
     def _event(self, event: Mapping[str, Any]) -> Outcome | None:
         if event["event"] == "begin":
@@ -234,9 +240,8 @@ class _Process:
         return None
 
     def _stop(self, message: str) -> tuple[str, Failure]:
-        """The first task that is left fails; the others are for the next process."""
-        end(self.child)
-        self.over = True
+        """The first task that is left fails, and the log is evidence; the others are for the next process."""
+        self.end(".log")
         return self.left.pop(0).id, Failure(status=Status.UNMEASURED, message=message)
 
     def interrupt(self) -> None:
@@ -244,13 +249,12 @@ class _Process:
         end(self.child)
         self.interrupted = True
 
-    def close(self) -> None:
-        """End the process; its files go, unless a task is left, when its log is evidence."""
+    def end(self, *kept: str) -> None:
+        """End the process; its files go, except those with these suffixes."""
         end(self.child)
         self.over = True
-        if not self.left:
-            for suffix in (".jsonl", ".log", ".json", ".args"):
-                self.file(suffix).unlink(missing_ok=True)
+        for suffix in {".jsonl", ".log", ".json", ".args"}.difference(kept):
+            self.file(suffix).unlink(missing_ok=True)
 
     def _epitaph(self) -> str:
         code, log = self.child.returncode, self.file(".log")
@@ -260,17 +264,6 @@ class _Process:
         if code < 0:
             return f"crashed with {signal.Signals(-code).name}; the worker's log is {log}"
         return f"ended the measuring process with exit code {code}: {' | '.join(tail)[:400]}; its log is {log}"
-
-
-def own_folder(folder: Path) -> None:
-    """Make a folder below `.perfsuite`, which git is told to ignore. OSError where that cannot be done."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for top in (folder, *folder.parents):
-        if top.name == SCRATCH:
-            ignore = top / ".gitignore"
-            if not ignore.exists():
-                ignore.write_text("*\n")
-            return
 
 
 def start(
@@ -294,11 +287,10 @@ def start(
 
 
 def end(child: subprocess.Popen[bytes]) -> None:
-    """Kill it with all that it has started, and wait for it, unless it has ended."""
-    if child.poll() is None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
+    """Kill it with all that it has started, which may outlive it, and wait for it."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # on macOS a group of zombies alone refuses
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
 
 
 class Lines:

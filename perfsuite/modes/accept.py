@@ -11,7 +11,7 @@ import pytest
 from perfsuite import baseline, gate, revision
 from perfsuite.control import failed
 from perfsuite.errors import BaselineError, PerfsuiteError
-from perfsuite.modes.paired import Paired
+from perfsuite.modes.paired import Paired, alone_first
 from perfsuite.resuming import Kept
 from perfsuite.workers import Task
 
@@ -84,11 +84,11 @@ class Accept(Paired):
         for id in [i for i in proven if i in self.stored]:
             self.notes.append(f"{id}: the gate will compare it with stored figures: {self.stored[id]}")
         for number in range(wanted):
-            tasks = [
+            tasks = alone_first(
                 self._accept_task(i, number)
                 for i in proven
                 if i not in self.failures and len(self.runs.get(i, ())) == number
-            ]
+            )
             self.announce(tasks)
             for id, outcome in self.work(tasks):
                 kept.add(id, outcome)
@@ -98,7 +98,7 @@ class Accept(Paired):
         return Task(
             id=id,
             limit_s=self.items[id].pair.time_limit,
-            accepted=None if id in self.stored else self.trees.get(id),
+            accepted=self._tree(id),
             proof=self.proofs.get(id),
             thorough=number < THOROUGH_PROCESSES,
         )
@@ -125,6 +125,7 @@ class Accept(Paired):
             if v.status.green
         ]
         if not entries:
+            self._kept.forget()
             return
         prune = self.arguments.get("prune") == "yes"
         drop = [i for i in self.entries if i not in self.known and self.in_scope(i)] if prune else []

@@ -41,12 +41,12 @@ class Compare(Paired):
             if refused:
                 raise refused[full]
             self.trees = dict.fromkeys(ids, trees[full])
-            proven = self.prove(ids)
-            for id in [i for i in proven if i in self.stored]:
-                # Without the other revision's side there is nothing to compare with.
-                self.failures[id] = Failure(status=Status.UNMEASURED, message=self.stored[id])
+            self.prove(ids)
             self.verdicts = {i: failed(i, self.failures[i]) for i in ids if i in self.failures}
             self.verdicts |= self.decide([i for i in ids if i not in self.failures], gate.Suite(paired=noise))
+
+    def without_revision(self, id: str, reason: str) -> None:
+        self.failures[id] = Failure(status=Status.UNMEASURED, message=reason)  # there is nothing to compare with
 
     def _sample(self, ids: object) -> set[str]:
         return set(self.items)  # without a baseline, only a second process tells how noisy a workload is

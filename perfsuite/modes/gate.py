@@ -47,7 +47,9 @@ class Gate(Paired):
         elif others := sorted(p.stem for p in self.baselines.glob("*.json")):
             self.notes.append(f"no baseline for {self.machine.device}; there are: {', '.join(others)}")
         self.problems += self._missing()
-        if not self.items:
+        if not self.items and self.shard is not None:
+            self.problems.append(f"nothing was measured: shard {self.shard} has no workload; make fewer shards")
+        elif not self.items:
             self.problems.append("nothing was measured: no timed item of a pair was selected; see `perfsuite list`")
 
     def _missing(self) -> list[str]:
@@ -69,8 +71,12 @@ class Gate(Paired):
 
     def judge(self, item: SpeedItem) -> Result:
         if not self.verdicts:
-            with self.turn():
-                self.verdicts = waivers.apply(self._judge_all(), self.waivers)
+            try:
+                with self.turn():
+                    verdicts = self._judge_all()
+            except PerfsuiteError as error:
+                verdicts = {i: self.unmeasured(i, str(error)) for i in self.items}
+            self.verdicts = waivers.apply(verdicts, self.waivers)
         verdict = self.verdicts[item.nodeid]
         return self.judged(item.nodeid, red=not verdict.status.green)
 

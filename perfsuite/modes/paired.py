@@ -18,6 +18,8 @@ from perfsuite.workers import PROVE, Failure, Task
 SAMPLE_SHARE = 4
 """One workload in four always runs a second process: that shows whether this run is noisier than the accepted one."""
 SAMPLE_LEAST = 8
+MOST_PROCESSES = 2 * gate.LOOKS[-1]
+"""The rule decides before that."""
 OUT_OF_MEMORY = "runs out of device memory"
 
 
@@ -34,7 +36,16 @@ class Paired(Control):
 
     def prove(self, ids: Collection[str]) -> list[str]:
         """Prove both sides of each on all cores, which compiles what they compile; the ids that go on."""
-        tasks = [self._prove_task(i) for i in ids]
+        self._prove(ids)
+        unloaded = [i for i in ids if i in self.proofs and self.proofs[i].unloaded]
+        for id in unloaded:
+            self.without_revision(id, self.proofs.pop(id).unloaded)
+        # In processes that have not imported the other revision, which may have changed what the current side calls.
+        self._prove([i for i in unloaded if i not in self.failures])
+        return [i for i in ids if i not in self.failures]
+
+    def _prove(self, ids: Collection[str]) -> None:
+        tasks = alone_first(self._prove_task(i) for i in ids)
         self.announce(tasks, proving=True)
         for _ in self.work(tasks, everywhere=True):
             pass
@@ -43,9 +54,10 @@ class Paired(Control):
             del self.failures[task.id]
         for _ in self.work(crowded):
             pass
-        for id in (i for i in ids if i in self.proofs and self.proofs[i].unloaded):
-            self.stored[id] = self.proofs[id].unloaded
-        return [i for i in ids if i not in self.failures]
+
+    def without_revision(self, id: str, reason: str) -> None:
+        """The workload cannot be timed beside the other revision, for this reason."""
+        self.stored[id] = reason
 
     def _prove_task(self, id: str) -> Task:
         entry, promised = self.entry(id), self.promises(id).speedup
@@ -53,7 +65,7 @@ class Paired(Control):
             id=id,
             kind=PROVE,
             limit_s=self.items[id].pair.time_limit,
-            accepted=self.trees.get(id),
+            accepted=self._tree(id),
             reference=self.reference(id, first=True),
             slow=entry is not None and planning.is_slow(entry),
             time_reference=entry is not None
@@ -84,8 +96,9 @@ class Paired(Control):
         sample = self._sample(ids)
         left = list(ids)
         verdicts: dict[str, Verdict] = {}
+        opened: dict[str, Open] = {}
         while left:
-            tasks = [self._time_task(i) for i in left]
+            tasks = alone_first(self._time_task(i) for i in left)
             self.announce(tasks)
             for _ in self.work(tasks):
                 pass
@@ -95,8 +108,9 @@ class Paired(Control):
             verdicts = {i: a for i, a in answers.items() if isinstance(a, Verdict)}
             opened = {i: a for i, a in answers.items() if isinstance(a, Open)}
             self.full |= {i for i, a in opened.items() if a.reference}
-            left = [i for i in ids if i in opened]
+            left = [i for i in opened if len(self.runs.get(i, ())) < MOST_PROCESSES]
             self.progress.say(_round(verdicts.values(), opened))
+        verdicts |= {i: self.undecided(i, answer) for i, answer in opened.items()}
         return verdicts | {i: failed(i, self.failures[i]) for i in ids if i in self.failures}
 
     def _sample(self, ids: Collection[str]) -> set[str]:
@@ -109,12 +123,16 @@ class Paired(Control):
         return Task(
             id=id,
             limit_s=self.items[id].pair.time_limit,
-            accepted=None if id in self.stored else self.trees.get(id),
+            accepted=self._tree(id),
             proof=self.proofs.get(id),
             reference=self.reference(id, first=id not in self.runs),
             blocks=self.blocks(id),
             thorough=False,
         )
+
+    def _tree(self, id: str) -> Tree | None:
+        """The revision that joins the current one."""
+        return None if id in self.stored else self.trees.get(id)
 
     def _subject(self, id: str, *, sampled: bool) -> Subject:
         tree = self.trees.get(id)
@@ -139,9 +157,23 @@ class Paired(Control):
         """The promises that this mode holds."""
         return PromiseRecord()
 
+    def undecided(self, id: str, answer: Open) -> Verdict:
+        """The verdict on a workload that the rule has not decided after as many processes as any may have."""
+        return failed(
+            id, Failure(status=Status.NOISY, message=f"not decided after {MOST_PROCESSES} processes: {answer.reason}")
+        )
+
     def unmeasured(self, id: str, reason: str) -> Verdict:
         """The verdict on a workload that nothing is known of."""
         return failed(id, Failure(status=Status.UNMEASURED, message=reason))
+
+
+def alone_first(tasks: Iterable[Task]) -> list[Task]:
+    """The tasks in an order in which no revision is imported before a task that times the current one alone.
+
+    What that import registers by name (`torch.library.custom_op`) would replace what the current side calls.
+    """
+    return sorted(tasks, key=lambda task: task.accepted is not None)
 
 
 def _round(verdicts: Iterable[Verdict], opened: Mapping[str, Open]) -> str:

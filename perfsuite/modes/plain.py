@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import replace
 
 from perfsuite import gate
@@ -20,7 +20,11 @@ class Plain(Control):
 
     def __init__(self, config: object) -> None:
         super().__init__(config)  # type: ignore[arg-type]  # pytest's
-        self._stream: Iterator[tuple[str, Outcome]] | None = None
+        self._stream: Generator[tuple[str, Outcome]] | None = None
+
+    def close(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
 
     def judge(self, item: SpeedItem) -> Result:
         id = item.nodeid
@@ -42,7 +46,7 @@ class Plain(Control):
             self.verdicts |= gate.promises_only(runs, promises, selected=max(1, len(self.items)))
         return self.judged(id, red=self.verdicts[id].status not in ONE_PROCESS)
 
-    def _measured(self) -> Iterator[tuple[str, Outcome]]:
+    def _measured(self) -> Generator[tuple[str, Outcome]]:
         ids = self.measurable()
         tasks = [Task(id=i, limit_s=self.items[i].pair.time_limit) for i in ids]
         self.before(tasks)

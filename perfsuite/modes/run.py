@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import pytest
@@ -22,13 +22,18 @@ class Run(Plain):
 
     def __init__(self, config: object) -> None:
         super().__init__(config)
-        self._proofs: Iterator[tuple[str, Outcome]] | None = None
+        self._proofs: Generator[tuple[str, Outcome]] | None = None
         self._ended: dict[str, Outcome] = {}
 
     def collected(self, every: Sequence[pytest.Item], selected: list[pytest.Item]) -> None:
         super().collected(every, selected)
         selected.sort(key=lambda item: not isinstance(item, SpeedItem))
         self._proven = [i for i in selected if not isinstance(i, SpeedItem)]
+
+    def close(self) -> None:
+        super().close()
+        if self._proofs is not None:
+            self._proofs.close()
 
     def before(self, tasks: list[Task]) -> None:
         self.announce(tasks, self._item_tasks())
