@@ -47,13 +47,16 @@ def of_ratio(entry: Entry | None, runs: Sequence[Measurement], slower: float) ->
 
 
 def of_speedup(entry: Entry | None, runs: Sequence[Measurement]) -> tuple[str | None, str]:
-    """(what moved, why) where the optimized code is as accepted, but its speedup over the reference is not."""
+    """(what moved, why) where the optimized code is as accepted, but its speedup over the reference is not.
+
+    Of processes without the accepted revision it is what `of_ratio` says. At least one process timed the reference.
+    """
     if entry is None:
         return None, ""
-    timed = [m for m in runs if "reference" in m.sides]
+    timed = [m for m in runs if m.log_ratios.get("reference")]
     lost = math.log(entry.speedup()) - fmean(fmean(m.log_ratios["reference"]) for m in timed)
     side, why = of_ratio(entry, timed, lost)
-    if side != "optimized":
+    if side != "optimized" or not all("accepted" in m.log_ratios for m in timed):
         return side, why
     # Interleaved with the accepted revision it has not moved, so the cause lies beneath both revisions.
     known = bool(_anchor_shifts(entry, timed))
@@ -101,7 +104,7 @@ def _anchor_shifts(entry: Entry, runs: Sequence[Measurement]) -> dict[str, float
     accepted = entry.anchors()
     shifts = {}
     for name in names:
-        now = [m.anchors[name] for m in runs if name in m.anchors]
+        now = [seconds for m in runs if (seconds := m.anchors.get(name, 0.0)) > 0]
         if now and name in accepted:
             shifts[name] = math.log(median(now)) - math.log(accepted[name])
     return shifts

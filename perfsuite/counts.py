@@ -15,7 +15,7 @@ from perfsuite.records import Measurement, PromiseRecord
 NAMES = {"peak_bytes": "peak memory", "host_syncs": "host syncs", "launches": "kernel launches"}
 MEMORY_SHARE = 0.02
 MEMORY_BYTES = 1 << 20
-"""The allocator hands out blocks of up to 2 MiB whole; twice as much is a tensor."""
+"""The caching allocator packs requests of up to 1 MiB into shared blocks; a larger one is a tensor by itself."""
 
 
 def broken(runs: Sequence[Measurement], promises: PromiseRecord) -> str:

@@ -11,22 +11,24 @@ time enters the comparison. After each number of processes in LOOKS the rule dec
 
 **Margin** The smallest slowdown that matters. A workload may declare it. Otherwise it is what the device resolves: the
 smallest slowdown that six processes find with 95% power given the accepted noise, at least 1%; where that is above 2%,
-what all twelve find, up to 10%.
+what all twelve find, from 2% to 10%. Without an entry this run's own noise takes the place of the accepted one.
 
 **Noise** The variance of a process mean comes from the A/A comparison made at acceptance, shrunk toward the suite's
 (statistics.py), and from this run's own processes. A workload that varies far beyond it (F test) is judged by its own
-processes alone. Where the whole run varies more than accepted, all variances grow by that factor; for this a random
-sample of the workloads (`Subject.sampled`) always runs a second process.
+processes alone. Where the whole run varies more than accepted, the variances of all interleaved workloads grow by that
+factor; for this a random sample of the workloads (`Subject.sampled`) always runs a second process.
 
 **Stored figures** are compared only where the accepted revision cannot be run (`Subject.stored` says why). The session
-shift does not cancel there, so the margin is wider, and a change is blamed on the code only where the optimized side's
-own seconds moved. A reference too slow to repeat leaves the seconds alone: they hold OWN_SECONDS_MARGIN.
+shift does not cancel there, so the margin is wider. A slowdown is NOISY unless the optimized side's own seconds moved
+and the device did not, and a PASS is NOISY where the reference's seconds moved. A reference too slow to repeat leaves
+the optimized side's seconds alone: they hold OWN_SECONDS_MARGIN.
 
 **Promises** A promised speedup holds where the lower bound of this run's speedup is above it, and is broken where the
-upper bound is below it, at ALPHA over looks and workloads. Promised counts (memory, syncs, launches) are exact. What
-was counted more than when accepted is red too (counts.py).
+upper bound is below it, at ALPHA over looks and workloads. Where twelve processes with the reference in full show
+neither, the estimate decides: NOISY above the promise, BELOW_FLOOR below. Promised counts (memory, syncs, launches) are
+exact. What was counted more than when accepted in two processes is REGRESSED (counts.py).
 
-A stored speedup that is no longer reached is always reported with its cause (causes.py).
+A green verdict names the cause where the stored speedup is clearly no longer reached (causes.py).
 
 Whatever is missing, contradictory or not finite is red: UNMEASURED or NO_BASELINE, never PASS.
 """
@@ -40,7 +42,7 @@ from statistics import median
 
 from perfsuite import causes, counts, planning
 from perfsuite.baseline import Entry, changes_since
-from perfsuite.records import Measurement, PromiseRecord, SideRecord, Status, Verdict
+from perfsuite.records import Measurement, PromiseRecord, Status, Verdict
 from perfsuite.statistics import (
     DEFAULT_NOISE,
     PROCESS_DOF,
@@ -94,8 +96,6 @@ OWN_SECONDS_MARGIN = 0.10
 """What seconds by themselves can hold at the suite-wide level with such shifts."""
 RATIO_MAX = 20.0
 """A log-ratio beyond this is a broken clock: no side is half a billion times as fast."""
-
-
 NO_PROMISES = PromiseRecord()
 
 
@@ -154,7 +154,7 @@ class Speedup:
     holds: bool = True
     broken: bool = False
     full: int = 0
-    """Processes that sampled the reference in full."""
+    """Processes that sampled the reference in full; where it is too slow to repeat, that timed it."""
 
     def __str__(self) -> str:
         low, high = (math.exp(x) for x in self.now.interval())
@@ -197,15 +197,15 @@ def promises_only(
 ) -> dict[str, Verdict]:
     """The promises by themselves, from one process on: a plain run, or before acceptance.
 
-    PASS says here that the promises hold, and nothing about a regression. A promise within the noise is NOISY.
+    PASS says here that the promises hold, and nothing about a regression. One look decides: a speedup that is neither
+    shown nor broken is NOISY where the estimate reaches it, else BELOW_FLOOR.
     """
     prior = fit_prior([_values(r, "reference")] for r in runs.values() if r and not _incomplete(r, "reference"))
     answers: dict[str, Verdict] = {}
     for key, run in runs.items():
-        s = Subject(id=key, runs=run, promises=promises.get(key, PromiseRecord()), stored="nothing is accepted")
-        found = _unusable(s)
-        if found is not None:
-            answers[key] = found if isinstance(found, Verdict) else _say(s, Status.UNMEASURED, found.reason)
+        s = Subject(id=key, runs=run, promises=promises.get(key, NO_PROMISES), stored="nothing is accepted")
+        if text := _unsound(s):
+            answers[key] = _say(s, Status.UNMEASURED, text)
             continue
         speed = _speedup(s, prior, selected, looks=1)
         shown = _shown(s, None, speed, None)
@@ -233,7 +233,6 @@ def _judge(s: Subject, suite: Suite, accepted: Variance, factor: float, selected
     processes = len(s.runs)
     if processes not in LOOKS and processes < LOOKS[-1]:
         return Open(processes=_until_next_look(processes), reason="between two looks")
-    last = processes >= LOOKS[-1]
     slower, margin = _slowdown(s, suite, accepted, factor, selected)
     speed = _speedup(s, suite.ratio, selected, looks=len(LOOKS))
     shown = _shown(s, slower, speed, margin)
@@ -241,9 +240,9 @@ def _judge(s: Subject, suite: Suite, accepted: Variance, factor: float, selected
     if broken := counts.broken(s.runs, s.promises):
         return _say(replace(shown, moved="optimized"), Status.BELOW_FLOOR, broken)
     if more := counts.more_than_accepted(s.runs, s.entry):
-        if processes > 1 or last:
-            return _say(replace(shown, moved="optimized"), Status.REGRESSED, more)
-        return Open(processes=1, reason=f"{more}; measured once more")
+        if processes == 1:
+            return Open(processes=1, reason=f"{more}; measured once more")
+        return _say(replace(shown, moved="optimized"), Status.REGRESSED, more)
     if status is Status.REGRESSED:
         return _regressed(s, shown, slower, text)
     if status is None:
@@ -251,7 +250,8 @@ def _judge(s: Subject, suite: Suite, accepted: Variance, factor: float, selected
     if not status.green:
         return _say(shown, status, text + _stored_note(s))
     if speed is not None and not speed.holds:
-        if speed.full >= LOOKS[-1] or (speed.broken and speed.full >= RED_PROCESSES):
+        enough = RED_PROCESSES if speed.broken else LOOKS[-1]
+        if speed.full >= enough or processes >= 2 * LOOKS[-1]:
             return _promise_missed(s, shown, speed)
         return Open(processes=1, reason=f"{speed}: the promised {speed.promised:.4g}× is in doubt", reference=True)
     if s.stored and not s.few and (moved := causes.reference_moved(s.entry, s.runs, margin)):
@@ -279,9 +279,10 @@ def _by_speed(s: Subject, slower: Estimate, margin: float, selected: int) -> tup
         return Status.PASS, f"a slowdown of {margin:.1%} is excluded"
     if processes >= LOOKS[-1]:
         decided = math.ceil(100 * math.expm1(slower.upper(1 - beta)) + 1e-9) / 100
+        advice = f", or declare margin={decided:g}" if decided < 1 else ""
         return Status.NOISY, (
             f"{text}: {margin:.1%} cannot be decided at this noise after {processes} processes; "
-            f"measure on a quiet machine, or declare margin={decided:g}"
+            f"measure on a quiet machine{advice}"
         )
     return None, f"a slowdown of {margin:.1%} is neither shown nor excluded yet"
 
@@ -290,8 +291,8 @@ def _regressed(s: Subject, shown: Verdict, slower: Estimate, text: str) -> Verdi
     if not s.stored:
         return _say(replace(shown, moved="optimized"), Status.REGRESSED, text)
     side, why = causes.of_ratio(s.entry, s.runs, slower.value)
-    if side != "optimized" and not s.few:
-        text = f"its ratio to the reference is lower than when accepted, but not because of the optimized side: {why}"
+    if side == "device" or (side != "optimized" and not s.few):
+        text = f"it is slower by the stored figures, but not because of the optimized side: {why}"
         return _say(replace(shown, moved=side), Status.NOISY, text + _stored_note(s))
     return _say(replace(shown, moved="optimized"), Status.REGRESSED, f"{text}; {why}{_stored_note(s)}")
 
@@ -311,7 +312,7 @@ def _promise_missed(s: Subject, shown: Verdict, speed: Speedup) -> Verdict:
 
 def _with_cause(s: Subject, verdict: Verdict, speed: Speedup | None) -> Verdict:
     """The green verdict; where the stored speedup is no longer reached, with the cause."""
-    if s.entry is None or speed is None or s.few or s.entry.speedup() <= 0:
+    if s.entry is None or speed is None or s.few:
         return verdict
     lost = math.log(s.entry.speedup()) - speed.now.value
     least = math.log1p(max(verdict.margin or 0.0, MARGIN_USUAL)) if speed.full else FEW_LEAST
@@ -360,7 +361,7 @@ def _slowdown(
             margin_of(s.entry, suite, selected=selected) if s.entry else _default_margin(known, selected)
         )
         # log_ratios["accepted"] is positive where the current side is faster.
-        return _negated(estimate(paired_mean(s.values), _paired(known))), margin
+        return estimate(paired_mean([-v for v in s.values]), _paired(known)), margin
     assert s.entry is not None
     noise = Noise(process=known, session=noise_of(s.entry.process_means(), suite.ratio).session)
     accepted = baseline_mean(s.entry.process_means(), noise)
@@ -375,7 +376,7 @@ def _own_seconds(s: Subject) -> Estimate:
     """Log slowdown of the optimized side by its own seconds: what is left where the reference tells nothing."""
     assert s.entry is not None
     accepted = [[math.log(p.seconds["optimized"]) for p in session.processes] for session in s.entry.sessions]
-    now = [math.log(_seconds(m.sides["optimized"])) for m in s.runs]
+    now = [math.log(median(m.sides["optimized"].blocks_s)) for m in s.runs]
     own = Variance(value=PROCESS_SD**2, dof=PROCESS_DOF).updated(*within([*accepted, now]))
     noise = Noise(process=own, session=Variance(value=OWN_SECONDS_SD**2, dof=SESSION_DOF))
     return estimate(run_mean(now).minus(baseline_mean(accepted, noise)), noise)
@@ -391,22 +392,24 @@ def _speedup(s: Subject, prior: Noise, selected: int, *, looks: int) -> Speedup 
     used = full or timed
     if not used:
         return None
+    # After the first process all of the reference is asked for, or none: two with few samples show that it is slow.
+    slow = s.few or (len(timed) > 1 and not full)
     noise = noise_of(s.entry.process_means() if s.entry and not s.few else [], prior)
     noise = replace(noise, process=_known(noise.process, _values(used, "reference")))
     now = estimate(run_mean(_values(used, "reference")), noise)
     if not full:
-        now = now.widened(FEW_FACTOR)
+        now = replace(now, se=FEW_FACTOR * now.se)
     promised = s.promises.speedup
     if promised is None:
         return Speedup(now=now, full=len(full))
     level, bound = ALPHA / looks / selected, math.log(promised)
-    spare = FEW_LEAST if s.entry and not s.few and not full else 0.0
+    spare = FEW_LEAST if s.entry and not slow and not full else 0.0
     return Speedup(
         now=now,
         promised=promised,
         holds=now.p_above(bound) <= level and now.value >= bound + spare,
         broken=now.p_below(bound) <= level,
-        full=len(full) if not s.few else len(timed),
+        full=len(timed) if slow else len(full),
     )
 
 
@@ -424,7 +427,8 @@ def _default_margin(process: Variance, selected: int) -> float:
 def _resolvable(error: Estimate, selected: int) -> float:
     """The slowdown shown with 95% power by an estimate with this error; at least MARGIN_MIN, in MARGIN_STEP."""
     needed = t_quantile(1 - ALPHA / len(LOOKS) / selected, error.dof) + t_quantile(POWER, error.dof)
-    steps = math.ceil(math.expm1(needed * error.se) / MARGIN_STEP - 1e-9)
+    # No margin is beyond MARGIN_MOST: a larger error need not be exact, and its exponential could overflow.
+    steps = math.ceil(math.expm1(min(needed * error.se, 1.0)) / MARGIN_STEP - 1e-9)
     return max(MARGIN_MIN, round(steps * MARGIN_STEP, 6))
 
 
@@ -433,40 +437,41 @@ def _paired(process: Variance) -> Noise:
 
 
 def _until_next_look(processes: int) -> int:
-    return next((n for n in LOOKS if n > processes), processes + 1) - processes
+    return next(n for n in LOOKS if n > processes) - processes
 
 
 def _values(run: Iterable[Measurement], other: str) -> list[float]:
     return [process_mean(m.log_ratios[other]) for m in run]
 
 
-def _seconds(side: SideRecord) -> float:
-    return median(side.blocks_s)
-
-
-def _negated(error: Estimate) -> Estimate:
-    return replace(error, value=-error.value)
-
-
 # --- what cannot be judged ------------------------------------------------------------------------------------------
 
 
 def _unusable(s: Subject) -> Verdict | Open | None:
-    """What is said of a workload whose measurements do not make up a whole one."""
+    """What is said of a workload that cannot be judged: its measurements are unsound, or of something else."""
     if not s.runs:
         return Open(processes=1, reason="nothing was measured")
-    foreign = next((m.id for m in s.runs if m.id != s.id), None)
-    text = f"holds a measurement of {foreign}" if foreign else _disagreement(s.runs)
-    text = text or _incomplete(s.runs, "reference" if s.stored else "accepted")
-    if text:
+    if text := _unsound(s):
         return _say(s, Status.UNMEASURED, text)
-    if missing := counts.missing(s.runs, s.promises):
-        return _say(s, Status.UNMEASURED, missing)
-    change = changes_since(s.entry, s.runs[0]) if s.entry else None
+    if s.entry is None:
+        return _say(s, Status.NO_BASELINE, "nothing is accepted; run `perfsuite accept` for it") if s.stored else None
+    change = changes_since(s.entry, s.runs[0])
     if change is None:
         return None
     status = Status.WRONG_MACHINE if change.startswith("device ") else Status.NO_BASELINE
     return _say(s, status, f"changed since it was accepted: {change}; run `perfsuite accept` for it")
+
+
+def _unsound(s: Subject) -> str:
+    """What is missing or contradictory in the measurements; empty where they are sound."""
+    if not s.runs:
+        return "nothing was measured"
+    foreign = next((m.id for m in s.runs if m.id != s.id), None)
+    text = f"holds a measurement of {foreign}" if foreign else _disagreement(s.runs)
+    text = text or _incomplete(s.runs, "reference" if s.stored else "accepted")
+    if not text and s.promises.speedup is not None and not any(m.log_ratios.get("reference") for m in s.runs):
+        text = "speedup promised, but no process timed the reference"
+    return text or counts.missing(s.runs, s.promises)
 
 
 def _disagreement(run: tuple[Measurement, ...]) -> str:
@@ -480,11 +485,12 @@ def _disagreement(run: tuple[Measurement, ...]) -> str:
 def _incomplete(run: tuple[Measurement, ...], other: str) -> str:
     for m in run:
         # The reference may be missing beside the accepted side, but what is there must be sound.
-        for name in {other, *(["reference"] if m.log_ratios.get("reference") else [])}:
+        names = sorted({other, *(n for n in ("reference",) if m.log_ratios.get(n))})
+        for name in names:
             ratios = m.log_ratios.get(name, ())
             if not ratios or not all(abs(r) <= RATIO_MAX for r in ratios):
                 return f"a process gave no sound ratio to the {name} side"
-        for side in ("optimized", *(["reference"] if other == "reference" else [])):
+        for side in ("optimized", *(n for n in names if n == "reference")):
             blocks = m.sides[side].blocks_s if side in m.sides else ()
             if not blocks or not all(math.isfinite(b) and b > 0 for b in blocks):
                 return f"a process gave no time of the {side} side"
@@ -496,9 +502,7 @@ def _incomplete(run: tuple[Measurement, ...], other: str) -> str:
 
 def _shown(s: Subject, slower: Estimate | None, speed: Speedup | None, margin: float | None) -> Verdict:
     """The figures of a verdict, without its status."""
-    low, high = slower.interval() if slower else (None, None)
-    fast_low, fast_high = speed.now.interval() if speed else (None, None)
-    return Verdict(
+    verdict = Verdict(
         id=s.id,
         status=Status.UNMEASURED,
         message="",
@@ -506,13 +510,14 @@ def _shown(s: Subject, slower: Estimate | None, speed: Speedup | None, margin: f
         compared="stored figures" if s.stored and s.entry else s.against,
         margin=margin,
         accepted_speedup=s.entry.speedup() if s.entry else None,
-        slowdown=math.expm1(slower.value) if slower else None,
-        low=math.expm1(low) if low is not None else None,
-        high=math.expm1(high) if high is not None else None,
-        speedup=math.exp(speed.now.value) if speed else None,
-        speedup_low=math.exp(fast_low) if fast_low is not None else None,
-        speedup_high=math.exp(fast_high) if fast_high is not None else None,
     )
+    if slower is not None:
+        change, low, high = (math.expm1(x) for x in (slower.value, *slower.interval()))
+        verdict = replace(verdict, slowdown=change, low=low, high=high)
+    if speed is not None:
+        now, low, high = (math.exp(x) for x in (speed.now.value, *speed.now.interval()))
+        verdict = replace(verdict, speedup=now, speedup_low=low, speedup_high=high)
+    return verdict
 
 
 def _stored_note(s: Subject) -> str:

@@ -49,10 +49,9 @@ def blocks_of(entry: Entry, margin: float) -> int | None:
     block, shift = noise_parts(entry)
     if not block:
         return None
-    room = (TARGET_SHARE * margin) ** 2 - shift
-    # Where the process's own shift is too large, blocks that halve it once more are enough.
-    wanted = block / room if room > shift / 2 else 2 * block / shift
-    return max(LEAST_BLOCKS, min(MOST_BLOCKS, math.ceil(wanted)))
+    # Where the process's own shift is too large, blocks that add half of its variance are enough.
+    room = max((TARGET_SHARE * margin) ** 2 - shift, shift / 2)
+    return max(LEAST_BLOCKS, min(MOST_BLOCKS, math.ceil(block / room)))
 
 
 def is_slow(entry: Entry) -> bool:

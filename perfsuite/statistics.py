@@ -16,7 +16,7 @@ All values are natural logarithms: 0.01 is about 1%. Nothing here imports torch;
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any, TypeAlias
@@ -45,7 +45,7 @@ IMPORT_BIAS = 0.0005
 """Standard deviation of the bias between two imports of one revision in one process: their code and buffers lie at
 different addresses. Measured on an H200 in the calibration."""
 SPREAD_P = 1e-3
-"""Level of the F test that finds a workload noisier than when it was accepted (0.999 in the simulated rule)."""
+"""Level of the F test that finds a workload noisier than when it was accepted."""
 INFLATION_WORKLOADS = 8
 """Below this number of workloads the median of variance ratios is unreliable: each has one degree of freedom."""
 
@@ -127,10 +127,6 @@ class Estimate:
     def p_below(self, bound: float) -> float:
         """One-sided p: how often a truth of `bound` would give a value this low or lower."""
         return t_survival((bound - self.value) / self.se, self.dof)
-
-    def widened(self, factor: float) -> Estimate:
-        """The same with `factor` times the standard error."""
-        return Estimate(value=self.value, se=self.se * factor, dof=self.dof)
 
 
 def process_mean(blocks: Sequence[float]) -> float:
@@ -272,17 +268,6 @@ def inflation(runs: Iterable[tuple[Sequence[float], Variance]]) -> float:
         if len(values) > 1
     ]
     return max(1.0, median(ratios)) if len(ratios) >= INFLATION_WORKLOADS else 1.0
-
-
-def holm(p_values: Mapping[str, float], alpha: float, family: int) -> set[str]:
-    """The hypotheses rejected by Holm's step-down rule at `alpha`; `family` counts all, tested here or not."""
-    rejected: set[str] = set()
-    known = {key: p for key, p in p_values.items() if not math.isnan(p)}
-    for rank, key in enumerate(sorted(known, key=lambda k: (known[k], k))):
-        if known[key] > alpha / max(family - rank, 1):
-            break
-        rejected.add(key)
-    return rejected
 
 
 def t_quantile(level: float, dof: float) -> float:

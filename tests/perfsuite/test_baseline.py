@@ -261,7 +261,7 @@ def test_another_device_is_an_error(fields: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", ["count", "torch", "triton", "cuda", "driver", "python", "platform", "cpu", "cores"])
-def test_another_stack_is_a_note(name: str) -> None:
+def test_another_stack_or_number_of_devices_is_a_note(name: str) -> None:
     other = dataclasses.replace(MACHINE, **{name: 7 if name in ("count", "cores") else "x"})
     errors, notes = compare_machines(MACHINE, other)
     assert errors == []
