@@ -5,7 +5,8 @@ Each mode (perfsuite/modes/) is a subclass, registered with pytest as a plugin o
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -25,7 +26,7 @@ from perfsuite.records import Machine, Measurement, Proof, Status, Verdict
 from perfsuite.report import units
 from perfsuite.report.model import Correctness, RunReport
 from perfsuite.speed import Result, SpeedItem
-from perfsuite.workers import Failure, Outcome, Task, Workers, pytest_arguments
+from perfsuite.workers import Failure, Lane, Outcome, Task, Workers, pytest_arguments
 
 RERUNS = ("reruns", "retries", "force_flaky")
 """Options of plugins that run a failed test again."""
@@ -54,6 +55,7 @@ class Control:
         self.unproven: dict[str, str] = {}
         """Pair → the proof of it that failed first."""
         self.asked: set[str] = set()
+        self.spent: dict[str, float] = {}
         self.started, self.clock = datetime.now(UTC), monotonic()
         self.complete, self.early, self.refused = True, False, False
         self.counts = {"passed": 0, "failed": 0, "skipped": 0}
@@ -156,21 +158,29 @@ class Control:
         """While it lasts, no other run measures on this machine's devices."""
         return turns.turn(machine.measured_devices(self.device), self.machine.device_name, self.progress.say)
 
-    def work(self, tasks: Sequence[Task], *, everywhere: bool = False) -> Generator[tuple[str, Outcome]]:
-        """Do the tasks in workers and keep what came of them: (id, outcome) as each ends.
-
-        A lane for each GPU, or where nothing is timed (`everywhere`) for each core.
-        """
-        workers = Workers(
+    @functools.cached_property
+    def workers(self) -> Workers:
+        """What starts this run's processes."""
+        return Workers(
             root=self.root,
             folder=self.scratch / "workers",
             arguments=pytest_arguments(self.config),
             progress=self.progress.begin,
         )
+
+    def work(
+        self, tasks: Sequence[Task], *, everywhere: bool = False, drained: Callable[[], None] = lambda: None
+    ) -> Generator[tuple[str, Outcome]]:
+        """Do the tasks in workers and keep what came of them: (id, outcome) as each ends.
+
+        A lane for each GPU, or where nothing is timed (`everywhere`) for each core. `drained` is called once no task
+        waits for a lane any more.
+        """
         kinds = {task.id: task.kind for task in tasks}
         lost = dict.fromkeys(kinds)
+        began, what = monotonic(), "proofs" if everywhere else "timing"
         try:
-            with closing(workers.run(self._split(tasks, everywhere))) as outcomes:
+            with closing(self.workers.run(*self._planned(tasks, everywhere), drained)) as outcomes:
                 for id, outcome in outcomes:
                     lost.pop(id, None)
                     self.keep(id, outcome)
@@ -184,27 +194,33 @@ class Control:
                 self.keep(id, failure)
                 yield id, failure
         finally:
+            self.spent[what] = self.spent.get(what, 0.0) + monotonic() - began
             self.progress.done()
             self.durations.save()
 
-    def _split(self, tasks: Sequence[Task], everywhere: bool) -> lanes.Split:
-        spread = lanes.for_proving if everywhere else lanes.for_timing
-        return spread(tasks, self.machine, self.durations.of)
+    def start_ahead(self, ids: Sequence[str]) -> None:
+        """Start processes that will time these, where there are cores to spare."""
+        timing = lanes.for_timing(self.machine)
+        self.workers.prepare(timing, ids, lanes.to_spare(self.machine, timing))
+
+    def _planned(self, tasks: Sequence[Task], everywhere: bool) -> tuple[list[Task], list[Lane]]:
+        chosen = lanes.for_proving(tasks, self.machine) if everywhere else lanes.for_timing(self.machine)
+        return lanes.ordered(tasks, chosen, self.durations.of), chosen
 
     def announce(self, timed: Sequence[Task], proofs: Sequence[Task] = (), *, proving: bool = False) -> None:
         """Say what is about to run, and how long it will take by what it took the last time."""
         if not timed and not proofs:
             return
-        splits = [self._split(timed, proving), self._split(proofs, True)]
-        seconds = sum(lanes.seconds_of(split, self.durations.of) for split in splits)
+        first, then = self._planned(timed, proving), self._planned(proofs, True)
+        seconds = sum(lanes.seconds_of(*planned, self.durations.of) for planned in (first, then))
         parts = []
         if timed and proving:
-            parts.append(f"{units.count(len(timed), 'proof')} on {units.count(len(splits[0]), 'core')}")
+            parts.append(_on_cores(*first))
         elif timed:
-            on = f" on each of {len(splits[0])} GPUs" if len(splits[0]) > 1 else ""
+            on = f" on each of {len(first[1])} GPUs" if len(first[1]) > 1 else ""
             parts.append(f"{units.count(len(timed), 'workload')} timed one at a time{on}")
         if proofs:
-            parts.append(f"{units.count(len(proofs), 'proof')} on {units.count(len(splits[1]), 'core')}")
+            parts.append(_on_cores(*then))
         self.progress.expect(f"{', then '.join(parts)}: about {units.duration(seconds)}", len(timed))
 
     def keep(self, id: str, outcome: Outcome) -> None:
@@ -279,6 +295,8 @@ class Control:
             workloads=tuple(self.items),
             skipped=tuple(i for i, item in self.items.items() if i not in self.entries and self.inapplicable(item)),
             shard=str(self.shard or ""),
+            spent=self.spent,
+            proofs={i: p.phases for i, p in self.proofs.items()},
         )
 
     def _without_time(self) -> set[str]:
@@ -306,6 +324,8 @@ class Control:
 
     def close(self) -> None:
         """Stop what is still at work where pytest ends before every item has its result."""
+        if "workers" in vars(self):
+            self.workers.close()
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
@@ -361,6 +381,10 @@ def shown(outcome: Outcome) -> str:
         return ""
     times = [f"{name} {units.seconds(median(side.blocks_s))}" for name, side in outcome.sides.items() if side.blocks_s]
     return ", ".join(times)
+
+
+def _on_cores(tasks: Sequence[Task], chosen: Sequence[Lane]) -> str:
+    return f"{units.count(len(tasks), 'proof')} on {units.count(len(chosen), 'core')}"
 
 
 def margin_from(text: str) -> float:

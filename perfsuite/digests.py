@@ -29,6 +29,8 @@ OPAQUE = frozenset({"h5py", "sqlite3", "tensorstore", "lmdb"})
 VARIABLES = ("CUBLAS", "CUDA_", "CUDNN", "KMP_", "MKL_", "NCCL", "NVIDIA_TF32", "OMP_", "PYTORCH", "TORCH", "TRITON")
 """Prefixes of environment variables that change how fast code is."""
 INCIDENTAL = ("CUDA_VISIBLE_DEVICES", "_CACHE_DIR", "PYTORCH_ALLOC_CONF")
+ENVIRONMENT = dict(os.environ)
+"""As the run found it: torch and the code under test set variables of their own."""
 NOT_DATA = (".py", ".pyc", ".so", ".pth", ".toml", ".ini", ".cfg")
 
 
@@ -88,7 +90,7 @@ def surroundings() -> str:
     )
     variables = sorted(
         f"{name}={value}"
-        for name, value in os.environ.items()
+        for name, value in ENVIRONMENT.items()
         if name.startswith(VARIABLES) and not any(word in name for word in INCIDENTAL)
     )
     return _short("\n".join([*packages, *variables]).encode())
@@ -130,7 +132,10 @@ class Opened:
 def ran(
     modules: Iterable[ModuleType], files: Collection[str], compiled: Collection[str], opened: Opened, top: Path
 ) -> Ran:
-    """What a workload ran: the files that these modules and files import, and the data that was opened."""
+    """What a workload ran: the files that these modules and files import, and the data that was opened.
+
+    The surroundings are for the parent to add, as the run found them.
+    """
     opaque = sorted(OPAQUE & {name.partition(".")[0] for name in compiled})
     seeds = [Path(f) for m in modules if (f := getattr(m, "__file__", None))]
     seeds += [Path(f) for f in files if Path(f).is_absolute()]
@@ -138,7 +143,6 @@ def ran(
     return Ran(
         sources={_relative(p, top): of_file(p) for p in sorted(sources)},
         data={_relative(p, top): of_data(p) for p in opened.data() if p not in sources},
-        surroundings=surroundings(),
         unknown=f"it reads files through {opaque[0]}" if opaque else "",
     )
 

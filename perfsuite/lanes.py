@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 
 from perfsuite.folders import own_folder
@@ -22,7 +22,9 @@ LONGEST_S = 1e6
 MOST_PROVERS = 12
 """Each takes a context and a cache of the GPU's memory, and several gigabytes of the host's."""
 
-Split = list[tuple[Lane, list[Task]]]
+COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
+MOST_AHEAD, CORES_AHEAD = 4, 4
+"""Processes of a lane that are started ahead of their round: at most so many, and one for so many cores."""
 
 
 class Durations:
@@ -54,25 +56,33 @@ class Durations:
             pass
 
 
-def for_timing(tasks: Sequence[Task], machine: Machine, expected: Callable[[Task], float]) -> Split:
+def for_timing(machine: Machine) -> list[Lane]:
     """One lane for each GPU, or one for the CPU: what is timed runs alone on its device."""
     lanes = [Lane(environment={"CUDA_VISIBLE_DEVICES": device}) for device in _several_devices(machine)]
-    return balanced(tasks, lanes or [Lane()], expected)
+    return lanes or [Lane()]
 
 
-def for_proving(tasks: Sequence[Task], machine: Machine, expected: Callable[[Task], float]) -> Split:
+def for_proving(tasks: Collection[Task], machine: Machine) -> list[Lane]:
     """A lane for each core; nothing is timed, so that they may disturb each other."""
     count = max(1, min(machine.cores, MOST_PROVERS, len(tasks)))
     devices = _several_devices(machine)
+    each = str(max(1, machine.cores // count))
     lanes = []
     for number in range(count):
         environment: dict[str, str] = {}
         if devices:
             environment["CUDA_VISIBLE_DEVICES"] = devices[number % len(devices)]
+        if COMPILE_THREADS not in os.environ:  # each of these threads would be a process that imports torch
+            environment[COMPILE_THREADS] = each
         if all(t.kind == ITEMS for t in tasks) and "OMP_NUM_THREADS" not in os.environ:
-            environment["OMP_NUM_THREADS"] = str(max(1, machine.cores // count))
+            environment["OMP_NUM_THREADS"] = each
         lanes.append(Lane(environment=environment))
-    return balanced(tasks, lanes, expected)
+    return lanes
+
+
+def to_spare(machine: Machine, lanes: Sequence[Lane]) -> int:
+    """How many processes a lane may have started ahead: they import torch on cores that nothing else needs."""
+    return min(MOST_AHEAD, machine.cores // (CORES_AHEAD * len(lanes)))
 
 
 def _several_devices(machine: Machine) -> tuple[str, ...]:
@@ -81,20 +91,19 @@ def _several_devices(machine: Machine) -> tuple[str, ...]:
     return devices if len(devices) > 1 else ()
 
 
-def balanced(tasks: Sequence[Task], lanes: Sequence[Lane], expected: Callable[[Task], float]) -> Split:
-    """Each task to the lane that would be done first, the longest tasks first; within a lane in the given order."""
-    order = {task.id: n for n, task in enumerate(tasks)}
-    split: Split = [(lane, []) for lane in lanes]
+def ordered(tasks: Iterable[Task], lanes: Sequence[Lane], expected: Callable[[Task], float]) -> list[Task]:
+    """The order in which lanes take the tasks: among several lanes the longest first.
+
+    Those without another revision go before the others. What a revision registers by name when it is imported
+    (`torch.library.custom_op`) would replace what the current side calls.
+    """
+    by_length = sorted(tasks, key=expected, reverse=True) if len(lanes) > 1 else tasks
+    return sorted(by_length, key=lambda task: task.accepted is not None)
+
+
+def seconds_of(tasks: Sequence[Task], lanes: Sequence[Lane], expected: Callable[[Task], float]) -> float:
+    """How long the tasks will take in this order."""
     loads = [0.0] * len(lanes)
-    for task in sorted(tasks, key=expected, reverse=True):
-        least = loads.index(min(loads))
-        split[least][1].append(task)
-        loads[least] += expected(task)
-    for _, some in split:
-        some.sort(key=lambda task: order[task.id])
-    return [(lane, some) for lane, some in split if some]
-
-
-def seconds_of(split: Split, expected: Callable[[Task], float]) -> float:
-    """How long the split will take."""
-    return max((START_S + sum(map(expected, tasks)) for _, tasks in split), default=0.0)
+    for task in tasks:
+        loads[loads.index(min(loads))] += expected(task)
+    return START_S + max(loads) if tasks else 0.0

@@ -54,6 +54,11 @@ class Phases:
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + perf_counter() - began
 
+    def part(self, whole: str, parts: Mapping[str, float]) -> None:
+        """Take these parts, which were measured inside, out of a phase."""
+        self.seconds[whole] -= sum(parts.values())
+        self.seconds |= parts
+
 
 @dataclass(slots=True)
 class Bench:
@@ -76,6 +81,8 @@ class Bench:
     sides: dict[str, Side] = field(init=False)
     masters: dict[str, dict[str, Any]] = field(init=False)
     step_master: dict[str, Any] = field(init=False)
+    made: list[Runner] = field(default_factory=list, init=False)
+    """The runners since the last `released`."""
 
     def __post_init__(self) -> None:
         guard.check()
@@ -121,7 +128,7 @@ class Bench:
 
     def runner(self, name: str, side: Side) -> Runner:
         """A side on its own copy of the inputs."""
-        return Runner(
+        made = Runner(
             name=name,
             side=side,
             pair=self.pair,
@@ -130,6 +137,17 @@ class Bench:
             device=self.device,
             step_master=self.step_master,
         )
+        self.made.append(made)
+        return made
+
+    @contextmanager
+    def released(self) -> Iterator[None]:
+        """Runners made inside are let go of at its end."""
+        try:
+            yield
+        finally:
+            while self.made:
+                self.made.pop().release()
 
     def master(self, name: str) -> dict[str, Any]:
         """The inputs that a side gets copies of; a rival gets the reference's."""
@@ -162,17 +180,18 @@ def prove(
             evidence = tally.evidence(bench.timed, bench.case.dtype, bench.device)
     clock, rng = clock_for(bench.device), random.Random(secrets.randbits(64))
     called = {n: s for n, s in bench.sides.items() if with_reference or n != REFERENCE}
-    runners = {n: bench.runner(n, s) for n, s in called.items()}
-    with bench.phases.time("warm-up"):
-        _warm_up(runners, bench, clock, rng)
-    with bench.phases.time("counting"):
-        counts = _counted(runners, clock, bench.report)
-    with bench.phases.time("new values"):
-        _prove_new_values(bench, check, runners[OPTIMIZED])
     reference_s = None
-    if time_reference:
-        with bench.phases.time("reference"):
-            reference_s = _once(bench, clock, rng).seconds
+    with bench.released():
+        runners = {n: bench.runner(n, s) for n, s in called.items()}
+        with bench.phases.time("warm-up"):
+            _warm_up(runners, bench, clock, rng)
+        with bench.phases.time("counting"):
+            counts = _counted(runners, clock, bench.report)
+        with bench.phases.time("new values"):
+            _prove_new_values(bench, check, runners[OPTIMIZED])
+        if time_reference:
+            with bench.phases.time("reference"):
+                reference_s = _once(bench, clock, rng).seconds
     return Proof(
         id=workload_id,
         seed=bench.seed,
@@ -192,7 +211,7 @@ def launched(bench: Bench, top: Path) -> tuple[str, str]:
     clock, rng = clock_for(bench.device), random.Random(0)
     runner = bench.runner(OPTIMIZED, bench.sides[OPTIMIZED])
     before = scrutiny.compilations()
-    with bench.phases.time("launches"):
+    with bench.released(), bench.phases.time("launches"):
         _warm_up({OPTIMIZED: runner}, bench, clock, rng)
         if scrutiny.compilations() > before:
             return "", "it runs compiled code, whose launches' arguments are not seen"
@@ -247,8 +266,9 @@ def measure(
     chosen = proof.seed if proof else secrets.randbits(31) if seed is None else seed
     bench = Bench(pair=pair, workload=workload, device=device, home=home, seed=chosen, report=report, accepted=accepted)
     session = Session(bench, proof, reference, thorough)
-    session.run(blocks)
-    return session.record(workload_id, perf_counter() - began)
+    with bench.released():
+        session.run(blocks)
+        return session.record(workload_id, perf_counter() - began)
 
 
 class Session:
@@ -296,6 +316,7 @@ class Session:
             self.sampler.plan(blocks)
             watch = Watch(self.sampler, self.check, bench.l2_bytes, proven_before=self.proof is not None)
             self.condition = self.sampler.run(watch.between)
+        phases.part("timing", {"allocation": self.sampler.allocated_s, "checks": self.sampler.between_s})
         for name in sorted(_waiting(self.clock) & set(gated)):
             raise PairError(f"{_where(bench)}: the {name} side {WAITS}; say clock='wall'")
         watch.conclude()

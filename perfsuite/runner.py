@@ -172,6 +172,14 @@ class Runner:
             leaves |= {f"gradient of {p}": g for p, g in zip(self.marked, self.gradients, strict=True)}
         return {n: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for n, leaf in leaves.items()}
 
+    def release(self) -> None:
+        """Let go of the step and of all tensors now: `call` refers back to this object, so that they would otherwise
+        wait for the garbage collector, in which a data loader takes five seconds a worker to end."""
+        self.call, self.reset = lambda: None, lambda: None
+        self.inputs, self.arguments, self.marked = {}, (), {}
+        self.restored, self.incoming, self.pending = [], None, []
+        self.returned = self.gradients = self.padding = None
+
     def once(self, clock: Clock) -> Call:
         """Reset, call, and wait for the end."""
         on_cuda = isinstance(clock, CudaClock)

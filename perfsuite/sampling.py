@@ -91,6 +91,8 @@ class Sampler:
         self.work: dict[str, list[float]] = {OPTIMIZED: [], REFERENCE: [], ACCEPTED: []}
         """Seconds of work of these sides' timed calls, in order, without those that were interrupted."""
         self.timed_calls = 0
+        self.between_s = 0.0
+        """What was done between the blocks took so long."""
         self.compiled: dict[str, int] = {}
 
     def run(self, between: Callable[[int], None] = lambda block: None) -> Condition:
@@ -114,7 +116,9 @@ class Sampler:
                             self.blocks_s, self.log_ratios = kept
                             discarded += 1
                             continue
+                    began = perf_counter()
                     between(done)
+                    self.between_s += perf_counter() - began
                     done += 1
                 return monitor.condition(set_aside=discarded * self.quads) if monitor is not None else Condition()
         finally:

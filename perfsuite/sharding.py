@@ -71,6 +71,7 @@ def merge(reports: Sequence[RunReport]) -> RunReport:
         workloads=tuple(i for r in reports for i in r.workloads),
         skipped=tuple(i for r in reports for i in r.skipped),
         shard="",
+        proofs={i: phases for r in reports for i, phases in r.proofs.items()},
     )
 
 

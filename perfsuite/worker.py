@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import secrets
 import warnings
 from dataclasses import replace
@@ -18,16 +19,27 @@ from perfsuite.errors import NoisyError, PerfsuiteError, RevisionError
 from perfsuite.pair import Pair, as_side
 from perfsuite.records import Measurement, Proof, Ran, Status
 from perfsuite.speed import SpeedItem
-from perfsuite.workers import ITEMS, PROVE, TRACE, Failure, Job, Journal, Outcome, Reported, Task
+from perfsuite.workers import ITEMS, PROVE, TRACE, Failure, Journal, Outcome, Reported, Task
 
 OPENED = pytest.StashKey[Opened]()
 """The data files that a worker has opened, from before its test modules were imported."""
 
 
-def run(job: Job, journal: Journal, session: pytest.Session, device: str) -> None:
-    """Do the job's tasks in the order of the job."""
+COMPILER = ("torch._dynamo", "torch._inductor.compile_fx")
+
+
+def import_compiler() -> None:
+    """Import what the first compiled function would import, which takes seconds."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in COMPILER:
+            importlib.import_module(name)
+
+
+def run(journal: Journal, session: pytest.Session, device: str) -> None:
+    """Do the tasks as they come."""
     found = {i.nodeid: i for i in session.items}
-    for task in job.tasks:
+    for task in journal.tasks():
         item = found.get(task.id)
         if task.kind != ITEMS:
             _settle()
@@ -156,8 +168,9 @@ class _Workload:
             slow=task.slow,
             time_reference=task.time_reference,
         )
-        ran = self._ran(bench) if task.note_ran else None
-        return replace(proof, ran=ran, seconds=perf_counter() - began)
+        with phases.time("digests"):
+            ran = self._ran(bench) if task.note_ran else None
+        return replace(proof, ran=ran, phases=dict(phases.seconds), seconds=perf_counter() - began)
 
     def _ran(self, bench: Any) -> Ran:
         """Everything that the optimized side runs."""

@@ -1,8 +1,8 @@
-"""Measuring processes: a pytest on the same node ids, which writes a line of JSON for each task.
+"""Measuring processes: a pytest on the same node ids, which gets one task after the other and writes lines of JSON.
 
 Several lanes may work beside each other, one process each: a lane for each GPU while timing, one for each core while
 proving. A process that crashes, hangs or is killed costs one task: the parent names the side that was running, and
-starts a new process for the lane's remaining tasks.
+starts a new process in its lane.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -91,12 +92,18 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """What one worker is to do, in this order."""
+    """What one worker is told when it starts. Its tasks come one by one."""
 
-    tasks: tuple[Task, ...]
     out: str
+    """The file that it writes a line for each event to."""
+    tasks: int = 0
+    """The file descriptor from which it reads a line for each task."""
     key: str = ""
     """Signs the worker's lines, so that code under test cannot add lines of its own."""
+    note_ran: bool = False
+    """A task may ask for all that a side runs: data files are noted as they are opened."""
+    ahead: bool = False
+    """There is time until the first task."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,7 +115,7 @@ class Lane:
 
 @dataclass(slots=True)
 class Workers:
-    """Starts processes for one pytest run and reads what they write.
+    """Starts processes for one pytest run, gives them tasks, and reads what they write.
 
     `progress` is called with (lane, id) as each task begins.
     """
@@ -117,22 +124,37 @@ class Workers:
     folder: Path
     arguments: Sequence[str]
     progress: Callable[[int, str], None] = lambda lane, id: None
+    _waiting: list[_Process] = field(default_factory=list)
 
-    def run(self, lanes: Sequence[tuple[Lane, Sequence[Task]]]) -> Generator[tuple[str, Outcome]]:
-        """Each lane's tasks in order, all lanes beside each other: (id, outcome) as each task ends."""
-        running: list[_Process] = []
+    def prepare(self, lanes: Sequence[Lane], ids: Sequence[str], each: int) -> None:
+        """Start so many processes for each lane, which import what they need and wait for a later `run`."""
+        for lane in lanes:
+            for _ in range(each):
+                self._waiting.append(self._process(lane, ids, ahead=True))
+
+    def run(
+        self, tasks: Sequence[Task], lanes: Sequence[Lane], drained: Callable[[], None] = lambda: None
+    ) -> Generator[tuple[str, Outcome]]:
+        """The tasks in order, each to the lane that is free first: (id, outcome) as each task ends.
+
+        `drained` is called once no task waits for a lane any more.
+        """
+        left, running = deque(tasks), list[_Process]()
         interrupt: KeyboardInterrupt | None = None
+        told = False
         try:
-            for number, (lane, tasks) in enumerate(lanes):
-                if tasks:
-                    running.append(self._process(number, lane, tasks))
+            for number, lane in enumerate(lanes[: len(left)]):
+                running.append(self._next(number, lane, left))
             while running:
                 for process in list(running):
-                    yield from process.poll()
+                    yield from process.poll(left)
                     if process.over:
                         running.remove(process)
-                        if process.left and interrupt is None:
-                            running.append(self._process(process.number, process.lane, process.left))
+                        if left and interrupt is None:
+                            running.append(self._next(process.number, process.lane, left))
+                if not left and not told:
+                    told = True
+                    drained()
                 if interrupt is not None:
                     raise interrupt
                 try:
@@ -145,24 +167,50 @@ class Workers:
             for process in running:
                 process.end()
 
-    def _process(self, number: int, lane: Lane, tasks: Sequence[Task]) -> _Process:
+    def close(self) -> None:
+        """End the processes that wait for tasks."""
+        while self._waiting:
+            self._waiting.pop().end()
+
+    def _next(self, number: int, lane: Lane, left: Collection[Task]) -> _Process:
+        """A process for the lane that has collected these tasks' items, or will."""
+        ids = list(dict.fromkeys(t.id for t in left))
+        noted = any(t.note_ran for t in left)
+        process = (None if noted else self._prepared(lane, ids)) or self._process(lane, ids, noted=noted)
+        process.number = number
+        return process
+
+    def _prepared(self, lane: Lane, ids: Sequence[str]) -> _Process | None:
+        for process in [p for p in self._waiting if p.lane == lane and p.ids.issuperset(ids)]:
+            self._waiting.remove(process)
+            if process.child.poll() is None:
+                return process
+            process.end()
+        return None
+
+    def _process(self, lane: Lane, ids: Sequence[str], *, noted: bool = False, ahead: bool = False) -> _Process:
         stem = self.folder / f"worker-{os.getpid()}-{next(_numbers)}"
-        process = _Process(number=number, lane=lane, left=list(tasks), stem=stem, progress=self.progress)
-        ids = list(dict.fromkeys(t.id for t in tasks))
+        process = _Process(lane=lane, ids=frozenset(ids), stem=stem, progress=self.progress)
         try:
-            process.write(ids)
-            self._spawn(process)
+            reader = process.open(ids, noted=noted, ahead=ahead)
+            try:
+                self._spawn(process, reader)
+            finally:
+                os.close(reader)
         except OSError as error:
+            process.close_pipe()
             raise PerfsuiteError(
                 f"no process can be started in {self.folder}, which cannot be used ({error.strerror or error}); make "
                 "the project's folder writable, with space on it"
             ) from None
         return process
 
-    def _spawn(self, process: _Process) -> None:
+    def _spawn(self, process: _Process, reader: int) -> None:
         command = [sys.executable, "-m", "pytest", *self.arguments, f"@{process.file('.args')}"]
         variables = {**process.lane.environment, JOB: str(process.file(".json")), PARENT: str(os.getpid())}
-        process.child = start(command, process.file(".log"), cwd=self.root, environment=variables)
+        process.child = start(
+            command, process.file(".log"), cwd=self.root, environment=variables, descriptors=(reader,)
+        )
 
 
 _numbers = itertools.count(1)
@@ -171,67 +219,96 @@ _numbers = itertools.count(1)
 
 @dataclass(slots=True)
 class _Process:
-    """One worker of a lane, and what it has written so far. `left` are the tasks without an outcome."""
+    """One worker: the task that it is at, and what it has written so far. `ids` are the items that it has collected."""
 
-    number: int
     lane: Lane
-    left: list[Task]
+    ids: frozenset[str]
     stem: Path
     progress: Callable[[int, str], None]
+    number: int = 0
+    task: Task | None = None
     child: subprocess.Popen[bytes] = field(init=False)
     lines: Lines = field(init=False)
     key: str = field(default_factory=secrets.token_hex)
     phase: str = "start"
+    ready: bool = False
+    served: bool = False
+    """Whether it has got a task."""
     over: bool = False
     interrupted: bool = False
     deadline: float = 0.0
+    _pipe: int | None = None
 
     def file(self, suffix: str) -> Path:
         return self.stem.with_suffix(suffix)
 
-    def write(self, ids: Sequence[str]) -> None:
-        """The files that the worker reads, and the one that it writes."""
+    def open(self, ids: Sequence[str], *, noted: bool, ahead: bool) -> int:
+        """Make the files that the worker reads and the one that it writes; the descriptor that its tasks come from."""
         out = self.file(".jsonl")
         own_folder(out.parent)
-        self.file(".json").write_text(json.dumps(to_json(Job(tasks=tuple(self.left), out=str(out), key=self.key))))
+        reader, self._pipe = os.pipe()
+        job = Job(out=str(out), tasks=reader, key=self.key, note_ran=noted, ahead=ahead)
+        self.file(".json").write_text(json.dumps(to_json(job)))
         self.file(".args").write_text("\n".join(ids))
         out.touch()
         self.lines = Lines(out)
-        self.deadline = time.monotonic() + START_LIMIT_S + self.left[0].limit_s
+        self._wait(START_LIMIT_S)
+        return reader
 
-    def poll(self) -> Iterator[tuple[str, Outcome]]:
-        """The outcomes since the last time; a crash or a hang is one."""
+    def poll(self, left: deque[Task]) -> Iterator[tuple[str, Outcome]]:
+        """The outcomes since the last time, a crash or a hang being one. Takes the next task from `left` when free."""
         ended = self.child.poll() is not None
         try:
             lines = self.lines.new()
         except OSError:
             lines = [b"the file is gone"]  # no line of the harness, as any other that the code under test changes
         for line in lines:
-            if not self.left:
-                break  # no line is valid after the last result
             event = _verified(line, self.key)
-            if event is None or event["id"] != self.left[0].id:
-                yield self._stop(FORGED)
+            if event is None or event["id"] != (self.task.id if self.task else ""):
+                if self.task or left:
+                    yield self._stop(FORGED, left)
+                else:
+                    self.end()  # no line is valid after the last result
                 return
             outcome = self._event(event)
-            if outcome is not None:
-                yield self.left.pop(0).id, outcome
-                limit = self.left[0].limit_s if self.left else END_LIMIT_S
-                self.phase, self.deadline = "start", time.monotonic() + limit
-        late = time.monotonic() > self.deadline
+            if outcome is not None and self.task is not None:
+                done, self.task = self.task, None
+                if not ended and not self.interrupted:
+                    self._give(left)  # before the caller deals with the outcome
+                yield done.id, outcome
         if self.interrupted:
             self.end()
-        elif self.left and ended:
-            yield self._stop(_died(self.phase, self._epitaph()))
-        elif self.left and late:
-            limit = self.left[0].limit_s
-            yield self._stop(_died(self.phase, f"hangs: it was stopped after its time limit of {limit:g} s"))
-        elif ended or late:
+        elif self.ready and not self.task and not ended and self._pipe is not None:
+            self._give(left)
+        elif not self.ready or self.task or (left and not self.served):
+            if ended:
+                yield self._stop(_died(self.phase, self._epitaph()), left)
+            elif time.monotonic() > self.deadline:
+                limit = self.task.limit_s if self.task else START_LIMIT_S
+                text = f"hangs: it was stopped after its time limit of {limit:g} s"
+                yield self._stop(_died(self.phase, text), left)
+        elif ended or time.monotonic() > self.deadline:
             self.end()
 
+    def _give(self, left: deque[Task]) -> None:
+        """The next task to the worker; its end, if there is none."""
+        if not left:
+            self.close_pipe()
+            self._wait(END_LIMIT_S)
+            return
+        assert self._pipe is not None
+        self.task, self.served, self.phase = left.popleft(), True, "start"
+        self._wait(self.task.limit_s + END_LIMIT_S)
+        line = memoryview(f"{json.dumps(to_json(self.task))}\n".encode())
+        with contextlib.suppress(BrokenPipeError):  # the worker has died, as the next poll sees
+            while line:
+                line = line[os.write(self._pipe, line) :]
+
     def _event(self, event: Mapping[str, Any]) -> Outcome | None:
-        if event["event"] == "begin":
-            self.phase, self.deadline = "start", time.monotonic() + self.left[0].limit_s
+        if event["event"] == "ready":
+            self.ready = True
+        elif event["event"] == "begin" and self.task is not None:
+            self._wait(self.task.limit_s)
             self.progress(self.number, event["id"])
         elif event["event"] == "phase":
             self.phase = event["phase"]
@@ -239,10 +316,14 @@ class _Process:
             return _outcome(event)
         return None
 
-    def _stop(self, message: str) -> tuple[str, Failure]:
-        """The first task that is left fails, and the log is evidence; the others are for the next process."""
+    def _wait(self, seconds: float) -> None:
+        self.deadline = time.monotonic() + seconds
+
+    def _stop(self, message: str, left: deque[Task]) -> tuple[str, Failure]:
+        """The task that it is at fails, or the next one where it never began any; the log is evidence."""
         self.end(".log")
-        return self.left.pop(0).id, Failure(status=Status.UNMEASURED, message=message)
+        failed, self.task = self.task or left.popleft(), None
+        return failed.id, Failure(status=Status.UNMEASURED, message=message)
 
     def interrupt(self) -> None:
         """End the process; what it has written so far still counts."""
@@ -251,10 +332,17 @@ class _Process:
 
     def end(self, *kept: str) -> None:
         """End the process; its files go, except those with these suffixes."""
+        self.close_pipe()
         end(self.child)
         self.over = True
         for suffix in {".jsonl", ".log", ".json", ".args"}.difference(kept):
             self.file(suffix).unlink(missing_ok=True)
+
+    def close_pipe(self) -> None:
+        """Tell the worker that no task comes any more."""
+        if self._pipe is not None:
+            os.close(self._pipe)
+            self._pipe = None
 
     def _epitaph(self) -> str:
         code, log = self.child.returncode, self.file(".log")
@@ -267,9 +355,14 @@ class _Process:
 
 
 def start(
-    command: Sequence[str], log: Path, *, cwd: Path | None = None, environment: Mapping[str, str] | None = None
+    command: Sequence[str],
+    log: Path,
+    *,
+    cwd: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+    descriptors: Sequence[int] = (),
 ) -> subprocess.Popen[bytes]:
-    """A measuring process in a process group of its own, whose output goes to `log`."""
+    """A measuring process in a process group of its own, whose output goes to `log`; it inherits `descriptors`."""
     known = {**os.environ, **(environment or {}), "PYTHONUNBUFFERED": "1"}
     known.pop("PYTEST_ADDOPTS", None)  # it could narrow what is collected; the caller's own options are passed on
     # A side that needs most of the memory must find room for it in one piece at every call.
@@ -280,6 +373,7 @@ def start(
             cwd=cwd,
             env=known,
             stdin=subprocess.DEVNULL,
+            pass_fds=descriptors,
             stdout=sink,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -337,14 +431,22 @@ def _died(phase: str, what: str) -> str:
 
 
 class Journal:
-    """The worker's end: where it writes its lines."""
+    """The worker's end: where it reads its tasks and writes its lines."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
         self._stream = open(job.out, "a", buffering=1)  # noqa: SIM115 - until `close`
+        self._given = open(job.tasks, "rb")  # noqa: SIM115
 
     def close(self) -> None:
         self._stream.close()
+        self._given.close()
+
+    def tasks(self) -> Iterator[Task]:
+        """The tasks as the parent gives them, the next after each result."""
+        self._write({"event": "ready", "id": ""})
+        for line in self._given:
+            yield from_json(Task, json.loads(line))
 
     def begin(self, id: str) -> None:
         self._write({"event": "begin", "id": id})
@@ -386,7 +488,9 @@ def load_job() -> Job | None:
     try:
         text = Path(path).read_text()
         Path(path).unlink()
-        return from_json(Job, json.loads(text))
+        job = from_json(Job, json.loads(text))
+        os.set_inheritable(job.tasks, False)
+        return job
     except (OSError, ValueError, PerfsuiteError) as error:
         raise PerfsuiteError(
             f"{JOB}={path} is not a job file ({error}); unset {JOB}, which perfsuite sets for its own processes"

@@ -8,10 +8,11 @@ from datetime import UTC, datetime
 
 import pytest
 
-from perfsuite import baseline, gate, revision
+from perfsuite import baseline, digests, gate, revision
 from perfsuite.control import failed
 from perfsuite.errors import BaselineError, PerfsuiteError
-from perfsuite.modes.paired import Paired, alone_first
+from perfsuite.modes.paired import Paired
+from perfsuite.records import Ran
 from perfsuite.resuming import Kept
 from perfsuite.workers import Task
 
@@ -84,11 +85,11 @@ class Accept(Paired):
         for id in [i for i in proven if i in self.stored]:
             self.notes.append(f"{id}: the gate will compare it with stored figures: {self.stored[id]}")
         for number in range(wanted):
-            tasks = alone_first(
+            tasks = [
                 self._accept_task(i, number)
                 for i in proven
                 if i not in self.failures and len(self.runs.get(i, ())) == number
-            )
+            ]
             self.announce(tasks)
             for id, outcome in self.work(tasks):
                 kept.add(id, outcome)
@@ -119,7 +120,7 @@ class Accept(Paired):
                 dirty=state.dirty,
                 reason=self.arguments.get("reason", ""),
                 accepted=datetime.now(UTC).isoformat(timespec="seconds"),
-                ran=self.proofs[v.id].ran if v.id in self.proofs else None,
+                ran=self._ran(v.id),
             )
             for v in looked.values()
             if v.status.green
@@ -138,6 +139,10 @@ class Accept(Paired):
         self.notes += self._margins(new, [e.id for e in entries])
         self.notes.append(f"wrote {self.baseline_path}")
         self._kept.forget()
+
+    def _ran(self, id: str) -> Ran | None:
+        found = self.proofs[id].ran if id in self.proofs else None
+        return replace(found, surroundings=digests.surroundings()) if found else None
 
     def _margins(self, new: baseline.Baseline, ids: Sequence[str]) -> list[str]:
         """A line for each workload of which the gate will only find a slowdown beyond the usual margin."""

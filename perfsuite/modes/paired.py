@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from perfsuite import gate, planning
 from perfsuite.baseline import Entry, short
@@ -36,7 +36,7 @@ class Paired(Control):
 
     def prove(self, ids: Collection[str]) -> list[str]:
         """Prove both sides of each on all cores, which compiles what they compile; the ids that go on."""
-        self._prove(ids)
+        self._prove(ids, drained=lambda: self.start_ahead(list(ids)))
         unloaded = [i for i in ids if i in self.proofs and self.proofs[i].unloaded]
         for id in unloaded:
             self.without_revision(id, self.proofs.pop(id).unloaded)
@@ -44,10 +44,10 @@ class Paired(Control):
         self._prove([i for i in unloaded if i not in self.failures])
         return [i for i in ids if i not in self.failures]
 
-    def _prove(self, ids: Collection[str]) -> None:
-        tasks = alone_first(self._prove_task(i) for i in ids)
+    def _prove(self, ids: Collection[str], drained: Callable[[], None] = lambda: None) -> None:
+        tasks = [self._prove_task(i) for i in ids]
         self.announce(tasks, proving=True)
-        for _ in self.work(tasks, everywhere=True):
+        for _ in self.work(tasks, everywhere=True, drained=drained):
             pass
         crowded = [t for t in tasks if t.id in self.failures and OUT_OF_MEMORY in self.failures[t.id].message]
         for task in crowded:  # beside others there was too little memory
@@ -98,7 +98,7 @@ class Paired(Control):
         verdicts: dict[str, Verdict] = {}
         opened: dict[str, Open] = {}
         while left:
-            tasks = alone_first(self._time_task(i) for i in left)
+            tasks = [self._time_task(i) for i in left]
             self.announce(tasks)
             for _ in self.work(tasks):
                 pass
@@ -166,14 +166,6 @@ class Paired(Control):
     def unmeasured(self, id: str, reason: str) -> Verdict:
         """The verdict on a workload that nothing is known of."""
         return failed(id, Failure(status=Status.UNMEASURED, message=reason))
-
-
-def alone_first(tasks: Iterable[Task]) -> list[Task]:
-    """The tasks in an order in which no revision is imported before a task that times the current one alone.
-
-    What that import registers by name (`torch.library.custom_op`) would replace what the current side calls.
-    """
-    return sorted(tasks, key=lambda task: task.accepted is not None)
 
 
 def _round(verdicts: Iterable[Verdict], opened: Mapping[str, Open]) -> str:

@@ -21,15 +21,17 @@ class Worker(Control):
     def __init__(self, config: pytest.Config, job: Job) -> None:
         super().__init__(config)
         self.job = job
-        if any(task.note_ran for task in job.tasks):
+        if job.note_ran:
             config.stash[OPENED] = Opened(revision.top_or(self.root))
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> object:
         from perfsuite import worker
 
+        if self.job.ahead and self.device == "cuda":
+            worker.import_compiler()
         with closing(Journal(self.job)) as journal:
-            worker.run(self.job, journal, session, self.device)
+            worker.run(journal, session, self.device)
         return True
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:

@@ -57,6 +57,10 @@ class RunReport:
     """Those of them that are not for this machine, and were never accepted on it."""
     shard: str = ""
     """"2/3" for the second of three parts; empty for a whole run."""
+    spent: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Seconds of the run by what it did: "proofs" on all cores, "timing" of one workload at a time."""
+    proofs: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
+    """Seconds of each phase of a workload's proof."""
 
     @property
     def ids(self) -> tuple[str, ...]:

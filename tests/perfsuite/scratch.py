@@ -87,8 +87,15 @@ class FakeWorkers:
     def limits(self) -> dict[str, float]:
         return {task.id: task.limit_s for task in self.tasks}
 
-    def run(self, lanes: Sequence[tuple[Lane, Sequence[Task]]]) -> Generator[tuple[str, Outcome], None, None]:
-        tasks = [task for _, some in lanes for task in some]
+    def prepare(self, lanes: Sequence[Lane], ids: Sequence[str], each: int) -> None:
+        """These processes need no time to start."""
+
+    def close(self) -> None:
+        """None waits."""
+
+    def run(
+        self, tasks: Sequence[Task], lanes: Sequence[Lane], drained: Callable[[], None] = lambda: None
+    ) -> Generator[tuple[str, Outcome], None, None]:
         self.tasks += tasks
         timed = [task for task in tasks if task.kind == TIME]
         if timed:
@@ -103,6 +110,7 @@ class FakeWorkers:
             if task.kind == ITEMS:
                 outcome = self._reported(task.id)
             yield task.id, outcome
+        drained()
 
     def _reported(self, id: str) -> Reported:
         """That a proof passed, or failed if it is one of `failing`."""
@@ -265,7 +273,7 @@ def real_workers(folder: Path) -> Workers:
 
 def run_tasks(workers: Workers, *tasks: Task) -> list[tuple[str, Outcome]]:
     """What comes of the tasks in one lane."""
-    return list(workers.run([(Lane(), tasks)]))
+    return list(workers.run(tasks, [Lane()]))
 
 
 def lines_with(text: str, *wanted: str) -> list[str]:

@@ -282,7 +282,7 @@ def test_a_workload_that_was_lost_is_red(accepted: Project) -> None:
     """A measuring process that says nothing of a workload."""
     assert accepted.workers is not None
     run = accepted.workers.run
-    accepted.workers.run = lambda ids, **given: (o for o in run(ids, **given) if o[0] != LARGE)  # type: ignore[method-assign]
+    accepted.workers.run = lambda *given: (o for o in run(*given) if o[0] != LARGE)  # type: ignore[method-assign]
     red(accepted.gate(), "UNMEASURED", LARGE, code=UNDECIDED)
 
 

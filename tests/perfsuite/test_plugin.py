@@ -560,5 +560,5 @@ def test_pytest_benchmarks_own_threshold_adds_nothing_and_breaks_nothing(timed: 
 
 def test_a_failure_of_the_harness_is_told_once(timed: Project) -> None:
     assert timed.workers is not None
-    timed.workers.run = lambda ids, **given: 1 / 0  # type: ignore[method-assign]
+    timed.workers.run = lambda *given: 1 / 0  # type: ignore[method-assign]
     timed.run("-m", "perf").assert_outcomes(failed=1)  # and no error of the benchmark fixture, "was not used"

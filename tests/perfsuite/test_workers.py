@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import builders
 import pytest
@@ -19,7 +20,8 @@ from scratch import TWO_LINES, Failure, Project, lines_with
 
 from perfsuite import workers
 from perfsuite.records import Measurement, Status
-from perfsuite.workers import Job, Journal, Workers, load_job, pytest_arguments
+from perfsuite.revision import Tree
+from perfsuite.workers import Lane, Task, Workers, pytest_arguments
 
 pytest_plugins = ["pytester"]
 
@@ -36,49 +38,127 @@ def begin(id, phase="start"):
     write("phase", id=id, phase=phase)
 def done(id):
     write("failure", id=id, status="UNMEASURED", message="done " + id)
+def tasks():
+    write("ready", id="")
+    for line in open(job["tasks"]):
+        yield json.loads(line)
+def ids():
+    return (task["id"] for task in tasks())
 """
 
 
 class Scripted(Workers):
-    """Workers whose processes run a few lines in the place of pytest; `ids` are the job's."""
+    """Workers whose processes run a few lines in the place of pytest; `ids()` are those of the tasks as they come."""
 
-    __slots__ = ("script",)
+    __slots__ = ("_given", "environments", "script")
+    _given: bool
     script: str
+    environments: list[dict[str, str]]
 
-    def _spawn(self, selection: Path, job_file: Path, log: Path) -> subprocess.Popen[bytes]:
-        code = f"{SCRIPT}\nids = job['ids']\n{self.script}"
-        with log.open("wb") as sink:
-            return subprocess.Popen(
-                [sys.executable, "-S", "-c", code, str(job_file)],
+    def _spawn(self, process: Any, reader: int) -> None:
+        self.environments.append(dict(process.lane.environment))
+        with process.file(".log").open("wb") as sink:
+            process.child = subprocess.Popen(
+                [sys.executable, "-S", "-c", f"{SCRIPT}\n{self.script}", str(process.file(".json"))],
+                pass_fds=(reader,),
                 stdout=sink,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
 
 
-def scripted(folder: Path, script: str, limit: float = 60.0) -> Scripted:
-    made = Scripted(root=folder, folder=folder / "workers", arguments=[], limits=dict.fromkeys("abc", limit))
-    made.script = script
+def scripted(folder: Path, script: str) -> Scripted:
+    made = Scripted(root=folder, folder=folder / "workers", arguments=[])
+    made.script, made.environments, made._given = script, [], False
     return made
 
 
-def outcomes(made: Workers, ids: Sequence[str] = ("a", "b", "c")) -> dict[str, str]:
+def tasks_of(ids: Sequence[str] = ("a", "b", "c"), limit: float = 60.0) -> list[Task]:
+    return [Task(id=id, limit_s=limit) for id in ids]
+
+
+def outcomes(made: Workers, ids: Sequence[str] = ("a", "b", "c"), limit: float = 60.0) -> dict[str, str]:
     """id → message; every id once, in order."""
-    found = list(made.run(ids))
+    found = list(made.run(tasks_of(ids, limit), [Lane()]))
     assert [id for id, _ in found] == list(ids)
     assert all(isinstance(o, Failure) and o.status is Status.UNMEASURED for _, o in found)
     return {id: o.message for id, o in found if isinstance(o, Failure)}
 
 
 def test_outcomes_come_as_they_are_written(tmp_path: Path) -> None:
-    made = scripted(tmp_path, "for id in ids: begin(id); done(id)")
+    made = scripted(tmp_path, "for id in ids(): begin(id); done(id)")
     told: list[tuple[int, str]] = []
-    made.progress = lambda process, id: told.append((process, id))
+    made.progress = lambda lane, id: told.append((lane, id))
     assert outcomes(made) == {"a": "done a", "b": "done b", "c": "done c"}
-    assert told == [(1, "a"), (1, "b"), (1, "c")]
-    outcomes(made)
-    assert told[3:] == [(2, "a"), (2, "b"), (2, "c")]
+    assert told == [(0, "a"), (0, "b"), (0, "c")]
     assert not list(made.folder.iterdir())  # nothing is left of processes that ended well
+    assert len(made.environments) == 1
+
+
+def test_each_task_goes_to_the_lane_that_is_free_first(tmp_path: Path) -> None:
+    script = """
+for id in ids():
+    begin(id)
+    while id == "a" and not pathlib.Path(job["out"]).with_name("c").exists(): time.sleep(0.01)
+    if id == "c": pathlib.Path(job["out"]).with_name("c").touch()
+    done(id)
+"""
+    made = scripted(tmp_path, script)
+    told: list[tuple[int, str]] = []
+    made.progress = lambda lane, id: told.append((lane, id))
+    lanes = [Lane(environment={"CUDA_VISIBLE_DEVICES": str(n)}) for n in range(5)]
+    found = [id for id, _ in made.run(tasks_of("abc"), lanes[:2])]
+    assert sorted(found) == ["a", "b", "c"]
+    lane = dict((id, lane) for lane, id in told)
+    assert lane["b"] == lane["c"] != lane["a"]
+    assert made.environments == [{"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1"}]
+
+
+def test_no_more_lanes_than_tasks(tmp_path: Path) -> None:
+    made = scripted(tmp_path, "for id in ids(): begin(id); done(id)")
+    assert len(list(made.run(tasks_of("a"), [Lane(), Lane(), Lane()]))) == 1
+    assert len(made.environments) == 1
+
+
+def test_that_no_task_waits_any_more_is_told_once(tmp_path: Path) -> None:
+    made = scripted(tmp_path, "for id in ids(): begin(id); done(id)")
+    seen: list[str] = []
+    for id, _ in made.run(tasks_of("abc"), [Lane()], lambda: seen.append("drained")):
+        seen.append(id)
+    assert seen == ["a", "b", "drained", "c"]
+
+
+def test_processes_that_were_started_ahead_are_used_once(tmp_path: Path) -> None:
+    made = scripted(tmp_path, "for id in ids(): begin(id); done(id)")
+    made.prepare([Lane()], ["a", "b", "c"], 2)
+    assert len(made.environments) == 2
+    for _ in range(3):
+        assert outcomes(made, ["a", "c"]) == {"a": "done a", "c": "done c"}
+    assert len(made.environments) == 3
+    made.prepare([Lane()], ["a"], 1)
+    outcomes(made, ["a", "b"])  # it has not collected b
+    assert len(made.environments) == 5
+    outcomes(made, ["a"])
+    assert len(made.environments) == 5
+    assert not list(made.folder.iterdir())
+
+
+def test_a_process_that_dies_while_it_waits_costs_nothing(tmp_path: Path) -> None:
+    script = "if job['ahead']: sys.exit(1)\nfor id in ids(): begin(id); done(id)"
+    made = scripted(tmp_path, script)
+    made.prepare([Lane()], ["a"], 1)
+    made._waiting[0].child.wait()
+    assert outcomes(made, ["a"]) == {"a": "done a"}
+
+
+def test_processes_that_wait_are_ended(tmp_path: Path) -> None:
+    made = scripted(tmp_path, "time.sleep(60)")
+    made.prepare([Lane(), Lane()], ["a"], 1)
+    children = [process.child for process in made._waiting]
+    made.close()
+    assert [child.returncode for child in children] == [-signal.SIGKILL] * 2
+    assert not list(made.folder.iterdir())
+    made.close()
 
 
 @pytest.mark.parametrize(
@@ -91,7 +171,7 @@ def test_outcomes_come_as_they_are_written(tmp_path: Path) -> None:
     ],
 )
 def test_a_line_that_the_harness_did_not_write_is_named(tmp_path: Path, forgery: str) -> None:
-    made = scripted(tmp_path, f"for id in ids:\n    begin(id)\n    if id == 'b': {forgery}\n    done(id)")
+    made = scripted(tmp_path, f"for id in ids():\n    begin(id)\n    if id == 'b': {forgery}\n    done(id)")
     found = outcomes(made)
     assert found["a"] == "done a"
     assert found["b"] == workers.FORGED
@@ -99,7 +179,7 @@ def test_a_line_that_the_harness_did_not_write_is_named(tmp_path: Path, forgery:
 
 def test_no_ids_no_process(tmp_path: Path) -> None:
     made = scripted(tmp_path, "")
-    assert list(made.run([])) == []
+    assert list(made.run([], [Lane()])) == []
     assert not made.folder.exists()
 
 
@@ -124,7 +204,7 @@ def test_no_ids_no_process(tmp_path: Path) -> None:
 )
 def test_a_process_that_dies_costs_one_workload(tmp_path: Path, death: str, message: str, phase: str, who: str) -> None:
     script = f"""
-for id in ids:
+for id in ids():
     begin(id, {phase!r})
     if id == "b":
         sys.stdout.flush()
@@ -140,7 +220,7 @@ for id in ids:
 
 
 def test_the_log_of_a_process_that_died_is_kept(tmp_path: Path) -> None:
-    made = scripted(tmp_path, "begin(ids[0]); print('why'); sys.stdout.flush(); os._exit(1)")
+    made = scripted(tmp_path, "begin(next(ids())); print('why'); sys.stdout.flush(); os._exit(1)")
     (message,) = outcomes(made, ["a"]).values()
     log = Path(message.rpartition("its log is ")[2])
     assert log.read_text() == "why\n"
@@ -153,13 +233,13 @@ def test_a_process_that_never_starts_is_no_endless_loop(tmp_path: Path) -> None:
 
 def test_a_hang_costs_one_workload(tmp_path: Path) -> None:
     script = """
-for id in ids:
+for id in ids():
     begin(id, "optimized")
     if id == "b": time.sleep(60)
     done(id)
 """
     began = time.monotonic()
-    found = outcomes(scripted(tmp_path, script, limit=0.3))
+    found = outcomes(scripted(tmp_path, script), limit=0.3)
     assert time.monotonic() - began < 30
     assert found["a"] == "done a"
     assert found["b"] == "the optimized side hangs: it was stopped after its time limit of 0.3 s"
@@ -168,23 +248,24 @@ for id in ids:
 
 def test_a_hang_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "START_LIMIT_S", 0.2)
-    found = outcomes(scripted(tmp_path, "time.sleep(60)", limit=0.1), ["a"])
-    assert found["a"].startswith("the measuring process hangs")
+    found = outcomes(scripted(tmp_path, "time.sleep(60)"), ["a"], limit=0.1)
+    assert found["a"] == "the measuring process hangs: it was stopped after its time limit of 0.2 s"
 
 
 def test_a_hang_after_the_last_workload_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "END_LIMIT_S", 0.2)
-    made = scripted(tmp_path, "for id in ids: begin(id); done(id)\ntime.sleep(60)")
+    made = scripted(tmp_path, "for id in ids(): begin(id); done(id)\ntime.sleep(60)")
     assert outcomes(made) == {"a": "done a", "b": "done b", "c": "done c"}
 
 
 def test_a_reader_that_stops_takes_the_process_down(tmp_path: Path) -> None:
     script = """
-begin("a"); done("a"); begin("b")
+given = ids()
+next(given); begin("a"); done("a"); next(given); begin("b")
 pathlib.Path(job["out"] + ".pid").write_text(str(os.getpid()))
 time.sleep(60)
 """
-    stream = scripted(tmp_path, script).run(["a", "b"])
+    stream = scripted(tmp_path, script).run(tasks_of("ab"), [Lane()])
     assert next(stream)[0] == "a"
     pid_file = next(iter((tmp_path / "workers").glob("*.jsonl"))).with_suffix(".jsonl.pid")
     deadline = time.monotonic() + 30
@@ -198,7 +279,7 @@ time.sleep(60)
 
 def test_a_line_in_two_pieces(tmp_path: Path) -> None:
     script = """
-begin("a")
+begin(next(ids()))
 text = '{"event": "failure", "id": "a", "status": "UNMEASURED", "message": "done a"}'
 line = hmac.new(job["key"].encode(), text.encode(), "sha256").hexdigest() + " " + text
 out.write(line[:90])
@@ -208,36 +289,35 @@ out.write(line[90:] + "\\n")
     assert outcomes(scripted(tmp_path, script), ["a"]) == {"a": "done a"}
 
 
-def test_what_a_journal_writes_is_what_workers_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    measured = builders.measurement("a")
-    job = Job(ids=("a", "b"), out=str(tmp_path / "sample.jsonl"), key="k")
-    monkeypatch.setattr(workers.secrets, "token_hex", lambda: "k")
-    journal = Journal(job)
-    journal.begin("a")
-    journal.phase("a", "optimized")
-    journal.measurement(measured)
-    journal.begin("b")
-    journal.failure("b", Failure(status=Status.NOT_EQUIVALENT, message="off by 1"))
-    journal.close()
-    script = f"out.write(open({job.out!r}).read())"
-    found = dict(scripted(tmp_path, script).run(["a", "b"]))
-    assert found == {"a": measured, "b": Failure(status=Status.NOT_EQUIVALENT, message="off by 1")}
+JOURNAL = """
+sys.path[:0] = {path}
+from perfsuite.records import Status
+from perfsuite.workers import Failure, Journal, load_job
+import builders
+os.environ["PERFSUITE_JOB"] = sys.argv[1]
+journal = Journal(load_job())
+assert not os.path.exists(sys.argv[1]), "the code under test must not find the key"
+assert "PERFSUITE_JOB" not in os.environ and load_job() is None
+for task in journal.tasks():
+    journal.begin(task.id)
+    journal.phase(task.id, "optimized")
+    if task.id == "a":
+        journal.result("a", builders.measurement("a"))
+    else:
+        journal.failure(task.id, Failure(status=Status.NOT_EQUIVALENT, message=str(task.accepted.revision)))
+journal.close()
+"""
+
+
+def test_what_a_journal_writes_is_what_workers_read(tmp_path: Path) -> None:
+    tree = Tree(folder=str(tmp_path), package="perfsuite_revision_abc", top=str(tmp_path), revision="abc")
+    tasks = [Task(id="a", limit_s=60), Task(id="b", limit_s=60, accepted=tree)]
+    found = dict(scripted(tmp_path, JOURNAL.replace("{path}", repr(sys.path))).run(tasks, [Lane()]))
+    assert found == {
+        "a": builders.measurement("a"),
+        "b": Failure(status=Status.NOT_EQUIVALENT, message="abc"),
+    }
     assert isinstance(found["a"], Measurement)
-
-
-def test_a_job_goes_through_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = "pathlib.Path(sys.argv[1] + '.kept').write_text(json.dumps(job))\nfor id in ids: begin(id); done(id)"
-    made = scripted(tmp_path, script)
-    list(made.run(["a", "b"], accepted={"b": ("/tree", "abc"), "z": ("/tree", "abc")}))
-    (kept,) = made.folder.glob("*.kept")
-    monkeypatch.setenv(workers.JOB, str(kept))
-    job = load_job()
-    assert job is not None
-    assert job.ids == ("a", "b")
-    assert job.accepted == {"b": ("/tree", "abc")}
-    assert not kept.exists(), "the code under test must not find the key"
-    assert workers.JOB not in os.environ
-    assert load_job() is None
 
 
 def test_other_processes_collect_the_same(project: Project) -> None:
@@ -286,17 +366,23 @@ def test_a_real_process_that_is_killed(project: Project) -> None:
 
 def test_ctrl_c_loses_nothing_that_was_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pressed while the parent waits for the next look, when the worker has just written a result."""
-    made = scripted(tmp_path, "begin('a'); done('a'); begin('b'); time.sleep(60)")
+    script = "given = ids(); next(given); begin('a'); done('a'); next(given); begin('b'); time.sleep(60)"
+    made = scripted(tmp_path, script)
 
     def sleep(seconds: float) -> None:
-        # The parent has looked at the start, before there was anything; this wait ends in Ctrl-C once 'b' has begun.
+        # The parent has looked at the start, before there was anything; the wait after the first task was given ends
+        # in Ctrl-C once its result is written.
         deadline = time.monotonic() + 60
-        while sum(p.read_bytes().count(b"\n") for p in made.folder.glob("*.jsonl")) < 5 and time.monotonic() < deadline:
+        wanted = 4 if made._given else 1
+        while sum(p.read_bytes().count(b"\n") for p in made.folder.glob("*.jsonl")) < wanted:
+            assert time.monotonic() < deadline
             threading.Event().wait(0.01)
-        raise KeyboardInterrupt
+        if wanted == 4:
+            raise KeyboardInterrupt
+        made._given = True
 
     monkeypatch.setattr(workers, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
-    results = made.run(["a", "b"])
+    results = made.run(tasks_of("ab"), [Lane()])
     id, outcome = next(results)
     assert id == "a"
     assert isinstance(outcome, Failure)
