@@ -150,6 +150,7 @@ def _file(module: ModuleType) -> str | None:
     return found if isinstance(found, str) else None
 
 
+@functools.cache
 def _lies_in(package: str, file: str | None) -> bool:
     if file is None or file.startswith("<frozen"):
         return True
@@ -165,7 +166,7 @@ def _told(found: Any) -> str:
 
 def _check_own(module: ModuleType) -> None:
     file = getattr(module, "__file__", None)
-    if file is None or HARNESS not in Path(file).parents:
+    if file is None or not _is_harness(file):
         return
     functions, constants, imported = _declared(file)
     for name, (source, attribute) in imported.items():
@@ -193,6 +194,11 @@ def _check_own(module: ModuleType) -> None:
             )
 
 
+@functools.cache
+def _is_harness(file: str) -> bool:
+    return HARNESS in Path(file).parents
+
+
 def _is_own(found: Any, lines: set[int], file: str) -> bool:
     for attribute in ("__func__", "fget", "func", "callback"):
         found = getattr(found, attribute, found)
@@ -200,7 +206,7 @@ def _is_own(found: Any, lines: set[int], file: str) -> bool:
     code = getattr(found, "__code__", None)
     if not isinstance(code, CodeType):
         return not callable(found) or type(found).__module__ == "functools" or hasattr(found, "__click_params__")
-    return Path(code.co_filename) == Path(file) and code.co_firstlineno in lines
+    return code.co_filename == file and code.co_firstlineno in lines
 
 
 @functools.cache

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
 import json
 import math
 import random
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -796,3 +798,38 @@ def test_l2_that_a_side_has_set_aside_before_it_is_timed_is_seen(monkeypatch: py
     with pytest.raises(NotEquivalent, match=r"sets 16777216 bytes of L2 aside for persisting lines"):
         measuring.measure(pair, pair.workloads[0], workload_id="w", device="cpu")
     assert aside == [0]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_steps_end_with_their_measurement(time: Time, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    """Not when the garbage collector comes by: a data loader that it finds in a cycle takes seconds to end."""
+    ended: list[int] = []
+    made = itertools.count()
+
+    class Resource:
+        def __init__(self) -> None:
+            self.number = next(made)
+
+        def __del__(self) -> None:
+            ended.append(self.number)
+
+    def build(x: torch.Tensor) -> Call:
+        held = Resource()
+
+        def step(y: torch.Tensor) -> torch.Tensor:
+            time.spend(FAST_S)
+            if fails and time.calls > 40:
+                raise PairError("no more")
+            return x + y + 0 * held.number
+
+        return step
+
+    steps = pair(time, reference=stateful(build), optimized=stateful(build), step_inputs={"y": tensor("n")})
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(PairError) if fails else nullcontext():
+            measure(steps)
+        assert sorted(ended) == list(range(next(made)))
+    finally:
+        gc.enable()
