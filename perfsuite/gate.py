@@ -14,19 +14,19 @@ smallest slowdown that six processes find with 95% power given the accepted nois
 what all twelve find, from 2% to 10%. Without an entry this run's own noise takes the place of the accepted one.
 
 **Noise** The variance of a process mean comes from the A/A comparison made at acceptance, shrunk toward the suite's
-(statistics.py), and from this run's own processes. A workload that varies far beyond it (F test) is judged by its own
-processes alone. Where the whole run varies more than accepted, the variances of all interleaved workloads grow by that
-factor; for this a random sample of the workloads (`Subject.sampled`) always runs a second process.
+(statistics.py), and from this run's own processes. A workload that varies far beyond it (F tests) is judged by its own
+processes, or blocks, alone. Where the whole run varies more than accepted, the variances of all interleaved workloads
+grow by that factor; for this a random sample of the workloads (`Subject.sampled`) always runs a second process.
 
 **Stored figures** are compared only where the accepted revision cannot be run (`Subject.stored` says why). The session
 shift does not cancel there, so the margin is wider. A slowdown is NOISY unless the optimized side's own seconds moved
-and the device did not, and a PASS is NOISY where the reference's seconds moved. A reference too slow to repeat leaves
-the optimized side's seconds alone: they hold OWN_SECONDS_MARGIN.
+most and the device's did not; a PASS is NOISY where the reference's seconds moved beyond the margin. A reference too
+slow to repeat leaves the optimized side's seconds alone: they hold OWN_SECONDS_MARGIN.
 
 **Promises** A promised speedup holds where the lower bound of this run's speedup is above it, and is broken where the
 upper bound is below it, at ALPHA over looks and workloads. Where twelve processes with the reference in full show
 neither, the estimate decides: NOISY above the promise, BELOW_FLOOR below. Promised counts (memory, syncs, launches) are
-exact. What was counted more than when accepted in two processes is REGRESSED (counts.py).
+exact. What each of two processes or more counted more than when accepted is REGRESSED (counts.py).
 
 A green verdict names the cause where the stored speedup is clearly no longer reached (causes.py).
 
@@ -36,9 +36,9 @@ Whatever is missing, contradictory or not finite is red: UNMEASURED or NO_BASELI
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
+from statistics import fmean, median
 
 from perfsuite import causes, counts, planning
 from perfsuite.baseline import Entry, changes_since
@@ -123,9 +123,14 @@ class Subject:
         return self.entry is not None and "reference" in self.entry.few
 
     @property
+    def other(self) -> str:
+        """The side that the optimized one is compared with."""
+        return "reference" if self.stored else "accepted"
+
+    @property
     def values(self) -> list[float]:
-        """Process means of the log-ratio that the comparison rests on."""
-        return _values(self.runs, "reference" if self.stored else "accepted")
+        """Process means of the log-ratio to that side."""
+        return _values(self.runs, self.other)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,7 +155,8 @@ class Speedup:
     """This run's speedup over the reference (a log-ratio) and the promised one."""
 
     now: Estimate
-    promised: float | None = None
+    promised: float = 0.0
+    """0 where nothing is promised."""
     holds: bool = True
     broken: bool = False
     full: int = 0
@@ -177,19 +183,10 @@ def analyse(subjects: Iterable[Subject], suite: Suite, *, selected: int) -> dict
     every = list(subjects)
     if selected < len(every):
         raise ValueError(f"selected={selected}, but {len(every)} workloads are named: the family would be too small")
-    answers: dict[str, Verdict | Open] = {}
-    expected: dict[str, Variance] = {}
-    for s in every:
-        found = _unusable(s)
-        if found is not None:
-            answers[s.id] = found
-        else:
-            expected[s.id] = _expected(s, suite)
-    usable = [s for s in every if s.id in expected]
-    factor = inflation((s.values, expected[s.id]) for s in usable if not s.stored)
-    for s in usable:
-        answers[s.id] = _judge(s, suite, expected[s.id], 1.0 if s.stored else factor, selected)
-    return {s.id: answers[s.id] for s in every}
+    found = {s.id: _unusable(s) for s in every}
+    expected = {s.id: _expected(s, suite) for s in every if found[s.id] is None}
+    factor = inflation((s.values, expected[s.id]) for s in every if s.id in expected and not s.stored)
+    return {s.id: found[s.id] or _judge(s, suite, expected[s.id], 1.0 if s.stored else factor, selected) for s in every}
 
 
 def promises_only(
@@ -208,13 +205,12 @@ def promises_only(
             answers[key] = _say(s, Status.UNMEASURED, text)
             continue
         speed = _speedup(s, prior, selected, looks=1)
+        assert speed is not None  # each process has a sound ratio to the reference
         shown = _shown(s, None, speed, None)
-        broken = counts.broken(run, s.promises)
-        if broken:
+        if broken := counts.broken(run, s.promises):
             answers[key] = _say(replace(shown, moved="optimized"), Status.BELOW_FLOOR, broken)
-        elif speed is None or speed.holds:
-            text = (str(speed) if speed else "measured") + counts.uncounted(run, s.promises)
-            answers[key] = _say(shown, Status.PASS, text)
+        elif speed.holds:
+            answers[key] = _say(shown, Status.PASS, f"{speed}{counts.uncounted(run, s.promises)}")
         else:
             answers[key] = _promise_missed(s, shown, speed)
     return answers
@@ -231,8 +227,9 @@ def _judge(s: Subject, suite: Suite, accepted: Variance, factor: float, selected
     `accepted` is the variance of a process mean as accepted, and this run has `factor` times as much.
     """
     processes = len(s.runs)
-    if processes not in LOOKS and processes < LOOKS[-1]:
-        return Open(processes=_until_next_look(processes), reason="between two looks")
+    further = next((n - processes for n in LOOKS if n > processes), 0)
+    if further and processes not in LOOKS:
+        return Open(processes=further, reason="between two looks")
     slower, margin = _slowdown(s, suite, accepted, factor, selected)
     speed = _speedup(s, suite.ratio, selected, looks=len(LOOKS))
     shown = _shown(s, slower, speed, margin)
@@ -246,7 +243,7 @@ def _judge(s: Subject, suite: Suite, accepted: Variance, factor: float, selected
     if status is Status.REGRESSED:
         return _regressed(s, shown, slower, text)
     if status is None:
-        return Open(processes=_until_next_look(processes), reason=text)
+        return Open(processes=further, reason=text)
     if not status.green:
         return _say(shown, status, text + _stored_note(s))
     if speed is not None and not speed.holds:
@@ -256,7 +253,7 @@ def _judge(s: Subject, suite: Suite, accepted: Variance, factor: float, selected
         return Open(processes=1, reason=f"{speed}: the promised {speed.promised:.4g}× is in doubt", reference=True)
     if s.stored and not s.few and (moved := causes.reference_moved(s.entry, s.runs, margin)):
         return _say(shown, Status.NOISY, moved + _stored_note(s))
-    return _with_cause(s, _say(shown, status, text + _stored_note(s)), speed)
+    return _with_cause(s, _say(shown, status, text + _stored_note(s)), speed, margin)
 
 
 def _by_speed(s: Subject, slower: Estimate, margin: float, selected: int) -> tuple[Status | None, str]:
@@ -302,20 +299,20 @@ def _promise_missed(s: Subject, shown: Verdict, speed: Speedup) -> Verdict:
     text = f"{speed}; promised {speed.promised:.4g}×"
     if s.entry is not None:
         text += f", {s.entry.speedup():.4g}× when accepted"
-    if not speed.broken and speed.promised is not None and speed.now.value >= math.log(speed.promised):
+    if speed.now.value >= math.log(speed.promised):
         return _say(shown, Status.NOISY, f"{text}: within the noise; promise less, or reduce the workload's noise")
-    held = s.entry is not None and speed.promised is not None and s.entry.speedup() >= speed.promised
-    side, why = causes.of_speedup(s.entry, s.runs) if held and not s.few else (None, "")
+    held = s.entry is not None and s.entry.speedup() >= speed.promised and not s.few
+    side, why = causes.of_speedup(s.entry, s.runs) if held else (None, "")
     status = Status.NOISY if side == "device" else Status.BELOW_FLOOR
     return _say(replace(shown, moved=side), status, f"{text}; {why}" if why else text)
 
 
-def _with_cause(s: Subject, verdict: Verdict, speed: Speedup | None) -> Verdict:
+def _with_cause(s: Subject, verdict: Verdict, speed: Speedup | None, margin: float) -> Verdict:
     """The green verdict; where the stored speedup is no longer reached, with the cause."""
     if s.entry is None or speed is None or s.few:
         return verdict
     lost = math.log(s.entry.speedup()) - speed.now.value
-    least = math.log1p(max(verdict.margin or 0.0, MARGIN_USUAL)) if speed.full else FEW_LEAST
+    least = math.log1p(max(margin, MARGIN_USUAL)) if speed.full else FEW_LEAST
     if lost < least or lost < 2 * speed.now.se:
         return verdict
     side, why = causes.of_speedup(s.entry, s.runs)
@@ -340,11 +337,19 @@ def _expected(s: Subject, suite: Suite) -> Variance:
     return replace(found, value=found.value * planning.scale(s.entry, blocks))
 
 
-def _known(expected: Variance, values: list[float]) -> Variance:
-    """What is known of the process variance after these values; where they vary far beyond it, they alone count."""
-    value, dof = within([values])
-    if dof > 0 and spread_p(values, expected) < SPREAD_P:
-        return Variance(value=max(value, expected.value), dof=dof)
+def _known(expected: Variance, run: Iterable[Measurement], other: str) -> Variance:
+    """What is known of the process variance after this run; where its processes vary far beyond it, they alone count.
+
+    Blocks that vary beyond it show that at once: the mean of a process is no better than they are.
+    """
+    processes = [m.log_ratios[other] for m in run]
+    value, dof = within(processes)
+    value *= fmean(1 / len(blocks) for blocks in processes)
+    if spread_p(value, dof, expected) < SPREAD_P:
+        expected = replace(expected, value=value)
+    value, dof = within([[process_mean(blocks) for blocks in processes]])
+    if spread_p(value, dof, expected) < SPREAD_P:
+        return Variance(value=value, dof=dof)
     return expected.updated(value, dof)
 
 
@@ -354,14 +359,14 @@ def _slowdown(
     """(log slowdown of the optimized side, margin)."""
     if s.stored and s.few:
         return _own_seconds(s), s.margin or OWN_SECONDS_MARGIN
-    known = _known(replace(accepted_noise, value=factor * accepted_noise.value), s.values)
+    known = _known(replace(accepted_noise, value=factor * accepted_noise.value), s.runs, s.other)
     if not s.stored:
         # Without an entry nothing is known of the noise beforehand: the margin follows from this run's own.
         margin = s.margin or (
             margin_of(s.entry, suite, selected=selected) if s.entry else _default_margin(known, selected)
         )
         # log_ratios["accepted"] is positive where the current side is faster.
-        return estimate(paired_mean([-v for v in s.values]), _paired(known)), margin
+        return _paired([-v for v in s.values], known), margin
     assert s.entry is not None
     noise = Noise(process=known, session=noise_of(s.entry.process_means(), suite.ratio).session)
     accepted = baseline_mean(s.entry.process_means(), noise)
@@ -395,7 +400,7 @@ def _speedup(s: Subject, prior: Noise, selected: int, *, looks: int) -> Speedup 
     # After the first process all of the reference is asked for, or none: two with few samples show that it is slow.
     slow = s.few or (len(timed) > 1 and not full)
     noise = noise_of(s.entry.process_means() if s.entry and not s.few else [], prior)
-    noise = replace(noise, process=_known(noise.process, _values(used, "reference")))
+    noise = replace(noise, process=_known(noise.process, used, "reference"))
     now = estimate(run_mean(_values(used, "reference")), noise)
     if not full:
         now = replace(now, se=FEW_FACTOR * now.se)
@@ -417,8 +422,7 @@ def _default_margin(process: Variance, selected: int) -> float:
     """What USUAL_PROCESSES resolve; where that is beyond MARGIN_USUAL, what all processes resolve."""
 
     def found_by(processes: int) -> float:
-        known = replace(process, dof=process.dof + processes - 1)
-        return _resolvable(estimate(paired_mean([0.0] * processes), _paired(known)), selected)
+        return _resolvable(_paired([0.0] * processes, replace(process, dof=process.dof + processes - 1)), selected)
 
     size = found_by(USUAL_PROCESSES)
     return size if size <= MARGIN_USUAL else min(MARGIN_MOST, max(MARGIN_USUAL, found_by(LOOKS[-1])))
@@ -432,12 +436,9 @@ def _resolvable(error: Estimate, selected: int) -> float:
     return max(MARGIN_MIN, round(steps * MARGIN_STEP, 6))
 
 
-def _paired(process: Variance) -> Noise:
-    return Noise(process=process, session=Variance(value=0.0, dof=math.inf))
-
-
-def _until_next_look(processes: int) -> int:
-    return next(n for n in LOOKS if n > processes) - processes
+def _paired(values: Sequence[float], process: Variance) -> Estimate:
+    """The mean of processes that interleave two revisions: no session's shift enters."""
+    return estimate(paired_mean(values), Noise(process=process, session=Variance(value=0.0, dof=math.inf)))
 
 
 def _values(run: Iterable[Measurement], other: str) -> list[float]:
@@ -468,7 +469,7 @@ def _unsound(s: Subject) -> str:
         return "nothing was measured"
     foreign = next((m.id for m in s.runs if m.id != s.id), None)
     text = f"holds a measurement of {foreign}" if foreign else _disagreement(s.runs)
-    text = text or _incomplete(s.runs, "reference" if s.stored else "accepted")
+    text = text or _incomplete(s.runs, s.other)
     if not text and s.promises.speedup is not None and not any(m.log_ratios.get("reference") for m in s.runs):
         text = "speedup promised, but no process timed the reference"
     return text or counts.missing(s.runs, s.promises)
@@ -485,12 +486,12 @@ def _disagreement(run: tuple[Measurement, ...]) -> str:
 def _incomplete(run: tuple[Measurement, ...], other: str) -> str:
     for m in run:
         # The reference may be missing beside the accepted side, but what is there must be sound.
-        names = sorted({other, *(n for n in ("reference",) if m.log_ratios.get(n))})
-        for name in names:
+        reference = {"reference"} if other == "reference" or m.log_ratios.get("reference") else set()
+        for name in sorted({other, *reference}):
             ratios = m.log_ratios.get(name, ())
             if not ratios or not all(abs(r) <= RATIO_MAX for r in ratios):
                 return f"a process gave no sound ratio to the {name} side"
-        for side in ("optimized", *(n for n in names if n == "reference")):
+        for side in ("optimized", *reference):
             blocks = m.sides[side].blocks_s if side in m.sides else ()
             if not blocks or not all(math.isfinite(b) and b > 0 for b in blocks):
                 return f"a process gave no time of the {side} side"

@@ -246,12 +246,9 @@ def estimate(mean: Mean, noise: Noise) -> Estimate:
     return Estimate(value=mean.value, se=math.sqrt(total), dof=total**2 / worth if worth else math.inf)
 
 
-def spread_p(values: Sequence[float], expected: Variance) -> float:
-    """p-value of the F test that these process means vary no more than `expected`; 1 for fewer than two values."""
-    if len(values) < 2:
-        return 1.0
-    dof = len(values) - 1
-    return float(_special().fdtrc(dof, expected.dof, variance(values) / expected.value))
+def spread_p(value: float, dof: float, expected: Variance) -> float:
+    """p-value of the F test that a sample variance exceeds `expected` by chance; 1 without degrees of freedom."""
+    return float(_special().fdtrc(dof, expected.dof, value / expected.value)) if dof > 0 else 1.0
 
 
 def inflation(runs: Iterable[tuple[Sequence[float], Variance]]) -> float:

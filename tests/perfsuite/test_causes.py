@@ -105,6 +105,11 @@ def test_anchor_kernels_tell_the_device_from_a_side(
     assert (found, says in why) == (moved, True), why
 
 
+def test_sides_that_moved_apart_share_nothing_whatever_their_ratio_says() -> None:
+    assert of_ratio(BARE, run(0.05, -0.04), 0.0)[0] == "optimized"
+    assert of_ratio(BARE, run(0.05, 0.04), 0.0)[0] == "device"
+
+
 def test_a_side_that_stayed_was_not_moved_by_the_device() -> None:
     found, why = of_ratio(ENTRY, run(0.0, 0.0, {"copy": 0.05}), 0.0)
     assert found == "optimized"

@@ -165,11 +165,11 @@ def test_bounds_and_p_agree() -> None:
 
 
 def test_spread_is_an_f_test() -> None:
-    values = [0.0, 0.01, 0.03]
-    ratio = np.var(values, ddof=1) / 1e-4
-    assert spread_p(values, Variance(value=1e-4, dof=8)) == pytest.approx(stats.f.sf(ratio, 2, 8))
-    assert spread_p(values[:2], Variance(value=1e-4, dof=8)) == pytest.approx(stats.f.sf(0.5, 1, 8))
-    assert spread_p([0.5], Variance(value=1e-4, dof=8)) == 1.0
+    expected = Variance(value=1e-4, dof=8)
+    for dof in (1, 2, 7.5):
+        for ratio in (0.3, 1.0, 9.0):
+            assert spread_p(ratio * 1e-4, dof, expected) == pytest.approx(stats.f.sf(ratio, dof, 8))
+    assert spread_p(1.0, 0.0, expected) == 1.0
 
 
 def test_importing_the_gate_is_light() -> None:
