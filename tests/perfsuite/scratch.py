@@ -22,7 +22,7 @@ from click.testing import CliRunner, Result
 
 from perfsuite import cli
 from perfsuite.records import Measurement, Proof
-from perfsuite.workers import ITEMS, PROVE, TIME, Failure, Job, Lane, Outcome, Reported, Task, Workers
+from perfsuite.workers import ITEMS, PROVE, TIME, TRACE, Failure, Job, Lane, Outcome, Reported, Task, Workers
 
 ROOT = Path(__file__).resolve().parents[2]
 JITTER = (0.0, 4e-4, -3e-4, 2e-4, -4e-4, 1e-4, 3e-4, -2e-4)
@@ -67,7 +67,7 @@ class FakeWorkers:
     """In the place of `perfsuite.control.Workers`: `outcome(id, process, second)` is what each measurement gives.
 
     `process` counts the timing processes from 0; `second` says whether the accepted revision's side joins. Proofs
-    succeed, unless `outcome` is a failure for that workload.
+    succeed, unless `outcome` is a failure for that workload. Nothing is traced.
     """
 
     def __init__(self, outcome: Callable[[str, int, bool], Outcome]) -> None:
@@ -76,6 +76,8 @@ class FakeWorkers:
         """For each timing process: (ids, id → the accepted revision)."""
         self.proven: list[str] = []
         self.failing: set[str] = set()
+        self.unloaded: dict[str, str] = {}
+        """Workload → why its accepted side cannot be compared with."""
         self.tasks: list[Task] = []
         self.begun: Callable[[int, str], None] = lambda lane, id: None
 
@@ -97,12 +99,18 @@ class FakeWorkers:
         for task in tasks:
             self.begun(0, task.id)
             outcome = self.outcome(task.id, max(0, len(self.calls) - 1), task.accepted is not None)
+            if task.kind == TRACE:
+                outcome = Proof(id=task.id, seed=0)
             if task.kind == PROVE and not isinstance(outcome, Failure):
                 self.proven.append(task.id)
-                outcome = Proof(id=task.id, seed=0)
+                outcome = self._proof(task)
             if task.kind == ITEMS:
                 outcome = self._reported(task.id)
             yield task.id, outcome
+
+    def _proof(self, task: Task) -> Proof:
+        unloaded = self.unloaded.get(task.id, "") if task.accepted else ""
+        return Proof(id=task.id, seed=0, unloaded=unloaded)
 
     def _reported(self, id: str) -> Reported:
         """That a proof passed, or failed if it is one of `failing`."""
