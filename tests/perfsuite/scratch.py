@@ -10,6 +10,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
@@ -279,6 +280,22 @@ def run_tasks(workers: Workers, *tasks: Task) -> list[tuple[str, Outcome]]:
 def lines_with(text: str, *wanted: str) -> list[str]:
     """The lines that hold all of `wanted`."""
     return [line for line in text.splitlines() if all(w in line for w in wanted)]
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    """Until the condition holds: a failure of the test if it never does, whatever the machine's load."""
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def runs(pid: int) -> bool:
+    """Whether the process runs; one that has ended and is waited for by nobody does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 @pytest.fixture
