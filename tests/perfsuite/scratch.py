@@ -317,5 +317,7 @@ __all__ = [
     "lines_with",
     "real_workers",
     "run_tasks",
+    "runs",
     "times",
+    "wait_for",
 ]

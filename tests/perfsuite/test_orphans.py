@@ -10,8 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from scratch import ROOT
-from test_workers import runs, wait_for
+from scratch import ROOT, runs, wait_for
 
 from perfsuite.orphans import PARENT
 
@@ -32,7 +31,7 @@ def started(tmp_path: Path, command: list[str], **environment: str) -> tuple[sub
     """(a process that has started a worker, the worker's id, its log)."""
     log = tmp_path / "worker.log"
     variables = (
-        ", ".join(f"{k!r}: {v!r}" for k, v in environment.items()) + f", {PARENT!r}: str(__import__('os').getpid())"
+        "".join(f"{k!r}: {v!r}, " for k, v in environment.items()) + f"{PARENT!r}: str(__import__('os').getpid())"
     )
     code = START.format(command=command, log=str(log), variables=variables)
     parent = subprocess.Popen(
