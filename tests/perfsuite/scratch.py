@@ -200,7 +200,8 @@ class Project:
         """pytest in this process, where warnings are not the errors that they are in our own tests."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return self.pytester.runpytest_inprocess("-p", "perfsuite.plugin", *cli.QUIET, *arguments)
+            given = ("-p", "perfsuite.plugin", *cli.QUIET, *arguments)
+            return self.pytester.runpytest_inprocess(*given, no_reraise_ctrlc=True)
 
     def gate(self, *arguments: str) -> pytest.RunResult:
         return self.run("-m", "perf", *arguments, "--benchmark-compare")
