@@ -23,6 +23,7 @@ from click.testing import CliRunner, Result
 
 from perfsuite import cli
 from perfsuite.records import Measurement, Proof
+from perfsuite.turns import HELD
 from perfsuite.workers import ITEMS, PROVE, TIME, TRACE, Failure, Job, Lane, Outcome, Reported, Task, Workers
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -170,6 +171,7 @@ class Project:
         self.workers: FakeWorkers | None = None
         for name in OUTER:
             monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(HELD, "cpu")  # nothing is measured that another run on this machine could disturb
         # Above any git repository that /tmp may lie in.
         monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(self.path.parent))
         # Where perfsuite is not installed, the processes that a run starts find it here.
