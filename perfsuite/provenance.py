@@ -86,7 +86,7 @@ def problem(accepted: Executed, current: Executed, tree: Tree) -> str:
         if inside not in path.parents and is_first_party(path, top):
             return f"the accepted revision runs {path.relative_to(top)} of the current tree"
         if (copy := _installed(path, inside)) and (inside / copy).exists():
-            package = copy.parts[0] if len(copy.parts) > 1 else copy.stem
+            package = Path(_below_installed(path)[0]).stem
             return f"{package} is installed as a copy in {path.parent}, not from the work tree: pip install -e ."
     for path in _extensions(accepted):
         copy = _installed(path, inside)
@@ -116,11 +116,16 @@ def _is_harness(path: Path) -> bool:
 
 def _installed(path: Path, tree: Path) -> Path | None:
     """Where in the tree the source of an installed file would lie; None for a file that is not installed."""
-    places = [n for n, part in enumerate(path.parts) if part in INSTALLED]
-    inside = path.parts[places[-1] + 1 :] if places else ()
+    inside = _below_installed(path)
     if not inside or inside[0] == HARNESS:
         return None
     return next((Path(f, *inside) for f in SOURCE_FOLDERS if (tree / f / inside[0]).exists()), None)
+
+
+def _below_installed(path: Path) -> tuple[str, ...]:
+    """The parts of a path below the folder of installed packages; none where it lies in no such folder."""
+    places = [n for n, part in enumerate(path.parts) if part in INSTALLED]
+    return path.parts[places[-1] + 1 :] if places else ()
 
 
 def _extensions(executed: Executed) -> list[Path]:

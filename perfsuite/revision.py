@@ -155,7 +155,10 @@ def extract(revision: str, root: Path, into: Path) -> Tree:
             )
         package = second_import.write_package(folder, top)
     except (OSError, RevisionError) as error:
-        raise RevisionError(f"revision {revision} cannot be unpacked into {into} ({error})") from None
+        reason = getattr(error, "strerror", None) or error
+        raise RevisionError(
+            f"revision {revision} cannot be unpacked into {into} ({reason}); make that folder writable, with space on it"
+        ) from None
     return Tree(revision=full, folder=str(folder), package=package, top=str(top))
 
 

@@ -27,7 +27,7 @@ def parse(text: str | None) -> Shard | None:
     """The shard that "2/3" names. PerfsuiteError for anything else."""
     if not text:
         return None
-    found = re.fullmatch(r"(\d{1,4})/(\d{1,4})", text)
+    found = re.fullmatch(r"([0-9]{1,4})/([0-9]{1,4})", text)
     if not found or not 1 <= int(found[1]) <= int(found[2]):
         raise PerfsuiteError(f"--shard {text!r} is not a part such as 1/3: number and count, from 1")
     return Shard(int(found[1]), int(found[2]))

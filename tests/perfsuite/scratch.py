@@ -10,6 +10,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
@@ -22,7 +23,8 @@ from click.testing import CliRunner, Result
 
 from perfsuite import cli
 from perfsuite.records import Measurement, Proof
-from perfsuite.workers import ITEMS, PROVE, TIME, Failure, Job, Lane, Outcome, Reported, Task, Workers
+from perfsuite.turns import HELD
+from perfsuite.workers import ITEMS, PROVE, TIME, TRACE, Failure, Job, Lane, Outcome, Reported, Task, Workers
 
 ROOT = Path(__file__).resolve().parents[2]
 JITTER = (0.0, 4e-4, -3e-4, 2e-4, -4e-4, 1e-4, 3e-4, -2e-4)
@@ -67,7 +69,7 @@ class FakeWorkers:
     """In the place of `perfsuite.control.Workers`: `outcome(id, process, second)` is what each measurement gives.
 
     `process` counts the timing processes from 0; `second` says whether the accepted revision's side joins. Proofs
-    succeed, unless `outcome` is a failure for that workload.
+    succeed, unless `outcome` is a failure for that workload. Nothing is traced.
     """
 
     def __init__(self, outcome: Callable[[str, int, bool], Outcome]) -> None:
@@ -76,6 +78,8 @@ class FakeWorkers:
         """For each timing process: (ids, id → the accepted revision)."""
         self.proven: list[str] = []
         self.failing: set[str] = set()
+        self.unloaded: dict[str, str] = {}
+        """Workload → why its accepted side cannot be compared with."""
         self.tasks: list[Task] = []
         self.begun: Callable[[int, str], None] = lambda lane, id: None
 
@@ -104,13 +108,19 @@ class FakeWorkers:
         for task in tasks:
             self.begun(0, task.id)
             outcome = self.outcome(task.id, max(0, len(self.calls) - 1), task.accepted is not None)
+            if task.kind == TRACE:
+                outcome = Proof(id=task.id, seed=0)
             if task.kind == PROVE and not isinstance(outcome, Failure):
                 self.proven.append(task.id)
-                outcome = Proof(id=task.id, seed=0)
+                outcome = self._proof(task)
             if task.kind == ITEMS:
                 outcome = self._reported(task.id)
             yield task.id, outcome
         drained()
+
+    def _proof(self, task: Task) -> Proof:
+        unloaded = self.unloaded.get(task.id, "") if task.accepted else ""
+        return Proof(id=task.id, seed=0, unloaded=unloaded)
 
     def _reported(self, id: str) -> Reported:
         """That a proof passed, or failed if it is one of `failing`."""
@@ -169,6 +179,7 @@ class Project:
         self.workers: FakeWorkers | None = None
         for name in OUTER:
             monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(HELD, "cpu")  # nothing is measured that another run on this machine could disturb
         # Above any git repository that /tmp may lie in.
         monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(self.path.parent))
         # Where perfsuite is not installed, the processes that a run starts find it here.
@@ -199,7 +210,8 @@ class Project:
         """pytest in this process, where warnings are not the errors that they are in our own tests."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return self.pytester.runpytest_inprocess("-p", "perfsuite.plugin", *cli.QUIET, *arguments)
+            given = ("-p", "perfsuite.plugin", *cli.QUIET, *arguments)
+            return self.pytester.runpytest_inprocess(*given, no_reraise_ctrlc=True)
 
     def gate(self, *arguments: str) -> pytest.RunResult:
         return self.run("-m", "perf", *arguments, "--benchmark-compare")
@@ -281,6 +293,22 @@ def lines_with(text: str, *wanted: str) -> list[str]:
     return [line for line in text.splitlines() if all(w in line for w in wanted)]
 
 
+def wait_for(condition: Callable[[], object]) -> None:
+    """Until the condition holds: a failure of the test if it never does, whatever the machine's load."""
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def runs(pid: int) -> bool:
+    """Whether the process runs; one that has ended and is waited for by nobody does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 @pytest.fixture
 def project(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Project:
     """An empty scratch project; the test module says `pytest_plugins = ["pytester"]`."""
@@ -300,5 +328,7 @@ __all__ = [
     "lines_with",
     "real_workers",
     "run_tasks",
+    "runs",
     "times",
+    "wait_for",
 ]

@@ -115,11 +115,11 @@ def test_a_reference_that_raises_is_named(project: Project) -> None:
 def measure(project: Project, ids: list[str]) -> list[dict[str, object]]:
     """What a worker would write about these workloads; it runs in this process."""
     from perfsuite.records import to_json
-    from perfsuite.workers import Job
+    from perfsuite.workers import Job, Task
 
     out = project.path / "out.jsonl"
     job = project.path / "job.json"
-    job.write_text(json.dumps(to_json(Job(ids=tuple(ids), out=str(out)))))
+    job.write_text(json.dumps(to_json(Job(tasks=tuple(Task(id=i) for i in ids), out=str(out)))))
     project.monkeypatch.setenv("PERFSUITE_JOB", str(job))
     result = project.run(*ids)
     assert result.ret == 0, result.stdout.str()
@@ -151,15 +151,15 @@ def test_a_job_that_is_none(project: Project) -> None:
 def test_a_workload_that_is_gone_when_it_is_to_be_measured(project: Project) -> None:
     project.write("test_scale.py", TWO_LINES)
     from perfsuite.records import to_json
-    from perfsuite.workers import Job
+    from perfsuite.workers import Job, Task
 
     out, job = project.path / "out.jsonl", project.path / "job.json"
     gone = SMALL.replace("small", "gone")
-    job.write_text(json.dumps(to_json(Job(ids=(gone,), out=str(out)))))
+    job.write_text(json.dumps(to_json(Job(tasks=(Task(id=gone),), out=str(out)))))
     project.monkeypatch.setenv("PERFSUITE_JOB", str(job))
     project.run("test_scale.py")
     (_, last) = [json.loads(line.partition(" ")[2]) for line in out.read_text().splitlines()]
-    assert last["message"] == "it could not be collected again for measuring"
+    assert last["message"] == "it could not be collected again in a worker"
 
 
 # --- no triton ------------------------------------------------------------------------------------------------------
@@ -242,10 +242,10 @@ def test_a_damaged_baseline(project: Project, name: str) -> None:
 
     told(project.gate(), "ERROR", path.name, *words, code=4)
     accepted = project.cli("accept", "--reason", "again")
-    assert accepted.exit_code == 1
+    assert accepted.exit_code == 4
     assert lines_with(accepted.output, path.name, *words), accepted.output
     listed = project.cli("list")
-    assert listed.exit_code == 1
+    assert listed.exit_code == 10
     assert lines_with(listed.output, path.name, *words), listed.output
 
     assert path.read_bytes() == before
@@ -257,10 +257,11 @@ def test_a_damaged_baseline(project: Project, name: str) -> None:
 
 def test_baselines_that_cannot_be_written(project: Project) -> None:
     project.write("test_scale.py", TWO_LINES)
+    project.commit()
     project.write("baselines", "a file in the place of the folder")
     project.measured(times())
     done = project.cli("accept", "--reason", "the first")
-    assert done.exit_code == 1
+    assert done.exit_code == 4
     assert "Traceback" not in done.output
     assert "INTERNALERROR" not in done.output
     assert lines_with(done.output, "baselines", "cannot be written", "make the folder writable"), done.output
@@ -278,32 +279,143 @@ def test_a_full_disk_leaves_the_baseline_as_it_was(project: Project, monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
         done = project.cli("accept", "--reason", "again")
-    assert done.exit_code == 1
+    assert done.exit_code == 4
     assert lines_with(done.output, "cannot be written", "No space left on device", "nothing was changed"), done.output
     assert path.read_bytes() == before
-    assert os.listdir(path.parent) == [path.name]
+    assert sorted(os.listdir(path.parent)) == [".perfsuite", path.name]
 
 
 @pytest.mark.parametrize(
-    "command", [["gate"], ["accept", "--reason", "x"], ["compare", "HEAD"], ["run", "-k", "speed"]]
+    ("command", "code"),
+    [(["gate"], 10), (["accept", "--reason", "x"], 4), (["compare", "HEAD"], 4), (["run", "-k", "speed"], 10)],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_a_project_that_cannot_be_written(project: Project, command: list[str]) -> None:
+def test_a_project_that_cannot_be_written(project: Project, command: list[str], code: int) -> None:
     project.write("test_scale.py", TWO_LINES)
+    project.write("test_other.py", TWO_LINES.replace("scale", "other"))
     project.write(".perfsuite", "a file in the place of the folder")
     project.commit()
     done = project.cli(*command, *(["--report", "out"] if command[0] != "accept" else []))
-    assert done.exit_code == 1, done.output
+    assert done.exit_code == code, done.output
     assert "Traceback" not in done.output
     assert "INTERNALERROR" not in done.output
-    assert lines_with(done.output, ".perfsuite/", "cannot be"), done.output
+    assert lines_with(done.output, "✗", ".perfsuite/", "cannot be", "writable"), done.output
 
 
-def test_a_report_that_cannot_be_written(project: Project) -> None:
+# --- what is only shown: one line at most, and the same verdict and exit code ---------------------------------------
+
+OUTCOMES = {"green": (times(), 0), "red": (times(slower=0.05), 1), "undecided": (times(noise=100.0), 10)}
+
+
+@pytest.fixture(params=OUTCOMES)
+def verdict(request: pytest.FixtureRequest, project: Project) -> tuple[Project, int]:
+    """A gate that is about to end with this exit code."""
+    outcome, code = OUTCOMES[request.param]
     project.write("test_scale.py", TWO_LINES)
     project.accept()
+    project.measured(outcome)
+    return project, code
+
+
+def test_a_report_that_cannot_be_written(verdict: tuple[Project, int]) -> None:
+    project, code = verdict
     project.write("out", "a file in the place of the folder")
+    for done in (project.cli("gate", "--report", "out", "--json"), project.cli("gate", "--report", "out")):
+        assert done.exit_code == code, done.output
+        assert len(lines_with(done.output, "no report: cannot write out/report.json", "make its folder writable")) == 1
+        assert "Traceback" not in done.output
+    result = project.gate("--perfsuite-report=out")
+    assert result.ret == code
+    assert len(lines_with(result.stdout.str(), "no report: cannot write out/report.json")) == 1
+
+
+def test_an_older_report_that_cannot_be_removed_is_not_shown(verdict: tuple[Project, int]) -> None:
+    project, code = verdict
+    project.monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(project.path / "summary.md"))
+    project.write("out/report.json/file", "a folder in the place of the file")
+    done = project.cli("gate", "--report", "out", "--json")
+    assert done.exit_code == code, done.output
+    assert done.stdout == ""
+    assert len(lines_with(done.stderr, "no report: cannot write out/report.json")) == 1
+    assert not (project.path / "summary.md").exists()
+
+
+@pytest.mark.parametrize("place", ["", "folder", "folder/below"])
+def test_a_job_summary_that_cannot_be_written(verdict: tuple[Project, int], place: str) -> None:
+    project, code = verdict
+    (project.path / "folder").mkdir()
+    summary = project.path / (place or "\0") if place != "folder/below" else project.path / "gone/summary.md"
+    project.monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(summary) if place else "/proc/no-summary")
+    done = project.cli("gate")
+    assert done.exit_code == code, done.output
+    assert len(lines_with(done.output, "cannot write the job summary")) == 1
+    assert "Traceback" not in done.output
+    assert (project.path / ".perfsuite/report/report.json").exists()
+    merged = project.cli("merge", ".perfsuite/report/report.json", "--report", "whole")
+    assert len(lines_with(merged.output, "cannot write the job summary")) == 1
+    assert merged.exit_code == max(code, 10) if code != 1 else 1  # it is no shard's
+
+
+ASCII = {"LC_ALL": "C", "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+GATED = """
+import sys
+
+from click.testing import CliRunner
+from scratch import FakeWorkers, times
+
+from perfsuite import cli, control, guard
+
+guard.check = lambda: None
+control.Workers = FakeWorkers(times(slower=float(sys.argv[1])))
+cli.main(sys.argv[2:])
+"""
+
+
+@pytest.mark.parametrize(("slower", "code"), [(0.0, 0), (0.05, 1)])
+def test_a_terminal_that_knows_only_ascii(project: Project, slower: float, code: int) -> None:
+    project.write("test_scale.py", TWO_LINES)
+    project.accept()
+    project.write(".gated/gated.py", GATED)
+    (tests,) = {str(ROOT / "tests/perfsuite")}
+    environment = {**os.environ, **ASCII, "PYTHONPATH": f"{ROOT}:{tests}:{project.path / '.gated'}"}
+
+    def gated(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return project.process("gated", str(slower), *arguments, env=environment)
+
+    done = gated("gate", "--json")
+    assert done.returncode == code, done.stdout + done.stderr
+    assert json.loads(done.stdout)["verdicts"][SMALL]["status"] == ("REGRESSED" if code else "PASS")
+    done = gated("gate")
+    assert done.returncode == code, done.stdout + done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+    assert "Error" not in done.stdout + done.stderr
+    assert lines_with(done.stdout, "? REGRESSED" if code else "1 PASS", "?" if code else "")
+    (path,) = (project.path / "baselines").glob("*.json")
+    for command in (["list"], ["table", str(path)], ["merge", ".perfsuite/report/report.json", "--report", "whole"]):
+        done = gated(*command)
+        assert done.returncode == (0 if command[0] != "merge" else 1 if code else 10), done.stdout + done.stderr
+        assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_a_machine_that_cannot_be_named(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU, and a driver that does not say which."""
+    from perfsuite import machine
+    from perfsuite.errors import MachineError
+
+    def unknown() -> None:
+        raise MachineError("there is a GPU here, but which is not known: the driver does not answer")
+
+    project.write("test_scale.py", TWO_LINES)
+    project.commit()
     project.measured(times())
-    told(project.gate("--perfsuite-report=out"), "✗", "cannot write out/report.json", "make its folder writable")
+    monkeypatch.setattr(machine, "identify", unknown)
+    told(project.gate("--perfsuite-report=out"), "there is a GPU here", code=4)
+    told(project.run("-m", "perf"), "there is a GPU here", code=10)
+    for command in (["accept", "--reason", "x"], ["compare", "HEAD"]):
+        done = project.cli(*command)
+        assert done.exit_code == 4, done.output
+        assert lines_with(done.output, "there is a GPU here"), done.output
+        assert "Traceback" not in done.output
 
 
 # --- Ctrl-C ---------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""A measuring process must not outlive the process that started it."""
+"""A measuring process must not outlive the process that started it: an orphan would disturb the next measurement."""
 
 from __future__ import annotations
 
@@ -7,43 +7,94 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
+from scratch import ROOT, runs, wait_for
 
-CHILD = """
-import time
-from perfsuite.workers import die_with_parent
-die_with_parent()
-print(1, flush=True)
-time.sleep(60)
-"""
-PARENT = f"""
-import subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-c", {CHILD!r}], stdout=subprocess.PIPE, start_new_session=True)
-child.stdout.readline()
+from perfsuite.orphans import PARENT
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the parent's death is signalled on Linux alone")
+
+START = """
+import sys
+from pathlib import Path
+from perfsuite.workers import start
+
+child = start([sys.executable, *{command!r}], Path({log!r}), environment={{{variables}}})
 print(child.pid, flush=True)
-time.sleep(60)
+sys.stdin.read()
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the parent's death is signalled on Linux alone")
-def test_a_worker_ends_with_its_parent() -> None:
-    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE) as parent:
-        assert parent.stdout is not None
-        worker = int(parent.stdout.readline())
-        parent.send_signal(signal.SIGKILL)
-        parent.wait()
-    for _ in range(200):
-        if not _runs(worker):
-            return
-        time.sleep(0.05)
-    os.kill(worker, signal.SIGKILL)
-    pytest.fail("the worker went on for ten seconds after its parent was killed")
+def started(tmp_path: Path, command: list[str], **environment: str) -> tuple[subprocess.Popen[str], int, Path]:
+    """(a process that has started a worker, the worker's id, its log)."""
+    log = tmp_path / "worker.log"
+    variables = (
+        "".join(f"{k!r}: {v!r}, " for k, v in environment.items()) + f"{PARENT!r}: str(__import__('os').getpid())"
+    )
+    code = START.format(command=command, log=str(log), variables=variables)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert parent.stdout is not None
+    return parent, int(parent.stdout.readline()), log
 
 
-def _runs(pid: int) -> bool:
+def kill(parent: subprocess.Popen[str]) -> None:
+    parent.send_signal(signal.SIGKILL)
+    parent.communicate()
+
+
+# A worker whose plugin has been imported: it waits in what is imported next.
+WAITS = "import sys, time\nimport perfsuite.plugin\nprint('imported', flush=True)\ntime.sleep(3600)"
+
+
+def test_a_worker_ends_with_its_parent(tmp_path: Path) -> None:
+    parent, worker, log = started(tmp_path, ["-c", WAITS], PERFSUITE_JOB="job.json")
     try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+        wait_for(lambda: "imported" in log.read_text())
+        assert runs(worker)
+        kill(parent)
+        wait_for(lambda: not runs(worker))
+    finally:
+        if runs(worker):
+            os.kill(worker, signal.SIGKILL)
+
+
+def test_a_worker_whose_parent_ended_before_it_could_ask_ends_at_once(tmp_path: Path) -> None:
+    """The parent is killed while the worker's Python starts, before the harness's plugin is imported in it."""
+    go = tmp_path / "go"
+    early = f"import pathlib, time\nwhile not pathlib.Path({str(go)!r}).exists(): time.sleep(0.01)\n{WAITS}"
+    parent, worker, log = started(tmp_path, ["-c", early], PERFSUITE_JOB="job.json")
+    try:
+        kill(parent)
+        assert runs(worker)
+        go.touch()
+        wait_for(lambda: not runs(worker))
+        assert "imported" not in log.read_text()
+    finally:
+        if runs(worker):
+            os.kill(worker, signal.SIGKILL)
+
+
+def test_a_process_that_is_no_worker_goes_on(tmp_path: Path) -> None:
+    """A data loader's process, say, which a worker starts and which imports the plugin again."""
+    code = f"import os\nassert {PARENT!r} in os.environ\n" + WAITS
+    parent, worker, log = started(tmp_path, ["-c", code])
+    try:
+        wait_for(lambda: "imported" in log.read_text())
+        kill(parent)
+        for _ in range(5):  # it must not end; that it does so later than this cannot be excluded
+            time.sleep(0.01)
+            assert runs(worker)
+    finally:
+        os.kill(worker, signal.SIGKILL)
+
+
+def test_the_parent_s_variables_are_no_concern_of_the_code_under_test(tmp_path: Path) -> None:
+    code = f"import os, perfsuite.plugin\nprint('gone' if {PARENT!r} not in os.environ else 'there', flush=True)"
+    parent, _, log = started(tmp_path, ["-c", code], PERFSUITE_JOB="job.json")
+    wait_for(log.read_text)
+    parent.communicate("")
+    assert log.read_text() == "gone\n"

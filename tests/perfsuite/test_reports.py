@@ -132,13 +132,13 @@ def example() -> RunReport:
         verdicts={
             ROTOR: Verdict(
                 id=ROTOR, status=Status.PASS, message="rotor_update[window64]: 211× (promised 20×)", speedup=211.3,
-                speedup_low=208.0, speedup_high=214.6, slowdown=0.001, low=-0.004, high=0.006, margin=0.012, look=1,
-                processes=3,
+                speedup_low=208.0, speedup_high=214.6, slowdown=0.001, low=-0.004, high=0.006, margin=0.012,
+                compared="the accepted revision 1a2b3c4", processes=3,
             ),
             COSINE_LARGE: Verdict(id=COSINE_LARGE, status=Status.IMPROVED, message="pairwise_cosine[n8192]: 4% faster"),
             ADAMW: Verdict(
-                id=ADAMW, status=Status.REGRESSED, slowdown=0.034, low=0.029, high=0.039, margin=0.01, look=2,
-                processes=9, moved="optimized",
+                id=ADAMW, status=Status.REGRESSED, slowdown=0.034, low=0.029, high=0.039, margin=0.01,
+                compared="the accepted revision 1a2b3c4", processes=9, moved="optimized",
                 message="fused_adamw[matrices200x512]: optimized is 3.4% slower than accepted (2.9 to 3.9)",
             ),
             GONE: Verdict(id=GONE, status=Status.UNMEASURED, message="lior_and_speed[k4m]: not measured"),
@@ -153,6 +153,9 @@ def example() -> RunReport:
             failures={"tests/a/test_b.py::b::equivalence[float32]": "output 0 at [3, 1]: 0.5, truth 0.25 | <b>"},
         ),
         problems=("process 2 ended early: torch.OutOfMemoryError",),
+        workloads=(ROTOR, COSINE_SMALL, COSINE_LARGE, ADAMW, GONE),
+        skipped=(COSINE_SMALL,),
+        shard="2/3",
     )  # fmt: skip
 
 
@@ -319,6 +322,66 @@ def test_interrupted_run_says_so_everywhere() -> None:
         assert "nterrupted" in text
     assert any("interrupted" in line for line in annotation_lines(report))
     assert json.loads(jsonfile.document(report))["complete"] is False
+
+
+class Ascii(io.TextIOWrapper):
+    """A terminal that takes nothing but ASCII."""
+
+    def __init__(self) -> None:
+        super().__init__(io.BytesIO(), encoding="ascii", newline="")
+
+    def text(self) -> str:
+        self.seek(0)
+        return self.read()
+
+
+def test_a_terminal_that_lacks_a_character_gets_a_question_mark() -> None:
+    stream = Ascii()
+    terminal.show(example(), terminal.console(stream))
+    text = stream.text()
+    assert "1 REGRESSED" in text
+    assert "? fused_adamw[matrices200x512]: optimized is 3.4% slower" in text
+
+
+def test_a_workload_that_was_not_measured_again_is_green() -> None:
+    unchanged = Verdict(
+        id=GONE,
+        status=Status.UNCHANGED,
+        message=f"UNCHANGED {GONE}: nothing that it runs has changed",
+        compared="what was accepted at 1a2b3c4",
+    )
+    report = RunReport(machine=MACHINE, revision=None, started="", seconds=1.0, verdicts={GONE: unchanged})
+    assert "1 UNCHANGED" in printed(report)
+    assert "✗" not in printed(report)
+    assert markdown.summary(report).startswith("## ✅")
+    assert ElementTree.fromstring(junit.document(report)).find(".//failure") is None
+    assert annotation_lines(report) == []
+    assert jsonfile.parse(jsonfile.document(report)).verdicts == {GONE: unchanged}
+
+
+@pytest.mark.parametrize("status", [s for s in Status if not s.green])
+def test_a_red_workload_is_red_in_every_form(status: Status) -> None:
+    red = Verdict(id=GONE, status=status, message=f"{status} {GONE}: the reason")
+    report = RunReport(machine=MACHINE, revision=None, started="", seconds=1.0, verdicts={GONE: red})
+    assert f"✗ {status} {GONE}: the reason" in printed(report, width=200)
+    assert markdown.summary(report).startswith("## ❌")
+    assert [line.split()[0] for line in annotation_lines(report)] == ["::error"]
+    assert " open>" in html.page(report)
+    case = ElementTree.fromstring(junit.document(report)).find(".//testcase[system-out]")
+    assert case is not None
+    # JUnit's "failure" says that the code is at fault, its "error" that nothing was decided.
+    kinds = [case.find(kind) is not None for kind in ("failure", "error")]
+    assert kinds == [status.blames_code, not status.blames_code]
+
+
+def test_a_name_that_is_no_text_is_written_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a file whose name is not UTF-8."""
+    named = GONE.replace("lior", "\udcff")
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "summary.md"))
+    report = dataclasses.replace(example(), problems=(f"{named}: not collected",))
+    write_all(report, tmp_path / "out")
+    markdown.append_job_summary(report)
+    assert "\\udcff" in (tmp_path / "summary.md").read_text()
 
 
 def test_markdown_table_has_the_columns_and_marks_what_is_not_beaten() -> None:
@@ -495,6 +558,13 @@ def test_annotations_are_escaped_and_name_the_file() -> None:
     assert command("error", "a:b,c", "50%\nnext") == "::error title=a%3Ab%2Cc::50%25%0Anext"
     levels = [line.split()[0] for line in lines]
     assert levels == sorted(levels, key=lambda level: level != "::error")
+
+
+def test_the_project_s_folder_for_reports_ignores_itself(tmp_path: Path) -> None:
+    write_all(example(), tmp_path / ".perfsuite" / "report")
+    assert (tmp_path / ".perfsuite/.gitignore").read_text() == "*\n"
+    write_all(example(), tmp_path / "out")
+    assert not (tmp_path / "out/.gitignore").exists()
 
 
 def test_write_all_replaces_whole_files(tmp_path: Path) -> None:

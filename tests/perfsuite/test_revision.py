@@ -1,228 +1,88 @@
-"""The optimized side of another revision, imported beside the current one."""
+"""Other revisions: what git says of a tree, their files, the pair that they declare, and what the gate makes of it."""
 
 from __future__ import annotations
 
-import importlib
+import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import pytest
-import torch
-from scratch import SMALL, TWO_LINES, Failure, Project, lines_with, real_workers, times
+from revisions import KERNELS, MODULE, PACKAGE, TEST, Repository, imports_put_back
+from scratch import SMALL, TWO_LINES, Failure, FakeWorkers, Project, fails, lines_with, real_workers, run_tasks, times
 
-from perfsuite import gate, revision
+from perfsuite import revision, second_import
 from perfsuite.errors import RevisionError
-from perfsuite.pair import Pair, Side
-from perfsuite.records import Measurement, Status
+from perfsuite.records import Measurement, Proof, Status
+from perfsuite.revision import State, Tree
+from perfsuite.workers import PROVE, Task
 
 pytest_plugins = ["pytester"]
 
-FAST = "FACTOR = 3\n\n\ndef fast(x):\n    return x * FACTOR\n"
-MODULE = """
-from {package} import fast
-from perfsuite import Pair, Workload, tensor
+
+@pytest.fixture
+def repo(tmp_path: Path) -> Iterator[Repository]:
+    with imports_put_back():
+        made = Repository(tmp_path / "project")
+        made.write_all({f"{PACKAGE}/__init__.py": "from .kernels import fast", f"tests/{MODULE}.py": TEST})
+        made.write(f"{PACKAGE}/kernels.py", KERNELS)
+        yield made
 
 
-def slow(x):
-    return x + x + x
+def files_of(tree: Tree) -> Path:
+    return Path(tree.folder, second_import.TREE)
 
 
-scale = Pair(reference=slow, optimized=fast, inputs={{"x": tensor("n")}}, workloads=[Workload("small", n=8)])
-"""
-LAYOUTS = {
-    # layout: (folder of the package, folders on sys.path)
-    "beside": ("", ["", "tests"]),
-    "src": ("src/", ["src", "tests"]),
-    "below": ("project/", ["project", "project/tests"]),
+# --- a pair of another revision -------------------------------------------------------------------------------------
+
+
+def test_the_repository_is_not_changed(repo: Repository) -> None:
+    def shown() -> list[str]:
+        return [repo.git(*c) for c in (["status", "--porcelain"], ["stash", "list"], ["branch", "-a"])]
+
+    first = repo.commit()
+    repo.write(f"{PACKAGE}/kernels.py", KERNELS.replace("3", "5"))
+    before = shown()
+    repo.load(first)
+    assert shown() == before
+    assert repo.git("worktree", "list").count("\n") == 0
+
+
+TESTS = f"tests/{MODULE}.py"
+UNLOADABLE: dict[str, tuple[str, str, str]] = {
+    # what: (file, what it held at the accepted revision, the reason)
+    "no pair": (TESTS, TEST.replace("scale =", "other ="), "scale cannot be loaded .* AttributeError"),
+    "no pair of the name": (TESTS, "scale = 3", "scale is no pair in the accepted revision"),
+    "no test module": ("other.txt", "", f"there is no module {MODULE} in the accepted revision"),
+    "raises": (TESTS, "raise RuntimeError('built for\\nanother torch')", "RuntimeError: built for$"),
+    "lacks a library": (TESTS, "import no_such_library", "No module named 'no_such_library'"),
+    "lacks a name": (TESTS, f"from {PACKAGE} import gone", f"cannot import name 'gone' from '{PACKAGE}'"),
+    "skips itself": (TESTS, "import pytest\npytest.importorskip('no_such_library')", "Skipped: could not import"),
+    "exits": (TESTS, "raise SystemExit('enough')", "SystemExit: enough"),
+    "is no Python": (TESTS, "print 'hello'", "SyntaxError"),
 }
 
 
-class Repository:
-    """A package and a test module in git; `load` gives the side of a revision as a worker would."""
-
-    def __init__(self, project: Project, layout: str) -> None:
-        self.project, self.path = project, project.path
-        self.package, places = LAYOUTS[layout]
-        self.root = self.path / "project" if layout == "below" else self.path
-        self.tests = "project/tests/" if layout == "below" else "tests/"
-        project.write(f"{self.package}impl_of_{layout}/__init__.py", "from .kernels import fast")
-        self.write_kernels(FAST)
-        (self.path / self.tests).mkdir(exist_ok=True)
-        self.module_file.write_text(MODULE.format(package=f"impl_of_{layout}"))
-        sys.path[:0] = [str(self.path / place) for place in places]
-
-    @property
-    def module_file(self) -> Path:
-        return self.path / self.tests / "test_scale_of_revision.py"
-
-    def write_kernels(self, text: str) -> None:
-        (folder,) = (self.path / self.package).glob("impl_of_*")
-        (folder / "kernels.py").write_text(text)
-
-    def current(self) -> Pair:
-        importlib.invalidate_caches()
-        pair: Pair = importlib.import_module("test_scale_of_revision").scale
-        pair.name = "scale"
-        return pair
-
-    def load(self, rev: str) -> Side:
-        tree = revision.extract(rev, self.root, self.path / ".perfsuite/revisions")
-        return revision.load_side(self.current(), "test_scale_of_revision", tree, self.root)
-
-
-@pytest.fixture
-def imports() -> Iterator[None]:
-    """Puts sys.path and sys.modules back; torch's own stay."""
-    path, modules = list(sys.path), set(sys.modules)
-    yield
-    sys.path[:] = path
-    for name in set(sys.modules) - modules:
-        if name.startswith(("impl_of_", "test_scale_of_revision", "generated_here")):
-            del sys.modules[name]
-    importlib.invalidate_caches()
-
-
-@pytest.fixture
-def repository(project: Project, imports: None) -> Callable[[str], Repository]:
-    return lambda layout: Repository(project, layout)
-
-
-def of_one(call: object) -> float:
-    assert callable(call)
-    return float(call(torch.ones(1)))
-
-
-# --- loading --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_old_side_beside_the_current_one(repository: Callable[[str], Repository], layout: str) -> None:
-    repo = repository(layout)
-    first = repo.project.commit()
-    repo.write_kernels(FAST.replace("3", "5"))
-    second = repo.project.commit()
-    repo.write_kernels(FAST.replace("3", "7"))
-    pair = repo.current()
-    path, modules = list(sys.path), dict(sys.modules)
-
-    old, newer = repo.load(first), repo.load(second)
-
-    assert (of_one(old.call), of_one(newer.call), of_one(pair.optimized)) == (3, 5, 7)
-    assert sys.path == path
-    assert {n: m for n, m in sys.modules.items() if n in modules} == modules
-    assert not {n for n in sys.modules if n.startswith("impl_of_")} - set(modules)
-    assert of_one(importlib.import_module("test_scale_of_revision").scale.optimized) == 7
-
-
-def test_the_repository_is_not_changed(repository: Callable[[str], Repository]) -> None:
-    repo = repository("beside")
-    first = repo.project.commit()
-    repo.write_kernels(FAST.replace("3", "5"))
-    before = (
-        repo.project.git("status", "--porcelain"),
-        repo.project.git("stash", "list"),
-        repo.project.git("branch", "-a"),
-    )
-    repo.load(first)
-    after = (
-        repo.project.git("status", "--porcelain"),
-        repo.project.git("stash", "list"),
-        repo.project.git("branch", "-a"),
-    )
-    assert after == before
-    assert repo.project.git("worktree", "list").count("\n") == 0
-
-
-def test_the_harness_itself_is_not_imported_twice(repository: Callable[[str], Repository]) -> None:
-    repo = repository("beside")
-    side = repo.load(repo.project.commit())
-    assert isinstance(side, Side)
-    assert sys.modules["perfsuite.pair"].Side is Side
-
-
-def test_a_revision_without_the_pair(repository: Callable[[str], Repository]) -> None:
-    repo = repository("beside")
-    text = repo.module_file.read_text()
-    repo.module_file.write_text(text.replace("scale =", "other ="))
-    first = repo.project.commit()
-    repo.module_file.write_text(text)
-    with pytest.raises(RevisionError, match=r"test_scale_of_revision::scale cannot be loaded.*AttributeError") as error:
+@pytest.mark.parametrize("what", UNLOADABLE)
+def test_a_pair_that_cannot_be_loaded(repo: Repository, what: str) -> None:
+    file, before, reason = UNLOADABLE[what]
+    now = (repo.path / TESTS).read_text()
+    if file != TESTS:
+        (repo.path / TESTS).unlink()
+    repo.write(file, before)
+    first = repo.commit()
+    (repo.path / TESTS).write_text(now)
+    with pytest.raises(RevisionError, match=reason) as caught:
         repo.load(first)
-    assert "\n" not in str(error.value)
+    assert "\n" not in str(caught.value)
+    assert second_import.PREFIX not in str(caught.value)
+    assert repo.load(repo.commit()).name == "scale"  # another revision loads all the same
 
 
-def test_something_else_of_the_name(repository: Callable[[str], Repository]) -> None:
-    repo = repository("beside")
-    text = repo.module_file.read_text()
-    repo.module_file.write_text("scale = 3")
-    first = repo.project.commit()
-    repo.module_file.write_text(text)
-    with pytest.raises(RevisionError, match="is no pair in the accepted revision"):
-        repo.load(first)
-
-
-def test_a_revision_that_cannot_be_imported(repository: Callable[[str], Repository]) -> None:
-    repo = repository("beside")
-    repo.write_kernels("raise RuntimeError('built for another torch')")
-    first = repo.project.commit()
-    repo.write_kernels(FAST)
-    modules = dict(sys.modules)
-    with pytest.raises(RevisionError, match="RuntimeError: built for another torch"):
-        repo.load(first)
-    assert of_one(repo.current().optimized) == 3
-    assert {n: m for n, m in sys.modules.items() if n in modules} == modules
-
-
-def test_a_module_of_the_current_tree_is_a_leak(repository: Callable[[str], Repository]) -> None:
-    """A generated module, in no revision: the old side would run today's."""
-    repo = repository("beside")
-    repo.project.write("built/generated_here.py", "FACTOR = 3")
-    repo.project.commit("an empty one")  # writes .gitignore
-    repo.project.replace(".gitignore", "baselines/", "baselines/\nbuilt/")
-    sys.path.insert(0, str(repo.path / "built"))
-    repo.write_kernels("from generated_here import FACTOR\n\n\ndef fast(x):\n    return x * FACTOR\n")
-    repo.project.git("rm", "-r", "--cached", "built")
-    first = repo.project.commit()
-    modules = dict(sys.modules)
-    with pytest.raises(RevisionError, match="imports generated_here from the current tree"):
-        repo.load(first)
-    assert "generated_here" in sys.modules  # the current side's
-    assert {n: m for n, m in sys.modules.items() if n in modules} == modules
-
-
-@pytest.mark.parametrize(
-    "line", ["from impl_of_beside import other", "import impl_of_beside.other", "from . import other"]
-)
-def test_a_late_import_is_refused(repository: Callable[[str], Repository], line: str) -> None:
-    repo = repository("beside")
-    repo.project.write("impl_of_beside/other.py", "FACTOR = 3")
-    repo.write_kernels(f"def fast(x):\n    {line}\n    return x * 3\n")
-    first = repo.project.commit()
-    with pytest.raises(RevisionError, match=r"imports inside a function \(kernels.py:2\)"):
-        repo.load(first)
-
-
-def test_a_late_import_of_a_library_is_none(repository: Callable[[str], Repository]) -> None:
-    repo = repository("beside")
-    repo.write_kernels("def fast(x):\n    import math\n    return x * math.floor(3.5)\n")
-    assert of_one(repo.load(repo.project.commit()).call) == 3
-
-
-def test_a_module_loaded_after_the_fact_is_the_current_one(repository: Callable[[str], Repository]) -> None:
-    repo = repository("beside")
-    repo.project.write("impl_of_beside/other.py", "FACTOR = 1")
-    first = repo.project.commit()
-    repo.project.write("impl_of_beside/other.py", "FACTOR = 2")
-    repo.load(first)
-    other: ModuleType = importlib.import_module("impl_of_beside.other")
-    assert other.FACTOR == 2
-
-
-# --- git ------------------------------------------------------------------------------------------------------------
+# --- what git says --------------------------------------------------------------------------------------------------
 
 
 def test_an_unknown_revision(project: Project) -> None:
@@ -243,26 +103,84 @@ def test_a_shallow_clone(project: Project, tmp_path_factory: pytest.TempPathFact
 
 
 def test_outside_git(project: Project) -> None:
-    assert revision.head(project.path) == (None, False)
-    with pytest.raises(RevisionError, match="git rev-parse"):
+    assert revision.state(project.path) == State(problem="it is not in a git repository")
+    with pytest.raises(RevisionError, match="git rev-parse: not a git repository"):
         revision.top_level(project.path)
+    assert revision.top_or(project.path) == project.path.resolve()
 
 
-def test_no_git(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(project.path))
-    assert revision.head(project.path) == (None, False)
-    with pytest.raises(RevisionError, match="git is not installed"):
-        revision.resolve("HEAD", project.path)
+def test_a_repository_without_a_commit(project: Project) -> None:
+    project.git("init")
+    assert revision.state(project.path) == State(problem="its git repository has no commit yet")
 
 
-def test_head(project: Project) -> None:
+def test_the_state_of_a_tree(project: Project) -> None:
     project.write("code.py", "1")
     first = project.commit()
-    assert revision.head(project.path) == (first, False)
+    assert revision.state(project.path) == State(revision=first)
     project.write("untracked.py", "1")
-    assert revision.head(project.path) == (first, False)
+    assert revision.state(project.path) == State(revision=first)
     project.write("code.py", "2")
-    assert revision.head(project.path) == (first, True)
+    assert revision.state(project.path) == State(revision=first, dirty=True)
+    project.git("add", "code.py")
+    assert revision.state(project.path) == State(revision=first, dirty=True)
+
+
+def _corrupt_index(project: Project, patch: pytest.MonkeyPatch) -> None:
+    (project.path / ".git/index").write_bytes(b"garbage")
+
+
+def _lost_commit(project: Project, patch: pytest.MonkeyPatch) -> None:
+    shutil.rmtree(project.path / ".git/objects")
+    (project.path / ".git/objects").mkdir()
+
+
+def _of_another_user(project: Project, patch: pytest.MonkeyPatch) -> None:
+    patch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
+
+
+def _no_git(project: Project, patch: pytest.MonkeyPatch) -> None:
+    patch.setenv("PATH", str(project.path))
+
+
+UNREADABLE: dict[str, tuple[Callable[[Project, pytest.MonkeyPatch], None], list[str]]] = {
+    "a corrupt index": (_corrupt_index, ["index file smaller than expected"]),
+    "a lost commit": (_lost_commit, ["git "]),
+    "a repository of another user": (
+        _of_another_user,
+        ["dubious ownership", "git config --global --add safe.directory"],
+    ),
+    "no git": (_no_git, ["git is not installed"]),
+}
+
+
+@pytest.mark.parametrize("what", UNREADABLE)
+def test_a_repository_that_git_cannot_read(project: Project, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """Nothing is accepted there, dirty or not. The gate needs the accepted files alone, or says that it lacks them."""
+    breaks, words = UNREADABLE[what]
+    project.write("test_scale.py", TWO_LINES)
+    path = project.accept()
+    before = path.read_bytes()
+    fake = project.measured(times(slower=0.05))
+    with monkeypatch.context() as patch:
+        breaks(project, patch)
+        with pytest.raises(RevisionError) as caught:
+            revision.state(project.path)
+        assert "\n" not in str(caught.value)
+        assert lines_with(str(caught.value), "git cannot read the repository", *words, "repair it"), caught.value
+        for arguments in ([], ["--allow-dirty"]):
+            done = project.cli("accept", "--reason", "again", *arguments)
+            assert done.exit_code == 4, done.output
+            assert lines_with(done.output, "git cannot read the repository", *words), done.output
+        assert not fake.calls
+        assert path.read_bytes() == before
+        result = project.gate()
+    assert result.ret == 1
+    compared = ["slower than the accepted"] if what == "a corrupt index" else ["compared with stored figures", "git"]
+    assert lines_with(result.stdout.str(), "REGRESSED", SMALL, *compared)
+
+
+# --- the files of a revision ----------------------------------------------------------------------------------------
 
 
 def test_a_tree_that_cannot_be_unpacked(project: Project) -> None:
@@ -295,10 +213,12 @@ def test_what_is_left_out_of_archives_is_unpacked(project: Project) -> None:
 
     tree = revision.extract(first, project.path, project.path / ".perfsuite/revisions")
 
-    assert files_below(tree) == wanted
-    assert (tree / "run.sh").stat().st_mode & 0o100
-    assert (tree / "link.py").is_symlink()
-    assert [p.name for p in tree.parent.iterdir()] == [tree.name]
+    files = files_of(tree)
+    assert files_below(files) == wanted
+    assert (files / "run.sh").stat().st_mode & 0o100
+    assert (files / "link.py").is_symlink()
+    assert sorted(p.name for p in files.parent.iterdir()) == sorted([second_import.TREE, tree.package])
+    assert [p.name for p in files.parent.parent.iterdir()] == [files.parent.name]
 
 
 @pytest.mark.parametrize(
@@ -334,24 +254,25 @@ def test_unpacking_leaves_no_trace_in_the_repository(project: Project, settings:
 
     tree = revision.extract(first, project.path, project.path / ".perfsuite/revisions")
 
-    assert files_below(tree) == wanted
+    assert files_below(files_of(tree)) == wanted
     shutil.rmtree(project.path / ".perfsuite")
     assert files_below(project.path) == before
 
 
-def test_trees_are_gone_afterwards_and_refusals_are_told(project: Project) -> None:
+def test_trees_are_gone_afterwards_and_refusals_are_reported(project: Project) -> None:
     project.write("code.py", "1")
     first = project.commit()
     project.write("code.py", "2")
     second = project.commit()
     folder = project.path / ".perfsuite/revisions"
     with revision.extracted([first, second, "1234567", first], project.path, folder) as (trees, refused):
-        assert [(rev, (tree / "code.py").read_text()) for rev, tree in trees.items()] == [
+        assert [(rev, (files_of(tree) / "code.py").read_text()) for rev, tree in trees.items()] == [
             (first, "1\n"),
             (second, "2\n"),
         ]
         assert list(refused) == ["1234567"]
         assert "is not in this repository" in str(refused["1234567"])
+        assert (project.path / ".perfsuite/.gitignore").read_text() == "*\n"
     assert not folder.exists()
     with pytest.raises(KeyboardInterrupt), revision.extracted([first], project.path, folder):
         raise KeyboardInterrupt
@@ -362,6 +283,28 @@ def test_trees_are_gone_afterwards_and_refusals_are_told(project: Project) -> No
         assert not folder.exists()
 
 
+def test_the_trees_of_another_run_stay(project: Project) -> None:
+    """Two runs on two devices, in one folder: the first to end must not take the other's trees away."""
+    project.write("code.py", "1")
+    first = project.commit()
+    folder = project.path / ".perfsuite/revisions"
+    with revision.extracted([first], project.path, folder) as (trees, _):
+        with revision.extracted([first], project.path, folder) as (others, _):
+            assert trees[first].folder != others[first].folder
+        assert (files_of(trees[first]) / "code.py").read_text() == "1\n"
+    assert not folder.exists()
+
+
+def test_trees_that_a_killed_run_left_are_removed(project: Project) -> None:
+    first = project.commit()
+    folder = project.path / ".perfsuite/revisions"
+    (folder / "run-before/tree").mkdir(parents=True)
+    os.utime(folder / "run-before", (0, 0))
+    with revision.extracted([first], project.path, folder):
+        pass
+    assert not folder.exists()
+
+
 def test_a_linked_work_tree(project: Project, tmp_path_factory: pytest.TempPathFactory) -> None:
     project.write("code.py", "1")
     first = project.commit()
@@ -369,78 +312,95 @@ def test_a_linked_work_tree(project: Project, tmp_path_factory: pytest.TempPathF
     project.git("worktree", "add", "--detach", str(other), first)
     before = files_below(project.path)
     tree = revision.extract(first, other, other / ".perfsuite")
-    assert (tree / "code.py").read_text() == "1\n"
+    assert (files_of(tree) / "code.py").read_text() == "1\n"
     assert files_below(project.path) == before
 
 
-# --- the gate's second look -----------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def accepted(project: Project) -> Project:
-    """A project in git, accepted at a clean revision; what it measures from here on is 5% slower."""
-    project.write("test_scale.py", TWO_LINES)
-    project.commit()
-    project.accept()
-    project.measured(times(slower=0.05))
-    return project
-
-
-def test_the_second_look_has_the_accepted_tree(accepted: Project) -> None:
-    accepted.replace("test_scale.py", "3 * x", "3.0 * x")
-    seen: list[str] = []
-    slow = times(slower=0.05)
-
-    def outcome(id: str, process: int, second: bool) -> object:
-        if second:
-            assert accepted.workers is not None
-            tree, rev = accepted.workers.calls[-1][1][id]
-            assert rev == accepted.git("rev-parse", "HEAD")
-            seen.append((Path(tree) / "test_scale.py").read_text())
-        return slow(id, process, second)
-
-    accepted.measured(outcome)
-    result = accepted.gate()
-    assert result.ret == 1
-    head = accepted.git("rev-parse", "HEAD")
-    assert lines_with(result.stdout.str(), "REGRESSED", SMALL, f"5.0% slower than the accepted revision {head[:7]}")
-    assert len(seen) == gate.STAGES[0].processes  # clear by then
-    assert all("return 3 * x" in text for text in seen)
-    assert not (accepted.path / ".perfsuite/revisions").exists()
-
+# --- what the gate makes of it --------------------------------------------------------------------------------------
 
 LARGE = SMALL.replace("small", "large")
 
 
 @pytest.fixture
-def accepted_two(project: Project) -> Project:
+def accepted(project: Project) -> Project:
+    """Two workloads, accepted at a clean revision; what they measure from here on is 5% slower."""
     both = 'Workload("small", n=64, clock="wall"), Workload("large", n=64, clock="wall")'
     project.write("test_scale.py", TWO_LINES.replace('Workload("small", n=64, clock="wall")', both))
-    project.commit()
     project.accept()
+    project.measured(times(slower=0.05))
     return project
 
 
-def test_what_is_clear_halfway_is_measured_no_more(accepted_two: Project) -> None:
-    """Both are slower, one so noisily that nothing is shown: it alone goes through all stages."""
+def fake_of(project: Project) -> FakeWorkers:
+    assert project.workers is not None
+    return project.workers
+
+
+def test_the_accepted_tree_joins_from_the_first_process_on(accepted: Project) -> None:
+    accepted.replace("test_scale.py", "3 * x", "3.0 * x")
+    head = accepted.git("rev-parse", "HEAD")
+    seen: set[str] = set()
+    slow = times(slower=0.05)
+
+    def outcome(id: str, process: int, second: bool) -> object:
+        assert second
+        (folder,) = (accepted.path / ".perfsuite/revisions").glob(f"run-*/{head[:12]}-*")
+        seen.add((folder / second_import.TREE / "test_scale.py").read_text())
+        return slow(id, process, second)
+
+    fake = accepted.measured(outcome)
+    result = accepted.gate()
+    assert result.ret == 1
+    assert lines_with(result.stdout.str(), "REGRESSED", SMALL, f"5.0% slower than the accepted revision {head[:7]}")
+    assert [trees for _, trees in fake.calls] == [{LARGE: head, SMALL: head}] * 4
+    assert len(seen) == 1
+    assert "return 3 * x" in seen.pop()
+    assert not (accepted.path / ".perfsuite/revisions").exists()
+
+
+def test_a_workload_that_is_decided_is_measured_no_more(accepted: Project) -> None:
     slow, noisy = times(slower=0.05), times(slower=0.02, noise=100.0)
-    workers = accepted_two.measured(lambda id, process, second: (noisy if id == LARGE else slow)(id, process, second))
-    output = accepted_two.gate().stdout.str()
+    fake = accepted.measured(lambda id, process, second: (noisy if id == LARGE else slow)(id, process, second))
+    output = accepted.gate().stdout.str()
     assert lines_with(output, "REGRESSED", SMALL)
     assert lines_with(output, "NOISY", LARGE)
-    second = [ids for ids, trees in workers.calls if trees]
-    first, last = gate.STAGES[0].processes, gate.STAGES[-1].processes
-    assert second == [(LARGE, SMALL)] * first + [(LARGE,)] * (last - first)
+    assert [SMALL in ids for ids, _ in fake.calls] == [True] * 4 + [False] * (len(fake.calls) - 4)
+    assert len(fake.calls) > 4
 
 
-def test_a_workload_that_fails_after_halfway_is_red(accepted_two: Project) -> None:
+def test_a_workload_that_fails_later_is_red(accepted: Project) -> None:
     noisy = times(slower=0.05, noise=100.0)
     crash = Failure(status=Status.UNMEASURED, message="the optimized side crashed with SIGSEGV")
-    last = gate.FIRST_PROCESSES + gate.STAGES[0].processes
-    accepted_two.measured(lambda id, process, second: crash if process > last else noisy(id, process, second))
-    result = accepted_two.gate()
+    accepted.measured(lambda id, process, second: crash if process > 2 else noisy(id, process, second))
+    result = accepted.gate()
     assert result.ret == 1
     assert lines_with(result.stdout.str(), "UNMEASURED", LARGE, "the optimized side crashed with SIGSEGV")
+
+
+def test_an_accepted_side_that_cannot_be_compared_with(accepted: Project) -> None:
+    """One of two: it is proven again and timed where no revision has been imported, against stored figures."""
+    fake = fake_of(accepted)
+    fake.unloaded[LARGE] = "the current side runs test_scale.py of the accepted tree"
+    result = accepted.gate()
+    assert result.ret == 1
+    output = result.stdout.str()
+    assert lines_with(output, "REGRESSED", LARGE, "compared with stored figures: the current side runs test_scale.py")
+    assert lines_with(output, "REGRESSED", SMALL, "slower than the accepted revision")
+    proofs = [(t.id, t.accepted is not None) for t in fake.tasks if t.kind == PROVE]
+    assert proofs == [(SMALL, True), (LARGE, True), (LARGE, False)]
+    head = accepted.git("rev-parse", "HEAD")
+    # What is timed alone comes first in a process.
+    assert [call for call in fake.calls if len(call[0]) > 1] == [((LARGE, SMALL), {SMALL: head})] * 4
+
+
+def test_compare_has_nothing_to_compare_with(accepted: Project) -> None:
+    fake = fake_of(accepted)
+    fake.unloaded = dict.fromkeys([SMALL, LARGE], "scale is installed as a copy in /lib: pip install -e .")
+    done = accepted.cli("compare", "HEAD")
+    assert done.exit_code == 10
+    assert lines_with(done.output, "UNMEASURED", SMALL, "installed as a copy")
+    assert not fake.calls
+    assert [t.accepted is not None for t in fake.tasks] == [True, True]
 
 
 def _without_git(project: Project) -> None:
@@ -461,46 +421,90 @@ def test_an_accepted_revision_that_is_gone(accepted: Project, change: Callable[[
     change(accepted)
     result = accepted.gate()
     assert result.ret == 1
-    assert lines_with(result.stdout.str(), "REGRESSED", SMALL, "compared with the stored baseline", reason)
+    assert lines_with(result.stdout.str(), "REGRESSED", SMALL, "compared with stored figures", reason)
 
 
-def test_an_accepted_revision_that_does_not_load(accepted: Project) -> None:
-    from perfsuite.control import UNLOADED
-    from perfsuite.records import Status
-    from perfsuite.workers import Failure
+def test_a_repository_without_a_commit_is_refused_unless_that_is_wanted(project: Project) -> None:
+    project.write("test_scale.py", TWO_LINES)
+    project.git("init")
+    fake = project.measured(times())
+    done = project.cli("accept", "--reason", "the first")
+    assert done.exit_code == 4
+    assert lines_with(done.output, "has no commit yet", "--allow-dirty")
+    assert not fake.calls
+    assert project.cli("accept", "--reason", "the first", "--allow-dirty").exit_code == 0
+    project.measured(times(slower=0.05))
+    assert lines_with(project.gate().stdout.str(), "REGRESSED", "compared with stored figures: it was accepted outside")
 
-    unloaded = Failure(status=Status.UNMEASURED, message=f"{UNLOADED}it imports inside a function")
-    slow = times(slower=0.05)
-    accepted.measured(lambda id, process, second: unloaded if second else slow(id, process, second))
-    result = accepted.gate()
-    assert result.ret == 1
-    assert lines_with(result.stdout.str(), "REGRESSED", "the stored baseline", "it imports inside a function")
 
-
-def test_what_was_accepted_with_changes_is_compared_with_the_stored_figures(project: Project) -> None:
+def test_what_was_accepted_with_changes_is_compared_with_stored_figures(project: Project) -> None:
     project.write("test_scale.py", TWO_LINES)
     project.commit()
     project.replace("test_scale.py", "3 * x", "3.0 * x")
     project.accept(None, "--allow-dirty")
     project.measured(times(slower=0.05))
-    assert lines_with(project.gate().stdout.str(), "REGRESSED", "accepted with uncommitted changes")
+    output = project.gate().stdout.str()
+    assert lines_with(output, "REGRESSED", "compared with stored figures: it was accepted with uncommitted changes")
+
+
+def test_a_tree_that_changes_while_it_is_accepted(project: Project) -> None:
+    project.write("test_scale.py", TWO_LINES)
+    project.commit()
+    quiet = times()
+
+    def outcome(id: str, process: int, second: bool) -> object:
+        if process == 2:
+            project.write("test_scale.py", TWO_LINES.replace("3 * x", "3.0 * x"))
+        return quiet(id, process, second)
+
+    project.measured(outcome)
+    done = project.cli("accept", "--reason", "the first")
+    assert done.exit_code == 4
+    assert lines_with(done.output, "the work tree has uncommitted changes")
+    assert not (project.path / "baselines").exists()
+    project.git("checkout", ".")
+    project.measured(lambda id, process, second: (project.commit("another"), quiet(id, process, second))[1])
+    done = project.cli("accept", "--reason", "the first")
+    assert done.exit_code == 4
+    assert lines_with(done.output, "the work tree changed while it was measured", "accept again")
+    assert not (project.path / "baselines").exists()
+
+
+def test_an_accepted_side_that_lacks_memory_beside_others_is_proven_alone(accepted: Project) -> None:
+    crowded = Failure(status=Status.UNMEASURED, message="the accepted side runs out of device memory")
+    slow, tried = times(slower=0.05), []
+
+    def outcome(id: str, process: int, second: bool) -> object:
+        tried.append(id)
+        return crowded if tried.count(id) == 1 else slow(id, process, second)
+
+    accepted.measured(outcome)
+    assert lines_with(accepted.gate().stdout.str(), "REGRESSED", SMALL, "slower than the accepted revision")
+    accepted.measured(fails(crowded, only="small"))
+    assert lines_with(accepted.gate().stdout.str(), "UNMEASURED", SMALL, "runs out of device memory")
 
 
 # --- a real process -------------------------------------------------------------------------------------------------
 
 
-def test_a_measuring_process_times_both_revisions(project: Project) -> None:
+def test_a_worker_proves_and_times_both_revisions(project: Project) -> None:
     text = TWO_LINES.replace("return 3 * x", "CALLED.touch()\n        return 3 * x")
     text = text.replace("def slow", 'CALLED = Path(__file__).with_suffix(".called")\n\n\n    def slow')
     project.write("test_scale.py", "    from pathlib import Path\n" + text.lstrip("\n"))
     first = project.commit()
     tree = revision.extract(first, project.path, project.path / ".perfsuite/revisions")
     project.replace("test_scale.py", "CALLED.touch()", "CALLED.with_suffix('.current').touch()")
-    ((id, measured),) = real_workers(project.path).run([SMALL], accepted={SMALL: (str(tree), first)})
-    assert id == SMALL
+    made: list[Any] = run_tasks(
+        real_workers(project.path), Task(id=SMALL, kind=PROVE, accepted=tree), Task(id=SMALL, accepted=tree)
+    )
+    (_, proof), (_, measured) = made
+    assert isinstance(proof, Proof), proof
+    assert (proof.id, proof.unloaded) == (SMALL, "")
     assert isinstance(measured, Measurement), measured
     assert set(measured.log_ratios) == {"reference", "accepted"}
     assert len(measured.sides["accepted"].blocks_s) == len(measured.sides["optimized"].blocks_s)
-    assert (tree / "test_scale.called").exists()
+    assert (files_of(tree) / "test_scale.called").exists()
     assert (project.path / "test_scale.current").exists()
     assert not (project.path / "test_scale.called").exists()
+    assert not (files_of(tree) / "test_scale.current").exists()
+    assert sys.path.count(tree.folder) == 0  # the parent imports nothing of it

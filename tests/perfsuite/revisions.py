@@ -1,0 +1,115 @@
+"""Small repositories whose revisions the harness's own tests import beside each other."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+
+from _pytest.pathlib import import_path
+
+from perfsuite import revision
+from perfsuite.pair import Pair
+from perfsuite.revision import Tree
+from perfsuite.second_import import PREFIX
+
+MODULE = "test_scale_of_revision"
+PACKAGE = "impl_of_revision"
+KERNELS = "FACTOR = 3\n\n\ndef fast(x):\n    return x * FACTOR\n"
+TEST = f"""
+    from {PACKAGE} import fast
+    from perfsuite import Pair, Workload, tensor
+
+
+    def slow(x):
+        return x + x + x
+
+
+    scale = Pair(
+        reference=slow,
+        optimized=fast,
+        inputs={{"x": tensor("n")}},
+        gradients=False,
+        workloads=[Workload("small", n=8, clock="wall")],
+    )
+"""
+OWN = (MODULE, PACKAGE, PREFIX, "generated_here", "library_here", "registry_here", "space_of_revision", "tests")
+"""How the names of all modules begin that these repositories import."""
+
+
+class Repository:
+    """A folder in git with a package and a test module; `load` imports a revision as a worker would."""
+
+    def __init__(self, path: Path, *, places: Sequence[str] = ("", "tests"), mode: str = "prepend") -> None:
+        self.path, self.mode = path, mode
+        path.mkdir(parents=True, exist_ok=True)
+        self.git("init", "--quiet")
+        self.write(".gitignore", "__pycache__/\n.perfsuite/\nbuilt/\n")
+        sys.path[:0] = [str(path / place) for place in places]
+
+    def git(self, *arguments: str) -> str:
+        identity = ["-c", "user.name=test", "-c", "user.email=test@example.org"]
+        done = subprocess.run(
+            ["git", *identity, *arguments],
+            cwd=self.path,
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**os.environ, "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_SYSTEM": os.devnull},
+        )
+        return done.stdout.strip()
+
+    def write(self, name: str, text: str) -> Path:
+        path = self.path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(text).lstrip("\n"))
+        return path
+
+    def write_all(self, files: Mapping[str, str]) -> None:
+        for name, text in files.items():
+            self.write(name, text)
+
+    def commit(self) -> str:
+        self.git("add", "-A")
+        self.git("commit", "--quiet", "--allow-empty", "-m", "work")
+        return self.git("rev-parse", "HEAD")
+
+    def current(self, file: str = f"tests/{MODULE}.py") -> ModuleType:
+        """The test module of the work tree, imported as pytest does."""
+        importlib.invalidate_caches()
+        module = import_path(self.path / file, mode=self.mode, root=self.path, consider_namespace_packages=False)
+        module.scale.name = "scale"
+        return module
+
+    def tree(self, rev: str) -> Tree:
+        return revision.extract(rev, self.path, self.path / ".perfsuite/revisions")
+
+    def load(self, rev: str, file: str = f"tests/{MODULE}.py") -> Pair:
+        """The pair as that revision declares it."""
+        module = self.current(file)
+        return revision.load_pair(module.scale, module, self.tree(rev))
+
+
+@contextmanager
+def imports_put_back() -> Iterator[None]:
+    """Inside, none of these repositories' modules is there; afterwards, those that were before. torch's own stay."""
+    path, finders = list(sys.path), list(sys.meta_path)
+    before = _taken()
+    sys.path[:] = [p for p in path if not any(Path(p, name).exists() for name in (PACKAGE, f"{MODULE}.py"))]
+    try:
+        yield
+    finally:
+        sys.path[:], sys.meta_path[:] = path, finders
+        _taken()
+        sys.modules.update(before)
+        importlib.invalidate_caches()
+
+
+def _taken() -> dict[str, ModuleType]:
+    return {name: sys.modules.pop(name) for name in [n for n in sys.modules if n.startswith(OWN)]}
