@@ -21,7 +21,7 @@ import torch
 from hypothesis import HealthCheck
 from hypothesis.reporting import with_reporter
 
-from perfsuite import ahead, diagnosis, equivalence, execution, guard, integrity, sanitizer
+from perfsuite import ahead, diagnosis, equivalence, execution, guard, integrity, interpreter, sanitizer
 from perfsuite import inputs as make
 from perfsuite.equivalence import NotEquivalent, Tally
 from perfsuite.errors import PairError, PerfsuiteError
@@ -51,6 +51,7 @@ class PairCollector(pytest.Collector):
 
     def __init__(self, *, pair: Pair, **kwargs: Any) -> None:
         super().__init__(**kwargs)
+        interpreter.quicken()
         self.pair = pair
         bound = [n for n, v in vars(self.parent.obj).items() if v is pair]  # type: ignore[union-attr]  # it has a module
         if len(bound) > 1:
