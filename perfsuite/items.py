@@ -270,7 +270,7 @@ class KernelsItem(pytest.Function):
         if out:
             ahead.compile_pair(self.pair, Path(out))
         else:
-            ahead.compile_in_subprocess(self, self.pair.time_limit)
+            ahead.compile_in_fork(self, self.pair.time_limit)
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
         if isinstance(excinfo.value, PerfsuiteError):
