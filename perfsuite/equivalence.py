@@ -726,10 +726,17 @@ def _as_double(leaf: Leaf) -> torch.Tensor:
 
 def _rms(leaf: Leaf) -> float:
     values = _as_double(leaf)
+    square = float(values.square().mean())
+    if SMALL_SQUARE < square < LARGE_SQUARE:
+        return math.sqrt(square)
     finite = values[values.isfinite()]
     largest = float(finite.abs().max()) if finite.numel() else 0.0
     # Scaled, since float64's own squares overflow above 1e154 and underflow below 1e-154.
     return largest * math.sqrt(float(((finite / largest) ** 2).mean())) if largest else 0.0
+
+
+SMALL_SQUARE, LARGE_SQUARE = 1e-240, 1e300
+"""Between them float64's squares are as exact as scaled ones: what underflows is less than their own rounding."""
 
 
 def _difference(a: torch.Tensor, b: torch.Tensor, period: float | None) -> torch.Tensor:
