@@ -20,7 +20,7 @@ import pytest
 from _pytest.pytester import SysModulesSnapshot
 from click.testing import CliRunner, Result
 
-from perfsuite import cli
+from perfsuite import cli, turns
 from perfsuite.records import Measurement
 from perfsuite.workers import Failure, Job, Outcome, Workers
 
@@ -131,6 +131,8 @@ class Project:
             monkeypatch.delenv(name, raising=False)
         # Above any git repository that /tmp may lie in.
         monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(self.path.parent))
+        # Nothing here depends on a time: a run within a test waits for no other that measures on this CPU.
+        monkeypatch.setenv(turns.HELD, "cpu")
         # Where perfsuite is not installed, the processes that a run starts find it here.
         monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
