@@ -55,23 +55,13 @@ def time(monkeypatch: pytest.MonkeyPatch) -> Iterator[Time]:
         setattr(owner, name, value)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def what_lay_in_memory_before_is_out_of_sight() -> Iterator[None]:
-    """A side that searches memory need not pass over all of torch at every call: there is no answer in it."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 @pytest.fixture(autouse=True)
-def nothing_of_the_test_before_is_in_memory(what_lay_in_memory_before_is_out_of_sight: None) -> None:
+def nothing_of_the_test_before_is_in_memory() -> None:
+    """A side that searches memory finds no answer there, nor all of torch, which is frozen after the collection."""
     gc.collect()
 
 
-def messages(
-    planted: Planted, time: Time, monkeypatch: pytest.MonkeyPatch, examples: int = EXAMPLES
-) -> Iterator[str]:
+def messages(planted: Planted, time: Time, monkeypatch: pytest.MonkeyPatch, examples: int = EXAMPLES) -> Iterator[str]:
     """What each proof, and the measurement of a timed one, has against it."""
     simulated = planted.timed and not planted.gpu and planted.number != 3
     if simulated:

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from curves import NEIGHBOURS, a_rounding_away, deviation_of, share_of_rule
+from scale import count
 from states import same, through_a_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -393,10 +394,10 @@ def test_each_goes_on_from_the_other_s_checkpoint(first, second):
 
 
 @pytest.mark.parametrize("kind", [Reference, Optimized])
-def test_stopped_at_twenty_random_epochs_and_resumed_it_is_the_same_bit_for_bit(kind):
+def test_stopped_at_random_epochs_and_resumed_it_is_the_same_bit_for_bit(kind):
     expected = trained(kind, count=8).state_dict()
     rng = random.Random(1)
-    for _ in range(20 if kind is Optimized else 7):
+    for _ in range(count(quick=3, full=20 if kind is Optimized else 7)):
         stop = rng.randrange(1, 8)
         trainer = kind(SMALL, sounds(), "cpu")
         trainer.load_state_dict(through_a_file(trained(kind, count=stop)))
