@@ -9,7 +9,7 @@ from typing import Any
 import hypothesis
 import torch
 
-from perfsuite import diagnosis, equivalence, execution, guard, integrity, interpreter, sampling
+from perfsuite import diagnosis, equivalence, execution, guard, integrity, interpreter, measuring
 from perfsuite import inputs as make
 from perfsuite.errors import PerfsuiteError
 from perfsuite.pair import Pair, as_side
@@ -102,7 +102,7 @@ def measure(pair: Pair, *, device: str | None = None) -> tuple[Measurement, ...]
     pair.validate()
     where = device or ("cuda" if torch.cuda.is_available() else "cpu")
     return tuple(
-        sampling.measure(pair, workload, workload_id=f"{pair.name}::speed[{workload.name}]", device=where)
+        measuring.measure(pair, workload, workload_id=f"{pair.name}::speed[{workload.name}]", device=where)
         for workload in pair.workloads
         if workload.device in (None, where) and execution.unavailable(as_side(pair.optimized), where) is None
     )

@@ -24,7 +24,8 @@ from statistics import fmean, median
 from typing import Any
 
 from perfsuite.errors import BaselineError, PerfsuiteError
-from perfsuite.records import Limit, Machine, Measurement, PromiseRecord, from_json, to_json
+from perfsuite.folders import SCRATCH, own_folder
+from perfsuite.records import Limit, Machine, Measurement, PromiseRecord, Ran, from_json, to_json
 from perfsuite.statistics import process_mean
 
 SCHEMA = 2
@@ -109,6 +110,8 @@ class Entry:
     sessions: tuple[Session, ...]
     blocks_s: Mapping[str, tuple[float, ...]]
     """Seconds a call in each block of "reference" and "optimized", over all sessions."""
+    ran: Ran | None = None
+    """What the optimized side ran; None where that was not noted."""
 
     def process_means(self, other: str = "reference") -> list[list[float]]:
         """Process means of the log-ratio to `other`, by session; sessions without it are left out."""
@@ -144,6 +147,7 @@ def entry_from(
     dirty: bool,
     reason: str,
     accepted: str,
+    ran: Ran | None = None,
 ) -> Entry:
     """The entry of one session: its processes' measurements of one workload. `accepted` is an ISO date-time.
 
@@ -193,6 +197,7 @@ def entry_from(
         few=tuple(sorted({name for m in measurements for name in m.few})),
         sessions=(session,),
         blocks_s={side: tuple(b for m in measurements for b in m.sides[side].blocks_s) for side in SIDES},
+        ran=ran,
     )
     return _rounded(entry)
 
@@ -300,6 +305,7 @@ def _with_sessions(old: Entry | None, new: Entry) -> Entry:
         old,
         sessions=(*old.sessions, *new.sessions),
         promises=new.promises,
+        ran=new.ran,
         limit=new.limit or old.limit,
         few=tuple(sorted({*old.few, *new.few})),
         blocks_s={side: (*old.blocks_s[side], *new.blocks_s[side]) for side in SIDES},
@@ -378,14 +384,14 @@ def is_cpu(device: str) -> bool:
 def compare_machines(accepted: Machine, here: Machine) -> tuple[list[str], list[str]]:
     """(errors, notes): what makes a comparison with the baseline meaningless, and what only has to be said.
 
-    Errors: another device (slug or name), another number of devices, another power limit; on a CPU, another CPU
-    model or number of cores. A power limit that was known when accepted and cannot be read here is an error too.
-    Notes: torch, triton, CUDA, driver, Python, the platform; on a GPU also the CPU and its cores. They may move both
-    sides alike, and the second look interleaves two revisions on the same stack.
+    Errors: another device (slug or name), another power limit; on a CPU, another CPU model or number of cores. A power
+    limit that was known when accepted and cannot be read here is an error too. Notes: the number of devices (each
+    workload is timed on one), torch, triton, CUDA, driver, Python, the platform; on a GPU also the CPU and its cores.
+    They may move both sides alike, and the gate interleaves two revisions on the same stack.
     """
     cpu = is_cpu(accepted.device) or is_cpu(here.device)
-    strict = ["device", "device_name", "count", *(["cpu", "cores"] if cpu else [])]
-    loose = ["torch", "triton", "cuda", "driver", "python", "platform", *([] if cpu else ["cpu", "cores"])]
+    strict = ["device", "device_name", *(["cpu", "cores"] if cpu else [])]
+    loose = ["count", "torch", "triton", "cuda", "driver", "python", "platform", *([] if cpu else ["cpu", "cores"])]
     names = {"device_name": "device name", "count": "number of devices", "cpu": "CPU", "cores": "CPU cores"}
 
     def line(name: str) -> str:
@@ -567,10 +573,11 @@ def save(path: str | os.PathLike[str], baseline: Baseline) -> None:
 def _locked(path: Path) -> Iterator[None]:
     from filelock import FileLock, Timeout
 
-    # In the temporary folder: a lock file beside the baseline would wait there to be committed.
-    whole = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
-    lock = FileLock(Path(tempfile.gettempdir()) / f"perfsuite-{os.getuid()}-{whole}.lock")
+    # Beside the file: a temporary folder may be another one for another process.
+    place = path.resolve()
+    lock = FileLock(place.parent / SCRATCH / f"{place.name}.lock", mode=0o666)
     try:
+        own_folder(Path(lock.lock_file).parent)
         lock.acquire(timeout=LOCK_SECONDS)
     except Timeout:
         raise BaselineError(
@@ -578,8 +585,8 @@ def _locked(path: Path) -> Iterator[None]:
         ) from None
     except OSError as error:
         raise BaselineError(
-            f"{path}: cannot be locked by {lock.lock_file} ({error.strerror or error}); make that file writable, "
-            "or remove it, and accept again"
+            f"{path}: cannot be written ({error.filename}: {error.strerror or error}); make the folder writable, and "
+            "accept again"
         ) from None
     try:
         yield

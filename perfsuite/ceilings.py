@@ -46,6 +46,12 @@ def matmul_flops_per_s(device: str, precision: str) -> float:
     return 2 * n**3 / seconds
 
 
+def forget() -> None:
+    """Measure every ceiling anew when it is next asked for."""
+    copy_bytes_per_s.cache_clear()
+    matmul_flops_per_s.cache_clear()
+
+
 @contextmanager
 def _float32_products(precision: str) -> Iterator[None]:
     # Not allow_tf32: it cannot be read where a project has used this setting, and it forgets "medium".

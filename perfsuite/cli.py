@@ -1,21 +1,25 @@
 """The command `perfsuite`: a thin front on the same pytest items.
 
-Exit codes: 0 all is well · 1 a verdict is red, a proof failed or something was not measured · 2 interrupted, or the
-command line is wrong · 3 an internal error · 4 the run could not begin (a damaged baseline, a wrong option) · 5 nothing
-was collected.
+Exit codes: 0 all is well · 1 the code is at fault: a regression, a broken promise, a wrong result · 2 interrupted,
+ended early, or the command line is wrong · 3 an internal error · 4 the run could not begin (a damaged baseline, a wrong
+option) · 5 nothing was collected · 10 nothing is decided: the machine, the baseline or the measurement is at fault.
 
 Other packages add commands through the entry-point group "perfsuite.commands": each entry is a click command.
 """
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import signal
 import sys
-from collections.abc import Sequence
-from contextlib import nullcontext, redirect_stdout, suppress
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from importlib.metadata import Distribution, EntryPoint, entry_points
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from urllib.parse import unquote
 
 import click
@@ -71,7 +75,7 @@ def _absent(entry: EntryPoint) -> str | None:
     if distribution is None:
         return None
     package = entry.module.partition(".")[0]
-    if folder := _editable(distribution):
+    if folder := _editable(distribution, package):
         if folder not in sys.path:
             sys.path.append(folder)
         return None
@@ -82,8 +86,16 @@ def _absent(entry: EntryPoint) -> str | None:
     return f"the package {package!r}, which {name} does not install; run it in a clone, after `pip install -e .` there"
 
 
-def _editable(distribution: Distribution) -> str | None:
-    """The folder of an editable install (PEP 610); None for any other."""
+def _editable(distribution: Distribution, package: str) -> str | None:
+    """The folder of an editable install (PEP 610), or of a clone that holds the package; None for any other.
+
+    Building or installing a clone leaves an egg-info in it, which Python finds before the installed metadata when it
+    runs in that folder. No installer wrote it, and it lists only what the wheel takes.
+    """
+    if not (distribution.read_text("RECORD") or distribution.read_text("installed-files.txt")):
+        folder = Path(os.path.abspath(str(distribution.locate_file(""))))
+        if (folder / package).is_dir() or (folder / f"{package}.py").is_file():
+            return str(folder)
     try:
         origin = json.loads(distribution.read_text("direct_url.json") or "{}")
         editable = origin["dir_info"]["editable"] and origin["url"].startswith("file://")
@@ -110,6 +122,8 @@ def main() -> None:
     A pair of functions, declared once in a test module, is proven equal, timed on this machine, held against what was
     accepted, and fails where it falls short. Start with `perfsuite doctor`, then `perfsuite run`.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character must not end the run
 
 
 def _selection(command: Any) -> Any:
@@ -133,18 +147,34 @@ def _pytest(
     """Run pytest on the items, in this process; with `as_json` it tells stderr, and stdout is left to the report."""
     import pytest
 
-    if report:
-        for name in FILES:  # of the run before: one that cannot begin must not leave them as its own
-            with suppress(OSError):
-                (Path(report) / name).unlink()
+    from perfsuite import conclusion
+
     given = ["-m", marker] if marker else []
     given += ["-k", keyword] if keyword else []
     given += [f"--perfsuite-mode={mode}", *(f"--perfsuite-argument={a}" for a in arguments)]
     given += [f"--perfsuite-report={report}"] if report else []
     given += ["--benchmark-quiet"]  # our table says it all
     plugins = [] if _registered() else ["-p", "perfsuite.plugin"]
-    with redirect_stdout(sys.stderr) if as_json else nullcontext():
-        return int(pytest.main([*plugins, *QUIET, *given, *extra, *paths]))
+    quiet = redirect_stdout(sys.stderr) if as_json else nullcontext()
+    with conclusion.expecting(mode) as awaited, quiet, _terminated_as_interrupted():
+        return awaited.close(int(pytest.main([*plugins, *QUIET, *given, *extra, *paths])))
+
+
+@contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """SIGTERM ends the run as Ctrl-C does: its workers are stopped, its locks released, its report written."""
+
+    def interrupt(signum: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _registered() -> bool:
@@ -162,35 +192,69 @@ def run(paths: tuple[str, ...], keyword: str | None, report: str, profile: str |
     Proofs first: only what is equal is timed. No baseline is needed; `perfsuite gate` holds the result against one.
     """
     extra = [f"--perfsuite-profile={profile}"] if profile else []
-    marker = "correctness or perf"
-    code = _pytest("run", paths, keyword, marker=marker, report=report, extra=extra, as_json=as_json)
-    _finish(code, report, as_json)
+    _reported("run", paths, keyword, report, marker="correctness or perf", extra=extra, as_json=as_json)
 
 
 @main.command()
 @_selection
 @click.option("--report", default=REPORT, show_default=True, type=click.Path(), help="Folder of the report.")
 @click.option("--baselines", type=click.Path(), help="Folder of the baselines.  [default: baselines]")
+@click.option("--changed", is_flag=True, help="Measure only what a change since acceptance could have affected.")
+@click.option("--partial", is_flag=True, help="Judge a part of what is accepted, as -k or PATHS say.")
+@click.option("--shard", metavar="I/N", help="Judge part I of N; `perfsuite merge` puts the reports together.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON when done.")
-def gate(paths: tuple[str, ...], keyword: str | None, report: str, baselines: str | None, as_json: bool) -> None:
+def gate(
+    paths: tuple[str, ...],
+    keyword: str | None,
+    report: str,
+    baselines: str | None,
+    changed: bool,
+    partial: bool,
+    shard: str | None,
+    as_json: bool,
+) -> None:
     """Hold every workload against its accepted baseline; red where one falls short.
 
     The same as `pytest -m perf --benchmark-compare`, which needs no options either, and besides writes JUnit, JSON, a
     Markdown job summary and, on GitHub, annotations.
     """
     extra = [f"--perfsuite-baselines={baselines}"] if baselines else []
-    code = _pytest("gate", paths, keyword, report=report, extra=extra, as_json=as_json)
-    _finish(code, report, as_json, summary=True)
+    extra += [f"--perfsuite-{name}" for name, on in (("changed", changed), ("partial", partial)) if on]
+    extra += [f"--perfsuite-shard={shard}"] if shard else []
+    _reported("gate", paths, keyword, report, extra=extra, as_json=as_json, summary=True)
 
 
-def _finish(code: int, report: str, as_json: bool, *, summary: bool = False) -> None:
+def _reported(
+    mode: str,
+    paths: Sequence[str],
+    keyword: str | None,
+    report: str,
+    *,
+    as_json: bool,
+    summary: bool = False,
+    marker: str = "perf",
+    arguments: Sequence[str] = (),
+    extra: Sequence[str] = (),
+) -> NoReturn:
+    """Run pytest with a report in this folder, and end with its exit code, which no trouble with the report changes."""
     from perfsuite.report import jsonfile, markdown
 
-    written = Path(report) / "report.json"
-    if as_json and written.exists():
-        click.echo(written.read_text())
-    if summary and written.exists():
-        markdown.append_job_summary(jsonfile.read(written))
+    files = [Path(report) / name for name in FILES]
+    for file in files:  # of the run before: one that cannot begin must not leave them as its own
+        with suppress(OSError):
+            file.unlink()
+    written = files[0]
+    stale = os.path.lexists(written)
+    code = _pytest(
+        mode, paths, keyword, marker=marker, report=report, arguments=arguments, extra=extra, as_json=as_json
+    )
+    try:
+        if as_json and written.exists() and not stale:
+            click.echo(written.read_text(encoding="utf-8"))
+        if summary and written.exists() and not stale:
+            markdown.append_job_summary(jsonfile.read(written))
+    except (OSError, PerfsuiteError) as error:
+        click.echo(f"the report is not shown: {error}", err=True)
     sys.exit(code)
 
 
@@ -202,6 +266,7 @@ def _finish(code: int, report: str, as_json: bool, *, summary: bool = False) -> 
 @click.option("--processes", default=5, show_default=True, type=click.IntRange(3), help="Measuring processes.")
 @click.option("--allow-dirty", is_flag=True, help="Accept with uncommitted changes; the code cannot be loaded again.")
 @click.option("--baselines", type=click.Path(), help="Folder of the baselines.  [default: baselines]")
+@click.option("--shard", metavar="I/N", help="Accept part I of N.")
 def accept(
     paths: tuple[str, ...],
     keyword: str | None,
@@ -211,10 +276,12 @@ def accept(
     processes: int,
     allow_dirty: bool,
     baselines: str | None,
+    shard: str | None,
 ) -> None:
     """Measure on this machine and write the figures into its baseline.
 
-    The only way to change a baseline. Prints what changes and by how much.
+    The only way to change a baseline. Prints what changes and by how much. A run that was interrupted goes on where it
+    was, on the same commit and machine.
     """
     if not reason:
         if not sys.stdin.isatty():
@@ -223,6 +290,7 @@ def accept(
     arguments = [f"reason={reason}", f"processes={processes}"]
     arguments += [f"{n}=yes" for n, on in (("more", more), ("prune", prune), ("dirty", allow_dirty)) if on]
     extra = [f"--perfsuite-baselines={baselines}"] if baselines else []
+    extra += [f"--perfsuite-shard={shard}"] if shard else []
     sys.exit(_pytest("accept", paths, keyword, arguments=arguments, extra=extra))
 
 
@@ -236,9 +304,36 @@ def compare(revision: str, paths: tuple[str, ...], keyword: str | None, report: 
 
     Both are loaded in one process and interleaved, so that the state of the machine cancels. No baseline is needed.
     """
-    given = [f"revision={revision}"]
-    code = _pytest("compare", paths, keyword, report=report, arguments=given, as_json=as_json)
-    _finish(code, report, as_json)
+    _reported("compare", paths, keyword, report, arguments=[f"revision={revision}"], as_json=as_json)
+
+
+@main.command()
+@click.argument("reports", nargs=-1, required=True, type=click.Path(dir_okay=False))
+@click.option("--report", default=REPORT, show_default=True, type=click.Path(), help="Folder of the merged report.")
+def merge(reports: tuple[str, ...], report: str) -> None:
+    """Put the REPORTS (report.json) of all shards of a gate together.
+
+    Red unless every shard is there, and green.
+    """
+    import pytest
+
+    from perfsuite import sharding
+    from perfsuite.report import jsonfile, markdown, terminal, write_all
+
+    try:
+        whole = sharding.merge([jsonfile.read(Path(path)) for path in reports])
+        written = write_all(whole, Path(report))
+    except PerfsuiteError as error:
+        click.echo(f"Error: {error}", err=True)
+        sys.exit(int(pytest.ExitCode.USAGE_ERROR))
+    terminal.show(whole)
+    for form, path in written.items():
+        click.echo(f"{form}: {path}")
+    try:
+        markdown.append_job_summary(whole)
+    except PerfsuiteError as error:
+        click.echo(str(error), err=True)
+    sys.exit(sharding.exit_code(whole))
 
 
 @main.command(name="list")

@@ -1,98 +1,74 @@
-"""One pytest run's control: who measures, when, and what each timed item is told."""
+"""What every kind of run shares: the machine, the selected workloads, the workers, and the report.
+
+Each mode (perfsuite/modes/) is a subclass, registered with pytest as a plugin of the run.
+"""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
-from dataclasses import dataclass, field, replace
-from datetime import UTC, date, datetime
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing
+from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
+from statistics import median
 from time import monotonic
 from typing import Any
 
 import pytest
 from _pytest.skipping import evaluate_skip_marks
 
-from perfsuite import baseline, gate, machine, revision, turns, waivers
-from perfsuite.errors import BaselineError, PerfsuiteError
+from perfsuite import baseline, conclusion, lanes, machine, revision, sharding, turns
+from perfsuite.errors import PerfsuiteError
+from perfsuite.folders import SCRATCH
 from perfsuite.progress import Progress
-from perfsuite.records import Machine, Measurement, Status, Verdict
+from perfsuite.records import Machine, Measurement, Proof, Status, Verdict
+from perfsuite.report import units
 from perfsuite.report.model import Correctness, RunReport
 from perfsuite.speed import Result, SpeedItem
-from perfsuite.workers import UNLOADED, Failure, Job, Journal, Workers, load_job, pytest_arguments
+from perfsuite.workers import Failure, Outcome, Task, Workers, pytest_arguments
 
-ACCEPT_PROCESSES = 5
-ACCEPT_RIVAL_PROCESSES = 2
-"""A rival's place in the table needs no more, and its compilation is most of a process's time."""
-SCRATCH = ".perfsuite"
 RERUNS = ("reruns", "retries", "force_flaky")
 """Options of plugins that run a failed test again."""
 ONCE = "a proof or a verdict that failed stays failed; a pair is not run again until it is green"
 BESIDE = "timed items cannot run beside each other: run without -n (xdist)"
-RED_IN_A_PLAIN_RUN = (Status.NOT_EQUIVALENT, Status.BELOW_FLOOR, Status.UNMEASURED)
-"""A plain run has one process: it can break a promise, not settle one."""
-
-
-@dataclass(slots=True)
-class _Found:
-    """What has been measured so far."""
-
-    runs: dict[str, list[Measurement]] = field(default_factory=dict)
-    failures: dict[str, Failure] = field(default_factory=dict)
-
-    def add(self, id: str, outcome: Measurement | Failure) -> None:
-        if isinstance(outcome, Failure):
-            self.failures.setdefault(id, outcome)
-        else:
-            self.runs.setdefault(id, []).append(outcome)
 
 
 class Control:
-    """Registered as a plugin of the run; `mode` is worker, ahead, measure, gate, accept, list or compare."""
+    """One pytest run. Subclasses say how a workload is judged, and what the run ends with."""
+
+    mode = "measure"
+    beside = False
+    """Whether the run may share the machine with another one, as under xdist."""
 
     def __init__(self, config: pytest.Config) -> None:
-        self.config = config
-        self.root = config.rootpath
-        self.job: Job | None = load_job()
-        option = config.option
-        comparing = getattr(option, "benchmark_compare", None)
-        self.mode: str = "worker" if self.job else option.perfsuite_mode or ("gate" if comparing else "measure")
-        if self.mode == "run":
-            self.mode = "measure"
-        self.arguments = _arguments(option.perfsuite_argument)
+        self.config, self.root = config, config.rootpath
+        self.arguments = dict(a.partition("=")[::2] for a in config.option.perfsuite_argument)
         self.items: dict[str, SpeedItem] = {}
         self.known: dict[str, SpeedItem] = {}
         self.problems: list[str] = []
         self.notes: list[str] = []
-        self.found = _Found()
+        self.runs: dict[str, list[Measurement]] = {}
+        self.proofs: dict[str, Proof] = {}
+        self.failures: dict[str, Failure] = {}
         self.verdicts: dict[str, Verdict] = {}
-        self.started = datetime.now(UTC)
-        self.clock = monotonic()
-        self.complete = True
+        self.unproven: dict[str, str] = {}
+        """Pair → the proof of it that failed first."""
+        self.asked: set[str] = set()
+        self.started, self.clock = datetime.now(UTC), monotonic()
+        self.complete, self.early, self.refused = True, False, False
         self.counts = {"passed": 0, "failed": 0, "skipped": 0}
         self.skip_reasons: dict[str, int] = {}
         self.correctness_failures: dict[str, str] = {}
-        self.measured_correctness = False
-        self._stream: Iterator[tuple[str, Measurement | Failure]] | None = None
+        self.written: dict[str, Path] = {}
+        self.shard = sharding.parse(config.option.perfsuite_shard)
         self._progress: Progress | None = None
+        self.durations = lanes.Durations(self.scratch)
         self._machine: Machine | None = None
         self._baseline: baseline.Baseline | None = None
-        self._swallowed_path(comparing)
-        if self.mode == "gate" and comparing is not None and hasattr(option, "benchmark_compare"):
-            # Ours replaces pytest-benchmark's comparison, which never fails by itself.
-            option.benchmark_compare = None
-        if self.mode in ("gate", "measure", "accept", "compare") and getattr(option, "numprocesses", None):
+        if not self.beside and getattr(config.option, "numprocesses", None):
             raise pytest.UsageError(BESIDE)
 
-    def _swallowed_path(self, comparing: Any) -> None:
-        if isinstance(comparing, str) and Path(comparing).exists() and not comparing.endswith(".json"):
-            raise pytest.UsageError(
-                f"--benchmark-compare took {comparing!r} as its value, so that it was not collected; "
-                f"write --benchmark-compare last"
-            )
-
-    # --- what there is -------------------------------------------------------------------------------------------
+    # --- what there is ----------------------------------------------------------------------------------------------
 
     @property
     def machine(self) -> Machine:
@@ -107,17 +83,25 @@ class Control:
 
     @property
     def baselines(self) -> Path:
-        chosen = self.config.option.perfsuite_baselines
-        return self.root / (chosen or "baselines")
+        return self.root / (self.config.option.perfsuite_baselines or "baselines")
 
     @property
     def baseline_path(self) -> Path:
         return self.baselines / f"{self.machine.device}.json"
 
     @property
-    def revisions(self) -> Path:
-        """Where trees of other revisions lie while they are measured."""
-        return self.root / SCRATCH / "revisions"
+    def scratch(self) -> Path:
+        return self.root / SCRATCH
+
+    @property
+    def entries(self) -> Mapping[str, baseline.Entry]:
+        """What is accepted on this machine, as far as the run has read it."""
+        return self._baseline.entries if self._baseline else {}
+
+    @property
+    def progress(self) -> Progress:
+        self._progress = self._progress or Progress(self.config)
+        return self._progress
 
     def collected(self, every: Sequence[pytest.Item], selected: list[pytest.Item]) -> None:
         """All collected items, and those that -k and -m left: the timed ones go last, so that nothing runs beside."""
@@ -130,73 +114,16 @@ class Control:
             ours = isinstance(item, SpeedItem) or item.get_closest_marker("correctness")
             if ours and item.get_closest_marker("flaky"):
                 raise pytest.UsageError(f"{item.nodeid} is marked flaky: {ONCE}")
+        if self.shard is not None:
+            sharding.keep(selected, self.shard)
         self.items = {i.nodeid: i for i in selected if isinstance(i, SpeedItem)}
-        if self.mode != "gate":
-            return
-        try:
-            self._load_baseline()
-            self._waivers = waivers.load(
-                self.baselines / "waivers.toml", today=date.today(), known_ids={*self.known, *self.entries}
-            )
-        except PerfsuiteError as error:
-            self.problems.append(str(error))  # for the report, which is written all the same
-            raise pytest.UsageError(str(error)) from None
-        in_scope = {k: e for k, e in self.entries.items() if self._in_scope(k)}
-        self.problems += gate.missing(in_scope, self.known, whole=True)
-        if not self.items:
-            self.problems.append("nothing was measured: no timed item of a pair was selected; see `perfsuite list`")
 
-    def _load_baseline(self) -> None:
-        path = self.baseline_path
-        if path.exists():
-            self._baseline = baseline.load(path)
-            errors, notes = baseline.compare_machines(self._baseline.machine, self.machine)
-            self.wrong_machine = errors
-            self.notes += notes
-            return
-        self.wrong_machine = []
-        others = sorted(p.stem for p in self.baselines.glob("*.json"))
-        if others:
-            self.notes.append(f"no baseline for {self.machine.device}; there are: {', '.join(others)}")
+    def load_baseline(self) -> None:
+        """Read what is accepted here, if there is anything. BaselineError for a damaged file."""
+        if self.baseline_path.exists():
+            self._baseline = baseline.load(self.baseline_path)
 
-    @property
-    def entries(self) -> Mapping[str, baseline.Entry]:
-        """What is accepted on this machine, as far as the run has read it."""
-        return self._baseline.entries if self._baseline else {}
-
-    def _in_scope(self, id: str) -> bool:
-        """Whether the arguments of this run cover the file of an accepted workload, whole."""
-        file = self.root / id.partition("::")[0]
-        if any("::" in a for a in self.config.args):
-            return False
-        given = [(self.config.invocation_params.dir / a).resolve() for a in self.config.args]
-        return any(file.resolve() == g or g in file.resolve().parents for g in given)
-
-    # --- measuring -----------------------------------------------------------------------------------------------
-
-    def _told(self) -> Progress:
-        self._progress = self._progress or Progress(self.config)
-        return self._progress
-
-    def _workers(self) -> Workers:
-        return Workers(
-            root=self.root,
-            folder=self.root / SCRATCH / "workers",
-            arguments=pytest_arguments(self.config),
-            rival_processes=ACCEPT_RIVAL_PROCESSES if self.mode == "accept" else 1,
-            twin=self.mode == "accept",
-            limits={i: item.pair.time_limit for i, item in self.items.items()},
-            progress=self._told().begin,
-        )
-
-    def _turn(self) -> AbstractContextManager[None]:
-        return turns.turn(machine.measured_devices(self.device), self.machine.device_name, self._told().say)
-
-    def _one_process(self, ids: Sequence[str]) -> Iterator[tuple[str, Measurement | Failure]]:
-        with self._turn():
-            yield from self._workers().run(ids)
-
-    def _measurable(self) -> list[str]:
+    def measurable(self) -> list[str]:
         return [i for i, item in self.items.items() if self.inapplicable(item) is None]
 
     def inapplicable(self, item: SpeedItem) -> str | None:
@@ -207,303 +134,114 @@ class Control:
         skip = evaluate_skip_marks(item)
         return f"it is skipped: {skip.reason}" if skip else None
 
+    def margin(self, id: str) -> float | None:
+        """The margin that the workload, or the project for all (`perfsuite_margin`), declares."""
+        declared = self.items[id].workload.margin
+        if declared is not None:
+            return declared
+        for_all = str(self.config.getini("perfsuite_margin") or "")
+        return margin_from(for_all) if for_all else None
+
+    def in_scope(self, id: str) -> bool:
+        """Whether the arguments of this run cover the file of an accepted workload, whole."""
+        file = (self.root / id.partition("::")[0]).resolve()
+        if any("::" in a for a in self.config.args):
+            return False
+        given = [(self.config.invocation_params.dir / a).resolve() for a in self.config.args]
+        return any(file == g or g in file.parents for g in given)
+
+    # --- measuring --------------------------------------------------------------------------------------------------
+
+    def turn(self) -> AbstractContextManager[None]:
+        """While it lasts, no other run measures on this machine's devices."""
+        return turns.turn(machine.measured_devices(self.device), self.machine.device_name, self.progress.say)
+
+    def work(self, tasks: Sequence[Task], *, everywhere: bool = False) -> Generator[tuple[str, Outcome]]:
+        """Do the tasks in workers and keep what came of them: (id, outcome) as each ends.
+
+        A lane for each GPU, or where nothing is timed (`everywhere`) for each core.
+        """
+        workers = Workers(
+            root=self.root,
+            folder=self.scratch / "workers",
+            arguments=pytest_arguments(self.config),
+            progress=self.progress.begin,
+        )
+        kinds = {task.id: task.kind for task in tasks}
+        lost = dict.fromkeys(kinds)
+        try:
+            with closing(workers.run(self._split(tasks, everywhere))) as outcomes:
+                for id, outcome in outcomes:
+                    lost.pop(id, None)
+                    self.keep(id, outcome)
+                    if isinstance(outcome, Measurement | Proof):
+                        self.durations.note(kinds[id], id, outcome.seconds)
+                    if text := shown(outcome):
+                        self.progress.ended(id, text)
+                    yield id, outcome
+            for id in lost:
+                failure = Failure(status=Status.UNMEASURED, message="its measuring process never reached it")
+                self.keep(id, failure)
+                yield id, failure
+        finally:
+            self.progress.done()
+            self.durations.save()
+
+    def _split(self, tasks: Sequence[Task], everywhere: bool) -> lanes.Split:
+        spread = lanes.for_proving if everywhere else lanes.for_timing
+        return spread(tasks, self.machine, self.durations.of)
+
+    def announce(self, timed: Sequence[Task], proofs: Sequence[Task] = (), *, proving: bool = False) -> None:
+        """Say what is about to run, and how long it will take by what it took the last time."""
+        if not timed and not proofs:
+            return
+        splits = [self._split(timed, proving), self._split(proofs, True)]
+        seconds = sum(lanes.seconds_of(split, self.durations.of) for split in splits)
+        parts = []
+        if timed and proving:
+            parts.append(f"{units.count(len(timed), 'proof')} on {units.count(len(splits[0]), 'core')}")
+        elif timed:
+            on = f" on each of {len(splits[0])} GPUs" if len(splits[0]) > 1 else ""
+            parts.append(f"{units.count(len(timed), 'workload')} timed one at a time{on}")
+        if proofs:
+            parts.append(f"{units.count(len(proofs), 'proof')} on {units.count(len(splits[1]), 'core')}")
+        self.progress.expect(f"{', then '.join(parts)}: about {units.duration(seconds)}", len(timed))
+
+    def keep(self, id: str, outcome: Outcome) -> None:
+        """Note what came of a task."""
+        if isinstance(outcome, Failure):
+            self.failures.setdefault(id, outcome)
+        elif isinstance(outcome, Measurement):
+            self.runs.setdefault(id, []).append(outcome)
+        elif isinstance(outcome, Proof):
+            self.proofs[id] = outcome
+
     def result(self, item: SpeedItem) -> Result:
         """What became of one workload; measures on demand."""
-        if hasattr(self.config, "workerinput"):
-            return Result(red=True, message=f"{Status.UNMEASURED} {item.nodeid}: {BESIDE}")
-        reason = self.inapplicable(item)
-        if reason is not None and item.nodeid not in self.entries:
-            return Result(skipped=True, message=reason)
-        if self.mode == "gate":
-            if not self.verdicts:
-                with self._turn():
-                    self._gate()
-            verdict = self.verdicts[item.nodeid]
-            runs = tuple(self.found.runs.get(item.nodeid, ()))
-            return Result(measurements=runs, verdict=verdict, message=verdict.message, red=not verdict.status.green)
-        return self._plain(item)
-
-    def _plain(self, item: SpeedItem) -> Result:
-        """One process, streamed: each item waits for its own measurement."""
         id = item.nodeid
-        if self._stream is None:
-            self._stream = self._one_process(self._measurable())
-            self._expect(1, len(self._measurable()))
-        while id not in self.found.runs and id not in self.found.failures:
-            try:
-                self.found.add(*next(self._stream))
-            except StopIteration:
-                self.found.add(id, Failure(status=Status.UNMEASURED, message="the measuring process never reached it"))
-        failure = self.found.failures.get(id)
-        if failure is not None and failure.skipped:
-            return Result(skipped=True, message=failure.message)
-        if failure is not None:
-            verdict = _failed(id, failure)
-        else:
-            looked = gate.promises_look(
-                {id: self.found.runs[id]}, {id: item.promises}, selected=max(1, len(self.items))
-            )
-            verdict = looked[id]
-        self.verdicts[id] = verdict
-        runs = tuple(self.found.runs.get(id, ()))
-        red = verdict.status in RED_IN_A_PLAIN_RUN
-        return Result(measurements=runs, verdict=verdict, message=verdict.message, red=red)
-
-    def _expect(self, processes: int, workloads: int) -> None:
-        if self._progress is not None:
-            self._progress.expect(processes, workloads)
-
-    def _through(
-        self,
-        workers: Workers,
-        found: _Found,
-        ids: Sequence[str],
-        processes: int,
-        accepted: Mapping[str, tuple[str, ...]] | None = None,
-    ) -> None:
-        """`processes` processes, one after the other; a workload that fails in one is not tried in the next."""
-        if not ids:
-            return
-        self._expect(processes, len(ids))
-        for _ in range(processes):
-            left = [i for i in ids if i not in found.failures]
-            with closing(workers.run(left, accepted=accepted)) as outcomes:
-                for id, outcome in outcomes:
-                    found.add(id, outcome)
-        if self._progress is not None:
-            self._progress.done()
-
-    # --- the gate ------------------------------------------------------------------------------------------------
-
-    def _gate(self) -> None:
-        ids = self._measurable()
-        promises = {i: self.items[i].promises for i in self.items}
-        selected = max(1, len(self.items))
-        if self.wrong_machine:
-            self.verdicts = {
-                i: Verdict(id=i, status=Status.WRONG_MACHINE, message=f"WRONG_MACHINE {i}: {self.wrong_machine[0]}")
-                for i in self.items
-            }
-            return
-        workers = self._workers()
-        unknown = [i for i in ids if i not in self.entries]
-        self._through(workers, self.found, [i for i in ids if i in self.entries], gate.FIRST_PROCESSES)
-        # One process is enough to say what a workload without a baseline does, and that it is equal.
-        self._through(workers, self.found, unknown, 1 if unknown else 0)
-        failed = self.found.failures
-        judged = {i: self.found.runs.get(i, []) for i in ids if i not in failed and i not in unknown}
-        looked = gate.first_look(
-            self.entries, judged, {i: promises[i] for i in judged}, selected=selected, prior=self._prior()
-        )
-        verdicts = {i: v for i, v in looked.items() if isinstance(v, Verdict)}
-        opened = {i: o for i, o in looked.items() if isinstance(o, gate.Open)}
-        if opened:
-            verdicts |= self._second(workers, opened)
-        for id, item in self.items.items():
-            if id in verdicts or (id not in self.entries and self.inapplicable(item)):
-                continue  # what was never accepted here and is for another device is skipped
-            if id in failed:
-                verdicts[id] = _failed(id, failed[id])
-            elif id in unknown:
-                verdicts[id] = self._no_baseline(id)
-            else:
-                reason = self.inapplicable(self.items[id]) or "it was not measured"
-                text = f"UNMEASURED {id}: it is in the baseline, but {reason}"
-                verdicts[id] = Verdict(id=id, status=Status.UNMEASURED, message=text)
-        self.verdicts = waivers.apply(verdicts, self._waivers)
-
-    def _prior(self) -> Any:
-        return gate.suite_prior(self.entries) if self.entries else None
-
-    def _no_baseline(self, id: str) -> Verdict:
-        path = self.baseline_path
-        where = path.relative_to(self.root) if self.root in path.parents else path
-        what = f"it is not in {where}" if path.exists() else f"there is no {where}"
-        return Verdict(
-            id=id,
-            status=Status.NO_BASELINE,
-            message=f"NO_BASELINE {id}: {what}; accept it with `perfsuite accept -k … --reason …`",
-        )
-
-    def _second(self, workers: Workers, opened: Mapping[str, gate.Open]) -> dict[str, Verdict]:
-        """Stage 2: against the accepted revision where git has it, else against the baseline in more processes."""
-        unloaded: dict[str, str] = {}
-        clean: dict[str, str] = {}
-        for id, item in opened.items():
-            rev = item.entry.revision
-            if rev is None:
-                unloaded[id] = "it was accepted outside git"
-            elif item.entry.dirty:
-                unloaded[id] = f"it was accepted with uncommitted changes on {baseline.short(rev)}"
-            else:
-                clean[id] = rev
-        with revision.extracted(clean.values(), self.root, self.revisions) as (trees, refused):
-            unloaded |= {i: str(refused[rev]) for i, rev in clean.items() if rev in refused}
-            loadable = {i: (str(trees[rev]), rev) for i, rev in clean.items() if rev in trees}
-            verdicts: dict[str, Verdict] = {}
-            second = _Found()
-            left = list(loadable)
-            so_far = 0
-            for number, stage in enumerate(gate.STAGES):
-                more = stage.processes - so_far
-                self._through(workers, second, left, more, accepted={i: loadable[i] for i in left})
-                so_far = stage.processes
-                for id in [i for i in left if i in second.failures]:
-                    failure = second.failures[id]
-                    if failure.message.startswith(UNLOADED):
-                        unloaded[id] = failure.message.removeprefix(UNLOADED)
-                    else:
-                        verdicts[id] = _failed(id, failure)
-                left = [i for i in left if i not in second.failures]
-                runs = {i: second.runs[i] for i in left}
-                verdicts |= gate.second_look({i: opened[i] for i in left}, runs, stage=number)
-                left = [i for i in left if i not in verdicts]
-            for id, measured in second.runs.items():
-                if id not in second.failures:
-                    self.found.runs[id] += measured
-            if unloaded:
-                verdicts |= self._stored(workers, opened, unloaded)
-            return verdicts
-
-    def _stored(
-        self, workers: Workers, opened: Mapping[str, gate.Open], unloaded: Mapping[str, str]
-    ) -> dict[str, Verdict]:
-        more = gate.STORED_PROCESSES - gate.FIRST_PROCESSES
-        self._through(workers, self.found, list(unloaded), more)
-        verdicts: dict[str, Verdict] = {}
-        for reason in dict.fromkeys(unloaded.values()):
-            ids = [i for i, r in unloaded.items() if r == reason]
-            failed = [i for i in ids if i in self.found.failures]
-            verdicts |= {i: _failed(i, self.found.failures[i]) for i in failed}
-            left = {i: opened[i] for i in ids if i not in failed}
-            verdicts |= gate.stored_look(left, {i: self.found.runs[i] for i in left}, reason=reason)
-        return verdicts
-
-    # --- accept, compare, list -----------------------------------------------------------------------------------
-
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_runtestloop(self, session: pytest.Session) -> object:
-        if self.mode == "worker":
-            from perfsuite import worker
-
-            assert self.job is not None
-            with closing(Journal(self.job)) as journal:
-                worker.run(self.job, journal, session.items, self.device)
-            return True
-        if self.mode in ("accept", "compare", "list"):
-            if session.testsfailed:
-                raise session.Interrupted(f"{session.testsfailed} error(s) while collecting; mend them first")
-            try:
-                with self._turn() if self.mode != "list" else nullcontext():
-                    return getattr(self, f"_{self.mode}")()
-            except PerfsuiteError as error:
-                self.problems.append(str(error))
-                return True
-        return None
-
-    def _list(self) -> bool:
-        from perfsuite import listing
-
+        self.asked.add(id)
+        if hasattr(self.config, "workerinput"):
+            return Result(red=True, message=f"{Status.UNMEASURED} {id}: {BESIDE}")
         try:
-            if self.baseline_path.exists():
-                self._baseline = baseline.load(self.baseline_path)
+            reason = self.inapplicable(item)
+            if reason is not None and id not in self.entries:
+                return Result(skipped=True, message=reason)
+            return self.judge(item)
         except PerfsuiteError as error:
-            self.problems.append(str(error))
-            print(error, file=sys.stderr)
-        listing.show(
-            self.items,
-            entries=self.entries,
-            inapplicable=self.inapplicable,
-            known=len(self.known),
-            device=self.machine.device,
-            as_json=self.arguments.get("json") == "yes",
-        )
-        return True
+            if str(error) not in self.problems:
+                self.problems.append(str(error))
+            return Result(red=True, message=f"{Status.UNMEASURED} {id}: {error}")
 
-    def _accept(self) -> bool:
-        if not self.items:
-            self.problems.append("nothing to accept: no timed item of a pair was selected; see `perfsuite list`")
-            return True
-        head, dirty = revision.head(self.root)
-        more = self.arguments.get("more") == "yes"
-        if dirty and self.arguments.get("dirty") != "yes":
-            raise BaselineError(
-                "the work tree has uncommitted changes, so that the accepted code could not be loaded again; "
-                "commit them, or accept with --allow-dirty"
-            )
-        if self.baseline_path.exists():
-            baseline.load(self.baseline_path)  # a damaged file is told before the minutes of measuring
-        ids = self._measurable()
-        if not ids:
-            self.problems.append(
-                f"nothing to accept: none of {len(self.items)} selected workloads is for {self.device}"
-            )
-            return True
-        processes = int(self.arguments.get("processes", ACCEPT_PROCESSES))
-        with revision.extracted([head] if head and not dirty else [], self.root, self.revisions) as (trees, _):
-            # The accepted side against its own second import: the noise that the gate's second look has to beat.
-            twins = {i: (str(tree), rev) for i in ids for rev, tree in trees.items()}
-            self._through(self._workers(), self.found, ids, processes, accepted=twins)
-        promises = {i: self.items[i].promises for i in ids}
-        self.verdicts = {i: _failed(i, f) for i, f in self.found.failures.items()}
-        measured = {i: r for i, r in self.found.runs.items() if i not in self.found.failures}
-        looked = gate.promises_look(
-            measured, {i: promises[i] for i in measured}, selected=max(1, len(ids)), processes=processes
-        )
-        self.verdicts |= looked
-        red = [v for v in self.verdicts.values() if not v.status.green]
-        self.problems += [f"not accepted: {v.message}" for v in red]
-        now = datetime.now(UTC).isoformat(timespec="seconds")
-        entries = [
-            baseline.entry_from(
-                measured[v.id],
-                machine=self.machine,
-                promises=promises[v.id],
-                revision=head,
-                dirty=dirty,
-                reason=self.arguments.get("reason", ""),
-                accepted=now,
-            )
-            for v in looked.values()
-            if v.status.green
-        ]
-        if not entries:
-            return True
-        drop = list(self._gone()) if self.arguments.get("prune") == "yes" else []
-        old, new = baseline.update(
-            self.baseline_path,
-            lambda before: baseline.merge(before, entries, machine=self.machine, more=more, drop=drop),
-        )
-        self.notes += baseline.describe_changes(old, new)
-        self.notes += gate.too_noisy(new.entries, [e.id for e in entries])
-        self.notes.append(f"wrote {self.baseline_path}")
-        return True
+    def judge(self, item: SpeedItem) -> Result:
+        """The result of a workload that is for this machine, or accepted on it."""
+        raise NotImplementedError
 
-    def _gone(self) -> Collection[str]:
-        """Accepted workloads that no longer exist, as far as this run's arguments reach."""
-        entries = baseline.load(self.baseline_path).entries if self.baseline_path.exists() else {}
-        return [i for i in entries if i not in self.known and self._in_scope(i)]
+    def judged(self, id: str, *, red: bool) -> Result:
+        """The result that this run's verdict on a workload is."""
+        verdict = self.verdicts[id]
+        return Result(measurements=tuple(self.runs.get(id, ())), verdict=verdict, message=verdict.message, red=red)
 
-    def _compare(self) -> bool:
-        rev = self.arguments["revision"]
-        full = revision.resolve(rev, self.root)
-        ids = self._measurable()
-        if not ids:
-            self.problems.append("nothing to compare: no timed item of a pair for this machine was selected")
-            return True
-        with revision.extracted([full], self.root, self.revisions) as (trees, refused):
-            if refused:
-                raise refused[full]
-            accepted = {i: (str(trees[full]), full) for i in ids}
-            self._through(self._workers(), self.found, ids, gate.SECOND_PROCESSES, accepted=accepted)
-        failures = self.found.failures
-        self.verdicts = {i: _failed(i, f) for i, f in failures.items()}
-        runs = {i: self.found.runs[i] for i in ids if i not in failures}
-        if runs:
-            self.verdicts |= gate.compare_look(runs, revision=full, selected=len(ids))
-        return True
-
-    # --- what the run tells --------------------------------------------------------------------------------------
+    # --- what the run ends with -------------------------------------------------------------------------------------
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if "correctness" not in report.keywords or (report.when != "call" and not (report.skipped or report.failed)):
@@ -514,87 +252,123 @@ class Control:
             self.skip_reasons[reason] = self.skip_reasons.get(reason, 0) + 1
         if report.failed:
             self.correctness_failures[report.nodeid] = (str(report.longrepr).splitlines() or [""])[0]
+            self.unproven.setdefault(report.nodeid.rpartition("::")[0], report.nodeid)
 
     def pytest_keyboard_interrupt(self) -> None:
         self.complete = False
 
+    def shown_verdicts(self) -> dict[str, Verdict]:
+        """The verdicts as the reports show them."""
+        return self.verdicts
+
     def report(self) -> RunReport:
         """The run as the reports show it."""
-        head, _ = revision.head(self.root)
-        verdicts = self.verdicts
-        if self.mode == "measure":
-            # A plain run judges promises alone: PASS would read as the gate's.
-            verdicts = {i: v for i, v in verdicts.items() if v.status in RED_IN_A_PLAIN_RUN}
         return RunReport(
             machine=self.machine,
-            revision=head,
+            revision=revision.quiet_state(self.root).revision,
             started=self.started.isoformat(timespec="seconds"),
             seconds=monotonic() - self.clock,
-            measurements={i: tuple(r) for i, r in self.found.runs.items()},
-            verdicts=verdicts,
+            measurements={i: tuple(r) for i, r in self.runs.items() if i not in self._without_time()},
+            verdicts=self.shown_verdicts(),
             promises={i: item.promises for i, item in self.items.items()},
             correctness=Correctness(**self.counts, skip_reasons=self.skip_reasons, failures=self.correctness_failures),
             problems=tuple(self.problems),
             complete=self.complete,
             selected=len(self.items),
             collected=len({*self.known, *self.entries}),
+            workloads=tuple(self.items),
+            skipped=tuple(i for i, item in self.items.items() if i not in self.entries and self.inapplicable(item)),
+            shard=str(self.shard or ""),
         )
+
+    def _without_time(self) -> set[str]:
+        """Workloads whose proof failed: no figure of them means anything."""
+        return {i for i in self.runs if i.rpartition("::")[0] in self.unproven}
+
+    def exit_code(self) -> int:
+        """What the run came to, beyond what pytest itself found."""
+        if self.refused:
+            return int(pytest.ExitCode.USAGE_ERROR)
+        return conclusion.of(
+            self.shown_verdicts().values(),
+            self.problems,
+            early=self.early or not self.complete,
+            wrong=bool(self.correctness_failures),
+        )
+
+    def refuse(self, reason: str) -> None:
+        """The run cannot begin, for this reason."""
+        self.problems.append(reason)
+        self.refused = True
+
+    def finish(self, session: pytest.Session) -> None:
+        """Called once when pytest ends, before the reports are written: what is missing is a problem."""
+
+    def close(self) -> None:
+        """Stop what is still at work where pytest ends before every item has its result."""
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        if self.mode == "worker":
-            return
-        if self._stream is not None and hasattr(self._stream, "close"):
-            self._stream.close()
+        self.close()
         if self._progress is not None:
             self._progress.done()
-        if self.mode == "gate" and self.items and not self.verdicts and self.complete and not _collecting(session):
-            reason = next(filter(None, map(self.inapplicable, self.items.values())), "pytest ran no item")
-            self.problems.append(f"nothing was measured: none of {len(self.items)} selected workloads; {reason}")
-        red = [v for v in self.verdicts.values() if not v.status.green]
-        if (self.problems or (red and self.mode != "measure")) and session.exitstatus in (
-            pytest.ExitCode.OK,
-            pytest.ExitCode.NO_TESTS_COLLECTED,
-        ):
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        self.finish(session)
+        code = self.exit_code()
+        if session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED):
+            session.exitstatus = code or session.exitstatus
         folder = self.config.option.perfsuite_report
-        if folder and self.mode != "list":
+        if folder:
             from perfsuite.report import write_all
 
             try:
                 self.written = write_all(self.report(), Path(folder))
             except PerfsuiteError as error:
-                self.problems.append(str(error))
-                session.exitstatus = pytest.ExitCode.TESTS_FAILED
+                self.notes.append(f"no report: {error}")
+        awaited = self.config.stash.get(conclusion.AWAITED, None)
+        if awaited is not None:
+            awaited.reach(self.mode, int(session.exitstatus))
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        if self.mode in ("worker", "list"):
-            return
-        from perfsuite.report import annotations, terminal
+        from perfsuite.report import terminal
 
-        shown = self.report()
+        try:
+            shown = self.report()
+        except PerfsuiteError as error:  # it is not even known which machine this is
+            terminalreporter.write_line(f"no report: {error}")
+            return
         if shown.measurements or shown.verdicts or self.problems:
             terminalreporter.section("perfsuite", sep="=")
-            # pytest has told the failed proofs already.
+            # pytest has printed the failed proofs already.
             brief = replace(shown, correctness=replace(shown.correctness, failures={}))
             terminal.show(brief, terminal.console(terminalreporter._tw._file))
-        for note in self.notes:
-            terminalreporter.write_line(note)
-        for form, path in getattr(self, "written", {}).items():
-            terminalreporter.write_line(f"{form}: {path}")
-        if self.mode == "gate" and annotations.wanted():
-            for line in annotations.lines(shown):
-                terminalreporter.write_line(line)
+        for line in (*self.notes, *(f"{form}: {path}" for form, path in self.written.items())):
+            terminalreporter.write_line(line)
 
 
-def _failed(id: str, failure: Failure) -> Verdict:
-    return Verdict(id=id, status=failure.status, message=f"{failure.status} {id}: {failure.message}")
+def failed(id: str, failure: Failure) -> Verdict:
+    """The verdict on a workload that has no measurement."""
+    moved = "optimized" if failure.message.startswith("the optimized side ") else None
+    return Verdict(id=id, status=failure.status, message=f"{failure.status} {id}: {failure.message}", moved=moved)
 
 
-def _collecting(session: pytest.Session) -> bool:
-    """Whether the run only lists its items, or ended while it collected."""
-    return bool(session.config.option.collectonly) or session.exitstatus not in (0, 1, 5)
+def shown(outcome: Outcome) -> str:
+    """What progress says of a task's outcome; empty for what pytest itself reports."""
+    if isinstance(outcome, Proof):
+        return f"proven in {outcome.seconds:.1f} s" + (f"; {outcome.unloaded}" if outcome.unloaded else "")
+    if isinstance(outcome, Failure):
+        return f"{outcome.status}: {outcome.message}"
+    if not isinstance(outcome, Measurement):
+        return ""
+    times = [f"{name} {units.seconds(median(side.blocks_s))}" for name, side in outcome.sides.items() if side.blocks_s]
+    return ", ".join(times)
 
 
-def _arguments(given: Sequence[str]) -> dict[str, str]:
-    return {k: v for k, _, v in (a.partition("=") for a in given)}
+def margin_from(text: str) -> float:
+    """The margin that `perfsuite_margin` in pytest's configuration declares. UsageError for anything else."""
+    try:
+        margin = float(text)
+    except ValueError:
+        margin = 0.0
+    if not 0 < margin < 1:
+        raise pytest.UsageError(f"perfsuite_margin = {text!r} is no share between 0 and 1, such as 0.05 for 5%")
+    return margin

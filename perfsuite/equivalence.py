@@ -84,6 +84,10 @@ class NotEquivalent(Exception):  # noqa: N818 - named as the verdict is
         self.case = case
 
 
+class NotTimed(NotEquivalent):
+    """The results are right, but what was timed is not the function's work."""
+
+
 class Discard(Exception):  # noqa: N818 - a draw set aside, not an error
     """The reference alone overflows on this draw: nothing can be learnt from it."""
 

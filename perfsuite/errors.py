@@ -30,3 +30,7 @@ class RevisionError(PerfsuiteError):
 
 class TamperedError(PerfsuiteError):
     """A clock, a function or a rule that a verdict rests on has been replaced."""
+
+
+class NoisyError(MachineError):
+    """Others use this machine so much that a measurement decides nothing."""

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from perfsuite.workers import die_with_parent
+from perfsuite.orphans import die_with_parent
 
 GONE = -signal.SIGKILL
 """The exit code of a task whose server was killed with it."""

@@ -1,36 +1,34 @@
-"""The gate: this run's measurements against what was accepted → a `Verdict` for each workload. Pure; no torch.
+"""The gate's rule: measurements of a run + what was accepted → a `Verdict` for each workload. Pure; no torch.
 
-Two looks. The first compares a few processes with the stored baseline. It passes what it can, and raises no alarm
-about regressions, for it cannot tell a slower function from a shift of the session. What it leaves `Open` is measured
-again in further processes, the optimized side of the accepted revision interleaved with the current one; there the
-session cancels, and a change is called REGRESSED or IMPROVED. A ratio passes the first look only where the reference's
-own seconds are the accepted ones too: what slows the reference alone (a clock, a neighbour) would hide a slowdown.
+The optimized side of the accepted revision is interleaved with the current one in every process, so that no stored
+time enters the comparison. After each number of processes in LOOKS the rule decides what is clear by then:
 
-    entries + runs → first_look → Verdict | Open → second_look, stage after stage → Verdict
+    PASS       the upper bound of the slowdown lies below the margin, at BETA over all looks
+    REGRESSED  p <= ALPHA over all looks and all selected workloads, the estimate is at least half the margin, and
+               RED_PROCESSES processes have run
+    IMPROVED   the same in the other direction, with an estimate of at least the margin
+    NOISY      neither, after the last look
 
-The second look passes and accuses at the end of each of its STAGES what is clear by then; what it may err is divided
-among them (Bonferroni). Where the accepted revision cannot be loaded, `stored_look` takes its place.
+**Margin** The smallest slowdown that matters. A workload may declare it. Otherwise it is what the device resolves: the
+smallest slowdown that six processes find with 95% power given the accepted noise, at least 1%; where that is above 2%,
+what all twelve find, from 2% to 10%. Without an entry this run's own noise takes the place of the accepted one.
 
-**Margin** of a workload: the smallest slowdown that SECOND_PROCESSES processes of the second look find with 95% power
-given the workload's own noise, rounded up to .1% and at least 1%. Where that is beyond 2%, it is 2% if all STAGES find
-it; if they do not, the workload is too noisy to be gated, and its design is to be mended.
+**Noise** The variance of a process mean comes from the A/A comparison made at acceptance, shrunk toward the suite's
+(statistics.py), and from this run's own processes. A workload that varies far beyond it (F test) is judged by its own
+processes alone. Where the whole run varies more than accepted, the variances of all interleaved workloads grow by that
+factor; for this a random sample of the workloads (`Subject.sampled`) always runs a second process.
 
-**Errors** A regression is called at one-sided p ≤ ALPHA / m, m being all selected workloads as fixed at collection,
-and an estimate of half the margin or more. A pass excludes a slowdown of the margin or more at BETA_FIRST or
-BETA_SECOND. Where a run spreads far beyond the baseline (a neighbour, a throttled chip), nothing stored says how far
-it errs: the second look then judges by the spread of its own processes, and is NOISY where that is not enough.
+**Stored figures** are compared only where the accepted revision cannot be run (`Subject.stored` says why). The session
+shift does not cancel there, so the margin is wider. A slowdown is NOISY unless the optimized side's own seconds moved
+and the device did not, and a PASS is NOISY where the reference's seconds moved. A reference too slow to repeat leaves
+the optimized side's seconds alone: they hold OWN_SECONDS_MARGIN.
 
-**Promises** A promised speedup holds if the lower bound of its interval over sessions holds it, at ALPHA over the
-family of m by Holm's rule; it is broken if the upper bound is below it. Between the two the second look decides: an
-estimate below the promise is BELOW_FLOOR, one above it NOISY. Promised counts (memory, syncs, launches) are exact:
-one process above the promise breaks it. At least one process must have counted, except on a CPU, where there is
-nothing to count with.
+**Promises** A promised speedup holds where the lower bound of this run's speedup is above it, and is broken where the
+upper bound is below it, at ALPHA over looks and workloads. Where twelve processes with the reference in full show
+neither, the estimate decides: NOISY above the promise, BELOW_FLOOR below. Promised counts (memory, syncs, launches) are
+exact. What was counted more than when accepted in two processes is REGRESSED (counts.py).
 
-**A reference sampled only few times** (`"reference" in few`) has no ratio good to 1%. Its promise must hold with the
-standard error doubled: few samples leave the tails unseen. Regression is judged without the reference: the first look
-leaves the workload open, the second compares accepted with current, as ever. The fallback compares the optimized
-side's own seconds with the accepted ones; clocks and temperatures shift seconds by about 1% from session to session
-(OWN_SECONDS_SD), so that it can only hold OWN_SECONDS_MARGIN.
+A green verdict names the cause where the stored speedup is clearly no longer reached (causes.py).
 
 Whatever is missing, contradictory or not finite is red: UNMEASURED or NO_BASELINE, never PASS.
 """
@@ -38,13 +36,15 @@ Whatever is missing, contradictory or not finite is red: UNMEASURED or NO_BASELI
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from statistics import fmean, median
+from statistics import median
 
-from perfsuite.baseline import Entry, changes_since, is_cpu, short
-from perfsuite.records import COPY, LAUNCH, MATMUL, Measurement, PromiseRecord, SideRecord, Status, Verdict
+from perfsuite import causes, counts, planning
+from perfsuite.baseline import Entry, changes_since
+from perfsuite.records import Measurement, PromiseRecord, Status, Verdict
 from perfsuite.statistics import (
+    DEFAULT_NOISE,
     PROCESS_DOF,
     PROCESS_SD,
     SESSION_DOF,
@@ -55,886 +55,475 @@ from perfsuite.statistics import (
     baseline_mean,
     estimate,
     fit_prior,
-    holm,
+    inflation,
     noise_of,
     paired_mean,
     process_mean,
     run_mean,
     spread_p,
-    suite_spread,
     t_quantile,
     within,
 )
 
-FIRST_PROCESSES = 3
-"""Start-up is paid three times a run of the suite; three means pass most workloads."""
-SECOND_PROCESSES = 6
-"""Six resolve 1% at the usual noise; only what the first look left open pays for them."""
-STORED_PROCESSES = 12
-"""Without the accepted revision the session shift stays; twice the processes buy back part of it."""
-ALPHA = 0.005
-"""False alarms a look over the whole suite: one in two hundred runs."""
-BETA_FIRST = 0.01
-BETA_SECOND = 0.02
-"""How often a slowdown of the margin may pass, in each look; together they leave the gate 95% power and more."""
+LOOKS = (1, 2, 3, 4, 6, 8, 12)
+"""Processes after which the rule decides. Most unchanged workloads are clear after one."""
+RED_PROCESSES = 4
+"""Fewer may share a cause outside the code: in simulation a run twice as noisy as accepted then accused unchanged
+suites in one of eight. IMPROVED needs as many: after one or two, 3% of the calibration's unchanged suites had one."""
+ALPHA = 0.01
+"""False alarms over the whole suite: one in a hundred runs at most."""
+BETA = 0.02
+"""How often a slowdown of the margin may pass."""
 POWER = 0.95
+USUAL_PROCESSES = 6
+"""A margin up to MARGIN_USUAL is one that so many processes resolve; beyond it all of LOOKS are counted on."""
 MARGIN_MIN = 0.01
 """Below 1%, what differs between two builds of one function is code placement, not its design."""
-MARGIN_MAX = 0.02
-"""Beyond 2% a workload would let pass what users feel."""
+MARGIN_USUAL = 0.02
+MARGIN_MOST = 0.10
+"""No default margin lets more than this pass: who can live with more declares it."""
 STORED_MARGIN_MAX = 0.04
-"""Against a stored baseline of one session 2 to 3% is what can be resolved; more than twice MARGIN_MAX is no gate."""
+"""Against stored figures of one session 2 to 3% is what can be resolved; beyond twice MARGIN_USUAL it is no gate."""
 MARGIN_STEP = 0.001
 FEW_FACTOR = 2.0
 """A handful of samples does not show the tails of its own error: twice the error covers what they hide."""
+FEW_LEAST = math.log(1.2)
+"""A promise that a handful of samples is to confirm must be exceeded by a fifth; else the reference is sampled in full.
+"""
 OWN_SECONDS_SD = 0.01
 """Seconds by themselves shift by about 1% from session to session, with the chip's clock and temperature."""
 OWN_SECONDS_MARGIN = 0.10
 """What seconds by themselves can hold at the suite-wide level with such shifts."""
-MOVED_DEVICE = 0.02
-"""Both sides' seconds moved one way by more than this, and by more than their ratio: what they share, not a side. An
-anchor kernel that moved by less has stayed."""
-MOVED_SHARE = 0.5
-"""The device moved a side where an anchor kernel moved the same way by at least this share of it."""
 RATIO_MAX = 20.0
 """A log-ratio beyond this is a broken clock: no side is half a billion times as fast."""
-COUNTS = ("peak_bytes", "host_syncs", "launches")
+NO_PROMISES = PromiseRecord()
 
 
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """An end of the second look: after so many processes, with its part of ALPHA and of BETA_SECOND."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Subject:
+    """One workload under judgement, with everything known of it."""
 
-    processes: int
-    alpha: float
-    beta: float
+    id: str
+    runs: tuple[Measurement, ...] = ()
+    entry: Entry | None = None
+    """None where two revisions are compared without a baseline."""
+    promises: PromiseRecord = NO_PROMISES
+    margin: float | None = None
+    """As declared; None: what the device resolves."""
+    against: str = ""
+    """The revision that is interleaved, in words."""
+    stored: str = ""
+    """Why only stored figures can be compared; empty where the accepted revision is interleaved."""
+    sampled: bool = False
+    """In the sample that always runs a second process."""
 
+    @property
+    def few(self) -> bool:
+        """Whether the reference was too slow to repeat when accepted, so that the stored ratio is not precise."""
+        return self.entry is not None and "reference" in self.entry.few
 
-STAGES = (Stage(3, 0.001, 0.005), Stage(SECOND_PROCESSES, 0.002, 0.0075), Stage(12, 0.002, 0.0075))
-"""Most is clear after three. Twelve are for a machine that is noisier than the one that accepted: their own spread is
-known well enough to judge by."""
+    @property
+    def values(self) -> list[float]:
+        """Process means of the log-ratio that the comparison rests on."""
+        return _values(self.runs, "reference" if self.stored else "accepted")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Open:
-    """A workload that the first look could not decide, with all that the next one needs.
+    """Not decided yet. `processes` more are needed, with the reference in full where its speedup is in doubt."""
 
-    `slowdown`, `low` and `high` are the first look's figures as in `Verdict`; None where the ratio tells nothing.
-    """
-
-    id: str
+    processes: int
     reason: str
-    entry: Entry
-    promises: PromiseRecord
-    runs: tuple[Measurement, ...]
-    noise: Noise
-    """The accepted noise: the entry's own, or the suite's where the reference was sampled few times."""
-    paired: Noise
-    """The noise of two revisions interleaved."""
-    twin: bool
-    """Whether `paired` was measured at acceptance, or is the ratio's noise in its stead."""
-    selected: int
-    margin: float
-    slowdown: float | None = None
-    low: float | None = None
-    high: float | None = None
-    spread: bool = False
-    """The first look's processes spread far beyond the accepted noise: they lend the next look no variance."""
-
-    @property
-    def few(self) -> bool:
-        return "reference" in self.entry.few or any("reference" in m.few for m in self.runs)
+    reference: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Promise:
-    """This run's speedup (a log-ratio), the log of the promised one, and what they amount to."""
+class Suite:
+    """The suite's noise, as accepted: of the ratio to the reference, and of two imports of one revision (A/A)."""
 
-    speedup: Estimate
-    bound: float | None
+    ratio: Noise = DEFAULT_NOISE
+    paired: Noise = DEFAULT_NOISE
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Speedup:
+    """This run's speedup over the reference (a log-ratio) and the promised one."""
+
+    now: Estimate
+    promised: float | None = None
     holds: bool = True
     broken: bool = False
+    full: int = 0
+    """Processes that sampled the reference in full; where it is too slow to repeat, that timed it."""
 
-    @property
-    def promised(self) -> str:
-        return "" if self.bound is None else f"{math.exp(self.bound):.4g}×"
-
-    @property
-    def measured(self) -> str:
-        low, high = self.speedup.interval()
-        return f"{math.exp(self.speedup.value):.4g}× (95% interval {math.exp(low):.4g} to {math.exp(high):.4g})"
+    def __str__(self) -> str:
+        low, high = (math.exp(x) for x in self.now.interval())
+        return f"{math.exp(self.now.value):.4g}× (95% interval {low:.4g} to {high:.4g}) the reference"
 
 
-# --- the looks -----------------------------------------------------------------------------------------------------
+def suite_noise(entries: Mapping[str, Entry]) -> Suite:
+    """The noise priors that all accepted workloads of a device give."""
+    paired = [means for e in entries.values() if (means := e.process_means("accepted"))]
+    ratio = fit_prior(e.process_means() for e in entries.values() if "reference" not in e.few)
+    return Suite(ratio=ratio, paired=fit_prior(paired) if paired else ratio)
 
 
-def suite_prior(entries: Mapping[str, Entry]) -> Noise:
-    """The suite's own noise, from every entry whose reference was sampled in full."""
-    return fit_prior(e.process_means() for e in entries.values() if "reference" not in e.few)
+def analyse(subjects: Iterable[Subject], suite: Suite, *, selected: int) -> dict[str, Verdict | Open]:
+    """The rule, on all that was measured so far; call it again with every further process.
 
-
-def twin_prior(entries: Mapping[str, Entry]) -> Noise | None:
-    """The suite's noise of two imports of one revision, as measured when it was accepted; None where it was not."""
-    twins = [means for e in entries.values() if (means := e.process_means("accepted"))]
-    return fit_prior(twins) if twins else None
-
-
-def margin(entry: Entry, prior: Noise, *, selected: int, twins: Noise | None = None) -> float:
-    """The smallest relative slowdown that the second look finds with 95% power; above MARGIN_MAX it is too noisy.
-
-    The second look holds two revisions of one side against each other. Where that was measured at acceptance (the
-    accepted side against its own second import), its noise counts; else that of the ratio to the reference stands in.
+    `selected` is the number of workloads at collection. A verdict given earlier may be withdrawn when the run turns
+    out to be noisier than it seemed. ValueError if `selected` is less than the subjects.
     """
-    process = _paired_noise(entry, prior, twins).process
-    lent = 0 if _has_twin(entry, twins) else FIRST_PROCESSES - 1
-
-    def found_by(processes: int, alpha: float) -> float:
-        # By then the looks' processes have been added to what is known of the noise.
-        known = Variance(value=process.value, dof=process.dof + lent + processes - 1)
-        return _paired_margin(known, processes, alpha / selected)
-
-    size = found_by(SECOND_PROCESSES, ALPHA - STAGES[0].alpha)
-    if size <= MARGIN_MAX:
-        return size
-    return max(MARGIN_MAX, found_by(STAGES[-1].processes, STAGES[-1].alpha))
-
-
-def too_noisy(entries: Mapping[str, Entry], ids: Collection[str]) -> list[str]:
-    """A line for each of these accepted workloads that the gate will call too noisy, whatever it measures."""
-    prior, twins = suite_prior(entries), twin_prior(entries)
-    sizes = {i: margin(entries[i], prior, selected=len(entries), twins=twins) for i in sorted(ids) if i in entries}
-    return [
-        f"{key}: {_too_noisy(size)}, or measure it longer (`perfsuite accept --more`)"
-        for key, size in sizes.items()
-        if size > MARGIN_MAX and "reference" not in entries[key].few
-    ]
-
-
-def missing(entries: Mapping[str, Entry], collected: Collection[str], *, whole: bool) -> list[str]:
-    """An error line for each accepted workload that was not collected: renamed, removed, or never reached.
-
-    Only where the selection is `whole`: a part of the suite says nothing of the rest.
-    """
-    if not whole:
-        return []
-    return [
-        f"{key}: in the baseline but not collected; if it was renamed or removed, run `perfsuite accept`"
-        for key in sorted(set(entries) - set(collected))
-    ]
-
-
-def first_look(
-    entries: Mapping[str, Entry],
-    runs: Mapping[str, Sequence[Measurement]],
-    promises: Mapping[str, PromiseRecord],
-    *,
-    selected: int,
-    prior: Noise | None = None,
-    processes: int = FIRST_PROCESSES,
-) -> dict[str, Verdict | Open]:
-    """Stage 1: `processes` processes of this run against the stored baseline, sorted by id.
-
-    `promises` has every selected workload, `runs` the measurements of each (a missing key: nothing was measured),
-    `entries` the whole baseline of this device. `selected` is the number of workloads at collection; `prior` is
-    `suite_prior(entries)` unless given. ValueError if `selected` is less than the workloads named.
-    """
-    keys = sorted({*promises, *runs})
-    _check_selected(selected, keys)
-    prior = prior or suite_prior(entries)
-    twins = twin_prior(entries)
+    every = list(subjects)
+    if selected < len(every):
+        raise ValueError(f"selected={selected}, but {len(every)} workloads are named: the family would be too small")
     answers: dict[str, Verdict | Open] = {}
-    opened: dict[str, Open] = {}
-    for key in keys:
-        promise, run, entry = promises.get(key, PromiseRecord()), tuple(runs.get(key, ())), entries.get(key)
-        found = _unusable(key, run, processes, "reference") or _counts(key, run, promise, look=1)
-        if found:
-            answers[key] = found
-        elif entry is None:
-            text = "nothing is accepted for it on this device; run `perfsuite accept`"
-            answers[key] = _say(_blank(key, len(run)), Status.NO_BASELINE, text)
+    expected: dict[str, Variance] = {}
+    for s in every:
+        found = _unusable(s)
+        if found is not None:
+            answers[s.id] = found
         else:
-            answers[key] = _changed(entry, run) or _open(entry, run, promise, prior, twins, selected)
-    opened = {k: a for k, a in answers.items() if isinstance(a, Open)}
-    if suite_spread((_values(o.runs, "reference"), o.noise.process) for o in opened.values() if not o.few):
-        opened = {k: replace(o, spread=True) for k, o in opened.items()}
-    held = _promises(opened, {k: o.runs for k, o in opened.items()}, selected)
-    return {key: _decide_first(opened[key], held[key]) if key in opened else answers[key] for key in keys}
+            expected[s.id] = _expected(s, suite)
+    usable = [s for s in every if s.id in expected]
+    factor = inflation((s.values, expected[s.id]) for s in usable if not s.stored)
+    for s in usable:
+        answers[s.id] = _judge(s, suite, expected[s.id], 1.0 if s.stored else factor, selected)
+    return {s.id: answers[s.id] for s in every}
 
 
-def second_look(
-    opened: Mapping[str, Open], runs: Mapping[str, Sequence[Measurement]], *, stage: int = len(STAGES) - 1
+def promises_only(
+    runs: Mapping[str, tuple[Measurement, ...]], promises: Mapping[str, PromiseRecord], *, selected: int
 ) -> dict[str, Verdict]:
-    """Stage 2: the optimized side of the accepted revision interleaved with the current one, in further processes.
+    """The promises by themselves, from one process on: a plain run, or before acceptance.
 
-    Each measurement has `log_ratios["accepted"]`, and "reference" too unless that one is too slow to repeat here. No
-    stored time enters the comparison of the two revisions; what is known of the noise does. An entry accepted from a
-    dirty tree has no revision that holds what was accepted: use `stored_look`.
-
-    `runs` has the processes of all stages up to `stage`. Before the last one only PASS, REGRESSED and IMPROVED are
-    said, of what is clear; what is not named, and a promise in doubt, go on to the next.
+    PASS says here that the promises hold, and nothing about a regression. One look decides: a speedup that is neither
+    shown nor broken is NOISY where the estimate reaches it, else BELOW_FLOOR.
     """
-    now, last = STAGES[stage], stage == len(STAGES) - 1
+    prior = fit_prior([_values(r, "reference")] for r in runs.values() if r and not _incomplete(r, "reference"))
     answers: dict[str, Verdict] = {}
-    for key, found in _paired(opened, runs, now.processes).items():
-        if isinstance(found, Verdict):
-            if last:
-                answers[key] = found
+    for key, run in runs.items():
+        s = Subject(id=key, runs=run, promises=promises.get(key, NO_PROMISES), stored="nothing is accepted")
+        if text := _unsound(s):
+            answers[key] = _say(s, Status.UNMEASURED, text)
             continue
-        item, promise = opened[key], found.promise
-        status, text = _speed(found.slower, item.margin, now.alpha / item.selected, now.beta, found.against)
-        doubt = promise.broken or _promise_failed(found.shown, promise, item.entry)
-        if last or status is Status.REGRESSED or (status.green and not doubt):
-            answers[key] = _settled(item, found, status, text)
+        speed = _speedup(s, prior, selected, looks=1)
+        shown = _shown(s, None, speed, None)
+        broken = counts.broken(run, s.promises)
+        if broken:
+            answers[key] = _say(replace(shown, moved="optimized"), Status.BELOW_FLOOR, broken)
+        elif speed is None or speed.holds:
+            text = (str(speed) if speed else "measured") + counts.uncounted(run, s.promises)
+            answers[key] = _say(shown, Status.PASS, text)
+        else:
+            answers[key] = _promise_missed(s, shown, speed)
     return answers
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Paired:
-    """One workload's comparison of two revisions, before it is judged."""
-
-    shown: Verdict
-    slower: Estimate
-    promise: _Promise
-    spread: bool
-    against: str
-    runs: tuple[Measurement, ...]
-    """Of both looks, those that have a ratio to the reference."""
+def margin_of(entry: Entry, suite: Suite, *, selected: int) -> float:
+    """The smallest relative slowdown that the rule finds with 95% power, given the accepted noise."""
+    return _default_margin(_expected(Subject(id=entry.id, entry=entry), suite), selected)
 
 
-def _paired(
-    opened: Mapping[str, Open], runs: Mapping[str, Sequence[Measurement]], processes: int
-) -> dict[str, Verdict | _Paired]:
-    unusable, usable = _usable(opened, runs, processes, "accepted")
-    answers: dict[str, Verdict | _Paired] = dict(unusable)
-    every = {k: _values(run, "accepted") for k, run in usable.items()}
-    noisy = suite_spread((every[k], opened[k].paired.process) for k in usable)
-    prior = fit_prior([values] for values in every.values()) if noisy else None
-    both = {k: (*opened[k].runs, *(m for m in run if m.log_ratios.get("reference"))) for k, run in usable.items()}
-    held = _promises({k: opened[k] for k in usable}, both, _selected(opened))
-    for key, run in usable.items():
-        item = opened[key]
-        values = every[key]
-        process = item.paired.process
-        spread = noisy or item.spread or spread_p(values, process) < SPREAD_P
-        if not item.spread and not item.few and not item.twin:
-            process = process.updated(*within([_values(item.runs, "reference")]))
-        known = _known(process, values, spread=spread)
-        if prior is not None:
-            # The whole machine is noisier than the one that accepted: no workload is calm but by luck.
-            known = max(known, noise_of([values], prior).process, key=lambda v: v.value)
-        noise = replace(item.noise, process=known)
-        # log_ratios["accepted"] is positive where the current side is faster.
-        slower = _negated(estimate(paired_mean(values), noise))
-        answers[key] = _Paired(
-            shown=_shown(item, slower, held[key], look=2, processes=len(item.runs) + len(run)),
-            slower=slower,
-            promise=held[key],
-            spread=spread,
-            against=f"the accepted revision {short(item.entry.revision)}",
-            runs=both[key],
-        )
-    return dict(sorted(answers.items()))
+def _judge(s: Subject, suite: Suite, accepted: Variance, factor: float, selected: int) -> Verdict | Open:
+    """The verdict on one workload whose measurements are sound, or what it still needs.
 
-
-def _settled(item: Open, found: _Paired, status: Status, text: str) -> Verdict:
-    """The verdict, given what `_speed` says."""
-    spread = found.spread and status is Status.NOISY
-    verdict = _decide_last(item, found.shown, status, text, found.promise, spread=spread)
-    if verdict.status is Status.REGRESSED:
-        return replace(verdict, moved="optimized")
-    if item.few:
-        return verdict
-    if verdict.status.green:
-        return _add_moved(verdict, *_ratio_moved(item, found.runs))
-    if verdict.status is Status.BELOW_FLOOR and status.green and _held_when_accepted(found.promise, item.entry):
-        # The function is the accepted one: what fell short is the reference's, the software's or the machine's doing.
-        side, why = _ratio_moved(item, found.runs)
-        if side == "device":
-            text = f"{found.promise.measured} the reference, short of the promised {found.promise.promised}"
-            verdict = _say(found.shown, Status.NOISY, text)
-        return _add_moved(verdict, side, why)
-    return verdict
-
-
-def stored_look(
-    opened: Mapping[str, Open],
-    runs: Mapping[str, Sequence[Measurement]],
-    *,
-    reason: str,
-    processes: int = STORED_PROCESSES,
-) -> dict[str, Verdict]:
-    """Stage 2 where the accepted revision cannot be loaded, for the `reason` that every message repeats.
-
-    `runs` are all processes to compare with the baseline: new ones, or the first look's and further ones. The
-    session's shift does not cancel, so that the margin is wider, up to STORED_MARGIN_MAX; the message tells it.
+    `accepted` is the variance of a process mean as accepted, and this run has `factor` times as much.
     """
-    answers, usable = _usable(opened, runs, processes, "reference")
-    noisy = suite_spread(
-        (_values(run, "reference"), opened[k].noise.process) for k, run in usable.items() if not opened[k].few
-    )
-    held = _promises({k: opened[k] for k in usable}, usable, _selected(opened))
-    why = f"compared with the stored baseline, for the accepted revision was not loaded: {_one_line(reason)}"
-    for key, run in usable.items():
-        item = opened[key]
-        if item.few:
-            item = replace(item, margin=OWN_SECONDS_MARGIN)
-            slower, spread = _own_seconds(item, run), False
-            against = "when accepted, by its own seconds"
-        else:
-            item = replace(item, margin=_stored_margin(item, len(run)))
-            spread = spread_p(_values(run, "reference"), item.noise.process) < SPREAD_P
-            slower = _against_baseline(replace(item, spread=spread), run)
-            against = "when accepted, relative to the reference"
-        shown = _shown(item, slower, held[key], look=2, processes=len(run))
-        status, text = _speed(slower, item.margin, ALPHA / item.selected, BETA_SECOND, against)
-        verdict = _decide_last(item, shown, status, text, held[key], spread=noisy or spread)
-        if verdict.status is Status.PASS and item.margin > STORED_MARGIN_MAX and not item.few:
-            text = f"without the accepted revision only a slowdown of {item.margin:.1%} would be seen"
-            verdict = _say(shown, Status.NOISY, f"{text}; make that revision loadable, or accept more sessions")
-        if verdict.status in (Status.REGRESSED, Status.IMPROVED):
-            side, shifts = _moved(item, run, slower.value)
-            if side != "optimized" and not item.few:
-                text = f"its ratio to the reference is {_change(slower.value, 'lower', 'higher')} than when accepted"
-                verdict = _say(shown, Status.NOISY, f"{text}, but not for the optimized side alone")
-            verdict = _add_moved(verdict, side, shifts)
-        elif (
-            verdict.status is Status.PASS
-            and not item.few
-            and (state := _other_state(item, run, max(item.margin, MOVED_DEVICE)))
-        ):
-            verdict = _say(shown, Status.NOISY, state)
-        answers[key] = replace(verdict, message=f"{verdict.message}; {why}")
-    return dict(sorted(answers.items()))
-
-
-def compare_look(
-    runs: Mapping[str, Sequence[Measurement]],
-    *,
-    revision: str,
-    selected: int | None = None,
-    processes: int = SECOND_PROCESSES,
-) -> dict[str, Verdict]:
-    """Stage 2 by itself: the optimized side now against that of any `revision`; no baseline, no promise.
-
-    `log_ratios["accepted"]` are against that revision. The workloads of this run supply the prior of their own noise.
-    """
-    family = len(runs) if selected is None else selected
-    _check_selected(family, runs)
-    found = {k: _unusable(k, tuple(r), processes, "accepted") for k, r in runs.items()}
-    answers: dict[str, Verdict] = {k: v for k, v in found.items() if v}
-    usable = {k: _values(runs[k], "accepted") for k in runs if k not in answers}
-    prior = fit_prior([values] for values in usable.values())
-    for key, values in usable.items():
-        noise = noise_of([values], prior)
-        slower = _negated(estimate(paired_mean(values), noise))
-        size = _paired_margin(noise.process, len(values), ALPHA / family)
-        low, high = slower.interval()
-        shown = replace(
-            _blank(key, len(values)),
-            look=2,
-            margin=size,
-            slowdown=math.expm1(slower.value),
-            low=math.expm1(low),
-            high=math.expm1(high),
-        )
-        status, text = _speed(slower, size, ALPHA / family, BETA_SECOND, f"the revision {short(revision)}")
-        if status is Status.PASS and size > MARGIN_MAX:
-            status, text = Status.NOISY, f"{_too_noisy(size)}; compared with the revision {short(revision)}"
-        moved = "optimized" if status in (Status.REGRESSED, Status.IMPROVED) else None
-        answers[key] = _say(replace(shown, moved=moved), status, text)
-    return dict(sorted(answers.items()))
-
-
-def promises_look(
-    runs: Mapping[str, Sequence[Measurement]],
-    promises: Mapping[str, PromiseRecord],
-    *,
-    selected: int,
-    prior: Noise | None = None,
-    processes: int = 1,
-) -> dict[str, Verdict]:
-    """The promises by themselves, without a baseline and from one process on: a plain run, or before acceptance.
-
-    PASS says here that the promises hold, and nothing about a regression. A promise within the noise is NOISY.
-    """
-    keys = sorted({*promises, *runs})
-    _check_selected(selected, keys)
-    answers: dict[str, Verdict] = {}
-    usable: dict[str, tuple[Measurement, ...]] = {}
-    for key in keys:
-        run = tuple(runs.get(key, ()))
-        found = _unusable(key, run, processes, "reference") or _counts(
-            key, run, promises.get(key, PromiseRecord()), look=0
-        )
-        if found:
-            answers[key] = found
-        else:
-            usable[key] = run
-    prior = prior or fit_prior([_values(r, "reference")] for r in usable.values())
-    speeds = {
-        key: _speedup(run, noise_of([_values(run, "reference")], prior), promises.get(key, PromiseRecord()))
-        for key, run in usable.items()
-    }
-    for key, promise in _judged(speeds, selected).items():
-        shown = _with_speedup(_blank(key, len(usable[key])), promise)
-        failed = _promise_failed(shown, promise, None)
-        note = _uncounted(usable[key], promises.get(key, PromiseRecord()))
-        answers[key] = failed or _say(shown, Status.PASS, f"{promise.measured} the reference{note}")
-    return {key: answers[key] for key in keys}
-
-
-# --- what a look decides -------------------------------------------------------------------------------------------
-
-
-def _decide_first(item: Open, promise: _Promise) -> Verdict | Open:
-    slower = None if item.few else _against_baseline(item, item.runs)
-    shown = _shown(item, slower, promise, look=1, processes=len(item.runs))
-    item = replace(item, slowdown=shown.slowdown, low=shown.low, high=shown.high)
-    if promise.broken and not _held_when_accepted(promise, item.entry):
-        return _broken(shown, promise, item.entry)
-    if item.margin > MARGIN_MAX:
-        return _say(shown, Status.NOISY, _too_noisy(item.margin))
-    if slower is None:
-        return replace(item, reason="its reference is sampled few times, so that the ratio cannot tell 1%")
-    if item.spread:
-        return replace(item, reason="the processes of this run spread far beyond the baseline's")
-    if promise.broken:
-        return replace(item, reason=f"the promised {promise.promised} is missed, which it was not when accepted")
-    if not promise.holds:
-        reason = f"the promised speedup of {promise.promised} is within the noise of {promise.measured}"
-        return replace(item, reason=reason)
-    against = "when accepted, relative to the reference"
-    status, text = _speed(slower, item.margin, ALPHA / item.selected, BETA_FIRST, against)
-    if status is Status.IMPROVED:
-        return replace(item, reason="it seems faster than when accepted")
-    if not status.green:
-        return replace(item, reason=f"a slowdown of {item.margin:.1%} is not excluded")
-    if moved := _other_state(item, item.runs, item.margin):
-        return replace(item, reason=moved)
-    text = f"{promise.measured} the reference, {item.entry.speedup():.4g}× when accepted; {text}"
-    return _say(shown, status, text + _uncounted(item.runs, item.promises))
-
-
-def _decide_last(item: Open, shown: Verdict, status: Status, text: str, promise: _Promise, *, spread: bool) -> Verdict:
-    """The verdict where no further look will come, given what `_speed` says."""
-    if promise.broken:
-        return _broken(shown, promise, item.entry)
-    if spread:
-        text = "its processes spread far beyond the accepted noise (a neighbour or throttling)"
-        return _say(shown, Status.NOISY, f"{text}; measure again on a quiet machine")
+    processes = len(s.runs)
+    if processes not in LOOKS and processes < LOOKS[-1]:
+        return Open(processes=_until_next_look(processes), reason="between two looks")
+    slower, margin = _slowdown(s, suite, accepted, factor, selected)
+    speed = _speedup(s, suite.ratio, selected, looks=len(LOOKS))
+    shown = _shown(s, slower, speed, margin)
+    status, text = _by_speed(s, slower, margin, selected)
+    if broken := counts.broken(s.runs, s.promises):
+        return _say(replace(shown, moved="optimized"), Status.BELOW_FLOOR, broken)
+    if more := counts.more_than_accepted(s.runs, s.entry):
+        if processes == 1:
+            return Open(processes=1, reason=f"{more}; measured once more")
+        return _say(replace(shown, moved="optimized"), Status.REGRESSED, more)
     if status is Status.REGRESSED:
-        return _say(shown, status, text)
-    failed = _promise_failed(shown, promise, item.entry)
-    if failed:
-        return failed
-    if status.green:
-        text = f"{promise.measured} the reference, {item.entry.speedup():.4g}× when accepted; {text}"
-        text += _uncounted(item.runs, item.promises)
-    return _say(shown, status, text)
+        return _regressed(s, shown, slower, text)
+    if status is None:
+        return Open(processes=_until_next_look(processes), reason=text)
+    if not status.green:
+        return _say(shown, status, text + _stored_note(s))
+    if speed is not None and not speed.holds:
+        enough = RED_PROCESSES if speed.broken else LOOKS[-1]
+        if speed.full >= enough or processes >= 2 * LOOKS[-1]:
+            return _promise_missed(s, shown, speed)
+        return Open(processes=1, reason=f"{speed}: the promised {speed.promised:.4g}× is in doubt", reference=True)
+    if s.stored and not s.few and (moved := causes.reference_moved(s.entry, s.runs, margin)):
+        return _say(shown, Status.NOISY, moved + _stored_note(s))
+    return _with_cause(s, _say(shown, status, text + _stored_note(s)), speed)
 
 
-def _speed(slower: Estimate, size: float, level: float, beta: float, against: str) -> tuple[Status, str]:
-    """REGRESSED, IMPROVED, PASS or NOISY by the speed alone, and what is said of it."""
+def _by_speed(s: Subject, slower: Estimate, margin: float, selected: int) -> tuple[Status | None, str]:
+    """REGRESSED, IMPROVED, PASS, NOISY or None (not clear yet) by the speed alone, and the reason in words."""
+    level, beta, processes = ALPHA / len(LOOKS) / selected, BETA / len(LOOKS), len(s.runs)
     change = math.expm1(slower.value)
-    low, high = (100 * math.expm1(x) for x in slower.interval())
-    figures = f"{change:.1%} slower" if change >= 0 else f"{-change:.1%} faster"
+    against = "when accepted, by the stored figures" if s.stored else s.against
+    low, high = (math.expm1(x) for x in slower.interval())
     bounds = (low, high) if change >= 0 else (-high, -low)
-    text = f"the optimized side is {figures} than {against} "
-    text += f"(95% interval {bounds[0]:.1f} to {bounds[1]:.1f}%, margin {size:.1%})"
-    if slower.p_above(0) <= level and change >= size / 2:
+    text = f"the optimized side is {causes.change(slower.value)} than {against} "
+    text += f"(95% interval {100 * bounds[0]:.1f} to {bounds[1]:.1%}, margin {margin:.1%})"
+    if processes >= RED_PROCESSES and slower.p_above(0) <= level and change >= margin / 2:
         return Status.REGRESSED, text
-    if slower.p_below(0) <= level and -change >= size:
-        return Status.IMPROVED, f"{text}; run `perfsuite accept` to hold it there"
-    if slower.upper(1 - beta) < math.log1p(size):
-        return Status.PASS, f"a slowdown of {size:.1%} is excluded"
-    return Status.NOISY, f"{text}: neither a slowdown of {size:.1%} nor its absence is shown; measure again"
+    if slower.upper(1 - beta) < math.log1p(margin) and (processes > 1 or not s.sampled):
+        faster = slower.p_below(0) <= level and -change >= margin
+        if faster and processes < RED_PROCESSES:
+            return None, f"{text}; an improvement is reported after {RED_PROCESSES} processes"
+        if faster:
+            return Status.IMPROVED, f"{text}; run `perfsuite accept` to keep the gain"
+        return Status.PASS, f"a slowdown of {margin:.1%} is excluded"
+    if processes >= LOOKS[-1]:
+        decided = math.ceil(100 * math.expm1(slower.upper(1 - beta)) + 1e-9) / 100
+        advice = f", or declare margin={decided:g}" if decided < 1 else ""
+        return Status.NOISY, (
+            f"{text}: {margin:.1%} cannot be decided at this noise after {processes} processes; "
+            f"measure on a quiet machine{advice}"
+        )
+    return None, f"a slowdown of {margin:.1%} is neither shown nor excluded yet"
 
 
-def _paired_margin(process: Variance, processes: int, level: float) -> float:
-    """The margin of so many processes with two revisions interleaved."""
-    noise = Noise(process=process, session=Variance(value=0.0, dof=math.inf))
-    return _resolvable(estimate(paired_mean([0.0] * processes), noise), level)
+def _regressed(s: Subject, shown: Verdict, slower: Estimate, text: str) -> Verdict:
+    if not s.stored:
+        return _say(replace(shown, moved="optimized"), Status.REGRESSED, text)
+    side, why = causes.of_ratio(s.entry, s.runs, slower.value)
+    if side == "device" or (side != "optimized" and not s.few):
+        text = f"it is slower by the stored figures, but not because of the optimized side: {why}"
+        return _say(replace(shown, moved=side), Status.NOISY, text + _stored_note(s))
+    return _say(replace(shown, moved="optimized"), Status.REGRESSED, f"{text}; {why}{_stored_note(s)}")
 
 
-def _stored_margin(item: Open, processes: int) -> float:
-    """The margin of so many processes against the stored baseline: the session's shift is in it."""
-    noise = replace(item.noise, process=replace(item.noise.process, dof=item.noise.process.dof + processes - 1))
-    accepted = baseline_mean(item.entry.process_means(), noise)
-    error = estimate(accepted.minus(run_mean([0.0] * processes)), noise)
-    return max(item.margin, _resolvable(error, ALPHA / item.selected))
+def _promise_missed(s: Subject, shown: Verdict, speed: Speedup) -> Verdict:
+    """The verdict where the speed is as accepted, yet the promised speedup is not shown."""
+    text = f"{speed}; promised {speed.promised:.4g}×"
+    if s.entry is not None:
+        text += f", {s.entry.speedup():.4g}× when accepted"
+    if not speed.broken and speed.promised is not None and speed.now.value >= math.log(speed.promised):
+        return _say(shown, Status.NOISY, f"{text}: within the noise; promise less, or reduce the workload's noise")
+    held = s.entry is not None and speed.promised is not None and s.entry.speedup() >= speed.promised
+    side, why = causes.of_speedup(s.entry, s.runs) if held and not s.few else (None, "")
+    status = Status.NOISY if side == "device" else Status.BELOW_FLOOR
+    return _say(replace(shown, moved=side), status, f"{text}; {why}" if why else text)
 
 
-def _resolvable(error: Estimate, level: float) -> float:
-    """The slowdown shown with 95% power by an estimate with this error; at least MARGIN_MIN, in MARGIN_STEP."""
-    needed = t_quantile(1 - level, error.dof) + t_quantile(POWER, error.dof)
-    steps = math.ceil(math.expm1(needed * error.se) / MARGIN_STEP - 1e-9)
-    return max(MARGIN_MIN, round(steps * MARGIN_STEP, 6))
+def _with_cause(s: Subject, verdict: Verdict, speed: Speedup | None) -> Verdict:
+    """The green verdict; where the stored speedup is no longer reached, with the cause."""
+    if s.entry is None or speed is None or s.few:
+        return verdict
+    lost = math.log(s.entry.speedup()) - speed.now.value
+    least = math.log1p(max(verdict.margin or 0.0, MARGIN_USUAL)) if speed.full else FEW_LEAST
+    if lost < least or lost < 2 * speed.now.se:
+        return verdict
+    side, why = causes.of_speedup(s.entry, s.runs)
+    text = f"{speed}, {s.entry.speedup():.4g}× when accepted: {why}"
+    return replace(verdict, moved=side, message=f"{verdict.message}; {text}")
 
 
-def _too_noisy(size: float) -> str:
-    return (
-        f"too noisy to be gated: only a slowdown of {size:.1%} would be seen, {MARGIN_MAX:.0%} is the most allowed; "
-        "mend its design (a longer workload, or the device clock in place of the wall clock) and accept it again"
-    )
+# --- estimates ------------------------------------------------------------------------------------------------------
 
 
-# --- estimates -----------------------------------------------------------------------------------------------------
+def _expected(s: Subject, suite: Suite) -> Variance:
+    """The variance of a process mean, as accepted, for as many blocks as this run's processes have."""
+    if s.stored:
+        return (noise_of(s.entry.process_means(), suite.ratio) if s.entry and not s.few else suite.ratio).process
+    means = s.entry.process_means("accepted") if s.entry else []
+    if not means or s.entry is None:
+        return suite.paired.process
+    found = noise_of(means, suite.paired).process
+    if not s.runs:
+        return found
+    blocks = median(len(m.log_ratios["accepted"]) for m in s.runs)
+    return replace(found, value=found.value * planning.scale(s.entry, blocks))
 
 
-def _accepted_noise(entry: Entry, prior: Noise) -> Noise:
-    return prior if "reference" in entry.few else noise_of(entry.process_means(), prior)
-
-
-def _has_twin(entry: Entry, twins: Noise | None) -> bool:
-    return twins is not None and bool(entry.process_means("accepted"))
-
-
-def _paired_noise(entry: Entry, prior: Noise, twins: Noise | None) -> Noise:
-    if twins is not None and _has_twin(entry, twins):
-        return noise_of(entry.process_means("accepted"), twins)
-    return _accepted_noise(entry, prior)
-
-
-def _open(
-    entry: Entry,
-    run: tuple[Measurement, ...],
-    promise: PromiseRecord,
-    prior: Noise,
-    twins: Noise | None,
-    selected: int,
-) -> Open:
-    noise = _accepted_noise(entry, prior)
-    item = Open(
-        id=entry.id,
-        reason="",
-        entry=entry,
-        promises=promise,
-        runs=run,
-        noise=noise,
-        paired=_paired_noise(entry, prior, twins),
-        twin=_has_twin(entry, twins),
-        selected=selected,
-        margin=margin(entry, prior, selected=selected, twins=twins),
-    )
-    spread = not item.few and spread_p(_values(run, "reference"), noise.process) < SPREAD_P
-    return replace(item, spread=spread)
-
-
-def _run_noise(item: Open, values: Sequence[float]) -> Noise:
-    """The accepted noise and this run's own; only this run's where it spreads far beyond the other."""
-    noise = noise_of(item.entry.process_means(), item.noise) if item.few else item.noise
-    return replace(noise, process=_known(noise.process, values, spread=item.spread))
-
-
-def _known(accepted: Variance, values: Sequence[float], *, spread: bool) -> Variance:
-    """What is known of the process variance after these; where they `spread` beyond the accepted one, they alone."""
+def _known(expected: Variance, values: list[float]) -> Variance:
+    """What is known of the process variance after these values; where they vary far beyond it, they alone count."""
     value, dof = within([values])
-    if spread and dof > 0:
-        return Variance(value=max(value, accepted.value), dof=dof)
-    return accepted.updated(value, dof)
+    if dof > 0 and spread_p(values, expected) < SPREAD_P:
+        return Variance(value=max(value, expected.value), dof=dof)
+    return expected.updated(value, dof)
 
 
-def _against_baseline(item: Open, run: Sequence[Measurement]) -> Estimate:
-    """Log slowdown of the optimized side, relative to the reference, since it was accepted."""
-    values = _values(run, "reference")
-    noise = _run_noise(item, values)
-    return estimate(baseline_mean(item.entry.process_means(), noise).minus(run_mean(values)), noise)
+def _slowdown(
+    s: Subject, suite: Suite, accepted_noise: Variance, factor: float, selected: int
+) -> tuple[Estimate, float]:
+    """(log slowdown of the optimized side, margin)."""
+    if s.stored and s.few:
+        return _own_seconds(s), s.margin or OWN_SECONDS_MARGIN
+    known = _known(replace(accepted_noise, value=factor * accepted_noise.value), s.values)
+    if not s.stored:
+        # Without an entry nothing is known of the noise beforehand: the margin follows from this run's own.
+        margin = s.margin or (
+            margin_of(s.entry, suite, selected=selected) if s.entry else _default_margin(known, selected)
+        )
+        # log_ratios["accepted"] is positive where the current side is faster.
+        return estimate(paired_mean([-v for v in s.values]), _paired(known)), margin
+    assert s.entry is not None
+    noise = Noise(process=known, session=noise_of(s.entry.process_means(), suite.ratio).session)
+    accepted = baseline_mean(s.entry.process_means(), noise)
+    error = estimate(accepted.minus(run_mean([0.0] * LOOKS[-1])), noise)
+    own = _default_margin(accepted_noise, selected)
+    # Beyond STORED_MARGIN_MAX it would be no gate, unless the accepted revision itself resolves no less.
+    margin = s.margin or min(max(own, _resolvable(error, selected)), max(own, STORED_MARGIN_MAX))
+    return estimate(accepted.minus(run_mean(s.values)), noise), margin
 
 
-def _own_seconds(item: Open, run: Sequence[Measurement]) -> Estimate:
+def _own_seconds(s: Subject) -> Estimate:
     """Log slowdown of the optimized side by its own seconds: what is left where the reference tells nothing."""
-    accepted = [[math.log(p.seconds["optimized"]) for p in s.processes] for s in item.entry.sessions]
-    now = [math.log(_seconds(m.sides["optimized"])) for m in run]
+    assert s.entry is not None
+    accepted = [[math.log(p.seconds["optimized"]) for p in session.processes] for session in s.entry.sessions]
+    now = [math.log(median(m.sides["optimized"].blocks_s)) for m in s.runs]
     own = Variance(value=PROCESS_SD**2, dof=PROCESS_DOF).updated(*within([*accepted, now]))
     noise = Noise(process=own, session=Variance(value=OWN_SECONDS_SD**2, dof=SESSION_DOF))
     return estimate(run_mean(now).minus(baseline_mean(accepted, noise)), noise)
 
 
-def _promises(
-    opened: Mapping[str, Open], runs: Mapping[str, tuple[Measurement, ...]], selected: int
-) -> dict[str, _Promise]:
-    speeds = {
-        key: _speedup(runs[key], _run_noise(item, _values(runs[key], "reference")), item.promises)
-        for key, item in opened.items()
-    }
-    return _judged(speeds, selected)
+def _speedup(s: Subject, prior: Noise, selected: int, *, looks: int) -> Speedup | None:
+    """This run's speedup over the reference; None where the reference was not timed.
+
+    The promise is about every session, not this one, so the session's shift is part of the error.
+    """
+    timed = [m for m in s.runs if m.log_ratios.get("reference")]
+    full = [m for m in timed if "reference" not in m.few]
+    used = full or timed
+    if not used:
+        return None
+    # After the first process all of the reference is asked for, or none: two with few samples show that it is slow.
+    slow = s.few or (len(timed) > 1 and not full)
+    noise = noise_of(s.entry.process_means() if s.entry and not s.few else [], prior)
+    noise = replace(noise, process=_known(noise.process, _values(used, "reference")))
+    now = estimate(run_mean(_values(used, "reference")), noise)
+    if not full:
+        now = replace(now, se=FEW_FACTOR * now.se)
+    promised = s.promises.speedup
+    if promised is None:
+        return Speedup(now=now, full=len(full))
+    level, bound = ALPHA / looks / selected, math.log(promised)
+    spare = FEW_LEAST if s.entry and not slow and not full else 0.0
+    return Speedup(
+        now=now,
+        promised=promised,
+        holds=now.p_above(bound) <= level and now.value >= bound + spare,
+        broken=now.p_below(bound) <= level,
+        full=len(timed) if slow else len(full),
+    )
 
 
-def _speedup(run: Sequence[Measurement], noise: Noise, promise: PromiseRecord) -> _Promise:
-    # The promise is about every session, not this one: the session's shift stays an error.
-    speed = estimate(run_mean(_values(run, "reference")), noise)
-    few = any("reference" in m.few for m in run)
-    bound = None if promise.speedup is None else math.log(promise.speedup)
-    return _Promise(speedup=replace(speed, se=speed.se * FEW_FACTOR) if few else speed, bound=bound)
+def _default_margin(process: Variance, selected: int) -> float:
+    """What USUAL_PROCESSES resolve; where that is beyond MARGIN_USUAL, what all processes resolve."""
+
+    def found_by(processes: int) -> float:
+        known = replace(process, dof=process.dof + processes - 1)
+        return _resolvable(estimate(paired_mean([0.0] * processes), _paired(known)), selected)
+
+    size = found_by(USUAL_PROCESSES)
+    return size if size <= MARGIN_USUAL else min(MARGIN_MOST, max(MARGIN_USUAL, found_by(LOOKS[-1])))
 
 
-def _judged(speeds: Mapping[str, _Promise], selected: int) -> dict[str, _Promise]:
-    bounds = {k: p.bound for k, p in speeds.items() if p.bound is not None}
-    holds = holm({k: speeds[k].speedup.p_above(b) for k, b in bounds.items()}, ALPHA, selected)
-    broken = holm({k: speeds[k].speedup.p_below(b) for k, b in bounds.items()}, ALPHA, selected)
-    return {k: replace(p, holds=k not in bounds or k in holds, broken=k in broken) for k, p in speeds.items()}
+def _resolvable(error: Estimate, selected: int) -> float:
+    """The slowdown shown with 95% power by an estimate with this error; at least MARGIN_MIN, in MARGIN_STEP."""
+    needed = t_quantile(1 - ALPHA / len(LOOKS) / selected, error.dof) + t_quantile(POWER, error.dof)
+    # No margin is beyond MARGIN_MOST: a larger error need not be exact, and its exponential could overflow.
+    steps = math.ceil(math.expm1(min(needed * error.se, 1.0)) / MARGIN_STEP - 1e-9)
+    return max(MARGIN_MIN, round(steps * MARGIN_STEP, 6))
 
 
-def _values(run: Sequence[Measurement], other: str) -> list[float]:
+def _paired(process: Variance) -> Noise:
+    return Noise(process=process, session=Variance(value=0.0, dof=math.inf))
+
+
+def _until_next_look(processes: int) -> int:
+    return next(n for n in LOOKS if n > processes) - processes
+
+
+def _values(run: Iterable[Measurement], other: str) -> list[float]:
     return [process_mean(m.log_ratios[other]) for m in run]
 
 
-def _seconds(side: SideRecord) -> float:
-    return median(side.blocks_s)
+# --- what cannot be judged ------------------------------------------------------------------------------------------
 
 
-def _negated(error: Estimate) -> Estimate:
-    return replace(error, value=-error.value)
+def _unusable(s: Subject) -> Verdict | Open | None:
+    """What is said of a workload that cannot be judged: its measurements are unsound, or of something else."""
+    if not s.runs:
+        return Open(processes=1, reason="nothing was measured")
+    if text := _unsound(s):
+        return _say(s, Status.UNMEASURED, text)
+    if s.entry is None:
+        return _say(s, Status.NO_BASELINE, "nothing is accepted; run `perfsuite accept` for it") if s.stored else None
+    change = changes_since(s.entry, s.runs[0])
+    if change is None:
+        return None
+    status = Status.WRONG_MACHINE if change.startswith("device ") else Status.NO_BASELINE
+    return _say(s, status, f"changed since it was accepted: {change}; run `perfsuite accept` for it")
 
 
-# --- what cannot be judged, and the promises -----------------------------------------------------------------------
+def _unsound(s: Subject) -> str:
+    """What is missing or contradictory in the measurements; empty where they are sound."""
+    if not s.runs:
+        return "nothing was measured"
+    foreign = next((m.id for m in s.runs if m.id != s.id), None)
+    text = f"holds a measurement of {foreign}" if foreign else _disagreement(s.runs)
+    text = text or _incomplete(s.runs, "reference" if s.stored else "accepted")
+    if not text and s.promises.speedup is not None and not any(m.log_ratios.get("reference") for m in s.runs):
+        text = "speedup promised, but no process timed the reference"
+    return text or counts.missing(s.runs, s.promises)
 
 
-def _usable(
-    opened: Mapping[str, Open], runs: Mapping[str, Sequence[Measurement]], processes: int, other: str
-) -> tuple[dict[str, Verdict], dict[str, tuple[Measurement, ...]]]:
-    answers: dict[str, Verdict] = {}
-    usable: dict[str, tuple[Measurement, ...]] = {}
-    for key, item in opened.items():
-        run = tuple(runs.get(key, ()))
-        found = (
-            _unusable(key, run, processes, other)
-            or _counts(key, (*item.runs, *run), item.promises, look=2)
-            or _changed(item.entry, run)
-        )
-        if found:
-            answers[key] = replace(found, look=2)
-        else:
-            usable[key] = run
-    return answers, usable
-
-
-def _unusable(key: str, run: tuple[Measurement, ...], processes: int, other: str) -> Verdict | None:
-    """UNMEASURED where these measurements do not make up a whole one."""
-    if not run:
-        text = "nothing was measured; look for its error in this run's output"
-    elif len(run) < processes:
-        text = f"measured in {len(run)} of {processes} processes; look for the others' errors in this run's output"
-    elif any(m.id != key for m in run):
-        text = f"holds a measurement of {next(m.id for m in run if m.id != key)}"
-    else:
-        text = _disagreement(run) or _incomplete(run, other) or ""
-    return _say(_blank(key, len(run)), Status.UNMEASURED, text) if text else None
-
-
-def _disagreement(run: tuple[Measurement, ...]) -> str | None:
+def _disagreement(run: tuple[Measurement, ...]) -> str:
     for name in ("device", "clock", "direction", "dtype", "sizes"):
         values = [getattr(m, name) for m in run]
         if any(v != values[0] for v in values):
             return f"its processes disagree on {name}: {values[0]!r}, {next(v for v in values if v != values[0])!r}"
-    return None
+    return ""
 
 
-def _incomplete(run: tuple[Measurement, ...], other: str) -> str | None:
-    sides = ("optimized", "reference") if other == "reference" else ("optimized",)
+def _incomplete(run: tuple[Measurement, ...], other: str) -> str:
     for m in run:
-        # In a second look the ratio to the reference may be missing, but what is there must be sound.
-        for name in {other, *(["reference"] if m.log_ratios.get("reference") else [])}:
+        # The reference may be missing beside the accepted side, but what is there must be sound.
+        names = sorted({other, *(n for n in ("reference",) if m.log_ratios.get(n))})
+        for name in names:
             ratios = m.log_ratios.get(name, ())
             if not ratios or not all(abs(r) <= RATIO_MAX for r in ratios):
                 return f"a process gave no sound ratio to the {name} side"
-        for side in sides:
+        for side in ("optimized", *(n for n in names if n == "reference")):
             blocks = m.sides[side].blocks_s if side in m.sides else ()
             if not blocks or not all(math.isfinite(b) and b > 0 for b in blocks):
                 return f"a process gave no time of the {side} side"
-    return None
+    return ""
 
 
-def _changed(entry: Entry, run: Sequence[Measurement]) -> Verdict | None:
-    """A verdict where the workload is not the accepted one any more."""
-    change = changes_since(entry, run[0])
-    if change is None:
-        return None
-    status = Status.WRONG_MACHINE if change.startswith("device ") else Status.NO_BASELINE
-    text = f"changed since it was accepted: {change}; run `perfsuite accept` for it"
-    return _say(_blank(entry.id, len(run)), status, text)
+# --- words ----------------------------------------------------------------------------------------------------------
 
 
-def _counts(key: str, run: Sequence[Measurement], promise: PromiseRecord, *, look: int) -> Verdict | None:
-    """BELOW_FLOOR where a process counted more than is promised, UNMEASURED where none counted."""
-    shown = replace(_blank(key, len(run)), look=look)
-    counted = {name: _counted(run, name) for name in COUNTS if getattr(promise, name) is not None}
-    over = [
-        f"{n} {max(c)} (promised {getattr(promise, n)})"
-        for n, c in counted.items()
-        if c and max(c) > getattr(promise, n)
-    ]
-    if over:
-        text = f"the optimized side exceeds its promise: {', '.join(over)}; mend it, or change the promise"
-        return _say(replace(shown, moved="optimized"), Status.BELOW_FLOOR, text)
-    uncounted = [name for name, counts in counted.items() if not counts]
-    if uncounted and not is_cpu(run[0].device):
-        return _say(shown, Status.UNMEASURED, f"{', '.join(uncounted)} promised, but no process counted it")
-    return None
-
-
-def _counted(run: Sequence[Measurement], name: str) -> list[int]:
-    counts = (getattr(m.sides["optimized"], name) for m in run if "optimized" in m.sides)
-    return [c for c in counts if c is not None]
-
-
-def _uncounted(run: Sequence[Measurement], promise: PromiseRecord) -> str:
-    names = [n for n in COUNTS if getattr(promise, n) is not None and not _counted(run, n)]
-    return f"; {', '.join(names)} promised, but not countable on a CPU" if names else ""
-
-
-def _promise_failed(shown: Verdict, promise: _Promise, entry: Entry | None) -> Verdict | None:
-    """The verdict where a promise does not hold and no further look will come."""
-    if promise.broken:
-        return _broken(shown, promise, entry)
-    if promise.holds or promise.bound is None:
-        return None
-    if promise.speedup.value < promise.bound:
-        return _broken(shown, promise, entry)
-    text = f"{promise.measured} the reference does not show the promised {promise.promised}, nor that it is missed; "
-    return _say(shown, Status.NOISY, f"{text}promise less, or mend the workload's noise")
-
-
-def _held_when_accepted(promise: _Promise, entry: Entry) -> bool:
-    return promise.bound is not None and math.log(entry.speedup()) >= promise.bound
-
-
-def _broken(shown: Verdict, promise: _Promise, entry: Entry | None) -> Verdict:
-    text = f"{promise.measured} the reference, below the promised {promise.promised}"
-    text += f"; {entry.speedup():.4g}× when accepted" if entry else ""
-    if not promise.broken:
-        text += "; the promise is within the noise, but above the estimate"
-    return _say(shown, Status.BELOW_FLOOR, text)
-
-
-# --- which side moved ----------------------------------------------------------------------------------------------
-
-
-def _moved(item: Open, run: Sequence[Measurement], slower: float) -> tuple[str | None, str]:
-    """(what moved, why) by each side's own seconds and the anchor kernels', given the log slowdown of their ratio."""
-    shift = {side: _shift(item, run, side) for side in ("optimized", "reference")}
-    anchors = _anchor_shifts(item, run)
-    optimized, reference = shift["optimized"], shift["reference"]
-    together = optimized * reference > 0 and min(abs(optimized), abs(reference)) > max(MOVED_DEVICE, abs(slower))
-    if together:
-        with_it = not anchors or _moved_with(anchors, min(optimized, reference, key=abs))
-        side = "device" if with_it else "software"
-        word = "slower" if optimized > 0 else "faster"
-        why = f"both sides' seconds are {word} ({_change(optimized)} and {_change(reference)})"
-    else:
-        side, other = ("reference", "optimized") if abs(reference) > abs(optimized) else ("optimized", "reference")
-        why = f"by its own seconds the {side} is {_change(shift[side])}, the {other} {_change(shift[other])}"
-        if _moved_with(anchors, shift[side]):
-            side = "device"
-    if side in _TOLD:
-        why += f": {_TOLD[side]}"
-    changes = ", ".join(f"{name} {_change(moved)}" for name, moved in anchors.items())
-    return side, f"{why} (anchor kernels: {changes})" if changes else why
-
-
-def _shift(item: Open, run: Sequence[Measurement], side: str) -> float:
-    """The log change of a side's own seconds since it was accepted; 0 where they were not measured."""
-    now = [math.log(_seconds(m.sides[side])) for m in run if side in m.sides and m.sides[side].blocks_s]
-    return fmean(now) - math.log(item.entry.sides[side].seconds) if now else 0.0
-
-
-def _other_state(item: Open, run: Sequence[Measurement], most: float) -> str:
-    """Why the stored ratio says nothing here: the reference's own seconds moved by more than `most`; else empty.
-
-    A clock, a neighbour or a host that slows the reference alone would hide a slowdown of the optimized side.
-    """
-    moved = _shift(item, run, "reference")
-    if abs(moved) <= math.log1p(most):
-        return ""
-    return f"the reference is {_change(moved)} than when accepted, so that the ratio to it may hide a change"
-
-
-_TOLD = {"device": "the device", "software": "not the device, but software that both use"}
-
-
-def _moved_with(anchors: Mapping[str, float], shift: float) -> bool:
-    """Whether an anchor kernel moved as a side did that moved by `shift`."""
-    least = max(MOVED_DEVICE, MOVED_SHARE * abs(shift))
-    return any(a * shift > 0 and abs(a) > least for a in anchors.values())
-
-
-def _anchor_shifts(item: Open, run: Sequence[Measurement]) -> dict[str, float]:
-    """The log change of each anchor kernel that says something of this workload; empty where none are known."""
-    entry, limit = item.entry, item.entry.limit
-    names = {"memory": [COPY], "compute": [MATMUL]}.get(limit.by if limit else "", [COPY, MATMUL])
-    names += [LAUNCH] if entry.clock == "wall" else []
-    accepted = entry.anchors()
-    shifts = {}
-    for name in names:
-        now = [m.anchors[name] for m in run if name in m.anchors]
-        if now and name in accepted:
-            shifts[name] = math.log(median(now)) - math.log(accepted[name])
-    return shifts
-
-
-def _ratio_moved(item: Open, run: Sequence[Measurement]) -> tuple[str | None, str]:
-    """Where the optimized side is as accepted but its ratio to the reference is not: what moved instead."""
-    slower = _against_baseline(item, run)
-    low, high = slower.interval(0.99)
-    if low <= 0 <= high or abs(slower.value) < math.log1p(item.margin / 2):
-        return None, ""
-    side, why = _moved(item, run, slower.value)
-    if side == "optimized":
-        # Interleaved with the accepted revision it has not moved: what did is beneath both revisions.
-        known = bool(_anchor_shifts(item, run))
-        side = "software" if known else "device"
-        why = f"both revisions moved alike: {_TOLD['software'] if known else 'the device or its software'}"
-    return side, f"its ratio to the reference is {_change(slower.value, 'lower', 'higher')} than when accepted: {why}"
-
-
-def _change(log: float, more: str = "slower", less: str = "faster") -> str:
-    change = math.expm1(log)
-    return f"{change:.1%} {more}" if change >= 0 else f"{-change:.1%} {less}"
-
-
-# --- verdicts ------------------------------------------------------------------------------------------------------
-
-
-def _blank(key: str, processes: int) -> Verdict:
-    return Verdict(id=key, status=Status.UNMEASURED, message="", processes=processes)
-
-
-def _shown(item: Open, slower: Estimate | None, promise: _Promise, *, look: int, processes: int) -> Verdict:
-    shown = replace(
-        _with_speedup(_blank(item.id, processes), promise),
-        look=look,
-        margin=item.margin,
-        accepted_speedup=item.entry.speedup(),
+def _shown(s: Subject, slower: Estimate | None, speed: Speedup | None, margin: float | None) -> Verdict:
+    """The figures of a verdict, without its status."""
+    verdict = Verdict(
+        id=s.id,
+        status=Status.UNMEASURED,
+        message="",
+        processes=len(s.runs),
+        compared="stored figures" if s.stored and s.entry else s.against,
+        margin=margin,
+        accepted_speedup=s.entry.speedup() if s.entry else None,
     )
-    if slower is None:
-        return shown
-    low, high = slower.interval()
-    return replace(shown, slowdown=math.expm1(slower.value), low=math.expm1(low), high=math.expm1(high))
+    if slower is not None:
+        change, low, high = (math.expm1(x) for x in (slower.value, *slower.interval()))
+        verdict = replace(verdict, slowdown=change, low=low, high=high)
+    if speed is not None:
+        now, low, high = (math.exp(x) for x in (speed.now.value, *speed.now.interval()))
+        verdict = replace(verdict, speedup=now, speedup_low=low, speedup_high=high)
+    return verdict
 
 
-def _with_speedup(shown: Verdict, promise: _Promise) -> Verdict:
-    low, high = promise.speedup.interval()
-    return replace(
-        shown, speedup=math.exp(promise.speedup.value), speedup_low=math.exp(low), speedup_high=math.exp(high)
-    )
+def _stored_note(s: Subject) -> str:
+    return f"; compared with stored figures: {s.stored}" if s.stored and s.entry else ""
 
 
-def _say(shown: Verdict, status: Status, text: str) -> Verdict:
-    return replace(shown, status=status, message=_one_line(f"{status} {shown.id}: {text}"))
-
-
-def _add_moved(verdict: Verdict, side: str | None, why: str) -> Verdict:
-    return replace(verdict, moved=side, message=f"{verdict.message}; {why}" if why else verdict.message)
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
-
-
-def _selected(opened: Mapping[str, Open]) -> int:
-    return max((o.selected for o in opened.values()), default=1)
-
-
-def _check_selected(selected: int, keys: Collection[str]) -> None:
-    if selected < len(keys):
-        raise ValueError(f"selected={selected}, but {len(keys)} workloads are named: the family would be too small")
+def _say(shown: Subject | Verdict, status: Status, text: str) -> Verdict:
+    verdict = shown if isinstance(shown, Verdict) else _shown(shown, None, None, None)
+    return replace(verdict, status=status, message=" ".join(f"{status} {verdict.id}: {text}".split()))

@@ -205,6 +205,35 @@ def build(pair: Pair, case: Case, device: str, *, home: Path | None = None) -> d
     return values
 
 
+def with_objects_of(
+    pair: Pair, values: Mapping[str, Any], case: Case, device: str, *, home: Path | None = None
+) -> dict[str, Any]:
+    """The same inputs, with modules and constants as `pair` builds them, for a pair of another revision.
+
+    The tensors in them are those of `values`. PairError where they are not of one form.
+    """
+    result = dict(values)
+    for name, spec in pair.inputs.items():
+        if _holds_object(spec):
+            built = _build(spec, name, case, device, home, case.inputs.get(name, InputCase()))
+            forms = [[(path, t.shape, t.dtype) for path, t in tensors_in(v)] for v in (built, values[name])]
+            if forms[0] != forms[1]:
+                raise PairError(f"input {name!r} has other tensors than it had")
+            copy_values(built, values[name])
+            result[name] = built
+    return result
+
+
+def _holds_object(spec: Any) -> bool:
+    if isinstance(spec, ListSpec):
+        return _holds_object(spec.item)
+    if isinstance(spec, (tuple, list)):
+        return any(map(_holds_object, spec))
+    if isinstance(spec, dict):
+        return any(map(_holds_object, spec.values()))
+    return isinstance(spec, (ModuleSpec, ConstantSpec))
+
+
 def build_step(pair: Pair, case: Case, device: str, step: int) -> dict[str, Any]:
     """The step inputs of a stateful pair at that step: drawn anew for each."""
     return {

@@ -12,6 +12,7 @@ import re
 import shutil
 import statistics
 import subprocess
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -264,6 +265,33 @@ class Monitor:
             for f in fields
             if f.nvmlReturn == 0 and f.valueType in members
         }
+
+
+@contextlib.contextmanager
+def used_elsewhere() -> Iterator[Callable[[], float]]:
+    """Yields a function that says, after the block, how many cores others kept busy during it: 0.5 is half a core.
+
+    From /proc/stat, to a hundredth of a second; 0 where there is none.
+    """
+    began, busy, own = time.monotonic(), _busy_s(), time.process_time()
+    shares: list[float] = []
+    try:
+        yield lambda: shares[0] if shares else 0.0
+    finally:
+        seconds = time.monotonic() - began
+        after = _busy_s()
+        if busy is not None and after is not None and seconds > 0:
+            shares.append(max(0.0, after - busy - (time.process_time() - own)) / seconds)
+
+
+def _busy_s() -> float | None:
+    """Seconds that all cores together have been busy, or taken away by the hypervisor, since the machine started."""
+    try:
+        fields = [int(f) for f in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
+        user, nice, system, _idle, _iowait, irq, softirq, stolen = fields[:8]
+    except (OSError, ValueError, IndexError):
+        return None
+    return (user + nice + system + irq + softirq + stolen) / os.sysconf("SC_CLK_TCK")
 
 
 def reason_names(mask: int) -> frozenset[str]:

@@ -33,11 +33,12 @@ class Workload:
     call to synchronised completion). `direction` is "forward", "backward" or "both". `device` restricts the
     workload to one kind of device, "cpu" or "cuda"; elsewhere it is skipped with that reason. `repeat` calls in a
     row are timed as one, as in a training loop: for calls so short that a cold cache and the timer's own overhead
-    would be most of what is measured; figures stay a call. Remaining keywords are the sizes, and the values of scalar
-    inputs.
+    would be most of what is measured; figures stay a call. `margin` is the relative slowdown that matters, e.g. 0.1:
+    the gate finds what is as slow as that or slower; by default, what the device resolves. Remaining keywords are the
+    sizes, and the values of scalar inputs.
     """
 
-    __slots__ = ("clock", "device", "direction", "dtype", "name", "promises", "repeat", "sizes")
+    __slots__ = ("clock", "device", "direction", "dtype", "margin", "name", "promises", "repeat", "sizes")
 
     def __init__(
         self,
@@ -48,6 +49,7 @@ class Workload:
         dtype: str | None = None,
         device: str | None = None,
         repeat: int = 1,
+        margin: float | None = None,
         speedup: float | None = None,
         peak_bytes: int | None = None,
         host_syncs: int | None = None,
@@ -65,11 +67,14 @@ class Workload:
                 raise PairError(f"workload {name!r}: {what}={value!r} is not one of {choices}")
         if speedup is not None and not speedup > 0:
             raise PairError(f"workload {name!r}: speedup={speedup!r} must be above 0")
+        if margin is not None and not 0 < margin < 1:
+            raise PairError(f"workload {name!r}: margin={margin!r} is no share between 0 and 1, such as 0.1 for 10%")
         if repeat < 1:
             raise PairError(f"workload {name!r}: repeat={repeat!r} must be 1 or more")
         if repeat > 1 and direction == "backward":
             raise PairError(f"workload {name!r}: a backward pass cannot be repeated; use direction='both'")
         self.name = name
+        self.margin = margin
         self.repeat = repeat
         self.clock = clock
         self.direction = direction

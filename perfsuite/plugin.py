@@ -35,6 +35,11 @@ SANITIZER_LOG = "PERFSUITE_SANITIZER_LOG"
 CONTROL = pytest.StashKey["Control"]()
 SANITIZED = pytest.StashKey[Any]()
 
+if JOB in os.environ:  # before anything else: an orphan would disturb the next measurement
+    from perfsuite.orphans import die_with_parent
+
+    die_with_parent()
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("perfsuite")
@@ -61,6 +66,35 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="the compute-sanitizer tool of --sanitize (default: memcheck)",
     )
     group.addoption("--perfsuite-baselines", metavar="DIR", help="folder of the baselines (default: baselines)")
+    group.addoption(
+        "--perfsuite-partial", action="store_true", help="gate a part of the accepted workloads, as -k or paths say"
+    )
+    group.addoption(
+        "--perfsuite-shard", metavar="I/N", help="part I of N of the workloads; see `perfsuite merge` for the whole"
+    )
+    group.addoption(
+        "--perfsuite-changed", action="store_true", help="gate only the workloads that a change could have affected"
+    )
+    parser.addini("perfsuite_margin", "slowdown that matters for workloads that declare no margin=, e.g. 0.05")
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_load_initial_conftests(early_config: pytest.Config) -> Generator[None, object, object]:
+    """A verdict that is asked for is awaited from here on; no conftest can end the run before it is reached."""
+    if JOB in os.environ:
+        return (yield)
+    from perfsuite import conclusion
+
+    awaited = conclusion.asked()
+    if awaited is None and _wants_gate(early_config.known_args_namespace):
+        awaited = conclusion.Awaited("gate")
+    if awaited is None:
+        return (yield)
+    early_config.stash[conclusion.AWAITED] = awaited
+    try:
+        return (yield)
+    except (SystemExit, pytest.exit.Exception) as error:
+        raise pytest.UsageError(f"a conftest ended the run while it was imported: {error!r}; remove that") from None
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -76,6 +110,16 @@ def pytest_configure(config: pytest.Config) -> None:
         config.stash[SANITIZED] = Watch()
     if _wants_control(config):
         _control(config)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True, specname="pytest_cmdline_main")
+def pytest_cmdline_main_concluded(config: pytest.Config) -> Generator[None, int | None, int | None]:
+    """Whatever ends the run, a verdict that was asked for and not reached is red."""
+    from perfsuite.conclusion import AWAITED
+
+    code = yield
+    awaited = config.stash.get(AWAITED, None)
+    return code if awaited is None else awaited.close(int(code or 0))
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -107,23 +151,27 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
             pytest.fail(f"{item.name}: {fault}", pytrace=False)
 
 
+def _wants_gate(option: Any) -> bool:
+    """Whether the command line asks for the gate: `-m perf --benchmark-compare`. "-m 'not perf'" does not."""
+    perf = re.search(r"(?<!not )\bperf\b", getattr(option, "markexpr", None) or "")
+    return bool(perf and getattr(option, "benchmark_compare", None))
+
+
 def _wants_control(config: pytest.Config) -> bool:
     option = config.option
-    # "-m perf" asks for timed items, "-m 'not perf'" does not.
-    perf = re.search(r"(?<!not )\bperf\b", option.markexpr or "")
-    gate = perf and (getattr(option, "benchmark_compare", None) or getattr(option, "numprocesses", None))
-    return bool(gate or option.perfsuite_mode or JOB in os.environ)
+    beside = re.search(r"(?<!not )\bperf\b", option.markexpr or "") and getattr(option, "numprocesses", None)
+    return bool(_wants_gate(option) or beside or option.perfsuite_mode or JOB in os.environ)
 
 
 def _control(config: pytest.Config) -> Control:
     """The run's control, made when the first pair (or a gate) needs it."""
     if CONTROL not in config.stash:
-        from perfsuite.control import Control
         from perfsuite.errors import PerfsuiteError
+        from perfsuite.modes import control_for
         from perfsuite.speed import CONTROL as NAME
 
         try:
-            config.stash[CONTROL] = Control(config)
+            config.stash[CONTROL] = control_for(config)
         except PerfsuiteError as error:
             raise pytest.UsageError(str(error)) from None
         config.pluginmanager.register(config.stash[CONTROL], NAME)

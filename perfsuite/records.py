@@ -97,9 +97,9 @@ class Condition:
 class Measurement:
     """One workload timed in one process.
 
-    `log_ratios[other]` holds one value a block: the median over its quads of log(time of `other` / time of
+    `log_ratios[other]` holds one value a block: the median over its ABBA rounds of log(time of `other` / time of
     `optimized`), so that a positive value means that `optimized` is faster. Keys are "reference", each rival,
-    and in a second look "accepted", the optimized side of the accepted revision.
+    and "accepted", the optimized side of the accepted revision.
     """
 
     id: str
@@ -122,7 +122,55 @@ class Measurement:
     anchors: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Seconds of each anchor kernel beside this workload."""
     seconds: float = 0.0
+    phases: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Seconds of each phase of this measurement, by name: "inputs", "proof", "warm-up", "timing" and others."""
     evidence: Evidence | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Counts:
+    """What one call of a side costs besides time; None where it cannot be counted."""
+
+    host_syncs: int | None = None
+    launches: int | None = None
+    peak_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ran:
+    """Everything that a workload ran, in digests (digests.py). Paths are relative to the repository's top folder."""
+
+    sources: Mapping[str, str]
+    data: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    surroundings: str = ""
+    launched: str = ""
+    """What it launched on the device (launches.py); empty where that cannot be known in full."""
+    untraced: str = ""
+    """Why there is no such digest."""
+    unknown: str = ""
+    """Why it cannot be known; empty where it can."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Proof:
+    """One workload's sides, proven equal on the inputs of `seed`, so that a later process need not prove it again."""
+
+    id: str
+    seed: int
+    evidence: Evidence | None = None
+    digests: tuple[str, ...] = ()
+    """Digests of the outputs that were proven right, bit for bit."""
+    counts: Mapping[str, Counts] = dataclasses.field(default_factory=dict)
+    skipped: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Rivals that cannot be timed, each with the reason."""
+    unloaded: str = ""
+    """Why the accepted side cannot be compared with; empty where it can, or where there is none."""
+    ran: Ran | None = None
+    """What the optimized side ran, where that was asked for."""
+    reference_s: float | None = None
+    """Seconds of one call of the reference, beside whatever else ran; None where it was not asked for."""
+    phases: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    seconds: float = 0.0
 
 
 PromiseRecord: TypeAlias = Promises
@@ -153,8 +201,13 @@ class Status(enum.StrEnum):
     """The verdict on one workload."""
 
     PASS = "PASS"
+    UNCHANGED = "UNCHANGED"
     IMPROVED = "IMPROVED"
     NOT_EQUIVALENT = "NOT_EQUIVALENT"
+    NOT_PROVEN = "NOT_PROVEN"
+    """A proof of the pair failed, so that no time of it means anything."""
+    NOT_TIMED = "NOT_TIMED"
+    """Its results are right, but its time is not that of its work."""
     BELOW_FLOOR = "BELOW_FLOOR"
     REGRESSED = "REGRESSED"
     NOISY = "NOISY"
@@ -165,7 +218,18 @@ class Status(enum.StrEnum):
 
     @property
     def green(self) -> bool:
-        return self in (Status.PASS, Status.IMPROVED, Status.WAIVED)
+        return self in (Status.PASS, Status.UNCHANGED, Status.IMPROVED, Status.WAIVED)
+
+    @property
+    def blames_code(self) -> bool:
+        """Whether the code under test is at fault, and not the machine, the baseline or the measurement."""
+        return self in (
+            Status.NOT_EQUIVALENT,
+            Status.NOT_PROVEN,
+            Status.NOT_TIMED,
+            Status.BELOW_FLOOR,
+            Status.REGRESSED,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -189,8 +253,8 @@ class Verdict:
     speedup_high: float | None = None
     accepted_speedup: float | None = None
     moved: str | None = None
-    look: int = 0
-    """1 or 2: which stage of the gate decided; 0 where neither ran."""
+    compared: str = ""
+    """What the optimized side was compared with, e.g. "the accepted revision 1a2b3c4"; empty where with nothing."""
     processes: int = 0
 
 

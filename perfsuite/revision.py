@@ -1,37 +1,51 @@
-"""Load the optimized side of another revision beside the current one, from git, in a second import of that tree."""
+"""Other revisions of the repository, from git: their trees as files, and a pair as one of them declares it."""
 
 from __future__ import annotations
 
-import ast
 import importlib
-import importlib.util
 import os
+import secrets
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from perfsuite import second_import
 from perfsuite.errors import RevisionError
-from perfsuite.pair import Pair, Side, as_side
+from perfsuite.folders import own_folder
+from perfsuite.pair import Pair
 
-HARNESS = "perfsuite"
 APART = (
     *("-c", "core.hooksPath=/dev/null"),
     *("-c", "core.fsmonitor=false"),
     *("-c", "core.splitIndex=false"),
     *("-c", "submodule.recurse=false"),
 )
-"""For a temporary index, which is none of the repository's: no hook, daemon or shared part of it is to begin."""
+"""For a temporary index, which is not the repository's: no hook, daemon or shared index may be involved."""
+LONGEST_RUN_S = 86400.0
+"""Trees that are older were left by a run that was killed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tree:
+    """A revision's files on disk, and the package under which they are imported (second_import.py)."""
+
+    revision: str
+    folder: str
+    package: str
+    top: str
+    """The current work tree's top folder."""
 
 
 def git(*arguments: str, cwd: Path, options: Sequence[str] = (), variables: Mapping[str, str] | None = None) -> str:
-    """Output of a git command, run with git's own `options`; RevisionError with its last line where it fails."""
+    """Output of a git command, run with git's own `options`; RevisionError with its reason where it fails."""
     environment = {**os.environ, **variables} if variables else None
     command = ["git", *options, *arguments]
     try:
@@ -39,9 +53,15 @@ def git(*arguments: str, cwd: Path, options: Sequence[str] = (), variables: Mapp
     except FileNotFoundError:
         raise RevisionError("git is not installed") from None
     if done.returncode:
-        lines = done.stderr.decode(errors="replace").strip().splitlines()
-        raise RevisionError(f"git {arguments[0]}: {lines[-1] if lines else 'failed'}")
+        raise RevisionError(f"git {arguments[0]}: {_reason(done.stderr.decode(errors='replace'))}")
     return done.stdout.decode(errors="replace").strip()
+
+
+def _reason(output: str) -> str:
+    """Why git failed, in one line, with the command that it suggests."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()] or ["failed"]
+    fatal = next((line.removeprefix("fatal: ") for line in lines if line.startswith("fatal: ")), lines[-1])
+    return f"{fatal}: {lines[-1]}" if lines[-1].startswith("git ") else fatal
 
 
 def top_level(root: Path) -> Path:
@@ -49,13 +69,59 @@ def top_level(root: Path) -> Path:
     return Path(git("rev-parse", "--show-toplevel", cwd=root))
 
 
-def head(root: Path) -> tuple[str | None, bool]:
-    """(current revision, whether tracked files differ from it); (None, False) outside git."""
+def top_or(root: Path) -> Path:
+    """The work tree's top folder, or outside git the folder itself."""
     try:
-        revision = git("rev-parse", "HEAD", cwd=root)
-        return revision, bool(git("status", "--porcelain", "--untracked-files=no", cwd=root))
+        return top_level(root).resolve()
     except RevisionError:
-        return None, False
+        return root.resolve()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class State:
+    """What git says of a work tree. `revision` is None outside a repository, and in one without a commit."""
+
+    revision: str | None = None
+    dirty: bool = False
+    """Whether tracked files differ from the revision."""
+    problem: str = ""
+    """Why git does not know the tree; empty where it does."""
+
+
+def state(root: Path) -> State:
+    """What git says of the tree at `root`. RevisionError where there is a repository that git cannot read."""
+    try:
+        top_level(root)
+        try:
+            revision = git("rev-parse", "--verify", "--quiet", "HEAD", cwd=root)
+        except RevisionError:
+            return State(problem="its git repository has no commit yet")
+        return State(revision=revision, dirty=bool(git("status", "--porcelain", "--untracked-files=no", cwd=root)))
+    except RevisionError as error:
+        if _repository(root) is None:
+            return State(problem="it is not in a git repository")
+        raise RevisionError(
+            f"git cannot read the repository of {root}: {error}; repair it, or remove its .git folder"
+        ) from None
+
+
+def quiet_state(root: Path) -> State:
+    """The same for a report, which shows no revision where git cannot read one."""
+    try:
+        return state(root)
+    except RevisionError as error:
+        return State(problem=str(error))
+
+
+def _repository(root: Path) -> Path | None:
+    """The nearest folder upward with a `.git`, where git itself would look."""
+    ceilings = {Path(c) for c in os.environ.get("GIT_CEILING_DIRECTORIES", "").split(os.pathsep) if c}
+    for folder in (root, *root.parents):
+        if folder in ceilings and folder != root:
+            return None
+        if (folder / ".git").exists():
+            return folder
+    return None
 
 
 def resolve(revision: str, root: Path) -> str:
@@ -68,16 +134,18 @@ def resolve(revision: str, root: Path) -> str:
         raise RevisionError(f"revision {revision} is not in this repository; {hint}") from None
 
 
-def extract(revision: str, root: Path, into: Path) -> Path:
+def extract(revision: str, root: Path, into: Path) -> Tree:
     """The revision's tree as files in a fresh folder below `into`; the repository is not changed.
 
     Checked out through an index of its own. `git archive` would leave out what is marked export-ignore, as many
     projects mark their tests, and rewrite what is marked export-subst.
     """
-    full, top = resolve(revision, root), top_level(root)
+    full, top = resolve(revision, root), top_level(root).resolve()
     try:
-        into.mkdir(parents=True, exist_ok=True)
-        tree = Path(tempfile.mkdtemp(prefix=f"{full[:12]}-", dir=into)).resolve()
+        own_folder(into)
+        folder = Path(tempfile.mkdtemp(prefix=f"{full[:12]}-", dir=into)).resolve()
+        tree = folder / second_import.TREE
+        tree.mkdir()
         with tempfile.TemporaryDirectory(prefix="index-", dir=into) as apart:
             git(
                 *("read-tree", "-m", "-u", "--no-sparse-checkout", full),
@@ -85,134 +153,80 @@ def extract(revision: str, root: Path, into: Path) -> Path:
                 options=[f"--work-tree={tree}", *APART],
                 variables={"GIT_INDEX_FILE": str(Path(apart, "index").resolve())},
             )
+        package = second_import.write_package(folder, top)
     except (OSError, RevisionError) as error:
         raise RevisionError(f"revision {revision} cannot be unpacked into {into} ({error})") from None
-    return tree
+    return Tree(revision=full, folder=str(folder), package=package, top=str(top))
 
 
 @contextmanager
 def extracted(
     revisions: Iterable[str], root: Path, folder: Path
-) -> Iterator[tuple[dict[str, Path], dict[str, RevisionError]]]:
-    """(trees, refused): each revision's tree in `folder`, or why there is none. The folder is gone afterwards."""
-    trees: dict[str, Path] = {}
+) -> Iterator[tuple[dict[str, Tree], dict[str, RevisionError]]]:
+    """(trees, refused): each revision's tree in `folder`, or why there is none. The trees are gone afterwards.
+
+    Another run may have trees of its own there; those that a killed run left are removed, too.
+    """
+    trees: dict[str, Tree] = {}
     refused: dict[str, RevisionError] = {}
+    own = folder / f"run-{secrets.token_hex(4)}"
     try:
         for revision in dict.fromkeys(revisions):
             try:
-                trees[revision] = extract(revision, root, folder)
+                trees[revision] = extract(revision, root, own)
             except RevisionError as error:
                 refused[revision] = error
         yield trees, refused
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(own, ignore_errors=True)
+        with suppress(OSError):
+            for left in folder.iterdir():
+                if left.stat().st_mtime < time.time() - LONGEST_RUN_S:
+                    shutil.rmtree(left, ignore_errors=True)
+            folder.rmdir()
 
 
-def load_side(pair: Pair, module_name: str, tree: Path, root: Path) -> Side:
-    """The optimized side of the same pair in the tree of another revision.
+def load_pair(pair: Pair, module: ModuleType, tree: Tree) -> Pair:
+    """The same pair as the tree's revision declares it, with its sides, imported beside the current ones.
 
-    The tree's modules are imported beside the current ones under the same names, and then put out of the way.
-    RevisionError where the tree lacks the pair, or where a module would reach back into the current tree.
+    RevisionError, in one line, where the tree lacks the pair or cannot be imported.
     """
-    top = top_level(root).resolve()
-    with second_import(top, tree.resolve()):
-        try:
-            module = importlib.import_module(module_name)
-            old: Any = getattr(module, pair.name)
-        except Exception as error:
-            lines = str(error).splitlines() or [""]
-            raise RevisionError(
-                f"{module_name}::{pair.name} cannot be loaded from the accepted revision: "
-                f"{type(error).__name__}: {lines[0][:200]}"
-            ) from None
-        if not isinstance(old, Pair):
-            raise RevisionError(f"{module_name}::{pair.name} is no pair in the accepted revision")
-        side = as_side(old.optimized)
-        loaded = [m for m in list(sys.modules.values()) if _lies_in(m, tree.resolve())]
-        leaks = [m.__name__ for m in list(sys.modules.values()) if _is_first_party(m, top)]
-        if leaks:
-            raise RevisionError(f"the accepted revision imports {leaks[0]} from the current tree")
-        owned = {m.__name__.partition(".")[0] for m in loaded}
-        for late in filter(None, (_late_import(m, owned) for m in loaded)):
-            raise RevisionError(
-                f"the accepted revision imports inside a function ({late}), which would find the current tree"
-            )
-    return replace(side)
-
-
-@contextmanager
-def second_import(top: Path, tree: Path) -> Iterator[None]:
-    """Inside, imports of this repository's modules find `tree`; outside, all is as before."""
-    path, modules = list(sys.path), dict(sys.modules)
-    for name, module in modules.items():
-        if _is_first_party(module, top):
-            del sys.modules[name]
-    sys.path[:] = [_mapped(entry, top, tree) for entry in path]
-    if str(tree) not in sys.path:
-        sys.path.insert(0, str(tree))
-    importlib.invalidate_caches()
-    try:
-        yield
-    finally:
-        sys.path[:] = path
-        for name in [n for n, m in sys.modules.items() if n not in modules or m is not modules[n]]:
-            if _lies_in(sys.modules[name], tree) or name in modules:
-                del sys.modules[name]
-        sys.modules.update(modules)
+    where = f"{module.__name__}::{pair.name}"
+    if tree.folder not in sys.path:
+        sys.path.append(tree.folder)
         importlib.invalidate_caches()
+    name = f"{tree.package}.{module.__name__}"
+    try:
+        found: Any = getattr(_imported(name, module, tree), pair.name)
+    except (KeyboardInterrupt, RevisionError):
+        raise
+    except BaseException as error:  # a module may skip its tests or exit when it is imported
+        if isinstance(error, ModuleNotFoundError) and str(error.name).startswith(f"{tree.package}."):
+            missing = str(error.name).removeprefix(f"{tree.package}.")
+            if f"{module.__name__}.".startswith(f"{missing}."):
+                raise RevisionError(f"there is no module {module.__name__} in the accepted revision") from None
+            raise RevisionError(
+                f"{where} of the accepted revision imports {missing}, which git does not hold at that revision; "
+                "commit that module, and accept again"
+            ) from None
+        lines = str(error).replace(f"{tree.package}.", "").splitlines() or [""]
+        raise RevisionError(
+            f"{where} cannot be loaded from the accepted revision: {type(error).__name__}: {lines[0][:200]}"
+        ) from None
+    if not isinstance(found, Pair):
+        raise RevisionError(f"{where} is no pair in the accepted revision")
+    found.name = pair.name
+    return found
 
 
-def _mapped(entry: str, top: Path, tree: Path) -> str:
-    absolute = Path(entry or os.getcwd()).resolve()
-    if absolute == top or top in absolute.parents:
-        inside = tree / absolute.relative_to(top)
-        if inside.exists():
-            return str(inside)
-    return entry
-
-
-def _file(module: ModuleType) -> Path | None:
-    name = getattr(module, "__file__", None)
-    if not name:
-        spec = getattr(module, "__path__", None)
-        name = next(iter(spec), None) if spec else None
-    return Path(name) if isinstance(name, str) else None
-
-
-def _lies_in(module: ModuleType, folder: Path) -> bool:
-    file = _file(module)
-    return file is not None and folder in file.parents
-
-
-def _is_first_party(module: ModuleType, top: Path) -> bool:
-    """A module of the repository under test: not the harness, not an installed package, not a conftest."""
-    name = getattr(module, "__name__", "")
-    if name == HARNESS or name.startswith(f"{HARNESS}.") or name in ("__main__", "conftest"):
-        return False
-    file = _file(module)
-    if file is None or top not in file.parents:
-        return False
-    inside = file.relative_to(top).parts
-    return "site-packages" not in inside and not any(part.startswith(".") for part in inside)
-
-
-def _late_import(module: ModuleType, owned: set[str]) -> str | None:
-    """Where a function of the module imports another module of its own repository, or None."""
-    file = _file(module)
-    if file is None or file.suffix != ".py" or not file.is_file():
-        return None
-    for node in ast.walk(ast.parse(file.read_text())):
-        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            continue
-        for inner in ast.walk(node):
-            names = (
-                [a.name for a in inner.names]
-                if isinstance(inner, ast.Import)
-                else [inner.module or ""]
-                if isinstance(inner, ast.ImportFrom)
-                else []
-            )
-            relative = isinstance(inner, ast.ImportFrom) and inner.level > 0
-            if relative or any(n.partition(".")[0] in owned for n in names):
-                return f"{file.name}:{getattr(inner, 'lineno', '?')}"
-    return None
+def _imported(name: str, module: ModuleType, tree: Tree) -> ModuleType:
+    """The tree's version of a test module. The folder that its name is relative to need not be on sys.path."""
+    inside = Path(str(module.__file__)).resolve().relative_to(tree.top)
+    base = Path(tree.folder, second_import.TREE, inside).parents[module.__name__.count(".")]
+    paths: list[str] = importlib.import_module(tree.package).__path__  # type: ignore[assignment]  # a list, as installed
+    if str(base) not in paths:
+        paths.append(str(base))
+    found = importlib.import_module(name)
+    if Path(str(found.__file__)) != Path(tree.folder, second_import.TREE, inside):
+        raise RevisionError(f"{name} is {found.__file__} in the accepted revision, not {inside}")
+    return found

@@ -1,57 +1,53 @@
-"""From block log-ratios to estimates with an honest error.
+"""Estimates from block log-ratios, with hierarchical variances.
 
-The unit is a *process mean*: the mean over one process's blocks of log(time of the other side / time of the
-optimized side). Blocks share what is fixed for the life of their process, so they are never the unit. Processes
-share what is fixed for their session (a machine, an hour). A process mean is therefore
+The unit of observation is a *process mean*: the mean over one process's blocks of log(time of the other side / time of
+the optimized side). Blocks of one process share a bias (code and buffer placement), so they are not independent units.
+Processes of one session (one machine, about an hour) share a further bias. A process mean is therefore
 
-    truth + session shift (variance ω²) + process shift and block noise (variance τ²)
+    true log-ratio + session shift (variance ω²) + process shift and block noise (variance τ²).
 
-and a mean over several has variance A·ω² + B·τ², with A and B known from how many sessions and processes there are.
-Few values say little about a variance: each workload's τ² and ω² are shrunk toward the suite's own distribution
-(a scaled inverse χ² prior, as limma does for genes), and carry degrees of freedom to the t quantiles.
+A mean over several processes has variance A·ω² + B·τ², where A and B follow from the number of sessions and processes.
+A variance estimated from a few values is unreliable. Each workload's τ² and ω² are therefore shrunk toward the suite's
+distribution (a scaled inverse χ² prior, as in limma), and carry degrees of freedom to the t quantiles.
 
-All values are natural logarithms: 0.01 is about 1%. Nothing here imports torch; scipy is imported when first needed.
+All values are natural logarithms: 0.01 is about 1%. Nothing here imports torch; scipy is imported on first use.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any, TypeAlias
 
 Sessions: TypeAlias = Sequence[Sequence[float]]
 """Process means, by session."""
 
 PROCESS_SD = 0.0035
-"""Default sd of a process mean: the root mean square over the sds met on GPUs (process .05 to .6%, blocks .2 to .6%
-of which 8 are averaged)."""
+"""Default standard deviation of a process mean: the root mean square of those measured on GPUs (process .05 to .6%,
+blocks .2 to .6%, 8 blocks averaged)."""
 PROCESS_DOF = 4.0
-"""What that default is worth: the spread of τ² over the same range is that of a χ² with 4 degrees."""
+"""Degrees of freedom of that default: measured τ² vary between workloads about as a χ² with 4 degrees does."""
 SESSION_SD = 0.002
-"""Default sd of the session shift: the middle of the .1 to .3% met on GPUs."""
+"""Default standard deviation of the session shift: the middle of the .1 to .3% measured on GPUs."""
 SESSION_DOF = 6.0
-"""What that default is worth: the spread of ω² over .1 to .3% is that of a χ² with 6 to 7 degrees."""
+"""Degrees of freedom of that default: .1 to .3% is the range of a χ² with 6 to 7 degrees."""
 SESSION_SD_FLOOR = 0.0005
-"""No suite is taken to have smaller session shifts: a few quiet hours do not prove that all are."""
+"""Lower bound for the session shift: a few quiet hours do not prove that all hours are quiet."""
 PROCESS_SD_FLOOR = 0.0001
-"""Smaller spreads of process means are a timer's resolution or luck; zero has no logarithm."""
+"""Lower bound for sample deviations in the prior's fit: a zero has no logarithm."""
 PRIOR_WORKLOADS = 5
-"""With fewer workloads the suite's distribution of variances cannot be estimated: the defaults stand."""
+"""With fewer workloads the suite's distribution of variances cannot be estimated, and the defaults are used."""
 PRIOR_DOF_MAX = 30.0
-"""Workloads that look alike in noise do not prove that the next one is: no prior is worth more than this."""
+"""Upper bound for the prior's degrees of freedom: similar workloads do not prove that the next one is similar."""
 IMPORT_BIAS = 0.0005
-"""Sd of the bias between two imports of one revision in one process: their code and buffers land at different
-addresses. A quarter of the default session shift; half of it, if unmodelled, multiplies false alarms."""
-SPREAD_P = 5e-4
-"""Level of the variance check: at 100 workloads it calls an unchanged suite noisy once in twenty runs or less."""
-SPREAD_SUITE = 2.25
-"""The suite-wide check also wants the noise to be 1.5 times what was accepted: many workloads make a test see
-inflation far too small to matter."""
-SUITE_WORKLOADS = 10
-"""Fewer share too much of what is not known of the suite's noise: with a least of 5, 9 of 300 second looks resampled
-from a quiet H200 were called noisy, all of 6 to 9 workloads. Each workload's own check stays."""
+"""Standard deviation of the bias between two imports of one revision in one process: their code and buffers lie at
+different addresses. Measured on an H200 in the calibration."""
+SPREAD_P = 1e-3
+"""Level of the F test that finds a workload noisier than when it was accepted."""
+INFLATION_WORKLOADS = 8
+"""Below this number of workloads the median of variance ratios is unreliable: each has one degree of freedom."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,10 +127,6 @@ class Estimate:
     def p_below(self, bound: float) -> float:
         """One-sided p: how often a truth of `bound` would give a value this low or lower."""
         return t_survival((bound - self.value) / self.se, self.dof)
-
-    def widened(self, factor: float) -> Estimate:
-        """The same with `factor` times the standard error."""
-        return Estimate(value=self.value, se=self.se * factor, dof=self.dof)
 
 
 def process_mean(blocks: Sequence[float]) -> float:
@@ -255,50 +247,27 @@ def estimate(mean: Mean, noise: Noise) -> Estimate:
 
 
 def spread_p(values: Sequence[float], expected: Variance) -> float:
-    """p of the F test that these process means spread no more than `expected`; 1 for fewer than two values.
-
-    Where `expected` is exact (infinite degrees of freedom) it is the χ² test.
-    """
+    """p-value of the F test that these process means vary no more than `expected`; 1 for fewer than two values."""
     if len(values) < 2:
         return 1.0
     dof = len(values) - 1
-    ratio = variance(values) / expected.value
-    if math.isinf(expected.dof):
-        return float(_special().chdtrc(dof, dof * ratio))
-    return float(_special().fdtrc(dof, expected.dof, ratio))
+    return float(_special().fdtrc(dof, expected.dof, variance(values) / expected.value))
 
 
-def suite_spread(runs: Iterable[tuple[Sequence[float], Variance]]) -> bool:
-    """Whether the whole run spreads far beyond what was accepted: what a neighbour or throttling does.
+def inflation(runs: Iterable[tuple[Sequence[float], Variance]]) -> float:
+    """How many times the accepted variance this run has, over the whole suite; at least 1.
 
-    Each workload's F test gives a χ² with as many degrees (by its p); their sum is tested at SPREAD_P, and the
-    typical workload must have SPREAD_SUITE times its variance.
+    Each workload gives the variance of its first two process means over the expected one, which follows an
+    F distribution with (1, dof) degrees of freedom. The median of these ratios over the median of that distribution
+    is the factor. Below INFLATION_WORKLOADS workloads it is unreliable and 1 is returned.
     """
     special = _special()
-    total, dof, ratios = 0.0, 0, []
-    for values, expected in runs:
-        if len(values) > 1:
-            p = max(spread_p(values, expected), 1e-15)
-            total += float(special.chdtri(len(values) - 1, p))
-            dof += len(values) - 1
-            # Against the χ² median, so that a workload with the accepted noise gives 1 half of the time.
-            usual = float(special.chdtri(len(values) - 1, 0.5)) / (len(values) - 1)
-            ratios.append(variance(values) / expected.value / usual)
-    if len(ratios) < SUITE_WORKLOADS:
-        return False
-    typical = sorted(ratios)[len(ratios) // 2]
-    return float(special.chdtrc(dof, total)) < SPREAD_P and typical > SPREAD_SUITE
-
-
-def holm(p_values: Mapping[str, float], alpha: float, family: int) -> set[str]:
-    """The hypotheses rejected by Holm's step-down rule at `alpha`; `family` counts all, tested here or not."""
-    rejected: set[str] = set()
-    known = {key: p for key, p in p_values.items() if not math.isnan(p)}
-    for rank, key in enumerate(sorted(known, key=lambda k: (known[k], k))):
-        if known[key] > alpha / max(family - rank, 1):
-            break
-        rejected.add(key)
-    return rejected
+    ratios = [
+        variance(values[:2]) / expected.value / float(special.fdtri(1, expected.dof, 0.5))
+        for values, expected in runs
+        if len(values) > 1
+    ]
+    return max(1.0, median(ratios)) if len(ratios) >= INFLATION_WORKLOADS else 1.0
 
 
 def t_quantile(level: float, dof: float) -> float:

@@ -1,110 +1,243 @@
-"""A measuring process: prove and time each workload of the job, and write a line for each."""
+"""A worker process: do each task of the job, and write a line for each."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import secrets
 import warnings
-from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import replace
+from time import perf_counter
+from typing import Any
 
 import pytest
 
 from perfsuite import revision
-from perfsuite.errors import PerfsuiteError, RevisionError
-from perfsuite.pair import Side
-from perfsuite.records import Status
+from perfsuite.digests import Opened
+from perfsuite.errors import NoisyError, PerfsuiteError, RevisionError
+from perfsuite.pair import Pair, as_side
+from perfsuite.records import Measurement, Proof, Ran, Status
 from perfsuite.speed import SpeedItem
-from perfsuite.workers import UNLOADED, Failure, Job, Journal, die_with_parent
+from perfsuite.workers import ITEMS, PROVE, TRACE, Failure, Job, Journal, Outcome, Reported, Task
+
+OPENED = pytest.StashKey[Opened]()
+"""The data files that a worker has opened, from before its test modules were imported."""
 
 
-def run(job: Job, journal: Journal, items: Sequence[pytest.Item], device: str) -> None:
-    """Measure the job's workloads in the order of the job."""
+def run(job: Job, journal: Journal, session: pytest.Session, device: str) -> None:
+    """Do the job's tasks in the order of the job."""
+    found = {i.nodeid: i for i in session.items}
+    for task in job.tasks:
+        item = found.get(task.id)
+        if task.kind != ITEMS:
+            _settle()
+        journal.begin(task.id)
+        outcome: Outcome
+        if item is None:
+            outcome = Failure(status=Status.UNMEASURED, message="it could not be collected again in a worker")
+        elif task.kind == ITEMS:
+            outcome = _run_item(item)
+        elif isinstance(item, SpeedItem):
+            outcome = _Workload(item, task, journal, device).outcome()
+        else:
+            outcome = Failure(status=Status.UNMEASURED, message="it is no workload any more")
+        if isinstance(outcome, Failure):
+            journal.failure(task.id, outcome)
+        else:
+            journal.result(task.id, outcome)
+
+
+def _settle() -> None:
+    """Free what an earlier workload left, and take what stays out of the collector's sight."""
     from perfsuite import execution
 
-    die_with_parent()
-    found = {i.nodeid: i for i in items if isinstance(i, SpeedItem)}
-    accepted = _load_accepted(job, found)
-    for id in job.ids:
-        # What lives between two workloads stays: to look through it at each collection takes a fifth of a second.
-        execution.forget_compiled()
-        gc.collect()
-        gc.freeze()
-        journal.begin(id)
-        item = found.get(id)
-        side = accepted.get(id)
-        if item is None:
-            outcome = Failure(status=Status.UNMEASURED, message="it could not be collected again for measuring")
-        elif isinstance(side, RevisionError) and not job.twin:
-            outcome = Failure(status=Status.UNMEASURED, message=f"{UNLOADED}{side}")
-        else:
-            measured = _measure(item, journal, device, None if isinstance(side, RevisionError) else side, job)
-            if measured is None:
-                continue
-            outcome = measured
-        journal.failure(id, outcome)
+    execution.forget_compiled()
+    gc.collect()
+    gc.freeze()  # to look through torch's modules at each collection takes a fifth of a second
 
 
-def _measure(item: SpeedItem, journal: Journal, device: str, accepted: Side | None, job: Job) -> Failure | None:
-    """Write the measurement, or give the failure."""
-    import torch
+class _Reports:
+    """A plugin that keeps what pytest reports."""
 
-    from perfsuite import sampling
-    from perfsuite.equivalence import NotEquivalent
+    def __init__(self) -> None:
+        self.every: list[pytest.TestReport] = []
 
-    phase = ["start"]
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.every.append(report)
 
-    known = job.counts.get(item.nodeid)
-    counts = {name: (found[0], found[1]) for name, found in known.items()} if known else None
 
-    def report(name: str) -> None:
-        phase[0] = name
-        journal.phase(item.nodeid, name)
-
+def _run_item(item: pytest.Item) -> Reported:
+    """Run a correctness item as pytest does, with what its plugins put around one, such as filters of warnings."""
+    reports, plugins, hook = _Reports(), item.config.pluginmanager, item.config.hook
+    plugins.register(reports)
     try:
-        # A warning inside a timed call is the user's own affair; it must not turn into an error here.
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            measurement = sampling.measure(
-                item.pair,
-                item.workload,
-                workload_id=item.nodeid,
-                device=device,
-                home=item.home,
-                accepted=accepted,
-                with_rivals=job.rivals,
-                counts=counts,
-                report=report,
-            )
-    except NotEquivalent as error:
-        return Failure(status=Status.NOT_EQUIVALENT, message=str(error))
-    except torch.OutOfMemoryError:
-        return Failure(status=Status.UNMEASURED, message=f"the {phase[0]} side runs out of device memory")
-    except PerfsuiteError as error:
-        return Failure(status=Status.UNMEASURED, message=str(error))
-    except (Exception, SystemExit) as error:
-        lines = str(error).strip().splitlines() or [""]
-        return Failure(
-            status=Status.UNMEASURED, message=f"the {phase[0]} side raises {type(error).__name__}: {lines[0][:300]}"
-        )
+        item.ihook.pytest_runtest_protocol(item=item, nextitem=None)
     finally:
-        if device == "cuda":
-            with contextlib.suppress(RuntimeError):
-                torch.cuda.empty_cache()
-    journal.measurement(measurement)
-    return None
+        plugins.unregister(reports)
+    made = (hook.pytest_report_to_serializable(config=item.config, report=r) for r in reports.every)
+    return Reported(reports=tuple(made))
 
 
-def _load_accepted(job: Job, found: dict[str, SpeedItem]) -> dict[str, Side | RevisionError]:
-    sides: dict[str, Side | RevisionError] = {}
-    for id, (tree, _) in job.accepted.items():
-        item = found.get(id)
-        if item is None:
-            continue
-        module = item.getparent(pytest.Module)
-        assert module is not None
+class _Workload:
+    """One task on one workload; `phase` is the side that runs, to be named if the process dies."""
+
+    def __init__(self, item: SpeedItem, task: Task, journal: Journal, device: str) -> None:
+        self.item, self.task, self.journal, self.device = item, task, journal, device
+        self.phase = "start"
+
+    def report(self, name: str) -> None:
+        self.phase = name
+        self.journal.phase(self.item.nodeid, name)
+
+    def outcome(self) -> Outcome:
+        """What came of it; every error is a failure of this workload alone."""
+        import torch
+
+        from perfsuite.equivalence import NotEquivalent, NotTimed
+
         try:
-            sides[id] = revision.load_side(item.pair, module.obj.__name__, Path(tree), item.config.rootpath)
-        except RevisionError as error:
-            sides[id] = error
-    return sides
+            # A warning inside a timed call is the user's own affair; it must not turn into an error here.
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                return {PROVE: self._prove, TRACE: self._trace}.get(self.task.kind, self._time)()
+        except NotTimed as error:
+            return Failure(status=Status.NOT_TIMED, message=str(error))
+        except NotEquivalent as error:
+            return Failure(status=Status.NOT_EQUIVALENT, message=str(error))
+        except torch.OutOfMemoryError:
+            return Failure(status=Status.UNMEASURED, message=f"the {self.phase} side runs out of device memory")
+        except NoisyError as error:
+            return Failure(status=Status.NOISY, message=str(error))
+        except PerfsuiteError as error:
+            return Failure(status=Status.UNMEASURED, message=str(error))
+        except (Exception, SystemExit) as error:
+            lines = str(error).strip().splitlines() or [""]
+            text = f"the {self.phase} side raises {type(error).__name__}: {lines[0][:300]}"
+            return Failure(status=Status.UNMEASURED, message=text)
+        finally:
+            if self.device == "cuda":
+                with contextlib.suppress(RuntimeError):
+                    torch.cuda.empty_cache()
+
+    def _time(self) -> Measurement:
+        from perfsuite import measuring, sampling
+
+        task = self.task
+        return measuring.measure(
+            self.item.pair,
+            self.item.workload,
+            workload_id=self.item.nodeid,
+            device=self.device,
+            home=self.item.home,
+            accepted=self._accepted() if task.accepted else None,
+            proof=task.proof,
+            reference=task.reference,
+            blocks=task.blocks or sampling.BLOCKS,
+            thorough=task.thorough,
+            report=self.report,
+        )
+
+    def _prove(self) -> Proof:
+        from perfsuite import measuring
+
+        task, seed, phases = self.task, secrets.randbits(31), measuring.Phases()
+        began = perf_counter()
+        with phases.time("accepted side"):
+            accepted, unloaded = self._comparable(seed)
+        if unloaded:
+            # The other revision may have registered its functions in the place of the current ones.
+            return Proof(id=self.item.nodeid, seed=seed, unloaded=unloaded, seconds=perf_counter() - began)
+        bench = self._bench(seed, accepted)
+        bench.phases = phases
+        proof = measuring.prove(
+            bench,
+            self.item.nodeid,
+            with_reference=task.reference not in (0, 1),
+            slow=task.slow,
+            time_reference=task.time_reference,
+        )
+        ran = self._ran(bench) if task.note_ran else None
+        return replace(proof, ran=ran, seconds=perf_counter() - began)
+
+    def _ran(self, bench: Any) -> Ran:
+        """Everything that the optimized side runs."""
+        from perfsuite import digests, measuring, provenance
+        from perfsuite.sampling import OPTIMIZED
+
+        opened = self.item.config.stash[OPENED]
+        self.report(OPTIMIZED)
+        side = as_side(bench.pair.optimized)
+        executed = provenance.run(
+            bench.pair, side, bench.master(OPTIMIZED), bench.case, self.device, gradients=bench.gradients
+        )
+        module = self.item.getparent(pytest.Module)
+        assert module is not None
+        ran = digests.ran([module.obj], executed.files, executed.compiled, opened, opened.top)
+        launched, untraced = measuring.launched(bench, opened.top)
+        return replace(ran, launched=launched, untraced=untraced)
+
+    def _trace(self) -> Proof:
+        """What the optimized side launches, without proving or timing anything."""
+        from perfsuite import measuring
+
+        began = perf_counter()
+        bench = self._bench(secrets.randbits(31), None)
+        launched, untraced = measuring.launched(bench, revision.top_or(self.item.config.rootpath))
+        ran = Ran(sources={}, launched=launched, untraced=untraced)
+        return Proof(id=self.item.nodeid, seed=bench.seed, ran=ran, seconds=perf_counter() - began)
+
+    def _comparable(self, seed: int) -> tuple[Pair | None, str]:
+        """The accepted revision's pair, or why the current side cannot be compared with it."""
+        from perfsuite.equivalence import NotEquivalent
+
+        if not self.task.accepted:
+            return None, ""
+        try:
+            accepted = self._accepted()
+            problem = self._shared(self._bench(seed, accepted))
+        except (RevisionError, NotEquivalent) as error:
+            return None, str(error)
+        return (None, problem) if problem else (accepted, "")
+
+    def _accepted(self) -> Pair:
+        module = self.item.getparent(pytest.Module)
+        assert module is not None
+        assert self.task.accepted is not None
+        return revision.load_pair(self.item.pair, module.obj, self.task.accepted)
+
+    def _bench(self, seed: int, accepted: Pair | None) -> Any:
+        from perfsuite.measuring import Bench
+
+        return Bench(
+            pair=self.item.pair,
+            workload=self.item.workload,
+            device=self.device,
+            home=self.item.home,
+            seed=seed,
+            report=self.report,
+            accepted=accepted,
+        )
+
+    def _shared(self, bench: Any) -> str:
+        """Why the accepted side would not run the accepted revision's code; empty where it does."""
+        import torch
+
+        from perfsuite import provenance
+        from perfsuite.equivalence import NotEquivalent
+        from perfsuite.sampling import ACCEPTED, OPTIMIZED
+
+        def executed(name: str, pair: Pair) -> provenance.Executed:
+            self.report(name)
+            side, master = as_side(pair.optimized), bench.master(name)
+            return provenance.run(bench.pair, side, master, bench.case, self.device, gradients=bench.gradients)
+
+        current = executed(OPTIMIZED, bench.pair)
+        try:
+            accepted = executed(ACCEPTED, bench.accepted)
+        except (NotEquivalent, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            lines = str(error).strip().splitlines() or [""]
+            return f"the accepted side raises {type(error).__name__}: {lines[0][:200]}"
+        assert self.task.accepted is not None
+        return provenance.problem(accepted, current, self.task.accepted)

@@ -1,13 +1,15 @@
-"""Measuring processes: a pytest on the same node ids, which writes a line of JSON for each workload.
+"""Measuring processes: a pytest on the same node ids, which writes a line of JSON for each task.
 
-A worker that crashes, hangs or is killed costs one workload: the parent names the side that was running, and starts
-a new worker after it.
+Several lanes may work beside each other, one process each: a lane for each GPU while timing, one for each core while
+proving. A process that crashes, hangs or is killed costs one task: the parent names the side that was running, and
+starts a new process for the lane's remaining tasks.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hmac
+import itertools
 import json
 import os
 import secrets
@@ -18,10 +20,13 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from perfsuite.errors import PerfsuiteError
-from perfsuite.records import Measurement, Status, from_json, to_json
+from perfsuite.folders import own_folder
+from perfsuite.orphans import PARENT
+from perfsuite.records import Measurement, Proof, Status, from_json, to_json
+from perfsuite.revision import Tree
 
 if TYPE_CHECKING:
     import pytest
@@ -31,175 +36,228 @@ FORGED = (
     "a result that the harness did not write appeared among its own: code under test writes to the results file; "
     "nothing of this process is believed"
 )
-UNLOADED = "accepted revision not loaded: "
-"""How a worker begins the message that it could not load the accepted side, so that the gate falls back."""
 POLL_S = 0.02
 START_LIMIT_S = 300.0
-"""From a worker's start to its first item: importing torch and the test modules."""
+"""From a worker's start to its first task: importing torch and the test modules."""
 END_LIMIT_S = 30.0
-"""From a worker's last item to its end. What it measured is known by then; it is stopped without a word."""
+"""From a worker's last task to its end. Its results are known by then, so it is stopped without a message."""
 LOG_LINES = 3
-PR_SET_PDEATHSIG = 1
-"""prctl(2): the signal that this process gets when its parent ends."""
+PROVE, TIME, ITEMS, TRACE = "prove", "time", "items", "trace"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
-    """Why a workload has no measurement, in one line."""
+    """Why a task has no result, in one line."""
 
     status: Status
     message: str
     skipped: bool = False
 
 
-Outcome = Measurement | Failure
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reported:
+    """How a correctness item ended: pytest's own reports of its phases, as JSON."""
+
+    reports: tuple[Any, ...]
+
+
+Outcome: TypeAlias = Measurement | Proof | Reported | Failure
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """One thing that a worker is to do with one item: prove a workload, time it, trace what it launches, or run a
+    correctness item."""
+
+    id: str
+    kind: str = TIME
+    limit_s: float = START_LIMIT_S
+    accepted: Tree | None = None
+    """The tree of the revision whose optimized side joins."""
+    proof: Proof | None = None
+    reference: int | None = None
+    """The reference joins one round in so many blocks; None: in full."""
+    blocks: int | None = None
+    """At most so many blocks; None: as many as usual."""
+    note_ran: bool = False
+    """While proving, note everything that the optimized side runs."""
+    time_reference: bool = False
+    """While proving, call the reference once and note how long that takes."""
+    thorough: bool = True
+    """Time rivals and the other clock, too."""
+    slow: bool = False
+    """The reference is slow: outputs that are the accepted side's, bit for bit, are proven by that."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """What a worker is to measure. `accepted` maps a workload to (folder of the accepted tree, revision)."""
+    """What one worker is to do, in this order."""
 
-    ids: tuple[str, ...]
+    tasks: tuple[Task, ...]
     out: str
-    accepted: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    process: int = 0
-    rivals: bool = True
-    twin: bool = False
-    """The accepted side is only there to measure the noise: where it cannot be loaded, go on without it."""
-    counts: Mapping[str, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)
-    """Workload → side → (host syncs, launches), from an earlier process: counted once a run."""
     key: str = ""
     """Signs the worker's lines, so that code under test cannot add lines of its own."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lane:
+    """One process at a time, with environment variables of its own, e.g. the GPU that it uses."""
+
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
 @dataclass(slots=True)
 class Workers:
-    """Starts measuring processes for one pytest run and reads what they write.
+    """Starts processes for one pytest run and reads what they write.
 
-    `limits` holds the seconds one workload may take; `progress` is told (process, id) as each workload begins.
+    `progress` is called with (lane, id) as each task begins.
     """
 
     root: Path
     folder: Path
     arguments: Sequence[str]
-    limits: Mapping[str, float]
-    progress: Callable[[int, str], None] = lambda process, id: None
-    rival_processes: int = 1
-    """In how many of the first processes the rivals are timed too: nothing is gated on them."""
-    twin: bool = False
-    started: int = 0
-    counts: dict[str, dict[str, tuple[int, ...]]] = field(default_factory=dict)
+    progress: Callable[[int, str], None] = lambda lane, id: None
 
-    def run(
-        self, ids: Sequence[str], *, accepted: Mapping[str, tuple[str, ...]] | None = None
-    ) -> Generator[tuple[str, Outcome], None, None]:
-        """One process through all of `ids`: (id, outcome) as each ends, in order."""
-        self.started += 1
-        process = self.started
-        left = list(ids)
-        attempt = 0
-        while left:
-            attempt += 1
-            done = 0
-            for id, outcome in self._one(left, accepted or {}, process, attempt):
-                done += 1
-                if isinstance(outcome, Measurement) and id not in self.counts:
-                    self._remember(outcome)
-                yield id, outcome
-            left = left[done:]
-
-    def _remember(self, measurement: Measurement) -> None:
-        counted: dict[str, tuple[int, ...]] = {
-            name: (side.host_syncs, side.launches)
-            for name, side in measurement.sides.items()
-            if side.host_syncs is not None and side.launches is not None
-        }
-        if counted:
-            self.counts[measurement.id] = counted
-
-    def _one(
-        self, ids: list[str], accepted: Mapping[str, tuple[str, ...]], process: int, attempt: int
-    ) -> Iterator[tuple[str, Outcome]]:
-        """One worker until it ends or dies; at least one outcome, so that a broken start is no endless loop."""
-        stem = self.folder / f"worker-{os.getpid()}-{process}-{attempt}"
-        out, log, job_file = stem.with_suffix(".jsonl"), stem.with_suffix(".log"), stem.with_suffix(".json")
-        job = Job(
-            ids=tuple(ids),
-            out=str(out),
-            accepted={i: accepted[i] for i in ids if i in accepted},
-            process=process,
-            rivals=process <= self.rival_processes,
-            twin=self.twin,
-            counts={i: self.counts[i] for i in ids if i in self.counts},
-            key=secrets.token_hex(),
-        )
-        selection = stem.with_suffix(".args")
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            job_file.write_text(json.dumps(to_json(job)))
-            selection.write_text("\n".join(ids))
-            out.touch()
-        except OSError as error:
-            raise PerfsuiteError(
-                f"{self.folder}: cannot be written ({error.strerror or error}); make the project's folder writable, "
-                "with space on it"
-            ) from None
-        child = self._spawn(selection, job_file, log)
-        current, phase = ids[0], "start"
-        told, produced = Lines(out), 0
-        deadline = time.monotonic() + START_LIMIT_S + self.limits.get(current, START_LIMIT_S)
+    def run(self, lanes: Sequence[tuple[Lane, Sequence[Task]]]) -> Generator[tuple[str, Outcome]]:
+        """Each lane's tasks in order, all lanes beside each other: (id, outcome) as each task ends."""
+        running: list[_Process] = []
         interrupt: KeyboardInterrupt | None = None
         try:
-            while True:
-                ended = child.poll() is not None
-                for line in told.new():
-                    if produced == len(ids):
-                        break  # whatever comes after the last result is none
-                    event = _verified(line, job.key)
-                    if event is None or event["id"] != ids[produced]:
-                        end(child)
-                        yield ids[produced], Failure(status=Status.UNMEASURED, message=FORGED)
-                        return
-                    if event["event"] == "begin":
-                        current, phase = event["id"], "start"
-                        deadline = time.monotonic() + self.limits.get(current, START_LIMIT_S)
-                        self.progress(process, current)
-                    elif event["event"] == "phase":
-                        phase = event["phase"]
-                    else:
-                        produced += 1
-                        yield event["id"], _outcome(event)
-                        current, phase = ids[produced] if produced < len(ids) else "", "start"
-                        if not current:
-                            deadline = time.monotonic() + END_LIMIT_S
+            for number, (lane, tasks) in enumerate(lanes):
+                if tasks:
+                    running.append(self._process(number, lane, tasks))
+            while running:
+                for process in list(running):
+                    yield from process.poll()
+                    if process.over:
+                        running.remove(process)
+                        if process.left and interrupt is None:
+                            running.append(self._process(process.number, process.lane, process.left))
                 if interrupt is not None:
                     raise interrupt
-                if ended or (not current and time.monotonic() > deadline):
-                    break
-                if time.monotonic() > deadline:
-                    end(child)
-                    limit = self.limits.get(current, START_LIMIT_S)
-                    yield current, _died(current, phase, f"hangs: it was stopped after its time limit of {limit:g} s")
-                    return
                 try:
                     time.sleep(POLL_S)
                 except KeyboardInterrupt as error:
-                    interrupt = error  # what the worker has told by now is not lost
-                    end(child)
+                    interrupt = error  # results that are already written are not lost
+                    for process in running:
+                        process.interrupt()
         finally:
-            end(child)
-            if produced == len(ids):
-                for path in (out, log, job_file, selection):
-                    path.unlink(missing_ok=True)
-        if produced < len(ids):
-            yield ids[produced], _died(ids[produced], phase, self._epitaph(child.returncode, log))
+            for process in running:
+                process.end()
 
-    def _spawn(self, selection: Path, job_file: Path, log: Path) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "pytest", *self.arguments, f"@{selection}"]
-        return start(command, log, cwd=self.root, environment={JOB: str(job_file)})
+    def _process(self, number: int, lane: Lane, tasks: Sequence[Task]) -> _Process:
+        stem = self.folder / f"worker-{os.getpid()}-{next(_numbers)}"
+        process = _Process(number=number, lane=lane, left=list(tasks), stem=stem, progress=self.progress)
+        ids = list(dict.fromkeys(t.id for t in tasks))
+        try:
+            process.write(ids)
+            self._spawn(process)
+        except OSError as error:
+            raise PerfsuiteError(
+                f"no process can be started in {self.folder}, which cannot be used ({error.strerror or error}); make "
+                "the project's folder writable, with space on it"
+            ) from None
+        return process
 
-    @staticmethod
-    def _epitaph(code: int, log: Path) -> str:
+    def _spawn(self, process: _Process) -> None:
+        command = [sys.executable, "-m", "pytest", *self.arguments, f"@{process.file('.args')}"]
+        variables = {**process.lane.environment, JOB: str(process.file(".json")), PARENT: str(os.getpid())}
+        process.child = start(command, process.file(".log"), cwd=self.root, environment=variables)
+
+
+_numbers = itertools.count(1)
+"""One count for the whole run: a process must never meet the files of another that is still at work."""
+
+
+@dataclass(slots=True)
+class _Process:
+    """One worker of a lane, and what it has written so far. `left` are the tasks without an outcome."""
+
+    number: int
+    lane: Lane
+    left: list[Task]
+    stem: Path
+    progress: Callable[[int, str], None]
+    child: subprocess.Popen[bytes] = field(init=False)
+    lines: Lines = field(init=False)
+    key: str = field(default_factory=secrets.token_hex)
+    phase: str = "start"
+    over: bool = False
+    interrupted: bool = False
+    deadline: float = 0.0
+
+    def file(self, suffix: str) -> Path:
+        return self.stem.with_suffix(suffix)
+
+    def write(self, ids: Sequence[str]) -> None:
+        """The files that the worker reads, and the one that it writes."""
+        out = self.file(".jsonl")
+        own_folder(out.parent)
+        self.file(".json").write_text(json.dumps(to_json(Job(tasks=tuple(self.left), out=str(out), key=self.key))))
+        self.file(".args").write_text("\n".join(ids))
+        out.touch()
+        self.lines = Lines(out)
+        self.deadline = time.monotonic() + START_LIMIT_S + self.left[0].limit_s
+
+    def poll(self) -> Iterator[tuple[str, Outcome]]:
+        """The outcomes since the last time; a crash or a hang is one."""
+        ended = self.child.poll() is not None
+        try:
+            lines = self.lines.new()
+        except OSError:
+            lines = [b"the file is gone"]  # no line of the harness, as any other that the code under test changes
+        for line in lines:
+            if not self.left:
+                break  # no line is valid after the last result
+            event = _verified(line, self.key)
+            if event is None or event["id"] != self.left[0].id:
+                yield self._stop(FORGED)
+                return
+            outcome = self._event(event)
+            if outcome is not None:
+                yield self.left.pop(0).id, outcome
+                limit = self.left[0].limit_s if self.left else END_LIMIT_S
+                self.phase, self.deadline = "start", time.monotonic() + limit
+        late = time.monotonic() > self.deadline
+        if self.interrupted:
+            self.end()
+        elif self.left and ended:
+            yield self._stop(_died(self.phase, self._epitaph()))
+        elif self.left and late:
+            limit = self.left[0].limit_s
+            yield self._stop(_died(self.phase, f"hangs: it was stopped after its time limit of {limit:g} s"))
+        elif ended or late:
+            self.end()
+
+    def _event(self, event: Mapping[str, Any]) -> Outcome | None:
+        if event["event"] == "begin":
+            self.phase, self.deadline = "start", time.monotonic() + self.left[0].limit_s
+            self.progress(self.number, event["id"])
+        elif event["event"] == "phase":
+            self.phase = event["phase"]
+        else:
+            return _outcome(event)
+        return None
+
+    def _stop(self, message: str) -> tuple[str, Failure]:
+        """The first task that is left fails, and the log is evidence; the others are for the next process."""
+        self.end(".log")
+        return self.left.pop(0).id, Failure(status=Status.UNMEASURED, message=message)
+
+    def interrupt(self) -> None:
+        """End the process; what it has written so far still counts."""
+        end(self.child)
+        self.interrupted = True
+
+    def end(self, *kept: str) -> None:
+        """End the process; its files go, except those with these suffixes."""
+        end(self.child)
+        self.over = True
+        for suffix in {".jsonl", ".log", ".json", ".args"}.difference(kept):
+            self.file(suffix).unlink(missing_ok=True)
+
+    def _epitaph(self) -> str:
+        code, log = self.child.returncode, self.file(".log")
         if code == -signal.SIGKILL:
             return "was killed (signal 9): most likely the machine ran out of memory"
         tail = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()][-LOG_LINES:]
@@ -213,6 +271,7 @@ def start(
 ) -> subprocess.Popen[bytes]:
     """A measuring process in a process group of its own, whose output goes to `log`."""
     known = {**os.environ, **(environment or {}), "PYTHONUNBUFFERED": "1"}
+    known.pop("PYTEST_ADDOPTS", None)  # it could narrow what is collected; the caller's own options are passed on
     # A side that needs most of the memory must find room for it in one piece at every call.
     known.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     with log.open("wb") as sink:
@@ -228,11 +287,10 @@ def start(
 
 
 def end(child: subprocess.Popen[bytes]) -> None:
-    """Kill it with all that it has started, and wait for it, unless it has ended."""
-    if child.poll() is None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
+    """Kill it with all that it has started, which may outlive it, and wait for it."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # on macOS a group of zombies alone refuses
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
 
 
 class Lines:
@@ -265,27 +323,17 @@ def _verified(line: bytes, key: str) -> Mapping[str, Any] | None:
 
 
 def _outcome(event: Mapping[str, Any]) -> Outcome:
-    if event["event"] == "measurement":
-        return from_json(Measurement, event["measurement"])
+    kinds: dict[str, Any] = {"measurement": Measurement, "proof": Proof, "reported": Reported}
+    if event["event"] in kinds:
+        outcome: Outcome = from_json(kinds[event["event"]], event["result"])
+        return outcome
     return Failure(status=Status(event["status"]), message=event["message"], skipped=event.get("skipped", False))
 
 
-def _died(id: str, phase: str, what: str) -> Failure:
+def _died(phase: str, what: str) -> str:
     side = "the measuring process" if phase in ("start", "timing", "profiler") else f"the {phase} side"
     during = {"timing": " while it timed", "profiler": " while it counted launches"}.get(phase, "")
-    return Failure(status=Status.UNMEASURED, message=f"{side} {what}{during}")
-
-
-def die_with_parent() -> None:
-    """End this worker when its parent ends, however that happens: an orphan would disturb the next measurement.
-
-    Linux only; elsewhere a worker whose parent was killed runs on to its end.
-    """
-    if sys.platform != "linux":
-        return
-    import ctypes
-
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    return f"{side} {what}{during}"
 
 
 class Journal:
@@ -304,8 +352,9 @@ class Journal:
     def phase(self, id: str, phase: str) -> None:
         self._write({"event": "phase", "id": id, "phase": phase})
 
-    def measurement(self, measurement: Measurement) -> None:
-        self._write({"event": "measurement", "id": measurement.id, "measurement": to_json(measurement)})
+    def result(self, id: str, outcome: Measurement | Proof | Reported) -> None:
+        kind = {Measurement: "measurement", Proof: "proof", Reported: "reported"}[type(outcome)]
+        self._write({"event": kind, "id": id, "result": to_json(outcome)})
 
     def failure(self, id: str, failure: Failure) -> None:
         self._write({"event": "failure", "id": id, **to_json(failure)})

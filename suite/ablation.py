@@ -13,7 +13,9 @@ import dataclasses
 import itertools
 import json
 import math
+import os
 import random
+import reprlib
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,6 +29,7 @@ from perfsuite.errors import PerfsuiteError
 from perfsuite.report import units
 from perfsuite.report.files import write
 from suite import plotting as plots
+from suite.naming import shown
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +41,8 @@ BATCHES = 8
 REFERENCE, NONE, ALL = "reference", "none", "all"
 WIDE = 20
 """Where the longest bar is so many times the shortest, the axis is logarithmic: else nothing of the others is seen."""
+SHORTEST_S, LONGEST_S = 1e-12, 1e12
+"""A window takes longer, and less: a time that a recording tells is none."""
 Batches = Iterator[Mapping[str, Any]]
 Short = Callable[[Any], tuple[Any, Any, int] | None]
 
@@ -278,8 +283,10 @@ def save(record: Record, path: Path) -> None:
 
 def load(path: Path) -> Record:
     """A record that `save` wrote; PerfsuiteError where it is none."""
+    if os.path.exists(path) and not os.path.isfile(path):  # a pipe would be waited for
+        raise PerfsuiteError(f"{shown(path)} is no file; name the .json of an ablation")
     try:
-        data = json.loads(path.read_text())
+        data = json.loads(path.read_text(encoding="utf-8"))
         if data.pop("schema") != SCHEMA:
             raise ValueError("another schema")
         timed = tuple(
@@ -288,14 +295,31 @@ def load(path: Path) -> Record:
         named = {"techniques": _names(data.pop("techniques")), "always": _names(data.pop("always", []))}
         if set(named["techniques"]) & set(named["always"]):
             raise ValueError("a technique is always on and switched, too")
-        return _whole(Record(**{**data, **named}, arms=timed))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise PerfsuiteError(f"{path} is no ablation ({error}); measure one with `perfsuite ablate`") from None
+        return _whole(_typed(Record(**{**data, **named}, arms=timed)))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or str(error)[:200]
+        raise PerfsuiteError(f"{shown(path)} is no ablation ({reason}); measure one with `perfsuite ablate`") from None
+
+
+def _typed(record: Record) -> Record:
+    """The record; ValueError where a field of it is of another type, which JSON does not tell."""
+    for name in ("trainer", "device", "versions", "date"):
+        if not isinstance(getattr(record, name), str):
+            raise ValueError(f"{name} is no text")
+    if not isinstance(record.config, dict) or not isinstance(record.claims, dict):
+        raise ValueError("config and claims are mappings")
+    if type(record.windows) is not int or record.windows < 1:
+        raise ValueError("windows is no count")
+    for arm in record.arms:
+        counts = (arm.peak_bytes, arm.host_syncs, arm.launches)
+        if not isinstance(arm.name, str) or not all(c is None or type(c) in (int, float) for c in counts):
+            raise ValueError(f"arm {str(arm.name)[:50]!r} has a count that is none")
+    return record
 
 
 def _names(given: Any) -> tuple[str, ...]:
     if not isinstance(given, list) or not all(isinstance(name, str) and name for name in given):
-        raise ValueError(f"techniques are a list of names, not {given!r}")
+        raise ValueError(f"techniques are a list of names, not {reprlib.repr(given)}")
     return tuple(given)
 
 
@@ -307,7 +331,7 @@ def _whole(record: Record) -> Record:
         seconds = timed.get(arm.name, ())
         if len(seconds) != rounds or rounds < 2:
             raise ValueError(f"arm {arm.name!r} was timed in {len(seconds)} rounds")
-        if not all(0 < s < math.inf for s in seconds):
+        if not all(type(s) in (int, float) and SHORTEST_S < s < LONGEST_S for s in seconds):
             raise ValueError(f"arm {arm.name!r} has a time that is none")
     return record
 

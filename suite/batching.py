@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -92,12 +93,20 @@ class EpochSampler(Sampler[int]):
         return iter(permutation(self.count, self.seed, self.epoch, "cpu").tolist())
 
 
+def whole(state: Mapping[str, Any], name: str, least: int = 0, most: int = 2**63 - 1) -> int:
+    """A count that a checkpoint holds; ValueError where it is none, or out of range."""
+    value = state[name]
+    if type(value) is not int or not least <= value <= most:
+        raise ValueError(f"{name} is {reprlib.repr(value)}, and must be a whole number from {least} to {most}")
+    return value
+
+
 def check_identity(state: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
     """Pass a position that is one in the data which `identity` tells; PerfsuiteError where it is in other data."""
     for name, own in identity.items():
         if state[name] != own:
             what = "the data has" if name == "digest" else f"{name} has"
-            values = "" if name == "digest" else f", from {state[name]} to {own}"
+            values = "" if name == "digest" else f", from {reprlib.repr(state[name])} to {own}"
             raise PerfsuiteError(
                 f"{what} changed since the checkpoint was written{values}; resume with what it was then"
             )

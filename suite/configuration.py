@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from perfsuite.errors import PerfsuiteError
+from suite.naming import as_typed
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
@@ -56,7 +57,10 @@ def read(kinds: Sequence[type[Any]], path: str | Path | None, arguments: Sequenc
     given: dict[str, tuple[Any, str]] = {}
     if path is not None:
         for name, value in _flat(_document(Path(path)), fields):
-            given[name] = (value, str(path))
+            try:
+                given[name] = (_typed(value), str(path))
+            except ValueError as error:
+                raise ConfigurationError(f"{path}: {name} is {value!r}: {error}; name it otherwise") from None
     given |= {name: (value, f"--{name}") for name, value in _split(arguments, fields)}
     for name, (_, origin) in given.items():
         if name not in fields:
@@ -144,6 +148,13 @@ def _yaml() -> Any:
     except ModuleNotFoundError:
         raise PerfsuiteError(f"configurations need PyYAML, which is not installed; {REMEDY}") from None
     return yaml
+
+
+def _typed(value: Any) -> Any:
+    """A file's texts as the command line would give them: names of files are meant by both."""
+    if isinstance(value, list):
+        return [_typed(inner) for inner in value]
+    return as_typed(value) if isinstance(value, str) else value
 
 
 def _flat(document: Mapping[Any, Any], fields: Mapping[str, Field], prefix: str = "") -> Iterator[tuple[str, Any]]:

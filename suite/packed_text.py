@@ -171,7 +171,7 @@ def unreadable(what: str, path: Path, error: OSError) -> PerfsuiteError:
 def index_of(path: Path) -> dict[str, Any] | None:
     """What `pack.json` says; None where it says nothing of packed text, PerfsuiteError where it cannot be read."""
     try:
-        found = json.loads((path / INDEX).read_text())
+        found = json.loads((path / INDEX).read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
         return None
     except OSError as error:
@@ -194,7 +194,7 @@ def write(path: Path, tokens: Tokens, ends: Tokens, tokenizer: str, vocabulary: 
     """Fill an empty folder; `pack.json` comes last, so that there is none in one that is not whole."""
     tokens.astype(dtype_for(vocabulary)).tofile(path / TOKENS)
     numpy.save(path / ENDS, ends.astype(numpy.int64))
-    (path / TOKENIZER).write_text(tokenizer)
+    (path / TOKENIZER).write_text(tokenizer, encoding="utf-8")
     index = {
         "format": FORMAT,
         "version": VERSION,

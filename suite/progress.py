@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
+from suite import terminal
+
 REFRESH_S = 0.1
 LINE_S = 30.0
 """Between two lines where the output is no terminal."""
@@ -19,10 +21,8 @@ class Bar:
     """
 
     def __init__(self, console: Any = None, units: Mapping[str, str] | None = None) -> None:
-        from rich.console import Console
-
         self._units = units or {}
-        self._console = console or Console(stderr=True)
+        self._console = console or terminal.console()
         self._bar: Any = None
         self._next = 0.0
         self._next_line = time.monotonic() + LINE_S

@@ -23,7 +23,7 @@ import torch
 from filelock import FileLock
 
 from perfsuite.errors import PerfsuiteError
-from suite.batching import check_identity
+from suite.batching import check_identity, whole
 
 SUFFIXES = (".txt", ".md", ".rst", ".py")
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -404,9 +404,9 @@ class Batches:
         return {"epoch": self.epoch, "position": self.position, **self._identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a position; PerfsuiteError where it is one in other data."""
+        """Go to a position; PerfsuiteError where it is one in other data, ValueError where it is none."""
         check_identity(state, self._identity())
-        self.epoch, self.position = int(state["epoch"]), int(state["position"])
+        self.epoch, self.position = whole(state, "epoch"), whole(state, "position", most=len(self) - 1)
         self._order = self._next = None
 
     def _identity(self) -> dict[str, Any]:

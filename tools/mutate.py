@@ -48,7 +48,10 @@ REVIEWED = ROOT / "tests" / "mutation" / "equivalent.toml"
 CATEGORIES = ("speed_only", "needs_gpu", "equivalent")
 """Tables of that file, in the order in which they are asked."""
 
-PURE = {f"perfsuite/{name}.py": [f"tests/perfsuite/test_{name}.py"] for name in ("statistics", "gate", "baseline")}
+PURE = {
+    f"perfsuite/{name}.py": [f"tests/perfsuite/test_{name}.py"]
+    for name in ("statistics", "gate", "causes", "counts", "planning", "baseline")
+}
 SHARED = {
     "optimized/kernels.py": ["tests/test_kernels.py", "tests/geometry/test_rotor_update.py"],
     "optimized/rotor.py": ["tests/geometry/test_rotor_apply.py", "tests/geometry/test_rotor_cache.py"],

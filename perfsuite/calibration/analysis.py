@@ -1,6 +1,6 @@
-"""From a recording to figures: noise, error rates, coverage, what they say of the rule's constants. Pure, no torch.
+"""Turn a recording into figures: noise, error rates, coverage, and readings of the rule's constants. Pure; no torch.
 
-Every rate has a 95% interval. A figure that is resampled says so by the number of processes it comes from.
+Every rate has a 95% interval. The figures of the gate are resampled; the others are measured.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from perfsuite import gate
+from perfsuite import gate, planning
 from perfsuite import statistics as rule
 from perfsuite.calibration.record import (
     ACCEPTED,
@@ -24,33 +24,30 @@ from perfsuite.calibration.record import (
     Rounds,
     side_name,
 )
-from perfsuite.calibration.resample import Array, Pool, Simulation, pools, simulate
+from perfsuite.calibration.resample import COPIES, Array, Pool, Simulation, Tally, pools, simulate
 from perfsuite.errors import PerfsuiteError
+from perfsuite.modes import accept
 from perfsuite.records import Status
 
 SUITES = 200
-"""Resampled gates at each planted share: a rate of 1% over 5 copies of a kind is good to .6%."""
+"""Simulated suites at each planted slowdown: a rate of 1% over 5 copies of a kind is known to within .6%."""
 UNCHANGED = 2
-"""Unchanged code gets so many times as many: alarms over a whole suite are rare."""
-WORLDS = 20
-"""Resampled recordings behind the part of an interval that comes from having recorded few processes."""
-WORLD_SHARE = 0.03
-"""Each of them is gated so much as the recording itself; unchanged code WORLD_UNCHANGED times that."""
-WORLD_UNCHANGED = 5
-FEW_PROCESSES = 5
-"""Fewer recorded processes than the gate's own baseline has: the figures are shown, with a warning."""
+"""Unchanged code gets so many times as many suites, because false alarms of a whole suite are rare."""
+WORLDS, WORLD_SHARE, WORLD_UNCHANGED = 20, 0.03, 5
+"""Resampled recordings at most, their share of the suites, and how many times that for unchanged code. The range of
+their rates shows the error that comes from recording few processes."""
 STATED = 5
-"""The threshold, in per cent, that is stated for the other tools beside the gate's own margin."""
+"""Threshold in per cent at which the other tools are held, besides the gate's own margin."""
 LEVEL = 0.95
 OUTLIER = 5.0
-"""Normal noise has one quad in a million so far out; the standard deviations of a kind with many are mostly theirs."""
-ALPHA_TOLD = 4.0
-"""A rate of alarms whose interval ends within so many times ALPHA is called known."""
+"""Normal noise has one quad in a million farther out."""
+TARGETS: Mapping[str, float] = {"device": 0.01, "wall": 0.02}
+"""The slowdown that the gate is to find on each clock, in 95% of the workloads."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rate:
-    """A share with its 95% interval; `of` says of how many, resampled or truly made."""
+    """A share with its 95% interval; `of` is the number of trials, resampled or measured."""
 
     value: float
     low: float
@@ -59,7 +56,7 @@ class Rate:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Spread:
+class Deviation:
     """A standard deviation with its 95% interval and degrees of freedom."""
 
     value: float
@@ -70,7 +67,7 @@ class Spread:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Components:
-    """Standard deviations of a log-ratio, each level by itself; and of a process mean, which is the gate's unit."""
+    """Standard deviations of a log-ratio, by level of the design; and of a process mean, which is the gate's unit."""
 
     quad: float
     block: float
@@ -79,7 +76,7 @@ class Components:
     """None where one session was recorded."""
     outliers: float
     """Share of quads farther from their block's median than OUTLIER robust standard deviations."""
-    unit: Spread
+    unit: Deviation
     bias: float
     """The mean over all processes; for two imports of one code it should be 0."""
     bias_se: float
@@ -88,24 +85,35 @@ class Components:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Detection:
-    """What one rule said of one kind at one planted share."""
+class Gated:
+    """The gate's verdicts on one kind at one planted slowdown."""
+
+    planted: float
+    measured: float
+    """The planted slowdown as the median over all that was recorded, and its standard error."""
+    error: float
+    regressed: Rate
+    passed: Rate
+    """PASS or IMPROVED."""
+    noisy: Rate
+    processes: float
+    """Mean processes a workload."""
+    seconds: float
+    """Mean seconds a workload: timing both sides, without start, proof and warm-up."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Compared:
+    """How often another tool fails one kind at one planted slowdown."""
 
     rule: str
     planted: float
-    measured: float
-    """The planted slowdown: the median over all that was recorded."""
     flagged: Rate
-    """REGRESSED, or the tool's own failure."""
-    undecided: Rate | None = None
-    """Red in another way: NOISY."""
-    opened: float | None = None
-    """Share that needed the second look."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KindResult:
-    """All that is said of one kind."""
+    """All figures of one kind."""
 
     kind: str
     clock: str
@@ -115,13 +123,26 @@ class KindResult:
     to_reference: Components
     to_accepted: Components
     margin: float
-    margin_most: float
-    """Median and largest margin that the gate gave it over the resampled gates."""
-    gate: tuple[Detection, ...]
-    others: tuple[Detection, ...]
-    coverage: Mapping[str, Rate]
-    planted: Mapping[str, tuple[float, float]]
-    """Side → the slowdown measured on the gate's clock, and its standard error."""
+    """The median over the simulated suites."""
+    gate: tuple[Gated, ...]
+    others: tuple[Compared, ...]
+    coverage: Rate
+    """Of the 95% interval of the slowdown."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Target:
+    """What the gate is to achieve over the whole suite, and what it does."""
+
+    what: str
+    wanted: float
+    found: Rate
+    at_most: bool = False
+    """`wanted` is an upper bound, not a lower one."""
+
+    @property
+    def met(self) -> bool:
+        return self.found.value <= self.wanted if self.at_most else self.found.value >= self.wanted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,13 +153,8 @@ class Times:
     start: float
     sampling: Mapping[str, float]
     """Kind → seconds of all its sides."""
-    first: float
-    second: float
-    """One process of the gate's first and second look through the kinds, by the sides that it would time."""
-    gate: float
-    """The whole gate where everything is decided by the first look."""
-    stages: tuple[float, ...]
-    """The whole gate where the second look goes on to each of its stages."""
+    gate: Mapping[float, tuple[float, float]]
+    """Planted slowdown → (rounds, seconds) of the whole simulated suite: starts and timing."""
     tools: Mapping[str, float]
     """Tool → one run through the kinds, without its process's start."""
 
@@ -162,18 +178,58 @@ class Analysis:
     processes: int
     sessions: int
     suite: int
-    """Workloads in the resampled suite."""
+    """Workloads in the simulated suite."""
     suites: int
-    """Resampled suite runs on unchanged code."""
+    """Simulated runs of unchanged suites."""
     kinds: tuple[KindResult, ...]
-    alarms: Rate
-    """Suite runs on unchanged code with at least one REGRESSED."""
+    targets: tuple[Target, ...]
     red: Rate
-    """Suite runs on unchanged code with any red verdict."""
+    """Runs of unchanged suites with any red verdict."""
+    improved: Rate
+    """Runs of unchanged suites with an IMPROVED."""
     constants: tuple[Constant, ...]
     times: Times
     warnings: tuple[str, ...]
     left_out: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Simulations:
+    """The gate simulated from the recording, and from each resampled recording."""
+
+    whole: Simulation
+    worlds: Sequence[Simulation]
+
+    def rate(self, read: Callable[[Simulation], tuple[int, int]]) -> Rate:
+        """The share that `read` counts as (hits, trials).
+
+        Its interval is the wider of Clopper and Pearson's and the range over the resampled recordings: the first shows
+        how few suites were simulated, the second how few processes were recorded.
+        """
+        found = rate(*read(self.whole))
+        shares = [hits / of for hits, of in map(read, self.worlds) if of]
+        if not shares:
+            return found
+        low, high = (float(q) for q in np.quantile(shares, [(1 - LEVEL) / 2, (1 + LEVEL) / 2]))
+        return Rate(value=found.value, low=min(found.low, low), high=max(found.high, high), of=found.of)
+
+    def share(self, kinds: Sequence[str], side: str, *statuses: Status) -> Rate:
+        """How many of the workloads of these kinds get one of these verdicts."""
+
+        def read(s: Simulation) -> tuple[int, int]:
+            tallies = [s.tallies[k][side] for k in kinds]
+            return sum(t.statuses[status] for t in tallies for status in statuses), sum(t.runs for t in tallies)
+
+        return self.rate(read)
+
+    def covered(self, kinds: Sequence[str]) -> Rate:
+        """How many of the 95% intervals of the slowdown hold the truth, over all planted slowdowns."""
+
+        def read(s: Simulation) -> tuple[int, int]:
+            tallies = [t for k in kinds for t in s.tallies[k].values()]
+            return sum(t.covered for t in tallies), sum(t.runs for t in tallies)
+
+        return self.rate(read)
 
 
 def analyse(
@@ -181,7 +237,6 @@ def analyse(
     *,
     seed: int = 0,
     suites: int = SUITES,
-    worlds: int = WORLDS,
     progress: Callable[[str], None] = lambda what: None,
 ) -> Analysis:
     """All figures of a recording; the same for the same `seed`. PerfsuiteError where too little was recorded."""
@@ -193,36 +248,53 @@ def analyse(
         )
     sides = [side_name(x) for x in recording.extras]
     rng = np.random.default_rng(seed)
-    whole = simulate(recorded, sides, suites=suites, rng=rng, progress=progress)
-    simulate(recorded, [OPTIMIZED], suites=suites * (UNCHANGED - 1), rng=rng, into=whole, progress=progress)
+    whole = simulate(recorded, {**dict.fromkeys(sides, suites), OPTIMIZED: UNCHANGED * suites}, rng, progress=progress)
     copies: list[Simulation] = []
     each = max(1, round(suites * WORLD_SHARE))
+    worlds = max(1, min(WORLDS, suites // 10))
     for number in range(worlds):
         progress(f"resampled recording {number + 1} of {worlds}")
         world = {k: p.again(rng) for k, p in recorded.items()}
-        made = simulate(world, sides, suites=each, rng=rng, known=recorded)
-        more = each * (WORLD_UNCHANGED - 1)
-        copies.append(simulate(world, [OPTIMIZED], suites=more, rng=rng, known=recorded, into=made))
-    kinds = tuple(_kind(k, p, recording, whole, copies) for k, p in recorded.items())
-    unchanged = whole.suites[OPTIMIZED]
-    size = len(recorded) * (whole.tallies[next(iter(recorded))][OPTIMIZED].runs // max(unchanged.runs, 1))
-    worlds_of = [w.suites[OPTIMIZED] for w in copies]
-    alarms = _pooled(unchanged.alarms, unchanged.runs, [_share(w.alarms, w.runs) for w in worlds_of])
-    red = _pooled(unchanged.red, unchanged.runs, [_share(w.red, w.runs) for w in worlds_of])
+        copies.append(simulate(world, {**dict.fromkeys(sides, each), OPTIMIZED: WORLD_UNCHANGED * each}, rng))
+    simulated = Simulations(whole, copies)
+    kinds = tuple(_kind(k, p, recording, simulated) for k, p in recorded.items())
     return Analysis(
         device=recording.machine.device,
         device_name=recording.machine.device_name,
         processes=recording.processes,
         sessions=len(recording.sessions),
-        suite=size,
-        suites=unchanged.runs,
+        suite=len(recorded) * COPIES,
+        suites=whole.suites[OPTIMIZED].runs,
         kinds=kinds,
-        alarms=alarms,
-        red=red,
-        constants=tuple(_constants(kinds, alarms, whole, recorded)),
-        times=_times(recording),
-        warnings=tuple(_warnings(recording, recorded)),
+        targets=tuple(_targets(kinds, recording, simulated)),
+        red=simulated.rate(lambda s: (s.suites[OPTIMIZED].red, s.suites[OPTIMIZED].runs)),
+        improved=simulated.rate(lambda s: (s.suites[OPTIMIZED].improved, s.suites[OPTIMIZED].runs)),
+        constants=tuple(_constants(kinds, whole)),
+        times=_times(recording, whole, recorded),
+        warnings=tuple(_warnings(recording, recorded, whole)),
         left_out=tuple(dict.fromkeys(line for s in recording.sessions for line in s.left_out)),
+    )
+
+
+def _targets(kinds: Sequence[KindResult], recording: Recording, simulated: Simulations) -> Iterator[Target]:
+    yield Target(
+        what="unchanged suites with a false alarm",
+        wanted=gate.ALPHA,
+        found=simulated.rate(lambda s: (s.suites[OPTIMIZED].alarms, s.suites[OPTIMIZED].runs)),
+        at_most=True,
+    )
+    for clock, extra in TARGETS.items():
+        names = [k.kind for k in kinds if k.clock == clock]
+        if names and extra in recording.extras:
+            yield Target(
+                what=f"workloads {extra:.0%} slower found on the {clock} clock",
+                wanted=gate.POWER,
+                found=simulated.share(names, side_name(extra), Status.REGRESSED),
+            )
+    yield Target(
+        what="95% intervals of the slowdown that hold the truth",
+        wanted=LEVEL,
+        found=simulated.covered([k.kind for k in kinds]),
     )
 
 
@@ -230,7 +302,7 @@ def analyse(
 
 
 def clopper_pearson(count: float, of: float, level: float = LEVEL) -> tuple[float, float]:
-    """Exact interval of a share; a count that is no whole number is taken as it is. (0, 1) of nothing."""
+    """Exact interval of a share; the count may be fractional. (0, 1) of nothing."""
     if of <= 0:
         return 0.0, 1.0
     from scipy import special
@@ -251,29 +323,20 @@ def _share(count: float, of: float) -> float:
     return count / of if of else 0.0
 
 
-def _pooled(count: int, of: int, worlds: Sequence[float]) -> Rate:
-    """The share; its interval is the wider of Clopper and Pearson's, and the range over resampled recordings."""
-    found = rate(count, of)
-    if not worlds:
-        return found
-    low, high = (float(q) for q in np.quantile(worlds, [(1 - LEVEL) / 2, (1 + LEVEL) / 2]))
-    return Rate(value=found.value, low=min(found.low, low), high=max(found.high, high), of=of)
-
-
-def spread(sd: float, dof: float) -> Spread:
+def deviation(sd: float, dof: float) -> Deviation:
     """A standard deviation with the χ² interval of so many degrees of freedom."""
     from scipy import special
 
     tail = (1 - LEVEL) / 2
     low = sd * math.sqrt(dof / float(special.chdtri(dof, tail)))
     high = sd * math.sqrt(dof / float(special.chdtri(dof, 1 - tail)))
-    return Spread(value=sd, low=low, high=high, dof=dof)
+    return Deviation(value=sd, low=low, high=high, dof=dof)
 
 
 # --- noise -----------------------------------------------------------------------------------------------------------
 
 
-def components(recording: Recording, kind: str, other: str, pool: Pool, side: str = OPTIMIZED) -> Components:
+def components(recording: Recording, kind: str, other: str, side: str = OPTIMIZED) -> Components:
     """The nested components of variance of log(other / side), by the moments of the means of each level."""
     sessions = [
         np.array(
@@ -290,14 +353,13 @@ def components(recording: Recording, kind: str, other: str, pool: Pool, side: st
     of_processes, dof = rule.within(process_means)
     process = of_processes - of_blocks / blocks
     between, _ = rule.between(process_means, of_processes)
-    # The unit, and what is left of it in the mean, as the gate takes them: of block medians.
-    arrays = (pool.reference if other == REFERENCE else pool.accepted)[side]
-    units = [[rule.process_mean(row.tolist()) for row in a] for a in arrays]
+    # The unit, and the bias that is left in it, as the gate has them: from block medians.
+    units = [[rule.process_mean(blocks) for blocks in np.median(s, axis=2).tolist()] for s in sessions]
     unit, dof = rule.within(units)
     several = len(units) > 1
     count = sum(len(u) for u in units)
     means = [fmean(u) for u in units]
-    # Two sessions may agree by luck: the error is at least what their processes leave.
+    # Two sessions may agree by chance: the error is at least what their processes leave.
     error = max(rule.variance(means) / len(means) if several else 0.0, unit / count)
     return Components(
         quad=math.sqrt(quad),
@@ -305,7 +367,7 @@ def components(recording: Recording, kind: str, other: str, pool: Pool, side: st
         process=math.sqrt(max(process, 0.0)),
         session=math.sqrt(max(between, 0.0)) if several else None,
         outliers=_outliers(sessions),
-        unit=spread(math.sqrt(unit), dof),
+        unit=deviation(math.sqrt(unit), dof),
         bias=fmean(means),
         bias_se=math.sqrt(error),
         processes=count,
@@ -327,102 +389,73 @@ def _mean_variance(values: Sequence[Array], axis: int) -> float:
 # --- one kind --------------------------------------------------------------------------------------------------------
 
 
-def _kind(kind: str, pool: Pool, recording: Recording, whole: Simulation, worlds: Sequence[Simulation]) -> KindResult:
+def _kind(kind: str, pool: Pool, recording: Recording, simulated: Simulations) -> KindResult:
     records = [p.kinds[kind] for s in recording.sessions for p in s.processes if kind in p.kinds]
-    tallies = whole.tallies[kind]
-    margins = [m for t in tallies.values() for m in t.margins]
-    margin = median(margins)
-    gated = []
-    planted: dict[str, tuple[float, float]] = {}
-    for extra in recording.extras:
-        side = side_name(extra)
-        tally = tallies[side]
-        planted[side] = planted_size(records, side)
-        noisy = tally.red - tally.count(Status.REGRESSED)
-        gated.append(
-            Detection(
-                rule="gate",
-                planted=extra,
-                measured=planted[side][0],
-                flagged=_pooled(
-                    tally.count(Status.REGRESSED),
-                    tally.runs,
-                    [_share(w.tallies[kind][side].count(Status.REGRESSED), w.tallies[kind][side].runs) for w in worlds],
-                ),
-                undecided=_pooled(
-                    noisy,
-                    tally.runs,
-                    [
-                        _share(t.red - t.count(Status.REGRESSED), t.runs)
-                        for t in (w.tallies[kind][side] for w in worlds)
-                    ],
-                ),
-                opened=_share(tally.opened, tally.runs),
-            )
-        )
-    names = dict.fromkeys(name for t in tallies.values() for name in t.covered)
-    coverage = {}
-    for name in names:
-        seen = [t.covered[name] for t in tallies.values() if name in t.covered]
-        coverage[name] = rate(sum(s[0] for s in seen), sum(s[1] for s in seen))
+    tallies = simulated.whole.tallies[kind]
+    margin = median(m for t in tallies.values() for m in t.margins)
     return KindResult(
         kind=kind,
         clock=records[0].clock,
         seconds=median(t for r in records for b in r.quads_s[OPTIMIZED] for t in b),
         processes=len(records),
-        to_reference=components(recording, kind, REFERENCE, pool),
-        to_accepted=components(recording, kind, ACCEPTED, pool),
+        to_reference=components(recording, kind, REFERENCE),
+        to_accepted=components(recording, kind, ACCEPTED),
         margin=margin,
-        margin_most=max(margins),
-        gate=tuple(gated),
-        others=tuple(_others(kind, planted, recording, margin)),
-        coverage=coverage,
-        planted=planted,
+        gate=tuple(_gated(kind, extra, pool, records, simulated) for extra in recording.extras),
+        others=tuple(_others(kind, recording, margin)),
+        coverage=simulated.covered([kind]),
+    )
+
+
+def _gated(kind: str, extra: float, pool: Pool, records: Sequence[KindRecord], simulated: Simulations) -> Gated:
+    side = side_name(extra)
+    measured, error = planted_size(records, side)
+    tally = simulated.whole.tallies[kind][side]
+    return Gated(
+        planted=extra,
+        measured=measured,
+        error=error,
+        regressed=simulated.share([kind], side, Status.REGRESSED),
+        passed=simulated.share([kind], side, Status.PASS, Status.IMPROVED),
+        noisy=simulated.share([kind], side, Status.NOISY),
+        processes=_share(tally.processes, tally.runs),
+        seconds=_share(tally.blocks, tally.runs) * pool.block_s,
     )
 
 
 def planted_size(records: Sequence[KindRecord], side: str) -> tuple[float, float]:
-    """The slowdown of the side against the accepted one: the median over every quad recorded, and its standard error.
+    """The slowdown of the side against the accepted one: the median over all quads recorded, and its standard error.
 
-    The error is that of a median over the processes' own medians, which spread by more than their quads tell.
+    The error is that of a median over the processes' own medians, which vary by more than their quads suggest.
     """
     logs = [np.log(np.array(r.quads_s[side]) / np.array(r.quads_s[ACCEPTED])) for r in records]
     own = np.array([np.median(x) for x in logs])
-    spread = 1.4826 * float(np.median(np.abs(own - np.median(own))))
-    return math.expm1(float(np.median(np.concatenate(logs)))), 1.2533 * spread / math.sqrt(len(own))
+    sd = 1.4826 * float(np.median(np.abs(own - np.median(own))))
+    return math.expm1(float(np.median(np.concatenate(logs)))), 1.2533 * sd / math.sqrt(len(own))
 
 
 def thresholds(margin: float) -> tuple[int, int]:
-    """Per cent at which the other tools are held: the margin, in pytest-benchmark's whole per cents, and STATED.
-
-    A kind too noisy to be gated is held at the widest margin that the gate allows.
-    """
-    return math.ceil(min(margin, gate.MARGIN_MAX) * 100 - 1e-9), STATED
+    """Thresholds of the other tools in per cent: the margin, in the whole per cents of pytest-benchmark, and STATED."""
+    return math.ceil(margin * 100 - 1e-9), STATED
 
 
-def _others(
-    kind: str, planted: Mapping[str, tuple[float, float]], recording: Recording, margin: float
-) -> Iterator[Detection]:
-    tools = [("pytest-benchmark", "benchmark", f, p) for p in thresholds(margin) for f in ("median", "min")]
-    tools += [("do_bench", "do_bench", "median", p) for p in dict.fromkeys(thresholds(margin))]
-    for label, tool, field, percent in tools:
+def _others(kind: str, recording: Recording, margin: float) -> Iterator[Compared]:
+    at = dict.fromkeys(thresholds(margin))
+    tools = [("pytest-benchmark", "benchmark", f, p) for p in at for f in ("median", "min")]
+    tools += [("do_bench", "do_bench", "median", p) for p in at]
+    for label, tool, field, percents in tools:
         for extra in recording.extras:
-            found = compared(recording, kind, tool, field, percent, side_name(extra))
+            found = compared(recording, kind, tool, field, percents, side_name(extra))
             if found is not None:
-                yield Detection(
-                    rule=f"{label} {field}:{percent}%",
-                    planted=extra,
-                    measured=planted[side_name(extra)][0],
-                    flagged=found,
-                )
+                yield Compared(rule=f"{label} {field}:{percents}%", planted=extra, flagged=found)
 
 
-def compared(recording: Recording, kind: str, tool: str, field: str, percent: int, side: str) -> Rate | None:
+def compared(recording: Recording, kind: str, tool: str, field: str, percents: int, side: str) -> Rate | None:
     """How often a new run of `side` fails against a stored run of the unchanged side of another process.
 
     The stored run is of another session where there are several. All such pairs are compared, by pytest-benchmark's
-    own check; the interval counts half as many trials as processes, which bounds the variance of a mean over
-    dependent pairs (Hoeffding 1963). None where the tool was not run.
+    own check. The interval counts half as many trials as processes, which bounds the variance of a mean over dependent
+    pairs (Hoeffding 1963). None where the tool was not run.
     """
     stored = _runs(recording, kind, tool, OPTIMIZED)
     new = _runs(recording, kind, tool, side)
@@ -431,7 +464,7 @@ def compared(recording: Recording, kind: str, tool: str, field: str, percent: in
     from pytest_benchmark import utils
 
     parse: Any = utils.parse_compare_fail  # untyped
-    check = parse(f"{field}:{percent}%")
+    check = parse(f"{field}:{percents}%")
     several = len({s for s, _, _ in stored}) > 1
     fails = pairs = 0
     for old_session, old_process, old in stored:
@@ -459,84 +492,76 @@ def _runs(recording: Recording, kind: str, tool: str, side: str) -> list[tuple[i
 # --- constants -------------------------------------------------------------------------------------------------------
 
 
-def _constants(
-    kinds: Sequence[KindResult], alarms: Rate, whole: Simulation, recorded: Mapping[str, Pool]
-) -> Iterator[Constant]:
-    for name, which in (("PROCESS_SD", "to_reference"), ("PROCESS_SD, two imports", "to_accepted")):
+def _constants(kinds: Sequence[KindResult], whole: Simulation) -> Iterator[Constant]:
+    for name, which in (("PROCESS_SD", "to_accepted"), ("PROCESS_SD, to the reference", "to_reference")):
         units = {k.kind: getattr(k, which).unit for k in kinds}
         dof = sum(u.dof for u in units.values())
-        pooled = spread(math.sqrt(sum(u.value**2 * u.dof for u in units.values()) / dof), dof)
+        pooled = deviation(math.sqrt(sum(u.value**2 * u.dof for u in units.values()) / dof), dof)
         yield Constant(
             name=name,
-            assumed=_percent(rule.PROCESS_SD),
-            measured=f"{_percent(pooled.value)} ({_percent(pooled.low)} to {_percent(pooled.high)}) over the kinds",
-            reading=_reading(rule.PROCESS_SD, pooled.low, pooled.high),
+            assumed=percent(rule.PROCESS_SD),
+            measured=_interval(pooled),
+            reading=_reading(rule.PROCESS_SD, pooled),
         )
-        if which == "to_reference":
+        if which == "to_accepted":
             low, high = _prior_range(rule.PROCESS_SD, rule.PROCESS_DOF)
             outside = [k for k, u in units.items() if u.high < low or u.low > high]
             yield Constant(
                 name="PROCESS_DOF",
-                assumed=f"{rule.PROCESS_DOF:g}: kinds differ from {_percent(low)} to {_percent(high)}",
-                measured=", ".join(f"{k} {_percent(u.value)}" for k, u in units.items()),
-                reading="agrees" if not outside else f"outside of it: {', '.join(outside)}",
+                assumed=f"{rule.PROCESS_DOF:g}: kinds differ from {percent(low)} to {percent(high)}",
+                measured=", ".join(f"{k} {percent(u.value)}" for k, u in units.items()),
+                reading=f"outside of it: {', '.join(outside)}" if outside else "agrees",
             )
     yield from _sessions(kinds)
-    biases = {k.kind: k.to_accepted for k in kinds}
-    # Each kind's mean is the bias and its own error; together a χ² where the bias is as assumed.
-    strayed = sum(b.bias**2 / (b.bias_se**2 + rule.IMPORT_BIAS**2) for b in biases.values())
-    agrees = _chi2_survival(strayed, len(biases)) > 1 - LEVEL
-    told = min(b.bias_se for b in biases.values()) <= 2 * rule.IMPORT_BIAS
-    yield Constant(
-        name="IMPORT_BIAS",
-        assumed=_percent(rule.IMPORT_BIAS),
-        measured=", ".join(f"{k} {_percent(b.bias)} ± {_percent(b.bias_se)}" for k, b in biases.items()),
-        reading=("agrees" if told else "agrees, but known less well than it") if agrees else "assumed too small here",
-    )
-    if alarms.low > gate.ALPHA:
-        reading = "more than assumed"
-    elif alarms.high <= ALPHA_TOLD * gate.ALPHA:
-        reading = "agrees"
-    else:
-        reading = "not contradicted, but not known well: measure more --processes, or resample more --suites"
-    yield Constant(
-        name="ALPHA",
-        assumed=f"{_percent(gate.ALPHA)} of suite runs",
-        measured=f"{_percent(alarms.value)} ({_percent(alarms.low)} to {_percent(alarms.high)})",
-        reading=reading,
-    )
+    yield _import_bias({k.kind: k.to_accepted for k in kinds})
+    wide = [k.kind for k in kinds if k.margin > gate.MARGIN_MIN]
     yield Constant(
         name="MARGIN_MIN",
-        assumed=_percent(gate.MARGIN_MIN),
-        measured="; ".join(f"{k.kind}: margin {_percent(k.margin)}, {_caught(k)}" for k in kinds),
-        reading=_margins(kinds),
+        assumed=percent(gate.MARGIN_MIN),
+        measured="; ".join(f"{k.kind}: margin {percent(k.margin)}, {_found(k)}" for k in kinds),
+        reading=f"resolved only above it: {', '.join(wide)}" if wide else "agrees",
     )
-    passed = {k: 1 - _share(t[OPTIMIZED].opened, t[OPTIMIZED].runs) for k, t in whole.tallies.items()}
-    share = fmean(passed.values())
-    yield Constant(
-        name="FIRST_PROCESSES",
-        assumed=f"{gate.FIRST_PROCESSES}: pass most unchanged workloads",
-        measured=", ".join(f"{k} {v:.0%}" for k, v in passed.items()),
-        reading="agrees" if share >= 0.5 else "passes few: more processes, or a baseline of several sessions",
+    unchanged = {k: t[OPTIMIZED] for k, t in whole.tallies.items()}
+    yield _of_unchanged(
+        unchanged,
+        "TARGET_SHARE",
+        f"{planning.TARGET_SHARE:g} of the margin: one process decides nearly always",
+        lambda t: _share(t.first, t.unsampled),
+        least=0.5,
     )
-    silent = {k: _share(t[OPTIMIZED].red, t[OPTIMIZED].runs) for k, t in whole.tallies.items()}
-    weak = [k for k, v in silent.items() if v > 0.05]
-    unchanged = [t[OPTIMIZED] for t in whole.tallies.values()]
-    reached = [sum(t.stages[i] for t in unchanged) for i in range(len(gate.STAGES))]
-    ended = [1 - _share(later, reached[0]) for later in reached[1:]]
-    yield Constant(
-        name="STAGES",
-        assumed=f"{gate.STAGES[0].processes} processes decide most, {gate.STAGES[1].processes} nearly all that is left",
-        measured=" and ".join(f"{share:.0%}" for share in ended) + " of unchanged workloads are decided by then"
-        if reached[0]
-        else "the first look left nothing open",
-        reading="agrees" if ended[0] >= 0.5 or not reached[0] else "decide few: later stages are needed",
+    yield _of_unchanged(
+        unchanged,
+        "LOOKS",
+        f"{gate.LOOKS[-1]} processes decide what is left",
+        lambda t: 1 - _share(t.statuses[Status.NOISY], t.runs),
+        least=0.95,
     )
-    yield Constant(
-        name="the last stage",
-        assumed=f"{gate.STAGES[-1].processes} processes: decide what is left",
-        measured="unchanged and red: " + ", ".join(f"{k} {_percent(v)}" for k, v in silent.items()),
-        reading="agrees" if not weak else f"too few for {', '.join(weak)}, or the kind is too noisy here",
+
+
+def _of_unchanged(
+    tallies: Mapping[str, Tally], name: str, assumed: str, read: Callable[[Tally], float], *, least: float
+) -> Constant:
+    """A constant on which it depends whether unchanged workloads are decided: the share that is, by kind."""
+    shares = {k: read(t) for k, t in tallies.items()}
+    weak = [k for k, share in shares.items() if share < least]
+    return Constant(
+        name=name,
+        assumed=assumed,
+        measured="unchanged and decided: " + ", ".join(f"{k} {percent(s)}" for k, s in shares.items()),
+        reading=f"less than {least:.0%}: {', '.join(weak)}" if weak else "agrees",
+    )
+
+
+def _import_bias(biases: Mapping[str, Components]) -> Constant:
+    # Each kind's mean is the bias and its own error; the sum is a χ² where the bias is as assumed.
+    total = sum(b.bias**2 / (b.bias_se**2 + rule.IMPORT_BIAS**2) for b in biases.values())
+    agrees = _chi2_survival(total, len(biases)) > 1 - LEVEL
+    known = min(b.bias_se for b in biases.values()) <= 2 * rule.IMPORT_BIAS
+    return Constant(
+        name="IMPORT_BIAS",
+        assumed=percent(rule.IMPORT_BIAS),
+        measured=", ".join(f"{k} {percent(b.bias)} ± {percent(b.bias_se)}" for k, b in biases.items()),
+        reading=("agrees" if known else "agrees, but measured less precisely") if agrees else "assumed too small here",
     )
 
 
@@ -544,22 +569,22 @@ def _sessions(kinds: Sequence[KindResult]) -> Iterator[Constant]:
     known = {k.kind: s for k in kinds if (s := k.to_reference.session) is not None}
     if not known:
         text = "not measured: one session was recorded; add one with --more"
-        for name, value in (("SESSION_SD", _percent(rule.SESSION_SD)), ("SESSION_DOF", f"{rule.SESSION_DOF:g}")):
-            yield Constant(name=name, assumed=value, measured=text, reading="assumed, also in the resampled gates")
+        for name, value in (("SESSION_SD", percent(rule.SESSION_SD)), ("SESSION_DOF", f"{rule.SESSION_DOF:g}")):
+            yield Constant(name=name, assumed=value, measured=text, reading="not known")
         return
     dof = sum(k.to_reference.sessions - 1 for k in kinds if k.kind in known)
-    pooled = spread(math.sqrt(fmean(s**2 for s in known.values())), dof)
+    pooled = deviation(math.sqrt(fmean(s**2 for s in known.values())), dof)
     yield Constant(
         name="SESSION_SD",
-        assumed=_percent(rule.SESSION_SD),
-        measured=f"{_percent(pooled.value)} ({_percent(pooled.low)} to {_percent(pooled.high)}) over the kinds",
-        reading=_reading(rule.SESSION_SD, pooled.low, pooled.high),
+        assumed=percent(rule.SESSION_SD),
+        measured=_interval(pooled),
+        reading=_reading(rule.SESSION_SD, pooled),
     )
     low, high = _prior_range(rule.SESSION_SD, rule.SESSION_DOF)
     yield Constant(
         name="SESSION_DOF",
-        assumed=f"{rule.SESSION_DOF:g}: kinds differ from {_percent(low)} to {_percent(high)}",
-        measured=", ".join(f"{k} {_percent(s)}" for k, s in known.items()),
+        assumed=f"{rule.SESSION_DOF:g}: kinds differ from {percent(low)} to {percent(high)}",
+        measured=", ".join(f"{k} {percent(s)}" for k, s in known.items()),
         reading="agrees" if all(s <= high for s in known.values()) else "kinds differ by more",
     )
 
@@ -578,53 +603,39 @@ def _prior_range(sd: float, dof: float) -> tuple[float, float]:
     return sd * math.sqrt(dof / low), sd * math.sqrt(dof / high)
 
 
-def _reading(assumed: float, low: float, high: float) -> str:
-    if assumed < low:
+def _interval(found: Deviation) -> str:
+    return f"{percent(found.value)} ({percent(found.low)} to {percent(found.high)}) over the kinds"
+
+
+def _reading(assumed: float, found: Deviation) -> str:
+    if assumed < found.low:
         return "assumed too small here"
-    return "agrees" if assumed <= high else "cautious: less was measured"
+    return "agrees" if assumed <= found.high else "cautious: less was measured"
 
 
-def _caught(kind: KindResult) -> str:
-    found = [d for d in kind.gate if d.planted > 0 and d.flagged.value >= 0.95]
-    return f"95% caught from {_percent(min(d.measured for d in found))}" if found else "none caught at 95%"
+def _found(kind: KindResult) -> str:
+    found = [g for g in kind.gate if g.planted > 0 and g.regressed.value >= gate.POWER]
+    share = f"{gate.POWER:.0%}"
+    return f"{share} found from {percent(min(g.measured for g in found))}" if found else f"none found at {share}"
 
 
-def _margins(kinds: Sequence[KindResult]) -> str:
-    noisy = [k.kind for k in kinds if k.margin > gate.MARGIN_MAX]
-    if noisy:
-        return f"too noisy to be gated here: {', '.join(noisy)}"
-    wide = [k.kind for k in kinds if k.margin > gate.MARGIN_MIN]
-    return "agrees" if not wide else f"resolved only above it: {', '.join(wide)}"
-
-
-def _percent(value: float) -> str:
-    """A share in per cent, with as many digits as it has meaning."""
+def percent(value: float) -> str:
+    """A share in per cent, with as many digits as have meaning."""
     size = abs(100 * value)
     return f"{100 * value:.{0 if size >= 99.95 else 1 if size >= 1 or size < 5e-4 else 2 if size >= 0.1 else 3}f}%"
-
-
-percent = _percent
 
 
 # --- seconds, warnings -----------------------------------------------------------------------------------------------
 
 
-def _times(recording: Recording) -> Times:
+def _times(recording: Recording, whole: Simulation, recorded: Mapping[str, Pool]) -> Times:
     processes = [p for s in recording.sessions for p in s.processes]
     kinds = recording.kinds
 
     def middle(values: Sequence[float]) -> float:
         return median(values) if values else 0.0
 
-    def of(kind: str, read: Callable[[KindRecord], float]) -> float:
-        return middle([read(p.kinds[kind]) for p in processes if kind in p.kinds])
-
-    def sides(names: Sequence[str]) -> float:
-        return sum(of(k, lambda r: sum(r.side_s[n] for n in names)) for k in kinds)
-
     start = middle([p.start_s for p in processes])
-    first = start + sides([REFERENCE, OPTIMIZED])
-    second = start + sides([REFERENCE, ACCEPTED, OPTIMIZED])
     tools = {}
     for label, tool in (("pytest-benchmark", "benchmark"), ("do_bench", "do_bench")):
         runs = [
@@ -632,33 +643,44 @@ def _times(recording: Recording) -> Times:
         ]
         if any(runs):
             tools[label] = sum(map(middle, runs))
+    gated = {}
+    for extra in recording.extras:
+        suite = whole.suites[side_name(extra)]
+        timing = sum(whole.tallies[k][side_name(extra)].blocks * p.block_s for k, p in recorded.items())
+        gated[extra] = (suite.rounds / suite.runs, (suite.rounds * start + timing) / suite.runs)
     return Times(
         process=middle([p.seconds for p in processes]),
         start=start,
-        sampling={k: of(k, lambda r: r.seconds) for k in kinds},
-        first=first,
-        second=second,
-        gate=gate.FIRST_PROCESSES * first,
-        stages=tuple(gate.FIRST_PROCESSES * first + stage.processes * second for stage in gate.STAGES),
+        sampling={k: middle([p.kinds[k].seconds for p in processes if k in p.kinds]) for k in kinds},
+        gate=gated,
         tools=tools,
     )
 
 
-def _warnings(recording: Recording, recorded: Mapping[str, Pool]) -> Iterator[str]:
+def _warnings(recording: Recording, recorded: Mapping[str, Pool], whole: Simulation) -> Iterator[str]:
     for kind, pool in recorded.items():
-        if sum(pool.sizes) < FEW_PROCESSES:
-            yield f"{kind}: only {sum(pool.sizes)} processes are recorded; its rates are little more than a sketch"
+        if sum(pool.sizes) < accept.PROCESSES:
+            yield f"{kind}: only {sum(pool.sizes)} processes are recorded; its rates are rough"
     for kind in recording.kinds:
         if kind not in recorded:
-            yield f"{kind}: recorded in one process of a session only, which tells nothing of its noise"
+            yield f"{kind}: recorded in one process of a session only, which shows nothing of its noise"
+    bounded = {
+        k: _share(sum(x.bounded for x in t.values()), sum(x.runs for x in t.values())) for k, t in whole.tallies.items()
+    }
+    if any(bounded.values()):
+        shares = ", ".join(f"{k} {s:.0%}" for k, s in bounded.items() if s)
+        yield (
+            f"the gate would measure more than the {recording.blocks} blocks a process that were recorded (share of "
+            f"workloads: {shares}); it is simulated with {recording.blocks}"
+        )
     if (recording.blocks, recording.quads) != _gate_design():
         blocks, quads = _gate_design()
         yield (
             f"{recording.blocks} blocks of {recording.quads} quads a process were recorded; "
-            f"the gate measures {blocks} of {quads}"
+            f"`perfsuite accept` measures {blocks} of {quads}"
         )
     if recording.machine.device.startswith("cpu"):
-        yield "a CPU: calls run on one thread, both clocks are the host's, and a shared machine disturbs them"
+        yield "a CPU: calls run on one thread, both clocks are the host's, and other processes disturb them"
     stacks = {tuple(getattr(s, n) for n in ("driver", "cuda", "torch", "triton")) for s in recording.sessions}
     if len(stacks) > 1:
         yield "the sessions ran on different software"
@@ -667,12 +689,3 @@ def _warnings(recording: Recording, recorded: Mapping[str, Pool]) -> Iterator[st
 def _gate_design() -> tuple[int, int]:
     """BLOCKS and QUADS of `perfsuite.sampling`, which imports torch."""
     return 8, 7
-
-
-def document(analysis: Analysis) -> dict[str, Any]:
-    """The figures as JSON."""
-    from perfsuite.records import to_json
-
-    found = to_json(analysis)
-    assert isinstance(found, dict)
-    return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,12 +19,12 @@ from perfsuite.calibration import measure, record
 from perfsuite.calibration.record import KINDS, Recording
 from perfsuite.errors import PerfsuiteError
 from perfsuite.machine import measured_devices
-from perfsuite.records import Machine
+from perfsuite.records import Machine, to_json
 
 OUT = "docs/calibration"
-SECONDS = {"cuda": 420.0, "cpu": 120.0}
+SECONDS = {"cuda": 500.0, "cpu": 200.0}
 BENCHMARK_MAX_TIME = 0.25
-"""Of pytest-benchmark: a quarter of its default, so that each planted share has a run in every process."""
+"""A quarter of pytest-benchmark's default, so that every side has a run in every process."""
 NO_DO_BENCH = "triton.testing.do_bench: not available here, it needs an NVIDIA GPU and triton"
 INTERRUPTED = 2
 
@@ -33,7 +33,7 @@ INTERRUPTED = 2
 @click.option("--out", default=OUT, show_default=True, type=click.Path(file_okay=False), help="Folder of the results.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="What to measure.  [default: the GPU, if any]")
 @click.option("--processes", default=12, show_default=True, type=click.IntRange(2), help="Measuring processes.")
-@click.option("--seconds", type=click.FloatRange(1), help="Budget of the whole.  [default: 420 on a GPU, 120 on a CPU]")
+@click.option("--seconds", type=click.FloatRange(1), help="Budget of the whole.  [default: 500 on a GPU, 200 on a CPU]")
 @click.option("--kind", "kinds", multiple=True, type=click.Choice(list(KINDS)), help="Only this kind; repeatable.")
 @click.option("--blocks", default=8, show_default=True, type=click.IntRange(2), help="Blocks a process, as the gate's.")
 @click.option("--quads", default=7, show_default=True, type=click.IntRange(2), help="Quads a block, as the gate's.")
@@ -46,8 +46,16 @@ INTERRUPTED = 2
 )
 @click.option("--more", is_flag=True, help="Add a session to the stored recording of this device.")
 @click.option("--add", multiple=True, type=click.Path(dir_okay=False), help="Add the sessions of this recording.")
-@click.option("--from", "stored", type=click.Path(dir_okay=False), help="Redo table and plot; measure nothing.")
-@click.option("--suites", default=200, show_default=True, type=click.IntRange(1), help="Resampled gates at each share.")
+@click.option(
+    "--from", "stored", type=click.Path(dir_okay=False), help="Write the table and the plot anew; measure nothing."
+)
+@click.option(
+    "--suites",
+    default=200,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Simulated suites at each planted slowdown.",
+)
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(0), help="Seed of the resampling.")
 @click.option(
     "--picture", default="svg", show_default=True, type=click.Choice(["svg", "png"]), help="Form of the plot."
@@ -76,14 +84,14 @@ def calibrate(
 ) -> None:
     """Measure on this device what the gate's rule assumes.
 
-    Its noise, and how often the gate raises a false alarm or finds a planted slowdown of .5 to 5%, beside
-    pytest-benchmark and do_bench on the same kernels. Writes <device>.json (every quad), <device>.md and a plot.
+    Measures the noise, and how often the gate raises a false alarm or finds a planted slowdown of .5 to 5%, compared
+    with pytest-benchmark and do_bench on the same kernels. Writes <device>.json (every quad), <device>.md and a plot.
     """
     folder = Path(out)
     console = Console(stderr=True, highlight=False)
     try:
         if stored and (more or dry_run):
-            raise PerfsuiteError("--from measures nothing, so that --more and --dry-run say nothing; leave them out")
+            raise PerfsuiteError("--from measures nothing, so that --more and --dry-run do nothing; leave them out")
         if not no_plot and not dry_run and find_spec("matplotlib") is None:
             from perfsuite.calibration.report import REMEDY
 
@@ -127,8 +135,6 @@ def _machine(device: str | None) -> tuple[Machine, str]:
 def _show_plan(design: measure.Design, machine: Machine, as_json: bool) -> None:
     lines = measure.plan(design)
     if as_json:
-        from perfsuite.records import to_json
-
         estimate = design.fitting * design.process_s + measure.ANALYSIS_S
         plan = {"machine": to_json(machine), "design": to_json(design), "estimated_seconds": round(estimate)}
         click.echo(json.dumps(plan, indent=2))
@@ -140,7 +146,7 @@ def _show_plan(design: measure.Design, machine: Machine, as_json: bool) -> None:
 def _measured(
     design: measure.Design, machine: Machine, before: Recording | None, folder: Path, console: Console
 ) -> Recording:
-    """Measure; what is recorded lies in a partial file until it is whole. Exits where it was interrupted."""
+    """Measure, and keep what is recorded in a partial file until all is. Exits where it was interrupted."""
     partial = folder / f"{machine.device}.partial.json"
     planting = dict(before.planting) if before is not None else {}
 
@@ -152,7 +158,7 @@ def _measured(
         measuring.left_out.append(NO_DO_BENCH)
     if not design.benchmark_max_time:
         measuring.left_out.append("pytest-benchmark: not asked for")
-    # Before the minutes of measuring: whether sessions fit together, and whether the folder can be written.
+    # Fail before the minutes of measuring where sessions do not fit together or the folder cannot be written.
     record.save(partial, whole(measuring.recording()))
     measuring.kept = lambda now: _ignore(record.save(partial, whole(now)))
     turn = turns.turn(measured_devices(design.device), machine.device_name, console.print)
@@ -175,22 +181,22 @@ def _measured(
 
 
 def _ignore(value: object) -> None:
-    """For a callback that gives nothing."""
+    """Lets an expression stand where a callback must return None."""
 
 
 @contextmanager
 def _bar(console: Console, design: measure.Design) -> Iterator[Callable[[int, str], None]]:
-    """A progress bar; a line a process where the output is no terminal."""
+    """A progress bar, or a line for each process where the output is no terminal."""
     steps = len(design.kinds) + bool(design.benchmark_max_time) + design.do_bench
     if not console.is_terminal:
         seen: set[int] = set()
 
-        def tell(process: int, what: str) -> None:
+        def report(process: int, what: str) -> None:
             if process not in seen:
                 seen.add(process)
                 console.print(f"measuring, process {process} of {design.processes}")
 
-        yield tell
+        yield report
         return
     columns = (TextColumn("{task.description}"), BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
@@ -231,41 +237,21 @@ def _finish(
     written.append(files.write(folder / f"{stem}.md", report.table(found, recording, picture=name)))
     (folder / f"{stem}.partial.json").unlink(missing_ok=True)
     if as_json:
-        click.echo(json.dumps({**analysis.document(found), "files": [str(p) for p in written]}, indent=2))
+        click.echo(json.dumps({**to_json(found), "files": [str(p) for p in written]}, indent=2))
         return
     shown = Console(highlight=False)
-    _show(found, shown)
+    _show(shown, report.suite_table(found), report.constants(found))
     for line in (*found.warnings, *(f"left out: {line}" for line in found.left_out)):
         shown.print(line, soft_wrap=True, markup=False)
     for path in written:
         shown.print(f"wrote {path}", soft_wrap=True, markup=False)
 
 
-def _show(found: object, console: Console) -> None:
-    from perfsuite.calibration.analysis import Analysis, percent
-
-    assert isinstance(found, Analysis)
-    console.print(
-        f"{found.device_name}: {percent(found.alarms.value)} of {found.suites} resampled gates of "
-        f"{found.suite} unchanged workloads raise a false alarm "
-        f"(95% interval {percent(found.alarms.low)} to {percent(found.alarms.high)})",
-        soft_wrap=True,
-    )
-    planted = [d.planted for d in found.kinds[0].gate]
-    _print(
-        console,
-        "Flagged as REGRESSED, by planted slowdown",
-        ["kind", "margin", *(percent(p) for p in planted)],
-        [[k.kind, percent(k.margin), *(f"{d.flagged.value:.1%}" for d in k.gate)] for k in found.kinds],
-    )
-    rows = [[c.name, c.assumed, c.measured, c.reading] for c in found.constants]
-    _print(console, "The rule's constants", ["constant", "assumed", "measured", "reading"], rows)
-
-
-def _print(console: Console, title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    table = Table(title=title, title_justify="left")
-    for head in heads:
-        table.add_column(head)
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
+def _show(console: Console, *tables: Iterable[str]) -> None:
+    """Print Markdown tables in the terminal."""
+    for lines in tables:
+        heads, _, *rows = ([cell.strip("*") for cell in line[2:-2].split(" | ")] for line in lines)
+        table = Table(*heads)
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)

@@ -1,4 +1,4 @@
-"""Runs the measuring processes of a calibration, one after the other, and keeps what each records. No torch."""
+"""Run the measuring processes of a calibration, one after the other, and collect what each records. No torch."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from perfsuite.records import Machine, from_json
 from perfsuite.workers import POLL_S, Lines, end, start
 
 SILENCE_S = 240.0
-"""A process that says nothing for so long hangs: no kind takes a minute."""
+"""A process that reports nothing for so long hangs: no kind takes a minute."""
 START_S = {"cuda": 8.0, "cpu": 3.0}
 KIND_S = {"cuda": 3.5, "cpu": 4.2}
 """Seconds of a process's start, and of one kind at 6 planted sides, 8 blocks and 7 quads: for the plan alone."""
-ANALYSIS_S = 40.0
-"""Kept back from the budget for the table and the plot."""
+ANALYSIS_S = 120.0
+"""Reserved for simulating the gate, the table and the plot."""
 DO_BENCH_S = 0.2
 FEWEST = 2
-"""Processes without which nothing is known of the noise: they run whatever the budget is."""
+"""Fewer processes show nothing of the noise: these run whatever the budget is."""
 GIVE_UP = 2
-"""Processes in a row that may fail whole before the run ends."""
+"""The run ends after so many processes in a row that measured nothing."""
 WORKER = "perfsuite.calibration.worker"
 
 
@@ -76,7 +76,7 @@ class Design:
 
 @dataclass(slots=True)
 class Measuring:
-    """One session of measuring. `progress(process, what)` is told what begins; `kept(recording)` what is recorded."""
+    """One session of measuring; calls `progress(process, what)` at each step, `kept(recording)` after each process."""
 
     design: Design
     machine: Machine
@@ -90,9 +90,9 @@ class Measuring:
     _date: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 
     def run(self) -> Recording:
-        """Measure until the design is done, the budget is spent or Ctrl-C is pressed; what is recorded is kept.
+        """Measure until the design is complete, the budget is spent or Ctrl-C is pressed; what is recorded is kept.
 
-        PerfsuiteError where nothing could be measured at all.
+        PerfsuiteError where nothing could be measured.
         """
         design = self.design
         longest, failed, number = 0.0, 0, 1
@@ -122,7 +122,7 @@ class Measuring:
         return recording
 
     def recording(self) -> Recording:
-        """What is recorded by now."""
+        """Everything recorded so far."""
         machine = self.machine
         session = SessionRecord(
             date=self._date,
@@ -147,7 +147,7 @@ class Measuring:
         )
 
     def _one(self, number: int) -> str | None:
-        """One process; what went wrong if it measured nothing."""
+        """Run one process; the reason if it measured nothing, else None."""
         with tempfile.TemporaryDirectory(prefix="perfsuite-calibrate-") as folder:
             out, log = Path(folder) / "out.jsonl", Path(folder) / "log"
             design = self.design
@@ -181,7 +181,7 @@ class Measuring:
 
 
 class _Gathered:
-    """What one process has told so far."""
+    """What one process has reported so far."""
 
     def __init__(self, measuring: Measuring, number: int) -> None:
         self.measuring, self.number = measuring, number
@@ -224,13 +224,13 @@ class _Gathered:
 
 
 def _events(job: Path, out: Path, log: Path) -> Iterator[Mapping[str, Any]]:
-    """What a worker tells, until it ends; it is stopped where it falls silent or nobody listens any more."""
+    """The events of a worker until it ends. It is stopped where it hangs, or where the caller stops reading."""
     child = start([sys.executable, "-m", WORKER, str(job)], log)
-    told, heard = Lines(out), time.monotonic()
+    reported, heard = Lines(out), time.monotonic()
     try:
         while True:
             ended = child.poll() is not None
-            lines = told.new()
+            lines = reported.new()
             if lines:
                 heard = time.monotonic()
             for line in lines:
@@ -244,7 +244,7 @@ def _events(job: Path, out: Path, log: Path) -> Iterator[Mapping[str, Any]]:
 
 def _tail(log: Path) -> str:
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1][:300] if lines else "it said nothing"
+    return lines[-1][:300] if lines else "it printed nothing"
 
 
 def plan(design: Design) -> list[str]:

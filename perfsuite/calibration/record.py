@@ -1,8 +1,8 @@
-"""What a calibration records, and its file. Frozen records as JSON; no torch.
+"""What a calibration records, and its JSON file. No torch.
 
 A process times, for each kind of pair, every side in the same quads: the reference, the optimized side of a second
-import ("accepted"), the optimized side, and the optimized side with planted work ("+1.0%"). Beside that each side but
-the reference has a run of pytest-benchmark, and of `triton.testing.do_bench` where that exists.
+import ("accepted"), the optimized side, and the optimized side with planted work ("+1.0%"). The last two also have
+runs of pytest-benchmark, and of `triton.testing.do_bench` where that exists.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class KindRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessRecord:
-    """One measuring process. A process that was interrupted holds the kinds that it finished."""
+    """One measuring process. An interrupted one holds the kinds that it finished."""
 
     kinds: Mapping[str, KindRecord]
     start_s: float
@@ -82,7 +82,7 @@ class ProcessRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SessionRecord:
-    """Processes of one machine and hour, one after the other."""
+    """Processes that ran on one machine within about an hour, one after the other."""
 
     date: str
     """ISO date-time."""
@@ -102,20 +102,20 @@ class SessionRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recording:
-    """All that was recorded on one device, with one design."""
+    """Everything recorded on one device with one design."""
 
     machine: Machine
     blocks: int
     quads: int
     extras: tuple[float, ...]
     planting: Mapping[str, Mapping[str, float]]
-    """Kind → what its planted work was calibrated to, once for all processes and sessions."""
+    """Kind → the calibration of its planted work, done once for all processes and sessions."""
     sessions: tuple[SessionRecord, ...]
     schema: int = SCHEMA
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Kinds of which something was recorded, in the order of measuring."""
+        """Recorded kinds, in the order of measuring."""
         return tuple(dict.fromkeys(k for s in self.sessions for p in s.processes for k in p.kinds))
 
     @property
@@ -166,9 +166,8 @@ def _problem(kind: KindRecord, recording: Recording) -> str | None:
 
 
 def joined(first: Recording, other: Recording, *, name: str) -> Recording:
-    """The sessions of both; PerfsuiteError, which calls the other `name`, where they are not alike.
-
-    A session that both hold is taken once.
+    """The sessions of both recordings, without duplicates. PerfsuiteError names the other by `name` where their designs
+    differ.
     """
     for what, one, two in (
         ("device", first.machine.device, other.machine.device),
@@ -183,12 +182,12 @@ def joined(first: Recording, other: Recording, *, name: str) -> Recording:
 
 
 def rounded(seconds: float) -> float:
-    """A time as it is kept."""
+    """A time with the digits that are stored."""
     return float(f"{seconds:.{SECONDS_DIGITS}g}")
 
 
 def _layout(value: object, indent: str = "") -> str:
-    """JSON with a line a block: a file of a hundred thousand figures that a person can still page through."""
+    """JSON with one line for each block, so that a file of 100,000 figures stays readable."""
     inner = indent + " "
     if isinstance(value, dict) and value:
         lines = (f"{inner}{json.dumps(k)}: {_layout(v, inner)}" for k, v in value.items())

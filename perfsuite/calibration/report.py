@@ -1,4 +1,4 @@
-"""The table and the plot of a calibration. They show; the figures come from `analysis`."""
+"""The table and the plot of a calibration, from the figures of `analysis`."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from perfsuite import gate, statistics
-from perfsuite.calibration.analysis import Analysis, Components, Detection, KindResult, Rate, percent, thresholds
-from perfsuite.calibration.record import KINDS, Recording, side_name
-from perfsuite.calibration.resample import ACCEPT_PROCESSES, COPIES
+from perfsuite.calibration.analysis import Analysis, Components, KindResult, Rate, percent, thresholds
+from perfsuite.calibration.record import KINDS, Recording
+from perfsuite.calibration.resample import COPIES
 from perfsuite.errors import PerfsuiteError
+from perfsuite.modes.accept import PROCESSES
 from perfsuite.report import files
 from perfsuite.report.units import duration, seconds
 
 REMEDY = "the plot needs matplotlib: pip install matplotlib, or leave it out with --no-plot"
 ABSENT = "–"
 KNOWN = 0.0025
-"""A planted size known worse than this is shown where it was planted."""
+"""Where the planted slowdowns were measured less precisely than this, the plot shows them as planted."""
 COLOURS = {"gate": "#0b5394", "margin": "#cc4125", "stated": "#e69138", "do_bench": "#6aa84f"}
+TOOLS = ("pytest-benchmark median", "pytest-benchmark min", "do_bench median")
 
 
 def table(analysis: Analysis, recording: Recording, *, picture: str | None) -> str:
@@ -37,57 +38,53 @@ def _page(a: Analysis, recording: Recording, picture: str | None) -> Iterator[st
         "[How to read it](README.md)."
     )
     for line in a.warnings:
-        yield ""
-        yield f"**Note** {line}."
+        yield from ("", f"**Note** {line}.")
     for line in a.left_out:
-        yield ""
-        yield f"**Left out** {line}."
+        yield from ("", f"**Left out** {line}.")
     if picture:
-        yield ""
-        yield f"![Share of planted slowdowns that are flagged, by kind of pair]({picture})"
-    yield from ("", "## The gate's two errors", "")
+        yield from ("", f"![Share of planted slowdowns that are found, by kind of pair]({picture})")
+    yield from ("", "## The whole suite", "")
     yield (
-        f"Unchanged code, a suite of {a.suite} workloads (each kind {COPIES} times), {a.suites} resampled runs of the "
-        f"whole gate: **{_rate(a.alarms)}** of the runs raise a false alarm (REGRESSED); {_rate(a.red)} are red "
-        "for any reason."
+        f"A suite of {a.suite} workloads (each kind {COPIES} times), accepted from {PROCESSES} processes a "
+        f"workload and then gated, {a.suites} times with unchanged code. The gate's figures are resampled from "
+        f"{_processes(a.kinds)}. 95% intervals in brackets."
     )
     yield ""
+    yield from suite_table(a)
+    yield ""
+    yield (
+        f"{_rate(a.red)} of the unchanged suites are red for any reason, NOISY included, "
+        f"and {_rate(a.improved)} report a workload as IMPROVED."
+    )
+    yield from ("", "## The gate, by kind and planted slowdown", "")
     yield (
         "*planted* and *measured*: the slowdown that was built in, and the median over all quads recorded. "
-        "*REGRESSED*: on the rows of 0% a false alarm, elsewhere a detection. *undecided*: red as NOISY. "
-        "*second look*: share that needed it. The gate's figures are resampled from "
-        f"{_processes(a.kinds)}; those of the other tools compare each new run with each stored run of another "
-        "process. 95% intervals in brackets."
+        "*REGRESSED*: on the rows of 0% a false alarm, on the others a detection. *PASS* includes IMPROVED. "
+        "*processes* and *seconds*: the mean of a workload; the seconds are those of timing both sides, without start, "
+        "proof and warm-up."
     )
     yield ""
-    yield from _errors(a)
+    yield from gate_table(a)
+    yield from ("", "## Other tools", "")
+    yield (
+        "How often they fail a new run of the same side, compared with a stored run of another process. "
+        "pytest-benchmark takes thresholds in whole per cents: the margin is rounded up. Its own runner and its own "
+        "check (`--benchmark-compare-fail`) gave the figures, on the host's clock with a synchronisation; do_bench "
+        "is `triton.testing.do_bench` with `quantiles`."
+    )
+    yield ""
+    yield from _others(a)
     yield from ("", "## Noise", "")
     yield (
         "Standard deviations of a log-ratio. *process mean*: the gate's unit, the mean of a process's block medians, "
         "with its 95% interval. *outliers*: share of quads far from their block's median. "
-        "*bias*: the mean over all processes and its standard error."
+        "*bias*: the mean over all processes and its standard error. The gate compares two imports of one code."
     )
     yield ""
-    yield "| kind | ratio | quad | outliers | block | process | session | process mean | bias |"
-    yield "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"
+    yield from _rows(["kind", "ratio", "quad", "outliers", "block", "process", "session", "process mean", "bias"], 2)
     for k in a.kinds:
         yield _noise(f"{k.kind}, {k.clock} clock, {seconds(k.seconds)}", "reference", k.to_reference, bias=False)
         yield _noise("", "two imports of one code", k.to_accepted, bias=True)
-    if a.sessions < 2:
-        yield ""
-        yield (
-            f"Session shifts were not measured: one session. The resampled gates draw them with the rule's own "
-            f"standard deviation of {percent(statistics.SESSION_SD)}."
-        )
-    yield from ("", "## Coverage of the 95% intervals", "")
-    yield "How often the interval held the value that is known from all that was recorded, over the resampled gates."
-    yield ""
-    names = list(dict.fromkeys(n for k in a.kinds for n in k.coverage))
-    yield f"| kind | {' | '.join(names)} |"
-    yield f"| --- |{' ---: |' * len(names)}"
-    for k in a.kinds:
-        cells = (f"{_rate(k.coverage[n])} of {k.coverage[n].of}" if n in k.coverage else ABSENT for n in names)
-        yield f"| {k.kind} | {' | '.join(cells)} |"
     yield from ("", "## The rule's constants", "")
     yield from constants(a)
     yield from ("", "## Seconds", "")
@@ -97,47 +94,49 @@ def _page(a: Analysis, recording: Recording, picture: str | None) -> Iterator[st
         yield f"* {k.kind}: {KINDS.get(k.kind, k.kind)}."
 
 
+def _rows(heads: Sequence[str], left: int = 1) -> Iterator[str]:
+    """The head of a table whose first columns are aligned to the left."""
+    yield f"| {' | '.join(heads)} |"
+    yield f"| {' | '.join(['---'] * left + ['---:'] * (len(heads) - left))} |"
+
+
+def suite_table(a: Analysis) -> Iterator[str]:
+    """What the gate is to achieve over the whole suite, and what it does."""
+    yield from _rows(["over the whole suite", "wanted", "found", "reading"])
+    for t in a.targets:
+        wanted = f"{'≤' if t.at_most else '≥'} {_share(t.wanted)}"
+        yield f"| {t.what} | {wanted} | **{_rate(t.found)}** | {'met' if t.met else 'missed'} |"
+
+
 def constants(a: Analysis) -> Iterator[str]:
-    """The table of constants: assumed against measured."""
-    yield "| constant | assumed | measured | reading |"
-    yield "| --- | --- | --- | --- |"
+    """The table of constants: assumed and measured."""
+    yield from _rows(["constant", "assumed", "measured", "reading"], 4)
     for c in a.constants:
         yield f"| {c.name} | {c.assumed} | {c.measured} | {c.reading} |"
 
 
-def _errors(a: Analysis) -> Iterator[str]:
-    tools = [
-        ("pytest-benchmark median", "pytest-benchmark", "median"),
-        ("pytest-benchmark min", "pytest-benchmark", "min"),
-    ]
-    tools += [("do_bench median", "do_bench", "median")]
-    heads = ["kind", "planted", "measured", "gate: REGRESSED", "gate: undecided", "second look"]
-    heads += [f"{label} {at}" for label, _, _ in tools for at in ("> margin", "> 5%")]
-    yield f"| {' | '.join(heads)} |"
-    yield f"| --- |{' ---: |' * (len(heads) - 1)}"
-    for k in a.kinds:
-        at = thresholds(k.margin)
-        for d in k.gate:
-            measured, error = k.planted[side_name(d.planted)]
-            name = f"{k.kind} (margin {percent(k.margin)})" if d.planted == 0 else ""
-            assert d.undecided is not None
-            cells = [name, percent(d.planted), f"{percent(measured)} ± {percent(error)}"]
-            cells += [f"**{_rate(d.flagged)}**", _rate(d.undecided), percent(d.opened or 0.0)]
-            for _, tool, field in tools:
-                for threshold in (at[0], at[-1]):
-                    found = _of(k, f"{tool} {field}:{threshold}%", d.planted)
-                    cells.append(_rate(found.flagged) if found else "not available here" if d.planted == 0 else ABSENT)
-            yield f"| {' | '.join(cells)} |"
-    yield ""
-    yield (
-        "pytest-benchmark takes thresholds in whole per cents: the margin is rounded up. Its own runner and its own "
-        "check (`--benchmark-compare-fail`) gave the figures, on the host's clock with a synchronisation; do_bench "
-        "is `triton.testing.do_bench` with `quantiles`."
+def gate_table(a: Analysis) -> Iterator[str]:
+    """The gate's verdicts, a row for each kind and planted slowdown."""
+    yield from _rows(
+        ["kind", "planted", "measured", "REGRESSED", "PASS", "NOISY", "processes", "seconds", "95% interval holds"]
     )
+    for k in a.kinds:
+        for g in k.gate:
+            unchanged = g.planted == 0
+            cells = [f"{k.kind} (margin {percent(k.margin)})" if unchanged else "", percent(g.planted)]
+            cells += [f"{percent(g.measured)} ± {percent(g.error)}", f"**{_rate(g.regressed)}**"]
+            cells += [_rate(g.passed), _rate(g.noisy), f"{g.processes:.2f}", f"{g.seconds:.2f}"]
+            yield f"| {' | '.join(cells)} | {_rate(k.coverage) if unchanged else ''} |"
 
 
-def _of(kind: KindResult, rule: str, planted: float) -> Detection | None:
-    return next((d for d in kind.others if d.rule == rule and d.planted == planted), None)
+def _others(a: Analysis) -> Iterator[str]:
+    yield from _rows(["kind", "planted", *(f"{tool} {at}" for tool in TOOLS for at in ("> margin", "> 5%"))])
+    for k in a.kinds:
+        found = {(c.rule, c.planted): _rate(c.flagged) for c in k.others}
+        for g in k.gate:
+            absent = "not available here" if g.planted == 0 else ABSENT
+            cells = [found.get((f"{t}:{at}%", g.planted), absent) for t in TOOLS for at in thresholds(k.margin)]
+            yield f"| {k.kind if g.planted == 0 else ''} | {percent(g.planted)} | {' | '.join(cells)} |"
 
 
 def _noise(name: str, ratio: str, c: Components, *, bias: bool) -> str:
@@ -151,26 +150,20 @@ def _noise(name: str, ratio: str, c: Components, *, bias: bool) -> str:
 
 
 def _seconds(a: Analysis, recording: Recording) -> Iterator[str]:
-    t = a.times
-    yield "Medians over the recorded processes; the gate's by the sides that it would time, without proofs."
+    t, kinds = a.times, _many(len(a.times.sampling), "kind")
+    yield "Medians over the recorded processes. Those of the gate are means, without proof and warm-up."
     yield ""
-    yield "| what | seconds |"
-    yield "| --- | ---: |"
+    yield from _rows(["what", "seconds"])
     yield f"| one calibrating process | {duration(t.process)} |"
-    yield f"| of it, until its first measurement | {duration(t.start)} |"
+    yield f"| until its first measurement | {duration(t.start)} |"
     for kind, s in t.sampling.items():
-        yield f"| of it, {kind} | {duration(s)} |"
-    kinds = _many(len(t.sampling), "workload")
-    yield f"| a process of the gate's first look, {kinds} | {duration(t.first)} |"
-    yield f"| a process of the second look, {kinds} | {duration(t.second)} |"
-    yield f"| the gate, {gate.FIRST_PROCESSES} processes: all decided by the first look | {duration(t.gate)} |"
-    for stage, s in zip(gate.STAGES, t.stages, strict=True):
-        yield f"| the gate with {stage.processes} more for the second look | {duration(s)} |"
+        yield f"| its {len(recording.extras) + 2} sides of {kind} | {duration(s)} |"
+    for extra, (rounds, s) in t.gate.items():
+        code = f"{percent(extra)} slower" if extra else "unchanged"
+        yield f"| the gate, {a.suite} workloads, {code}, {rounds:.1f} rounds | {duration(s)} |"
     for tool, s in t.tools.items():
         limit = f", at most {recording.sessions[0].benchmark_max_time:g} s a side" if tool == "pytest-benchmark" else ""
         yield f"| {tool}, one run of {kinds}{limit}, without start | {duration(s)} |"
-    yield ""
-    yield f"A baseline was taken to be one session of {ACCEPT_PROCESSES} processes, as `perfsuite accept` records it."
 
 
 def _processes(kinds: Sequence[KindResult]) -> str:
@@ -220,7 +213,7 @@ def plot(analysis: Analysis, path: Path) -> Path:
         for axis in axes[len(analysis.kinds) :]:
             axis.set_visible(False)
         for axis in axes[::columns]:
-            axis.set_ylabel("runs that flag it")
+            axis.set_ylabel("workloads flagged")
         for axis in axes[max(len(analysis.kinds) - columns, 0) : len(analysis.kinds)]:
             axis.set_xlabel("planted slowdown (%), as measured")
         shown: dict[str, Any] = {}
@@ -245,49 +238,43 @@ def plot(analysis: Analysis, path: Path) -> Path:
 
 
 def _panel(axis: Any, kind: KindResult) -> None:
-    low, high = thresholds(kind.margin)[0], thresholds(kind.margin)[-1]
-    lines: list[tuple[str, str, Sequence[Detection], dict[str, Any]]] = [
-        (
-            "perfsuite gate, REGRESSED",
-            "gate",
-            kind.gate,
-            {"linewidth": 2.2, "marker": "o", "markersize": 5, "zorder": 5},
-        ),
+    low, high = thresholds(kind.margin)
+    thick = {"linewidth": 2.2, "marker": "o", "markersize": 5, "zorder": 5}
+    lines: list[tuple[str, str, dict[float, Rate], dict[str, Any]]] = [
+        ("perfsuite gate, REGRESSED", "gate", {g.planted: g.regressed for g in kind.gate}, thick)
     ]
-    for label, rule, colour, style in (
+    for label, rule, colour, dashes in (
         ("pytest-benchmark, median > margin", f"pytest-benchmark median:{low}%", "margin", "--"),
         (f"pytest-benchmark, median > {high}%", f"pytest-benchmark median:{high}%", "stated", ":"),
         ("do_bench, median > margin", f"do_bench median:{low}%", "do_bench", "-."),
     ):
-        found = [d for d in kind.others if d.rule == rule]
-        lines.append((label, colour, found, {"linewidth": 1.4, "linestyle": style, "marker": "s", "markersize": 3.5}))
-    # Where the planted size drowns in the noise, what was planted is the better guess.
-    known = all(error <= KNOWN for _, error in kind.planted.values())
-    where = [100 * (d.measured if known else d.planted) for d in kind.gate]
-    red = [100 * (d.flagged.value + (d.undecided.value if d.undecided else 0.0)) for d in kind.gate]
+        thin = {"linewidth": 1.4, "linestyle": dashes, "marker": "s", "markersize": 3.5}
+        lines.append((label, colour, {c.planted: c.flagged for c in kind.others if c.rule == rule}, thin))
+    # Where the noise hides how large a planted slowdown is, the planted size is the better guess.
+    known = all(g.error <= KNOWN for g in kind.gate)
+    where = {g.planted: 100 * (g.measured if known else g.planted) for g in kind.gate}
     axis.fill_between(
-        where,
-        [100 * d.flagged.value for d in kind.gate],
-        red,
+        list(where.values()),
+        [100 * g.regressed.value for g in kind.gate],
+        [100 * (g.regressed.value + g.noisy.value) for g in kind.gate],
         color=COLOURS["gate"],
         alpha=0.13,
         linewidth=0,
         label="perfsuite gate, red as NOISY",
     )
-    for number, (label, colour, points, look) in enumerate(lines):
-        if not points:
+    for number, (label, colour, found, style) in enumerate(lines):
+        if not found:
             continue
-        # Side by side, so that bars at one slowdown do not lie upon each other.
-        x = [100 * (d.measured if known else d.planted) + 0.05 * (number - 1) for d in points]
-        y = [100 * d.flagged.value for d in points]
-        axis.plot(x, y, color=COLOURS[colour], label=label, **look)
-        below = [100 * (d.flagged.value - d.flagged.low) for d in points]
-        above = [100 * (d.flagged.high - d.flagged.value) for d in points]
+        rates = list(found.values())
+        # Moved apart, so that bars at one slowdown do not cover each other.
+        x = [where[planted] + 0.05 * (number - 1) for planted in found]
+        y = [100 * r.value for r in rates]
+        axis.plot(x, y, color=COLOURS[colour], label=label, **style)
         strong = colour == "gate"
         axis.errorbar(
             x,
             y,
-            yerr=[below, above],
+            yerr=[[100 * (r.value - r.low) for r in rates], [100 * (r.high - r.value) for r in rates]],
             fmt="none",
             ecolor=COLOURS[colour],
             elinewidth=1.6 if strong else 0.8,
@@ -295,11 +282,10 @@ def _panel(axis: Any, kind: KindResult) -> None:
             alpha=0.9 if strong else 0.4,
             zorder=4 if strong else 2,
         )
-    axis.set_xlim(min(0.0, *where) - 0.25, max(where) + 0.35)
-    if 100 * kind.margin <= max(where):
+    axis.set_xlim(min(0.0, *where.values()) - 0.25, max(where.values()) + 0.35)
+    if 100 * kind.margin <= max(where.values()):
         axis.axvline(100 * kind.margin, color="0.45", linewidth=1, linestyle=(0, (4, 3)), label="margin", zorder=1)
-    noisy = "" if kind.margin <= gate.MARGIN_MAX else ": too noisy"
-    title = f"{kind.kind}: {seconds(kind.seconds)} on the {kind.clock} clock, margin {percent(kind.margin)}{noisy}"
+    title = f"{kind.kind}: {seconds(kind.seconds)} on the {kind.clock} clock, margin {percent(kind.margin)}"
     axis.set_title(title, fontsize=9.5)
     axis.set_ylim(-4, 104)
     axis.set_yticks(range(0, 101, 25), [f"{v}%" for v in range(0, 101, 25)])

@@ -1,36 +1,34 @@
-"""The gate run again and again on recorded processes: pure, no torch.
+"""Run the gate many times on processes drawn from a recording. Pure; no torch.
 
-Nothing here decides. Each run draws a baseline, a first and a second look from the recording, builds the records
-that the gate takes, and asks `gate.first_look` and `gate.second_look`.
+Each simulated run accepts a suite from five processes a workload and then gates it as `perfsuite gate` does: every open
+workload gets another process, then `gate.analyse` decides on all of them, until nothing is open.
 
-A process is drawn with replacement, then its blocks within it. Block noise would so be counted twice, once in the
-means of the recorded processes; these are therefore moved toward their session's mean until the drawn process means
-vary as the recorded ones do (Davison and Hinkley, Bootstrap Methods, 3.8). The noise is drawn from all sides alike,
-planted or not: a few per cent of work do not change it, and a side that was quiet by chance would make every copy of
-its kind in the suite quiet.
+A process is drawn with replacement, then its blocks within it. Recorded process means already contain block noise, so
+drawing blocks would count it twice. The means are therefore moved toward the mean of their session until the drawn
+process means vary as much as the recorded ones (Davison and Hinkley, Bootstrap Methods, 3.8). The noise is drawn from
+all sides alike: a few per cent of planted work do not change it, and six sides show more of its tails than one.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from perfsuite import gate
+from perfsuite import gate, planning
 from perfsuite.baseline import Entry, Process, Session, SideSummary
 from perfsuite.calibration.record import ACCEPTED, OPTIMIZED, REFERENCE, KindRecord, Recording, side_name
+from perfsuite.modes import accept, paired
 from perfsuite.records import Measurement, PromiseRecord, SideRecord, Status, Verdict
-from perfsuite.statistics import SESSION_SD
 
 Array = NDArray[np.float64]
 
-ACCEPT_PROCESSES = 5
-"""What `perfsuite accept` measures unless told otherwise."""
 COPIES = 5
-"""The suite that is gated holds each kind so many times: enough workloads that it supplies its own prior."""
+"""Workloads of each kind in the simulated suite: enough for the suite to supply its own noise prior."""
 DATE = "2000-01-01T00:00:00+00:00"
 
 
@@ -41,93 +39,52 @@ def block_ratios(kind: KindRecord, other: str, side: str) -> Array:
 
 
 @dataclass(frozen=True, slots=True)
-class Truth:
-    """What intervals are to cover: the speedup over the reference, and the slowdown as each look compares it."""
-
-    speedup: float
-    first: float
-    second: float
-
-
-@dataclass(frozen=True, slots=True)
 class Pool:
-    """One kind's processes: side → the log-ratio of the reference, and of the accepted side, to it.
+    """The processes of one kind: side → session → log(time of the accepted side / time of the side).
 
-    By session; each array has a row a process, of block log-ratios.
+    Each array has a row for each process and a column for each block.
     """
 
-    reference: Mapping[str, tuple[Array, ...]]
-    accepted: Mapping[str, tuple[Array, ...]]
+    sides: Mapping[str, tuple[Array, ...]]
+    block_s: float
+    """Seconds that a block of the accepted and the optimized side takes."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        return tuple(len(a) for a in self.reference[OPTIMIZED])
+        """Processes of each session."""
+        return tuple(len(a) for a in self.sides[OPTIMIZED])
 
-    def known(self, ratios: Mapping[str, tuple[Array, ...]], side: str) -> float:
-        """The value over all that was recorded: the mean over sessions of their means."""
-        return float(np.mean([a.mean() for a in ratios[side]]))
-
-    def planted(self, side: str) -> float:
-        """Log slowdown of the side against the accepted one, over all that was recorded."""
-        return -self.known(self.accepted, side)
-
-    def truth(self, side: str) -> Truth:
-        """The known values of that side, over all that was recorded."""
-        ratio = self.known(self.reference, side)
-        slower = self.known(self.reference, OPTIMIZED) - ratio
-        return Truth(math.exp(ratio), math.expm1(slower), math.expm1(self.planted(side)))
+    def mean(self, side: str) -> float:
+        """The mean over sessions of their means."""
+        return float(np.mean([a.mean() for a in self.sides[side]]))
 
     def again(self, rng: np.random.Generator) -> Pool:
-        """Another recording that might have been: processes of each session drawn with replacement."""
+        """Another recording that might have been made: processes of each session drawn with replacement."""
         rows = [rng.integers(0, n, n) for n in self.sizes]
+        drawn = {s: tuple(a[r] for a, r in zip(arrays, rows, strict=True)) for s, arrays in self.sides.items()}
+        return replace(self, sides=drawn)
 
-        def drawn(ratios: Mapping[str, tuple[Array, ...]]) -> dict[str, tuple[Array, ...]]:
-            return {s: tuple(a[r] for a, r in zip(arrays, rows, strict=True)) for s, arrays in ratios.items()}
-
-        return Pool(drawn(self.reference), drawn(self.accepted))
-
-    def source(self) -> Source:
-        """What is drawn from."""
-        return Source(
-            {s: tuple(float(a.mean()) for a in arrays) for s, arrays in self.reference.items()},
-            {s: tuple(float(a.mean()) for a in arrays) for s, arrays in self.accepted.items()},
-            _residuals(self.reference),
-            _residuals(self.accepted),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Each side's mean by session, and the noise around it: by session, a row a process and side."""
-
-    reference: Mapping[str, tuple[float, ...]]
-    accepted: Mapping[str, tuple[float, ...]]
-    reference_noise: tuple[Array, ...]
-    accepted_noise: tuple[Array, ...]
-
-    @property
-    def sessions(self) -> int:
-        return len(self.reference_noise)
+    def noise(self) -> tuple[Array, ...]:
+        """By session: the blocks of every side around its mean, a row for each process and side."""
+        return tuple(_around(arrays) for arrays in zip(*self.sides.values(), strict=True))
 
 
 def pools(recording: Recording) -> dict[str, Pool]:
     """Each kind's pool; sessions in which a kind has fewer than two processes are left out for it."""
     found = {}
-    sides = [side_name(x) for x in recording.extras]
     for name in recording.kinds:
         sessions = [[p.kinds[name] for p in s.processes if name in p.kinds] for s in recording.sessions]
         sessions = [s for s in sessions if len(s) > 1]
         if sessions:
+            spent = [p.side_s[ACCEPTED] + p.side_s[OPTIMIZED] for s in sessions for p in s]
             found[name] = Pool(
-                {s: tuple(np.array([block_ratios(k, REFERENCE, s) for k in p]) for p in sessions) for s in sides},
-                {s: tuple(np.array([block_ratios(k, ACCEPTED, s) for k in p]) for p in sessions) for s in sides},
+                {
+                    s: tuple(np.array([block_ratios(k, ACCEPTED, s) for k in p]) for p in sessions)
+                    for s in map(side_name, recording.extras)
+                },
+                float(np.median(spent)) / recording.blocks,
             )
     return found
-
-
-def _residuals(ratios: Mapping[str, tuple[Array, ...]]) -> tuple[Array, ...]:
-    """By session: every side's blocks around its mean, so that drawn process means vary as the recorded."""
-    return tuple(_around(list(arrays)) for arrays in zip(*ratios.values(), strict=True))
 
 
 def _around(sides: Sequence[Array]) -> Array:
@@ -143,169 +100,154 @@ def _around(sides: Sequence[Array]) -> Array:
 
 @dataclass(slots=True)
 class Tally:
-    """What the gate said of one kind at one planted share, over all runs."""
+    """The gate's verdicts on one kind at one planted slowdown."""
 
-    statuses: dict[Status, int] = field(default_factory=dict)
-    opened: int = 0
-    """How often the first look left it open."""
-    stages: list[int] = field(default_factory=lambda: [0] * len(gate.STAGES))
-    """How often each stage of the second look was reached."""
-    covered: dict[str, list[int]] = field(default_factory=dict)
-    """Interval → [how often it covered the known value, how often it was given]."""
+    statuses: Counter[Status] = field(default_factory=Counter)
+    first: int = 0
+    """Decided by one process, among those that were not in the sample (`unsampled`)."""
+    unsampled: int = 0
+    processes: int = 0
+    blocks: int = 0
+    bounded: int = 0
+    """The plan asked for more blocks a process than were recorded."""
+    covered: int = 0
+    """The 95% interval of the slowdown held the truth."""
     margins: list[float] = field(default_factory=list)
 
     @property
     def runs(self) -> int:
-        return sum(self.statuses.values())
-
-    def count(self, *statuses: Status) -> int:
-        return sum(self.statuses.get(s, 0) for s in statuses)
-
-    @property
-    def red(self) -> int:
-        return sum(n for s, n in self.statuses.items() if not s.green)
-
-    def cover(self, interval: str, low: float | None, high: float | None, known: float) -> None:
-        if low is not None and high is not None:
-            seen = self.covered.setdefault(interval, [0, 0])
-            seen[0] += low <= known <= high
-            seen[1] += 1
+        return self.statuses.total()
 
 
 @dataclass(slots=True)
-class Suite:
-    """What the gate said of whole suites at one planted share."""
+class SuiteTally:
+    """The gate's verdicts on whole suites at one planted slowdown."""
 
     runs: int = 0
     alarms: int = 0
     """Runs with at least one REGRESSED."""
     red: int = 0
     """Runs with at least one red verdict of any kind."""
+    improved: int = 0
+    """Runs with at least one IMPROVED."""
+    rounds: int = 0
 
 
 @dataclass(slots=True)
 class Simulation:
     """Kind → side → tally, and side → suite."""
 
-    tallies: dict[str, dict[str, Tally]] = field(default_factory=dict)
-    suites: dict[str, Suite] = field(default_factory=dict)
+    tallies: dict[str, dict[str, Tally]]
+    suites: dict[str, SuiteTally]
 
 
 def simulate(
     recorded: Mapping[str, Pool],
-    sides: Sequence[str],
-    *,
-    suites: int,
+    suites: Mapping[str, int],
     rng: np.random.Generator,
-    known: Mapping[str, Pool] | None = None,
-    copies: int = COPIES,
-    into: Simulation | None = None,
+    *,
     progress: Callable[[str], None] = lambda what: None,
 ) -> Simulation:
-    """Gate `suites` suites at each of `sides`, every workload of a suite planted alike.
+    """Gate so many suites at each side of `suites`, with the same slowdown in every workload of a suite.
 
-    With one recorded session the shifts between sessions are drawn with the gate's own SESSION_SD; with several,
-    baseline and run come from different ones. `known` has the values to be covered, where not `recorded` itself;
-    `into` is a simulation to go on with.
+    Where several sessions were recorded, what is accepted and the run come from different ones.
     """
-    known = known or recorded
-    drawn_from = {k: p.source() for k, p in recorded.items()}
-    truths = {(k, s): p.truth(s) for k, p in known.items() for s in sides}
-    result = into or Simulation({k: {s: Tally() for s in sides} for k in recorded}, {s: Suite() for s in sides})
-    for side in sides:
-        for number in range(suites):
+    noise = {k: p.noise() for k, p in recorded.items()}
+    result = Simulation({k: {s: Tally() for s in suites} for k in recorded}, {s: SuiteTally() for s in suites})
+    for side, count in suites.items():
+        for number in range(count):
             if number % 10 == 0:
-                progress(f"gating {side}, {number} of {suites}")
-            _gate_once(drawn_from, truths, side, rng, copies, result)
+                progress(f"gating {side}, {number} of {count}")
+            _gate_once(recorded, noise, side, rng, result)
     return result
 
 
 def _gate_once(
-    recorded: Mapping[str, Source],
-    truths: Mapping[tuple[str, str], Truth],
+    recorded: Mapping[str, Pool],
+    noise: Mapping[str, tuple[Array, ...]],
     side: str,
     rng: np.random.Generator,
-    copies: int,
     result: Simulation,
 ) -> None:
+    kinds: dict[str, str] = {}
     entries: dict[str, Entry] = {}
-    first: dict[str, list[Measurement]] = {}
-    second: dict[str, list[Measurement]] = {}
-    for kind, source in recorded.items():
-        sessions = source.sessions
-        then = int(rng.integers(sessions))
-        now = (then + 1 + int(rng.integers(sessions - 1))) % sessions if sessions > 1 else then
-        for copy in range(copies):
+    now: dict[str, Array] = {}
+    for kind in recorded:
+        sessions = len(noise[kind])
+        before = int(rng.integers(sessions))
+        after = (before + 1 + int(rng.integers(sessions - 1))) % sessions if sessions > 1 else before
+        for copy in range(COPIES):
             key = f"calibration::{kind}::speed[{copy}]"
-            shifts = rng.normal(0, SESSION_SD, 2) if sessions == 1 else (0.0, 0.0)
-            accepted = _drawn(source, OPTIMIZED, then, ACCEPT_PROCESSES, rng, float(shifts[0]))
-            count = gate.FIRST_PROCESSES + gate.STAGES[-1].processes
-            run = _drawn(source, side, now, count, rng, float(shifts[1]))
-            entries[key] = _entry(key, kind, accepted)
-            made = [_measurement(key, kind, *r) for r in run]
-            first[key], second[key] = made[: gate.FIRST_PROCESSES], made[gate.FIRST_PROCESSES :]
-    promises = {key: PromiseRecord() for key in entries}
-    looked = gate.first_look(entries, first, promises, selected=len(entries))
-    plain = gate.promises_look(first, promises, selected=len(entries), processes=gate.FIRST_PROCESSES)
-    opened = {k: a for k, a in looked.items() if isinstance(a, gate.Open)}
-    again: dict[str, Verdict] = {}
-    for number, stage in enumerate(gate.STAGES):
-        left = {k: a for k, a in opened.items() if k not in again}
+            kinds[key], now[key] = kind, noise[kind][after]
+            shift, blocks = recorded[kind].mean(OPTIMIZED), noise[kind][before].shape[1]
+            entries[key] = _entry(
+                key, [_drawn(noise[kind][before], shift, blocks, rng) for _ in range(accept.PROCESSES)]
+            )
+    suite = gate.suite_noise(entries)
+    planned = {k: planning.blocks_of(e, gate.margin_of(e, suite, selected=len(entries))) for k, e in entries.items()}
+    size = max(math.ceil(len(entries) / paired.SAMPLE_SHARE), min(len(entries), paired.SAMPLE_LEAST))
+    sample = {str(k) for k in rng.choice(list(entries), size, replace=False)}
+    runs: dict[str, tuple[Measurement, ...]] = dict.fromkeys(entries, ())
+    left, rounds = list(entries), 0
+    while left:
         for key in left:
-            result.tallies[key.split("::")[1]][side].stages[number] += 1
-        again |= gate.second_look(left, {k: second[k][: stage.processes] for k in left}, stage=number)
-    verdicts: dict[str, Verdict] = {k: a for k, a in looked.items() if isinstance(a, Verdict)} | again
-    suite = result.suites[side]
-    suite.runs += 1
-    suite.alarms += any(v.status is Status.REGRESSED for v in verdicts.values())
-    suite.red += any(not v.status.green for v in verdicts.values())
+            blocks = min(planned[key], now[key].shape[1])
+            drawn = _drawn(now[key], recorded[kinds[key]].mean(side), blocks, rng)
+            runs[key] += (replace(_MEASUREMENT, id=key, log_ratios={ACCEPTED: drawn}),)
+        subjects = [
+            gate.Subject(id=k, runs=runs[k], entry=e, against="the accepted revision", sampled=k in sample)
+            for k, e in entries.items()
+        ]
+        answers = gate.analyse(subjects, suite, selected=len(entries))
+        left = [k for k, a in answers.items() if isinstance(a, gate.Open)]
+        rounds += 1
+    verdicts = {k: a for k, a in answers.items() if isinstance(a, Verdict)}
+    of_suite = result.suites[side]
+    of_suite.runs += 1
+    of_suite.alarms += any(v.status is Status.REGRESSED for v in verdicts.values())
+    of_suite.red += any(not v.status.green for v in verdicts.values())
+    of_suite.improved += any(v.status is Status.IMPROVED for v in verdicts.values())
+    of_suite.rounds += rounds
     for key, verdict in verdicts.items():
-        kind = key.split("::")[1]
-        tally, truth, answer = result.tallies[kind][side], truths[kind, side], looked[key]
-        tally.statuses[verdict.status] = tally.statuses.get(verdict.status, 0) + 1
-        tally.opened += key in opened
-        if verdict.margin is not None:
-            tally.margins.append(verdict.margin)
-        tally.cover("speedup", plain[key].speedup_low, plain[key].speedup_high, truth.speedup)
-        tally.cover("slowdown, first look", answer.low, answer.high, truth.first)
-        if key in again:
-            tally.cover("slowdown, second look", again[key].low, again[key].high, truth.second)
+        tally = result.tallies[kinds[key]][side]
+        assert verdict.low is not None
+        assert verdict.high is not None
+        assert verdict.margin is not None
+        tally.statuses[verdict.status] += 1
+        tally.first += key not in sample and verdict.processes == 1
+        tally.unsampled += key not in sample
+        tally.processes += verdict.processes
+        tally.blocks += sum(len(m.log_ratios[ACCEPTED]) for m in runs[key])
+        tally.bounded += planned[key] > now[key].shape[1]
+        tally.covered += verdict.low <= math.expm1(-recorded[kinds[key]].mean(side)) <= verdict.high
+        tally.margins.append(verdict.margin)
 
 
-def _drawn(
-    source: Source, side: str, session: int, count: int, rng: np.random.Generator, shift: float
-) -> list[tuple[tuple[float, ...], tuple[float, ...]]]:
-    """So many processes: block log-ratios to the reference and to the accepted side, of the same blocks."""
-    reference, accepted = source.reference_noise[session], source.accepted_noise[session]
-    rows = rng.integers(0, len(reference), (count, 1))
-    blocks = rng.integers(0, reference.shape[1], (count, reference.shape[1]))
-    ratios = (reference[rows, blocks] + source.reference[side][session] + shift).tolist()
-    twins = (accepted[rows, blocks] + source.accepted[side][session]).tolist()
-    return [(tuple(r), tuple(a)) for r, a in zip(ratios, twins, strict=True)]
+def _drawn(noise: Array, mean: float, blocks: int, rng: np.random.Generator) -> tuple[float, ...]:
+    """The block log-ratios of one process."""
+    row = noise[rng.integers(len(noise))]
+    return tuple((row[rng.integers(0, len(row), blocks)] + mean).tolist())
 
 
+# The gate decides by ratios. Seconds show only which side moved, which does not matter here.
 _SIDE = SideRecord(device_s=1.0, wall_s=1.0, blocks_s=(1.0,), peak_bytes=None, host_syncs=None, launches=None)
 _SUMMARY = SideSummary(seconds=1.0, peak_bytes=None, host_syncs=None, launches=None)
-# The gate decides by ratios; seconds only tell which side moved, which nobody asks here.
+_MEASUREMENT = Measurement(
+    id="",
+    pair="calibration",
+    workload="calibration",
+    device="calibration",
+    clock="device",
+    direction="forward",
+    dtype="float32",
+    sizes={},
+    seed=0,
+    sides={OPTIMIZED: _SIDE},
+    log_ratios={},
+)
 
 
-def _measurement(key: str, kind: str, reference: tuple[float, ...], accepted: tuple[float, ...]) -> Measurement:
-    return Measurement(
-        id=key,
-        pair=kind,
-        workload=kind,
-        device="calibration",
-        clock="device",
-        direction="forward",
-        dtype="float32",
-        sizes={},
-        seed=0,
-        sides={OPTIMIZED: _SIDE, REFERENCE: _SIDE},
-        log_ratios={REFERENCE: reference, ACCEPTED: accepted},
-    )
-
-
-def _entry(key: str, kind: str, processes: Sequence[tuple[tuple[float, ...], tuple[float, ...]]]) -> Entry:
+def _entry(key: str, processes: Sequence[tuple[float, ...]]) -> Entry:
     session = Session(
         date=DATE,
         driver=None,
@@ -314,18 +256,18 @@ def _entry(key: str, kind: str, processes: Sequence[tuple[tuple[float, ...], tup
         triton=None,
         python="",
         processes=tuple(
-            Process(log_ratios={REFERENCE: r, ACCEPTED: a}, seconds={OPTIMIZED: 1.0, REFERENCE: 1.0})
-            for r, a in processes
+            Process(log_ratios={REFERENCE: (0.0,), ACCEPTED: p}, seconds={OPTIMIZED: 1.0, REFERENCE: 1.0})
+            for p in processes
         ),
     )
     return Entry(
         id=key,
-        pair=kind,
-        workload=kind,
-        device="calibration",
-        clock="device",
-        direction="forward",
-        dtype="float32",
+        pair=_MEASUREMENT.pair,
+        workload=_MEASUREMENT.workload,
+        device=_MEASUREMENT.device,
+        clock=_MEASUREMENT.clock,
+        direction=_MEASUREMENT.direction,
+        dtype=_MEASUREMENT.dtype,
         sizes={},
         revision="0" * 40,
         dirty=False,

@@ -1,6 +1,6 @@
 """A measuring process of the calibration: `python -m perfsuite.calibration.worker JOB`.
 
-It times every kind of the job and writes a line of JSON for each thing that it begins, finds or fails at.
+It times every kind of the job and writes a line of JSON for each event: a step begins, ends or fails, or has a result.
 """
 
 from __future__ import annotations
@@ -25,11 +25,9 @@ from typing import Any
 
 import torch
 
-from perfsuite import sampling
 from perfsuite.calibration import benched, workloads
 from perfsuite.calibration.record import (
     ACCEPTED,
-    OPTIMIZED,
     REFERENCE,
     KindRecord,
     Rounds,
@@ -37,16 +35,16 @@ from perfsuite.calibration.record import (
     side_name,
     side_names,
 )
-from perfsuite.clocks import CpuClock, CudaClock, clock_for
+from perfsuite.clocks import CpuClock, clock_for
+from perfsuite.orphans import die_with_parent
 from perfsuite.pair import Pair, Side
-from perfsuite.records import Case, from_json, to_json
-from perfsuite.sampling import Runner, _Sampler, _warm_up
+from perfsuite.records import Case, Counts, from_json, to_json
+from perfsuite.runner import WARMUP_CALLS, Clock, Runner
+from perfsuite.sampling import BLOCKS, QUADS, Sampler
 from perfsuite.specs import tensor
-from perfsuite.workers import die_with_parent
 
 DO_BENCH_QUANTILES = (0.5, 0.2, 0.8)
-TWIN = "perfsuite.calibration._accepted_workloads"
-CALIBRATION = "calibration"
+SECOND = "perfsuite.calibration._accepted_workloads"
 BENCHMARK, DO_BENCH = "pytest-benchmark", "do_bench"
 
 
@@ -69,26 +67,28 @@ class CalibrationJob:
     """The process that started this one."""
 
 
-class QuadSampler(_Sampler):
-    """The sampler of the gate's measurements, which besides keeps every quad and the seconds spent on each side.
-
-    Every side joins every quad.
-    """
+class QuadSampler(Sampler):
+    """The gate's sampler, which also keeps every quad and the seconds spent on each side. All sides join every quad."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.quads_s: dict[str, list[tuple[float, ...]]] = {n: [] for n in self.runners}
         self.spent_s = dict.fromkeys(self.runners, 0.0)
 
-    def _sample(self, name: str, *arguments: Any, **options: Any) -> float:
+    def plan(self, blocks: int = BLOCKS, quads: int = QUADS) -> None:
+        """Decide how many calls make a sample; every process has exactly so many blocks and quads."""
+        super().plan(blocks, quads)
+        self.blocks, self.quads = blocks, quads
+
+    def sample(self, name: str, *arguments: Any, **options: Any) -> float:
+        """Seconds of one sample of the side."""
         began = perf_counter()
         try:
-            return super()._sample(name, *arguments, **options)
+            return super().sample(name, *arguments, **options)
         finally:
             self.spent_s[name] += perf_counter() - began
 
     def _block(self, block: int, quads: int) -> None:
-        kept = len(self.blocks_s[OPTIMIZED])  # less than ours where the last block was set aside
         times: dict[str, list[float]] = {n: [] for n in self.runners}
         for quad in range(quads):
             order = list(self.runners)
@@ -97,32 +97,28 @@ class QuadSampler(_Sampler):
                 self._allocate(order)
                 for name in order:
                     self.spent_s[name] += (perf_counter() - began) / len(order)
-            self.report("timing")
             self.rng.shuffle(order)
             total = dict.fromkeys(order, 0.0)
             for name in [*order, *reversed(order)]:
-                total[name] += self._sample(name)
+                total[name] += self.sample(name)
             for name, seconds in total.items():
                 times[name].append(max(seconds / 2, 1e-12))
         for name, values in times.items():
             self.blocks_s[name].append(statistics.median(values))
-            self.quads_s[name] = [*self.quads_s[name][:kept], tuple(map(rounded, values))]
-
-    def record(self, blocks: int) -> dict[str, tuple[tuple[float, ...], ...]]:
-        """Every side's quads, once `run(blocks)` has ended."""
-        return {n: tuple(v[:blocks]) for n, v in self.quads_s.items()}
+            # A discarded block is measured again under the same number.
+            self.quads_s[name] = [*self.quads_s[name][:block], tuple(map(rounded, values))]
 
 
 class Process:
-    """The work of one process; `tell` gets each event."""
+    """The work of one process; `emit` gets each event."""
 
-    def __init__(self, job: CalibrationJob, tell: Callable[[Mapping[str, Any]], None]) -> None:
-        self.job, self.tell = job, tell
+    def __init__(self, job: CalibrationJob, emit: Callable[[Mapping[str, Any]], None]) -> None:
+        self.job, self.emit = job, emit
         if torch.device(job.device).type == "cpu":
-            # Several threads of a call as short as these time the scheduler of a shared machine.
+            # With several threads, calls as short as these would measure the scheduler of a shared machine.
             torch.set_num_threads(1)
-        self.clock: CpuClock | CudaClock = clock_for(job.device)
-        self.twin = second_import()
+        self.clock: Clock = clock_for(job.device)
+        self.second = second_import()
         self.runners: dict[str, dict[str, Runner]] = {}
         self.masters: dict[str, dict[str, torch.Tensor]] = {}
         self.rng = random.Random(secrets.randbits(64))
@@ -140,7 +136,7 @@ class Process:
             self._attempt(DO_BENCH, lambda: self._do_bench(sides, measured))
 
     def _attempt(self, what: str, work: Callable[[], None]) -> None:
-        self.tell({"event": "begin", "what": what})
+        self.emit({"event": "begin", "what": what})
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -148,44 +144,48 @@ class Process:
         except Exception as error:
             lines = str(error).strip().splitlines() or [""]
             self.runners.pop(what, None)
-            self.tell({"event": "failed", "what": what, "why": f"{type(error).__name__}: {lines[0][:300]}"})
-        self.tell({"event": "end", "what": what})
+            self.emit({"event": "failed", "what": what, "why": f"{type(error).__name__}: {lines[0][:300]}"})
+        self.emit({"event": "end", "what": what})
 
     def _kind(self, name: str) -> None:
         began = perf_counter()
         job, device = self.job, self.job.device
-        kind, twin = workloads.KINDS[name], self.twin.KINDS[name]
+        kind, second = workloads.KINDS[name], self.second.KINDS[name]
         generator = torch.Generator(device=device).manual_seed(secrets.randbits(31))
         master = kind.inputs(device, max(job.extras), generator)
         planting = job.planting.get(name)
         if planting is None:
             planting = self._planting(kind, master)
-            self.tell({"event": "planting", "kind": name, "planting": planting})
-        calls = {REFERENCE: kind.reference(device), ACCEPTED: twin.optimized(device, 0.0, planting)}
+            self.emit({"event": "planting", "kind": name, "planting": planting})
+        calls = {REFERENCE: kind.reference(device), ACCEPTED: second.optimized(device, 0.0, planting)}
         calls |= {side_name(x): kind.optimized(device, x, planting) for x in job.extras}
-        # The calls are timed, never judged: what they write is not declared, so that it is not put back each time.
+        # Outputs are not declared: nothing is proven here, so that nothing need be restored between calls.
         pair = Pair(reference=_nothing, optimized=_nothing, inputs={n: tensor("n") for n in master}, name=name)
         case = Case(dtype="float32", sizes={}, inputs={}, seed=0)
         runners = {
             side: Runner(name=side, side=Side(call=call), pair=pair, case=case, direction="forward", device=device)
             for side, call in calls.items()
         }
-        _warm_up(runners, master, self.rng, self.clock, _quiet)
+        for runner in runners.values():
+            runner.allocate(master, self.rng)
+            runner.warm_up(self.clock)
         wall = isinstance(self.clock, CpuClock)
         extra_of = {REFERENCE: None, ACCEPTED: 0.0} | {side_name(x): x for x in job.extras}
-        counts = None if wall else {side: (0, kind.launches(extra_of[side])) for side in runners}
+        counts = {} if wall else {s: Counts(host_syncs=0, launches=kind.launches(extra_of[s])) for s in runners}
         clock_kind = "wall" if wall else kind.clock
-        sampler = QuadSampler(runners, master, self.clock, clock_kind, counts, self.rng, 1, _quiet)
-        condition = sampler.run(job.blocks, quads=job.quads)
+        masters = dict.fromkeys(runners, master)
+        sampler = QuadSampler(runners, masters, self.clock, clock_kind, counts, self.rng, _quiet)
+        sampler.plan(job.blocks, job.quads)
+        condition = sampler.run()
         record = KindRecord(
             clock=clock_kind,
-            quads_s=sampler.record(job.blocks),
+            quads_s={n: tuple(q) for n, q in sampler.quads_s.items()},
             side_s={n: rounded(s) for n, s in sampler.spent_s.items()},
             seconds=rounded(perf_counter() - began),
             condition=condition,
         )
         self.runners[name], self.masters[name] = runners, master
-        self.tell({"event": "kind", "kind": name, "record": to_json(record)})
+        self.emit({"event": "kind", "kind": name, "record": to_json(record)})
 
     def _planting(self, kind: workloads.Kind, master: Mapping[str, torch.Tensor]) -> dict[str, float]:
         clock_kind = "wall" if isinstance(self.clock, CpuClock) else kind.clock
@@ -199,7 +199,7 @@ class Process:
         def timed(work: Callable[..., Any]) -> float:
             return self.clock.sample(clock_kind, _reset, work, 4, kind.launches(0.0) + 1, "planting")
 
-        for _ in range(sampling.WARMUP_CALLS):
+        for _ in range(WARMUP_CALLS):
             run()
         self.clock.synchronize()
         return {k: float(v) for k, v in kind.calibrate(self.job.device, run, timed).items()}
@@ -245,7 +245,7 @@ class Process:
                 iterations=stats["iterations"],
                 seconds=rounded(stats["total"] * stats["iterations"]),
             )
-            self.tell({"event": "run", "tool": "benchmark", "kind": kind, "side": side, "run": to_json(rounds)})
+            self.emit({"event": "run", "tool": "benchmark", "kind": kind, "side": side, "run": to_json(rounds)})
 
     def _do_bench(self, sides: list[str], kinds: list[str]) -> None:
         """The real `triton.testing.do_bench`, with its own settings."""
@@ -263,53 +263,53 @@ class Process:
                     iterations=1,
                     seconds=rounded(perf_counter() - began),
                 )
-                self.tell({"event": "run", "tool": "do_bench", "kind": kind, "side": side, "run": to_json(rounds)})
+                self.emit({"event": "run", "tool": "do_bench", "kind": kind, "side": side, "run": to_json(rounds)})
 
 
 def second_import() -> ModuleType:
-    """The workloads once more, as another module: new functions at other addresses."""
-    spec = importlib.util.spec_from_file_location(TWIN, workloads.__file__)
+    """Import the workloads again under another name: new functions at other addresses."""
+    spec = importlib.util.spec_from_file_location(SECOND, workloads.__file__)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[TWIN] = module
+    sys.modules[SECOND] = module
     spec.loader.exec_module(module)
     return module
 
 
 def _nothing(*arguments: object) -> None:
-    """In the place of a pair's sides: here each side has its own call."""
+    """Stands in for a pair's sides: here each side has its own call."""
 
 
 def _reset() -> None:
-    """Nothing is put back between calls."""
+    """Nothing is restored between calls."""
 
 
 def _quiet(phase: str) -> None:
-    """Nobody asks which side runs."""
+    """The phase is not reported."""
 
 
 def main(path: str) -> None:
-    """Do the job in that file."""
+    """Do the job in the file `path`."""
     die_with_parent()
     job = from_json(CalibrationJob, json.loads(Path(path).read_text()))
     if os.getppid() != job.parent:
-        return  # it ended while this one was still importing torch
-    # pytest-benchmark is to see its own options alone.
+        return  # the parent ended while this process was importing torch
+    # pytest-benchmark must see its own options only.
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     os.environ.pop("PYTEST_ADDOPTS", None)
     with open(job.out, "a", buffering=1) as stream:
 
-        def tell(event: Mapping[str, Any]) -> None:
+        def emit(event: Mapping[str, Any]) -> None:
             stream.write(json.dumps(event) + "\n")
             stream.flush()
 
-        process = Process(job, tell)
+        process = Process(job, emit)
         gc.collect()
         gc.freeze()
-        tell({"event": "started"})
+        emit({"event": "started"})
         process.run()
-        tell({"event": "done"})
+        emit({"event": "done"})
 
 
 if __name__ == "__main__":

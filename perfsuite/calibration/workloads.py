@@ -1,7 +1,7 @@
 """The kinds of pair that are calibrated, each with sides that do a given share more work.
 
-This module is imported twice in a measuring process: the second import supplies the accepted side, as the gate's
-second look loads the accepted revision beside the current one.
+This module is imported twice in a measuring process: the second import supplies the accepted side, as the gate imports
+the accepted revision beside the current one.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ Timer = Callable[[Call], float]
 """Seconds of one call, on the kind's clock."""
 
 ROUNDS = 60
-"""Interleaved samples behind a calibrated wait: their median is good to a tenth of the smallest planted share."""
+"""Interleaved samples to calibrate a wait: their median is good to a tenth of the smallest planted share."""
 PROBES = (0.02, 0.06)
-"""Shares of the call whose waits are timed to find what a wait costs."""
+"""Shares of the call at which waits are timed, to find what a wait costs."""
 
 
 class Kind(ABC):
@@ -53,7 +53,7 @@ class Kind(ABC):
         """Kernels that one call launches: of the side with that extra work, or of the reference (None)."""
 
     def calibrate(self, device: str, call: Call, timed: Timer) -> dict[str, float]:
-        """What planting needs to know of this device: nothing where the work itself can be cut finely enough.
+        """What planting needs to know of this device; nothing where the work itself can be increased in small steps.
 
         `call` runs the side without extra work.
         """
@@ -61,7 +61,7 @@ class Kind(ABC):
 
 
 class Memory(Kind):
-    """Twice every element of a large vector; extra work is more elements. On a GPU in Triton, where it is there."""
+    """Doubles every element of a large vector; extra work is more elements. In Triton on a GPU that has it."""
 
     name, clock = "memory", "device"
     n: Mapping[str, int] = {"cuda": 1 << 26, "cpu": 1 << 19}
@@ -103,7 +103,7 @@ class Memory(Kind):
 class Matmul(Kind):
     """A large matrix product; extra work is a wait on the device behind it.
 
-    More rows would not do: a product's time goes up in steps of whole waves of tiles.
+    More rows would not work: a product's time rises in steps of whole waves of tiles.
     """
 
     name, clock = "matmul", "device"
@@ -155,7 +155,7 @@ class Launch(Kind):
         return self._calls(2 * self.kernels, None)
 
     def optimized(self, device: str, extra: float, planting: Mapping[str, float]) -> Call:
-        # The host waits on either device: that is what delays launches.
+        # The host waits, on a CPU and a GPU alike: that delays launches.
         return self._calls(self.kernels, _wait("cpu", extra, planting))
 
     def _calls(self, kernels: int, wait: Callable[[], None] | None) -> Call:
@@ -211,7 +211,7 @@ def _type(device: str) -> str:
 
 @cache
 def _twice() -> Call:
-    """This import's own copy of the Triton kernel: the two imports share torch's kernels, but not those."""
+    """This import's own copy of the Triton kernel. The two imports share torch's kernels only."""
     path = Path(__file__).with_name("kernels.py")
     spec = importlib.util.spec_from_file_location(f"{__name__}_kernels", path)
     assert spec is not None
@@ -267,7 +267,7 @@ def _spin(call: Call, timed: Timer) -> dict[str, float]:
     """The call's time, and by a line through two waits behind it: cycles a second, and what a wait costs at least."""
     sleep = _sleep()
     seconds = min(timed(call) for _ in range(5))
-    # A first guess of the rate, then the two waits between whose times the line is drawn.
+    # A first guess of the rate gives two waits; the line is drawn through their times.
     guess = 1_000_000 / max(timed(lambda: sleep(1_000_000)), 1e-9)
     short, long = (int(share * seconds * guess) for share in PROBES)
 
@@ -284,7 +284,7 @@ def _spin(call: Call, timed: Timer) -> dict[str, float]:
         for cycles, turn in turns.items():
             times[cycles].append(timed(turn))
     alone = statistics.median(times[0])
-    # Each round's own differences: the clock falls as the device heats.
+    # Differences within each round, because the clock falls as the device heats.
     steps = [b - a for a, b in zip(times[short], times[long], strict=True)]
     step = statistics.median(steps)
     rate = (long - short) / step if step > 0 else guess

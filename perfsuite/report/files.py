@@ -8,11 +8,12 @@ import tempfile
 from pathlib import Path
 
 from perfsuite.errors import PerfsuiteError
+from perfsuite.folders import own_folder
 
 
 def probe(folder: Path) -> None:
     """Make the folder, with those above it, and try a file in it; OSError where that fails."""
-    folder.mkdir(parents=True, exist_ok=True)
+    own_folder(folder)
     with tempfile.TemporaryFile(dir=folder):
         pass
 
@@ -21,9 +22,9 @@ def write(path: Path, text: str) -> Path:
     """Write `text` to `path` atomically, with the folders above it; PerfsuiteError in one line if that fails."""
     temporary = None
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        own_folder(path.parent)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text)
         os.chmod(temporary, 0o644)  # mkstemp's 0600 would hide it from whoever collects a CI job's files
         os.replace(temporary, path)

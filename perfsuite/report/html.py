@@ -217,9 +217,9 @@ def _facts(report: RunReport, row: Row, measurements: Sequence[Measurement]) -> 
             interval = f" ({_signed(verdict.low)} to {_signed(verdict.high)})"
         margin = f", margin {units.percent(verdict.margin)}" if verdict.margin is not None else ""
         facts.append(("time against accepted", f"{_signed(verdict.slowdown)}{interval}{margin}"))
-    if verdict is not None and verdict.look:
+    if verdict is not None and verdict.compared:
         moved = f"; {verdict.moved} moved" if verdict.moved else ""
-        facts.append(("decided", f"look {verdict.look}, {verdict.processes} processes{moved}"))
+        facts.append(("compared", f"with {verdict.compared}, in {verdict.processes} processes{moved}"))
     return tuple(facts)
 
 

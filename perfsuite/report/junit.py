@@ -6,13 +6,9 @@ import re
 from pathlib import Path
 from xml.etree import ElementTree
 
-from perfsuite.records import Status
 from perfsuite.report import units
 from perfsuite.report.files import write as write_text
 from perfsuite.report.model import Row, RunReport, rows
-
-# Nothing was decided about the code, as opposed to a failure of the code.
-ERRORS = (Status.UNMEASURED, Status.WRONG_MACHINE, Status.NO_BASELINE)
 
 
 def document(report: RunReport) -> str:
@@ -76,7 +72,7 @@ def _workload(report: RunReport, r: Row) -> ElementTree.Element:
     )
     case.set("file", clean(r.id.partition("::")[0]))
     if r.status is not None and not r.status.green:
-        kind = "error" if r.status in ERRORS else "failure"
+        kind = "failure" if r.status.blames_code else "error"  # nothing was decided about the code
         ElementTree.SubElement(case, kind, message=clean(r.message), type=r.status.value).text = clean(r.id)
     ElementTree.SubElement(case, "system-out").text = clean(_figures(r))
     return case

@@ -71,7 +71,7 @@ def append_job_summary(report: RunReport) -> bool:
     if not path:
         return False
     try:
-        with Path(path).open("a", encoding="utf-8") as file:
+        with Path(path).open("a", encoding="utf-8", errors="backslashreplace") as file:
             file.write(summary(report))
     except OSError as error:
         raise PerfsuiteError(f"cannot write the job summary {path}: {error.strerror or error}") from None

@@ -51,6 +51,12 @@ class RunReport:
     selected: int | None = None
     """How many workloads were asked for, of `collected`."""
     collected: int | None = None
+    workloads: tuple[str, ...] = ()
+    """Ids of the selected workloads."""
+    skipped: tuple[str, ...] = ()
+    """Those of them that are not for this machine, and were never accepted on it."""
+    shard: str = ""
+    """"2/3" for the second of three parts; empty for a whole run."""
 
     @property
     def ids(self) -> tuple[str, ...]:

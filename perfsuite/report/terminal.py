@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, TextIO
+from typing import Any, Literal, TextIO
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -23,11 +23,27 @@ PLAIN_WIDTH = 100
 GAP = " "
 
 
+class Encodable:
+    """A stream that takes every text: what its encoding lacks becomes a question mark."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write the text, as far as the encoding goes."""
+        encoding = self._stream.encoding or "utf-8"
+        return self._stream.write(text.encode(encoding, "replace").decode(encoding))
+
+
 def console(file: TextIO | None = None) -> Console:
     """A console that is readable in a CI log too."""
     target = file or sys.stdout
     width = None if target.isatty() or os.environ.get("COLUMNS") else PLAIN_WIDTH
-    return Console(file=target, width=width, highlight=False, soft_wrap=False)
+    stream: Any = Encodable(target)
+    return Console(file=stream, width=width, highlight=False, soft_wrap=False)
 
 
 def show(report: RunReport, out: Console | None = None) -> None:

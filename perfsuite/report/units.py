@@ -77,3 +77,8 @@ def rate(value: float, unit: str) -> str:
         if value >= scale:
             return f"{significant(value / scale)} {prefix}{unit}"
     return f"{significant(value)} {unit}"
+
+
+def count(number: int, noun: str) -> str:
+    """ "1 proof", "2 proofs"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"

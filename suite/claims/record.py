@@ -11,6 +11,7 @@ from typing import Any
 
 from perfsuite.errors import PerfsuiteError
 from perfsuite.report.files import write
+from suite.naming import shown
 
 SCHEMA = 1
 CONFIRMED, REFUTED, DEPENDS, UNMEASURED = "confirmed", "refuted", "depends", "not measurable here"
@@ -88,16 +89,20 @@ class Checks:
 def load(path: Path) -> dict[str, Claim]:
     """Id → claim; none where there is no file. PerfsuiteError where it is something else."""
     try:
-        data = json.loads(path.read_text())
+        data = json.loads(path.read_text(encoding="utf-8"))
         if data["schema"] != SCHEMA:
             raise ValueError("another schema")
         return {c["id"]: Claim(**c) for c in data["claims"]}
     except FileNotFoundError:
         return {}
     except OSError as error:
-        raise PerfsuiteError(f"cannot read {path}: {error.strerror or error}; name another folder with --out") from None
-    except (ValueError, TypeError, KeyError) as error:
-        raise PerfsuiteError(f"{path} holds no claims ({error}); move it away, and measure them anew") from None
+        raise PerfsuiteError(
+            f"cannot read {shown(path)}: {error.strerror or error}; name another folder with --out"
+        ) from None
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise PerfsuiteError(
+            f"{shown(path)} holds no claims ({str(error)[:200]}); move it away, and measure them anew"
+        ) from None
 
 
 def save(claims: Mapping[str, Claim], path: Path) -> None:

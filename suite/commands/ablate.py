@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import reprlib
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from click.core import ParameterSource
 
 from perfsuite.errors import PerfsuiteError
 from suite.commands.ending import in_one_line, writable
+from suite.naming import shown
+from suite.terminal import tell
 
 FOLDER = ".perfsuite/ablation"
 
@@ -30,13 +33,11 @@ FOLDER = ".perfsuite/ablation"
     metavar="TECHNIQUE",
     help="Leave it on, and the reference out: for windows that take too long without it. Repeatable.",
 )
-@click.option(
-    "--out", type=click.Path(file_okay=False), default=FOLDER, show_default=True, help="Folder of the result."
-)
+@click.option("--out", type=click.Path(), default=FOLDER, show_default=True, help="Folder of the result.")
 @click.option(
     "--from",
     "source",
-    type=click.Path(dir_okay=False),
+    type=click.Path(),
     help="Show this recording; measure nothing, and write nothing but into a given --out.",
 )
 @click.option("--no-plot", is_flag=True, help="The table alone.")
@@ -81,15 +82,17 @@ def ablate(
         else:
             record = ablation.load(Path(source))
             if record.trainer != name:
-                raise PerfsuiteError(f"{source} is of the trainer {record.trainer!r}, not of {name!r}; name that one")
+                raise PerfsuiteError(
+                    f"{shown(source)} is of the trainer {reprlib.repr(record.trainer)}, not of {name!r}; name that one"
+                )
         page = ablation.table(record, f"{name}.svg" if plots else None)
-        click.echo(page)
+        tell(page)
         if folder is None:
             return
         if plots:
             ablation.plot(record, folder / f"{name}.svg")
         write(folder / f"{name}.md", page)
-        click.echo(f"wrote {folder / name}.md", err=True)
+        tell(f"wrote {shown(folder / name)}.md", err=True)
 
 
 def _measured(
@@ -148,7 +151,7 @@ def _measured(
         rounds=rounds,
         windows=windows,
         short=trainers.short_of(name),
-        progress=lambda what: click.echo(what, err=True),
+        progress=lambda what: tell(what, err=True),
     )
     return ablation.Record(
         trainer=name,

@@ -9,6 +9,8 @@ from typing import Any
 import click
 
 from suite.commands.ending import in_one_line, out_of_memory, writable
+from suite.naming import shown
+from suite.terminal import tell
 
 FOLDER = ".perfsuite/claims"
 
@@ -17,9 +19,7 @@ FOLDER = ".perfsuite/claims"
 @click.argument("name")
 @click.option("--only", multiple=True, metavar="ID", help="This claim alone, e.g. C6; may be given several times.")
 @click.option("--device", help="cpu, cuda or cuda:1.  [default: the GPU, if any]")
-@click.option(
-    "--out", type=click.Path(file_okay=False), default=FOLDER, show_default=True, help="Folder of claims.json and .md."
-)
+@click.option("--out", type=click.Path(), default=FOLDER, show_default=True, help="Folder of claims.json and .md.")
 def claims(name: str, only: tuple[str, ...], device: str | None, out: str) -> None:
     """Measure what the source of trainer NAME claims, and say of each claim whether it holds.
 
@@ -46,12 +46,12 @@ def _claims(name: str, only: tuple[str, ...], device: str | None, out: Path) -> 
     writable(out)
     given = setting(there)
     for check in chosen:
-        click.echo(f"{check.id}: {check.said}", err=True)
+        tell(f"{check.id}: {check.said}", err=True)
         verdict, told = _answer(check, given)
-        click.echo(f"  {verdict}: {told}", err=True)
+        tell(f"  {verdict}: {told}", err=True)
         before = known.get(check.id)
         if verdict == record.UNMEASURED and before is not None and before.verdict != record.UNMEASURED:
-            click.echo(f"  what was measured on {before.device} stays: {before.verdict}", err=True)
+            tell(f"  what was measured on {before.device} stays: {before.verdict}", err=True)
         else:
             known[check.id] = record.Claim(
                 id=check.id,
@@ -65,7 +65,7 @@ def _claims(name: str, only: tuple[str, ...], device: str | None, out: Path) -> 
             )
         record.save(known, out / "claims.json")
         write(out / "claims.md", record.page(known))
-    click.echo(f"wrote {out / 'claims.md'}", err=True)
+    tell(f"wrote {shown(out / 'claims.md')}", err=True)
 
 
 def _answer(check: Any, given: Any) -> tuple[str, str]:

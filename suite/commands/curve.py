@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import re
 import statistics
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,8 @@ import click
 from perfsuite.errors import PerfsuiteError
 from suite import plotting
 from suite.commands.ending import in_one_line
+from suite.naming import shown, utf8_name
+from suite.terminal import tell
 
 Points = Sequence[tuple[int, float, float]]
 """(window, seconds since 1970, value)."""
@@ -24,8 +27,8 @@ SHOWN = 400
 
 
 @click.command()
-@click.argument("folder", type=click.Path(file_okay=False))
-@click.option("--out", type=click.Path(dir_okay=False), help="SVG file.  [default: FOLDER/curve.svg]")
+@click.argument("folder", type=click.Path())
+@click.option("--out", type=click.Path(), help="SVG file.  [default: FOLDER/curve.svg]")
 def curve(folder: str, out: str | None) -> None:
     """Plot the loss and the throughput of the run in FOLDER, from what TensorBoard was given.
 
@@ -34,11 +37,11 @@ def curve(folder: str, out: str | None) -> None:
     with in_one_line("interrupted"):
         path = Path(out) if out else Path(folder) / "curve.svg"
         if path.suffix != ".svg":
-            raise PerfsuiteError(f"--out {path}: the picture is an SVG file; name one that ends in .svg")
+            raise PerfsuiteError(f"--out {shown(path)}: the picture is an SVG file; name one that ends in .svg")
         points = read(Path(folder))
         plot(points, path)
-        click.echo(summary(points))
-        click.echo(f"wrote {path}", err=True)
+        tell(summary(points))
+        tell(f"wrote {shown(path)}", err=True)
 
 
 def read(folder: Path) -> Mapping[str, Points]:
@@ -48,21 +51,35 @@ def read(folder: Path) -> Mapping[str, Points]:
     except ImportError:
         raise PerfsuiteError("the curve needs tensorboard: pip install 'perfsuite[train]'") from None
     board = folder / "tensorboard"
-    files = list(board.glob("*tfevents*"))
+    if os.path.isfile(folder):
+        raise PerfsuiteError(f"{shown(folder)} is a file; name the folder of a run")
+    files = list(board.glob("*tfevents*")) if os.path.isdir(board) else []
     if not files:
-        raise PerfsuiteError(f"{folder} has no TensorBoard files; train with --tensorboard true --folder {folder}")
+        raise PerfsuiteError(
+            f"{shown(folder)} has no TensorBoard files; train with --tensorboard true --folder {shown(folder)}"
+        )
+    for file in files:
+        if not os.path.isfile(file):  # a pipe would be waited for
+            raise PerfsuiteError(f"cannot read {shown(file)}: it is no file; move it away")
     logging.getLogger("tensorboard").setLevel(logging.ERROR)  # it tells of windows of an abandoned run, which it drops
     try:
-        events = EventAccumulator(str(board), size_guidance={"scalars": 0}).Reload()
+        with utf8_name(board) as named:
+            events = EventAccumulator(str(named), size_guidance={"scalars": 0}).Reload()
     except OSError as error:
-        raise PerfsuiteError(f"cannot read {error.filename or board}: {error.strerror or error}") from None
+        raise PerfsuiteError(
+            f"cannot read {shown(board)}: {error.strerror or error}; make it readable, or name another folder"
+        ) from None
+    except Exception as error:  # of a file that is none of TensorBoard's: any kind, of protobuf for instance
+        raise PerfsuiteError(
+            f"{shown(board)} holds a damaged file ({type(error).__name__}); move it away, or name another folder"
+        ) from None
     starts = [int(m[1]) for file in files if (m := STARTED.search(file.name))]
     found = {
         tag: joined([(e.step, e.wall_time, e.value) for e in events.Scalars(tag)], starts)
         for tag in events.Tags()["scalars"]
     }
     if len(found.get("loss", ())) < 2:
-        raise PerfsuiteError(f"{folder} holds no curve: fewer than two losses were written")
+        raise PerfsuiteError(f"{shown(folder)} holds no curve: fewer than two losses were written; train on")
     return found
 
 
@@ -90,7 +107,7 @@ def summary(points: Mapping[str, Points]) -> str:
     first, last = points["loss"][0], points["loss"][-1]
     seconds = last[1] - first[1]
     rate = (last[0] - first[0]) / seconds if seconds > 0 else float("nan")
-    took = f"{seconds:.0f}" if seconds >= 10 else f"{seconds:.3g}"
+    took = f"{seconds:.0f}" if 10 <= seconds < 1e9 else f"{seconds:.3g}"
     return (
         f"windows {first[0]} to {last[0]} in {took} s: {rate:.3g} windows/s; loss {first[2]:.4g} at first, "
         f"{last[2]:.4g} at last"

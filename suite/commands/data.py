@@ -8,7 +8,9 @@ from pathlib import Path
 import click
 
 from suite.commands.ending import in_one_line
+from suite.naming import shown
 from suite.progress import Bar
+from suite.terminal import tell
 
 
 @click.group()
@@ -80,10 +82,9 @@ def leak_audio(
         )
         with Bar(units={"reading": "recordings"}) as bar:
             built = build(Path(out), recipe, bar, overwrite=overwrite)
-        shown = click.format_filename(out)
-        click.echo(f"{'kept' if built.kept else 'wrote'} {shown}: {_counted(built.counts)}", err=True)
-        click.echo(f"from {built.source}", err=True)
-        click.echo(f"{built.sha256}  {shown}")
+        tell(f"{'kept' if built.kept else 'wrote'} {shown(out)}: {_counted(built.counts)}", err=True)
+        tell(f"from {built.source}", err=True)
+        tell(f"{built.sha256}  {shown(out)}")
 
 
 @data.command("pack")
@@ -121,14 +122,14 @@ def pack(out: str, folder: str | None, vocabulary: int, tokenizer: str | None, o
         )
         with Bar() as bar:
             packed = made(Path(out), recipe, bar, overwrite=overwrite)
-        shown, found = click.format_filename(out), packed.pack
-        click.echo(
-            f"{'kept' if packed.kept else 'wrote'} {shown}: {found.tokens:,} tokens of {found.documents:,} documents, "
-            f"vocabulary {found.vocabulary:,}",
+        found = packed.pack
+        tell(
+            f"{'kept' if packed.kept else 'wrote'} {shown(out)}: {found.tokens:,} tokens of "
+            f"{found.documents:,} documents, vocabulary {found.vocabulary:,}",
             err=True,
         )
-        click.echo(f"from {packed.source}", err=True)
-        click.echo(f"{found.digest}  {shown}")
+        tell(f"from {packed.source}", err=True)
+        tell(f"{found.digest}  {shown(out)}")
 
 
 def _counted(counts: Mapping[str, Mapping[str, int]]) -> str:

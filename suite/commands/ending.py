@@ -7,18 +7,28 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import click
 
 from perfsuite.errors import PerfsuiteError
 from perfsuite.report.files import probe
 from suite.configuration import ConfigurationError
+from suite.naming import escaped, shown
+from suite.terminal import reserve, tell
 
 INTERRUPTED = 130
 
 
-class Wrong(click.ClickException):
-    """In one line, where click's UsageError takes three."""
+class Failed(click.ClickException):
+    """In one line, if anybody reads it."""
+
+    def show(self, file: Any = None) -> None:
+        tell(f"Error: {self.format_message()}", err=True)
+
+
+class Wrong(Failed):
+    """A command line or configuration, where click's UsageError takes three lines."""
 
     exit_code = 2
 
@@ -30,17 +40,18 @@ def in_one_line(
     """Exit code 1 for a PerfsuiteError and, with the `remedy`, where memory runs out; 2 for a wrong configuration, 130
     with the line `interrupted` for Ctrl-C.
     """
+    reserve()
     try:
         yield
     except KeyboardInterrupt:
-        click.echo(interrupted, err=True)
+        tell(interrupted, err=True)
         sys.exit(INTERRUPTED)
     except PerfsuiteError as error:
-        told = " ".join(str(error).split())
-        raise (Wrong if isinstance(error, ConfigurationError) else click.ClickException)(told) from None
+        told = escaped(" ".join(str(error).split()))
+        raise (Wrong if isinstance(error, ConfigurationError) else Failed)(told) from None
     except (MemoryError, RuntimeError) as error:
         if reason := out_of_memory(error):
-            raise click.ClickException(f"{reason}; {remedy}") from None
+            raise Failed(f"{reason}; {remedy}") from None
         raise
 
 
@@ -62,4 +73,4 @@ def writable(folder: Path) -> None:
         probe(folder)
     except OSError as error:
         reason = error.strerror or str(error)
-        raise PerfsuiteError(f"cannot write into {folder}: {reason}; name another folder with --out") from None
+        raise PerfsuiteError(f"cannot write into {shown(folder)}: {reason}; name another folder with --out") from None

@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ import click
 
 from perfsuite.errors import PerfsuiteError
 from suite.commands.ending import in_one_line
+from suite.naming import shown, typed
+from suite.panics import no_panic
+from suite.terminal import silence, tell
 
 TRAINER = "eigenstate_lm"
 
@@ -71,6 +75,7 @@ def _generate(
     from suite.eigenstate_lm.generation import Characters, Options, Reader, generated
 
     options = Options(tokens=tokens, temperature=temperature, top_k=top_k, seed=seed, past_end=past_end)
+    prompt = typed(prompt)
     there = device_called(device)
     weights, tokenizer = loaded(checkpoint)
     given = encoded(tokenizer, prompt)
@@ -87,13 +92,16 @@ def _generate(
         show(characters.rest())
         show("\n")
     except BrokenPipeError:  # whoever reads has enough
-        raise
+        silence(err=False)
+        return
     except OSError as error:
+        silence(err=False)
         raise PerfsuiteError(f"cannot write the text: {error.strerror or error}; send it elsewhere") from None
     except BaseException:
-        show("\n")
+        with suppress(OSError):
+            show("\n")
         raise
-    click.echo(summary(len(given), count, first, last), err=True)
+    tell(summary(len(given), count, first, last), err=True)
 
 
 def loaded(checkpoint: str) -> tuple[Mapping[str, Any], Any]:
@@ -105,35 +113,46 @@ def loaded(checkpoint: str) -> tuple[Mapping[str, Any], Any]:
     from suite.runtime import Store, checkpoints
 
     path = Path(checkpoint)
-    if os.path.isdir(path):  # Path.is_dir raises for a name that is too long
-        path = next(iter(Store(path).files()), path)
-    if not os.path.isfile(path):
-        raise PerfsuiteError(f"no checkpoint {path}; name a file, or a folder, that `perfsuite train {TRAINER}` wrote")
-    state = checkpoints.load(path, TRAINER).trainer
-    if not isinstance(state.get("weights"), Mapping) or not isinstance(state.get("tokenizer"), str):
-        raise PerfsuiteError(f"{path} is damaged: it lacks weights or a tokenizer; name another")
+    if os.path.isdir(path) and Store(path).files():  # Path.is_dir raises for a name that is too long
+        path, found = checkpoints.load_latest(Store(path), TRAINER)
+    elif os.path.isdir(path) or not os.path.lexists(path):
+        raise PerfsuiteError(
+            f"no checkpoint {shown(path)}; name a file, or a folder, that `perfsuite train {TRAINER}` wrote"
+        )
+    else:
+        found = checkpoints.load(path, TRAINER)
+    weights, content = found.trainer.get("weights"), found.trainer.get("tokenizer")
+    if not isinstance(weights, Mapping) or not isinstance(content, str):
+        raise PerfsuiteError(f"{shown(path)} is damaged: it lacks weights or a tokenizer; name another")
     try:
-        sizes = sizes_of(state["weights"])
+        sizes = sizes_of(weights)
     except PerfsuiteError as error:
-        raise PerfsuiteError(f"{path} is damaged: {error}; name another") from None
-    if not state["tokenizer"]:
-        raise PerfsuiteError(f"{path} was trained on random tokens, which no text belongs to; train on text")
+        raise PerfsuiteError(f"{shown(path)} is damaged: {error}; name another") from None
+    if not content:
+        raise PerfsuiteError(f"{shown(path)} was trained on random tokens, which no text belongs to; train on text")
     tokenizers = text.library()
     try:
-        tokenizer = tokenizers.Tokenizer.from_str(state["tokenizer"])
+        with no_panic():
+            tokenizer = tokenizers.Tokenizer.from_str(content)
+            tokenizer.no_padding()
+            tokenizer.no_truncation()
     except Exception as error:  # the library raises its own bare Exception
-        raise PerfsuiteError(f"{path} is damaged: its tokenizer is none ({error}); name another") from None
+        raise PerfsuiteError(
+            f"{shown(path)} is damaged: its tokenizer is none ({str(error)[:200]}); name another"
+        ) from None
     count = tokenizer.get_vocab_size()
     if count != sizes.vocabulary:
         raise PerfsuiteError(
-            f"{path} is damaged: its tokenizer has {count} tokens, its network {sizes.vocabulary}; name another"
+            f"{shown(path)} is damaged: its tokenizer has {count} tokens, its network {sizes.vocabulary}; name another"
         )
+    if max(tokenizer.get_vocab().values()) >= count:
+        raise PerfsuiteError(f"{shown(path)} is damaged: its tokenizer has a token beyond its last one; name another")
     if tokenizer.token_to_id(text.END) != text.END_ID:
         raise PerfsuiteError(
-            f"{path}: its tokenizer has no token {text.END} of number {text.END_ID}, by which texts end; "
+            f"{shown(path)}: its tokenizer has no token {text.END} of number {text.END_ID}, by which texts end; "
             "train on text of `perfsuite data pack`"
         )
-    return state["weights"], tokenizer
+    return weights, tokenizer
 
 
 def encoded(tokenizer: Any, prompt: str) -> list[int]:
@@ -141,7 +160,8 @@ def encoded(tokenizer: Any, prompt: str) -> list[int]:
     from suite import text
 
     try:
-        (tokens,) = text.encode(tokenizer, [prompt])
+        with no_panic():
+            (tokens,) = text.encode(tokenizer, [prompt])
     except Exception as error:  # TypeError where it is not UTF-8; the library raises its own bare Exception
         reason = "it is not UTF-8" if isinstance(error, TypeError) else error
         raise PerfsuiteError(f"--prompt: the tokenizer cannot encode it: {reason}; give other text") from None
@@ -150,6 +170,8 @@ def encoded(tokenizer: Any, prompt: str) -> list[int]:
 
 def show(text: str) -> None:
     """To stdout, at once; what that has no character for as a question mark."""
+    if sys.stdout is None:  # closed
+        return
     encoding = sys.stdout.encoding
     sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
     sys.stdout.flush()

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 
 from perfsuite.errors import PerfsuiteError
 from suite.commands.ending import in_one_line
+from suite.terminal import tell
+
+if TYPE_CHECKING:
+    from suite.runtime import Options
 
 FOLDER = ".perfsuite/train"
 
@@ -71,29 +76,46 @@ def _train(
 
     trainers.find(name)
     from suite import configuration
-    from suite.ablation import noting
-    from suite.runtime import Options, Store, fit
+    from suite.runtime import Options
+    from suite.runtime.loop import held
 
     kinds = [trainers.config_of(name), Options, trainers.data_config_of(name)]
     chosen, options, data = configuration.read(kinds, config, fields)
     if show:
-        click.echo(configuration.as_yaml([chosen, options, data]), nl=False)
+        tell(configuration.as_yaml([chosen, options, data]), nl=False)
         return 0
     options = replace(options, folder=options.folder or f"{FOLDER}/{name}-{side}")
+    with held(options):  # from before the first file until after the last
+        return _trained(name, chosen, options, data, side, device, resume, overwrite)
+
+
+def _trained(
+    name: str,
+    chosen: Any,
+    options: Options,
+    data: Any,
+    side: str,
+    device: str | None,
+    resume: str | None,
+    overwrite: bool,
+) -> int:
+    from suite import configuration, trainers
+    from suite.ablation import noting
+    from suite.runtime import Store, fit
+
+    folder = options.folder or FOLDER
     if resume is None and not overwrite:  # before the data, which may take a minute
-        Store(options.folder).refuse_others()
-    start = _start(resume, options.folder)
+        Store(folder).refuse_others()
+    start = _start(resume, folder)
     there = device_called(device)
-    if options.windows != 0:
-        Store(options.folder).ready()
     _seed(options.seed)
     loaded = trainers.data_of(name)(data)
-    click.echo(loaded.told, err=True)
+    tell(loaded.told, err=True)
     notes: list[str] = []
     with noting(notes):
         trainer = trainers.build(name, chosen, loaded.given, there, cast("trainers.Side", side))
     for note in notes:
-        click.echo(note, err=True)
+        tell(note, err=True)
     recorded = configuration.plain({"side": side, **asdict(data), **asdict(chosen), "seed": options.seed})
     outcome = fit(
         trainer,
@@ -105,9 +127,9 @@ def _train(
         resume=start,
         overwrite=overwrite,
     )
-    left = trainers.finish_of(name)(trainer, Path(options.folder or FOLDER)) if outcome.windows else None
+    left = trainers.finish_of(name)(trainer, Path(folder)) if outcome.windows else None
     if left is not None:
-        click.echo(left, err=True)
+        tell(left, err=True)
     return outcome.exit_code
 
 
@@ -120,7 +142,7 @@ def _start(resume: str | None, folder: str) -> Path | None:
     if resume == "latest":
         return Store(folder).latest()
     path = Path(resume)
-    return Store(path).latest() if path.is_dir() else path
+    return Store(path).latest() if os.path.isdir(path) else path  # Path.is_dir raises for a name that is too long
 
 
 def device_called(name: str | None) -> Any:

@@ -18,7 +18,7 @@ import torch
 
 from perfsuite.errors import PerfsuiteError
 from suite import packed_text, text, text_pack
-from suite.batching import check_identity, permutation
+from suite.batching import check_identity, permutation, whole
 from suite.eigenstate_lm.model import VOCABULARY
 from suite.packed_text import PackedText
 from suite.progress import Bar
@@ -82,7 +82,7 @@ class Text:
     @cached_property
     def tokenizer(self) -> str:
         """The tokenizers library's JSON; empty where the tokens are random."""
-        return (self.pack.path / packed_text.TOKENIZER).read_text()
+        return (self.pack.path / packed_text.TOKENIZER).read_text(encoding="utf-8")
 
     def packed(self) -> Sequences:
         """The sequences, from the mapped file."""
@@ -182,9 +182,9 @@ class Steps:
         return {"step": self.step, **self._identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a position; PerfsuiteError where it is one in other data."""
+        """Go to a position; PerfsuiteError where it is one in other data, ValueError where it is none."""
         check_identity(state, self._identity())
-        self.step = int(state["step"])
+        self.step = whole(state, "step")
 
     def _identity(self) -> dict[str, Any]:
         return {

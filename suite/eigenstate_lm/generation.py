@@ -31,6 +31,8 @@ def sizes_of(weights: Weights) -> Sizes:
         (vocabulary, width), (cells, eigenstates) = seen["embedding"], seen["0.decay"]
     except (KeyError, ValueError):
         raise PerfsuiteError("the weights are of no network of eigenstate_lm") from None
+    if not all(isinstance(w, torch.Tensor) and w.is_floating_point() and w.numel() for w in weights.values()):
+        raise PerfsuiteError("the weights are of no network of eigenstate_lm: one is empty, or not of real numbers")
     layers = sum(name.endswith(".decay") for name in seen)
     found = Sizes(vocabulary=vocabulary, width=width, layers=layers, eigenstates=eigenstates, cells=cells)
     known = shapes(found)

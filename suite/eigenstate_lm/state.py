@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from suite.batching import whole
 from suite.runtime.weights import check_weights, copies, optimizer_copies
 
 
@@ -33,6 +34,7 @@ def restore(trainer: Any, state: Mapping[str, Any]) -> None:
 
     ValueError where a shape is another, or a weight is missing; `steps` the trainer sets itself.
     """
+    whole(state, "steps")
     own, given = trainer.weights, state["weights"]
     here, there = len(own["embedding"]), len(given["embedding"])
     if here != there:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from suite.batching import check_identity
+from suite.batching import check_identity, whole
 from suite.leak_cnn.build import build
 from suite.leak_cnn.dataset import LeakAudio, open_data
 from suite.leak_cnn.sources import Recipe
@@ -107,9 +107,9 @@ class Epochs:
         return {"epoch": self.epoch, **self._identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a position; PerfsuiteError where it is one in other data."""
+        """Go to a position; PerfsuiteError where it is one in other data, ValueError where it is none."""
         check_identity(state, self._identity())
-        self.epoch = int(state["epoch"])
+        self.epoch = whole(state, "epoch")
 
     def _identity(self) -> dict[str, Any]:
         return {"batch_size": self.batch_size, "seed": self.seed, "digest": self.digest}

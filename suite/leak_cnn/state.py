@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from suite.batching import whole
 from suite.runtime.weights import check_weights, copies, optimizer_copies
 
 
@@ -38,10 +39,14 @@ def restore(trainer: Any, state: Mapping[str, Any]) -> None:
 
     What is no tensor, the trainer sets itself.
     """
+    best = state["best"]
+    for counts, name, least in ((state, "steps", 0), (best, "files", -1), (best, "epoch", 0)):
+        whole(counts, name, least)
     own, given = trainer.weights, state["weights"]
     check_weights(own, given)
+    check_weights(trainer.best, best["weights"])
     with torch.no_grad():
         for name, weight in given.items():
             own[name].copy_(weight)
-            trainer.best[name].copy_(state["best"]["weights"][name])
+            trainer.best[name].copy_(best["weights"][name])
     trainer.optimizer.load_state_dict(state["optimizer"])

@@ -10,7 +10,7 @@ import contextlib
 import os
 import random
 import re
-import zipfile
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +19,32 @@ from typing import Any
 import numpy
 import torch
 
-from perfsuite.errors import PerfsuiteError
-from perfsuite.report.files import probe
+from suite.naming import shown
+from suite.runtime import archive
+from suite.runtime.errors import CheckpointError, NotANumberError
+from suite.runtime.plain import check
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "NotANumberError",
+    "Store",
+    "check",
+    "load",
+    "load_latest",
+    "restore_rng",
+    "rng_state",
+]
 
 FORMAT = "perfsuite.checkpoint"
 VERSION = 1
-NAME = re.compile(r"window-(\d+)\.pt")
-PLAIN = (bool, int, float, str, bytes, type(None))
+OLD = ".old"
+NAME = re.compile(rf"window-(\d{{8}}|[1-9]\d{{8,}})\.pt({re.escape(OLD)})?", re.ASCII)
+"""One name for each number, which grows beyond eight digits. Files of other names are left alone."""
+MOST = 2**63
+"""Windows and items are fewer."""
+KEYS = 624
+"""Of numpy's generator, which reads beyond them where a state says so."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -41,147 +60,186 @@ class Checkpoint:
     rng: Mapping[str, Any]
 
 
-class CheckpointError(PerfsuiteError):
-    """A checkpoint that is missing, damaged, foreign, or cannot be written."""
-
-
-class NotANumberError(CheckpointError):
-    """A state that must not be written: it holds NaN."""
-
-
 class Store:
-    """The checkpoints in a folder, of which the last `keep` written stay."""
+    """The checkpoints in a folder, of which the last `keep` stay.
+
+    Their order is that of the numbers in their names, since a clock may be set back. A run that goes on from an earlier
+    checkpoint, or begins anew, renames the later ones to `*.old`: these count as earlier than all others.
+    """
 
     def __init__(self, folder: str | Path, keep: int = 3) -> None:
         self.folder = Path(folder)
         self.keep = max(1, keep)
 
     def files(self) -> list[Path]:
-        """Checkpoints, the last written one first.
-
-        By time, not by number: a run that went on from an older one has written smaller numbers since.
-        """
+        """Checkpoints, the last one first; CheckpointError where the folder cannot be read."""
         try:
-            found = [p for p in self.folder.iterdir() if NAME.fullmatch(p.name)]
-            return sorted(found, key=lambda p: (p.stat().st_mtime_ns, p.name), reverse=True)
+            found = [(place, name) for name in os.listdir(self.folder) if (place := _place(name))]
         except FileNotFoundError:
             return []
         except OSError as error:
             reason = error.strerror or str(error)
-            raise CheckpointError(f"cannot read the folder {self.folder}: {reason}; name another --folder") from None
+            raise CheckpointError(
+                f"cannot read the folder {shown(self.folder)}: {reason}; name another --folder"
+            ) from None
+        return [self.folder / name for _, name in sorted(found, reverse=True)]
 
     def latest(self) -> Path:
-        """The last one written; CheckpointError where there is none."""
+        """The last one; CheckpointError where there is none."""
         found = self.files()
         if not found:
-            raise CheckpointError(f"no checkpoint in {self.folder}; leave out --resume, or name a file or its folder")
+            raise CheckpointError(
+                f"no checkpoint in {shown(self.folder)}; leave out --resume, or name a file or its folder"
+            )
         return found[0]
 
+    def holds(self, path: Path) -> bool:
+        """Whether a file is one of these checkpoints, and was not left behind."""
+        place = _place(path.name)
+        try:
+            return place is not None and place[0] and os.path.samefile(path.parent, self.folder)
+        except OSError:
+            return False
+
+    def leave_behind(self, after: int) -> list[Path]:
+        """Rename the checkpoints of more than `after` windows to `*.old`; the names that they had."""
+        later = [p for p in self.files() if (place := _place(p.name)) and place[0] and place[1] > after]
+        for path in later:
+            try:
+                os.replace(path, f"{path}{OLD}")
+            except OSError as error:
+                reason = error.strerror or str(error)
+                raise CheckpointError(f"cannot rename {shown(path)}: {reason}; move it away") from None
+        return later
+
     def save(self, checkpoint: Checkpoint, *, more: int = 0) -> Path:
-        """Write a checkpoint whole or not at all, then drop the oldest beyond `keep` and `more`."""
+        """Write a checkpoint whole or not at all, then drop the oldest beyond `keep` and `more`.
+
+        Those of more windows are left behind. A process that is killed at any moment leaves the last one whole.
+        """
         path = self.folder / f"window-{checkpoint.windows:08d}.pt"
         temporary = self.folder / f".{path.name}.{os.getpid()}.tmp"
         fields = {name: getattr(checkpoint, name) for name in Checkpoint.__slots__}
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with temporary.open("wb") as file:
+            temporary.unlink(missing_ok=True)
+            with temporary.open("xb") as file:  # anew: if that is a link, what it leads to stays
                 torch.save({"format": FORMAT, "version": VERSION, **fields}, file)
                 file.flush()
                 os.fsync(file.fileno())
+            self.leave_behind(checkpoint.windows)
             os.replace(temporary, path)
             _flush(self.folder)
-            self.prune(path, more=more)
         except (OSError, RuntimeError) as error:  # torch tells a full disk by a RuntimeError
-            reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+            reason = getattr(error, "strerror", None) or (str(error).splitlines() or [type(error).__name__])[0]
             raise CheckpointError(
-                f"cannot write {path}: {reason}; free space there, or name another --folder"
+                f"cannot write {shown(path)}: {reason}; free space there, or name another --folder"
             ) from None
         finally:
             with contextlib.suppress(OSError):
                 temporary.unlink()
+        self.prune(path, more=more)
         return path
 
     def prune(self, newest: Path, *, more: int = 0) -> None:
-        """Drop the oldest beyond `keep` and `more`; `newest` stays in any case."""
-        for old in self.files()[self.keep + more :]:
+        """Drop the oldest beyond `keep` and `more`, as far as they can be removed; `newest` stays in any case."""
+        files = [p for p in self.files() if p.is_symlink() or not p.is_dir()]
+        for old in files[self.keep + more :]:
             if old != newest:
-                old.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    old.unlink()
 
     def refuse_others(self) -> None:
         """CheckpointError where the folder holds checkpoints, which a new run would drop one by one."""
         if there := self.files():
             raise CheckpointError(
-                f"{self.folder} holds checkpoints of an earlier run ({there[0].name}); "
+                f"{shown(self.folder)} holds checkpoints of an earlier run ({there[0].name}); "
                 "go on with --resume latest, name another --folder, or give --overwrite"
             )
 
-    def ready(self) -> None:
-        """Make the folder; CheckpointError where nothing can be written into it: before a run, and not at its end."""
-        try:
-            probe(self.folder)
-        except OSError as error:
-            reason = error.strerror or str(error)
-            raise CheckpointError(f"cannot write into {self.folder}: {reason}; name another --folder") from None
-
     def tidy(self) -> None:
-        """Remove what runs that were killed have left half written."""
+        """Remove what runs that were killed have left half written; to be called by the only run in the folder."""
         for path in self.folder.glob(".window-*.tmp"):
-            pid = path.name.split(".")[-2]
-            if pid.isdigit() and not _alive(int(pid)):
-                with contextlib.suppress(OSError):
-                    path.unlink()
+            with contextlib.suppress(OSError):
+                path.unlink()
 
 
 def load(path: Path, name: str | None = None) -> Checkpoint:
-    """Read a checkpoint, to the CPU; CheckpointError in one line where it cannot be gone on from."""
+    """Read a checkpoint, to the CPU; CheckpointError in one line where it cannot be gone on from.
+
+    Neither its contents nor its name are trusted: a name that has a number must have that of its windows.
+    """
     try:
-        with zipfile.ZipFile(path) as archive:
-            broken = archive.testzip()
-        if broken is not None:
-            raise CheckpointError(f"{path} is damaged, in {broken}{_instead(path)}")
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except CheckpointError:
-        raise
+        with archive.opened(path) as file:
+            content = archive.content(file)
     except FileNotFoundError:
-        raise CheckpointError(f"no checkpoint {path}; name one that is there, or 'latest'") from None
+        if not os.path.lexists(path):
+            raise CheckpointError(f"no checkpoint {shown(path)}; name one that is there, or 'latest'") from None
+        raise CheckpointError(f"{shown(path)} is a link to a file that is missing{_instead(path)}") from None
     except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from None
-    except Exception:  # zipfile and torch raise a dozen kinds on a file that is cut, empty or of something else
-        raise CheckpointError(f"{path} is damaged, or no checkpoint{_instead(path)}") from None
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise CheckpointError(f"{path} is no checkpoint of `perfsuite train`; name another")
-    if content.get("version") != VERSION:
+        raise CheckpointError(f"cannot read {shown(path)}: {error.strerror or error}{_instead(path)}") from None
+    except archive.DamagedError as error:
+        raise CheckpointError(f"{shown(path)} {error}{_instead(path)}") from None
+    if not isinstance(content, dict) or not _is(content.get("format"), FORMAT):
+        raise CheckpointError(f"{shown(path)} is no checkpoint of `perfsuite train`; name another")
+    if not _is(content.get("version"), VERSION):
+        found = content.get("version")
+        other = found if type(found) is int and 0 <= found < MOST else "that is none"
         raise CheckpointError(
-            f"{path} has format version {content.get('version')}, this perfsuite reads {VERSION}; "
+            f"{shown(path)} has format version {other}, this perfsuite reads {VERSION}; "
             "resume it with the version that wrote it"
         )
+    if wrong := _wrong(content):
+        raise CheckpointError(f"{shown(path)} is damaged: {wrong}{_instead(path)}")
+    checkpoint = Checkpoint(**{field: content[field] for field in Checkpoint.__slots__})
+    place = _place(path.name)
+    if place is not None and place[1] != checkpoint.windows:
+        raise CheckpointError(
+            f"{shown(path)} is of {checkpoint.windows} windows, not of {place[1]} as its name says; "
+            f"name it window-{checkpoint.windows:08d}.pt, or resume from another"
+        )
+    if name is not None and checkpoint.name != name:
+        raise CheckpointError(
+            f"{shown(path)} is of the trainer {reprlib.repr(checkpoint.name)}, not of {name!r}; name another"
+        )
+    return checkpoint
+
+
+def load_latest(store: Store, name: str | None = None) -> tuple[Path, Checkpoint]:
+    """(file, checkpoint) of the last one, also while a run goes on that drops one after another."""
+    while True:
+        path = store.latest()
+        try:
+            return path, load(path, name)
+        except CheckpointError:
+            if os.path.lexists(path):
+                raise
+
+
+def _is(found: object, wanted: str | int) -> bool:
+    """Whether they are equal; a tensor has answers of its own."""
+    return type(found) is type(wanted) and found == wanted
+
+
+def _wrong(content: Mapping[Any, Any]) -> str | None:
+    """What of a checkpoint's fields is missing, or cannot be."""
+    kinds: dict[str, Any] = {"name": str, "windows": int, "items": int, "batches": (Mapping, type(None))}
     missing = [field for field in Checkpoint.__slots__ if field not in content]
     if missing:
-        raise CheckpointError(f"{path} is damaged: it lacks {', '.join(missing)}{_instead(path)}")
-    found = Checkpoint(**{field: content[field] for field in Checkpoint.__slots__})
-    if name is not None and found.name != name:
-        raise CheckpointError(f"{path} is of the trainer {found.name!r}, not of {name!r}; name another")
-    return found
-
-
-def check(state: Any, where: str = "state") -> None:
-    """Pass a state that holds what can be read back, and no NaN; else CheckpointError, or NotANumberError."""
-    if isinstance(state, torch.Tensor):
-        if state.is_floating_point() and bool(state.isnan().any()):
-            raise NotANumberError(f"{where} holds NaN")
-    elif isinstance(state, Mapping):
-        for key, value in state.items():
-            if type(key) not in PLAIN:
-                raise CheckpointError(f"{where} has a key of type {type(key).__name__}, which cannot be read back")
-            check(value, f"{where}[{key!r}]")
-    elif type(state) in (list, tuple):
-        for index, value in enumerate(state):
-            check(value, f"{where}[{index}]")
-    elif type(state) not in PLAIN and not isinstance(state, (torch.dtype, torch.device, torch.Size)):
-        raise CheckpointError(
-            f"{where} is a {type(state).__name__}, which cannot be read back; "
-            "keep tensors and plain values in state_dict"
-        )
+        return f"it lacks {', '.join(missing)}"
+    try:
+        for field in Checkpoint.__slots__:
+            check(content[field], field, tensors=field != "configuration", nan=True)
+            if not isinstance(content[field], kinds.get(field, Mapping)) or isinstance(content[field], bool):
+                return f"its {field} are of type {type(content[field]).__name__}"
+        for field in ("windows", "items"):
+            if not 0 <= content[field] < MOST:
+                return f"its {field} are a number out of range"
+        if not all(type(key) is str for key in content["configuration"]):
+            return "its configuration has a field without a name"
+    except CheckpointError:
+        return "it holds what no checkpoint does"
+    return None
 
 
 def rng_state() -> dict[str, Any]:
@@ -196,9 +254,11 @@ def rng_state() -> dict[str, Any]:
 
 
 def restore_rng(state: Mapping[str, Any]) -> None:
-    """Undo what was drawn since `rng_state`. GPUs that are not here are left out."""
+    """Undo what was drawn since `rng_state`. GPUs that are not here are left out. Exception for another's state."""
     random.setstate(state["python"])
     kind, keys, position, has_gauss, cached = state["numpy"]
+    if len(keys) != KEYS or not 0 <= position <= KEYS:
+        raise ValueError(f"numpy's generator has {len(keys)} keys, and is at {position}")
     numpy.random.set_state((kind, numpy.asarray(keys, dtype=numpy.uint32), position, has_gauss, cached))
     torch.set_rng_state(state["torch"])
     if torch.cuda.is_available():
@@ -206,10 +266,23 @@ def restore_rng(state: Mapping[str, Any]) -> None:
             torch.cuda.set_rng_state(one, index)
 
 
+def _place(name: str) -> tuple[bool, int] | None:
+    """(it was not left behind, its windows) of a checkpoint's file; None of any other. A later one is greater."""
+    match = NAME.fullmatch(name)
+    return (match[2] is None, int(match[1])) if match else None
+
+
 def _instead(path: Path) -> str:
-    """The remedy: the checkpoint before it, if there is one."""
-    others = [p for p in Store(path.parent).files() if p != path]
-    return f"; resume from {others[0]}" if others else "; there is no other beside it: name another, or begin anew"
+    """The remedy: the checkpoint before it, if there is one, or else the last one."""
+    try:
+        found = [p.name for p in Store(path.parent).files()]
+    except CheckpointError:
+        found = []
+    before = found[found.index(path.name) + 1 :] if path.name in found else []
+    others = before or [name for name in found if name != path.name]
+    if others:
+        return f"; resume from {shown(path.parent / others[0])}"
+    return "; there is no other beside it: name another, or begin anew"
 
 
 def _flush(folder: Path) -> None:
@@ -219,13 +292,3 @@ def _flush(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        pass  # another user's
-    return True

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -13,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from perfsuite.errors import PerfsuiteError
+from suite.naming import shown, utf8_name
 
 REFRESH_S = 0.1
 LINE_S = 30.0
@@ -110,7 +112,8 @@ def quantity(value: float) -> str:
     return f"{value:.3g}"
 
 
-def board(folder: Path, windows: int) -> Any:
+@contextmanager
+def board(folder: Path, windows: int) -> Iterator[Any]:
     """TensorBoard's writer; what an abandoned run in the folder wrote after `windows` is hidden."""
     try:
         from torch.utils.tensorboard import SummaryWriter
@@ -121,6 +124,16 @@ def board(folder: Path, windows: int) -> Any:
         ) from None
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        return SummaryWriter(str(folder), purge_step=windows + 1)
+        with ExitStack() as stack:
+            writer = SummaryWriter(str(stack.enter_context(utf8_name(folder))), purge_step=windows + 1)
+            kept = stack.pop_all()
     except OSError as error:
-        raise PerfsuiteError(f"cannot write {folder}: {error.strerror or error}; name another --folder") from None
+        raise PerfsuiteError(
+            f"cannot write {shown(folder)}: {error.strerror or error}; name another --folder"
+        ) from None
+    with kept:
+        try:
+            yield writer
+        finally:
+            with suppress(OSError):  # what is lost then is the end of a picture
+                writer.close()

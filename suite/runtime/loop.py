@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import reprlib
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,9 +17,12 @@ import torch
 from rich.console import Console
 
 from perfsuite.errors import PerfsuiteError
+from suite import terminal
+from suite.naming import escaped, shown
 from suite.runtime import checkpoints
-from suite.runtime.checkpoints import Checkpoint, CheckpointError, Store
+from suite.runtime.checkpoints import OLD, Checkpoint, CheckpointError, Store
 from suite.runtime.display import Display, board, quantity
+from suite.runtime.locking import only_one
 from suite.runtime.stopping import Stopping
 from suite.runtime.timing import Phases, Trace, synchronize
 
@@ -145,12 +149,20 @@ def fit(
     """Train until `options` say so, the batches end, or a signal comes; then save.
 
     `resume` is a checkpoint file to go on from, bitwise. A folder that holds checkpoints is refused unless one of them
-    is resumed, or `overwrite` says that they may go. Raises DivergedError at a loss that is no finite number,
-    CheckpointError where one cannot be read or written.
+    is resumed, or `overwrite` says that they may go; those that it has beyond are left behind, as `Store` says.
+
+    Raises DivergedError at a loss that is no finite number, CheckpointError where a checkpoint cannot be read or
+    written, or another run is writing into the folder.
     """
     run = _Run(trainer, batches, options, name, torch.device(device), dict(configuration or {}), console)
-    run.begin(resume, overwrite)
-    return run.go()
+    with held(options):
+        run.begin(resume, overwrite)
+        return run.go()
+
+
+def held(options: Options) -> AbstractContextManager[None]:
+    """The folder of a run that writes into one, for it alone; see `only_one`."""
+    return only_one(Path(options.folder)) if options.folder and options.windows != 0 else nullcontext()
 
 
 class _Run:
@@ -172,7 +184,7 @@ class _Run:
         self.name = name
         self.device = device
         self.configuration = configuration
-        self.console = console or Console(stderr=True, highlight=False)
+        self.console = console or terminal.console()
         self.store = Store(options.folder, options.keep) if options.folder else None
         self.windows = 0
         self.items = 0
@@ -182,6 +194,8 @@ class _Run:
         self.metrics: Mapping[str, float] | None = None
         self.saved: Path | None = None
         self.saved_windows = -1
+        self.reached: int | None = -1
+        """Windows of the folder's checkpoint that the run began at: later ones are left behind. None once they are."""
         self.doubtful: list[tuple[int, Path]] = []
         """Checkpoints of windows whose loss is not known yet: they push no other out, and go if it is no number."""
         self._say: Callable[[str], None] = partial(self.console.print, soft_wrap=True, markup=False, highlight=False)
@@ -194,37 +208,36 @@ class _Run:
         if self.options.tensorboard and self.store is None:
             raise PerfsuiteError("tensorboard: true needs a folder for its files; name one with --folder")
         if self.store is not None:
-            if self.options.windows != 0:
-                self.store.ready()
-            self.store.tidy()
             checkpoints.check(self.trainer.state_dict(), "the trainer's state")  # now, and not after hours
         if resume is not None:
             self._resume(resume)
         elif self.store is not None and not overwrite:
             self.store.refuse_others()
+        if self.store is not None and self.options.windows != 0:
+            self.store.tidy()
 
     def _resume(self, path: Path) -> None:
         found = checkpoints.load(path, self.name)
-        try:
+        fits = partial(_fitting, path)
+        with fits("this trainer", "resume with the configuration that it was made with"):
             self.trainer.load_state_dict(found.trainer)
-        except PerfsuiteError:
-            raise
-        except Exception as error:  # what a state of another shape raises is the trainer's own affair
-            what = " ".join(str(error).split())[:300]
-            raise CheckpointError(
-                f"{path} does not fit this trainer: {type(error).__name__}: {what}; "
-                "resume with the configuration that it was made with"
-            ) from None
         if found.batches is not None and isinstance(self.batches, Resumable):
-            self.batches.load_state_dict(found.batches)
+            with fits("these data", "resume with those that it was made with"):
+                self.batches.load_state_dict(found.batches)
         elif found.batches is not None:
-            raise CheckpointError(f"{path} knows a position in the data, which these batches cannot take over")
+            raise CheckpointError(
+                f"{shown(path)} knows a position in the data, which these batches cannot take over; "
+                "resume with the data that it was made with"
+            )
         for field in sorted(found.configuration.keys() & self.configuration.keys()):
             before, now = found.configuration[field], self.configuration[field]
             if before != now:
-                self._say(f"resumed with another {field}: {now}, before {before}")
+                self._say(f"resumed with another {field}: {_brief(now)}, before {_brief(before)}")
         self.windows, self.items, self.saved, self.saved_windows = found.windows, found.items, path, found.windows
-        checkpoints.restore_rng(found.rng)  # last: what is above may have drawn
+        if self.store is not None and self.store.holds(path):
+            self.reached = found.windows
+        with fits("the generators of random numbers", "resume from another"):  # last: what is above may have drawn
+            checkpoints.restore_rng(found.rng)
 
     def go(self) -> Outcome:
         options = self.options
@@ -233,13 +246,12 @@ class _Run:
         started = time.monotonic()
         first, total = self.windows, options.windows
         ends = [n for n in (total, self.batches.total if isinstance(self.batches, Counted) else None) if n is not None]
-        shown = min(ends) if ends else None
+        end = min(ends) if ends else None
         with ExitStack() as stack:
             if options.tensorboard and self.store is not None:
-                self.writer = board(self.store.folder / "tensorboard", self.windows)
+                self.writer = stack.enter_context(board(self.store.folder / "tensorboard", self.windows))
                 self.due = (self.windows // options.tensorboard_every + 1) * options.tensorboard_every
-                stack.callback(self.writer.close)
-            display = stack.enter_context(Display(self.console, self.name, shown, self.windows, self.unit, self.noun))
+            display = stack.enter_context(Display(self.console, self.name, end, self.windows, self.unit, self.noun))
             self._say = display.say
             stop = stack.enter_context(Stopping(display.leave, self.noun))
             while stop.signal is None and (total is None or self.windows < total):
@@ -257,13 +269,13 @@ class _Run:
                 with phases("metrics"):
                     self._look(self.trainer.metrics())
                 if trace.after():
-                    display.say(f"profile: wrote {options.profile}")
+                    display.say(f"profile: wrote {shown(options.profile or '')}")
                 if options.checkpoint_every and self.windows % options.checkpoint_every == 0:
                     with phases("checkpoint"):
                         self._save(last=False)
-                display.show(self.windows, shown, self.items, self.metrics)
+                display.show(self.windows, end, self.items, self.metrics)
             if trace.close():
-                display.say(f"profile: wrote {options.profile}, with fewer windows: the run has ended")
+                display.say(f"profile: wrote {shown(options.profile or '')}, with fewer windows: the run has ended")
             elif options.profile and trace.written is None:
                 display.say("profile: nothing was written, the run was too short: a trace begins after two windows")
             with phases("checkpoint"):
@@ -307,16 +319,21 @@ class _Run:
         """To TensorBoard, where it is time."""
         if self.writer is not None and window >= self.due:
             self.due = (window // self.options.tensorboard_every + 1) * self.options.tensorboard_every
-            for key, value in found.items():
-                if key != "window":
-                    self.writer.add_scalar(key, float(value), window)
+            try:
+                for key, value in found.items():
+                    if key != "window":
+                        self.writer.add_scalar(key, float(value), window)
+            except OSError as error:  # of a thread that writes: the training is worth more than its picture
+                self.writer = None
+                self._say(f"tensorboard: cannot write: {error.strerror or error}; the run goes on without")
 
     def _judge(self, found: Mapping[str, float], window: int) -> None:
         loss = found.get("loss")
         if loss is not None and not math.isfinite(loss):
             for windows, path in self.doubtful:
                 if windows >= window:
-                    path.unlink(missing_ok=True)
+                    with suppress(OSError):
+                        path.unlink()
             where = f"{self.noun} {window}" + (f", step {int(found['step'])}" if "step" in found else "")
             raise DivergedError(f"{where}: the loss is {float(loss)}; training has stopped{self._kept()}")
 
@@ -328,7 +345,7 @@ class _Run:
                 self.store.prune(self.saved, more=len(self.doubtful))
 
     def _kept(self) -> str:
-        good = f"the last good checkpoint is {self.saved}" if self.saved else "no checkpoint was written"
+        good = f"the last good checkpoint is {shown(self.saved)}" if self.saved else "no checkpoint was written"
         return f"; {good}; lower the learning rate, or look at that {self.noun}'s data"
 
     def _save(self, *, last: bool) -> None:
@@ -360,6 +377,7 @@ class _Run:
             rng=checkpoints.rng_state(),
         )
         try:
+            self._leave_behind(self.store)
             path = self.store.save(made, more=0 if known else len(self.doubtful) + 1)
         except CheckpointError as error:
             if last:
@@ -373,6 +391,15 @@ class _Run:
         else:
             self.doubtful.append((self.windows, path))
 
+    def _leave_behind(self, store: Store) -> None:
+        """Before the first checkpoint: those of another run, or of windows that are trained anew."""
+        if self.reached is None:
+            return
+        if later := store.leave_behind(self.reached):
+            names = ", ".join(path.name for path in later)
+            self._say(f"in {shown(store.folder)}, of later windows or another run, now called *{OLD}: {names}")
+        self.reached = None
+
     def _finish(self, first: int, seconds: float, by: signal.Signals | None) -> None:
         told = f"{self.name}: {self.windows} {self.noun}s"
         told += f", {self.windows - first} of them in this run," if first else ""
@@ -384,4 +411,21 @@ class _Run:
             told += f"; {ended}"
         self._say(told + (f"; ended by {by.name}" if by else ""))
         if newest := self.doubtful[-1][1] if self.doubtful else self.saved:
-            self._say(f"checkpoint: {newest}")
+            self._say(f"checkpoint: {shown(newest)}")
+
+
+@contextmanager
+def _fitting(path: Path, what: str, remedy: str) -> Iterator[None]:
+    """Any error is a CheckpointError: what a part of a checkpoint raises is the affair of whoever takes it over."""
+    try:
+        yield
+    except PerfsuiteError as error:
+        raise CheckpointError(f"{shown(path)}: {error}") from None
+    except Exception as error:
+        told = " ".join(str(error).split())[:300]
+        raise CheckpointError(f"{shown(path)} does not fit {what}: {type(error).__name__}: {told}; {remedy}") from None
+
+
+def _brief(value: object) -> str:
+    """A field's value, which a damaged checkpoint may have made long."""
+    return escaped(str(value) if type(value) in (bool, int, float, str, type(None)) else reprlib.repr(value))[:200]

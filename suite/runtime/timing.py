@@ -15,6 +15,7 @@ from rich.table import Table
 
 from perfsuite.errors import PerfsuiteError
 from perfsuite.report import units
+from suite.naming import shown, utf8_name
 
 SKIPPED = 2
 """Windows before a trace begins: the first ones compile and allocate."""
@@ -75,9 +76,13 @@ class Trace:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
             except OSError as error:
-                raise PerfsuiteError(f"profile: cannot write {path}: {error.strerror or error}") from None
+                raise PerfsuiteError(
+                    f"profile: cannot write {shown(path)}: {error.strerror or error}; name another file"
+                ) from None
             if path.is_dir() or not os.access(path.parent, os.W_OK):
-                raise PerfsuiteError(f"profile: cannot write {path}; name a file in a folder that can be written")
+                raise PerfsuiteError(
+                    f"profile: cannot write {shown(path)}; name a file in a folder that can be written"
+                )
 
     def before(self) -> None:
         """Called before each window."""
@@ -101,13 +106,15 @@ class Trace:
         synchronize(self._device)
         profiler, self._profiler = self._profiler, None
         profiler.stop()
-        temporary = self._path.with_name(f".{os.getpid()}.{self._path.name}")  # torch packs what ends in .gz
+        name = f".{os.getpid()}.trace" + ".gz" * (self._path.suffix == ".gz")  # torch packs what ends so
+        temporary = self._path.with_name(name)
         try:
-            profiler.export_chrome_trace(str(temporary))
+            with utf8_name(self._path.parent) as folder:
+                profiler.export_chrome_trace(str(folder / name))
             os.replace(temporary, self._path)
         except (OSError, RuntimeError) as error:
             with suppress(OSError):
                 temporary.unlink()
-            raise PerfsuiteError(f"profile: cannot write {self._path}: {error}") from None
+            raise PerfsuiteError(f"profile: cannot write {shown(self._path)}: {error}; name another file") from None
         self.written = self._path
         return True

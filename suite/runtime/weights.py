@@ -11,8 +11,11 @@ import torch
 def check_weights(own: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]) -> None:
     """ValueError where a checkpoint's weights are others than a trainer's own, or have other shapes."""
     if others := own.keys() ^ given.keys():
-        raise ValueError(f"the weights {', '.join(sorted(others))} are only in the checkpoint, or only here")
+        names = ", ".join(sorted(map(str, others)))
+        raise ValueError(f"the weights {names} are only in the checkpoint, or only here")
     for name, weight in given.items():
+        if not isinstance(weight, torch.Tensor) or weight.is_complex() != own[name].is_complex():
+            raise ValueError(f"{name} is no tensor in the checkpoint, or one of complex numbers")
         if weight.shape != own[name].shape:
             raise ValueError(
                 f"{name} has shape {list(weight.shape)} in the checkpoint and {list(own[name].shape)} here"

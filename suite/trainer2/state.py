@@ -6,6 +6,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from suite.batching import whole
+from suite.runtime.weights import check_weights
+
 TENSORS = (
     "field",
     "momentum",
@@ -36,10 +39,10 @@ def restore(trainer: Any, state: Mapping[str, Any]) -> None:
         own, given = getattr(trainer, name), state[name]
         if own.shape != given.shape:
             raise ValueError(f"{name} has shape {list(given.shape)} in the checkpoint and {list(own.shape)} here")
-    if others := trainer.weights.keys() ^ state["weights"].keys():
-        raise ValueError(f"the weights {', '.join(sorted(others))} are only in the checkpoint, or only here")
+    check_weights(trainer.weights, state["weights"])
+    written, windows = whole(state, "written"), whole(state, "windows")
     for name in TENSORS:
         getattr(trainer, name).copy_(state[name])
     for name, weight in state["weights"].items():
         trainer.weights[name].copy_(weight)
-    trainer.written, trainer.windows = state["written"], state["windows"]
+    trainer.written, trainer.windows = written, windows

@@ -1,10 +1,10 @@
-"""Synthetic records with the noise of real ones: quads in blocks, blocks in processes, processes in sessions."""
+"""Synthetic records."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -107,98 +107,3 @@ def entry(
         baseline = merge_baseline(baseline, [made], machine=MACHINE, more=number > 0)
     assert baseline is not None
     return next(iter(baseline.entries.values()))
-
-
-@dataclass(frozen=True)
-class Noise:
-    """Standard deviations of one workload's log-ratios."""
-
-    quad: float
-    block: float
-    process: float
-    session: float
-    bias: float = 0.0005
-    """Between two imports of one revision; fixed for a workload's second look."""
-
-
-def mixed(rng: np.random.Generator) -> Noise:
-    return Noise(
-        quad=rng.uniform(0.001, 0.01),
-        block=rng.uniform(0.002, 0.006),
-        process=float(np.exp(rng.uniform(np.log(0.0005), np.log(0.006)))),
-        session=rng.uniform(0.001, 0.003),
-    )
-
-
-PESSIMISTIC = Noise(quad=0.01, block=0.006, process=0.006, session=0.003)
-
-
-def processes(
-    rng: np.random.Generator, noise: Noise, count: int, *, truth: float, shift: float, quads: int = 7
-) -> np.ndarray:
-    """Block log-ratios, a row a process: quads with 2% outliers, of which a block takes the median."""
-    values = rng.normal(0, noise.quad, (count, BLOCKS, quads))
-    outlier = rng.random(values.shape) < 0.02
-    values = np.where(outlier, values + rng.exponential(0.1, values.shape), values)
-    blocks = np.median(values, axis=2) + rng.normal(0, noise.block, (count, BLOCKS))
-    return blocks + rng.normal(0, noise.process, (count, 1)) + truth + shift
-
-
-@dataclass
-class Suite:
-    """Simulated workloads with their baselines; `run` and `again` are what the first and the second look get."""
-
-    rng: np.random.Generator
-    noises: Mapping[str, Noise]
-    entries: Mapping[str, Entry]
-    truth: float = math.log(20.0)
-
-    @classmethod
-    def make(
-        cls,
-        rng: np.random.Generator,
-        *,
-        workloads: int,
-        sessions: int,
-        per_session: int,
-        pessimistic: bool = False,
-    ) -> Suite:
-        noises = {workload_id(i): PESSIMISTIC if pessimistic else mixed(rng) for i in range(workloads)}
-        suite = cls(rng, noises, {})
-        suite.entries = {key: suite._entry(key, sessions, per_session) for key in noises}
-        return suite
-
-    def _entry(self, key: str, sessions: int, per_session: int) -> Entry:
-        one = entry(self._session(key, 1))
-        (process,) = one.sessions[0].processes
-        made = []
-        for _ in range(sessions):
-            ratios = [m.log_ratios for m in self._session(key, per_session)]
-            made.append(replace(one.sessions[0], processes=tuple(replace(process, log_ratios=r) for r in ratios)))
-        return replace(one, sessions=tuple(made))
-
-    def _session(self, key: str, count: int, slower: float = 0.0, scale: float = 1.0) -> list[Measurement]:
-        noise = self.noises[key]
-        noise = Noise(*(s * scale for s in (noise.quad, noise.block, noise.process)), session=noise.session)
-        shift = self.rng.normal(0, noise.session)
-        rows = processes(self.rng, noise, count, truth=self.truth - slower, shift=shift)
-        return [measurement(key, ratio=row.tolist()) for row in rows]
-
-    def run(self, slower: float = 0.0, count: int = 3, scale: float = 1.0) -> dict[str, list[Measurement]]:
-        """`count` processes of each workload, the optimized side slower by `slower` (log)."""
-        return {key: self._session(key, count, slower, scale) for key in self.noises}
-
-    def again(self, keys: Sequence[str], slower: float = 0.0, scale: float = 1.0) -> dict[str, list[Measurement]]:
-        """Six processes of the accepted side interleaved with the current one."""
-        result = {}
-        for key in keys:
-            noise = self.noises[key]
-            bias = self.rng.normal(0, noise.bias)
-            noise = Noise(*(s * scale for s in (noise.quad, noise.block, noise.process)), session=noise.session)
-            rows = processes(self.rng, noise, 12, truth=-slower, shift=bias)
-            reference = self._session(key, 12, slower, scale)
-            result[key] = [
-                replace(m, log_ratios={**m.log_ratios, "accepted": tuple(row.tolist())})
-                for m, row in zip(reference, rows, strict=True)
-            ]
-        return result

@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,8 @@ from _pytest.pytester import SysModulesSnapshot
 from click.testing import CliRunner, Result
 
 from perfsuite import cli, turns
-from perfsuite.records import Measurement
-from perfsuite.workers import Failure, Job, Outcome, Workers
+from perfsuite.records import Measurement, Proof
+from perfsuite.workers import ITEMS, PROVE, TIME, Failure, Job, Lane, Outcome, Reported, Task, Workers
 
 ROOT = Path(__file__).resolve().parents[2]
 JITTER = (0.0, 4e-4, -3e-4, 2e-4, -4e-4, 1e-4, 3e-4, -2e-4)
@@ -64,26 +64,58 @@ OUTER = (
 
 
 class FakeWorkers:
-    """In the place of `perfsuite.control.Workers`: `outcome(id, process, second)` is what each measurement gives."""
+    """In the place of `perfsuite.control.Workers`: `outcome(id, process, second)` is what each measurement gives.
+
+    `process` counts the timing processes from 0; `second` says whether the accepted revision's side joins. Proofs
+    succeed, unless `outcome` is a failure for that workload.
+    """
 
     def __init__(self, outcome: Callable[[str, int, bool], Outcome]) -> None:
         self.outcome = outcome
-        self.calls: list[tuple[tuple[str, ...], dict[str, tuple[str, ...]]]] = []
-        self.limits: Mapping[str, float] = {}
-        self.begun: Callable[[int, str], None] = lambda process, id: None
+        self.calls: list[tuple[tuple[str, ...], dict[str, str]]] = []
+        """For each timing process: (ids, id → the accepted revision)."""
+        self.proven: list[str] = []
+        self.failing: set[str] = set()
+        self.tasks: list[Task] = []
+        self.begun: Callable[[int, str], None] = lambda lane, id: None
 
-    def __call__(self, *, limits: Mapping[str, float], progress: Callable[[int, str], None], **given: Any) -> Any:
-        self.limits, self.begun = limits, progress
+    def __call__(self, *, progress: Callable[[int, str], None], **given: Any) -> Any:
+        self.begun = progress
         return self
 
-    def run(
-        self, ids: Sequence[str], *, accepted: Mapping[str, tuple[str, ...]] | None = None
-    ) -> Generator[tuple[str, Outcome], None, None]:
-        if ids:
-            self.calls.append((tuple(ids), dict(accepted or {})))
-        for id in ids:
-            self.begun(len(self.calls), id)
-            yield id, self.outcome(id, len(self.calls) - 1, bool(accepted))
+    @property
+    def limits(self) -> dict[str, float]:
+        return {task.id: task.limit_s for task in self.tasks}
+
+    def run(self, lanes: Sequence[tuple[Lane, Sequence[Task]]]) -> Generator[tuple[str, Outcome], None, None]:
+        tasks = [task for _, some in lanes for task in some]
+        self.tasks += tasks
+        timed = [task for task in tasks if task.kind == TIME]
+        if timed:
+            accepted = {t.id: t.accepted.revision for t in timed if t.accepted}
+            self.calls.append((tuple(t.id for t in timed), accepted))
+        for task in tasks:
+            self.begun(0, task.id)
+            outcome = self.outcome(task.id, max(0, len(self.calls) - 1), task.accepted is not None)
+            if task.kind == PROVE and not isinstance(outcome, Failure):
+                self.proven.append(task.id)
+                outcome = Proof(id=task.id, seed=0)
+            if task.kind == ITEMS:
+                outcome = self._reported(task.id)
+            yield task.id, outcome
+
+    def _reported(self, id: str) -> Reported:
+        """That a proof passed, or failed if it is one of `failing`."""
+        fails = id in self.failing
+        report = pytest.TestReport(
+            nodeid=id,
+            location=(id, 0, id),
+            keywords={"correctness": 1},
+            outcome="failed" if fails else "passed",
+            longrepr="it is wrong" if fails else None,
+            when="call",
+        )
+        return Reported(reports=({**report._to_json(), "$report_type": "TestReport"},))
 
 
 def times(*, speedup: float = 2.0, slower: float = 0.0, noise: float = 1.0, **fields: Any) -> Any:
@@ -177,7 +209,9 @@ class Project:
             return CliRunner().invoke(cli.main, arguments, **given)
 
     def accept(self, outcome: Any | None = None, *arguments: str) -> Path:
-        """Accept what `outcome` says; the baseline's path."""
+        """Commit, and accept what `outcome` says; the baseline's path."""
+        if not (self.path / ".git").exists():
+            self.commit()
         self.measured(outcome or times())
         done = self.cli("accept", "--reason", "the first", *arguments)
         assert done.exit_code == 0, done.output
@@ -225,10 +259,15 @@ def _put(path: Path, text: str) -> None:
         os.utime(path, (before + 1, before + 1))
 
 
-def real_workers(folder: Path, *, limits: Mapping[str, float] | None = None) -> Workers:
+def real_workers(folder: Path) -> Workers:
     """Workers that do start processes, for the project in `folder`."""
     arguments = ["-p", "no:cacheprovider", "-q", f"--rootdir={folder}", "-p", "perfsuite.plugin"]
-    return Workers(root=folder, folder=folder / ".perfsuite/workers", arguments=arguments, limits=limits or {})
+    return Workers(root=folder, folder=folder / ".perfsuite/workers", arguments=arguments)
+
+
+def run_tasks(workers: Workers, *tasks: Task) -> list[tuple[str, Outcome]]:
+    """What comes of the tasks in one lane."""
+    return list(workers.run([(Lane(), tasks)]))
 
 
 def lines_with(text: str, *wanted: str) -> list[str]:
@@ -254,5 +293,6 @@ __all__ = [
     "fails",
     "lines_with",
     "real_workers",
+    "run_tasks",
     "times",
 ]

@@ -11,6 +11,7 @@ import math
 import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -21,6 +22,7 @@ from typing import Any
 
 import pytest
 from builders import MACHINE, REVISION, counting, entry, few, measurement, workload_id
+from scratch import ROOT
 
 from perfsuite import baseline as module
 from perfsuite.baseline import (
@@ -249,7 +251,7 @@ def test_a_tuple_in_the_sizes_is_not_a_change() -> None:
 
 
 @pytest.mark.parametrize(
-    "fields", [{"device": "x"}, {"device_name": "x"}, {"count": 2}, {"power_limit_w": 500.0}, {"power_limit_w": None}]
+    "fields", [{"device": "x"}, {"device_name": "x"}, {"power_limit_w": 500.0}, {"power_limit_w": None}]
 )
 def test_another_device_is_an_error(fields: dict[str, Any]) -> None:
     errors, notes = compare_machines(MACHINE, dataclasses.replace(MACHINE, **fields))
@@ -258,9 +260,9 @@ def test_another_device_is_an_error(fields: dict[str, Any]) -> None:
     assert notes == []
 
 
-@pytest.mark.parametrize("name", ["torch", "triton", "cuda", "driver", "python", "platform", "cpu", "cores"])
-def test_another_stack_is_a_note(name: str) -> None:
-    other = dataclasses.replace(MACHINE, **{name: 7 if name == "cores" else "x"})
+@pytest.mark.parametrize("name", ["count", "torch", "triton", "cuda", "driver", "python", "platform", "cpu", "cores"])
+def test_another_stack_or_number_of_devices_is_a_note(name: str) -> None:
+    other = dataclasses.replace(MACHINE, **{name: 7 if name in ("count", "cores") else "x"})
     errors, notes = compare_machines(MACHINE, other)
     assert errors == []
     assert len(notes) == 1
@@ -412,7 +414,7 @@ def test_a_failed_write_leaves_the_old_file(path: Path, monkeypatch: pytest.Monk
     assert "writable" in message
     assert "\n" not in message
     assert path.read_bytes() == before
-    assert os.listdir(path.parent) == [path.name]
+    assert sorted(os.listdir(path.parent)) == [".perfsuite", path.name]
 
 
 def test_a_folder_that_is_a_file(tmp_path: Path) -> None:
@@ -480,15 +482,70 @@ def test_a_held_lock_is_told(path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(load(path).entries) == 3
 
 
-def test_a_lock_that_cannot_be_taken_is_told(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_lock_that_cannot_be_taken_is_reported(path: Path) -> None:
     before = path.read_bytes()
-    place = tmp_path / "locks"
-    place.write_text("a file in the place of the folder")
-    monkeypatch.setattr(module.tempfile, "gettempdir", lambda: str(place))
-    with pytest.raises(BaselineError, match=r"cannot be locked by .*locks.* make that file writable") as caught:
+    shutil.rmtree(path.parent / ".perfsuite")
+    (path.parent / ".perfsuite").write_text("a file in the place of the folder")
+    with pytest.raises(BaselineError, match=r"cannot be written .*\.perfsuite.* make the folder writable") as caught:
         update(path, lambda old: merge(old, [make(4)], machine=MACHINE))
     assert "\n" not in str(caught.value)
     assert path.read_bytes() == before
+
+
+WRITER = """
+import sys
+from perfsuite.baseline import load, merge, update
+
+target, other, last = sys.argv[1:]
+new = load(other)
+
+def change(old):
+    print("changing", flush=True)
+    if not last:
+        sys.stdin.read()
+    return merge(old, list(new.entries.values()), machine=new.machine)
+
+print("asks", flush=True)
+update(target, change)
+"""
+
+
+def test_processes_with_temporary_folders_of_their_own_exclude_each_other(path: Path, tmp_path: Path) -> None:
+    """The second reads the file only when the first has written it: neither's entry is lost."""
+    writers = []
+    for number in (1, 2):
+        other, temporary = tmp_path / f"other{number}.json", tmp_path / f"tmp{number}"
+        save(other, book(make(number + 10)))
+        temporary.mkdir()
+        command = [sys.executable, "-c", WRITER, str(path), str(other), "last" if number == 2 else ""]
+        writers.append(
+            subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                cwd=ROOT,
+                env={**os.environ, "TMPDIR": str(temporary)},
+            )
+        )
+        assert writers[0].stdout is not None
+        if number == 1:  # the first holds the lock before the second asks for it
+            assert [writers[0].stdout.readline() for _ in range(2)] == ["asks\n", "changing\n"]
+    first, second = writers
+    assert second.stdout is not None
+    assert second.stdout.readline() == "asks\n"
+    first.communicate("", timeout=60)
+    second.communicate(timeout=60)
+    assert (first.returncode, second.returncode) == (0, 0)
+    assert {workload_id(11), workload_id(12)} <= set(load(path).entries)
+
+
+def test_the_lock_is_never_committed(path: Path) -> None:
+    subprocess.run(["git", "init", "-q", str(path.parent)], check=True)
+    save(path, book(make(0)))
+    shown = ["git", "status", "--porcelain", "--untracked-files=all"]
+    done = subprocess.run(shown, cwd=path.parent, capture_output=True, text=True, check=True)
+    assert done.stdout == f"?? {path.name}\n"
 
 
 def test_what_is_damaged_is_written_anew(path: Path) -> None:

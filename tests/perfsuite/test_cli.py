@@ -13,13 +13,13 @@ import pytest
 from click.testing import CliRunner
 from scratch import SMALL, TWO_LINES, Failure, Project, fails, lines_with, times
 
-from perfsuite import __version__, cli
+from perfsuite import __version__, cli, conclusion
 from perfsuite.cli import main
 from perfsuite.records import Status
 
 pytest_plugins = ["pytester"]
 
-COMMANDS = ("accept", "compare", "doctor", "gate", "list", "run", "table")
+COMMANDS = ("accept", "compare", "doctor", "gate", "list", "merge", "run", "table")
 
 
 @pytest.fixture
@@ -83,12 +83,15 @@ def test_a_wrong_command_line(arguments: list[str]) -> None:
         (["run", "--profile", "ci"], ["--perfsuite-profile=ci"]),
         (["gate", "-k", "scale", "tests"], ["-m", "perf", "-k", "scale", "--perfsuite-mode=gate", "tests"]),
         (["gate", "--baselines", "here"], ["--perfsuite-baselines=here"]),
+        (["gate", "--changed", "--partial"], ["--perfsuite-changed", "--perfsuite-partial"]),
+        (["gate", "--shard", "1/3"], ["--perfsuite-shard=1/3"]),
         (["compare", "HEAD~1", "tests"], ["--perfsuite-mode=compare", "--perfsuite-argument=revision=HEAD~1", "tests"]),
         (["accept", "--reason", "x = y"], ["--perfsuite-mode=accept", "--perfsuite-argument=reason=x = y"]),
         (["accept", "--reason", "x", "--more"], ["--perfsuite-argument=more=yes"]),
         (["accept", "--reason", "x", "--prune"], ["--perfsuite-argument=prune=yes"]),
         (["accept", "--reason", "x", "--allow-dirty"], ["--perfsuite-argument=dirty=yes"]),
         (["accept", "--reason", "x", "--processes", "7"], ["--perfsuite-argument=processes=7"]),
+        (["accept", "--reason", "x", "--shard", "2/2"], ["--perfsuite-shard=2/2"]),
         (["list", "--json"], ["--perfsuite-mode=list", "--perfsuite-argument=json=yes"]),
     ],
 )
@@ -100,6 +103,9 @@ def test_pytest_is_called(
 
     def run(given: list[str]) -> int:
         seen.extend(given)
+        awaited = conclusion.asked()
+        assert awaited is not None
+        awaited.reach(arguments[0], code)
         return code
 
     monkeypatch.setattr("pytest.main", run)
@@ -143,6 +149,7 @@ def test_list_of_a_selection(scale: Project) -> None:
 
 
 def test_accept_says_what_changes(scale: Project) -> None:
+    scale.commit()
     first = scale.cli("accept", "--reason", "the first")
     assert first.exit_code == 0, first.output
     assert lines_with(first.output, SMALL, "added at 2×")
@@ -178,6 +185,7 @@ def test_accept_of_part_leaves_the_rest(scale: Project) -> None:
 def test_accept_takes_nothing_red(scale: Project) -> None:
     scale.replace("test_scale.py", 'clock="wall")', 'clock="wall", speedup=3.0)')
     scale.write("test_other.py", TWO_LINES.replace("scale", "other"))
+    scale.commit()
     done = scale.cli("accept", "--reason", "x")
     assert done.exit_code == 1
     assert lines_with(done.output, "not accepted", "BELOW_FLOOR", SMALL)
@@ -187,6 +195,7 @@ def test_accept_takes_nothing_red(scale: Project) -> None:
 
 
 def test_accept_takes_nothing_unmeasured(scale: Project) -> None:
+    scale.commit()
     scale.measured(fails(Failure(status=Status.UNMEASURED, message="the optimized side hangs")))
     done = scale.cli("accept", "--reason", "x")
     assert done.exit_code == 1
@@ -196,7 +205,7 @@ def test_accept_takes_nothing_unmeasured(scale: Project) -> None:
 
 def test_accept_of_nothing(scale: Project) -> None:
     done = scale.cli("accept", "-k", "nothing_of_the_name", "--reason", "x")
-    assert done.exit_code == 1
+    assert done.exit_code == 4
     assert lines_with(done.output, "nothing to accept", "perfsuite list")
 
 
@@ -204,7 +213,7 @@ def test_accept_on_a_dirty_tree(scale: Project) -> None:
     scale.commit()
     scale.replace("test_scale.py", "3 * x", "3.0 * x")
     done = scale.cli("accept", "--reason", "x")
-    assert done.exit_code == 1
+    assert done.exit_code == 4
     assert lines_with(done.output, "uncommitted changes", "--allow-dirty")
     assert scale.workers is not None
     assert not scale.workers.calls
@@ -228,7 +237,7 @@ def test_accept_more(scale: Project) -> None:
     scale.replace("test_scale.py", "3 * x", "3.0 * x")
     scale.commit()
     done = scale.cli("accept", "--more", "--reason", "x")
-    assert done.exit_code == 1
+    assert done.exit_code == 4
     assert lines_with(done.output, SMALL, "accepted at revision", "accept it without --more")
     assert path.read_bytes() == before
 
@@ -236,6 +245,7 @@ def test_accept_more(scale: Project) -> None:
 def test_accept_prune(scale: Project) -> None:
     path = scale.accept()
     scale.replace("test_scale.py", '"small"', '"little"')
+    scale.commit()
     scale.measured(times())
     kept = scale.cli("accept", "--reason", "renamed")
     assert kept.exit_code == 0, kept.output
@@ -273,11 +283,14 @@ def test_run(scale: Project) -> None:
 
 
 def test_run_with_a_proof_that_fails(scale: Project) -> None:
-    scale.replace("test_scale.py", "3 * x", "3 * x + 1")
+    assert scale.workers is not None
+    scale.workers.failing.add("test_scale.py::scale::gradients[float32]")
     done = scale.cli("run", "--report", "out")
     assert done.exit_code == 1
     report = json.loads((scale.path / "out/report.json").read_text())
-    assert report["correctness"]["failed"] >= 1
+    assert report["correctness"]["failed"] == 1
+    assert report["verdicts"][SMALL]["status"] == "NOT_PROVEN"
+    assert report["measurements"] == {}  # no figure of a function that failed its proof
 
 
 def test_gate_writes_reports_and_the_job_summary(scale: Project, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,8 +338,8 @@ def test_compare(scale: Project) -> None:
     assert done.exit_code == 1
     assert lines_with(done.output, "REGRESSED", SMALL, "5.0% slower", head[:7])
     assert scale.workers is not None
-    assert len(scale.workers.calls) == 6
-    assert all(accepted[SMALL][1] == head for _, accepted in scale.workers.calls)
+    assert len(scale.workers.calls) == 4
+    assert all(accepted[SMALL] == head for _, accepted in scale.workers.calls)
     assert not (scale.path / ".perfsuite/revisions").exists()
     scale.measured(times())
     assert scale.cli("compare", "HEAD").exit_code == 0
@@ -335,7 +348,7 @@ def test_compare(scale: Project) -> None:
 def test_compare_with_an_unknown_revision(scale: Project) -> None:
     scale.commit()
     done = scale.cli("compare", "v0.0")
-    assert done.exit_code == 1
+    assert done.exit_code == 4
     assert lines_with(done.output, "revision v0.0 is not in this repository", "git log")
     assert scale.workers is not None
     assert not scale.workers.calls
@@ -344,13 +357,13 @@ def test_compare_with_an_unknown_revision(scale: Project) -> None:
 def test_compare_of_nothing(scale: Project) -> None:
     scale.commit()
     done = scale.cli("compare", "HEAD", "-k", "nothing_of_the_name")
-    assert done.exit_code == 1
+    assert done.exit_code == 4
     assert lines_with(done.output, "nothing to compare")
 
 
 def test_compare_outside_git(scale: Project) -> None:
     done = scale.cli("compare", "HEAD")
-    assert done.exit_code == 1
+    assert done.exit_code == 4
     assert lines_with(done.output, "not a git repository")
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import datetime
 import importlib.util
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 from scratch import Failure, Project, fails, lines_with, times
 
+from perfsuite import conclusion
 from perfsuite.records import Status
 
 pytest_plugins = ["pytester"]
@@ -49,6 +51,9 @@ def accepted(project: Project) -> Project:
     return project
 
 
+UNDECIDED = conclusion.UNDECIDED
+
+
 def red(result: pytest.RunResult, *words: str, code: int = 1) -> str:
     """The run failed, and one readable line holds all these words."""
     output = result.stdout.str() + result.stderr.str()
@@ -72,34 +77,36 @@ def green(result: pytest.RunResult) -> str:
 def test_unchanged_code_is_green(accepted: Project) -> None:
     assert "3 PASS" in green(accepted.gate())
     assert accepted.workers is not None
-    assert [ids for ids, _ in accepted.workers.calls] == [(THIRD, LITTLE, LARGE)] * 3
+    # Three workloads are too few for a sample: all run a second process.
+    assert [ids for ids, _ in accepted.workers.calls] == [(THIRD, LITTLE, LARGE)] * 2
+    assert accepted.workers.proven == [THIRD, LITTLE, LARGE]
 
 
 @pytest.mark.parametrize("arguments", [["-k", "nothing_of_the_name"], ["tests/test_empty.py"]])
 def test_no_item_is_red(accepted: Project, arguments: list[str]) -> None:
     accepted.write("tests/test_empty.py", "def test_nothing(): pass")
-    red(accepted.gate(*arguments), "nothing was measured", "perfsuite list")
+    red(accepted.gate(*arguments), "nothing was measured", "perfsuite list", code=UNDECIDED)
 
 
 def test_an_empty_folder_is_red(project: Project) -> None:
-    red(project.gate(), "nothing was measured")
+    red(project.gate(), "nothing was measured", code=UNDECIDED)
 
 
 def test_only_workloads_of_another_device_is_red(project: Project) -> None:
     project.write("test_scale.py", SCALE.replace('clock="wall"', 'clock="wall", device="cuda"'))
     project.measured(times())
-    red(project.gate(), "nothing was measured", "none of 2 selected workloads", "cpu")
+    red(project.gate(), "nothing was measured", "none of 2 selected workloads", "cpu", code=UNDECIDED)
 
 
 def test_skipped_workloads_are_red(project: Project) -> None:
     project.write("test_scale.py", "import pytest\npytestmark = pytest.mark.skip(reason='later')\n" + _flat(SCALE))
     project.measured(times())
-    red(project.gate(), "nothing was measured", "2 selected")
+    red(project.gate(), "nothing was measured", "2 selected", code=UNDECIDED)
 
 
 def test_a_skipped_workload_among_others_is_red(accepted: Project) -> None:
     accepted.write("conftest.py", _SKIP_LARGE)
-    red(accepted.gate(), "UNMEASURED", LARGE, "skipped")
+    red(accepted.gate(), "UNMEASURED", LARGE, "skipped", code=UNDECIDED)
 
 
 _SKIP_LARGE = """
@@ -116,40 +123,71 @@ _SKIP_LARGE = """
 def test_a_renamed_workload_is_red(accepted: Project) -> None:
     accepted.replace("tests/test_scale.py", '"large"', '"huge"')
     result = accepted.gate()
-    red(result, LARGE, "not collected", "renamed or removed", "perfsuite accept")
-    red(result, "NO_BASELINE", "scale::speed[huge]")
+    red(result, LARGE, "not collected", "renamed or removed", "perfsuite accept", code=UNDECIDED)
+    red(result, "NO_BASELINE", "scale::speed[huge]", code=UNDECIDED)
 
 
 def test_a_removed_workload_is_red(accepted: Project) -> None:
     accepted.replace("tests/test_scale.py", ', Workload("large", n=64, clock="wall")', "")
-    red(accepted.gate(), LARGE, "not collected")
+    red(accepted.gate(), LARGE, "not collected", code=UNDECIDED)
 
 
 def test_a_renamed_pair_is_red(accepted: Project) -> None:
     accepted.replace("tests/test_other.py", "other = Pair", "another = Pair")
-    red(accepted.gate(), THIRD, "not collected")
+    red(accepted.gate(), THIRD, "not collected", code=UNDECIDED)
 
 
 def test_a_removed_module_is_red(accepted: Project) -> None:
     (accepted.path / "tests/test_other.py").unlink()
-    red(accepted.gate(), THIRD, "not collected")
-    red(accepted.gate("tests"), THIRD, "not collected")
+    red(accepted.gate(), THIRD, "not collected", code=UNDECIDED)
+    red(accepted.gate("tests"), THIRD, "not collected", code=UNDECIDED)
 
 
 def test_what_a_keyword_leaves_out_need_not_be_measured_but_must_exist(accepted: Project) -> None:
-    assert "1 of 3 workloads" in green(accepted.gate("-k", "scale and small"))
+    part = ("-k", "scale and small", "--perfsuite-partial")
+    assert "1 of 3 workloads" in green(accepted.gate(*part))
     accepted.replace("tests/test_other.py", "other = Pair", "another = Pair")
-    red(accepted.gate("-k", "scale and small"), THIRD, "not collected")
+    red(accepted.gate(*part), THIRD, "not collected", code=UNDECIDED)
 
 
 @pytest.mark.parametrize("selection", [["tests/test_scale.py"], [LITTLE, LARGE], ["-k", "scale"]])
 def test_a_partial_selection_says_how_much_of_what_is_accepted(accepted: Project, selection: list[str]) -> None:
-    assert "2 of 3 workloads" in green(accepted.gate(*selection))
+    assert "2 of 3 workloads" in green(accepted.gate(*selection, "--perfsuite-partial"))
+
+
+@pytest.mark.parametrize("selection", [["tests/test_scale.py"], [LITTLE, LARGE], ["-k", "scale"]])
+def test_a_part_that_is_not_asked_for_as_one_is_red(accepted: Project, selection: list[str]) -> None:
+    red(accepted.gate(*selection), "1 of 3 accepted workloads", THIRD, "--partial", code=UNDECIDED)
+
+
+@pytest.mark.parametrize(
+    "ini", ["testpaths = tests/test_scale.py", "addopts = -k scale", "addopts = --ignore=tests/test_other.py"]
+)
+def test_a_configuration_that_narrows_what_is_collected_is_red(accepted: Project, ini: str) -> None:
+    accepted.write("pytest.ini", f"[pytest]\n{ini}")
+    red(accepted.gate(), THIRD, code=UNDECIDED)
+
+
+def test_a_conftest_that_narrows_what_is_collected_is_red(accepted: Project) -> None:
+    accepted.write("conftest.py", 'collect_ignore = ["tests/test_other.py"]')
+    red(accepted.gate(), THIRD, "not collected", code=UNDECIDED)
+    red(accepted.gate("--perfsuite-partial"), THIRD, "not collected", code=UNDECIDED)
+
+
+def test_a_conftest_that_deselects_is_red(accepted: Project) -> None:
+    accepted.write(
+        "conftest.py",
+        """
+        def pytest_collection_modifyitems(items):
+            items[:] = [item for item in items if "other" not in item.nodeid]
+    """,
+    )
+    red(accepted.gate(), "1 of 3 accepted workloads", THIRD, code=UNDECIDED)
 
 
 def test_what_lies_beyond_the_given_paths_is_not_missed(accepted: Project) -> None:
     (accepted.path / "tests/test_other.py").unlink()
-    green(accepted.gate("tests/test_scale.py"))
+    green(accepted.gate("tests/test_scale.py", "--perfsuite-partial"))
 
 
 def test_a_module_that_cannot_be_imported_is_red(accepted: Project) -> None:
@@ -166,7 +204,14 @@ def test_no_baseline_is_red(project: Project) -> None:
     project.write("test_scale.py", SCALE)
     project.measured(times())
     result = project.gate()
-    red(result, "NO_BASELINE", "test_scale.py::scale::speed[small]", "there is no baselines/cpu", "perfsuite accept")
+    red(
+        result,
+        "NO_BASELINE",
+        "test_scale.py::scale::speed[small]",
+        "there is no baselines/cpu",
+        "perfsuite accept",
+        code=UNDECIDED,
+    )
     assert project.workers is not None
     assert len(project.workers.calls) == 1  # one process, to say what it does
 
@@ -174,7 +219,7 @@ def test_no_baseline_is_red(project: Project) -> None:
 def test_an_entry_that_is_missing_is_red(accepted: Project) -> None:
     accepted.write("tests/test_third.py", OTHER.replace("other", "third"))
     result = accepted.gate()
-    red(result, "NO_BASELINE", "third::speed[small]", "not in baselines/cpu")
+    red(result, "NO_BASELINE", "third::speed[small]", "not in baselines/cpu", code=UNDECIDED)
     assert "3 PASS" in result.stdout.str()
 
 
@@ -182,7 +227,7 @@ def test_baselines_of_other_devices_are_named(accepted: Project) -> None:
     (path,) = (accepted.path / "baselines").glob("*.json")
     path.rename(path.with_name("nvidia-h200.json"))
     result = accepted.gate()
-    red(result, "NO_BASELINE")
+    red(result, "NO_BASELINE", code=UNDECIDED)
     assert "there are: nvidia-h200" in result.stdout.str()
 
 
@@ -194,7 +239,7 @@ def test_another_machine_is_red(accepted: Project, monkeypatch: pytest.MonkeyPat
     here = machine.identify()
     other = dataclasses.replace(here, cpu="Another CPU", cores=here.cores + 1)
     monkeypatch.setattr(machine, "identify", lambda: other)
-    red(accepted.gate(), "WRONG_MACHINE", LITTLE, "Another CPU", "perfsuite accept")
+    red(accepted.gate(), "WRONG_MACHINE", LITTLE, "Another CPU", "perfsuite accept", code=UNDECIDED)
     assert accepted.workers is not None
     assert not accepted.workers.calls
 
@@ -203,7 +248,7 @@ def test_a_changed_workload_is_red(accepted: Project) -> None:
     accepted.replace("tests/test_other.py", "n=64", "n=128")
     accepted.measured(times(sizes={"n": 128}))
     result = accepted.gate("-k", "other")
-    red(result, THIRD, "sizes were {'n': 64}, now {'n': 128}")
+    red(result, THIRD, "sizes were {'n': 64}, now {'n': 128}", code=UNDECIDED)
 
 
 # --- what was found is red ------------------------------------------------------------------------------------------
@@ -216,8 +261,8 @@ WRONG = Failure(status=Status.NOT_EQUIVALENT, message="scale: output is off by 1
     ("outcome", "words"),
     [
         (times(slower=0.05), ["REGRESSED", "5.0% slower"]),
-        (times(noise=100), ["NOISY"]),
-        (times(slower=0.6), ["BELOW_FLOOR", "1.5"]),
+        (times(noise=100), ["NOISY", "cannot be decided", "declare margin="]),
+        (times(speedup=1.4), ["BELOW_FLOOR", "1.5"]),
         (fails(DIED, only="large"), ["UNMEASURED", LARGE, "SIGSEGV"]),
         (fails(WRONG, only="large"), ["NOT_EQUIVALENT", LARGE, "off by 1"]),
     ],
@@ -228,7 +273,7 @@ def test_red_verdicts(project: Project, outcome: object, words: list[str]) -> No
     project.accept()
     project.measured(outcome)
     result = project.gate("--perfsuite-report=out")
-    red(result, *words)
+    red(result, *words, code=UNDECIDED if words[0] == "NOISY" else 1)  # the optimized side itself died
     report = json.loads((project.path / "out/report.json").read_text())
     assert any(v["status"] == words[0] for v in report["verdicts"].values())
 
@@ -238,7 +283,7 @@ def test_a_workload_that_was_lost_is_red(accepted: Project) -> None:
     assert accepted.workers is not None
     run = accepted.workers.run
     accepted.workers.run = lambda ids, **given: (o for o in run(ids, **given) if o[0] != LARGE)  # type: ignore[method-assign]
-    red(accepted.gate(), "UNMEASURED", LARGE)
+    red(accepted.gate(), "UNMEASURED", LARGE, code=UNDECIDED)
 
 
 def test_improved_is_green(accepted: Project) -> None:
@@ -350,14 +395,19 @@ def test_the_gate_applies_however_the_items_are_chosen(accepted: Project, argume
 
 
 def test_a_gate_on_proofs_alone_is_red(accepted: Project) -> None:
-    red(accepted.run("-m", "correctness", "-k", "integrity", "--benchmark-compare"), "nothing was measured")
+    red(
+        accepted.run("-m", "correctness", "-k", "integrity", "--benchmark-compare"),
+        "nothing was measured",
+        code=UNDECIDED,
+    )
 
 
 def test_the_gate_says_when_it_could_not_load_the_accepted_revision(project: Project) -> None:
     project.write("test_scale.py", SCALE)
-    project.accept()
+    project.accept(None, "--allow-dirty")
+    shutil.rmtree(project.path / ".git")
     project.measured(times(slower=0.05))
-    red(project.gate(), "REGRESSED", "accepted revision was not loaded", "outside git")
+    red(project.gate(), "REGRESSED", "compared with stored figures", "git")
 
 
 def test_the_first_failure_ends_the_run_red(accepted: Project) -> None:
@@ -365,9 +415,55 @@ def test_the_first_failure_ends_the_run_red(accepted: Project) -> None:
     red(accepted.gate("-x"), "REGRESSED")
 
 
+ENDINGS = {
+    "exit in a hook": 'import pytest\ndef pytest_runtest_setup(item): pytest.exit("enough", returncode=0)',
+    "exit at a report": 'import pytest\ndef pytest_runtest_logreport(report): pytest.exit("x", returncode=0)',
+    "exit when collected": 'import pytest\ndef pytest_collection_finish(session): pytest.exit("x", returncode=0)',
+    "exit when the session starts": 'import pytest\ndef pytest_sessionstart(session): pytest.exit("x", returncode=0)',
+    "exit when it finishes": 'import pytest\ndef pytest_sessionfinish(session): pytest.exit("x", returncode=0)',
+    "the code set to 0": (
+        "import pytest\n@pytest.hookimpl(trylast=True)\n"
+        "def pytest_sessionfinish(session): session.exitstatus = 0\n"
+        "def pytest_runtestloop(session): return True"
+    ),
+    "no test run": "def pytest_runtestloop(session): return True",
+    "exit at import": "import sys\nsys.exit(0)",
+    "pytest.exit at import": "import pytest\npytest.exit('x', returncode=0)",
+}
+"""What a conftest can do to end a run with exit code 0."""
+
+
+@pytest.mark.parametrize("ending", ENDINGS.values(), ids=ENDINGS)
+@pytest.mark.parametrize("command", ["pytest", "perfsuite"])
+def test_a_run_that_ends_early_is_red(accepted: Project, ending: str, command: str) -> None:
+    (accepted.path / "conftest.py").write_text(ending)
+    result = accepted.gate() if command == "pytest" else accepted.cli("gate")
+    code = result.ret if isinstance(result, pytest.RunResult) else result.exit_code
+    assert code not in (0, 5)
+
+
+@pytest.mark.parametrize(
+    "option", ["--co", "--fixtures", "--cache-show", "--setup-plan", "--perfsuite-mode=list", "--markers"]
+)
+@pytest.mark.parametrize("place", ["addopts", "PYTEST_ADDOPTS", "after --"])
+def test_an_option_that_runs_no_test_is_red(
+    accepted: Project, monkeypatch: pytest.MonkeyPatch, option: str, place: str
+) -> None:
+    if place == "addopts":
+        accepted.write("pytest.ini", f"[pytest]\naddopts = {option}")
+    elif place == "PYTEST_ADDOPTS":
+        monkeypatch.setenv("PYTEST_ADDOPTS", option)
+    done = accepted.cli("gate", *(["--", option] if place == "after --" else []))
+    if option == "--perfsuite-mode=list" and place != "after --":
+        assert done.exit_code == 0  # the command's own mode wins
+        assert "3 PASS" in done.output
+    else:
+        assert done.exit_code == 2
+
+
 def test_a_baseline_in_another_folder(accepted: Project) -> None:
     (accepted.path / "baselines").rename(accepted.path / "elsewhere")
-    red(accepted.gate(), "NO_BASELINE")
+    red(accepted.gate(), "NO_BASELINE", code=UNDECIDED)
     green(accepted.gate("--perfsuite-baselines=elsewhere"))
 
 
@@ -376,7 +472,7 @@ def test_from_a_folder_below_the_baseline_is_the_projects(accepted: Project, mon
     monkeypatch.chdir(accepted.path / "tests")
     green(accepted.gate())
     (accepted.path / "tests/test_other.py").unlink()
-    red(accepted.gate(), THIRD, "not collected")
+    red(accepted.gate(), THIRD, "not collected", code=UNDECIDED)
 
 
 def _flat(text: str) -> str:

@@ -14,21 +14,30 @@ from typing import Any
 import pytest
 import torch
 
-from perfsuite import Cost, Pair, Workload, clocks, floats, guard, sampling, scrutiny, side, stateful, tensor
+from perfsuite import (
+    Cost,
+    Pair,
+    Workload,
+    clocks,
+    floats,
+    guard,
+    measuring,
+    runner,
+    sampling,
+    scrutiny,
+    side,
+    stateful,
+    tensor,
+)
 from perfsuite.equivalence import NotEquivalent
 from perfsuite.errors import PairError
 from perfsuite.integrity import calls
+from perfsuite.measuring import RIVAL_BLOCKS
 from perfsuite.pair import Side
-from perfsuite.records import Condition, Measurement, from_json, to_json
-from perfsuite.sampling import (
-    BLOCKS,
-    EXTRA_BLOCKS,
-    FEW_BLOCKS,
-    QUADS,
-    REPLICAS_UP_TO,
-    RIVAL_BLOCKS,
-    UNCOUNTED,
-)
+from perfsuite.proving import REPLICAS_UP_TO
+from perfsuite.records import Condition, Counts, Measurement, from_json, to_json
+from perfsuite.sampling import BLOCKS, BLOCKS_LEAST, EXTRA_BLOCKS, FEW_BLOCKS, QUADS
+from perfsuite.watching import FRESH_BLOCKS
 
 Call = Callable[..., Any]
 X = {"x": tensor("n", values=floats(-2, 2))}
@@ -56,7 +65,7 @@ def time(monkeypatch: pytest.MonkeyPatch) -> Time:
     monkeypatch.setattr(clocks, "interruptions", lambda: 0)
     monkeypatch.setattr(guard, "check", lambda: None)  # it would find the two
     numbers = random.Random(7)
-    monkeypatch.setattr(sampling.secrets, "randbits", numbers.getrandbits)
+    monkeypatch.setattr(measuring.secrets, "randbits", numbers.getrandbits)
     return made
 
 
@@ -64,13 +73,13 @@ def time(monkeypatch: pytest.MonkeyPatch) -> Time:
 def turns(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The side of each sample, in order."""
     order: list[str] = []
-    sample = sampling._Sampler._sample
+    sample = sampling.Sampler.sample
 
     def logged(self: Any, name: str, *args: Any, **kwargs: Any) -> float:
         order.append(name)
         return sample(self, name, *args, **kwargs)
 
-    monkeypatch.setattr(sampling._Sampler, "_sample", logged)
+    monkeypatch.setattr(sampling.Sampler, "sample", logged)
     return order
 
 
@@ -89,7 +98,7 @@ def pair(time: Time, **fields: Any) -> Pair:
 
 def measure(of: Pair, n: int = 5, **options: Any) -> Measurement:
     workload = Workload("w", n=n, **options)
-    return sampling.measure(of, workload, workload_id="p::speed[w]", device="cpu")
+    return measuring.measure(of, workload, workload_id="p::speed[w]", device="cpu")
 
 
 # --- the record ----------------------------------------------------------------------------------------------
@@ -146,7 +155,7 @@ def test_quads_are_palindromes_in_a_random_balanced_order(time: Time, turns: lis
 def test_a_seed_and_new_inputs_for_every_process(time: Time) -> None:
     first, second = measure(pair(time)), measure(pair(time))
     assert first.seed != second.seed
-    fixed = sampling.measure(pair(time), Workload("w", n=5), workload_id="i", device="cpu", seed=12)
+    fixed = measuring.measure(pair(time), Workload("w", n=5), workload_id="i", device="cpu", seed=12)
     assert fixed.seed == 12
 
 
@@ -171,7 +180,7 @@ def test_a_slow_side_joins_one_quad_a_block(time: Time, turns: list[str]) -> Non
     assert made.few == ()
     assert made.log_ratios["reference"] == pytest.approx((math.log(12.5),) * BLOCKS)
     assert turns.count("reference") == 1 + 2 * BLOCKS
-    assert turns.count("optimized") == 2 + 2 * BLOCKS * QUADS
+    assert turns.count("optimized") == 2 + 2 * BLOCKS  # without a partner its time says nothing
 
 
 def test_a_very_slow_side_is_sampled_a_few_times_only(time: Time, turns: list[str]) -> None:
@@ -185,8 +194,37 @@ def test_a_very_slow_side_is_sampled_a_few_times_only(time: Time, turns: list[st
 def test_a_slow_optimized_side_is_never_left_out(time: Time, turns: list[str]) -> None:
     made = measure(pair(time, optimized=lasting(time, 0.5)))
     assert made.few == ()
-    assert len(made.log_ratios["reference"]) == BLOCKS
+    assert len(made.log_ratios["reference"]) == BLOCKS_LEAST  # 8 blocks would take 8 s
     assert turns.count("optimized") == turns.count("reference") - 1
+
+
+def test_fewer_quads_and_blocks_where_all_would_take_long(time: Time) -> None:
+    usual = measure(pair(time))
+    assert len(usual.log_ratios["reference"]) == BLOCKS
+    long = measure(pair(time, reference=lasting(time, 0.19), optimized=lasting(time, 0.19)))
+    assert BLOCKS_LEAST < len(long.log_ratios["reference"]) <= BLOCKS
+
+
+def test_so_many_blocks_as_asked_for(time: Time) -> None:
+    made = measuring.measure(pair(time), Workload("w", n=5), workload_id="i", device="cpu", blocks=12)
+    assert len(made.log_ratios["reference"]) == 12
+
+
+def test_what_takes_long_to_build_is_built_anew_until_the_budget_is_spent(
+    time: Time, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampling, "perf_counter", lambda: time.now * 1e-9)
+    monkeypatch.setattr(runner, "perf_counter", lambda: time.now * 1e-9)
+    built = itertools.count()
+
+    def make(x: torch.Tensor) -> Call:
+        next(built)
+        time.spend(1.0)
+        return lasting(time, FAST_S, lambda: None)
+
+    steps = stateful(make)
+    measure(pair(time, reference=steps, optimized=steps, steps=(1,)))
+    assert next(built) < 2 * BLOCKS
 
 
 # --- nothing is timed before it is proven --------------------------------------------------------------------
@@ -197,7 +235,7 @@ def no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(device: str) -> None:
         raise AssertionError("timed before it was proven")
 
-    monkeypatch.setattr(sampling, "clock_for", refuse)
+    monkeypatch.setattr(measuring, "clock_for", refuse)
 
 
 @pytest.mark.usefixtures("no_clock")
@@ -271,41 +309,67 @@ def test_a_rival_that_waits_for_the_device_is_skipped(time: Time, monkeypatch: p
 
 
 def test_the_accepted_side_is_timed_beside_the_two(time: Time) -> None:
-    accepted = side(lasting(time, 5e-3))
-    made = sampling.measure(
+    made = measuring.measure(
         pair(time, rivals={"rival": lasting(time, 1e-3)}),
         Workload("w", n=5),
         workload_id="i",
         device="cpu",
-        accepted=accepted,
-        with_rivals=False,
+        accepted=pair(time, optimized=lasting(time, 5e-3)),
+        thorough=False,
     )
     assert set(made.sides) == {"reference", "optimized", "accepted"}
     assert made.log_ratios["accepted"] == pytest.approx((math.log(1.25),) * BLOCKS)
     with pytest.raises(NotEquivalent, match="output of the accepted side is wrong"):
-        sampling.measure(
+        measuring.measure(
             pair(time),
             Workload("w", n=5),
             workload_id="i",
             device="cpu",
-            accepted=side(lambda x: torch.exp(x) * 2),
+            accepted=pair(time, optimized=lambda x: torch.exp(x) * 2),
         )
+
+
+class FakeCuda(clocks.CudaClock):
+    """A clock of a GPU that is not there."""
+
+    def __init__(self) -> None:
+        pass
 
 
 def test_a_call_that_takes_too_long_for_the_profiler_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = {"reference": 9.0, "optimized": 9.0, "slow": 1.1, "quick": 1.0}
-    runners: Any = {name: SimpleNamespace(grad_mode=False, reset=None, call=name) for name in seconds}
-    monkeypatch.setattr(sampling, "count_calls", lambda sides: dict.fromkeys(sides, (0, 5)))
-    counts = sampling._counted(runners, seconds)
-    assert counts == {"reference": UNCOUNTED, "optimized": (0, 5), "slow": UNCOUNTED, "quick": (0, 5)}
-    # More than a spin could hide.
-    assert UNCOUNTED[1] > clocks.QUEUE_DEPTH
+    runners: Any = {
+        name: SimpleNamespace(grad_mode=False, reset=None, call=name, last=runner.Call(s, None))
+        for name, s in seconds.items()
+    }
+    monkeypatch.setattr(measuring, "count_calls", lambda sides: dict.fromkeys(sides, (0, 5)))
+    counts = measuring._counted(runners, FakeCuda(), lambda phase: None)
+    known, unknown = Counts(host_syncs=0, launches=5), Counts()
+    assert counts == {"reference": unknown, "optimized": known, "slow": unknown, "quick": known}
+
+
+def test_more_launches_than_accepted_are_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one call does by chance must not turn a gate red."""
+    answers = iter([{"optimized": (1, 9), "accepted": (0, 7)}, {"optimized": (0, 7), "accepted": (0, 8)}])
+    monkeypatch.setattr(measuring, "count_calls", lambda sides: next(answers))
+    runners: Any = {
+        name: SimpleNamespace(grad_mode=False, reset=None, call=name, last=runner.Call(0.1, None))
+        for name in ("optimized", "accepted")
+    }
+    counts = measuring._counted(runners, FakeCuda(), lambda phase: None)
+    assert counts == {n: Counts(host_syncs=0, launches=7) for n in ("optimized", "accepted")}
+
+
+def test_what_is_not_counted_is_never_queued_behind_a_spin(time: Time) -> None:
+    sampler: Any = SimpleNamespace(counts={"optimized": Counts(launches=3)}, repeat=2)
+    assert sampling.Sampler._launches(sampler, "optimized") == 6
+    assert sampling.Sampler._launches(sampler, "reference") > clocks.QUEUE_DEPTH
 
 
 @pytest.fixture
 def long(time: Time, monkeypatch: pytest.MonkeyPatch) -> Time:
     """The same clock, for calls before anything is timed, too."""
-    monkeypatch.setattr(sampling, "perf_counter", lambda: time.now * 1e-9)
+    monkeypatch.setattr(runner, "perf_counter", lambda: time.now * 1e-9)
     return time
 
 
@@ -372,8 +436,8 @@ def test_a_call_that_was_held_up_once_is_no_long_one(long: Time) -> None:
         assert warmed_up(long, side(call)).long is None
 
 
-def warmed_up(time: Time, given: Side, **fields: Any) -> sampling.Runner:
-    runner = sampling.Runner(
+def warmed_up(time: Time, given: Side, **fields: Any) -> runner.Runner:
+    made = runner.Runner(
         name="reference",
         side=given,
         pair=pair(time, **fields),
@@ -381,8 +445,9 @@ def warmed_up(time: Time, given: Side, **fields: Any) -> sampling.Runner:
         direction="forward",
         device="cpu",
     )
-    sampling._warm_up({"reference": runner}, {"x": torch.ones(2)}, random.Random(0), clocks.CpuClock(), lambda _: None)
-    return runner
+    made.allocate({"x": torch.ones(2)}, random.Random(0))
+    made.warm_up(clocks.CpuClock())
+    return made
 
 
 def test_a_call_that_compiles_while_warming_up_tells_nothing(long: Time, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -397,33 +462,14 @@ def test_a_step_of_seconds_still_settles_when_it_is_new(long: Time) -> None:
     assert warmed_up(long, steps, reference=steps, optimized=steps).long is None
 
 
-def test_memory_and_wall_clock_of_a_call_of_seconds_are_those_of_the_one_that_warms_up(time: Time) -> None:
-    runner: Any = SimpleNamespace(long=sampling._Call(2.0, 512), name="reference")
-    assert sampling._peak_bytes(runner, FakeClock(time), None) == 512  # type: ignore[arg-type]
-    sampler: Any = SimpleNamespace(clock=None, kind="device", runners={"reference": runner})
-    assert sampling._Sampler.other_clock(sampler, "reference") == 2.0
-    told = SimpleNamespace(kind="wall", report=lambda _: None, calls={"reference": 1}, counts=None, slow={"reference"})
+def test_the_wall_clock_of_a_call_of_seconds_is_that_of_the_one_that_warms_up(time: Time) -> None:
+    long: Any = SimpleNamespace(long=runner.Call(2.0, 512), name="reference")
+    sampler: Any = SimpleNamespace(clock=None, kind="device", runners={"reference": long})
+    assert sampling.Sampler.other_clock(sampler, "reference") == 2.0
+    told = SimpleNamespace(kind="wall", report=lambda _: None, calls={"reference": 1}, counts={}, slow={"reference"})
     told.clock, told.runners = None, sampler.runners
-    told._launches, told._sample = lambda name: 0, lambda *_: 1.5  # on the device clock, which the warm-up has not
-    assert sampling._Sampler.other_clock(told, "reference") == 1.5  # type: ignore[arg-type]
-
-
-def test_what_was_not_counted_in_an_earlier_process_is_not_known_in_a_later_one(
-    time: Time, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given: list[Any] = []
-    kind = sampling._clock_kind
-    monkeypatch.setattr(sampling, "_clock_kind", lambda *a: given.append(a[3]) or kind(*a))
-    sampling.measure(
-        pair(time),
-        Workload("w", n=5),
-        workload_id="i",
-        device="cpu",
-        accepted=side(lasting(time, 5e-3)),
-        with_rivals=False,
-        counts={"optimized": (0, 5)},
-    )
-    assert given == [{"reference": UNCOUNTED, "optimized": (0, 5), "accepted": (0, 5)}]
+    told._launches, told.sample = lambda name: 0, lambda *_: 1.5  # on the device clock, which the warm-up has not
+    assert sampling.Sampler.other_clock(told, "reference") == 1.5  # type: ignore[arg-type]
 
 
 # --- what is timed stays right -------------------------------------------------------------------------------
@@ -438,7 +484,7 @@ def test_inputs_changed_in_place_are_restored_before_each_call(time: Time) -> No
         return x.mul_(2)
 
     made = measure(pair(time, reference=lasting(time, SLOW_S, lambda x: x.mul_(2)), optimized=turn, mutates={"x"}))
-    assert len(seen) == 1 + 2 * BLOCKS, "the inputs, and new values twice a block"
+    assert len(seen) == 1 + 2 * FRESH_BLOCKS[False], "the inputs, and new values after each of the first blocks"
     assert made.log_ratios["reference"] == pytest.approx((math.log(1.5),) * BLOCKS)
 
 
@@ -616,13 +662,13 @@ class FakeMonitor:
 
 @pytest.mark.parametrize(
     ("throttles", "aside"),
-    [([False] * 8, 0), ([True, False, True] + [False] * 7, 2), ([True] * 20, EXTRA_BLOCKS)],
+    [([False] * BLOCKS, 0), ([True, False, True] + [False] * BLOCKS, 2), ([True] * 3 * BLOCKS, EXTRA_BLOCKS)],
     ids=["never", "twice", "always"],
 )
 def test_blocks_under_throttling_are_set_aside_and_counted(
     time: Time, monkeypatch: pytest.MonkeyPatch, throttles: list[bool], aside: int
 ) -> None:
-    monkeypatch.setattr(sampling, "clock_for", lambda device: FakeClock(time))
+    monkeypatch.setattr(measuring, "clock_for", lambda device: FakeClock(time))
     monkeypatch.setattr(sampling, "Monitor", FakeMonitor)
     monkeypatch.setattr(FakeMonitor, "throttles", iter(throttles))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -649,8 +695,8 @@ def test_the_limit_is_the_cost_over_the_ceilings(
         asked.append(precision)
         return 1e11
 
-    monkeypatch.setattr(sampling.ceilings, "copy_bytes_per_s", lambda device: 1e9)
-    monkeypatch.setattr(sampling.ceilings, "matmul_flops_per_s", flops)
+    monkeypatch.setattr(measuring.ceilings, "copy_bytes_per_s", lambda device: 1e9)
+    monkeypatch.setattr(measuring.ceilings, "matmul_flops_per_s", flops)
     limit = measure(pair(time, cost=cost)).limit
     assert limit is not None
     assert limit.seconds == pytest.approx(seconds)
@@ -679,9 +725,9 @@ def test_a_workload_in_bfloat16_is_held_against_its_products(
 ) -> None:
     """On a CPU not where widened they are faster."""
     rates = {"bfloat16": 1e9, "float32": 4e9}
-    monkeypatch.setattr(sampling.ceilings, "matmul_flops_per_s", lambda device, precision: rates[precision])
+    monkeypatch.setattr(measuring.ceilings, "matmul_flops_per_s", lambda device, precision: rates[precision])
     made = pair(time, cost=Cost(flops=lambda n: n))
-    limit = sampling._limit(made, Workload("w", n=5), "bfloat16", device)
+    limit = measuring._limit(made, Workload("w", n=5), "bfloat16", device)
     assert limit is not None
     assert limit.ceiling == rate
 
@@ -692,13 +738,13 @@ def test_a_cost_of_nothing_has_no_limit(time: Time) -> None:
 
 def test_phases_are_reported_by_side(time: Time) -> None:
     phases: list[str] = []
-    sampling.measure(pair(time), Workload("w", n=5), workload_id="i", device="cpu", report=phases.append)
+    measuring.measure(pair(time), Workload("w", n=5), workload_id="i", device="cpu", report=phases.append)
     assert phases[:2] == ["reference", "optimized"]
     assert set(phases) == {"reference", "optimized", "timing"}
 
 
 def test_the_real_clock_gives_a_record_too() -> None:
-    made = sampling.measure(
+    made = measuring.measure(
         Pair(reference=torch.exp, optimized=torch.exp, inputs=X, name="p"),
         Workload("w", n=1000),
         workload_id="i",
@@ -726,10 +772,10 @@ def test_a_side_that_works_on_after_its_call_is_named_before_it_is_timed(monkeyp
     monkeypatch.setattr(calls, "time", SimpleNamespace(sleep=waited))
     pair = Pair(reference=lambda x: x + 1, optimized=late, inputs=X, workloads=[Workload("w", n=64)], name="p")
     with pytest.raises(NotEquivalent, match=r"p: the optimized side goes on working after it has returned: its output"):
-        sampling.measure(pair, pair.workloads[0], workload_id="w", device="cpu")
+        measuring.measure(pair, pair.workloads[0], workload_id="w", device="cpu")
     pair = dataclasses.replace(pair, optimized=lambda x: x + 2)
     with pytest.raises(NotEquivalent, match=r"p: output of the optimized side is wrong"):
-        sampling.measure(pair, pair.workloads[0], workload_id="w", device="cpu")
+        measuring.measure(pair, pair.workloads[0], workload_id="w", device="cpu")
 
 
 def test_l2_that_a_side_has_set_aside_before_it_is_timed_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -748,5 +794,5 @@ def test_l2_that_a_side_has_set_aside_before_it_is_timed_is_seen(monkeypatch: py
     monkeypatch.setattr(guard, "check", lambda: None)
     pair = Pair(reference=lambda x: x + 1, optimized=keeps, inputs=X, workloads=[Workload("w", n=64)], name="p")
     with pytest.raises(NotEquivalent, match=r"sets 16777216 bytes of L2 aside for persisting lines"):
-        sampling.measure(pair, pair.workloads[0], workload_id="w", device="cpu")
+        measuring.measure(pair, pair.workloads[0], workload_id="w", device="cpu")
     assert aside == [0]

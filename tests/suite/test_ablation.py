@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from optimized.compilation import compiled_function
@@ -22,6 +24,7 @@ from optimized.trainers.trainer2 import Trainer
 from perfsuite.errors import PerfsuiteError
 from suite import ablation, trainers
 from suite.ablation import ALL, NONE, REFERENCE, Record, Timed
+from suite.commands.ablate import ablate as command
 from suite.trainer2.config import TrainConfig, short_windows
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -156,6 +159,65 @@ def test_a_recording_from_before_there_was_always_is_read(tmp_path: Path) -> Non
     path.write_text(json.dumps(old))
     with pytest.raises(PerfsuiteError, match=r"x\.json is no ablation"):
         ablation.load(path)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"trainer": 3},
+        {"device": None},
+        {"config": [1]},
+        {"config": None},
+        {"claims": "x"},
+        {"windows": None},
+        {"windows": "3"},
+        {"windows": 0},
+        {"techniques": ["x" * 10**5], "always": ["x" * 10**5]},
+    ],
+)
+def test_a_recording_with_a_field_of_another_type_is_one_line(changed: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    ablation.save(record(), path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+    shown(path)
+
+
+@pytest.mark.parametrize("changed", [{"peak_bytes": "x"}, {"name": [1]}, {"launches": [1]}, {"seconds": [10**400] * 3}])
+def test_a_recording_with_an_arm_of_other_types_is_one_line(changed: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    ablation.save(record(), path)
+    told = json.loads(path.read_text())
+    told["arms"][1] |= changed
+    path.write_text(json.dumps(told))
+    shown(path)
+
+
+@pytest.mark.parametrize(
+    "content", [b"[" * 10**5, b'{"schema": 1' + b"0" * 5000 + b"}", b"\xff", b"\x80\x04cos\nsystem\n."]
+)
+def test_a_file_of_anything_is_one_line(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_bytes(content)
+    shown(path)
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "device"])
+def test_what_is_no_file_is_one_line(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "a\nb.json"
+    {"folder": Path.mkdir, "pipe": os.mkfifo, "device": lambda p: p.symlink_to("/dev/zero")}[kind](path)
+    shown(path, "a\\nb.json is no file; name the .json of an ablation")
+
+
+def shown(path: Path, told: str = "x.json is no ablation") -> None:
+    """By the command, in one line, and it writes nothing."""
+    before = sorted(path.parent.iterdir())
+    done = CliRunner().invoke(command, ["toy", "--from", str(path)])
+    assert isinstance(done.exception, SystemExit), done.exception
+    assert done.exit_code == 1
+    (line,) = done.output.splitlines()
+    assert told in line
+    assert len(line) < 600
+    assert sorted(path.parent.iterdir()) == before
 
 
 @pytest.mark.parametrize("seconds", [(), (1.0,), (1.0, 2.0), (1.0, 2.0, math.nan), (1.0, 2.0, 0.0), (1.0, 2.0, "x")])

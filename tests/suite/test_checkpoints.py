@@ -4,27 +4,35 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
-import sys
+import shutil
 import zipfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 import torch
-from training import environment, made
+from training import made
 
 from suite.runtime import CheckpointError, Store
 from suite.runtime.checkpoints import check, load, restore_rng
 
 
-def written(folder: Path, windows: int) -> Path:
-    """A checkpoint later than all the others, whatever the resolution of the file system's clock."""
-    path = Store(folder, keep=9).save(made(windows))
-    when = 10**18 + len(list(folder.iterdir())) * 10**9
-    os.utime(path, ns=(when, when))
-    return path
+def written(folder: Path, *windows: int) -> list[Path]:
+    """Checkpoints, of which none is dropped; each is older than the one before by the file system's clock."""
+    paths = []
+    for count in windows:
+        paths.append(Store(folder, keep=99).save(made(count)))
+        when = 10**18 - len(os.listdir(folder)) * 10**9
+        os.utime(paths[-1], ns=(when, when))
+    return paths
+
+
+def names(folder: Path) -> list[str]:
+    """Of the checkpoints, the last one first."""
+    return [p.name.removeprefix("window-").replace(".pt", "").lstrip("0") for p in Store(folder).files()]
 
 
 # --- round trip -----------------------------------------------------------------------------------------------------
@@ -56,22 +64,80 @@ def test_generators_go_on_where_they_were(tmp_path: Path) -> None:
     assert draw() == expected
 
 
-def test_the_last_written_stay_whatever_their_numbers(tmp_path: Path) -> None:
-    for windows in (100, 200, 300):
-        written(tmp_path, windows)
+def test_the_number_says_which_is_the_last_and_no_clock(tmp_path: Path) -> None:
+    """Of a clock that is set back between any two of them."""
+    written(tmp_path, 1, 2, 3)
     store = Store(tmp_path, keep=2)
-    store.save(made(120))  # of a run that went on from 100
-    assert {p.name for p in store.files()} == {"window-00000120.pt", "window-00000300.pt"}
-    assert store.latest().name == "window-00000120.pt"
+    for windows in range(4, 8):
+        when = 10**18 - windows * 10**10
+        os.utime(store.save(made(windows)), ns=(when, when))
+    assert names(tmp_path) == ["7", "6"]
+    assert load(store.latest()).windows == 7
+
+
+def test_numbers_of_more_digits_are_later(tmp_path: Path) -> None:
+    counts = [99_999_999, 100_000_000, 999_999_999, 1_000_000_000, 10**17]
+    written(tmp_path, *counts)
+    assert names(tmp_path) == [str(count) for count in reversed(counts)]
+    assert load(Store(tmp_path).latest()).windows == 10**17
+
+
+def test_a_run_from_an_earlier_one_leaves_the_later_ones_behind(tmp_path: Path) -> None:
+    """They are dropped first, but not before there are others; what went on from 100 is the last one at once."""
+    written(tmp_path, 100, 200, 300)
+    store = Store(tmp_path, keep=3)
+    store.save(made(120))
+    assert names(tmp_path) == ["120", "100", "300.old"]
+    assert load(tmp_path / "window-00000300.pt.old").windows == 300
+    store.save(made(140))
+    assert names(tmp_path) == ["140", "120", "100"]
+
+
+def test_what_was_left_behind_twice(tmp_path: Path) -> None:
+    written(tmp_path, 100, 300)
+    store = Store(tmp_path, keep=9)
+    for windows in (200, 300, 150):
+        store.save(made(windows))
+    assert names(tmp_path) == ["150", "100", "300.old", "200.old"]
+
+
+def test_a_name_that_says_another_number_is_refused(tmp_path: Path) -> None:
+    path, _ = written(tmp_path, 5, 6)
+    wrong = path.rename(tmp_path / "window-00000300.pt")
+    with pytest.raises(CheckpointError) as caught:
+        load(Store(tmp_path).latest())
+    assert str(caught.value) == (
+        f"{wrong} is of 5 windows, not of 300 as its name says; name it window-00000005.pt, or resume from another"
+    )
+    assert load(wrong.rename(tmp_path / "best.pt")).windows == 5, "a name without a number says nothing"
 
 
 def test_other_files_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "notes.pt").write_text("mine")
-    (tmp_path / "window-1.txt").write_text("mine")
+    mine = {"notes.pt", "window-1.txt", "window-7.pt", "window-000000009.pt", "window-0000000\u0669.pt"}
+    for name in mine:
+        (tmp_path / name).write_text("mine")
     store = Store(tmp_path, keep=1)
     store.save(made(1))
     store.save(made(2))
-    assert {p.name for p in tmp_path.iterdir()} == {"notes.pt", "window-1.txt", "window-00000002.pt"}
+    assert names(tmp_path) == ["2"]
+    assert {p.name for p in tmp_path.iterdir()} == {*mine, "window-00000002.pt"}
+
+
+def test_a_folder_or_a_dead_link_in_a_checkpoint_s_place_is_told_and_stays(tmp_path: Path) -> None:
+    """It is no reason to take an earlier one unasked, and none for a run to fail that goes on from that."""
+    store = Store(tmp_path, keep=2)
+    written(tmp_path, 1, 2)
+    (tmp_path / "window-00000008.pt").symlink_to(tmp_path / "not-mounted")
+    with pytest.raises(CheckpointError, match=r"window-00000008.pt is a link to a file that is missing; resume from"):
+        load(store.latest())
+    (tmp_path / "window-00000009.pt").mkdir()
+    with pytest.raises(CheckpointError, match=r"cannot read .*window-00000009.pt: it is a folder; resume from .*8.pt"):
+        load(store.latest())
+    for windows in (3, 4, 5):
+        store.save(made(windows))
+    assert names(tmp_path) == ["5", "4", "9.old"]
+    assert (tmp_path / "window-00000009.pt.old").is_dir()
 
 
 def test_no_checkpoint_yet(tmp_path: Path) -> None:
@@ -81,68 +147,103 @@ def test_no_checkpoint_yet(tmp_path: Path) -> None:
 
 # --- killed ---------------------------------------------------------------------------------------------------------
 
-KILLED = """
-import os, signal, sys, time
-from pathlib import Path
-import torch
-from training import made
-from suite.runtime import Store
-from suite.runtime.checkpoints import load
 
-torch.set_num_threads(1)
-die = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)
+class Moments:
+    """What a kill would leave: the folder before every call by which a save changes it, and after the last one."""
 
-def save(store, windows):
-    store.save(made(windows, trainer={"weights": torch.full((200_000,), float(windows))}))
+    CALLS = ("fsync", "replace", "rename", "unlink", "mkdir")
 
-for moment in ("torch.save", "os.fsync", "os.replace"):
-    store = Store(moment, keep=2)
-    save(store, 1)
-    pid = os.fork()
-    if pid == 0:
-        module, name = moment.split(".")
-        setattr({"os": os, "torch": torch}[module], name, die)
-        save(store, 2)
-    assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == 9
-    assert [p.name for p in store.files()] == ["window-00000001.pt"]
-    assert load(store.latest()).windows == 1
-    assert len(list(Path(moment).glob(".window-*.tmp"))) == 1
-    store.tidy()
-    assert not list(Path(moment).glob(".*"))
+    def __init__(self, folder: Path, copies: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder = folder
+        self.calls: list[str] = []
+        self._copies = copies
+        for name in self.CALLS:
+            monkeypatch.setattr(os, name, partial(self._called, name, getattr(os, name)))
+        monkeypatch.setattr(torch, "save", partial(self._called, "save", torch.save))
+        self._copying = False
 
-store = Store("random", keep=2)
-save(store, 1)
-n = 0
-while n < 16 or load(store.latest()).windows <= 2:  # a machine that is busy takes longer to save
-    n += 1
-    before = load(store.latest()).windows
-    pid = os.fork()
-    while pid == 0:
-        before += 1
-        save(store, before)
-    time.sleep((0.002 + 0.037 * ((n * 0.618) % 1)) * (1 + n // 16))
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    for path in store.files():
-        found = load(path)
-        assert (found.trainer["weights"] == found.windows).all()
-    assert load(store.latest()).windows >= before
-store.tidy()
-assert not list(Path("random").glob(".*"))
-"""
+    def _called(self, name: str, call: Any, *arguments: Any, **options: Any) -> Any:
+        if not self._copying:
+            self.copy()
+            self.calls.append(name)
+        return call(*arguments, **options)
+
+    def copy(self) -> None:
+        self._copying = True
+        shutil.copytree(self.folder, self._copies / str(len(self.calls)))
+        self._copying = False
+
+    def last(self) -> list[int]:
+        """The windows of what `--resume latest` begins at, moment by moment; each is a whole checkpoint."""
+        self.copy()
+        self._copying = True
+        folders = [self._copies / str(n) for n in range(len(self.calls) + 1)]
+        found = [load(Store(folder).latest()) for folder in folders]
+        assert all(torch.equal(c.trainer["weights"], torch.arange(1000.0) + c.windows) for c in found)
+        return [checkpoint.windows for checkpoint in found]
 
 
-def test_killed_within_a_save_and_at_random_moments(tmp_path: Path) -> None:
-    """By SIGKILL: before the file is flushed, before it gets its name, and wherever it strikes."""
-    done = subprocess.run([sys.executable, "-c", KILLED], env=environment(), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "run"
 
 
-def test_what_another_run_is_writing_stays(tmp_path: Path) -> None:
-    path = tmp_path / f".window-00000001.pt.{os.getpid()}.tmp"
-    path.write_text("half")
+@pytest.fixture
+def moments(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Moments]:
+    return lambda: Moments(folder, tmp_path / "moments", monkeypatch)
+
+
+def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_one(folder: Path, moments: Callable[[], Moments]) -> None:
+    written(folder, 1, 2)
+    seen = moments()
+    store = Store(folder, keep=2)
+    store.save(made(3))
+    assert names(folder) == ["3", "2"]
+    found = seen.last()
+    assert found == sorted(found)
+    assert set(found) == {2, 3}
+
+
+def test_none_is_dropped_before_the_new_one_lasts(folder: Path, moments: Callable[[], Moments]) -> None:
+    """Not by a loss of power either: its bytes, then its name, are flushed to the disk before."""
+    written(folder, 1, 2)
+    seen = moments()
+    Store(folder, keep=1).save(made(3))
+    calls = [c for c in seen.calls if c in ("save", "fsync", "replace", "unlink")]
+    assert calls[calls.index("save") :] == ["save", "fsync", "replace", "fsync", "unlink", "unlink", "unlink"]
+
+
+@pytest.mark.parametrize("after", [100, -1])
+def test_a_kill_while_others_are_left_behind_leaves_a_whole_one(
+    folder: Path, moments: Callable[[], Moments], after: int
+) -> None:
+    """Of a run that goes on from 100, and of one that begins anew."""
+    written(folder, 100, 200, 300)
+    seen = moments()
+    store = Store(folder, keep=1)
+    store.leave_behind(after)
+    store.save(made(110))
+    assert names(folder) == ["110"]
+    found = seen.last()
+    assert set(found[: found.index(110)]) == {100, 200, 300}
+    assert set(found[found.index(110) :]) == {110}
+
+
+def test_what_a_killed_run_left_half_written_goes(tmp_path: Path) -> None:
+    (tmp_path / f".window-00000001.pt.{os.getpid()}.tmp").write_text("half, of a process whose number is used again")
+    (tmp_path / ".mine.tmp").write_text("mine")
     Store(tmp_path).tidy()
-    assert path.exists()
+    assert [p.name for p in tmp_path.iterdir()] == [".mine.tmp"]
+
+
+def test_a_link_in_the_place_of_what_is_written_is_not_followed(tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    mine.write_text("mine")
+    (tmp_path / f".window-00000001.pt.{os.getpid()}.tmp").symlink_to(mine)
+    (tmp_path / "window-00000001.pt").symlink_to(mine)
+    Store(tmp_path).save(made(1))
+    assert mine.read_text() == "mine"
+    assert load(tmp_path / "window-00000001.pt").windows == 1
 
 
 def test_a_full_disk_leaves_the_last_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,10 +290,15 @@ def test_one_bit_is_noticed(tmp_path: Path) -> None:
 
 
 def test_the_remedy_names_the_one_before(tmp_path: Path) -> None:
-    before, last = written(tmp_path, 1), written(tmp_path, 2)
-    last.write_bytes(b"")
-    with pytest.raises(CheckpointError, match=f"resume from {before}"):
-        load(last)
+    first, second, third = written(tmp_path, 1, 2, 3)
+    second.write_bytes(b"")
+    third.write_bytes(b"")
+    for damaged, other in ((third, second), (second, first)):
+        with pytest.raises(CheckpointError, match=f"resume from {other}$"):
+            load(damaged)
+    first.write_bytes(b"")
+    with pytest.raises(CheckpointError, match=f"resume from {third}$"):
+        load(first)
 
 
 def test_random_damage_is_never_another_error(tmp_path: Path) -> None:

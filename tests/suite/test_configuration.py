@@ -152,3 +152,16 @@ def test_a_missing_library_is_one_line(library: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(PerfsuiteError, match=r"not installed; install it with: pip install 'perfsuite\[train\]'"):
         given("seed: 1")
+
+
+@pytest.mark.parametrize("text", [r'title: "a\0b"', r'title: "a\ud800b"', r'title: ["a", "\0"]'])
+def test_text_that_no_command_line_could_give_is_refused(text: str) -> None:
+    """It may be a file's name, which no file can have."""
+    with pytest.raises(ConfigurationError, match=r"c\.yaml: title is .*; name it otherwise") as caught:
+        given(text)
+    assert str(caught.value).isprintable()
+
+
+def test_a_name_of_any_bytes_is_shown_as_it_is_read() -> None:
+    shown = as_yaml([Config(title="a\udcff λ")])
+    assert given(shown).title == "a\udcff λ"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import struct
 from pathlib import Path
 
 import pytest
@@ -78,9 +80,72 @@ def test_a_picture_that_cannot_be_written_is_one_line(name: str, says: str, tmp_
     assert says in line
 
 
-def test_what_tensorboard_cannot_read_is_one_line(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install 'perfsuite[train]'")
-    (tmp_path / "tensorboard" / "events.out.tfevents.1.x").mkdir(parents=True)
-    done = invoked(str(tmp_path))
+def one_line(done: Result, *told: str) -> None:
+    assert isinstance(done.exception, SystemExit), done.exception
     assert done.exit_code == 1
-    assert done.output.splitlines()[-1].startswith("Error: cannot read ")
+    (line,) = done.output.splitlines()
+    assert line.startswith("Error: ")
+    for words in told:
+        assert words in line
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "device", "dead link"])
+def test_what_is_no_file_is_one_line(kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install 'perfsuite[train]'")
+    path = tmp_path / "a\nb" / "tensorboard" / "events.out.tfevents.1.x"
+    path.parent.mkdir(parents=True)
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero" if kind == "device" else "/nowhere/at/all")
+    one_line(
+        invoked(str(tmp_path / "a\nb")), f"cannot read {tmp_path}/a\\nb/tensorboard/events", "it is no file; move it"
+    )
+
+
+def length(of: int) -> bytes:
+    """A record's, with its checksum."""
+    from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
+
+    head = struct.pack("<Q", of)
+    return head + struct.pack("<I", masked_crc32c(head))
+
+
+@pytest.mark.parametrize("kind", ["a record beyond memory", "a record beyond counting", "no event", "noise"])
+def test_a_damaged_file_is_one_line(kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install 'perfsuite[train]'")
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    path = tmp_path / "tensorboard" / "events.out.tfevents.1.x"
+    path.parent.mkdir()
+    with path.open("wb") as file:
+        if kind == "no event":
+            RecordWriter(file).write(b"\xff" * 50)
+        else:
+            lengths = {"a record beyond memory": 1 << 60, "a record beyond counting": (1 << 63) - 1}
+            file.write(length(lengths[kind]) if kind in lengths else bytes(range(256)) * 9)
+    one_line(invoked(str(tmp_path)), "holds no curve" if kind == "noise" else "holds a damaged file (", str(tmp_path))
+
+
+def test_a_file_in_a_folder_s_place_is_one_line(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install 'perfsuite[train]'")
+    (tmp_path / "window-00000001.pt").write_text("")
+    one_line(invoked(str(tmp_path / "window-00000001.pt")), "window-00000001.pt is a file; name the folder of a run")
+
+
+def test_a_folder_of_any_bytes_is_plotted(tmp_path: Path) -> None:
+    """TensorBoard takes names in UTF-8 alone."""
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install 'perfsuite[train]'")
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'perfsuite[test]'")
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(tmp_path / "run" / "tensorboard")) as writer:
+        for window, seconds, loss in LOSSES:
+            writer.add_scalar("loss", loss, window, walltime=seconds)
+    folder = (tmp_path / "run").rename(tmp_path / "a\udcff\nb")
+    done = invoked(str(folder))
+    assert done.exit_code == 0, done.output
+    assert done.output.splitlines()[1:] == [f"wrote {tmp_path}/a\\xff\\nb/curve.svg"]
+    assert (folder / "curve.svg").exists()

@@ -402,13 +402,13 @@ def test_quantiles() -> None:
 
 @pytest.mark.parametrize(("windows", "said"), [(8, "wrote"), (4, "with fewer windows"), (2, "nothing was written")])
 def test_a_trace(run: Toy, tmp_path: Path, windows: int, said: str) -> None:
-    path = tmp_path / "traces" / "t.json"
+    path = tmp_path / "of any \udcff bytes" / "t\udcff.json"
     run.fit(windows, profile=str(path))
     assert said in run.said
     assert path.exists() == (windows > 2)
     if path.exists():
         assert "aten::softmax" in {event["name"] for event in json.loads(path.read_text())["traceEvents"]}
-        assert [p.name for p in path.parent.iterdir()] == ["t.json"]
+        assert [p.name for p in path.parent.iterdir()] == [path.name]
 
 
 def test_a_trace_that_cannot_be_written_is_told_at_the_start(run: Toy, tmp_path: Path) -> None:
@@ -439,6 +439,20 @@ def test_tensorboard_shows_one_run_of_a_folder(run: Toy) -> None:
 
     events = EventAccumulator(str(run.folder / "tensorboard")).Reload()
     assert [e.step for e in events.Scalars("loss")][:8] == [1, 2, 3, 4, 5, 6, 7, 9]
+
+
+def test_a_full_disk_under_tensorboard_does_not_end_the_run(run: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install 'perfsuite[train]'")
+    from torch.utils.tensorboard import SummaryWriter
+
+    def full(self: object, *arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(SummaryWriter, "add_scalar", full)
+    monkeypatch.setattr(SummaryWriter, "close", full)
+    assert run.fit(9, tensorboard=True, tensorboard_every=1).windows == 9
+    assert run.said.count("tensorboard: cannot write: No space left on device; the run goes on without") == 1
+    assert Store(run.folder).latest().name == "window-00000009.pt"
 
 
 def test_without_tensorboard_it_is_one_line(run: Toy, monkeypatch: pytest.MonkeyPatch) -> None:

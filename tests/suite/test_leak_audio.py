@@ -356,7 +356,7 @@ def test_a_name_that_is_no_utf8(folder: Path) -> None:
     os.rename(folder, root)
     done = invoked(os.fsdecode(b"a\xe9.h5"), *SMALL, "--from", root, "--reuse", "20")
     assert done.exit_code == 0, done.output
-    assert "wrote a\ufffd.h5: 12 files" in done.output
+    assert r"wrote a\xe9.h5: 12 files" in done.output
     assert "from 6 recordings" in done.output
     assert "left out bad\ufffd.wav: damaged" in done.output
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -37,10 +38,7 @@ def one_line(done: Result, code: int, *words: str) -> None:
 
 def installed(folder: Path, *, record: str, editable: Path | None = None) -> Path:
     """A folder as pip leaves it, in which perfsuite declares a command of a package `others`."""
-    info = folder / "perfsuite-0.1.0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: perfsuite\nVersion: 0.1.0\n")
-    (info / "entry_points.txt").write_text("[perfsuite.commands]\nteach = others.commands:teach\n")
+    info = described(folder / "perfsuite-0.1.0.dist-info", "METADATA")
     (info / "RECORD").write_text(record)
     if editable is not None:
         origin = {"dir_info": {"editable": True}, "url": editable.as_uri()}
@@ -48,19 +46,45 @@ def installed(folder: Path, *, record: str, editable: Path | None = None) -> Pat
     return folder
 
 
-def perfsuite(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def described(info: Path, name: str) -> Path:
+    """A distribution's metadata, without the list of its files."""
+    info.mkdir(parents=True)
+    (info / name).write_text("Metadata-Version: 2.1\nName: perfsuite\nVersion: 0.1.0\n")
+    (info / "entry_points.txt").write_text("[perfsuite.commands]\nteach = others.commands:teach\n")
+    return info
+
+
+def perfsuite(site: Path, *arguments: str, within: Path | None = None) -> subprocess.CompletedProcess[str]:
     given = environment(PYTHONPATH=f"{site}:{ROOT}")
     command = [sys.executable, "-m", "perfsuite", *arguments]
-    return subprocess.run(command, env=given, capture_output=True, text=True)
+    return subprocess.run(command, env=given, capture_output=True, text=True, cwd=within)
+
+
+def cloned(folder: Path) -> Path:
+    """A clone, in which the command's package lies beside those of the wheel."""
+    (folder / "others").mkdir(parents=True)
+    (folder / "others" / "commands.py").write_text(
+        "import click\n\n\n@click.command()\ndef teach():\n    'Teach it.'\n    click.echo('taught')\n"
+    )
+    return folder
+
+
+def test_in_a_clone_the_commands_are_there_though_its_egg_info_comes_first(tmp_path: Path) -> None:
+    """`pip install -e .` leaves one, which lists the wheel's files and hides the installed metadata in that folder."""
+    clone = cloned(tmp_path / "clone")
+    site = installed(tmp_path / "site", record="../perfsuite.pth,,\n", editable=clone)
+    info = described(clone / "perfsuite.egg-info", "PKG-INFO")
+    (info / "SOURCES.txt").write_text("README.md\npyproject.toml\nperfsuite/__init__.py\nperfsuite/cli.py\n")
+    (info / "top_level.txt").write_text("perfsuite\n")
+    done = perfsuite(site, "teach", within=clone)
+    assert (done.stdout, done.stderr) == ("taught\n", "")
+    shutil.rmtree(clone / "others")  # the sources of a release, without what the repository alone has
+    assert "needs the package 'others'" in perfsuite(site, "teach", within=clone).stderr
 
 
 def test_an_editable_install_has_the_commands_beside_it(tmp_path: Path) -> None:
     """From any folder: pip maps only the wheel's packages, and the command's lies beside them."""
-    clone = tmp_path / "a clone"
-    (clone / "others").mkdir(parents=True)
-    (clone / "others" / "commands.py").write_text(
-        "import click\n\n\n@click.command()\ndef teach():\n    'Teach it.'\n    click.echo('taught')\n"
-    )
+    clone = cloned(tmp_path / "a clone")
     site = installed(tmp_path / "site", record="../perfsuite.pth,,\n", editable=clone)
     assert perfsuite(site, "teach").stdout == "taught\n"
     assert "Teach it." in perfsuite(site, "--help").stdout

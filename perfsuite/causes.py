@@ -1,0 +1,115 @@
+"""Why a ratio differs from the accepted one: which side moved, the device, or the software beneath both.
+
+The seconds of each side tell which one moved. Three anchor kernels, which no change of a project can slow down, are
+timed beside every workload (anchors.py) and tell a slower device from a slower side. Nothing is gated on them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import fmean, median
+
+from perfsuite.baseline import Entry
+from perfsuite.records import COPY, LAUNCH, MATMUL, Measurement
+
+MOVED_LEAST = 0.02
+"""Both sides moved by more than this and by more than their ratio: something that they share. An anchor kernel that
+moved by less has not moved."""
+MOVED_SHARE = 0.5
+"""The device moved a side where an anchor kernel moved in the same direction by at least this share of it."""
+_SHARED = {"device": "the device", "software": "not the device, but software that both sides use"}
+
+
+def of_ratio(entry: Entry | None, runs: Sequence[Measurement], slower: float) -> tuple[str | None, str]:
+    """(what moved, why): "optimized", "reference", "device" or "software".
+
+    `slower` is the log slowdown of the ratio to the reference.
+    """
+    if entry is None:
+        return None, ""
+    shift = {side: _shift(entry, runs, side) for side in ("optimized", "reference")}
+    anchors = _anchor_shifts(entry, runs)
+    optimized, reference = shift["optimized"], shift["reference"]
+    if optimized * reference > 0 and min(abs(optimized), abs(reference)) > max(MOVED_LEAST, abs(slower)):
+        with_anchor = not anchors or _moved_with(anchors, min(optimized, reference, key=abs))
+        side = "device" if with_anchor else "software"
+        word = "slower" if optimized > 0 else "faster"
+        why = f"both sides' seconds are {word} ({change(optimized)} and {change(reference)})"
+    else:
+        side, other = ("reference", "optimized") if abs(reference) > abs(optimized) else ("optimized", "reference")
+        why = f"by its own seconds the {side} is {change(shift[side])}, the {other} {change(shift[other])}"
+        if _moved_with(anchors, shift[side]):
+            side = "device"
+    if side in _SHARED:
+        why += f": {_SHARED[side]}"
+    return side, why + _listed(anchors)
+
+
+def of_speedup(entry: Entry | None, runs: Sequence[Measurement]) -> tuple[str | None, str]:
+    """(what moved, why) where the optimized code is as accepted, but its speedup over the reference is not.
+
+    Of processes without the accepted revision it is what `of_ratio` says. At least one process timed the reference.
+    """
+    if entry is None:
+        return None, ""
+    timed = [m for m in runs if m.log_ratios.get("reference")]
+    lost = math.log(entry.speedup()) - fmean(fmean(m.log_ratios["reference"]) for m in timed)
+    side, why = of_ratio(entry, timed, lost)
+    if side != "optimized" or not all("accepted" in m.log_ratios for m in timed):
+        return side, why
+    # Interleaved with the accepted revision it has not moved, so the cause lies beneath both revisions.
+    known = bool(_anchor_shifts(entry, timed))
+    side = "software" if known else "device"
+    beneath = _SHARED["software"] if known else "the device or its software"
+    return (
+        side,
+        f"both revisions of the optimized side moved alike ({change(_shift(entry, timed, 'optimized'))}): {beneath}",
+    )
+
+
+def reference_moved(entry: Entry | None, runs: Sequence[Measurement], most: float) -> str:
+    """Why a stored ratio proves nothing here: the reference's own seconds moved by more than `most`; else empty.
+
+    A clock or a neighbour that slows the reference alone would hide a slowdown of the optimized side.
+    """
+    moved = _shift(entry, runs, "reference") if entry else 0.0
+    if abs(moved) <= math.log1p(max(most, MOVED_LEAST)):
+        return ""
+    return f"the reference is {change(moved)} than when accepted, so the ratio to it may hide a slowdown"
+
+
+def change(log: float, more: str = "slower", less: str = "faster") -> str:
+    """A log-ratio in words: "3.0% slower"."""
+    relative = math.expm1(log)
+    return f"{relative:.1%} {more}" if relative >= 0 else f"{-relative:.1%} {less}"
+
+
+def _shift(entry: Entry, runs: Sequence[Measurement], side: str) -> float:
+    """The log change of a side's own seconds since it was accepted; 0 where they were not measured."""
+    now = [math.log(median(m.sides[side].blocks_s)) for m in runs if side in m.sides and m.sides[side].blocks_s]
+    return fmean(now) - math.log(entry.sides[side].seconds) if now else 0.0
+
+
+def _moved_with(anchors: Mapping[str, float], shift: float) -> bool:
+    """Whether an anchor kernel moved as a side did that moved by `shift`."""
+    least = max(MOVED_LEAST, MOVED_SHARE * abs(shift))
+    return any(a * shift > 0 and abs(a) > least for a in anchors.values())
+
+
+def _anchor_shifts(entry: Entry, runs: Sequence[Measurement]) -> dict[str, float]:
+    """The log change of each anchor kernel that bears on this workload; empty where none are known."""
+    names = {"memory": [COPY], "compute": [MATMUL]}.get(entry.limit.by if entry.limit else "", [COPY, MATMUL])
+    names += [LAUNCH] if entry.clock == "wall" else []
+    accepted = entry.anchors()
+    shifts = {}
+    for name in names:
+        now = [seconds for m in runs if (seconds := m.anchors.get(name, 0.0)) > 0]
+        if now and name in accepted:
+            shifts[name] = math.log(median(now)) - math.log(accepted[name])
+    return shifts
+
+
+def _listed(anchors: Mapping[str, float]) -> str:
+    changes = ", ".join(f"{name} {change(moved)}" for name, moved in anchors.items())
+    return f" (anchor kernels: {changes})" if changes else ""

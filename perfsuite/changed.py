@@ -1,0 +1,105 @@
+"""`perfsuite gate --changed`: which accepted workloads run exactly what they ran when they were accepted. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from perfsuite import digests
+from perfsuite.baseline import Entry, short
+from perfsuite.records import Machine, Ran, Status, Verdict
+from perfsuite.report import units
+
+
+@dataclass(slots=True)
+class Found:
+    """Workload → why it need not be measured; workload → what has changed, for the others."""
+
+    unchanged: dict[str, str] = field(default_factory=dict)
+    changed: dict[str, str] = field(default_factory=dict)
+    sources_only: set[str] = field(default_factory=set)
+    """Those of the changed whose sources alone differ."""
+
+
+def unchanged(entries: Mapping[str, Entry], top: Path, machine: Machine) -> Found:
+    """Compare what each entry ran with what is here now."""
+    found = Found()
+    known: dict[str, str] = {}
+    for id, entry in entries.items():
+        difference = _elsewhere(entry, machine) or _data(entry.ran, top)
+        sources = [] if difference else _sources(entry.ran, top, known)
+        if difference or sources:
+            found.changed[id] = difference or f"{', '.join(sources[:3])}{', …' * (len(sources) > 3)}"
+            if not difference:
+                found.sources_only.add(id)
+        else:
+            found.unchanged[id] = f"nothing that it runs has changed since {short(entry.revision)}"
+    return found
+
+
+def may_be_traced(entry: Entry) -> bool:
+    """Whether what the workload launched was noted, and decides: on the wall clock the host's code matters, too."""
+    return entry.ran is not None and bool(entry.ran.launched) and entry.clock == "device"
+
+
+def launches_the_same(entry: Entry, now: Ran) -> bool:
+    """Whether what was traced now is what was traced when the entry was accepted."""
+    return entry.ran is not None and bool(now.launched) and entry.ran.launched == now.launched
+
+
+def verdict(id: str, entry: Entry, reason: str) -> Verdict:
+    """UNCHANGED, with the figures that were accepted."""
+    return Verdict(
+        id=id,
+        status=Status.UNCHANGED,
+        message=f"{Status.UNCHANGED} {id}: {reason}",
+        accepted_speedup=entry.speedup(),
+        compared=f"what was accepted at {short(entry.revision)}",
+    )
+
+
+def summary(found: Found) -> str:
+    """One line of what is measured, and why."""
+    text = f"{units.count(len(found.unchanged), 'workload')} unchanged"
+    if found.changed:
+        first, why = next(iter(found.changed.items()))
+        text += f"; {len(found.changed)} to be measured, e.g. {first.partition('::')[2]}: {why}"
+    return text
+
+
+def _elsewhere(entry: Entry, machine: Machine) -> str:
+    """What the workload runs on, if that is not what it was accepted on; or why that is not known."""
+    if entry.ran is None:
+        return "what it ran was not noted when it was accepted"
+    if entry.ran.unknown:
+        return entry.ran.unknown
+    if entry.dirty:
+        return "it was accepted with uncommitted changes"
+    session = entry.sessions[-1]
+    for name in ("driver", "cuda", "torch", "triton", "python"):
+        before, now = getattr(session, name), getattr(machine, name)
+        if before != now:
+            return f"{name} was {before}, is {now}"
+    if entry.ran.surroundings != digests.surroundings():
+        return "an installed package, or an environment variable that matters to speed"
+    return ""
+
+
+def _data(ran: Ran | None, top: Path) -> str:
+    for path, digest in ran.data.items() if ran else ():
+        if digests.of_data(top / path) != digest:
+            return f"data file {path}"
+    return ""
+
+
+def _sources(ran: Ran | None, top: Path, known: dict[str, str]) -> list[str]:
+    """The sources that differ; `known` keeps digests between workloads."""
+    different = []
+    for path, digest in ran.sources.items() if ran else ():
+        if path not in known:
+            known[path] = digests.of_file(top / path)
+        # A package of the same name would be imported in the module's place.
+        if known[path] != digest or (top / path).with_suffix("").joinpath("__init__.py").exists():
+            different.append(path)
+    return different

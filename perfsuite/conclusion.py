@@ -1,0 +1,77 @@
+"""Whether a run that was asked for a verdict reached one. A run that ends early, whoever ends it, must not be green.
+
+pytest itself exits with 0 where a hook says `pytest.exit(…, returncode=0)`, a conftest says `sys.exit(0)`, or an option
+such as --collect-only runs no item. Whoever asks for a gate says so here first; the mode that judges says when it is
+done. Nothing here imports anything heavy: every pytest run with the plugin loads it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+GREEN, CODE_AT_FAULT, ENDED_EARLY, UNDECIDED = 0, 1, 2, 10
+"""Exit codes of ours; 3 to 6 are pytest's own (internal error, could not begin, nothing collected, warnings)."""
+
+
+@dataclass(slots=True)
+class Awaited:
+    """A verdict that a run was asked for. `code` is the exit code that it came to; None until then."""
+
+    mode: str
+    code: int | None = None
+
+    def reach(self, mode: str, code: int) -> None:
+        """The run has judged everything, in this mode."""
+        if mode == self.mode:
+            self.code = code
+
+    def close(self, code: int) -> int:
+        """The exit code of the run that pytest ended with `code`: red where the verdict was not reached."""
+        if self.code is not None:
+            return code or self.code
+        if code not in (0, 1):
+            return code
+        print(
+            f"perfsuite: no verdict: the run ended before `{self.mode}` was done (pytest gave exit code {code}); "
+            "look for an option that runs no test (--collect-only, --fixtures, ...) in addopts or PYTEST_ADDOPTS, and "
+            "for pytest.exit or sys.exit in a conftest",
+            file=sys.stderr,
+        )
+        return ENDED_EARLY
+
+
+AWAITED: pytest.StashKey[Awaited] = pytest.StashKey()
+"""Where a run's configuration has the verdict that it was asked for."""
+_asked: list[Awaited] = []
+
+
+@contextmanager
+def expecting(mode: str) -> Iterator[Awaited]:
+    """Around a call of pytest.main: that run is to end in a verdict of this mode."""
+    awaited = Awaited(mode)
+    _asked.append(awaited)
+    try:
+        yield awaited
+    finally:
+        _asked.remove(awaited)
+
+
+def asked() -> Awaited | None:
+    """The verdict that the caller of pytest.main wants, if it has said so."""
+    return _asked[-1] if _asked else None
+
+
+def of(verdicts: Iterable[Any], problems: Collection[str], *, early: bool = False, wrong: bool = False) -> int:
+    """The exit code of a run with these verdicts and problems; `wrong` where a proof failed."""
+    red = [v for v in verdicts if not v.status.green]
+    if wrong or any(v.status.blames_code or v.moved == "optimized" for v in red):
+        return CODE_AT_FAULT
+    if early:
+        return ENDED_EARLY
+    return UNDECIDED if red or problems else GREEN

@@ -1,0 +1,198 @@
+"""Digests of everything that a workload ran: its code, the data that it read, and what it ran on.
+
+Two digests of a source file agree where the files differ in comments, layout and docstrings alone. Nothing here imports
+torch; the functions that look at loaded modules are for the process that has run the workload.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import importlib.metadata
+import os
+import sys
+from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from perfsuite.records import Ran
+from perfsuite.second_import import HARNESS, is_first_party
+
+LENGTH = 16
+"""Hexadecimal digits kept of a digest: 64 bits."""
+LARGE_BYTES = 1 << 26
+"""A larger data file is known by its size and time of change."""
+OPAQUE = frozenset({"h5py", "sqlite3", "tensorstore", "lmdb"})
+"""Modules that read files without Python seeing it."""
+VARIABLES = ("CUBLAS", "CUDA_", "CUDNN", "KMP_", "MKL_", "NCCL", "NVIDIA_TF32", "OMP_", "PYTORCH", "TORCH", "TRITON")
+"""Prefixes of environment variables that change how fast code is."""
+INCIDENTAL = ("CUDA_VISIBLE_DEVICES", "_CACHE_DIR", "PYTORCH_ALLOC_CONF")
+NOT_DATA = (".py", ".pyc", ".so", ".pth", ".toml", ".ini", ".cfg")
+
+
+# --- one file -------------------------------------------------------------------------------------------------------
+
+
+def of_file(path: Path) -> str:
+    """The digest of a file; of a Python source, of what it means. Empty where there is no such file."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return ""
+    if path.suffix == ".py":
+        try:
+            return _short(ast.dump(_without_docstrings(ast.parse(data))).encode())
+        except (SyntaxError, ValueError, RecursionError):
+            pass
+    return _short(data)
+
+
+def of_data(path: Path) -> str:
+    """The digest of a data file; of a large one, of its size and time of change. Empty where there is none."""
+    try:
+        state = path.stat()
+    except OSError:
+        return ""
+    return f"{state.st_size} {state.st_mtime_ns}" if state.st_size > LARGE_BYTES else of_file(path)
+
+
+def _without_docstrings(tree: ast.Module) -> ast.Module:
+    if any(isinstance(node, ast.Attribute) and node.attr == "__doc__" for node in ast.walk(tree)):
+        return tree  # they are read, so that they mean something
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            first = node.body[0] if node.body else None
+            if (
+                isinstance(first, ast.Expr)
+                and isinstance(first.value, ast.Constant)
+                and isinstance(first.value.value, str)
+            ):
+                node.body[0] = ast.copy_location(ast.Pass(), first)
+    return tree
+
+
+def _short(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:LENGTH]
+
+
+# --- the surroundings -----------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def surroundings() -> str:
+    """The digest of all installed packages and of the environment variables that matter to speed."""
+    packages = sorted(
+        {f"{d.metadata['Name']}=={d.version}" for d in importlib.metadata.distributions() if not _is_local(d)}
+    )
+    variables = sorted(
+        f"{name}={value}"
+        for name, value in os.environ.items()
+        if name.startswith(VARIABLES) and not any(word in name for word in INCIDENTAL)
+    )
+    return _short("\n".join([*packages, *variables]).encode())
+
+
+def _is_local(distribution: Any) -> bool:
+    """Whether a distribution is a folder's own: its code is digested file by file."""
+    try:
+        return '"editable": true' in (distribution.read_text("direct_url.json") or "")
+    except Exception:
+        return False
+
+
+# --- what a workload ran --------------------------------------------------------------------------------------------
+
+
+class Opened:
+    """Data files that this process has opened for reading, noted from the time it is made."""
+
+    def __init__(self, top: Path) -> None:
+        self.top = top
+        self.paths: set[str] = set()
+        sys.addaudithook(self._note)
+
+    def _note(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if (
+            event == "open"
+            and isinstance(arguments[0], str)
+            and not str(arguments[1] or "r").startswith(("w", "a", "x"))
+        ):
+            self.paths.add(os.path.abspath(arguments[0]))
+
+    def data(self) -> list[Path]:
+        """Those that are data: below the repository, and no code."""
+        found = (Path(p) for p in sorted(self.paths) if not p.endswith(NOT_DATA))
+        return [p for p in found if is_first_party(p, self.top) and p.is_file()]
+
+
+def ran(
+    modules: Iterable[ModuleType], files: Collection[str], compiled: Collection[str], opened: Opened, top: Path
+) -> Ran:
+    """What a workload ran: the files that these modules and files import, and the data that was opened."""
+    opaque = sorted(OPAQUE & {name.partition(".")[0] for name in compiled})
+    seeds = [Path(f) for m in modules if (f := getattr(m, "__file__", None))]
+    seeds += [Path(f) for f in files if Path(f).is_absolute()]
+    sources = _closure([*seeds, *_conftests(seeds, top)], top)
+    return Ran(
+        sources={_relative(p, top): of_file(p) for p in sorted(sources)},
+        data={_relative(p, top): of_data(p) for p in opened.data() if p not in sources},
+        surroundings=surroundings(),
+        unknown=f"it reads files through {opaque[0]}" if opaque else "",
+    )
+
+
+def _conftests(seeds: Iterable[Path], top: Path) -> Iterator[Path]:
+    for seed in seeds:
+        for folder in seed.resolve().parents:
+            if (folder / "conftest.py").exists():
+                yield folder / "conftest.py"
+            if folder == top:
+                break
+
+
+def _closure(seeds: Iterable[Path], top: Path) -> set[Path]:
+    """First-party files that the seeds import, over any number of steps, and the packages that these lie in."""
+    by_file = {Path(f): m for m in list(sys.modules.values()) if isinstance(f := getattr(m, "__file__", None), str)}
+    found: set[Path] = set()
+    waiting = list(seeds)
+    while waiting:
+        path = waiting.pop()
+        if path in found or not _is_own(path, top):
+            continue
+        found.add(path)
+        waiting += [p for folder in path.parents if _is_own(p := folder / "__init__.py", top) and p.exists()]
+        module = by_file.get(path)
+        package = getattr(module, "__package__", None) or ""
+        for name in _imported(path, package):
+            file = getattr(sys.modules.get(name), "__file__", None)
+            if isinstance(file, str):
+                waiting.append(Path(file))
+    return found
+
+
+def _is_own(path: Path, top: Path) -> bool:
+    return is_first_party(path, top) and path.suffix == ".py" and (top / HARNESS) not in path.parents
+
+
+def _imported(path: Path, package: str) -> Iterator[str]:
+    """Names of the modules that a source imports anywhere; `from a import b` may mean a.b, too."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parts = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*parts, *([node.module] if node.module else [])])
+            yield base
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def _relative(path: Path, top: Path) -> str:
+    return path.resolve().relative_to(top).as_posix()

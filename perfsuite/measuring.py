@@ -1,0 +1,525 @@
+"""Prove and time one workload in this process → a `Measurement`; or prove it ahead of the processes that time it.
+
+Nothing is timed before the outputs of every side, on the very inputs timed, have been proven.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import random
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from perfsuite import anchors, ceilings, execution, guard, launches, scrutiny
+from perfsuite import inputs as make
+from perfsuite.clocks import CudaClock, clock_for
+from perfsuite.counting import COUNTED_S, count_calls
+from perfsuite.errors import PairError, RevisionError
+from perfsuite.pair import Pair, Side, Workload, as_side
+from perfsuite.proving import OutputCheck, prove_sides
+from perfsuite.records import Case, Condition, Counts, Evidence, Limit, Measurement, Proof, SideRecord
+from perfsuite.runner import LONG_S, Call, Clock, Runner
+from perfsuite.sampling import ACCEPTED, BLOCKS, OPTIMIZED, REFERENCE, Sampler
+from perfsuite.watching import Watch, check_timed, prove_new
+
+RIVAL_BLOCKS, RIVAL_QUADS = 2, 4
+"""Rivals are timed against the optimized side afterwards: what is gated must not depend on which rivals there are."""
+NEW_VALUES_S = 2.0
+"""A truth that takes longer to establish is established on one draw only."""
+WAITS = "waits for the device within a call, in the driver perhaps, so that it has no time on the device clock"
+
+Report = Callable[[str], None]
+
+
+@dataclass(slots=True)
+class Phases:
+    """Seconds of each phase of a measurement."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def time(self, name: str) -> Iterator[None]:
+        """Adds what the block takes to the phase `name`."""
+        began = perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + perf_counter() - began
+
+
+@dataclass(slots=True)
+class Bench:
+    """One workload, ready to be proven and timed: its sides with the inputs of each.
+
+    `accepted` is the same pair as another revision declares it; its optimized side joins the two.
+    """
+
+    pair: Pair
+    workload: Workload
+    device: str
+    home: Path | None
+    seed: int
+    report: Report
+    accepted: Pair | None = None
+    phases: Phases = field(default_factory=Phases)
+    l2_bytes: int | None = None
+    case: Case = field(init=False)
+    timed: Pair = field(init=False)
+    sides: dict[str, Side] = field(init=False)
+    masters: dict[str, dict[str, Any]] = field(init=False)
+    step_master: dict[str, Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        guard.check()
+        self.l2_bytes = scrutiny.persisting_l2_bytes()  # before any side has run
+        execution.forget_compiled()
+        gc.collect()  # an earlier workload's tensors may hang in reference cycles
+        if torch.device(self.device).type == "cuda":
+            torch.cuda.empty_cache()
+        pair = self.pair
+        self.case = make.workload_case(self.workload, self.workload.dtype or pair.dtypes[0], self.seed)
+        self.timed = replace(pair, steps=(1, 2)) if pair.is_stateful else pair
+        self.sides = {REFERENCE: as_side(pair.reference), OPTIMIZED: as_side(pair.optimized)}
+        with self.phases.time("inputs"):
+            master = make.build(pair, self.case, self.device, home=self.home)
+            self.step_master = make.build_step(pair, self.case, self.device, 1) if pair.is_stateful else {}
+            self.masters = {REFERENCE: master, OPTIMIZED: master}
+            if self.accepted is not None:
+                self.sides[ACCEPTED] = as_side(self.accepted.optimized)
+                self.masters[ACCEPTED] = self._inputs_of(self.accepted, master)
+
+    def _inputs_of(self, accepted: Pair, master: dict[str, Any]) -> dict[str, Any]:
+        now = [*self.pair.inputs, *self.pair.step_inputs]
+        before = [*accepted.inputs, *accepted.step_inputs]
+        if now != before:
+            raise RevisionError(f"its inputs were {', '.join(before)} at that revision, now {', '.join(now)}")
+        return make.with_objects_of(accepted, master, self.case, self.device, home=self.home)
+
+    @property
+    def gradients(self) -> bool:
+        return self.workload.direction != "forward"
+
+    def check(self, proof: Proof | None = None) -> OutputCheck:
+        """What holds the outputs of the sides against the truth; `proof` tells which of them are proven."""
+        return OutputCheck(
+            self.timed,
+            self.case,
+            self.masters[OPTIMIZED],
+            self.device,
+            gradients=self.gradients,
+            home=self.home,
+            known=proof.digests if proof else (),
+        )
+
+    def runner(self, name: str, side: Side) -> Runner:
+        """A side on its own copy of the inputs."""
+        return Runner(
+            name=name,
+            side=side,
+            pair=self.pair,
+            case=self.case,
+            direction=self.workload.direction,
+            device=self.device,
+            step_master=self.step_master,
+        )
+
+    def master(self, name: str) -> dict[str, Any]:
+        """The inputs that a side gets copies of; a rival gets the reference's."""
+        return self.masters.get(name, self.masters[REFERENCE])
+
+
+def prove(
+    bench: Bench,
+    workload_id: str,
+    *,
+    with_reference: bool = False,
+    slow: bool = False,
+    time_reference: bool = False,
+) -> Proof:
+    """Prove the optimized side, and the accepted one, on the workload's inputs; count what a call of each costs.
+
+    Calling them compiles what they compile, so that a later process finds it in the compilers' caches;
+    `with_reference` calls the reference for that, too. Where the reference is `slow`, outputs that are those of the
+    accepted side, bit for bit, are proven by that. `time_reference` calls it once and notes how long that took, beside
+    whatever else runs. NotEquivalent where a side is not the same function.
+    """
+    began = perf_counter()
+    check = bench.check()
+    proven = {n: s for n, s in bench.sides.items() if n != REFERENCE}
+    evidence = None
+    with bench.phases.time("proof"):
+        bench.report(REFERENCE)
+        if not (slow and ACCEPTED in proven and check.same(proven[OPTIMIZED], proven[ACCEPTED])):
+            tally, _ = prove_sides(check, proven, {}, bench.report)
+            evidence = tally.evidence(bench.timed, bench.case.dtype, bench.device)
+    clock, rng = clock_for(bench.device), random.Random(secrets.randbits(64))
+    called = {n: s for n, s in bench.sides.items() if with_reference or n != REFERENCE}
+    runners = {n: bench.runner(n, s) for n, s in called.items()}
+    with bench.phases.time("warm-up"):
+        _warm_up(runners, bench, clock, rng)
+    with bench.phases.time("counting"):
+        counts = _counted(runners, clock, bench.report)
+    with bench.phases.time("new values"):
+        _prove_new_values(bench, check, runners[OPTIMIZED])
+    reference_s = None
+    if time_reference:
+        with bench.phases.time("reference"):
+            reference_s = _once(bench, clock, rng).seconds
+    return Proof(
+        id=workload_id,
+        seed=bench.seed,
+        evidence=evidence,
+        digests=tuple(sorted(check.known)),
+        counts=counts,
+        reference_s=reference_s,
+        phases=dict(bench.phases.seconds),
+        seconds=perf_counter() - began,
+    )
+
+
+def launched(bench: Bench, top: Path) -> tuple[str, str]:
+    """(digest of what the optimized side launches, ""), or ("", why there is none); see launches.py."""
+    if torch.device(bench.device).type != "cuda" or bench.workload.clock != "device":
+        return "", "its host code is timed, too"
+    clock, rng = clock_for(bench.device), random.Random(0)
+    runner = bench.runner(OPTIMIZED, bench.sides[OPTIMIZED])
+    before = scrutiny.compilations()
+    with bench.phases.time("launches"):
+        _warm_up({OPTIMIZED: runner}, bench, clock, rng)
+        if scrutiny.compilations() > before:
+            return "", "it runs compiled code, whose launches' arguments are not seen"
+        return launches.digest(runner, clock, top)
+
+
+def _once(bench: Bench, clock: Clock, rng: random.Random) -> Call:
+    """One call of the reference, on fresh inputs."""
+    reference = bench.sides[REFERENCE]
+    runner = bench.runner(REFERENCE, reference)
+    with execution.quiet(reference), torch.set_grad_enabled(runner.grad_mode):
+        bench.report(REFERENCE)
+        runner.allocate(bench.master(REFERENCE), rng)
+        return runner.once(clock)
+
+
+def _prove_new_values(bench: Bench, check: OutputCheck, runner: Runner) -> None:
+    """Other values in the memory of the proven ones, unless the reference is slow or the inputs are constant."""
+    if bench.pair.is_stateful or not 0 < check.seconds <= NEW_VALUES_S:
+        return
+    values = make.build(bench.pair, replace(bench.case, seed=secrets.randbits(31)), bench.device, home=bench.home)
+    with execution.quiet(runner.side), torch.set_grad_enabled(runner.grad_mode):
+        runner.refill(values)
+        prove_new(check, runner, values)
+
+
+def measure(
+    pair: Pair,
+    workload: Workload,
+    *,
+    workload_id: str,
+    device: str,
+    home: Path | None = None,
+    accepted: Pair | None = None,
+    proof: Proof | None = None,
+    reference: int | None = None,
+    blocks: int = BLOCKS,
+    thorough: bool = True,
+    seed: int | None = None,
+    report: Report = lambda phase: None,
+) -> Measurement:
+    """Time one workload's sides against each other.
+
+    Without `proof` every side is proven first, on inputs of `seed` (random unless given), and calls are counted. With
+    one, its inputs are drawn again, and only outputs that are not those proven are proven anew. There are at most
+    `blocks`; `reference` limits the reference to one round in each of so many of them, and 0 leaves it out. `thorough`
+    times rivals and the other clock, too. `report` gets the name of the side that is about to run, so that a crash or a
+    hang can be attributed. NotEquivalent where a side is not the same function; PairError where the workload cannot be
+    timed as declared.
+    """
+    began = perf_counter()
+    chosen = proof.seed if proof else secrets.randbits(31) if seed is None else seed
+    bench = Bench(pair=pair, workload=workload, device=device, home=home, seed=chosen, report=report, accepted=accepted)
+    session = Session(bench, proof, reference, thorough)
+    session.run(blocks)
+    return session.record(workload_id, perf_counter() - began)
+
+
+class Session:
+    """One measurement from the proof to the record."""
+
+    def __init__(self, bench: Bench, proof: Proof | None, reference: int | None, thorough: bool) -> None:
+        self.bench, self.proof, self.reference, self.thorough = bench, proof, reference, thorough
+        self.rivals = {n: as_side(s) for n, s in bench.pair.rivals.items()} if thorough else {}
+        self.skipped = {n: r for n, s in self.rivals.items() if (r := execution.unavailable(s, bench.device))}
+        self.check = bench.check(proof)
+        self.long = Call(proof.reference_s, None) if proof and proof.reference_s else None
+        """The only call of a reference that is so long that one is enough."""
+        self.rng = random.Random(secrets.randbits(64))
+        self.evidence: Evidence | None = proof.evidence if proof else None
+        self.counts: dict[str, Counts] = dict(proof.counts) if proof else {}
+        self.condition = Condition()
+        self.anchors: dict[str, float] = {}
+        self.limit: Limit | None = None
+        self.other: dict[str, float | None] = {}
+        self.asked = False
+        """Whether the seconds on the device have been asked for before."""
+
+    def run(self, blocks: int) -> None:
+        """Prove, warm up, count, time, and look for what only the timed calls show."""
+        bench, phases = self.bench, self.bench.phases
+        with phases.time("proof"):
+            self._prove()
+        self.clock = clock_for(bench.device)
+        timed = {n: s for n, s in bench.sides.items() if not (n == REFERENCE and self.reference == 0)}
+        if self.reference == 1 and self._is_long():
+            del timed[REFERENCE]
+        live = {**timed, **{n: s for n, s in self.rivals.items() if n not in self.skipped}}
+        self.runners = {n: bench.runner(n, s) for n, s in live.items()}
+        with phases.time("warm-up"):
+            _warm_up(self.runners, bench, self.clock, self.rng, self._check_first if self.proof else None)
+        scrutiny.keeps_l2(bench.l2_bytes, f"{bench.pair.name}: the optimized side")
+        uncounted = {n: r for n, r in self.runners.items() if n not in self.counts}
+        if uncounted and (self.proof is None or self.rivals):
+            with phases.time("counting"):
+                self.counts |= _counted(uncounted, self.clock, bench.report)
+        self.kind = _clock_kind(bench.pair, bench.workload, self.clock, self.counts, self.runners, self.skipped)
+        gated = {n: r for n, r in self.runners.items() if n in timed}
+        self.sampler = self._sampler(gated, sparse={REFERENCE: self.reference} if self.reference else None)
+        with phases.time("timing"):
+            self.sampler.plan(blocks)
+            watch = Watch(self.sampler, self.check, bench.l2_bytes, proven_before=self.proof is not None)
+            self.condition = self.sampler.run(watch.between)
+        for name in sorted(_waiting(self.clock) & set(gated)):
+            raise PairError(f"{_where(bench)}: the {name} side {WAITS}; say clock='wall'")
+        watch.conclude()
+        with phases.time("anchors"):
+            self.anchors = anchors.measure(bench.device)
+        if rivals := {n: r for n, r in self.runners.items() if n in self.rivals and n not in self.skipped}:
+            with phases.time("rivals"):
+                self._time_rivals(rivals)
+        with phases.time("limit"):
+            if self.thorough:
+                self.other = {n: self.sampler.other_clock(n) for n in self.sampler.runners}
+            self.limit = self._limit()
+            if self.limit is not None:
+                where = f"{bench.pair.name}: the optimized side"
+                self.limit = scrutiny.floor(self.limit, self._limit_again, self._on_device, bench.device, where)
+        guard.check()
+
+    def _prove(self) -> None:
+        bench = self.bench
+        bench.report(REFERENCE)
+        proven = {n: s for n, s in bench.sides.items() if n != REFERENCE and self.proof is None}
+        rivals = {n: s for n, s in self.rivals.items() if n not in self.skipped}
+        tally, left_out = prove_sides(self.check, proven, rivals, bench.report)
+        self.skipped |= left_out
+        if self.proof is None:
+            self.evidence = tally.evidence(bench.timed, bench.case.dtype, bench.device)
+
+    def _check_first(self, runner: Runner) -> None:
+        """The first call's outputs must be those that were proven."""
+        if runner.name == REFERENCE:
+            return
+        if self.bench.pair.is_stateful:
+            self.check.first_step(runner.leaves(), runner.name, runner.side)
+        else:
+            self.check.check(runner.leaves(), runner.name)
+
+    def _is_long(self) -> bool:
+        """Call the reference once; whether that took so long that it counts as its only sample."""
+        with self.bench.phases.time("reference"):
+            call = _once(self.bench, self.clock, self.rng)
+        self.long = call if call.seconds > LONG_S else None
+        return self.long is not None
+
+    def _sampler(self, runners: dict[str, Runner], sparse: Mapping[str, int] | None = None) -> Sampler:
+        return Sampler(
+            runners,
+            {n: self.bench.master(n) for n in runners},
+            self.clock,
+            self.kind,
+            self.counts,
+            self.rng,
+            self.bench.report,
+            repeat=self.bench.workload.repeat,
+            sparse=sparse,
+        )
+
+    def _time_rivals(self, rivals: dict[str, Runner]) -> None:
+        beside = self._sampler({OPTIMIZED: self.runners[OPTIMIZED], **rivals})
+        beside.plan(RIVAL_BLOCKS, RIVAL_QUADS)
+        beside.run()
+        self.skipped |= beside.compiling()
+        self.skipped |= dict.fromkeys(_waiting(self.clock) & set(rivals), WAITS)
+        self.sampler.add(beside)
+        for name in self.skipped:
+            self.sampler.runners.pop(name, None)
+        if not self.bench.pair.is_stateful:
+            still = {n: r for n, r in beside.runners.items() if n not in self.skipped}
+            check_timed(self.check, still, beside)
+
+    def _limit(self) -> Limit | None:
+        return _limit(self.bench.pair, self.bench.workload, self.bench.case.dtype, self.bench.device)
+
+    def _limit_again(self) -> Limit | None:
+        ceilings.forget()
+        return self._limit()
+
+    def _on_device(self) -> float:
+        """Seconds of a call of the optimized side, on the device where they are known; sampled anew the next time."""
+        known = self.other.get(OPTIMIZED) if self.kind == "wall" else None
+        if self.asked:
+            return (self.sampler.other_clock(OPTIMIZED) if known else None) or self.sampler.sample(OPTIMIZED)
+        self.asked = True
+        return known or self.sampler.median(OPTIMIZED) or math.inf
+
+    def record(self, workload_id: str, seconds: float) -> Measurement:
+        """The measurement."""
+        bench, sampler, kind = self.bench, self.sampler, self.kind
+        workload = bench.workload
+        sides = {n: self._side(n, r) for n, r in sampler.runners.items()}
+        ratios = {n: tuple(v) for n, v in sampler.log_ratios.items() if n in sampler.runners}
+        few = {n for n in sampler.few if n in sampler.runners}
+        if self.long is not None:
+            took, ours = self.long.seconds, sampler.median(OPTIMIZED) or math.inf
+            sides[REFERENCE] = SideRecord(
+                device_s=None,
+                wall_s=took,
+                blocks_s=(took,),
+                peak_bytes=self.long.peak_bytes,
+                host_syncs=None,
+                launches=None,
+            )
+            ratios[REFERENCE] = (math.log(took / ours),)
+            few.add(REFERENCE)
+        return Measurement(
+            id=workload_id,
+            pair=bench.pair.name,
+            workload=workload.name,
+            device=bench.device,
+            clock=kind,
+            direction=workload.direction,
+            dtype=bench.case.dtype,
+            sizes={**workload.sizes, **({"repeat": workload.repeat} if workload.repeat > 1 else {})},
+            seed=bench.seed,
+            sides=sides,
+            log_ratios=ratios,
+            few=tuple(sorted(few)),
+            skipped=self.skipped,
+            limit=self.limit,
+            condition=self.condition,
+            anchors=self.anchors,
+            seconds=seconds,
+            phases=bench.phases.seconds,
+            evidence=self.evidence,
+        )
+
+    def _side(self, name: str, runner: Runner) -> SideRecord:
+        counts = self.counts.get(name, Counts())
+        median = self.sampler.median(name)
+        return SideRecord(
+            device_s=median if self.kind == "device" else self.other.get(name),
+            wall_s=median if self.kind == "wall" else self.other.get(name),
+            blocks_s=tuple(self.sampler.blocks_s[name]),
+            peak_bytes=runner.last.peak_bytes if runner.last else None,
+            host_syncs=counts.host_syncs,
+            launches=counts.launches,
+        )
+
+
+# --- steps ----------------------------------------------------------------------------------------------------------
+
+
+def _warm_up(
+    runners: Mapping[str, Runner],
+    bench: Bench,
+    clock: Clock,
+    rng: random.Random,
+    after_first: Callable[[Runner], None] | None = None,
+) -> None:
+    for name, runner in runners.items():
+        bench.report(name)
+        with torch.set_grad_enabled(runner.grad_mode):
+            runner.allocate(bench.master(name), rng)
+        runner.warm_up(clock, after_first or (lambda runner: None))
+
+
+def _counted(runners: Mapping[str, Runner], clock: Clock, report: Report) -> dict[str, Counts]:
+    """Host syncs and launches of one call of each side; empty counts where it takes too long for the profiler."""
+    if not isinstance(clock, CudaClock):
+        return {}
+    report("profiler")
+    quick = {n: r for n, r in runners.items() if n == OPTIMIZED or (r.last and r.last.seconds <= COUNTED_S)}
+
+    def counted(some: Mapping[str, Runner]) -> dict[str, tuple[int, int]]:
+        with torch.set_grad_enabled(any(r.grad_mode for r in some.values())):
+            return count_calls({n: (r.reset, r.call) for n, r in some.items()})
+
+    found = counted(quick)
+    both = {n: r for n, r in quick.items() if n in (OPTIMIZED, ACCEPTED)}
+    if ACCEPTED in both and any(a > b for a, b in zip(found[OPTIMIZED], found[ACCEPTED], strict=True)):
+        # More than accepted is red: what one call does by chance must not decide it.
+        again = counted(both)
+        found |= {n: (min(found[n][0], c[0]), min(found[n][1], c[1])) for n, c in again.items()}
+    return {n: Counts(host_syncs=found[n][0], launches=found[n][1]) if n in found else Counts() for n in runners}
+
+
+def _clock_kind(
+    pair: Pair,
+    workload: Workload,
+    clock: Clock,
+    counts: Mapping[str, Counts],
+    runners: dict[str, Runner],
+    skipped: dict[str, str],
+) -> str:
+    """The clock that is timed on. A rival that cannot be timed on it is taken out of `runners`."""
+    if not isinstance(clock, CudaClock):
+        return "wall"
+    if workload.clock == "device":
+        for name in list(runners):
+            syncs = counts[name].host_syncs if name in counts else None
+            if not syncs:
+                continue
+            if name in (REFERENCE, OPTIMIZED, ACCEPTED):
+                raise PairError(
+                    f"{pair.name}, workload {workload.name!r}: the {name} side makes {syncs} host sync"
+                    f"{'s' * (syncs > 1)} a call, so that the device clock has no meaning; say clock='wall'"
+                )
+            skipped[name] = f"makes {syncs} host syncs a call: it has no time on the device clock"
+            del runners[name]
+    return workload.clock
+
+
+def _limit(pair: Pair, workload: Workload, dtype: str, device: str) -> Limit | None:
+    if pair.cost is None:
+        return None
+    moved, operations = pair.cost.of(workload.sizes, workload.direction)
+    bounds = []
+    if moved:
+        rate = ceilings.copy_bytes_per_s(device)
+        bounds.append((moved / rate, "memory", rate))
+    if operations:
+        precisions = {pair.cost.precision_in(dtype)}
+        if device == "cpu":  # whose own products in half precision may be far slower than those of what is widened
+            precisions.add(pair.cost.precision)
+        rate = max(ceilings.matmul_flops_per_s(device, precision) for precision in precisions)
+        bounds.append((operations / rate, "compute", rate))
+    if not bounds:
+        return None
+    seconds, by, rate = max(bounds)
+    return Limit(seconds=seconds, by=by, bytes=moved, flops=operations, ceiling=rate)
+
+
+def _waiting(clock: Clock) -> set[str]:
+    return set(clock.waiting)
+
+
+def _where(bench: Bench) -> str:
+    return f"{bench.pair.name}, workload {bench.workload.name!r}"

@@ -1,0 +1,157 @@
+"""`perfsuite accept`: measure on this machine and write the figures into its baseline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+
+import pytest
+
+from perfsuite import baseline, gate, revision
+from perfsuite.control import failed
+from perfsuite.errors import BaselineError, PerfsuiteError
+from perfsuite.modes.paired import Paired, alone_first
+from perfsuite.resuming import Kept
+from perfsuite.workers import Task
+
+PROCESSES = 5
+THOROUGH_PROCESSES = 2
+"""Processes that time rivals, too: a rival's place in the table needs no more, and its compilation takes long."""
+
+
+class Accept(Paired):
+    """The accepted revision is HEAD itself: an A/A comparison, whose noise the gate judges by."""
+
+    mode = "accept"
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> object:
+        if session.testsfailed:
+            raise session.Interrupted(f"{session.testsfailed} error(s) while collecting; fix them first")
+        try:
+            with self.turn():
+                self._accept()
+        except PerfsuiteError as error:
+            self.refuse(str(error))
+        return True
+
+    def _accept(self) -> None:
+        if not self.items:
+            self.refuse("nothing to accept: no timed item of a pair was selected; see `perfsuite list`")
+            return
+        before = self._state()
+        self.load_baseline()  # a damaged file is reported before the minutes of measuring
+        ids = self.measurable()
+        if not ids:
+            self.refuse(f"nothing to accept: none of {len(self.items)} selected workloads is for {self.machine.device}")
+            return
+        loadable = [before.revision] if before.revision and not before.dirty else []
+        with revision.extracted(loadable, self.root, self.scratch / "revisions") as (trees, refused):
+            self.trees = {i: tree for tree in trees.values() for i in ids}
+            self.stored = {i: str(error) for error in refused.values() for i in ids}
+            self._measure(ids, before)
+        if self._state() != before:
+            raise BaselineError(
+                "the work tree changed while it was measured, so that the figures may be of other code; nothing was "
+                "accepted: accept again, and leave the tree alone meanwhile"
+            )
+        self._write(ids, before)
+
+    def _state(self) -> revision.State:
+        """What git says of the tree; BaselineError where its code could not be loaded again, unless that is wanted."""
+        found = revision.state(self.root)
+        allowed = self.arguments.get("dirty") == "yes"
+        if found.dirty and not allowed:
+            raise BaselineError(
+                "the work tree has uncommitted changes, so that the accepted code could not be loaded again; "
+                "commit them, or accept with --allow-dirty"
+            )
+        if found.problem and not allowed:
+            raise BaselineError(
+                f"the accepted code could not be loaded again: {found.problem}; commit it to git, or accept with "
+                "--allow-dirty and be gated by stored figures alone"
+            )
+        return found
+
+    def _measure(self, ids: Sequence[str], state: revision.State) -> None:
+        wanted = int(self.arguments.get("processes", PROCESSES))
+        kept = Kept(self.scratch / "accept", state, self.machine, wanted)
+        self.runs = kept.load(ids)
+        if self.runs:
+            self.progress.say(f"resuming: {sum(map(len, self.runs.values()))} measurements of an interrupted run count")
+        proven = self.prove(ids)  # also what is resumed: it says what was run
+        for id in [i for i in proven if i in self.stored]:
+            self.notes.append(f"{id}: the gate will compare it with stored figures: {self.stored[id]}")
+        for number in range(wanted):
+            tasks = alone_first(
+                self._accept_task(i, number)
+                for i in proven
+                if i not in self.failures and len(self.runs.get(i, ())) == number
+            )
+            self.announce(tasks)
+            for id, outcome in self.work(tasks):
+                kept.add(id, outcome)
+        self._kept = kept
+
+    def _accept_task(self, id: str, number: int) -> Task:
+        return Task(
+            id=id,
+            limit_s=self.items[id].pair.time_limit,
+            accepted=self._tree(id),
+            proof=self.proofs.get(id),
+            thorough=number < THOROUGH_PROCESSES,
+        )
+
+    def _write(self, ids: Sequence[str], state: revision.State) -> None:
+        promises = {i: self.items[i].promises for i in ids}
+        measured = {i: tuple(self.runs[i]) for i in ids if i in self.runs and i not in self.failures}
+        self.verdicts = {i: failed(i, f) for i, f in self.failures.items()}
+        looked = gate.promises_only(measured, promises, selected=max(1, len(self.items)))
+        self.verdicts |= looked
+        self.problems += [f"not accepted: {v.message}" for v in self.verdicts.values() if not v.status.green]
+        entries = [
+            baseline.entry_from(
+                measured[v.id],
+                machine=self.machine,
+                promises=promises[v.id],
+                revision=state.revision,
+                dirty=state.dirty,
+                reason=self.arguments.get("reason", ""),
+                accepted=datetime.now(UTC).isoformat(timespec="seconds"),
+                ran=self.proofs[v.id].ran if v.id in self.proofs else None,
+            )
+            for v in looked.values()
+            if v.status.green
+        ]
+        if not entries:
+            self._kept.forget()
+            return
+        prune = self.arguments.get("prune") == "yes"
+        drop = [i for i in self.entries if i not in self.known and self.in_scope(i)] if prune else []
+        more = self.arguments.get("more") == "yes"
+        old, new = baseline.update(
+            self.baseline_path,
+            lambda before: baseline.merge(before, entries, machine=self.machine, more=more, drop=drop),
+        )
+        self.notes += baseline.describe_changes(old, new)
+        self.notes += self._margins(new, [e.id for e in entries])
+        self.notes.append(f"wrote {self.baseline_path}")
+        self._kept.forget()
+
+    def _margins(self, new: baseline.Baseline, ids: Sequence[str]) -> list[str]:
+        """A line for each workload of which the gate will only find a slowdown beyond the usual margin."""
+        suite = gate.suite_noise(new.entries)
+        sizes = {i: gate.margin_of(new.entries[i], suite, selected=len(new.entries)) for i in sorted(ids)}
+        return [
+            f"{i}: only a slowdown of {size:.1%} or more will be found; declare margin={size:.3g} if that is enough, "
+            "or reduce its noise: a longer workload, or the device clock in place of the wall clock"
+            for i, size in sizes.items()
+            if size > gate.MARGIN_USUAL and self.margin(i) is None and "reference" not in new.entries[i].few
+        ]
+
+    def _prove_task(self, id: str) -> Task:
+        return replace(super()._prove_task(id), note_ran=True)
+
+    def reference(self, id: str, *, first: bool) -> int | None:
+        return None

@@ -1,0 +1,55 @@
+"""`perfsuite compare REV`: time the optimized sides of two revisions against each other; no baseline is needed."""
+
+from __future__ import annotations
+
+import pytest
+
+from perfsuite import gate, revision
+from perfsuite.control import failed
+from perfsuite.errors import PerfsuiteError
+from perfsuite.modes.paired import Paired
+from perfsuite.records import Status
+from perfsuite.statistics import DEFAULT_NOISE
+from perfsuite.workers import Failure
+
+
+class Compare(Paired):
+    """The whole run is one comparison; no item is run."""
+
+    mode = "compare"
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> object:
+        if session.testsfailed:
+            raise session.Interrupted(f"{session.testsfailed} error(s) while collecting; fix them first")
+        try:
+            with self.turn():
+                self._compare()
+        except PerfsuiteError as error:
+            self.refuse(str(error))
+        return True
+
+    def _compare(self) -> None:
+        full = revision.resolve(self.arguments["revision"], self.root)
+        ids = self.measurable()
+        if not ids:
+            self.refuse("nothing to compare: no timed item of a pair for this machine was selected")
+            return
+        self.load_baseline()
+        noise = gate.suite_noise(self.entries).paired if self.entries else DEFAULT_NOISE
+        with revision.extracted([full], self.root, self.scratch / "revisions") as (trees, refused):
+            if refused:
+                raise refused[full]
+            self.trees = dict.fromkeys(ids, trees[full])
+            self.prove(ids)
+            self.verdicts = {i: failed(i, self.failures[i]) for i in ids if i in self.failures}
+            self.verdicts |= self.decide([i for i in ids if i not in self.failures], gate.Suite(paired=noise))
+
+    def without_revision(self, id: str, reason: str) -> None:
+        self.failures[id] = Failure(status=Status.UNMEASURED, message=reason)  # there is nothing to compare with
+
+    def _sample(self, ids: object) -> set[str]:
+        return set(self.items)  # without a baseline, only a second process tells how noisy a workload is
+
+    def reference(self, id: str, *, first: bool) -> int | None:
+        return 0

@@ -1,0 +1,184 @@
+"""`pytest -m perf --benchmark-compare`, `perfsuite gate`: hold every workload against what was accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import date
+
+import pytest
+
+from perfsuite import baseline, changed, gate, revision, waivers
+from perfsuite.baseline import Entry
+from perfsuite.control import failed
+from perfsuite.errors import PerfsuiteError
+from perfsuite.modes.paired import Paired
+from perfsuite.planning import FEW_BLOCKS
+from perfsuite.records import PromiseRecord, Proof, Status, Verdict
+from perfsuite.speed import Result, SpeedItem
+from perfsuite.workers import TRACE, Task
+
+SHOWN = 3
+
+
+class Gate(Paired):
+    """Everything is measured when the first item asks, and each item then gets its verdict."""
+
+    mode = "gate"
+    words = "the accepted revision"
+
+    def __init__(self, config: object) -> None:
+        super().__init__(config)
+        self.wrong_machine: list[str] = []
+        self.waivers: tuple[waivers.Waiver, ...] = ()
+        self.partial = bool(self.config.option.perfsuite_partial) or self.shard is not None
+
+    def collected(self, every: Sequence[pytest.Item], selected: list[pytest.Item]) -> None:
+        super().collected(every, selected)
+        try:
+            self.load_baseline()
+            known = {*self.known, *self.entries}
+            self.waivers = waivers.load(self.baselines / "waivers.toml", today=date.today(), known_ids=known)
+        except PerfsuiteError as error:
+            self.problems.append(str(error))  # for the report, which is written all the same
+            raise pytest.UsageError(str(error)) from None
+        if self._baseline is not None:
+            self.wrong_machine, notes = baseline.compare_machines(self._baseline.machine, self.machine)
+            self.notes += notes
+        elif others := sorted(p.stem for p in self.baselines.glob("*.json")):
+            self.notes.append(f"no baseline for {self.machine.device}; there are: {', '.join(others)}")
+        self.problems += self._missing()
+        if not self.items and self.shard is not None:
+            self.problems.append(f"nothing was measured: shard {self.shard} has no workload; make fewer shards")
+        elif not self.items:
+            self.problems.append("nothing was measured: no timed item of a pair was selected; see `perfsuite list`")
+
+    def _missing(self) -> list[str]:
+        """Accepted workloads that this run does not judge: renamed, removed, or left out without --partial."""
+        unselected = [i for i in self.entries if i not in self.items]
+        gone = [i for i in unselected if i not in self.known and self.in_scope(i)]
+        left_out = [] if self.partial else [i for i in unselected if i not in gone]
+        texts = [
+            f"{i}: in the baseline but not collected; if it was renamed or removed, run `perfsuite accept`"
+            for i in sorted(gone)
+        ]
+        if left_out:
+            shown = ", ".join(sorted(left_out)[:SHOWN]) + (", …" if len(left_out) > SHOWN else "")
+            texts.append(
+                f"{len(left_out)} of {len(self.entries)} accepted workloads are not selected ({shown}): a gate judges "
+                "all of them; give --partial to judge a part"
+            )
+        return texts
+
+    def judge(self, item: SpeedItem) -> Result:
+        if not self.verdicts:
+            try:
+                with self.turn():
+                    verdicts = self._judge_all()
+            except PerfsuiteError as error:
+                verdicts = {i: self.unmeasured(i, str(error)) for i in self.items}
+            self.verdicts = waivers.apply(verdicts, self.waivers)
+        verdict = self.verdicts[item.nodeid]
+        return self.judged(item.nodeid, red=not verdict.status.green)
+
+    def _judge_all(self) -> dict[str, Verdict]:
+        if self.wrong_machine:
+            text = self.wrong_machine[0]
+            return {
+                i: Verdict(id=i, status=Status.WRONG_MACHINE, message=f"WRONG_MACHINE {i}: {text}") for i in self.items
+            }
+        ids = self.measurable()
+        accepted = [i for i in ids if i in self.entries]
+        unknown = [i for i in ids if i not in self.entries]
+        verdicts = self.unchanged(accepted)
+        accepted = [i for i in accepted if i not in verdicts]
+        wanted = self._revisions(accepted)
+        with revision.extracted(wanted.values(), self.root, self.scratch / "revisions") as (trees, refused):
+            self.stored |= {i: str(refused[rev]) for i, rev in wanted.items() if rev in refused}
+            self.trees = {i: trees[rev] for i, rev in wanted.items() if rev in trees}
+            proven = set(self.prove([*accepted, *unknown]))
+            verdicts |= {i: failed(i, self.failures[i]) for i in (*accepted, *unknown) if i not in proven}
+            verdicts |= self.decide([i for i in accepted if i in proven], gate.suite_noise(self.entries))
+            verdicts |= self._without_baseline([i for i in unknown if i in proven])
+        for id in self.items:
+            if id not in verdicts and id in self.entries:
+                reason = self.inapplicable(self.items[id]) or "it was not measured"
+                verdicts[id] = self.unmeasured(id, f"it is in the baseline, but {reason}")
+        return verdicts
+
+    def unchanged(self, ids: Sequence[str]) -> dict[str, Verdict]:
+        """The workloads that need not be measured, because nothing that they run has changed."""
+        if not self.config.option.perfsuite_changed:
+            return {}
+        top = revision.top_or(self.root)
+        found = changed.unchanged({i: self.entries[i] for i in ids}, top, self.machine)
+        self._trace_launches(found)
+        self.progress.say(changed.summary(found))
+        return {i: changed.verdict(i, self.entries[i], reason) for i, reason in found.unchanged.items()}
+
+    def _trace_launches(self, found: changed.Found) -> None:
+        """Where sources alone differ and the device's clock decides: does the device get the same work?"""
+        ids = [i for i in found.sources_only if changed.may_be_traced(self.entries[i])]
+        tasks = [Task(id=i, kind=TRACE, limit_s=self.items[i].pair.time_limit) for i in ids]
+        self.announce(tasks, proving=True)
+        for id, outcome in self.work(tasks, everywhere=True):
+            self.failures.pop(id, None)  # what cannot be traced is measured
+            if isinstance(outcome, Proof) and outcome.ran and changed.launches_the_same(self.entries[id], outcome.ran):
+                found.unchanged[id] = f"{found.changed.pop(id)} changed, but what it launches is the same, bit for bit"
+        self.proofs.clear()
+
+    def _revisions(self, ids: Sequence[str]) -> dict[str, str]:
+        """The revision at which each was accepted; where there is none to load, `stored` gets the reason."""
+        wanted: dict[str, str] = {}
+        for id in ids:
+            entry = self.entries[id]
+            if entry.revision is None:
+                self.stored[id] = "it was accepted outside git"
+            elif entry.dirty:
+                self.stored[id] = f"it was accepted with uncommitted changes on {baseline.short(entry.revision)}"
+            else:
+                wanted[id] = entry.revision
+        return wanted
+
+    def _without_baseline(self, ids: Sequence[str]) -> dict[str, Verdict]:
+        """One process says what they do; without a baseline they are red all the same."""
+        tasks = [
+            Task(
+                id=i, limit_s=self.items[i].pair.time_limit, proof=self.proofs[i], reference=FEW_BLOCKS, thorough=False
+            )
+            for i in ids
+        ]
+        for _ in self.work(tasks):
+            pass
+        path = self.baseline_path
+        where = path.relative_to(self.root) if self.root in path.parents else path
+        what = f"it is not in {where}" if path.exists() else f"there is no {where}"
+        text = f"{what}; accept it with `perfsuite accept -k … --reason …`"
+        return {i: Verdict(id=i, status=Status.NO_BASELINE, message=f"NO_BASELINE {i}: {text}") for i in ids}
+
+    def entry(self, id: str) -> Entry | None:
+        return self.entries.get(id)
+
+    def promises(self, id: str) -> PromiseRecord:
+        return self.items[id].promises
+
+    def finish(self, session: pytest.Session) -> None:
+        unasked = [i for i, item in self.items.items() if i not in self.asked and not self.inapplicable(item)]
+        if not self.complete or self.problems:
+            return
+        if unasked:
+            self.early = True
+            self.problems.append(
+                f"the run ended early: {len(unasked)} of {len(self.items)} workloads were not judged, e.g. {unasked[0]}"
+            )
+        elif not self.verdicts:
+            self.early = not self.items
+            reason = next(filter(None, map(self.inapplicable, self.items.values())), "pytest ran no item")
+            self.problems.append(f"nothing was measured: none of {len(self.items)} selected workloads; {reason}")
+
+    def pytest_terminal_summary(self, terminalreporter: object) -> None:
+        super().pytest_terminal_summary(terminalreporter)
+        from perfsuite.report import annotations
+
+        if annotations.wanted():
+            for line in annotations.lines(self.report()):
+                terminalreporter.write_line(line)  # type: ignore[attr-defined]  # pytest's

@@ -1,0 +1,187 @@
+"""What the gate and `compare` share: two revisions of the optimized side, timed in processes until each is decided."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Collection, Iterable, Mapping
+
+from perfsuite import gate, planning
+from perfsuite.baseline import Entry, short
+from perfsuite.control import Control, failed
+from perfsuite.gate import Open, Subject, Suite
+from perfsuite.progress import name_of
+from perfsuite.records import PromiseRecord, Status, Verdict
+from perfsuite.revision import Tree
+from perfsuite.workers import PROVE, Failure, Task
+
+SAMPLE_SHARE = 4
+"""One workload in four always runs a second process: that shows whether this run is noisier than the accepted one."""
+SAMPLE_LEAST = 8
+MOST_PROCESSES = 2 * gate.LOOKS[-1]
+"""The rule decides before that."""
+OUT_OF_MEMORY = "runs out of device memory"
+
+
+class Paired(Control):
+    """`trees` has the revision that each workload is compared with; `stored` why there is none for the others."""
+
+    def __init__(self, config: object) -> None:
+        super().__init__(config)  # type: ignore[arg-type]  # pytest's
+        self.trees: dict[str, Tree] = {}
+        self.stored: dict[str, str] = {}
+        self.suite = Suite()
+        self.full: set[str] = set()
+        """Workloads whose reference is sampled in full, because their promise is in doubt."""
+
+    def prove(self, ids: Collection[str]) -> list[str]:
+        """Prove both sides of each on all cores, which compiles what they compile; the ids that go on."""
+        self._prove(ids)
+        unloaded = [i for i in ids if i in self.proofs and self.proofs[i].unloaded]
+        for id in unloaded:
+            self.without_revision(id, self.proofs.pop(id).unloaded)
+        # In processes that have not imported the other revision, which may have changed what the current side calls.
+        self._prove([i for i in unloaded if i not in self.failures])
+        return [i for i in ids if i not in self.failures]
+
+    def _prove(self, ids: Collection[str]) -> None:
+        tasks = alone_first(self._prove_task(i) for i in ids)
+        self.announce(tasks, proving=True)
+        for _ in self.work(tasks, everywhere=True):
+            pass
+        crowded = [t for t in tasks if t.id in self.failures and OUT_OF_MEMORY in self.failures[t.id].message]
+        for task in crowded:  # beside others there was too little memory
+            del self.failures[task.id]
+        for _ in self.work(crowded):
+            pass
+
+    def without_revision(self, id: str, reason: str) -> None:
+        """The workload cannot be timed beside the other revision, for this reason."""
+        self.stored[id] = reason
+
+    def _prove_task(self, id: str) -> Task:
+        entry, promised = self.entry(id), self.promises(id).speedup
+        return Task(
+            id=id,
+            kind=PROVE,
+            limit_s=self.items[id].pair.time_limit,
+            accepted=self._tree(id),
+            reference=self.reference(id, first=True),
+            slow=entry is not None and planning.is_slow(entry),
+            time_reference=entry is not None
+            and entry.sides["reference"].seconds > planning.LONG_S
+            and planning.is_ample(entry, promised),
+        )
+
+    def reference(self, id: str, *, first: bool) -> int | None:
+        """How many blocks the reference joins: all (None) where the verdict needs it, else as few as will do."""
+        if id in self.stored or id in self.full:
+            return None
+        if not first:
+            return 0
+        entry = self.entry(id)
+        return planning.reference_blocks(entry, self.promises(id).speedup) if entry else planning.FEW_BLOCKS
+
+    def blocks(self, id: str) -> int | None:
+        """How many blocks a process has; None: as many as usual."""
+        entry = self.entry(id)
+        if entry is None or id in self.stored:
+            return None
+        margin = self.margin(id) or gate.margin_of(entry, self.suite, selected=max(1, len(self.items)))
+        return planning.blocks_of(entry, margin)
+
+    def decide(self, ids: Collection[str], suite: Suite) -> dict[str, Verdict]:
+        """Time them process by process until the rule has decided each."""
+        self.suite = suite
+        sample = self._sample(ids)
+        left = list(ids)
+        verdicts: dict[str, Verdict] = {}
+        opened: dict[str, Open] = {}
+        while left:
+            tasks = alone_first(self._time_task(i) for i in left)
+            self.announce(tasks)
+            for _ in self.work(tasks):
+                pass
+            sound = [i for i in ids if i not in self.failures]
+            subjects = [self._subject(i, sampled=i in sample) for i in sound]
+            answers = gate.analyse(subjects, suite, selected=max(1, len(self.items)))
+            verdicts = {i: a for i, a in answers.items() if isinstance(a, Verdict)}
+            opened = {i: a for i, a in answers.items() if isinstance(a, Open)}
+            self.full |= {i for i, a in opened.items() if a.reference}
+            left = [i for i in opened if len(self.runs.get(i, ())) < MOST_PROCESSES]
+            self.progress.say(_round(verdicts.values(), opened))
+        verdicts |= {i: self.undecided(i, answer) for i, answer in opened.items()}
+        return verdicts | {i: failed(i, self.failures[i]) for i in ids if i in self.failures}
+
+    def _sample(self, ids: Collection[str]) -> set[str]:
+        """Drawn at random, from the half of the workloads that take least where they are many."""
+        size = max(math.ceil(len(ids) / SAMPLE_SHARE), min(len(ids), SAMPLE_LEAST))
+        cheap = sorted(ids, key=lambda i: self.durations.of(Task(id=i)))[: max(size, math.ceil(len(ids) / 2))]
+        return set(random.SystemRandom().sample(cheap, size))
+
+    def _time_task(self, id: str) -> Task:
+        return Task(
+            id=id,
+            limit_s=self.items[id].pair.time_limit,
+            accepted=self._tree(id),
+            proof=self.proofs.get(id),
+            reference=self.reference(id, first=id not in self.runs),
+            blocks=self.blocks(id),
+            thorough=False,
+        )
+
+    def _tree(self, id: str) -> Tree | None:
+        """The revision that joins the current one."""
+        return None if id in self.stored else self.trees.get(id)
+
+    def _subject(self, id: str, *, sampled: bool) -> Subject:
+        tree = self.trees.get(id)
+        return Subject(
+            id=id,
+            runs=tuple(self.runs.get(id, ())),
+            entry=self.entry(id),
+            promises=self.promises(id),
+            margin=self.margin(id),
+            against=f"{self.words} {short(tree.revision)}" if tree else "",
+            stored=self.stored.get(id, ""),
+            sampled=sampled,
+        )
+
+    words = "the revision"
+
+    def entry(self, id: str) -> Entry | None:
+        """What is accepted of the workload, if that matters to this mode."""
+        return None
+
+    def promises(self, id: str) -> PromiseRecord:
+        """The promises that this mode holds."""
+        return PromiseRecord()
+
+    def undecided(self, id: str, answer: Open) -> Verdict:
+        """The verdict on a workload that the rule has not decided after as many processes as any may have."""
+        return failed(
+            id, Failure(status=Status.NOISY, message=f"not decided after {MOST_PROCESSES} processes: {answer.reason}")
+        )
+
+    def unmeasured(self, id: str, reason: str) -> Verdict:
+        """The verdict on a workload that nothing is known of."""
+        return failed(id, Failure(status=Status.UNMEASURED, message=reason))
+
+
+def alone_first(tasks: Iterable[Task]) -> list[Task]:
+    """The tasks in an order in which no revision is imported before a task that times the current one alone.
+
+    What that import registers by name (`torch.library.custom_op`) would replace what the current side calls.
+    """
+    return sorted(tasks, key=lambda task: task.accepted is not None)
+
+
+def _round(verdicts: Iterable[Verdict], opened: Mapping[str, Open]) -> str:
+    counts: dict[str, int] = {}
+    for verdict in verdicts:
+        counts[verdict.status] = counts.get(verdict.status, 0) + 1
+    decided = ", ".join(f"{n} {status}" for status, n in counts.items()) or "nothing decided"
+    if not opened:
+        return f"{decided}; all decided"
+    first, reason = next((i, a.reason) for i, a in opened.items())
+    return f"{decided}; {len(opened)} go on, e.g. {name_of(first)}: {reason}"

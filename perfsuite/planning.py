@@ -1,0 +1,71 @@
+"""How much of each workload a gate has to time, from what is known since it was accepted. Pure; no torch."""
+
+from __future__ import annotations
+
+import math
+from statistics import fmean
+
+from perfsuite.baseline import Entry
+from perfsuite.statistics import variance
+
+LONG_S = 1.0
+"""A reference that takes longer is called once, or not at all."""
+SLOW_PROOF_S = 0.02
+"""A proof calls the reference about ten times, half of them in float64. Where that takes long, outputs that are bit for
+bit the accepted side's are proven by that."""
+AMPLE = 10.0
+"""A stored speedup so many times the promised one leaves room for a reference that is timed beside other processes."""
+FEW_BLOCKS = 3
+LEAST_BLOCKS, MOST_BLOCKS = 4, 24
+TARGET_SHARE = 0.25
+"""The standard deviation of a process mean aimed at, as a share of the margin: one process then decides nearly always.
+"""
+
+
+def noise_parts(entry: Entry) -> tuple[float, float]:
+    """(variance of a block, variance of the process shift) of the accepted A/A comparison; zeros without one."""
+    processes = [p.log_ratios["accepted"] for s in entry.sessions for p in s.processes if "accepted" in p.log_ratios]
+    several = [blocks for blocks in processes if len(blocks) > 1]
+    if len(processes) < 2 or not several:
+        return 0.0, 0.0
+    block = fmean(variance(blocks) for blocks in several)
+    means = variance([fmean(blocks) for blocks in processes])
+    return block, max(0.0, means - block / fmean(len(blocks) for blocks in processes))
+
+
+def scale(entry: Entry, blocks: float) -> float:
+    """How many times the accepted variance a process mean over so many blocks has."""
+    block, shift = noise_parts(entry)
+    accepted = [
+        len(p.log_ratios["accepted"]) for s in entry.sessions for p in s.processes if "accepted" in p.log_ratios
+    ]
+    if not block or not accepted:
+        return 1.0
+    return (shift + block / blocks) / (shift + block / fmean(accepted))
+
+
+def blocks_of(entry: Entry, margin: float) -> int | None:
+    """How many blocks one process needs so that it decides nearly always, as far as more blocks help; None: unknown."""
+    block, shift = noise_parts(entry)
+    if not block:
+        return None
+    # Where the process's own shift is too large, blocks that add half of its variance are enough.
+    room = max((TARGET_SHARE * margin) ** 2 - shift, shift / 2)
+    return max(LEAST_BLOCKS, min(MOST_BLOCKS, math.ceil(block / room)))
+
+
+def is_slow(entry: Entry) -> bool:
+    """Whether the reference is so slow that its proof takes long."""
+    return entry.sides["reference"].seconds > SLOW_PROOF_S
+
+
+def is_ample(entry: Entry, promised: float | None) -> bool:
+    """Whether a long reference need not be timed by itself, because its promise is exceeded by far."""
+    return promised is not None and entry.speedup() >= AMPLE * promised
+
+
+def reference_blocks(entry: Entry, promised: float | None) -> int:
+    """In how many blocks of the first process the reference joins."""
+    if entry.sides["reference"].seconds <= LONG_S:
+        return FEW_BLOCKS
+    return 0 if promised is None or is_ample(entry, promised) else 1

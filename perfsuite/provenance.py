@@ -1,0 +1,132 @@
+"""Which code a side runs, and whether it is the code of its own tree: no revision may be compared with itself.
+
+One call of a side, and the building of its step where it has one, are watched by Python's profile hook, with
+torch.compile falling back to eager so that every Python function is seen.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from perfsuite import execution
+from perfsuite import inputs as make
+from perfsuite.pair import Pair, Side
+from perfsuite.records import Case
+from perfsuite.revision import Tree
+from perfsuite.second_import import HARNESS, INSTALLED, TREE, is_first_party, missing
+
+SOURCE_FOLDERS = ("", "src", "python", "lib")
+"""Where repositories keep their packages, relative to the top folder."""
+OPERATORS = "torch/_ops.py"
+
+
+@dataclass(slots=True)
+class Executed:
+    """Source files of the Python functions that were called, and modules of the compiled ones."""
+
+    files: set[str] = field(default_factory=set)
+    compiled: set[str] = field(default_factory=set)
+
+    def note(self, frame: Any, event: str, argument: Any) -> None:
+        """A profile function, as `sys.setprofile` takes it."""
+        if event == "call":
+            self.files.add(frame.f_code.co_filename)
+        elif event == "c_call" and isinstance(module := getattr(argument, "__module__", None), str):
+            self.compiled.add(module)
+
+
+@contextmanager
+def watched(executed: Executed) -> Iterator[None]:
+    """Records what is called inside, in this thread, in those started inside, and since Python 3.12 in all others."""
+    everywhere: Any = getattr(threading, "setprofile_all_threads", threading.setprofile)
+    before = sys.getprofile()
+    everywhere(executed.note)
+    sys.setprofile(executed.note)
+    try:
+        yield
+    finally:
+        everywhere(None)
+        sys.setprofile(before)
+
+
+def run(pair: Pair, side: Side, master: dict[str, Any], case: Case, device: str, *, gradients: bool) -> Executed:
+    """What one call of the side executes on a copy of these inputs."""
+    executed = Executed()
+    values = make.clone(master)
+    steps = make.build_step(pair, case, device, 1) if pair.is_stateful else {}
+    call = replace(side, compile=None).call
+    with _eager(), execution.quiet(side), execution.settings_kept(), watched(executed):
+        if pair.is_stateful:
+            execution.run_steps(call, pair, values, (1,), lambda i: steps)
+        else:
+            execution.run(call, pair, values, gradients=gradients, seed=case.seed)
+    return executed
+
+
+def _eager() -> Any:
+    """Compiled functions run their Python inside."""
+    compiles = "torch._dynamo" in sys.modules  # else nothing is compiled, and to import it takes seconds
+    return torch.compiler.set_stance("force_eager") if compiles else nullcontext()
+
+
+def problem(accepted: Executed, current: Executed, tree: Tree) -> str:
+    """Why the comparison would not be one of two revisions, with the remedy; empty where each side runs its own."""
+    top, inside = Path(tree.top), Path(tree.folder, TREE)
+    ours = [p for p in _files(accepted) if not _is_harness(p)]
+    for path in ours:
+        if inside not in path.parents and is_first_party(path, top):
+            return f"the accepted revision runs {path.relative_to(top)} of the current tree"
+        if (copy := _installed(path, inside)) and (inside / copy).exists():
+            package = copy.parts[0] if len(copy.parts) > 1 else copy.stem
+            return f"{package} is installed as a copy in {path.parent}, not from the work tree: pip install -e ."
+    for path in _extensions(accepted):
+        copy = _installed(path, inside)
+        if is_first_party(path, top) or (copy and len(copy.parts) > 1 and (inside / copy.parent).is_dir()):
+            return f"both revisions share the compiled extension {path.name}"
+    for path in _extensions(current):
+        if is_first_party(path, top) and not (inside / path.relative_to(top)).exists():
+            return f"the current side runs the compiled extension {path.name}, which git does not hold"
+    if lacking := missing(tree.package):
+        return f"the accepted revision asks for the module {lacking[0]}, which git does not hold at that revision"
+    shared = next((p for p in _files(current) if inside in p.parents), None)
+    if shared is not None:
+        return f"the current side runs {shared.relative_to(inside)} of the accepted tree: both register the same name"
+    if not any(inside in path.parents for path in ours):
+        return "none of the code that it runs lies in the repository, so both revisions run the same"
+    return ""
+
+
+def _files(executed: Executed) -> list[Path]:
+    """The files whose functions were called, however the paths to them were spelled."""
+    return [Path(f).resolve() for f in sorted(executed.files) if os.path.isabs(f)]
+
+
+def _is_harness(path: Path) -> bool:
+    return Path(__file__).resolve().parent in path.parents
+
+
+def _installed(path: Path, tree: Path) -> Path | None:
+    """Where in the tree the source of an installed file would lie; None for a file that is not installed."""
+    places = [n for n, part in enumerate(path.parts) if part in INSTALLED]
+    inside = path.parts[places[-1] + 1 :] if places else ()
+    if not inside or inside[0] == HARNESS:
+        return None
+    return next((Path(f, *inside) for f in SOURCE_FOLDERS if (tree / f / inside[0]).exists()), None)
+
+
+def _extensions(executed: Executed) -> list[Path]:
+    """Files of the compiled modules whose functions were called, and of libraries of operators, if any was called."""
+    modules = [sys.modules.get(name) for name in sorted(executed.compiled)]
+    files = [f for m in modules if isinstance(f := getattr(m, "__file__", None), str) and not f.endswith(".py")]
+    if any(f.endswith(OPERATORS) for f in executed.files):
+        files += sorted(torch.ops.loaded_libraries)
+    return [Path(f).resolve() for f in files]

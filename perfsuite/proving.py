@@ -1,0 +1,181 @@
+"""Prove a workload's sides equal on the very inputs that are timed, and recognise proven outputs later.
+
+The float64 truth is expensive, so it is established at most once for a draw, and only when an output appears that is
+not bit for bit one that was proven before. A later process that draws the same inputs and gets the same bits need not
+establish it at all.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from perfsuite import equivalence
+from perfsuite import inputs as make
+from perfsuite.equivalence import NotEquivalent, Tally
+from perfsuite.errors import PairError
+from perfsuite.execution import Leaves
+from perfsuite.integrity.calls import comes_late, late_message
+from perfsuite.pair import Pair, Side
+from perfsuite.records import Case
+
+REPLICAS_UP_TO = 1 << 16
+"""Above this many elements the reference's error is well known from one draw."""
+AFTER_FIRST = " after 1 step"
+HASHED_AT_ONCE = 1 << 25
+"""64-bit words of a GPU tensor that are hashed in one go: the intermediate results take several times their bytes."""
+
+
+class OutputCheck:
+    """Holds the outputs of a workload's sides against the truth of one draw.
+
+    `known` are digests of outputs that were proven for this draw before; `steps` are a stateful pair's.
+    """
+
+    def __init__(
+        self,
+        pair: Pair,
+        case: Case,
+        master: Mapping[str, Any],
+        device: str,
+        *,
+        gradients: bool,
+        home: Path | None,
+        known: Iterable[str] = (),
+    ) -> None:
+        self.pair, self.case, self.master, self.device = pair, case, master, device
+        self.gradients, self.home = gradients, home
+        self.known = set(known)
+        self.seconds = 0.0
+        """What it took to establish the truth."""
+
+    @functools.cached_property
+    def truth(self) -> equivalence.Truth:
+        """The float64 truth of the draw and the reference's own error. PairError where the reference overflows."""
+        elements = sum(t.numel() for _, t in make.tensors_in(dict(self.master)))
+        replicas = equivalence.REPLICAS if elements <= REPLICAS_UP_TO and not self.pair.is_stateful else 0
+        began = perf_counter()
+        try:
+            found = equivalence.establish(
+                self.pair, self.case, self.device, gradients=self.gradients, home=self.home, replicas=replicas
+            )
+            self.seconds = perf_counter() - began
+            return found
+        except equivalence.Discard:
+            raise PairError(
+                f"{self.pair.name}: the reference overflows on the workload's own inputs; "
+                f"bound them with values=floats(low, high)"
+            ) from None
+
+    def check(self, leaves: Leaves, name: str) -> None:
+        """NotEquivalent where these outputs of a stateless pair are wrong."""
+        key = digest(leaves)
+        if key not in self.known:
+            equivalence.judge(self.pair, self.truth, leaves, name=name, strict_strides=False)
+            self.known.add(key)
+
+    def first_step(self, leaves: Leaves, name: str, side: Side) -> None:
+        """The same for what a stateful side leaves after its first step: unknown, the side is proven anew."""
+        if digest(leaves) not in self.known:
+            self.prove(side, name)
+
+    def prove(self, side: Side, name: str, tally: Tally | None = None) -> None:
+        """Run the side on the draw and hold what it gives against the truth. NotEquivalent where it is wrong."""
+        produced = self.produce(side)
+        equivalence.judge(self.pair, self.truth, produced, name=name, tally=tally, strict_strides=False)
+        self.known.add(self._key(produced))
+
+    def produce(self, side: Side) -> Leaves:
+        """What the side makes of the draw, in a call of its own."""
+        return equivalence.produce(self.pair, side, self.case, self.device, gradients=self.gradients, home=self.home)
+
+    def same(self, side: Side, trusted: Side) -> bool:
+        """Whether a side gives what a trusted one gives, bit for bit; then it is known."""
+        keys = [(digest(p), self._key(p)) for p in map(self.produce, (trusted, side))]
+        if keys[0] != keys[1]:
+            return False
+        self.known.add(keys[0][1])
+        return True
+
+    def _key(self, produced: Leaves) -> str:
+        """The digest by which the outputs of a timed side are recognised: of a step, what its first call leaves."""
+        if not self.pair.is_stateful:
+            return digest(produced)
+        return digest({n.removesuffix(AFTER_FIRST): leaf for n, leaf in produced.items() if n.endswith(AFTER_FIRST)})
+
+    def explained(self, error: NotEquivalent, side: Side, name: str) -> NotEquivalent:
+        """The same error, or one that says that the side goes on working after it has returned."""
+        late = comes_late(self.pair, side, self.case, self.device, self.truth, gradients=self.gradients, home=self.home)
+        if not late:
+            return error
+        return NotEquivalent(f"{self.pair.name}: the {name} side {late_message('its output')}: {error}")
+
+
+def prove_sides(
+    check: OutputCheck, sides: Mapping[str, Side], rivals: Mapping[str, Side], report: Callable[[str], None]
+) -> tuple[Tally, dict[str, str]]:
+    """Prove `sides`, the first of which the evidence is of, then `rivals` → (tally, rivals that cannot be timed).
+
+    NotEquivalent where one of `sides` is wrong; a rival that is wrong or raises is only left out.
+    """
+    tally, skipped = Tally(draws=1), dict[str, str]()
+    for number, (name, side) in enumerate(sides.items()):
+        report(name)
+        try:
+            check.prove(side, name, tally if number == 0 else None)
+        except NotEquivalent as error:
+            raise check.explained(error, side, name) from None
+    for name, side in rivals.items():
+        report(name)
+        try:
+            check.prove(side, name)
+        except NotEquivalent as error:
+            skipped[name] = f"not equal, so not timed: {error}"
+        except torch.OutOfMemoryError:
+            skipped[name] = "runs out of memory"
+        except Exception as error:
+            lines = str(error).strip().splitlines() or [""]
+            skipped[name] = f"raises {type(error).__name__}: {lines[0][:200]}"
+    return tally, skipped
+
+
+def digest(leaves: Leaves) -> str:
+    """A digest of all that a side produced, bit for bit, the same in every process."""
+    hashed = hashlib.sha256()
+    for name, leaf in leaves.items():
+        if isinstance(leaf, torch.Tensor):
+            hashed.update(f"{name} {leaf.dtype} {tuple(leaf.shape)} ".encode())
+            hashed.update(_bits(leaf))
+        else:
+            hashed.update(f"{name} {leaf!r} ".encode())
+    return hashed.hexdigest()
+
+
+def _bits(tensor: torch.Tensor) -> bytes:
+    data = tensor.detach().contiguous()
+    if data.is_complex():
+        data = torch.view_as_real(data.resolve_conj()).contiguous()
+    flat = data.flatten().view(torch.uint8)
+    if not flat.is_cuda:
+        return hashlib.sha256(flat.numpy().data).digest()
+    words = torch.nn.functional.pad(flat, (0, -flat.numel() % 8)).view(torch.int64)
+    sums = [_weighted(chunk, number) for number, chunk in enumerate(words.split(HASHED_AT_ONCE))]
+    return repr([s.tolist() for s in sums]).encode()
+
+
+def _weighted(words: torch.Tensor, chunk: int) -> torch.Tensor:
+    """Two sums of the words modulo 2⁶⁴, each word with weights that depend on its position."""
+    place = torch.arange(words.numel(), device=words.device).add_(chunk * HASHED_AT_ONCE)
+    sums = []
+    for odd in (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9):
+        weights = place.mul(odd).add_(odd)
+        weights ^= weights >> 31
+        weights.mul_(0x14D049BB133111EB).bitwise_or_(1)
+        sums.append(weights.mul_(words).sum())
+    return torch.stack(sums)

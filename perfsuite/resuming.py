@@ -1,0 +1,61 @@
+"""Measurements of an acceptance that was interrupted, kept so that the next one goes on from them."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from perfsuite.errors import PerfsuiteError
+from perfsuite.folders import own_folder
+from perfsuite.records import Machine, Measurement, from_json, to_json
+from perfsuite.revision import State
+from perfsuite.workers import Outcome
+
+
+class Kept:
+    """A file of measurements, a line each, of one clean revision on one machine.
+
+    What was measured on a dirty tree is not kept: nobody could say which code it was of.
+    """
+
+    def __init__(self, folder: Path, state: State, machine: Machine, processes: int) -> None:
+        about = json.dumps([state.revision, to_json(machine), processes], sort_keys=True)
+        name = hashlib.sha256(about.encode()).hexdigest()[:16]
+        usable = state.revision is not None and not state.dirty
+        self.path = folder / f"{name}.jsonl" if usable else None
+
+    def load(self, ids: Sequence[str]) -> dict[str, list[Measurement]]:
+        """The measurements of these workloads that are kept. A line that was cut short does not count."""
+        found: dict[str, list[Measurement]] = {}
+        try:
+            lines = self.path.read_bytes().splitlines() if self.path else []
+        except OSError:
+            lines = []
+        for line in lines:
+            try:
+                measurement = from_json(Measurement, json.loads(line))
+            except (ValueError, RecursionError, PerfsuiteError):
+                continue
+            if measurement.id in ids:
+                found.setdefault(measurement.id, []).append(measurement)
+        return found
+
+    def add(self, id: str, outcome: Outcome) -> None:
+        """Keep one more. Where the file cannot be written, an interrupted run starts over."""
+        if self.path is None or not isinstance(outcome, Measurement):
+            return
+        try:
+            own_folder(self.path.parent)
+            with self.path.open("a") as file:
+                file.write("\n" + json.dumps(to_json(outcome)))  # a line of its own, also after one that was cut short
+        except OSError:
+            self.path = None
+
+    def forget(self) -> None:
+        """The run has ended: the next one measures anew."""
+        if self.path is not None:
+            with contextlib.suppress(OSError):
+                self.path.unlink()

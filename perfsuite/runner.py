@@ -1,0 +1,207 @@
+"""One side of a workload on its own copy of the inputs, ready to be called again and again."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from perfsuite import execution, scrutiny
+from perfsuite import inputs as make
+from perfsuite.clocks import CpuClock, CudaClock
+from perfsuite.errors import PairError
+from perfsuite.pair import Pair, Side
+from perfsuite.records import Case
+
+WARMUP_CALLS = 3
+LONG_S = 1.0
+"""Calls longer than this, also when repeated on the same inputs, are reused for several measurements."""
+
+Clock = CpuClock | CudaClock
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What one call cost."""
+
+    seconds: float
+    """On the wall clock."""
+    peak_bytes: int | None
+
+
+@dataclass(slots=True)
+class Runner:
+    """A side bound to inputs. `call` is what is timed, `reset` what must precede every call, untimed."""
+
+    name: str
+    side: Side
+    pair: Pair
+    case: Case
+    direction: str
+    device: str
+    step_master: dict[str, Any] = field(default_factory=dict)
+    inputs: dict[str, Any] = field(default_factory=dict)
+    call: Callable[[], object] = lambda: None
+    reset: Callable[[], None] = lambda: None
+    returned: Any = None
+    gradients: Any = None
+    marked: dict[str, torch.Tensor] = field(default_factory=dict)
+    padding: Any = None
+    arguments: tuple[Any, ...] = ()
+    restored: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    """(input that a call changes, the value that it gets back before the next call)."""
+    incoming: list[torch.Tensor] | None = None
+    """The gradients of its outputs."""
+    pending: list[torch.Tensor] = field(default_factory=list)
+    """Outputs whose backward pass is timed next."""
+    allocate_s: float = 0.0
+    """What the last `allocate` took."""
+    last: Call | None = None
+    """The last call while warming up."""
+    long: Call | None = None
+    """The same, if all calls while warming up took more than LONG_S: it replaces other measurements of one call."""
+
+    @property
+    def grad_mode(self) -> bool:
+        return self.direction != "forward"
+
+    def allocate(self, master: Mapping[str, Any], rng: random.Random) -> None:
+        """Fresh copies of the inputs, at other addresses than before."""
+        began = perf_counter()
+        self._bind(master, rng)
+        self.allocate_s = perf_counter() - began
+
+    def _bind(self, master: Mapping[str, Any], rng: random.Random) -> None:
+        before = self.inputs
+        self.returned = self.gradients = None
+        self.padding = torch.empty(512 * rng.randint(1, 4096), dtype=torch.uint8, device=self.device)
+        self.inputs = make.clone(dict(master))
+        del before
+        function = execution.callable_of(self.side)
+        if self.pair.is_stateful:
+            step = function(*self.inputs.values())
+            arguments = self.arguments = tuple(make.clone(self.step_master).values())
+            self.call, self.reset = self._keeping(step, arguments), lambda: None
+            return
+        self.arguments = tuple(self.inputs.values())
+        self._restore_from(master)
+        if self.direction == "forward":
+            self.call, self.reset = self._keeping(function, self.arguments), self._restore
+            return
+        self._mark(function)
+        if self.direction == "both":
+            self.call, self.reset = self._both(function), self._restore
+        else:
+            self.call, self.reset = self._backward, self._before_backward(function)
+
+    def _keeping(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Callable[[], object]:
+        def forward() -> object:
+            self.returned = function(*arguments)
+            return self.returned
+
+        return forward
+
+    def _mark(self, function: Callable[..., Any]) -> None:
+        """Require gradients of the inputs, and draw those of the outputs."""
+        self.marked = execution.require_gradients(self.pair, self.inputs)
+        if self.long is not None and self.incoming is not None:
+            return
+        sample = dict(execution.flatten(function(*self.arguments)))
+        outputs, self.incoming = execution.incoming(sample, self.case.seed)
+        if not outputs or not self.marked:
+            raise PairError(
+                f"{self.pair.name}: direction={self.direction!r}, but no output depends on an input's gradient"
+            )
+
+    def _outputs(self, function: Callable[..., Any]) -> list[torch.Tensor]:
+        self.returned = function(*self.arguments)
+        return [o for _, o in execution.flatten(self.returned) if isinstance(o, torch.Tensor) and o.requires_grad]
+
+    def _both(self, function: Callable[..., Any]) -> Callable[[], object]:
+        leaves, weights = list(self.marked.values()), self.incoming
+
+        def both() -> object:
+            self.gradients = torch.autograd.grad(self._outputs(function), leaves, weights, allow_unused=True)
+            return self.gradients
+
+        return both
+
+    def _before_backward(self, function: Callable[..., Any]) -> Callable[[], None]:
+        def before() -> None:
+            self._restore()
+            self.pending = self._outputs(function)
+
+        return before
+
+    def _backward(self) -> object:
+        leaves = list(self.marked.values())
+        self.gradients = torch.autograd.grad(self.pending, leaves, self.incoming, allow_unused=True)
+        return self.gradients
+
+    def _restore(self) -> None:
+        self.returned = self.gradients = None
+        for tensor, original in self.restored:
+            tensor.detach().copy_(original)
+
+    def _restore_from(self, values: Mapping[str, Any]) -> None:
+        self.restored = [
+            (tensor, original)
+            for name in sorted({*self.pair.mutates, *self.pair.writes})
+            for (_, tensor), (_, original) in zip(
+                make.tensors_in(self.inputs[name]), make.tensors_in(values[name]), strict=True
+            )
+        ]
+
+    def refill(self, values: Mapping[str, Any]) -> None:
+        """Other values in the same memory: to the next call, only the values differ from the last one's."""
+        self.returned = self.gradients = None
+        if self.pair.is_stateful:
+            make.copy_values(self.arguments, tuple(values.values()))
+            return
+        self._restore_from(values)
+        make.copy_values(self.inputs, dict(values))
+
+    def leaves(self) -> execution.Leaves:
+        """What the last call produced: outputs, inputs changed in place, gradients."""
+        leaves = execution._with_changed(self.pair, self.inputs, self.returned)
+        if self.gradients is not None:
+            leaves |= {f"gradient of {p}": g for p, g in zip(self.marked, self.gradients, strict=True)}
+        return {n: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for n, leaf in leaves.items()}
+
+    def once(self, clock: Clock) -> Call:
+        """Reset, call, and wait for the end."""
+        on_cuda = isinstance(clock, CudaClock)
+        self.reset()
+        clock.synchronize()
+        held = 0
+        if on_cuda:
+            torch.cuda.reset_peak_memory_stats()
+            held = torch.cuda.memory_allocated()
+        called = perf_counter()
+        self.call()
+        clock.synchronize()
+        took = perf_counter() - called
+        return Call(took, torch.cuda.max_memory_allocated() - held if on_cuda else None)
+
+    def warm_up(self, clock: Clock, after_first: Callable[[Runner], None] = lambda runner: None) -> None:
+        """Call it until it is as fast as it stays; `after_first` sees what the first call produced."""
+        before = scrutiny.compilations()
+        with execution.quiet(self.side), torch.set_grad_enabled(self.grad_mode):
+            calls: list[Call] = []
+            while len(calls) < max(WARMUP_CALLS, self.side.settle):
+                calls.append(self.once(clock))
+                if len(calls) == 1:
+                    after_first(self)
+                # At least one more than settle it: the first call on new inputs may tune or capture.
+                if len(calls) > self.side.settle and sum(c.seconds for c in calls) > LONG_S:
+                    break
+            self.reset()
+        self.last = calls[-1]
+        # Every call: a single one may have been held up.
+        is_long = min(c.seconds for c in calls) > LONG_S and scrutiny.compilations() == before
+        if is_long and not self.pair.is_stateful:
+            self.long = calls[-1]

@@ -1,0 +1,166 @@
+"""Look, between the timed blocks, for what a side does only while it is timed."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import replace
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from perfsuite import equivalence, execution, guard, scrutiny
+from perfsuite import inputs as make
+from perfsuite.clocks import CpuClock
+from perfsuite.equivalence import NotEquivalent
+from perfsuite.errors import PairError
+from perfsuite.proving import OutputCheck
+from perfsuite.runner import Runner
+from perfsuite.sampling import ACCEPTED, OPTIMIZED, REFERENCE, Sampler
+
+SETTLES = "; if a new step's first calls warm up, compile or capture, say how many: stateful(…, settle=calls)"
+FRESH_S = 0.5
+"""Where new values take longer to draw, a process that need not prove its sides leaves them out."""
+FRESH_BLOCKS = {True: 4, False: 8}
+"""Blocks after which calls on new values are timed, where the inputs were proven before and where not; `scrutiny` wants
+four at least."""
+
+
+class Watch:
+    """Called after every block; raises NotEquivalent where a side behaves differently while it is timed.
+
+    `proven_before`: another process has proven these inputs, so that new values need not be proven here.
+    """
+
+    def __init__(
+        self, sampler: Sampler, check: OutputCheck, l2_bytes: int | None, *, proven_before: bool = False
+    ) -> None:
+        self.sampler, self.output, self.l2_bytes, self.proven_before = sampler, check, l2_bytes, proven_before
+        self.pair, self.case, self.home = check.pair, check.case, check.home
+        self.fresh: list[tuple[float, float]] = []
+        self.drawn_s = 0.0
+        """What it took to draw the last new values."""
+        self.where = f"{self.pair.name}: the optimized side"
+        self.judged = sampler.rng.randrange(min(sampler.blocks, FRESH_BLOCKS[proven_before]))
+        """The block whose outputs are held against the truth: no side can know which."""
+
+    def between(self, block: int) -> None:
+        """After the given block."""
+        guard.check()
+        scrutiny.keeps_l2(self.l2_bytes, self.where)
+        runner = self.sampler.runners[OPTIMIZED]
+        if block in (self.judged, self.sampler.blocks - 1) and not self.pair.is_stateful:
+            check_timed(self.output, self.sampler.runners, self.sampler)
+        if block < FRESH_BLOCKS[self.proven_before] and not (self.proven_before and self.drawn_s > FRESH_S):
+            with execution.quiet(runner.side), torch.set_grad_enabled(runner.grad_mode):
+                self._new_values(runner, block)
+        if block == 0:
+            self._first(runner)
+
+    def _new_values(self, runner: Runner, block: int) -> None:
+        """Time a call on values that it cannot have seen, and the same again."""
+        stateful = self.pair.is_stateful
+        old = runner.step_master if stateful else dict(self.sampler.masters[OPTIMIZED])
+        began = perf_counter()
+        warm, values = self._draw(runner), self._draw(runner)
+        self.drawn_s = perf_counter() - began
+        pairs = zip(make.tensors_in(values), make.tensors_in(old), strict=True)
+        if all(equivalence.identical(new, known) for (_, new), (_, known) in pairs):
+            return  # constant or recorded inputs: there are no others
+        times = []
+        # The first is not kept: it finds the processor's caches full of what the harness did before. The last time
+        # nothing is written, so that a replay finds everything as it was.
+        for given in (warm, values, None):
+            if given is not None:
+                runner.refill(given)
+            times.append(self.sampler.once(OPTIMIZED))
+        self.fresh.append((times[1], times[2]))
+        prove = not self.proven_before and block == self.judged and REFERENCE not in self.sampler.few
+        if prove and not stateful:
+            prove_new(self.output, runner, values)
+        runner.refill(old)
+
+    def _draw(self, runner: Runner) -> dict[str, Any]:
+        case = replace(self.case, seed=secrets.randbits(31))
+        if self.pair.is_stateful:
+            return make.build_step(self.pair, case, runner.device, 1)
+        return make.build(self.pair, case, runner.device, home=self.home)
+
+    def _first(self, runner: Runner) -> None:
+        with execution.quiet(runner.side), torch.set_grad_enabled(runner.grad_mode):
+            if not self.pair.is_stateful:
+                runner.reset()
+                self.sampler.clock.synchronize()
+                runner.call()
+                scrutiny.returned(runner.leaves(), self.where)
+            if self.sampler.kind == "device":
+                seen = self.sampler.once(OPTIMIZED)
+                unseen = scrutiny.unseen_seconds(self.sampler.clock, runner.reset, runner.call)
+                scrutiny.hidden(unseen, seen, self.where)
+
+    def _beside(self, typical: float) -> Sequence[float]:
+        """Work of other calls of the same machine: where those burst too, the machine does it."""
+        other = max((self.sampler.work[name] for name in (REFERENCE, ACCEPTED)), key=len)
+        if len(other) >= scrutiny.BURST_CALLS or isinstance(self.sampler.clock, CpuClock):
+            return other
+        return self.sampler.clock.even_work(typical, 4 * scrutiny.BURST_CALLS)
+
+    def conclude(self) -> None:
+        """What only all blocks together show."""
+        work = self.sampler.work[OPTIMIZED]
+        if scrutiny.is_quiet(work, self.sampler.timed_calls):
+            scrutiny.replayed(self.fresh, self.sampler.kind, self.where)
+            scrutiny.bursts(work, self.where, self._beside, SETTLES if self.pair.is_stateful else "")
+        for name in (REFERENCE, OPTIMIZED, ACCEPTED):
+            count = self.sampler.compiled.get(name)
+            if count:
+                text = f"{self.pair.name}: the {name} side compiles inside timed calls ({count} times)"
+                if name == REFERENCE:
+                    raise PairError(f"{text}: a slow straw man; give it static shapes, or compile it beforehand")
+                raise NotEquivalent(f"{text}: its time is not that of the function")
+
+
+def prove_new(output: OutputCheck, runner: Runner, values: dict[str, Any]) -> None:
+    """The side must also be right on `values`, which now lie in the memory of those that it was proven with."""
+    try:
+        truth = equivalence.establish(
+            output.pair, output.case, runner.device, gradients=runner.grad_mode, replicas=0, drawn=values
+        )
+    except equivalence.Discard:
+        return
+    runner.reset()
+    runner.call()
+    try:
+        equivalence.judge(output.pair, truth, runner.leaves(), name="timed optimized", strict_strides=False)
+    except NotEquivalent as error:
+        raise NotEquivalent(
+            f"{error}; it was right on the values it was proven with, and is not on new ones in the same memory"
+        ) from None
+
+
+def check_timed(output: OutputCheck, runners: dict[str, Runner], sampler: Sampler) -> None:
+    """The outputs of the last timed call must be right, not only those of a separate run; its inputs untouched."""
+    pair = output.pair
+    declared = {*pair.mutates, *pair.writes}
+    for name, runner in runners.items():
+        master = sampler.masters[name]
+        for given in sorted(set(master) - declared):
+            pairs = zip(make.tensors_in(runner.inputs[given], given), make.tensors_in(master[given]), strict=True)
+            for (path, after), (_, before) in pairs:
+                if not equivalence.identical(after, before):
+                    raise NotEquivalent(
+                        f"{pair.name}: the {name} side changes its input {path} in place while it is timed, which the "
+                        f"pair does not declare; add it to mutates="
+                    )
+        if name == REFERENCE:
+            continue
+        if sampler.repeat > 1 and declared:
+            # Repeated in place, each timed call started from the last one's result: one more from the start is judged.
+            with torch.set_grad_enabled(runner.grad_mode):
+                runner.reset()
+                runner.call()
+        try:
+            output.check(runner.leaves(), f"timed {name}")
+        except NotEquivalent as error:
+            raise NotEquivalent(f"{error}; it was right before it was timed") from None

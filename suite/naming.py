@@ -1,0 +1,55 @@
+"""Names of files in messages: in one line, whatever bytes they are of."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def shown(path: str | Path) -> str:
+    """A path with what cannot be printed escaped: `a\\nb`, `\\xff`."""
+    try:
+        return escaped(os.fsencode(path).decode("utf-8", "backslashreplace"))
+    except UnicodeEncodeError:  # a lone surrogate, which no file's name has
+        return escaped(str(path))
+
+
+def escaped(text: str) -> str:
+    """Text with line breaks, control characters and lone surrogates escaped."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def typed(argument: str) -> str:
+    """Text of the command line as UTF-8, also where the locale knows fewer characters; bytes of something else stay."""
+    try:
+        return os.fsencode(argument).decode()
+    except UnicodeError:
+        return argument
+
+
+def as_typed(text: str) -> str:
+    """Text as the command line would give it, in a locale that knows fewer characters; ValueError where none could."""
+    if "\0" in text:
+        raise ValueError("it has a null character")
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError:
+        return os.fsdecode(text.encode())
+    return text
+
+
+@contextmanager
+def utf8_name(folder: Path) -> Iterator[Path]:
+    """The folder by a name in UTF-8, which is all that some libraries take; its own one where that is."""
+    try:
+        str(folder).encode()
+    except UnicodeEncodeError:
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            yield Path(f"/proc/self/fd/{handle}")
+        finally:
+            os.close(handle)
+    else:
+        yield folder

@@ -1,0 +1,150 @@
+"""Simulated suites: the gate's rule has the error rates that it was designed with.
+
+The design was simulated with 200 suites of 70 workloads. A normal run simulates a few of them;
+PERFSUITE_TEST_SCALE=full simulates all.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from builders import entry, measurement, workload_id
+
+from perfsuite import planning
+from perfsuite.baseline import Entry
+from perfsuite.gate import Open, Subject, analyse, margin_of, suite_noise
+from perfsuite.records import Measurement, Status, Verdict
+
+WORKLOADS, PROCESSES, ACCEPTED_PROCESSES, BLOCKS = 70, 12, 5, 8
+PROCESS_SD, BLOCK_SD = (3e-4, 4e-3), (1e-3, 6e-3)
+"""Bounds of the workloads' standard deviations."""
+TAILS = 5
+"""Degrees of freedom of Student's t: shifts and blocks have heavy tails."""
+SAMPLE = math.ceil(WORKLOADS / 4)
+TRUTH = math.log(20.0)
+PROCESS = measurement(accepted=0.0)
+ENTRY = entry([PROCESS])
+
+
+def suites(few: int) -> int:
+    return 200 if os.environ.get("PERFSUITE_TEST_SCALE") == "full" else few
+
+
+class Simulated:
+    """A suite with its baseline: what it measures has the same noise when accepted and in a run, times `scale`."""
+
+    def __init__(self, rng: np.random.Generator) -> None:
+        self.rng = rng
+        draws = [np.exp(rng.uniform(*np.log(bounds), WORKLOADS)) for bounds in (PROCESS_SD, BLOCK_SD)]
+        self.deviations = {workload_id(i): (float(p), float(b)) for i, (p, b) in enumerate(zip(*draws, strict=True))}
+        self.entries = {key: self._entry(key) for key in self.deviations}
+        self.noise = suite_noise(self.entries)
+
+    def _entry(self, key: str) -> Entry:
+        (session,) = ENTRY.sessions
+        (process,) = session.processes
+        rows = self.processes(key, ACCEPTED_PROCESSES, BLOCKS)
+        ratios = [{"reference": tuple((TRUTH + row).tolist()), "accepted": tuple(row.tolist())} for row in rows]
+        kept = tuple(replace(process, log_ratios=r) for r in ratios)
+        return replace(ENTRY, id=key, sessions=(replace(session, processes=kept),))
+
+    def processes(self, key: str, count: int, blocks: int) -> np.ndarray:
+        """Block log-ratios of two imports of one revision, a row a process."""
+        shift, block = (
+            sd * self.rng.standard_t(TAILS, (count, n)) / math.sqrt(TAILS / (TAILS - 2))
+            for sd, n in zip(self.deviations[key], (1, blocks), strict=True)
+        )
+        rows: np.ndarray = shift + block
+        return rows
+
+    def run(self, slower: float, scale: float, *, default: bool) -> dict[str, Verdict]:
+        """The verdicts where every workload is slower by `slower` margins, which are 1% or the `default`."""
+        subjects: dict[str, Subject] = {}
+        measured: dict[str, list[Measurement]] = {}
+        sampled = set(self.rng.choice(list(self.entries), SAMPLE, replace=False).tolist())
+        for key, made in self.entries.items():
+            margin = margin_of(made, self.noise, selected=WORKLOADS) if default else 0.01
+            blocks = planning.blocks_of(made, margin) if default else BLOCKS
+            rows = scale * self.processes(key, PROCESSES, blocks) - math.log1p(slower * margin)
+            measured[key] = [replace(PROCESS, id=key, log_ratios={"accepted": tuple(row.tolist())}) for row in rows]
+            subjects[key] = Subject(
+                id=key, entry=made, margin=None if default else margin, against="the revision", sampled=key in sampled
+            )
+        left = list(subjects)
+        while left:
+            for key in left:
+                s = subjects[key]
+                subjects[key] = replace(s, runs=tuple(measured[key][: len(s.runs) + 1]))
+            answers = analyse(subjects.values(), self.noise, selected=WORKLOADS)
+            left = [key for key, answer in answers.items() if isinstance(answer, Open)]
+        return {key: answer for key, answer in answers.items() if isinstance(answer, Verdict)}
+
+
+class Rates:
+    """What so many simulated suites came to."""
+
+    def __init__(self, seed: int, few: int, slower: float, scale: float, *, default: bool = False) -> None:
+        rng = np.random.default_rng(seed)
+        self.suites = suites(few)
+        self.alarms = 0
+        """Suites in which anything is REGRESSED."""
+        self.statuses: Counter[Status] = Counter()
+        processes = 0
+        for _ in range(self.suites):
+            verdicts = Simulated(rng).run(slower, scale, default=default)
+            assert len(verdicts) == WORKLOADS
+            self.statuses += Counter(v.status for v in verdicts.values())
+            self.alarms += any(v.status is Status.REGRESSED for v in verdicts.values())
+            processes += sum(v.processes for v in verdicts.values())
+        self.processes = processes / (self.suites * WORKLOADS)
+
+    def of(self, status: Status) -> float:
+        return self.statuses[status] / (self.suites * WORKLOADS)
+
+    def near(self, status: Status, expected: float, slack: float) -> bool:
+        """Within three standard errors, and a little for what differs between the rule and its design."""
+        error = math.sqrt(expected * (1 - expected) / (self.suites * WORKLOADS))
+        return abs(self.of(status) - expected) <= slack + 3 * error
+
+    def used(self, processes: float) -> bool:
+        """Whether a workload took about so many; a suite's mean varies, because each estimates the run's noise."""
+        return abs(self.processes - processes) <= 0.1 + 1.5 / math.sqrt(self.suites)
+
+
+@pytest.mark.parametrize(("scale", "few", "noisy", "processes"), [(1.0, 10, 0.0, 1.45), (2.0, 6, 0.006, 2.5)])
+def test_an_unchanged_suite_raises_no_alarm(scale: float, few: int, noisy: float, processes: float) -> None:
+    found = Rates(1, few, 0.0, scale)
+    # Of 200 suite runs at a rate of 1% more than six would be beyond chance.
+    assert found.alarms <= 0.03 * found.suites
+    assert found.near(Status.NOISY, noisy, 0.003)
+    assert found.of(Status.IMPROVED) < 0.003
+    assert found.used(processes)
+
+
+@pytest.mark.parametrize(
+    ("slower", "scale", "few", "red", "passed", "processes"),
+    [
+        (1.0, 1.0, 6, 0.989, 0.009, 4.2),
+        (1.5, 1.0, 3, 0.999, 0.001, 4.05),
+        (1.0, 2.0, 5, 0.925, 0.018, 6.0),
+        (1.5, 2.0, 3, 0.991, 0.002, 4.7),
+    ],
+)
+def test_a_slowdown_of_the_margin_is_found(
+    slower: float, scale: float, few: int, red: float, passed: float, processes: float
+) -> None:
+    found = Rates(2, few, slower, scale)
+    assert found.near(Status.REGRESSED, red, 0.01)
+    assert found.near(Status.PASS, passed, 0.005)
+    assert found.used(processes)
+
+
+def test_a_slowdown_of_each_workload_s_own_margin_is_found_with_the_planned_blocks() -> None:
+    found = Rates(3, 4, 1.0, 1.0, default=True)
+    assert found.of(Status.REGRESSED) > 0.95
+    assert found.of(Status.PASS) < 0.02

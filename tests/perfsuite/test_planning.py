@@ -1,0 +1,153 @@
+"""How much of each workload is timed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from builders import entry, measurement
+
+from perfsuite import planning
+from perfsuite.baseline import Entry
+from perfsuite.planning import (
+    blocks_of,
+    is_ample,
+    is_slow,
+    noise_parts,
+    reference_blocks,
+    scale,
+)
+
+PAIR = [-1.0, 1.0]
+
+
+def accepted(*processes: Sequence[float], sessions: int = 1) -> Entry:
+    """An entry whose processes have these block log-ratios to the accepted side."""
+    return entry([[measurement(accepted=p) for p in processes]] * sessions)
+
+
+def of_parts(block: float, shift: float, blocks: int = 8) -> Entry:
+    """An entry with exactly these variances: of a block, and of the process shift."""
+    row = np.resize(PAIR, blocks) * math.sqrt(block * (blocks - 1) / blocks)
+    apart = math.sqrt((shift + block / blocks) / 2)
+    return accepted(*(list(row + apart * sign) for sign in PAIR))
+
+
+def with_reference(seconds: float, ratio: float = math.log(20.0)) -> Entry:
+    return entry([measurement(reference_s=seconds, ratio=ratio)])
+
+
+def test_the_limits_are_the_documented_ones() -> None:
+    assert (planning.LONG_S, planning.SLOW_PROOF_S, planning.AMPLE, planning.FEW_BLOCKS) == (1.0, 0.02, 10.0, 3)
+    assert (planning.LEAST_BLOCKS, planning.MOST_BLOCKS) == (4, 24)
+    assert planning.TARGET_SHARE == 0.25
+
+
+# --- the parts of the noise -----------------------------------------------------------------------------------------
+
+
+def test_the_variance_is_parted_into_blocks_and_processes() -> None:
+    processes = [[0.0, 1.0, 2.0], [3.0, 5.0], [9.0, 10.0]]
+    block = (1.0 + 2.0 + 0.5) / 3
+    shift = np.var([1.0, 4.0, 9.5], ddof=1) - block / ((3 + 2 + 2) / 3)
+    assert noise_parts(accepted(*processes)) == (pytest.approx(block), pytest.approx(shift))
+
+
+def test_processes_of_all_sessions_count() -> None:
+    assert noise_parts(accepted([0.0, 1.0], sessions=2)) == (pytest.approx(0.5), 0.0)
+    assert noise_parts(accepted([0.0, 1.0], [9.0, 10.0], sessions=2)) == (pytest.approx(0.5), pytest.approx(27 - 0.25))
+
+
+def test_a_process_of_one_block_tells_of_the_shift_alone() -> None:
+    block, shift = noise_parts(accepted([0.0, 2.0], [5.0]))
+    assert (block, shift) == (pytest.approx(2.0), pytest.approx(8.0 - 2.0 / 1.5))
+
+
+def test_processes_that_agree_better_than_their_blocks_have_no_shift() -> None:
+    assert noise_parts(accepted([-1.0, 1.0], [1.0, -1.0])) == (2.0, 0.0)
+
+
+def test_without_several_processes_and_blocks_nothing_is_known() -> None:
+    assert noise_parts(accepted([0.0, 1.0])) == (0.0, 0.0)
+    assert noise_parts(accepted([0.0], [1.0])) == (0.0, 0.0)
+    assert noise_parts(entry([measurement()] * 3)) == (0.0, 0.0)
+    (session,) = (made := accepted([0.0, 1.0], [2.0, 3.0])).sessions
+    (first, second) = session.processes
+    plain = replace(second, log_ratios={"reference": (1.0, 2.0)})
+    assert noise_parts(replace(made, sessions=(replace(session, processes=(first, plain)),))) == (0.0, 0.0)
+
+
+# --- blocks ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("blocks", [3, 4.5, 8, 16])
+def test_the_variance_of_a_process_mean_scales_with_its_blocks(blocks: float) -> None:
+    made = of_parts(block=4e-6, shift=1e-6)
+    assert noise_parts(made) == (pytest.approx(4e-6, rel=1e-3), pytest.approx(1e-6, rel=1e-2))
+    assert scale(made, blocks) == pytest.approx((1 + 4 / blocks) / (1 + 4 / 8), rel=1e-2)
+
+
+def test_the_accepted_blocks_are_those_of_all_processes() -> None:
+    made = accepted([0.0, 2.0, 0.0, 2.0], [-3.0, 5.0])
+    block, shift = noise_parts(made)
+    assert scale(made, 3) == pytest.approx(1.0)
+    assert scale(made, 6) == pytest.approx((shift + block / 6) / (shift + block / 3))
+
+
+def test_without_block_noise_more_blocks_change_nothing() -> None:
+    for made in (accepted([0.0, 0.0], [1.0, 1.0]), accepted([0.0, 1.0]), entry([measurement()] * 3)):
+        assert scale(made, 3) == 1.0
+        assert blocks_of(made, 0.01) is None
+
+
+@pytest.mark.parametrize(
+    ("share_of_target", "shift_share", "blocks"),
+    [
+        # Block variance, and the shift's, as shares of the variance that is aimed at.
+        (4.5, 0.0, 5),
+        (4.9, 0.0, 5),
+        (5.1, 0.0, 6),
+        (2.0, 0.5, 4),
+        (2.1, 0.5, 5),
+        (5.1, 0.5, 11),
+        (0.1, 0.0, 4),
+        (60.0, 0.0, 24),
+        # The shift alone is too large: blocks that add half of its variance.
+        (5.9, 2.0, 6),
+        (6.1, 2.0, 7),
+        (6.1, 1.0, 13),
+    ],
+)
+def test_a_process_has_as_many_blocks_as_decide_nearly_always(
+    share_of_target: float, shift_share: float, blocks: int
+) -> None:
+    target = (0.25 * 0.05) ** 2
+    assert blocks_of(of_parts(share_of_target * target, shift_share * target, blocks=16), 0.05) == blocks
+
+
+# --- the reference --------------------------------------------------------------------------------------------------
+
+
+def test_a_slow_reference_is_one_whose_proof_takes_long() -> None:
+    assert not is_slow(with_reference(0.02))
+    assert is_slow(with_reference(0.0201))
+
+
+def test_an_ample_promise_is_exceeded_ten_times() -> None:
+    made = with_reference(0.1, ratio=0.0)
+    assert made.speedup() == 1.0
+    assert is_ample(made, 0.1)
+    assert not is_ample(made, 0.1001)
+    assert not is_ample(made, None)
+
+
+def test_the_reference_joins_as_few_blocks_as_its_promise_allows() -> None:
+    assert reference_blocks(with_reference(1.0), None) == 3
+    assert reference_blocks(with_reference(1.0), 15.0) == 3
+    long = with_reference(1.1)
+    assert reference_blocks(long, None) == 0
+    assert reference_blocks(long, 15.0) == 1
+    assert reference_blocks(long, 1.5) == 0

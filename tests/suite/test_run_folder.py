@@ -1,0 +1,272 @@
+"""A run's folder: one run at a time writes into it, and what an earlier one left there is not lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from training import SMALL, Toy
+
+from suite.commands.train import train
+from suite.runtime import CheckpointError, Store
+from suite.runtime.checkpoints import load
+from suite.runtime.locking import LOCK, only_one
+
+
+def during(window: int, act: Callable[[], object]) -> Callable[[Any], Any]:
+    """Wrap a trainer: within that window another thread acts, as another process would."""
+
+    def wrap(trainer: Any) -> Any:
+        whole = trainer.train_window
+
+        def train_window(batch: Any) -> None:
+            if trainer.windows + 1 == window:
+                other = threading.Thread(target=act)
+                other.start()
+                other.join()
+            whole(batch)
+
+        trainer.train_window = train_window
+        return trainer
+
+    return wrap
+
+
+def invoked(*arguments: str) -> Result:
+    return CliRunner().invoke(train, ["toy", *SMALL, *arguments])
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in folder.iterdir()}
+
+
+@contextmanager
+def another_process(folder: Path) -> Iterator[int]:
+    """A run of its own in the folder; its process's number."""
+    told, tell = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which the child does not need
+        pid = os.fork()
+    if pid == 0:
+        try:
+            with only_one(folder):
+                os.write(tell, b"in")
+                signal.pause()
+        finally:
+            os._exit(1)
+    os.close(tell)
+    assert os.read(told, 2) == b"in"
+    os.close(told)
+    try:
+        yield pid
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+# --- two runs -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [1, 5])
+@pytest.mark.parametrize("arguments", [[], ["--resume", "latest"], ["--overwrite"]])
+def test_a_second_run_in_a_folder_ends_at_once_and_neither_loses_anything(
+    run: Toy, window: int, arguments: list[str]
+) -> None:
+    """Before the first checkpoint and after it: the folder was new when both began."""
+    seen: list[Any] = []
+
+    def second() -> None:
+        before = contents(run.folder)
+        seen.append(invoked("--folder", str(run.folder), "--windows", "9", *arguments))
+        assert contents(run.folder) == before
+        seen.append(before)
+
+    outcome = run.fit(6, checkpoint_every=2, wrap=during(window, second))
+    done, _ = seen
+    assert done.exit_code == 1
+    assert done.output == (
+        f"Error: another run is writing into {run.folder}; wait until it has ended, or name another --folder\n"
+    )
+    assert outcome.windows == 6
+    assert sorted(contents(run.folder)) == [f"window-0000000{n}.pt" for n in (2, 4, 6)]
+
+
+def test_the_command_holds_its_folder_from_before_the_data_to_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It writes there after the last window, too, and reads its data for a minute before the first."""
+    from suite import trainers
+
+    seen: list[str] = []
+
+    def refused() -> None:
+        with pytest.raises(CheckpointError, match="another run is writing into"), only_one(tmp_path / "run"):
+            pass
+        seen.append("refused")
+
+    def in_a_thread() -> None:
+        other = threading.Thread(target=refused)
+        other.start()
+        other.join()
+
+    data = trainers.data_of
+
+    def loading(name: str) -> Any:
+        in_a_thread()
+        return data(name)
+
+    def finish(name: str) -> Any:
+        return lambda trainer, folder: in_a_thread()
+
+    monkeypatch.setattr(trainers, "data_of", loading)
+    monkeypatch.setattr(trainers, "finish_of", finish)
+    done = invoked("--folder", "run", "--windows", "2")
+    assert (done.exit_code, seen) == (0, ["refused"] * 2), done.output
+    assert [p.name for p in (tmp_path / "run").iterdir()] == ["window-00000002.pt"]
+
+
+def test_a_run_that_is_killed_keeps_nobody_out(run: Toy) -> None:
+    with another_process(run.folder):
+        with pytest.raises(CheckpointError, match=f"another run is writing into {run.folder}; wait until it has ended"):
+            run.fit(3)
+        assert os.listdir(run.folder) == [LOCK]
+    assert run.fit(3).windows == 3
+    assert os.listdir(run.folder) == ["window-00000003.pt"]
+
+
+def test_a_folder_by_another_name_is_the_same(run: Toy, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(run.folder)
+    with another_process(run.folder):
+        for folder in (tmp_path / "link", tmp_path / "other" / ".." / "run"):
+            (tmp_path / "other").mkdir(exist_ok=True)
+            with pytest.raises(CheckpointError, match="another run is writing into"), only_one(folder):
+                pass
+
+
+def test_runs_in_folders_of_their_own_do_not_meet(run: Toy, tmp_path: Path) -> None:
+    with another_process(tmp_path / "another"), another_process(run.folder / "within"):
+        assert run.fit(2).windows == 2
+
+
+def test_what_trains_nothing_needs_no_folder_for_itself(run: Toy) -> None:
+    with another_process(run.folder):
+        assert run.fit(0).windows == 0
+        assert invoked("--folder", str(run.folder), "--show").exit_code == 0
+
+
+@pytest.mark.parametrize("what", ["folder", "link"])
+def test_a_lock_that_cannot_be_had_is_one_line(run: Toy, tmp_path: Path, what: str) -> None:
+    mine = tmp_path / "mine"
+    mine.write_text("mine")
+    run.folder.mkdir()
+    if what == "folder":
+        (run.folder / LOCK).mkdir()
+    else:
+        (run.folder / LOCK).symlink_to(mine)
+    done = invoked("--folder", str(run.folder), "--windows", "2")
+    assert done.exit_code == 1
+    assert done.output.startswith(f"Error: cannot write into {run.folder}: ")
+    assert done.output.endswith("; name another --folder\n")
+    assert done.output.count("\n") == 1
+    assert mine.read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--folder", "a/new/one", "--resume", "latest"], "no checkpoint in a/new/one"),
+        (["--folder", "a/new/one", "--resume", "nowhere.pt"], "no checkpoint nowhere.pt"),
+        (["--folder", "a/new/one", "--device", "abacus"], "--device abacus"),
+        (["--folder", "a/file/one"], "cannot write into a/file/one: Not a directory; name another --folder"),
+    ],
+)
+def test_a_run_that_does_not_begin_leaves_no_folder(tmp_path: Path, arguments: list[str], told: str) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a/file").write_text("")
+    done = invoked("--windows", "2", *arguments)
+    assert (done.exit_code, told in done.output) == (1, True), done.output
+    assert os.listdir("a") == ["file"]
+
+
+# --- what an earlier one left ---------------------------------------------------------------------------------------
+
+
+def test_a_run_that_goes_on_from_an_earlier_one_is_the_last(run: Toy) -> None:
+    """Though the folder has later windows; these are told of and stay until newer ones have taken their place."""
+    run.fit(6, checkpoint_every=2)
+    outcome = run.fit(3, resume=run.folder / "window-00000002.pt")
+    assert f"in {run.folder}, of later windows or another run, now called *.old: window-00000006.pt" in run.said
+    assert Store(run.folder).latest() == outcome.checkpoint == run.folder / "window-00000003.pt"
+    assert sorted(os.listdir(run.folder)) == [
+        "window-00000002.pt",
+        "window-00000003.pt",
+        "window-00000004.pt.old",
+        "window-00000006.pt.old",
+    ]
+    run.fit(8, resume=outcome.checkpoint, checkpoint_every=1, keep=2)
+    assert "now called" not in run.said
+    assert [load(p).windows for p in Store(run.folder).files()] == [8, 7, 6]
+
+
+def test_a_run_that_begins_anew_is_the_last(run: Toy) -> None:
+    run.fit(6, checkpoint_every=2)
+    run.fit(1, overwrite=True)
+    assert Store(run.folder).latest() == run.folder / "window-00000001.pt"
+    assert "now called *.old: window-00000006.pt, window-00000004.pt, window-00000002.pt" in run.said
+
+
+def test_a_run_from_elsewhere_is_the_last(run: Toy, tmp_path: Path) -> None:
+    """What the folder had of another run is later than nothing, whatever its number."""
+    run.fit(3)
+    source = (run.folder / "window-00000003.pt").rename(tmp_path / "window-00000003.pt")
+    run.fit(2)
+    outcome = run.fit(4, resume=source)
+    assert [p.name for p in Store(run.folder).files()] == ["window-00000004.pt", "window-00000002.pt.old"]
+    run.fit(5, resume=run.folder / "window-00000002.pt.old")
+    assert Store(run.folder).latest() == run.folder / "window-00000005.pt"
+    assert outcome.checkpoint == run.folder / "window-00000004.pt"
+
+
+def test_what_trains_nothing_leaves_the_later_ones_where_they_are(run: Toy) -> None:
+    run.fit(6, checkpoint_every=2)
+    before = contents(run.folder)
+    run.fit(2, resume=run.folder / "window-00000002.pt")
+    assert contents(run.folder) == before
+
+
+def test_nan_in_the_first_window_after_a_run_was_left_behind(run: Toy) -> None:
+    """It takes its own checkpoint with it: the one that it began at is the last again."""
+    from suite.runtime import DivergedError
+
+    run.fit(6, checkpoint_every=2)
+    with pytest.raises(DivergedError):
+        run.fit(9, resume=run.folder / "window-00000004.pt", config={"nan_at": 5}, checkpoint_every=1, keep=1)
+    assert Store(run.folder).latest() == run.folder / "window-00000004.pt"
+    with pytest.raises(DivergedError):
+        run.fit(9, overwrite=True, config={"nan_at": 1}, checkpoint_every=1, keep=1)
+    assert load(Store(run.folder).latest()).windows >= 4
+
+
+def test_after_a_damaged_one_the_remedy_helps(run: Toy) -> None:
+    """The last two are damaged: the command names the one before, and goes on from it for good."""
+    run.fit(6, checkpoint_every=2)
+    arguments = ["--folder", str(run.folder), "--windows", "4", "--seed", "0"]
+    for number in (4, 6):
+        (run.folder / f"window-0000000{number}.pt").write_bytes(b"PK")
+    path = "latest"
+    for expected in (6, 4):
+        done = invoked(*arguments, "--resume", path)
+        assert done.exit_code == 1
+        assert f"window-0000000{expected}.pt is damaged" in done.output
+        path = done.output.split("resume from ")[1].strip()
+    assert invoked(*arguments, "--resume", path).exit_code == 0
+    assert load(Store(run.folder).latest()).windows == 4
+    assert invoked(*arguments, "--windows", "5", "--resume", "latest").exit_code == 0
