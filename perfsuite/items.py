@@ -180,6 +180,7 @@ class ProofItem(pytest.Function):
         self.current: Case | None = None
         self.kind = name.partition("[")[0]
         profile = parent.config.option.perfsuite_profile or ("ci" if os.environ.get("CI") else "dev")
+        self.limit_s = pair.time_limit * EXAMPLES[profile] / EXAMPLES["dev"]
         node = f"{parent.nodeid}::{name}"
         # One for all sides of the pair, which are so proven on the same draws.
         seed = _seed(parent, f"{self.kind} {dtype}", profile) if self.kind in ("equivalence", "gradients") else None
@@ -247,7 +248,7 @@ class ProofItem(pytest.Function):
         __tracebackhide__ = True
         line = self.config.option.perfsuite_case
         # Our line says how to reproduce a failure; Hypothesis would add its own, about a test that is not the user's.
-        with time_limit(self.pair.time_limit * sanitizer.slower()), with_reporter(lambda message: None):
+        with time_limit(self.limit_s * sanitizer.slower()), with_reporter(lambda message: None):
             try:
                 if line:
                     self._prove(make.parse_case(line, self.dtype))

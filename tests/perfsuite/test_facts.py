@@ -272,3 +272,14 @@ def test_the_facts_of_one_pair_at_a_time_are_kept() -> None:
     assert facts_of(other) is not known
     assert facts_of(one) is not known
     assert len(facts._latest) == 1
+
+
+# --- the time that a proof may take ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("profile", "seconds"), [("dev", "0.2 s"), ("thorough", "4 s")])
+def test_a_profile_of_more_draws_may_take_longer(project: Project, profile: str, seconds: str) -> None:
+    slow = THREE_SIDES.replace("return (x * y).sum(-1)", "__import__('time').sleep(600)", 1)
+    project.write("test_dot.py", slow.replace("workloads=", "time_limit=0.2, workloads="))
+    result = project.run("-k", "equivalence and not other and not wrong", f"--perfsuite-profile={profile}")
+    assert lines_with(result.stdout.str(), "hangs", f"its time limit of {seconds}")
