@@ -61,7 +61,10 @@ def for_timing(tasks: Sequence[Task], machine: Machine, expected: Callable[[Task
 
 
 def for_proving(tasks: Sequence[Task], machine: Machine, expected: Callable[[Task], float]) -> Split:
-    """A lane for each core; nothing is timed, so that they may disturb each other."""
+    """A lane for each core; nothing is timed, so that they may disturb each other.
+
+    The proofs of one pair go to one lane, where they share the truths of their draws.
+    """
     count = max(1, min(machine.cores, MOST_PROVERS, len(tasks)))
     devices = _several_devices(machine)
     lanes = []
@@ -72,7 +75,7 @@ def for_proving(tasks: Sequence[Task], machine: Machine, expected: Callable[[Tas
         if all(t.kind == ITEMS for t in tasks) and "OMP_NUM_THREADS" not in os.environ:
             environment["OMP_NUM_THREADS"] = str(max(1, machine.cores // count))
         lanes.append(Lane(environment=environment))
-    return balanced(tasks, lanes, expected)
+    return balanced(tasks, lanes, expected, together=lambda task: task.id.rpartition("::")[0])
 
 
 def _several_devices(machine: Machine) -> tuple[str, ...]:
@@ -81,15 +84,26 @@ def _several_devices(machine: Machine) -> tuple[str, ...]:
     return devices if len(devices) > 1 else ()
 
 
-def balanced(tasks: Sequence[Task], lanes: Sequence[Lane], expected: Callable[[Task], float]) -> Split:
-    """Each task to the lane that would be done first, the longest tasks first; within a lane in the given order."""
+def balanced(
+    tasks: Sequence[Task],
+    lanes: Sequence[Lane],
+    expected: Callable[[Task], float],
+    together: Callable[[Task], str] = lambda task: task.id,
+) -> Split:
+    """Each task to the lane that would be done first, the longest tasks first; within a lane in the given order.
+
+    Tasks for which `together` gives the same are not parted.
+    """
     order = {task.id: n for n, task in enumerate(tasks)}
     split: Split = [(lane, []) for lane in lanes]
     loads = [0.0] * len(lanes)
-    for task in sorted(tasks, key=expected, reverse=True):
+    groups: dict[str, list[Task]] = {}
+    for task in tasks:
+        groups.setdefault(together(task), []).append(task)
+    for group in sorted(groups.values(), key=lambda group: sum(map(expected, group)), reverse=True):
         least = loads.index(min(loads))
-        split[least][1].append(task)
-        loads[least] += expected(task)
+        split[least][1].extend(group)
+        loads[least] += sum(map(expected, group))
     for _, some in split:
         some.sort(key=lambda task: order[task.id])
     return [(lane, some) for lane, some in split if some]
