@@ -309,9 +309,9 @@ def test_workers_read_the_packed_file():
 def test_compiled_it_is_the_same_and_a_second_trainer_compiles_nothing_anew(text, known):
     config = dataclasses.replace(SMALL, use_compile=True)
     assert share_of_budget(curve(Optimized(config, text, "cpu"), 5), known) <= 1
-    before = torch._dynamo.utils.counters["frames"]["total"]
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     trained(Optimized, text, dataclasses.replace(config, seed=3, learning_rate=1e-3), 2)
-    assert torch._dynamo.utils.counters["frames"]["total"] == before
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
 
 
 def test_where_nothing_can_be_compiled_it_trains_and_says_why(text, monkeypatch):

@@ -316,10 +316,10 @@ def test_a_report_says_which_window_it_is_of():
 def test_a_second_trainer_compiles_nothing_anew():
     config = dataclasses.replace(SMALL, compiled_function=True)
     curve(Optimized(config, VOCABULARY, "cpu"), 1)
-    before = torch._dynamo.utils.counters["frames"]["total"]
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     for seed in range(3):
         curve(Optimized(dataclasses.replace(config, seed=seed), VOCABULARY, "cpu"), 2)
-    assert torch._dynamo.utils.counters["frames"]["total"] == before
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
 
 
 def test_padding_is_not_seen():
