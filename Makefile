@@ -6,14 +6,22 @@ SETUP = bootstrap=$(BOOTSTRAP) && python=$$("$$bootstrap" tools/bootstrap.py)
 # More arguments for the command, e.g. make run ARGS='-k rotor_update'
 ARGS ?=
 
-.PHONY: run test check format gate doctor mutate clean help
+# Dozens of processes import the same modules; with this variable set each would compile them anew.
+run test test-all: export PYTHONDONTWRITEBYTECODE =
+
+.PHONY: run test test-all check format gate doctor mutate clean help
 
 run: ## prove, measure and report, with what this machine has
 	@$(SETUP) && "$$python" -m perfsuite run $(ARGS)
 
+# A worker takes tests in their order, so that the proofs of a pair share what they know of its draws.
 test: ## correctness of every pair and the harness's own tests (nothing is timed)
 	@beside= && $(SETUP) && { ! "$$python" -c "import xdist" 2>/dev/null || beside="-n auto --dist worksteal"; } && \
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} "$$python" -m pytest -p perfsuite.plugin -m "not perf" $$beside $(ARGS)
+
+test-all: export PERFSUITE_TEST_SCALE = full
+test-all: override ARGS += --perfsuite-profile=thorough
+test-all: test ## the same with every count at its full size, and 500 draws a proof: an hour or two
 
 check: ## formatting, lint and types
 	@$(SETUP) && { "$$python" -c "import ruff, mypy" 2>/dev/null || \
@@ -38,4 +46,4 @@ clean: ## remove caches, builds and reports; .venv and baselines stay
 	@find . -name __pycache__ -type d -not -path './.venv/*' -not -path './.git/*' -prune -exec rm -rf {} +
 
 help: ## this list
-	@sed -n 's/^\([a-z]*\): ## /\1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do printf '  make %-8s %s\n' "$$name" "$$text"; done
+	@sed -n 's/^\([a-z-]*\):[a-z ]*## /\1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do printf '  make %-9s %s\n' "$$name" "$$text"; done

@@ -8,6 +8,9 @@ runs nothing.
 from __future__ import annotations
 
 import ast
+import contextlib
+import functools
+import importlib
 import inspect
 import json
 import os
@@ -15,14 +18,14 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from perfsuite.errors import PairError, PerfsuiteError
+from perfsuite.forks import Forks
 from perfsuite.pair import Pair, Side, Workload, as_side
 from perfsuite.records import InputCase
 from perfsuite.workers import pytest_arguments
@@ -36,6 +39,8 @@ AHEAD = "PERFSUITE_AHEAD"
 """Environment variable of the compiling process: where it writes what it compiled."""
 MAX_SHARED_BYTES = 227 * 1024
 """Shared memory that one block may have on sm_90."""
+LARGE = 1 << 16
+"""From so many elements on a tensor is not computed."""
 
 
 def kernels_of(pair: Pair) -> dict[str, Any]:
@@ -80,24 +85,43 @@ def _beside(other: ModuleType, module: ModuleType) -> bool:
     return other.__name__.partition(".")[0] == module.__name__.partition(".")[0]
 
 
-def compile_in_subprocess(item: pytest.Item, seconds: float) -> None:
-    """Compile the item's pair in a fresh process; PerfsuiteError with the compiler's line where a kernel fails."""
+@functools.cache
+def _forks() -> Forks:
+    return Forks("perfsuite.ahead:prepare", _compiling(os.environ))
+
+
+def prepare() -> None:
+    """In the server of the compiling processes: import what most of them need, and nothing of the project."""
+    for name in ("perfsuite.items", "pytest", "torch._dynamo", "torch.distributed.fsdp", "triton.language"):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    with contextlib.suppress(ImportError):
+        from triton.runtime.cache import triton_key
+
+        triton_key()  # reads all of Triton, half a second's work
+
+
+def _compiling(environment: Mapping[str, str]) -> dict[str, str]:
+    return {**environment, "TRITON_INTERPRET": "0"}
+
+
+def compile_in_fork(item: pytest.Item, seconds: float) -> None:
+    """Compile the item's pair in a process of its own; PerfsuiteError with the compiler's line where a kernel fails."""
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "compiled.json"
-        environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-        environment |= {AHEAD: str(out), "TRITON_INTERPRET": "0"}
-        command = [sys.executable, "-m", "pytest", *pytest_arguments(item.config), item.nodeid]
+        out, log = Path(folder) / "compiled.json", Path(folder) / "log.txt"
+        environment = {**_compiling(os.environ), AHEAD: str(out)}
+        # pytest would warn that it cannot rewrite what the server has imported.
+        arguments = [*pytest_arguments(item.config), "--assert=plain", item.nodeid]
         try:
-            done = subprocess.run(
-                command, cwd=item.config.rootpath, env=environment, capture_output=True, text=True, timeout=seconds
+            code = _forks().run(
+                "pytest", arguments, cwd=item.config.rootpath, environment=environment, log=log, seconds=seconds
             )
         except subprocess.TimeoutExpired:
             raise PerfsuiteError(f"its kernels did not compile for sm_90 within {seconds:g} s") from None
         if not out.exists():
-            tail = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()][-4:]
-            raise PerfsuiteError(
-                f"compiling for sm_90 ended with exit code {done.returncode}: {' | '.join(tail)[:600]}"
-            )
+            text = log.read_text(errors="replace") if log.exists() else ""
+            tail = [line for line in text.splitlines() if line.strip()][-4:]
+            raise PerfsuiteError(f"compiling for sm_90 ended with exit code {code}: {' | '.join(tail)[:600]}")
         result = json.loads(out.read_text())
     if result["error"]:
         raise PerfsuiteError(result["error"])
@@ -136,7 +160,7 @@ def _launch_all(pair: Pair, recorder: recording) -> Iterator[str]:
     small = [w for w in pair.workloads if w not in workloads]
     if small and len(kernels) > 1:
         # A variant without a kernel may take minutes here at the sizes that a GPU meets.
-        kernels = [s for s in kernels if recorder.launches(partial(_call, pair, s, small[0]))]
+        kernels = [s for s in kernels if recorder.launches(functools.partial(_call, pair, s, small[0]))]
     for workload in workloads:
         for side in kernels:
             _call(pair, side, workload)
@@ -153,9 +177,9 @@ def _call(pair: Pair, side: Side, workload: Workload) -> None:
     # Zeros cost nothing to make; only sizes and dtypes matter to the compiler.
     plain = {name: InputCase(regime="zeros") for name in {**pair.inputs, **pair.step_inputs}}
     case = replace(make.workload_case(workload, pair.dtypes[0], seed=0), inputs=plain)
-    values = make.build(pair, case, "cpu")
+    values = make.build(replace(pair, adjust=None), case, "cpu")
     call = execution.callable_of(side)
-    with _without_products():
+    with _without_work():
         if pair.is_stateful:
             call(*values.values())(*make.build_step(pair, case, "cpu", 1).values())
         else:
@@ -164,26 +188,55 @@ def _call(pair: Pair, side: Side, workload: Workload) -> None:
                 execution.run(call, pair, values, gradients=gradients, seed=0)
 
 
-def _without_products() -> Any:
-    """Inside, a matrix product gives zeros: between kernels it is what would take long on a CPU."""
+def _without_work() -> Any:
+    """Inside, products and operations on large tensors give zeros that nobody has computed.
+
+    Only sizes and dtypes matter to the compiler. Integers are computed, since sizes may depend on them.
+    """
     import torch
     from torch.utils import _pytree as pytree
-    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from perfsuite import execution
 
     aten = torch.ops.aten
     products = {aten.mm, aten.bmm, aten.addmm, aten.baddbmm}
 
-    class Mode(TorchDispatchMode):
+    def tensors(value: Any) -> list[torch.Tensor]:
+        return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+    class Mode(execution.PlainMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = kwargs or {}
-            if func.overloadpacket not in products:
+            large = any(t.numel() >= LARGE for t in tensors((args, kwargs)))
+            if func.is_view or not (large or func.overloadpacket in products):
                 return func(*args, **kwargs)
-            if "out" in kwargs:
-                return kwargs["out"].zero_()
-            shapes = pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), (args, kwargs))
-            return torch.zeros_like(func(*shapes[0], **shapes[1]), device="cpu")
+            if func._schema.is_mutable:
+                changed = kwargs.get("out", args[0])
+                alone = isinstance(changed, torch.Tensor) and len(func._schema.returns) == 1
+                if not alone or not changed.is_floating_point():
+                    return func(*args, **kwargs)
+                return changed if changed.numel() >= LARGE else changed.zero_()
+            try:
+                given = pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), (args, {**kwargs}))
+                shapes = func(*given[0], **given[1])
+            except (NotImplementedError, RuntimeError):  # the size of the result depends on values
+                return func(*args, **kwargs)
+            if not all(t.is_floating_point() for t in tensors(shapes)):
+                return func(*args, **kwargs)
+            return pytree.tree_map_only(torch.Tensor, _zeros_like, shapes)
 
-    return Mode()  # type: ignore[no-untyped-call]  # torch has not typed it
+    return Mode()
+
+
+def _zeros_like(shape: Any) -> Any:
+    """Zeros in memory that costs nothing until it is touched."""
+    import numpy
+    import torch
+
+    steps = zip(shape.shape, shape.stride(), strict=True)
+    extent = 1 + sum((n - 1) * step for n, step in steps) if shape.numel() else 0
+    memory = torch.from_numpy(numpy.zeros(extent * shape.element_size(), dtype=numpy.uint8))
+    return memory.view(shape.dtype).as_strided(shape.shape, shape.stride())
 
 
 def _reason(side: Any) -> str | None:

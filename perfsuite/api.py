@@ -9,7 +9,7 @@ from typing import Any
 import hypothesis
 import torch
 
-from perfsuite import diagnosis, equivalence, execution, guard, integrity, measuring
+from perfsuite import diagnosis, equivalence, execution, guard, integrity, interpreter, measuring
 from perfsuite import inputs as make
 from perfsuite.errors import PerfsuiteError
 from perfsuite.pair import Pair, as_side
@@ -32,6 +32,7 @@ def proofs(
     pair: Pair, *, examples: int = 25, device: str | None = None
 ) -> Iterator[tuple[str, Callable[[], Evidence | None]]]:
     """(name, proof) for all that `check` does, one by one: a proof raises NotEquivalent, or gives its evidence."""
+    interpreter.quicken()
     where = device or ("cuda" if torch.cuda.is_available() else "cpu")
     gradients = pair.gradients and not pair.is_stateful and bool(execution.differentiable(pair))
     for dtype in pair.dtypes:

@@ -106,7 +106,7 @@ class Tally:
     """Whether, on some draw, the reference answered other inputs otherwise; None before the first was looked at."""
     roundings: bool = False
     """Whether the reference's roundings could be looked at, on a draw of enough different values."""
-    fault: PairError | None = None
+    fault: str = ""
     """What is wrong with the reference: of every draw from then on."""
 
     def evidence(self, pair: Pair, dtype: str, device: str) -> Evidence:
@@ -345,6 +345,32 @@ def produce(
     return leaves
 
 
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What one draw says about the reference as a task, whatever side is tried on it."""
+
+    answers_differ: bool | None = None
+    """Whether the reference answered other inputs otherwise; None where there were no others."""
+    roundings: bool = False
+    """Whether the reference's roundings could be looked at."""
+    fault: str = ""
+
+
+class Facts:
+    """What is known of a draw before any side is tried on it."""
+
+    def truth(self, pair: Pair, case: Case, device: str, *, gradients: bool, home: Path | None) -> Truth:
+        """As `establish`."""
+        return establish(pair, case, device, gradients=gradients, home=home)
+
+    def task(self, pair: Pair, case: Case, device: str, *, home: Path | None) -> Task:
+        """What the draw says about the reference."""
+        try:
+            return _task(pair, case, device, home)
+        except PairError as error:
+            return Task(fault=str(error))
+
+
 def check_case(
     pair: Pair,
     case: Case,
@@ -355,29 +381,32 @@ def check_case(
     gradients: bool = False,
     tally: Tally | None = None,
     home: Path | None = None,
+    facts: Facts | None = None,
 ) -> None:
     """Prove one side on one draw, or raise NotEquivalent. The draw is counted in `tally`."""
     tally = tally if tally is not None else Tally()
+    facts = facts or Facts()
     tally.draws += 1
     try:
-        truth = establish(pair, case, device, gradients=gradients, home=home)
+        truth = facts.truth(pair, case, device, gradients=gradients, home=home)
     except Discard:
         tally.discarded += 1
         return
     tally.ill_conditioned += truth.ill_conditioned
     if not tally.answers_differ or (not tally.roundings and tally.draws <= TASK_DRAWS):
-        try:
-            _check_task(pair, case, device, home, tally)
-        except PairError as error:
-            tally.fault = error
-    if tally.fault is not None:
-        raise tally.fault
+        task = facts.task(pair, case, device, home=home)
+        tally.fault = tally.fault or task.fault
+        tally.roundings |= task.roundings
+        if task.answers_differ is not None:
+            tally.answers_differ = tally.answers_differ or task.answers_differ
+    if tally.fault:
+        raise PairError(tally.fault)
     produced = produce(pair, side or as_side(pair.optimized), case, device, gradients=gradients, home=home)
     judge(pair, truth, produced, name=side_name, tally=tally)
 
 
-def _check_task(pair: Pair, case: Case, device: str, home: Path | None, tally: Tally) -> None:
-    """Notes whether the reference answers other inputs otherwise. PairError where it rounds to half precision."""
+def _task(pair: Pair, case: Case, device: str, home: Path | None) -> Task:
+    """Whether the reference answers other inputs otherwise. PairError where it rounds to half precision."""
     side = as_side(pair.reference)
 
     def answer(drawn: dict[str, Any], i: Case) -> Leaves:
@@ -390,13 +419,15 @@ def _check_task(pair: Pair, case: Case, device: str, home: Path | None, tally: T
     other = make.build(pair, others, device, home=home)
     every = zip(make.tensors_in(drawn), make.tensors_in(other), strict=True)
     if all(identical(a, b) for (_, a), (_, b) in every) and not pair.step_inputs:
-        return  # nothing was drawn: constant or recorded inputs, or empty ones
+        return Task()  # nothing was drawn: constant or recorded inputs, or empty ones
     here, there = answer(drawn, case), answer(other, others)
     if not any(leaf.numel() for leaf in here.values() if isinstance(leaf, torch.Tensor)):
-        return
+        return Task()
+    looked = False
     if pair.precision is None and pair.excuse is None and not pair.is_stateful:
-        tally.roundings |= _check_roundings(pair, drawn, here, answer)
-    tally.answers_differ = tally.answers_differ or any(_differs(leaf, there.get(name)) for name, leaf in here.items())
+        looked = _check_roundings(pair, drawn, here, answer)
+    differ = any(_differs(leaf, there.get(name)) for name, leaf in here.items())
+    return Task(answers_differ=differ, roundings=looked)
 
 
 def _differs(a: Leaf, b: Leaf) -> bool:
@@ -699,10 +730,17 @@ def _as_double(leaf: Leaf) -> torch.Tensor:
 
 def _rms(leaf: Leaf) -> float:
     values = _as_double(leaf)
+    square = float(values.square().mean())
+    if SMALL_SQUARE < square < LARGE_SQUARE:
+        return math.sqrt(square)
     finite = values[values.isfinite()]
     largest = float(finite.abs().max()) if finite.numel() else 0.0
     # Scaled, since float64's own squares overflow above 1e154 and underflow below 1e-154.
     return largest * math.sqrt(float(((finite / largest) ** 2).mean())) if largest else 0.0
+
+
+SMALL_SQUARE, LARGE_SQUARE = 1e-240, 1e300
+"""Between them float64's squares are as exact as scaled ones: what underflows is less than their own rounding."""
 
 
 def _difference(a: torch.Tensor, b: torch.Tensor, period: float | None) -> torch.Tensor:

@@ -56,8 +56,8 @@ def _compiled_factory(make_step: Callable[..., Any], options: Mapping[str, Any])
     return build
 
 
-TINY = 2.0**-1022
-"""Half of it is subnormal."""
+TINY, HALF = 2.0**-1022, 0.5
+"""Their product is subnormal."""
 _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "torch's float32 matmul precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     "torch's default dtype": (torch.get_default_dtype, torch.set_default_dtype),
@@ -69,7 +69,7 @@ _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     ),
     "torch's anomaly detection": (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
     "torch's flushing of subnormal numbers": (
-        lambda: not bool(torch.full((1,), TINY, dtype=torch.float64).mul_(0.5).count_nonzero()),
+        lambda: TINY * HALF == 0.0,  # the processor's setting, which holds for Python's numbers too
         torch.set_flush_denormal,
     ),
     "Python's garbage collection": (gc.isenabled, lambda on: gc.enable() if on else gc.disable()),

@@ -65,13 +65,21 @@ def dtype_of(name: str) -> torch.dtype:
 
 # --- drawing cases -------------------------------------------------------------------------------------------
 
+# Strategies are kept: Hypothesis takes longer to make one than to draw from it.
+SEEDS = st.integers(0, 2**31 - 1)
+
+
+@functools.lru_cache(maxsize=1024)
+def _among(values: tuple[Any, ...]) -> st.SearchStrategy[Any]:
+    return st.sampled_from(values)
+
 
 @st.composite
 def cases(draw: st.DrawFn, pair: Pair, dtype: str) -> Case:
     """A strategy of cases of the pair in that precision; shrinks toward small, contiguous, normal, seed 0."""
     names = sorted(pair.symbols)
     # At most one size is large, so that products of sizes stay small without rejecting draws.
-    large = draw(st.sampled_from([None, *names])) if names else None
+    large = draw(_among((None, *names))) if names else None
     sizes: dict[str, Any] = {}
     for name in names:
         sizes[name] = draw(_size(pair.sizes.get(name), large=name == large))
@@ -81,24 +89,23 @@ def cases(draw: st.DrawFn, pair: Pair, dtype: str) -> Case:
     tensors = {name: leaf for name, spec in every.items() if (leaf := _tensor_spec(spec)) is not None}
     open_ = [name for name, leaf in tensors.items() if "nonfinite" in regimes(leaf)]
     # NaN and ±inf have a share of their own: one regime among nine would be missed by a few dozen draws.
-    adversarial = draw(st.sampled_from(["none", "one", "all", *(["nonfinite"] if open_ else [])]))
-    among = open_ if adversarial == "nonfinite" else list(tensors)
-    chosen = draw(st.sampled_from(among)) if adversarial in ("one", "nonfinite") and among else None
+    adversarial = draw(_among(("none", "one", "all", *(["nonfinite"] if open_ else []))))
+    among = tuple(open_ if adversarial == "nonfinite" else tensors)
+    chosen = draw(_among(among)) if adversarial in ("one", "nonfinite") and among else None
     for name, spec in every.items():
         if isinstance(spec, ScalarSpec):
             sizes[name] = draw(_scalar(spec, sizes))
         leaf = tensors.get(name)
         if leaf is None:
             continue
-        layout = draw(st.sampled_from(_layouts(pair, name, leaf)))
+        layout = draw(_among(_layouts(pair, name, leaf)))
         if adversarial == "all" or (adversarial == "one" and name == chosen):
-            regime = draw(st.sampled_from(regimes(leaf)))
+            regime = draw(_among(regimes(leaf)))
         else:
             regime = "nonfinite" if name == chosen else "normal"
         if layout != "contiguous" or regime != "normal":
             inputs[name] = InputCase(layout=layout, regime=regime)
-    seed = draw(st.integers(0, 2**31 - 1))
-    return Case(dtype=dtype, sizes=sizes, inputs=inputs, seed=seed)
+    return Case(dtype=dtype, sizes=sizes, inputs=inputs, seed=draw(SEEDS))
 
 
 def _assume_where(pair: Pair, sizes: Mapping[str, Any]) -> None:
@@ -113,17 +120,18 @@ def plain_cases(draw: st.DrawFn, pair: Pair, dtype: str) -> Case:
     for name in sorted(pair.symbols):
         size = pair.sizes.get(name) or Size(low=0, high=PLAIN[-1])
         among = [s for s in PLAIN if size.low <= s <= size.high and s % size.multiple_of == 0]
-        sizes[name] = draw(st.sampled_from(among) if among else _size(size, large=False))
+        sizes[name] = draw(_among(tuple(among)) if among else _size(size, large=False))
     _assume_where(pair, sizes)
     for name, spec in {**pair.inputs, **pair.step_inputs}.items():
         if isinstance(spec, ScalarSpec):
             sizes[name] = draw(_scalar(spec, sizes))
-    return Case(dtype=dtype, sizes=sizes, inputs={}, seed=draw(st.integers(0, 2**31 - 1)))
+    return Case(dtype=dtype, sizes=sizes, inputs={}, seed=draw(SEEDS))
 
 
 PLAIN = (3, 5, 7, 13, 17, 23, 16, 24, 32)
 
 
+@functools.lru_cache(maxsize=256)
 def _size(spec: Size | None, *, large: bool) -> st.SearchStrategy[int]:
     low, high, step = (0, SMALL_HIGH, 1) if spec is None else (spec.low, spec.high, spec.multiple_of)
     most = LARGE_EDGES[-1] if spec is None and large else high
@@ -331,6 +339,7 @@ def _within(tensor: torch.Tensor, values: Floats) -> torch.Tensor:
     return tensor.clamp(low, max(low, high))
 
 
+@functools.lru_cache(maxsize=256)
 def _inside(bound: float, dtype: torch.dtype, toward: float) -> float:
     nearest = torch.tensor(bound, dtype=torch.float64).to(dtype)
     if (float(nearest) < bound) if toward > 0 else (float(nearest) > bound):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import functools
+import hashlib
 import os
+import secrets
 import shlex
 import signal
 import sys
@@ -21,10 +23,11 @@ import torch
 from hypothesis import HealthCheck
 from hypothesis.reporting import with_reporter
 
-from perfsuite import ahead, diagnosis, equivalence, execution, guard, integrity, sanitizer
+from perfsuite import ahead, diagnosis, equivalence, execution, guard, integrity, interpreter, sanitizer
 from perfsuite import inputs as make
 from perfsuite.equivalence import NotEquivalent, Tally
 from perfsuite.errors import PairError, PerfsuiteError
+from perfsuite.facts import facts_of
 from perfsuite.pair import Pair, Side, as_side
 from perfsuite.records import Case, Evidence
 from perfsuite.speed import SpeedItem
@@ -33,6 +36,9 @@ EXAMPLES = {"dev": 25, "ci": 50, "thorough": 500}
 INTEGRITY_EXAMPLES = {"dev": 3, "ci": 5, "thorough": 30}
 SMALL_STEP_EXAMPLES = 8
 """Stateful pairs take 100 steps a draw: fewer draws."""
+
+MORE_DRAWS = 2
+"""Hypothesis draws some cases several times, mostly small ones: so many draws are there for each case to be proven."""
 
 Prove = Callable[[Case, Tally], None]
 
@@ -51,6 +57,7 @@ class PairCollector(pytest.Collector):
 
     def __init__(self, *, pair: Pair, **kwargs: Any) -> None:
         super().__init__(**kwargs)
+        interpreter.quicken()
         self.pair = pair
         bound = [n for n, v in vars(self.parent.obj).items() if v is pair]  # type: ignore[union-attr]  # it has a module
         if len(bound) > 1:
@@ -106,6 +113,7 @@ class PairCollector(pytest.Collector):
                 gradients=gradients,
                 tally=tally,
                 home=self.home,
+                facts=facts_of(self.pair),
             )
 
         return self._item(name, dtype, prove, execution.unavailable(side, device()), side)
@@ -128,6 +136,30 @@ class PairCollector(pytest.Collector):
         tally.draws += 1
 
 
+class _Distinct:
+    """Lets `most` different cases through, and then only what is needed to shrink a failure."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.passed: set[str] = set()
+        self.failed = False
+
+    @contextmanager
+    def wanted(self, case: Case) -> Iterator[bool]:
+        """Whether the case is to be proven; the block raises where it fails."""
+        line = make.case_line(case)
+        wanted = line not in self.passed and (self.failed or len(self.passed) < self.most)
+        try:
+            yield wanted
+        except hypothesis.errors.UnsatisfiedAssumption:
+            raise
+        except BaseException:
+            self.failed = True
+            raise
+        if wanted:
+            self.passed.add(line)
+
+
 class ProofItem(pytest.Function):
     """A property over Hypothesis draws; fails with one readable message and the line that reproduces it."""
 
@@ -148,18 +180,22 @@ class ProofItem(pytest.Function):
         self.current: Case | None = None
         self.kind = name.partition("[")[0]
         profile = parent.config.option.perfsuite_profile or ("ci" if os.environ.get("CI") else "dev")
+        self.limit_s = pair.time_limit * EXAMPLES[profile] / EXAMPLES["dev"]
         node = f"{parent.nodeid}::{name}"
+        # One for all sides of the pair, which are so proven on the same draws.
+        seed = _seed(parent, f"{self.kind} {dtype}", profile) if self.kind in ("equivalence", "gradients") else None
         # Many faults need some elements to show: draws of every kind would be mostly tiny.
         self.first = self._test(profile, f"{node}, first", make.plain_cases) if self.kind == "integrity" else None
-        super().__init__(name=name, parent=parent, callobj=self._test(profile, node, make.cases), **kwargs)
+        super().__init__(name=name, parent=parent, callobj=self._test(profile, node, make.cases, seed), **kwargs)
 
-    def _test(self, profile: str, nodeid: str, strategy: Callable[..., Any]) -> Any:
+    def _test(self, profile: str, nodeid: str, strategy: Callable[..., Any], seed: int | None = None) -> Any:
         examples = (INTEGRITY_EXAMPLES if self.kind == "integrity" else EXAMPLES)[profile]
         if self.pair.is_stateful and self.kind != "integrity":
             examples = max(SMALL_STEP_EXAMPLES, examples // 8)
+        distinct = _Distinct(examples)
 
         @hypothesis.settings(
-            max_examples=examples,
+            max_examples=examples if self.kind == "integrity" else MORE_DRAWS * examples,
             derandomize=profile == "ci",  # takes no notice of earlier failures either
             deadline=None,
             print_blob=False,
@@ -170,11 +206,18 @@ class ProofItem(pytest.Function):
         @hypothesis.given(case=strategy(self.pair, self.dtype))
         def prove_draws(case: Case) -> None:
             __tracebackhide__ = True
-            self._prove(case)
+            if self.kind == "integrity":
+                self._prove(case)
+                return
+            with distinct.wanted(case) as wanted:
+                if wanted:
+                    self._prove(case)
 
-        # Hypothesis seeds a derandomised test from its function: without this every pair had the same draws.
         wrapped: Any = prove_draws
+        # Hypothesis seeds a derandomised test from its function: without this every pair had the same draws.
         wrapped.hypothesis.inner_test._hypothesis_internal_add_digest = nodeid.encode()
+        # Not hypothesis.seed, which would also switch off the database of failures.
+        wrapped._hypothesis_internal_use_seed = seed
         return wrapped
 
     def _prove(self, case: Case) -> None:
@@ -205,7 +248,7 @@ class ProofItem(pytest.Function):
         __tracebackhide__ = True
         line = self.config.option.perfsuite_case
         # Our line says how to reproduce a failure; Hypothesis would add its own, about a test that is not the user's.
-        with time_limit(self.pair.time_limit * sanitizer.slower()), with_reporter(lambda message: None):
+        with time_limit(self.limit_s * sanitizer.slower()), with_reporter(lambda message: None):
             try:
                 if line:
                     self._prove(make.parse_case(line, self.dtype))
@@ -269,7 +312,7 @@ class KernelsItem(pytest.Function):
         if out:
             ahead.compile_pair(self.pair, Path(out))
         else:
-            ahead.compile_in_subprocess(self, self.pair.time_limit)
+            ahead.compile_in_fork(self, self.pair.time_limit)
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
         if isinstance(excinfo.value, PerfsuiteError):
@@ -278,6 +321,23 @@ class KernelsItem(pytest.Function):
 
     def reportinfo(self) -> tuple[Path, int, str]:
         return self.path, 0, self.nodeid.partition("::")[2].replace("::", ".")
+
+
+def _seed(collector: PairCollector, proof: str, profile: str) -> int:
+    """The seed of a proof's draws: the same for every side, and another in each run unless the profile is "ci"."""
+    run = "" if profile == "ci" else _seed_of_run(collector.config)
+    return int.from_bytes(hashlib.sha256(f"{run} {collector.nodeid} {proof}".encode()).digest())
+
+
+def _seed_of_run(config: pytest.Config) -> str:
+    """Of --hypothesis-seed, of the whole run where xdist spreads it, or of this process."""
+    given = config.getoption("hypothesis_seed", None)
+    if given is not None:
+        return str(given)
+    return os.environ.get("PYTEST_XDIST_TESTRUNUID") or _RUN
+
+
+_RUN = secrets.token_hex()
 
 
 @contextmanager

@@ -92,12 +92,21 @@ def _several_devices(machine: Machine) -> tuple[str, ...]:
 
 
 def ordered(tasks: Iterable[Task], lanes: Sequence[Lane], expected: Callable[[Task], float]) -> list[Task]:
-    """The order in which lanes take the tasks: among several lanes the longest first.
+    """The order in which lanes take the tasks: among several lanes the longest group first.
+
+    The first task of each group goes before the rest of any: a lane keeps to its group, and takes from another's only
+    when none is left that has not begun.
 
     Those without another revision go before the others. What a revision registers by name when it is imported
     (`torch.library.custom_op`) would replace what the current side calls.
     """
-    by_length = sorted(tasks, key=expected, reverse=True) if len(lanes) > 1 else tasks
+    if len(lanes) < 2:
+        return sorted(tasks, key=lambda task: task.accepted is not None)
+    groups: dict[str, list[Task]] = {}
+    for task in tasks:
+        groups.setdefault(task.group, []).append(task)
+    longest = sorted(groups.values(), key=lambda group: sum(map(expected, group)), reverse=True)
+    by_length = [group[0] for group in longest] + [task for group in longest for task in group[1:]]
     return sorted(by_length, key=lambda task: task.accepted is not None)
 
 

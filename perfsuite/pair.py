@@ -186,7 +186,7 @@ class Pair:
     excuse       inputs (float64) → bool mask of output elements within rounding of a threshold
     adjust       called with the drawn inputs before any side sees them: changes in place what lies at such a threshold
     steps        for stateful sides: after how many steps the states are compared
-    time_limit   seconds one item may take before it counts as hanging
+    time_limit   seconds one item may take before it counts as hanging; more where a profile draws more than "dev"
     """
 
     reference: Callable[..., Any] | Side

@@ -89,6 +89,11 @@ class Task:
     slow: bool = False
     """The reference is slow: outputs that are the accepted side's, bit for bit, are proven by that."""
 
+    @property
+    def group(self) -> str:
+        """Tasks of one group share what is computed once a process: the correctness items of a pair, their truths."""
+        return self.id.rpartition("::")[0] if self.kind == ITEMS else self.id
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
@@ -227,6 +232,8 @@ class _Process:
     progress: Callable[[int, str], None]
     number: int = 0
     task: Task | None = None
+    group: str = ""
+    """The last task's group."""
     child: subprocess.Popen[bytes] = field(init=False)
     lines: Lines = field(init=False)
     key: str = field(default_factory=secrets.token_hex)
@@ -297,7 +304,10 @@ class _Process:
             self._wait(END_LIMIT_S)
             return
         assert self._pipe is not None
-        self.task, self.served, self.phase = left.popleft(), True, "start"
+        at = next((n for n, task in enumerate(left) if task.group == self.group), 0)
+        self.task, self.served, self.phase = left[at], True, "start"
+        self.group = self.task.group
+        del left[at]
         self._wait(self.task.limit_s + END_LIMIT_S)
         line = memoryview(f"{json.dumps(to_json(self.task))}\n".encode())
         with contextlib.suppress(BrokenPipeError):  # the worker has died, as the next poll sees

@@ -253,19 +253,19 @@ class _Guarded(execution.PlainMode):
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
     """Every tensor made without values (torch.empty and its kin) holds NaN, or the largest whole number."""
-    was = torch.are_deterministic_algorithms_enabled()
-    warn = torch.is_deterministic_algorithms_warn_only_enabled()
+    # Not use_deterministic_algorithms, which imports torch._inductor, seconds of work.
+    mode = torch.get_deterministic_debug_mode()
     settings: Any = torch.utils.deterministic
     fill = settings.fill_uninitialized_memory
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.set_deterministic_debug_mode("warn")
         settings.fill_uninitialized_memory = True
         try:
             yield
         finally:
             settings.fill_uninitialized_memory = fill
-            torch.use_deterministic_algorithms(was, warn_only=warn)
+            torch.set_deterministic_debug_mode(mode)
 
 
 def _shared_with_inputs(probe: Probe, side: Side, values: dict[str, Any]) -> set[tuple[str, str]]:

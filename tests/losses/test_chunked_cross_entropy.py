@@ -159,12 +159,13 @@ def test_a_share_too_small_for_half_precision_is_not_lost():
 
 @pytest.mark.parametrize("call", SIDES)
 def test_a_sum_over_rows_may_be_more_than_half_precision_has(call):
-    """81,920 of 4096 rows, and 20 of their mean."""
-    hidden = torch.full((4096, 1), 20.0, dtype=torch.float16)
-    weight, labels = torch.tensor([[0.0], [5.0]], dtype=torch.float16), torch.zeros(4096, dtype=torch.int64)
+    """81,920 of 4096 rows, and 20 of their mean; of 64 rows in the interpreter, which runs a program for each."""
+    rows, value = (64, 1280.0) if call is kernel_in_threes else (4096, 20.0)
+    hidden = torch.full((rows, 1), value, dtype=torch.float16)
+    weight, labels = torch.tensor([[0.0], [5.0]], dtype=torch.float16), torch.zeros(rows, dtype=torch.int64)
     weight.requires_grad_()
     (found,) = torch.autograd.grad(call(hidden, weight, labels).float(), weight)
-    assert found.flatten().tolist() == pytest.approx([-20.0, 20.0], rel=1e-3)
+    assert found.flatten().tolist() == pytest.approx([-value, value], rel=1e-3)
 
 
 def test_without_gradients_none_are_made(monkeypatch):

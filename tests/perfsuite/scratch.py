@@ -21,7 +21,7 @@ import pytest
 from _pytest.pytester import SysModulesSnapshot
 from click.testing import CliRunner, Result
 
-from perfsuite import cli
+from perfsuite import cli, turns
 from perfsuite.records import Measurement, Proof
 from perfsuite.turns import HELD
 from perfsuite.workers import ITEMS, PROVE, TIME, TRACE, Failure, Job, Lane, Outcome, Reported, Task, Workers
@@ -182,6 +182,8 @@ class Project:
         monkeypatch.setenv(HELD, "cpu")  # nothing is measured that another run on this machine could disturb
         # Above any git repository that /tmp may lie in.
         monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(self.path.parent))
+        # Nothing here depends on a time: a run within a test waits for no other that measures on this CPU.
+        monkeypatch.setenv(turns.HELD, "cpu")
         # Where perfsuite is not installed, the processes that a run starts find it here.
         monkeypatch.setenv("PYTHONPATH", str(ROOT))
 

@@ -21,6 +21,7 @@ from typing import Any, TypeAlias
 
 import pytest
 from builders import MACHINE, entry, measurement, workload_id
+from scale import count
 from scratch import ROOT
 
 from perfsuite import baseline as module
@@ -30,9 +31,9 @@ from perfsuite.errors import BaselineError
 from perfsuite.records import Measurement, SideRecord, to_json
 
 REAL = ROOT / "baselines/nvidia-h200.json"
-DAMAGED = 1000
+DAMAGED = count(quick=200, full=1000)
 KEPT = 6
-KILLS = 200
+KILLS = count(quick=20, full=200)
 REMEDIES = ("restore it from git", "upgrade perfsuite", "`git checkout`", "record a baseline with `perfsuite accept`")
 LINE = 1000
 """Characters: more than this is not read in one line."""

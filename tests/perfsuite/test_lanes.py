@@ -10,7 +10,8 @@ import pytest
 from builders import MACHINE
 
 from perfsuite import lanes
-from perfsuite.lanes import Durations, balanced, for_proving, for_timing, seconds_of
+from perfsuite.lanes import Durations, for_proving, for_timing, ordered, seconds_of
+from perfsuite.revision import Tree
 from perfsuite.workers import ITEMS, PROVE, Lane, Task
 
 CPU = replace(MACHINE, count=0, cores=4)
@@ -26,62 +27,77 @@ def expected(task: Task) -> float:
     return task.limit_s
 
 
-def ids(split: lanes.Split) -> list[list[str]]:
-    return [[t.id for t in some] for _, some in split]
+def ids(some: list[Task]) -> list[str]:
+    return [t.id for t in some]
 
 
-def test_the_lane_that_would_be_done_first_gets_the_next_longest() -> None:
-    split = balanced(tasks(1, 5, 2, 4, 3), [Lane(), Lane()], expected)
-    assert ids(split) == [["0", "1", "2"], ["3", "4"]]  # 8 s and 7 s; each in the given order
-    assert seconds_of(split, expected) == lanes.START_S + 8
+def test_the_longest_tasks_go_first_where_several_lanes_take_them() -> None:
+    given = tasks(1, 5, 2, 4, 3)
+    assert ids(ordered(given, [Lane(), Lane()], expected)) == ["1", "3", "4", "2", "0"]
+    assert ids(ordered(given, [Lane()], expected)) == ["0", "1", "2", "3", "4"]
 
 
-def test_no_lane_is_without_a_task() -> None:
-    assert ids(balanced(tasks(1, 1), [Lane(), Lane(), Lane()], expected)) == [["0"], ["1"]]
-    assert balanced([], [Lane()], expected) == []
-    assert seconds_of([], expected) == 0
+def test_what_another_revision_registers_is_not_called_by_those_without_one() -> None:
+    tree = Tree(revision="r", folder="f", package="p", top="t")
+    given = [replace(tasks(9)[0], accepted=tree), *tasks(1, 2)]
+    for count in (1, 2):
+        assert [t.accepted for t in ordered(given, [Lane()] * count, expected)] == [None, None, tree]
 
 
-@pytest.mark.parametrize("count", [1, 3, 7])
-def test_each_task_is_done_once(count: int) -> None:
-    split = balanced(tasks(*range(1, 30)), [Lane()] * count, expected)
-    assert sorted(int(i) for some in ids(split) for i in some) == list(range(29))
-    loads = [sum(map(expected, some)) for _, some in split]
-    assert max(loads) - min(loads) <= 29
+def test_the_first_item_of_each_pair_goes_before_the_rest_of_any() -> None:
+    """So that a lane that keeps to its pair leaves the other pairs to the other lanes."""
+    given = [Task(id=f"t.py::{n}", kind=ITEMS, limit_s=1.0) for n in ("a::x", "a::y", "a::z", "b::x", "c::x", "c::y")]
+    assert [t.id.removeprefix("t.py::") for t in ordered(given, [Lane(), Lane()], expected)] == [
+        "a::x", "c::x", "b::x", "a::y", "a::z", "c::y",
+    ]  # fmt: skip
+    assert len({t.group for t in given}) == 3
+    assert len({t.group for t in tasks(1, 2)}) == 2
+
+
+def test_the_time_is_that_of_the_lane_that_ends_last() -> None:
+    assert seconds_of(tasks(5, 4, 3, 2, 1), [Lane(), Lane()], expected) == lanes.START_S + 8
+    assert seconds_of([], [Lane()], expected) == 0
 
 
 def test_what_is_timed_runs_alone_on_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
     for machine in (CPU, replace(MACHINE, count=1)):
-        assert for_timing(tasks(1, 2), machine, expected) == [(Lane(), tasks(1, 2))]
+        assert for_timing(machine) == [Lane()]
     monkeypatch.setattr(lanes, "measured_devices", lambda device: ("GPU-a", "GPU-b"))
-    split = for_timing(tasks(1, 2), TWO, expected)
-    assert [lane.environment for lane, _ in split] == [{"CUDA_VISIBLE_DEVICES": d} for d in ("GPU-a", "GPU-b")]
+    assert [lane.environment for lane in for_timing(TWO)] == [{"CUDA_VISIBLE_DEVICES": d} for d in ("GPU-a", "GPU-b")]
 
 
 def test_devices_without_a_name_are_one_lane(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where NVML says nothing; a name that CUDA does not know would hide all of them."""
     monkeypatch.setattr(lanes, "measured_devices", lambda device: ("gpu",))
-    assert for_timing(tasks(1, 2), TWO, expected) == [(Lane(), tasks(1, 2))]
-    assert all("CUDA_VISIBLE_DEVICES" not in lane.environment for lane, _ in for_proving(tasks(1, 2), TWO, expected))
+    assert for_timing(TWO) == [Lane()]
+    assert all("CUDA_VISIBLE_DEVICES" not in lane.environment for lane in for_proving(tasks(1, 2), TWO))
 
 
 def test_proofs_use_every_core_and_every_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert len(for_proving(tasks(*[1] * 9), CPU, expected)) == 4
-    assert len(for_proving(tasks(1, 1), CPU, expected)) == 2
-    assert len(for_proving(tasks(*[1] * 99), replace(CPU, cores=64), expected)) == lanes.MOST_PROVERS
+    assert len(for_proving(tasks(*[1] * 9), CPU)) == 4
+    assert len(for_proving(tasks(1, 1), CPU)) == 2
+    assert len(for_proving(tasks(*[1] * 99), replace(CPU, cores=64))) == lanes.MOST_PROVERS
     monkeypatch.setattr(lanes, "measured_devices", lambda device: ("GPU-a", "GPU-b"))
-    split = for_proving(tasks(1, 1, 1), TWO, expected)
-    assert [lane.environment["CUDA_VISIBLE_DEVICES"] for lane, _ in split] == ["GPU-a", "GPU-b", "GPU-a"]
+    split = for_proving(tasks(1, 1, 1), TWO)
+    assert [lane.environment["CUDA_VISIBLE_DEVICES"] for lane in split] == ["GPU-a", "GPU-b", "GPU-a"]
 
 
 def test_threads_are_divided_where_no_result_depends_on_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A workload's outputs must have the same bits when it is timed, with all threads."""
+    """A workload's outputs must have the same bits when it is timed, with all threads; compiling changes no bits."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    items = for_proving(tasks(1, 1, kind=ITEMS), CPU, expected)
-    assert [lane.environment for lane, _ in items] == [{"OMP_NUM_THREADS": "2"}] * 2
-    assert [lane.environment for lane, _ in for_proving(tasks(1, 1), CPU, expected)] == [{}] * 2
+    monkeypatch.delenv(lanes.COMPILE_THREADS, raising=False)
+    compiling = {lanes.COMPILE_THREADS: "2"}
+    items = for_proving(tasks(1, 1, kind=ITEMS), CPU)
+    assert [lane.environment for lane in items] == [{"OMP_NUM_THREADS": "2", **compiling}] * 2
+    assert [lane.environment for lane in for_proving(tasks(1, 1), CPU)] == [compiling] * 2
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert [lane.environment for lane, _ in for_proving(tasks(1, 1, kind=ITEMS), CPU, expected)] == [{}] * 2
+    monkeypatch.setenv(lanes.COMPILE_THREADS, "3")
+    assert [lane.environment for lane in for_proving(tasks(1, 1, kind=ITEMS), CPU)] == [{}] * 2
+
+
+@pytest.mark.parametrize(("cores", "count", "each"), [(2, 1, 0), (4, 1, 1), (16, 1, 4), (64, 1, 4), (16, 2, 2)])
+def test_processes_start_ahead_where_there_are_cores_for_them(cores: int, count: int, each: int) -> None:
+    assert lanes.to_spare(replace(CPU, cores=cores), [Lane()] * count) == each
 
 
 # --- durations ------------------------------------------------------------------------------------------------------

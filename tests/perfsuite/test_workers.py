@@ -16,17 +16,18 @@ from typing import Any
 
 import builders
 import pytest
-from scratch import TWO_LINES, Failure, Project, lines_with
+from scratch import TWO_LINES, Failure, Project, lines_with, real_workers, runs, wait_for
 
 from perfsuite import workers
+from perfsuite.errors import PerfsuiteError
 from perfsuite.records import Measurement, Status
 from perfsuite.revision import Tree
-from perfsuite.workers import Lane, Task, Workers, pytest_arguments
+from perfsuite.workers import ITEMS, Lane, Reported, Task, Workers, pytest_arguments
 
 pytest_plugins = ["pytester"]
 
 SCRIPT = """
-import hmac, json, os, pathlib, signal, sys, time
+import hmac, json, os, pathlib, signal, subprocess, sys, time
 job = json.loads(pathlib.Path(sys.argv[1]).read_text())
 out = open(job["out"], "a", buffering=1)
 def write(event, **fields):
@@ -320,6 +321,89 @@ def test_what_a_journal_writes_is_what_workers_read(tmp_path: Path) -> None:
     assert isinstance(found["a"], Measurement)
 
 
+def test_a_lane_keeps_to_the_pair_that_it_is_at(tmp_path: Path) -> None:
+    given = [Task(id=id, kind=ITEMS, limit_s=60.0) for id in ("p::a", "q::a", "p::b", "p::c", "q::b")]
+    made = scripted(tmp_path, "for id in ids(): begin(id); done(id)")
+    assert [id for id, _ in made.run(given, [Lane()])] == ["p::a", "p::b", "p::c", "q::a", "q::b"]
+
+
+def test_a_crash_in_one_lane_is_no_other_s(tmp_path: Path) -> None:
+    script = "for id in ids():\n    begin(id, 'optimized')\n    if id == 'b': os._exit(1)\n    done(id)"
+    found = dict(scripted(tmp_path, script).run(tasks_of("abcdef"), [Lane(), Lane()]))
+    told = {id: o.message for id, o in found.items() if isinstance(o, Failure)}
+    assert told.pop("b").startswith("the optimized side ended the measuring process with exit code 1")
+    assert told == {i: f"done {i}" for i in "acdef"}
+
+
+def test_a_worker_that_crashes_at_each_task_is_started_anew_for_the_next(tmp_path: Path) -> None:
+    made = scripted(tmp_path, "begin(next(ids()))\nos._exit(1)")
+    assert all("exit code 1" in message for message in outcomes(made).values())
+    assert len(made.environments) == 3
+
+
+def test_no_two_runs_share_files(tmp_path: Path) -> None:
+    """Both at work at once, in one folder, as when a run proves while another of its streams is not read to its end."""
+    made = scripted(tmp_path, "for id in ids():\n    begin(id)\n    done(id)\n    if id == 'd': time.sleep(3600)")
+    first = made.run(tasks_of("ab"), [Lane()])
+    assert next(first)[0] == "a"
+    second = made.run(tasks_of("cdb"), [Lane()])
+    assert [next(second)[0] for _ in range(2)] == ["c", "d"]
+    assert [id for id, _ in first] == ["b"]
+    second.close()
+    assert not list(made.folder.iterdir())
+
+
+def test_a_lane_that_cannot_start_stops_the_others(tmp_path: Path) -> None:
+    spawned: list[Any] = []
+
+    class Second(Scripted):
+        def _spawn(self, process: Any, reader: int) -> None:
+            if spawned:
+                raise OSError(12, "Cannot allocate memory")
+            super()._spawn(process, reader)
+            spawned.append(process)
+
+    second = Second(root=tmp_path, folder=tmp_path / "workers", arguments=[])
+    second.script, second.environments, second._given = "time.sleep(3600)", [], False
+    with pytest.raises(PerfsuiteError, match=r"no process can be started .* \(Cannot allocate memory\); make the"):
+        next(second.run(tasks_of("ab"), [Lane(), Lane()]))
+    assert spawned[0].child.returncode == -signal.SIGKILL
+
+
+LEAVES_A_CHILD = """
+begin(next(ids()))
+child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(3600)"])
+print(child.pid, flush=True)
+{ending}
+"""
+
+
+@pytest.mark.parametrize("ending", ["done('a')", "os._exit(1)", "os.kill(os.getpid(), signal.SIGSEGV)"])
+def test_what_a_worker_has_started_ends_with_it(tmp_path: Path, ending: str) -> None:
+    """Also where the worker itself has ended: a process that goes on would disturb the next measurement."""
+    made = scripted(tmp_path, LEAVES_A_CHILD.format(ending=ending))
+    pids: list[int] = []
+    poll = workers._Process.poll
+
+    def noted(process: Any, left: Any) -> Any:
+        if not pids and (text := process.file(".log").read_text().split()):
+            pids.append(int(text[0]))
+        return poll(process, left)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(workers._Process, "poll", noted)
+        outcomes(made, ["a"])
+    if not pids:  # it was over before the parent first looked
+        pids = [int(next(iter(made.folder.glob("*.log"))).read_text().split()[0])]
+    wait_for(lambda: not runs(pids[0]))
+
+
+def test_results_that_the_code_under_test_takes_away_are_forged(tmp_path: Path) -> None:
+    script = "for id in ids():\n    begin(id)\n    if id == 'b': os.unlink(job['out']); time.sleep(3600)\n    done(id)"
+    found = outcomes(scripted(tmp_path, script))
+    assert (found["b"], found["c"]) == (workers.FORGED, "done c")
+
+
 def test_other_processes_collect_the_same(project: Project) -> None:
     project.write("helper.py", "")
     project.pytester.syspathinsert()
@@ -389,3 +473,54 @@ def test_ctrl_c_loses_nothing_that_was_told(tmp_path: Path, monkeypatch: pytest.
     assert outcome.message == "done a"
     with pytest.raises(KeyboardInterrupt):
         next(results)
+
+
+# --- real workers ---------------------------------------------------------------------------------------------------
+
+PROOFS = """
+    import warnings
+
+    import pytest
+
+
+    @pytest.mark.correctness
+    def test_passes():
+        print("printed")
+
+
+    @pytest.mark.correctness
+    def test_fails():
+        assert 1 == 2
+
+
+    @pytest.mark.correctness
+    def test_is_skipped():
+        pytest.skip("not here")
+
+
+    @pytest.mark.correctness
+    def test_warns():
+        warnings.warn("this is an error", UserWarning)
+"""
+
+
+def test_an_item_is_run_as_pytest_runs_it(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the project's filters of warnings; what the caller's PYTEST_ADDOPTS select is no matter."""
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-k nothing_of_the_name --no-such-option")
+    project.write("pytest.ini", "[pytest]\nfilterwarnings = error\naddopts = -x --strict-markers")
+    project.write("test_items.py", PROOFS)
+    made = real_workers(project.path)
+    made.arguments = [*made.arguments, "-c", str(project.path / "pytest.ini"), "-o", "addopts="]
+    names = ["test_passes", "test_fails", "test_is_skipped", "test_warns"]
+    found = dict(made.run([Task(id=f"test_items.py::{n}", kind=ITEMS) for n in names], [Lane()]))
+    ended = {}
+    for id, outcome in found.items():
+        assert isinstance(outcome, Reported), outcome
+        ended[id.partition("::")[2]] = [r["outcome"] for r in outcome.reports]
+    assert ended == {
+        "test_passes": ["passed"] * 3,
+        "test_fails": ["passed", "failed", "passed"],
+        "test_is_skipped": ["passed", "skipped", "passed"],
+        "test_warns": ["passed", "failed", "passed"],
+    }
+    assert not list((project.path / ".perfsuite/workers").iterdir())

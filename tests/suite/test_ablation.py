@@ -19,6 +19,7 @@ import torch
 from click.testing import CliRunner
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from optimized.compilation import compiled_function
 from optimized.trainers.trainer2 import Trainer
 from perfsuite.errors import PerfsuiteError
 from suite import ablation, trainers
@@ -234,7 +235,7 @@ def test_a_record_that_lacks_something_is_refused(seconds: tuple[float, ...], tm
 def test_a_recording_is_shown_under_its_own_trainer_s_name(tmp_path: Path) -> None:
     ablation.save(record(), tmp_path / "toy.json")
     done = ablate("trainer2", "--from", str(tmp_path / "toy.json"), "--out", str(tmp_path / "b"))
-    assert done.returncode == 1
+    assert done.exit_code == 1
     assert "is of the trainer 'toy', not of 'trainer2'" in done.stderr
     assert not (tmp_path / "b").exists()
 
@@ -296,22 +297,44 @@ TINY = (
 )
 
 
-def ablate(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from suite.commands.ablate import ablate; ablate()", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+def ablate(*arguments: str) -> Any:
+    """The command in this process, where Python and torch are there already."""
+    from click.testing import CliRunner
+
+    from suite.commands.ablate import ablate as command
+
+    return CliRunner().invoke(command, arguments)
 
 
-def test_the_command_measures_trainer2_and_shows_a_recording_again(tmp_path: Path) -> None:
+def test_as_a_program() -> None:
     pytest.importorskip("jsonargparse")
-    done = ablate("trainer2", "--device", "cpu", "--rounds", "2", "--out", str(tmp_path), "--no-plot", *TINY.split())
-    assert done.returncode == 0, done.stderr
+    command = [sys.executable, "-c", "from suite.commands.ablate import ablate; ablate()", "trainer3"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "Error: no trainer is called 'trainer3'; did you mean trainer2?\n"
+
+
+def test_the_command_measures_trainer2_and_shows_a_recording_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("jsonargparse")
+    # Compiling takes most of a minute, and no figure is looked at.
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    compiled_function._compiled.cache_clear()
+    try:
+        done = ablate(
+            "trainer2", "--device", "cpu", "--rounds", "2", "--out", str(tmp_path), "--no-plot", *TINY.split()
+        )
+    finally:
+        compiled_function._compiled.cache_clear()
+    assert done.exit_code == 0, done.output
     page = (tmp_path / "trainer2.md").read_text()
     assert re.search(r"^\| rotor_update \| 2–3% \|", page, re.MULTILINE)
     shown = next(line for line in page.splitlines() if line.startswith("Configuration: "))
     assert "window 1" in shown
     assert "compiled_function" not in shown  # switched on and off
     again = ablate("trainer2", "--from", str(tmp_path / "trainer2.json"), "--out", str(tmp_path / "b"), "--no-plot")
-    assert again.returncode == 0, again.stderr
+    assert again.exit_code == 0, again.output
     assert (tmp_path / "b" / "trainer2.md").read_text() == page
 
 
@@ -389,7 +412,8 @@ def test_the_entry_point_names_the_command() -> None:
 def test_mistakes_end_in_one_line(arguments: list[str], code: int, says: str) -> None:
     pytest.importorskip("jsonargparse")
     done = ablate(*arguments)
-    assert (done.returncode, len(done.stderr.strip().splitlines())) == (code, 1), done.stderr
+    assert isinstance(done.exception, SystemExit)
+    assert (done.exit_code, len(done.stderr.strip().splitlines())) == (code, 1), done.stderr
     assert says in done.stderr
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -248,6 +249,7 @@ def test_steps_are_timed_with_the_cache_and_without() -> None:
 def test_runs_end_at_losses_by_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = {"float32": [8.0, 8.1], "TF32": [1.6, 1.61], "bfloat16": [1.0, 1.0], "float16": [1.0, 1.01]}
     monkeypatch.setattr(eigenstate_lm, "_timed", Timed(seconds))
+    monkeypatch.setattr(eigenstate_lm, "_ends", functools.cache(eigenstate_lm._ends))
     verdict, told = eigenstate_lm.half(SMALL)
     assert verdict == DEPENDS
     assert told.startswith("on what float32's products are: a step of 64 tokens takes 1.00 s in float16 against")

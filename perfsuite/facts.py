@@ -1,0 +1,85 @@
+"""What is known of a pair's draws, kept for the proofs that come after: each side is held against the same truth.
+
+The proofs of one pair draw the same cases (`perfsuite.items`), and to establish a truth takes many runs of the
+reference. A truth is kept as bytes. No side can change them, and each proof gets tensors of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+from pathlib import Path
+
+import torch
+
+from perfsuite import inputs as make
+from perfsuite.equivalence import Discard, Facts, Task, Truth
+from perfsuite.pair import Pair
+from perfsuite.records import Case
+
+MOST_BYTES = 256 << 20
+"""Of the truths of one pair; those of later draws are established anew."""
+
+
+class KnownFacts(Facts):
+    """Facts of one pair's draws."""
+
+    def __init__(self, most_bytes: int = MOST_BYTES) -> None:
+        self._left = most_bytes
+        self._truths: dict[tuple[str, ...], bytes | None] = {}
+        """A draw that is discarded has None."""
+        self._tasks: dict[tuple[str, ...], Task] = {}
+
+    def truth(self, pair: Pair, case: Case, device: str, *, gradients: bool, home: Path | None) -> Truth:
+        """As `establish`, from an earlier proof where there was one."""
+        key = (*_key(case, device), str(gradients))
+        if key in self._truths:
+            kept = self._truths[key]
+            if kept is None:
+                raise Discard
+            return _read(kept)
+        try:
+            truth = super().truth(pair, case, device, gradients=gradients, home=home)
+        except Discard:
+            self._truths[key] = None
+            raise
+        written = _written(truth)
+        if 0 < len(written) <= self._left:
+            self._left -= len(written)
+            self._truths[key] = written
+        return truth
+
+    def task(self, pair: Pair, case: Case, device: str, *, home: Path | None) -> Task:
+        """What the draw says about the reference, from an earlier proof where there was one."""
+        key = _key(case, device)
+        if key not in self._tasks:
+            self._tasks[key] = super().task(pair, case, device, home=home)
+        return self._tasks[key]
+
+
+def _key(case: Case, device: str) -> tuple[str, ...]:
+    return device, case.dtype, make.case_line(case)
+
+
+def _written(truth: Truth) -> bytes:
+    """Nothing where an output cannot be written, such as a tensor of a kind of its own."""
+    stream = io.BytesIO()
+    with contextlib.suppress(Exception):
+        torch.save({field.name: getattr(truth, field.name) for field in dataclasses.fields(Truth)}, stream)
+        return stream.getvalue()
+    return b""
+
+
+def _read(written: bytes) -> Truth:
+    return Truth(**torch.load(io.BytesIO(written), weights_only=False))
+
+
+_latest: list[tuple[Pair, KnownFacts]] = []
+
+
+def facts_of(pair: Pair) -> KnownFacts:
+    """The facts of this pair's draws. Those of the pair before are forgotten, since its proofs are done."""
+    if not _latest or _latest[0][0] is not pair:
+        _latest[:] = [(pair, KnownFacts())]
+    return _latest[0][1]

@@ -1,0 +1,160 @@
+"""Makes Triton's interpreter three times as fast, with the same results.
+
+Triton's interpreter spends most of its time on bookkeeping that it repeats for every operation. Each replacement below
+serves the common case from a table or by a shorter way, and calls Triton's own function for all else. A function whose
+parameters are not the ones expected here is left alone, so that another version of Triton is slower and never wrong.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+MOST_KEPT = 4096
+"""Entries of a table before it is emptied."""
+
+_quick = False
+
+
+def quicken() -> None:
+    """Replace the slow functions once a process. Does nothing unless Triton is loaded and interprets."""
+    global _quick
+    if _quick or "triton" not in sys.modules or os.environ.get("TRITON_INTERPRET") != "1":
+        return
+    try:
+        import triton.language as language
+        from triton.runtime import interpreter
+
+        semantic = interpreter.interpreter_semantic
+    except (ImportError, AttributeError):
+        return
+    _quick = True
+    _replace(interpreter, "_patch_lang", ("fn",), functools.partial(_patched_once, language))
+    _replace(interpreter, "_get_np_dtype", ("tt_dtype",), _dtypes)
+    _replace(semantic, "broadcast_impl_value", ("lhs", "rhs"), _broadcast)
+    _replace(
+        semantic, "binary_op_sanitize_overflow_impl", ("lhs", "rhs", "binary_op"), functools.partial(_checked, semantic)
+    )
+    _replace(language.block_type, "__init__", ("self", "element_ty", "shape"), _block_types)
+    _replace(language.tensor, "__init__", ("self", "handle", "type"), _tensors)
+
+
+def _replace(owner: Any, name: str, parameters: tuple[str, ...], made: Callable[[Any], Any]) -> None:
+    own = getattr(owner, name, None)
+    if own is not None and tuple(inspect.signature(own).parameters) == parameters:
+        setattr(owner, name, made(own))
+
+
+class _Nothing:
+    """The scope of a patch that was not needed."""
+
+    @staticmethod
+    def restore() -> None:
+        pass
+
+
+def _patched_once(language: Any, own: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Triton patches its language again at each call of a device function, although the launch has already done so."""
+    patched: set[int] = set()
+    launched: list[Any] = []
+
+    def patch(fn: Any) -> Any:
+        modules = {id(m) for m in fn.__globals__.values() if m is language or m is language.core}
+        if launched and modules <= patched:
+            return _Nothing()
+        scope = own(fn)
+        if not launched:
+            launched.append(scope)
+            patched.clear()
+            restore = scope.restore
+
+            def ended() -> None:
+                launched.clear()
+                restore()
+
+            scope.restore = ended
+        patched.update(modules)
+        return scope
+
+    return patch
+
+
+def _dtypes(own: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Triton builds the table of numpy's dtypes anew for every operation."""
+    known: dict[str, Any] = {}
+
+    def dtype(tt_dtype: Any) -> Any:
+        name = tt_dtype.scalar.name
+        if name not in known:
+            known[name] = own(tt_dtype)
+        return known[name]
+
+    return dtype
+
+
+def _broadcast(own: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Two scalars, or two blocks of one shape, need no broadcasting."""
+
+    def broadcast(lhs: Any, rhs: Any) -> Any:
+        a, b = lhs.type, rhs.type
+        if a.is_block():
+            if b.is_block() and a.shape.values == b.shape.values:
+                return lhs, rhs
+        elif not b.is_block():
+            return lhs, rhs
+        return own(lhs, rhs)
+
+    return broadcast
+
+
+def _checked(semantic: Any, own: Callable[[Any, Any, Any], None]) -> Callable[[Any, Any, Any], None]:
+    """Triton repeats every operation on integers in 64 bits, and then looks at the result only in debug mode."""
+
+    def check(lhs: Any, rhs: Any, binary_op: Any) -> None:
+        if semantic.builder.options.debug:
+            own(lhs, rhs, binary_op)
+
+    return check
+
+
+def _block_types(own: Callable[[Any, Any, Any], None]) -> Callable[[Any, Any, Any], None]:
+    """The contents of a block type depend only on its element type and shape."""
+    known: dict[tuple[int, tuple[int, ...]], dict[str, Any]] = {}
+
+    def init(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = tuple(getattr(n, "value", n) for n in shape)
+        key = id(element_ty), sizes
+        if key in known:
+            vars(self).update(known[key])
+            return
+        own(self, element_ty, shape)
+        if all(type(n) is int for n in sizes):
+            _remember(known, key, dict(vars(self)))  # keeps the element type alive, so that its id stays unique
+
+    return init
+
+
+def _tensors(own: Callable[[Any, Any, Any], None]) -> Callable[[Any, Any, Any], None]:
+    """All attributes of a tensor but its handle depend only on its type."""
+    known: dict[tuple[int, int], tuple[Any, dict[str, Any]]] = {}
+
+    def init(self: Any, handle: Any, type: Any) -> None:
+        key = id(type.shape) if type.is_block() else 0, id(type.scalar)
+        if key in known:
+            vars(self).update(known[key][1], handle=handle, type=type)
+            return
+        own(self, handle, type)
+        others = {name: value for name, value in vars(self).items() if name not in ("handle", "type")}
+        _remember(known, key, (type, others))  # keeps both ids unique, as above
+
+    return init
+
+
+def _remember(known: dict[Any, Any], key: Any, value: Any) -> None:
+    if len(known) >= MOST_KEPT:
+        known.clear()
+    known[key] = value

@@ -1,0 +1,285 @@
+"""The proofs of one pair share their draws and what is known of them; each proves no fewer cases for that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from scratch import Project, lines_with
+
+from perfsuite import Pair, Workload, equivalence, facts, floats, tensor
+from perfsuite.equivalence import Discard, NotEquivalent
+from perfsuite.errors import PairError
+from perfsuite.facts import KnownFacts, facts_of
+from perfsuite.items import EXAMPLES
+from perfsuite.records import Case, InputCase
+
+pytest_plugins = ["pytester"]
+
+THREE_SIDES = """
+    from perfsuite import Pair, Workload, tensor
+
+    CALLS = []
+
+
+    def slow(x, y):
+        CALLS.append(x.dtype)
+        return (x * y).sum(-1)
+
+
+    def fast(x, y):
+        return (x * y).sum(-1)
+
+
+    dot = Pair(
+        reference=slow,
+        optimized=fast,
+        inputs={"x": tensor("m", "n"), "y": tensor("m", "n")},
+        variants={"other": fast, "wrong": lambda x, y: fast(x, y) * (1.0 + 1e-3 * (len(x) > 3))},
+        workloads=[Workload("small", m=4, n=16)],
+    )
+
+
+    def test_the_reference_ran(request):
+        request.config.stash["calls"] = len(CALLS)
+"""
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
+    """What each proof draws: (kind, side) → lines of cases."""
+    found: dict[str, list[str]] = {}
+    own = equivalence.check_case
+
+    def recording(pair: Pair, case: Case, device: str, **given: Any) -> None:
+        kind = "gradients" if given["gradients"] else "equivalence"
+        found.setdefault(f"{kind} {given['side_name']}", []).append(equivalence.make.case_line(case))
+        own(pair, case, device, **given)
+
+    monkeypatch.setattr(equivalence, "check_case", recording)
+    monkeypatch.setattr("perfsuite.guard.check", lambda: None)  # it would find it
+    return found
+
+
+@pytest.mark.parametrize("profile", ["dev", "ci"])
+def test_each_proof_draws_its_number_of_distinct_cases_and_all_sides_the_same(
+    project: Project, drawn: dict[str, list[str]], profile: str
+) -> None:
+    project.write("test_dot.py", THREE_SIDES)
+    project.run("-m", "correctness", f"--perfsuite-profile={profile}", "-k", "not wrong").assert_outcomes(passed=5)
+    assert set(drawn) == {f"{kind} {side}" for kind in ("equivalence", "gradients") for side in ("optimized", "other")}
+    for cases in drawn.values():
+        assert len(set(cases)) == len(cases) == EXAMPLES[profile]
+    for kind in ("equivalence", "gradients"):
+        assert drawn[f"{kind} optimized"] == drawn[f"{kind} other"]
+    # But for the smallest, with which Hypothesis begins.
+    both = set(drawn["equivalence optimized"]) & set(drawn["gradients optimized"])
+    assert len(both) < EXAMPLES[profile] / 5
+
+
+@pytest.mark.parametrize(("profile", "same"), [("dev", False), ("ci", True)])
+def test_another_run_draws_other_cases_unless_the_profile_fixes_them(
+    project: Project, drawn: dict[str, list[str]], profile: str, same: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project.write("test_dot.py", THREE_SIDES)
+    arguments = ("-m", "correctness", f"--perfsuite-profile={profile}", "-k", "equivalence and not wrong")
+    runs = []
+    for run in ("first", "second"):
+        monkeypatch.setattr("perfsuite.items._RUN", run)
+        drawn.clear()
+        project.run(*arguments)
+        runs.append(drawn["equivalence optimized"])
+    assert (runs[0] == runs[1]) == same
+    if profile == "dev":
+        for seeded in (1, 1, 2):
+            drawn.clear()
+            project.run(*arguments, f"--hypothesis-seed={seeded}")
+            runs.append(drawn["equivalence optimized"])
+        assert runs[2] == runs[3] != runs[4]
+
+
+def test_a_wrong_side_fails_by_itself_and_says_how_to_reproduce_it(project: Project) -> None:
+    project.write("test_dot.py", THREE_SIDES)
+    result = project.run("-m", "correctness")
+    result.assert_outcomes(passed=5, failed=2)
+    output = result.stdout.str()
+    lines = lines_with(output, "reproduce: pytest", "wrong")
+    assert len(lines) == len(lines_with(output, "reproduce: pytest")) == 2
+    for line in lines:
+        assert "seed=0" in line  # it has shrunk
+    again = project.run(*line.removeprefix("reproduce: pytest ").replace("'", "").split())
+    again.assert_outcomes(failed=1)
+
+
+def test_the_reference_runs_once_a_draw_for_all_sides(project: Project) -> None:
+    project.write("test_dot.py", THREE_SIDES)
+
+    def runs(*sides: str) -> int:
+        ids = [f"test_dot.py::dot::equivalence[float32{side}]" for side in sides]
+        result = project.run("--hypothesis-seed=1", *ids, "test_dot.py::test_the_reference_ran", "-p", "no:randomly")
+        result.assert_outcomes(passed=len(sides) + 1)
+        return int(lines_with(result.stdout.str(), "calls=")[0].partition("=")[2])
+
+    project.write(
+        "conftest.py",
+        """
+        def pytest_terminal_summary(terminalreporter, config):
+            terminalreporter.write_line(f"calls={config.stash['calls']}")
+        """,
+    )
+    one = runs("")
+    assert one >= 5 * EXAMPLES["dev"]
+    assert runs("", "-other") == one
+
+
+# --- what is kept ---------------------------------------------------------------------------------------------------
+
+
+def product(x: torch.Tensor, y: torch.Tensor) -> dict[str, Any]:
+    return {"product": x @ y, "transposed": (x * 2).t(), "count": len(x), "mean": float(x.double().mean())}
+
+
+def pair_of(reference: Callable[..., Any] = product, **options: Any) -> Pair:
+    inputs = {"x": tensor("m", "n", values=floats(-2, 2)), "y": tensor("n", "m", values=floats(-2, 2))}
+    return Pair(
+        reference=reference,
+        optimized=reference,
+        inputs=inputs,
+        workloads=[Workload("w", m=2, n=2)],
+        name="kept",
+        **options,
+    )
+
+
+def case_of(seed: int = 0, **sizes: int) -> Case:
+    return Case(
+        dtype="float32", sizes={"m": 3, "n": 4, **sizes}, inputs={"x": InputCase(layout="transposed")}, seed=seed
+    )
+
+
+def ask(known: KnownFacts, pair: Pair, case: Case, *, gradients: bool = False) -> equivalence.Truth:
+    return known.truth(pair, case, "cpu", gradients=gradients, home=None)
+
+
+def counted(call: Callable[..., Any]) -> tuple[Callable[..., Any], list[int]]:
+    calls: list[int] = []
+
+    def counting(*args: Any) -> Any:
+        calls.append(1)
+        return call(*args)
+
+    return counting, calls
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_a_kept_truth_is_the_one_that_was_established(gradients: bool) -> None:
+    call, calls = counted(lambda x, y: x @ y if gradients else product(x, y))
+    pair, known = pair_of(call), KnownFacts()
+    first = ask(known, pair, case_of(), gradients=gradients)
+    runs = len(calls)
+    again = ask(known, pair, case_of(), gradients=gradients)
+    assert len(calls) == runs
+    for part in ("leaves", "reference", "errors"):
+        one, two = getattr(first, part), getattr(again, part)
+        assert list(one) == list(two)
+        for name, leaf in one.items():
+            assert type(leaf) is type(two[name])
+            if isinstance(leaf, torch.Tensor):
+                assert torch.equal(leaf, two[name])
+                assert (leaf.stride(), leaf.dtype) == (two[name].stride(), two[name].dtype)
+            else:
+                assert leaf == two[name]
+    for part in ("ill_conditioned", "rounding", "eps", "periods", "excused", "plain", "declared_precision"):
+        assert getattr(first, part) == getattr(again, part)
+
+
+def test_draws_that_differ_in_anything_have_truths_of_their_own() -> None:
+    call, calls = counted(lambda x, y: x @ y)
+    pair, known = pair_of(call), KnownFacts()
+    usual = Case(dtype="float32", sizes={"m": 3, "n": 4}, inputs={}, seed=0)
+    half = Case(dtype="bfloat16", sizes={"m": 3, "n": 4}, inputs={}, seed=0)
+    for case, gradients in ((usual, False), (usual, True), (half, False), (case_of(), False), (case_of(1), False)):
+        before = len(calls)
+        ask(known, pair, case, gradients=gradients)
+        assert len(calls) > before
+
+
+def test_what_a_side_does_to_a_truth_is_not_kept() -> None:
+    pair, known = pair_of(), KnownFacts()
+    expected = ask(known, pair, case_of()).leaves["output['product']"].clone()
+    for _ in range(2):
+        truth = ask(known, pair, case_of())
+        assert torch.equal(truth.leaves["output['product']"], expected)
+        for leaves in (truth.leaves, truth.reference, truth.errors):
+            for leaf in leaves.values():
+                if isinstance(leaf, torch.Tensor):
+                    leaf.zero_()
+            leaves.clear()
+
+
+def test_a_draw_that_was_discarded_stays_discarded() -> None:
+    call, calls = counted(lambda x, y: (1e30 * x.abs() + 1e30) ** 2 @ y)
+    pair, known = pair_of(call), KnownFacts()
+    for _ in range(2):
+        with pytest.raises(Discard):
+            ask(known, pair, case_of())
+    assert len(calls) == 2  # the truth and the reference, once
+
+
+def test_truths_beyond_the_limit_are_established_anew() -> None:
+    call, calls = counted(lambda x, y: x @ y)
+    pair, known = pair_of(call), KnownFacts(most_bytes=1)
+    ask(known, pair, case_of())
+    runs = len(calls)
+    ask(known, pair, case_of())
+    assert len(calls) == 2 * runs
+
+
+def test_a_truth_that_cannot_be_written_is_established_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*arguments: Any) -> None:
+        raise RuntimeError("not this one")
+
+    call, calls = counted(lambda x, y: x @ y)
+    pair, known = pair_of(call), KnownFacts()
+    monkeypatch.setattr(torch, "save", fails)
+    ask(known, pair, case_of())
+    runs = len(calls)
+    ask(known, pair, case_of())
+    assert len(calls) == 2 * runs
+
+
+def test_what_is_wrong_with_the_reference_is_told_to_every_proof() -> None:
+    pair, known = pair_of(lambda x, y: (x @ y).bfloat16().to(x.dtype)), KnownFacts()
+    case = Case(dtype="float32", sizes={"m": 8, "n": 8}, inputs={}, seed=0)
+    for _ in range(2):
+        with pytest.raises(PairError, match="rounded to half precision inside"):
+            equivalence.check_case(pair, case, "cpu", facts=known)
+    constant = pair_of(lambda x, y: torch.ones_like(x))
+    known, tallies = KnownFacts(), [equivalence.Tally(), equivalence.Tally()]
+    for tally in tallies:
+        for seed in range(equivalence.MIN_PROOFS):
+            equivalence.check_case(constant, case_of(seed), "cpu", tally=tally, facts=known)
+        with pytest.raises(NotEquivalent, match="the same answer whatever its inputs are"):
+            tally.evidence(constant, "float32", "cpu")
+
+
+def test_the_facts_of_one_pair_at_a_time_are_kept() -> None:
+    one, other = pair_of(), pair_of()
+    known = facts_of(one)
+    assert facts_of(one) is known
+    assert facts_of(other) is not known
+    assert facts_of(one) is not known
+    assert len(facts._latest) == 1
+
+
+# --- the time that a proof may take ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("profile", "seconds"), [("dev", "0.2 s"), ("thorough", "4 s")])
+def test_a_profile_of_more_draws_may_take_longer(project: Project, profile: str, seconds: str) -> None:
+    slow = THREE_SIDES.replace("return (x * y).sum(-1)", "__import__('time').sleep(600)", 1)
+    project.write("test_dot.py", slow.replace("workloads=", "time_limit=0.2, workloads="))
+    result = project.run("-k", "equivalence and not other and not wrong", f"--perfsuite-profile={profile}")
+    assert lines_with(result.stdout.str(), "hangs", f"its time limit of {seconds}")

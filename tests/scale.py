@@ -1,0 +1,14 @@
+"""How much the heavy tests do: a modest number of trials in `make test`, all of them in `make test-all`."""
+
+from __future__ import annotations
+
+import os
+
+SCALE = "PERFSUITE_TEST_SCALE"
+FULL = os.environ.get(SCALE) == "full"
+"""Whether this run is `make test-all`."""
+
+
+def count(*, quick: int, full: int) -> int:
+    """The number of trials: `full` in `make test-all`, `quick` otherwise."""
+    return full if FULL else quick
