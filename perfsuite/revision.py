@@ -157,7 +157,8 @@ def extract(revision: str, root: Path, into: Path) -> Tree:
     except (OSError, RevisionError) as error:
         reason = getattr(error, "strerror", None) or error
         raise RevisionError(
-            f"revision {revision} cannot be unpacked into {into} ({reason}); make that folder writable, with space on it"
+            f"revision {revision} cannot be unpacked into {into} ({reason}); make that folder writable, with space on "
+            "it"
         ) from None
     return Tree(revision=full, folder=str(folder), package=package, top=str(top))
 

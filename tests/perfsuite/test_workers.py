@@ -110,7 +110,7 @@ for id in ids():
     lanes = [Lane(environment={"CUDA_VISIBLE_DEVICES": str(n)}) for n in range(5)]
     found = [id for id, _ in made.run(tasks_of("abc"), lanes[:2])]
     assert sorted(found) == ["a", "b", "c"]
-    lane = dict((id, lane) for lane, id in told)
+    lane = {id: lane for lane, id in told}
     assert lane["b"] == lane["c"] != lane["a"]
     assert made.environments == [{"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1"}]
 
