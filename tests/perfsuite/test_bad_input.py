@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from scratch import ROOT, SMALL, TWO_LINES, Project, lines_with, times
+from scratch import ROOT, SMALL, TWO_LINES, Failure, Job, Project, lines_with, times, wait_for
+
+from perfsuite.records import Status, from_json, to_json
+from perfsuite.workers import JOB, Task
 
 pytest_plugins = ["pytester"]
 
@@ -112,34 +115,37 @@ def test_a_reference_that_raises_is_named(project: Project) -> None:
 # --- and while it is timed ------------------------------------------------------------------------------------------
 
 
-def measure(project: Project, ids: list[str]) -> list[dict[str, object]]:
-    """What a worker would write about these workloads; it runs in this process."""
-    from perfsuite.records import to_json
-    from perfsuite.workers import Job, Task
-
-    out = project.path / "out.jsonl"
-    job = project.path / "job.json"
-    job.write_text(json.dumps(to_json(Job(tasks=tuple(Task(id=i) for i in ids), out=str(out)))))
-    project.monkeypatch.setenv("PERFSUITE_JOB", str(job))
-    result = project.run(*ids)
+def timed(project: Project, id: str) -> Failure:
+    """What a measuring process writes about a workload that it cannot time; it runs in this process."""
+    reader, writer = os.pipe()
+    job, out = project.path / "job.json", project.path / "out.jsonl"
+    job.write_text(json.dumps(to_json(Job(out=str(out), tasks=reader))))
+    os.write(writer, f"{json.dumps(to_json(Task(id=id)))}\n".encode())
+    os.close(writer)
+    project.monkeypatch.setenv(JOB, str(job))
+    result = project.run("test_scale.py")
     assert result.ret == 0, result.stdout.str()
-    return [json.loads(line.partition(" ")[2]) for line in out.read_text().splitlines()]
+    events = [json.loads(line.partition(" ")[2]) for line in out.read_text().splitlines()]
+    assert [e["event"] for e in events][:2] == ["ready", "begin"]
+    assert {e["id"] for e in events[1:]} == {id}
+    fields = {k: v for k, v in events[-1].items() if k not in ("event", "id")}
+    return from_json(Failure, fields)
 
 
 @pytest.mark.parametrize("name", sorted(MISBEHAVIOUR.keys() - {"hangs", "exits"}))
 def test_a_timed_side_that(project: Project, name: str) -> None:
     body, words = MISBEHAVIOUR[name]
     project.write("test_scale.py", TWO_LINES.replace("return 3 * x", body))
-    *_, last = measure(project, [SMALL])
-    message = str(last["message"])
-    assert last["status"] in ("UNMEASURED", "NOT_EQUIVALENT")
-    assert "\n" not in message or message.count("\n") <= 2
+    failure = timed(project, SMALL)
+    wrong = name in ("none", "two", "shape", "dtype")
+    assert failure.status is (Status.NOT_EQUIVALENT if wrong else Status.UNMEASURED)
+    assert failure.message.count("\n") <= 2
     if name == "raises":
-        assert message == "the optimized side raises KeyError: 'no such tile'"
+        assert failure.message == "the optimized side raises KeyError: 'no such tile'"
     elif name == "memory":
-        assert "the optimized side runs out of device memory" in message
+        assert failure.message == "the optimized side runs out of device memory"
     else:
-        assert all(w in message for w in words), message
+        assert all(w in failure.message for w in words), failure.message
 
 
 def test_a_job_that_is_none(project: Project) -> None:
@@ -150,16 +156,8 @@ def test_a_job_that_is_none(project: Project) -> None:
 
 def test_a_workload_that_is_gone_when_it_is_to_be_measured(project: Project) -> None:
     project.write("test_scale.py", TWO_LINES)
-    from perfsuite.records import to_json
-    from perfsuite.workers import Job, Task
-
-    out, job = project.path / "out.jsonl", project.path / "job.json"
-    gone = SMALL.replace("small", "gone")
-    job.write_text(json.dumps(to_json(Job(tasks=(Task(id=gone),), out=str(out)))))
-    project.monkeypatch.setenv("PERFSUITE_JOB", str(job))
-    project.run("test_scale.py")
-    (_, last) = [json.loads(line.partition(" ")[2]) for line in out.read_text().splitlines()]
-    assert last["message"] == "it could not be collected again in a worker"
+    failure = timed(project, SMALL.replace("small", "gone"))
+    assert failure == Failure(status=Status.UNMEASURED, message="it could not be collected again in a worker")
 
 
 # --- no triton ------------------------------------------------------------------------------------------------------
@@ -357,44 +355,50 @@ def test_a_job_summary_that_cannot_be_written(verdict: tuple[Project, int], plac
 
 
 ASCII = {"LC_ALL": "C", "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-GATED = """
+SHELL = """
+import json
 import sys
 
-from click.testing import CliRunner
 from scratch import FakeWorkers, times
 
 from perfsuite import cli, control, guard
 
 guard.check = lambda: None
 control.Workers = FakeWorkers(times(slower=float(sys.argv[1])))
-cli.main(sys.argv[2:])
+for command in json.loads(sys.argv[2]):
+    sys.stdout.reconfigure(errors="strict")  # as in a process of its own
+    try:
+        cli.main(command)
+    except SystemExit as end:
+        print("ENDED", end.code)
+        sys.stdout.flush()
 """
+"""Runs one command after the other; a line says how each has ended."""
 
 
 @pytest.mark.parametrize(("slower", "code"), [(0.0, 0), (0.05, 1)])
 def test_a_terminal_that_knows_only_ascii(project: Project, slower: float, code: int) -> None:
     project.write("test_scale.py", TWO_LINES)
-    project.accept()
-    project.write(".gated/gated.py", GATED)
-    (tests,) = {str(ROOT / "tests/perfsuite")}
-    environment = {**os.environ, **ASCII, "PYTHONPATH": f"{ROOT}:{tests}:{project.path / '.gated'}"}
-
-    def gated(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return project.process("gated", str(slower), *arguments, env=environment)
-
-    done = gated("gate", "--json")
-    assert done.returncode == code, done.stdout + done.stderr
-    assert json.loads(done.stdout)["verdicts"][SMALL]["status"] == ("REGRESSED" if code else "PASS")
-    done = gated("gate")
-    assert done.returncode == code, done.stdout + done.stderr
-    assert "Traceback" not in done.stdout + done.stderr
-    assert "Error" not in done.stdout + done.stderr
-    assert lines_with(done.stdout, "? REGRESSED" if code else "1 PASS", "?" if code else "")
-    (path,) = (project.path / "baselines").glob("*.json")
-    for command in (["list"], ["table", str(path)], ["merge", ".perfsuite/report/report.json", "--report", "whole"]):
-        done = gated(*command)
-        assert done.returncode == (0 if command[0] != "merge" else 1 if code else 10), done.stdout + done.stderr
-        assert "Traceback" not in done.stdout + done.stderr
+    path = project.accept()
+    project.write(".shell/shell.py", SHELL)
+    paths = f"{ROOT}:{ROOT / 'tests/perfsuite'}:{project.path / '.shell'}"
+    merge = ["merge", ".perfsuite/report/report.json", "--report", "whole"]
+    commands = [["gate", "--json"], ["gate"], ["list"], ["table", str(path)], merge]
+    environment = {**os.environ, **ASCII, "PYTHONPATH": paths}
+    done = project.process("shell", str(slower), json.dumps(commands), env=environment)
+    everything = done.stdout + done.stderr
+    assert done.returncode == 0, everything
+    assert "Traceback" not in everything
+    assert "Error" not in everything
+    *shown, rest = re.split(r"ENDED (\d+)\n", done.stdout)
+    assert not rest
+    assert list(map(int, shown[1::2])) == [code, code, 0, 0, 1 if code else 10], everything  # it is no shard's report
+    gated_json, gated, listed, table, merged = shown[::2]
+    assert json.loads(gated_json)["verdicts"][SMALL]["status"] == ("REGRESSED" if code else "PASS")
+    for text in (gated, merged):
+        assert lines_with(text, "? REGRESSED" if code else "1 PASS", "?" if code else "")
+    assert lines_with(listed, "small")
+    assert lines_with(table, "small")
 
 
 def test_a_machine_that_cannot_be_named(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -420,38 +424,62 @@ def test_a_machine_that_cannot_be_named(project: Project, monkeypatch: pytest.Mo
 
 # --- Ctrl-C ---------------------------------------------------------------------------------------------------------
 
-SLEEPY = TWO_LINES.replace("return 3 * x", "if len(x) == 65: time.sleep(60)\n        return 3 * x").replace(
-    f"workloads=[{WORKLOAD}]", f'workloads=[{WORKLOAD}, Workload("sleepy", n=65, clock="wall")]'
-)
+HANGS = """
+    import time
+    from pathlib import Path
+
+    from perfsuite import Pair, Workload, tensor
+
+    JOURNALS = Path(__file__).parent / ".perfsuite/workers"
 
 
-@pytest.mark.parametrize("command", [["gate", "--json"], ["accept", "--reason", "again"]])
-def test_ctrl_c(project: Project, command: list[str]) -> None:
-    """In the middle of the second workload: exit code 2, the baseline as before, the report of what was measured."""
-    project.write("test_scale.py", _dedented("import time", SLEEPY))
-    small, sleepy = times(), times(sizes={"n": 65})
-    path = project.accept(lambda id, process, second: (sleepy if "sleepy" in id else small)(id, process, second))
-    before = path.read_bytes()
-    child = subprocess.Popen(
-        project.command("perfsuite", *command),
-        cwd=project.path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-        # A shell starts what runs in its background with Ctrl-C ignored, and a child inherits that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    def fast(x):
+        while any('"measurement"' in path.read_text() for path in JOURNALS.glob("*.jsonl")):
+            time.sleep(0.05)
+        return 3 * x
+
+
+    scale = Pair(
+        reference=lambda x: x + x + x,
+        optimized=fast,
+        inputs={"x": tensor("n")},
+        workloads=[Workload("small", n=64, clock="wall"), Workload("other", n=65, clock="wall")],
     )
+"""
+"""Both workloads can be proven, and the first can be timed; from then on no call ends."""
+
+
+@pytest.mark.parametrize("command", [["gate", "--json"], ["accept", "--reason", "again"]], ids=lambda c: c[0])
+def test_ctrl_c(project: Project, command: list[str]) -> None:
+    """While the second workload is timed: exit code 2, the baseline as before, the report of what was measured."""
+    project.write("test_scale.py", HANGS)
+    small, other = times(), times(sizes={"n": 65})
+    path = project.accept(lambda id, process, second: (other if "other" in id else small)(id, process, second))
+    before = _contents(path.parent)
+    log = project.path / ".perfsuite/log"
+    with log.open("w") as sink:
+        child = subprocess.Popen(
+            project.command("perfsuite", *command),
+            cwd=project.path,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            # A shell starts what runs in its background with Ctrl-C ignored, and a child inherits that.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
     try:
-        _until(lambda: any(b"measurement" in p.read_bytes() for p in _journals(project)), child)
+        # The progress line says that the parent has the first measurement.
+        wait_for(lambda: child.poll() is not None or lines_with(log.read_text(), "scale[small]", "optimized"))
+        assert child.poll() is None, log.read_text()
         child.send_signal(signal.SIGINT)
-        output, _ = child.communicate(timeout=60)
+        child.wait(timeout=120)
     finally:
         child.kill()
         child.wait()
+    output = log.read_text()
     assert child.returncode == 2, output
-    assert path.read_bytes() == before
-    assert [p.name for p in path.parent.iterdir()] == [path.name]
+    assert _contents(path.parent) == before
     assert not _workers_of(project)
     assert "INTERNALERROR" not in output
     if command[0] == "gate":
@@ -461,16 +489,8 @@ def test_ctrl_c(project: Project, command: list[str]) -> None:
         assert lines_with(output, "interrupted", "what was measured until then")
 
 
-def _journals(project: Project) -> list[Path]:
-    return list((project.path / ".perfsuite/workers").glob("*.jsonl"))
-
-
-def _until(condition: Callable[[], bool], child: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert child.poll() is None, child.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+def _contents(folder: Path) -> dict[Path, bytes]:
+    return {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
 def _workers_of(project: Project) -> list[str]:
