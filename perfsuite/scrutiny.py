@@ -21,7 +21,7 @@ from perfsuite import machine
 from perfsuite.clocks import CpuClock, CudaClock
 from perfsuite.equivalence import NotTimed
 from perfsuite.errors import MachineError, NoisyError
-from perfsuite.execution import Leaves
+from perfsuite.execution import Leaves, flatten
 from perfsuite.integrity.calls import late, late_message
 from perfsuite.integrity.outputs import not_plain
 from perfsuite.records import Limit
@@ -50,6 +50,8 @@ FLOOR_SHARE = 0.85
 FLOOR_ATTEMPTS = 3
 OTHERS_SHARE = 0.15
 """Of a core that other processes use: more lowers the ceiling that is measured."""
+LOWERED = 100.0
+"""But not by so much: a time that is impossible even then is nobody else's doing."""
 CPU_CACHE_BYTES = 1 << 29
 PERSISTING_L2 = 6
 """CU_LIMIT_PERSISTING_L2_CACHE_SIZE of cuCtxGetLimit."""
@@ -139,12 +141,16 @@ def unseen_seconds(clock: CpuClock | CudaClock, reset: Callable[[], None], call:
     return max(0.0, unseen - known)
 
 
-def returned(leaves: Leaves, where: str) -> None:
-    """What a timed call returned must be plain tensors, and must not change any more."""
-    for name, leaf in leaves.items():
+def plain(returned: object, where: str) -> None:
+    """What a timed call returned must be plain tensors: others may put off the work until they are read."""
+    for name, leaf in flatten(returned):
         fault = not_plain(name, leaf)
         if fault is not None:
             raise NotTimed(f"{where} {fault}")
+
+
+def settled(leaves: Leaves, where: str) -> None:
+    """What a call returned must not change any more."""
     changed = late(leaves)
     if changed is not None:
         raise NotTimed(f"{where} {late_message(changed)}")
@@ -156,7 +162,7 @@ def floor(
     """A time below what the device needs for the least work is an error, not a win → the limit that was found.
 
     `again` measures the limit anew, beside `seconds`, before anyone is accused: the device may have been busy when its
-    ceiling was measured. NoisyError where others use the CPU even now.
+    ceiling was measured. NoisyError where others use the CPU even now, and may have lowered its ceiling so far.
     """
     best, took = limit, seconds()
     others = 0.0
@@ -168,13 +174,14 @@ def floor(
             took = max(took, seconds())
         best = anew if anew is not None and anew.seconds < best.seconds else best
         others = max(others, used()) if attempt else used()
-    if torch.device(device).type == "cpu" and others > OTHERS_SHARE:
-        raise NoisyError(
-            "other processes use this CPU, so that its limit cannot be measured; measure again on an idle machine"
-        )
     least = least_seconds(best, device)
     if took >= FLOOR_SHARE * least:
         return best
+    busy = torch.device(device).type == "cpu" and others > OTHERS_SHARE
+    if busy and took >= FLOOR_SHARE * least / LOWERED:
+        raise NoisyError(
+            "other processes use this CPU, so that its limit cannot be measured; measure again on an idle machine"
+        )
     of = f"{best.bytes:.3g} bytes" if best.by == "memory" else f"{best.flops:.3g} operations"
     raise NotTimed(
         f"{where} takes {took * 1e6:.3g} µs, and this device needs {least * 1e6:.3g} µs for the {of} that cost= "

@@ -50,6 +50,7 @@ class Watch:
         guard.check()
         scrutiny.keeps_l2(self.l2_bytes, self.where)
         runner = self.sampler.runners[OPTIMIZED]
+        scrutiny.plain(runner.returned, self.where)
         if block in (self.judged, self.sampler.blocks - 1) and not self.pair.is_stateful:
             check_timed(self.output, self.sampler.runners, self.sampler)
         if block < FRESH_BLOCKS[self.proven_before] and not (self.proven_before and self.drawn_s > FRESH_S):
@@ -93,7 +94,7 @@ class Watch:
                 runner.reset()
                 self.sampler.clock.synchronize()
                 runner.call()
-                scrutiny.returned(runner.leaves(), self.where)
+                scrutiny.settled(runner.leaves(), self.where)
             if self.sampler.kind == "device":
                 seen = self.sampler.once(OPTIMIZED)
                 unseen = scrutiny.unseen_seconds(self.sampler.clock, runner.reset, runner.call)

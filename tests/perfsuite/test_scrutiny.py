@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import random
 from collections.abc import Callable, Iterator
@@ -11,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from perfsuite import scrutiny
+from perfsuite import machine, scrutiny
 from perfsuite.clocks import CpuClock, CudaClock
-from perfsuite.equivalence import NotEquivalent
+from perfsuite.equivalence import NotEquivalent, NotTimed
+from perfsuite.errors import NoisyError
+from perfsuite.records import Limit
 
 Call = Callable[[], object]
 
@@ -100,6 +103,72 @@ def test_what_the_timer_has_not_seen_is_named() -> None:
         scrutiny.hidden(4e-5, 1e-5, "it")
     scrutiny.hidden(1.4e-5, 1e-5, "it")
     scrutiny.hidden(4e-5, 1e-3, "it")
+
+
+LEAST_S = 1e-3
+
+
+def needs(seconds: float) -> Limit:
+    """The limit of a device that needs so long."""
+    return Limit(seconds=seconds, by="compute", bytes=0.0, flops=1e9, ceiling=1e9 / seconds)
+
+
+class Floor:
+    """A call that takes `took`, and the limits that are measured one after the other, beside others on the CPU."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, took: float, *limits: float, others: float = 0.0) -> None:
+        self.took, self.limits, self.beside = took, list(limits), False
+
+        @contextlib.contextmanager
+        def used_elsewhere() -> Iterator[Callable[[], float]]:
+            self.beside = True
+            yield lambda: others
+            self.beside = False
+
+        monkeypatch.setattr(machine, "used_elsewhere", used_elsewhere)
+
+    def again(self) -> Limit:
+        assert self.beside
+        return needs(self.limits.pop(0) if self.limits else LEAST_S)
+
+    def judge(self, first: float = LEAST_S, device: str = "cpu") -> Limit:
+        return scrutiny.floor(needs(first), self.again, lambda: self.took, device, "it")
+
+
+def test_a_possible_time_needs_no_other_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Floor(monkeypatch, 0.9 * LEAST_S, 0.0, others=9.0).judge() == needs(LEAST_S)
+
+
+def test_a_limit_that_was_measured_on_a_busy_device_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = (20 * LEAST_S, 5 * LEAST_S, LEAST_S)
+    assert Floor(monkeypatch, LEAST_S, *limits).judge(first=10 * LEAST_S) == needs(LEAST_S)
+    assert Floor(monkeypatch, LEAST_S, *limits, others=0.5).judge(first=10 * LEAST_S) == needs(LEAST_S)
+
+
+@pytest.mark.parametrize("others", [0.0, 0.1])
+def test_an_impossible_time_is_named(monkeypatch: pytest.MonkeyPatch, others: float) -> None:
+    words = r"it takes 500 µs, and this device needs 1e\+03 µs for the 1e\+09 operations that cost= names"
+    measured = Floor(monkeypatch, 0.5 * LEAST_S, *[LEAST_S] * scrutiny.FLOOR_ATTEMPTS, others=others)
+    with pytest.raises(NotTimed, match=words):
+        measured.judge()
+    assert not measured.limits, "nobody is accused before the limit was measured again"
+
+
+def test_others_on_the_cpu_may_lower_its_ceiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(NoisyError, match="other processes use this CPU"):
+        Floor(monkeypatch, 0.5 * LEAST_S, others=0.5).judge()
+    with pytest.raises(NoisyError, match="other processes use this CPU"):
+        Floor(monkeypatch, LEAST_S / scrutiny.LOWERED, others=2.0).judge()
+
+
+def test_what_no_neighbour_can_explain_is_named_on_a_busy_machine_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(NotTimed, match="does not do the work, or cost= overstates it"):
+        Floor(monkeypatch, 0.8 * LEAST_S / scrutiny.LOWERED, others=2.0).judge()
+
+
+def test_a_gpu_s_ceiling_does_not_depend_on_who_uses_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(NotTimed, match="does not do the work"):
+        Floor(monkeypatch, 0.5 * LEAST_S, others=2.0).judge(device="cuda")
 
 
 def test_l2_is_asked_of_a_device_that_nothing_has_used_yet(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from catalogue import SIZES, Time, fast, fault, honest, lasting, pair, timed_pair, wave
 
-from perfsuite import Pair, Workload
+from perfsuite import Pair, Workload, floats, stateful, tensor
 
 
 class Lazy(torch.Tensor):
@@ -187,6 +187,40 @@ def lazy_when_timed(time: Time) -> Pair:
         return fast(x).as_subclass(Lazy) if calls[0] > 60 and x.shape == tuple(SIZES.values()) else fast(x)
 
     return timed_pair(time, optimized)
+
+
+@fault(4, "a method overridden only while it is timed", "its method double overridden", timed=True)
+def overridden_when_timed(time: Time) -> Pair:
+    calls = [0]
+
+    def optimized(x: torch.Tensor) -> torch.Tensor:
+        calls[0] += 1
+        time.spend(1e-3)
+        out = fast(x)
+        if calls[0] > 60:
+            out.double = lambda: fast(x).double()  # type: ignore[method-assign]
+        return out
+
+    return timed_pair(time, optimized)
+
+
+@fault(4, "steps that are lazy only while they are timed", "returns output as a Lazy", timed=True)
+def lazy_steps_when_timed(time: Time) -> Pair:
+    calls = [0]
+
+    def optimized(x: torch.Tensor) -> Any:
+        def step(y: torch.Tensor) -> torch.Tensor:
+            calls[0] += 1
+            time.spend(1e-3)
+            return fast(x + y).as_subclass(Lazy) if calls[0] > 60 else fast(x + y)
+
+        return step
+
+    def reference(x: torch.Tensor) -> Any:
+        return lasting(time, 6e-3, lambda y: wave(x + y))
+
+    step_inputs = {"y": tensor("m", "n", values=floats(-4, 4))}
+    return pair(stateful(optimized), reference=stateful(reference), step_inputs=step_inputs)
 
 
 @honest(4, "a parameter")
