@@ -688,4 +688,4 @@ def _warnings(recording: Recording, recorded: Mapping[str, Pool], whole: Simulat
 
 def _gate_design() -> tuple[int, int]:
     """BLOCKS and QUADS of `perfsuite.sampling`, which imports torch."""
-    return 8, 7
+    return 16, 3

@@ -13,6 +13,7 @@ from scale import count
 from scratch import SMALL, TWO_LINES, Project, lines_with, times
 
 from perfsuite import api, counting, equivalence, floats, tensor
+from perfsuite.conclusion import UNDECIDED
 from perfsuite.equivalence import NotEquivalent
 from perfsuite.errors import MachineError
 from perfsuite.records import Case
@@ -111,7 +112,7 @@ FORGER = """
 
 def test_26_results_that_code_under_test_wrote(project: Project) -> None:
     project.write("test_scale.py", FORGER)
-    rejected(project.run("-m", "perf"), "UNMEASURED", "a result that the harness did not write")
+    rejected(project.run("-m", "perf"), "UNMEASURED", "a result that the harness did not write", code=UNDECIDED)
 
 
 # --- 33 to 39 --------------------------------------------------------------------------------------------------
@@ -129,7 +130,7 @@ def test_33_a_wrong_output_before_a_right_one() -> None:
 
 def test_34_no_test_at_all_is_red(project: Project) -> None:
     project.write("test_none.py", "from perfsuite import Pair\nPAIRS = []\n")
-    rejected(project.gate(), "nothing was measured")
+    rejected(project.gate(), "nothing was measured", code=UNDECIDED)
 
 
 def test_34_no_draw_at_all_is_red(project: Project) -> None:
@@ -194,9 +195,9 @@ def test_38_fewer_outputs_are_named() -> None:
 def test_39_nothing_accepted_renamed_or_on_another_machine(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     project.write("test_scale.py", TWO_LINES)
     project.measured(times())
-    rejected(project.gate(), "NO_BASELINE", SMALL)
+    rejected(project.gate(), "NO_BASELINE", SMALL, code=UNDECIDED)
     project.accept()
     project.measured(times())
     assert project.gate().ret == 0
     project.replace("test_scale.py", "scale = Pair", "other = Pair")
-    rejected(project.gate(), SMALL, "in the baseline but not collected")
+    rejected(project.gate(), SMALL, "in the baseline but not collected", code=UNDECIDED)
