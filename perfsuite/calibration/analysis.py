@@ -17,7 +17,9 @@ from perfsuite import gate, planning
 from perfsuite import statistics as rule
 from perfsuite.calibration.record import (
     ACCEPTED,
+    BLOCKS,
     OPTIMIZED,
+    QUADS,
     REFERENCE,
     KindRecord,
     Recording,
@@ -673,19 +675,13 @@ def _warnings(recording: Recording, recorded: Mapping[str, Pool], whole: Simulat
             f"the gate would measure more than the {recording.blocks} blocks a process that were recorded (share of "
             f"workloads: {shares}); it is simulated with {recording.blocks}"
         )
-    if (recording.blocks, recording.quads) != _gate_design():
-        blocks, quads = _gate_design()
+    if (recording.blocks, recording.quads) != (BLOCKS, QUADS):
         yield (
             f"{recording.blocks} blocks of {recording.quads} quads a process were recorded; "
-            f"`perfsuite accept` measures {blocks} of {quads}"
+            f"`perfsuite accept` measures {BLOCKS} of {QUADS}"
         )
     if recording.machine.device.startswith("cpu"):
         yield "a CPU: calls run on one thread, both clocks are the host's, and other processes disturb them"
     stacks = {tuple(getattr(s, n) for n in ("driver", "cuda", "torch", "triton")) for s in recording.sessions}
     if len(stacks) > 1:
         yield "the sessions ran on different software"
-
-
-def _gate_design() -> tuple[int, int]:
-    """BLOCKS and QUADS of `perfsuite.sampling`, which imports torch."""
-    return 16, 3

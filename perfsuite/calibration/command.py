@@ -16,7 +16,7 @@ from rich.table import Table
 
 from perfsuite import turns
 from perfsuite.calibration import measure, record
-from perfsuite.calibration.record import KINDS, Recording
+from perfsuite.calibration.record import BLOCKS, KINDS, QUADS, Recording
 from perfsuite.errors import PerfsuiteError
 from perfsuite.machine import measured_devices
 from perfsuite.records import Machine, to_json
@@ -35,8 +35,10 @@ INTERRUPTED = 2
 @click.option("--processes", default=12, show_default=True, type=click.IntRange(2), help="Measuring processes.")
 @click.option("--seconds", type=click.FloatRange(1), help="Budget of the whole.  [default: 500 on a GPU, 200 on a CPU]")
 @click.option("--kind", "kinds", multiple=True, type=click.Choice(list(KINDS)), help="Only this kind; repeatable.")
-@click.option("--blocks", default=8, show_default=True, type=click.IntRange(2), help="Blocks a process, as the gate's.")
-@click.option("--quads", default=7, show_default=True, type=click.IntRange(2), help="Quads a block, as the gate's.")
+@click.option(
+    "--blocks", default=BLOCKS, show_default=True, type=click.IntRange(2), help="Blocks a process, as the gate's."
+)
+@click.option("--quads", default=QUADS, show_default=True, type=click.IntRange(2), help="Quads a block, as the gate's.")
 @click.option(
     "--benchmark-max-time",
     default=BENCHMARK_MAX_TIME,

@@ -28,6 +28,8 @@ KINDS: Mapping[str, str] = {
     "kernels": "200 small kernels a call; planted: more kernels",
 }
 """The kinds of pair, and how work is planted in each."""
+BLOCKS, QUADS = 16, 3
+"""A process's design, as the gate has it: those of `perfsuite.sampling`, which imports torch."""
 SECONDS_DIGITS = 6
 """A time is kept to a millionth: a hundredth of the smallest noise seen."""
 AGAIN = "record it anew with `perfsuite calibrate`"

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from perfsuite import gate, planning
 from perfsuite.baseline import Entry, Process, Session, SideSummary
-from perfsuite.calibration.record import ACCEPTED, OPTIMIZED, REFERENCE, KindRecord, Recording, side_name
+from perfsuite.calibration.record import ACCEPTED, BLOCKS, OPTIMIZED, REFERENCE, KindRecord, Recording, side_name
 from perfsuite.modes import accept, paired
 from perfsuite.records import Measurement, PromiseRecord, SideRecord, Status, Verdict
 
@@ -184,7 +184,9 @@ def _gate_once(
                 key, [_drawn(noise[kind][before], shift, blocks, rng) for _ in range(accept.PROCESSES)]
             )
     suite = gate.suite_noise(entries)
-    planned = {k: planning.blocks_of(e, gate.margin_of(e, suite, selected=len(entries))) for k, e in entries.items()}
+    planned = {
+        k: planning.blocks_of(e, gate.margin_of(e, suite, selected=len(entries))) or BLOCKS for k, e in entries.items()
+    }
     size = max(math.ceil(len(entries) / paired.SAMPLE_SHARE), min(len(entries), paired.SAMPLE_LEAST))
     sample = {str(k) for k in rng.choice(list(entries), size, replace=False)}
     runs: dict[str, tuple[Measurement, ...]] = dict.fromkeys(entries, ())

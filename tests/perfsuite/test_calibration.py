@@ -26,6 +26,7 @@ from perfsuite.modes import accept, paired
 from perfsuite.records import Status, to_json
 
 BLOCKS, QUADS = 8, 7
+"""Of the recordings here: half as many blocks as the gate has, so that its plan may ask for more."""
 QUIET = {"quad": 0.004, "block": 0.002, "process": 0.001, "session": 0.0}
 
 
@@ -122,7 +123,7 @@ def invoke(*arguments: object) -> Result:
 
 
 def test_the_design_is_the_gates() -> None:
-    assert analysis._gate_design() == (sampling.BLOCKS, sampling.QUADS)
+    assert (record.BLOCKS, record.QUADS) == (sampling.BLOCKS, sampling.QUADS)
     assert (record.REFERENCE, record.ACCEPTED, record.OPTIMIZED) == (
         sampling.REFERENCE,
         sampling.ACCEPTED,
@@ -163,6 +164,14 @@ def test_drawn_process_means_vary_as_the_recorded() -> None:
     assert np.var([np.mean(d) for d in drawn]) == pytest.approx(recorded, rel=0.1)
     assert np.mean(drawn) == pytest.approx(mean, abs=3e-4)
     assert mean == pytest.approx(-math.log(1.02), abs=3e-3)
+
+
+def test_blocks_that_do_not_vary_plan_as_many_as_usual() -> None:
+    still = {"quad": 0.0, "block": 0.0, "process": 0.004, "session": 0.0}
+    made = resample.simulate(resample.pools(recording({"memory": still})), {OPTIMIZED: 2}, np.random.default_rng(0))
+    tally = made.tallies["memory"][OPTIMIZED]
+    assert tally.runs == tally.bounded == 2 * resample.COPIES
+    assert tally.blocks == tally.processes * BLOCKS
 
 
 def test_planted_sizes_are_measured(found: analysis.Analysis) -> None:
@@ -506,6 +515,7 @@ def test_a_dry_run_measures_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     plan = json.loads(invoke("--device", "cpu", "--dry-run", "--json").stdout)
     assert plan["estimated_seconds"] > 0
     assert plan["design"]["kinds"] == list(record.KINDS)
+    assert (plan["design"]["blocks"], plan["design"]["quads"]) == (record.BLOCKS, record.QUADS)
 
 
 def test_its_help_loads_no_torch() -> None:
@@ -546,7 +556,8 @@ def processes(quiet: Recording, monkeypatch: pytest.MonkeyPatch) -> list[dict[st
 
 
 def measured(out: Path, *more: object) -> Result:
-    return invoke("--device", "cpu", "--out", out, "--suites", 1, "--no-plot", "--seconds", 9999, *more)
+    design = ("--device", "cpu", "--blocks", BLOCKS, "--quads", QUADS, "--seconds", 9999)
+    return invoke(*design, "--out", out, "--suites", 1, "--no-plot", *more)
 
 
 def test_what_processes_report_is_recorded(processes: list[dict[str, Any]], quiet: Recording, tmp_path: Path) -> None:
