@@ -76,8 +76,8 @@ ALPHA = 0.01
 RED_LOOKS = tuple(n for n in LOOKS if n >= RED_PROCESSES)
 BETA = 0.02
 """How often a slowdown of the margin may pass."""
-BETA_SHARES = {1: 0.5, 2: 0.2, 3: 0.1, 4: 0.05, 6: 0.05, 8: 0.05, 12: 0.05}
-"""How BETA is spent over LOOKS. Most unchanged workloads could be decided after the first process, so it has half."""
+BETA_SHARES = {1: 0.4, 2: 0.2, 3: 0.1, 4: 0.05, 6: 0.05, 8: 0.05, 12: 0.15}
+"""How BETA is spent over LOOKS. Most unchanged workloads can be decided after the first process, so it has most."""
 POWER = 0.95
 USUAL_PROCESSES = 6
 """A margin up to MARGIN_USUAL is one that so many processes resolve; beyond it all of LOOKS are counted on."""
