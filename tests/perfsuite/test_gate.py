@@ -120,7 +120,7 @@ def interval(value: float, se: float, dof: float) -> tuple[float, float]:
 def test_the_rule_s_constants_are_the_documented_ones() -> None:
     assert LOOKS == (1, 2, 3, 4, 6, 8, 12)
     assert (gate.RED_PROCESSES, gate.ALPHA, gate.BETA, gate.POWER, gate.USUAL_PROCESSES) == (4, 0.01, 0.02, 0.95, 6)
-    assert {"device": 0.01, "wall": 0.015} == gate.MARGIN_MIN
+    assert gate.MARGIN_MIN == {"device": 0.01, "wall": 0.015}
     assert (gate.MARGIN_USUAL, gate.MARGIN_MOST, gate.MARGIN_STEP) == (0.02, 0.10, 0.001)
     assert gate.RED_LOOKS == (4, 6, 8, 12)
     assert tuple(gate.BETA_SHARES) == LOOKS
