@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from perfsuite import digests
 from perfsuite.baseline import Entry, short
-from perfsuite.records import Machine, Ran, Status, Verdict
+from perfsuite.records import Machine, Proof, Ran, Status, Verdict
 from perfsuite.report import units
 
 
@@ -18,8 +18,8 @@ class Found:
 
     unchanged: dict[str, str] = field(default_factory=dict)
     changed: dict[str, str] = field(default_factory=dict)
-    sources_only: set[str] = field(default_factory=set)
-    """Those of the changed whose sources alone differ."""
+    sources: dict[str, list[str]] = field(default_factory=dict)
+    """Those of the changed where nothing but these sources differs."""
 
 
 def unchanged(entries: Mapping[str, Entry], top: Path, machine: Machine) -> Found:
@@ -32,7 +32,7 @@ def unchanged(entries: Mapping[str, Entry], top: Path, machine: Machine) -> Foun
         if difference or sources:
             found.changed[id] = difference or f"{', '.join(sources[:3])}{', …' * (len(sources) > 3)}"
             if not difference:
-                found.sources_only.add(id)
+                found.sources[id] = sources
         else:
             found.unchanged[id] = f"nothing that it runs has changed since {short(entry.revision)}"
     return found
@@ -43,9 +43,14 @@ def may_be_traced(entry: Entry) -> bool:
     return entry.ran is not None and bool(entry.ran.launched) and entry.clock == "device"
 
 
-def launches_the_same(entry: Entry, now: Ran) -> bool:
-    """Whether what was traced now is what was traced when the entry was accepted."""
-    return entry.ran is not None and bool(now.launched) and entry.ran.launched == now.launched
+def launches_the_same(entry: Entry, sources: Collection[str], now: Proof) -> bool:
+    """Whether only sources of the optimized side differ, and its launches are those traced when it was accepted.
+
+    Another reference, or another declaration of the pair, has to be proven: what is launched says nothing of it.
+    """
+    if entry.ran is None or now.ran is None or not set(sources) <= set(now.own_sources):
+        return False
+    return bool(now.ran.launched) and entry.ran.launched == now.ran.launched
 
 
 def verdict(id: str, entry: Entry, reason: str) -> Verdict:

@@ -26,7 +26,7 @@ from perfsuite.records import Machine, Measurement, Proof, Status, Verdict
 from perfsuite.report import units
 from perfsuite.report.model import Correctness, RunReport
 from perfsuite.speed import Result, SpeedItem
-from perfsuite.workers import Failure, Lane, Outcome, Task, Workers, pytest_arguments
+from perfsuite.workers import PROVE, Failure, Lane, Outcome, Task, Workers, pytest_arguments
 
 RERUNS = ("reruns", "retries", "force_flaky")
 """Options of plugins that run a failed test again."""
@@ -205,14 +205,22 @@ class Control:
 
     def _planned(self, tasks: Sequence[Task], everywhere: bool) -> tuple[list[Task], list[Lane]]:
         chosen = lanes.for_proving(tasks, self.machine) if everywhere else lanes.for_timing(self.machine)
-        return lanes.ordered(tasks, chosen, self.durations.of), chosen
+        return lanes.ordered(tasks, chosen, self.expected_s), chosen
+
+    def expected_s(self, task: Task) -> float:
+        """What the task will take, by what it took the last time, or else by what was accepted."""
+        entry = self.entries.get(task.id)
+        if entry is None:
+            return self.durations.of(task)
+        side = "reference" if task.kind == PROVE else "optimized"
+        return self.durations.of(task, entry.sides[side].seconds)
 
     def announce(self, timed: Sequence[Task], proofs: Sequence[Task] = (), *, proving: bool = False) -> None:
         """Say what is about to run, and how long it will take by what it took the last time."""
         if not timed and not proofs:
             return
         first, then = self._planned(timed, proving), self._planned(proofs, True)
-        seconds = sum(lanes.seconds_of(*planned, self.durations.of) for planned in (first, then))
+        seconds = sum(lanes.seconds_of(*planned, self.expected_s) for planned in (first, then))
         parts = []
         if timed and proving:
             parts.append(_on_cores(*first))

@@ -147,6 +147,14 @@ def ran(
     )
 
 
+def only(module: ModuleType | None, others: Iterable[ModuleType | None], top: Path) -> list[str]:
+    """Files that a module imports and these others do not; without it, or one of them, it is not known: none."""
+    first, *rest = ((getattr(m, "__file__", None) or "") for m in (module, *others))
+    if not first or not all(rest):
+        return []
+    return [_relative(p, top) for p in sorted(_closure([Path(first)], top) - _closure(map(Path, rest), top))]
+
+
 def _conftests(seeds: Iterable[Path], top: Path) -> Iterator[Path]:
     for seed in seeds:
         for folder in seed.resolve().parents:

@@ -3,15 +3,15 @@
 The optimized side of the accepted revision is interleaved with the current one in every process, so that no stored
 time enters the comparison. After each number of processes in LOOKS the rule decides what is clear by then:
 
-    PASS       the upper bound of the slowdown lies below the margin, at BETA over all looks
-    REGRESSED  p <= ALPHA over all looks and all selected workloads, the estimate is at least half the margin, and
-               RED_PROCESSES processes have run
+    PASS       the upper bound of the slowdown lies below the margin, at BETA over all looks (BETA_SHARES)
+    REGRESSED  p <= ALPHA over RED_LOOKS and all selected workloads, and the estimate is at least half the margin
     IMPROVED   the same in the other direction, with an estimate of at least the margin
     NOISY      neither, after the last look
 
 **Margin** The smallest slowdown that matters. A workload may declare it. Otherwise it is what the device resolves: the
-smallest slowdown that six processes find with 95% power given the accepted noise, at least 1%; where that is above 2%,
-what all twelve find, from 2% to 10%. Without an entry this run's own noise takes the place of the accepted one.
+smallest slowdown that six processes find with 95% power given the accepted noise, at least 1% on the device clock and
+1.5% on the wall clock; where that is above 2%, what all twelve find, from 2% to 10%. Without an entry this run's own
+noise takes the place of the accepted one.
 
 **Noise** The variance of a process mean comes from the A/A comparison made at acceptance, shrunk toward the suite's
 (statistics.py), and from this run's own processes. A workload that varies far beyond it (F tests) is judged by its own
@@ -23,10 +23,11 @@ shift does not cancel there, so the margin is wider. A slowdown is NOISY unless 
 most and the device's did not; a PASS is NOISY where the reference's seconds moved beyond the margin. A reference too
 slow to repeat leaves the optimized side's seconds alone: they hold OWN_SECONDS_MARGIN.
 
-**Promises** A promised speedup holds where the lower bound of this run's speedup is above it, and is broken where the
-upper bound is below it, at ALPHA over looks and workloads. Where twelve processes with the reference in full show
-neither, the estimate decides: NOISY above the promise, BELOW_FLOOR below. Promised counts (memory, syncs, launches) are
-exact. What each of two processes or more counted more than when accepted is REGRESSED (counts.py).
+**Promises** A promised speedup holds where the lower bound of this run's speedup is above it, at BETA over all looks,
+and is broken where the upper bound is below it, at ALPHA over looks and workloads. Where twelve processes with the
+reference in full show neither, the estimate decides: NOISY above the promise, BELOW_FLOOR below. Promised counts
+(memory, syncs, launches) are exact. What each of two processes or more counted more than when accepted is REGRESSED
+(counts.py).
 
 A green verdict names the cause where the stored speedup is clearly no longer reached (causes.py).
 
@@ -72,13 +73,17 @@ RED_PROCESSES = 4
 suites in one of eight. IMPROVED needs as many: after one or two, 3% of the calibration's unchanged suites had one."""
 ALPHA = 0.01
 """False alarms over the whole suite: one in a hundred runs at most."""
+RED_LOOKS = tuple(n for n in LOOKS if n >= RED_PROCESSES)
 BETA = 0.02
 """How often a slowdown of the margin may pass."""
+BETA_SHARES = {1: 0.4, 2: 0.2, 3: 0.1, 4: 0.05, 6: 0.05, 8: 0.05, 12: 0.15}
+"""How BETA is spent over LOOKS. Most unchanged workloads can be decided after the first process, so it has most."""
 POWER = 0.95
 USUAL_PROCESSES = 6
 """A margin up to MARGIN_USUAL is one that so many processes resolve; beyond it all of LOOKS are counted on."""
-MARGIN_MIN = 0.01
-"""Below 1%, what differs between two builds of one function is code placement, not its design."""
+MARGIN_MIN = {"device": 0.01, "wall": 0.015}
+"""Below 1%, what differs between two builds of one function is code placement, not its design. What the host does
+between launches varies more from process to process."""
 MARGIN_USUAL = 0.02
 MARGIN_MOST = 0.10
 """No default margin lets more than this pass: who can live with more declares it."""
@@ -218,7 +223,7 @@ def promises_only(
 
 def margin_of(entry: Entry, suite: Suite, *, selected: int) -> float:
     """The smallest relative slowdown that the rule finds with 95% power, given the accepted noise."""
-    return _default_margin(_expected(Subject(id=entry.id, entry=entry), suite), selected)
+    return _default_margin(_expected(Subject(id=entry.id, entry=entry), suite), selected, MARGIN_MIN[entry.clock])
 
 
 def _judge(s: Subject, suite: Suite, accepted: Variance, factor: float, selected: int) -> Verdict | Open:
@@ -258,7 +263,7 @@ def _judge(s: Subject, suite: Suite, accepted: Variance, factor: float, selected
 
 def _by_speed(s: Subject, slower: Estimate, margin: float, selected: int) -> tuple[Status | None, str]:
     """REGRESSED, IMPROVED, PASS, NOISY or None (not clear yet) by the speed alone, and the reason in words."""
-    level, beta, processes = ALPHA / len(LOOKS) / selected, BETA / len(LOOKS), len(s.runs)
+    level, beta, processes = ALPHA / len(RED_LOOKS) / selected, _beta(len(s.runs)), len(s.runs)
     change = math.expm1(slower.value)
     against = "when accepted, by the stored figures" if s.stored else s.against
     low, high = (math.expm1(x) for x in slower.interval())
@@ -363,7 +368,9 @@ def _slowdown(
     if not s.stored:
         # Without an entry nothing is known of the noise beforehand: the margin follows from this run's own.
         margin = s.margin or (
-            margin_of(s.entry, suite, selected=selected) if s.entry else _default_margin(known, selected)
+            margin_of(s.entry, suite, selected=selected)
+            if s.entry
+            else _default_margin(known, selected, MARGIN_MIN[s.runs[0].clock])
         )
         # log_ratios["accepted"] is positive where the current side is faster.
         return _paired([-v for v in s.values], known), margin
@@ -371,9 +378,10 @@ def _slowdown(
     noise = Noise(process=known, session=noise_of(s.entry.process_means(), suite.ratio).session)
     accepted = baseline_mean(s.entry.process_means(), noise)
     error = estimate(accepted.minus(run_mean([0.0] * LOOKS[-1])), noise)
-    own = _default_margin(accepted_noise, selected)
+    least = MARGIN_MIN[s.entry.clock]
+    own = _default_margin(accepted_noise, selected, least)
     # Beyond STORED_MARGIN_MAX it would be no gate, unless the accepted revision itself resolves no less.
-    margin = s.margin or min(max(own, _resolvable(error, selected)), max(own, STORED_MARGIN_MAX))
+    margin = s.margin or min(max(own, _resolvable(error, selected, least)), max(own, STORED_MARGIN_MAX))
     return estimate(accepted.minus(run_mean(s.values)), noise), margin
 
 
@@ -407,33 +415,39 @@ def _speedup(s: Subject, prior: Noise, selected: int, *, looks: int) -> Speedup 
     promised = s.promises.speedup
     if promised is None:
         return Speedup(now=now, full=len(full))
-    level, bound = ALPHA / looks / selected, math.log(promised)
+    bound = math.log(promised)
     spare = FEW_LEAST if s.entry and not slow and not full else 0.0
     return Speedup(
         now=now,
         promised=promised,
-        holds=now.p_above(bound) <= level and now.value >= bound + spare,
-        broken=now.p_below(bound) <= level,
+        holds=now.p_above(bound) <= (_beta(len(s.runs)) if looks > 1 else BETA) and now.value >= bound + spare,
+        broken=now.p_below(bound) <= ALPHA / looks / selected,
         full=len(timed) if slow else len(full),
     )
 
 
-def _default_margin(process: Variance, selected: int) -> float:
+def _beta(processes: int) -> float:
+    """How often a slowdown of the margin may pass after so many processes."""
+    return BETA * BETA_SHARES.get(processes, BETA_SHARES[LOOKS[-1]])
+
+
+def _default_margin(process: Variance, selected: int, least: float) -> float:
     """What USUAL_PROCESSES resolve; where that is beyond MARGIN_USUAL, what all processes resolve."""
 
     def found_by(processes: int) -> float:
-        return _resolvable(_paired([0.0] * processes, replace(process, dof=process.dof + processes - 1)), selected)
+        error = _paired([0.0] * processes, replace(process, dof=process.dof + processes - 1))
+        return _resolvable(error, selected, least)
 
     size = found_by(USUAL_PROCESSES)
     return size if size <= MARGIN_USUAL else min(MARGIN_MOST, max(MARGIN_USUAL, found_by(LOOKS[-1])))
 
 
-def _resolvable(error: Estimate, selected: int) -> float:
-    """The slowdown shown with 95% power by an estimate with this error; at least MARGIN_MIN, in MARGIN_STEP."""
-    needed = t_quantile(1 - ALPHA / len(LOOKS) / selected, error.dof) + t_quantile(POWER, error.dof)
+def _resolvable(error: Estimate, selected: int, least: float) -> float:
+    """The slowdown shown with 95% power by an estimate with this error; at least `least`, in MARGIN_STEP."""
+    needed = t_quantile(1 - ALPHA / len(RED_LOOKS) / selected, error.dof) + t_quantile(POWER, error.dof)
     # No margin is beyond MARGIN_MOST: a larger error need not be exact, and its exponential could overflow.
     steps = math.ceil(math.expm1(min(needed * error.se, 1.0)) / MARGIN_STEP - 1e-9)
-    return max(MARGIN_MIN, round(steps * MARGIN_STEP, 6))
+    return max(least, round(steps * MARGIN_STEP, 6))
 
 
 def _paired(values: Sequence[float], process: Variance) -> Estimate:

@@ -15,6 +15,8 @@ from perfsuite.workers import ITEMS, Lane, Task
 FILE = "durations.json"
 USUAL_S = {"prove": 3.0, "time": 2.0, "items": 2.0, "trace": 2.0}
 """What a task takes that was never done before."""
+CALLS = {"prove": 10.0, "time": 50.0, "items": 0.0, "trace": 10.0}
+"""How many calls of a workload's sides a task makes that was never done before."""
 START_S = 6.0
 """What a process takes until its first task: importing torch and the test modules."""
 LONGEST_S = 1e6
@@ -39,9 +41,10 @@ class Durations:
         except (OSError, ValueError, TypeError, AttributeError, OverflowError, RecursionError):
             pass  # only an estimate depends on it
 
-    def of(self, task: Task) -> float:
-        """What the task will take, as far as is known."""
-        return self.seconds.get(f"{task.kind} {task.id}", USUAL_S[task.kind])
+    def of(self, task: Task, call_s: float = 0.0) -> float:
+        """What the task will take, as far as is known; `call_s` is what a call of its slowest side takes."""
+        known = self.seconds.get(f"{task.kind} {task.id}")
+        return USUAL_S[task.kind] + CALLS[task.kind] * call_s if known is None else known
 
     def note(self, kind: str, id: str, seconds: float) -> None:
         """A task of this kind took so long."""
@@ -74,7 +77,8 @@ def for_proving(tasks: Collection[Task], machine: Machine) -> list[Lane]:
             environment["CUDA_VISIBLE_DEVICES"] = devices[number % len(devices)]
         if COMPILE_THREADS not in os.environ:  # each of these threads would be a process that imports torch
             environment[COMPILE_THREADS] = each
-        if all(t.kind == ITEMS for t in tasks) and "OMP_NUM_THREADS" not in os.environ:
+        alone = machine.count > 0 or all(t.kind == ITEMS for t in tasks)
+        if alone and "OMP_NUM_THREADS" not in os.environ:  # no result that is timed depends on it
             environment["OMP_NUM_THREADS"] = each
         lanes.append(Lane(environment=environment))
     return lanes

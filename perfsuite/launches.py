@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -114,9 +115,20 @@ class _Seen:
             if self._is_own(frame.f_code.co_filename):
                 self.lines.append(("calls", getattr(argument, "__qualname__", repr(type(argument)))))
         elif event == "call":
+            if self._is_own(frame.f_code.co_filename):
+                self._note_extensions(frame)
             back = frame.f_back
             if back is not None and self._is_own(back.f_code.co_filename):
                 self.lines.append(("calls", frame.f_code.co_qualname))
+
+    def _note_extensions(self, frame: Any) -> None:
+        """Compiled modules that the function names: Python reports no call of what Cython compiles."""
+        for name in frame.f_code.co_names:
+            value = frame.f_globals.get(name)
+            module = value if isinstance(value, ModuleType) else sys.modules.get(getattr(value, "__module__", "") or "")
+            file = getattr(module, "__file__", None) or ""
+            if module is not None and file and not file.endswith((".py", ".pyc")):
+                self.modules.add(module.__name__)
 
     def _trace(self, frame: Any, event: str, argument: Any) -> Any:
         return self._line if self._is_own(frame.f_code.co_filename) else None

@@ -17,7 +17,11 @@ AMPLE = 10.0
 """A stored speedup so many times the promised one leaves room for a reference that is timed beside other processes."""
 FEW_BLOCKS = 3
 LEAST_BLOCKS, MOST_BLOCKS = 4, 24
-TARGET_SHARE = 0.25
+LEAST_LONG_BLOCKS, LONG_BLOCK_S = 2, 0.5
+"""Of blocks that take this long fewer do, where the noise allows it; two are needed to see that it does."""
+CALLS = 12
+"""Calls of the two optimized sides in a block of calls so long that a sample is one of them."""
+TARGET_SHARE = 0.2
 """The standard deviation of a process mean aimed at, as a share of the margin: one process then decides nearly always.
 """
 
@@ -51,7 +55,8 @@ def blocks_of(entry: Entry, margin: float) -> int | None:
         return None
     # Where the process's own shift is too large, blocks that add half of its variance are enough.
     room = max((TARGET_SHARE * margin) ** 2 - shift, shift / 2)
-    return max(LEAST_BLOCKS, min(MOST_BLOCKS, math.ceil(block / room)))
+    long = CALLS * entry.sides["optimized"].seconds > LONG_BLOCK_S
+    return max(LEAST_LONG_BLOCKS if long else LEAST_BLOCKS, min(MOST_BLOCKS, math.ceil(block / room)))
 
 
 def is_slow(entry: Entry) -> bool:

@@ -167,6 +167,8 @@ class Proof:
     """Why the accepted side cannot be compared with; empty where it can, or where there is none."""
     ran: Ran | None = None
     """What the optimized side ran, where that was asked for."""
+    own_sources: tuple[str, ...] = ()
+    """Of a traced workload: the sources that only its optimized side runs."""
     reference_s: float | None = None
     """Seconds of one call of the reference, beside whatever else ran; None where it was not asked for."""
     phases: Mapping[str, float] = dataclasses.field(default_factory=dict)

@@ -134,6 +134,12 @@ def resolve(revision: str, root: Path) -> str:
         raise RevisionError(f"revision {revision} is not in this repository; {hint}") from None
 
 
+def snapshot(root: Path) -> str:
+    """A commit of the work tree as it is, without files that git does not know; no branch leads to it."""
+    who = {f"GIT_{who}_{what}": "perfsuite" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+    return git("stash", "create", cwd=root, variables=who) or resolve("HEAD", root)
+
+
 def extract(revision: str, root: Path, into: Path) -> Tree:
     """The revision's tree as files in a fresh folder below `into`; the repository is not changed.
 

@@ -35,7 +35,7 @@ the same time than a few long ones."""
 BLOCKS_LEAST = 4
 BUDGET_S = 4.0
 """Fewer quads make a block, and then fewer blocks a process, where all of them would take longer than this."""
-ALLOCATE_BUDGET_S = 3.0
+ALLOCATE_BUDGET_S = 1.0
 """Inputs are allocated afresh, and steps built anew, between blocks until that has taken so long."""
 SAMPLE_S = {"device": 1e-3, "wall": 4e-3}
 """A sample repeats a short call until it spans about this long; the host is noisier than the device."""

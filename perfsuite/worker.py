@@ -6,6 +6,7 @@ import contextlib
 import gc
 import importlib
 import secrets
+import sys
 import warnings
 from dataclasses import replace
 from time import perf_counter
@@ -16,7 +17,7 @@ import pytest
 from perfsuite import revision
 from perfsuite.digests import Opened
 from perfsuite.errors import NoisyError, PerfsuiteError, RevisionError
-from perfsuite.pair import Pair, as_side
+from perfsuite.pair import Pair, Side, as_side
 from perfsuite.records import Measurement, Proof, Ran, Status
 from perfsuite.speed import SpeedItem
 from perfsuite.workers import ITEMS, PROVE, TRACE, Failure, Journal, Outcome, Reported, Task
@@ -197,7 +198,24 @@ class _Workload:
         bench = self._bench(secrets.randbits(31), None)
         launched, untraced = measuring.launched(bench, revision.top_or(self.item.config.rootpath))
         ran = Ran(sources={}, launched=launched, untraced=untraced)
-        return Proof(id=self.item.nodeid, seed=bench.seed, ran=ran, seconds=perf_counter() - began)
+        own = tuple(self._own_sources()) if launched else ()
+        return Proof(id=self.item.nodeid, seed=bench.seed, ran=ran, own_sources=own, seconds=perf_counter() - began)
+
+    def _own_sources(self) -> list[str]:
+        """The sources that only the optimized side runs: not the reference, nor the module that declares the pair."""
+        from perfsuite import digests
+
+        def module_of(side: Side) -> Any:
+            return sys.modules.get(getattr(side.call, "__module__", None) or "")
+
+        declaring = self.item.getparent(pytest.Module)
+        assert declaring is not None
+        optimized, reference = (
+            module_of(as_side(self.item.pair.optimized)),
+            module_of(as_side(self.item.pair.reference)),
+        )
+        found = digests.only(optimized, [reference], revision.top_or(self.item.config.rootpath))
+        return [] if optimized is declaring.obj or reference is declaring.obj else found
 
     def _comparable(self, seed: int) -> tuple[Pair | None, str]:
         """The accepted revision's pair, or why the current side cannot be compared with it."""

@@ -1,11 +1,11 @@
-"""Try the gate on this GPU: gate_trial.py [--gates N] [--share S] [--only NAME] [--select K] [--beside] [--out DIR].
+"""Try the gate on this GPU: gate_trial.py [--gates N] [--only NAME] [--beside] [--out DIR].
 
-The whole gate N times on unchanged code, each in fresh processes, which must be green; then once for each technique
-with S more work planted in its optimized side (tools/plant_slowdown.py) and another workload beside it, which must be
-red for the one and PASS for the other. With --beside another process keeps the GPU's tensor cores busy meanwhile: then
-NOISY is right too. Wants a committed baseline of this device. Plants in a work tree of its own, so that this one stays
-as it is. Prints a table, writes it with every run's output and report to DIR, and exits with 1 where a run did not end
-as it must.
+The whole gate N times on unchanged code, which must be green; then once for each fault of plants.py, on the workloads
+that show it and on others beside them: the first must be REGRESSED by name, the others PASS. What `--changed` must not
+overlook is gated so. With --beside another process keeps the GPU's tensor cores busy meanwhile: then NOISY is right
+too. Wants a committed baseline of this device. Plants in a work tree of its own, so that this one stays as it is.
+Prints a table, writes it with every run's output and report to DIR, and exits with 1 where a run did not end as it
+must.
 """
 
 from __future__ import annotations
@@ -18,32 +18,26 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from plant_slowdown import NAMES, plant
+from plants import PLANTS, plant
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from perfsuite import conclusion
 from perfsuite.errors import PerfsuiteError
 from perfsuite.records import Status
 from perfsuite.report import jsonfile
 
-BESIDE = {
-    "rotor_update": "rotor_update or fused_adamw_cnn",
-    "metric_batching": "metric_batching or fused_adamw_cnn",
-    "lior_and_speed": "(test_lior_and_speed and rows4m) or fused_adamw_cnn",
-    "fused_adamw": "(test_fused_adamw and matrices24) or (lior_and_speed and batch64)",
-    "pairwise_cosine": "(test_pairwise_cosine and n8192) or (lior_and_speed and batch64)",
-}
-"""For each technique what is gated: a workload of its own that shows the plant, and one of another."""
+GREEN = {Status.PASS, Status.IMPROVED}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """One run of the gate. `planted` is the technique with more work in it, or empty."""
+    """One run of the gate. `planted` is the fault's name, or empty."""
 
     planted: str
     beside: bool = False
@@ -56,27 +50,37 @@ class Trial:
 
     @property
     def as_it_must(self) -> bool:
-        """PASS where nothing is planted; else REGRESSED for that module's workloads, and PASS for the others.
+        """REGRESSED by name where the fault shows, PASS where it does not, and the exit code that follows.
 
-        Beside another process each may be NOISY instead, and the exit code says whether any is red.
+        Of unchanged code any green verdict is right. Beside another process each may be NOISY instead.
         """
-        own = {i for i in self.verdicts if self.planted and f"/test_{self.planted}.py::" in i}
-        others = set(self.verdicts) - own
-        if not others or bool(own) != bool(self.planted):
+        if not self.verdicts:
             return False
-        also = {Status.NOISY} if self.beside else set()
-        right = {Status.REGRESSED: own, Status.PASS: others}
-        if any(self.verdicts[i] not in {status} | also for status, ids in right.items() for i in ids):
+        if not self.planted:
+            return self.code == self._code() and all(s in GREEN | self._also for s in self.verdicts.values())
+        found = PLANTS[self.planted]
+        if any(self.verdicts.get(i, Status.UNCHANGED) is Status.UNCHANGED for i in found.seen):
             return False
-        return self.code == int(any(not status.green for status in self.verdicts.values()))
+        right = {**dict.fromkeys(found.red, Status.REGRESSED), **dict.fromkeys(found.green, Status.PASS)}
+        return self.code == self._code() and all(self.verdicts.get(i) in {s} | self._also for i, s in right.items())
+
+    @property
+    def _also(self) -> set[Status | None]:
+        return {Status.NOISY} if self.beside else set()
+
+    def _code(self) -> int:
+        red = [s for s in self.verdicts.values() if not s.green]
+        if any(s.blames_code for s in red):
+            return conclusion.CODE_AT_FAULT
+        return conclusion.UNDECIDED if red else conclusion.GREEN
 
 
-def gate(root: Path, out: Path, name: str, *, planted: str = "", keyword: str = "", beside: bool = False) -> Trial:
+def gate(
+    root: Path, out: Path, name: str, *, planted: str = "", options: Sequence[str] = (), beside: bool = False
+) -> Trial:
     """One run of the gate in `root`; its output goes to `out`."""
     folder = out / name
-    command = [sys.executable, "-m", "pytest", "-m", "perf", "--benchmark-compare", "-p", "no:cacheprovider"]
-    command += ["-k", keyword] if keyword else []
-    command += [f"--perfsuite-report={folder}"]
+    command = [sys.executable, "-m", "perfsuite", "gate", f"--report={folder}", *options]
     began = time.monotonic()
     with (out / f"{name}.txt").open("wb") as log, neighbour() if beside else contextlib.nullcontext():
         code = subprocess.run(command, cwd=root, stdout=log, stderr=subprocess.STDOUT, check=False).returncode
@@ -154,9 +158,7 @@ def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gates", type=int, default=3)
-    parser.add_argument("--share", type=float, default=0.03)
-    parser.add_argument("--only", choices=NAMES, action="append")
-    parser.add_argument("--select", default="", help="of the gates on unchanged code: as pytest's -k")
+    parser.add_argument("--only", choices=PLANTS, action="append")
     parser.add_argument("--beside", action="store_true", help="while another process uses the GPU")
     parser.add_argument("--out", type=Path, default=Path(".perfsuite/gate_trial"))
     given = parser.parse_args()
@@ -173,14 +175,16 @@ def main() -> int:
             Console(file=file, width=200).print(shown(trials))
 
     for number in range(1, given.gates + 1):
-        keep(gate(root, out, f"gate{number}", keyword=given.select, beside=given.beside))
-    for name in given.only or NAMES:
+        keep(gate(root, out, f"gate{number}", beside=given.beside))
+    for name in given.only or PLANTS:
+        found = PLANTS[name]
+        options = ["--partial", *(["--changed"] if found.seen else []), *found.red, *found.green, *found.seen]
         with work_tree(root) as tree:
             try:
-                plant(tree, name, given.share)
+                plant(tree, name)
             except (OSError, ValueError) as error:
                 parser.error(str(error))
-            keep(gate(tree, out, f"planted_{name}", planted=name, keyword=BESIDE[name], beside=given.beside))
+            keep(gate(tree, out, f"planted_{name}", planted=name, options=options, beside=given.beside))
     Console(width=200).print(shown(trials))
     return 0 if all(trial.as_it_must for trial in trials) else 1
 

@@ -516,10 +516,10 @@ def _constants(kinds: Sequence[KindResult], whole: Simulation) -> Iterator[Const
             )
     yield from _sessions(kinds)
     yield _import_bias({k.kind: k.to_accepted for k in kinds})
-    wide = [k.kind for k in kinds if k.margin > gate.MARGIN_MIN]
+    wide = [k.kind for k in kinds if k.margin > gate.MARGIN_MIN[k.clock]]
     yield Constant(
         name="MARGIN_MIN",
-        assumed=percent(gate.MARGIN_MIN),
+        assumed=", ".join(f"{percent(least)} on the {clock} clock" for clock, least in gate.MARGIN_MIN.items()),
         measured="; ".join(f"{k.kind}: margin {percent(k.margin)}, {_found(k)}" for k in kinds),
         reading=f"resolved only above it: {', '.join(wide)}" if wide else "agrees",
     )

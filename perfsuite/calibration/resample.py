@@ -48,6 +48,7 @@ class Pool:
     sides: Mapping[str, tuple[Array, ...]]
     block_s: float
     """Seconds that a block of the accepted and the optimized side takes."""
+    clock: str = "device"
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -83,6 +84,7 @@ def pools(recording: Recording) -> dict[str, Pool]:
                     for s in map(side_name, recording.extras)
                 },
                 float(np.median(spent)) / recording.blocks,
+                sessions[0][0].clock,
             )
     return found
 
@@ -181,7 +183,9 @@ def _gate_once(
             kinds[key], now[key] = kind, noise[kind][after]
             shift, blocks = recorded[kind].mean(OPTIMIZED), noise[kind][before].shape[1]
             entries[key] = _entry(
-                key, [_drawn(noise[kind][before], shift, blocks, rng) for _ in range(accept.PROCESSES)]
+                key,
+                recorded[kind].clock,
+                [_drawn(noise[kind][before], shift, blocks, rng) for _ in range(accept.PROCESSES)],
             )
     suite = gate.suite_noise(entries)
     planned = {
@@ -195,7 +199,8 @@ def _gate_once(
         for key in left:
             blocks = min(planned[key], now[key].shape[1])
             drawn = _drawn(now[key], recorded[kinds[key]].mean(side), blocks, rng)
-            runs[key] += (replace(_MEASUREMENT, id=key, log_ratios={ACCEPTED: drawn}),)
+            clock = entries[key].clock
+            runs[key] += (replace(_MEASUREMENT, id=key, clock=clock, log_ratios={ACCEPTED: drawn}),)
         subjects = [
             gate.Subject(id=k, runs=runs[k], entry=e, against="the accepted revision", sampled=k in sample)
             for k, e in entries.items()
@@ -232,8 +237,8 @@ def _drawn(noise: Array, mean: float, blocks: int, rng: np.random.Generator) -> 
 
 
 # The gate decides by ratios. Seconds show only which side moved, which does not matter here.
-_SIDE = SideRecord(device_s=1.0, wall_s=1.0, blocks_s=(1.0,), peak_bytes=None, host_syncs=None, launches=None)
-_SUMMARY = SideSummary(seconds=1.0, peak_bytes=None, host_syncs=None, launches=None)
+_SIDE = SideRecord(device_s=1e-4, wall_s=1e-4, blocks_s=(1e-4,), peak_bytes=None, host_syncs=None, launches=None)
+_SUMMARY = SideSummary(seconds=1e-4, peak_bytes=None, host_syncs=None, launches=None)
 _MEASUREMENT = Measurement(
     id="",
     pair="calibration",
@@ -249,7 +254,7 @@ _MEASUREMENT = Measurement(
 )
 
 
-def _entry(key: str, processes: Sequence[tuple[float, ...]]) -> Entry:
+def _entry(key: str, clock: str, processes: Sequence[tuple[float, ...]]) -> Entry:
     session = Session(
         date=DATE,
         driver=None,
@@ -258,7 +263,7 @@ def _entry(key: str, processes: Sequence[tuple[float, ...]]) -> Entry:
         triton=None,
         python="",
         processes=tuple(
-            Process(log_ratios={REFERENCE: (0.0,), ACCEPTED: p}, seconds={OPTIMIZED: 1.0, REFERENCE: 1.0})
+            Process(log_ratios={REFERENCE: (0.0,), ACCEPTED: p}, seconds={OPTIMIZED: 1e-4, REFERENCE: 1e-4})
             for p in processes
         ),
     )
@@ -267,7 +272,7 @@ def _entry(key: str, processes: Sequence[tuple[float, ...]]) -> Entry:
         pair=_MEASUREMENT.pair,
         workload=_MEASUREMENT.workload,
         device=_MEASUREMENT.device,
-        clock=_MEASUREMENT.clock,
+        clock=clock,
         direction=_MEASUREMENT.direction,
         dtype=_MEASUREMENT.dtype,
         sizes={},
@@ -280,5 +285,5 @@ def _entry(key: str, processes: Sequence[tuple[float, ...]]) -> Entry:
         limit=None,
         few=(),
         sessions=(session,),
-        blocks_s={OPTIMIZED: (1.0,), REFERENCE: (1.0,)},
+        blocks_s={OPTIMIZED: (1e-4,), REFERENCE: (1e-4,)},
     )

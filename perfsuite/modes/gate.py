@@ -117,12 +117,12 @@ class Gate(Paired):
 
     def _trace_launches(self, found: changed.Found) -> None:
         """Where sources alone differ and the device's clock decides: does the device get the same work?"""
-        ids = [i for i in found.sources_only if changed.may_be_traced(self.entries[i])]
+        ids = [i for i in found.sources if changed.may_be_traced(self.entries[i])]
         tasks = [Task(id=i, kind=TRACE, limit_s=self.items[i].pair.time_limit) for i in ids]
         self.announce(tasks, proving=True)
         for id, outcome in self.work(tasks, everywhere=True):
             self.failures.pop(id, None)  # what cannot be traced is measured
-            if isinstance(outcome, Proof) and outcome.ran and changed.launches_the_same(self.entries[id], outcome.ran):
+            if isinstance(outcome, Proof) and changed.launches_the_same(self.entries[id], found.sources[id], outcome):
                 found.unchanged[id] = f"{found.changed.pop(id)} changed, but what it launches is the same, bit for bit"
         self.proofs.clear()
 

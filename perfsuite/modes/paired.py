@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 
-from perfsuite import gate, planning
+from perfsuite import confirmation, gate, planning, revision
 from perfsuite.baseline import Entry, short
 from perfsuite.control import Control, failed
+from perfsuite.errors import RevisionError
 from perfsuite.gate import Open, Subject, Suite
 from perfsuite.progress import name_of
 from perfsuite.records import PromiseRecord, Status, Verdict
+from perfsuite.report import units
 from perfsuite.revision import Tree
 from perfsuite.workers import PROVE, Failure, Task
 
@@ -111,12 +114,45 @@ class Paired(Control):
             left = [i for i in opened if len(self.runs.get(i, ())) < MOST_PROCESSES]
             self.progress.say(_round(verdicts.values(), opened))
         verdicts |= {i: self.undecided(i, answer) for i, answer in opened.items()}
+        verdicts |= self._confirm(verdicts)
         return verdicts | {i: failed(i, self.failures[i]) for i in ids if i in self.failures}
+
+    def _confirm(self, verdicts: Mapping[str, Verdict]) -> dict[str, Verdict]:
+        """The verdicts on small slowdowns, after the current code was timed against a second import of itself."""
+        small = [i for i, v in verdicts.items() if confirmation.is_needed(v, self.runs[i], self.entry(i))]
+        if not small:
+            return {}
+        self.progress.say(f"{units.count(len(small), 'small slowdown')}: is the current code as fast as its own copy?")
+        measured, self.runs = self.runs, {}
+        try:
+            with revision.extracted([revision.snapshot(self.root)], self.root, self.scratch / "revisions") as (
+                trees,
+                _,
+            ):
+                for tree in trees.values():
+                    for _ in range(gate.RED_PROCESSES):
+                        self._time_twice([i for i in small if i not in self.failures], tree)
+            twice = self.runs
+        except RevisionError:  # the verdict stands as it is
+            return {}
+        finally:
+            self.runs = measured
+            for id in small:
+                self.failures.pop(id, None)
+        return {
+            i: confirmation.confirmed(verdicts[i], runs) for i, runs in twice.items() if len(runs) == gate.RED_PROCESSES
+        }
+
+    def _time_twice(self, ids: Collection[str], tree: Tree) -> None:
+        tasks = [replace(self._time_task(i), accepted=tree, reference=0) for i in ids]
+        self.announce(tasks)
+        for _ in self.work(tasks):
+            pass
 
     def _sample(self, ids: Collection[str]) -> set[str]:
         """Drawn at random, from the half of the workloads that take least where they are many."""
         size = max(math.ceil(len(ids) / SAMPLE_SHARE), min(len(ids), SAMPLE_LEAST))
-        cheap = sorted(ids, key=lambda i: self.durations.of(Task(id=i)))[: max(size, math.ceil(len(ids) / 2))]
+        cheap = sorted(ids, key=lambda i: self.expected_s(Task(id=i)))[: max(size, math.ceil(len(ids) / 2))]
         return set(random.SystemRandom().sample(cheap, size))
 
     def _time_task(self, id: str) -> Task:

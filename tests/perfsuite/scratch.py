@@ -22,7 +22,7 @@ from _pytest.pytester import SysModulesSnapshot
 from click.testing import CliRunner, Result
 
 from perfsuite import cli, turns
-from perfsuite.records import Measurement, Proof
+from perfsuite.records import Measurement, Proof, Ran
 from perfsuite.turns import HELD
 from perfsuite.workers import ITEMS, PROVE, TIME, TRACE, Failure, Job, Lane, Outcome, Reported, Task, Workers
 
@@ -80,6 +80,9 @@ class FakeWorkers:
         self.failing: set[str] = set()
         self.unloaded: dict[str, str] = {}
         """Workload → why its accepted side cannot be compared with."""
+        self.ran: Ran | None = None
+        """What proofs and traces say that every workload ran."""
+        self.own: tuple[str, ...] = ()
         self.tasks: list[Task] = []
         self.begun: Callable[[int, str], None] = lambda lane, id: None
 
@@ -109,7 +112,7 @@ class FakeWorkers:
             self.begun(0, task.id)
             outcome = self.outcome(task.id, max(0, len(self.calls) - 1), task.accepted is not None)
             if task.kind == TRACE:
-                outcome = Proof(id=task.id, seed=0)
+                outcome = Proof(id=task.id, seed=0, ran=self.ran, own_sources=self.own)
             if task.kind == PROVE and not isinstance(outcome, Failure):
                 self.proven.append(task.id)
                 outcome = self._proof(task)
@@ -120,7 +123,7 @@ class FakeWorkers:
 
     def _proof(self, task: Task) -> Proof:
         unloaded = self.unloaded.get(task.id, "") if task.accepted else ""
-        return Proof(id=task.id, seed=0, unloaded=unloaded)
+        return Proof(id=task.id, seed=0, unloaded=unloaded, ran=self.ran if task.note_ran else None)
 
     def _reported(self, id: str) -> Reported:
         """That a proof passed, or failed if it is one of `failing`."""

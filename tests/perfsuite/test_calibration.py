@@ -203,7 +203,7 @@ def test_a_quiet_device(found: analysis.Analysis) -> None:
         assert unchanged.seconds == pytest.approx(unchanged.processes, rel=0.7)  # 2 sides of .5 s in 8 blocks
         assert [g.regressed.value for g in (two, three, five)] == [1, 1, 1]
         assert five.processes == gate.RED_PROCESSES
-        assert k.margin == gate.MARGIN_MIN
+        assert k.margin == gate.MARGIN_MIN[k.clock]
 
 
 def test_a_noisy_device() -> None:
@@ -271,7 +271,7 @@ def test_accepted_and_run_come_from_different_sessions(quiet: Recording) -> None
     both = replace(calm, sessions=(*calm.sessions, *wild.sessions))
     made = resample.simulate(resample.pools(both), {OPTIMIZED: 4}, np.random.default_rng(0))
     # Accepted in the quiet session it is noisy in the other, and the other way round its margin is wide.
-    assert {m > gate.MARGIN_MIN for m in made.tallies["memory"][OPTIMIZED].margins} == {True, False}
+    assert {m > gate.MARGIN_MIN["device"] for m in made.tallies["memory"][OPTIMIZED].margins} == {True, False}
 
 
 def test_the_same_seed_gives_the_same_figures(quiet: Recording) -> None:

@@ -116,7 +116,7 @@ class Rates:
         return abs(self.processes - processes) <= 0.1 + 1.5 / math.sqrt(self.suites)
 
 
-@pytest.mark.parametrize(("scale", "few", "noisy", "processes"), [(1.0, 10, 0.0, 1.45), (2.0, 6, 0.006, 2.5)])
+@pytest.mark.parametrize(("scale", "few", "noisy", "processes"), [(1.0, 10, 0.0, 1.45), (2.0, 6, 0.006, 2.6)])
 def test_an_unchanged_suite_raises_no_alarm(scale: float, few: int, noisy: float, processes: float) -> None:
     found = Rates(1, few, 0.0, scale)
     # Of 200 suite runs at a rate of 1% more than six would be beyond chance.
@@ -129,9 +129,9 @@ def test_an_unchanged_suite_raises_no_alarm(scale: float, few: int, noisy: float
 @pytest.mark.parametrize(
     ("slower", "scale", "few", "red", "passed", "processes"),
     [
-        (1.0, 1.0, 6, 0.989, 0.009, 4.2),
+        (1.0, 1.0, 6, 0.988, 0.011, 4.2),
         (1.5, 1.0, 3, 0.999, 0.001, 4.05),
-        (1.0, 2.0, 5, 0.925, 0.018, 6.0),
+        (1.0, 2.0, 5, 0.927, 0.017, 5.8),
         (1.5, 2.0, 3, 0.991, 0.002, 4.7),
     ],
 )
@@ -147,4 +147,5 @@ def test_a_slowdown_of_the_margin_is_found(
 def test_a_slowdown_of_each_workload_s_own_margin_is_found_with_the_planned_blocks() -> None:
     found = Rates(3, 4, 1.0, 1.0, default=True)
     assert found.of(Status.REGRESSED) > 0.95
-    assert found.of(Status.PASS) < 0.02
+    # At most BETA, within three standard errors.
+    assert found.of(Status.PASS) < 0.02 + 3 * math.sqrt(0.02 * 0.98 / (found.suites * WORKLOADS))

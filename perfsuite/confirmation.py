@@ -1,0 +1,49 @@
+"""Before a small slowdown is reported: does the current code differ from a second import of itself by as much? Pure.
+
+Two imports of one revision lie at different addresses. On an H200 that made one of 70 workloads 1.3% slower than its
+own copy in each of four processes. The same comparison with the current code on both sides shows such a difference.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from perfsuite import causes, counts
+from perfsuite.baseline import Entry
+from perfsuite.records import Measurement, Status, Verdict
+from perfsuite.statistics import Noise, Variance, estimate, paired_mean, process_mean, variance
+
+SMALL = 0.03
+"""No two imports of one revision have differed by this much; a larger slowdown needs no confirmation."""
+LEVEL = 0.01
+"""How often equal imports may clear a slower function."""
+
+
+def is_needed(verdict: Verdict, runs: Sequence[Measurement], entry: Entry | None) -> bool:
+    """Whether a verdict reports a slowdown, by interleaved times alone, that is small enough to be of the import."""
+    if verdict.status is not Status.REGRESSED or verdict.slowdown is None or verdict.slowdown > SMALL:
+        return False
+    return all("accepted" in m.log_ratios for m in runs) and not counts.more_than_accepted(runs, entry)
+
+
+def confirmed(verdict: Verdict, runs: Sequence[Measurement]) -> Verdict:
+    """The verdict, or NOISY where the current code differs from its own second import by at least half as much.
+
+    `runs` are processes, two at least, whose "accepted" side is a second import of the current code.
+    """
+    values = [-process_mean(m.log_ratios["accepted"]) for m in runs]
+    known = Variance(value=variance(values), dof=len(values) - 1)
+    found = estimate(paired_mean(values), Noise(process=known, session=Variance(value=0.0, dof=math.inf)))
+    assert verdict.slowdown is not None
+    if found.p_above(0.0) > LEVEL or found.value < math.log1p(verdict.slowdown) / 2:
+        return verdict
+    low, high = (math.expm1(x) for x in found.interval())
+    text = verdict.message.partition(": ")[2]
+    message = (
+        f"{Status.NOISY} {verdict.id}: {text}; but the current code, imported twice, is {causes.change(found.value)} "
+        f"than its own copy (95% interval {100 * low:.1f} to {high:.1%}): this machine cannot show so small a slowdown "
+        "of this workload; measure on another one"
+    )
+    return replace(verdict, status=Status.NOISY, moved=None, message=message)

@@ -1,0 +1,248 @@
+"""`perfsuite gate --changed`: UNCHANGED only where nothing that a workload runs has changed; else it is measured."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from builders import MACHINE, entry, measurement
+from scratch import SMALL, Project, lines_with, times
+
+from perfsuite import changed, digests
+from perfsuite.baseline import Entry
+from perfsuite.records import Proof, Ran, Status
+from perfsuite.workers import TIME, TRACE
+
+pytest_plugins = ["pytester"]
+
+SOURCES = {"lib/fast.py": "def f():\n    return 1\n", "lib/common.py": "X = 1\n", "test_pair.py": "import lib\n"}
+
+
+@pytest.fixture
+def top(tmp_path: Path) -> Path:
+    for name, text in SOURCES.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "tokens.bin").write_bytes(b"1234")
+    return tmp_path
+
+
+def accepted(top: Path, **fields: object) -> Entry:
+    """An entry that ran these sources on MACHINE."""
+    ran = Ran(
+        sources={name: digests.of_file(top / name) for name in SOURCES},
+        data={"tokens.bin": digests.of_data(top / "tokens.bin")},
+        surroundings=digests.surroundings(),
+        launched="a digest",
+    )
+    return replace(entry([measurement()] * 3), ran=replace(ran, **fields))  # type: ignore[arg-type]
+
+
+def found(made: Entry, top: Path, machine: object = MACHINE) -> changed.Found:
+    return changed.unchanged({made.id: made}, top, machine)  # type: ignore[arg-type]
+
+
+def test_where_nothing_has_changed_nothing_is_measured(top: Path) -> None:
+    made = accepted(top)
+    result = found(made, top)
+    assert (list(result.unchanged), result.changed, result.sources) == ([made.id], {}, {})
+    assert result.unchanged[made.id].startswith("nothing that it runs has changed since ")
+    verdict = changed.verdict(made.id, made, "reason")
+    assert (verdict.status, verdict.status.green, verdict.slowdown) == (Status.UNCHANGED, True, None)
+    assert verdict.message == f"UNCHANGED {made.id}: reason"
+
+
+def test_a_comment_changes_nothing(top: Path) -> None:
+    made = accepted(top)
+    (top / "lib/fast.py").write_text("# why\n" + SOURCES["lib/fast.py"])
+    assert list(found(made, top).unchanged) == [made.id]
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_a_changed_or_removed_source_is_named(top: Path, name: str) -> None:
+    made = accepted(top)
+    (top / name).write_text("Y = 2\n")
+    result = found(made, top)
+    assert (result.unchanged, result.changed, result.sources) == ({}, {made.id: name}, {made.id: [name]})
+    (top / name).unlink()
+    assert found(made, top).changed == {made.id: name}
+
+
+def test_many_changed_sources_are_cut_short(top: Path) -> None:
+    made = accepted(top, sources={f"gone{n}.py": "1" for n in range(5)})
+    assert found(made, top).changed == {made.id: "gone0.py, gone1.py, gone2.py, …"}
+    assert len(found(made, top).sources[made.id]) == 5
+
+
+def test_a_package_in_a_module_s_place_is_a_change(top: Path) -> None:
+    made = accepted(top)
+    (top / "lib/fast").mkdir()
+    (top / "lib/fast/__init__.py").write_text("")
+    assert found(made, top).changed == {made.id: "lib/fast.py"}
+
+
+def test_other_data_is_measured(top: Path) -> None:
+    made = accepted(top)
+    (top / "tokens.bin").write_bytes(b"4321")
+    result = found(made, top)
+    assert (result.changed, result.sources) == ({made.id: "data file tokens.bin"}, {})
+
+
+@pytest.mark.parametrize("name", ["driver", "cuda", "torch", "triton", "python"])
+def test_other_software_is_measured(top: Path, name: str) -> None:
+    made = accepted(top)
+    result = found(made, top, replace(MACHINE, **{name: "0.1"}))
+    assert result.changed == {made.id: f"{name} was {getattr(MACHINE, name)}, is 0.1"}
+    assert result.sources == {}
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"surroundings": "of another environment"}, "an installed package, or an environment variable"),
+        ({"unknown": "it reads files through h5py"}, "it reads files through h5py"),
+    ],
+)
+def test_what_is_not_known_is_measured(top: Path, fields: dict[str, str], why: str) -> None:
+    made = accepted(top, **fields)
+    assert found(made, top).changed[made.id].startswith(why)
+    assert found(made, top).sources == {}
+
+
+def test_what_was_not_noted_or_not_committed_is_measured(top: Path) -> None:
+    for made, why in (
+        (replace(accepted(top), ran=None), "what it ran was not noted when it was accepted"),
+        (replace(accepted(top), dirty=True), "it was accepted with uncommitted changes"),
+    ):
+        assert found(made, top).changed == {made.id: why}
+
+
+# --- launches -------------------------------------------------------------------------------------------------------
+
+
+def traced(launched: str = "a digest", own: tuple[str, ...] = ("lib/fast.py",)) -> Proof:
+    return Proof(id="a", seed=0, ran=Ran(sources={}, launched=launched), own_sources=own)
+
+
+def test_the_same_launches_settle_a_change_of_the_optimized_side_alone(top: Path) -> None:
+    made = accepted(top)
+    assert changed.launches_the_same(made, ["lib/fast.py"], traced())
+    assert not changed.launches_the_same(made, ["lib/fast.py"], traced("another"))
+    # The reference, or the pair's declaration, has changed too: what is launched says nothing of these.
+    assert not changed.launches_the_same(made, ["lib/fast.py", "test_pair.py"], traced())
+    assert not changed.launches_the_same(made, ["lib/fast.py"], traced(own=()))
+
+
+def test_what_was_not_traced_is_measured(top: Path) -> None:
+    assert not changed.launches_the_same(accepted(top, launched=""), ["lib/fast.py"], traced(""))
+    assert not changed.launches_the_same(accepted(top), ["lib/fast.py"], replace(traced(), ran=None))
+    assert not changed.launches_the_same(replace(accepted(top), ran=None), ["lib/fast.py"], traced())
+
+
+def test_only_the_device_clock_is_settled_by_launches(top: Path) -> None:
+    made = accepted(top)
+    assert changed.may_be_traced(made)
+    assert not changed.may_be_traced(replace(made, clock="wall"))
+    assert not changed.may_be_traced(accepted(top, launched=""))
+    assert not changed.may_be_traced(replace(made, ran=None))
+
+
+# --- in a whole gate ------------------------------------------------------------------------------------------------
+
+FAST = "def fast(x):\n    return 3 * x\n"
+PAIR = """
+    from fast import fast
+    from slow import slow
+
+    from perfsuite import Pair, Workload, tensor
+
+    scale = Pair(
+        reference=slow,
+        optimized=fast,
+        inputs={"x": tensor("n")},
+        workloads=[Workload("small", n=64, speedup=1.5)],
+    )
+"""
+
+
+@pytest.fixture
+def scale(project: Project) -> Project:
+    """A pair in three modules, accepted with what it ran noted."""
+    project.write("fast.py", FAST)
+    project.write("slow.py", "def slow(x):\n    return x + x + x\n")
+    project.write("test_scale.py", PAIR)
+    project.write("pytest.ini", "[pytest]\npythonpath = .\n")
+    project.commit()
+    fake = project.measured(times(clock="device"))
+    names = ("fast.py", "slow.py", "test_scale.py")
+    sources = {n: digests.of_file(project.path / n) for n in names}
+    fake.ran = Ran(sources=sources, launched="a digest")
+    done = project.cli("accept", "--reason", "the first")
+    assert done.exit_code == 0, done.output
+    return project
+
+
+def gate(project: Project, launched: str = "", *options: str, slower: float = 0.05) -> tuple[int, Status, list[str]]:
+    """(exit code, verdict, kinds of the tasks that were done) of `gate --changed`."""
+    fake = project.measured(times(slower=slower, clock="device"))
+    fake.ran, fake.own = Ran(sources={}, launched=launched), ("fast.py",)
+    done = project.cli("gate", "--changed", *options)
+    report = json.loads((project.path / ".perfsuite/report/report.json").read_text())
+    status = Status(report["verdicts"][SMALL]["status"])
+    assert "Traceback" not in done.output
+    return done.exit_code, status, [task.kind for task in fake.tasks]
+
+
+def test_without_a_change_nothing_runs(scale: Project) -> None:
+    assert gate(scale) == (0, Status.UNCHANGED, [])
+    scale.replace("fast.py", "def fast", "# quick\ndef fast")
+    assert gate(scale) == (0, Status.UNCHANGED, [])
+
+
+def test_unchanged_is_counted_apart(scale: Project) -> None:
+    scale.measured(times())
+    done = scale.cli("gate", "--changed")
+    assert lines_with(done.output, "1 UNCHANGED")
+    assert lines_with(done.output, "1 workload unchanged")
+    assert not lines_with(done.output, "1 PASS")
+
+
+def test_without_the_option_everything_is_measured(scale: Project) -> None:
+    fake = scale.measured(times(clock="device"))
+    assert scale.cli("gate").exit_code == 0
+    assert TIME in [task.kind for task in fake.tasks]
+
+
+@pytest.mark.parametrize(
+    ("launched", "code", "status"), [("a digest", 0, Status.UNCHANGED), ("another", 1, Status.REGRESSED)]
+)
+def test_launches_settle_a_change_of_the_optimized_side(
+    scale: Project, launched: str, code: int, status: Status
+) -> None:
+    scale.replace("fast.py", "3 * x", "x * 3")
+    found = gate(scale, launched)
+    assert found[:2] == (code, status)
+    assert found[2][0] == TRACE
+    assert (TIME in found[2]) is (status is not Status.UNCHANGED)
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new"),
+    [("slow.py", "x + x + x", "2 * x + x"), ("test_scale.py", "speedup=1.5", "speedup=1.9")],
+    ids=["reference", "promise"],
+)
+def test_another_reference_or_declaration_is_measured_whatever_is_launched(
+    scale: Project, file: str, old: str, new: str
+) -> None:
+    scale.replace(file, old, new)
+    code, status, kinds = gate(scale, "a digest")
+    assert (code, status) == (1, Status.REGRESSED)
+    assert TIME in kinds
+
+
+def test_a_new_promise_that_is_not_kept_is_red(scale: Project) -> None:
+    scale.replace("test_scale.py", "speedup=1.5", "speedup=5")
+    code, status, _ = gate(scale, "a digest", slower=0.0)
+    assert (code, status.green) == (1, False)

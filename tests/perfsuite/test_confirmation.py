@@ -1,0 +1,108 @@
+"""A small slowdown is reported only where the current code does not differ from its own copy by as much."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from builders import counting, entry, measurement, workload_id
+from scratch import SMALL, TWO_LINES, Project, lines_with, times
+
+from perfsuite import confirmation, gate
+from perfsuite.confirmation import confirmed, is_needed
+from perfsuite.records import Measurement, Status, Verdict
+
+pytest_plugins = ["pytester"]
+
+ID = workload_id(0)
+SPREAD = (-0.001, 0.0005, 0.001, -0.0005)
+FOUND = Verdict(
+    id=ID, status=Status.REGRESSED, message=f"REGRESSED {ID}: 1.3% slower", slowdown=0.013, moved="optimized"
+)
+
+
+def copies(slower: float, noise: float = 1.0) -> list[Measurement]:
+    """Processes in which the current code is so much slower than a second import of itself."""
+    return [measurement(ID, accepted=-math.log1p(slower) + noise * s) for s in SPREAD]
+
+
+@pytest.mark.parametrize("slower", [0.0, 0.004, -0.013])
+def test_a_slowdown_that_equal_code_does_not_show_stands(slower: float) -> None:
+    assert confirmed(FOUND, copies(slower)) is FOUND
+
+
+@pytest.mark.parametrize("slower", [0.0075, 0.013, 0.02])
+def test_a_slowdown_that_equal_code_shows_is_the_machine_s(slower: float) -> None:
+    verdict = confirmed(FOUND, copies(slower))
+    assert verdict == replace(FOUND, status=Status.NOISY, moved=None, message=verdict.message)
+    assert verdict.message.startswith(
+        f"NOISY {ID}: 1.3% slower; but the current code, imported twice, is {slower:.1%} "
+    )
+
+
+def test_copies_that_differ_by_chance_do_not_clear_it() -> None:
+    assert confirmed(FOUND, copies(0.013, noise=20.0)) is FOUND
+
+
+def test_only_small_slowdowns_by_interleaved_times_are_looked_into() -> None:
+    runs = tuple(copies(0.0))
+    assert is_needed(FOUND, runs, None)
+    assert not is_needed(replace(FOUND, status=Status.PASS), runs, None)
+    assert not is_needed(replace(FOUND, slowdown=confirmation.SMALL + 0.001), runs, None)
+    assert not is_needed(replace(FOUND, slowdown=None), runs, None)
+    assert not is_needed(FOUND, (measurement(ID), *runs[1:]), None)  # by stored figures
+
+
+def test_more_launches_are_no_matter_of_the_import() -> None:
+    before = entry([tuple(counting(m, launches=3) for m in copies(0.0))])
+    for launches, needed in ((3, True), (4, False)):
+        assert is_needed(FOUND, [counting(m, launches=launches) for m in copies(0.0)], before) is needed
+
+
+# --- in a whole gate ------------------------------------------------------------------------------------------------
+
+
+def outcome(copy_slower: float) -> Callable[[str, int, bool], object]:
+    """2% slower than what was accepted; `copy_slower` than a second import of itself."""
+
+    def of(id: str, process: int, second: bool) -> object:
+        slower = 0.02 if process < gate.RED_PROCESSES else copy_slower
+        return times(slower=slower, noise=0.1)(id, process, second)
+
+    return of
+
+
+@pytest.mark.parametrize(("copy_slower", "status", "code"), [(0.0, "REGRESSED", 1), (0.02, "NOISY", 10)])
+def test_the_gate_times_the_current_code_against_its_own_copy(
+    project: Project, copy_slower: float, status: str, code: int
+) -> None:
+    project.write("test_scale.py", TWO_LINES)
+    project.accept(times(noise=0.1))
+    accepted = project.git("rev-parse", "HEAD")
+    project.replace("test_scale.py", "3 * x", "2 * x + x")
+    fake = project.measured(outcome(copy_slower))
+    result = project.gate()
+    assert result.ret == code, result.stdout.str()
+    assert lines_with(result.stdout.str(), f"{status} {SMALL}", "2.0% slower")
+    assert len(fake.calls) == 2 * gate.RED_PROCESSES
+    with_accepted, with_copy = fake.calls[0][1][SMALL], fake.calls[-1][1][SMALL]
+    assert with_accepted == accepted != with_copy
+    assert "2 * x + x" in project.git("show", f"{with_copy}:test_scale.py")
+    assert project.git("rev-parse", "HEAD") == accepted
+
+
+def test_where_no_copy_can_be_made_the_verdict_stands(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    from perfsuite import revision
+    from perfsuite.errors import RevisionError
+
+    def refuse(root: object) -> str:
+        raise RevisionError("git stash: the disk is full")
+
+    project.write("test_scale.py", TWO_LINES)
+    project.accept(times(noise=0.1))
+    monkeypatch.setattr(revision, "snapshot", refuse)
+    fake = project.measured(outcome(0.02))
+    assert project.gate().ret == 1
+    assert len(fake.calls) == gate.RED_PROCESSES

@@ -1,0 +1,202 @@
+"""What a workload ran, in digests: equal where nothing that it runs has changed, different where anything has."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from perfsuite import digests
+
+SOURCE = '''
+"""What it does."""
+
+import math
+
+
+def area(r):
+    """The area."""
+    return math.pi * r**2  # of a circle
+'''
+
+
+def of(folder: Path, text: str | bytes, name: str = "module.py") -> str:
+    path = folder / name
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return digests.of_file(path)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("  # of a circle", "  # of a disc, in square metres"),
+        ('"""The area."""', '"""Another docstring.\n\n    Of two paragraphs.\n    """'),
+        ('"""What it does."""', '"""Something."""'),
+        ("\n\n\ndef", "\n\n\n\n# a new comment\ndef"),
+        ("math.pi * r**2", "(math.pi * (r ** 2))"),
+    ],
+)
+def test_comments_layout_and_docstrings_mean_nothing(tmp_path: Path, old: str, new: str) -> None:
+    assert old in SOURCE
+    assert of(tmp_path, SOURCE) == of(tmp_path, SOURCE.replace(old, new))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("r**2", "r**3"), ("def area(r)", "def area(r, unit=1)"), ("import math", "import cmath as math"), ("pi", "tau")],
+)
+def test_any_other_change_is_one(tmp_path: Path, old: str, new: str) -> None:
+    assert of(tmp_path, SOURCE) != of(tmp_path, SOURCE.replace(old, new))
+
+
+def test_a_docstring_that_is_read_is_code(tmp_path: Path) -> None:
+    read = SOURCE + "\nTEXT = area.__doc__\n"
+    assert of(tmp_path, read) != of(tmp_path, read.replace("The area.", "The surface."))
+
+
+def test_a_string_that_is_no_docstring_is_code(tmp_path: Path) -> None:
+    text = "def f():\n    x = 1\n    'a string'\n    return 'a'\n"
+    assert of(tmp_path, text) != of(tmp_path, text.replace("return 'a'", "return 'b'"))
+
+
+def test_what_is_no_python_is_known_by_its_bytes(tmp_path: Path) -> None:
+    assert of(tmp_path, "def broken(:\n") != of(tmp_path, "def broken(: \n")
+    assert of(tmp_path, b"\x00\x01", "data.bin") != of(tmp_path, b"\x00\x02", "data.bin")
+    assert of(tmp_path, b"1\x00") != of(tmp_path, b"2\x00")
+    assert digests.of_file(tmp_path / "none.py") == ""
+    assert digests.of_file(tmp_path) == ""
+
+
+def test_data_is_known_by_its_content_and_large_data_by_size_and_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "tokens.bin"
+    path.write_bytes(b"1234")
+    before = digests.of_data(path)
+    os.utime(path, (1, 1))
+    assert digests.of_data(path) == before
+    path.write_bytes(b"1235")
+    assert digests.of_data(path) != before
+    monkeypatch.setattr(digests, "LARGE_BYTES", 3)
+    before = digests.of_data(path)
+    os.utime(path, (2, 2))
+    assert digests.of_data(path) != before
+    assert digests.of_data(tmp_path / "none") == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "counts"),
+    [
+        ("TORCH_ALLOW_TF32", True),
+        ("OMP_NUM_THREADS", True),
+        ("CUDA_LAUNCH_BLOCKING", True),
+        ("TRITON_INTERPRET", True),
+        ("CUDA_VISIBLE_DEVICES", False),
+        ("TRITON_CACHE_DIR", False),
+        ("HOME", False),
+    ],
+)
+def test_variables_that_matter_to_speed_are_surroundings(
+    monkeypatch: pytest.MonkeyPatch, name: str, counts: bool
+) -> None:
+    found = []
+    for value in ("0", "1"):
+        monkeypatch.setattr(digests, "ENVIRONMENT", {"PATH": "/bin", name: value})
+        digests.surroundings.cache_clear()
+        found.append(digests.surroundings())
+    digests.surroundings.cache_clear()
+    assert (found[0] != found[1]) is counts
+
+
+def test_the_environment_is_the_one_that_the_run_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch and the code under test set variables of their own."""
+    digests.surroundings.cache_clear()
+    before = digests.surroundings()
+    monkeypatch.setenv("TORCHINDUCTOR_SET_BY_A_LIBRARY", "1")
+    digests.surroundings.cache_clear()
+    assert digests.surroundings() == before
+
+
+# --- what a workload ran --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A repository of modules: fast → common, slow → common and shapes, other; all imported."""
+    files = {
+        "conftest.py": "",
+        "lib_of_test/__init__.py": "",
+        "lib_of_test/common.py": "",
+        "lib_of_test/shapes.py": "",
+        "lib_of_test/fast.py": "from lib_of_test import common\n",
+        "lib_of_test/slow.py": "def f():\n    from . import common\n    from .shapes import __name__\n",
+        "lib_of_test/other.py": "import lib_of_test.fast\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("common", "shapes", "fast", "slow", "other"):
+        monkeypatch.delitem(sys.modules, f"lib_of_test.{name}", raising=False)
+        importlib.import_module(f"lib_of_test.{name}")
+    yield tmp_path
+    for name in [n for n in sys.modules if n.partition(".")[0] == "lib_of_test"]:
+        del sys.modules[name]
+
+
+def module(name: str) -> ModuleType:
+    return sys.modules[f"lib_of_test.{name}"]
+
+
+def ran(tree: Path, *names: str, files: tuple[str, ...] = (), compiled: tuple[str, ...] = ()) -> digests.Ran:
+    opened = digests.Opened(tree)
+    return digests.ran([module(n) for n in names], files, compiled, opened, tree)
+
+
+def test_all_that_is_imported_counts_also_inside_functions(tree: Path) -> None:
+    assert set(ran(tree, "fast").sources) == {
+        "conftest.py", "lib_of_test/__init__.py", "lib_of_test/common.py", "lib_of_test/fast.py"
+    }  # fmt: skip
+    assert set(ran(tree, "slow").sources) - set(ran(tree, "fast").sources) == {
+        "lib_of_test/shapes.py", "lib_of_test/slow.py"
+    }  # fmt: skip
+
+
+def test_what_was_executed_counts_though_nothing_imports_it_by_name(tree: Path) -> None:
+    """A registry that loads modules by strings, such as a trainer's."""
+    found = ran(tree, "fast", files=(str(tree / "lib_of_test/shapes.py"), "<string>", "/usr/lib/python3/os.py"))
+    assert "lib_of_test/shapes.py" in found.sources
+    assert not any(p.startswith(("/", "..")) for p in found.sources)
+
+
+def test_modules_that_read_files_unseen_make_it_unknown(tree: Path) -> None:
+    assert ran(tree, "fast", compiled=("torch._C", "h5py._proxy")).unknown == "it reads files through h5py"
+    assert ran(tree, "fast", compiled=("torch._C",)).unknown == ""
+
+
+def test_data_files_of_the_repository_are_noted_as_they_are_opened(tree: Path) -> None:
+    opened = digests.Opened(tree)
+    for name in ("tokens.bin", "weights.pt", "code.py", ".hidden/x", "written"):
+        (tree / name).parent.mkdir(exist_ok=True)
+        (tree / name).write_text("1")
+    for name in ("tokens.bin", "code.py", ".hidden/x"):
+        (tree / name).read_text()
+    with open(tree / "weights.pt", "r+b"), open(tree / "written", "w"):
+        pass
+    assert [p.name for p in opened.data()] == ["tokens.bin", "weights.pt"]
+    found = digests.ran([module("fast")], (), (), opened, tree)
+    assert found.data == {n: digests.of_data(tree / n) for n in ("tokens.bin", "weights.pt")}
+
+
+def test_only_what_the_others_do_not_import(tree: Path) -> None:
+    assert digests.only(module("fast"), [module("slow")], tree) == ["lib_of_test/fast.py"]
+    assert digests.only(module("slow"), [module("fast")], tree) == ["lib_of_test/shapes.py", "lib_of_test/slow.py"]
+    assert digests.only(module("fast"), [module("slow"), module("other")], tree) == []
+    assert digests.only(module("fast"), [None], tree) == []
+    assert digests.only(None, [module("slow")], tree) == []
+    assert digests.only(module("fast"), [sys], tree) == []

@@ -1,0 +1,64 @@
+"""What is planted to try the gate fits the modules, leaves their results right, and the workloads it names exist."""
+
+from __future__ import annotations
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from scratch import ROOT
+
+sys.path.insert(0, str(ROOT / "tools"))
+try:
+    import plants
+finally:
+    sys.path.remove(str(ROOT / "tools"))
+
+
+@pytest.mark.parametrize("name", plants.PLANTS)
+def test_each_plant_fits_its_module(tmp_path: Path, name: str) -> None:
+    shutil.copytree(ROOT / "optimized", tmp_path / "optimized")
+    path = plants.plant(tmp_path, name)
+    assert path.read_text() != (ROOT / path.relative_to(tmp_path)).read_text()
+    ast.parse(path.read_text())
+    with pytest.raises(ValueError, match="something is planted already"):
+        plants.plant(tmp_path, name)
+    path.write_text("")
+    with pytest.raises(ValueError, match=r"adapt plants\.py"):
+        plants.plant(tmp_path, name)
+
+
+def test_each_has_workloads_that_show_it_and_others() -> None:
+    for name, found in plants.PLANTS.items():
+        assert found.seen or (found.red and found.green), name
+        assert not {*found.red} & {*found.green}, name
+
+
+def test_the_workloads_exist() -> None:
+    command = [sys.executable, "-m", "pytest", "-m", "perf", "--collect-only", "-q"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    items = {line for line in done.stdout.splitlines() if "::speed[" in line}
+    assert items
+    named = {i for found in plants.PLANTS.values() for i in (*found.red, *found.green, *found.seen)}
+    assert named <= items
+
+
+def test_the_command_says_what_to_gate(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "optimized", tmp_path / "optimized")
+    command = [sys.executable, str(ROOT / "tools/plant_slowdown.py")]
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    for name, option in (("launch", "gate --partial 'tests/"), ("loop_bound", "gate --partial --changed 'tests/")):
+        done = subprocess.run(
+            [*command, name], cwd=tmp_path, capture_output=True, text=True, check=False, env=environment
+        )
+        assert done.returncode == 0, done.stderr
+        assert option in done.stdout
+    done = subprocess.run(
+        [*command, "launch"], cwd=tmp_path, capture_output=True, text=True, check=False, env=environment
+    )
+    assert done.returncode == 2
+    assert "something is planted already" in done.stderr

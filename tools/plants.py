@@ -1,0 +1,206 @@
+"""What is planted to try the gate: edits of one optimized module each, and what the gate must say of which workloads.
+
+The table is `PLANTS`. `plant_slowdown.py` plants one in a tree; `gate_trial.py` plants each in turn and runs the gate.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+PLANTED = "\n# something is planted here\n"
+LIOR = "tests/geometry/test_lior_and_speed.py::lior_and_speed::speed[{}]"
+COSINE = "tests/diversity/test_pairwise_cosine.py::pairwise_cosine::speed[{}]"
+MEAN = "tests/diversity/test_mean_pairwise_cosine.py::mean_pairwise_cosine::speed[{}]"
+ENTROPY = "tests/losses/test_chunked_cross_entropy.py::chunked_cross_entropy::speed[{}]"
+ADAMW = "tests/optimizers/test_fused_adamw.py::fused_adamw_cnn::speed[leak_cnn]"
+CONVOLUTION = "tests/convolution/test_conv_relu_pool.py::conv_relu_pool::speed[{}]"
+APPLY = "tests/geometry/test_rotor_apply.py::rotor_apply::speed[m2048]"
+METRICS = "tests/synchronization/test_device_metrics.py::device_metrics::speed[epoch]"
+PROJECTION = "tests/recurrence/test_fused_output_projection.py::fused_output_projection::speed[small_32k]"
+LEAK_CNN = "tests/trainers/test_leak_cnn.py::leak_cnn::speed[epoch]"
+BATCH = "tests/convolution/test_prepare_mel_batch.py::prepare_mel_batch::speed[batch5632]"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plant:
+    """One fault: `edits` (old text, new text) of `optimized/<module>.py`."""
+
+    what: str
+    module: str
+    edits: tuple[tuple[str, str], ...]
+    helper: str = ""
+    """A function that the edits call, for the end of the module."""
+    red: tuple[str, ...] = ()
+    """Workloads that must be REGRESSED by name."""
+    green: tuple[str, ...] = ()
+    """Workloads gated beside them, which must be PASS."""
+    seen: tuple[str, ...] = ()
+    """Workloads that `gate --changed` must not call UNCHANGED, whatever else it says of them."""
+
+
+def _more_programs(share: float) -> tuple[tuple[str, str], ...]:
+    """So many more programs of the forward kernel, which do a part of the work again."""
+    return (
+        (
+            "_forward_kernel[(ceil_div(rows, block * tiles),)](",
+            f"_forward_kernel[(int(ceil_div(rows, block * tiles) * {1 + share}),)](",
+        ),
+        (
+            "first = tl.program_id(0).to(tl.int64) * (BLOCK * TILES) + tl.arange(0, BLOCK)\n    vs = ()\n    curv",
+            "first = (tl.program_id(0) % tl.cdiv(rows, BLOCK * TILES)).to(tl.int64) * (BLOCK * TILES)\n"
+            "    first += tl.arange(0, BLOCK)\n    vs = ()\n    curv",
+        ),
+    )
+
+
+LOOP = "    for start in range(tl.program_id(0) * (BLOCK * TILES), rows, tl.num_programs(0) * (BLOCK * TILES)):\n"
+AGAIN = """    for start in range(tl.program_id(0) * (BLOCK * TILES), rows // 25, tl.num_programs(0) * (BLOCK * TILES)):
+        row = (start + tl.arange(0, BLOCK)).to(tl.int64)
+        again = _load_rows(velocity_ptr, row, rows, N, BLOCK)
+        tl.store(d_curvature_ptr + row, again[0], mask=row < rows)
+"""
+COSINE_GRID = "_forward_kernel[(tiles * (tiles + 1) // 2,)]("
+COSINE_TILE = "_tile(tl.program_id(0))"
+COSINE_WRAPPED = "_tile(tl.program_id(0) % (tl.cdiv(n, BLOCK) * (tl.cdiv(n, BLOCK) + 1) // 2))"
+ALLOCATED = "        distances = torch.empty((n, n), dtype=e.dtype, device=e.device)\n"
+MEAN_FORWARD = "        mean = torch.empty((), dtype=e.dtype, device=e.device)\n"
+CONV_LAUNCH = "_forward_kernel[(grid, ceil_div(outputs, of_outputs))]("
+TWICE = """
+
+def _twice(launch):
+    def both(*arguments, **options):
+        launch(*arguments, **options)
+        launch(*arguments, **options)
+
+    return both
+"""
+BLOCKS = "            ceil_div(columns, BLOCK),\n            IGNORED"
+
+PLANTS = {
+    "forward": Plant(
+        what="2% more work in a forward pass",
+        module="geometry/lior_and_speed",
+        edits=_more_programs(0.02),
+        red=(LIOR.format("rows4m"),),
+        green=(LIOR.format("batch64"), ADAMW),
+    ),
+    "backward": Plant(
+        what="3% more work in a backward pass alone",
+        module="geometry/lior_and_speed",
+        edits=((LOOP, AGAIN + LOOP),),
+        red=(LIOR.format("rows1m_both"),),
+        green=(LIOR.format("rows4m"), ADAMW),
+    ),
+    "launch": Plant(
+        what="one more launch",
+        module="diversity/pairwise_cosine",
+        edits=((ALLOCATED, ALLOCATED + "        torch.zeros(1, device=e.device)\n"),),
+        red=(COSINE.format("n8192"),),
+        green=(MEAN.format("n1024"), ADAMW),
+    ),
+    "sync": Plant(
+        what="a hidden wait for the device",
+        module="synchronization/device_metrics",
+        edits=(
+            (
+                "        return self.read(self.whole.cpu())\n",
+                "        if self.whole.is_cuda:\n            torch.cuda.synchronize()\n"
+                "        return self.read(self.whole.cpu())\n",
+            ),
+        ),
+        red=(METRICS,),
+        green=(ADAMW, LIOR.format("rows4m")),
+    ),
+    "copy": Plant(
+        what="a copy of 2 MB",
+        module="diversity/mean_pairwise_cosine",
+        edits=(
+            (
+                MEAN_FORWARD,
+                MEAN_FORWARD + "        two_mb = torch.empty(2**21, dtype=torch.uint8, device=e.device)\n"
+                "        torch.empty_like(two_mb).copy_(two_mb)\n",
+            ),
+        ),
+        red=(MEAN.format("n1024"), MEAN.format("n10")),
+        green=(COSINE.format("n1024"), ADAMW),
+    ),
+    "one_of_two": Plant(
+        what="3% more work in one of two workloads",
+        module="diversity/pairwise_cosine",
+        edits=(
+            (COSINE_GRID, "_forward_kernel[(int(tiles * (tiles + 1) // 2 * (1.03 if n > 4096 else 1)),)]("),
+            (COSINE_TILE, COSINE_WRAPPED),
+        ),
+        red=(COSINE.format("n8192"),),
+        green=(COSINE.format("n128"), ADAMW),
+    ),
+    "memory": Plant(
+        what="20% more peak memory in the same time",
+        module="losses/chunked_cross_entropy",
+        edits=(
+            (
+                "    count, columns = logits.shape\n",
+                "    count, columns = logits.shape\n"
+                "    spare = torch.empty(int(0.24 * 2**30), dtype=torch.uint8, device=logits.device)\n",
+            ),
+        ),
+        red=(ENTROPY.format("rows16k_bfloat16"),),
+        green=(ADAMW, LIOR.format("rows4m")),
+    ),
+    "trainer_module": Plant(
+        what="a second call of a kernel that a trainer uses",
+        module="convolution/conv_relu_pool",
+        edits=((CONV_LAUNCH, f"_twice({CONV_LAUNCH[:-1]})("),),
+        helper=TWICE,
+        red=(CONVOLUTION.format("conv3"), LEAK_CNN),
+        green=(BATCH, ADAMW),
+    ),
+    "host_sleep": Plant(
+        what="a host that sleeps in a workload on the device clock",
+        module="geometry/rotor_apply",
+        edits=(
+            (
+                "        theta, x = theta.contiguous(), x.contiguous()\n",
+                "        from time import sleep\n\n        sleep(0.0005)\n"
+                "        theta, x = theta.contiguous(), x.contiguous()\n",
+            ),
+        ),
+        seen=(APPLY,),
+    ),
+    "loop_bound": Plant(
+        what="a larger loop bound passed to a kernel",
+        module="losses/chunked_cross_entropy",
+        edits=((BLOCKS, BLOCKS.replace("BLOCK)", "BLOCK) + 1")),),
+        seen=(ENTROPY.format("rows16k_bfloat16"),),
+    ),
+    "algorithm": Plant(
+        what="another algorithm of a library",
+        module="recurrence/fused_output_projection",
+        edits=(
+            (
+                "    return states @ (rotation @ weight.T)",
+                "    before = torch.backends.cuda.matmul.allow_tf32\n"
+                "    torch.backends.cuda.matmul.allow_tf32 = not before\n"
+                "    try:\n        return states @ (rotation @ weight.T)\n"
+                "    finally:\n        torch.backends.cuda.matmul.allow_tf32 = before",
+            ),
+        ),
+        seen=(PROJECTION,),
+    ),
+}
+
+
+def plant(root: Path, name: str) -> Path:
+    """Make the edits in the tree at `root`; the changed module. ValueError where they do not fit it."""
+    found = PLANTS[name]
+    path = root / "optimized" / f"{found.module}.py"
+    text = path.read_text()
+    if text.endswith(PLANTED):
+        raise ValueError(f"{path}: something is planted already; `git checkout optimized` takes it away")
+    for old, new in found.edits:
+        if text.count(old) != 1:
+            raise ValueError(f"{path}: {old.strip()!r} is there {text.count(old)} times; adapt {Path(__file__).name}")
+        text = text.replace(old, new)
+    path.write_text(text + found.helper + PLANTED)
+    return path
