@@ -73,9 +73,16 @@ def test_10_a_profiler_that_captured_nothing(monkeypatch: pytest.MonkeyPatch, ca
 def test_13_a_change_that_three_digits_would_hide(project: Project, slower: float, status: str) -> None:
     project.write("test_scale.py", TWO_LINES)
     project.git("init", "-q")
-    project.commit()
+    accepted = project.commit()
     project.accept()
-    project.measured(times(slower=slower))
+    project.replace("test_scale.py", "3 * x", "2 * x + x")
+
+    def outcome(id: str, process: int, second: bool) -> object:
+        """Slower than the accepted revision, and as fast as a second import of itself."""
+        beside = fake.calls[-1][1].get(id) if fake.calls else None
+        return times(slower=slower if beside == accepted else 0.0)(id, process, second)
+
+    fake = project.measured(outcome)
     result = project.gate()
     assert result.ret == (status != "PASS")
     (line,) = lines_with(result.stdout.str(), "1 " + status)[:1]
