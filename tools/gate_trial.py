@@ -1,7 +1,7 @@
 """Try the gate on this GPU: gate_trial.py [--gates N] [--only NAME] [--beside] [--out DIR].
 
 The whole gate N times on unchanged code, which must be green; then once for each fault of plants.py, on the workloads
-that show it and on others beside them: the first must be REGRESSED by name, the others PASS. What `--changed` must not
+that show it and on others beside them: the first must be red by name, the others PASS. What `--changed` must not
 overlook is gated so. With --beside another process keeps the GPU's tensor cores busy meanwhile: then NOISY is right
 too. Wants a committed baseline of this device. Plants in a work tree of its own, so that this one stays as it is.
 Prints a table, writes it with every run's output and report to DIR, and exits with 1 where a run did not end as it
@@ -32,7 +32,9 @@ from perfsuite.errors import PerfsuiteError
 from perfsuite.records import Status
 from perfsuite.report import jsonfile
 
-GREEN = {Status.PASS, Status.IMPROVED}
+GREEN: set[Status | None] = {Status.PASS, Status.IMPROVED}
+RED: set[Status | None] = {Status.REGRESSED, Status.BELOW_FLOOR}
+"""A promise that is broken is reported before a regression."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,9 +52,9 @@ class Trial:
 
     @property
     def as_it_must(self) -> bool:
-        """REGRESSED by name where the fault shows, PASS where it does not, and the exit code that follows.
+        """Red by name where the fault shows, PASS where it does not, and the exit code that follows.
 
-        Of unchanged code any green verdict is right. Beside another process each may be NOISY instead.
+        Beside another process each may be NOISY instead.
         """
         if not self.verdicts:
             return False
@@ -61,8 +63,8 @@ class Trial:
         found = PLANTS[self.planted]
         if any(self.verdicts.get(i, Status.UNCHANGED) is Status.UNCHANGED for i in found.seen):
             return False
-        right = {**dict.fromkeys(found.red, Status.REGRESSED), **dict.fromkeys(found.green, Status.PASS)}
-        return self.code == self._code() and all(self.verdicts.get(i) in {s} | self._also for i, s in right.items())
+        right = {**dict.fromkeys(found.red, RED), **dict.fromkeys(found.green, GREEN)}
+        return self.code == self._code() and all(self.verdicts.get(i) in s | self._also for i, s in right.items())
 
     @property
     def _also(self) -> set[Status | None]:

@@ -32,7 +32,7 @@ class Plant:
     helper: str = ""
     """A function that the edits call, for the end of the module."""
     red: tuple[str, ...] = ()
-    """Workloads that must be REGRESSED by name."""
+    """Workloads that must be red by name: REGRESSED, or BELOW_FLOOR where a promise is broken."""
     green: tuple[str, ...] = ()
     """Workloads gated beside them, which must be PASS."""
     seen: tuple[str, ...] = ()

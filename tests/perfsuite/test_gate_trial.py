@@ -36,6 +36,8 @@ def trial(planted: str, code: int, own: Status, other: Status) -> Any:
         ("", 10, Status.NOISY, Status.PASS, False),
         ("", 1, Status.PASS, Status.PASS, False),
         ("forward", 1, Status.REGRESSED, Status.PASS, True),
+        ("forward", 1, Status.BELOW_FLOOR, Status.PASS, True),
+        ("forward", 1, Status.REGRESSED, Status.IMPROVED, True),
         ("forward", 0, Status.REGRESSED, Status.PASS, False),
         ("forward", 10, Status.NOISY, Status.PASS, False),
         ("forward", 1, Status.REGRESSED, Status.NOISY, False),
