@@ -209,7 +209,7 @@ class Status(enum.StrEnum):
     NOT_PROVEN = "NOT_PROVEN"
     """A proof of the pair failed, so that no time of it means anything."""
     NOT_TIMED = "NOT_TIMED"
-    """Its results are right, but its time is not that of its work."""
+    """Its time is not that of its work, or code under test has changed what measures it."""
     BELOW_FLOOR = "BELOW_FLOOR"
     REGRESSED = "REGRESSED"
     NOISY = "NOISY"

@@ -16,7 +16,7 @@ import pytest
 
 from perfsuite import revision
 from perfsuite.digests import Opened
-from perfsuite.errors import NoisyError, PerfsuiteError, RevisionError
+from perfsuite.errors import NoisyError, PerfsuiteError, RevisionError, TamperedError
 from perfsuite.pair import Pair, Side, as_side
 from perfsuite.records import Measurement, Proof, Ran, Status
 from perfsuite.speed import SpeedItem
@@ -113,7 +113,7 @@ class _Workload:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 return {PROVE: self._prove, TRACE: self._trace}.get(self.task.kind, self._time)()
-        except NotTimed as error:
+        except (NotTimed, TamperedError) as error:
             return Failure(status=Status.NOT_TIMED, message=str(error))
         except NotEquivalent as error:
             return Failure(status=Status.NOT_EQUIVALENT, message=str(error))

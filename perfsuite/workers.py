@@ -273,7 +273,7 @@ class _Process:
             event = _verified(line, self.key)
             if event is None or event["id"] != (self.task.id if self.task else ""):
                 if self.task or left:
-                    yield self._stop(FORGED, left)
+                    yield self._stop(FORGED, left, Status.NOT_TIMED)
                 else:
                     self.end()  # no line is valid after the last result
                 return
@@ -329,11 +329,11 @@ class _Process:
     def _wait(self, seconds: float) -> None:
         self.deadline = time.monotonic() + seconds
 
-    def _stop(self, message: str, left: deque[Task]) -> tuple[str, Failure]:
+    def _stop(self, message: str, left: deque[Task], status: Status = Status.UNMEASURED) -> tuple[str, Failure]:
         """The task that it is at fails, or the next one where it never began any; the log is evidence."""
         self.end(".log")
         failed, self.task = self.task or left.popleft(), None
-        return failed.id, Failure(status=Status.UNMEASURED, message=message)
+        return failed.id, Failure(status=status, message=message)
 
     def interrupt(self) -> None:
         """End the process; what it has written so far still counts."""

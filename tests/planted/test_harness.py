@@ -119,7 +119,7 @@ FORGER = """
 
 def test_26_results_that_code_under_test_wrote(project: Project) -> None:
     project.write("test_scale.py", FORGER)
-    rejected(project.run("-m", "perf"), "UNMEASURED", "a result that the harness did not write", code=UNDECIDED)
+    rejected(project.run("-m", "perf"), "NOT_TIMED", "a result that the harness did not write")
 
 
 # --- 33 to 39 --------------------------------------------------------------------------------------------------
