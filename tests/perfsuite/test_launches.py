@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -29,14 +28,12 @@ def call(x):
 """
 
 
-def load(folder: Path, text: str, name: str = "traced_module") -> ModuleType:
-    path = folder / f"{name}.py"
+def load(folder: Path, text: str) -> ModuleType:
+    """The module, without a compiled copy: that is known by its source's second and size, which may be another's."""
+    module = ModuleType("traced_module")
+    path = folder / "traced_module.py"
     path.write_text(text)
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    exec(compile(text, str(path), "exec"), vars(module))
     return module
 
 
