@@ -38,7 +38,9 @@ def matmul_flops_per_s(device: str, precision: str) -> float:
     if precision not in PRECISIONS:
         raise PairError(f"a cost's precision={precision!r} is not one of {', '.join(PRECISIONS)}")
     kind = torch.device(device).type
-    n = MATMUL_SIZE[kind] // (2 if precision == "float64" else 1)
+    # In float64 no device is fast, and a CPU may emulate half precision.
+    smaller = precision == "float64" or (kind == "cpu" and precision in ("bfloat16", "float16"))
+    n = MATMUL_SIZE[kind] // (2 if smaller else 1)
     dtype = torch.float32 if precision == "tf32" else getattr(torch, precision)
     a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
     with _float32_products("tf32" if precision == "tf32" else "ieee"):

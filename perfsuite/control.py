@@ -184,7 +184,7 @@ class Control:
                 for id, outcome in outcomes:
                     lost.pop(id, None)
                     self.keep(id, outcome)
-                    if isinstance(outcome, Measurement | Proof):
+                    if not isinstance(outcome, Failure):
                         self.durations.note(kinds[id], id, outcome.seconds)
                     if text := shown(outcome):
                         self.progress.ended(id, text)

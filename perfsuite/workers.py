@@ -61,6 +61,11 @@ class Reported:
 
     reports: tuple[Any, ...]
 
+    @property
+    def seconds(self) -> float:
+        """What its phases took."""
+        return sum(float(report["duration"]) for report in self.reports)
+
 
 Outcome: TypeAlias = Measurement | Proof | Reported | Failure
 

@@ -62,7 +62,7 @@ class Run(Plain):
         outcome = self._ended.get(item.nodeid)
         if isinstance(outcome, Reported):
             restore = item.config.hook.pytest_report_from_serializable
-            return [restore(config=item.config, data=data) for data in outcome.reports]
+            return [restore(config=item.config, data=_with_tuple(data)) for data in outcome.reports]
         text = outcome.message if isinstance(outcome, Failure) else "its process never reached it"
         return [
             pytest.TestReport(
@@ -74,6 +74,12 @@ class Run(Plain):
                 when="call",
             )
         ]
+
+
+def _with_tuple(report: dict[str, Any]) -> dict[str, Any]:
+    """A skipped item's (path, line, reason), which JSON has made a list of, is a tuple again: pytest insists on it."""
+    place = report.get("longrepr")
+    return {**report, "longrepr": tuple(place)} if isinstance(place, list) else report
 
 
 def _limit(item: pytest.Item) -> float:

@@ -6,6 +6,7 @@ test wants, so that a verdict is the same on every machine.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import subprocess
@@ -78,6 +79,7 @@ class FakeWorkers:
         """For each timing process: (ids, id → the accepted revision)."""
         self.proven: list[str] = []
         self.failing: set[str] = set()
+        self.skipping: set[str] = set()
         self.unloaded: dict[str, str] = {}
         """Workload → why its accepted side cannot be compared with."""
         self.ran: Ran | None = None
@@ -126,17 +128,18 @@ class FakeWorkers:
         return Proof(id=task.id, seed=0, unloaded=unloaded, ran=self.ran if task.note_ran else None)
 
     def _reported(self, id: str) -> Reported:
-        """That a proof passed, or failed if it is one of `failing`."""
-        fails = id in self.failing
+        """That a proof passed, failed if it is one of `failing`, or was skipped; as JSON, which has no tuples."""
+        fails, skips = id in self.failing, id in self.skipping
+        text = "it is wrong" if fails else (id, 1, "Skipped: not here") if skips else None
         report = pytest.TestReport(
             nodeid=id,
             location=(id, 0, id),
             keywords={"correctness": 1},
-            outcome="failed" if fails else "passed",
-            longrepr="it is wrong" if fails else None,
-            when="call",
+            outcome="failed" if fails else "skipped" if skips else "passed",
+            longrepr=text,
+            when="setup" if skips else "call",
         )
-        return Reported(reports=({**report._to_json(), "$report_type": "TestReport"},))
+        return Reported(reports=(json.loads(json.dumps({**report._to_json(), "$report_type": "TestReport"})),))
 
 
 def times(*, speedup: float = 2.0, slower: float = 0.0, noise: float = 1.0, **fields: Any) -> Any:

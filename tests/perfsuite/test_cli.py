@@ -293,6 +293,19 @@ def test_run_with_a_proof_that_fails(scale: Project) -> None:
     assert report["measurements"] == {}  # no figure of a function that failed its proof
 
 
+def test_run_with_a_proof_that_is_skipped(scale: Project) -> None:
+    assert scale.workers is not None
+    scale.write("pytest.ini", "[pytest]\naddopts = -ra\n")
+    scale.workers.skipping.add("test_scale.py::scale::gradients[float32]")
+    done = scale.cli("run", "--report", "out")
+    assert done.exit_code == 0, done.output
+    assert lines_with(done.output, "SKIPPED [1]", "not here")
+    report = json.loads((scale.path / "out/report.json").read_text())
+    assert report["correctness"] == {
+        "passed": 2, "failed": 0, "skipped": 1, "skip_reasons": {"not here": 1}, "failures": {}
+    }  # fmt: skip
+
+
 def test_gate_writes_reports_and_the_job_summary(scale: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     scale.accept()
     scale.measured(times(slower=0.05))
