@@ -278,7 +278,8 @@ def install_lacking(venv, log, facts):
 
 def pip(venv, log, arguments):
     """Run pip install; its last line of error, or None."""
-    options = ["--disable-pip-version-check", "--no-input"]
+    # Python compiles what is imported when it is imported; all of torch takes a third of the installation.
+    options = ["--disable-pip-version-check", "--no-input", "--no-compile"]
     done = run([str(python_of(venv)), "-m", "pip", "install", *options, *arguments])
     with log.open("a") as file:
         file.write(f"$ pip install {' '.join(arguments)}\n{done.stdout}\n")
