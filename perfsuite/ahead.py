@@ -33,6 +33,8 @@ from perfsuite.workers import pytest_arguments
 if TYPE_CHECKING:
     import pytest
 
+KERNELS = "kernels[sm_90]"
+"""The name of the item that does it."""
 CAPABILITY = 90
 WARP_SIZE = 32
 AHEAD = "PERFSUITE_AHEAD"

@@ -100,7 +100,7 @@ class PairCollector(pytest.Collector):
         if pair.truth is not None:
             yield self._item("truth", "float64", self._truth, None)
         if ahead.kernels_of(pair):
-            yield KernelsItem.from_parent(self, name="kernels[sm_90]", pair=pair)
+            yield KernelsItem.from_parent(self, name=ahead.KERNELS, pair=pair)
 
     def _proof(self, name: str, dtype: str, side_name: str, side: Side, *, gradients: bool) -> pytest.Item:
         def prove(case: Case, tally: Tally) -> None:

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from perfsuite.ahead import KERNELS
 from perfsuite.modes.plain import Plain
+from perfsuite.report import units
 from perfsuite.speed import SpeedItem
 from perfsuite.workers import ITEMS, Failure, Outcome, Reported, Task
 
@@ -16,7 +18,11 @@ ITEM_LIMIT_S = 600.0
 
 
 class Run(Plain):
-    """Timed items go first, while the machine is quiet; a pair whose proof fails afterwards loses its figures."""
+    """Timed items go first, while the machine is quiet; a pair whose proof fails afterwards loses its figures.
+
+    Compiling every kernel for another device is left to `pytest -m correctness`: it proves nothing of this machine,
+    and takes a quarter of the proofs' time.
+    """
 
     mode = "run"
 
@@ -27,6 +33,12 @@ class Run(Plain):
 
     def collected(self, every: Sequence[pytest.Item], selected: list[pytest.Item]) -> None:
         super().collected(every, selected)
+        left_out = [i for i in selected if i.name == KERNELS]
+        if left_out:
+            selected[:] = [i for i in selected if i.name != KERNELS]
+            self.config.hook.pytest_deselected(items=left_out)
+            what = units.count(len(left_out), "pair")
+            self.notes.append(f"kernels of {what} are not compiled for sm_90 here; `pytest -m correctness` does it")
         selected.sort(key=lambda item: not isinstance(item, SpeedItem))
         self._proven = [i for i in selected if not isinstance(i, SpeedItem)]
 

@@ -422,6 +422,17 @@ def test_a_triton_kernel_adds_an_item(project: Project) -> None:
     assert names == ["equivalence[float32]", "integrity", "kernels[sm_90]"]
 
 
+def test_perfsuite_run_leaves_the_compilation_for_another_device_out_and_says_so(project: Project) -> None:
+    pytest.importorskip("triton")
+    project.write("test_triple.py", KERNEL)
+    project.measured(times())
+    done = project.cli("run", "--report", "out")
+    assert done.exit_code == 0, done.output
+    report = json.loads((project.path / "out/report.json").read_text())
+    assert report["correctness"]["passed"] == 2
+    assert lines_with(done.output, "kernels of 1 pair are not compiled for sm_90 here", "pytest -m correctness")
+
+
 def test_a_kernel_that_does_not_build_is_red(project: Project) -> None:
     """Compiled in a process of its own, without a GPU; a project's addopts do not get in the way."""
     pytest.importorskip("triton")
