@@ -14,6 +14,9 @@ run test test-all: export PYTHONDONTWRITEBYTECODE =
 run: ## prove, measure and report, with what this machine has
 	@$(SETUP) && "$$python" -m perfsuite run $(ARGS)
 
+# Each worker compiles by itself: helpers of torch.compile would import torch on cores that are all busy.
+test test-all: export TORCHINDUCTOR_COMPILE_THREADS ?= 1
+
 # A worker takes tests in their order, so that the proofs of a pair share what they know of its draws.
 test: ## correctness of every pair and the harness's own tests (nothing is timed)
 	@beside= && $(SETUP) && { ! "$$python" -c "import xdist" 2>/dev/null || beside="-n auto --dist worksteal"; } && \

@@ -352,7 +352,7 @@ def test_stopped_at_random_steps_and_resumed_it_is_the_same_bit_for_bit(kind, lo
     config = dataclasses.replace(SMALL, loader=True, **({low: True} if low else {}))
     expected = trained(kind, text, config, 16).state_dict()
     rng = random.Random(1)
-    stops = [rng.randrange(1, 16) for _ in range(count(quick=4, full=20 if kind is Optimized else 7))]
+    stops = [rng.randrange(1, 16) for _ in range(count(quick=2, full=20 if kind is Optimized else 7))]
     going, saved = kind(dataclasses.replace(config, loader=False), text, "cpu"), {}
     for step in range(1, 16):
         going.train_window({})
