@@ -77,8 +77,8 @@ def for_proving(tasks: Collection[Task], machine: Machine) -> list[Lane]:
             environment["CUDA_VISIBLE_DEVICES"] = devices[number % len(devices)]
         if COMPILE_THREADS not in os.environ:  # each of these threads would be a process that imports torch
             environment[COMPILE_THREADS] = each
-        alone = machine.count > 0 or all(t.kind == ITEMS for t in tasks)
-        if alone and "OMP_NUM_THREADS" not in os.environ:  # no result that is timed depends on it
+        # Not for what will be timed, with all threads: its outputs must have the same bits then.
+        if all(t.kind == ITEMS for t in tasks) and "OMP_NUM_THREADS" not in os.environ:
             environment["OMP_NUM_THREADS"] = each
         lanes.append(Lane(environment=environment))
     return lanes
