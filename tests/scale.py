@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+import pytest
+
 SCALE = "PERFSUITE_TEST_SCALE"
 FULL = os.environ.get(SCALE) == "full"
 """Whether this run is `make test-all`."""
@@ -12,3 +14,7 @@ FULL = os.environ.get(SCALE) == "full"
 def count(*, quick: int, full: int) -> int:
     """The number of trials: `full` in `make test-all`, `quick` otherwise."""
     return full if FULL else quick
+
+
+FULLY = pytest.mark.skipif(not FULL, reason="runs in make test-all")
+"""Marks a case that a normal run leaves out."""

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from scale import FULLY
 from scratch import ROOT, SMALL, TWO_LINES, Failure, Job, Project, lines_with, times, wait_for
 
 from perfsuite.records import Status, from_json, to_json
@@ -449,7 +450,9 @@ HANGS = """
 """Both workloads can be proven, and the first can be timed; from then on no call ends."""
 
 
-@pytest.mark.parametrize("command", [["gate", "--json"], ["accept", "--reason", "again"]], ids=lambda c: c[0])
+@pytest.mark.parametrize(
+    "command", [["gate", "--json"], pytest.param(["accept", "--reason", "again"], marks=FULLY)], ids=lambda c: c[0]
+)
 def test_ctrl_c(project: Project, command: list[str]) -> None:
     """While the second workload is timed: exit code 2, the baseline as before, the report of what was measured."""
     project.write("test_scale.py", HANGS)

@@ -16,6 +16,7 @@ import builders
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from scale import FULLY
 from scratch import OUTER, ROOT
 
 from perfsuite import cli, gate, machine, planning, runner, sampling
@@ -718,6 +719,7 @@ def test_a_discarded_block_leaves_no_quads() -> None:
     assert (sampler.blocks, sampler.quads) == (9, 5)
 
 
+@FULLY
 def test_a_real_run_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in OUTER:  # beside xdist pytest-benchmark takes no times
         monkeypatch.delenv(name, raising=False)

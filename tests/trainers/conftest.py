@@ -2,6 +2,9 @@
 
 import pytest
 import torch
+from scale import FULL
+
+from optimized.compilation import compiled_function
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -11,3 +14,10 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def quickly_compiled(monkeypatch):
+    """In a quick run functions are traced and not handed to the C++ compiler, which takes seconds for each."""
+    if not FULL:
+        monkeypatch.setattr(compiled_function, "_inductor", lambda graph, inputs, options=None: graph)

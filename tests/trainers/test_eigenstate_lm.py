@@ -15,7 +15,7 @@ import numpy
 import pytest
 import torch
 from curves import NEIGHBOURS, a_rounding_away, deviation_of, share_of_rule
-from scale import count
+from scale import FULLY, count
 from states import same, through_a_file
 
 from optimized.trainers import eigenstate_lm as module
@@ -306,6 +306,7 @@ def test_workers_read_the_packed_file():
         dataclasses.replace(SMALL, loader=True, packed_tokens=False)
 
 
+@pytest.mark.usefixtures("quickly_compiled")
 def test_compiled_it_is_the_same_and_a_second_trainer_compiles_nothing_anew(text, known):
     config = dataclasses.replace(SMALL, use_compile=True)
     assert share_of_budget(curve(Optimized(config, text, "cpu"), 5), known) <= 1
@@ -347,7 +348,7 @@ def test_each_goes_on_from_the_other_s_checkpoint(first, second, text):
 
 
 @pytest.mark.parametrize("kind", [Reference, Optimized])
-@pytest.mark.parametrize("low", [None, "autocast_fp16"])
+@pytest.mark.parametrize("low", [None, pytest.param("autocast_fp16", marks=FULLY)])
 def test_stopped_at_random_steps_and_resumed_it_is_the_same_bit_for_bit(kind, low, text):
     config = dataclasses.replace(SMALL, loader=True, **({low: True} if low else {}))
     expected = trained(kind, text, config, 16).state_dict()

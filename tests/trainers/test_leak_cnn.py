@@ -294,6 +294,7 @@ def test_in_half_precision_it_errs_no_more_than_the_reference_does_in_it(low, dt
     assert share_of_budget(found, halves, dtype) <= 1
 
 
+@pytest.mark.usefixtures("quickly_compiled")
 def test_compiled_it_is_the_same_and_a_second_trainer_compiles_nothing_anew(known, monkeypatch):
     config = dataclasses.replace(SMALL, use_compile=True)
     assert share_of_budget(curve(Optimized(config, sounds(), "cpu"), 3), known) <= 1

@@ -223,6 +223,7 @@ def test_in_bfloat16_it_errs_no_more_than_the_reference_does_in_it(known):
     assert (found <= K * plain.cummax(0).values + C * torch.finfo(torch.bfloat16).eps * truth.abs()).all()
 
 
+@pytest.mark.usefixtures("quickly_compiled")
 def test_compiled_it_is_the_same(known):
     found = curve(Optimized(dataclasses.replace(SMALL, compiled_function=True), VOCABULARY, "cpu"), 20)
     assert ((found - known[0][:20]).abs() <= budget(known)[:20]).all()
@@ -313,6 +314,7 @@ def test_a_report_says_which_window_it_is_of():
     assert other.metrics()["window"] == 6
 
 
+@pytest.mark.usefixtures("quickly_compiled")
 def test_a_second_trainer_compiles_nothing_anew():
     config = dataclasses.replace(SMALL, compiled_function=True)
     curve(Optimized(config, VOCABULARY, "cpu"), 1)
