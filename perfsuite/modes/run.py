@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Generator, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from perfsuite.ahead import KERNELS
 from perfsuite.modes.plain import Plain
+from perfsuite.pair import as_side
 from perfsuite.report import units
 from perfsuite.speed import SpeedItem
 from perfsuite.workers import ITEMS, Failure, Outcome, Reported, Task
@@ -32,6 +34,7 @@ class Run(Plain):
         self._ended: dict[str, Outcome] = {}
 
     def collected(self, every: Sequence[pytest.Item], selected: list[pytest.Item]) -> None:
+        selected.sort(key=_turn)
         super().collected(every, selected)
         left_out = [i for i in selected if i.name == KERNELS]
         if left_out:
@@ -39,7 +42,7 @@ class Run(Plain):
             self.config.hook.pytest_deselected(items=left_out)
             what = units.count(len(left_out), "pair")
             self.notes.append(f"kernels of {what} are not compiled for sm_90 here; `pytest -m correctness` does it")
-        selected.sort(key=lambda item: not isinstance(item, SpeedItem))
+        selected.sort(key=_turn)
         self._proven = [i for i in selected if not isinstance(i, SpeedItem)]
 
     def close(self) -> None:
@@ -92,6 +95,18 @@ def _with_tuple(report: dict[str, Any]) -> dict[str, Any]:
     """A skipped item's (path, line, reason), which JSON has made a list of, is a tuple again: pytest insists on it."""
     place = report.get("longrepr")
     return {**report, "longrepr": tuple(place)} if isinstance(place, list) else report
+
+
+def _turn(item: pytest.Item) -> int:
+    """Timed items first, and of these last what compiles, which may take a minute: the first figure comes soon."""
+    if not isinstance(item, SpeedItem):
+        return 2
+    side = as_side(item.pair.optimized)
+    try:
+        source = inspect.getsource(inspect.getmodule(side.call))  # type: ignore[arg-type]  # None is a TypeError
+    except (OSError, TypeError):
+        source = ""
+    return int(side.compile is not None or "torch.compile" in source)
 
 
 def _limit(item: pytest.Item) -> float:

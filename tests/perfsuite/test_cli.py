@@ -293,6 +293,15 @@ def test_run_with_a_proof_that_fails(scale: Project) -> None:
     assert report["measurements"] == {}  # no figure of a function that failed its proof
 
 
+def test_run_times_what_compiles_last(scale: Project) -> None:
+    """The first figure is not to wait for a compiler."""
+    source = (scale.path / "test_scale.py").read_text()
+    scale.write("test_a_compiled.py", source + "\n\n# calls torch.compile\n")
+    fake = scale.measured(times())
+    assert scale.cli("run", "--report", "out").exit_code == 0
+    assert [t.id.partition("::")[0] for t in fake.tasks if t.kind == "time"] == ["test_scale.py", "test_a_compiled.py"]
+
+
 def test_run_with_a_proof_that_is_skipped(scale: Project) -> None:
     assert scale.workers is not None
     scale.write("pytest.ini", "[pytest]\naddopts = -ra\n")
