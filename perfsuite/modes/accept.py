@@ -6,12 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 
-import pytest
-
 from perfsuite import baseline, digests, gate, revision
 from perfsuite.control import failed
-from perfsuite.errors import BaselineError, PerfsuiteError
-from perfsuite.modes.paired import Paired
+from perfsuite.errors import BaselineError
+from perfsuite.modes.paired import Whole
 from perfsuite.records import Ran
 from perfsuite.resuming import Kept
 from perfsuite.workers import Task
@@ -21,23 +19,12 @@ THOROUGH_PROCESSES = 2
 """Processes that time rivals, too: a rival's place in the table needs no more, and its compilation takes long."""
 
 
-class Accept(Paired):
+class Accept(Whole):
     """The accepted revision is HEAD itself: an A/A comparison, whose noise the gate judges by."""
 
     mode = "accept"
 
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_runtestloop(self, session: pytest.Session) -> object:
-        if session.testsfailed:
-            raise session.Interrupted(f"{session.testsfailed} error(s) while collecting; fix them first")
-        try:
-            with self.turn():
-                self._accept()
-        except PerfsuiteError as error:
-            self.refuse(str(error))
-        return True
-
-    def _accept(self) -> None:
+    def whole(self) -> None:
         if not self.items:
             self.refuse("nothing to accept: no timed item of a pair was selected; see `perfsuite list`")
             return

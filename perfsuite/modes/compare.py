@@ -2,34 +2,20 @@
 
 from __future__ import annotations
 
-import pytest
-
 from perfsuite import gate, revision
 from perfsuite.control import failed
-from perfsuite.errors import PerfsuiteError
-from perfsuite.modes.paired import Paired
+from perfsuite.modes.paired import Whole
 from perfsuite.records import Status
 from perfsuite.statistics import DEFAULT_NOISE
 from perfsuite.workers import Failure
 
 
-class Compare(Paired):
-    """The whole run is one comparison; no item is run."""
+class Compare(Whole):
+    """The work tree against a revision."""
 
     mode = "compare"
 
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_runtestloop(self, session: pytest.Session) -> object:
-        if session.testsfailed:
-            raise session.Interrupted(f"{session.testsfailed} error(s) while collecting; fix them first")
-        try:
-            with self.turn():
-                self._compare()
-        except PerfsuiteError as error:
-            self.refuse(str(error))
-        return True
-
-    def _compare(self) -> None:
+    def whole(self) -> None:
         full = revision.resolve(self.arguments["revision"], self.root)
         ids = self.measurable()
         if not ids:

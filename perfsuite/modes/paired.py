@@ -7,10 +7,12 @@ import random
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 
+import pytest
+
 from perfsuite import confirmation, gate, planning, revision
 from perfsuite.baseline import Entry, short
 from perfsuite.control import Control, failed
-from perfsuite.errors import RevisionError
+from perfsuite.errors import PerfsuiteError, RevisionError
 from perfsuite.gate import Open, Subject, Suite
 from perfsuite.progress import name_of
 from perfsuite.records import PromiseRecord, Status, Verdict
@@ -202,6 +204,25 @@ class Paired(Control):
     def unmeasured(self, id: str, reason: str) -> Verdict:
         """The verdict on a workload that nothing is known of."""
         return failed(id, Failure(status=Status.UNMEASURED, message=reason))
+
+
+class Whole(Paired):
+    """The whole run is one task of its own; no item is run."""
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> object:
+        if session.testsfailed:
+            raise session.Interrupted(f"{session.testsfailed} error(s) while collecting; fix them first")
+        try:
+            with self.turn():
+                self.whole()
+        except PerfsuiteError as error:
+            self.refuse(str(error))
+        return True
+
+    def whole(self) -> None:
+        """The task."""
+        raise NotImplementedError
 
 
 def _round(verdicts: Iterable[Verdict], opened: Mapping[str, Open]) -> str:
