@@ -111,7 +111,7 @@ class Entry:
     blocks_s: Mapping[str, tuple[float, ...]]
     """Seconds a call in each block of "reference" and "optimized", over all sessions."""
     ran: Ran | None = None
-    """What the optimized side ran; None where that was not noted."""
+    """Digests of the code and data that the optimized side ran; None where they were not recorded."""
 
     def process_means(self, other: str = "reference") -> list[list[float]]:
         """Process means of the log-ratio to `other`, by session; sessions without it are left out."""

@@ -258,7 +258,7 @@ class Control:
 
     def judge(self, item: SpeedItem) -> Result:
         """The result of a workload that is for this machine, or accepted on it."""
-        raise NotImplementedError
+        raise NotImplementedError  # a mode that runs no item is never asked
 
     def judged(self, id: str, *, red: bool) -> Result:
         """The result that this run's verdict on a workload is."""

@@ -42,7 +42,7 @@ STATED = 5
 """Threshold in per cent at which the other tools are held, besides the gate's own margin."""
 LEVEL = 0.95
 OUTLIER = 5.0
-"""Normal noise has one quad in a million farther out."""
+"""If the noise is normal, one ABBA round in a million lies beyond this."""
 TARGETS: Mapping[str, float] = {"device": 0.01, "wall": 0.02}
 """The slowdown that the gate is to find on each clock, in 95% of the workloads."""
 
@@ -129,12 +129,12 @@ class KindResult:
     gate: tuple[Gated, ...]
     others: tuple[Compared, ...]
     coverage: Rate
-    """Of the 95% interval of the slowdown."""
+    """How often the 95% interval of the slowdown contains the true slowdown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
-    """What the gate is to achieve over the whole suite, and what it does."""
+    """A required error rate of the whole suite, and the rate that was found."""
 
     what: str
     wanted: float
@@ -426,9 +426,9 @@ def _gated(kind: str, extra: float, pool: Pool, records: Sequence[KindRecord], s
 
 
 def planted_size(records: Sequence[KindRecord], side: str) -> tuple[float, float]:
-    """The slowdown of the side against the accepted one: the median over all quads recorded, and its standard error.
+    """The side's median slowdown relative to the accepted side, over all recorded ABBA rounds, and its standard error.
 
-    The error is that of a median over the processes' own medians, which vary by more than their quads suggest.
+    The standard error is that of the process medians: they vary by more than the rounds within a process suggest.
     """
     logs = [np.log(np.array(r.quads_s[side]) / np.array(r.quads_s[ACCEPTED])) for r in records]
     own = np.array([np.median(x) for x in logs])

@@ -58,7 +58,7 @@ def _page(a: Analysis, recording: Recording, picture: str | None) -> Iterator[st
     )
     yield from ("", "## The gate, by kind and planted slowdown", "")
     yield (
-        "*planted* and *measured*: the slowdown that was built in, and the median over all quads recorded. "
+        "*planted* is the slowdown that was built in, and *measured* its median over all recorded ABBA rounds. "
         "*REGRESSED*: on the rows of 0% a false alarm, on the others a detection. *PASS* includes IMPROVED. "
         "*processes* and *seconds*: the mean of a workload; the seconds are those of timing both sides, without start, "
         "proof and warm-up."
@@ -76,9 +76,9 @@ def _page(a: Analysis, recording: Recording, picture: str | None) -> Iterator[st
     yield from _others(a)
     yield from ("", "## Noise", "")
     yield (
-        "Standard deviations of a log-ratio. *process mean*: the gate's unit, the mean of a process's block medians, "
-        "with its 95% interval. *outliers*: share of quads far from their block's median. "
-        "*bias*: the mean over all processes and its standard error. The gate compares two imports of one code."
+        "The table gives standard deviations of a log-ratio. *process mean* is the mean of a process's block medians, "
+        "with its 95% interval. *outliers* is the share of ABBA rounds far from their block's median. "
+        "*bias* is the mean over all processes and its standard error. The gate compares two imports of one code."
     )
     yield ""
     yield from _rows(["kind", "ratio", "quad", "outliers", "block", "process", "session", "process mean", "bias"], 2)
@@ -101,7 +101,7 @@ def _rows(heads: Sequence[str], left: int = 1) -> Iterator[str]:
 
 
 def suite_table(a: Analysis) -> Iterator[str]:
-    """What the gate is to achieve over the whole suite, and what it does."""
+    """The table of required error rates of the whole suite, and of the rates that were found."""
     yield from _rows(["over the whole suite", "wanted", "found", "reading"])
     for t in a.targets:
         wanted = f"{'≤' if t.at_most else '≥'} {_share(t.wanted)}"

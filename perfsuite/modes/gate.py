@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import date
+from typing import Any
 
 import pytest
 
@@ -26,7 +27,7 @@ class Gate(Paired):
     mode = "gate"
     words = "the accepted revision"
 
-    def __init__(self, config: object) -> None:
+    def __init__(self, config: pytest.Config) -> None:
         super().__init__(config)
         self.wrong_machine: list[str] = []
         self.waivers: tuple[waivers.Waiver, ...] = ()
@@ -175,10 +176,10 @@ class Gate(Paired):
             reason = next(filter(None, map(self.inapplicable, self.items.values())), "pytest ran no item")
             self.problems.append(f"nothing was measured: none of {len(self.items)} selected workloads; {reason}")
 
-    def pytest_terminal_summary(self, terminalreporter: object) -> None:
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         super().pytest_terminal_summary(terminalreporter)
         from perfsuite.report import annotations
 
         if annotations.wanted():
             for line in annotations.lines(self.report()):
-                terminalreporter.write_line(line)  # type: ignore[attr-defined]  # pytest's
+                terminalreporter.write_line(line)

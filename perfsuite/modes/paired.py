@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Collection, Iterable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import pytest
@@ -31,8 +32,8 @@ OUT_OF_MEMORY = "runs out of device memory"
 class Paired(Control):
     """`trees` has the revision that each workload is compared with; `stored` why there is none for the others."""
 
-    def __init__(self, config: object) -> None:
-        super().__init__(config)  # type: ignore[arg-type]  # pytest's
+    def __init__(self, config: pytest.Config) -> None:
+        super().__init__(config)
         self.trees: dict[str, Tree] = {}
         self.stored: dict[str, str] = {}
         self.suite = Suite()
@@ -103,10 +104,7 @@ class Paired(Control):
         verdicts: dict[str, Verdict] = {}
         opened: dict[str, Open] = {}
         while left:
-            tasks = [self._time_task(i) for i in left]
-            self.announce(tasks)
-            for _ in self.work(tasks):
-                pass
+            self._time([self._time_task(i) for i in left])
             sound = [i for i in ids if i not in self.failures]
             subjects = [self._subject(i, sampled=i in sample) for i in sound]
             answers = gate.analyse(subjects, suite, selected=max(1, len(self.items)))
@@ -133,7 +131,8 @@ class Paired(Control):
             ):
                 for tree in trees.values():
                     for _ in range(gate.RED_PROCESSES):
-                        self._time_twice([i for i in small if i not in self.failures], tree)
+                        again = [self._time_task(i) for i in small if i not in self.failures]
+                        self._time([replace(task, accepted=tree, reference=0) for task in again])
             twice = self.runs
         except RevisionError:  # the verdict stands as it is
             return {}
@@ -145,8 +144,7 @@ class Paired(Control):
             i: confirmation.confirmed(verdicts[i], runs) for i, runs in twice.items() if len(runs) == gate.RED_PROCESSES
         }
 
-    def _time_twice(self, ids: Collection[str], tree: Tree) -> None:
-        tasks = [replace(self._time_task(i), accepted=tree, reference=0) for i in ids]
+    def _time(self, tasks: Sequence[Task]) -> None:
         self.announce(tasks)
         for _ in self.work(tasks):
             pass
@@ -206,7 +204,7 @@ class Paired(Control):
         return failed(id, Failure(status=Status.UNMEASURED, message=reason))
 
 
-class Whole(Paired):
+class Whole(Paired, ABC):
     """The whole run is one task of its own; no item is run."""
 
     @pytest.hookimpl(tryfirst=True)
@@ -220,9 +218,9 @@ class Whole(Paired):
             self.refuse(str(error))
         return True
 
+    @abstractmethod
     def whole(self) -> None:
         """The task."""
-        raise NotImplementedError
 
 
 def _round(verdicts: Iterable[Verdict], opened: Mapping[str, Open]) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Generator
 from dataclasses import replace
 
+import pytest
+
 from perfsuite import gate
 from perfsuite.control import Control, failed
 from perfsuite.records import Status, Verdict
@@ -20,8 +22,8 @@ ONE_PROCESS = (Status.PASS, Status.NOISY)
 class Plain(Control):
     """The workloads are streamed: each item waits for its own measurement."""
 
-    def __init__(self, config: object) -> None:
-        super().__init__(config)  # type: ignore[arg-type]  # pytest's
+    def __init__(self, config: pytest.Config) -> None:
+        super().__init__(config)
         self._stream: Generator[tuple[str, Outcome]] | None = None
 
     def close(self) -> None:

@@ -28,7 +28,7 @@ class Run(Plain):
 
     mode = "run"
 
-    def __init__(self, config: object) -> None:
+    def __init__(self, config: pytest.Config) -> None:
         super().__init__(config)
         self._proofs: Generator[tuple[str, Outcome]] | None = None
         self._ended: dict[str, Outcome] = {}
@@ -42,7 +42,7 @@ class Run(Plain):
             self.config.hook.pytest_deselected(items=left_out)
             what = units.count(len(left_out), "pair")
             self.notes.append(f"kernels of {what} are not compiled for sm_90 here; `pytest -m correctness` does it")
-        selected.sort(key=_turn)
+        selected.sort(key=lambda item: not isinstance(item, SpeedItem))
         self._proven = [i for i in selected if not isinstance(i, SpeedItem)]
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from revisions import repo
 from scratch import project
 
-__all__ = ["project"]
+__all__ = ["project", "repo"]

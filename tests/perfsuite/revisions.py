@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
-import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
+import pytest
 from _pytest.pathlib import import_path
+from scratch import git
 
 from perfsuite import revision
 from perfsuite.pair import Pair
@@ -54,16 +54,7 @@ class Repository:
         sys.path[:0] = [str(path / place) for place in places]
 
     def git(self, *arguments: str) -> str:
-        identity = ["-c", "user.name=test", "-c", "user.email=test@example.org"]
-        done = subprocess.run(
-            ["git", *identity, *arguments],
-            cwd=self.path,
-            capture_output=True,
-            text=True,
-            check=True,
-            env={**os.environ, "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_SYSTEM": os.devnull},
-        )
-        return done.stdout.strip()
+        return git(self.path, *arguments)
 
     def write(self, name: str, text: str) -> Path:
         path = self.path / name
@@ -113,3 +104,13 @@ def imports_put_back() -> Iterator[None]:
 
 def _taken() -> dict[str, ModuleType]:
     return {name: sys.modules.pop(name) for name in [n for n in sys.modules if n.startswith(OWN)]}
+
+
+@pytest.fixture
+def repo(tmp_path: Path) -> Iterator[Repository]:
+    """A package of two modules, and a pair, not committed yet."""
+    with imports_put_back():
+        made = Repository(tmp_path / "project")
+        made.write_all({f"{PACKAGE}/__init__.py": "from .kernels import fast", f"tests/{MODULE}.py": TEST})
+        made.write(f"{PACKAGE}/kernels.py", KERNELS)
+        yield made

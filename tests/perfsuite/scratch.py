@@ -256,16 +256,7 @@ class Project:
         return [sys.executable, "-m", program, *plugin, *arguments]
 
     def git(self, *arguments: str) -> str:
-        identity = ["-c", "user.name=test", "-c", "user.email=test@example.org", "-c", "init.defaultBranch=main"]
-        done = subprocess.run(
-            ["git", *identity, *arguments],
-            cwd=self.path,
-            capture_output=True,
-            text=True,
-            check=True,
-            env={**os.environ, "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_SYSTEM": os.devnull},
-        )
-        return done.stdout.strip()
+        return git(self.path, *arguments)
 
     def commit(self, message: str = "work") -> str:
         """Commit everything; the revision."""
@@ -275,6 +266,20 @@ class Project:
         self.git("add", "-A")
         self.git("commit", "-m", message, "--allow-empty")
         return self.git("rev-parse", "HEAD")
+
+
+def git(folder: Path, *arguments: str) -> str:
+    """What a git command prints in this folder, whatever this machine's own configuration says."""
+    identity = ["-c", "user.name=test", "-c", "user.email=test@example.org", "-c", "init.defaultBranch=main"]
+    done = subprocess.run(
+        ["git", *identity, *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_SYSTEM": os.devnull},
+    )
+    return done.stdout.strip()
 
 
 def _put(path: Path, text: str) -> None:

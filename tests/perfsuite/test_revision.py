@@ -6,12 +6,12 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from revisions import KERNELS, MODULE, PACKAGE, TEST, Repository, imports_put_back
+from revisions import KERNELS, MODULE, PACKAGE, TEST, Repository
 from scratch import SMALL, TWO_LINES, Failure, FakeWorkers, Project, fails, lines_with, real_workers, run_tasks, times
 
 from perfsuite import revision, second_import
@@ -21,15 +21,6 @@ from perfsuite.revision import State, Tree
 from perfsuite.workers import PROVE, Task
 
 pytest_plugins = ["pytester"]
-
-
-@pytest.fixture
-def repo(tmp_path: Path) -> Iterator[Repository]:
-    with imports_put_back():
-        made = Repository(tmp_path / "project")
-        made.write_all({f"{PACKAGE}/__init__.py": "from .kernels import fast", f"tests/{MODULE}.py": TEST})
-        made.write(f"{PACKAGE}/kernels.py", KERNELS)
-        yield made
 
 
 def files_of(tree: Tree) -> Path:

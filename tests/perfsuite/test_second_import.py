@@ -101,16 +101,6 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Pair]]:
         yield [*(repo.load(rev) for rev in revisions), current]
 
 
-@pytest.fixture
-def repo(tmp_path: Path) -> Iterator[Repository]:
-    """A package of two modules, and a pair; committed once with a factor of 3. The work tree has 7."""
-    with imports_put_back():
-        made = Repository(tmp_path / "project")
-        made.write_all({f"{PACKAGE}/__init__.py": "from .kernels import fast", f"tests/{MODULE}.py": TEST})
-        made.write(f"{PACKAGE}/kernels.py", KERNELS)
-        yield made
-
-
 def of_one(call: object) -> float:
     call = call.call if isinstance(call, Side) else call
     assert callable(call)
