@@ -22,7 +22,7 @@ START_S = 6.0
 LONGEST_S = 1e6
 """No task takes that long: the file is damaged."""
 MOST_PROVERS = 12
-"""Each takes a context and a cache of the GPU's memory, and several gigabytes of the host's."""
+"""On one GPU: each takes a context and a cache of its memory, and several gigabytes of the host's."""
 
 COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 MOST_AHEAD, CORES_AHEAD = 4, 4
@@ -67,8 +67,8 @@ def for_timing(machine: Machine) -> list[Lane]:
 
 def for_proving(tasks: Collection[Task], machine: Machine) -> list[Lane]:
     """A lane for each core; nothing is timed, so that they may disturb each other."""
-    count = max(1, min(machine.cores, MOST_PROVERS, len(tasks)))
     devices = _several_devices(machine)
+    count = max(1, min(machine.cores, MOST_PROVERS * max(1, len(devices)), len(tasks)))
     each = str(max(1, machine.cores // count))
     lanes = []
     for number in range(count):

@@ -22,9 +22,10 @@ from perfsuite import anchors, ceilings, execution, guard, launches, scrutiny
 from perfsuite import inputs as make
 from perfsuite.clocks import CudaClock, clock_for
 from perfsuite.counting import COUNTED_S, count_calls
+from perfsuite.equivalence import NotEquivalent
 from perfsuite.errors import PairError, RevisionError
 from perfsuite.pair import Pair, Side, Workload, as_side
-from perfsuite.proving import OutputCheck, prove_sides
+from perfsuite.proving import NO_MEMORY, OutputCheck, prove_sides, unequal
 from perfsuite.records import Case, Condition, Counts, Evidence, Limit, Measurement, Proof, SideRecord
 from perfsuite.runner import LONG_S, Call, Clock, Runner
 from perfsuite.sampling import ACCEPTED, BLOCKS, OPTIMIZED, REFERENCE, Sampler
@@ -114,6 +115,12 @@ class Bench:
     def gradients(self) -> bool:
         return self.workload.direction != "forward"
 
+    def rivals(self) -> tuple[dict[str, Side], dict[str, str]]:
+        """(the pair's rivals that this machine can run, the others with the reason)."""
+        every = {n: as_side(s) for n, s in self.pair.rivals.items()}
+        skipped = {n: r for n, s in every.items() if (r := execution.unavailable(s, self.device))}
+        return {n: s for n, s in every.items() if n not in skipped}, skipped
+
     def check(self, proof: Proof | None = None) -> OutputCheck:
         """What holds the outputs of the sides against the truth; `proof` tells which of them are proven."""
         return OutputCheck(
@@ -161,25 +168,32 @@ def prove(
     with_reference: bool = False,
     slow: bool = False,
     time_reference: bool = False,
+    with_rivals: bool = False,
 ) -> Proof:
     """Prove the optimized side, and the accepted one, on the workload's inputs; count what a call of each costs.
 
     Calling them compiles what they compile, so that a later process finds it in the compilers' caches;
-    `with_reference` calls the reference for that, too. Where the reference is `slow`, outputs that are those of the
-    accepted side, bit for bit, are proven by that. `time_reference` calls it once and notes how long that took, beside
-    whatever else runs. NotEquivalent where a side is not the same function.
+    `with_reference` calls the reference for that, too, and `with_rivals` proves, calls and counts the rivals. Where the
+    reference is `slow`, outputs that are those of the accepted side, bit for bit, are proven by that. `time_reference`
+    calls it once and notes how long that took, beside whatever else runs. NotEquivalent where a side is not the same
+    function.
     """
     began = perf_counter()
     check = bench.check()
     proven = {n: s for n, s in bench.sides.items() if n != REFERENCE}
+    rivals, skipped = bench.rivals() if with_rivals else ({}, {})
     evidence = None
     with bench.phases.time("proof"):
         bench.report(REFERENCE)
-        if not (slow and ACCEPTED in proven and check.same(proven[OPTIMIZED], proven[ACCEPTED])):
-            tally, _ = prove_sides(check, proven, {}, bench.report)
+        same = slow and not rivals and ACCEPTED in proven and check.same(proven[OPTIMIZED], proven[ACCEPTED])
+        if not same:
+            tally, left_out = prove_sides(check, proven, rivals, bench.report)
+            # Alone on the device it may have the memory that it lacks beside other proofs.
+            skipped |= {n: why for n, why in left_out.items() if why != NO_MEMORY}
+            rivals = {n: s for n, s in rivals.items() if n not in left_out}
             evidence = tally.evidence(bench.timed, bench.case.dtype, bench.device)
     clock, rng = clock_for(bench.device), random.Random(secrets.randbits(64))
-    called = {n: s for n, s in bench.sides.items() if with_reference or n != REFERENCE}
+    called = {n: s for n, s in bench.sides.items() if with_reference or n != REFERENCE} | rivals
     reference_s = None
     with bench.released():
         runners = {n: bench.runner(n, s) for n, s in called.items()}
@@ -198,6 +212,8 @@ def prove(
         evidence=evidence,
         digests=tuple(sorted(check.known)),
         counts=counts,
+        rivals=tuple(rivals),
+        skipped=skipped,
         reference_s=reference_s,
         phases=dict(bench.phases.seconds),
         seconds=perf_counter() - began,
@@ -276,8 +292,7 @@ class Session:
 
     def __init__(self, bench: Bench, proof: Proof | None, reference: int | None, thorough: bool) -> None:
         self.bench, self.proof, self.reference, self.thorough = bench, proof, reference, thorough
-        self.rivals = {n: as_side(s) for n, s in bench.pair.rivals.items()} if thorough else {}
-        self.skipped = {n: r for n, s in self.rivals.items() if (r := execution.unavailable(s, bench.device))}
+        self.rivals, self.skipped = bench.rivals() if thorough else ({}, {})
         self.check = bench.check(proof)
         self.long = Call(proof.reference_s, None) if proof and proof.reference_s else None
         """The only call of a reference that is so long that one is enough."""
@@ -288,6 +303,8 @@ class Session:
         self.anchors: dict[str, float] = {}
         self.limit: Limit | None = None
         self.other: dict[str, float | None] = {}
+        self.first_s = 0.0
+        """Seconds in which first outputs were compared with the proven ones, and those that differ proven."""
         self.asked = False
         """Whether the seconds on the device have been asked for before."""
 
@@ -304,6 +321,9 @@ class Session:
         self.runners = {n: bench.runner(n, s) for n, s in live.items()}
         with phases.time("warm-up"):
             _warm_up(self.runners, bench, self.clock, self.rng, self._check_first if self.proof else None)
+        phases.part("warm-up", {"first outputs": self.first_s})
+        for name in set(self.skipped) & set(self.runners):
+            del self.runners[name]
         scrutiny.keeps_l2(bench.l2_bytes, f"{bench.pair.name}: the optimized side")
         uncounted = {n: r for n, r in self.runners.items() if n not in self.counts}
         if uncounted and (self.proof is None or self.rivals):
@@ -338,7 +358,10 @@ class Session:
         bench = self.bench
         bench.report(REFERENCE)
         proven = {n: s for n, s in bench.sides.items() if n != REFERENCE and self.proof is None}
-        rivals = {n: s for n, s in self.rivals.items() if n not in self.skipped}
+        if self.thorough and self.proof is not None:
+            self.skipped |= self.proof.skipped
+        before = self.proof.rivals if self.proof is not None else ()
+        rivals = {n: s for n, s in self.rivals.items() if n not in self.skipped and n not in before}
         tally, left_out = prove_sides(self.check, proven, rivals, bench.report)
         self.skipped |= left_out
         if self.proof is None:
@@ -348,10 +371,17 @@ class Session:
         """The first call's outputs must be those that were proven."""
         if runner.name == REFERENCE:
             return
-        if self.bench.pair.is_stateful:
-            self.check.first_step(runner.leaves(), runner.name, runner.side)
-        else:
-            self.check.check(runner.leaves(), runner.name)
+        began = perf_counter()
+        try:
+            if self.bench.pair.is_stateful:
+                self.check.first_step(runner.leaves(), runner.name, runner.side)
+            else:
+                self.check.check(runner.leaves(), runner.name)
+        except NotEquivalent as error:
+            if runner.name not in self.rivals:
+                raise
+            self.skipped[runner.name] = unequal(error)
+        self.first_s += perf_counter() - began
 
     def _is_long(self) -> bool:
         """Call the reference once; whether that took so long that it counts as its only sample."""

@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -72,10 +72,42 @@ def run(pair: Pair, side: Side, master: dict[str, Any], case: Case, device: str,
     return executed
 
 
-def _eager() -> Any:
-    """Compiled functions run their Python inside."""
-    compiles = "torch._dynamo" in sys.modules  # else nothing is compiled, and to import it takes seconds
-    return torch.compiler.set_stance("force_eager") if compiles else nullcontext()
+@contextmanager
+def _eager() -> Iterator[None]:
+    """Compiled functions run their Python inside, also those that are compiled in here for the first time.
+
+    The compiler takes seconds to import, and only functions that are compiled need it.
+    """
+    with ExitStack() as stack:
+        if "torch._dynamo" in sys.modules:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            yield
+            return
+        compile_, set_ = torch.compile, False
+
+        def compile(*arguments: Any, **options: Any) -> Any:
+            nonlocal set_
+            if not set_:
+                set_ = True
+                with _unwatched():
+                    stack.enter_context(torch.compiler.set_stance("force_eager"))
+            return compile_(*arguments, **options)
+
+        torch.compile = compile
+        try:
+            yield
+        finally:
+            torch.compile = compile_
+
+
+@contextmanager
+def _unwatched() -> Iterator[None]:
+    before = sys.getprofile()
+    sys.setprofile(None)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
 
 
 def problem(accepted: Executed, current: Executed, tree: Tree) -> str:

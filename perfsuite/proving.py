@@ -27,6 +27,8 @@ from perfsuite.records import Case
 
 REPLICAS_UP_TO = 1 << 16
 """Above this many elements the reference's error is well known from one draw."""
+NO_MEMORY = "runs out of memory"
+"""Why a rival is not timed."""
 AFTER_FIRST = " after 1 step"
 HASHED_AT_ONCE = 1 << 25
 """64-bit words of a GPU tensor that are hashed in one go: the intermediate results take several times their bytes."""
@@ -136,13 +138,18 @@ def prove_sides(
         try:
             check.prove(side, name)
         except NotEquivalent as error:
-            skipped[name] = f"not equal, so not timed: {error}"
+            skipped[name] = unequal(error)
         except torch.OutOfMemoryError:
-            skipped[name] = "runs out of memory"
+            skipped[name] = NO_MEMORY
         except Exception as error:
             lines = str(error).strip().splitlines() or [""]
             skipped[name] = f"raises {type(error).__name__}: {lines[0][:200]}"
     return tally, skipped
+
+
+def unequal(error: NotEquivalent) -> str:
+    """Why a rival is not timed whose outputs are wrong."""
+    return f"not equal, so not timed: {error}"
 
 
 def digest(leaves: Leaves) -> str:

@@ -161,6 +161,8 @@ class Proof:
     digests: tuple[str, ...] = ()
     """Digests of the outputs that were proven right, bit for bit."""
     counts: Mapping[str, Counts] = dataclasses.field(default_factory=dict)
+    rivals: tuple[str, ...] = ()
+    """Rivals whose outputs were proven right, too."""
     skipped: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Rivals that cannot be timed, each with the reason."""
     unloaded: str = ""

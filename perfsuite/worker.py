@@ -168,6 +168,7 @@ class _Workload:
             with_reference=task.reference not in (0, 1),
             slow=task.slow,
             time_reference=task.time_reference,
+            with_rivals=task.thorough,
         )
         with phases.time("digests"):
             ran = self._ran(bench) if task.note_ran else None

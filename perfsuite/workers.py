@@ -90,7 +90,7 @@ class Task:
     time_reference: bool = False
     """While proving, call the reference once and note how long that takes."""
     thorough: bool = True
-    """Time rivals and the other clock, too."""
+    """Prove or time rivals, too, and time on the other clock."""
     slow: bool = False
     """The reference is slow: outputs that are the accepted side's, bit for bit, are proven by that."""
 

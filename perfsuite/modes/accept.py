@@ -143,7 +143,7 @@ class Accept(Whole):
         ]
 
     def _prove_task(self, id: str) -> Task:
-        return replace(super()._prove_task(id), note_ran=True)
+        return replace(super()._prove_task(id), note_ran=True, thorough=True)
 
     def reference(self, id: str, *, first: bool) -> int | None:
         return None

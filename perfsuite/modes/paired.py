@@ -77,6 +77,7 @@ class Paired(Control):
             time_reference=entry is not None
             and entry.sides["reference"].seconds > planning.LONG_S
             and planning.is_ample(entry, promised),
+            thorough=False,
         )
 
     def reference(self, id: str, *, first: bool) -> int | None:

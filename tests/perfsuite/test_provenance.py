@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import shutil
 import sys
@@ -382,3 +383,31 @@ def test_profilers_are_put_back() -> None:
         assert sys.getprofile() is own
     finally:
         sys.setprofile(before)
+
+
+# --- what is compiled -----------------------------------------------------------------------------------------------
+
+
+def test_what_is_compiled_in_the_watched_call_runs_its_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing has imported the compiler yet."""
+    entered: list[str] = []
+
+    @contextlib.contextmanager
+    def stance(name: str) -> Iterator[None]:
+        entered.append(name)
+        yield
+        entered.append(f"{name} ends")
+
+    monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
+    monkeypatch.setattr(torch.compiler, "set_stance", stance)
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    plain = torch.compile
+    executed = provenance.Executed()
+    with provenance._eager(), provenance.watched(executed):
+        assert entered == []
+        doubled, tripled = torch.compile(lambda x: x * 2), torch.compile(lambda x: x * 3, dynamic=True)
+        assert (doubled(1), tripled(1)) == (2, 3)
+        assert entered == ["force_eager"]
+    assert entered == ["force_eager", "force_eager ends"]
+    assert torch.compile is plain
+    assert __file__ in executed.files

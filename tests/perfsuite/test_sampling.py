@@ -21,6 +21,7 @@ from perfsuite import (
     Pair,
     Workload,
     clocks,
+    equivalence,
     floats,
     guard,
     measuring,
@@ -292,6 +293,58 @@ def test_rivals_that_cannot_be_timed_are_skipped_with_their_reason(time: Time) -
     assert made.skipped["elsewhere"] == "runs on cuda only, and this machine has no such device"
     assert made.skipped["missing"] == "flash-attn is not installed; pip install flash-attn"
     assert len(calls) == 1
+
+
+def test_rivals_that_were_proven_ahead_are_not_proven_again(time: Time, monkeypatch: pytest.MonkeyPatch) -> None:
+    factor = 1.0
+
+    def changing(x: torch.Tensor) -> torch.Tensor:
+        return torch.exp(x) * factor
+
+    of = pair(
+        time,
+        rivals={
+            "good": lasting(time, 5e-3),
+            "changing": lasting(time, 5e-3, changing),
+            "raising": raising,
+            "elsewhere": side(torch.exp, devices=["cuda"]),
+        },
+    )
+    workload = Workload("w", n=5)
+    bench = measuring.Bench(pair=of, workload=workload, device="cpu", home=None, seed=1, report=lambda phase: None)
+    proof = measuring.prove(bench, "p::speed[w]", with_rivals=True)
+    assert proof.rivals == ("good", "changing")
+    assert set(proof.skipped) == {"raising", "elsewhere"}
+
+    established: list[int] = []
+    establish = equivalence.establish
+    monkeypatch.setattr(equivalence, "establish", lambda *a, **k: established.append(1) or establish(*a, **k))
+    made = measuring.measure(of, workload, workload_id="p::speed[w]", device="cpu", proof=proof)
+    assert established == []
+    assert set(made.sides) == {"reference", "optimized", "good", "changing"}
+    assert made.skipped == proof.skipped
+
+    factor = 1.001
+    made = measuring.measure(of, workload, workload_id="p::speed[w]", device="cpu", proof=proof)
+    assert list(made.sides) == ["reference", "optimized", "good"]
+    assert made.skipped["changing"].startswith("not equal, so not timed: p: output of the changing side is wrong at")
+
+
+def test_a_rival_that_lacks_memory_beside_other_proofs_is_proven_where_it_is_timed(time: Time) -> None:
+    crowded = True
+
+    def large(x: torch.Tensor) -> torch.Tensor:
+        if crowded:
+            raise torch.OutOfMemoryError
+        return torch.exp(x)
+
+    of, workload = pair(time, rivals={"large": lasting(time, 5e-3, large)}), Workload("w", n=5)
+    bench = measuring.Bench(pair=of, workload=workload, device="cpu", home=None, seed=1, report=lambda phase: None)
+    proof = measuring.prove(bench, "p::speed[w]", with_rivals=True)
+    assert (proof.rivals, proof.skipped) == ((), {})
+    crowded = False
+    made = measuring.measure(of, workload, workload_id="p::speed[w]", device="cpu", proof=proof)
+    assert list(made.sides) == ["reference", "optimized", "large"]
 
 
 @pytest.mark.parametrize("name", ["reference", "optimized"])
