@@ -88,15 +88,21 @@ class State:
     """Why git does not know the tree; empty where it does."""
 
 
-def state(root: Path) -> State:
-    """What git says of the tree at `root`. RevisionError where there is a repository that git cannot read."""
+def state(root: Path, *, apart: Path | None = None) -> State:
+    """What git says of the tree at `root`, `apart` from one folder's changes.
+
+    RevisionError where there is a repository that git cannot read.
+    """
+    others = [":(top)", f":(exclude){apart.resolve()}"] if apart and root.resolve() in apart.resolve().parents else []
     try:
         top_level(root)
         try:
             revision = git("rev-parse", "--verify", "--quiet", "HEAD", cwd=root)
         except RevisionError:
             return State(problem="its git repository has no commit yet")
-        return State(revision=revision, dirty=bool(git("status", "--porcelain", "--untracked-files=no", cwd=root)))
+        return State(
+            revision=revision, dirty=bool(git("status", "--porcelain", "--untracked-files=no", "--", *others, cwd=root))
+        )
     except RevisionError as error:
         if _repository(root) is None:
             return State(problem="it is not in a git repository")
