@@ -35,6 +35,8 @@ RIVAL_BLOCKS, RIVAL_QUADS = 2, 4
 """Rivals are timed against the optimized side afterwards: what is gated must not depend on which rivals there are."""
 NEW_VALUES_S = 2.0
 """A truth that takes longer to establish is established on one draw only."""
+SLOW_TRUTH_S = 10.0
+"""A truth that takes longer to establish is of a reference that may take more than LONG_S a call."""
 WAITS = "waits for the device within a call, in the driver perhaps, so that it has no time on the device clock"
 
 Report = Callable[[str], None]
@@ -193,6 +195,8 @@ def prove(
             rivals = {n: s for n, s in rivals.items() if n not in left_out}
             evidence = tally.evidence(bench.timed, bench.case.dtype, bench.device)
     clock, rng = clock_for(bench.device), random.Random(secrets.randbits(64))
+    # To establish the truth has called the reference, too.
+    with_reference = with_reference and check.seconds <= SLOW_TRUTH_S
     called = {n: s for n, s in bench.sides.items() if with_reference or n != REFERENCE} | rivals
     reference_s = None
     with bench.released():
@@ -214,6 +218,7 @@ def prove(
         counts=counts,
         rivals=tuple(rivals),
         skipped=skipped,
+        truth_s=check.seconds,
         reference_s=reference_s,
         phases=dict(bench.phases.seconds),
         seconds=perf_counter() - began,
@@ -315,7 +320,8 @@ class Session:
             self._prove()
         self.clock = clock_for(bench.device)
         timed = {n: s for n, s in bench.sides.items() if not (n == REFERENCE and self.reference == 0)}
-        if self.reference == 1 and self._is_long():
+        slow_truth = self.proof is not None and self.proof.truth_s > SLOW_TRUTH_S
+        if REFERENCE in timed and (self.reference == 1 or slow_truth) and self._is_long():
             del timed[REFERENCE]
         live = {**timed, **{n: s for n, s in self.rivals.items() if n not in self.skipped}}
         self.runners = {n: bench.runner(n, s) for n, s in live.items()}

@@ -171,6 +171,8 @@ class Proof:
     """What the optimized side ran, where that was asked for."""
     own_sources: tuple[str, ...] = ()
     """Of a traced workload: the sources that only its optimized side runs."""
+    truth_s: float = 0.0
+    """Seconds that it took to establish the float64 truth, beside whatever else ran; 0 where that was not needed."""
     reference_s: float | None = None
     """Seconds of one call of the reference, beside whatever else ran; None where it was not asked for."""
     phases: Mapping[str, float] = dataclasses.field(default_factory=dict)

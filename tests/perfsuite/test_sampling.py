@@ -25,6 +25,7 @@ from perfsuite import (
     floats,
     guard,
     measuring,
+    proving,
     runner,
     sampling,
     scrutiny,
@@ -453,6 +454,28 @@ def test_a_call_of_seconds_is_made_as_rarely_as_can_be(long: Time) -> None:
     assert calls_of_a_reference(long, 2.0) == PROOF + WARM_UP + FEW_BLOCKS
     plan, settle = 1, FEW_BLOCKS
     assert calls_of_a_reference(long, 0.6) == PROOF + WARM_UP + plan + settle + FEW_BLOCKS
+
+
+def test_a_reference_whose_truth_took_long_is_called_once(long: Time, monkeypatch: pytest.MonkeyPatch) -> None:
+    count = itertools.count()
+
+    def slow(x: torch.Tensor) -> torch.Tensor:
+        next(count)
+        long.spend(2.0)
+        return torch.exp(x)
+
+    monkeypatch.setattr(proving, "perf_counter", lambda: long.now * 1e-9)
+    of, workload = pair(long, reference=slow), Workload("w", n=REPLICAS_UP_TO + 1)
+    bench = measuring.Bench(pair=of, workload=workload, device="cpu", home=None, seed=1, report=lambda phase: None)
+    monkeypatch.setattr(measuring, "SLOW_TRUTH_S", 1.0)
+    proof = measuring.prove(bench, "i", with_reference=True)
+    assert (next(count), proof.truth_s) == (PROOF, pytest.approx(2.0 * PROOF))
+
+    made = measuring.measure(of, workload, workload_id="i", device="cpu", proof=proof)
+    assert next(count) == PROOF + 1 + 1
+    assert made.few == ("reference",)
+    assert made.sides["reference"].blocks_s == pytest.approx((2.0,))
+    assert len(made.sides["optimized"].blocks_s) > 1
 
 
 def test_the_gradients_that_come_in_to_a_call_of_seconds_are_drawn_once(long: Time) -> None:
