@@ -271,6 +271,7 @@ def measure(
     reference: int | None = None,
     blocks: int = BLOCKS,
     thorough: bool = True,
+    new_values: bool = True,
     seed: int | None = None,
     report: Report = lambda phase: None,
 ) -> Measurement:
@@ -279,14 +280,14 @@ def measure(
     Without `proof` every side is proven first, on inputs of `seed` (random unless given), and calls are counted. With
     one, its inputs are drawn again, and only outputs that are not those proven are proven anew. There are at most
     `blocks`; `reference` limits the reference to one round in each of so many of them, and 0 leaves it out. `thorough`
-    times rivals and the other clock, too. `report` gets the name of the side that is about to run, so that a crash or a
-    hang can be attributed. NotEquivalent where a side is not the same function; PairError where the workload cannot be
-    timed as declared.
+    times rivals and the other clock, too; without `new_values` the sides get none between the blocks. `report` gets the
+    name of the side that is about to run, so that a crash or a hang can be attributed. NotEquivalent where a side is
+    not the same function; PairError where the workload cannot be timed as declared.
     """
     began = perf_counter()
     chosen = proof.seed if proof else secrets.randbits(31) if seed is None else seed
     bench = Bench(pair=pair, workload=workload, device=device, home=home, seed=chosen, report=report, accepted=accepted)
-    session = Session(bench, proof, reference, thorough)
+    session = Session(bench, proof, reference, thorough, new_values)
     with bench.released():
         session.run(blocks)
         return session.record(workload_id, perf_counter() - began)
@@ -295,8 +296,11 @@ def measure(
 class Session:
     """One measurement from the proof to the record."""
 
-    def __init__(self, bench: Bench, proof: Proof | None, reference: int | None, thorough: bool) -> None:
+    def __init__(
+        self, bench: Bench, proof: Proof | None, reference: int | None, thorough: bool, new_values: bool
+    ) -> None:
         self.bench, self.proof, self.reference, self.thorough = bench, proof, reference, thorough
+        self.new_values = new_values
         self.rivals, self.skipped = bench.rivals() if thorough else ({}, {})
         self.check = bench.check(proof)
         self.long = Call(proof.reference_s, None) if proof and proof.reference_s else None
@@ -340,7 +344,8 @@ class Session:
         self.sampler = self._sampler(gated, sparse={REFERENCE: self.reference} if self.reference else None)
         with phases.time("timing"):
             self.sampler.plan(blocks)
-            watch = Watch(self.sampler, self.check, bench.l2_bytes, proven_before=self.proof is not None)
+            proven = self.proof is not None
+            watch = Watch(self.sampler, self.check, bench.l2_bytes, proven_before=proven, new_values=self.new_values)
             self.condition = self.sampler.run(watch.between)
         phases.part("timing", {"allocation": self.sampler.allocated_s, "checks": self.sampler.between_s})
         for name in sorted(_waiting(self.clock) & set(gated)):

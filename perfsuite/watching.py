@@ -30,13 +30,21 @@ four at least."""
 class Watch:
     """Called after every block; raises NotEquivalent where a side behaves differently while it is timed.
 
-    `proven_before`: another process has proven these inputs, so that new values need not be proven here.
+    `proven_before`: another process has proven these inputs, so that new values need not be proven here. Without
+    `new_values`, another has timed calls on new values.
     """
 
     def __init__(
-        self, sampler: Sampler, check: OutputCheck, l2_bytes: int | None, *, proven_before: bool = False
+        self,
+        sampler: Sampler,
+        check: OutputCheck,
+        l2_bytes: int | None,
+        *,
+        proven_before: bool = False,
+        new_values: bool = True,
     ) -> None:
         self.sampler, self.output, self.l2_bytes, self.proven_before = sampler, check, l2_bytes, proven_before
+        self.new_values = new_values
         self.pair, self.case, self.home = check.pair, check.case, check.home
         self.fresh: list[tuple[float, float]] = []
         self.drawn_s = 0.0
@@ -53,7 +61,8 @@ class Watch:
         scrutiny.plain(runner.returned, self.where)
         if block in (self.judged, self.sampler.blocks - 1) and not self.pair.is_stateful:
             check_timed(self.output, self.sampler.runners, self.sampler)
-        if block < FRESH_BLOCKS[self.proven_before] and not (self.proven_before and self.drawn_s > FRESH_S):
+        slow = self.proven_before and self.drawn_s > FRESH_S
+        if self.new_values and block < FRESH_BLOCKS[self.proven_before] and not slow:
             with execution.quiet(runner.side), torch.set_grad_enabled(runner.grad_mode):
                 self._new_values(runner, block)
         if block == 0:

@@ -147,6 +147,7 @@ class _Workload:
             reference=task.reference,
             blocks=task.blocks or sampling.BLOCKS,
             thorough=task.thorough,
+            new_values=task.new_values,
             report=self.report,
         )
 

@@ -91,6 +91,8 @@ class Task:
     """While proving, call the reference once and note how long that takes."""
     thorough: bool = True
     """Prove or time rivals, too, and time on the other clock."""
+    new_values: bool = True
+    """Between the blocks, time calls on new values."""
     slow: bool = False
     """The reference is slow: outputs that are the accepted side's, bit for bit, are proven by that."""
 

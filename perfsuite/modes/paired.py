@@ -165,6 +165,7 @@ class Paired(Control):
             reference=self.reference(id, first=id not in self.runs),
             blocks=self.blocks(id),
             thorough=False,
+            new_values=id not in self.runs,
         )
 
     def _tree(self, id: str) -> Tree | None:

@@ -566,6 +566,19 @@ def test_inputs_changed_in_place_are_restored_before_each_call(time: Time) -> No
     assert made.log_ratios["reference"] == pytest.approx((math.log(1.5),) * BLOCKS)
 
 
+def test_a_later_process_of_a_gate_gets_no_new_values(time: Time) -> None:
+    seen: set[tuple[float, ...]] = set()
+
+    def noted(x: torch.Tensor) -> torch.Tensor:
+        seen.add(tuple(x.tolist()))
+        time.spend(FAST_S)
+        return torch.exp(x)
+
+    of, workload = pair(time, optimized=noted), Workload("w", n=5)
+    measuring.measure(of, workload, workload_id="i", device="cpu", new_values=False)
+    assert len(seen) == 1
+
+
 def test_a_change_in_place_that_begins_while_timed_is_named(time: Time) -> None:
     count = itertools.count()
 
