@@ -273,8 +273,8 @@ def merge(
     """The baseline after accepting `new` on `machine`, without the ids in `drop`.
 
     An entry replaces the one of its id; with `more` its sessions are added to it instead, which BaselineError
-    refuses unless it is the same clean revision, sizes, clock, direction and dtype. BaselineError also where
-    the baseline is of another machine.
+    refuses unless it has the same code, sizes, clock, direction and dtype, and both trees were clean. BaselineError
+    also where the baseline is of another machine.
     """
     if old is not None:
         errors, _ = compare_machines(old.machine, machine)
@@ -292,9 +292,10 @@ def _with_sessions(old: Entry | None, new: Entry) -> Entry:
     remedy = "accept it without --more"
     if old is None:
         raise BaselineError(f"{new.id}: no accepted entry to add a session to; {remedy}")
-    if new.revision is None or old.revision != new.revision:
+    if new.revision is None or (old.revision != new.revision and not _same_code(old, new)):
         raise BaselineError(
-            f"{new.id}: accepted at revision {short(old.revision)}, now at {short(new.revision)}; {remedy}"
+            f"{new.id}: accepted at revision {short(old.revision)}, now at {short(new.revision)}, with other code; "
+            f"{remedy}"
         )
     if old.dirty or new.dirty:
         raise BaselineError(f"{new.id}: the tree has uncommitted changes, or had when accepted; {remedy}")
@@ -311,6 +312,13 @@ def _with_sessions(old: Entry | None, new: Entry) -> Entry:
         blocks_s={side: (*old.blocks_s[side], *new.blocks_s[side]) for side in SIDES},
     )
     return _rounded(replace(both, sides={k: _joined(both, old, new, k) for k in sorted({*old.sides, *new.sides})}))
+
+
+def _same_code(old: Entry, new: Entry) -> bool:
+    """Whether the two revisions differ in nothing that the workload runs or reads."""
+    if old.revision is None or old.ran is None or new.ran is None or old.ran.unknown or new.ran.unknown:
+        return False
+    return (old.ran.sources, old.ran.data) == (new.ran.sources, new.ran.data)
 
 
 def _joined(both: Entry, old: Entry, new: Entry, name: str) -> SideSummary:

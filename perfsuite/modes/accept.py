@@ -46,6 +46,11 @@ class Accept(Whole):
             )
         self._write(ids, before)
 
+    @property
+    def more(self) -> bool:
+        """Whether a session is added to accepted figures, whose rivals stay as they are."""
+        return self.arguments.get("more") == "yes"
+
     def _state(self) -> revision.State:
         """What git says of the tree; BaselineError where its code could not be loaded again, unless that is wanted."""
         found = revision.state(self.root, apart=self.baselines)  # another shard's figures may wait for their commit
@@ -88,7 +93,7 @@ class Accept(Whole):
             limit_s=self.items[id].pair.time_limit,
             accepted=self._tree(id),
             proof=self.proofs.get(id),
-            thorough=number < THOROUGH_PROCESSES,
+            thorough=number < THOROUGH_PROCESSES and not self.more,
         )
 
     def _write(self, ids: Sequence[str], state: revision.State) -> None:
@@ -117,10 +122,9 @@ class Accept(Whole):
             return
         prune = self.arguments.get("prune") == "yes"
         drop = [i for i in self.entries if i not in self.known and self.in_scope(i)] if prune else []
-        more = self.arguments.get("more") == "yes"
         old, new = baseline.update(
             self.baseline_path,
-            lambda before: baseline.merge(before, entries, machine=self.machine, more=more, drop=drop),
+            lambda before: baseline.merge(before, entries, machine=self.machine, more=self.more, drop=drop),
         )
         self.notes += baseline.describe_changes(old, new)
         self.notes += self._margins(new, [e.id for e in entries])
@@ -143,7 +147,7 @@ class Accept(Whole):
         ]
 
     def _prove_task(self, id: str) -> Task:
-        return replace(super()._prove_task(id), note_ran=True, thorough=True)
+        return replace(super()._prove_task(id), note_ran=True, thorough=not self.more)
 
     def reference(self, id: str, *, first: bool) -> int | None:
         return None

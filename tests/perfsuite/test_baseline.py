@@ -39,7 +39,7 @@ from perfsuite.baseline import (
     update,
 )
 from perfsuite.errors import BaselineError
-from perfsuite.records import Limit, PromiseRecord
+from perfsuite.records import Limit, PromiseRecord, Ran
 
 PROCESSES = 3
 
@@ -687,8 +687,31 @@ def test_a_dirty_tree_on_either_side_refuses_more() -> None:
                 more=True,
             )
     unknown = make(0, revision=None)
-    with pytest.raises(BaselineError, match=r"accepted at revision \(unknown\), now at \(unknown\)"):
+    with pytest.raises(BaselineError, match=r"accepted at revision \(unknown\), now at \(unknown\), with other code"):
         merge(book(unknown), [unknown], machine=MACHINE, more=True)
+
+
+def test_a_later_revision_with_the_same_code_adds_a_session() -> None:
+    ran = Ran(sources={"optimized/a.py": "1"}, data={"x.npy": "2"}, surroundings="old")
+    old = dataclasses.replace(make(0), ran=ran)
+    new = dataclasses.replace(old, revision="f" * 40, ran=dataclasses.replace(ran, surroundings="new"))
+    made = merge(book(old), [new], machine=MACHINE, more=True).entries[workload_id(0)]
+    assert len(made.sessions) == len(old.sessions) + len(new.sessions)
+    assert (made.revision, made.ran) == (old.revision, new.ran)
+    for other in (
+        dataclasses.replace(ran, sources={"optimized/a.py": "3"}),
+        dataclasses.replace(ran, data={}),
+        dataclasses.replace(ran, unknown="it reads through h5py"),
+        None,
+    ):
+        for before, after in ((other, ran), (ran, other)):
+            with pytest.raises(BaselineError, match="with other code; accept it without --more"):
+                merge(
+                    book(dataclasses.replace(old, ran=before)),
+                    [dataclasses.replace(new, ran=after)],
+                    machine=MACHINE,
+                    more=True,
+                )
 
 
 def test_dropping_what_is_not_there_is_no_error() -> None:
