@@ -6,8 +6,9 @@ import torch
 def fused_output_projection(states: torch.Tensor, rotation: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """`states (R Wᵀ)`, [..., D]: the two small factors are multiplied first, once for all states.
 
-    Of many states that saves K / (K + D) of the arithmetic, and writing and reading the rotated ones. Of states that
-    are not finite others than in the given order may become NaN.
+    With many states this saves K / (K + D) of the arithmetic, and writing and reading the rotated ones. Other elements
+    than in the given order may become NaN where states are not finite. Where R Wᵀ underflows, its elements lose digits
+    that the given order keeps.
 
     states    [..., K]
     rotation  [K, K]: R
