@@ -43,8 +43,13 @@ class Durations:
 
     def of(self, task: Task, call_s: float = 0.0) -> float:
         """What the task will take, as far as is known; `call_s` is what a call of its slowest side takes."""
-        known = self.seconds.get(f"{task.kind} {task.id}")
-        return USUAL_S[task.kind] + CALLS[task.kind] * call_s if known is None else known
+        if self.has(task):
+            return self.seconds[f"{task.kind} {task.id}"]
+        return USUAL_S[task.kind] + CALLS[task.kind] * call_s
+
+    def has(self, task: Task) -> bool:
+        """Whether it is known what the task took the last time."""
+        return f"{task.kind} {task.id}" in self.seconds
 
     def note(self, kind: str, id: str, seconds: float) -> None:
         """A task of this kind took so long."""

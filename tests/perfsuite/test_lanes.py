@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from builders import MACHINE
 
 from perfsuite import lanes
 from perfsuite.lanes import Durations, for_proving, for_timing, ordered, seconds_of
+from perfsuite.modes.run import Run
 from perfsuite.revision import Tree
 from perfsuite.workers import ITEMS, PROVE, Lane, Task
 
@@ -146,3 +149,13 @@ def test_a_folder_that_cannot_be_written_costs_an_estimate(tmp_path: Path) -> No
     durations.note(PROVE, "a", 1.0)
     durations.save()
     assert durations.of(Task(id="a", kind=PROVE)) == 1.0
+
+
+def test_proofs_of_a_pair_that_took_long_to_time_are_expected_to_take_long(tmp_path: Path) -> None:
+    durations = Durations(tmp_path)
+    durations.note(ITEMS, "a.py::known::equivalence", 7.0)
+    timed = {"a.py::slow::speed[cpu]": [SimpleNamespace(seconds=9.0), SimpleNamespace(seconds=4.0)]}
+    run: Any = Run.__new__(Run)
+    run.durations, run.runs, run._baseline = durations, timed, None
+    quick, slow, known = (Task(id=f"a.py::{n}::equivalence", kind=ITEMS) for n in ("quick", "slow", "known"))
+    assert [run.expected_s(t) for t in (quick, slow, known)] == [2.0, 11.0, 7.0]
