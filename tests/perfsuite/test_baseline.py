@@ -490,6 +490,7 @@ def test_a_lock_that_cannot_be_taken_is_reported(path: Path) -> None:
     with pytest.raises(BaselineError, match=r"cannot be written .*\.perfsuite.* make the folder writable") as caught:
         update(path, lambda old: merge(old, [make(4)], machine=MACHINE))
     assert "\n" not in str(caught.value)
+    assert "[Errno" not in str(caught.value)
     assert path.read_bytes() == before
 
 
@@ -689,6 +690,20 @@ def test_a_dirty_tree_on_either_side_refuses_more() -> None:
     unknown = make(0, revision=None)
     with pytest.raises(BaselineError, match=r"accepted at revision \(unknown\), now at \(unknown\), with other code"):
         merge(book(unknown), [unknown], machine=MACHINE, more=True)
+
+
+def test_processes_of_different_workloads_are_told_apart_in_their_order() -> None:
+    runs = [measurement(workload_id(0), sizes={"n": n}) for n in (3, 4)]
+    with pytest.raises(BaselineError, match=r"measured sizes \{'n': 3\}, another \{'n': 4\}"):
+        entry_from(
+            runs,
+            machine=MACHINE,
+            promises=PromiseRecord(),
+            revision=REVISION,
+            dirty=False,
+            reason="",
+            accepted="2026-11-23T00:00:00",
+        )
 
 
 def test_a_later_revision_with_the_same_code_adds_a_session() -> None:
