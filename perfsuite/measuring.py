@@ -336,7 +336,7 @@ class Session:
             del self.runners[name]
         scrutiny.keeps_l2(bench.l2_bytes, f"{bench.pair.name}: the optimized side")
         uncounted = {n: r for n, r in self.runners.items() if n not in self.counts}
-        if uncounted and (self.proof is None or self.rivals):
+        if uncounted:
             with phases.time("counting"):
                 self.counts |= _counted(uncounted, self.clock, bench.report)
         self.kind = _clock_kind(bench.pair, bench.workload, self.clock, self.counts, self.runners, self.skipped)

@@ -88,12 +88,13 @@ class State:
     """Why git does not know the tree; empty where it does."""
 
 
-def state(root: Path, *, apart: Path | None = None) -> State:
-    """What git says of the tree at `root`, `apart` from one folder's changes.
+def state(root: Path, *, ignored: Path | None = None) -> State:
+    """The revision of the tree at `root`, and whether tracked files have changed. Changes in `ignored` do not count.
 
     RevisionError where there is a repository that git cannot read.
     """
-    others = [":(top)", f":(exclude){apart.resolve()}"] if apart and root.resolve() in apart.resolve().parents else []
+    inside = ignored is not None and root.resolve() in ignored.resolve().parents
+    others = [":(top)", f":(exclude){ignored.resolve()}"] if ignored and inside else []
     try:
         top_level(root)
         try:

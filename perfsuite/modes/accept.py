@@ -53,7 +53,7 @@ class Accept(Whole):
 
     def _state(self) -> revision.State:
         """What git says of the tree; BaselineError where its code could not be loaded again, unless that is wanted."""
-        found = revision.state(self.root, apart=self.baselines)  # another shard's figures may wait for their commit
+        found = revision.state(self.root, ignored=self.baselines)  # another shard's figures may wait for their commit
         allowed = self.arguments.get("dirty") == "yes"
         if found.dirty and not allowed:
             raise BaselineError(

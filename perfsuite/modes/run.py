@@ -60,7 +60,7 @@ class Run(Plain):
         """A pair whose workload took long has long proofs, too, which begin first: no core is idle at the end."""
         if task.kind != ITEMS or self.durations.has(task):
             return super().expected_s(task)
-        timed = [m.seconds for i, runs in self.runs.items() if _pair(i) == _pair(task.id) for m in runs]
+        timed = [m.seconds for i, runs in self.runs.items() if i.rpartition("::")[0] == task.group for m in runs]
         return super().expected_s(task) + max(timed, default=0.0)
 
     @pytest.hookimpl(tryfirst=True)
@@ -114,11 +114,6 @@ def _turn(item: pytest.Item) -> int:
     except (OSError, TypeError):
         source = ""
     return int(side.compile is not None or "torch.compile" in source)
-
-
-def _pair(id: str) -> str:
-    """The node id of the pair that an item is of."""
-    return id.rpartition("::")[0]
 
 
 def _limit(item: pytest.Item) -> float:

@@ -269,7 +269,7 @@ class Project:
 
 
 def git(folder: Path, *arguments: str) -> str:
-    """What a git command prints in this folder, whatever this machine's own configuration says."""
+    """The output of a git command in this folder, run without the user's and the system's git configuration."""
     identity = ["-c", "user.name=test", "-c", "user.email=test@example.org", "-c", "init.defaultBranch=main"]
     done = subprocess.run(
         ["git", *identity, *arguments],

@@ -692,7 +692,7 @@ def test_a_dirty_tree_on_either_side_refuses_more() -> None:
         merge(book(unknown), [unknown], machine=MACHINE, more=True)
 
 
-def test_processes_of_different_workloads_are_told_apart_in_their_order() -> None:
+def test_the_error_about_different_workloads_names_the_first_process_first() -> None:
     runs = [measurement(workload_id(0), sizes={"n": n}) for n in (3, 4)]
     with pytest.raises(BaselineError, match=r"measured sizes \{'n': 3\}, another \{'n': 4\}"):
         entry_from(

@@ -117,19 +117,19 @@ def test_the_state_of_a_tree(project: Project) -> None:
     assert revision.state(project.path) == State(revision=first, dirty=True)
 
 
-def test_a_folder_apart_makes_no_tree_dirty(project: Project) -> None:
+def test_changes_in_an_ignored_folder_do_not_make_the_tree_dirty(project: Project) -> None:
     project.write("figures/cpu.json", "1")
     project.write("code.py", "1")
     first = project.commit()
     project.write("figures/cpu.json", "2")
-    apart = project.path / "figures"
+    figures = project.path / "figures"
     assert revision.state(project.path).dirty
-    assert revision.state(project.path, apart=apart) == State(revision=first)
-    assert revision.state(project.path, apart=project.path).dirty
-    assert revision.state(project.path, apart=project.path.parent / "elsewhere").dirty
+    assert revision.state(project.path, ignored=figures) == State(revision=first)
+    assert revision.state(project.path, ignored=project.path).dirty
+    assert revision.state(project.path, ignored=project.path.parent / "elsewhere").dirty
     project.write("code.py", "2")
-    assert revision.state(project.path, apart=apart).dirty
-    assert revision.state(project.path / "figures", apart=apart).dirty
+    assert revision.state(project.path, ignored=figures).dirty
+    assert revision.state(project.path / "figures", ignored=figures).dirty
 
 
 def _corrupt_index(project: Project, patch: pytest.MonkeyPatch) -> None:
