@@ -75,6 +75,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--perfsuite-changed", action="store_true", help="gate only the workloads that a change could have affected"
     )
+    parser.addini(
+        "perfsuite_testpaths", "what perfsuite's commands and gate collect in place of testpaths", type="args", default=[]
+    )
     parser.addini("perfsuite_margin", "slowdown that matters for workloads that declare no margin=, e.g. 0.05")
 
 
@@ -109,6 +112,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
         config.stash[SANITIZED] = Watch()
     if _wants_control(config):
+        _narrow(config)
         _control(config)
 
 
@@ -161,6 +165,14 @@ def _wants_control(config: pytest.Config) -> bool:
     option = config.option
     beside = re.search(r"(?<!not )\bperf\b", option.markexpr or "") and getattr(option, "numprocesses", None)
     return bool(_wants_gate(option) or beside or option.perfsuite_mode or JOB in os.environ)
+
+
+def _narrow(config: pytest.Config) -> None:
+    """Without a path on the command line, collect `perfsuite_testpaths`: importing other tests takes time."""
+    own = config.getini("perfsuite_testpaths")
+    given = config.args_source is config.ArgsSource.ARGS
+    if own and not given and config.invocation_params.dir == config.rootpath:
+        config.args = [str(path) for path in own]
 
 
 def _control(config: pytest.Config) -> Control:

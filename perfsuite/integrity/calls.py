@@ -21,7 +21,7 @@ from perfsuite import inputs as make
 from perfsuite.equivalence import NotEquivalent
 from perfsuite.execution import Leaves
 from perfsuite.integrity.memory import unwritten
-from perfsuite.integrity.probe import Probe, same_leaf
+from perfsuite.integrity.probe import FEW, Probe, same_leaf
 from perfsuite.pair import Pair, Side, as_side
 from perfsuite.records import Case
 
@@ -145,27 +145,41 @@ def partial_keys(probe: Probe) -> None:
     if not probe.answers_rightly():
         return  # wrong without it, too: equivalence says how
     for what, change in (("one element of them", _last_changed), ("their order", _rolled)):
-        near = make.map_tensors(probe.drawn(), change)
+        error = _error_on(probe, make.map_tensors(probe.drawn(), change))
+        if error is None:
+            continue
+        if memory := unwritten(probe):
+            raise memory from None
+        if not probe.is_right(probe.call(probe.drawn())):
+            return  # not because of what was changed
+        raise probe.fault(
+            f"gives a wrong answer where its inputs differ from earlier ones in {what} alone: it keeps answers "
+            f"by a part of the values, or by their sum: {error}"
+        )
+
+
+def _error_on(probe: Probe, values: dict[str, Any]) -> NotEquivalent | None:
+    """What is wrong with the answer to values that no case draws. None where it is right or cannot be judged."""
+    produced, error = None, None
+    for replicas in (FEW, equivalence.REPLICAS):
         try:
-            truth = equivalence.establish(probe.pair, probe.case, probe.device, gradients=False, drawn=make.clone(near))
+            truth = equivalence.establish(
+                probe.pair, probe.case, probe.device, gradients=False, replicas=replicas, drawn=make.clone(values)
+            )
             if truth.ill_conditioned:
-                continue
-            produced = probe.call(near)
+                return None
+            produced = probe.call(make.clone(values)) if produced is None else produced
         except NotEquivalent:
             raise
         except Exception:  # inputs of a form that the reference wants: not to be changed so
-            continue
+            return None
         try:
             equivalence.judge(probe.pair, truth, produced, name=probe.name)
-        except NotEquivalent as error:
-            if memory := unwritten(probe):
-                raise memory from None
-            if not probe.is_right(probe.call(probe.drawn())):
-                return  # not because of what was changed
-            raise probe.fault(
-                f"gives a wrong answer where its inputs differ from earlier ones in {what} alone: it keeps answers "
-                f"by a part of the values, or by their sum: {error}"
-            ) from None
+        except NotEquivalent as wrong:
+            error = wrong
+        else:
+            return None
+    return error
 
 
 def _last_changed(tensor: torch.Tensor) -> torch.Tensor:

@@ -145,6 +145,29 @@ def test_list_of_a_selection(scale: Project) -> None:
     assert "0 of 1 workloads" in done.output
 
 
+def test_commands_collect_the_configured_folders(project: Project) -> None:
+    """Another test module is not even imported; a path on the command line comes before the configuration."""
+    project.write("pairs/test_scale.py", TWO_LINES)
+    project.write("test_other.py", "import missing_module")
+    project.write("pytest.ini", "[pytest]\ntestpaths = .\nperfsuite_testpaths = pairs")
+    done = project.cli("list")
+    assert done.exit_code == 0, done.output
+    assert "1 of 1 workloads" in done.output
+    assert project.run("--collect-only").ret != 0, "pytest itself collects every test"
+    assert project.cli("list", ".").exit_code == 2
+
+
+def test_the_gate_is_red_for_accepted_workloads_outside_the_configured_folders(project: Project) -> None:
+    project.write("pairs/test_scale.py", TWO_LINES)
+    project.write("others/test_scale.py", TWO_LINES)
+    project.write("pytest.ini", "[pytest]\naddopts = --import-mode=importlib")
+    project.accept()
+    project.write("pytest.ini", "[pytest]\naddopts = --import-mode=importlib\nperfsuite_testpaths = pairs")
+    done = project.cli("gate")
+    assert done.exit_code == conclusion.UNDECIDED, done.output
+    assert lines_with(done.output, "1 of 2 accepted workloads are not selected", "others/test_scale.py"), done.output
+
+
 # --- accept ---------------------------------------------------------------------------------------------------------
 
 

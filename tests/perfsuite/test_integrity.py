@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from perfsuite import Pair, floats, integrity, listof, stateful, tensor
+from perfsuite import Pair, equivalence, floats, integrity, listof, stateful, tensor
 from perfsuite import inputs as make
 from perfsuite.equivalence import NotEquivalent
 from perfsuite.errors import PairError
 from perfsuite.integrity import Probe
+from perfsuite.integrity.probe import FEW
 from perfsuite.pair import as_side
 from perfsuite.records import Case, InputCase
 
@@ -391,3 +392,31 @@ def test_what_is_no_output_is_an_error_of_the_declaration() -> None:
     with pytest.raises(PairError, match="output is a str"):
         integrity.check(pair(exp_, lambda x: "text"), CASE, "cpu")
     assert make.build(pair(exp_, exp_), CASE, "cpu")["x"].shape == (5, 7)
+
+
+def test_only_a_side_outside_a_small_budget_is_judged_with_all_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    establish, made = equivalence.establish, []
+
+    def counted(*given: Any, replicas: int, **named: Any) -> equivalence.Truth:
+        made.append(replicas)
+        return establish(*given, replicas=replicas, **named)
+
+    monkeypatch.setattr(equivalence, "establish", counted)
+    integrity.check(pair(exp_, lambda x: torch.exp(x)), CASE, "cpu")
+    assert set(made) == {FEW}
+    # The few find it wrong; by the judgement of all, it is right.
+    judge = equivalence.judge
+
+    def strict(of: Pair, truth: equivalence.Truth, produced: Any, **named: Any) -> None:
+        if all(truth is not full for full in by_all):
+            raise NotEquivalent("the few replicas were lucky")
+        judge(of, truth, produced, **named)
+
+    right = probe(pair(exp_, lambda x: torch.exp(x)))
+    by_all = [right.truth(replicas=equivalence.REPLICAS)]
+    monkeypatch.setattr(equivalence, "judge", strict)
+    right.judge(right.call(right.drawn()))
+    wrong = probe(pair(exp_, lambda x: torch.exp(x) + 1e-3))
+    by_all = [wrong.truth(replicas=equivalence.REPLICAS)]
+    with pytest.raises(NotEquivalent, match="times its"):
+        wrong.judge(wrong.call(wrong.drawn()))
