@@ -25,7 +25,7 @@ MOST_PROVERS = 12
 """On one GPU: each takes a context and a cache of its memory, and several gigabytes of the host's."""
 
 COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
-MOST_AHEAD, CORES_AHEAD = 4, 4
+MOST_AHEAD, CORES_AHEAD = 8, 2
 """Processes of a lane that are started ahead of their round: at most so many, and one for so many cores."""
 
 

@@ -76,7 +76,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--perfsuite-changed", action="store_true", help="gate only the workloads that a change could have affected"
     )
     parser.addini(
-        "perfsuite_testpaths", "what perfsuite's commands and gate collect in place of testpaths", type="args", default=[]
+        "perfsuite_testpaths",
+        "what perfsuite's commands and gate collect in place of testpaths",
+        type="args",
+        default=[],
     )
     parser.addini("perfsuite_margin", "slowdown that matters for workloads that declare no margin=, e.g. 0.05")
 

@@ -16,7 +16,6 @@ from perfsuite.execution import Leaf, Leaves
 from perfsuite.pair import Pair, Side
 from perfsuite.records import Case
 
-
 FEW = 0
 """As `establish` counts replicas: one or two."""
 
