@@ -315,10 +315,14 @@ def _with_sessions(old: Entry | None, new: Entry) -> Entry:
 
 
 def _same_code(old: Entry, new: Entry) -> bool:
-    """Whether the two revisions differ in nothing that the workload runs or reads."""
+    """Whether no file that the workload ran or read differs between the two revisions.
+
+    Either may have noted more files than the other: a process notes what it opened for any of its workloads.
+    """
     if old.revision is None or old.ran is None or new.ran is None or old.ran.unknown or new.ran.unknown:
         return False
-    return (old.ran.sources, old.ran.data) == (new.ran.sources, new.ran.data)
+    before, now = ({**ran.sources, **ran.data} for ran in (old.ran, new.ran))
+    return all(before.get(path, digest) == digest for path, digest in now.items())
 
 
 def _joined(both: Entry, old: Entry, new: Entry, name: str) -> SideSummary:

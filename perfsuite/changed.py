@@ -38,6 +38,13 @@ def unchanged(entries: Mapping[str, Entry], top: Path, machine: Machine) -> Foun
     return found
 
 
+def code_since(entry: Entry, top: Path) -> str:
+    """What of the code and data that the entry ran differs now; empty where nothing does."""
+    if entry.ran is None:
+        return "what it ran was not noted"
+    return entry.ran.unknown or _data(entry.ran, top) or ", ".join(_sources(entry.ran, top, {})[:3])
+
+
 def may_be_traced(entry: Entry) -> bool:
     """Whether what the workload launched was noted, and decides: on the wall clock the host's code matters, too."""
     return entry.ran is not None and bool(entry.ran.launched) and entry.clock == "device"

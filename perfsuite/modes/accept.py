@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 
-from perfsuite import baseline, digests, gate, revision
+from perfsuite import baseline, changed, digests, gate, revision
 from perfsuite.control import failed
 from perfsuite.errors import BaselineError
 from perfsuite.modes.paired import Whole
@@ -31,8 +31,11 @@ class Accept(Whole):
         before = self._state()
         self.load_baseline()  # a damaged file is reported before the minutes of measuring
         ids = self.measurable()
-        if not ids:
+        if self.more:
+            ids = [i for i in ids if self._may_have_more(i, before)]
+        elif not ids:
             self.refuse(f"nothing to accept: none of {len(self.items)} selected workloads is for {self.machine.device}")
+        if not ids:
             return
         loadable = [before.revision] if before.revision and not before.dirty else []
         with revision.extracted(loadable, self.root, self.scratch / "revisions") as (trees, refused):
@@ -50,6 +53,20 @@ class Accept(Whole):
     def more(self) -> bool:
         """Whether a session is added to accepted figures, whose rivals stay as they are."""
         return self.arguments.get("more") == "yes"
+
+    def _may_have_more(self, id: str, state: revision.State) -> bool:
+        """Whether its accepted figures are of the present code; otherwise a problem says why not."""
+        entry = self.entries.get(id)
+        if entry is None:
+            reason = "it has no accepted figures"
+        elif entry.revision == state.revision:
+            return True
+        elif what := changed.code_since(entry, revision.top_or(self.root)):
+            reason = f"it was accepted at revision {baseline.short(entry.revision)}, and since then changed: {what}"
+        else:
+            return True
+        self.problems.append(f"not accepted: {id}: {reason}; accept it without --more")
+        return False
 
     def _state(self) -> revision.State:
         """What git says of the tree; BaselineError where its code could not be loaded again, unless that is wanted."""

@@ -715,7 +715,7 @@ def test_a_later_revision_with_the_same_code_adds_a_session() -> None:
     assert (made.revision, made.ran) == (old.revision, new.ran)
     for other in (
         dataclasses.replace(ran, sources={"optimized/a.py": "3"}),
-        dataclasses.replace(ran, data={}),
+        dataclasses.replace(ran, data={"x.npy": "3"}),
         dataclasses.replace(ran, unknown="it reads through h5py"),
         None,
     ):
@@ -727,6 +727,15 @@ def test_a_later_revision_with_the_same_code_adds_a_session() -> None:
                     machine=MACHINE,
                     more=True,
                 )
+
+
+def test_a_file_that_only_one_process_opened_does_not_make_other_code() -> None:
+    ran = Ran(sources={"optimized/a.py": "1"}, data={"of_another_workload.npy": "2"})
+    old = dataclasses.replace(make(0), ran=ran)
+    new = dataclasses.replace(old, revision="f" * 40, ran=dataclasses.replace(ran, data={}))
+    for before, after in ((old, new), (new, old)):
+        made = merge(book(before), [dataclasses.replace(after, revision="e" * 40)], machine=MACHINE, more=True)
+        assert len(made.entries[workload_id(0)].sessions) == 2 * len(old.sessions)
 
 
 def test_dropping_what_is_not_there_is_no_error() -> None:

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import click
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 from scratch import SMALL, TWO_LINES, Failure, Project, fails, lines_with, times
 
-from perfsuite import __version__, cli, conclusion
+from perfsuite import __version__, cli, conclusion, digests
 from perfsuite.cli import main
-from perfsuite.records import Status
+from perfsuite.records import Ran, Status
 
 pytest_plugins = ["pytester"]
 
@@ -249,20 +249,50 @@ def test_accept_with_untracked_files_is_clean(scale: Project) -> None:
     assert scale.cli("accept", "--reason", "x").exit_code == 0
 
 
+def accept_noting(project: Project, file: str, *options: str) -> Result:
+    """`perfsuite accept` of one file, whose proofs say that the workload runs that file alone."""
+    fake = project.measured(times())
+    fake.ran = Ran(sources={file: digests.of_file(project.path / file)})
+    return project.cli("accept", file, "--reason", "x", *options)
+
+
 def test_accept_more(scale: Project) -> None:
     scale.commit()
-    path = scale.accept()
-    scale.measured(times())
-    done = scale.cli("accept", "--more", "--reason", "another hour")
-    assert done.exit_code == 0, done.output
-    assert lines_with(done.output, SMALL, "1 session more: 2 in all")
+    assert accept_noting(scale, "test_scale.py").exit_code == 0
+    (path,) = (scale.path / "baselines").glob("*.json")
+    for sessions in (2, 3):
+        done = accept_noting(scale, "test_scale.py", "--more")
+        assert done.exit_code == 0, done.output
+        assert lines_with(done.output, SMALL, f"1 session more: {sessions} in all")
+        scale.replace("test_scale.py", "3 * x", "3 * x  # a comment")
+        scale.commit()
     before = path.read_bytes()
     scale.replace("test_scale.py", "3 * x", "3.0 * x")
     scale.commit()
-    done = scale.cli("accept", "--more", "--reason", "x")
-    assert done.exit_code == 4
-    assert lines_with(done.output, SMALL, "accepted at revision", "accept it without --more")
+    done = accept_noting(scale, "test_scale.py", "--more")
+    assert done.exit_code == conclusion.UNDECIDED
+    assert lines_with(done.output, SMALL, "accepted at revision", "changed: test_scale.py", "accept it without --more")
     assert path.read_bytes() == before
+
+
+def test_accept_more_leaves_out_what_has_changed(project: Project) -> None:
+    """It is not measured, and the others get their session."""
+    files = ["test_one.py", "test_two.py", "test_three.py"]
+    for file in files:
+        project.write(file, TWO_LINES)
+    project.commit()
+    for file in files[:2]:
+        assert accept_noting(project, file).exit_code == 0
+    project.replace("test_two.py", "3 * x", "3.0 * x")
+    project.commit()
+    workers = project.measured(times())
+    workers.ran = Ran(sources={"test_one.py": digests.of_file(project.path / "test_one.py")})
+    done = project.cli("accept", "--more", "--reason", "another hour")
+    assert done.exit_code == conclusion.UNDECIDED, done.output
+    assert lines_with(done.output, "test_two.py", "changed: test_two.py", "accept it without --more")
+    assert lines_with(done.output, "test_three.py", "has no accepted figures", "accept it without --more")
+    assert {i for ids, _ in workers.calls for i in ids} == {"test_one.py::scale::speed[small]"}
+    assert lines_with(done.output, "test_one.py", "1 session more: 2 in all")
 
 
 def test_accept_prune(scale: Project) -> None:
