@@ -247,11 +247,12 @@ def _judge(s: Subject, suite: Suite, accepted: Variance, factor: float, selected
         return _say(replace(shown, moved="optimized"), Status.REGRESSED, more)
     if status is Status.REGRESSED:
         return _regressed(s, shown, slower, text)
+    doubtful = speed is not None and not speed.holds
     if status is None:
-        return Open(processes=further, reason=text)
+        return Open(processes=further, reason=text, reference=doubtful)
     if not status.green:
         return _say(shown, status, text + _stored_note(s))
-    if speed is not None and not speed.holds:
+    if speed is not None and doubtful:
         enough = RED_PROCESSES if speed.broken else LOOKS[-1]
         if speed.full >= enough or processes >= 2 * LOOKS[-1]:
             return _promise_missed(s, shown, speed)

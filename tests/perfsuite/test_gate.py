@@ -805,6 +805,12 @@ def test_a_promise_in_doubt_asks_for_the_reference_in_full() -> None:
     verdict(promised([few(process()), process()], 19.0), Status.PASS)
 
 
+def test_a_doubtful_promise_does_not_wait_until_a_slowdown_is_excluded() -> None:
+    slower = first_few(runs(0.008, count=1, scale=6.0))
+    assert "neither shown nor excluded" in opened(promised(slower, 19.0, margin=0.01), reference=True)
+    assert "neither shown nor excluded" in opened(promised(slower, 10.0, margin=0.01), reference=False)
+
+
 def test_few_samples_must_exceed_a_promise_by_a_fifth() -> None:
     quiet = Suite(
         ratio=Noise(process=Variance(value=1e-12, dof=30.0), session=Variance(value=1e-12, dof=30.0)), paired=NOISE
