@@ -270,7 +270,7 @@ def test_accepted_and_run_come_from_different_sessions(quiet: Recording) -> None
         recording({"memory": {**still, "process": 0.05}}, processes=3),
     )
     both = replace(calm, sessions=(*calm.sessions, *wild.sessions))
-    made = resample.simulate(resample.pools(both), {OPTIMIZED: 4}, np.random.default_rng(0))
+    made = resample.simulate(resample.pools(both), {OPTIMIZED: 12}, np.random.default_rng(0))
     # Accepted in the quiet session it is noisy in the other, and the other way round its margin is wide.
     assert {m > gate.MARGIN_MIN["device"] for m in made.tallies["memory"][OPTIMIZED].margins} == {True, False}
 

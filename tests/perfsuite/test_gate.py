@@ -119,7 +119,7 @@ def interval(value: float, se: float, dof: float) -> tuple[float, float]:
 
 def test_the_rule_s_constants_are_the_documented_ones() -> None:
     assert LOOKS == (1, 2, 3, 4, 6, 8, 12)
-    assert (gate.RED_PROCESSES, gate.ALPHA, gate.BETA, gate.POWER, gate.USUAL_PROCESSES) == (4, 0.01, 0.02, 0.95, 6)
+    assert (gate.RED_PROCESSES, gate.ALPHA, gate.BETA, gate.POWER, gate.USUAL_PROCESSES) == (4, 0.01, 0.03, 0.95, 6)
     assert gate.MARGIN_MIN == {"device": 0.01, "wall": 0.015}
     assert (gate.MARGIN_USUAL, gate.MARGIN_MOST, gate.MARGIN_STEP) == (0.02, 0.10, 0.001)
     assert gate.RED_LOOKS == (4, 6, 8, 12)
@@ -233,7 +233,7 @@ def by_speed(
 @pytest.mark.parametrize("count", [*LOOKS, 20])
 @pytest.mark.parametrize("dof", [3.0, 30.0])
 def test_a_slowdown_is_excluded_at_each_look_s_share_of_beta(dof: float, count: int) -> None:
-    limit = stats.t.isf(0.02 * {1: 0.4, 2: 0.2, 3: 0.1, 12: 0.15, 20: 0.15}.get(count, 0.05), dof)
+    limit = stats.t.isf(0.03 * {1: 0.4, 2: 0.2, 3: 0.1, 12: 0.15, 20: 0.15}.get(count, 0.05), dof)
     for factor, passes in ((1.001, True), (0.999, False)):
         se = (math.log1p(0.01) - math.log1p(0.002)) / (factor * limit)
         assert (by_speed(0.002, se, dof=dof, count=count)[0] is Status.PASS) is passes
@@ -357,14 +357,14 @@ def test_noisy_says_which_margin_this_run_would_have_decided(se: float) -> None:
 
 
 def test_noisy_advises_a_margin_strictly_above_the_bound() -> None:
-    upper = Estimate(value=0.0, se=1.0, dof=30.0).upper(1 - 0.02 * 0.15)
+    upper = Estimate(value=0.0, se=1.0, dof=30.0).upper(1 - 0.03 * 0.15)
     text = by_speed(0.0, math.log1p(0.03) / upper, count=12)[1]
     assert text.endswith("declare margin=0.04")
 
 
 def test_noisy_advises_no_margin_that_cannot_be_declared() -> None:
     assert by_speed(0.004, 0.3, count=12)[1].endswith("after 12 processes; measure on a quiet machine")
-    upper = Estimate(value=0.0, se=1.0, dof=30.0).upper(1 - 0.02 * 0.15)
+    upper = Estimate(value=0.0, se=1.0, dof=30.0).upper(1 - 0.03 * 0.15)
     for size, advised in ((0.985, True), (0.995, False)):
         assert ("declare margin=0.99" in by_speed(0.0, math.log1p(size) / upper, count=12)[1]) is advised
 
@@ -835,7 +835,7 @@ def test_few_samples_count_with_twice_the_error() -> None:
     assert (full.promised, speed_of(runs(), None).promised) == (19.0, 0.0)
 
 
-@pytest.mark.parametrize(("looks", "count", "beta"), [(1, 4, 0.02), (7, 1, 0.008), (7, 2, 0.004), (7, 4, 0.001)])
+@pytest.mark.parametrize(("looks", "count", "beta"), [(1, 4, 0.03), (7, 1, 0.012), (7, 2, 0.006), (7, 4, 0.0015)])
 def test_a_promise_holds_as_a_slowdown_is_excluded_and_is_broken_at_alpha_over_looks_and_workloads(
     looks: int, count: int, beta: float
 ) -> None:
@@ -1185,7 +1185,7 @@ def test_promises_by_themselves_are_shown_at_beta_in_one_look(selected: int) -> 
     prior = fit_prior([[[m.log_ratios["reference"][0] for m in run]]])
     found = gate._speedup(subject(run, entry=None), prior, 1, looks=1)
     assert found is not None
-    least = found.now.lower(1 - 0.02)
+    least = found.now.lower(1 - 0.03)
     for promise, status in ((math.exp(least) * 0.9999, Status.PASS), (math.exp(least) * 1.0001, Status.NOISY)):
         verdict(alone_with(run, selected=selected, speedup=promise), status)
 
