@@ -315,14 +315,14 @@ def _with_sessions(old: Entry | None, new: Entry) -> Entry:
 
 
 def _same_code(old: Entry, new: Entry) -> bool:
-    """Whether no file that the workload ran or read differs between the two revisions.
+    """Whether the workload ran the same sources in both revisions, and read no data that differ.
 
-    Either may have noted more files than the other: a process notes what it opened for any of its workloads.
+    Either may have noted more data than the other: a process notes what it opened for any of its workloads.
     """
     if old.revision is None or old.ran is None or new.ran is None or old.ran.unknown or new.ran.unknown:
         return False
-    before, now = ({**ran.sources, **ran.data} for ran in (old.ran, new.ran))
-    return all(before.get(path, digest) == digest for path, digest in now.items())
+    same_data = all(old.ran.data.get(path, digest) == digest for path, digest in new.ran.data.items())
+    return old.ran.sources == new.ran.sources and same_data
 
 
 def _joined(both: Entry, old: Entry, new: Entry, name: str) -> SideSummary:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import functools
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeAlias
 
-from perfsuite import digests
+from perfsuite import digests, revision
 from perfsuite.baseline import Entry, short
 from perfsuite.records import Machine, Proof, Ran, Status, Verdict
 from perfsuite.report import units
@@ -22,12 +24,16 @@ class Found:
     """Those of the changed where nothing but these sources differs."""
 
 
-def unchanged(entries: Mapping[str, Entry], top: Path, machine: Machine) -> Found:
+Added: TypeAlias = Callable[[str, Path], Collection[str] | None]
+"""`revision.added_since`."""
+
+
+def unchanged(entries: Mapping[str, Entry], top: Path, machine: Machine, added: Added = revision.added_since) -> Found:
     """Compare what each entry ran with what is here now."""
-    found = Found()
+    found, added = Found(), functools.cache(added)
     known: dict[str, str] = {}
     for id, entry in entries.items():
-        difference = _elsewhere(entry, machine) or _data(entry.ran, top)
+        difference = _elsewhere(entry, machine) or _data(entry.ran, top) or _new(entry, top, added)
         sources = [] if difference else _sources(entry.ran, top, known)
         if difference or sources:
             found.changed[id] = difference or f"{', '.join(sources[:3])}{', …' * (len(sources) > 3)}"
@@ -38,11 +44,19 @@ def unchanged(entries: Mapping[str, Entry], top: Path, machine: Machine) -> Foun
     return found
 
 
-def code_since(entry: Entry, top: Path) -> str:
-    """What of the code and data that the entry ran differs now; empty where nothing does."""
+def code_since(entry: Entry, top: Path, machine: Machine, added: Added = revision.added_since) -> str:
+    """Why the entry's figures may be of other code than the present; empty where they are not."""
     if entry.ran is None:
-        return "what it ran was not noted"
-    return entry.ran.unknown or _data(entry.ran, top) or ", ".join(_sources(entry.ran, top, {})[:3])
+        return "what it ran was not noted when it was accepted"
+    if entry.dirty:
+        return "it was accepted with uncommitted changes"
+    if entry.ran.unknown:
+        return entry.ran.unknown
+    before, now = (version.rpartition(".")[0] for version in (entry.sessions[-1].python, machine.python))
+    if before != now:  # whose digests of sources differ
+        return f"it was accepted with Python {before}, and this is {now}"
+    what = _data(entry.ran, top) or _new(entry, top, added) or ", ".join(_sources(entry.ran, top, {})[:3])
+    return f"{what} changed since it was accepted at {short(entry.revision)}" if what else ""
 
 
 def may_be_traced(entry: Entry) -> bool:
@@ -102,6 +116,25 @@ def _data(ran: Ran | None, top: Path) -> str:
     for path, digest in ran.data.items() if ran else ():
         if digests.of_data(top / path) != digest:
             return f"data file {path}"
+    return ""
+
+
+def _new(entry: Entry, top: Path, added: Added) -> str:
+    """A file that came since it was accepted and would run now; or that this cannot be known."""
+    files = added(entry.revision, top) if entry.revision else None
+    if files is None:
+        return "the list of files, which git cannot compare with that revision,"
+    sources = [Path(name) for name in entry.ran.sources] if entry.ran else []
+    folders = {folder for source in sources for folder in source.parents}
+    wanted = {name for s in sources for name in digests.imported_by(top / s, ".".join(s.parent.parts))} if files else ()
+    for name in sorted(files):
+        path = Path(name)
+        if path.name in ("conftest.py", "__init__.py") and path.parent in folders:
+            return f"new file {name}"
+        # An import that failed or found another module when it was accepted.
+        module = ".".join(path.with_suffix("").parts).removesuffix(".__init__")
+        if any(f".{module}.".endswith(f".{w}.") or f"{w}.".startswith(f"{module}.") for w in wanted):
+            return f"new file {name}"
     return ""
 
 

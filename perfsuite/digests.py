@@ -177,7 +177,7 @@ def _closure(seeds: Iterable[Path], top: Path) -> set[Path]:
         waiting += [p for folder in path.parents if _is_own(p := folder / "__init__.py", top) and p.exists()]
         module = by_file.get(path)
         package = getattr(module, "__package__", None) or ""
-        for name in _imported(path, package):
+        for name in imported_by(path, package):
             file = getattr(sys.modules.get(name), "__file__", None)
             if isinstance(file, str):
                 waiting.append(Path(file))
@@ -188,7 +188,7 @@ def _is_own(path: Path, top: Path) -> bool:
     return is_first_party(path, top) and path.suffix == ".py" and (top / HARNESS) not in path.parents
 
 
-def _imported(path: Path, package: str) -> Iterator[str]:
+def imported_by(path: Path, package: str) -> Iterator[str]:
     """Names of the modules that a source imports anywhere; `from a import b` may mean a.b, too."""
     try:
         tree = ast.parse(path.read_bytes())

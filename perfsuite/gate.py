@@ -75,8 +75,8 @@ ALPHA = 0.01
 """False alarms over the whole suite: one in a hundred runs at most."""
 RED_LOOKS = tuple(n for n in LOOKS if n >= RED_PROCESSES)
 BETA = 0.03
-"""How often a slowdown of the margin may pass. At 2% the gate of the H200's suite takes a sixth longer, and
-finds 0.5 to 1.2% more slowdowns."""
+"""How often a slowdown of the margin may pass. At 2% a gate on an H200 takes a sixth longer, and finds one more in a
+hundred slowdowns of the margin."""
 BETA_SHARES = {1: 0.4, 2: 0.2, 3: 0.1, 4: 0.05, 6: 0.05, 8: 0.05, 12: 0.15}
 """How BETA is spent over LOOKS. Most unchanged workloads can be decided after the first process, so it has most."""
 POWER = 0.95

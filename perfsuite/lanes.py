@@ -26,7 +26,9 @@ MOST_PROVERS = 12
 
 COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 MOST_AHEAD, CORES_AHEAD = 8, 2
-"""Processes of a lane that are started ahead of their round: at most so many, and one for so many cores."""
+"""Processes that are started ahead of their round: at most so many for a lane, and one for every so many cores."""
+MOST_WAITING = 16
+"""At most so many over all lanes: each takes about a gigabyte of the host's memory."""
 
 
 class Durations:
@@ -90,8 +92,12 @@ def for_proving(tasks: Collection[Task], machine: Machine) -> list[Lane]:
 
 
 def to_spare(machine: Machine, lanes: Sequence[Lane]) -> int:
-    """How many processes a lane may have started ahead: they import torch on cores that nothing else needs."""
-    return min(MOST_AHEAD, machine.cores // (CORES_AHEAD * len(lanes)))
+    """How many processes a lane may have started ahead, while the last proofs still run.
+
+    On a CPU one: the second would import torch while the first times.
+    """
+    most = MOST_AHEAD if machine.count else 1
+    return min(most, machine.cores // (CORES_AHEAD * len(lanes)), MOST_WAITING // len(lanes))
 
 
 def _several_devices(machine: Machine) -> tuple[str, ...]:

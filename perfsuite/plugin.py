@@ -15,6 +15,7 @@ import pytest
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable
+    from pathlib import Path
 
     from perfsuite.control import Control
 
@@ -76,9 +77,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--perfsuite-changed", action="store_true", help="gate only the workloads that a change could have affected"
     )
     parser.addini(
-        "perfsuite_testpaths",
-        "what perfsuite's commands and gate collect in place of testpaths",
-        type="args",
+        "perfsuite_ignore",
+        "folders and files without pairs, which perfsuite's commands and the gate need not import",
+        type="paths",
         default=[],
     )
     parser.addini("perfsuite_margin", "slowdown that matters for workloads that declare no margin=, e.g. 0.05")
@@ -115,7 +116,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
         config.stash[SANITIZED] = Watch()
     if _wants_control(config):
-        _narrow(config)
         _control(config)
 
 
@@ -127,6 +127,14 @@ def pytest_cmdline_main_concluded(config: pytest.Config) -> Generator[None, int 
     code = yield
     awaited = config.stash.get(AWAITED, None)
     return code if awaited is None else awaited.close(int(code or 0))
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """In a run of perfsuite's own, leave out `perfsuite_ignore`, unless the command line names what lies there."""
+    if JOB in os.environ or not _wants_control(config) or collection_path not in config.getini("perfsuite_ignore"):
+        return None
+    given = [(config.invocation_params.dir / a.partition("::")[0]).resolve() for a in config.args]
+    return None if any(path == collection_path or collection_path in path.parents for path in given) else True
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -168,14 +176,6 @@ def _wants_control(config: pytest.Config) -> bool:
     option = config.option
     beside = re.search(r"(?<!not )\bperf\b", option.markexpr or "") and getattr(option, "numprocesses", None)
     return bool(_wants_gate(option) or beside or option.perfsuite_mode or JOB in os.environ)
-
-
-def _narrow(config: pytest.Config) -> None:
-    """Without a path on the command line, collect `perfsuite_testpaths`: importing other tests takes time."""
-    own = config.getini("perfsuite_testpaths")
-    given = config.args_source is config.ArgsSource.ARGS
-    if own and not given and config.invocation_params.dir == config.rootpath:
-        config.args = [str(path) for path in own]
 
 
 def _control(config: pytest.Config) -> Control:

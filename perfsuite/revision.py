@@ -131,6 +131,19 @@ def _repository(root: Path) -> Path | None:
     return None
 
 
+def added_since(revision: str, top: Path) -> frozenset[str] | None:
+    """Python files of the work tree that the revision does not have, relative to `top`; None where git cannot say."""
+    python = ("-z", "--", "*.py")
+    try:
+        found = [
+            git("diff", "--name-only", "--no-renames", "--diff-filter=A", revision, *python, cwd=top),
+            git("ls-files", "--others", "--exclude-standard", *python, cwd=top),
+        ]
+    except RevisionError:
+        return None
+    return frozenset(name for names in found for name in names.split("\0") if name)
+
+
 def resolve(revision: str, root: Path) -> str:
     """The full hash of a revision; RevisionError where git does not know it."""
     try:

@@ -17,7 +17,7 @@ from perfsuite.pair import Pair, Side
 from perfsuite.records import Case
 
 FEW = 0
-"""As `establish` counts replicas: one or two."""
+"""What `establish` takes as `replicas` for as few as possible: one, or two for a small output."""
 
 
 @dataclass(slots=True)
@@ -110,8 +110,9 @@ class Probe:
     def judge(self, produced: Leaves, case: Case | None = None) -> None:
         """NotEquivalent where they are not the answer to the case.
 
-        A truth takes most of the time of these checks. Few replicas give a budget at most √7 times the usual one, which
-        no fault that is looked for here stays within; all of them are made only where a side exceeds it.
+        To establish a truth takes most of the time of these checks. Few replicas, which are among all of them, give a
+        budget that is up to a few times too wide. What is looked for here is not as fine: equivalence judges with all.
+        A side beyond the budget of the few is judged with all here, too, so that none is wrongly accused.
         """
         try:
             equivalence.judge(self.pair, self.truth(case), produced, name=self.name)

@@ -31,12 +31,13 @@ class Accept(Whole):
         before = self._state()
         self.load_baseline()  # a damaged file is reported before the minutes of measuring
         ids = self.measurable()
+        if not ids:
+            self.refuse(f"nothing to accept: none of {len(self.items)} selected workloads is for {self.machine.device}")
+            return
         if self.more:
             ids = [i for i in ids if self._may_have_more(i, before)]
-        elif not ids:
-            self.refuse(f"nothing to accept: none of {len(self.items)} selected workloads is for {self.machine.device}")
-        if not ids:
-            return
+            if not ids:
+                return  # a problem says why, for each
         loadable = [before.revision] if before.revision and not before.dirty else []
         with revision.extracted(loadable, self.root, self.scratch / "revisions") as (trees, refused):
             self.trees = {i: tree for tree in trees.values() for i in ids}
@@ -59,11 +60,13 @@ class Accept(Whole):
         entry = self.entries.get(id)
         if entry is None:
             reason = "it has no accepted figures"
-        elif entry.revision == state.revision:
+        elif state.dirty or state.revision is None:
+            reason = "the present code is not committed"
+        elif entry.revision == state.revision and not entry.dirty:
             return True
-        elif what := changed.code_since(entry, revision.top_or(self.root)):
-            reason = f"it was accepted at revision {baseline.short(entry.revision)}, and since then changed: {what}"
         else:
+            reason = changed.code_since(entry, revision.top_or(self.root), self.machine)
+        if not reason:
             return True
         self.problems.append(f"not accepted: {id}: {reason}; accept it without --more")
         return False

@@ -12,12 +12,16 @@ from scratch import SMALL, Project, lines_with, times
 
 from perfsuite import changed, digests
 from perfsuite.baseline import Entry
-from perfsuite.records import Proof, Ran, Status
+from perfsuite.records import Machine, Proof, Ran, Status
 from perfsuite.workers import TIME, TRACE
 
 pytest_plugins = ["pytester"]
 
 SOURCES = {"lib/fast.py": "def f():\n    return 1\n", "lib/common.py": "X = 1\n", "test_pair.py": "import lib\n"}
+
+
+ADDED = {"docs/other.py", "lib/unused.py"}
+"""Files that came since, which nothing imports."""
 
 
 @pytest.fixture
@@ -41,7 +45,11 @@ def accepted(top: Path, **fields: object) -> Entry:
 
 
 def found(made: Entry, top: Path, machine: object = MACHINE) -> changed.Found:
-    return changed.unchanged({made.id: made}, top, machine)  # type: ignore[arg-type]
+    return changed.unchanged({made.id: made}, top, machine, lambda revision, top: ADDED)  # type: ignore[arg-type]
+
+
+def since(made: Entry, top: Path, machine: Machine = MACHINE) -> str:
+    return changed.code_since(made, top, machine, lambda revision, top: ADDED)
 
 
 def test_where_nothing_has_changed_nothing_is_measured(top: Path) -> None:
@@ -117,6 +125,54 @@ def test_what_was_not_noted_or_not_committed_is_measured(top: Path) -> None:
         (replace(accepted(top), dirty=True), "it was accepted with uncommitted changes"),
     ):
         assert found(made, top).changed == {made.id: why}
+
+
+def test_figures_are_of_the_present_code_whatever_is_installed(top: Path) -> None:
+    made = accepted(top, surroundings="of another environment")
+    assert since(made, top) == ""
+    assert since(made, top, replace(MACHINE, driver="1.2.3")) == ""
+    assert "with Python 3" in since(made, top, replace(MACHINE, python="4.0.1"))
+    assert since(replace(made, ran=None), top).startswith("what it ran was not noted")
+    assert since(accepted(top, unknown="it reads through h5py"), top) == "it reads through h5py"
+    (top / "tokens.bin").write_bytes(b"12345")
+    assert since(made, top).startswith("data file tokens.bin changed since it was accepted at ")
+    (top / "tokens.bin").write_bytes(b"1234")
+    (top / "lib/fast.py").write_text("Y = 2\n")
+    assert since(made, top).startswith("lib/fast.py changed since it was accepted at ")
+
+
+@pytest.mark.parametrize(
+    ("name", "runs"),
+    [
+        ("conftest.py", True),
+        ("lib/conftest.py", True),
+        ("lib/__init__.py", True),
+        ("lib/tuned.py", True),
+        ("lib/tuned/__init__.py", True),
+        ("vendor/extra/parts.py", True),
+        ("extra/__init__.py", True),
+        ("other/conftest.py", False),
+        ("lib/untuned.py", False),
+        ("tuned.py", False),
+    ],
+)
+def test_a_new_file_that_would_run_is_a_change(top: Path, name: str, runs: bool) -> None:
+    """A conftest, or a module that an import did not find when the workload was accepted."""
+    (top / "lib/fast.py").write_text(
+        "try:\n    from lib import tuned\n    import extra.parts\nexcept ImportError: ...\n"
+    )
+    made = accepted(top)
+    result = changed.unchanged({made.id: made}, top, MACHINE, lambda revision, top: {name})
+    assert result.changed == ({made.id: f"new file {name}"} if runs else {})
+    assert result.sources == {}
+    assert bool(changed.code_since(made, top, MACHINE, lambda revision, top: {name})) is runs
+
+
+def test_where_git_does_not_know_the_revision_it_is_measured(top: Path) -> None:
+    made = accepted(top)
+    for entry_ in (made, replace(made, revision=None)):
+        result = changed.unchanged({made.id: entry_}, top, MACHINE, lambda revision, top: None)
+        assert "git cannot compare" in result.changed[made.id]
 
 
 # --- launches -------------------------------------------------------------------------------------------------------

@@ -145,27 +145,28 @@ def test_list_of_a_selection(scale: Project) -> None:
     assert "0 of 1 workloads" in done.output
 
 
-def test_commands_collect_the_configured_folders(project: Project) -> None:
-    """Another test module is not even imported; a path on the command line comes before the configuration."""
+def test_commands_leave_out_what_the_configuration_ignores(project: Project) -> None:
+    """It is not even imported, unless the command line names it; pytest itself collects it."""
     project.write("pairs/test_scale.py", TWO_LINES)
-    project.write("test_other.py", "import missing_module")
-    project.write("pytest.ini", "[pytest]\ntestpaths = .\nperfsuite_testpaths = pairs")
+    project.write("others/test_other.py", "import missing_module")
+    project.write("pytest.ini", "[pytest]\nperfsuite_ignore = others")
     done = project.cli("list")
     assert done.exit_code == 0, done.output
     assert "1 of 1 workloads" in done.output
-    assert project.run("--collect-only").ret != 0, "pytest itself collects every test"
-    assert project.cli("list", ".").exit_code == 2
+    assert project.run("--collect-only").ret != 0
+    for path in ("others", "others/test_other.py"):
+        assert project.cli("list", path).exit_code == 2
 
 
-def test_the_gate_is_red_for_accepted_workloads_outside_the_configured_folders(project: Project) -> None:
-    project.write("pairs/test_scale.py", TWO_LINES)
-    project.write("others/test_scale.py", TWO_LINES)
+def test_the_gate_is_red_for_accepted_workloads_that_are_ignored(project: Project) -> None:
+    for folder in ("pairs", "others"):
+        project.write(f"{folder}/test_scale.py", TWO_LINES)
     project.write("pytest.ini", "[pytest]\naddopts = --import-mode=importlib")
     project.accept()
-    project.write("pytest.ini", "[pytest]\naddopts = --import-mode=importlib\nperfsuite_testpaths = pairs")
+    project.write("pytest.ini", "[pytest]\naddopts = --import-mode=importlib\nperfsuite_ignore = others")
     done = project.cli("gate")
     assert done.exit_code == conclusion.UNDECIDED, done.output
-    assert lines_with(done.output, "1 of 2 accepted workloads are not selected", "others/test_scale.py"), done.output
+    assert lines_with(done.output, "others/test_scale.py", "in the baseline but not collected"), done.output
 
 
 # --- accept ---------------------------------------------------------------------------------------------------------
@@ -271,7 +272,7 @@ def test_accept_more(scale: Project) -> None:
     scale.commit()
     done = accept_noting(scale, "test_scale.py", "--more")
     assert done.exit_code == conclusion.UNDECIDED
-    assert lines_with(done.output, SMALL, "accepted at revision", "changed: test_scale.py", "accept it without --more")
+    assert lines_with(done.output, SMALL, "test_scale.py changed since it was accepted at", "accept it without --more")
     assert path.read_bytes() == before
 
 
@@ -289,7 +290,7 @@ def test_accept_more_leaves_out_what_has_changed(project: Project) -> None:
     workers.ran = Ran(sources={"test_one.py": digests.of_file(project.path / "test_one.py")})
     done = project.cli("accept", "--more", "--reason", "another hour")
     assert done.exit_code == conclusion.UNDECIDED, done.output
-    assert lines_with(done.output, "test_two.py", "changed: test_two.py", "accept it without --more")
+    assert lines_with(done.output, "test_two.py changed since it was accepted at", "accept it without --more")
     assert lines_with(done.output, "test_three.py", "has no accepted figures", "accept it without --more")
     assert {i for ids, _ in workers.calls for i in ids} == {"test_one.py::scale::speed[small]"}
     assert lines_with(done.output, "test_one.py", "1 session more: 2 in all")

@@ -394,29 +394,48 @@ def test_what_is_no_output_is_an_error_of_the_declaration() -> None:
     assert make.build(pair(exp_, exp_), CASE, "cpu")["x"].shape == (5, 7)
 
 
-def test_only_a_side_outside_a_small_budget_is_judged_with_all_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
-    establish, made = equivalence.establish, []
+@pytest.fixture
+def lucky(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """No answer is within the budget of few replicas. The number of replicas of each truth, as asked for."""
+    establish, judge, asked, few = equivalence.establish, equivalence.judge, list[int](), list[equivalence.Truth]()
+
+    def establish_(*given: Any, replicas: int, **named: Any) -> equivalence.Truth:
+        truth = establish(*given, replicas=replicas, **named)
+        asked.append(replicas)
+        few.extend([truth] * (replicas == FEW))
+        return truth
+
+    def judge_(of: Pair, truth: equivalence.Truth, produced: Any, **named: Any) -> None:
+        if any(truth is t for t in few):
+            raise NotEquivalent("the few replicas were lucky")
+        judge(of, truth, produced, **named)
+
+    monkeypatch.setattr(equivalence, "establish", establish_)
+    monkeypatch.setattr(equivalence, "judge", judge_)
+    return asked
+
+
+def test_a_side_within_the_budget_of_few_replicas_is_judged_by_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    establish, asked = equivalence.establish, []
 
     def counted(*given: Any, replicas: int, **named: Any) -> equivalence.Truth:
-        made.append(replicas)
+        asked.append(replicas)
         return establish(*given, replicas=replicas, **named)
 
     monkeypatch.setattr(equivalence, "establish", counted)
     integrity.check(pair(exp_, lambda x: torch.exp(x)), CASE, "cpu")
-    assert set(made) == {FEW}
-    # The few find it wrong; by the judgement of all, it is right.
-    judge = equivalence.judge
+    assert set(asked) == {FEW}
 
-    def strict(of: Pair, truth: equivalence.Truth, produced: Any, **named: Any) -> None:
-        if all(truth is not full for full in by_all):
-            raise NotEquivalent("the few replicas were lucky")
-        judge(of, truth, produced, **named)
 
-    right = probe(pair(exp_, lambda x: torch.exp(x)))
-    by_all = [right.truth(replicas=equivalence.REPLICAS)]
-    monkeypatch.setattr(equivalence, "judge", strict)
-    right.judge(right.call(right.drawn()))
+def test_a_side_beyond_the_budget_of_few_replicas_is_judged_by_all(lucky: list[int]) -> None:
+    integrity.check(pair(exp_, lambda x: torch.exp(x)), CASE, "cpu")
+    assert lucky.count(FEW) == lucky.count(equivalence.REPLICAS) > 1
     wrong = probe(pair(exp_, lambda x: torch.exp(x) + 1e-3))
-    by_all = [wrong.truth(replicas=equivalence.REPLICAS)]
     with pytest.raises(NotEquivalent, match="times its"):
         wrong.judge(wrong.call(wrong.drawn()))
+
+
+def test_a_wrong_answer_to_other_values_is_judged_by_all_replicas(lucky: list[int]) -> None:
+    with pytest.raises(NotEquivalent, match="earlier ones in one element of them alone"):
+        integrity.partial_keys(probe(pair(exp_, replayed(lambda x: x.flatten()[:-1].sum().item()))))
+    assert equivalence.REPLICAS in lucky

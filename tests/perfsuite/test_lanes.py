@@ -98,9 +98,21 @@ def test_threads_are_divided_where_no_result_depends_on_them(monkeypatch: pytest
     assert [lane.environment for lane in for_proving(tasks(1, 1, kind=ITEMS), CPU)] == [{}] * 2
 
 
-@pytest.mark.parametrize(("cores", "count", "each"), [(2, 1, 1), (4, 1, 2), (16, 1, 8), (64, 1, 8), (16, 2, 4)])
-def test_processes_start_ahead_where_there_are_cores_for_them(cores: int, count: int, each: int) -> None:
-    assert lanes.to_spare(replace(CPU, cores=cores), [Lane()] * count) == each
+@pytest.mark.parametrize(
+    ("cores", "gpus", "count", "each"),
+    [
+        (2, 0, 1, 1),
+        (64, 0, 1, 1),
+        (1, 1, 1, 0),
+        (4, 1, 1, 2),
+        (16, 1, 1, 8),
+        (64, 1, 1, 8),
+        (16, 2, 2, 4),
+        (128, 8, 8, 2),
+    ],
+)
+def test_processes_start_ahead_where_there_are_cores_for_them(cores: int, gpus: int, count: int, each: int) -> None:
+    assert lanes.to_spare(replace(MACHINE, cores=cores, count=gpus), [Lane()] * count) == each
 
 
 # --- durations ------------------------------------------------------------------------------------------------------
