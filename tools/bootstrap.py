@@ -157,7 +157,10 @@ def set_up(venv):
         install_beside(venv, log)
     else:
         say(f"installing into .venv; about a minute, the log is .venv/{LOG}")
-        problem = pip(venv, log, ["-c", str(ROOT / "constraints.txt"), "-e", f"{ROOT}[{EXTRAS}]"])
+        constraints = ["-c", str(ROOT / "constraints.txt")]
+        # The one that Python brings may be years old, and take twice as long. Where there is no newer one it will do.
+        pip(venv, log, [*HASTY, *constraints, "--upgrade", "pip"])
+        problem = pip(venv, log, [*constraints, "-e", f"{ROOT}[{EXTRAS}]"])
         if problem:
             fail(f"pip failed: {problem}; see .venv/{LOG}, and check the network or pip's index settings")
     (venv / STAMP).write_text(stamp())

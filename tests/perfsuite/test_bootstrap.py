@@ -283,6 +283,20 @@ def test_pip_failures_are_one_line(
     assert "$ pip install x" in (tmp_path / "log").read_text()
 
 
+def test_a_new_environment_gets_the_tested_pip_first(
+    bootstrap: ModuleType, pips: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without it the installation only takes longer."""
+    monkeypatch.setattr(bootstrap, "has_torch", lambda python: False)
+    monkeypatch.setattr(bootstrap, "inherits_torch", lambda python: False)
+    monkeypatch.setattr(bootstrap, "create", lambda venv, inherit: venv.mkdir())
+    bootstrap.answers.append("no network")  # type: ignore[attr-defined]
+    bootstrap.set_up(bootstrap.VENV)
+    assert [call[-2:] for call in pips] == [["--upgrade", "pip"], ["-e", f"{bootstrap.ROOT}[{bootstrap.EXTRAS}]"]]
+    assert all("-c" in call for call in pips)
+    assert (bootstrap.VENV / bootstrap.STAMP).read_text() == bootstrap.stamp()
+
+
 def test_pip_is_not_led_elsewhere(bootstrap: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_TARGET", "/elsewhere")
     done = bootstrap.run([sys.executable, "-c", "import os; print('PIP_TARGET' in os.environ)"])
