@@ -55,7 +55,9 @@ def code_since(entry: Entry, top: Path, machine: Machine, added: Added = revisio
     before, now = (version.rpartition(".")[0] for version in (entry.sessions[-1].python, machine.python))
     if before != now:  # whose digests of sources differ
         return f"it was accepted with Python {before}, and this is {now}"
-    what = _data(entry.ran, top) or _new(entry, top, added) or ", ".join(_sources(entry.ran, top, {})[:3])
+    if new := _new(entry, top, added):
+        return new
+    what = _data(entry.ran, top) or ", ".join(_sources(entry.ran, top, {})[:3])
     return f"{what} changed since it was accepted at {short(entry.revision)}" if what else ""
 
 
@@ -120,21 +122,22 @@ def _data(ran: Ran | None, top: Path) -> str:
 
 
 def _new(entry: Entry, top: Path, added: Added) -> str:
-    """A file that came since it was accepted and would run now; or that this cannot be known."""
+    """That a file came since it was accepted which would run now, or that this cannot be known."""
+    since = short(entry.revision)
     files = added(entry.revision, top) if entry.revision else None
     if files is None:
-        return "the list of files, which git cannot compare with that revision,"
+        return f"git does not know what was added since {since}"
     sources = [Path(name) for name in entry.ran.sources] if entry.ran else []
     folders = {folder for source in sources for folder in source.parents}
     wanted = {name for s in sources for name in digests.imported_by(top / s, ".".join(s.parent.parts))} if files else ()
     for name in sorted(files):
         path = Path(name)
         if path.name in ("conftest.py", "__init__.py") and path.parent in folders:
-            return f"new file {name}"
+            return f"{name} was added since {since}"
         # An import that failed or found another module when it was accepted.
         module = ".".join(path.with_suffix("").parts).removesuffix(".__init__")
         if any(f".{module}.".endswith(f".{w}.") or f"{w}.".startswith(f"{module}.") for w in wanted):
-            return f"new file {name}"
+            return f"{name} was added since {since}"
     return ""
 
 

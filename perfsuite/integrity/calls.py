@@ -167,6 +167,7 @@ def _error_on(probe: Probe, values: dict[str, Any]) -> NotEquivalent | None:
                 probe.pair, probe.case, probe.device, gradients=False, replicas=replicas, drawn=make.clone(values)
             )
             if truth.ill_conditioned:
+                error = None
                 continue
             produced = probe.call(make.clone(values)) if produced is None else produced
         except NotEquivalent:

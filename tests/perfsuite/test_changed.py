@@ -163,7 +163,8 @@ def test_a_new_file_that_would_run_is_a_change(top: Path, name: str, runs: bool)
     )
     made = accepted(top)
     result = changed.unchanged({made.id: made}, top, MACHINE, lambda revision, top: {name})
-    assert result.changed == ({made.id: f"new file {name}"} if runs else {})
+    since = f"since {(made.revision or '')[:7]}"
+    assert result.changed == ({made.id: f"{name} was added {since}"} if runs else {})
     assert result.sources == {}
     assert bool(changed.code_since(made, top, MACHINE, lambda revision, top: {name})) is runs
 
@@ -172,7 +173,7 @@ def test_where_git_does_not_know_the_revision_it_is_measured(top: Path) -> None:
     made = accepted(top)
     for entry_ in (made, replace(made, revision=None)):
         result = changed.unchanged({made.id: entry_}, top, MACHINE, lambda revision, top: None)
-        assert "git cannot compare" in result.changed[made.id]
+        assert "git does not know what was added since" in result.changed[made.id]
 
 
 # --- launches -------------------------------------------------------------------------------------------------------
