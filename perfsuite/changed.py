@@ -30,10 +30,10 @@ Added: TypeAlias = Callable[[str, Path], Collection[str] | None]
 
 def unchanged(entries: Mapping[str, Entry], top: Path, machine: Machine, added: Added = revision.added_since) -> Found:
     """Compare what each entry ran with what is here now."""
-    found, added = Found(), functools.cache(added)
+    found, new = Found(), _New(top, added)
     known: dict[str, str] = {}
     for id, entry in entries.items():
-        difference = _elsewhere(entry, machine) or _data(entry.ran, top) or _new(entry, top, added)
+        difference = _elsewhere(entry, machine) or _data(entry.ran, top) or new.since(entry)
         sources = [] if difference else _sources(entry.ran, top, known)
         if difference or sources:
             found.changed[id] = difference or f"{', '.join(sources[:3])}{', …' * (len(sources) > 3)}"
@@ -44,20 +44,23 @@ def unchanged(entries: Mapping[str, Entry], top: Path, machine: Machine, added: 
     return found
 
 
-def code_since(entry: Entry, top: Path, machine: Machine, added: Added = revision.added_since) -> str:
-    """Why the entry's figures may be of other code than the present; empty where they are not."""
-    if entry.ran is None:
-        return "what it ran was not noted when it was accepted"
-    if entry.dirty:
-        return "it was accepted with uncommitted changes"
-    if entry.ran.unknown:
-        return entry.ran.unknown
+def other_code(
+    entries: Mapping[str, Entry], top: Path, machine: Machine, added: Added = revision.added_since
+) -> dict[str, str]:
+    """Workload → why its accepted figures may be of other code than the present, for those where they may."""
+    new, known = _New(top, added), dict[str, str]()
+    return {i: why for i, entry in entries.items() if (why := _other_code(entry, top, machine, new, known))}
+
+
+def _other_code(entry: Entry, top: Path, machine: Machine, new: _New, known: dict[str, str]) -> str:
+    if reason := _unknown(entry):
+        return reason
     before, now = (version.rpartition(".")[0] for version in (entry.sessions[-1].python, machine.python))
     if before != now:  # whose digests of sources differ
         return f"it was accepted with Python {before}, and this is {now}"
-    if new := _new(entry, top, added):
-        return new
-    what = _data(entry.ran, top) or ", ".join(_sources(entry.ran, top, {})[:3])
+    if reason := new.since(entry):
+        return reason
+    what = _data(entry.ran, top) or ", ".join(_sources(entry.ran, top, known)[:3])
     return f"{what} changed since it was accepted at {short(entry.revision)}" if what else ""
 
 
@@ -96,14 +99,18 @@ def summary(found: Found) -> str:
     return text
 
 
-def _elsewhere(entry: Entry, machine: Machine) -> str:
-    """What the workload runs on, if that is not what it was accepted on; or why that is not known."""
+def _unknown(entry: Entry) -> str:
+    """Why it is not known what the workload ran when it was accepted; empty where it is."""
     if entry.ran is None:
         return "what it ran was not noted when it was accepted"
-    if entry.ran.unknown:
-        return entry.ran.unknown
-    if entry.dirty:
-        return "it was accepted with uncommitted changes"
+    return entry.ran.unknown or ("it was accepted with uncommitted changes" if entry.dirty else "")
+
+
+def _elsewhere(entry: Entry, machine: Machine) -> str:
+    """What the workload runs on, if that is not what it was accepted on; or why that is not known."""
+    if reason := _unknown(entry):
+        return reason
+    assert entry.ran is not None
     session = entry.sessions[-1]
     for name in ("driver", "cuda", "torch", "triton", "python"):
         before, now = getattr(session, name), getattr(machine, name)
@@ -121,24 +128,35 @@ def _data(ran: Ran | None, top: Path) -> str:
     return ""
 
 
-def _new(entry: Entry, top: Path, added: Added) -> str:
-    """That a file came since it was accepted which would run now, or that this cannot be known."""
-    since = short(entry.revision)
-    files = added(entry.revision, top) if entry.revision else None
-    if files is None:
-        return f"git does not know what was added since {since}"
-    sources = [Path(name) for name in entry.ran.sources] if entry.ran else []
-    folders = {folder for source in sources for folder in source.parents}
-    wanted = {name for s in sources for name in digests.imported_by(top / s, ".".join(s.parent.parts))} if files else ()
-    for name in sorted(files):
-        path = Path(name)
-        if path.name in ("conftest.py", "__init__.py") and path.parent in folders:
-            return f"{name} was added since {since}"
-        # An import that failed or found another module when it was accepted.
-        module = ".".join(path.with_suffix("").parts).removesuffix(".__init__")
-        if any(f".{module}.".endswith(f".{w}.") or f"{w}.".startswith(f"{module}.") for w in wanted):
-            return f"{name} was added since {since}"
-    return ""
+class _New:
+    """Files that came since workloads were accepted. Git and each source are read once for all of them."""
+
+    def __init__(self, top: Path, added: Added) -> None:
+        self.top = top
+        self.added = functools.cache(added)
+        self.imports = functools.cache(self._imports)
+
+    def since(self, entry: Entry) -> str:
+        """That a file came since it was accepted which would run now, or that this cannot be known."""
+        since = short(entry.revision)
+        files = self.added(entry.revision, self.top) if entry.revision else None
+        if files is None:
+            return f"git does not know what was added since {since}"
+        sources = [Path(name) for name in entry.ran.sources] if entry.ran else []
+        folders = {folder for source in sources for folder in source.parents}
+        wanted = {name for source in sources for name in self.imports(source)} if files else ()
+        for name in sorted(files):
+            path = Path(name)
+            if path.name in ("conftest.py", "__init__.py") and path.parent in folders:
+                return f"{name} was added since {since}"
+            # An import that failed or found another module when it was accepted.
+            module = ".".join(path.with_suffix("").parts).removesuffix(".__init__")
+            if any(f".{module}.".endswith(f".{w}.") or f"{w}.".startswith(f"{module}.") for w in wanted):
+                return f"{name} was added since {since}"
+        return ""
+
+    def _imports(self, source: Path) -> frozenset[str]:
+        return frozenset(digests.imported_by(self.top / source, ".".join(source.parent.parts)))
 
 
 def _sources(ran: Ran | None, top: Path, known: dict[str, str]) -> list[str]:

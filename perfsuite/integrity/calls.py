@@ -159,7 +159,7 @@ def partial_keys(probe: Probe) -> None:
 
 
 def _error_on(probe: Probe, values: dict[str, Any]) -> NotEquivalent | None:
-    """What is wrong with the answer to values that no case draws. None where it is right or cannot be judged."""
+    """The error of the side's answer to these values; None where the answer is right or cannot be judged."""
     produced, error = None, None
     for replicas in (FEW, equivalence.REPLICAS):
         try:

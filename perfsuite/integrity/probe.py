@@ -17,7 +17,7 @@ from perfsuite.pair import Pair, Side
 from perfsuite.records import Case
 
 FEW = 0
-"""What `establish` takes as `replicas` for as few as possible: one, or two for a small output."""
+"""The value of `replicas` with which `establish` makes the fewest: one, or two for a small output."""
 
 
 @dataclass(slots=True)

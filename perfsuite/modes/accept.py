@@ -35,7 +35,7 @@ class Accept(Whole):
             self.refuse(f"nothing to accept: none of {len(self.items)} selected workloads is for {self.machine.device}")
             return
         if self.more:
-            ids = [i for i in ids if self._may_have_more(i, before)]
+            ids = self._may_have_more(ids, before)
             if not ids:
                 return  # a problem says why, for each
         loadable = [before.revision] if before.revision and not before.dirty else []
@@ -55,21 +55,16 @@ class Accept(Whole):
         """Whether a session is added to accepted figures, whose rivals stay as they are."""
         return self.arguments.get("more") == "yes"
 
-    def _may_have_more(self, id: str, state: revision.State) -> bool:
-        """Whether its accepted figures are of the present code; otherwise a problem says why not."""
-        entry = self.entries.get(id)
-        if entry is None:
-            reason = "it has no accepted figures"
-        elif state.dirty or state.revision is None:
-            reason = "the present code is not committed"
-        elif entry.revision == state.revision and not entry.dirty:
-            return True
+    def _may_have_more(self, ids: Sequence[str], state: revision.State) -> list[str]:
+        """Those whose accepted figures are of the present code; a problem says of each other why they are not."""
+        if state.dirty or state.revision is None:
+            why = dict.fromkeys(ids, "the present code is not committed")
         else:
-            reason = changed.code_since(entry, revision.top_or(self.root), self.machine)
-        if not reason:
-            return True
-        self.problems.append(f"not accepted: {id}: {reason}; accept it without --more")
-        return False
+            before = {i: e for i in ids if (e := self.entries.get(i)) and (e.dirty or e.revision != state.revision)}
+            why = changed.other_code(before, revision.top_or(self.root), self.machine)
+        why |= {i: "it has no accepted figures" for i in ids if i not in self.entries}
+        self.problems += [f"not accepted: {i}: {why[i]}; accept it without --more" for i in ids if i in why]
+        return [i for i in ids if i not in why]
 
     def _state(self) -> revision.State:
         """What git says of the tree; BaselineError where its code could not be loaded again, unless that is wanted."""

@@ -49,7 +49,7 @@ def found(made: Entry, top: Path, machine: object = MACHINE) -> changed.Found:
 
 
 def since(made: Entry, top: Path, machine: Machine = MACHINE) -> str:
-    return changed.code_since(made, top, machine, lambda revision, top: ADDED)
+    return changed.other_code({made.id: made}, top, machine, lambda revision, top: ADDED).get(made.id, "")
 
 
 def test_where_nothing_has_changed_nothing_is_measured(top: Path) -> None:
@@ -166,7 +166,7 @@ def test_a_new_file_that_would_run_is_a_change(top: Path, name: str, runs: bool)
     since = f"since {(made.revision or '')[:7]}"
     assert result.changed == ({made.id: f"{name} was added {since}"} if runs else {})
     assert result.sources == {}
-    assert bool(changed.code_since(made, top, MACHINE, lambda revision, top: {name})) is runs
+    assert bool(changed.other_code({made.id: made}, top, MACHINE, lambda revision, top: {name})) is runs
 
 
 def test_where_git_does_not_know_the_revision_it_is_measured(top: Path) -> None:
