@@ -198,10 +198,11 @@ class Control:
             self.progress.done()
             self.durations.save()
 
-    def start_ahead(self, ids: Sequence[str]) -> None:
-        """Start processes that will time these, where there are cores to spare."""
-        timing = lanes.for_timing(self.machine)
-        self.workers.prepare(timing, ids, lanes.to_spare(self.machine, timing))
+    def start_ahead(self, ids: Sequence[str], busy: int = 0) -> None:
+        """Start processes that will time these, where there are cores to spare: beside so many busy ones."""
+        if ids:
+            timing = lanes.for_timing(self.machine)
+            self.workers.prepare(timing, ids, lanes.to_spare(self.machine, timing, busy))
 
     def _planned(self, tasks: Sequence[Task], everywhere: bool) -> tuple[list[Task], list[Lane]]:
         chosen = lanes.for_proving(tasks, self.machine) if everywhere else lanes.for_timing(self.machine)

@@ -43,9 +43,9 @@ from statistics import fmean, median
 
 from perfsuite import causes, counts, planning
 from perfsuite.baseline import Entry, changes_since
+from perfsuite.priors import Suite
 from perfsuite.records import Measurement, PromiseRecord, Status, Verdict
 from perfsuite.statistics import (
-    DEFAULT_NOISE,
     PROCESS_DOF,
     PROCESS_SD,
     SESSION_DOF,
@@ -103,6 +103,8 @@ OWN_SECONDS_MARGIN = 0.10
 RATIO_MAX = 20.0
 """A log-ratio beyond this is a broken clock: no side is half a billion times as fast."""
 NO_PROMISES = PromiseRecord()
+NO_SHIFT = Variance(value=0.0, dof=math.inf)
+"""Of the session, where both sides are timed in this one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,6 +136,10 @@ class Subject:
         return "reference" if self.stored else "accepted"
 
     @property
+    def clock(self) -> str:
+        return self.entry.clock if self.entry is not None else self.runs[0].clock
+
+    @property
     def values(self) -> list[float]:
         """Process means of the log-ratio to that side."""
         return _values(self.runs, self.other)
@@ -146,14 +152,6 @@ class Open:
     processes: int
     reason: str
     reference: bool = False
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Suite:
-    """The suite's noise, as accepted: of the ratio to the reference, and of two imports of one revision (A/A)."""
-
-    ratio: Noise = DEFAULT_NOISE
-    paired: Noise = DEFAULT_NOISE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -173,13 +171,6 @@ class Speedup:
         return f"{math.exp(self.now.value):.4g}× (95% interval {low:.4g} to {high:.4g}) the reference"
 
 
-def suite_noise(entries: Mapping[str, Entry]) -> Suite:
-    """The noise priors that all accepted workloads of a device give."""
-    paired = [means for e in entries.values() if (means := e.process_means("accepted"))]
-    ratio = fit_prior(e.process_means() for e in entries.values() if "reference" not in e.few)
-    return Suite(ratio=ratio, paired=fit_prior(paired) if paired else ratio)
-
-
 def analyse(subjects: Iterable[Subject], suite: Suite, *, selected: int) -> dict[str, Verdict | Open]:
     """The rule, on all that was measured so far; call it again with every further process.
 
@@ -192,7 +183,10 @@ def analyse(subjects: Iterable[Subject], suite: Suite, *, selected: int) -> dict
     found = {s.id: _unusable(s) for s in every}
     expected = {s.id: _expected(s, suite) for s in every if found[s.id] is None}
     factor = inflation((s.values, expected[s.id]) for s in every if s.id in expected and not s.stored)
-    return {s.id: found[s.id] or _judge(s, suite, expected[s.id], 1.0 if s.stored else factor, selected) for s in every}
+    return {
+        s.id: found[s.id] or _judge(s, suite.of(s.clock), expected[s.id], 1.0 if s.stored else factor, selected)
+        for s in every
+    }
 
 
 def promises_only(
@@ -332,6 +326,7 @@ def _with_cause(s: Subject, verdict: Verdict, speed: Speedup | None, margin: flo
 
 def _expected(s: Subject, suite: Suite) -> Variance:
     """The variance of a process mean, as accepted, for as many blocks as this run's processes have."""
+    suite = suite.of(s.clock)
     if s.stored:
         return (noise_of(s.entry.process_means(), suite.ratio) if s.entry and not s.few else suite.ratio).process
     means = s.entry.process_means("accepted") if s.entry else []
@@ -400,7 +395,7 @@ def _own_seconds(s: Subject) -> Estimate:
 def _speedup(s: Subject, prior: Noise, selected: int, *, looks: int) -> Speedup | None:
     """This run's speedup over the reference; None where the reference was not timed.
 
-    The promise is about every session, not this one, so the session's shift is part of the error.
+    A promise holds where this run shows it. It is broken only if no session's shift explains why this run is below it.
     """
     timed = [m for m in s.runs if m.log_ratios.get("reference")]
     full = [m for m in timed if "reference" not in m.few]
@@ -411,18 +406,20 @@ def _speedup(s: Subject, prior: Noise, selected: int, *, looks: int) -> Speedup 
     slow = s.few or (len(timed) > 1 and not full)
     noise = noise_of(s.entry.process_means() if s.entry and not s.few else [], prior)
     noise = replace(noise, process=_known(noise.process, used, "reference"))
-    now = estimate(run_mean(_values(used, "reference")), noise)
+    mean = run_mean(_values(used, "reference"))
+    now, here = estimate(mean, noise), estimate(mean, replace(noise, session=NO_SHIFT))
     if not full:
-        now = replace(now, se=FEW_FACTOR * now.se)
+        now, here = replace(now, se=FEW_FACTOR * now.se), replace(here, se=FEW_FACTOR * here.se)
     promised = s.promises.speedup
     if promised is None:
         return Speedup(now=now, full=len(full))
     bound = math.log(promised)
+    shown = here if looks > 1 else now  # a promise that is accepted is to hold in every session
     spare = FEW_LEAST if s.entry and not slow and not full else 0.0
     return Speedup(
         now=now,
         promised=promised,
-        holds=now.p_above(bound) <= (_beta(len(s.runs)) if looks > 1 else BETA) and now.value >= bound + spare,
+        holds=shown.p_above(bound) <= (_beta(len(s.runs)) if looks > 1 else BETA) and now.value >= bound + spare,
         broken=now.p_below(bound) <= ALPHA / looks / selected,
         full=len(timed) if slow else len(full),
     )
@@ -454,7 +451,7 @@ def _resolvable(error: Estimate, selected: int, least: float) -> float:
 
 def _paired(values: Sequence[float], process: Variance) -> Estimate:
     """The mean of processes that interleave two revisions: no session's shift enters."""
-    return estimate(paired_mean(values), Noise(process=process, session=Variance(value=0.0, dof=math.inf)))
+    return estimate(paired_mean(values), Noise(process=process, session=NO_SHIFT))
 
 
 def _values(run: Iterable[Measurement], other: str) -> list[float]:

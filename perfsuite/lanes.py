@@ -91,13 +91,14 @@ def for_proving(tasks: Collection[Task], machine: Machine) -> list[Lane]:
     return lanes
 
 
-def to_spare(machine: Machine, lanes: Sequence[Lane]) -> int:
-    """How many processes a lane may have started ahead, while the last proofs still run.
+def to_spare(machine: Machine, lanes: Sequence[Lane], busy: int = 0) -> int:
+    """How many processes a lane may have started ahead: beside so many busy cores, or while the last proofs run.
 
     On a CPU one: the second would import torch while the first times.
     """
     most = MOST_AHEAD if machine.count else 1
-    return min(most, machine.cores // (CORES_AHEAD * len(lanes)), MOST_WAITING // len(lanes))
+    cores = machine.cores - busy if busy else machine.cores // CORES_AHEAD
+    return max(0, min(most, cores // len(lanes), MOST_WAITING // len(lanes)))
 
 
 def _several_devices(machine: Machine) -> tuple[str, ...]:

@@ -40,8 +40,9 @@ FORGED = (
 POLL_S = 0.02
 START_LIMIT_S = 300.0
 """From a worker's start to its first task: importing torch and the test modules."""
-END_LIMIT_S = 30.0
-"""From a worker's last task to its end. Its results are known by then, so it is stopped without a message."""
+END_LIMIT_S = 10.0
+"""From a worker's last task to its end. Its results are known by then, so it is stopped without a message. Some hang at
+exit: the next round would wait for them."""
 LOG_LINES = 3
 PROVE, TIME, ITEMS, TRACE = "prove", "time", "items", "trace"
 
@@ -139,9 +140,9 @@ class Workers:
     _waiting: list[_Process] = field(default_factory=list)
 
     def prepare(self, lanes: Sequence[Lane], ids: Sequence[str], each: int) -> None:
-        """Start so many processes for each lane, which import what they need and wait for a later `run`."""
+        """Have so many processes started for each lane, which import what they need and wait for a later `run`."""
         for lane in lanes:
-            for _ in range(each):
+            for _ in range(each - sum(process.lane == lane for process in self._waiting)):
                 self._waiting.append(self._process(lane, ids, ahead=True))
 
     def run(
@@ -384,6 +385,9 @@ def start(
     known.pop("PYTEST_ADDOPTS", None)  # it could narrow what is collected; the caller's own options are passed on
     # A side that needs most of the memory must find room for it in one piece at every call.
     known.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    # As Triton has it. Inductor would move it in processes that use it: the others would compile all kernels again.
+    home = known.get("TRITON_HOME") or os.path.expanduser("~")
+    known.setdefault("TRITON_CACHE_DIR", os.path.join(home, ".triton", "cache"))
     with log.open("wb") as sink:
         return subprocess.Popen(
             command,

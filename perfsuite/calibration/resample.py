@@ -23,6 +23,7 @@ from perfsuite import gate, planning
 from perfsuite.baseline import Entry, Process, Session, SideSummary
 from perfsuite.calibration.record import ACCEPTED, BLOCKS, OPTIMIZED, REFERENCE, KindRecord, Recording, side_name
 from perfsuite.modes import accept, paired
+from perfsuite.priors import suite_noise
 from perfsuite.records import Measurement, PromiseRecord, SideRecord, Status, Verdict
 
 Array = NDArray[np.float64]
@@ -187,7 +188,7 @@ def _gate_once(
                 recorded[kind].clock,
                 [_drawn(noise[kind][before], shift, blocks, rng) for _ in range(accept.PROCESSES)],
             )
-    suite = gate.suite_noise(entries)
+    suite = suite_noise(entries)
     planned = {
         k: planning.blocks_of(e, gate.margin_of(e, suite, selected=len(entries))) or BLOCKS for k, e in entries.items()
     }

@@ -10,6 +10,7 @@ from perfsuite import baseline, changed, digests, gate, revision
 from perfsuite.control import failed
 from perfsuite.errors import BaselineError
 from perfsuite.modes.paired import Whole
+from perfsuite.priors import suite_noise
 from perfsuite.records import Ran
 from perfsuite.resuming import Kept
 from perfsuite.workers import Task
@@ -152,7 +153,7 @@ class Accept(Whole):
 
     def _margins(self, new: baseline.Baseline, ids: Sequence[str]) -> list[str]:
         """A line for each workload of which the gate will only find a slowdown beyond the usual margin."""
-        suite = gate.suite_noise(new.entries)
+        suite = suite_noise(new.entries)
         sizes = {i: gate.margin_of(new.entries[i], suite, selected=len(new.entries)) for i in sorted(ids)}
         return [
             f"{i}: only a slowdown of {size:.1%} or more will be found; declare margin={size:.3g} if that is enough, "

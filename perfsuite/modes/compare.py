@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from perfsuite import gate, revision
+from perfsuite import revision
 from perfsuite.control import failed
 from perfsuite.modes.paired import Whole
+from perfsuite.priors import suite_noise
 from perfsuite.records import Status
-from perfsuite.statistics import DEFAULT_NOISE
 from perfsuite.workers import Failure
 
 
@@ -22,14 +22,13 @@ class Compare(Whole):
             self.refuse("nothing to compare: no timed item of a pair for this machine was selected")
             return
         self.load_baseline()
-        noise = gate.suite_noise(self.entries).paired if self.entries else DEFAULT_NOISE
         with revision.extracted([full], self.root, self.scratch / "revisions") as (trees, refused):
             if refused:
                 raise refused[full]
             self.trees = dict.fromkeys(ids, trees[full])
             self.prove(ids)
             self.verdicts = {i: failed(i, self.failures[i]) for i in ids if i in self.failures}
-            self.verdicts |= self.decide([i for i in ids if i not in self.failures], gate.Suite(paired=noise))
+            self.verdicts |= self.decide([i for i in ids if i not in self.failures], suite_noise(self.entries))
 
     def without_revision(self, id: str, reason: str) -> None:
         self.failures[id] = Failure(status=Status.UNMEASURED, message=reason)  # there is nothing to compare with

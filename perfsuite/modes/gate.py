@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from perfsuite import baseline, changed, gate, revision, waivers
+from perfsuite import baseline, changed, revision, waivers
 from perfsuite.baseline import Entry
 from perfsuite.control import failed
 from perfsuite.errors import PerfsuiteError
 from perfsuite.modes.paired import Paired
 from perfsuite.planning import FEW_BLOCKS
+from perfsuite.priors import suite_noise
 from perfsuite.records import PromiseRecord, Proof, Status, Verdict
 from perfsuite.speed import Result, SpeedItem
 from perfsuite.workers import TRACE, Task
@@ -98,7 +99,7 @@ class Gate(Paired):
             self.trees = {i: trees[rev] for i, rev in wanted.items() if rev in trees}
             proven = set(self.prove([*accepted, *unknown]))
             verdicts |= {i: failed(i, self.failures[i]) for i in (*accepted, *unknown) if i not in proven}
-            verdicts |= self.decide([i for i in accepted if i in proven], gate.suite_noise(self.entries))
+            verdicts |= self.decide([i for i in accepted if i in proven], suite_noise(self.entries))
             verdicts |= self._without_baseline([i for i in unknown if i in proven])
         for id in self.items:
             if id not in verdicts and id in self.entries:

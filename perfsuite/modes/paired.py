@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import pytest
 
-from perfsuite import confirmation, gate, planning, revision
+from perfsuite import confirmation, gate, lanes, planning, revision
 from perfsuite.baseline import Entry, short
 from perfsuite.control import Control, failed
 from perfsuite.errors import PerfsuiteError, RevisionError
-from perfsuite.gate import Open, Subject, Suite
+from perfsuite.gate import Open, Subject
+from perfsuite.priors import Suite
 from perfsuite.progress import name_of
 from perfsuite.records import PromiseRecord, Status, Verdict
 from perfsuite.report import units
@@ -42,7 +43,7 @@ class Paired(Control):
 
     def prove(self, ids: Collection[str]) -> list[str]:
         """Prove both sides of each on all cores, which compiles what they compile; the ids that go on."""
-        self._prove(ids, drained=lambda: self.start_ahead(list(ids)))
+        self._prove(ids, ahead=list(ids))
         unloaded = [i for i in ids if i in self.proofs and self.proofs[i].unloaded]
         for id in unloaded:
             self.without_revision(id, self.proofs.pop(id).unloaded)
@@ -50,10 +51,12 @@ class Paired(Control):
         self._prove([i for i in unloaded if i not in self.failures])
         return [i for i in ids if i not in self.failures]
 
-    def _prove(self, ids: Collection[str], drained: Callable[[], None] = lambda: None) -> None:
+    def _prove(self, ids: Collection[str], ahead: Sequence[str] = ()) -> None:
+        """Prove these, and start processes that will time `ahead` meanwhile."""
         tasks = [self._prove_task(i) for i in ids]
         self.announce(tasks, proving=True)
-        for _ in self.work(tasks, everywhere=True, drained=drained):
+        self.start_ahead(ahead, busy=len(lanes.for_proving(tasks, self.machine)))
+        for _ in self.work(tasks, everywhere=True, drained=lambda: self.start_ahead(ahead)):
             pass
         crowded = [t for t in tasks if t.id in self.failures and OUT_OF_MEMORY in self.failures[t.id].message]
         for task in crowded:  # beside others there was too little memory

@@ -28,6 +28,7 @@ from perfsuite import baseline as module
 from perfsuite import gate
 from perfsuite.baseline import Baseline, Entry, load, merge, save, update
 from perfsuite.errors import BaselineError
+from perfsuite.priors import suite_noise
 from perfsuite.records import Measurement, SideRecord, to_json
 
 REAL = ROOT / "baselines/nvidia-h200.json"
@@ -282,7 +283,7 @@ def assert_wholly_valid(left: Baseline, sound: Baseline) -> None:
         gate.Subject(id=key, runs=runs_of(e), entry=e, promises=e.promises, against="itself")
         for key, e in left.entries.items()
     ]
-    answers = gate.analyse(subjects, gate.suite_noise(left.entries), selected=max(1, len(left.entries)))
+    answers = gate.analyse(subjects, suite_noise(left.entries), selected=max(1, len(left.entries)))
     assert set(answers) == set(left.entries)
     assert all(isinstance(a, gate.Open) or a.status.green for a in answers.values())
 

@@ -17,7 +17,8 @@ from builders import entry, measurement, workload_id
 
 from perfsuite import planning
 from perfsuite.baseline import Entry
-from perfsuite.gate import Open, Subject, analyse, margin_of, suite_noise
+from perfsuite.gate import Open, Subject, analyse, margin_of
+from perfsuite.priors import suite_noise
 from perfsuite.records import Measurement, Status, Verdict
 
 WORKLOADS, PROCESSES, ACCEPTED_PROCESSES, BLOCKS = 70, 12, 5, 8

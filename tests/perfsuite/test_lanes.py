@@ -115,6 +115,16 @@ def test_processes_start_ahead_where_there_are_cores_for_them(cores: int, gpus: 
     assert lanes.to_spare(replace(MACHINE, cores=cores, count=gpus), [Lane()] * count) == each
 
 
+@pytest.mark.parametrize(
+    ("cores", "gpus", "count", "busy", "each"),
+    [(2, 0, 1, 2, 0), (2, 0, 1, 1, 1), (8, 1, 1, 8, 0), (16, 1, 1, 12, 4), (32, 2, 2, 24, 4), (16, 1, 1, 20, 0)],
+)
+def test_processes_start_beside_the_first_proofs_on_the_cores_that_these_leave(
+    cores: int, gpus: int, count: int, busy: int, each: int
+) -> None:
+    assert lanes.to_spare(replace(MACHINE, cores=cores, count=gpus), [Lane()] * count, busy) == each
+
+
 # --- durations ------------------------------------------------------------------------------------------------------
 
 

@@ -22,7 +22,7 @@ from perfsuite import workers
 from perfsuite.errors import PerfsuiteError
 from perfsuite.records import Measurement, Status
 from perfsuite.revision import Tree
-from perfsuite.workers import ITEMS, Lane, Reported, Task, Workers, pytest_arguments
+from perfsuite.workers import ITEMS, Lane, Reported, Task, Workers, pytest_arguments, start
 
 pytest_plugins = ["pytester"]
 
@@ -146,6 +146,35 @@ def test_processes_that_were_started_ahead_are_used_once(tmp_path: Path) -> None
     assert not list(made.folder.iterdir())
 
 
+def test_only_processes_that_do_not_wait_yet_are_started_ahead(tmp_path: Path) -> None:
+    made = scripted(tmp_path, "time.sleep(60)")
+    lanes = [Lane(environment={"CUDA_VISIBLE_DEVICES": str(n)}) for n in range(2)]
+    for each, started in ((1, 2), (3, 6), (2, 6)):
+        made.prepare(lanes, ["a"], each)
+        assert len(made.environments) == started
+    made.close()
+
+
+@pytest.mark.parametrize(
+    ("given", "folder"),
+    [
+        ({"HOME": "/h"}, "/h/.triton/cache"),
+        ({"HOME": "/h", "TRITON_HOME": "/t"}, "/t/.triton/cache"),
+        ({"HOME": "/h", "TRITON_HOME": "/t", "TRITON_CACHE_DIR": "/c"}, "/c"),
+    ],
+)
+def test_workers_share_the_compiled_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, str], folder: str
+) -> None:
+    """Inductor moves Triton's folder in a process that compiles with it, where none is set."""
+    for name in ("TRITON_HOME", "TRITON_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    start(["sh", "-c", 'echo "$TRITON_CACHE_DIR"'], tmp_path / "log").wait()
+    assert (tmp_path / "log").read_text().strip() == folder
+
+
 def test_a_process_that_dies_while_it_waits_costs_nothing(tmp_path: Path) -> None:
     script = "if job['ahead']: sys.exit(1)\nfor id in ids(): begin(id); done(id)"
     made = scripted(tmp_path, script)
@@ -156,7 +185,8 @@ def test_a_process_that_dies_while_it_waits_costs_nothing(tmp_path: Path) -> Non
 
 def test_processes_that_wait_are_ended(tmp_path: Path) -> None:
     made = scripted(tmp_path, "time.sleep(60)")
-    made.prepare([Lane(), Lane()], ["a"], 1)
+    lanes = [Lane(environment={"CUDA_VISIBLE_DEVICES": str(n)}) for n in range(2)]
+    made.prepare(lanes, ["a"], 1)
     children = [process.child for process in made._waiting]
     made.close()
     assert [child.returncode for child in children] == [-signal.SIGKILL] * 2

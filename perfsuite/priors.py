@@ -1,0 +1,38 @@
+"""What all accepted workloads together say of the noise of one: the prior of its variances."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+
+from perfsuite.baseline import Entry
+from perfsuite.statistics import DEFAULT_NOISE, PRIOR_WORKLOADS, Noise, fit_prior
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Suite:
+    """The suite's noise, as accepted: of the ratio to the reference, and of two imports of one revision (A/A)."""
+
+    ratio: Noise = DEFAULT_NOISE
+    paired: Noise = DEFAULT_NOISE
+    clocks: Mapping[str, Suite] = field(default_factory=dict)
+    """The same for the workloads of one clock. The host varies more than the device, above all between machines."""
+
+    def of(self, clock: str) -> Suite:
+        """The noise of workloads with this clock; of all where too few have it."""
+        return self.clocks.get(clock, self)
+
+
+def suite_noise(entries: Mapping[str, Entry]) -> Suite:
+    """The noise priors that all accepted workloads of a device give."""
+    clocks: dict[str, list[Entry]] = {}
+    for entry in entries.values():
+        clocks.setdefault(entry.clock, []).append(entry)
+    enough = {clock: _fitted(those) for clock, those in clocks.items() if len(those) >= PRIOR_WORKLOADS}
+    return replace(_fitted(entries.values()), clocks=enough)
+
+
+def _fitted(entries: Collection[Entry]) -> Suite:
+    paired = [means for e in entries if (means := e.process_means("accepted"))]
+    ratio = fit_prior(e.process_means() for e in entries if "reference" not in e.few)
+    return Suite(ratio=ratio, paired=fit_prior(paired) if paired else ratio)
