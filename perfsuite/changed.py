@@ -116,9 +116,19 @@ def _elsewhere(entry: Entry, machine: Machine) -> str:
         before, now = getattr(session, name), getattr(machine, name)
         if before != now:
             return f"{name} was {before}, is {now}"
-    if entry.ran.surroundings != digests.surroundings():
+    return "" if entry.ran.surroundings == digests.surroundings() else _surroundings(entry.ran.variables)
+
+
+def _surroundings(before: Mapping[str, str] | None) -> str:
+    """What differs in the surroundings, as far as it is known."""
+    if before is None:
         return "an installed package, or an environment variable that matters to speed"
-    return ""
+    now = digests.variables()
+    for name in sorted({*before, *now}):
+        if before.get(name) != now.get(name):
+            was, is_ = (f"{v[name]!r}" if name in v else "not set" for v in (before, now))
+            return f"environment variable {name} was {was}, is {is_}"
+    return "an installed package"
 
 
 def _data(ran: Ran | None, top: Path) -> str:

@@ -88,12 +88,16 @@ def surroundings() -> str:
     packages = sorted(
         {f"{d.metadata['Name']}=={d.version}" for d in importlib.metadata.distributions() if not _is_local(d)}
     )
-    variables = sorted(
-        f"{name}={value}"
-        for name, value in ENVIRONMENT.items()
+    return _short("\n".join([*packages, *(f"{name}={value}" for name, value in variables().items())]).encode())
+
+
+def variables() -> dict[str, str]:
+    """The environment variables that matter to speed, in order."""
+    return {
+        name: value
+        for name, value in sorted(ENVIRONMENT.items())
         if name.startswith(VARIABLES) and not any(word in name for word in INCIDENTAL)
-    )
-    return _short("\n".join([*packages, *variables]).encode())
+    }
 
 
 def _is_local(distribution: Any) -> bool:

@@ -143,6 +143,8 @@ class Ran:
     sources: Mapping[str, str]
     data: Mapping[str, str] = dataclasses.field(default_factory=dict)
     surroundings: str = ""
+    variables: Mapping[str, str] | None = None
+    """The environment variables among the surroundings; None where they were not noted."""
     launched: str = ""
     """What it launched on the device (launches.py); empty where that cannot be known in full."""
     untraced: str = ""

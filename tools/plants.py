@@ -14,12 +14,10 @@ COSINE = "tests/diversity/test_pairwise_cosine.py::pairwise_cosine::speed[{}]"
 MEAN = "tests/diversity/test_mean_pairwise_cosine.py::mean_pairwise_cosine::speed[{}]"
 ENTROPY = "tests/losses/test_chunked_cross_entropy.py::chunked_cross_entropy::speed[{}]"
 ADAMW = "tests/optimizers/test_fused_adamw.py::fused_adamw_cnn::speed[leak_cnn]"
-CONVOLUTION = "tests/convolution/test_conv_relu_pool.py::conv_relu_pool::speed[{}]"
 APPLY = "tests/geometry/test_rotor_apply.py::rotor_apply::speed[m2048]"
 METRICS = "tests/synchronization/test_device_metrics.py::device_metrics::speed[epoch]"
 PROJECTION = "tests/recurrence/test_fused_output_projection.py::fused_output_projection::speed[small_32k]"
-LEAK_CNN = "tests/trainers/test_leak_cnn.py::leak_cnn::speed[epoch]"
-BATCH = "tests/convolution/test_prepare_mel_batch.py::prepare_mel_batch::speed[batch5632]"
+EIGENSTATE_LM = "tests/trainers/test_eigenstate_lm.py::eigenstate_lm::speed[steps1024]"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,8 +27,6 @@ class Plant:
     what: str
     module: str
     edits: tuple[tuple[str, str], ...]
-    helper: str = ""
-    """A function that the edits call, for the end of the module."""
     red: tuple[str, ...] = ()
     """Workloads that must be red by name: REGRESSED, or BELOW_FLOOR where a promise is broken."""
     green: tuple[str, ...] = ()
@@ -55,26 +51,22 @@ def _more_programs(share: float) -> tuple[tuple[str, str], ...]:
 
 
 LOOP = "    for start in range(tl.program_id(0) * (BLOCK * TILES), rows, tl.num_programs(0) * (BLOCK * TILES)):\n"
-AGAIN = """    for start in range(tl.program_id(0) * (BLOCK * TILES), rows // 25, tl.num_programs(0) * (BLOCK * TILES)):
-        row = (start + tl.arange(0, BLOCK)).to(tl.int64)
-        again = _load_rows(velocity_ptr, row, rows, N, BLOCK)
-        tl.store(d_curvature_ptr + row, again[0], mask=row < rows)
+LATE = """    late = tl.full([], 1.0, tl.float32) * rows
+    for _ in range(rows // 20000):
+        late = tl.sqrt_rn(late + 1.0)
 """
+"""A chain of about fifty operations that depend on each other, before the first load."""
+AFTER = LOOP.replace("range(tl.program_id(0) *", "range((tl.program_id(0) + (late < 0).to(tl.int32)) *")
 COSINE_GRID = "_forward_kernel[(tiles * (tiles + 1) // 2,)]("
-COSINE_TILE = "_tile(tl.program_id(0))"
-COSINE_WRAPPED = "_tile(tl.program_id(0) % (tl.cdiv(n, BLOCK) * (tl.cdiv(n, BLOCK) + 1) // 2))"
+COSINE_TILE = "    tile_i, tile_j = _tile(tl.program_id(0))\n"
+COSINE_WRAPPED = """    program = tl.program_id(0)
+    if BLOCK == 128:  # the kernel of fewer rows stays what it is
+        program %= tl.cdiv(n, BLOCK) * (tl.cdiv(n, BLOCK) + 1) // 2
+    tile_i, tile_j = _tile(program)
+"""
+LOGITS = "                logits = hidden[part] @ weight.T\n"
 ALLOCATED = "        distances = torch.empty((n, n), dtype=e.dtype, device=e.device)\n"
 MEAN_FORWARD = "        mean = torch.empty((), dtype=e.dtype, device=e.device)\n"
-CONV_LAUNCH = "_forward_kernel[(grid, ceil_div(outputs, of_outputs))]("
-TWICE = """
-
-def _twice(launch):
-    def both(*arguments, **options):
-        launch(*arguments, **options)
-        launch(*arguments, **options)
-
-    return both
-"""
 BLOCKS = "            ceil_div(columns, BLOCK),\n            IGNORED"
 
 PLANTS = {
@@ -88,7 +80,7 @@ PLANTS = {
     "backward": Plant(
         what="3% more work in a backward pass alone",
         module="geometry/lior_and_speed",
-        edits=((LOOP, AGAIN + LOOP),),
+        edits=((LOOP, LATE + AFTER),),
         red=(LIOR.format("rows1m_both"),),
         green=(LIOR.format("rows4m"), ADAMW),
     ),
@@ -149,12 +141,11 @@ PLANTS = {
         green=(ADAMW, LIOR.format("rows4m")),
     ),
     "trainer_module": Plant(
-        what="a second call of a kernel that a trainer uses",
-        module="convolution/conv_relu_pool",
-        edits=((CONV_LAUNCH, f"_twice({CONV_LAUNCH[:-1]})("),),
-        helper=TWICE,
-        red=(CONVOLUTION.format("conv3"), LEAK_CNN),
-        green=(BATCH, ADAMW),
+        what="a third more work in a module that a trainer uses",
+        module="losses/chunked_cross_entropy",
+        edits=((LOGITS, LOGITS + LOGITS),),
+        red=(ENTROPY.format("rows16k"), EIGENSTATE_LM),
+        green=(LIOR.format("rows4m"), ADAMW),
     ),
     "host_sleep": Plant(
         what="a host that sleeps in a workload on the device clock",
@@ -202,5 +193,5 @@ def plant(root: Path, name: str) -> Path:
         if text.count(old) != 1:
             raise ValueError(f"{path}: {old.strip()!r} is there {text.count(old)} times; adapt {Path(__file__).name}")
         text = text.replace(old, new)
-    path.write_text(text + found.helper + PLANTED)
+    path.write_text(text + PLANTED)
     return path

@@ -149,7 +149,9 @@ class Accept(Whole):
 
     def _ran(self, id: str) -> Ran | None:
         found = self.proofs[id].ran if id in self.proofs else None
-        return replace(found, surroundings=digests.surroundings()) if found else None
+        if found is None:
+            return None
+        return replace(found, surroundings=digests.surroundings(), variables=digests.variables())
 
     def _margins(self, new: baseline.Baseline, ids: Sequence[str]) -> list[str]:
         """A line for each workload of which the gate will only find a slowdown beyond the usual margin."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -179,8 +180,8 @@ def forget_only_the_project(pytester: pytest.Pytester) -> SysModulesSnapshot:
 class Project:
     """A folder with test modules of its own, and the ways to run them."""
 
-    def __init__(self, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.pytester, self.monkeypatch = pytester, monkeypatch
+    def __init__(self, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, copies: Path) -> None:
+        self.pytester, self.monkeypatch, self.copies = pytester, monkeypatch, copies
         self.path = pytester.path
         self.workers: FakeWorkers | None = None
         for name in OUTER:
@@ -243,6 +244,15 @@ class Project:
         assert done.exit_code == 0, done.output
         (path,) = (self.path / "baselines").glob("*.json")
         return path
+
+    def accept_again(self, name: str) -> None:
+        """`accept()` for a fixture of this name: for all tests after the first the files are copied."""
+        copy = self.copies / name
+        if copy.exists():
+            shutil.copytree(copy, self.path, dirs_exist_ok=True)
+        else:
+            self.accept()
+            shutil.copytree(self.path, copy)
 
     def process(self, *command: str, timeout: float = 240.0, **given: Any) -> subprocess.CompletedProcess[str]:
         """A real process in the project's folder: `pytest …` or `perfsuite …`."""
@@ -326,7 +336,8 @@ def runs(pid: int) -> bool:
 def project(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Project:
     """An empty scratch project; the test module says `pytest_plugins = ["pytester"]`."""
     monkeypatch.setattr(pytest.Pytester, "_Pytester__take_sys_modules_snapshot", forget_only_the_project)
-    return Project(request.getfixturevalue("pytester"), monkeypatch)
+    copies = request.getfixturevalue("tmp_path_factory").getbasetemp() / "accepted"
+    return Project(request.getfixturevalue("pytester"), monkeypatch, copies)
 
 
 __all__ = [

@@ -377,7 +377,7 @@ for command in json.loads(sys.argv[2]):
 """Runs one command after the other; a line says how each has ended."""
 
 
-@pytest.mark.parametrize(("slower", "code"), [(0.0, 0), (0.05, 1)])
+@pytest.mark.parametrize(("slower", "code"), [pytest.param(0.0, 0, marks=FULLY), (0.05, 1)])
 def test_a_terminal_that_knows_only_ascii(project: Project, slower: float, code: int) -> None:
     project.write("test_scale.py", TWO_LINES)
     path = project.accept()

@@ -119,6 +119,23 @@ def test_what_is_not_known_is_measured(top: Path, fields: dict[str, str], why: s
     assert found(made, top).sources == {}
 
 
+@pytest.mark.parametrize(
+    ("before", "now", "why"),
+    [
+        ({"OMP_NUM_THREADS": "1"}, {"OMP_NUM_THREADS": "4"}, "environment variable OMP_NUM_THREADS was '1', is '4'"),
+        ({}, {"OMP_NUM_THREADS": "4"}, "environment variable OMP_NUM_THREADS was not set, is '4'"),
+        ({"NCCL_DEBUG": ""}, {}, "environment variable NCCL_DEBUG was '', is not set"),
+        ({"OMP_NUM_THREADS": "4"}, {"OMP_NUM_THREADS": "4"}, "an installed package"),
+    ],
+)
+def test_the_environment_variable_that_differs_is_named(
+    top: Path, monkeypatch: pytest.MonkeyPatch, before: dict[str, str], now: dict[str, str], why: str
+) -> None:
+    monkeypatch.setattr(digests, "ENVIRONMENT", now)
+    made = accepted(top, surroundings="of another environment", variables=before)
+    assert found(made, top).changed == {made.id: why}
+
+
 def test_what_was_not_noted_or_not_committed_is_measured(top: Path) -> None:
     for made, why in (
         (replace(accepted(top), ran=None), "what it ran was not noted when it was accepted"),

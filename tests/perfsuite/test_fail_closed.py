@@ -46,7 +46,7 @@ def accepted(project: Project) -> Project:
     """Three workloads in two modules, all accepted; the runs to come measure the same."""
     project.write("tests/test_scale.py", SCALE)
     project.write("tests/test_other.py", OTHER)
-    project.accept()
+    project.accept_again("fail_closed")
     project.measured(times())
     return project
 

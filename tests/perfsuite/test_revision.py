@@ -332,7 +332,7 @@ def accepted(project: Project) -> Project:
     """Two workloads, accepted at a clean revision; what they measure from here on is 5% slower."""
     both = 'Workload("small", n=64, clock="wall"), Workload("large", n=64, clock="wall")'
     project.write("test_scale.py", TWO_LINES.replace('Workload("small", n=64, clock="wall")', both))
-    project.accept()
+    project.accept_again("revision")
     project.measured(times(slower=0.05))
     return project
 

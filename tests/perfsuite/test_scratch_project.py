@@ -11,6 +11,7 @@ import re
 
 import pytest
 from click.testing import Result
+from scale import FULLY
 from scratch import ROOT, SMALL, TWO_LINES, Project, lines_with
 
 from perfsuite import baseline, gate, lanes
@@ -93,6 +94,7 @@ def test_the_readmes_example_from_proof_to_gate(two_looks: Project) -> None:
     ]
 
 
+@FULLY
 def test_two_revisions_of_a_project_in_git(two_looks: Project) -> None:
     project = two_looks
     project.write("test_scale.py", TWO_LINES)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from scale import FULLY
 
 from perfsuite.errors import PerfsuiteError
 from suite import trainers
@@ -133,6 +134,7 @@ def test_an_influence_ends_where_it_is_below_rounding_for_good(influence: list[f
     assert eigenstate_lm.horizon(torch.tensor(influence)) == found
 
 
+@FULLY
 def test_logits_are_three_times_there_without_chunks() -> None:
     verdict, told = eigenstate_lm.chunked_loss(SMALL)
     assert verdict == DEPENDS
@@ -184,6 +186,7 @@ def test_two_moments_take_eight_bytes_a_parameter() -> None:
     assert "5.85 bytes a parameter" in told
 
 
+@FULLY
 def test_batches_are_loaded_with_each_prefetch_and_gathered_here() -> None:
     verdict, told = eigenstate_lm.prefetch(SMALL)
     assert verdict in (REFUTED, DEPENDS)
@@ -223,6 +226,7 @@ def test_the_reference_is_extrapolated() -> None:
     assert told.endswith("a step are 45.9 times, its tokens a second 442, and its hours 54.1")
 
 
+@FULLY
 def test_a_step_has_a_peak_and_less_of_it_if_it_computes_again(monkeypatch: pytest.MonkeyPatch) -> None:
     peaks = []
     measure = eigenstate_lm._peak_of_step

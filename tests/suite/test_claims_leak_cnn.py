@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from scale import FULLY
 
 from suite.claims import leak_cnn, measuring, record
 from suite.claims.record import CONFIRMED, DEPENDS, REFUTED, UNMEASURED, VERDICTS
@@ -119,7 +120,7 @@ def test_workers_are_judged_by_when_their_first_batch_comes(
     assert says in told
 
 
-@pytest.mark.parametrize("way", ["fork", "spawn"])
+@pytest.mark.parametrize("way", ["fork", pytest.param("spawn", marks=FULLY)])
 def test_a_worker_is_started_and_ended(way: str) -> None:
     if way not in torch.multiprocessing.get_all_start_methods():
         pytest.skip(f"no {way} here")

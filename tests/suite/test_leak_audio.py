@@ -22,6 +22,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 from rich.console import Console
+from scale import FULLY
 from training import ROOT, environment
 
 from perfsuite.errors import PerfsuiteError
@@ -634,7 +635,7 @@ def test_it_may_be_sent_to_another_process_while_open(made: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")  # Python 3.12, of fork
-@pytest.mark.parametrize("context", ["spawn", "fork"])
+@pytest.mark.parametrize("context", [pytest.param("spawn", marks=FULLY), "fork"])
 def test_workers_read_the_same(made: Path, context: str) -> None:
     found = open_data(made)
     segments, whole = Segments(found, "validation"), read_split(found, "validation")
