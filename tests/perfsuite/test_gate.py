@@ -927,6 +927,7 @@ def test_an_estimate_of_exactly_the_promise_reaches_it() -> None:
     run = [measurement(ratio=0.0, accepted=o) for o in OFFSETS * 4]
     found = verdict(promised(run, 1.0, entry=entry(run)), Status.NOISY)
     assert found.speedup == 1.0
+    assert "within the noise" in found.message
 
 
 def test_a_reference_that_is_slow_though_asked_for_in_full_is_taken_as_it_is() -> None:
