@@ -15,12 +15,23 @@ class List(Control):
 
     mode = "list"
 
+    def __init__(self, config: pytest.Config) -> None:
+        super().__init__(config)
+        self.broken: list[str] = []
+        """The modules that cannot be collected, each with the error."""
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            errors = [line[1:].strip() for line in str(report.longrepr).splitlines() if line.startswith("E ")]
+            self.broken.append(f"{report.nodeid}: {errors[-1]}" if errors else report.nodeid)
+
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> object:
         from perfsuite import listing
 
-        if session.testsfailed:
-            raise session.Interrupted(f"{session.testsfailed} error(s) while collecting; fix them first")
+        if self.broken:
+            others = f" (and {len(self.broken) - 1} more)" if len(self.broken) > 1 else ""
+            raise session.Interrupted(f"{self.broken[0]}{others}; fix it first")
         try:
             self.load_baseline()
         except PerfsuiteError as error:

@@ -158,6 +158,18 @@ def test_commands_leave_out_what_the_configuration_ignores(project: Project) -> 
         assert project.cli("list", path).exit_code == 2
 
 
+def test_list_names_a_module_that_cannot_be_imported(project: Project) -> None:
+    project.write("test_one.py", "import nothing_of_this_name")
+    for count, others in ((1, "; fix it first"), (2, " (and 1 more); fix it first")):
+        done = project.cli("list")
+        assert done.exit_code == 2
+        assert lines_with(
+            done.output, f"test_one.py: ModuleNotFoundError: No module named 'nothing_of_this_name'{others}"
+        )
+        assert "Traceback" not in done.output
+        project.write(f"test_two{count}.py", "def f(:")
+
+
 def test_the_gate_is_red_for_accepted_workloads_that_are_ignored(project: Project) -> None:
     for folder in ("pairs", "others"):
         project.write(f"{folder}/test_scale.py", TWO_LINES)
