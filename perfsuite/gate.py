@@ -23,11 +23,11 @@ shift does not cancel there, so the margin is wider. A slowdown is NOISY unless 
 most and the device's did not; a PASS is NOISY where the reference's seconds moved beyond the margin. A reference too
 slow to repeat leaves the optimized side's seconds alone: they hold OWN_SECONDS_MARGIN.
 
-**Promises** A promised speedup holds where the lower bound of this run's speedup is above it, at BETA over all looks,
-and is broken where the upper bound is below it, at ALPHA over looks and workloads. Where twelve processes with the
-reference in full show neither, the estimate decides: NOISY above the promise, BELOW_FLOOR below. Promised counts
-(memory, syncs, launches) are exact. What each of two processes or more counted more than when accepted is REGRESSED
-(counts.py).
+**Promises** A promised speedup holds where the lower bound of this run's speedup is above it, at BETA over all looks.
+It is broken where the upper bound, with the shifts between sessions in its error, is below it, at ALPHA over looks and
+workloads. Where twelve processes with the reference in full show neither, the estimate decides: NOISY above the
+promise, BELOW_FLOOR below. Promised counts (memory, syncs, launches) are exact. What each of two processes or more
+counted more than when accepted is REGRESSED (counts.py).
 
 A green verdict names the cause where the stored speedup is clearly no longer reached (causes.py).
 
@@ -137,6 +137,7 @@ class Subject:
 
     @property
     def clock(self) -> str:
+        """The clock that it is timed on; there is an entry or a measurement."""
         return self.entry.clock if self.entry is not None else self.runs[0].clock
 
     @property
