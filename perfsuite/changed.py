@@ -30,11 +30,10 @@ Added: TypeAlias = Callable[[str, Path], Collection[str] | None]
 
 def unchanged(entries: Mapping[str, Entry], top: Path, machine: Machine, added: Added = revision.added_since) -> Found:
     """Compare what each entry ran with what is here now."""
-    found, new = Found(), _New(top, added)
-    known: dict[str, str] = {}
+    found, present = Found(), _Present(top, added)
     for id, entry in entries.items():
-        difference = _elsewhere(entry, machine) or _data(entry.ran, top) or new.since(entry)
-        sources = [] if difference else _sources(entry.ran, top, known)
+        difference = _elsewhere(entry, machine) or present.other_data(entry.ran) or present.added_since(entry)
+        sources = [] if difference else present.other_sources(entry.ran)
         if difference or sources:
             found.changed[id] = difference or f"{', '.join(sources[:3])}{', …' * (len(sources) > 3)}"
             if not difference:
@@ -48,19 +47,19 @@ def other_code(
     entries: Mapping[str, Entry], top: Path, machine: Machine, added: Added = revision.added_since
 ) -> dict[str, str]:
     """Workload → why its accepted figures may be of other code than the present, for those where they may."""
-    new, known = _New(top, added), dict[str, str]()
-    return {i: why for i, entry in entries.items() if (why := _other_code(entry, top, machine, new, known))}
+    present = _Present(top, added)
+    return {i: why for i, entry in entries.items() if (why := _other_code(entry, machine, present))}
 
 
-def _other_code(entry: Entry, top: Path, machine: Machine, new: _New, known: dict[str, str]) -> str:
+def _other_code(entry: Entry, machine: Machine, present: _Present) -> str:
     if reason := _unknown(entry):
         return reason
     before, now = (version.rpartition(".")[0] for version in (entry.sessions[-1].python, machine.python))
     if before != now:  # whose digests of sources differ
         return f"it was accepted with Python {before}, and this is {now}"
-    if reason := new.since(entry):
+    if reason := present.added_since(entry):
         return reason
-    what = _data(entry.ran, top) or ", ".join(_sources(entry.ran, top, known)[:3])
+    what = present.other_data(entry.ran) or ", ".join(present.other_sources(entry.ran)[:3])
     return f"{what} changed since it was accepted at {short(entry.revision)}" if what else ""
 
 
@@ -107,7 +106,7 @@ def _unknown(entry: Entry) -> str:
 
 
 def _elsewhere(entry: Entry, machine: Machine) -> str:
-    """What the workload runs on, if that is not what it was accepted on; or why that is not known."""
+    """How the software or the environment differs from when the workload was accepted; empty where it does not."""
     if reason := _unknown(entry):
         return reason
     assert entry.ran is not None
@@ -120,7 +119,7 @@ def _elsewhere(entry: Entry, machine: Machine) -> str:
 
 
 def _surroundings(before: Mapping[str, str] | None) -> str:
-    """What differs in the surroundings, as far as it is known."""
+    """Which environment variable differs; where none does, that an installed package must."""
     if before is None:
         return "an installed package, or an environment variable that matters to speed"
     now = digests.variables()
@@ -131,22 +130,34 @@ def _surroundings(before: Mapping[str, str] | None) -> str:
     return "an installed package"
 
 
-def _data(ran: Ran | None, top: Path) -> str:
-    for path, digest in ran.data.items() if ran else ():
-        if digests.of_data(top / path) != digest:
-            return f"data file {path}"
-    return ""
-
-
-class _New:
-    """Files that came since workloads were accepted. Git and each source are read once for all of them."""
+class _Present:
+    """The files as they are now. Git and each file are read once for all workloads."""
 
     def __init__(self, top: Path, added: Added) -> None:
         self.top = top
         self.added = functools.cache(added)
         self.imports = functools.cache(self._imports)
+        self.digest_of_data = functools.cache(lambda path: digests.of_data(top / path))
+        self.digest_of_source = functools.cache(lambda path: digests.of_file(top / path))
 
-    def since(self, entry: Entry) -> str:
+    def other_data(self, ran: Ran | None) -> str:
+        """A data file that differs; empty where none does."""
+        for path, digest in ran.data.items() if ran else ():
+            if self.digest_of_data(path) != digest:
+                return f"data file {path}"
+        return ""
+
+    def other_sources(self, ran: Ran | None) -> list[str]:
+        """The sources that differ."""
+        different = []
+        for path, digest in ran.sources.items() if ran else ():
+            # A package of the same name would be imported in the module's place.
+            package = (self.top / path).with_suffix("") / "__init__.py"
+            if self.digest_of_source(path) != digest or package.exists():
+                different.append(path)
+        return different
+
+    def added_since(self, entry: Entry) -> str:
         """That a file came since it was accepted which would run now, or that this cannot be known."""
         since = short(entry.revision)
         files = self.added(entry.revision, self.top) if entry.revision else None
@@ -167,15 +178,3 @@ class _New:
 
     def _imports(self, source: Path) -> frozenset[str]:
         return frozenset(digests.imported_by(self.top / source, ".".join(source.parent.parts)))
-
-
-def _sources(ran: Ran | None, top: Path, known: dict[str, str]) -> list[str]:
-    """The sources that differ; `known` keeps digests between workloads."""
-    different = []
-    for path, digest in ran.sources.items() if ran else ():
-        if path not in known:
-            known[path] = digests.of_file(top / path)
-        # A package of the same name would be imported in the module's place.
-        if known[path] != digest or (top / path).with_suffix("").joinpath("__init__.py").exists():
-            different.append(path)
-    return different

@@ -6,7 +6,7 @@ Each mode (perfsuite/modes/) is a subclass, registered with pytest as a plugin o
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -169,18 +169,20 @@ class Control:
         )
 
     def work(
-        self, tasks: Sequence[Task], *, everywhere: bool = False, drained: Callable[[], None] = lambda: None
+        self, tasks: Sequence[Task], *, everywhere: bool = False, ahead: Sequence[str] = ()
     ) -> Generator[tuple[str, Outcome]]:
         """Do the tasks in workers and keep what came of them: (id, outcome) as each ends.
 
-        A lane for each GPU, or where nothing is timed (`everywhere`) for each core. `drained` is called once no task
-        waits for a lane any more.
+        A lane for each GPU, or where nothing is timed (`everywhere`) for each core. Meanwhile processes that will time
+        `ahead` are started: on the cores that are left, and more once no task waits for a lane.
         """
         kinds = {task.id: task.kind for task in tasks}
         lost = dict.fromkeys(kinds)
         began, what = monotonic(), "proofs" if everywhere else "timing"
         try:
-            with closing(self.workers.run(*self._planned(tasks, everywhere), drained)) as outcomes:
+            planned, chosen = self._planned(tasks, everywhere)
+            self._start_ahead(ahead, busy=len(chosen))
+            with closing(self.workers.run(planned, chosen, lambda: self._start_ahead(ahead))) as outcomes:
                 for id, outcome in outcomes:
                     lost.pop(id, None)
                     self.keep(id, outcome)
@@ -198,8 +200,7 @@ class Control:
             self.progress.done()
             self.durations.save()
 
-    def start_ahead(self, ids: Sequence[str], busy: int = 0) -> None:
-        """Start processes that will time these, where there are cores to spare: beside so many busy ones."""
+    def _start_ahead(self, ids: Sequence[str], busy: int = 0) -> None:
         if ids:
             timing = lanes.for_timing(self.machine)
             self.workers.prepare(timing, ids, lanes.to_spare(self.machine, timing, busy))

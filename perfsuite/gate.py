@@ -104,7 +104,7 @@ RATIO_MAX = 20.0
 """A log-ratio beyond this is a broken clock: no side is half a billion times as fast."""
 NO_PROMISES = PromiseRecord()
 NO_SHIFT = Variance(value=0.0, dof=math.inf)
-"""Of the session, where both sides are timed in this one."""
+"""The session's variance where both sides are timed in the same session."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""What all accepted workloads together say of the noise of one: the prior of its variances."""
+"""Priors for the variances of a workload, fitted to all accepted workloads of the suite."""
 
 from __future__ import annotations
 

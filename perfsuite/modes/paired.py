@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from perfsuite import confirmation, gate, lanes, planning, revision
+from perfsuite import confirmation, gate, planning, revision
 from perfsuite.baseline import Entry, short
 from perfsuite.control import Control, failed
 from perfsuite.errors import PerfsuiteError, RevisionError
@@ -55,8 +55,7 @@ class Paired(Control):
         """Prove these, and start processes that will time `ahead` meanwhile."""
         tasks = [self._prove_task(i) for i in ids]
         self.announce(tasks, proving=True)
-        self.start_ahead(ahead, busy=len(lanes.for_proving(tasks, self.machine)))
-        for _ in self.work(tasks, everywhere=True, drained=lambda: self.start_ahead(ahead)):
+        for _ in self.work(tasks, everywhere=True, ahead=ahead):
             pass
         crowded = [t for t in tasks if t.id in self.failures and OUT_OF_MEMORY in self.failures[t.id].message]
         for task in crowded:  # beside others there was too little memory
