@@ -34,6 +34,14 @@ ENVIRONMENT = dict(os.environ)
 NOT_DATA = (".py", ".pyc", ".so", ".pth", ".toml", ".ini", ".cfg")
 
 
+def searched(paths: Iterable[str]) -> list[str]:
+    """Those of `sys.path` where packages are installed: to import setuptools adds the copies that it has of others."""
+    return [path for path in paths if Path(path).name != "_vendor"]
+
+
+PATHS = searched(sys.path)
+"""As the run found it, too."""
+
 # --- one file -------------------------------------------------------------------------------------------------------
 
 
@@ -86,7 +94,7 @@ def _short(data: bytes) -> str:
 def surroundings() -> str:
     """The digest of all installed packages and of the environment variables that matter to speed."""
     packages = sorted(
-        {f"{d.metadata['Name']}=={d.version}" for d in importlib.metadata.distributions() if not _is_local(d)}
+        {f"{d.metadata['Name']}=={d.version}" for d in importlib.metadata.distributions(path=PATHS) if not _is_local(d)}
     )
     return _short("\n".join([*packages, *(f"{name}={value}" for name, value in variables().items())]).encode())
 

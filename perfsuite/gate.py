@@ -405,7 +405,7 @@ def _speedup(s: Subject, prior: Noise, selected: int, *, looks: int) -> Speedup 
         return None
     # After the first process all of the reference is asked for, or none: two with few samples show that it is slow.
     slow = s.few or (len(timed) > 1 and not full)
-    noise = noise_of(s.entry.process_means() if s.entry and not s.few else [], prior)
+    noise = noise_of(s.entry.process_means() if s.entry else [], prior)
     noise = replace(noise, process=_known(noise.process, used, "reference"))
     mean = run_mean(_values(used, "reference"))
     now, here = estimate(mean, noise), estimate(mean, replace(noise, session=NO_SHIFT))

@@ -74,3 +74,8 @@ def reference_blocks(entry: Entry, promised: float | None) -> int:
     if entry.sides["reference"].seconds <= LONG_S:
         return FEW_BLOCKS
     return 0 if promised is None or is_ample(entry, promised) else 1
+
+
+def more_reference_blocks(entry: Entry) -> int | None:
+    """The same of a further process, where the promise is in doubt: all (None), or one of a long reference."""
+    return 1 if entry.sides["reference"].seconds > LONG_S else None

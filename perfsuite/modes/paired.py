@@ -39,7 +39,7 @@ class Paired(Control):
         self.stored: dict[str, str] = {}
         self.suite = Suite()
         self.full: set[str] = set()
-        """Workloads whose reference is sampled in full, because their promise is in doubt."""
+        """Workloads whose promise is in doubt, so that the next process samples the reference more."""
 
     def prove(self, ids: Collection[str]) -> list[str]:
         """Prove both sides of each on all cores, which compiles what they compile; the ids that go on."""
@@ -83,12 +83,14 @@ class Paired(Control):
         )
 
     def reference(self, id: str, *, first: bool) -> int | None:
-        """How many blocks the reference joins: all (None) where the verdict needs it, else as few as will do."""
-        if id in self.stored or id in self.full:
+        """How many blocks the reference joins: all (None) or more where the verdict needs them, else as few as will do."""
+        entry = self.entry(id)
+        if id in self.stored:
             return None
+        if id in self.full:
+            return planning.more_reference_blocks(entry) if entry else None
         if not first:
             return 0
-        entry = self.entry(id)
         return planning.reference_blocks(entry, self.promises(id).speedup) if entry else planning.FEW_BLOCKS
 
     def blocks(self, id: str) -> int | None:
@@ -113,7 +115,8 @@ class Paired(Control):
             answers = gate.analyse(subjects, suite, selected=max(1, len(self.items)))
             verdicts = {i: a for i, a in answers.items() if isinstance(a, Verdict)}
             opened = {i: a for i, a in answers.items() if isinstance(a, Open)}
-            self.full |= {i for i, a in opened.items() if a.reference}
+            again = {i for i in self.full if len(self.runs.get(i, ())) not in gate.LOOKS}
+            self.full = {i for i, a in opened.items() if a.reference or i in again}
             left = [i for i in opened if len(self.runs.get(i, ())) < MOST_PROCESSES]
             self.progress.say(_round(verdicts.values(), opened))
         verdicts |= {i: self.undecided(i, answer) for i, answer in opened.items()}

@@ -122,6 +122,29 @@ def test_the_environment_is_the_one_that_the_run_found(monkeypatch: pytest.Monke
     assert digests.surroundings() == before
 
 
+def test_the_packages_are_those_that_the_run_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To import setuptools adds the packages that it has a copy of to sys.path."""
+    (tmp_path / "added-1.0.dist-info").mkdir()
+    (tmp_path / "added-1.0.dist-info" / "METADATA").write_text("Name: added\nVersion: 1.0\n")
+    digests.surroundings.cache_clear()
+    before = digests.surroundings()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    digests.surroundings.cache_clear()
+    assert digests.surroundings() == before
+    monkeypatch.setattr(digests, "PATHS", [str(tmp_path), *digests.PATHS])
+    digests.surroundings.cache_clear()
+    assert digests.surroundings() != before
+    digests.surroundings.cache_clear()
+
+
+def test_the_copies_that_setuptools_has_are_no_installed_packages() -> None:
+    assert digests.searched(["", "/lib/site-packages", "/lib/site-packages/setuptools/_vendor"]) == [
+        "",
+        "/lib/site-packages",
+    ]
+    assert digests.PATHS
+
+
 # --- what a workload ran --------------------------------------------------------------------------------------------
 
 

@@ -864,6 +864,14 @@ def test_few_samples_count_with_twice_the_error() -> None:
     assert (full.promised, speed_of(runs(), None).promised) == (19.0, 0.0)
 
 
+def test_the_noise_of_a_reference_that_is_always_slow_is_what_was_accepted() -> None:
+    """Also then a handful of samples made each accepted process."""
+    made, run = entry([measurement(accepted=o, ratio=TRUTH + o) for o in OFFSETS]), [few(process())]
+    slow = speed_of(run, 10.0, entry=replace(made, few=("reference",)))
+    assert slow.now == speed_of(run, 10.0, entry=made).now
+    assert slow.now.se != speed_of(run, 10.0, entry=None).now.se
+
+
 @pytest.mark.parametrize(("looks", "count", "beta"), [(1, 4, 0.03), (7, 1, 0.012), (7, 2, 0.006), (7, 4, 0.0015)])
 def test_a_promise_holds_as_a_slowdown_is_excluded_and_is_broken_at_alpha_over_looks_and_workloads(
     looks: int, count: int, beta: float

@@ -16,6 +16,7 @@ from perfsuite.planning import (
     blocks_of,
     is_ample,
     is_slow,
+    more_reference_blocks,
     noise_parts,
     reference_blocks,
     scale,
@@ -161,3 +162,5 @@ def test_the_reference_joins_as_few_blocks_as_its_promise_allows() -> None:
     assert reference_blocks(long, None) == 0
     assert reference_blocks(long, 15.0) == 1
     assert reference_blocks(long, 1.5) == 0
+    assert more_reference_blocks(with_reference(1.0)) is None
+    assert more_reference_blocks(long) == 1
