@@ -1,0 +1,95 @@
+"""How often the reference is timed, from process to process."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from builders import entry, measurement
+
+from perfsuite import gate
+from perfsuite.baseline import Entry
+from perfsuite.gate import Open
+from perfsuite.modes.paired import Paired
+from perfsuite.planning import FEW_BLOCKS
+from perfsuite.priors import Suite
+from perfsuite.records import PromiseRecord, Status, Verdict
+from perfsuite.workers import Task
+
+ID = "tests/test_a.py::a::speed[b]"
+
+
+class Scripted(Paired):
+    """One workload, whose answers after each process are given: whether its promise is in doubt."""
+
+    def __init__(self, accepted: Entry, doubts: Sequence[bool]) -> None:
+        self.accepted, self.doubts = accepted, doubts
+        self.trees, self.stored, self.full, self.runs, self.failures = {}, {}, set(), {}, {}
+        self.asked_for: list[int | None] = []
+
+    def entry(self, id: str) -> Entry | None:
+        return self.accepted
+
+    def promises(self, id: str) -> PromiseRecord:
+        return PromiseRecord(speedup=2.0)
+
+    def _time_task(self, id: str) -> Task:
+        return Task(id=id, reference=self.reference(id, first=id not in self.runs))
+
+    def _time(self, tasks: Sequence[Task]) -> None:
+        self.asked_for += [task.reference for task in tasks]
+        self.runs.setdefault(ID, []).append(measurement(accepted=0.0))
+
+    def _subject(self, id: str, *, sampled: bool) -> Any:
+        return None
+
+    def _sample(self, ids: Collection[str]) -> set[str]:
+        return set()
+
+    def _confirm(self, verdicts: Any) -> dict[str, Verdict]:
+        return {}
+
+    @property
+    def items(self) -> Any:
+        return {ID: None}
+
+    @property
+    def progress(self) -> Any:
+        class Silent:
+            def say(self, text: str) -> None:
+                pass
+
+        return Silent()
+
+    def answer(self) -> Verdict | Open:
+        done = len(self.runs[ID])
+        if done > len(self.doubts):
+            return Verdict(id=ID, status=Status.PASS, message="")
+        return Open(processes=1, reason="", reference=self.doubts[done - 1])
+
+
+def with_reference_of(seconds: float) -> Entry:
+    made = entry([measurement(accepted=0.0, ratio=1.0)] * 3)
+    return replace(made, sides={n: replace(s, seconds=seconds) for n, s in made.sides.items()})
+
+
+@pytest.mark.parametrize(
+    ("seconds", "doubts", "asked"),
+    [
+        (0.1, [True, False], [FEW_BLOCKS, None, 0]),
+        (0.1, [False, True], [FEW_BLOCKS, 0, None]),
+        (5.0, [True, True, False], [1, 1, 1, 0]),  # a long one is called once a process
+        # After five processes nothing is decided: the sixth goes on as the fifth did.
+        (0.1, [False, False, False, True, False], [FEW_BLOCKS, 0, 0, 0, None, None]),
+    ],
+)
+def test_the_reference_is_timed_again_while_its_promise_is_in_doubt(
+    seconds: float, doubts: list[bool], asked: list[int | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mode = Scripted(with_reference_of(seconds), doubts)
+    monkeypatch.setattr(gate, "analyse", lambda subjects, suite, *, selected: {ID: mode.answer()})
+    verdicts = mode.decide([ID], Suite())
+    assert mode.asked_for == asked
+    assert verdicts[ID].status is Status.PASS
