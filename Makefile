@@ -17,6 +17,10 @@ run: ## prove, measure and report, with what this machine has
 # Each worker compiles by itself: helpers of torch.compile would import torch on cores that are all busy.
 test test-all: export TORCHINDUCTOR_COMPILE_THREADS ?= 1
 
+# Inductor tries each vector instruction set in every process, and compiles a program for it the first time. The kernel's
+# list of what the processor has is enough.
+run test test-all: export TORCHINDUCTOR_VEC_ISA_OK ?= 1
+
 # A worker takes tests in their order, so that the proofs of a pair share what they know of its draws.
 test: ## correctness of every pair and the harness's own tests (nothing is timed)
 	@beside= && $(SETUP) && { ! "$$python" -c "import xdist" 2>/dev/null || beside="-n auto --dist worksteal"; } && \

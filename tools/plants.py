@@ -52,10 +52,10 @@ def _more_programs(share: float) -> tuple[tuple[str, str], ...]:
 
 LOOP = "    for start in range(tl.program_id(0) * (BLOCK * TILES), rows, tl.num_programs(0) * (BLOCK * TILES)):\n"
 LATE = """    late = tl.full([], 1.0, tl.float32) * rows
-    for _ in range(rows // 20000):
+    for _ in range(rows // 43000):
         late = tl.sqrt_rn(late + 1.0)
 """
-"""A chain of about fifty operations that depend on each other, before the first load."""
+"""A chain of about 25 operations that depend on each other, before the first load."""
 AFTER = LOOP.replace("range(tl.program_id(0) *", "range((tl.program_id(0) + (late < 0).to(tl.int32)) *")
 COSINE_GRID = "_forward_kernel[(tiles * (tiles + 1) // 2,)]("
 COSINE_TILE = "    tile_i, tile_j = _tile(tl.program_id(0))\n"
