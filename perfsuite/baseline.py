@@ -125,6 +125,10 @@ class Entry:
         known = [p.anchors for s in self.sessions for p in s.processes]
         return {name: median(a[name] for a in known if name in a) for name in sorted({n for a in known for n in a})}
 
+    def peak_bytes(self) -> int | None:
+        """The most memory that a side's call took; None where it is not known of any."""
+        return max((s.peak_bytes for s in self.sides.values() if s.peak_bytes is not None), default=None)
+
     def speedup(self, other: str = "reference") -> float:
         """Time of `other` over time of `optimized`: the geometric mean over sessions."""
         return math.exp(fmean(fmean(m) for m in self.process_means(other)))

@@ -173,8 +173,8 @@ class Control:
     ) -> Generator[tuple[str, Outcome]]:
         """Do the tasks in workers and keep what came of them: (id, outcome) as each ends.
 
-        A lane for each GPU, or where nothing is timed (`everywhere`) for each core. Meanwhile processes that will time
-        `ahead` are started: on the cores that are left, and more once no task waits for a lane.
+        The lanes are those for timing, or where nothing is timed (`everywhere`) one for each core. Meanwhile processes
+        that will time `ahead` are started on the cores that are left.
         """
         kinds = {task.id: task.kind for task in tasks}
         lost = dict.fromkeys(kinds)
@@ -182,7 +182,7 @@ class Control:
         try:
             planned, chosen = self._planned(tasks, everywhere)
             self._start_ahead(ahead, busy=len(chosen))
-            with closing(self.workers.run(planned, chosen, lambda: self._start_ahead(ahead))) as outcomes:
+            with closing(self.workers.run(planned, chosen, lambda busy: self._start_ahead(ahead, busy))) as outcomes:
                 for id, outcome in outcomes:
                     lost.pop(id, None)
                     self.keep(id, outcome)
@@ -200,13 +200,17 @@ class Control:
             self.progress.done()
             self.durations.save()
 
-    def _start_ahead(self, ids: Sequence[str], busy: int = 0) -> None:
+    def _start_ahead(self, ids: Sequence[str], busy: int) -> None:
         if ids:
-            timing = lanes.for_timing(self.machine)
+            timing = self.timing_lanes(())
             self.workers.prepare(timing, ids, lanes.to_spare(self.machine, timing, busy))
 
+    def timing_lanes(self, tasks: Sequence[Task]) -> list[Lane]:
+        """The lanes for tasks that time."""
+        return lanes.for_timing(self.machine)
+
     def _planned(self, tasks: Sequence[Task], everywhere: bool) -> tuple[list[Task], list[Lane]]:
-        chosen = lanes.for_proving(tasks, self.machine) if everywhere else lanes.for_timing(self.machine)
+        chosen = lanes.for_proving(tasks, self.machine) if everywhere else self.timing_lanes(tasks)
         return lanes.ordered(tasks, chosen, self.expected_s), chosen
 
     def expected_s(self, task: Task) -> float:
@@ -227,7 +231,8 @@ class Control:
         if timed and proving:
             parts.append(_on_cores(*first))
         elif timed:
-            on = f" on each of {len(first[1])} GPUs" if len(first[1]) > 1 else ""
+            gpus = len(lanes.devices_of(first[1]))
+            on = f" on each of {gpus} GPUs" if gpus > 1 else ""
             parts.append(f"{units.count(len(timed), 'workload')} timed one at a time{on}")
         if proofs:
             parts.append(_on_cores(*then))

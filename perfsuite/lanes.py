@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from perfsuite.folders import own_folder
@@ -25,8 +26,12 @@ MOST_PROVERS = 12
 """On one GPU: each takes a context and a cache of its memory, and several gigabytes of the host's."""
 
 COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
-MOST_AHEAD, CORES_AHEAD = 8, 2
-"""Processes that are started ahead of their round: at most so many for a lane, and one for every so many cores."""
+MOST_AHEAD = 12
+"""Processes that are started ahead of their round: at most so many for a GPU."""
+MOST_TOGETHER, WORTH_ANOTHER = 3, 10
+"""Processes that prepare beside each other on a GPU: at most so many, and one for every so many workloads."""
+PEAKS_SPARE = 2.0
+"""A process may hold more than the peak of one call: inputs of all sides, and what its allocator keeps."""
 MOST_WAITING = 16
 """At most so many over all lanes: each takes about a gigabyte of the host's memory."""
 
@@ -66,10 +71,32 @@ class Durations:
             pass
 
 
-def for_timing(machine: Machine) -> list[Lane]:
-    """One lane for each GPU, or one for the CPU: what is timed runs alone on its device."""
-    lanes = [Lane(environment={"CUDA_VISIBLE_DEVICES": device}) for device in _several_devices(machine)]
-    return lanes or [Lane()]
+def for_timing(machine: Machine, locks: Path | None = None, beside: int = 1) -> list[Lane]:
+    """One lane for each GPU, or one for the CPU: what is timed runs alone on its device.
+
+    With a folder for the `locks`, so many lanes for each GPU, whose processes prepare `beside` each other.
+    """
+    lanes = [Lane(environment={"CUDA_VISIBLE_DEVICES": device}) for device in _several_devices(machine)] or [Lane()]
+    if locks is None:
+        return lanes
+    return [replace(lane, lock=str(locks / f"gpu-{n}.lock")) for _ in range(beside) for n, lane in enumerate(lanes)]
+
+
+def devices_of(lanes: Sequence[Lane]) -> list[Lane]:
+    """A lane for each device: those that prepare beside each other are equal."""
+    return [lane for n, lane in enumerate(lanes) if lane not in lanes[:n]]
+
+
+def together(memory_bytes: int | None, peaks: Collection[int | None]) -> int:
+    """How many workloads with these peaks of memory may be prepared beside each other on one GPU.
+
+    None is a peak that is not known. One process is enough where there are few workloads: each must be started.
+    """
+    known = sorted((p for p in peaks if p is not None), reverse=True)
+    if memory_bytes is None or len(known) < len(peaks):
+        return 1
+    most = max(1, min(MOST_TOGETHER, len(peaks) // WORTH_ANOTHER))
+    return next(n for n in range(most, 0, -1) if n == 1 or PEAKS_SPARE * sum(known[:n]) <= memory_bytes)
 
 
 def for_proving(tasks: Collection[Task], machine: Machine) -> list[Lane]:
@@ -91,14 +118,14 @@ def for_proving(tasks: Collection[Task], machine: Machine) -> list[Lane]:
     return lanes
 
 
-def to_spare(machine: Machine, lanes: Sequence[Lane], busy: int = 0) -> int:
-    """How many processes a lane may have started ahead: beside so many busy cores, or while the last proofs run.
+def to_spare(machine: Machine, lanes: Sequence[Lane], busy: int) -> int:
+    """How many processes each device may have started ahead, beside so many busy cores.
 
     On a CPU one: the second would import torch while the first times.
     """
     most = MOST_AHEAD if machine.count else 1
-    cores = machine.cores - busy if busy else machine.cores // CORES_AHEAD
-    return max(0, min(most, cores // len(lanes), MOST_WAITING // len(lanes)))
+    devices = len(devices_of(lanes))
+    return max(0, min(most, (machine.cores - busy) // devices, MOST_WAITING // devices))
 
 
 def _several_devices(machine: Machine) -> tuple[str, ...]:
@@ -127,7 +154,8 @@ def ordered(tasks: Iterable[Task], lanes: Sequence[Lane], expected: Callable[[Ta
 
 
 def seconds_of(tasks: Sequence[Task], lanes: Sequence[Lane], expected: Callable[[Task], float]) -> float:
-    """How long the tasks will take in this order."""
+    """How long the tasks will take in this order; on one device one after the other."""
+    lanes = devices_of(lanes) if any(lane.lock for lane in lanes) else lanes
     loads = [0.0] * len(lanes)
     for task in tasks:
         loads[loads.index(min(loads))] += expected(task)

@@ -177,6 +177,13 @@ def survey_gpus() -> Survey:
     return _survey_smi(problem)
 
 
+def gpu_memory_bytes() -> int | None:
+    """The memory of the smallest visible GPU; None where it is not known."""
+    memory = [gpu.memory_bytes for gpu in survey_gpus().gpus]
+    known = [m for m in memory if m is not None]
+    return min(known) if known and len(known) == len(memory) else None
+
+
 class Monitor:
     """The state of one GPU over a measurement: `with Monitor(0) as m: m.sample(); …; m.condition()`.
 

@@ -274,6 +274,7 @@ def measure(
     new_values: bool = True,
     seed: int | None = None,
     report: Report = lambda phase: None,
+    alone: Callable[[], bool] = lambda: False,
 ) -> Measurement:
     """Time one workload's sides against each other.
 
@@ -281,13 +282,14 @@ def measure(
     one, its inputs are drawn again, and only outputs that are not those proven are proven anew. There are at most
     `blocks`; `reference` limits the reference to one round in each of so many of them, and 0 leaves it out. `thorough`
     times rivals and the other clock, too; without `new_values` the sides get none between the blocks. `report` gets the
-    name of the side that is about to run, so that a crash or a hang can be attributed. NotEquivalent where a side is
-    not the same function; PairError where the workload cannot be timed as declared.
+    name of the side that is about to run, so that a crash or a hang can be attributed. `alone` is called before any
+    is timed: it returns once nothing else uses the device, and tells whether anything may have until then.
+    NotEquivalent where a side is not the same function; PairError where the workload cannot be timed as declared.
     """
     began = perf_counter()
     chosen = proof.seed if proof else secrets.randbits(31) if seed is None else seed
     bench = Bench(pair=pair, workload=workload, device=device, home=home, seed=chosen, report=report, accepted=accepted)
-    session = Session(bench, proof, reference, thorough, new_values)
+    session = Session(bench, proof, reference, thorough, new_values, alone)
     with bench.released():
         session.run(blocks)
         return session.record(workload_id, perf_counter() - began)
@@ -297,10 +299,16 @@ class Session:
     """One measurement from the proof to the record."""
 
     def __init__(
-        self, bench: Bench, proof: Proof | None, reference: int | None, thorough: bool, new_values: bool
+        self,
+        bench: Bench,
+        proof: Proof | None,
+        reference: int | None,
+        thorough: bool,
+        new_values: bool,
+        alone: Callable[[], bool],
     ) -> None:
         self.bench, self.proof, self.reference, self.thorough = bench, proof, reference, thorough
-        self.new_values = new_values
+        self.new_values, self.alone = new_values, alone
         self.rivals, self.skipped = bench.rivals() if thorough else ({}, {})
         self.check = bench.check(proof)
         self.long = Call(proof.reference_s, None) if proof and proof.reference_s else None
@@ -342,6 +350,8 @@ class Session:
         self.kind = _clock_kind(bench.pair, bench.workload, self.clock, self.counts, self.runners, self.skipped)
         gated = {n: r for n, r in self.runners.items() if n in timed}
         self.sampler = self._sampler(gated, sparse={REFERENCE: self.reference} if self.reference else None)
+        if self.alone():
+            self._call_long_again()
         with phases.time("timing"):
             self.sampler.plan(blocks)
             proven = self.proof is not None
@@ -396,10 +406,19 @@ class Session:
 
     def _is_long(self) -> bool:
         """Call the reference once; whether that took so long that it counts as its only sample."""
+        self.alone()
         with self.bench.phases.time("reference"):
             call = _once(self.bench, self.clock, self.rng)
         self.long = call if call.seconds > LONG_S else None
         return self.long is not None
+
+    def _call_long_again(self) -> None:
+        """The warm-up of a side that is as long as this was its sample, beside other work."""
+        with self.bench.phases.time("warm-up"):
+            for runner in self.runners.values():
+                if runner.long is not None:
+                    runner.long = None
+                    runner.warm_up(self.clock)
 
     def _sampler(self, runners: dict[str, Runner], sparse: Mapping[str, int] | None = None) -> Sampler:
         return Sampler(

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from perfsuite import revision
+from perfsuite import revision, sharing
 from perfsuite.digests import Opened
 from perfsuite.errors import NoisyError, PerfsuiteError, RevisionError, TamperedError
 from perfsuite.pair import Pair, Side, as_side
 from perfsuite.records import Measurement, Proof, Ran, Status
 from perfsuite.speed import SpeedItem
-from perfsuite.workers import ITEMS, PROVE, TRACE, Failure, Journal, Outcome, Reported, Task
+from perfsuite.workers import ITEMS, PROVE, TRACE, WAITS, Failure, Journal, Outcome, Reported, Task
 
 OPENED = pytest.StashKey[Opened]()
 """The data files that a worker has opened, from before its test modules were imported."""
@@ -40,8 +40,12 @@ def import_compiler() -> None:
 def run(journal: Journal, session: pytest.Session, device: str) -> None:
     """Do the tasks as they come."""
     found = {i.nodeid: i for i in session.items}
+    gpu = sharing.Gpu(journal.job.lock)
     for task in journal.tasks():
         item = found.get(task.id)
+        if gpu.shared:
+            journal.phase(task.id, WAITS)
+            gpu.prepare()
         if task.kind != ITEMS:
             _settle()
         journal.begin(task.id)
@@ -51,9 +55,10 @@ def run(journal: Journal, session: pytest.Session, device: str) -> None:
         elif task.kind == ITEMS:
             outcome = _run_item(item)
         elif isinstance(item, SpeedItem):
-            outcome = _Workload(item, task, journal, device).outcome()
+            outcome = _Workload(item, task, journal, device, gpu).outcome()
         else:
             outcome = Failure(status=Status.UNMEASURED, message="it is no workload any more")
+        gpu.leave()
         if isinstance(outcome, Failure):
             journal.failure(task.id, outcome)
         else:
@@ -94,13 +99,25 @@ def _run_item(item: pytest.Item) -> Reported:
 class _Workload:
     """One task on one workload; `phase` is the side that runs, to be named if the process dies."""
 
-    def __init__(self, item: SpeedItem, task: Task, journal: Journal, device: str) -> None:
-        self.item, self.task, self.journal, self.device = item, task, journal, device
+    def __init__(self, item: SpeedItem, task: Task, journal: Journal, device: str, gpu: sharing.Gpu) -> None:
+        self.item, self.task, self.journal, self.device, self.gpu = item, task, journal, device, gpu
         self.phase = "start"
 
     def report(self, name: str) -> None:
         self.phase = name
         self.journal.phase(self.item.nodeid, name)
+
+    def alone(self) -> bool:
+        """Wait until no other process uses the GPU; whether there may have been one."""
+        if self.gpu.shared:
+            import torch
+
+            if self.device == "cuda":
+                torch.cuda.synchronize()
+            self.report(WAITS)
+            self.gpu.alone()
+            self.report("timing")
+        return self.gpu.shared
 
     def outcome(self) -> Outcome:
         """What came of it; every error is a failure of this workload alone."""
@@ -149,6 +166,7 @@ class _Workload:
             thorough=task.thorough,
             new_values=task.new_values,
             report=self.report,
+            alone=self.alone,
         )
 
     def _prove(self) -> Proof:

@@ -45,6 +45,8 @@ END_LIMIT_S = 10.0
 exit: the next round would wait for them."""
 LOG_LINES = 3
 PROVE, TIME, ITEMS, TRACE = "prove", "time", "items", "trace"
+WAITS = "waits"
+"""The phase of a process that waits until others let it have their GPU; its time limit does not count meanwhile."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,6 +119,8 @@ class Job:
     """A task may ask for all that a side runs: data files are noted as they are opened."""
     ahead: bool = False
     """There is time until the first task."""
+    lock: str = ""
+    """The lock file of a GPU that it shares with other processes of this run (sharing.py)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,6 +128,8 @@ class Lane:
     """One process at a time, with environment variables of its own, e.g. the GPU that it uses."""
 
     environment: Mapping[str, str] = field(default_factory=dict)
+    lock: str = ""
+    """The lock file of a GPU that several lanes share."""
 
 
 @dataclass(slots=True)
@@ -146,18 +152,22 @@ class Workers:
                 self._waiting.append(self._process(lane, ids, ahead=True))
 
     def run(
-        self, tasks: Sequence[Task], lanes: Sequence[Lane], drained: Callable[[], None] = lambda: None
+        self, tasks: Sequence[Task], lanes: Sequence[Lane], drained: Callable[[int], None] = lambda busy: None
     ) -> Generator[tuple[str, Outcome]]:
         """The tasks in order, each to the lane that is free first: (id, outcome) as each task ends.
 
-        `drained` is called once no task waits for a lane any more.
+        Once no task waits for a lane any more, `drained` is called with the number of processes that still work; and
+        again as each ends, except the last.
         """
         left, running = deque(tasks), list[_Process]()
         interrupt: KeyboardInterrupt | None = None
-        told = False
+        told: int | None = None
         try:
             for number, lane in enumerate(lanes[: len(left)]):
-                running.append(self._next(number, lane, left))
+                # A process that starts would disturb what another times on the same GPU.
+                beside = lane.lock and any(lane == p.lane for p in running)
+                if not beside or self._is_prepared(lane, left):
+                    running.append(self._next(number, lane, left))
             while running:
                 for process in list(running):
                     yield from process.poll(left)
@@ -165,9 +175,9 @@ class Workers:
                         running.remove(process)
                         if left and interrupt is None:
                             running.append(self._next(process.number, process.lane, left))
-                if not left and not told:
-                    told = True
-                    drained()
+                if running and not left and told != len(running):
+                    told = len(running)
+                    drained(told)
                 if interrupt is not None:
                     raise interrupt
                 try:
@@ -184,6 +194,11 @@ class Workers:
         """End the processes that wait for tasks."""
         while self._waiting:
             self._waiting.pop().end()
+
+    def _is_prepared(self, lane: Lane, left: Collection[Task]) -> bool:
+        """Whether a process of this lane waits for these tasks."""
+        ids = {t.id for t in left}
+        return any(p.lane == lane and p.ids.issuperset(ids) for p in self._waiting)
 
     def _next(self, number: int, lane: Lane, left: Collection[Task]) -> _Process:
         """A process for the lane that has collected these tasks' items, or will."""
@@ -262,7 +277,7 @@ class _Process:
         out = self.file(".jsonl")
         own_folder(out.parent)
         reader, self._pipe = os.pipe()
-        job = Job(out=str(out), tasks=reader, key=self.key, note_ran=noted, ahead=ahead)
+        job = Job(out=str(out), tasks=reader, key=self.key, note_ran=noted, ahead=ahead, lock=self.lane.lock)
         self.file(".json").write_text(json.dumps(to_json(job)))
         self.file(".args").write_text("\n".join(ids))
         out.touch()
@@ -298,7 +313,7 @@ class _Process:
         elif not self.ready or self.task or (left and not self.served):
             if ended:
                 yield self._stop(_died(self.phase, self._epitaph()), left)
-            elif time.monotonic() > self.deadline:
+            elif time.monotonic() > self.deadline and self.phase != WAITS:
                 limit = self.task.limit_s if self.task else START_LIMIT_S
                 text = f"hangs: it was stopped after its time limit of {limit:g} s"
                 yield self._stop(_died(self.phase, text), left)
@@ -326,9 +341,12 @@ class _Process:
         if event["event"] == "ready":
             self.ready = True
         elif event["event"] == "begin" and self.task is not None:
+            self.phase = "start"
             self._wait(self.task.limit_s)
             self.progress(self.number, event["id"])
         elif event["event"] == "phase":
+            if self.phase == WAITS and self.task is not None:
+                self._wait(self.task.limit_s)
             self.phase = event["phase"]
         else:
             return _outcome(event)
@@ -446,7 +464,7 @@ def _outcome(event: Mapping[str, Any]) -> Outcome:
 
 
 def _died(phase: str, what: str) -> str:
-    side = "the measuring process" if phase in ("start", "timing", "profiler") else f"the {phase} side"
+    side = "the measuring process" if phase in ("start", "timing", "profiler", WAITS) else f"the {phase} side"
     during = {"timing": " while it timed", "profiler": " while it counted launches"}.get(phase, "")
     return f"{side} {what}{during}"
 

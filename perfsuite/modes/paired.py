@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from perfsuite import confirmation, gate, planning, revision
+from perfsuite import confirmation, gate, lanes, machine, planning, revision
 from perfsuite.baseline import Entry, short
 from perfsuite.control import Control, failed
 from perfsuite.errors import PerfsuiteError, RevisionError
@@ -20,7 +20,7 @@ from perfsuite.progress import name_of
 from perfsuite.records import PromiseRecord, Status, Verdict
 from perfsuite.report import units
 from perfsuite.revision import Tree
-from perfsuite.workers import PROVE, Failure, Task
+from perfsuite.workers import PROVE, Failure, Lane, Task
 
 SAMPLE_SHARE = 4
 """One workload in four always runs a second process: that shows whether this run is noisier than the accepted one."""
@@ -83,7 +83,7 @@ class Paired(Control):
         )
 
     def reference(self, id: str, *, first: bool) -> int | None:
-        """How many blocks the reference joins: all (None) or more where the verdict needs them, else as few as will do."""
+        """How many blocks the reference joins: all (None) or more where its promise is in doubt, else few or none."""
         entry = self.entry(id)
         if id in self.stored:
             return None
@@ -149,6 +149,14 @@ class Paired(Control):
         return {
             i: confirmation.confirmed(verdicts[i], runs) for i, runs in twice.items() if len(runs) == gate.RED_PROCESSES
         }
+
+    def timing_lanes(self, tasks: Sequence[Task]) -> list[Lane]:
+        """On a GPU, several processes prepare beside each other as far as what was accepted fits into its memory."""
+        if self.device != "cuda":
+            return super().timing_lanes(tasks)
+        entries = [self.entry(task.id) for task in tasks]
+        beside = lanes.together(machine.gpu_memory_bytes(), [e.peak_bytes() if e else None for e in entries])
+        return lanes.for_timing(self.machine, self.workers.folder, beside)
 
     def _time(self, tasks: Sequence[Task]) -> None:
         self.announce(tasks)

@@ -104,7 +104,7 @@ class FakeWorkers:
         """None waits."""
 
     def run(
-        self, tasks: Sequence[Task], lanes: Sequence[Lane], drained: Callable[[], None] = lambda: None
+        self, tasks: Sequence[Task], lanes: Sequence[Lane], drained: Callable[[int], None] = lambda busy: None
     ) -> Generator[tuple[str, Outcome], None, None]:
         self.tasks += tasks
         timed = [task for task in tasks if task.kind == TIME]
@@ -122,7 +122,7 @@ class FakeWorkers:
             if task.kind == ITEMS:
                 outcome = self._reported(task.id)
             yield task.id, outcome
-        drained()
+        drained(1)
 
     def _proof(self, task: Task) -> Proof:
         unloaded = self.unloaded.get(task.id, "") if task.accepted else ""

@@ -99,30 +99,55 @@ def test_threads_are_divided_where_no_result_depends_on_them(monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    ("cores", "gpus", "count", "each"),
+    ("cores", "gpus", "count", "busy", "each"),
     [
-        (2, 0, 1, 1),
-        (64, 0, 1, 1),
-        (1, 1, 1, 0),
-        (4, 1, 1, 2),
-        (16, 1, 1, 8),
-        (64, 1, 1, 8),
-        (16, 2, 2, 4),
-        (128, 8, 8, 2),
+        (2, 0, 1, 2, 0),
+        (2, 0, 1, 1, 1),
+        (64, 0, 1, 1, 1),
+        (8, 1, 1, 8, 0),
+        (16, 1, 1, 12, 4),
+        (16, 1, 1, 1, 12),
+        (16, 1, 1, 20, 0),
+        (32, 2, 2, 24, 4),
+        (128, 8, 8, 12, 2),
     ],
 )
-def test_processes_start_ahead_where_there_are_cores_for_them(cores: int, gpus: int, count: int, each: int) -> None:
-    assert lanes.to_spare(replace(MACHINE, cores=cores, count=gpus), [Lane()] * count) == each
+def test_processes_are_started_ahead_on_the_cores_that_proofs_leave(
+    cores: int, gpus: int, count: int, busy: int, each: int
+) -> None:
+    some = [Lane(lock=str(n)) for n in range(count)]
+    assert lanes.to_spare(replace(MACHINE, cores=cores, count=gpus), some * 3, busy) == each
+
+
+def test_on_one_gpu_several_lanes_share_a_lock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    one = for_timing(replace(MACHINE, count=1), tmp_path, 3)
+    assert one == [Lane(lock=str(tmp_path / "gpu-0.lock"))] * 3
+    monkeypatch.setattr(lanes, "measured_devices", lambda device: ("GPU-a", "GPU-b"))
+    two = for_timing(TWO, tmp_path, 2)
+    assert [(lane.environment["CUDA_VISIBLE_DEVICES"], Path(lane.lock).name) for lane in two] == [
+        ("GPU-a", "gpu-0.lock"), ("GPU-b", "gpu-1.lock"), ("GPU-a", "gpu-0.lock"), ("GPU-b", "gpu-1.lock"),
+    ]  # fmt: skip
+    assert lanes.devices_of(two) == two[:2]
+    # What is timed is timed one after the other, however many processes prepare.
+    assert seconds_of(tasks(5, 4, 3), one, expected) == lanes.START_S + 12
 
 
 @pytest.mark.parametrize(
-    ("cores", "gpus", "count", "busy", "each"),
-    [(2, 0, 1, 2, 0), (2, 0, 1, 1, 1), (8, 1, 1, 8, 0), (16, 1, 1, 12, 4), (32, 2, 2, 24, 4), (16, 1, 1, 20, 0)],
+    ("memory", "peaks", "count"),
+    [
+        (100, [10] * 70, 3),
+        (100, [10] * 29, 2),
+        (100, [10] * 9, 1),
+        (100, [], 1),
+        (100, [20, 20, *[1] * 68], 3),
+        (99, [20, 20, 10, *[1] * 67], 2),
+        (79, [20, 20, 10, *[1] * 67], 1),
+        (100, [10, None, *[1] * 68], 1),
+        (None, [1] * 70, 1),
+    ],
 )
-def test_processes_start_beside_the_first_proofs_on_the_cores_that_these_leave(
-    cores: int, gpus: int, count: int, busy: int, each: int
-) -> None:
-    assert lanes.to_spare(replace(MACHINE, cores=cores, count=gpus), [Lane()] * count, busy) == each
+def test_as_many_prepare_as_the_memory_surely_holds(memory: int | None, peaks: list[int | None], count: int) -> None:
+    assert lanes.together(memory, peaks) == count
 
 
 # --- durations ------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from scratch import ROOT, SMALL, TWO_LINES, Project, lines_with
 from perfsuite import baseline, gate, lanes
 from perfsuite.conclusion import CODE_AT_FAULT, GREEN, UNDECIDED
 from perfsuite.modes import paired
+from perfsuite.progress import Progress
 from perfsuite.records import Status
 
 pytest_plugins = ["pytester"]
@@ -37,7 +38,7 @@ def example() -> str:
 def two_looks(project: Project, monkeypatch: pytest.MonkeyPatch) -> Project:
     """A project whose gate decides after two measuring processes, which are started ahead, however few cores there are:
     all that differs, and half a minute saved."""
-    monkeypatch.setattr(lanes, "to_spare", lambda machine, lanes, busy=0: 0 if busy else 2)
+    monkeypatch.setattr(lanes, "to_spare", lambda machine, lanes, busy: 2)
     monkeypatch.setattr(gate, "LOOKS", (1, 2))
     monkeypatch.setattr(gate, "RED_PROCESSES", 2)
     monkeypatch.setattr(paired, "MOST_PROCESSES", 2)
@@ -107,6 +108,29 @@ def test_two_revisions_of_a_project_in_git(two_looks: Project) -> None:
     report = json.loads((project.path / ".perfsuite/report/report.json").read_text())
     assert report["verdicts"][SMALL]["compared"] == f"the revision {first[:7]}"
     assert [set(m["log_ratios"]) for m in report["measurements"][SMALL]] == [{"accepted"}] * 2
+
+
+@FULLY
+def test_processes_that_share_a_device(two_looks: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: two processes take the tasks of a round, and each times alone."""
+    project = two_looks
+    shared = lambda self, tasks: lanes.for_timing(self.machine, self.workers.folder, 2)  # noqa: E731
+    monkeypatch.setattr(paired.Paired, "timing_lanes", shared)
+    begun: list[tuple[int, str]] = []
+    monkeypatch.setattr(Progress, "begin", lambda self, lane, id: begun.append((lane, id)))
+    one = 'Workload("small", n=64, clock="wall")'
+    project.write("test_scale.py", TWO_LINES.replace(one, f'{one}, Workload("other", n=65, clock="wall")'))
+    project.commit()
+    accepted = project.cli("accept", "--reason", "first", "--processes", "3")
+    assert accepted.exit_code == 0, accepted.output
+    begun.clear()
+    done = project.cli("gate", "--report", "out")
+    report = json.loads((project.path / "out/report.json").read_text())
+    assert {len(m) for m in report["measurements"].values()} <= {1, 2}
+    assert len(report["measurements"]) == 2
+    assert "UNMEASURED" not in done.output
+    timed = begun[2:4]  # the proofs come first
+    assert sorted(lane for lane, _ in timed) == [0, 1]
 
 
 @pytest.mark.parametrize("name", ["check", "measure"])

@@ -123,12 +123,53 @@ def test_no_more_lanes_than_tasks(tmp_path: Path) -> None:
     assert len(made.environments) == 1
 
 
-def test_that_no_task_waits_any_more_is_told_once(tmp_path: Path) -> None:
+def test_how_many_still_work_is_told_once_no_task_waits(tmp_path: Path) -> None:
     made = scripted(tmp_path, "for id in ids(): begin(id); done(id)")
-    seen: list[str] = []
-    for id, _ in made.run(tasks_of("abc"), [Lane()], lambda: seen.append("drained")):
+    seen: list[object] = []
+    for id, _ in made.run(tasks_of("abc"), [Lane()], seen.append):
         seen.append(id)
-    assert seen == ["a", "b", "drained", "c"]
+    assert seen == ["a", "b", 1, "c"]
+    seen.clear()
+    lanes = [Lane(environment={"CUDA_VISIBLE_DEVICES": str(n)}) for n in range(3)]
+    list(made.run(tasks_of("abc"), lanes, seen.append))
+    assert seen == sorted(seen, reverse=True)
+    assert seen[0] in (1, 2, 3)
+
+
+def test_beside_another_on_one_gpu_only_a_process_that_was_started_ahead_works(tmp_path: Path) -> None:
+    made = scripted(tmp_path, "for id in ids(): begin(id); done(id)")
+    lanes = [Lane(lock=str(tmp_path / "gpu-0.lock"))] * 3
+    made.prepare(lanes, ["a", "b", "c"], 2)
+    assert len(made.environments) == 2
+    for started in (2, 3):
+        found = [id for id, _ in made.run(tasks_of("abc"), lanes)]
+        assert sorted(found) == ["a", "b", "c"]
+        assert len(made.environments) == started
+
+
+def test_the_time_limit_does_not_count_while_a_process_waits_for_its_gpu(tmp_path: Path) -> None:
+    script = """
+def phase(id, name): write("phase", id=id, phase=name)
+for id in ids():
+    phase(id, "waits"); time.sleep(0.7)
+    begin(id)
+    phase(id, "waits"); time.sleep(0.7)
+    phase(id, "timing")
+    if id == "b": time.sleep(60)
+    done(id)
+"""
+    found = outcomes(scripted(tmp_path, script), ["a", "b"], limit=0.5)
+    assert found["a"] == "done a"
+    assert "hangs" in found["b"]
+    assert "while it timed" in found["b"]
+
+
+def test_the_lock_of_a_lane_is_told_to_its_process(tmp_path: Path) -> None:
+    made = scripted(
+        tmp_path, "for id in ids(): begin(id); write('failure', id=id, status='UNMEASURED', message=job['lock'])"
+    )
+    found = list(made.run(tasks_of("a"), [Lane(lock="/x/gpu-0.lock")]))
+    assert [o.message for _, o in found if isinstance(o, Failure)] == ["/x/gpu-0.lock"]
 
 
 def test_processes_that_were_started_ahead_are_used_once(tmp_path: Path) -> None:

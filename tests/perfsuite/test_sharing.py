@@ -1,0 +1,118 @@
+"""Processes that prepare on one GPU beside each other, and time alone."""
+
+from __future__ import annotations
+
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from perfsuite import sharing
+
+SCRIPT = """
+import sys
+sys.path.insert(0, {top!r})
+from perfsuite.sharing import Gpu
+gpu = Gpu({lock!r})
+for line in sys.stdin:
+    getattr(gpu, line.strip())()
+    print(line.strip(), flush=True)
+"""
+TOP = str(Path(sharing.__file__).parent.parent)
+
+
+class Other:
+    """Another process; `ask` has it do something, `did` waits until it has."""
+
+    def __init__(self, lock: str) -> None:
+        script = SCRIPT.format(top=TOP, lock=lock)
+        self.child = subprocess.Popen(
+            [sys.executable, "-S", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def ask(self, what: str) -> None:
+        assert self.child.stdin is not None
+        self.child.stdin.write(f"{what}\n")
+        self.child.stdin.flush()
+
+    def did(self, what: str) -> None:
+        assert self.child.stdout is not None
+        assert self.child.stdout.readline().strip() == what
+
+    def do(self, what: str) -> None:
+        self.ask(what)
+        self.did(what)
+
+    def is_blocked(self) -> bool:
+        """Whether the kernel has it wait for a lock."""
+        waiting = [line for line in Path("/proc/locks").read_text().splitlines() if "->" in line]
+        return any(f" {self.child.pid} " in line for line in waiting)
+
+
+@contextmanager
+def processes(lock: str, count: int) -> Iterator[list[Other]]:
+    made = [Other(lock) for _ in range(count)]
+    try:
+        yield made
+    finally:
+        for other in made:
+            other.child.kill()
+            other.child.communicate()
+
+
+def next_of(*others: Other) -> Other:
+    """The one that gets what it waits for, whoever asked first."""
+    ready, _, _ = select.select([other.child.stdout for other in others], [], [], 30)
+    return next(other for other in others if other.child.stdout in ready)
+
+
+def wait_until_blocked(other: Other) -> None:
+    deadline = time.monotonic() + 30
+    while not other.is_blocked():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.skipif(not Path("/proc/locks").exists(), reason="needs Linux's list of locks")
+def test_several_prepare_and_one_times(tmp_path: Path) -> None:
+    with processes(str(tmp_path / "gpu.lock"), 3) as (a, b, c):
+        for other in (a, b):
+            other.do("prepare")
+        a.ask("alone")
+        wait_until_blocked(a)
+        b.ask("alone")  # gives up its share, so that the two do not wait for each other
+        first = next_of(a, b)
+        first.did("alone")
+        second = b if first is a else a
+        wait_until_blocked(second)
+        c.ask("prepare")
+        wait_until_blocked(c)
+        first.do("leave")
+        third = next_of(second, c)
+        for other in (third, c if third is second else second):
+            other.did("prepare" if other is c else "alone")
+            other.do("leave")
+
+
+@pytest.mark.skipif(not Path("/proc/locks").exists(), reason="needs Linux's list of locks")
+def test_a_process_that_is_killed_leaves(tmp_path: Path) -> None:
+    with processes(str(tmp_path / "gpu.lock"), 2) as (a, b):
+        a.do("alone")
+        a.do("alone")  # once more is no harm
+        b.ask("prepare")
+        wait_until_blocked(b)
+        a.child.kill()
+        b.did("prepare")
+
+
+def test_without_a_lock_nothing_waits() -> None:
+    gpu = sharing.Gpu("")
+    assert not gpu.shared
+    gpu.prepare()
+    gpu.alone()
+    gpu.leave()
