@@ -37,6 +37,8 @@ NEW_VALUES_S = 2.0
 """A truth that takes longer to establish is established on one draw only."""
 SLOW_TRUTH_S = 10.0
 """A truth that takes longer to establish is of a reference that may take more than LONG_S a call."""
+WAITING = "waiting"
+"""The phase in which other processes have the device; the seconds of a measurement are without it."""
 WAITS = "waits for the device within a call, in the driver perhaps, so that it has no time on the device clock"
 
 Report = Callable[[str], None]
@@ -292,7 +294,7 @@ def measure(
     session = Session(bench, proof, reference, thorough, new_values, alone)
     with bench.released():
         session.run(blocks)
-        return session.record(workload_id, perf_counter() - began)
+        return session.record(workload_id, perf_counter() - began - bench.phases.seconds.get(WAITING, 0.0))
 
 
 class Session:
@@ -350,7 +352,7 @@ class Session:
         self.kind = _clock_kind(bench.pair, bench.workload, self.clock, self.counts, self.runners, self.skipped)
         gated = {n: r for n, r in self.runners.items() if n in timed}
         self.sampler = self._sampler(gated, sparse={REFERENCE: self.reference} if self.reference else None)
-        if self.alone():
+        if self._waited():
             self._call_long_again()
         with phases.time("timing"):
             self.sampler.plan(blocks)
@@ -406,11 +408,20 @@ class Session:
 
     def _is_long(self) -> bool:
         """Call the reference once; whether that took so long that it counts as its only sample."""
-        self.alone()
+        self._waited()
         with self.bench.phases.time("reference"):
             call = _once(self.bench, self.clock, self.rng)
         self.long = call if call.seconds > LONG_S else None
         return self.long is not None
+
+    def _waited(self) -> bool:
+        """Wait until nothing else uses the device; whether anything may have until then."""
+        began = perf_counter()
+        beside = self.alone()
+        if beside:
+            known = self.bench.phases.seconds
+            known[WAITING] = known.get(WAITING, 0.0) + perf_counter() - began
+        return beside
 
     def _call_long_again(self) -> None:
         """The warm-up of a side that is as long as this was its sample, beside other work."""

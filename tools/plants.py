@@ -143,7 +143,7 @@ PLANTS = {
     "trainer_module": Plant(
         what="a third more work in a module that a trainer uses",
         module="losses/chunked_cross_entropy",
-        edits=((LOGITS, LOGITS + LOGITS),),
+        edits=((LOGITS, LOGITS + "                del logits\n" + LOGITS),),
         red=(ENTROPY.format("rows16k"), EIGENSTATE_LM),
         green=(LIOR.format("rows4m"), ADAMW),
     ),

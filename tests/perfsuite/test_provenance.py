@@ -16,7 +16,7 @@ import pytest
 import torch
 from revisions import KERNELS, MODULE, PACKAGE, TEST, Repository, imports_put_back
 
-from perfsuite import provenance, worker
+from perfsuite import provenance, sharing, worker
 from perfsuite.workers import Task
 
 
@@ -47,7 +47,7 @@ def refused(repo: Repository, rev: str | None = None) -> str:
         getparent=lambda kind: SimpleNamespace(obj=module),
     )
     journal: Any = SimpleNamespace(phase=lambda id, phase: None)
-    work = worker._Workload(item, Task(id="", accepted=tree), journal, "cpu")
+    work = worker._Workload(item, Task(id="", accepted=tree), journal, "cpu", sharing.Gpu(""))
     pair, reason = work._comparable(0)
     assert (pair is None) is bool(reason)
     return reason

@@ -10,6 +10,8 @@ import math
 import random
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from threading import Event
+from time import perf_counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -454,6 +456,31 @@ def test_a_call_of_seconds_is_made_as_rarely_as_can_be(long: Time) -> None:
     assert calls_of_a_reference(long, 2.0) == PROOF + WARM_UP + FEW_BLOCKS
     plan, settle = 1, FEW_BLOCKS
     assert calls_of_a_reference(long, 0.6) == PROOF + WARM_UP + plan + settle + FEW_BLOCKS
+
+
+def test_a_side_of_seconds_that_was_warmed_up_beside_others_is_called_again(long: Time) -> None:
+    count, asked = itertools.count(), list[int]()
+
+    def slow(x: torch.Tensor) -> torch.Tensor:
+        next(count)
+        long.spend(2.0 if asked else 6.0)
+        return torch.exp(x)
+
+    def alone() -> bool:
+        asked.append(next(count))
+        Event().wait(0.05)
+        return True
+
+    of, workload = pair(long, reference=slow), Workload("w", n=REPLICAS_UP_TO + 1)
+    began = perf_counter()
+    made = measuring.measure(of, workload, workload_id="i", device="cpu", alone=alone)
+    took = perf_counter() - began
+    assert asked == [PROOF + WARM_UP]
+    assert next(count) == PROOF + WARM_UP + 1 + WARM_UP + FEW_BLOCKS
+    assert made.sides["reference"].blocks_s == pytest.approx((2.0,) * FEW_BLOCKS)
+    assert made.phases["waiting"] >= 0.05
+    assert made.seconds <= took - 0.05
+    assert "waiting" not in measure(pair(long)).phases
 
 
 def test_a_reference_whose_truth_took_long_is_called_once(long: Time, monkeypatch: pytest.MonkeyPatch) -> None:
