@@ -110,9 +110,9 @@ class _Workload:
     def alone(self) -> bool:
         """Wait until no other process uses the GPU; whether there may have been one."""
         if self.gpu.shared:
-            import torch
-
             if self.device == "cuda":
+                import torch
+
                 torch.cuda.synchronize()
             self.report(WAITS)
             self.gpu.alone()

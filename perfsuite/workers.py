@@ -161,12 +161,12 @@ class Workers:
         """
         left, running = deque(tasks), list[_Process]()
         interrupt: KeyboardInterrupt | None = None
-        told: int | None = None
+        busy: int | None = None
         try:
             for number, lane in enumerate(lanes[: len(left)]):
                 # A process that starts would disturb what another times on the same GPU.
                 beside = lane.lock and any(lane == p.lane for p in running)
-                if not beside or self._is_prepared(lane, left):
+                if not beside or self._started_ahead(lane, {t.id for t in left}):
                     running.append(self._next(number, lane, left))
             while running:
                 for process in list(running):
@@ -175,9 +175,9 @@ class Workers:
                         running.remove(process)
                         if left and interrupt is None:
                             running.append(self._next(process.number, process.lane, left))
-                if running and not left and told != len(running):
-                    told = len(running)
-                    drained(told)
+                if running and not left and busy != len(running):
+                    busy = len(running)
+                    drained(busy)
                 if interrupt is not None:
                     raise interrupt
                 try:
@@ -195,10 +195,9 @@ class Workers:
         while self._waiting:
             self._waiting.pop().end()
 
-    def _is_prepared(self, lane: Lane, left: Collection[Task]) -> bool:
-        """Whether a process of this lane waits for these tasks."""
-        ids = {t.id for t in left}
-        return any(p.lane == lane and p.ids.issuperset(ids) for p in self._waiting)
+    def _started_ahead(self, lane: Lane, ids: Collection[str]) -> list[_Process]:
+        """The processes that were started ahead for this lane and have collected these items."""
+        return [p for p in self._waiting if p.lane == lane and p.ids.issuperset(ids)]
 
     def _next(self, number: int, lane: Lane, left: Collection[Task]) -> _Process:
         """A process for the lane that has collected these tasks' items, or will."""
@@ -209,7 +208,7 @@ class Workers:
         return process
 
     def _prepared(self, lane: Lane, ids: Sequence[str]) -> _Process | None:
-        for process in [p for p in self._waiting if p.lane == lane and p.ids.issuperset(ids)]:
+        for process in self._started_ahead(lane, ids):
             self._waiting.remove(process)
             if process.child.poll() is None:
                 return process

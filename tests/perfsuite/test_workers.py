@@ -123,7 +123,7 @@ def test_no_more_lanes_than_tasks(tmp_path: Path) -> None:
     assert len(made.environments) == 1
 
 
-def test_how_many_still_work_is_told_once_no_task_waits(tmp_path: Path) -> None:
+def test_the_number_of_busy_processes_is_reported_once_no_task_waits(tmp_path: Path) -> None:
     made = scripted(tmp_path, "for id in ids(): begin(id); done(id)")
     seen: list[object] = []
     for id, _ in made.run(tasks_of("abc"), [Lane()], seen.append):
@@ -164,7 +164,7 @@ for id in ids():
     assert "while it timed" in found["b"]
 
 
-def test_the_lock_of_a_lane_is_told_to_its_process(tmp_path: Path) -> None:
+def test_a_process_gets_the_path_of_its_lane_s_lock(tmp_path: Path) -> None:
     made = scripted(
         tmp_path, "for id in ids(): begin(id); write('failure', id=id, status='UNMEASURED', message=job['lock'])"
     )
