@@ -35,7 +35,7 @@ NOT_DATA = (".py", ".pyc", ".so", ".pth", ".toml", ".ini", ".cfg")
 
 
 def searched(paths: Iterable[str]) -> list[str]:
-    """Those of `sys.path` where packages are installed: to import setuptools adds the copies that it has of others."""
+    """Those of `sys.path` where packages are installed. Importing setuptools adds its own copies of other packages."""
     return [path for path in paths if Path(path).name != "_vendor"]
 
 

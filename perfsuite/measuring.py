@@ -424,7 +424,7 @@ class Session:
         return beside
 
     def _call_long_again(self) -> None:
-        """The warm-up of a side that is as long as this was its sample, beside other work."""
+        """Warm up long sides anew: their warm-up calls are their samples, and the first ones ran beside other work."""
         with self.bench.phases.time("warm-up"):
             for runner in self.runners.values():
                 if runner.long is not None:

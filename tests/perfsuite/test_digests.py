@@ -123,7 +123,7 @@ def test_the_environment_is_the_one_that_the_run_found(monkeypatch: pytest.Monke
 
 
 def test_the_packages_are_those_that_the_run_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To import setuptools adds the packages that it has a copy of to sys.path."""
+    """Importing setuptools adds its own copies of other packages to sys.path."""
     (tmp_path / "added-1.0.dist-info").mkdir()
     (tmp_path / "added-1.0.dist-info" / "METADATA").write_text("Name: added\nVersion: 1.0\n")
     digests.surroundings.cache_clear()
