@@ -26,14 +26,12 @@ MOST_PROVERS = 12
 """On one GPU: each takes a context and a cache of its memory, and several gigabytes of the host's."""
 
 COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
-MOST_AHEAD = 12
-"""Processes that are started ahead of their round: at most so many for a GPU."""
-MOST_TOGETHER, WORTH_ANOTHER = 3, 10
-"""Processes that prepare beside each other on a GPU: at most so many, and one for every so many workloads."""
+MOST_TOGETHER = 3
+"""Processes that prepare beside each other on a GPU."""
 PEAKS_SPARE = 2.0
 """A process may hold more than the peak of one call: inputs of all sides, and what its allocator keeps."""
-MOST_WAITING = 16
-"""At most so many over all lanes: each takes about a gigabyte of the host's memory."""
+MOST_AHEAD = 16
+"""Processes that are started ahead of their round, over all GPUs: each takes about a gigabyte of the host's memory."""
 
 
 class Durations:
@@ -90,12 +88,12 @@ def devices_of(lanes: Sequence[Lane]) -> list[Lane]:
 def together(memory_bytes: int | None, peaks: Collection[int | None]) -> int:
     """How many workloads with these peaks of memory may be prepared beside each other on one GPU.
 
-    None is a peak that is not known. One process is enough where there are few workloads: each must be started.
+    None is a peak that is not known.
     """
     known = sorted((p for p in peaks if p is not None), reverse=True)
     if memory_bytes is None or len(known) < len(peaks):
         return 1
-    most = max(1, min(MOST_TOGETHER, len(peaks) // WORTH_ANOTHER))
+    most = max(1, min(MOST_TOGETHER, len(peaks)))
     return next(n for n in range(most, 0, -1) if n == 1 or PEAKS_SPARE * sum(known[:n]) <= memory_bytes)
 
 
@@ -123,9 +121,9 @@ def to_spare(machine: Machine, lanes: Sequence[Lane], busy: int) -> int:
 
     On a CPU one: the second would import torch while the first times.
     """
-    most = MOST_AHEAD if machine.count else 1
     devices = len(devices_of(lanes))
-    return max(0, min(most, (machine.cores - busy) // devices, MOST_WAITING // devices))
+    most = MOST_AHEAD // devices if machine.count else 1
+    return max(0, min(most, (machine.cores - busy) // devices))
 
 
 def _several_devices(machine: Machine) -> tuple[str, ...]:

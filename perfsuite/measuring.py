@@ -29,7 +29,7 @@ from perfsuite.proving import NO_MEMORY, OutputCheck, prove_sides, unequal
 from perfsuite.records import Case, Condition, Counts, Evidence, Limit, Measurement, Proof, SideRecord
 from perfsuite.runner import LONG_S, Call, Clock, Runner
 from perfsuite.sampling import ACCEPTED, BLOCKS, OPTIMIZED, REFERENCE, Sampler
-from perfsuite.watching import Watch, check_timed, prove_new
+from perfsuite.watching import Watch, check_timed, judge_copied, prove_new
 
 RIVAL_BLOCKS, RIVAL_QUADS = 2, 4
 """Rivals are timed against the optimized side afterwards: what is gated must not depend on which rivals there are."""
@@ -37,6 +37,9 @@ NEW_VALUES_S = 2.0
 """A truth that takes longer to establish is established on one draw only."""
 SLOW_TRUTH_S = 10.0
 """A truth that takes longer to establish is of a reference that may take more than LONG_S a call."""
+RECOUNTS = 3
+"""More syncs or launches than accepted are red. Some calls differ by chance (whether they must still wait for the one
+before), so that both sides are counted again, and the fewest of one compared with the most of the other."""
 WAITING = "waiting"
 """The phase in which other processes have the device; the seconds of a measurement are without it."""
 WAITS = "waits for the device within a call, in the driver perhaps, so that it has no time on the device clock"
@@ -277,6 +280,7 @@ def measure(
     seed: int | None = None,
     report: Report = lambda phase: None,
     alone: Callable[[], bool] = lambda: False,
+    beside: Callable[[], bool] = lambda: False,
 ) -> Measurement:
     """Time one workload's sides against each other.
 
@@ -285,13 +289,14 @@ def measure(
     `blocks`; `reference` limits the reference to one round in each of so many of them, and 0 leaves it out. `thorough`
     times rivals and the other clock, too; without `new_values` the sides get none between the blocks. `report` gets the
     name of the side that is about to run, so that a crash or a hang can be attributed. `alone` is called before any
-    is timed: it returns once nothing else uses the device, and tells whether anything may have until then.
+    is timed, and returns once nothing else uses the device; `beside` when all is timed, and others may use it again.
+    Both tell whether there may be others.
     NotEquivalent where a side is not the same function; PairError where the workload cannot be timed as declared.
     """
     began = perf_counter()
     chosen = proof.seed if proof else secrets.randbits(31) if seed is None else seed
     bench = Bench(pair=pair, workload=workload, device=device, home=home, seed=chosen, report=report, accepted=accepted)
-    session = Session(bench, proof, reference, thorough, new_values, alone)
+    session = Session(bench, proof, reference, thorough, new_values, alone, beside)
     with bench.released():
         session.run(blocks)
         return session.record(workload_id, perf_counter() - began - bench.phases.seconds.get(WAITING, 0.0))
@@ -308,9 +313,10 @@ class Session:
         thorough: bool,
         new_values: bool,
         alone: Callable[[], bool],
+        beside: Callable[[], bool],
     ) -> None:
         self.bench, self.proof, self.reference, self.thorough = bench, proof, reference, thorough
-        self.new_values, self.alone = new_values, alone
+        self.new_values, self.alone, self.beside = new_values, alone, beside
         self.rivals, self.skipped = bench.rivals() if thorough else ({}, {})
         self.check = bench.check(proof)
         self.long = Call(proof.reference_s, None) if proof and proof.reference_s else None
@@ -318,6 +324,9 @@ class Session:
         self.rng = random.Random(secrets.randbits(64))
         self.evidence: Evidence | None = proof.evidence if proof else None
         self.counts: dict[str, Counts] = dict(proof.counts) if proof else {}
+        if ACCEPTED in self.counts and _more(self.counts[ACCEPTED], self.counts[OPTIMIZED]):
+            # Each process is to find that by itself, and not beside the other proofs.
+            del self.counts[ACCEPTED], self.counts[OPTIMIZED]
         self.condition = Condition()
         self.anchors: dict[str, float] = {}
         self.limit: Limit | None = None
@@ -352,7 +361,7 @@ class Session:
         self.kind = _clock_kind(bench.pair, bench.workload, self.clock, self.counts, self.runners, self.skipped)
         gated = {n: r for n, r in self.runners.items() if n in timed}
         self.sampler = self._sampler(gated, sparse={REFERENCE: self.reference} if self.reference else None)
-        if self._waited():
+        if self._waited(self.alone):
             self._call_long_again()
         with phases.time("timing"):
             self.sampler.plan(blocks)
@@ -375,6 +384,11 @@ class Session:
             if self.limit is not None:
                 where = f"{bench.pair.name}: the optimized side"
                 self.limit = scrutiny.floor(self.limit, self._limit_again, self._on_device, bench.device, where)
+        guard.check()
+        self._waited(self.beside)
+        with phases.time("checks"):
+            bench.report(REFERENCE)
+            judge_copied(self.check)
         guard.check()
 
     def _prove(self) -> None:
@@ -408,20 +422,20 @@ class Session:
 
     def _is_long(self) -> bool:
         """Call the reference once; whether that took so long that it counts as its only sample."""
-        self._waited()
+        self._waited(self.alone)
         with self.bench.phases.time("reference"):
             call = _once(self.bench, self.clock, self.rng)
         self.long = call if call.seconds > LONG_S else None
         return self.long is not None
 
-    def _waited(self) -> bool:
-        """Wait until nothing else uses the device; whether anything may have until then."""
+    def _waited(self, wait: Callable[[], bool]) -> bool:
+        """`alone` or `beside`; whether other processes use the device, too."""
         began = perf_counter()
-        beside = self.alone()
-        if beside:
+        shared = wait()
+        if shared:
             known = self.bench.phases.seconds
             known[WAITING] = known.get(WAITING, 0.0) + perf_counter() - began
-        return beside
+        return shared
 
     def _call_long_again(self) -> None:
         """Warm up long sides anew: their warm-up calls are their samples, and the first ones ran beside other work."""
@@ -555,12 +569,25 @@ def _counted(runners: Mapping[str, Runner], clock: Clock, report: Report) -> dic
             return count_calls({n: (r.reset, r.call) for n, r in some.items()})
 
     found = counted(quick)
-    both = {n: r for n, r in quick.items() if n in (OPTIMIZED, ACCEPTED)}
-    if ACCEPTED in both and any(a > b for a, b in zip(found[OPTIMIZED], found[ACCEPTED], strict=True)):
-        # More than accepted is red: what one call does by chance must not decide it.
+    both = {n: quick[n] for n in (ACCEPTED, OPTIMIZED) if n in quick}
+    for _ in range(RECOUNTS):
+        if len(both) < 2 or not _more(*(Counts(host_syncs=found[n][0], launches=found[n][1]) for n in both)):
+            break
         again = counted(both)
-        found |= {n: (min(found[n][0], c[0]), min(found[n][1], c[1])) for n, c in again.items()}
+        for name, of in ((ACCEPTED, max), (OPTIMIZED, min)):
+            found[name] = (of(found[name][0], again[name][0]), of(found[name][1], again[name][1]))
     return {n: Counts(host_syncs=found[n][0], launches=found[n][1]) if n in found else Counts() for n in runners}
+
+
+def _more(accepted: Counts, optimized: Counts) -> bool:
+    """Whether the optimized side syncs or launches more often."""
+    return any(
+        before is not None and now is not None and now > before
+        for before, now in (
+            (accepted.host_syncs, optimized.host_syncs),
+            (accepted.launches, optimized.launches),
+        )
+    )
 
 
 def _clock_kind(

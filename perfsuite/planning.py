@@ -21,7 +21,7 @@ LEAST_LONG_BLOCKS, LONG_BLOCK_S = 2, 0.5
 """Of blocks that take this long fewer do, where the noise allows it; two are needed to see that it does."""
 CALLS = 12
 """Calls of the two optimized sides in a block of calls so long that a sample is one of them."""
-TARGET_SHARE = 0.2
+TARGET_SHARE = 0.3
 """The standard deviation of a process mean aimed at, as a share of the margin: one process then decides nearly always.
 """
 

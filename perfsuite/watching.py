@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from time import perf_counter
 from typing import Any
@@ -61,6 +62,8 @@ class Watch:
         scrutiny.plain(runner.returned, self.where)
         if block in (self.judged, self.sampler.blocks - 1) and not self.pair.is_stateful:
             check_timed(self.output, self.sampler.runners, self.sampler)
+            if not self.proven_before:  # the truth is known
+                judge_copied(self.output)
         slow = self.proven_before and self.drawn_s > FRESH_S
         if self.new_values and block < FRESH_BLOCKS[self.proven_before] and not slow:
             with execution.quiet(runner.side), torch.set_grad_enabled(runner.grad_mode):
@@ -150,7 +153,11 @@ def prove_new(output: OutputCheck, runner: Runner, values: dict[str, Any]) -> No
 
 
 def check_timed(output: OutputCheck, runners: dict[str, Runner], sampler: Sampler) -> None:
-    """The outputs of the last timed call must be right, not only those of a separate run; its inputs untouched."""
+    """The outputs of the last timed call must be right, not only those of a separate run; its inputs untouched.
+
+    Outputs that are not those proven are copied. `judge_copied` judges them, which need not happen while others wait
+    for the device.
+    """
     pair = output.pair
     declared = {*pair.mutates, *pair.writes}
     for name, runner in runners.items():
@@ -170,7 +177,19 @@ def check_timed(output: OutputCheck, runners: dict[str, Runner], sampler: Sample
             with torch.set_grad_enabled(runner.grad_mode):
                 runner.reset()
                 runner.call()
-        try:
-            output.check(runner.leaves(), f"timed {name}")
-        except NotEquivalent as error:
-            raise NotEquivalent(f"{error}; it was right before it was timed") from None
+        with _was_right():
+            output.check_later(runner.leaves(), f"timed {name}")
+
+
+def judge_copied(output: OutputCheck) -> None:
+    """Hold what `check_timed` has copied against the truth."""
+    with _was_right():
+        output.check_copied()
+
+
+@contextmanager
+def _was_right() -> Iterator[None]:
+    try:
+        yield
+    except NotEquivalent as error:
+        raise NotEquivalent(f"{error}; it was right before it was timed") from None

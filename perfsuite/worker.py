@@ -8,6 +8,7 @@ import importlib
 import secrets
 import sys
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from time import perf_counter
 from typing import Any
@@ -109,13 +110,20 @@ class _Workload:
 
     def alone(self) -> bool:
         """Wait until no other process uses the GPU; whether there may have been one."""
+        return self._wait(self.gpu.alone)
+
+    def beside(self) -> bool:
+        """Let others use the GPU, too, and wait until none times; whether there may be any."""
+        return self._wait(self.gpu.prepare)
+
+    def _wait(self, wait: Callable[[], None]) -> bool:
         if self.gpu.shared:
             if self.device == "cuda":
                 import torch
 
                 torch.cuda.synchronize()
             self.report(WAITS)
-            self.gpu.alone()
+            wait()
             self.report("timing")
         return self.gpu.shared
 
@@ -167,6 +175,7 @@ class _Workload:
             new_values=task.new_values,
             report=self.report,
             alone=self.alone,
+            beside=self.beside,
         )
 
     def _prove(self) -> Proof:

@@ -156,25 +156,22 @@ class Workers:
     ) -> Generator[tuple[str, Outcome]]:
         """The tasks in order, each to the lane that is free first: (id, outcome) as each task ends.
 
+        Several tasks may have the same id: each goes to another process.
+
         Once no task waits for a lane any more, `drained` is called with the number of processes that still work; and
         again as each ends, except the last.
         """
-        left, running = deque(tasks), list[_Process]()
+        left, running = deque(tasks), dict[int, _Process]()
         interrupt: KeyboardInterrupt | None = None
         busy: int | None = None
         try:
-            for number, lane in enumerate(lanes[: len(left)]):
-                # A process that starts would disturb what another times on the same GPU.
-                beside = lane.lock and any(lane == p.lane for p in running)
-                if not beside or self._started_ahead(lane, {t.id for t in left}):
-                    running.append(self._next(number, lane, left))
-            while running:
-                for process in list(running):
+            while left or running:
+                if interrupt is None:
+                    self._fill(lanes, left, running)
+                for number, process in list(running.items()):
                     yield from process.poll(left)
                     if process.over:
-                        running.remove(process)
-                        if left and interrupt is None:
-                            running.append(self._next(process.number, process.lane, left))
+                        del running[number]
                 if running and not left and busy != len(running):
                     busy = len(running)
                     drained(busy)
@@ -184,11 +181,21 @@ class Workers:
                     time.sleep(POLL_S)
                 except KeyboardInterrupt as error:
                     interrupt = error  # results that are already written are not lost
-                    for process in running:
+                    for process in running.values():
                         process.interrupt()
         finally:
-            for process in running:
+            for process in running.values():
                 process.end()
+
+    def _fill(self, lanes: Sequence[Lane], left: Collection[Task], running: dict[int, _Process]) -> None:
+        """A process for each lane that has none, as far as there are tasks for it."""
+        for number, lane in enumerate(lanes):
+            if number in running or sum(not p.served for p in running.values()) >= len(left):
+                continue
+            # A process that starts would disturb what another times on the same GPU.
+            beside = lane.lock and any(lane == p.lane for p in running.values())
+            if not beside or self._started_ahead(lane, {t.id for t in left}):
+                running[number] = self._next(number, lane, left)
 
     def close(self) -> None:
         """End the processes that wait for tasks."""
@@ -256,6 +263,8 @@ class _Process:
     task: Task | None = None
     group: str = ""
     """The last task's group."""
+    seen: set[str] = field(default_factory=set)
+    """The ids of the tasks that it has got."""
     child: subprocess.Popen[bytes] = field(init=False)
     lines: Lines = field(init=False)
     key: str = field(default_factory=secrets.token_hex)
@@ -294,7 +303,7 @@ class _Process:
         for line in lines:
             event = _verified(line, self.key)
             if event is None or event["id"] != (self.task.id if self.task else ""):
-                if self.task or left:
+                if self.task or (left and not self.served):
                     yield self._stop(FORGED, left, Status.NOT_TIMED)
                 else:
                     self.end()  # no line is valid after the last result
@@ -320,15 +329,17 @@ class _Process:
             self.end()
 
     def _give(self, left: deque[Task]) -> None:
-        """The next task to the worker; its end, if there is none."""
-        if not left:
+        """The next task to the worker; its end, if there is none for it."""
+        free = [n for n, task in enumerate(left) if task.id not in self.seen]
+        if not free:
             self.close_pipe()
             self._wait(END_LIMIT_S)
             return
         assert self._pipe is not None
-        at = next((n for n, task in enumerate(left) if task.group == self.group), 0)
+        at = next((n for n in free if left[n].group == self.group), free[0])
         self.task, self.served, self.phase = left[at], True, "start"
         self.group = self.task.group
+        self.seen.add(self.task.id)
         del left[at]
         self._wait(self.task.limit_s + END_LIMIT_S)
         line = memoryview(f"{json.dumps(to_json(self.task))}\n".encode())

@@ -110,7 +110,8 @@ class Paired(Control):
         verdicts: dict[str, Verdict] = {}
         opened: dict[str, Open] = {}
         while left:
-            self._time([self._time_task(i) for i in left])
+            # All processes until the rule looks again, so that they prepare beside each other.
+            self._time([self._time_task(i) for i in left for _ in range(opened[i].processes if i in opened else 1)])
             sound = [i for i in ids if i not in self.failures]
             subjects = [self._subject(i, sampled=i in sample) for i in sound]
             answers = gate.analyse(subjects, suite, selected=max(1, len(self.items)))
@@ -137,9 +138,8 @@ class Paired(Control):
                 _,
             ):
                 for tree in trees.values():
-                    for _ in range(gate.RED_PROCESSES):
-                        again = [self._time_task(i) for i in small if i not in self.failures]
-                        self._time([replace(task, accepted=tree, reference=0) for task in again])
+                    again = [replace(self._time_task(i), accepted=tree, reference=0) for i in small]
+                    self._time([task for task in again for _ in range(gate.RED_PROCESSES)])
             twice = self.runs
         except RevisionError:  # the verdict stands as it is
             return {}

@@ -44,7 +44,7 @@ def with_reference(seconds: float, ratio: float = math.log(20.0)) -> Entry:
 def test_the_limits_are_the_documented_ones() -> None:
     assert (planning.LONG_S, planning.SLOW_PROOF_S, planning.AMPLE, planning.FEW_BLOCKS) == (1.0, 0.02, 10.0, 3)
     assert (planning.LEAST_BLOCKS, planning.MOST_BLOCKS) == (4, 24)
-    assert planning.TARGET_SHARE == 0.2
+    assert planning.TARGET_SHARE == 0.3
     assert (planning.LEAST_LONG_BLOCKS, planning.LONG_BLOCK_S, planning.CALLS) == (2, 0.5, 12)
 
 
@@ -112,7 +112,7 @@ def test_without_block_noise_more_blocks_change_nothing() -> None:
         (4.5, 0.0, 5),
         (4.9, 0.0, 5),
         (5.1, 0.0, 6),
-        (2.0, 0.5, 4),
+        (1.9, 0.5, 4),
         (2.1, 0.5, 5),
         (5.1, 0.5, 11),
         (0.1, 0.0, 4),
@@ -126,12 +126,12 @@ def test_without_block_noise_more_blocks_change_nothing() -> None:
 def test_a_process_has_as_many_blocks_as_decide_nearly_always(
     share_of_target: float, shift_share: float, blocks: int
 ) -> None:
-    target = (0.2 * 0.05) ** 2
+    target = (planning.TARGET_SHARE * 0.05) ** 2
     assert blocks_of(of_parts(share_of_target * target, shift_share * target, blocks=16), 0.05) == blocks
 
 
 def test_of_long_blocks_two_are_enough_where_the_noise_allows_it() -> None:
-    target = (0.2 * 0.05) ** 2
+    target = (planning.TARGET_SHARE * 0.05) ** 2
     for seconds, least in ((0.5 / 12 - 1e-4, 4), (0.5 / 12 + 1e-4, 2)):
         for share, blocks in ((0.1, least), (2.9, max(3, least)), (60.0, 24)):
             made = of_parts(share * target, 0.0, blocks=16)

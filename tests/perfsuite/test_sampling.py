@@ -406,16 +406,37 @@ def test_a_call_that_takes_too_long_for_the_profiler_is_not_counted(monkeypatch:
     assert counts == {"reference": unknown, "optimized": known, "slow": unknown, "quick": known}
 
 
-def test_more_launches_than_accepted_are_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What one call does by chance must not turn a gate red."""
-    answers = iter([{"optimized": (1, 9), "accepted": (0, 7)}, {"optimized": (0, 7), "accepted": (0, 8)}])
-    monkeypatch.setattr(measuring, "count_calls", lambda sides: next(answers))
+@pytest.mark.parametrize(
+    ("counted", "optimized", "accepted"),
+    [
+        # Of each count: (host syncs, launches) of the optimized side, and of the accepted one.
+        ([((1, 9), (0, 7)), ((0, 7), (0, 8))], (0, 7), (0, 8)),
+        ([((3, 7), (2, 7)), ((3, 7), (2, 7)), ((3, 7), (3, 7))], (3, 7), (3, 7)),
+        ([((3, 7), (2, 7))] * 4, (3, 7), (2, 7)),
+        ([((2, 7), (3, 8))], (2, 7), (3, 8)),
+    ],
+)
+def test_more_launches_than_accepted_are_counted_again(
+    counted: list[tuple[tuple[int, int], tuple[int, int]]],
+    optimized: tuple[int, int],
+    accepted: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What some calls do by chance must not turn a gate red."""
+    answers = iter(counted)
+    monkeypatch.setattr(
+        measuring, "count_calls", lambda sides: dict(zip(("optimized", "accepted"), next(answers), strict=True))
+    )
     runners: Any = {
         name: SimpleNamespace(grad_mode=False, reset=None, call=name, last=runner.Call(0.1, None))
         for name in ("optimized", "accepted")
     }
     counts = measuring._counted(runners, FakeCuda(), lambda phase: None)
-    assert counts == {n: Counts(host_syncs=0, launches=7) for n in ("optimized", "accepted")}
+    assert counts == {
+        name: Counts(host_syncs=syncs, launches=launches)
+        for name, (syncs, launches) in (("optimized", optimized), ("accepted", accepted))
+    }
+    assert not list(answers)
 
 
 def test_what_is_not_counted_is_never_queued_behind_a_spin(time: Time) -> None:
@@ -481,6 +502,31 @@ def test_a_side_of_seconds_that_was_warmed_up_beside_others_is_called_again(long
     assert made.phases["waiting"] >= 0.05
     assert made.seconds <= took - 0.05
     assert "waiting" not in measure(pair(long)).phases
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_outputs_that_are_not_those_proven_are_judged_when_all_is_timed(
+    time: Time, right: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes, done = itertools.count(), list[str]()
+
+    def tiring(x: torch.Tensor) -> torch.Tensor:
+        time.spend(FAST_S)
+        return torch.exp(x) * (1 if next(changes) < 20 else 1 + 1e-7 if right else 0)
+
+    def beside() -> bool:
+        done.append("beside")
+        return True
+
+    judge = equivalence.judge
+    monkeypatch.setattr(equivalence, "judge", lambda *a, **named: (done.append(named["name"]), judge(*a, **named)))
+    of, workload = pair(time, optimized=tiring), Workload("w", n=5)
+    bench = measuring.Bench(pair=of, workload=workload, device="cpu", home=None, seed=1, report=lambda phase: None)
+    proof = measuring.prove(bench, "i")
+    done.clear()
+    with nullcontext() if right else pytest.raises(NotEquivalent, match=r"timed optimized.*it was right before"):
+        measuring.measure(of, workload, workload_id="i", device="cpu", proof=proof, new_values=False, beside=beside)
+    assert done == ["beside", "timed optimized"]
 
 
 def test_a_reference_whose_truth_took_long_is_called_once(long: Time, monkeypatch: pytest.MonkeyPatch) -> None:

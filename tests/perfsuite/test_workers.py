@@ -147,6 +147,26 @@ def test_beside_another_on_one_gpu_only_a_process_that_was_started_ahead_works(t
         assert len(made.environments) == started
 
 
+def test_tasks_of_the_same_id_go_to_different_processes(tmp_path: Path) -> None:
+    script = "for id in ids(): begin(id); write('failure', id=id, status='UNMEASURED', message=str(os.getpid()))"
+    for lanes in ([Lane()], [Lane()] * 2, [Lane(lock=str(tmp_path / "gpu-0.lock"))] * 3):
+        made = scripted(tmp_path, script)
+        made.prepare(lanes, ["a", "b"], 2)
+        found = [(id, o.message) for id, o in made.run(tasks_of("aabaab"), lanes) if isinstance(o, Failure)]
+        assert sorted(id for id, _ in found) == ["a", "a", "a", "a", "b", "b"]
+        assert len(set(found)) == len(found)
+        made.close()
+
+
+def test_beside_another_on_one_gpu_a_process_that_died_is_not_replaced_by_one_that_starts(tmp_path: Path) -> None:
+    made = scripted(tmp_path, "for id in ids(): begin(id); id == 'b' and os._exit(3); done(id)")
+    lanes = [Lane(lock=str(tmp_path / "gpu-0.lock"))] * 2
+    made.prepare(lanes, ["a", "b", "c", "d"], 2)
+    found = dict(made.run(tasks_of("abcd"), lanes))
+    assert len(made.environments) == 2
+    assert [id for id, o in found.items() if isinstance(o, Failure) and "exit code 3" in o.message] == ["b"]
+
+
 def test_the_time_limit_does_not_count_while_a_process_waits_for_its_gpu(tmp_path: Path) -> None:
     script = """
 def phase(id, name): write("phase", id=id, phase=name)
