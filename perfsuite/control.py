@@ -203,7 +203,12 @@ class Control:
     def _start_ahead(self, ids: Sequence[str], busy: int) -> None:
         if ids:
             timing = self.timing_lanes(())
-            self.workers.prepare(timing, ids, lanes.to_spare(self.machine, timing, busy))
+            self.workers.prepare(timing, ids, lanes.to_spare(self.machine, timing, busy, self.gpu_memory_bytes))
+
+    @functools.cached_property
+    def gpu_memory_bytes(self) -> int | None:
+        """Asked of the driver once: the lanes are planned again for every round, and as each proof ends."""
+        return machine.gpu_memory_bytes()
 
     def timing_lanes(self, tasks: Sequence[Task]) -> list[Lane]:
         """The lanes for tasks that time."""

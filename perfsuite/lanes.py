@@ -25,6 +25,9 @@ LONGEST_S = 1e6
 MOST_PROVERS = 12
 """On one GPU: each takes a context and a cache of its memory, and several gigabytes of the host's."""
 
+CONTEXT_BYTES, CONTEXTS_SHARE = 1 << 30, 0.125
+"""What the CUDA context of a process that waits may take of a GPU's memory, and the share that all of them may take.
+"""
 COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 MOST_TOGETHER = 3
 """Processes that prepare beside each other on a GPU."""
@@ -116,13 +119,14 @@ def for_proving(tasks: Collection[Task], machine: Machine) -> list[Lane]:
     return lanes
 
 
-def to_spare(machine: Machine, lanes: Sequence[Lane], busy: int) -> int:
-    """How many processes each device may have started ahead, beside so many busy cores.
+def to_spare(machine: Machine, lanes: Sequence[Lane], busy: int, memory_bytes: int | None = None) -> int:
+    """How many processes each device, with so much memory, may have started ahead, beside so many busy cores.
 
     On a CPU one: the second would import torch while the first times.
     """
     devices = len(devices_of(lanes))
-    most = MOST_AHEAD // devices if machine.count else 1
+    contexts = int((memory_bytes or 0) * CONTEXTS_SHARE / CONTEXT_BYTES)
+    most = min(MOST_AHEAD // devices, max(1, contexts)) if machine.count else 1
     return max(0, min(most, (machine.cores - busy) // devices))
 
 

@@ -9,7 +9,7 @@ import gc
 import math
 import random
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -176,13 +176,15 @@ def prove(
     slow: bool = False,
     time_reference: bool = False,
     with_rivals: bool = False,
+    uncounted: Collection[str] = (),
 ) -> Proof:
     """Prove the optimized side, and the accepted one, on the workload's inputs; count what a call of each costs.
 
     Calling them compiles what they compile, so that a later process finds it in the compilers' caches;
     `with_reference` calls the reference for that, too, and `with_rivals` proves, calls and counts the rivals. Where the
     reference is `slow`, outputs that are those of the accepted side, bit for bit, are proven by that. `time_reference`
-    calls it once and notes how long that took, beside whatever else runs. NotEquivalent where a side is not the same
+    calls it once and notes how long that took, beside whatever else runs; the sides in `uncounted` are not counted.
+    NotEquivalent where a side is not the same
     function.
     """
     began = perf_counter()
@@ -209,7 +211,7 @@ def prove(
         with bench.phases.time("warm-up"):
             _warm_up(runners, bench, clock, rng)
         with bench.phases.time("counting"):
-            counts = _counted(runners, clock, bench.report)
+            counts = _counted({n: r for n, r in runners.items() if n not in uncounted}, clock, bench.report)
         with bench.phases.time("new values"):
             _prove_new_values(bench, check, runners[OPTIMIZED])
         if time_reference:
@@ -286,11 +288,12 @@ def measure(
 
     Without `proof` every side is proven first, on inputs of `seed` (random unless given), and calls are counted. With
     one, its inputs are drawn again, and only outputs that are not those proven are proven anew. There are at most
-    `blocks`; `reference` limits the reference to one round in each of so many of them, and 0 leaves it out. `thorough`
-    times rivals and the other clock, too; without `new_values` the sides get none between the blocks. `report` gets the
-    name of the side that is about to run, so that a crash or a hang can be attributed. `alone` is called before any
-    is timed, and returns once nothing else uses the device; `beside` when all is timed, and others may use it again.
-    Both tell whether there may be others.
+    `blocks`; `reference` limits the reference to one round in each of so many of them (on the wall clock its launches
+    are not counted then), and 0 leaves it out. `thorough` times rivals and the other
+    clock, too; without `new_values` the sides get none between the blocks. `report` gets the name of the side that is
+    about to run, so that a crash or a hang can be attributed. `alone` is called before any is timed, and returns once
+    nothing else uses the device; `beside` is called when all is timed, and others may use it again. Both tell whether
+    there may be others.
     NotEquivalent where a side is not the same function; PairError where the workload cannot be timed as declared.
     """
     began = perf_counter()
@@ -348,13 +351,17 @@ class Session:
             del timed[REFERENCE]
         live = {**timed, **{n: s for n, s in self.rivals.items() if n not in self.skipped}}
         self.runners = {n: bench.runner(n, s) for n, s in live.items()}
+        # In a random order: the first block is timed with the inputs that are allocated here.
+        shuffled = dict(self.rng.sample(list(self.runners.items()), len(self.runners)))
         with phases.time("warm-up"):
-            _warm_up(self.runners, bench, self.clock, self.rng, self._check_first if self.proof else None)
+            _warm_up(shuffled, bench, self.clock, self.rng, self._check_first if self.proof else None)
         phases.part("warm-up", {"first outputs": self.first_s})
         for name in set(self.skipped) & set(self.runners):
             del self.runners[name]
         scrutiny.keeps_l2(bench.l2_bytes, f"{bench.pair.name}: the optimized side")
         uncounted = {n: r for n, r in self.runners.items() if n not in self.counts}
+        if self.reference is not None and bench.workload.clock == "wall":
+            uncounted.pop(REFERENCE, None)
         if uncounted:
             with phases.time("counting"):
                 self.counts |= _counted(uncounted, self.clock, bench.report)
@@ -425,6 +432,7 @@ class Session:
         self._waited(self.alone)
         with self.bench.phases.time("reference"):
             call = _once(self.bench, self.clock, self.rng)
+        self._waited(self.beside)
         self.long = call if call.seconds > LONG_S else None
         return self.long is not None
 

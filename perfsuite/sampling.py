@@ -197,7 +197,8 @@ class Sampler:
         ratios: dict[str, list[float]] = {n: [] for n in self.log_ratios}
         for quad in range(quads):
             order = [n for n in self.runners if self._joins(n, block, quad)]
-            if (quad == 0 or self.small) and self.allocated_s + self.allocating_s <= ALLOCATE_BUDGET_S:
+            fresh = block == quad == 0  # the warm-up's inputs are
+            if not fresh and (quad == 0 or self.small) and self.allocated_s + self.allocating_s <= ALLOCATE_BUDGET_S:
                 self._allocate(order)
             self.report("timing")
             self.rng.shuffle(order)

@@ -1,4 +1,4 @@
-"""Several measuring processes on one GPU: they prepare beside each other, and each times alone.
+"""Several measuring processes on one GPU: they start and prepare beside each other, and each times alone.
 
 The operating system locks a file for each GPU: shared by those that prepare, for one alone while it times.
 """

@@ -190,11 +190,7 @@ class Workers:
     def _fill(self, lanes: Sequence[Lane], left: Collection[Task], running: dict[int, _Process]) -> None:
         """A process for each lane that has none, as far as there are tasks for it."""
         for number, lane in enumerate(lanes):
-            if number in running or sum(not p.served for p in running.values()) >= len(left):
-                continue
-            # A process that starts would disturb what another times on the same GPU.
-            beside = lane.lock and any(lane == p.lane for p in running.values())
-            if not beside or self._started_ahead(lane, {t.id for t in left}):
+            if number not in running and sum(not p.served for p in running.values()) < len(left):
                 running[number] = self._next(number, lane, left)
 
     def close(self) -> None:

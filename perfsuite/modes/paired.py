@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import random
 from abc import ABC, abstractmethod
@@ -11,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from perfsuite import confirmation, gate, lanes, machine, planning, revision
+from perfsuite import confirmation, gate, lanes, planning, revision
 from perfsuite.baseline import Entry, short
 from perfsuite.control import Control, failed
 from perfsuite.errors import PerfsuiteError, RevisionError
@@ -151,16 +150,11 @@ class Paired(Control):
             i: confirmation.confirmed(verdicts[i], runs) for i, runs in twice.items() if len(runs) == gate.RED_PROCESSES
         }
 
-    @functools.cached_property
-    def gpu_memory_bytes(self) -> int | None:
-        """Asked of the driver once: the lanes are planned again for every round, and as each proof ends."""
-        return machine.gpu_memory_bytes()
-
     def timing_lanes(self, tasks: Sequence[Task]) -> list[Lane]:
         """On a GPU, several processes prepare beside each other as far as what was accepted fits into its memory."""
         if self.device != "cuda":
             return super().timing_lanes(tasks)
-        entries = [self.entry(task.id) for task in tasks]
+        entries = [self.entries.get(task.id) for task in tasks]
         beside = lanes.together(self.gpu_memory_bytes, [e.peak_bytes() if e else None for e in entries])
         return lanes.for_timing(self.machine, self.workers.folder, beside)
 

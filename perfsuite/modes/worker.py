@@ -9,6 +9,7 @@ import pytest
 from perfsuite import revision
 from perfsuite.control import Control
 from perfsuite.digests import Opened
+from perfsuite.sharing import Gpu
 from perfsuite.worker import OPENED
 from perfsuite.workers import Job, Journal
 
@@ -21,6 +22,8 @@ class Worker(Control):
     def __init__(self, config: pytest.Config, job: Job) -> None:
         super().__init__(config)
         self.job = job
+        self.gpu = Gpu(job.lock)
+        self.gpu.prepare()  # to import torch would disturb what another process times
         if job.note_ran:
             config.stash[OPENED] = Opened(revision.top_or(self.root))
 
@@ -29,9 +32,9 @@ class Worker(Control):
         from perfsuite import worker
 
         if self.job.ahead and self.device == "cuda":
-            worker.import_compiler()
+            worker.get_ready()
         with closing(Journal(self.job)) as journal:
-            worker.run(journal, session, self.device)
+            worker.run(journal, session, self.device, self.gpu)
         return True
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:

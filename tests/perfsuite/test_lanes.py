@@ -117,7 +117,14 @@ def test_processes_are_started_ahead_on_the_cores_that_proofs_leave(
     cores: int, gpus: int, count: int, busy: int, each: int
 ) -> None:
     some = [Lane(lock=str(n)) for n in range(count)]
-    assert lanes.to_spare(replace(MACHINE, cores=cores, count=gpus), some * 3, busy) == each
+    assert lanes.to_spare(replace(MACHINE, cores=cores, count=gpus), some * 3, busy, 144 << 30) == each
+
+
+@pytest.mark.parametrize(("gibibytes", "each"), [(80, 10), (16, 2), (4, 1), (0, 1)])
+def test_contexts_of_processes_that_wait_leave_the_memory_to_the_others(gibibytes: int, each: int) -> None:
+    one = replace(MACHINE, cores=64, count=1)
+    assert lanes.to_spare(one, [Lane()], 1, gibibytes << 30) == each
+    assert lanes.to_spare(one, [Lane()], 1, None) == 1
 
 
 def test_on_one_gpu_several_lanes_share_a_lock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -6,13 +6,20 @@ import select
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+from scale import FULLY
+from scratch import SMALL, TWO_LINES, Project
 
 from perfsuite import sharing
+from perfsuite.workers import Lane, Workers
+
+pytest_plugins = ["pytester"]
 
 SCRIPT = """
 import sys
@@ -48,11 +55,6 @@ class Other:
         self.ask(what)
         self.did(what)
 
-    def is_blocked(self) -> bool:
-        """Whether the kernel has it wait for a lock."""
-        waiting = [line for line in Path("/proc/locks").read_text().splitlines() if "->" in line]
-        return any(f" {self.child.pid} " in line for line in waiting)
-
 
 @contextmanager
 def processes(lock: str, count: int) -> Iterator[list[Other]]:
@@ -71,9 +73,15 @@ def next_of(*others: Other) -> Other:
     return next(other for other in others if other.child.stdout in ready)
 
 
-def wait_until_blocked(other: Other) -> None:
+def is_blocked(process: subprocess.Popen[Any]) -> bool:
+    """Whether the kernel has it wait for a lock."""
+    waiting = [line for line in Path("/proc/locks").read_text().splitlines() if "->" in line]
+    return any(f" {process.pid} " in line for line in waiting)
+
+
+def wait_until_blocked(process: subprocess.Popen[Any]) -> None:
     deadline = time.monotonic() + 30
-    while not other.is_blocked():
+    while not is_blocked(process):
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
@@ -84,14 +92,14 @@ def test_several_prepare_and_one_times(tmp_path: Path) -> None:
         for other in (a, b):
             other.do("prepare")
         a.ask("alone")
-        wait_until_blocked(a)
+        wait_until_blocked(a.child)
         b.ask("alone")  # gives up its share, so that the two do not wait for each other
         first = next_of(a, b)
         first.did("alone")
         second = b if first is a else a
-        wait_until_blocked(second)
+        wait_until_blocked(second.child)
         c.ask("prepare")
-        wait_until_blocked(c)
+        wait_until_blocked(c.child)
         first.do("leave")
         third = next_of(second, c)
         for other in (third, c if third is second else second):
@@ -105,7 +113,7 @@ def test_a_process_that_is_killed_leaves(tmp_path: Path) -> None:
         a.do("alone")
         a.do("alone")  # once more is no harm
         b.ask("prepare")
-        wait_until_blocked(b)
+        wait_until_blocked(b.child)
         a.child.kill()
         b.did("prepare")
 
@@ -116,3 +124,24 @@ def test_without_a_lock_nothing_waits() -> None:
     gpu.prepare()
     gpu.alone()
     gpu.leave()
+
+
+@FULLY
+@pytest.mark.skipif(not Path("/proc/locks").exists(), reason="needs Linux's list of locks")
+def test_a_process_does_not_start_while_another_times_on_its_device(project: Project, tmp_path: Path) -> None:
+    """Not even to import torch; and the other waits until it has started."""
+    project.write("test_scale.py", TWO_LINES)
+    lock = str(tmp_path / "gpu-0.lock")
+    made = Workers(root=project.path, folder=tmp_path / "workers", arguments=["-q", "-m", "", "-p", "perfsuite.plugin"])
+    with processes(lock, 1) as (other,):
+        other.do("alone")
+        made.prepare([Lane(lock=lock)], [SMALL], 1)
+        (process,) = made._waiting
+        try:
+            wait_until_blocked(process.child)
+            other.do("leave")
+            while not process.ready:
+                assert list(process.poll(deque())) == []
+            other.do("alone")
+        finally:
+            made.close()

@@ -136,17 +136,6 @@ def test_the_number_of_busy_processes_is_reported_once_no_task_waits(tmp_path: P
     assert seen[0] in (1, 2, 3)
 
 
-def test_beside_another_on_one_gpu_only_a_process_that_was_started_ahead_works(tmp_path: Path) -> None:
-    made = scripted(tmp_path, "for id in ids(): begin(id); done(id)")
-    lanes = [Lane(lock=str(tmp_path / "gpu-0.lock"))] * 3
-    made.prepare(lanes, ["a", "b", "c"], 2)
-    assert len(made.environments) == 2
-    for started in (2, 3):
-        found = [id for id, _ in made.run(tasks_of("abc"), lanes)]
-        assert sorted(found) == ["a", "b", "c"]
-        assert len(made.environments) == started
-
-
 def test_tasks_of_the_same_id_go_to_different_processes(tmp_path: Path) -> None:
     script = "for id in ids(): begin(id); write('failure', id=id, status='UNMEASURED', message=str(os.getpid()))"
     for lanes in ([Lane()], [Lane()] * 2, [Lane(lock=str(tmp_path / "gpu-0.lock"))] * 3):
@@ -156,15 +145,6 @@ def test_tasks_of_the_same_id_go_to_different_processes(tmp_path: Path) -> None:
         assert sorted(id for id, _ in found) == ["a", "a", "a", "a", "b", "b"]
         assert len(set(found)) == len(found)
         made.close()
-
-
-def test_beside_another_on_one_gpu_a_process_that_died_is_not_replaced_by_one_that_starts(tmp_path: Path) -> None:
-    made = scripted(tmp_path, "for id in ids(): begin(id); id == 'b' and os._exit(3); done(id)")
-    lanes = [Lane(lock=str(tmp_path / "gpu-0.lock"))] * 2
-    made.prepare(lanes, ["a", "b", "c", "d"], 2)
-    found = dict(made.run(tasks_of("abcd"), lanes))
-    assert len(made.environments) == 2
-    assert [id for id, o in found.items() if isinstance(o, Failure) and "exit code 3" in o.message] == ["b"]
 
 
 def test_the_time_limit_does_not_count_while_a_process_waits_for_its_gpu(tmp_path: Path) -> None:
