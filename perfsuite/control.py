@@ -203,7 +203,8 @@ class Control:
     def _start_ahead(self, ids: Sequence[str], busy: int) -> None:
         if ids:
             timing = self.timing_lanes(())
-            self.workers.prepare(timing, ids, lanes.to_spare(self.machine, timing, busy, self.gpu_memory_bytes))
+            each = lanes.started_ahead(self.machine, timing, self.gpu_memory_bytes)
+            self.workers.prepare(timing, ids, each, at_once=self.machine.cores - busy)
 
     @functools.cached_property
     def gpu_memory_bytes(self) -> int | None:

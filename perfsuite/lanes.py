@@ -119,15 +119,15 @@ def for_proving(tasks: Collection[Task], machine: Machine) -> list[Lane]:
     return lanes
 
 
-def to_spare(machine: Machine, lanes: Sequence[Lane], busy: int, memory_bytes: int | None = None) -> int:
-    """How many processes each device, with so much memory, may have started ahead, beside so many busy cores.
+def started_ahead(machine: Machine, lanes: Sequence[Lane], memory_bytes: int | None) -> int:
+    """How many processes are started ahead for each device, which has so much memory.
 
     On a CPU one: the second would import torch while the first times.
     """
-    devices = len(devices_of(lanes))
+    if not machine.count:
+        return 1
     contexts = int((memory_bytes or 0) * CONTEXTS_SHARE / CONTEXT_BYTES)
-    most = min(MOST_AHEAD // devices, max(1, contexts)) if machine.count else 1
-    return max(0, min(most, (machine.cores - busy) // devices))
+    return max(1, min(MOST_AHEAD // len(devices_of(lanes)), contexts))
 
 
 def _several_devices(machine: Machine) -> tuple[str, ...]:

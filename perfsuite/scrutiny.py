@@ -69,13 +69,19 @@ def is_quiet(work: Sequence[float], calls: int) -> bool:
     return len(work) >= QUIET_SHARE * calls
 
 
-def replayed(times: Sequence[tuple[float, float]], kind: str, where: str) -> None:
-    """`times` are of calls on values never seen before, and of the same calls again."""
+def replays(times: Sequence[tuple[float, float]], kind: str) -> bool:
+    """Whether calls on values never seen before take far longer than the same calls again."""
     if len(times) < 4:
-        return
+        return False
     fresh, again = (statistics.median(t) for t in zip(*times, strict=True))
     slower = sum(a > b for a, b in times)
-    if fresh > FRESH_RATIO * again + FRESH_EXTRA_S[kind] and slower >= len(times) - len(times) // 8:
+    return fresh > FRESH_RATIO * again + FRESH_EXTRA_S[kind] and slower >= len(times) - len(times) // 8
+
+
+def replayed(times: Sequence[tuple[float, float]], kind: str, where: str) -> None:
+    """NotTimed where the second of these calls replay the first ones' answers."""
+    if replays(times, kind):
+        fresh, again = (statistics.median(t) for t in zip(*times, strict=True))
         raise NotTimed(
             f"{where} takes {fresh * 1e6:.3g} µs on values that it has not seen and {again * 1e6:.3g} µs on the same "
             f"again: it replays earlier answers, which no training step would ask for"

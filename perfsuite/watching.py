@@ -26,6 +26,8 @@ FRESH_S = 0.5
 FRESH_BLOCKS = {True: 4, False: 8}
 """Blocks after which calls on new values are timed, where the inputs were proven before and where not; `scrutiny` wants
 four at least."""
+REPLAY_PAIRS = 8
+"""Further calls that a side must have replayed before it is accused of that."""
 
 
 class Watch:
@@ -66,12 +68,15 @@ class Watch:
                 judge_copied(self.output)
         slow = self.proven_before and self.drawn_s > FRESH_S
         if self.new_values and block < FRESH_BLOCKS[self.proven_before] and not slow:
-            with execution.quiet(runner.side), torch.set_grad_enabled(runner.grad_mode):
-                self._new_values(runner, block)
+            self._new_values(runner, block)
         if block == 0:
             self._first(runner)
 
-    def _new_values(self, runner: Runner, block: int) -> None:
+    def _new_values(self, runner: Runner, block: int | None = None) -> None:
+        with execution.quiet(runner.side), torch.set_grad_enabled(runner.grad_mode):
+            self._time_new_values(runner, block)
+
+    def _time_new_values(self, runner: Runner, block: int | None) -> None:
         """Time a call on values that it cannot have seen, and the same again."""
         stateful = self.pair.is_stateful
         old = runner.step_master if stateful else dict(self.sampler.masters[OPTIMIZED])
@@ -82,13 +87,14 @@ class Watch:
         if all(equivalence.identical(new, known) for (_, new), (_, known) in pairs):
             return  # constant or recorded inputs: there are no others
         times = []
-        # The first is not kept: it finds the processor's caches full of what the harness did before. The last time
-        # nothing is written, so that a replay finds everything as it was.
-        for given in (warm, values, None):
+        # The first are not kept: they find the processor's caches full of what the harness did before. They are one to
+        # three, so that a side whose calls take turns is not met at the same one always. The last time nothing is
+        # written, so that a replay finds everything as it was.
+        for given in (*[warm] * self.sampler.rng.randint(1, 3), values, None):
             if given is not None:
                 runner.refill(given)
             times.append(self.sampler.once(OPTIMIZED))
-        self.fresh.append((times[1], times[2]))
+        self.fresh.append((times[-2], times[-1]))
         prove = not self.proven_before and block == self.judged and REFERENCE not in self.sampler.few
         if prove and not stateful:
             prove_new(self.output, runner, values)
@@ -119,11 +125,19 @@ class Watch:
             return other
         return self.sampler.clock.even_work(typical, 4 * scrutiny.BURST_CALLS)
 
+    def _prove_replay(self) -> None:
+        """Time further calls on new values, so that chance accuses no side."""
+        self.fresh.clear()
+        for _ in range(REPLAY_PAIRS):
+            self._new_values(self.sampler.runners[OPTIMIZED])
+        scrutiny.replayed(self.fresh, self.sampler.kind, self.where)
+
     def conclude(self) -> None:
         """What only all blocks together show."""
         work = self.sampler.work[OPTIMIZED]
         if scrutiny.is_quiet(work, self.sampler.timed_calls):
-            scrutiny.replayed(self.fresh, self.sampler.kind, self.where)
+            if scrutiny.replays(self.fresh, self.sampler.kind):
+                self._prove_replay()
             scrutiny.bursts(work, self.where, self._beside, SETTLES if self.pair.is_stateful else "")
         for name in (REFERENCE, OPTIMIZED, ACCEPTED):
             count = self.sampler.compiled.get(name)

@@ -145,36 +145,42 @@ class Workers:
     progress: Callable[[int, str], None] = lambda lane, id: None
     _waiting: list[_Process] = field(default_factory=list)
 
-    def prepare(self, lanes: Sequence[Lane], ids: Sequence[str], each: int) -> None:
-        """Have so many processes started for each lane, which import what they need and wait for a later `run`."""
+    def prepare(self, lanes: Sequence[Lane], ids: Sequence[str], each: int, at_once: int) -> None:
+        """Start processes until there are so many for each lane; they import what they need and wait for a later `run`.
+
+        No more than `at_once` start at the same time: call it again for the others.
+        """
+        starting = sum(not process.has_started() for process in self._waiting)
         for lane in lanes:
             for _ in range(each - sum(process.lane == lane for process in self._waiting)):
-                self._waiting.append(self._process(lane, ids, ahead=True))
+                if starting < at_once:
+                    self._waiting.append(self._process(lane, ids, ahead=True))
+                    starting += 1
 
     def run(
-        self, tasks: Sequence[Task], lanes: Sequence[Lane], drained: Callable[[int], None] = lambda busy: None
+        self, tasks: Sequence[Task], lanes: Sequence[Lane], meanwhile: Callable[[int], None] = lambda busy: None
     ) -> Generator[tuple[str, Outcome]]:
         """The tasks in order, each to the lane that is free first: (id, outcome) as each task ends.
 
         Several tasks may have the same id: each goes to another process.
 
-        Once no task waits for a lane any more, `drained` is called with the number of processes that still work; and
-        again as each ends, except the last.
+        As tasks end, `meanwhile` is called with the number of processes that still work.
         """
         left, running = deque(tasks), dict[int, _Process]()
         interrupt: KeyboardInterrupt | None = None
-        busy: int | None = None
         try:
             while left or running:
+                ended = False
                 if interrupt is None:
                     self._fill(lanes, left, running)
                 for number, process in list(running.items()):
-                    yield from process.poll(left)
+                    for id, outcome in process.poll(left):
+                        ended = True
+                        yield id, outcome
                     if process.over:
                         del running[number]
-                if running and not left and busy != len(running):
-                    busy = len(running)
-                    drained(busy)
+                if ended:
+                    meanwhile(len(running))
                 if interrupt is not None:
                     raise interrupt
                 try:
@@ -289,6 +295,10 @@ class _Process:
         self._wait(START_LIMIT_S)
         return reader
 
+    def has_started(self) -> bool:
+        """Whether it waits for tasks, or has ended."""
+        return self.child.poll() is not None or b'"event": "ready"' in self.file(".jsonl").read_bytes()
+
     def poll(self, left: deque[Task]) -> Iterator[tuple[str, Outcome]]:
         """The outcomes since the last time, a crash or a hang being one. Takes the next task from `left` when free."""
         ended = self.child.poll() is not None
@@ -351,8 +361,8 @@ class _Process:
             self._wait(self.task.limit_s)
             self.progress(self.number, event["id"])
         elif event["event"] == "phase":
-            if self.phase == WAITS and self.task is not None:
-                self._wait(self.task.limit_s)
+            if self.phase == WAITS:
+                self._wait(self.task.limit_s if self.task else START_LIMIT_S)
             self.phase = event["phase"]
         else:
             return _outcome(event)

@@ -11,7 +11,7 @@ from perfsuite.control import Control
 from perfsuite.digests import Opened
 from perfsuite.sharing import Gpu
 from perfsuite.worker import OPENED
-from perfsuite.workers import Job, Journal
+from perfsuite.workers import WAITS, Job, Journal
 
 
 class Worker(Control):
@@ -21,9 +21,11 @@ class Worker(Control):
 
     def __init__(self, config: pytest.Config, job: Job) -> None:
         super().__init__(config)
-        self.job = job
-        self.gpu = Gpu(job.lock)
-        self.gpu.prepare()  # to import torch would disturb what another process times
+        self.job, self.journal, self.gpu = job, Journal(job), Gpu(job.lock)
+        if self.gpu.shared:  # to import torch would disturb what another process times
+            self.journal.phase("", WAITS)
+            self.gpu.prepare()
+            self.journal.phase("", "start")
         if job.note_ran:
             config.stash[OPENED] = Opened(revision.top_or(self.root))
 
@@ -33,8 +35,8 @@ class Worker(Control):
 
         if self.job.ahead and self.device == "cuda":
             worker.get_ready()
-        with closing(Journal(self.job)) as journal:
-            worker.run(journal, session, self.device, self.gpu)
+        with closing(self.journal):
+            worker.run(self.journal, session, self.device, self.gpu)
         return True
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:

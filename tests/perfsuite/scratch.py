@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
@@ -97,23 +98,30 @@ class FakeWorkers:
     def limits(self) -> dict[str, float]:
         return {task.id: task.limit_s for task in self.tasks}
 
-    def prepare(self, lanes: Sequence[Lane], ids: Sequence[str], each: int) -> None:
+    def prepare(self, lanes: Sequence[Lane], ids: Sequence[str], each: int, at_once: int) -> None:
         """These processes need no time to start."""
 
     def close(self) -> None:
         """None waits."""
 
     def run(
-        self, tasks: Sequence[Task], lanes: Sequence[Lane], drained: Callable[[int], None] = lambda busy: None
+        self, tasks: Sequence[Task], lanes: Sequence[Lane], meanwhile: Callable[[int], None] = lambda busy: None
     ) -> Generator[tuple[str, Outcome], None, None]:
         self.tasks += tasks
-        timed = [task for task in tasks if task.kind == TIME]
-        if timed:
-            accepted = {t.id: t.accepted.revision for t in timed if t.accepted}
-            self.calls.append((tuple(t.id for t in timed), accepted))
+        process, seen = len(self.calls), Counter[str]()
         for task in tasks:
             self.begun(0, task.id)
-            outcome = self.outcome(task.id, max(0, len(self.calls) - 1), task.accepted is not None)
+            number = max(0, process + (seen[task.id] if task.kind == TIME else -1))
+            if task.kind == TIME:
+                seen[task.id] += 1
+                if number == len(self.calls):
+                    self.calls.append(((), {}))
+                ids, accepted = self.calls[number]
+                self.calls[number] = (
+                    (*ids, task.id),
+                    accepted | ({task.id: task.accepted.revision} if task.accepted else {}),
+                )
+            outcome = self.outcome(task.id, number, task.accepted is not None)
             if task.kind == TRACE:
                 outcome = Proof(id=task.id, seed=0, ran=self.ran, own_sources=self.own)
             if task.kind == PROVE and not isinstance(outcome, Failure):
@@ -122,7 +130,7 @@ class FakeWorkers:
             if task.kind == ITEMS:
                 outcome = self._reported(task.id)
             yield task.id, outcome
-        drained(1)
+        meanwhile(1)
 
     def _proof(self, task: Task) -> Proof:
         unloaded = self.unloaded.get(task.id, "") if task.accepted else ""

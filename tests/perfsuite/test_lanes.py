@@ -99,32 +99,25 @@ def test_threads_are_divided_where_no_result_depends_on_them(monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    ("cores", "gpus", "count", "busy", "each"),
+    ("gpus", "devices", "gibibytes", "each"),
     [
-        (2, 0, 1, 2, 0),
-        (2, 0, 1, 1, 1),
-        (64, 0, 1, 1, 1),
-        (8, 1, 1, 8, 0),
-        (16, 1, 1, 12, 4),
-        (16, 1, 1, 1, 15),
-        (64, 1, 1, 1, 16),
-        (16, 1, 1, 20, 0),
-        (32, 2, 2, 24, 4),
-        (128, 8, 8, 12, 2),
+        (0, 1, None, 1),
+        (1, 1, 144, 16),
+        (1, 1, 80, 10),
+        (1, 1, 16, 2),
+        (1, 1, 4, 1),
+        (1, 1, None, 1),
+        (2, 2, 144, 8),
+        (8, 8, 144, 2),
+        (32, 32, 144, 1),
     ],
 )
-def test_processes_are_started_ahead_on_the_cores_that_proofs_leave(
-    cores: int, gpus: int, count: int, busy: int, each: int
+def test_processes_are_started_ahead_as_far_as_their_contexts_leave_memory_to_the_others(
+    gpus: int, devices: int, gibibytes: int | None, each: int
 ) -> None:
-    some = [Lane(lock=str(n)) for n in range(count)]
-    assert lanes.to_spare(replace(MACHINE, cores=cores, count=gpus), some * 3, busy, 144 << 30) == each
-
-
-@pytest.mark.parametrize(("gibibytes", "each"), [(80, 10), (16, 2), (4, 1), (0, 1)])
-def test_contexts_of_processes_that_wait_leave_the_memory_to_the_others(gibibytes: int, each: int) -> None:
-    one = replace(MACHINE, cores=64, count=1)
-    assert lanes.to_spare(one, [Lane()], 1, gibibytes << 30) == each
-    assert lanes.to_spare(one, [Lane()], 1, None) == 1
+    some = [Lane(lock=str(n)) for n in range(devices)]
+    memory = None if gibibytes is None else gibibytes << 30
+    assert lanes.started_ahead(replace(MACHINE, count=gpus), some * 3, memory) == each
 
 
 def test_on_one_gpu_several_lanes_share_a_lock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -135,7 +135,7 @@ def test_a_process_does_not_start_while_another_times_on_its_device(project: Pro
     made = Workers(root=project.path, folder=tmp_path / "workers", arguments=["-q", "-m", "", "-p", "perfsuite.plugin"])
     with processes(lock, 1) as (other,):
         other.do("alone")
-        made.prepare([Lane(lock=lock)], [SMALL], 1)
+        made.prepare([Lane(lock=lock)], [SMALL], 1, 1)
         (process,) = made._waiting
         try:
             wait_until_blocked(process.child)
