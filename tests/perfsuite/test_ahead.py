@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from scale import FULLY
 from scratch import Project, lines_with
 
 from perfsuite import ahead
@@ -64,6 +65,7 @@ def pairs(**first: str) -> str:
     return HEADER + "".join(made)
 
 
+@FULLY
 def test_one_pair_s_crash_or_hang_is_no_other_s(project: Project) -> None:
     pytest.importorskip("triton")
     project.write(

@@ -170,6 +170,7 @@ def without_triton(project: Project) -> Project:
     return project
 
 
+@FULLY
 def test_without_triton_plain_pairs_are_proven(without_triton: Project) -> None:
     without_triton.write("test_scale.py", TWO_LINES)
     done = without_triton.process("pytest", "-p", "no_triton", "-m", "correctness", "-W", "error")
@@ -377,7 +378,8 @@ for command in json.loads(sys.argv[2]):
 """Runs one command after the other; a line says how each has ended."""
 
 
-@pytest.mark.parametrize(("slower", "code"), [pytest.param(0.0, 0, marks=FULLY), (0.05, 1)])
+@FULLY
+@pytest.mark.parametrize(("slower", "code"), [(0.0, 0), (0.05, 1)])
 def test_a_terminal_that_knows_only_ascii(project: Project, slower: float, code: int) -> None:
     project.write("test_scale.py", TWO_LINES)
     path = project.accept()
@@ -450,9 +452,8 @@ HANGS = """
 """Both workloads can be proven, and the first can be timed; from then on no call ends."""
 
 
-@pytest.mark.parametrize(
-    "command", [["gate", "--json"], pytest.param(["accept", "--reason", "again"], marks=FULLY)], ids=lambda c: c[0]
-)
+@FULLY
+@pytest.mark.parametrize("command", [["gate", "--json"], ["accept", "--reason", "again"]], ids=lambda c: c[0])
 def test_ctrl_c(project: Project, command: list[str]) -> None:
     """While the second workload is timed: exit code 2, the baseline as before, the report of what was measured."""
     project.write("test_scale.py", HANGS)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from scale import FULLY
 from scratch import Project, lines_with
 
 from perfsuite import Pair, Workload, equivalence, facts, floats, tensor
@@ -277,7 +278,7 @@ def test_the_facts_of_one_pair_at_a_time_are_kept() -> None:
 # --- the time that a proof may take ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("profile", "seconds"), [("dev", "0.2 s"), ("thorough", "4 s")])
+@pytest.mark.parametrize(("profile", "seconds"), [("dev", "0.2 s"), pytest.param("thorough", "4 s", marks=FULLY)])
 def test_a_profile_of_more_draws_may_take_longer(project: Project, profile: str, seconds: str) -> None:
     slow = THREE_SIDES.replace("return (x * y).sum(-1)", "__import__('time').sleep(600)", 1)
     project.write("test_dot.py", slow.replace("workloads=", "time_limit=0.2, workloads="))

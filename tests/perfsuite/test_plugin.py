@@ -6,6 +6,7 @@ import json
 import shlex
 
 import pytest
+from scale import FULLY
 from scratch import SMALL, TWO_LINES, Project, lines_with, times
 
 from perfsuite.conclusion import UNDECIDED
@@ -463,6 +464,7 @@ def test_what_a_kernel_hands_on_is_no_kernel_of_its_own(project: Project) -> Non
     project.run("-k", "kernels").assert_outcomes(passed=1)
 
 
+@FULLY
 def test_what_the_cpu_alone_is_for_is_not_compiled_beside_what_a_gpu_meets(project: Project) -> None:
     """A block of 96 does not build."""
     pytest.importorskip("triton")

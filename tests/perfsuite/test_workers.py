@@ -16,6 +16,7 @@ from typing import Any
 
 import builders
 import pytest
+from scale import FULLY
 from scratch import TWO_LINES, Failure, Project, lines_with, real_workers, runs, wait_for
 
 from perfsuite import workers
@@ -519,6 +520,7 @@ def test_other_processes_collect_the_same(project: Project) -> None:
     assert again.rootpath == config.rootpath
 
 
+@FULLY
 def test_a_real_process_that_is_killed(project: Project) -> None:
     """With the options that a project may have: each must reach the measuring processes too."""
     project.write(

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import toy
+from scale import FULLY
 from training import Toy, started
 
 from perfsuite.errors import PerfsuiteError
@@ -250,6 +251,7 @@ def test_interrupted_at_random_windows_it_ends_bitwise_the_same(run: Toy, tmp_pa
         assert same(state_of(resume), state_of(expected.checkpoint))
 
 
+@FULLY
 def test_interrupted_in_processes_of_their_own(tmp_path: Path) -> None:
     options = ("--windows", "40", "--checkpoint_every", "5")
     whole = started("toy", "--folder", "whole", *options)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from scale import FULLY
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from training import ROOT, environment
@@ -356,6 +357,7 @@ def test_interrupted(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (first[:3], len(first), second) == ("the", 4, "interrupted")
 
 
+@FULLY
 def test_what_cannot_be_written_is_one_line(checkpoint: Path) -> None:
     if not Path("/dev/full").exists():
         pytest.skip("needs /dev/full")
@@ -367,6 +369,7 @@ def test_what_cannot_be_written_is_one_line(checkpoint: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+@FULLY
 def test_a_reader_that_has_enough_is_told_nothing(checkpoint: Path) -> None:
     command = [sys.executable, "-m", "perfsuite", "generate", str(checkpoint), "--device", "cpu", "--past-end"]
     with subprocess.Popen(

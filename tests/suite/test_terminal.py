@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 import pytest
+from scale import FULLY
 from training import ROOT, SMALL, environment
 
 from perfsuite.errors import PerfsuiteError
@@ -190,6 +191,7 @@ Path("codes.json").write_text(json.dumps(codes))
 """
 
 
+@FULLY
 def test_every_command_in_ascii(tmp_path: Path) -> None:
     """In a process of its own, with names of files beyond ASCII: each ends with 0, and has written its files."""
     for library in ("jsonargparse", "yaml", "tensorboard", "matplotlib", "tokenizers"):

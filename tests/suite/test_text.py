@@ -14,6 +14,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from scale import FULLY
 from training import environment
 
 from perfsuite.errors import PerfsuiteError
@@ -101,6 +102,7 @@ def test_a_small_text_has_a_small_vocabulary(tokenizers: Any) -> None:
     assert tokens.max() < vocabulary
 
 
+@FULLY
 def test_the_tokenizer_is_the_same_in_another_process(tokenizers: Any) -> None:
     """Whatever the number of threads and the seed of the hashes."""
     code = "from suite.text import *; print(tokenizer_of(corpus('texts'), 400, Path('{}')).to_str())"
