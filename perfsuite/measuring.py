@@ -184,8 +184,7 @@ def prove(
     `with_reference` calls the reference for that, too, and `with_rivals` proves, calls and counts the rivals. Where the
     reference is `slow`, outputs that are those of the accepted side, bit for bit, are proven by that. `time_reference`
     calls it once and notes how long that took, beside whatever else runs; the sides in `uncounted` are not counted.
-    NotEquivalent where a side is not the same
-    function.
+    NotEquivalent where a side is not the same function.
     """
     began = perf_counter()
     check = bench.check()
@@ -289,11 +288,10 @@ def measure(
     Without `proof` every side is proven first, on inputs of `seed` (random unless given), and calls are counted. With
     one, its inputs are drawn again, and only outputs that are not those proven are proven anew. There are at most
     `blocks`; `reference` limits the reference to one round in each of so many of them (on the wall clock its launches
-    are not counted then), and 0 leaves it out. `thorough` times rivals and the other
-    clock, too; without `new_values` the sides get none between the blocks. `report` gets the name of the side that is
-    about to run, so that a crash or a hang can be attributed. `alone` is called before any is timed, and returns once
-    nothing else uses the device; `beside` is called when all is timed, and others may use it again. Both tell whether
-    there may be others.
+    are not counted then), and 0 leaves it out. `thorough` times rivals and the other clock, too; without `new_values`
+    the sides get none between the blocks. `report` gets the name of the side that is about to run, so that a crash or a
+    hang can be attributed. `alone` is called before any is timed, and returns once nothing else uses the device;
+    `beside` is called when all is timed, and others may use it again. Both tell whether there may be others.
     NotEquivalent where a side is not the same function; PairError where the workload cannot be timed as declared.
     """
     began = perf_counter()

@@ -29,6 +29,8 @@ REPLICAS_UP_TO = 1 << 16
 """Above this many elements the reference's error is well known from one draw."""
 NO_MEMORY = "runs out of memory"
 """Why a rival is not timed."""
+COPIED_BYTES = 1 << 30
+"""Copies of outputs take no more: the sides that are timed may need all the memory that they had before."""
 AFTER_FIRST = " after 1 step"
 HASHED_AT_ONCE = 1 << 25
 """64-bit words of a GPU tensor that are hashed in one go: the intermediate results take several times their bytes."""
@@ -89,12 +91,12 @@ class OutputCheck:
         key = digest(leaves)
         if key in self.known or key in self.copied:
             return
-        try:
-            copies = {n: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for n, leaf in leaves.items()}
-        except torch.OutOfMemoryError:
+        others = [leaves, *(copies for copies, _ in self.copied.values())]
+        if sum(t.numel() * t.element_size() for some in others for t in _tensors(some)) > COPIED_BYTES:
             self.check(leaves, name)
-        else:
-            self.copied[key] = copies, name
+            return
+        copies = {n: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for n, leaf in leaves.items()}
+        self.copied[key] = copies, name
 
     def check_copied(self) -> None:
         """NotEquivalent where outputs that `check_later` has copied are wrong."""
@@ -166,6 +168,10 @@ def prove_sides(
             lines = str(error).strip().splitlines() or [""]
             skipped[name] = f"raises {type(error).__name__}: {lines[0][:200]}"
     return tally, skipped
+
+
+def _tensors(leaves: Leaves) -> list[torch.Tensor]:
+    return [leaf for leaf in leaves.values() if isinstance(leaf, torch.Tensor)]
 
 
 def unequal(error: NotEquivalent) -> str:

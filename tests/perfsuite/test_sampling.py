@@ -529,6 +529,17 @@ def test_outputs_that_are_not_those_proven_are_judged_when_all_is_timed(
     assert done == ["beside", "timed optimized"]
 
 
+def test_outputs_that_are_too_large_to_copy_are_judged_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    check: Any = SimpleNamespace(known=set(), copied={}, check=lambda leaves, name: judged.append(name))
+    judged: list[str] = []
+    monkeypatch.setattr(proving, "COPIED_BYTES", 100)
+    for n in (10, 10, 20, 10):  # of 4 bytes each
+        leaves = {"output": torch.rand(n), "count": len(judged)}
+        proving.OutputCheck.check_later(check, leaves, f"of {n}")
+    assert judged == ["of 20", "of 10"]
+    assert [name for _, name in check.copied.values()] == ["of 10", "of 10"]
+
+
 def test_a_reference_whose_truth_took_long_is_called_once(long: Time, monkeypatch: pytest.MonkeyPatch) -> None:
     count = itertools.count()
 
