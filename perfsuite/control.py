@@ -21,7 +21,7 @@ from _pytest.skipping import evaluate_skip_marks
 from perfsuite import baseline, conclusion, lanes, machine, revision, sharding, turns
 from perfsuite.errors import PerfsuiteError
 from perfsuite.folders import SCRATCH
-from perfsuite.progress import Progress
+from perfsuite.progress import Progress, measurements
 from perfsuite.records import Machine, Measurement, Proof, Status, Verdict
 from perfsuite.report import units
 from perfsuite.report.model import Correctness, RunReport
@@ -239,7 +239,7 @@ class Control:
         elif timed:
             gpus = len(lanes.devices_of(first[1]))
             on = f" on each of {gpus} GPUs" if gpus > 1 else ""
-            parts.append(f"{_workloads(timed)} timed one at a time{on}")
+            parts.append(f"{measurements([t.id for t in timed])} timed one at a time{on}")
         if proofs:
             parts.append(_on_cores(*then))
         self.progress.expect(f"{', then '.join(parts)}: about {units.duration(seconds)}", len(timed))
@@ -402,12 +402,6 @@ def shown(outcome: Outcome) -> str:
         return ""
     times = [f"{name} {units.seconds(median(side.blocks_s))}" for name, side in outcome.sides.items() if side.blocks_s]
     return ", ".join(times)
-
-
-def _workloads(tasks: Sequence[Task]) -> str:
-    workloads = len({task.id for task in tasks})
-    several = f"{len(tasks)} measurements of " if len(tasks) > workloads else ""
-    return f"{several}{units.count(workloads, 'workload')}"
 
 
 def _on_cores(tasks: Sequence[Task], chosen: Sequence[Lane]) -> str:

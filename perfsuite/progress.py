@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -11,7 +12,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
-from perfsuite.report import terminal
+from perfsuite.report import terminal, units
 
 
 class Progress:
@@ -77,3 +78,10 @@ class Progress:
 def name_of(id: str) -> str:
     """A workload as progress shows it: its pair and name."""
     return id.partition("::")[2].replace("::speed", "") or id
+
+
+def measurements(ids: Sequence[str]) -> str:
+    """ "2 workloads", or "8 measurements of 2 workloads" where some are measured more than once."""
+    workloads = len(set(ids))
+    several = f"{len(ids)} measurements of " if len(ids) > workloads else ""
+    return f"{several}{units.count(workloads, 'workload')}"
