@@ -26,7 +26,7 @@ MOST_PROVERS = 12
 """On one GPU: each takes a context and a cache of its memory, and several gigabytes of the host's."""
 
 CONTEXT_BYTES, CONTEXTS_SHARE = 1 << 30, 0.125
-"""What the CUDA context of a process that waits may take of a GPU's memory, and the share that all of them may take.
+"""The memory counted for the CUDA context of each waiting process, and the largest share of a GPU's memory for all.
 """
 COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 MOST_TOGETHER = 3

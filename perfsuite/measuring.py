@@ -38,8 +38,9 @@ NEW_VALUES_S = 2.0
 SLOW_TRUTH_S = 10.0
 """A truth that takes longer to establish is of a reference that may take more than LONG_S a call."""
 RECOUNTS = 3
-"""More syncs or launches than accepted are red. Some calls differ by chance (whether they must still wait for the one
-before), so that both sides are counted again, and the fewest of one compared with the most of the other."""
+"""More syncs or launches than accepted are red, but some calls differ by chance: one may have to wait for the call
+before it. Both sides are therefore counted up to so many times more. The gate compares the fewest of the optimized side
+with the most of the accepted one."""
 WAITING = "waiting"
 """The phase in which other processes have the device; the seconds of a measurement are without it."""
 WAITS = "waits for the device within a call, in the driver perhaps, so that it has no time on the device clock"
@@ -326,7 +327,7 @@ class Session:
         self.evidence: Evidence | None = proof.evidence if proof else None
         self.counts: dict[str, Counts] = dict(proof.counts) if proof else {}
         if ACCEPTED in self.counts and _more(self.counts[ACCEPTED], self.counts[OPTIMIZED]):
-            # Each process is to find that by itself, and not beside the other proofs.
+            # Other proofs ran meanwhile, so each timing process counts these two sides again.
             del self.counts[ACCEPTED], self.counts[OPTIMIZED]
         self.condition = Condition()
         self.anchors: dict[str, float] = {}
@@ -349,7 +350,7 @@ class Session:
             del timed[REFERENCE]
         live = {**timed, **{n: s for n, s in self.rivals.items() if n not in self.skipped}}
         self.runners = {n: bench.runner(n, s) for n, s in live.items()}
-        # In a random order: the first block is timed with the inputs that are allocated here.
+        # The order is random because the first quad is timed with the inputs that the warm-up allocates.
         shuffled = dict(self.rng.sample(list(self.runners.items()), len(self.runners)))
         with phases.time("warm-up"):
             _warm_up(shuffled, bench, self.clock, self.rng, self._check_first if self.proof else None)
@@ -435,7 +436,7 @@ class Session:
         return self.long is not None
 
     def _waited(self, wait: Callable[[], bool]) -> bool:
-        """`alone` or `beside`; whether other processes use the device, too."""
+        """Call `alone` or `beside` and note how long it waited; whether other processes use the device, too."""
         began = perf_counter()
         shared = wait()
         if shared:

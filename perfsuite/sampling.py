@@ -197,8 +197,9 @@ class Sampler:
         ratios: dict[str, list[float]] = {n: [] for n in self.log_ratios}
         for quad in range(quads):
             order = [n for n in self.runners if self._joins(n, block, quad)]
-            fresh = block == quad == 0  # the warm-up's inputs are
-            if not fresh and (quad == 0 or self.small) and self.allocated_s + self.allocating_s <= ALLOCATE_BUDGET_S:
+            # The first quad uses the inputs that the warm-up has just allocated.
+            due = (block, quad) != (0, 0) and (quad == 0 or self.small)
+            if due and self.allocated_s + self.allocating_s <= ALLOCATE_BUDGET_S:
                 self._allocate(order)
             self.report("timing")
             self.rng.shuffle(order)

@@ -27,7 +27,7 @@ FRESH_BLOCKS = {True: 4, False: 8}
 """Blocks after which calls on new values are timed, where the inputs were proven before and where not; `scrutiny` wants
 four at least."""
 REPLAY_PAIRS = 8
-"""Further calls that a side must have replayed before it is accused of that."""
+"""Further calls on new values that confirm a replay before it is reported."""
 
 
 class Watch:
@@ -64,7 +64,7 @@ class Watch:
         scrutiny.plain(runner.returned, self.where)
         if block in (self.judged, self.sampler.blocks - 1) and not self.pair.is_stateful:
             check_timed(self.output, self.sampler.runners, self.sampler)
-            if not self.proven_before:  # the truth is known
+            if not self.proven_before:  # the truth is already established, so that judging is quick
                 judge_copied(self.output)
         slow = self.proven_before and self.drawn_s > FRESH_S
         if self.new_values and block < FRESH_BLOCKS[self.proven_before] and not slow:
@@ -87,9 +87,9 @@ class Watch:
         if all(equivalence.identical(new, known) for (_, new), (_, known) in pairs):
             return  # constant or recorded inputs: there are no others
         times = []
-        # The first are not kept: they find the processor's caches full of what the harness did before. They are one to
-        # three, so that a side whose calls take turns is not met at the same one always. The last time nothing is
-        # written, so that a replay finds everything as it was.
+        # The first calls are not kept: they find the processor's caches full of what the harness did before. Their
+        # number is random, because the time of a side may vary from call to call in a fixed cycle. Before the last call
+        # nothing is written, so that a replay finds everything as it was.
         for given in (*[warm] * self.sampler.rng.randint(1, 3), values, None):
             if given is not None:
                 runner.refill(given)
@@ -126,7 +126,7 @@ class Watch:
         return self.sampler.clock.even_work(typical, 4 * scrutiny.BURST_CALLS)
 
     def _prove_replay(self) -> None:
-        """Time further calls on new values, so that chance accuses no side."""
+        """Time further calls on new values; NotTimed where they confirm that the side replays earlier answers."""
         self.fresh.clear()
         for _ in range(REPLAY_PAIRS):
             self._new_values(self.sampler.runners[OPTIMIZED])

@@ -422,7 +422,7 @@ def test_more_launches_than_accepted_are_counted_again(
     accepted: tuple[int, int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What some calls do by chance must not turn a gate red."""
+    """A difference that only some calls show must not turn a gate red."""
     answers = iter(counted)
     monkeypatch.setattr(
         measuring, "count_calls", lambda sides: dict(zip(("optimized", "accepted"), next(answers), strict=True))

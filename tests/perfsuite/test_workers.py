@@ -210,6 +210,15 @@ def test_only_processes_that_do_not_wait_yet_are_started_ahead(tmp_path: Path) -
     made.close()
 
 
+def test_a_waiting_process_whose_file_was_removed_is_reported_once_it_is_used(tmp_path: Path) -> None:
+    made = scripted(tmp_path, "for id in ids(): begin(id); done(id)")
+    made.prepare([Lane()], ["a"], 1, 9)
+    (process,) = made._waiting
+    process.file(".jsonl").unlink()
+    assert process.has_started()
+    assert outcomes(made, ["a"]) == {"a": workers.FORGED}
+
+
 def test_so_many_processes_start_at_the_same_time(tmp_path: Path) -> None:
     made = scripted(tmp_path, "for id in ids(): pass")
     deadline = time.monotonic() + 60
