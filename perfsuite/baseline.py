@@ -23,10 +23,10 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from perfsuite.blocks import process_mean
 from perfsuite.errors import BaselineError, PerfsuiteError
 from perfsuite.folders import SCRATCH, own_folder
 from perfsuite.records import Limit, Machine, Measurement, PromiseRecord, Ran, from_json, to_json
-from perfsuite.statistics import process_mean
 
 SCHEMA = 2
 """2: the digests cover all that is written; those of schema 1 left out pytest-benchmark's own fields."""
@@ -116,7 +116,8 @@ class Entry:
     def process_means(self, other: str = "reference") -> list[list[float]]:
         """Process means of the log-ratio to `other`, by session; sessions without it are left out."""
         means = [
-            [process_mean(p.log_ratios[other]) for p in s.processes if other in p.log_ratios] for s in self.sessions
+            [process_mean(p.log_ratios[other], self.clock) for p in s.processes if other in p.log_ratios]
+            for s in self.sessions
         ]
         return [m for m in means if m]
 

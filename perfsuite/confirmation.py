@@ -12,8 +12,9 @@ from dataclasses import replace
 
 from perfsuite import causes, counts
 from perfsuite.baseline import Entry
+from perfsuite.blocks import process_mean
 from perfsuite.records import Measurement, Status, Verdict
-from perfsuite.statistics import Noise, Variance, estimate, paired_mean, process_mean, variance
+from perfsuite.statistics import Noise, Variance, estimate, paired_mean, variance
 
 SMALL = 0.03
 """No two imports of one revision have differed by this much; a larger slowdown needs no confirmation."""
@@ -33,7 +34,7 @@ def confirmed(verdict: Verdict, runs: Sequence[Measurement]) -> Verdict:
 
     `runs` are processes, two at least, whose "accepted" side is a second import of the current code.
     """
-    values = [-process_mean(m.log_ratios["accepted"]) for m in runs]
+    values = [-process_mean(m.log_ratios["accepted"], m.clock) for m in runs]
     known = Variance(value=variance(values), dof=len(values) - 1)
     found = estimate(paired_mean(values), Noise(process=known, session=Variance(value=0.0, dof=math.inf)))
     assert verdict.slowdown is not None

@@ -6,7 +6,7 @@ Each mode (perfsuite/modes/) is a subclass, registered with pytest as a plugin o
 from __future__ import annotations
 
 import functools
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -169,12 +169,17 @@ class Control:
         )
 
     def work(
-        self, tasks: Sequence[Task], *, everywhere: bool = False, ahead: Sequence[str] = ()
+        self,
+        tasks: Sequence[Task],
+        *,
+        everywhere: bool = False,
+        ahead: Sequence[str] = (),
+        further: Callable[[str], Sequence[Task]] | None = None,
     ) -> Generator[tuple[str, Outcome]]:
         """Do the tasks in workers and keep what came of them: (id, outcome) as each ends.
 
         The lanes are those for timing, or where nothing is timed (`everywhere`) one for each core. Meanwhile processes
-        that will time `ahead` are started on the cores that are left.
+        that will time `ahead` are started on the cores that are left. `further` is as `Workers.run` has it.
         """
         kinds = {task.id: task.kind for task in tasks}
         lost = dict.fromkeys(kinds)
@@ -182,7 +187,8 @@ class Control:
         try:
             planned, chosen = self._planned(tasks, everywhere)
             self._start_ahead(ahead, busy=len(chosen))
-            with closing(self.workers.run(planned, chosen, lambda busy: self._start_ahead(ahead, busy))) as outcomes:
+            run = self.workers.run(planned, chosen, lambda busy: self._start_ahead(ahead, busy), further)
+            with closing(run) as outcomes:
                 for id, outcome in outcomes:
                     lost.pop(id, None)
                     self.keep(id, outcome)

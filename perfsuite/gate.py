@@ -43,6 +43,7 @@ from statistics import fmean, median
 
 from perfsuite import causes, counts, planning
 from perfsuite.baseline import Entry, changes_since
+from perfsuite.blocks import block_variance, process_mean
 from perfsuite.priors import Suite
 from perfsuite.records import Measurement, PromiseRecord, Status, Verdict
 from perfsuite.statistics import (
@@ -59,7 +60,6 @@ from perfsuite.statistics import (
     inflation,
     noise_of,
     paired_mean,
-    process_mean,
     run_mean,
     spread_p,
     t_quantile,
@@ -340,17 +340,17 @@ def _expected(s: Subject, suite: Suite) -> Variance:
     return replace(found, value=found.value * planning.scale(s.entry, blocks))
 
 
-def _known(expected: Variance, run: Iterable[Measurement], other: str) -> Variance:
+def _known(expected: Variance, run: Sequence[Measurement], other: str) -> Variance:
     """What is known of the process variance after this run; where its processes vary far beyond it, they alone count.
 
     Blocks that vary beyond it show that at once: the mean of a process is no better than they are.
     """
     processes = [m.log_ratios[other] for m in run]
-    value, dof = within(processes)
+    value, dof = block_variance(processes, run[0].clock)
     value *= fmean(1 / len(blocks) for blocks in processes)
     if spread_p(value, dof, expected) < SPREAD_P:
         expected = replace(expected, value=value)
-    value, dof = within([[process_mean(blocks) for blocks in processes]])
+    value, dof = within([_values(run, other)])
     if spread_p(value, dof, expected) < SPREAD_P:
         return Variance(value=value, dof=dof)
     return expected.updated(value, dof)
@@ -456,7 +456,7 @@ def _paired(values: Sequence[float], process: Variance) -> Estimate:
 
 
 def _values(run: Iterable[Measurement], other: str) -> list[float]:
-    return [process_mean(m.log_ratios[other]) for m in run]
+    return [process_mean(m.log_ratios[other], m.clock) for m in run]
 
 
 # --- what cannot be judged ------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import math
 from statistics import fmean
 
 from perfsuite.baseline import Entry
+from perfsuite.blocks import block_variance, process_mean
 from perfsuite.statistics import variance
 
 LONG_S = 1.0
@@ -21,7 +22,7 @@ LEAST_LONG_BLOCKS, LONG_BLOCK_S = 2, 0.5
 """Of blocks that take this long fewer do, where the noise allows it; two are needed to see that it does."""
 CALLS = 12
 """Calls of the two optimized sides in a block of calls so long that a sample is one of them."""
-TARGET_SHARE = 0.3
+TARGET_SHARE = 0.35
 """The standard deviation of a process mean aimed at, as a share of the margin: one process then decides nearly always.
 """
 
@@ -29,11 +30,10 @@ TARGET_SHARE = 0.3
 def noise_parts(entry: Entry) -> tuple[float, float]:
     """(variance of a block, variance of the process shift) of the accepted A/A comparison; zeros without one."""
     processes = [p.log_ratios["accepted"] for s in entry.sessions for p in s.processes if "accepted" in p.log_ratios]
-    several = [blocks for blocks in processes if len(blocks) > 1]
-    if len(processes) < 2 or not several:
+    block, dof = block_variance(processes, entry.clock)
+    if len(processes) < 2 or not dof:
         return 0.0, 0.0
-    block = fmean(variance(blocks) for blocks in several)
-    means = variance([fmean(blocks) for blocks in processes])
+    means = variance([process_mean(blocks, entry.clock) for blocks in processes])
     return block, max(0.0, means - block / fmean(len(blocks) for blocks in processes))
 
 

@@ -34,6 +34,10 @@ class Progress:
         if text:
             self.say(text)
 
+    def add(self, tasks: int) -> None:
+        """So many tasks more are about to run than were expected."""
+        self._total += tasks
+
     def begin(self, lane: int, id: str) -> None:
         """A task begins in the given lane."""
         if self._console.is_terminal:
@@ -64,7 +68,7 @@ class Progress:
             self._bar = Bar(*columns, console=self._console, auto_refresh=False, transient=True)
             self._task = self._bar.add_task(text, total=self._total)
             self._bar.start()
-        self._bar.update(self._task, description=text, completed=self._ended)
+        self._bar.update(self._task, description=text, completed=self._ended, total=self._total)
         self._bar.refresh()
 
     def done(self) -> None:

@@ -1,6 +1,8 @@
 """Several measuring processes on one GPU: they start and prepare beside each other, and each times alone.
 
-The operating system locks a file for each GPU: shared by those that prepare, for one alone while it times.
+The operating system locks two files for each GPU. The first is shared by those that prepare, and is for one alone while
+it times. With the second none begins to prepare while another waits to time: all that are ready time one after the
+other, then all prepare beside each other.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ class Gpu:
     """
 
     def __init__(self, lock: str) -> None:
-        self._file: IO[str] | None = Path(lock).open("a") if lock else None  # noqa: SIM115 - as long as the process
+        # Open as long as the process lives.
+        self._file: IO[str] | None = Path(lock).open("a") if lock else None  # noqa: SIM115
+        self._turn: IO[str] | None = Path(f"{lock}.turn").open("a") if lock else None  # noqa: SIM115
 
     @property
     def shared(self) -> bool:
@@ -25,17 +29,21 @@ class Gpu:
         return self._file is not None
 
     def prepare(self) -> None:
-        """Wait until no other process times."""
-        self._lock(fcntl.LOCK_SH)
+        """Wait until no other process times or waits to time."""
+        if self._file is not None and self._turn is not None:
+            self.leave()
+            fcntl.flock(self._turn, fcntl.LOCK_EX)
+            fcntl.flock(self._file, fcntl.LOCK_SH)
+            fcntl.flock(self._turn, fcntl.LOCK_UN)
 
     def alone(self) -> None:
         """Wait until no other process prepares or times; from then on they wait for this one."""
-        self._lock(fcntl.LOCK_EX)
+        if self._file is not None and self._turn is not None:
+            fcntl.flock(self._turn, fcntl.LOCK_SH)
+            fcntl.flock(self._file, fcntl.LOCK_EX)
 
     def leave(self) -> None:
         """Neither prepare nor time any more."""
-        self._lock(fcntl.LOCK_UN)
-
-    def _lock(self, kind: int) -> None:
-        if self._file is not None:
-            fcntl.flock(self._file, kind)
+        if self._file is not None and self._turn is not None:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+            fcntl.flock(self._turn, fcntl.LOCK_UN)

@@ -1,8 +1,9 @@
 """Estimates from block log-ratios, with hierarchical variances.
 
 The unit of observation is a *process mean*: the mean over one process's blocks of log(time of the other side / time of
-the optimized side). Blocks of one process share a bias (code and buffer placement), so they are not independent units.
-Processes of one session (one machine, about an hour) share a further bias. A process mean is therefore
+the optimized side), as blocks.py has it. Blocks of one process share a bias (code and buffer placement), so they are
+not independent units. Processes of one session (one machine, about an hour) share a further bias. A process mean is
+therefore
 
     true log-ratio + session shift (variance ω²) + process shift and block noise (variance τ²).
 
@@ -127,13 +128,6 @@ class Estimate:
     def p_below(self, bound: float) -> float:
         """One-sided p: how often a truth of `bound` would give a value this low or lower."""
         return t_survival((bound - self.value) / self.se, self.dof)
-
-
-def process_mean(blocks: Sequence[float]) -> float:
-    """The unit: the mean of one process's block log-ratios. ValueError if there is none, or one is not finite."""
-    if not blocks or not all(math.isfinite(b) for b in blocks):
-        raise ValueError("a process has no finite block log-ratio")
-    return fmean(blocks)
 
 
 def variance(values: Sequence[float]) -> float:

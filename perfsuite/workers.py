@@ -158,18 +158,23 @@ class Workers:
                     starting += 1
 
     def run(
-        self, tasks: Sequence[Task], lanes: Sequence[Lane], meanwhile: Callable[[int], None] = lambda busy: None
+        self,
+        tasks: Sequence[Task],
+        lanes: Sequence[Lane],
+        meanwhile: Callable[[int], None] = lambda busy: None,
+        further: Callable[[str], Sequence[Task]] | None = None,
     ) -> Generator[tuple[str, Outcome]]:
         """The tasks in order, each to the lane that is free first: (id, outcome) as each task ends.
 
-        Several tasks may have the same id: each goes to another process.
+        Several tasks may have the same id: each goes to another process. `further` is called with the id of a task
+        whose outcome was dealt with, and returns the tasks that follow from it.
 
         As tasks end, `meanwhile` is called with the number of processes that still work.
         """
-        left, running = deque(tasks), dict[int, _Process]()
+        left, running, leaving = deque(tasks), dict[int, _Process](), list[_Process]()
         interrupt: KeyboardInterrupt | None = None
         try:
-            while left or running:
+            while left or running or leaving:
                 ended = False
                 if interrupt is None:
                     self._fill(lanes, left, running)
@@ -177,8 +182,10 @@ class Workers:
                     for id, outcome in process.poll(left):
                         ended = True
                         yield id, outcome
+                        left.extend(further(id) if further else ())
                     if process.over:
                         del running[number]
+                leaving = [p for p in [*leaving, *_without_tasks(left, running, more=further is not None)] if p.lives()]
                 if ended:
                     meanwhile(len(running))
                 if interrupt is not None:
@@ -190,13 +197,13 @@ class Workers:
                     for process in running.values():
                         process.interrupt()
         finally:
-            for process in running.values():
+            for process in (*running.values(), *leaving):
                 process.end()
 
     def _fill(self, lanes: Sequence[Lane], left: Collection[Task], running: dict[int, _Process]) -> None:
         """A process for each lane that has none, as far as there are tasks for it."""
         for number, lane in enumerate(lanes):
-            if number not in running and sum(not p.served for p in running.values()) < len(left):
+            if number not in running and sum(p.can_take(left) for p in running.values()) < len(left):
                 running[number] = self._next(number, lane, left)
 
     def close(self) -> None:
@@ -247,6 +254,15 @@ class Workers:
         process.child = start(
             command, process.file(".log"), cwd=self.root, environment=variables, descriptors=(reader,)
         )
+
+
+def _without_tasks(left: Collection[Task], running: dict[int, _Process], *, more: bool) -> Iterator[_Process]:
+    """Take the processes out of `running` that nothing is left for; `more` tasks may follow from those at work."""
+    wait = more and not left and any(process.task for process in running.values())
+    for number, process in list(running.items()):
+        if not wait and not process.task and not process.can_take(left):
+            process.leave()
+            yield running.pop(number)
 
 
 _numbers = itertools.count(1)
@@ -327,22 +343,36 @@ class _Process:
             self.end()
         elif self.ready and not self.task and not ended and self._pipe is not None:
             self._give(left)
-        elif not self.ready or self.task or (left and not self.served):
+        elif self.task or (left and not self.served):
             if ended:
                 yield self._stop(_died(self.phase, self._epitaph()), left)
             elif time.monotonic() > self.deadline and self.phase != WAITS:
                 limit = self.task.limit_s if self.task else START_LIMIT_S
                 text = f"hangs: it was stopped after its time limit of {limit:g} s"
                 yield self._stop(_died(self.phase, text), left)
-        elif ended or time.monotonic() > self.deadline:
+        elif ended:
             self.end()
 
+    def can_take(self, left: Collection[Task]) -> bool:
+        """Whether it waits for a task and one of these is for it."""
+        return not self.task and any(task.id not in self.seen for task in left)
+
+    def leave(self) -> None:
+        """Have it end by itself; one that still starts is stopped."""
+        self.close_pipe()
+        self._wait(END_LIMIT_S if self.ready else 0.0)
+
+    def lives(self) -> bool:
+        """Whether it is still about to end by itself; it is stopped when that takes too long."""
+        if self.child.poll() is None and time.monotonic() < self.deadline:
+            return True
+        self.end()
+        return False
+
     def _give(self, left: deque[Task]) -> None:
-        """The next task to the worker; its end, if there is none for it."""
+        """The next task to the worker, if there is one for it."""
         free = [n for n, task in enumerate(left) if task.id not in self.seen]
         if not free:
-            self.close_pipe()
-            self._wait(END_LIMIT_S)
             return
         assert self._pipe is not None
         at = next((n for n in free if left[n].group == self.group), free[0])

@@ -15,6 +15,7 @@ import numpy as np
 
 from perfsuite import gate, planning
 from perfsuite import statistics as rule
+from perfsuite.blocks import process_mean
 from perfsuite.calibration.record import (
     ACCEPTED,
     BLOCKS,
@@ -356,7 +357,8 @@ def components(recording: Recording, kind: str, other: str, side: str = OPTIMIZE
     process = of_processes - of_blocks / blocks
     between, _ = rule.between(process_means, of_processes)
     # The unit, and the bias that is left in it, as the gate has them: from block medians.
-    units = [[rule.process_mean(blocks) for blocks in np.median(s, axis=2).tolist()] for s in sessions]
+    clock = next(p.kinds[kind].clock for s in recording.sessions for p in s.processes if kind in p.kinds)
+    units = [[process_mean(blocks, clock) for blocks in np.median(s, axis=2).tolist()] for s in sessions]
     unit, dof = rule.within(units)
     several = len(units) > 1
     count = sum(len(u) for u in units)

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from perfsuite import gate, planning
 from perfsuite.baseline import Entry, Process, Session, SideSummary
+from perfsuite.blocks import block_variance, process_mean
 from perfsuite.calibration.record import ACCEPTED, BLOCKS, OPTIMIZED, REFERENCE, KindRecord, Recording, side_name
 from perfsuite.modes import accept, paired
 from perfsuite.priors import suite_noise
@@ -58,7 +59,7 @@ class Pool:
 
     def mean(self, side: str) -> float:
         """The mean over sessions of their means."""
-        return float(np.mean([a.mean() for a in self.sides[side]]))
+        return float(np.mean([_means(a, self.clock).mean() for a in self.sides[side]]))
 
     def again(self, rng: np.random.Generator) -> Pool:
         """Another recording that might have been made: processes of each session drawn with replacement."""
@@ -68,7 +69,7 @@ class Pool:
 
     def noise(self) -> tuple[Array, ...]:
         """By session: the blocks of every side around its mean, a row for each process and side."""
-        return tuple(_around(arrays) for arrays in zip(*self.sides.values(), strict=True))
+        return tuple(_around(arrays, self.clock) for arrays in zip(*self.sides.values(), strict=True))
 
 
 def pools(recording: Recording) -> dict[str, Pool]:
@@ -90,12 +91,17 @@ def pools(recording: Recording) -> dict[str, Pool]:
     return found
 
 
-def _around(sides: Sequence[Array]) -> Array:
+def _means(blocks: Array, clock: str) -> Array:
+    """The process means, as a column."""
+    return np.array([[process_mean(row, clock)] for row in blocks.tolist()])
+
+
+def _around(sides: Sequence[Array], clock: str) -> Array:
     processes, blocks = sides[0].shape
-    means = [a.mean(axis=1, keepdims=True) for a in sides]
+    means = [_means(a, clock) for a in sides]
     recorded = float(np.mean([m.var(ddof=1) for m in means]))
     # What drawing blocks adds to a process mean.
-    added = float(np.mean([a.var(axis=1).mean() for a in sides])) / blocks
+    added = block_variance([row for a in sides for row in a.tolist()], clock)[0] * (blocks - 1) / blocks**2
     drawn = recorded * (processes - 1) / processes
     share = math.sqrt(max(recorded - added, 0.0) / drawn) if drawn > 0 else 0.0
     return np.concatenate([a - m + share * (m - m.mean()) for a, m in zip(sides, means, strict=True)])

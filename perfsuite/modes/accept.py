@@ -92,18 +92,19 @@ class Accept(Whole):
         proven = self.prove(ids)  # also what is resumed: it says what was run
         for id in [i for i in proven if i in self.stored]:
             self.notes.append(f"{id}: the gate will compare it with stored figures: {self.stored[id]}")
-        for number in range(wanted):
-            tasks = [
-                self._accept_task(i, number)
-                for i in proven
-                if i not in self.failures and len(self.runs.get(i, ())) == number
-            ]
-            self.announce(tasks)
-            for id, outcome in self.work(tasks):
-                kept.add(id, outcome)
+
+        def further(id: str) -> list[Task]:
+            return [self._accept_task(id)] if id not in self.failures and len(self.runs.get(id, ())) < wanted else []
+
+        missing = [wanted - len(self.runs.get(i, ())) for i in proven]
+        self.announce([self._accept_task(i) for i, count in zip(proven, missing, strict=True) for _ in range(count)])
+        for id, outcome in self.work([task for i in proven for task in further(i)], further=further):
+            kept.add(id, outcome)
         self._kept = kept
 
-    def _accept_task(self, id: str, number: int) -> Task:
+    def _accept_task(self, id: str) -> Task:
+        """The next process of a workload."""
+        number = len(self.runs.get(id, ()))
         return Task(
             id=id,
             limit_s=self.items[id].pair.time_limit,

@@ -105,24 +105,57 @@ class Paired(Control):
         """Time them process by process until the rule has decided each."""
         self.suite = suite
         sample = self._sample(ids)
-        left = list(ids)
+        left = dict.fromkeys(ids, Open(processes=1, reason="nothing was measured"))
         verdicts: dict[str, Verdict] = {}
         opened: dict[str, Open] = {}
         while left:
-            # All processes until the rule looks again, so that they prepare beside each other.
-            self._time([self._time_task(i) for i in left for _ in range(opened[i].processes if i in opened else 1)])
-            sound = [i for i in ids if i not in self.failures]
-            subjects = [self._subject(i, sampled=i in sample) for i in sound]
-            answers = gate.analyse(subjects, suite, selected=max(1, len(self.items)))
+            self._time(left, sample)
+            answers = self._analysed([i for i in ids if i not in self.failures], sample)
             verdicts = {i: a for i, a in answers.items() if isinstance(a, Verdict)}
+            # A verdict may be withdrawn because others, measured later, show that the run is noisy.
             opened = {i: a for i, a in answers.items() if isinstance(a, Open)}
-            again = {i for i in self.full if len(self.runs.get(i, ())) not in gate.LOOKS}
-            self.full = {i for i, a in opened.items() if a.reference or i in again}
-            left = [i for i in opened if len(self.runs.get(i, ())) < MOST_PROCESSES]
+            left = {i: a for i, a in opened.items() if len(self.runs.get(i, ())) < MOST_PROCESSES}
             self.progress.say(_round(verdicts.values(), opened))
         verdicts |= {i: self.undecided(i, answer) for i, answer in opened.items()}
         verdicts |= self._confirm(verdicts)
         return verdicts | {i: failed(i, self.failures[i]) for i in ids if i in self.failures}
+
+    def _analysed(self, ids: Collection[str], sample: Collection[str]) -> dict[str, Verdict | Open]:
+        """What the rule says of these workloads by now."""
+        subjects = [self._subject(i, sampled=i in sample) for i in ids]
+        answers = gate.analyse(subjects, self.suite, selected=max(1, len(self.items)))
+        for id, answer in answers.items():
+            if isinstance(answer, Open) and answer.reference:
+                self.full.add(id)
+            elif len(self.runs.get(id, ())) in gate.LOOKS:
+                self.full.discard(id)
+        return answers
+
+    def _time(self, left: Mapping[str, Open], sample: Collection[str]) -> None:
+        """Time so many processes of each, and those that the rule asks for as soon as it has these."""
+        due = {id: answer.processes for id, answer in left.items()}
+
+        def further(id: str) -> list[Task]:
+            due[id] -= 1
+            if due[id] or id in self.failures:
+                return []
+            # The others' noise counts where it is known: of two processes or more.
+            several = [i for i, runs in self.runs.items() if len(runs) > 1 and i not in self.failures]
+            answer = self._analysed({*several, id}, sample)[id]
+            if not isinstance(answer, Open) or len(self.runs[id]) >= MOST_PROCESSES:
+                return []
+            due[id] = answer.processes
+            tasks = self._time_tasks({id: answer})
+            self.progress.add(len(tasks))
+            return tasks
+
+        tasks = self._time_tasks(left)
+        self.announce(tasks)
+        for _ in self.work(tasks, further=further):
+            pass
+
+    def _time_tasks(self, left: Mapping[str, Open]) -> list[Task]:
+        return [self._time_task(id) for id, answer in left.items() for _ in range(answer.processes)]
 
     def _confirm(self, verdicts: Mapping[str, Verdict]) -> dict[str, Verdict]:
         """The verdicts on small slowdowns, after the current code was timed against a second import of itself."""
@@ -138,7 +171,10 @@ class Paired(Control):
             ):
                 for tree in trees.values():
                     again = [replace(self._time_task(i), accepted=tree, reference=0) for i in small]
-                    self._time([task for task in again for _ in range(gate.RED_PROCESSES)])
+                    tasks = [task for task in again for _ in range(gate.RED_PROCESSES)]
+                    self.announce(tasks)
+                    for _ in self.work(tasks):
+                        pass
             twice = self.runs
         except RevisionError:  # the verdict stands as it is
             return {}
@@ -157,11 +193,6 @@ class Paired(Control):
         entries = [self.entries.get(task.id) for task in tasks]
         beside = lanes.together(self.gpu_memory_bytes, [e.peak_bytes() if e else None for e in entries])
         return lanes.for_timing(self.machine, self.workers.folder, beside)
-
-    def _time(self, tasks: Sequence[Task]) -> None:
-        self.announce(tasks)
-        for _ in self.work(tasks):
-            pass
 
     def _sample(self, ids: Collection[str]) -> set[str]:
         """Drawn at random, from the half of the workloads that take least where they are many."""

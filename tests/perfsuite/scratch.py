@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
@@ -105,11 +105,16 @@ class FakeWorkers:
         """None waits."""
 
     def run(
-        self, tasks: Sequence[Task], lanes: Sequence[Lane], meanwhile: Callable[[int], None] = lambda busy: None
+        self,
+        tasks: Sequence[Task],
+        lanes: Sequence[Lane],
+        meanwhile: Callable[[int], None] = lambda busy: None,
+        further: Callable[[str], Sequence[Task]] | None = None,
     ) -> Generator[tuple[str, Outcome], None, None]:
-        self.tasks += tasks
-        process, seen = len(self.calls), Counter[str]()
-        for task in tasks:
+        process, seen, left = len(self.calls), Counter[str](), deque(tasks)
+        while left:
+            task = left.popleft()
+            self.tasks.append(task)
             self.begun(0, task.id)
             number = max(0, process + (seen[task.id] if task.kind == TIME else -1))
             if task.kind == TIME:
@@ -130,6 +135,7 @@ class FakeWorkers:
             if task.kind == ITEMS:
                 outcome = self._reported(task.id)
             yield task.id, outcome
+            left.extend(further(task.id) if further else ())
         meanwhile(1)
 
     def _proof(self, task: Task) -> Proof:

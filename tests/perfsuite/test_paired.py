@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
@@ -38,9 +39,16 @@ class Scripted(Paired):
     def _time_task(self, id: str) -> Task:
         return Task(id=id, reference=self.reference(id, first=id not in self.runs))
 
-    def _time(self, tasks: Sequence[Task]) -> None:
-        self.asked_for += [task.reference for task in tasks]
-        self.runs.setdefault(ID, []).append(measurement(accepted=0.0))
+    def announce(self, *given: Any, **named: Any) -> None:
+        pass
+
+    def work(self, tasks: Sequence[Task], *, further: Any = None, **given: Any) -> Any:
+        left = deque(tasks)
+        while left:
+            self.asked_for.append(left.popleft().reference)
+            self.runs.setdefault(ID, []).append(measurement(accepted=0.0))
+            yield ID, self.runs[ID][-1]
+            left.extend(further(ID))
 
     def _subject(self, id: str, *, sampled: bool) -> Any:
         return None
@@ -59,6 +67,9 @@ class Scripted(Paired):
     def progress(self) -> Any:
         class Silent:
             def say(self, text: str) -> None:
+                pass
+
+            def add(self, tasks: int) -> None:
                 pass
 
         return Silent()

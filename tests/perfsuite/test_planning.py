@@ -44,7 +44,7 @@ def with_reference(seconds: float, ratio: float = math.log(20.0)) -> Entry:
 def test_the_limits_are_the_documented_ones() -> None:
     assert (planning.LONG_S, planning.SLOW_PROOF_S, planning.AMPLE, planning.FEW_BLOCKS) == (1.0, 0.02, 10.0, 3)
     assert (planning.LEAST_BLOCKS, planning.MOST_BLOCKS) == (4, 24)
-    assert planning.TARGET_SHARE == 0.3
+    assert planning.TARGET_SHARE == 0.35
     assert (planning.LEAST_LONG_BLOCKS, planning.LONG_BLOCK_S, planning.CALLS) == (2, 0.5, 12)
 
 
@@ -53,7 +53,7 @@ def test_the_limits_are_the_documented_ones() -> None:
 
 def test_the_variance_is_parted_into_blocks_and_processes() -> None:
     processes = [[0.0, 1.0, 2.0], [3.0, 5.0], [9.0, 10.0]]
-    block = (1.0 + 2.0 + 0.5) / 3
+    block = (2 * 1.0 + 2.0 + 0.5) / 4
     shift = np.var([1.0, 4.0, 9.5], ddof=1) - block / ((3 + 2 + 2) / 3)
     assert noise_parts(accepted(*processes)) == (pytest.approx(block), pytest.approx(shift))
 

@@ -108,6 +108,28 @@ def test_several_prepare_and_one_times(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/locks").exists(), reason="needs Linux's list of locks")
+def test_all_that_are_ready_time_before_another_prepares(tmp_path: Path) -> None:
+    with processes(str(tmp_path / "gpu.lock"), 4) as (a, b, c, d):
+        for other in (a, b, c):
+            other.do("prepare")
+        a.ask("alone")
+        wait_until_blocked(a.child)
+        d.ask("prepare")
+        wait_until_blocked(d.child)  # although a has not begun to time
+        b.do("leave")
+        c.ask("alone")
+        first = next_of(a, c)
+        first.did("alone")
+        first.ask("prepare")  # it has timed, and lets the other one time before it prepares again
+        second = a if first is c else c
+        second.did("alone")
+        wait_until_blocked(first.child)
+        second.do("leave")
+        for other in (first, d):
+            other.did("prepare")
+
+
+@pytest.mark.skipif(not Path("/proc/locks").exists(), reason="needs Linux's list of locks")
 def test_a_process_that_is_killed_leaves(tmp_path: Path) -> None:
     with processes(str(tmp_path / "gpu.lock"), 2) as (a, b):
         a.do("alone")

@@ -29,7 +29,6 @@ from perfsuite.statistics import (
     inflation,
     noise_of,
     paired_mean,
-    process_mean,
     run_mean,
     spread_p,
     t_quantile,
@@ -48,13 +47,6 @@ def test_quantiles_are_student_s(dof: float, level: float) -> None:
     expected = stats.norm.ppf(level) if math.isinf(dof) else stats.t.ppf(level, dof)
     assert t_quantile(level, dof) == pytest.approx(expected, rel=1e-6, abs=1e-9)
     assert t_survival(t_quantile(level, dof), dof) == pytest.approx(1 - level, rel=1e-6)
-
-
-def test_process_mean_refuses_what_has_no_mean() -> None:
-    assert process_mean([0.01, 0.03]) == pytest.approx(0.02)
-    for blocks in ([], [math.nan], [0.1, math.inf]):
-        with pytest.raises(ValueError, match="finite"):
-            process_mean(blocks)
 
 
 def test_variance_within_and_between_sessions() -> None:

@@ -129,13 +129,49 @@ def test_the_number_of_busy_processes_is_reported_as_tasks_end(tmp_path: Path) -
     seen: list[object] = []
     for id, _ in made.run(tasks_of("abc"), [Lane()], seen.append):
         seen.append(id)
-    assert [x for x in seen if x != 1] == ["a", "b", "c"]
-    assert seen[-1] == 1
+    assert [x for x in seen if x not in (0, 1)] == ["a", "b", "c"]
+    assert seen[-1] == 0
     seen.clear()
     lanes = [Lane(environment={"CUDA_VISIBLE_DEVICES": str(n)}) for n in range(3)]
     list(made.run(tasks_of("abc"), lanes, seen.append))
     assert seen == sorted(seen, reverse=True)
     assert set(seen) <= {0, 1, 2, 3}
+
+
+def test_tasks_that_follow_go_to_processes_that_wait_for_them(tmp_path: Path) -> None:
+    """And no process is started where one that has not done the task yet may take it."""
+    script = """
+for id in ids():
+    begin(id)
+    path = pathlib.Path(job["out"]).with_name(id)
+    while id == "slow" and not path.with_name("free").exists(): time.sleep(0.01)
+    path.touch()
+    write("failure", id=id, status="UNMEASURED", message=str(os.getpid()))
+"""
+    made = scripted(tmp_path, script)
+    asked: list[str] = []
+
+    def further(id: str) -> list[Task]:
+        asked.append(id)
+        if asked.count("quick") == 2:
+            (made.folder / "free").touch()
+        return tasks_of(["quick"]) if asked.count(id) < 2 and id == "quick" else []
+
+    found = [(i, o.message) for i, o in made.run(tasks_of(["slow", "quick"]), [Lane()] * 3, further=further) if o]  # type: ignore[union-attr]
+    assert [i for i, _ in found] == ["quick", "quick", "slow"]
+    assert len(set(found)) == 3, "the second is done by another process, while the first one waits"
+    assert len(made.environments) == 3
+    made.environments.clear()
+    asked.clear()
+
+    def once_more(id: str) -> list[Task]:
+        asked.append(id)
+        return tasks_of([id]) if asked.count(id) < 2 else []
+
+    found = [(i, o.message) for i, o in made.run(tasks_of("ab"), [Lane()] * 2, further=once_more) if o]  # type: ignore[union-attr]
+    assert sorted(i for i, _ in found) == ["a", "a", "b", "b"]
+    assert len(set(found)) == 4
+    made.close()
 
 
 def test_tasks_of_the_same_id_go_to_different_processes(tmp_path: Path) -> None:

@@ -1,0 +1,66 @@
+"""What the blocks of a process say of its log-ratio, and how exactly."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from perfsuite.blocks import block_variance, process_mean
+from perfsuite.statistics import within
+
+CLOCKS = ["device", "wall"]
+
+
+@pytest.mark.parametrize("clock", CLOCKS)
+def test_process_mean_refuses_what_has_no_mean(clock: str) -> None:
+    assert process_mean([0.03, 0.01], clock) == pytest.approx(0.02)
+    for blocks in ([], [math.nan], [0.1, math.inf]):
+        with pytest.raises(ValueError, match="finite"):
+            process_mean(blocks, clock)
+
+
+def test_the_wall_clock_leaves_out_the_outer_quarters() -> None:
+    blocks = [0.5, 0.01, 0.02, -0.4, 0.03, 0.04, 0.0, 0.01]
+    assert process_mean(blocks, "device") == pytest.approx(sum(blocks) / 8)
+    assert process_mean(blocks, "wall") == pytest.approx((0.01 + 0.01 + 0.02 + 0.03) / 4)
+    assert process_mean(blocks[:3], "wall") == pytest.approx(0.53 / 3), "of three blocks none is left out"
+
+
+def test_on_the_device_clock_it_is_the_pooled_variance() -> None:
+    processes = [[0.1, 0.3, 0.2], [0.5, 0.4], [0.7]]
+    assert block_variance(processes, "device") == (pytest.approx(within(processes)[0]), 3.0)
+    assert block_variance([[0.7]], "device") == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("clock", CLOCKS)
+@pytest.mark.parametrize("count", [8, 16, 24])
+@pytest.mark.parametrize("tails", [3.0, math.inf])
+def test_it_is_the_variance_that_the_blocks_leave_in_the_mean(clock: str, count: int, tails: float) -> None:
+    rng = np.random.default_rng(1)
+    every = rng.normal(size=(4000, count)) if math.isinf(tails) else rng.standard_t(tails, size=(4000, count))
+    drawn = every.tolist()
+    found, dof = block_variance(drawn, clock)
+    means = np.var([process_mean(blocks, clock) for blocks in drawn], ddof=1)
+    assert found / count == pytest.approx(means, rel=0.15)
+    assert dof == 4000 * (count - 2 * int(count * (0.25 if clock == "wall" else 0)) - 1)
+
+
+def test_one_interrupted_block_in_eight_moves_neither_on_the_wall_clock() -> None:
+    rng = np.random.default_rng(2)
+    quiet = rng.normal(0, 0.01, size=(500, 16))
+    struck = quiet.copy()
+    struck[:, ::8] += rng.exponential(0.5, size=(500, 2))
+
+    def variance(clock: str) -> float:
+        return block_variance(struck.tolist(), clock)[0] / block_variance(quiet.tolist(), clock)[0]
+
+    assert variance("device") > 100
+    assert variance("wall") < 2
+
+
+def test_the_trimmed_mean_is_scipy_s() -> None:
+    blocks = np.random.default_rng(3).normal(size=22).tolist()
+    assert process_mean(blocks, "wall") == pytest.approx(float(stats.trim_mean(blocks, 0.25)))
