@@ -29,7 +29,7 @@ from perfsuite.proving import NO_MEMORY, OutputCheck, prove_sides, unequal
 from perfsuite.records import Case, Condition, Counts, Evidence, Limit, Measurement, Proof, SideRecord
 from perfsuite.runner import LONG_S, Call, Clock, Runner
 from perfsuite.sampling import ACCEPTED, BLOCKS, OPTIMIZED, REFERENCE, Sampler
-from perfsuite.watching import Watch, check_timed, judge_copied, prove_new
+from perfsuite.watching import FRESH_BLOCKS, NewValues, Watch, check_timed, judge_copied, prove_new
 
 RIVAL_BLOCKS, RIVAL_QUADS = 2, 4
 """Rivals are timed against the optimized side afterwards: what is gated must not depend on which rivals there are."""
@@ -367,12 +367,13 @@ class Session:
         self.kind = _clock_kind(bench.pair, bench.workload, self.clock, self.counts, self.runners, self.skipped)
         gated = {n: r for n, r in self.runners.items() if n in timed}
         self.sampler = self._sampler(gated, sparse={REFERENCE: self.reference} if self.reference else None)
+        values = self._new_values_for(blocks) if self.new_values else None
         if self._waited(self.alone):
             self._call_long_again()
         with phases.time("timing"):
             self.sampler.plan(blocks)
             proven = self.proof is not None
-            watch = Watch(self.sampler, self.check, bench.l2_bytes, proven_before=proven, new_values=self.new_values)
+            watch = Watch(self.sampler, self.check, bench.l2_bytes, values=values, proven_before=proven)
             self.condition = self.sampler.run(watch.between)
         phases.part("timing", {"allocation": self.sampler.allocated_s, "checks": self.sampler.between_s})
         for name in sorted(_waiting(self.clock) & set(gated)):
@@ -451,6 +452,15 @@ class Session:
                 if runner.long is not None:
                     runner.long = None
                     runner.warm_up(self.clock)
+
+    def _new_values_for(self, blocks: int) -> NewValues:
+        """What calls between the blocks are timed on: with a proof drawn ahead, while others may use the device."""
+        bench = self.bench
+        values = NewValues(bench.timed, bench.case, bench.device, bench.home)
+        if self.proof is not None:
+            with bench.phases.time("new values"):
+                values.draw_ahead(1 + min(blocks, FRESH_BLOCKS[True]))
+        return values
 
     def _sampler(self, runners: dict[str, Runner], sparse: Mapping[str, int] | None = None) -> Sampler:
         return Sampler(

@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -16,13 +17,17 @@ from perfsuite import inputs as make
 from perfsuite.clocks import CpuClock
 from perfsuite.equivalence import NotEquivalent
 from perfsuite.errors import PairError
+from perfsuite.pair import Pair
 from perfsuite.proving import OutputCheck
+from perfsuite.records import Case
 from perfsuite.runner import Runner
 from perfsuite.sampling import ACCEPTED, OPTIMIZED, REFERENCE, Sampler
 
 SETTLES = "; if a new step's first calls warm up, compile or capture, say how many: stateful(…, settle=calls)"
-FRESH_S = 0.5
-"""Where new values take longer to draw, a process that need not prove its sides leaves them out."""
+FRESH_S = 1.0
+"""A process that need not prove its sides draws further new values for so long."""
+FRESH_BYTES = 1 << 30
+"""It keeps so much of them."""
 FRESH_BLOCKS = {True: 4, False: 8}
 """Blocks after which calls on new values are timed, where the inputs were proven before and where not; `scrutiny` wants
 four at least."""
@@ -30,11 +35,43 @@ REPLAY_PAIRS = 8
 """Further calls on new values that confirm a replay before it is reported."""
 
 
+class NewValues:
+    """Values that no side can have seen, drawn ahead as far as that is quick and they are small."""
+
+    def __init__(self, pair: Pair, case: Case, device: str, home: Path | None) -> None:
+        self.pair, self.case, self.device, self.home = pair, case, device, home
+        self._ahead: list[dict[str, Any]] = []
+
+    def draw_ahead(self, count: int) -> None:
+        """At least two, and up to so many in FRESH_S and FRESH_BYTES."""
+        began, held = perf_counter(), 0
+        while len(self._ahead) < count:
+            self._ahead.append(self._draw())
+            held += sum(t.numel() * t.element_size() for _, t in make.tensors_in(self._ahead[-1]))
+            if len(self._ahead) > 1 and (held >= FRESH_BYTES or perf_counter() - began >= FRESH_S):
+                break
+
+    @property
+    def left(self) -> int:
+        """How many are left of those drawn ahead."""
+        return len(self._ahead)
+
+    def take(self) -> dict[str, Any]:
+        """The next."""
+        return self._ahead.pop() if self._ahead else self._draw()
+
+    def _draw(self) -> dict[str, Any]:
+        case = replace(self.case, seed=secrets.randbits(31))
+        if self.pair.is_stateful:
+            return make.build_step(self.pair, case, self.device, 1)
+        return make.build(self.pair, case, self.device, home=self.home)
+
+
 class Watch:
     """Called after every block; raises NotEquivalent where a side behaves differently while it is timed.
 
-    `proven_before`: another process has proven these inputs, so that new values need not be proven here. Without
-    `new_values`, another has timed calls on new values.
+    `proven_before`: another process has proven these inputs, so that new values need not be proven here; then only
+    those `values` are timed that were drawn ahead. Without `values`, another has timed calls on new ones.
     """
 
     def __init__(
@@ -43,15 +80,15 @@ class Watch:
         check: OutputCheck,
         l2_bytes: int | None,
         *,
+        values: NewValues | None,
         proven_before: bool = False,
-        new_values: bool = True,
     ) -> None:
         self.sampler, self.output, self.l2_bytes, self.proven_before = sampler, check, l2_bytes, proven_before
-        self.new_values = new_values
-        self.pair, self.case, self.home = check.pair, check.case, check.home
+        self.values = values
+        self.pair, self.case = check.pair, check.case
         self.fresh: list[tuple[float, float]] = []
-        self.drawn_s = 0.0
-        """What it took to draw the last new values."""
+        self.warm = values.take() if values else {}
+        """New values for the calls that are not kept."""
         self.where = f"{self.pair.name}: the optimized side"
         self.judged = sampler.rng.randrange(min(sampler.blocks, FRESH_BLOCKS[proven_before]))
         """The block whose outputs are held against the truth: no side can know which."""
@@ -66,23 +103,19 @@ class Watch:
             check_timed(self.output, self.sampler.runners, self.sampler)
             if not self.proven_before:  # the truth is already established, so that judging is quick
                 judge_copied(self.output)
-        slow = self.proven_before and self.drawn_s > FRESH_S
-        if self.new_values and block < FRESH_BLOCKS[self.proven_before] and not slow:
-            self._new_values(runner, block)
+        if self.values and block < FRESH_BLOCKS[self.proven_before] and (self.values.left or not self.proven_before):
+            self._new_values(runner, self.values.take(), block)
         if block == 0:
             self._first(runner)
 
-    def _new_values(self, runner: Runner, block: int | None = None) -> None:
-        with execution.quiet(runner.side), torch.set_grad_enabled(runner.grad_mode):
-            self._time_new_values(runner, block)
-
-    def _time_new_values(self, runner: Runner, block: int | None) -> None:
+    def _new_values(self, runner: Runner, values: dict[str, Any], block: int | None = None) -> None:
         """Time a call on values that it cannot have seen, and the same again."""
+        with execution.quiet(runner.side), torch.set_grad_enabled(runner.grad_mode):
+            self._time_new_values(runner, values, block)
+
+    def _time_new_values(self, runner: Runner, values: dict[str, Any], block: int | None) -> None:
         stateful = self.pair.is_stateful
         old = runner.step_master if stateful else dict(self.sampler.masters[OPTIMIZED])
-        began = perf_counter()
-        warm, values = self._draw(runner), self._draw(runner)
-        self.drawn_s = perf_counter() - began
         pairs = zip(make.tensors_in(values), make.tensors_in(old), strict=True)
         if all(equivalence.identical(new, known) for (_, new), (_, known) in pairs):
             return  # constant or recorded inputs: there are no others
@@ -90,7 +123,7 @@ class Watch:
         # The first calls are not kept: they find the processor's caches full of what the harness did before. Their
         # number is random, because the time of a side may vary from call to call in a fixed cycle. Before the last call
         # nothing is written, so that a replay finds everything as it was.
-        for given in (*[warm] * self.sampler.rng.randint(1, 3), values, None):
+        for given in (*[self.warm] * self.sampler.rng.randint(1, 3), values, None):
             if given is not None:
                 runner.refill(given)
             times.append(self.sampler.once(OPTIMIZED))
@@ -99,12 +132,6 @@ class Watch:
         if prove and not stateful:
             prove_new(self.output, runner, values)
         runner.refill(old)
-
-    def _draw(self, runner: Runner) -> dict[str, Any]:
-        case = replace(self.case, seed=secrets.randbits(31))
-        if self.pair.is_stateful:
-            return make.build_step(self.pair, case, runner.device, 1)
-        return make.build(self.pair, case, runner.device, home=self.home)
 
     def _first(self, runner: Runner) -> None:
         with execution.quiet(runner.side), torch.set_grad_enabled(runner.grad_mode):
@@ -127,9 +154,10 @@ class Watch:
 
     def _prove_replay(self) -> None:
         """Time further calls on new values; NotTimed where they confirm that the side replays earlier answers."""
+        assert self.values is not None  # there are times of calls on new ones
         self.fresh.clear()
         for _ in range(REPLAY_PAIRS):
-            self._new_values(self.sampler.runners[OPTIMIZED])
+            self._new_values(self.sampler.runners[OPTIMIZED], self.values.take())
         scrutiny.replayed(self.fresh, self.sampler.kind, self.where)
 
     def conclude(self) -> None:

@@ -34,6 +34,7 @@ from perfsuite import (
     side,
     stateful,
     tensor,
+    watching,
 )
 from perfsuite.equivalence import NotEquivalent
 from perfsuite.errors import PairError
@@ -529,6 +530,39 @@ def test_outputs_that_are_not_those_proven_are_judged_when_all_is_timed(
     assert done == ["beside", "timed optimized"]
 
 
+@pytest.mark.parametrize(
+    ("seconds", "held", "drawn"), [(0.0, 0, 1 + FRESH_BLOCKS[True]), (0.4, 0, 3), (9.0, 0, 2), (0.0, 300, 2)]
+)
+def test_new_values_are_drawn_before_it_waits_to_time(
+    time: Time, seconds: float, held: int, drawn: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    draw = watching.NewValues._draw
+
+    def slow_draw(self: Any) -> Any:
+        time.now += seconds * 1e9
+        done.append("draw")
+        return draw(self)
+
+    def alone() -> bool:
+        done.append("alone")
+        return True
+
+    monkeypatch.setattr(watching, "perf_counter", lambda: time.now * 1e-9)
+    monkeypatch.setattr(watching.NewValues, "_draw", slow_draw)
+    if held:
+        monkeypatch.setattr(watching, "FRESH_BYTES", held)
+    of, workload = pair(time), Workload("w", n=100)
+    bench = measuring.Bench(pair=of, workload=workload, device="cpu", home=None, seed=1, report=lambda phase: None)
+    proof = measuring.prove(bench, "i")
+    timed: list[int] = []
+    conclude = watching.Watch.conclude
+    monkeypatch.setattr(watching.Watch, "conclude", lambda self: (timed.append(len(self.fresh)), conclude(self)))
+    measuring.measure(of, workload, workload_id="i", device="cpu", proof=proof, alone=alone)
+    assert done == ["draw"] * drawn + ["alone"]
+    assert timed == [drawn - 1], "the first is for calls that are not kept"
+
+
 def test_outputs_that_are_too_large_to_copy_are_judged_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     check: Any = SimpleNamespace(known=set(), copied={}, check=lambda leaves, name: judged.append(name))
     judged: list[str] = []
@@ -646,7 +680,7 @@ def test_inputs_changed_in_place_are_restored_before_each_call(time: Time) -> No
         return x.mul_(2)
 
     made = measure(pair(time, reference=lasting(time, SLOW_S, lambda x: x.mul_(2)), optimized=turn, mutates={"x"}))
-    assert len(seen) == 1 + 2 * FRESH_BLOCKS[False], "the inputs, and new values after each of the first blocks"
+    assert len(seen) == 2 + FRESH_BLOCKS[False], "the inputs, new ones to warm up, and after each block"
     assert made.log_ratios["reference"] == pytest.approx((math.log(1.5),) * BLOCKS)
 
 
