@@ -29,7 +29,7 @@ CONTEXT_BYTES, CONTEXTS_SHARE = 1 << 30, 0.125
 """The memory counted for the CUDA context of each waiting process, and the largest share of a GPU's memory for all.
 """
 COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
-MOST_TOGETHER = 4
+MOST_TOGETHER = 6
 """Processes that prepare beside each other on a GPU."""
 PEAKS_SPARE = 2.0
 """A process may hold more than the peak of one call: inputs of all sides, and what its allocator keeps."""

@@ -83,8 +83,10 @@ class Sampler:
         """Sides sampled in the first quad of so many blocks."""
         self.slow: set[str] = set()
         self.blocks, self.quads = BLOCKS, QUADS
-        self.allocating_s = sum(r.allocate_s for r in runners.values())
-        """What it takes to allocate for all sides once."""
+        self.allocating_s = sum(
+            r.allocate_s + r.side.settle * (r.last.seconds if r.last else 0.0) for r in runners.values()
+        )
+        """What it takes to allocate for all sides once, with the calls that each needs to settle."""
         self.allocated_s = 0.0
         held = sum(t.numel() * t.element_size() for _, t in make.tensors_in(dict(masters[OPTIMIZED])))
         self.small = held <= SMALL_BYTES

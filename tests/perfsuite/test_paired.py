@@ -29,6 +29,11 @@ class Scripted(Paired):
         self.accepted, self.doubts = accepted, doubts
         self.trees, self.stored, self.full, self.runs, self.failures = {}, {}, set(), {}, {}
         self.asked_for: list[int | None] = []
+        self.on = "cpu"
+
+    @property
+    def device(self) -> str:
+        return self.on
 
     def entry(self, id: str) -> Entry | None:
         return self.accepted
@@ -49,6 +54,11 @@ class Scripted(Paired):
             self.runs.setdefault(ID, []).append(measurement(accepted=0.0))
             yield ID, self.runs[ID][-1]
             left.extend(further(ID))
+
+    def _analysed(self, ids: Collection[str], sample: Collection[str]) -> dict[str, Verdict | Open]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(gate, "analyse", lambda subjects, suite, *, selected: {ID: self.answer()})
+            return super()._analysed(ids, sample)
 
     def _subject(self, id: str, *, sampled: bool) -> Any:
         return None
@@ -86,6 +96,14 @@ def with_reference_of(seconds: float) -> Entry:
     return replace(made, sides={n: replace(s, seconds=seconds) for n, s in made.sides.items()})
 
 
+@pytest.mark.parametrize(("device", "processes"), [("cpu", 3), ("cuda", 4)])
+def test_on_a_gpu_two_processes_follow_those_that_have_not_decided(device: str, processes: int) -> None:
+    mode = Scripted(with_reference_of(0.1), [False, False])
+    mode.on = device
+    mode.decide([ID], Suite())
+    assert len(mode.runs[ID]) == processes
+
+
 @pytest.mark.parametrize(
     ("seconds", "doubts", "asked"),
     [
@@ -97,10 +115,9 @@ def with_reference_of(seconds: float) -> Entry:
     ],
 )
 def test_the_reference_is_timed_again_while_its_promise_is_in_doubt(
-    seconds: float, doubts: list[bool], asked: list[int | None], monkeypatch: pytest.MonkeyPatch
+    seconds: float, doubts: list[bool], asked: list[int | None]
 ) -> None:
     mode = Scripted(with_reference_of(seconds), doubts)
-    monkeypatch.setattr(gate, "analyse", lambda subjects, suite, *, selected: {ID: mode.answer()})
     verdicts = mode.decide([ID], Suite())
     assert mode.asked_for == asked
     assert verdicts[ID].status is Status.PASS
