@@ -36,16 +36,16 @@ def test_on_the_device_clock_it_is_the_pooled_variance() -> None:
 
 
 @pytest.mark.parametrize("clock", CLOCKS)
-@pytest.mark.parametrize("count", [8, 16, 24])
+@pytest.mark.parametrize("count", [8, 24])
 @pytest.mark.parametrize("tails", [3.0, math.inf])
 def test_it_is_the_variance_that_the_blocks_leave_in_the_mean(clock: str, count: int, tails: float) -> None:
     rng = np.random.default_rng(1)
-    every = rng.normal(size=(4000, count)) if math.isinf(tails) else rng.standard_t(tails, size=(4000, count))
+    every = rng.normal(size=(1500, count)) if math.isinf(tails) else rng.standard_t(tails, size=(1500, count))
     drawn = every.tolist()
     found, dof = block_variance(drawn, clock)
     means = np.var([process_mean(blocks, clock) for blocks in drawn], ddof=1)
-    assert found / count == pytest.approx(means, rel=0.15)
-    assert dof == 4000 * (count - 2 * int(count * (0.25 if clock == "wall" else 0)) - 1)
+    assert found / count == pytest.approx(means, rel=0.2)
+    assert dof == 1500 * (count - 2 * int(count * (0.25 if clock == "wall" else 0)) - 1)
 
 
 def test_one_interrupted_block_in_eight_moves_neither_on_the_wall_clock() -> None:

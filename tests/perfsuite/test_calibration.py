@@ -275,6 +275,7 @@ def test_accepted_and_run_come_from_different_sessions(quiet: Recording) -> None
     assert {m > gate.MARGIN_MIN["device"] for m in made.tallies["memory"][OPTIMIZED].margins} == {True, False}
 
 
+@FULLY
 def test_the_same_seed_gives_the_same_figures(quiet: Recording) -> None:
     one, two, other = (analysis.analyse(quiet, seed=s, suites=3) for s in (5, 5, 6))
     assert one == two

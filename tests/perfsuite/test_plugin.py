@@ -434,6 +434,7 @@ def test_perfsuite_run_leaves_the_compilation_for_another_device_out_and_says_so
     assert lines_with(done.output, "kernels of 1 pair are not compiled for sm_90 here", "pytest -m correctness")
 
 
+@FULLY
 def test_a_kernel_that_does_not_build_is_red(project: Project) -> None:
     """Compiled in a process of its own, without a GPU; a project's addopts do not get in the way."""
     pytest.importorskip("triton")

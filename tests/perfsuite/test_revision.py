@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from revisions import KERNELS, MODULE, PACKAGE, TEST, Repository
+from scale import FULLY
 from scratch import SMALL, TWO_LINES, Failure, FakeWorkers, Project, fails, lines_with, real_workers, run_tasks, times
 
 from perfsuite import revision, second_import
@@ -493,6 +494,7 @@ def test_an_accepted_side_that_lacks_memory_beside_others_is_proven_alone(accept
 # --- a real process -------------------------------------------------------------------------------------------------
 
 
+@FULLY
 def test_a_worker_proves_and_times_both_revisions(project: Project) -> None:
     text = TWO_LINES.replace("return 3 * x", "CALLED.touch()\n        return 3 * x")
     text = text.replace("def slow", 'CALLED = Path(__file__).with_suffix(".called")\n\n\n    def slow')

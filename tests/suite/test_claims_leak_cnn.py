@@ -299,6 +299,7 @@ def _counting(path: str) -> Callable[[], object]:
     return call
 
 
+@FULLY
 def test_what_is_timed_apart_has_a_process_of_its_own_and_its_error_is_raised_here(tmp_path: Path) -> None:
     path = tmp_path / "calls"
     with measuring.apart({"one": (_counting, (str(path),))}) as calls:

@@ -303,6 +303,7 @@ def test_the_entry_point_names_the_command() -> None:
     assert project["entry-points"]["perfsuite.commands"]["generate"] == "suite.commands.generate:generate"
 
 
+@FULLY
 def test_the_text_is_that_of_the_library(checkpoint: Path, tokenizer: Any) -> None:
     given = weights(sizes_for(tokenizer))
     prompt = [1, *tokenizer.encode("the λ").ids]
