@@ -91,13 +91,14 @@ def devices_of(lanes: Sequence[Lane]) -> list[Lane]:
 def together(memory_bytes: int | None, peaks: Collection[int | None]) -> int:
     """How many workloads with these peaks of memory may be prepared beside each other on one GPU.
 
-    None is a peak that is not known.
+    None is a peak that is not known. The processes that wait have their share of the memory.
     """
     known = sorted((p for p in peaks if p is not None), reverse=True)
     if memory_bytes is None or len(known) < len(peaks):
         return 1
     most = max(1, min(MOST_TOGETHER, len(peaks)))
-    return next(n for n in range(most, 0, -1) if n == 1 or PEAKS_SPARE * sum(known[:n]) <= memory_bytes)
+    free = (1 - CONTEXTS_SHARE) * memory_bytes
+    return next(n for n in range(most, 0, -1) if n == 1 or PEAKS_SPARE * sum(known[:n]) <= free)
 
 
 def for_proving(tasks: Collection[Task], machine: Machine) -> list[Lane]:

@@ -77,7 +77,8 @@ def _page(a: Analysis, recording: Recording, picture: str | None) -> Iterator[st
     yield from ("", "## Noise", "")
     yield (
         "The table gives standard deviations of a log-ratio. *process mean* is the mean of a process's block medians "
-        "(on the wall clock of their middle half), with its 95% interval. *outliers* is the share of ABBA rounds far from their block's median. "
+        "(on the wall clock of their middle half), with its 95% interval. *outliers* is the share of ABBA rounds far "
+        "from their block's median. "
         "*bias* is the mean over all processes and its standard error. The gate compares two imports of one code."
     )
     yield ""
