@@ -482,6 +482,11 @@ def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]
             yield from tensors_in(item, f"{path}[{key!r}]")
 
 
+def bytes_in(value: Any) -> int:
+    """Bytes of all tensors in a nested value."""
+    return sum(t.numel() * t.element_size() for _, t in tensors_in(value))
+
+
 def clone(value: Any) -> Any:
     """A copy in fresh memory that keeps each tensor's layout (strides, offset of the storage's start)."""
     return map_tensors(value, _clone_tensor)

@@ -91,7 +91,7 @@ def devices_of(lanes: Sequence[Lane]) -> list[Lane]:
 def together(memory_bytes: int | None, peaks: Collection[int | None]) -> int:
     """How many workloads with these peaks of memory may be prepared beside each other on one GPU.
 
-    None is a peak that is not known. The processes that wait have their share of the memory.
+    None is a peak that is not known. CONTEXTS_SHARE of the memory is left for the contexts of waiting processes.
     """
     known = sorted((p for p in peaks if p is not None), reverse=True)
     if memory_bytes is None or len(known) < len(peaks):

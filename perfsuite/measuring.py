@@ -350,7 +350,7 @@ class Session:
             del timed[REFERENCE]
         live = {**timed, **{n: s for n, s in self.rivals.items() if n not in self.skipped}}
         self.runners = {n: bench.runner(n, s) for n, s in live.items()}
-        # The order is random because the first quad is timed with the inputs that the warm-up allocates.
+        # The first ABBA round is timed with the inputs that this warm-up allocates, so its order is random.
         shuffled = dict(self.rng.sample(list(self.runners.items()), len(self.runners)))
         with phases.time("warm-up"):
             _warm_up(shuffled, bench, self.clock, self.rng, self._check_first if self.proof else None)
@@ -454,7 +454,7 @@ class Session:
                     runner.warm_up(self.clock)
 
     def _new_values_for(self, blocks: int) -> NewValues:
-        """What calls between the blocks are timed on: with a proof drawn ahead, while others may use the device."""
+        """New inputs for the calls that are timed between blocks; with a proof they are drawn in advance."""
         bench = self.bench
         values = NewValues(bench.timed, bench.case, bench.device, bench.home)
         if self.proof is not None:

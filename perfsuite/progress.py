@@ -35,7 +35,7 @@ class Progress:
             self.say(text)
 
     def add(self, tasks: int) -> None:
-        """So many tasks more are about to run than were expected."""
+        """Expect so many more tasks."""
         self._total += tasks
 
     def begin(self, lane: int, id: str) -> None:

@@ -30,7 +30,7 @@ REPLICAS_UP_TO = 1 << 16
 NO_MEMORY = "runs out of memory"
 """Why a rival is not timed."""
 COPIED_BYTES = 1 << 30
-"""Copies of outputs take no more: the sides that are timed may need all the memory that they had before."""
+"""The most memory that copies of outputs take. The timed sides may need all that they had before."""
 AFTER_FIRST = " after 1 step"
 HASHED_AT_ONCE = 1 << 25
 """64-bit words of a GPU tensor that are hashed in one go: the intermediate results take several times their bytes."""
@@ -91,8 +91,7 @@ class OutputCheck:
         key = digest(leaves)
         if key in self.known or key in self.copied:
             return
-        others = [leaves, *(copies for copies, _ in self.copied.values())]
-        if sum(t.numel() * t.element_size() for some in others for t in _tensors(some)) > COPIED_BYTES:
+        if make.bytes_in([leaves, *(copies for copies, _ in self.copied.values())]) > COPIED_BYTES:
             self.check(leaves, name)
             return
         copies = {n: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for n, leaf in leaves.items()}
@@ -168,10 +167,6 @@ def prove_sides(
             lines = str(error).strip().splitlines() or [""]
             skipped[name] = f"raises {type(error).__name__}: {lines[0][:200]}"
     return tally, skipped
-
-
-def _tensors(leaves: Leaves) -> list[torch.Tensor]:
-    return [leaf for leaf in leaves.values() if isinstance(leaf, torch.Tensor)]
 
 
 def unequal(error: NotEquivalent) -> str:

@@ -86,10 +86,9 @@ class Sampler:
         self.allocating_s = sum(
             r.allocate_s + r.side.settle * (r.last.seconds if r.last else 0.0) for r in runners.values()
         )
-        """What it takes to allocate for all sides once, with the calls that each needs to settle."""
+        """Seconds to allocate the inputs of all sides once, including the calls that a side needs to settle."""
         self.allocated_s = 0.0
-        held = sum(t.numel() * t.element_size() for _, t in make.tensors_in(dict(masters[OPTIMIZED])))
-        self.small = held <= SMALL_BYTES
+        self.small = make.bytes_in(dict(masters[OPTIMIZED])) <= SMALL_BYTES
         self.work: dict[str, list[float]] = {OPTIMIZED: [], REFERENCE: [], ACCEPTED: []}
         """Seconds of work of these sides' timed calls, in order, without those that were interrupted."""
         self.timed_calls = 0
@@ -197,10 +196,10 @@ class Sampler:
     def _block(self, block: int, quads: int) -> None:
         times: dict[str, list[float]] = {n: [] for n in self.runners}
         ratios: dict[str, list[float]] = {n: [] for n in self.log_ratios}
-        for quad in range(quads):
-            order = [n for n in self.runners if self._joins(n, block, quad)]
-            # The first quad uses the inputs that the warm-up has just allocated.
-            due = (block, quad) != (0, 0) and (quad == 0 or self.small)
+        for abba in range(quads):
+            order = [n for n in self.runners if self._joins(n, block, abba)]
+            # The first ABBA round of all uses the inputs that the warm-up has just allocated.
+            due = (block, abba) != (0, 0) and (abba == 0 or self.small)
             if due and self.allocated_s + self.allocating_s <= ALLOCATE_BUDGET_S:
                 self._allocate(order)
             self.report("timing")
@@ -249,10 +248,10 @@ class Sampler:
         took = perf_counter() - began
         self.allocating_s, self.allocated_s = max(self.allocating_s, took), self.allocated_s + took
 
-    def _joins(self, name: str, block: int, quad: int) -> bool:
+    def _joins(self, name: str, block: int, abba: int) -> bool:
         if name in self.few:
-            return quad == 0 and block < self.few[name]
-        return quad == 0 or name not in self.slow
+            return abba == 0 and block < self.few[name]
+        return abba == 0 or name not in self.slow
 
     def median(self, name: str) -> float | None:
         """Median seconds a call over the blocks."""

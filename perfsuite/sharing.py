@@ -1,8 +1,8 @@
 """Several measuring processes on one GPU: they start and prepare beside each other, and each times alone.
 
-The operating system locks two files for each GPU. The first is shared by those that prepare, and is for one alone while
-it times. With the second none begins to prepare while another waits to time: all that are ready time one after the
-other, then all prepare beside each other.
+The operating system locks two files for each GPU. The first is shared by processes that prepare, and exclusive to one
+that times. The second keeps a process from starting to prepare while another waits to time: all processes that are
+ready time one after the other, and then all prepare at the same time.
 """
 
 from __future__ import annotations
@@ -19,31 +19,33 @@ class Gpu:
     """
 
     def __init__(self, lock: str) -> None:
-        # Open as long as the process lives.
-        self._file: IO[str] | None = Path(lock).open("a") if lock else None  # noqa: SIM115
-        self._turn: IO[str] | None = Path(f"{lock}.turn").open("a") if lock else None  # noqa: SIM115
+        self._files: tuple[IO[str], IO[str]] | None = None
+        if lock:
+            use, turn = Path(lock), Path(f"{lock}.turn")
+            self._files = use.open("a"), turn.open("a")  # as long as the process lives
 
     @property
     def shared(self) -> bool:
         """Whether other processes of this run use the GPU too."""
-        return self._file is not None
+        return self._files is not None
 
     def prepare(self) -> None:
         """Wait until no other process times or waits to time."""
-        if self._file is not None and self._turn is not None:
+        if self._files:
+            use, turn = self._files
             self.leave()
-            fcntl.flock(self._turn, fcntl.LOCK_EX)
-            fcntl.flock(self._file, fcntl.LOCK_SH)
-            fcntl.flock(self._turn, fcntl.LOCK_UN)
+            fcntl.flock(turn, fcntl.LOCK_EX)
+            fcntl.flock(use, fcntl.LOCK_SH)
+            fcntl.flock(turn, fcntl.LOCK_UN)
 
     def alone(self) -> None:
         """Wait until no other process prepares or times; from then on they wait for this one."""
-        if self._file is not None and self._turn is not None:
-            fcntl.flock(self._turn, fcntl.LOCK_SH)
-            fcntl.flock(self._file, fcntl.LOCK_EX)
+        if self._files:
+            use, turn = self._files
+            fcntl.flock(turn, fcntl.LOCK_SH)
+            fcntl.flock(use, fcntl.LOCK_EX)
 
     def leave(self) -> None:
         """Neither prepare nor time any more."""
-        if self._file is not None and self._turn is not None:
-            fcntl.flock(self._file, fcntl.LOCK_UN)
-            fcntl.flock(self._turn, fcntl.LOCK_UN)
+        for file in self._files or ():
+            fcntl.flock(file, fcntl.LOCK_UN)

@@ -1,9 +1,9 @@
 """Estimates from block log-ratios, with hierarchical variances.
 
 The unit of observation is a *process mean*: the mean over one process's blocks of log(time of the other side / time of
-the optimized side), as blocks.py has it. Blocks of one process share a bias (code and buffer placement), so they are
-not independent units. Processes of one session (one machine, about an hour) share a further bias. A process mean is
-therefore
+the optimized side), trimmed on the wall clock (blocks.py). Blocks of one process share a bias (code and buffer
+placement), so they are not independent units. Processes of one session (one machine, about an hour) share a further
+bias. A process mean is therefore
 
     true log-ratio + session shift (variance ω²) + process shift and block noise (variance τ²).
 

@@ -25,9 +25,9 @@ from perfsuite.sampling import ACCEPTED, OPTIMIZED, REFERENCE, Sampler
 
 SETTLES = "; if a new step's first calls warm up, compile or capture, say how many: stateful(…, settle=calls)"
 FRESH_S = 1.0
-"""A process that need not prove its sides draws further new values for so long."""
+"""Drawing new values in advance stops after this long."""
 FRESH_BYTES = 1 << 30
-"""It keeps so much of them."""
+"""It also stops when the values take this much memory."""
 FRESH_BLOCKS = {True: 4, False: 8}
 """Blocks after which calls on new values are timed, where the inputs were proven before and where not; `scrutiny` wants
 four at least."""
@@ -36,28 +36,28 @@ REPLAY_PAIRS = 8
 
 
 class NewValues:
-    """Values that no side can have seen, drawn ahead as far as that is quick and they are small."""
+    """Inputs that no side can have seen. Some may be drawn in advance, within limits of time and memory."""
 
     def __init__(self, pair: Pair, case: Case, device: str, home: Path | None) -> None:
         self.pair, self.case, self.device, self.home = pair, case, device, home
         self._ahead: list[dict[str, Any]] = []
 
     def draw_ahead(self, count: int) -> None:
-        """At least two, and up to so many in FRESH_S and FRESH_BYTES."""
-        began, held = perf_counter(), 0
+        """Draw `count` sets of inputs; fewer, but at least two, where FRESH_S or FRESH_BYTES is reached."""
+        began = perf_counter()
         while len(self._ahead) < count:
             self._ahead.append(self._draw())
-            held += sum(t.numel() * t.element_size() for _, t in make.tensors_in(self._ahead[-1]))
-            if len(self._ahead) > 1 and (held >= FRESH_BYTES or perf_counter() - began >= FRESH_S):
+            full = make.bytes_in(self._ahead) >= FRESH_BYTES or perf_counter() - began >= FRESH_S
+            if full and len(self._ahead) > 1:
                 break
 
     @property
     def left(self) -> int:
-        """How many are left of those drawn ahead."""
+        """The number of sets drawn in advance that are not used yet."""
         return len(self._ahead)
 
     def take(self) -> dict[str, Any]:
-        """The next."""
+        """A set drawn in advance, or else a new one."""
         return self._ahead.pop() if self._ahead else self._draw()
 
     def _draw(self) -> dict[str, Any]:
@@ -70,8 +70,8 @@ class NewValues:
 class Watch:
     """Called after every block; raises NotEquivalent where a side behaves differently while it is timed.
 
-    `proven_before`: another process has proven these inputs, so that new values need not be proven here; then only
-    those `values` are timed that were drawn ahead. Without `values`, another has timed calls on new ones.
+    `proven_before`: another process has proven these inputs. New values are then not proven here, and only those drawn
+    in advance are timed. Without `values`, no calls on new values are timed.
     """
 
     def __init__(
@@ -85,10 +85,10 @@ class Watch:
     ) -> None:
         self.sampler, self.output, self.l2_bytes, self.proven_before = sampler, check, l2_bytes, proven_before
         self.values = values
-        self.pair, self.case = check.pair, check.case
+        self.pair = check.pair
         self.fresh: list[tuple[float, float]] = []
         self.warm = values.take() if values else {}
-        """New values for the calls that are not kept."""
+        """New values for the calls whose times are not kept."""
         self.where = f"{self.pair.name}: the optimized side"
         self.judged = sampler.rng.randrange(min(sampler.blocks, FRESH_BLOCKS[proven_before]))
         """The block whose outputs are held against the truth: no side can know which."""
@@ -104,34 +104,31 @@ class Watch:
             if not self.proven_before:  # the truth is already established, so that judging is quick
                 judge_copied(self.output)
         if self.values and block < FRESH_BLOCKS[self.proven_before] and (self.values.left or not self.proven_before):
-            self._new_values(runner, self.values.take(), block)
+            self._time_new_values(runner, self.values.take(), block)
         if block == 0:
             self._first(runner)
 
-    def _new_values(self, runner: Runner, values: dict[str, Any], block: int | None = None) -> None:
+    def _time_new_values(self, runner: Runner, values: dict[str, Any], block: int | None = None) -> None:
         """Time a call on values that it cannot have seen, and the same again."""
-        with execution.quiet(runner.side), torch.set_grad_enabled(runner.grad_mode):
-            self._time_new_values(runner, values, block)
-
-    def _time_new_values(self, runner: Runner, values: dict[str, Any], block: int | None) -> None:
         stateful = self.pair.is_stateful
         old = runner.step_master if stateful else dict(self.sampler.masters[OPTIMIZED])
         pairs = zip(make.tensors_in(values), make.tensors_in(old), strict=True)
         if all(equivalence.identical(new, known) for (_, new), (_, known) in pairs):
             return  # constant or recorded inputs: there are no others
         times = []
-        # The first calls are not kept: they find the processor's caches full of what the harness did before. Their
-        # number is random, because the time of a side may vary from call to call in a fixed cycle. Before the last call
-        # nothing is written, so that a replay finds everything as it was.
-        for given in (*[self.warm] * self.sampler.rng.randint(1, 3), values, None):
-            if given is not None:
-                runner.refill(given)
-            times.append(self.sampler.once(OPTIMIZED))
-        self.fresh.append((times[-2], times[-1]))
-        prove = not self.proven_before and block == self.judged and REFERENCE not in self.sampler.few
-        if prove and not stateful:
-            prove_new(self.output, runner, values)
-        runner.refill(old)
+        with execution.quiet(runner.side), torch.set_grad_enabled(runner.grad_mode):
+            # The first calls are not kept: they find the processor's caches full of what the harness did before. Their
+            # number is random, because the time of a side may vary from call to call in a fixed cycle. Before the last
+            # call nothing is written, so that a replay finds everything as it was.
+            for given in (*[self.warm] * self.sampler.rng.randint(1, 3), values, None):
+                if given is not None:
+                    runner.refill(given)
+                times.append(self.sampler.once(OPTIMIZED))
+            self.fresh.append((times[-2], times[-1]))
+            prove = not self.proven_before and block == self.judged and REFERENCE not in self.sampler.few
+            if prove and not stateful:
+                prove_new(self.output, runner, values)
+            runner.refill(old)
 
     def _first(self, runner: Runner) -> None:
         with execution.quiet(runner.side), torch.set_grad_enabled(runner.grad_mode):
@@ -157,7 +154,7 @@ class Watch:
         assert self.values is not None  # there are times of calls on new ones
         self.fresh.clear()
         for _ in range(REPLAY_PAIRS):
-            self._new_values(self.sampler.runners[OPTIMIZED], self.values.take())
+            self._time_new_values(self.sampler.runners[OPTIMIZED], self.values.take())
         scrutiny.replayed(self.fresh, self.sampler.kind, self.where)
 
     def conclude(self) -> None:

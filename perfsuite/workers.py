@@ -42,7 +42,7 @@ START_LIMIT_S = 300.0
 """From a worker's start to its first task: importing torch and the test modules."""
 END_LIMIT_S = 10.0
 """From a worker's last task to its end. Its results are known by then, so it is stopped without a message. Some hang at
-exit: the next round would wait for them."""
+exit, and the run would wait for them."""
 LOG_LINES = 3
 PROVE, TIME, ITEMS, TRACE = "prove", "time", "items", "trace"
 WAITS = "waits"
@@ -166,8 +166,8 @@ class Workers:
     ) -> Generator[tuple[str, Outcome]]:
         """The tasks in order, each to the lane that is free first: (id, outcome) as each task ends.
 
-        Several tasks may have the same id: each goes to another process. `further` is called with the id of a task
-        whose outcome was dealt with, and returns the tasks that follow from it.
+        Several tasks may have the same id: each goes to another process. Once the caller has handled an outcome,
+        `further` is called with the task's id and returns tasks to append.
 
         As tasks end, `meanwhile` is called with the number of processes that still work.
         """
@@ -257,7 +257,7 @@ class Workers:
 
 
 def _without_tasks(left: Collection[Task], running: dict[int, _Process], *, more: bool) -> Iterator[_Process]:
-    """Take the processes out of `running` that nothing is left for; `more` tasks may follow from those at work."""
+    """Remove from `running` the processes without a task. If `more` tasks may follow, they wait while others work."""
     wait = more and not left and any(process.task for process in running.values())
     for number, process in list(running.items()):
         if not wait and not process.task and not process.can_take(left):
@@ -358,12 +358,12 @@ class _Process:
         return not self.task and any(task.id not in self.seen for task in left)
 
     def leave(self) -> None:
-        """Have it end by itself; one that still starts is stopped."""
+        """Tell it to exit. `lives` kills one that has not started yet."""
         self.close_pipe()
         self._wait(END_LIMIT_S if self.ready else 0.0)
 
     def lives(self) -> bool:
-        """Whether it is still about to end by itself; it is stopped when that takes too long."""
+        """Whether it is still exiting. After its deadline it is killed."""
         if self.child.poll() is None and time.monotonic() < self.deadline:
             return True
         self.end()

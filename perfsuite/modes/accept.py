@@ -96,14 +96,13 @@ class Accept(Whole):
         def further(id: str) -> list[Task]:
             return [self._accept_task(id)] if id not in self.failures and len(self.runs.get(id, ())) < wanted else []
 
-        missing = [wanted - len(self.runs.get(i, ())) for i in proven]
-        self.announce([self._accept_task(i) for i, count in zip(proven, missing, strict=True) for _ in range(count)])
+        self.announce([self._accept_task(i) for i in proven for _ in range(wanted - len(self.runs.get(i, ())))])
         for id, outcome in self.work([task for i in proven for task in further(i)], further=further):
             kept.add(id, outcome)
         self._kept = kept
 
     def _accept_task(self, id: str) -> Task:
-        """The next process of a workload."""
+        """The task that times a workload in its next process."""
         number = len(self.runs.get(id, ()))
         return Task(
             id=id,

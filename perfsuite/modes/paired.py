@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import pytest
@@ -28,8 +28,8 @@ SAMPLE_LEAST = 8
 MOST_PROCESSES = 2 * gate.LOOKS[-1]
 """The rule decides before that."""
 AT_ONCE = 2
-"""On a GPU, so many processes follow two that have not decided. They prepare beside each other, which saves more time
-than the last one costs where those before it would have decided."""
+"""On a GPU, further processes are requested in pairs once two have not decided a workload. They prepare at the same
+time, which usually saves more than an unnecessary last process costs."""
 OUT_OF_MEMORY = "runs out of device memory"
 
 
@@ -124,7 +124,7 @@ class Paired(Control):
         return verdicts | {i: failed(i, self.failures[i]) for i in ids if i in self.failures}
 
     def _analysed(self, ids: Collection[str], sample: Collection[str]) -> dict[str, Verdict | Open]:
-        """What the rule says of these workloads by now."""
+        """The rule's answer for each of these workloads, from the processes measured so far."""
         subjects = [self._subject(i, sampled=i in sample) for i in ids]
         answers = gate.analyse(subjects, self.suite, selected=max(1, len(self.items)))
         for id, answer in answers.items():
@@ -135,14 +135,14 @@ class Paired(Control):
         return answers
 
     def _time(self, left: Mapping[str, Open], sample: Collection[str]) -> None:
-        """Time so many processes of each, and those that the rule asks for as soon as it has these."""
+        """Time each in as many processes as its answer asks for, and in those that the rule requests after them."""
         due = {id: answer.processes for id, answer in left.items()}
 
         def further(id: str) -> list[Task]:
             due[id] -= 1
             if due[id] or id in self.failures:
                 return []
-            # The others' noise counts where it is known: of two processes or more.
+            # Only workloads with two processes or more tell how noisy this run is.
             several = [i for i, runs in self.runs.items() if len(runs) > 1 and i not in self.failures]
             answer = self._analysed({*several, id}, sample)[id]
             if not isinstance(answer, Open) or len(self.runs[id]) >= MOST_PROCESSES:
@@ -154,6 +154,10 @@ class Paired(Control):
             return tasks
 
         tasks = [self._time_task(id) for id, answer in left.items() for _ in range(answer.processes)]
+        self._do(tasks, further)
+
+    def _do(self, tasks: Sequence[Task], further: Callable[[str], Sequence[Task]] | None = None) -> None:
+        """Announce the timing tasks and do them."""
         self.announce(tasks)
         for _ in self.work(tasks, further=further):
             pass
@@ -172,10 +176,7 @@ class Paired(Control):
             ):
                 for tree in trees.values():
                     again = [replace(self._time_task(i), accepted=tree, reference=0) for i in small]
-                    tasks = [task for task in again for _ in range(gate.RED_PROCESSES)]
-                    self.announce(tasks)
-                    for _ in self.work(tasks):
-                        pass
+                    self._do([task for task in again for _ in range(gate.RED_PROCESSES)])
             twice = self.runs
         except RevisionError:  # the verdict stands as it is
             return {}

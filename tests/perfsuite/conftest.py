@@ -13,5 +13,5 @@ LONGEST = "test_the_readmes_example_from_proof_to_gate"
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """At the end one core would wait for it."""
+    """The longest test begins first. At the end of the run, the other core would be idle while it ran."""
     items.sort(key=lambda item: item.name != LONGEST)

@@ -1,4 +1,4 @@
-"""What the blocks of a process say of its log-ratio, and how exactly."""
+"""Mean and variance of the block log-ratios of a process."""
 
 from __future__ import annotations
 
