@@ -193,13 +193,13 @@ class Sampler:
             if count and name != OPTIMIZED
         }
 
-    def _block(self, block: int, quads: int) -> None:
+    def _block(self, block: int, rounds: int) -> None:
         times: dict[str, list[float]] = {n: [] for n in self.runners}
         ratios: dict[str, list[float]] = {n: [] for n in self.log_ratios}
-        for abba in range(quads):
-            order = [n for n in self.runners if self._joins(n, block, abba)]
+        for number in range(rounds):
+            order = [n for n in self.runners if self._joins(n, block, number)]
             # The first ABBA round of all uses the inputs that the warm-up has just allocated.
-            due = (block, abba) != (0, 0) and (abba == 0 or self.small)
+            due = (block, number) != (0, 0) and (number == 0 or self.small)
             if due and self.allocated_s + self.allocating_s <= ALLOCATE_BUDGET_S:
                 self._allocate(order)
             self.report("timing")
@@ -248,10 +248,10 @@ class Sampler:
         took = perf_counter() - began
         self.allocating_s, self.allocated_s = max(self.allocating_s, took), self.allocated_s + took
 
-    def _joins(self, name: str, block: int, abba: int) -> bool:
+    def _joins(self, name: str, block: int, number: int) -> bool:
         if name in self.few:
-            return abba == 0 and block < self.few[name]
-        return abba == 0 or name not in self.slow
+            return number == 0 and block < self.few[name]
+        return number == 0 or name not in self.slow
 
     def median(self, name: str) -> float | None:
         """Median seconds a call over the blocks."""

@@ -88,11 +88,11 @@ class QuadSampler(Sampler):
         finally:
             self.spent_s[name] += perf_counter() - began
 
-    def _block(self, block: int, quads: int) -> None:
+    def _block(self, block: int, rounds: int) -> None:
         times: dict[str, list[float]] = {n: [] for n in self.runners}
-        for quad in range(quads):
+        for number in range(rounds):
             order = list(self.runners)
-            if quad == 0 or self.small:
+            if number == 0 or self.small:
                 began = perf_counter()
                 self._allocate(order)
                 for name in order:

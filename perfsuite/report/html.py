@@ -248,7 +248,7 @@ def _condition(measurements: Sequence[Measurement]) -> str:
         parts.append(f"clock limited by {', '.join(reasons)}")
     aside = sum(c.set_aside for c in conditions)
     if aside:
-        parts.append(f"{aside} quads set aside")
+        parts.append(f"{aside} ABBA rounds discarded")
     return ", ".join(parts)
 
 
