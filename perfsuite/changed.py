@@ -63,19 +63,22 @@ def _other_code(entry: Entry, machine: Machine, present: _Present) -> str:
     return f"{what} changed since it was accepted at {short(entry.revision)}" if what else ""
 
 
-def may_be_traced(entry: Entry) -> bool:
-    """Whether what the workload launched was noted, and decides: on the wall clock the host's code matters, too."""
-    return entry.ran is not None and bool(entry.ran.launched) and entry.clock == "device"
+def launched(entry: Entry) -> str:
+    """Digest of what it launched when it was accepted; empty where that does not settle anything.
+
+    On the wall clock the host's code matters, too.
+    """
+    return entry.ran.launched if entry.ran is not None and entry.clock == "device" else ""
 
 
-def launches_the_same(entry: Entry, sources: Collection[str], now: Proof) -> bool:
-    """Whether only sources of the optimized side differ, and its launches are those traced when it was accepted.
+def launches_the_same(launched: str, sources: Collection[str], now: Proof) -> bool:
+    """Whether only sources of the optimized side differ, and it launches what it did when it was accepted.
 
     Another reference, or another declaration of the pair, has to be proven: what is launched says nothing of it.
     """
-    if entry.ran is None or now.ran is None or not set(sources) <= set(now.own_sources):
+    if now.ran is None or not set(sources) <= set(now.own_sources):
         return False
-    return bool(now.ran.launched) and entry.ran.launched == now.ran.launched
+    return bool(launched) and launched == now.ran.launched
 
 
 def verdict(id: str, entry: Entry, reason: str) -> Verdict:

@@ -22,7 +22,7 @@ from perfsuite.pair import Pair, Side, as_side
 from perfsuite.records import Measurement, Proof, Ran, Status
 from perfsuite.sharing import Gpu
 from perfsuite.speed import SpeedItem
-from perfsuite.workers import ITEMS, PROVE, TRACE, WAITS, Failure, Journal, Outcome, Reported, Task
+from perfsuite.workers import ITEMS, PROVE, WAITS, Failure, Journal, Outcome, Reported, Task
 
 OPENED = pytest.StashKey[Opened]()
 """The data files that a worker has opened, from before its test modules were imported."""
@@ -142,7 +142,7 @@ class _Workload:
             # A warning inside a timed call is the user's own affair; it must not turn into an error here.
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                return {PROVE: self._prove, TRACE: self._trace}.get(self.task.kind, self._time)()
+                return self._prove() if self.task.kind == PROVE else self._time()
         except (NotTimed, TamperedError) as error:
             return Failure(status=Status.NOT_TIMED, message=str(error))
         except NotEquivalent as error:
@@ -187,6 +187,8 @@ class _Workload:
         from perfsuite import measuring
         from perfsuite.sampling import REFERENCE
 
+        if self.task.launched and (traced := self._same_launches()):
+            return traced
         task, seed, phases = self.task, secrets.randbits(31), measuring.Phases()
         began = perf_counter()
         with phases.time("accepted side"):
@@ -226,6 +228,18 @@ class _Workload:
         ran = digests.ran([module.obj], executed.files, executed.compiled, opened, opened.top)
         launched, untraced = measuring.launched(bench, opened.top)
         return replace(ran, launched=launched, untraced=untraced)
+
+    def _same_launches(self) -> Proof | None:
+        """What the optimized side launches, where that makes a proof needless."""
+        from perfsuite import changed
+
+        try:
+            traced = self._trace()
+        except (Exception, SystemExit):  # what cannot be traced is proven
+            return None
+        finally:
+            _settle()
+        return traced if changed.launches_the_same(self.task.launched, self.task.changed, traced) else None
 
     def _trace(self) -> Proof:
         """What the optimized side launches, without proving or timing anything."""

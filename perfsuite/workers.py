@@ -40,11 +40,13 @@ FORGED = (
 POLL_S = 0.02
 START_LIMIT_S = 300.0
 """From a worker's start to its first task: importing torch and the test modules."""
-END_LIMIT_S = 10.0
-"""From a worker's last task to its end. Its results are known by then, so it is stopped without a message. Some hang at
-exit, and the run would wait for them."""
+BEGIN_LIMIT_S = 10.0
+"""From when a worker gets a task to when it begins it."""
+END_LIMIT_S = 3.0
+"""From a worker's last task to its end. Its results are known by then, so it is stopped without a message. The run
+waits for it, because the next processes must have the device for themselves; some take 7 s, or hang at exit."""
 LOG_LINES = 3
-PROVE, TIME, ITEMS, TRACE = "prove", "time", "items", "trace"
+PROVE, TIME, ITEMS = "prove", "time", "items"
 WAITS = "waits"
 """The phase of a process that waits until others let it have their GPU; its time limit does not count meanwhile."""
 
@@ -75,8 +77,7 @@ Outcome: TypeAlias = Measurement | Proof | Reported | Failure
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """One thing that a worker is to do with one item: prove a workload, time it, trace what it launches, or run a
-    correctness item."""
+    """One thing that a worker is to do with one item: prove a workload, time it, or run a correctness item."""
 
     id: str
     kind: str = TIME
@@ -90,6 +91,10 @@ class Task:
     """At most so many blocks; None: as many as usual."""
     note_ran: bool = False
     """While proving, note everything that the optimized side runs."""
+    launched: str = ""
+    """Digest of what the optimized side launched when it was accepted; it is traced first, and not proven where it
+    launches the same and no source but those that it alone runs is among `changed`."""
+    changed: tuple[str, ...] = ()
     time_reference: bool = False
     """While proving, call the reference once and note how long that takes."""
     thorough: bool = True
@@ -380,7 +385,7 @@ class _Process:
         self.group = self.task.group
         self.seen.add(self.task.id)
         del left[at]
-        self._wait(self.task.limit_s + END_LIMIT_S)
+        self._wait(self.task.limit_s + BEGIN_LIMIT_S)
         line = memoryview(f"{json.dumps(to_json(self.task))}\n".encode())
         with contextlib.suppress(BrokenPipeError):  # the worker has died, as the next poll sees
             while line:

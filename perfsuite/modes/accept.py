@@ -164,8 +164,8 @@ class Accept(Whole):
             if size > gate.MARGIN_USUAL and self.margin(i) is None and "reference" not in new.entries[i].few
         ]
 
-    def _prove_task(self, id: str) -> Task:
-        return replace(super()._prove_task(id), note_ran=True, thorough=not self.more)
+    def prove_task(self, id: str) -> Task:
+        return replace(super().prove_task(id), note_ran=True, thorough=not self.more)
 
     def reference(self, id: str, *, first: bool) -> int | None:
         return None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from datetime import date
 from typing import Any
 
@@ -15,9 +16,9 @@ from perfsuite.errors import PerfsuiteError
 from perfsuite.modes.paired import Paired
 from perfsuite.planning import FEW_BLOCKS
 from perfsuite.priors import suite_noise
-from perfsuite.records import PromiseRecord, Proof, Status, Verdict
+from perfsuite.records import PromiseRecord, Status, Verdict
 from perfsuite.speed import Result, SpeedItem
-from perfsuite.workers import TRACE, Task
+from perfsuite.workers import Task
 
 SHOWN = 3
 
@@ -32,6 +33,7 @@ class Gate(Paired):
         super().__init__(config)
         self.wrong_machine: list[str] = []
         self.waivers: tuple[waivers.Waiver, ...] = ()
+        self.found = changed.Found()
         self.partial = bool(self.config.option.perfsuite_partial) or self.shard is not None
 
     def collected(self, every: Sequence[pytest.Item], selected: list[pytest.Item]) -> None:
@@ -98,6 +100,9 @@ class Gate(Paired):
             self.stored |= {i: str(refused[rev]) for i, rev in wanted.items() if rev in refused}
             self.trees = {i: trees[rev] for i, rev in wanted.items() if rev in trees}
             proven = set(self.prove([*accepted, *unknown]))
+            verdicts |= self._launch_the_same([i for i in accepted if i in proven])
+            proven -= verdicts.keys()
+            accepted = [i for i in accepted if i not in verdicts]
             verdicts |= {i: failed(i, self.failures[i]) for i in (*accepted, *unknown) if i not in proven}
             verdicts |= self.decide([i for i in accepted if i in proven], suite_noise(self.entries))
             verdicts |= self._without_baseline([i for i in unknown if i in proven])
@@ -111,22 +116,31 @@ class Gate(Paired):
         """The workloads that need not be measured, because nothing that they run has changed."""
         if not self.config.option.perfsuite_changed:
             return {}
-        top = revision.top_or(self.root)
-        found = changed.unchanged({i: self.entries[i] for i in ids}, top, self.machine)
-        self._trace_launches(found)
-        self.progress.say(changed.summary(found))
-        return {i: changed.verdict(i, self.entries[i], reason) for i, reason in found.unchanged.items()}
+        self.found = changed.unchanged({i: self.entries[i] for i in ids}, revision.top_or(self.root), self.machine)
+        self.progress.say(changed.summary(self.found))
+        return self._unchanged(self.found.unchanged)
 
-    def _trace_launches(self, found: changed.Found) -> None:
+    def _unchanged(self, ids: Collection[str]) -> dict[str, Verdict]:
+        return {i: changed.verdict(i, self.entries[i], self.found.unchanged[i]) for i in ids}
+
+    def prove_task(self, id: str) -> Task:
         """Where sources alone differ and the device's clock decides: does the device get the same work?"""
-        ids = [i for i in found.sources if changed.may_be_traced(self.entries[i])]
-        tasks = [Task(id=i, kind=TRACE, limit_s=self.items[i].pair.time_limit) for i in ids]
-        self.announce(tasks, proving=True)
-        for id, outcome in self.work(tasks, everywhere=True):
-            self.failures.pop(id, None)  # what cannot be traced is measured
-            if isinstance(outcome, Proof) and changed.launches_the_same(self.entries[id], found.sources[id], outcome):
-                found.unchanged[id] = f"{found.changed.pop(id)} changed, but what it launches is the same, bit for bit"
-        self.proofs.clear()
+        task, sources = super().prove_task(id), self.found.sources.get(id)
+        return replace(task, launched=changed.launched(self.entries[id]), changed=tuple(sources)) if sources else task
+
+    def _launch_the_same(self, ids: Collection[str]) -> dict[str, Verdict]:
+        """Those whose trace has shown it, which are not proven."""
+        same = []
+        for id in ids:
+            entry, sources = self.entries[id], self.found.sources.get(id)
+            if sources and changed.launches_the_same(changed.launched(entry), sources, self.proofs[id]):
+                same.append(id)
+                what = f"{self.found.changed.pop(id)} changed, but what it launches is the same, bit for bit"
+                self.found.unchanged[id] = what
+                del self.proofs[id]
+        if same:
+            self.progress.say(changed.summary(self.found))
+        return self._unchanged(same)
 
     def _revisions(self, ids: Sequence[str]) -> dict[str, str]:
         """The revision at which each was accepted; where there is none to load, `stored` gets the reason."""

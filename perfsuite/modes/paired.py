@@ -56,7 +56,7 @@ class Paired(Control):
 
     def _prove(self, ids: Collection[str], ahead: Sequence[str] = ()) -> None:
         """Prove these, and start processes that will time `ahead` meanwhile."""
-        tasks = [self._prove_task(i) for i in ids]
+        tasks = [self.prove_task(i) for i in ids]
         self.announce(tasks, proving=True)
         for _ in self.work(tasks, everywhere=True, ahead=ahead):
             pass
@@ -70,7 +70,8 @@ class Paired(Control):
         """The workload cannot be timed beside the other revision, for this reason."""
         self.stored[id] = reason
 
-    def _prove_task(self, id: str) -> Task:
+    def prove_task(self, id: str) -> Task:
+        """The proof of a workload, which prepares what the first process needs."""
         entry, promised = self.entry(id), self.promises(id).speedup
         return Task(
             id=id,

@@ -24,10 +24,10 @@ import pytest
 from _pytest.pytester import SysModulesSnapshot
 from click.testing import CliRunner, Result
 
-from perfsuite import cli, turns
+from perfsuite import changed, cli, turns
 from perfsuite.records import Measurement, Proof, Ran
 from perfsuite.turns import HELD
-from perfsuite.workers import ITEMS, PROVE, TIME, TRACE, Failure, Job, Lane, Outcome, Reported, Task, Workers
+from perfsuite.workers import ITEMS, PROVE, TIME, Failure, Job, Lane, Outcome, Reported, Task, Workers
 
 ROOT = Path(__file__).resolve().parents[2]
 JITTER = (0.0, 4e-4, -3e-4, 2e-4, -4e-4, 1e-4, 3e-4, -2e-4)
@@ -72,7 +72,7 @@ class FakeWorkers:
     """In the place of `perfsuite.control.Workers`: `outcome(id, process, second)` is what each measurement gives.
 
     `process` counts the timing processes from 0; `second` says whether the accepted revision's side joins. Proofs
-    succeed, unless `outcome` is a failure for that workload. Nothing is traced.
+    succeed, unless `outcome` is a failure for that workload. A trace finds `ran`, and `own` sources.
     """
 
     def __init__(self, outcome: Callable[[str, int, bool], Outcome]) -> None:
@@ -127,10 +127,7 @@ class FakeWorkers:
                     accepted | ({task.id: task.accepted.revision} if task.accepted else {}),
                 )
             outcome = self.outcome(task.id, number, task.accepted is not None)
-            if task.kind == TRACE:
-                outcome = Proof(id=task.id, seed=0, ran=self.ran, own_sources=self.own)
             if task.kind == PROVE and not isinstance(outcome, Failure):
-                self.proven.append(task.id)
                 outcome = self._proof(task)
             if task.kind == ITEMS:
                 outcome = self._reported(task.id)
@@ -139,6 +136,10 @@ class FakeWorkers:
         meanwhile(1)
 
     def _proof(self, task: Task) -> Proof:
+        traced = Proof(id=task.id, seed=0, ran=self.ran, own_sources=self.own)
+        if changed.launches_the_same(task.launched, task.changed, traced):
+            return traced
+        self.proven.append(task.id)
         unloaded = self.unloaded.get(task.id, "") if task.accepted else ""
         return Proof(id=task.id, seed=0, unloaded=unloaded, ran=self.ran if task.note_ran else None)
 

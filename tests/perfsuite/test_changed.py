@@ -13,7 +13,7 @@ from scratch import SMALL, Project, lines_with, times
 from perfsuite import changed, digests
 from perfsuite.baseline import Entry
 from perfsuite.records import Machine, Proof, Ran, Status
-from perfsuite.workers import TIME, TRACE
+from perfsuite.workers import PROVE, TIME
 
 pytest_plugins = ["pytester"]
 
@@ -200,27 +200,25 @@ def traced(launched: str = "a digest", own: tuple[str, ...] = ("lib/fast.py",)) 
     return Proof(id="a", seed=0, ran=Ran(sources={}, launched=launched), own_sources=own)
 
 
-def test_the_same_launches_settle_a_change_of_the_optimized_side_alone(top: Path) -> None:
-    made = accepted(top)
-    assert changed.launches_the_same(made, ["lib/fast.py"], traced())
-    assert not changed.launches_the_same(made, ["lib/fast.py"], traced("another"))
+def test_the_same_launches_settle_a_change_of_the_optimized_side_alone() -> None:
+    assert changed.launches_the_same("a digest", ["lib/fast.py"], traced())
+    assert not changed.launches_the_same("a digest", ["lib/fast.py"], traced("another"))
     # The reference, or the pair's declaration, has changed too: what is launched says nothing of these.
-    assert not changed.launches_the_same(made, ["lib/fast.py", "test_pair.py"], traced())
-    assert not changed.launches_the_same(made, ["lib/fast.py"], traced(own=()))
+    assert not changed.launches_the_same("a digest", ["lib/fast.py", "test_pair.py"], traced())
+    assert not changed.launches_the_same("a digest", ["lib/fast.py"], traced(own=()))
 
 
-def test_what_was_not_traced_is_measured(top: Path) -> None:
-    assert not changed.launches_the_same(accepted(top, launched=""), ["lib/fast.py"], traced(""))
-    assert not changed.launches_the_same(accepted(top), ["lib/fast.py"], replace(traced(), ran=None))
-    assert not changed.launches_the_same(replace(accepted(top), ran=None), ["lib/fast.py"], traced())
+def test_what_was_not_traced_is_measured() -> None:
+    assert not changed.launches_the_same("", ["lib/fast.py"], traced(""))
+    assert not changed.launches_the_same("a digest", ["lib/fast.py"], replace(traced(), ran=None))
 
 
 def test_only_the_device_clock_is_settled_by_launches(top: Path) -> None:
     made = accepted(top)
-    assert changed.may_be_traced(made)
-    assert not changed.may_be_traced(replace(made, clock="wall"))
-    assert not changed.may_be_traced(accepted(top, launched=""))
-    assert not changed.may_be_traced(replace(made, ran=None))
+    assert changed.launched(made) == "a digest"
+    assert not changed.launched(replace(made, clock="wall"))
+    assert not changed.launched(accepted(top, launched=""))
+    assert not changed.launched(replace(made, ran=None))
 
 
 # --- in a whole gate ------------------------------------------------------------------------------------------------
@@ -298,7 +296,7 @@ def test_launches_settle_a_change_of_the_optimized_side(
     scale.replace("fast.py", "3 * x", "x * 3")
     found = gate(scale, launched)
     assert found[:2] == (code, status)
-    assert found[2][0] == TRACE
+    assert found[2][0] == PROVE
     assert (TIME in found[2]) is (status is not Status.UNCHANGED)
 
 
