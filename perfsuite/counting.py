@@ -41,6 +41,14 @@ SYNCS = frozenset(
 )
 
 
+def detach_after_profiling() -> None:
+    """Have the profiler remove its hooks when it stops. To be called before a process profiles for the first time.
+
+    They would stay in every later CUDA call: 0.8 us of a 7 us .item() on an H200.
+    """
+    os.environ.setdefault("TEARDOWN_CUPTI", "1")
+
+
 def count_calls(
     sides: Mapping[str, tuple[Callable[[], None], Callable[[], object]]],
 ) -> dict[str, tuple[int, int]]:
@@ -49,8 +57,7 @@ def count_calls(
     A sentinel with a known launch and a known sync runs in the same session: a profiler that captured nothing is an
     error, not a count of zero.
     """
-    # Without this the profiler's hooks stay in every later CUDA call: 0.8 us of a 7 us .item() on an H200.
-    os.environ.setdefault("TEARDOWN_CUPTI", "1")
+    detach_after_profiling()
     probe = torch.zeros(1, device="cuda")
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     torch.cuda.synchronize()

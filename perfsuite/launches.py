@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from perfsuite import scrutiny
-from perfsuite.counting import LAUNCHES, SYNCS
+from perfsuite.counting import LAUNCHES, SYNCS, detach_after_profiling
 from perfsuite.execution import PlainMode
 from perfsuite.runner import Clock, Runner
 from perfsuite.second_import import is_first_party
@@ -171,6 +171,7 @@ class _Seen:
         """Notes kernels, copies and waits of the call, and what it allocates; why that cannot be, or nothing."""
         keys = ("allocation.all.allocated", "allocated_bytes.all.allocated")
         held = torch.cuda.memory_stats()
+        detach_after_profiling()
         activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
         with torch.profiler.profile(activities=activities) as profile:
             call()
