@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 from perfsuite import digests, revision
 from perfsuite.baseline import Entry, short
-from perfsuite.records import Machine, Proof, Ran, Status, Verdict
+from perfsuite.records import Machine, Ran, Status, Verdict
 from perfsuite.report import units
 
 
@@ -71,14 +71,14 @@ def launched(entry: Entry) -> str:
     return entry.ran.launched if entry.ran is not None and entry.clock == "device" else ""
 
 
-def launches_the_same(launched: str, sources: Collection[str], now: Proof) -> bool:
+def launches_the_same(launched: str, sources: Collection[str], now: str, own: Collection[str]) -> bool:
     """Whether only sources of the optimized side differ, and it launches what it did when it was accepted.
 
-    Another reference, or another declaration of the pair, has to be proven: what is launched says nothing of it.
+    `launched` and `now` are digests of what it launched then and launches now, empty where there is none; `own` are the
+    sources that only it runs. Another reference, or another declaration of the pair, has to be proven: what is launched
+    says nothing of it.
     """
-    if now.ran is None or not set(sources) <= set(now.own_sources):
-        return False
-    return bool(launched) and launched == now.ran.launched
+    return bool(launched) and launched == now and set(sources) <= set(own)
 
 
 def verdict(id: str, entry: Entry, reason: str) -> Verdict:

@@ -166,7 +166,7 @@ def _told(found: Any) -> str:
 
 def _check_own(module: ModuleType) -> None:
     file = getattr(module, "__file__", None)
-    if file is None or not _is_harness(file):
+    if file is None or not is_harness(file):
         return
     functions, constants, imported = _declared(file)
     for name, (source, attribute) in imported.items():
@@ -195,7 +195,8 @@ def _check_own(module: ModuleType) -> None:
 
 
 @functools.cache
-def _is_harness(file: str) -> bool:
+def is_harness(file: str) -> bool:
+    """Whether a source file, as its code objects name it, is one of perfsuite's own."""
     return HARNESS in Path(file).parents
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from perfsuite import scrutiny
+from perfsuite import guard, scrutiny
 from perfsuite.counting import LAUNCHES, SYNCS, detach_after_profiling
 from perfsuite.execution import PlainMode
 from perfsuite.runner import Clock, Runner
@@ -30,8 +30,6 @@ NAMESPACES = frozenset({"aten", "prims", "prim", "profiler"})
 """Operators whose arguments say all that they launch."""
 SEEN = frozenset({"torch", "triton", "numpy", "builtins", "cuda_utils"})
 """Compiled modules whose calls are seen elsewhere or launch nothing; besides those of the standard library."""
-HARNESS_FOLDER = Path(__file__).parent
-"""Where perfsuite lies in the repository whose workloads it traces, its own calls and lines are not noted."""
 GRAPHS = frozenset({"cudaGraphLaunch", "cuGraphLaunch"})
 WATCHED = LAUNCHES | SYNCS | {"cudaMemcpyAsync", "cudaMemsetAsync", "cudaStreamWaitEvent", "cuMemcpyAsync"}
 KERNEL_FIELDS = ("grid", "block", "shared memory", "registers per thread", "bytes", "stream")
@@ -106,8 +104,8 @@ class _Seen:
 
     def _is_own(self, file: str) -> bool:
         if file not in self._own:
-            path = Path(file)
-            self._own[file] = is_first_party(path, self.top) and HARNESS_FOLDER not in path.parents
+            # perfsuite may lie in the repository whose workloads it traces.
+            self._own[file] = is_first_party(Path(file), self.top) and not guard.is_harness(file)
         return self._own[file]
 
     def _profile(self, frame: Any, event: str, argument: Any) -> None:

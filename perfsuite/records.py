@@ -171,8 +171,8 @@ class Proof:
     """Why the accepted side cannot be compared with; empty where it can, or where there is none."""
     ran: Ran | None = None
     """What the optimized side ran, where that was asked for."""
-    own_sources: tuple[str, ...] = ()
-    """Of a traced workload: the sources that only its optimized side runs."""
+    same_launches: bool = False
+    """Whether a trace showed that the optimized side launches what was accepted. Then nothing was proven."""
     truth_s: float = 0.0
     """Seconds that it took to establish the float64 truth, beside whatever else ran; 0 where that was not needed."""
     reference_s: float | None = None

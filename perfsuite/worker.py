@@ -187,7 +187,7 @@ class _Workload:
         from perfsuite import measuring
         from perfsuite.sampling import REFERENCE
 
-        if self.task.launched and (traced := self._same_launches()):
+        if self.task.launched and (traced := self._traced()):
             return traced
         task, seed, phases = self.task, secrets.randbits(31), measuring.Phases()
         began = perf_counter()
@@ -229,28 +229,24 @@ class _Workload:
         launched, untraced = measuring.launched(bench, opened.top)
         return replace(ran, launched=launched, untraced=untraced)
 
-    def _same_launches(self) -> Proof | None:
-        """What the optimized side launches, where that makes a proof needless."""
-        from perfsuite import changed
-
+    def _traced(self) -> Proof | None:
+        """A proof with `same_launches`, if a trace shows that the workload launches what was accepted."""
+        began = perf_counter()
         try:
-            traced = self._trace()
+            same = self._launches_the_same()
         except (Exception, SystemExit):  # what cannot be traced is proven
             return None
         finally:
             _settle()
-        return traced if changed.launches_the_same(self.task.launched, self.task.changed, traced) else None
+        return Proof(id=self.item.nodeid, seed=0, same_launches=True, seconds=perf_counter() - began) if same else None
 
-    def _trace(self) -> Proof:
-        """What the optimized side launches, without proving or timing anything."""
-        from perfsuite import measuring
+    def _launches_the_same(self) -> bool:
+        from perfsuite import changed, measuring
 
-        began = perf_counter()
         bench = self._bench(secrets.randbits(31), None)
-        launched, untraced = measuring.launched(bench, revision.top_or(self.item.config.rootpath))
-        ran = Ran(sources={}, launched=launched, untraced=untraced)
-        own = tuple(self._own_sources()) if launched else ()
-        return Proof(id=self.item.nodeid, seed=bench.seed, ran=ran, own_sources=own, seconds=perf_counter() - began)
+        launched, _ = measuring.launched(bench, revision.top_or(self.item.config.rootpath))
+        own = self._own_sources() if launched else ()
+        return changed.launches_the_same(self.task.launched, self.task.changed, launched, own)
 
     def _own_sources(self) -> list[str]:
         """The sources that only the optimized side runs: not the reference, nor the module that declares the pair."""

@@ -92,9 +92,11 @@ class Task:
     note_ran: bool = False
     """While proving, note everything that the optimized side runs."""
     launched: str = ""
-    """Digest of what the optimized side launched when it was accepted; it is traced first, and not proven where it
-    launches the same and no source but those that it alone runs is among `changed`."""
+    """Digest of what the optimized side launched when it was accepted. With one, the worker traces the side first, and
+    proves nothing if it launches the same."""
     changed: tuple[str, ...] = ()
+    """The sources that differ from the accepted ones. Each must be one that only the optimized side runs, or the
+    workload is proven whatever it launches."""
     time_reference: bool = False
     """While proving, call the reference once and note how long that takes."""
     thorough: bool = True

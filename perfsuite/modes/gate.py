@@ -128,16 +128,17 @@ class Gate(Paired):
         task, sources = super().prove_task(id), self.found.sources.get(id)
         return replace(task, launched=changed.launched(self.entries[id]), changed=tuple(sources)) if sources else task
 
+    def without_revision(self, id: str, reason: str) -> None:
+        super().without_revision(id, reason)
+        self.found.sources.pop(id, None)  # it was traced already
+
     def _launch_the_same(self, ids: Collection[str]) -> dict[str, Verdict]:
-        """Those whose trace has shown it, which are not proven."""
-        same = []
-        for id in ids:
-            entry, sources = self.entries[id], self.found.sources.get(id)
-            if sources and changed.launches_the_same(changed.launched(entry), sources, self.proofs[id]):
-                same.append(id)
-                what = f"{self.found.changed.pop(id)} changed, but what it launches is the same, bit for bit"
-                self.found.unchanged[id] = what
-                del self.proofs[id]
+        """UNCHANGED for each workload that its trace has shown to launch what was accepted."""
+        same = [i for i in ids if self.proofs[i].same_launches]
+        for id in same:
+            what = f"{self.found.changed.pop(id)} changed, but what it launches is the same, bit for bit"
+            self.found.unchanged[id] = what
+            del self.proofs[id]
         if same:
             self.progress.say(changed.summary(self.found))
         return self._unchanged(same)

@@ -12,7 +12,7 @@ from scratch import SMALL, Project, lines_with, times
 
 from perfsuite import changed, digests
 from perfsuite.baseline import Entry
-from perfsuite.records import Machine, Proof, Ran, Status
+from perfsuite.records import Machine, Ran, Status
 from perfsuite.workers import PROVE, TIME
 
 pytest_plugins = ["pytester"]
@@ -196,21 +196,27 @@ def test_where_git_does_not_know_the_revision_it_is_measured(top: Path) -> None:
 # --- launches -------------------------------------------------------------------------------------------------------
 
 
-def traced(launched: str = "a digest", own: tuple[str, ...] = ("lib/fast.py",)) -> Proof:
-    return Proof(id="a", seed=0, ran=Ran(sources={}, launched=launched), own_sources=own)
+def the_same(
+    launched: str = "a digest",
+    sources: tuple[str, ...] = ("lib/fast.py",),
+    now: str = "a digest",
+    own: str = "lib/fast.py",
+) -> bool:
+    return changed.launches_the_same(launched, sources, now, own.split())
 
 
 def test_the_same_launches_settle_a_change_of_the_optimized_side_alone() -> None:
-    assert changed.launches_the_same("a digest", ["lib/fast.py"], traced())
-    assert not changed.launches_the_same("a digest", ["lib/fast.py"], traced("another"))
+    assert the_same()
+    assert not the_same(now="another")
     # The reference, or the pair's declaration, has changed too: what is launched says nothing of these.
-    assert not changed.launches_the_same("a digest", ["lib/fast.py", "test_pair.py"], traced())
-    assert not changed.launches_the_same("a digest", ["lib/fast.py"], traced(own=()))
+    assert not the_same(sources=("lib/fast.py", "test_pair.py"))
+    assert not the_same(own="")
 
 
 def test_what_was_not_traced_is_measured() -> None:
-    assert not changed.launches_the_same("", ["lib/fast.py"], traced(""))
-    assert not changed.launches_the_same("a digest", ["lib/fast.py"], replace(traced(), ran=None))
+    assert not the_same(launched="", now="")
+    assert not the_same(now="")
+    assert not the_same(launched="")
 
 
 def test_only_the_device_clock_is_settled_by_launches(top: Path) -> None:
