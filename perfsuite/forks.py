@@ -6,20 +6,24 @@ so that every task begins in the same state. A task that crashes or hangs takes 
 
 from __future__ import annotations
 
+import array
 import atexit
+import collections
 import contextlib
 import importlib
 import json
+import math
 import os
 import runpy
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from perfsuite.orphans import die_with_parent
 
@@ -29,10 +33,63 @@ KILLED_S = 10.0
 """Seconds that the server may take to report a task that was killed."""
 START_S = 120.0
 """Seconds that the server may take to prepare itself."""
+CHUNK = 1 << 16
+DEVICES = "/dev/nvidia"
+"""A process that has one of these open has initialised CUDA, which does not work in its forks."""
+
+
+class Fork:
+    """One task in a process of its own, with what is needed of `subprocess.Popen`."""
+
+    def __init__(self, server: _Server, number: int, module: str) -> None:
+        self._server, self.number, self.module = server, number, module
+        self.pid: int | None = None
+        """None until the server has started it."""
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """The exit code, negative for a signal; None while it runs."""
+        self._server.receive(0.0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end; the exit code. Raises subprocess.TimeoutExpired after `timeout` seconds."""
+        self._until(lambda: self.returncode is not None, timeout)
+        assert self.returncode is not None
+        return self.returncode
+
+    def begin(self, timeout: float) -> None:
+        """Wait until the server has started it. Raises subprocess.TimeoutExpired after `timeout` seconds."""
+        self._until(lambda: self.pid is not None or self.returncode is not None, timeout)
+
+    def _until(self, condition: Callable[[], bool], timeout: float | None) -> None:
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        while not condition():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise subprocess.TimeoutExpired(self.module, timeout or 0.0)
+            self._server.receive(None if timeout is None else left)
+
+    def kill(self) -> None:
+        """Kill it with all processes that it has started, and wait for it."""
+        self._server.receive(0.0)
+        if self.pid is None:
+            self._server.close()  # which is still preparing itself
+            return
+        try:
+            os.killpg(self.pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):  # it has just begun and has no group yet, or has ended
+            if self.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self.pid, signal.SIGKILL)
+        try:
+            self.wait(KILLED_S)
+        except subprocess.TimeoutExpired:
+            self._server.close()
 
 
 class Forks:
-    """A server that starts with the first task and ends with this process.
+    """A server that starts with the first task, or by `open`, and ends with this process.
 
     `prepare` is the function, "module:name", that the server calls first, to import what the tasks need. Some modules
     read the environment when they are imported: the server's is `environment`.
@@ -40,8 +97,39 @@ class Forks:
 
     def __init__(self, prepare: str, environment: Mapping[str, str]) -> None:
         self._prepare, self._environment = prepare, dict(environment)
-        self._process: subprocess.Popen[bytes] | None = None
-        self._read = b""
+        self._server: _Server | None = None
+        self._numbers = 0
+
+    def open(self) -> None:
+        """Start the server, unless it runs."""
+        if self._server is not None and not self._server.runs():
+            self.close()
+        if self._server is None:
+            self._server = _Server(self._prepare, self._environment)
+            atexit.register(self.close)
+
+    def start(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        *,
+        cwd: Path,
+        environment: Mapping[str, str],
+        log: Path,
+        descriptor: tuple[str, int] | None = None,
+    ) -> Fork:
+        """Run `python -m module arguments…` in a fork, with its output in `log`.
+
+        `descriptor` is a name and an open file descriptor: the fork gets it, and finds its number in the environment
+        variable of this name.
+        """
+        self.open()
+        assert self._server is not None
+        task = {"module": module, "arguments": [*arguments], "cwd": str(cwd), "environment": dict(environment)}
+        self._numbers += 1
+        fork = Fork(self._server, self._numbers, module)
+        self._server.ask(fork, {**task, "log": str(log)}, descriptor)
+        return fork
 
     def run(
         self,
@@ -53,7 +141,7 @@ class Forks:
         log: Path,
         seconds: float,
     ) -> int:
-        """Run `python -m module arguments…` in a fork, with its output in `log`; the exit code, negative for a signal.
+        """Run a task as `start` does and wait for its end; the exit code, negative for a signal.
 
         Raises subprocess.TimeoutExpired after `seconds`; the task is then killed with all processes it has started.
         """
@@ -62,108 +150,182 @@ class Forks:
                 command = [sys.executable, "-m", module, *arguments]
                 done = subprocess.run(command, cwd=cwd, env=environment, stdout=out, stderr=out, timeout=seconds)
             return done.returncode
-        task = {"module": module, "arguments": [*arguments], "cwd": str(cwd), "environment": dict(environment)}
-        begun = self._ask({**task, "log": str(log)}, START_S)
-        if begun is None:
-            return GONE
+        fork = self.start(module, arguments, cwd=cwd, environment=environment, log=log)
         try:
-            ended = self._answer(seconds)
-        except TimeoutError:
-            self._kill(begun)
-            raise subprocess.TimeoutExpired(module, seconds) from None
+            fork.begin(START_S)
+            return fork.wait(seconds)
         except BaseException:
-            self._kill(begun)
-            self.close()
+            fork.kill()
             raise
-        if ended is None:
-            self._kill(begun)
-            self.close()
-        return GONE if ended is None else ended
-
-    def _kill(self, fork: int) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(fork, signal.SIGKILL)
-        try:
-            self._answer(KILLED_S)
-        except TimeoutError:
-            self.close()
-
-    def _ask(self, task: Mapping[str, Any], seconds: float) -> int | None:
-        """Hand a task to the server; the process id of the fork, or None where the server has died."""
-        if self._process is None or self._process.poll() is not None:
-            self._start()
-        assert self._process is not None
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps(task).encode() + b"\n")
-            self._process.stdin.flush()
-            return self._answer(seconds)
-        except (OSError, TimeoutError):
-            self.close()
-            return None
-
-    def _start(self) -> None:
-        self.close()
-        code = f"from perfsuite import forks; forks.serve({self._prepare!r})"
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", code],
-            env=self._environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is for this process, which then ends that one
-        )
-        self._read = b""
-        atexit.register(self.close)
-
-    def _answer(self, seconds: float) -> int | None:
-        """The next number that the server writes; None where it has died."""
-        assert self._process is not None
-        assert self._process.stdout is not None
-        stream, deadline = self._process.stdout.fileno(), time.monotonic() + seconds
-        while b"\n" not in self._read:
-            ready, _, _ = select.select([stream], [], [], max(0.0, deadline - time.monotonic()))
-            if not ready:
-                raise TimeoutError
-            chunk = os.read(stream, 1 << 12)
-            if not chunk:
-                return None
-            self._read += chunk
-        line, _, self._read = self._read.partition(b"\n")
-        return int(line)
 
     def close(self) -> None:
-        """End the server."""
-        process, self._process = self._process, None
+        """End the server, and with it all tasks that still run."""
+        server, self._server = self._server, None
         atexit.unregister(self.close)
-        if process is None:
+        if server is not None:
+            server.close()
+
+
+class _Server:
+    """The server as this process sees it."""
+
+    def __init__(self, prepare: str, environment: Mapping[str, str]) -> None:
+        self._forks: dict[int, Fork] = {}
+        """Those that have not ended."""
+        self._channel, far = socket.socketpair()
+        self._received = b""
+        with far:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", f"from perfsuite import forks; forks.serve({prepare!r})"],
+                env=dict(environment),
+                stdin=far.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for this process, which then ends that one
+            )
+
+    def runs(self) -> bool:
+        return self._process.poll() is None and self._channel.fileno() >= 0
+
+    def ask(self, fork: Fork, task: Mapping[str, Any], descriptor: tuple[str, int] | None) -> None:
+        """Hand over a task. If the server has died, the fork has ended."""
+        self._forks[fork.number] = fork
+        name, *sent = descriptor or ("",)
+        line = memoryview(json.dumps({**task, "number": fork.number, "descriptor": name}).encode() + b"\n")
+        try:
+            line = line[self._send(line, sent) :]
+            self._channel.sendall(line)
+        except OSError:
+            self.close()
+
+    def _send(self, line: memoryview, descriptors: Sequence[int]) -> int:
+        if not descriptors:
+            return self._channel.send(line)
+        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))
+        return self._channel.sendmsg([line], [rights])
+
+    def receive(self, seconds: float | None) -> None:
+        """Take in what the server says within this time."""
+        if not self._forks or self._channel.fileno() < 0:
             return
-        process.kill()
-        process.wait()
-        for stream in (process.stdin, process.stdout):
-            if stream is not None:
-                with contextlib.suppress(OSError):
-                    stream.close()
+        ready, _, _ = select.select([self._channel], [], [], seconds)
+        if not ready:
+            return
+        try:
+            chunk = self._channel.recv(CHUNK)
+        except OSError:
+            chunk = b""
+        if not chunk:
+            self.close()
+            return
+        *lines, self._received = (self._received + chunk).split(b"\n")
+        for line in lines:
+            number, what, value = line.split()
+            fork = self._forks[int(number)]
+            if what == b"pid":
+                fork.pid = int(value)
+            else:
+                fork.returncode = int(value)
+                del self._forks[int(number)]
+
+    def close(self) -> None:
+        """End the server; its tasks end with it."""
+        self._process.kill()
+        self._process.wait()
+        self._channel.close()
+        while self._forks:
+            self._forks.popitem()[1].returncode = GONE
+
+
+# --- in the server --------------------------------------------------------------------------------------------------
 
 
 def serve(prepare: str) -> None:
-    """The server: one task a line on stdin; for each it writes the process id of the fork, then the exit code."""
+    """The server: one task a line on the socket that is its stdin; it answers with process ids and exit codes."""
     die_with_parent()
     module, _, name = prepare.partition(":")
     getattr(importlib.import_module(module), name)()
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    for line in sys.stdin:
+    with socket.socket(fileno=os.dup(0)) as channel:
+        _Serving(channel).serve()
+
+
+class _Serving:
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel = channel
+        self._running: dict[int, int] = {}
+        """Process id → the task's number."""
+        self._ended, self._note = os.pipe()
+        """Becomes readable when a fork has ended."""
+        for end in (self._ended, self._note):
+            os.set_blocking(end, False)
+        self._forkable = not _has_device_open()
+
+    def serve(self) -> None:
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        signal.set_wakeup_fd(self._note, warn_on_full_buffer=False)
+        tasks, asked = self._tasks(), self._channel.fileno()
+        while True:
+            ready, _, _ = select.select([asked, self._ended], [], [])
+            if self._ended in ready:
+                os.read(self._ended, CHUNK)
+                self._report()
+            if asked in ready:
+                for task, descriptor in next(tasks, [(None, None)]):
+                    if task is None:
+                        return
+                    self._start(task, descriptor)
+
+    def _tasks(self) -> Iterator[list[tuple[Any, int | None]]]:
+        """What has come, each time that something can be read; ends with the channel."""
+        begun, descriptors = b"", collections.deque[int]()
+        while True:
+            chunk, sent, _, _ = socket.recv_fds(self._channel, CHUNK, 1)
+            if not chunk:
+                return
+            descriptors += sent
+            *lines, begun = (begun + chunk).split(b"\n")
+            tasks = [json.loads(line) for line in lines]
+            yield [(task, descriptors.popleft() if task["descriptor"] else None) for task in tasks]
+
+    def _start(self, task: Mapping[str, Any], descriptor: int | None) -> None:
         child = os.fork()
         if child == 0:
-            answers.close()
-            _become(json.loads(line))
-        answers.write(f"{child}\n")
-        _, status = os.waitpid(child, 0)
-        answers.write(f"{os.waitstatus_to_exitcode(status)}\n")
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            os.close(self._ended)
+            os.close(self._note)
+            self._channel.close()
+            _become(task, descriptor, forkable=self._forkable)
+        if descriptor is not None:
+            os.close(descriptor)
+        self._running[child] = task["number"]
+        self._say(f"{task['number']} pid {child}")
+
+    def _report(self) -> None:
+        """Report the forks that have ended."""
+        while self._running:
+            child, status = os.waitpid(-1, os.WNOHANG)
+            if not child:
+                return
+            number = self._running.pop(child, None)
+            if number is not None:
+                self._say(f"{number} code {os.waitstatus_to_exitcode(status)}")
+
+    def _say(self, text: str) -> None:
+        self._channel.sendall(f"{text}\n".encode())
 
 
-def _become(task: Mapping[str, Any]) -> None:
-    """In the fork: run the module as `python -m` does, then exit."""
+def _has_device_open() -> bool:
+    folder = Path("/proc/self/fd")
+    links = []
+    for entry in folder.iterdir() if folder.exists() else ():
+        with contextlib.suppress(OSError):
+            links.append(os.readlink(entry))
+    return any(link.startswith(DEVICES) for link in links)
+
+
+def _become(task: Mapping[str, Any], descriptor: int | None, *, forkable: bool) -> NoReturn:
+    """In the fork: run the module as `python -m` does, then exit; if not `forkable`, in a Python started anew."""
     os.setsid()
     die_with_parent()
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -173,6 +335,11 @@ def _become(task: Mapping[str, Any]) -> None:
     os.chdir(task["cwd"])
     os.environ.clear()
     os.environ.update(task["environment"])
+    if descriptor is not None:
+        os.environ[task["descriptor"]] = str(descriptor)
+    if not forkable:
+        os.set_inheritable(descriptor, True) if descriptor is not None else None
+        os.execv(sys.executable, [sys.executable, "-m", task["module"], *task["arguments"]])
     paths = [task["cwd"], *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     sys.path[:] = dict.fromkeys([*paths, *sys.path[1:]])
     sys.argv = [task["module"], *task["arguments"]]

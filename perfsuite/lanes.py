@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from perfsuite.folders import own_folder
-from perfsuite.machine import measured_devices
+from perfsuite.machine import has_gpu, measured_devices
+from perfsuite.preload import COMPILE_THREADS
 from perfsuite.records import Machine
 from perfsuite.workers import ITEMS, Lane, Task
 
@@ -28,7 +30,6 @@ MOST_PROVERS = 12
 CONTEXT_BYTES, CONTEXTS_SHARE = 1 << 30, 0.125
 """The memory counted for the CUDA context of each waiting process, and the largest share of a GPU's memory for all.
 """
-COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 MOST_TOGETHER = 6
 """Processes that prepare beside each other on a GPU."""
 PEAKS_SPARE = 2.0
@@ -114,10 +115,20 @@ def for_proving(tasks: Collection[Task], machine: Machine) -> list[Lane]:
         if COMPILE_THREADS not in os.environ:  # each of these threads would be a process that imports torch
             environment[COMPILE_THREADS] = each
         # Not for what will be timed, with all threads: its outputs must have the same bits then.
-        if all(t.kind == ITEMS for t in tasks) and "OMP_NUM_THREADS" not in os.environ:
-            environment["OMP_NUM_THREADS"] = each
-        lanes.append(Lane(environment=environment))
+        own_threads = all(t.kind == ITEMS for t in tasks) and "OMP_NUM_THREADS" not in os.environ
+        if own_threads:
+            environment["OMP_NUM_THREADS"] = each  # read when torch is imported
+        lanes.append(Lane(environment=environment, forked=forks() and not own_threads))
     return lanes
+
+
+def forks() -> bool:
+    """Whether processes that prove are forks of one that has imported torch and the compiler.
+
+    Only Linux lets a fork use all of that. Without a GPU few need the compiler, and to import torch once more beside
+    everything else takes a machine of two cores as long as it saves.
+    """
+    return sys.platform == "linux" and has_gpu()
 
 
 def started_ahead(machine: Machine, lanes: Sequence[Lane], memory_bytes: int | None) -> int:

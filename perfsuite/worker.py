@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib
 import secrets
 import sys
 import warnings
@@ -15,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from perfsuite import revision
+from perfsuite import preload, revision
 from perfsuite.digests import Opened
 from perfsuite.errors import NoisyError, PerfsuiteError, RevisionError, TamperedError
 from perfsuite.pair import Pair, Side, as_side
@@ -28,19 +27,13 @@ OPENED = pytest.StashKey[Opened]()
 """The data files that a worker has opened, from before its test modules were imported."""
 
 
-COMPILER = ("torch._dynamo", "torch._inductor.compile_fx")
-
-
 def get_ready() -> None:
     """Do what the first task on a GPU would wait for: import the compiler, and make a CUDA context."""
     import torch
 
     with contextlib.suppress(RuntimeError):  # the proofs may need all the memory
         torch.zeros(1, device="cuda").add_(1).item()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for name in COMPILER:
-            importlib.import_module(name)
+    preload.import_compiler()
 
 
 def run(journal: Journal, session: pytest.Session, device: str, gpu: Gpu) -> None:

@@ -19,12 +19,14 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from perfsuite import preload
 from perfsuite.errors import PerfsuiteError
 from perfsuite.folders import own_folder
+from perfsuite.forks import Fork, Forks
 from perfsuite.orphans import PARENT
 from perfsuite.records import Measurement, Proof, Status, from_json, to_json
 from perfsuite.revision import Tree
@@ -33,6 +35,10 @@ if TYPE_CHECKING:
     import pytest
 
 JOB = "PERFSUITE_JOB"
+TASKS = "PERFSUITE_TASKS"
+"""Environment variable of a fork: the file descriptor from which it reads its tasks."""
+IMPORTED_BEFORE = "ignore::pytest.PytestAssertRewriteWarning"
+"""pytest would warn that it cannot rewrite assertions in what the server has imported."""
 FORGED = (
     "a result that the harness did not write appeared among its own: code under test writes to the results file; "
     "nothing of this process is believed"
@@ -137,6 +143,9 @@ class Lane:
     environment: Mapping[str, str] = field(default_factory=dict)
     lock: str = ""
     """The lock file of a GPU that several lanes share."""
+    forked: bool = False
+    """Its processes are forks of one that has imported torch. Not for timing: forks of one process lie at the same
+    addresses, so that what these do to the speed would be no chance of each process."""
 
 
 @dataclass(slots=True)
@@ -151,6 +160,13 @@ class Workers:
     arguments: Sequence[str]
     progress: Callable[[int, str], None] = lambda lane, id: None
     _waiting: list[_Process] = field(default_factory=list)
+    _forks: Forks | None = None
+
+    def preload(self) -> None:
+        """Start the server of the forked lanes, which takes seconds to import torch."""
+        if self._forks is None:
+            self._forks = Forks(preload.PREPARE, environment_of(preload.SERVER))
+        self._forks.open()
 
     def prepare(self, lanes: Sequence[Lane], ids: Sequence[str], each: int, at_once: int) -> None:
         """Start processes until there are so many for each lane; they import what they need and wait for a later `run`.
@@ -214,9 +230,11 @@ class Workers:
                 running[number] = self._next(number, lane, left)
 
     def close(self) -> None:
-        """End the processes that wait for tasks."""
+        """End the processes that wait for tasks, and the server."""
         while self._waiting:
             self._waiting.pop().end()
+        if self._forks is not None:
+            self._forks.close()
 
     def _started_ahead(self, lane: Lane, ids: Collection[str]) -> list[_Process]:
         """The processes that were started ahead for this lane and have collected these items."""
@@ -256,10 +274,19 @@ class Workers:
         return process
 
     def _spawn(self, process: _Process, reader: int) -> None:
-        command = [sys.executable, "-m", "pytest", *self.arguments, f"@{process.file('.args')}"]
-        variables = {**process.lane.environment, JOB: str(process.file(".json")), PARENT: str(os.getpid())}
-        process.child = start(
-            command, process.file(".log"), cwd=self.root, environment=variables, descriptors=(reader,)
+        log, variables = process.file(".log"), {**process.lane.environment, JOB: str(process.file(".json"))}
+        items = f"@{process.file('.args')}"
+        if not process.lane.forked:
+            command = [sys.executable, "-m", "pytest", *self.arguments, items]
+            variables[PARENT] = str(os.getpid())
+            process.child = start(command, log, cwd=self.root, environment=variables, descriptors=(reader,))
+            return
+        self.preload()
+        assert self._forks is not None
+        arguments, tasks = [*self.arguments, "-W", IMPORTED_BEFORE, items], (TASKS, reader)
+        variables = environment_of(variables)
+        process.child = self._forks.start(
+            "pytest", arguments, cwd=self.root, environment=variables, log=log, descriptor=tasks
         )
 
 
@@ -290,7 +317,7 @@ class _Process:
     """The last task's group."""
     seen: set[str] = field(default_factory=set)
     """The ids of the tasks that it has got."""
-    child: subprocess.Popen[bytes] = field(init=False)
+    child: subprocess.Popen[bytes] | Fork = field(init=False)
     lines: Lines = field(init=False)
     key: str = field(default_factory=secrets.token_hex)
     phase: str = "start"
@@ -437,7 +464,7 @@ class _Process:
             self._pipe = None
 
     def _epitaph(self) -> str:
-        code, log = self.child.returncode, self.file(".log")
+        code, log = self.child.wait(), self.file(".log")
         if code == -signal.SIGKILL:
             return "was killed (signal 9): most likely the machine ran out of memory"
         tail = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()][-LOG_LINES:]
@@ -455,18 +482,11 @@ def start(
     descriptors: Sequence[int] = (),
 ) -> subprocess.Popen[bytes]:
     """A measuring process in a process group of its own, whose output goes to `log`; it inherits `descriptors`."""
-    known = {**os.environ, **(environment or {}), "PYTHONUNBUFFERED": "1"}
-    known.pop("PYTEST_ADDOPTS", None)  # it could narrow what is collected; the caller's own options are passed on
-    # A side that needs most of the memory must find room for it in one piece at every call.
-    known.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    # As Triton has it. Inductor would move it in processes that use it: the others would compile all kernels again.
-    home = known.get("TRITON_HOME") or os.path.expanduser("~")
-    known.setdefault("TRITON_CACHE_DIR", os.path.join(home, ".triton", "cache"))
     with log.open("wb") as sink:
         return subprocess.Popen(
             command,
             cwd=cwd,
-            env=known,
+            env=environment_of(environment or {}),
             stdin=subprocess.DEVNULL,
             pass_fds=descriptors,
             stdout=sink,
@@ -475,8 +495,23 @@ def start(
         )
 
 
-def end(child: subprocess.Popen[bytes]) -> None:
+def environment_of(variables: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a measuring process: this one's with these variables."""
+    known = {**os.environ, **variables, "PYTHONUNBUFFERED": "1"}
+    known.pop("PYTEST_ADDOPTS", None)  # it could narrow what is collected; the caller's own options are passed on
+    # A side that needs most of the memory must find room for it in one piece at every call.
+    known.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    # As Triton has it. Inductor would move it in processes that use it: the others would compile all kernels again.
+    home = known.get("TRITON_HOME") or os.path.expanduser("~")
+    known.setdefault("TRITON_CACHE_DIR", os.path.join(home, ".triton", "cache"))
+    return known
+
+
+def end(child: subprocess.Popen[bytes] | Fork) -> None:
     """Kill it with all that it has started, which may outlive it, and wait for it."""
+    if isinstance(child, Fork):
+        child.kill()
+        return
     with contextlib.suppress(ProcessLookupError, PermissionError):  # on macOS a group of zombies alone refuses
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()
@@ -584,6 +619,8 @@ def load_job() -> Job | None:
         text = Path(path).read_text()
         Path(path).unlink()
         job = from_json(Job, json.loads(text))
+        if tasks := os.environ.pop(TASKS, ""):
+            job = replace(job, tasks=int(tasks))
         os.set_inheritable(job.tasks, False)
         return job
     except (OSError, ValueError, PerfsuiteError) as error:

@@ -6,7 +6,7 @@ from contextlib import closing
 
 import pytest
 
-from perfsuite import revision
+from perfsuite import preload, revision
 from perfsuite.control import Control
 from perfsuite.digests import Opened
 from perfsuite.sharing import Gpu
@@ -21,6 +21,7 @@ class Worker(Control):
 
     def __init__(self, config: pytest.Config, job: Job) -> None:
         super().__init__(config)
+        preload.read_environment()
         self.job, self.journal, self.gpu = job, Journal(job), Gpu(job.lock)
         if self.gpu.shared:  # to import torch would disturb what another process times
             self.journal.phase("", WAITS)

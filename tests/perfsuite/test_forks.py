@@ -115,7 +115,7 @@ from perfsuite.forks import Forks
 forks = Forks("os:getpid", os.environ)
 folder = pathlib.Path({str(tmp_path)!r})
 forks.run("task_of_a_test", ["exit", "0"], cwd=folder, environment=os.environ, log=folder / "log", seconds={LIMIT_S})
-print(forks._process.pid, flush=True)
+print(forks._server._process.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -129,7 +129,7 @@ def test_where_there_is_no_fork_a_task_is_a_process_of_its_own(
 ) -> None:
     monkeypatch.delattr(os, "fork")
     assert run(forks, tmp_path, "exit", "3")[0] == 3
-    assert forks._process is None
+    assert forks._server is None
 
 
 def gone(id: int) -> bool:
