@@ -165,7 +165,7 @@ class Control:
             root=self.root,
             folder=self.scratch / "workers",
             arguments=pytest_arguments(self.config),
-            progress=self.progress.begin,
+            progress=lambda lane, id: self.progress.begin(lane, id),  # the reporter comes after the control
         )
 
     def work(
