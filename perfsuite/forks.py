@@ -10,6 +10,7 @@ import array
 import atexit
 import collections
 import contextlib
+import ctypes
 import importlib
 import json
 import math
@@ -34,8 +35,8 @@ KILLED_S = 10.0
 START_S = 120.0
 """Seconds that the server may take to prepare itself."""
 CHUNK = 1 << 16
-DEVICES = "/dev/nvidia"
-"""A process that has one of these open has initialised CUDA, which does not work in its forks."""
+NOT_INITIALIZED = 3
+"""CUDA_ERROR_NOT_INITIALIZED: what the driver answers in a fork of a process that has initialised it."""
 
 
 class Fork:
@@ -258,7 +259,7 @@ class _Serving:
         """Becomes readable when a fork has ended."""
         for end in (self._ended, self._note):
             os.set_blocking(end, False)
-        self._forkable = not _has_device_open()
+        self._forkable = _can_fork()
 
     def serve(self) -> None:
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
@@ -315,13 +316,15 @@ class _Serving:
         self._channel.sendall(f"{text}\n".encode())
 
 
-def _has_device_open() -> bool:
-    folder = Path("/proc/self/fd")
-    links = []
-    for entry in folder.iterdir() if folder.exists() else ():
-        with contextlib.suppress(OSError):
-            links.append(os.readlink(entry))
-    return any(link.startswith(DEVICES) for link in links)
+def _can_fork() -> bool:
+    """Whether CUDA works in a fork of this process, as it does unless it has been initialised here. A fork tries it."""
+    child = os.fork()
+    if child == 0:
+        try:
+            os._exit(ctypes.CDLL("libcuda.so.1").cuInit(0) == NOT_INITIALIZED)
+        except OSError:
+            os._exit(0)  # without a driver there is nothing to initialise
+    return os.waitpid(child, 0)[1] == 0
 
 
 def _become(task: Mapping[str, Any], descriptor: int | None, *, forkable: bool) -> NoReturn:
