@@ -6,6 +6,7 @@ Nothing of the project is imported, nor anything of perfsuite that notes the env
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import os
 import sys
@@ -31,6 +32,8 @@ def prepare() -> None:
             importlib.import_module(name)
     if has_gpu():
         import_compiler()
+    gc.collect()  # what imports leave would be collected, and may warn, in every fork
+    gc.freeze()
 
 
 def import_compiler() -> None:
