@@ -38,6 +38,8 @@ def main(what, *more):
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         pathlib.Path("ids").write_text(f"{os.getpid()} {child.pid}")
         time.sleep(600)
+    elif what == "read":
+        print(os.read(int(os.environ["GIVEN"]), 100).decode())
     elif what == "server":
         os.kill(os.getppid(), signal.SIGKILL)
         time.sleep(600)
@@ -100,6 +102,32 @@ def test_a_task_that_hangs_is_killed_with_what_it_has_started(forks: Forks, tmp_
 def test_a_task_takes_its_server_down_and_the_next_has_another(forks: Forks, tmp_path: Path) -> None:
     assert run(forks, tmp_path, "server")[0] == GONE
     assert run(forks, tmp_path, "exit", "6")[0] == 6
+
+
+def test_a_task_gets_the_descriptor_that_it_is_handed_while_others_run(forks: Forks, tmp_path: Path) -> None:
+    logs, started = [tmp_path / f"log{n}" for n in range(3)], []
+    writers = []
+    for log in logs:
+        reader, writer = os.pipe()
+        writers.append(writer)
+        started.append(
+            forks.start(
+                "task_of_a_test", ["read"], cwd=tmp_path, environment=os.environ, log=log, descriptor=("GIVEN", reader)
+            )
+        )
+        os.close(reader)
+    for number in (2, 0, 1):  # each waits for its own line, whatever the others do
+        os.write(writers[number], f"line {number}".encode())
+        assert started[number].wait(LIMIT_S) == 0
+        os.close(writers[number])
+    assert [log.read_text() for log in logs] == ["line 0\n", "line 1\n", "line 2\n"]
+
+
+def test_a_task_that_is_killed_while_its_server_prepares_itself_has_ended(tmp_path: Path) -> None:
+    forks = Forks("time:sleep", os.environ)  # which fails without an argument, after a moment
+    fork = forks.start("os", [], cwd=tmp_path, environment=os.environ, log=tmp_path / "log")
+    fork.kill()
+    assert fork.poll() == GONE
 
 
 def test_a_server_that_does_not_start_is_told_by_the_code(tmp_path: Path) -> None:
