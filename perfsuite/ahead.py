@@ -25,7 +25,7 @@ from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from perfsuite.errors import PairError, PerfsuiteError
-from perfsuite.forks import Forks
+from perfsuite.forks import Command, Forks
 from perfsuite.pair import Pair, Side, Workload, as_side
 from perfsuite.records import InputCase
 from perfsuite.workers import pytest_arguments
@@ -115,9 +115,10 @@ def compile_in_fork(item: pytest.Item, seconds: float) -> None:
         # pytest would warn that it cannot rewrite what the server has imported.
         arguments = [*pytest_arguments(item.config), "--assert=plain", item.nodeid]
         try:
-            code = _forks().run(
-                "pytest", arguments, cwd=item.config.rootpath, environment=environment, log=log, seconds=seconds
+            command = Command(
+                module="pytest", arguments=arguments, cwd=item.config.rootpath, environment=environment, log=log
             )
+            code = _forks().run(command, seconds)
         except subprocess.TimeoutExpired:
             raise PerfsuiteError(f"its kernels did not compile for sm_90 within {seconds:g} s") from None
         if not out.exists():

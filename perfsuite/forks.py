@@ -6,7 +6,6 @@ so that every task begins in the same state. A task that crashes or hangs takes 
 
 from __future__ import annotations
 
-import array
 import atexit
 import collections
 import contextlib
@@ -23,6 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -37,6 +37,17 @@ START_S = 120.0
 CHUNK = 1 << 16
 NOT_INITIALIZED = 3
 """CUDA_ERROR_NOT_INITIALIZED: what the driver answers in a fork of a process that has initialised it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Command:
+    """`python -m module arguments…` in the folder `cwd`, with its output in `log`."""
+
+    module: str
+    arguments: Sequence[str]
+    cwd: Path
+    environment: dict[str, str]
+    log: Path
 
 
 class Fork:
@@ -109,49 +120,33 @@ class Forks:
             self._server = _Server(self._prepare, self._environment)
             atexit.register(self.close)
 
-    def start(
-        self,
-        module: str,
-        arguments: Sequence[str],
-        *,
-        cwd: Path,
-        environment: Mapping[str, str],
-        log: Path,
-        descriptor: tuple[str, int] | None = None,
-    ) -> Fork:
-        """Run `python -m module arguments…` in a fork, with its output in `log`.
+    def start(self, command: Command, descriptor: tuple[str, int] | None = None) -> Fork:
+        """Run the command in a fork.
 
         `descriptor` is a name and an open file descriptor: the fork gets it, and finds its number in the environment
         variable of this name.
         """
         self.open()
         assert self._server is not None
-        task = {"module": module, "arguments": [*arguments], "cwd": str(cwd), "environment": dict(environment)}
         self._numbers += 1
-        fork = Fork(self._server, self._numbers, module)
-        self._server.ask(fork, {**task, "log": str(log)}, descriptor)
+        fork = Fork(self._server, self._numbers, command.module)
+        self._server.ask(fork, command, descriptor)
         return fork
 
-    def run(
-        self,
-        module: str,
-        arguments: Sequence[str],
-        *,
-        cwd: Path,
-        environment: Mapping[str, str],
-        log: Path,
-        seconds: float,
-    ) -> int:
-        """Run a task as `start` does and wait for its end; the exit code, negative for a signal.
+    def run(self, command: Command, seconds: float) -> int:
+        """Run the command as `start` does and wait for its end; the exit code, negative for a signal.
 
         Raises subprocess.TimeoutExpired after `seconds`; the task is then killed with all processes it has started.
         """
         if not hasattr(os, "fork"):
-            with log.open("wb") as out:
-                command = [sys.executable, "-m", module, *arguments]
-                done = subprocess.run(command, cwd=cwd, env=environment, stdout=out, stderr=out, timeout=seconds)
-            return done.returncode
-        fork = self.start(module, arguments, cwd=cwd, environment=environment, log=log)
+            line, cwd, env = (
+                [sys.executable, "-m", command.module, *command.arguments],
+                command.cwd,
+                command.environment,
+            )
+            with command.log.open("wb") as out:
+                return subprocess.run(line, cwd=cwd, env=env, stdout=out, stderr=out, timeout=seconds).returncode
+        fork = self.start(command)
         try:
             fork.begin(START_S)
             return fork.wait(seconds)
@@ -188,25 +183,20 @@ class _Server:
     def runs(self) -> bool:
         return self._process.poll() is None and self._channel.fileno() >= 0
 
-    def ask(self, fork: Fork, task: Mapping[str, Any], descriptor: tuple[str, int] | None) -> None:
-        """Hand over a task. If the server has died, the fork has ended."""
+    def ask(self, fork: Fork, command: Command, descriptor: tuple[str, int] | None) -> None:
+        """Request a fork that runs the command. If the server has died, the fork has ended."""
         self._forks[fork.number] = fork
         name, *sent = descriptor or ("",)
-        line = memoryview(json.dumps({**task, "number": fork.number, "descriptor": name}).encode() + b"\n")
+        task = {**asdict(command), "number": fork.number, "descriptor": name}
+        line = memoryview(json.dumps(task, default=str).encode() + b"\n")
         try:
-            line = line[self._send(line, sent) :]
-            self._channel.sendall(line)
+            begun = socket.send_fds(self._channel, [line], sent) if sent else 0
+            self._channel.sendall(line[begun:])
         except OSError:
             self.close()
 
-    def _send(self, line: memoryview, descriptors: Sequence[int]) -> int:
-        if not descriptors:
-            return self._channel.send(line)
-        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))
-        return self._channel.sendmsg([line], [rights])
-
     def receive(self, seconds: float | None) -> None:
-        """Take in what the server says within this time."""
+        """Read the server's answers; wait for the first one up to so many seconds, or without a limit."""
         if not self._forks or self._channel.fileno() < 0:
             return
         ready, _, _ = select.select([self._channel], [], [], seconds)
@@ -271,13 +261,17 @@ class _Serving:
                 os.read(self._ended, CHUNK)
                 self._report()
             if asked in ready:
-                for task, descriptor in next(tasks, [(None, None)]):
-                    if task is None:
-                        return
+                arrived = next(tasks, None)
+                if arrived is None:
+                    return
+                for task, descriptor in arrived:
                     self._start(task, descriptor)
 
     def _tasks(self) -> Iterator[list[tuple[Any, int | None]]]:
-        """What has come, each time that something can be read; ends with the channel."""
+        """Yield the tasks, each with its file descriptor, that one read of the channel completes.
+
+        To be advanced when the channel is readable. Ends when the other end closes the channel.
+        """
         begun, descriptors = b"", collections.deque[int]()
         while True:
             chunk, sent, _, _ = socket.recv_fds(self._channel, CHUNK, 1)
@@ -340,8 +334,8 @@ def _become(task: Mapping[str, Any], descriptor: int | None, *, forkable: bool) 
     os.environ.update(task["environment"])
     if descriptor is not None:
         os.environ[task["descriptor"]] = str(descriptor)
+        os.set_inheritable(descriptor, True)
     if not forkable:
-        os.set_inheritable(descriptor, True) if descriptor is not None else None
         os.execv(sys.executable, [sys.executable, "-m", task["module"], *task["arguments"]])
     paths = [task["cwd"], *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     sys.path[:] = dict.fromkeys([*paths, *sys.path[1:]])

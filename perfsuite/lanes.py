@@ -107,6 +107,9 @@ def for_proving(tasks: Collection[Task], machine: Machine) -> list[Lane]:
     devices = _several_devices(machine)
     count = max(1, min(machine.cores, MOST_PROVERS * max(1, len(devices)), len(tasks)))
     each = str(max(1, machine.cores // count))
+    # Not for what will be timed, with all threads: its outputs must have the same bits then.
+    own_threads = all(t.kind == ITEMS for t in tasks) and "OMP_NUM_THREADS" not in os.environ
+    forked = forks() and not own_threads  # a fork has the threads with which its server imported torch
     lanes = []
     for number in range(count):
         environment: dict[str, str] = {}
@@ -114,11 +117,9 @@ def for_proving(tasks: Collection[Task], machine: Machine) -> list[Lane]:
             environment["CUDA_VISIBLE_DEVICES"] = devices[number % len(devices)]
         if COMPILE_THREADS not in os.environ:  # each of these threads would be a process that imports torch
             environment[COMPILE_THREADS] = each
-        # Not for what will be timed, with all threads: its outputs must have the same bits then.
-        own_threads = all(t.kind == ITEMS for t in tasks) and "OMP_NUM_THREADS" not in os.environ
         if own_threads:
-            environment["OMP_NUM_THREADS"] = each  # read when torch is imported
-        lanes.append(Lane(environment=environment, forked=forks() and not own_threads))
+            environment["OMP_NUM_THREADS"] = each
+        lanes.append(Lane(environment=environment, forked=forked))
     return lanes
 
 

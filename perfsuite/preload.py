@@ -1,4 +1,4 @@
-"""What processes that prove import before they begin: their server does it once for all of them (forks.py).
+"""The imports of the server from which the proving processes are forked (forks.py).
 
 Nothing of the project is imported, nor anything of perfsuite that notes the environment as a process finds it.
 """

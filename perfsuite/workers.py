@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from perfsuite import preload
 from perfsuite.errors import PerfsuiteError
 from perfsuite.folders import own_folder
-from perfsuite.forks import Fork, Forks
+from perfsuite.forks import Command, Fork, Forks
 from perfsuite.orphans import PARENT
 from perfsuite.records import Measurement, Proof, Status, from_json, to_json
 from perfsuite.revision import Tree
@@ -144,8 +144,8 @@ class Lane:
     lock: str = ""
     """The lock file of a GPU that several lanes share."""
     forked: bool = False
-    """Its processes are forks of one that has imported torch. Not for timing: forks of one process lie at the same
-    addresses, so that what these do to the speed would be no chance of each process."""
+    """Its processes are forks of a server that has imported torch. Not for timing: all forks of a process share its
+    memory addresses, which change the speed of host code, and the rule needs processes that vary independently."""
 
 
 @dataclass(slots=True)
@@ -164,9 +164,12 @@ class Workers:
 
     def preload(self) -> None:
         """Start the server of the forked lanes, which takes seconds to import torch."""
+        self._server().open()
+
+    def _server(self) -> Forks:
         if self._forks is None:
             self._forks = Forks(preload.PREPARE, environment_of(preload.SERVER))
-        self._forks.open()
+        return self._forks
 
     def prepare(self, lanes: Sequence[Lane], ids: Sequence[str], each: int, at_once: int) -> None:
         """Start processes until there are so many for each lane; they import what they need and wait for a later `run`.
@@ -281,13 +284,9 @@ class Workers:
             variables[PARENT] = str(os.getpid())
             process.child = start(command, log, cwd=self.root, environment=variables, descriptors=(reader,))
             return
-        self.preload()
-        assert self._forks is not None
-        arguments, tasks = [*self.arguments, "-W", IMPORTED_BEFORE, items], (TASKS, reader)
-        variables = environment_of(variables)
-        process.child = self._forks.start(
-            "pytest", arguments, cwd=self.root, environment=variables, log=log, descriptor=tasks
-        )
+        arguments, environment = [*self.arguments, "-W", IMPORTED_BEFORE, items], environment_of(variables)
+        forked = Command(module="pytest", arguments=arguments, cwd=self.root, environment=environment, log=log)
+        process.child = self._server().start(forked, (TASKS, reader))
 
 
 def _without_tasks(left: Collection[Task], running: dict[int, _Process], *, more: bool) -> Iterator[_Process]:

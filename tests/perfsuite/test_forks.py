@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from scratch import ROOT
 
-from perfsuite.forks import GONE, Forks
+from perfsuite.forks import GONE, Command, Forks
 
 LIMIT_S = 120.0
 
@@ -57,16 +57,13 @@ def forks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Forks]:
     made.close()
 
 
+def command(folder: Path, log: Path, *arguments: str, module: str = "task_of_a_test", **environment: str) -> Command:
+    return Command(module=module, arguments=arguments, cwd=folder, environment={**os.environ, **environment}, log=log)
+
+
 def run(forks: Forks, folder: Path, *arguments: str, seconds: float = LIMIT_S, **environment: str) -> tuple[int, str]:
     log = folder / "log.txt"
-    code = forks.run(
-        "task_of_a_test",
-        arguments,
-        cwd=folder,
-        environment={**os.environ, **environment},
-        log=log,
-        seconds=seconds,
-    )
+    code = forks.run(command(folder, log, *arguments, **environment), seconds)
     return code, log.read_text()
 
 
@@ -110,11 +107,7 @@ def test_a_task_gets_the_descriptor_that_it_is_handed_while_others_run(forks: Fo
     for log in logs:
         reader, writer = os.pipe()
         writers.append(writer)
-        started.append(
-            forks.start(
-                "task_of_a_test", ["read"], cwd=tmp_path, environment=os.environ, log=log, descriptor=("GIVEN", reader)
-            )
-        )
+        started.append(forks.start(command(tmp_path, log, "read"), ("GIVEN", reader)))
         os.close(reader)
     for number in (2, 0, 1):  # each waits for its own line, whatever the others do
         os.write(writers[number], f"line {number}".encode())
@@ -125,24 +118,25 @@ def test_a_task_gets_the_descriptor_that_it_is_handed_while_others_run(forks: Fo
 
 def test_a_task_that_is_killed_while_its_server_prepares_itself_has_ended(tmp_path: Path) -> None:
     forks = Forks("time:sleep", os.environ)  # which fails without an argument, after a moment
-    fork = forks.start("os", [], cwd=tmp_path, environment=os.environ, log=tmp_path / "log")
+    fork = forks.start(command(tmp_path, tmp_path / "log", module="os"))
     fork.kill()
     assert fork.poll() == GONE
 
 
 def test_a_server_that_does_not_start_is_told_by_the_code(tmp_path: Path) -> None:
     forks = Forks("no_such_module:nothing", os.environ)
-    assert forks.run("os", [], cwd=tmp_path, environment=os.environ, log=tmp_path / "log", seconds=LIMIT_S) == GONE
+    assert forks.run(command(tmp_path, tmp_path / "log", module="os"), LIMIT_S) == GONE
 
 
 def test_the_server_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     (tmp_path / "task_of_a_test.py").write_text(TASK)
     code = f"""
 import os, pathlib, signal
-from perfsuite.forks import Forks
+from perfsuite.forks import Command, Forks
 forks = Forks("os:getpid", os.environ)
 folder = pathlib.Path({str(tmp_path)!r})
-forks.run("task_of_a_test", ["exit", "0"], cwd=folder, environment=os.environ, log=folder / "log", seconds={LIMIT_S})
+task = dict(module="task_of_a_test", arguments=["exit", "0"], cwd=folder, environment=dict(os.environ))
+forks.run(Command(**task, log=folder / "log"), {LIMIT_S})
 print(forks._server._process.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
