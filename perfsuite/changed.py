@@ -33,7 +33,7 @@ def unchanged(entries: Mapping[str, Entry], top: Path, machine: Machine, added: 
     found, present = Found(), _Present(top, added)
     for id, entry in entries.items():
         difference = _elsewhere(entry, machine) or present.other_data(entry.ran) or present.added_since(entry)
-        sources = [] if difference else present.other_sources(entry.ran)
+        sources = [] if difference else present.other_sources(entry)
         if difference or sources:
             found.changed[id] = difference or f"{', '.join(sources[:3])}{', …' * (len(sources) > 3)}"
             if not difference:
@@ -59,7 +59,7 @@ def _other_code(entry: Entry, machine: Machine, present: _Present) -> str:
         return f"it was accepted with Python {before}, and this is {now}"
     if reason := present.added_since(entry):
         return reason
-    what = present.other_data(entry.ran) or ", ".join(present.other_sources(entry.ran)[:3])
+    what = present.other_data(entry.ran) or ", ".join(present.other_sources(entry)[:3])
     return f"{what} changed since it was accepted at {short(entry.revision)}" if what else ""
 
 
@@ -134,11 +134,13 @@ def _surroundings(before: Mapping[str, str] | None) -> str:
 
 
 class _Present:
-    """The files as they are now. Git and each file are read once for all workloads."""
+    """The files as they are now. Git and each file are read once for all workloads, and parsed only where need be."""
 
     def __init__(self, top: Path, added: Added) -> None:
         self.top = top
         self.added = functools.cache(added)
+        self.blobs = functools.cache(lambda accepted: revision.blobs(accepted, top))
+        self.content = functools.cache(self._content)
         self.imports = functools.cache(self._imports)
         self.digest_of_data = functools.cache(lambda path: digests.of_data(top / path))
         self.digest_of_source = functools.cache(lambda path: digests.of_file(top / path))
@@ -150,15 +152,21 @@ class _Present:
                 return f"data file {path}"
         return ""
 
-    def other_sources(self, ran: Ran | None) -> list[str]:
+    def other_sources(self, entry: Entry) -> list[str]:
         """The sources that differ."""
         different = []
-        for path, digest in ran.sources.items() if ran else ():
+        for path, digest in entry.ran.sources.items() if entry.ran else ():
             # A package of the same name would be imported in the module's place.
             package = (self.top / path).with_suffix("") / "__init__.py"
-            if self.digest_of_source(path) != digest or package.exists():
+            same = self._is_committed(path, entry) or self.digest_of_source(path) == digest
+            if not same or package.exists():
                 different.append(path)
         return different
+
+    def _is_committed(self, path: str, entry: Entry) -> bool:
+        """Whether the file is, byte for byte, that of the accepted revision."""
+        blob, content = self.blobs(entry.revision).get(path) if entry.revision else None, self.content(path)
+        return blob is not None and content is not None and revision.is_blob(content, blob)
 
     def added_since(self, entry: Entry) -> str:
         """That a file came since it was accepted which would run now, or that this cannot be known."""
@@ -168,7 +176,12 @@ class _Present:
             return f"git does not know what was added since {since}"
         sources = [Path(name) for name in entry.ran.sources] if entry.ran else []
         folders = {folder for source in sources for folder in source.parents}
-        wanted = {name for source in sources for name in self.imports(source)} if files else ()
+        # A source that imports a new module names it, or lies below it.
+        new = {(path.parent if path.stem == "__init__" else path).stem for path in map(Path, files)}
+        concerned = [
+            s for s in sources if any(n in s.parts or n.encode() in (self.content(str(s)) or b"") for n in new)
+        ]
+        wanted = {name for source in concerned for name in self.imports(source)}
         for name in sorted(files):
             path = Path(name)
             if path.name in ("conftest.py", "__init__.py") and path.parent in folders:
@@ -178,6 +191,13 @@ class _Present:
             if any(f".{module}.".endswith(f".{w}.") or f"{w}.".startswith(f"{module}.") for w in wanted):
                 return f"{name} was added since {since}"
         return ""
+
+    def _content(self, path: str) -> bytes | None:
+        """The file's bytes; None where it cannot be read."""
+        try:
+            return (self.top / path).read_bytes()
+        except OSError:
+            return None
 
     def _imports(self, source: Path) -> frozenset[str]:
         return frozenset(digests.imported_by(self.top / source, ".".join(source.parent.parts)))

@@ -209,7 +209,7 @@ class Control:
     def _start_ahead(self, ids: Sequence[str], busy: int) -> None:
         if ids:
             timing = self.timing_lanes(())
-            each = lanes.started_ahead(self.machine, timing, self.gpu_memory_bytes)
+            each = lanes.started_ahead(self.machine, timing, self.gpu_memory_bytes, len(ids))
             self.workers.prepare(timing, ids, each, at_once=self.machine.cores - busy)
 
     @functools.cached_property

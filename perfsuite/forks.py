@@ -154,6 +154,10 @@ class Forks:
             fork.kill()
             raise
 
+    def is_preparing(self) -> bool:
+        """Whether a fork has been requested, and none has begun."""
+        return self._server is not None and self._server.is_preparing()
+
     def close(self) -> None:
         """End the server, and with it all tasks that still run."""
         server, self._server = self._server, None
@@ -170,6 +174,7 @@ class _Server:
         """Those that have not ended."""
         self._channel, far = socket.socketpair()
         self._received = b""
+        self._answered = False
         with far:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", f"from perfsuite import forks; forks.serve({prepare!r})"],
@@ -182,6 +187,9 @@ class _Server:
 
     def runs(self) -> bool:
         return self._process.poll() is None and self._channel.fileno() >= 0
+
+    def is_preparing(self) -> bool:
+        return bool(self._forks) and not self._answered
 
     def ask(self, fork: Fork, command: Command, descriptor: tuple[str, int] | None) -> None:
         """Request a fork that runs the command. If the server has died, the fork has ended."""
@@ -210,6 +218,7 @@ class _Server:
             self.close()
             return
         *lines, self._received = (self._received + chunk).split(b"\n")
+        self._answered = True
         for line in lines:
             number, what, value = line.split()
             fork = self._forks[int(number)]

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 import os
-import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from perfsuite import preload
 from perfsuite.folders import own_folder
-from perfsuite.machine import has_gpu, measured_devices
+from perfsuite.machine import measured_devices
 from perfsuite.preload import COMPILE_THREADS
 from perfsuite.records import Machine
 from perfsuite.workers import ITEMS, Lane, Task
@@ -35,7 +36,9 @@ MOST_TOGETHER = 6
 PEAKS_SPARE = 2.0
 """A process may hold more than the peak of one call: inputs of all sides, and what its allocator keeps."""
 MOST_AHEAD = 16
-"""Processes that are started ahead of their round, over all GPUs: each takes about a gigabyte of the host's memory."""
+"""Processes that are started ahead, over all GPUs: each takes about a gigabyte of the host's memory."""
+SPARE_AHEAD = 2
+"""More processes than a GPU has workloads, so that a workload that is not decided has another process at once."""
 
 
 class Durations:
@@ -109,7 +112,7 @@ def for_proving(tasks: Collection[Task], machine: Machine) -> list[Lane]:
     each = str(max(1, machine.cores // count))
     # Not for what will be timed, with all threads: its outputs must have the same bits then.
     own_threads = all(t.kind == ITEMS for t in tasks) and "OMP_NUM_THREADS" not in os.environ
-    forked = forks() and not own_threads  # a fork has the threads with which its server imported torch
+    forked = preload.is_useful() and not own_threads  # a fork has the threads with which its server imported torch
     lanes = []
     for number in range(count):
         environment: dict[str, str] = {}
@@ -123,24 +126,16 @@ def for_proving(tasks: Collection[Task], machine: Machine) -> list[Lane]:
     return lanes
 
 
-def forks() -> bool:
-    """Whether processes that prove are forks of one that has imported torch and the compiler.
-
-    Only Linux lets a fork use all of that. Without a GPU few need the compiler, and to import torch once more beside
-    everything else takes a machine of two cores as long as it saves.
-    """
-    return sys.platform == "linux" and has_gpu()
-
-
-def started_ahead(machine: Machine, lanes: Sequence[Lane], memory_bytes: int | None) -> int:
-    """How many processes are started ahead for each device, which has so much memory.
+def started_ahead(machine: Machine, lanes: Sequence[Lane], memory_bytes: int | None, workloads: int) -> int:
+    """How many processes are started ahead for each device, which has so much memory, to time so many workloads.
 
     On a CPU one: the second would import torch while the first times.
     """
     if not machine.count:
         return 1
+    devices = len(devices_of(lanes))
     contexts = int((memory_bytes or 0) * CONTEXTS_SHARE / CONTEXT_BYTES)
-    return max(1, min(MOST_AHEAD // len(devices_of(lanes)), contexts))
+    return max(1, min(MOST_AHEAD // devices, contexts, math.ceil(workloads / devices) + SPARE_AHEAD))
 
 
 def _several_devices(machine: Machine) -> tuple[str, ...]:

@@ -30,6 +30,8 @@ DEVICE_NODES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg")
 JOB = "PERFSUITE_JOB"
 """Environment variable that makes this pytest process a measuring worker: the path of its job file."""
 
+PROVEN_IN_FORKS = ("accept", "compare", "gate")
+"""Kinds of run whose proofs are tasks of their own."""
 SANITIZER_LOG = "PERFSUITE_SANITIZER_LOG"
 """Environment variable of a process that runs under compute-sanitizer: where that writes."""
 
@@ -98,6 +100,11 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> Generator[None
     if awaited is None:
         return (yield)
     early_config.stash[conclusion.AWAITED] = awaited
+    if awaited.mode in PROVEN_IN_FORKS:
+        from perfsuite import preload
+
+        if preload.is_useful():
+            preload.server()  # it takes as long to import torch as this process takes to collect the items
     try:
         return (yield)
     except (SystemExit, pytest.exit.Exception) as error:

@@ -11,8 +11,10 @@ import importlib
 import os
 import sys
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
+from perfsuite.forks import Forks
 from perfsuite.machine import has_gpu
 
 PREPARE = "perfsuite.preload:prepare"
@@ -23,11 +25,64 @@ SERVER = {
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # to ask the CUDA runtime would initialise it, which a fork cannot use
 }
 """Environment variables of the server itself."""
+SETTINGS = ("CUDA_", "NCCL", "NVIDIA_", "OMP_", "MKL_", "PYTHON", "PYTORCH", "TORCH", "TRITON")
+"""Prefixes of environment variables that a module may read when it is imported."""
+READ_LATER = "_CACHE_DIR"
+"""Suffix of those that are read when they are needed. Importing the compiler sets one of them."""
+
+_servers: list[tuple[dict[str, str], Forks]] = []
+
+
+def is_useful() -> bool:
+    """Whether processes that prove are forks of one that has imported torch and the compiler.
+
+    Only Linux lets a fork use all of that. Without a GPU few need the compiler, and to import torch once more beside
+    everything else takes a machine of two cores as long as it saves.
+    """
+    return sys.platform == "linux" and has_gpu()
+
+
+def server() -> Forks:
+    """This process's server, started if necessary. It takes seconds to import torch.
+
+    A server that was started with other environment variables, which a conftest has changed since, is replaced.
+    """
+    environment = environment_of(SERVER)
+    settings = {n: v for n, v in environment.items() if n.startswith(SETTINGS) and not n.endswith(READ_LATER)}
+    if _servers and _servers[0][0] != settings:
+        close()
+    if not _servers:
+        _servers.append((settings, Forks(PREPARE, environment)))
+    _servers[0][1].open()
+    return _servers[0][1]
+
+
+def is_preparing() -> bool:
+    """Whether a fork has been requested, and the server is still importing what it needs."""
+    return bool(_servers) and _servers[0][1].is_preparing()
+
+
+def close() -> None:
+    """End the server and its forks, if there is one."""
+    while _servers:
+        _servers.pop()[1].close()
+
+
+def environment_of(variables: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a measuring process: this one's with these variables."""
+    known = {**os.environ, **variables, "PYTHONUNBUFFERED": "1"}
+    known.pop("PYTEST_ADDOPTS", None)  # it could narrow what is collected; the caller's own options are passed on
+    # A side that needs most of the memory must find room for it in one piece at every call.
+    known.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    # As Triton has it. Inductor would move it in processes that use it: the others would compile all kernels again.
+    home = known.get("TRITON_HOME") or os.path.expanduser("~")
+    known.setdefault("TRITON_CACHE_DIR", os.path.join(home, ".triton", "cache"))
+    return known
 
 
 def prepare() -> None:
     """Import torch, and on a machine with a GPU the compiler, too."""
-    for name in ("torch", "numpy", "triton.language"):
+    for name in ("torch", "numpy", "triton.language", "pytest", "hypothesis", "hypothesis.strategies"):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     if has_gpu():

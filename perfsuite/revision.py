@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import os
 import secrets
@@ -29,6 +30,8 @@ APART = (
     *("-c", "submodule.recurse=false"),
 )
 """For a temporary index, which is not the repository's: no hook, daemon or shared index may be involved."""
+SHA256_DIGITS = 64
+"""Length of a hash in a repository whose object format is SHA-256."""
 LONGEST_RUN_S = 86400.0
 """Trees that are older were left by a run that was killed."""
 
@@ -142,6 +145,21 @@ def added_since(revision: str, top: Path) -> frozenset[str] | None:
     except RevisionError:
         return None
     return frozenset(name for names in found for name in names.split("\0") if name)
+
+
+def blobs(revision: str, top: Path) -> dict[str, str]:
+    """The files of a revision, relative to `top`, and git's hash of each; none where git cannot say."""
+    try:
+        lines = git("ls-tree", "-r", "-z", "--full-tree", revision, cwd=top).split("\0")
+    except RevisionError:
+        return {}
+    return {name: about.split()[-1] for about, _, name in (line.partition("\t") for line in lines) if name}
+
+
+def is_blob(data: bytes, hash: str) -> bool:
+    """Whether git's hash is that of a file with this content."""
+    algorithm = "sha256" if len(hash) == SHA256_DIGITS else "sha1"
+    return hashlib.new(algorithm, b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest() == hash
 
 
 def resolve(revision: str, root: Path) -> str:

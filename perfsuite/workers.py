@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from perfsuite import preload
 from perfsuite.errors import PerfsuiteError
 from perfsuite.folders import own_folder
-from perfsuite.forks import Command, Fork, Forks
+from perfsuite.forks import Command, Fork
 from perfsuite.orphans import PARENT
 from perfsuite.records import Measurement, Proof, Status, from_json, to_json
 from perfsuite.revision import Tree
@@ -43,7 +43,7 @@ FORGED = (
     "a result that the harness did not write appeared among its own: code under test writes to the results file; "
     "nothing of this process is believed"
 )
-POLL_S = 0.02
+POLL_S, MEANWHILE_S = 0.02, 0.5
 START_LIMIT_S = 300.0
 """From a worker's start to its first task: importing torch and the test modules."""
 BEGIN_LIMIT_S = 10.0
@@ -160,22 +160,15 @@ class Workers:
     arguments: Sequence[str]
     progress: Callable[[int, str], None] = lambda lane, id: None
     _waiting: list[_Process] = field(default_factory=list)
-    _forks: Forks | None = None
-
-    def preload(self) -> None:
-        """Start the server of the forked lanes, which takes seconds to import torch."""
-        self._server().open()
-
-    def _server(self) -> Forks:
-        if self._forks is None:
-            self._forks = Forks(preload.PREPARE, environment_of(preload.SERVER))
-        return self._forks
 
     def prepare(self, lanes: Sequence[Lane], ids: Sequence[str], each: int, at_once: int) -> None:
         """Start processes until there are so many for each lane; they import what they need and wait for a later `run`.
 
-        No more than `at_once` start at the same time: call it again for the others.
+        No more than `at_once` start at the same time, and none while the server of the forked lanes imports torch,
+        which is waited for: call it again for the others.
         """
+        if preload.is_preparing():
+            return
         starting = sum(not process.has_started() for process in self._waiting)
         for lane in lanes:
             for _ in range(each - sum(process.lane == lane for process in self._waiting)):
@@ -195,25 +188,27 @@ class Workers:
         Several tasks may have the same id: each goes to another process. Once the caller has handled an outcome,
         `further` is called with the task's id and returns tasks to append.
 
-        As tasks end, `meanwhile` is called with the number of processes that still work.
+        Every MEANWHILE_S, and as tasks end, `meanwhile` is called with the number of processes that still work.
         """
         left, running, leaving = deque(tasks), dict[int, _Process](), list[_Process]()
         interrupt: KeyboardInterrupt | None = None
+        called = time.monotonic()
         try:
             while left or running or leaving:
-                ended = False
+                due = time.monotonic() > called + MEANWHILE_S
                 if interrupt is None:
                     self._fill(lanes, left, running)
                 for number, process in list(running.items()):
                     for id, outcome in process.poll(left):
-                        ended = True
+                        due = True
                         yield id, outcome
                         left.extend(further(id) if further else ())
                     if process.over:
                         del running[number]
                 leaving = [p for p in [*leaving, *_without_tasks(left, running, more=further is not None)] if p.lives()]
-                if ended:
+                if due:
                     meanwhile(len(running))
+                    called = time.monotonic()
                 if interrupt is not None:
                     raise interrupt
                 try:
@@ -233,11 +228,10 @@ class Workers:
                 running[number] = self._next(number, lane, left)
 
     def close(self) -> None:
-        """End the processes that wait for tasks, and the server."""
+        """End the processes that wait for tasks, and the server of the forked lanes."""
         while self._waiting:
             self._waiting.pop().end()
-        if self._forks is not None:
-            self._forks.close()
+        preload.close()
 
     def _started_ahead(self, lane: Lane, ids: Collection[str]) -> list[_Process]:
         """The processes that were started ahead for this lane and have collected these items."""
@@ -284,9 +278,9 @@ class Workers:
             variables[PARENT] = str(os.getpid())
             process.child = start(command, log, cwd=self.root, environment=variables, descriptors=(reader,))
             return
-        arguments, environment = [*self.arguments, "-W", IMPORTED_BEFORE, items], environment_of(variables)
+        arguments, environment = [*self.arguments, "-W", IMPORTED_BEFORE, items], preload.environment_of(variables)
         forked = Command(module="pytest", arguments=arguments, cwd=self.root, environment=environment, log=log)
-        process.child = self._server().start(forked, (TASKS, reader))
+        process.child = preload.server().start(forked, (TASKS, reader))
 
 
 def _without_tasks(left: Collection[Task], running: dict[int, _Process], *, more: bool) -> Iterator[_Process]:
@@ -485,25 +479,13 @@ def start(
         return subprocess.Popen(
             command,
             cwd=cwd,
-            env=environment_of(environment or {}),
+            env=preload.environment_of(environment or {}),
             stdin=subprocess.DEVNULL,
             pass_fds=descriptors,
             stdout=sink,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-
-
-def environment_of(variables: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a measuring process: this one's with these variables."""
-    known = {**os.environ, **variables, "PYTHONUNBUFFERED": "1"}
-    known.pop("PYTEST_ADDOPTS", None)  # it could narrow what is collected; the caller's own options are passed on
-    # A side that needs most of the memory must find room for it in one piece at every call.
-    known.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    # As Triton has it. Inductor would move it in processes that use it: the others would compile all kernels again.
-    home = known.get("TRITON_HOME") or os.path.expanduser("~")
-    known.setdefault("TRITON_CACHE_DIR", os.path.join(home, ".triton", "cache"))
-    return known
 
 
 def end(child: subprocess.Popen[bytes] | Fork) -> None:

@@ -43,8 +43,6 @@ class Paired(Control):
         self.suite = Suite()
         self.full: set[str] = set()
         """Workloads whose promise is in doubt, so that the next process samples the reference more."""
-        if lanes.forks():
-            self.workers.preload()  # it takes as long as collecting the items does
 
     def prove(self, ids: Collection[str]) -> list[str]:
         """Prove both sides of each on all cores, which compiles what they compile; the ids that go on."""

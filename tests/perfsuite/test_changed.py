@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from builders import MACHINE, entry, measurement
-from scratch import SMALL, Project, lines_with, times
+from scratch import SMALL, Project, git, lines_with, times
 
 from perfsuite import changed, digests
 from perfsuite.baseline import Entry
@@ -184,6 +184,36 @@ def test_a_new_file_that_would_run_is_a_change(top: Path, name: str, runs: bool)
     assert result.changed == ({made.id: f"{name} was added {since}"} if runs else {})
     assert result.sources == {}
     assert bool(changed.other_code({made.id: made}, top, MACHINE, lambda revision, top: {name})) is runs
+
+
+def committed(top: Path) -> Entry:
+    """An entry that was accepted at a commit of these files."""
+    git(top, "init")
+    git(top, "add", "-A")
+    git(top, "commit", "-m", "work")
+    return replace(accepted(top), revision=git(top, "rev-parse", "HEAD"))
+
+
+def test_a_file_that_git_holds_as_it_is_need_not_be_parsed(top: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = committed(top)
+    monkeypatch.setattr(digests, "of_file", None)
+    monkeypatch.setattr(digests, "of_data", lambda path: made.ran and made.ran.data[path.name])
+    assert list(found(made, top).unchanged) == [made.id]
+
+
+def test_git_s_own_word_that_a_file_has_not_changed_does_not_count(top: Path) -> None:
+    made = committed(top)
+    git(top, "update-index", "--assume-unchanged", "lib/fast.py")
+    (top / "lib/fast.py").write_text("Y = 2\n")
+    assert found(made, top).changed == {made.id: "lib/fast.py"}
+
+
+def test_an_empty_source_that_was_removed_is_a_change(top: Path) -> None:
+    (top / "lib/common.py").write_text("")
+    made = committed(top)
+    assert found(made, top).changed == {}
+    (top / "lib/common.py").unlink()
+    assert found(made, top).changed == {made.id: "lib/common.py"}
 
 
 def test_where_git_does_not_know_the_revision_it_is_measured(top: Path) -> None:

@@ -99,25 +99,27 @@ def test_threads_are_divided_where_no_result_depends_on_them(monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    ("gpus", "devices", "gibibytes", "each"),
+    ("gpus", "devices", "gibibytes", "workloads", "each"),
     [
-        (0, 1, None, 1),
-        (1, 1, 144, 16),
-        (1, 1, 80, 10),
-        (1, 1, 16, 2),
-        (1, 1, 4, 1),
-        (1, 1, None, 1),
-        (2, 2, 144, 8),
-        (8, 8, 144, 2),
-        (32, 32, 144, 1),
+        (0, 1, None, 70, 1),
+        (1, 1, 144, 70, 16),
+        (1, 1, 80, 70, 10),
+        (1, 1, 16, 70, 2),
+        (1, 1, 4, 70, 1),
+        (1, 1, None, 70, 1),
+        (2, 2, 144, 70, 8),
+        (8, 8, 144, 70, 2),
+        (32, 32, 144, 70, 1),
+        (1, 1, 144, 7, 9),
+        (2, 2, 144, 7, 6),
     ],
 )
-def test_processes_are_started_ahead_as_far_as_their_contexts_leave_memory_to_the_others(
-    gpus: int, devices: int, gibibytes: int | None, each: int
+def test_processes_are_started_ahead_as_far_as_they_have_work_and_their_contexts_leave_memory_to_the_others(
+    gpus: int, devices: int, gibibytes: int | None, workloads: int, each: int
 ) -> None:
     some = [Lane(lock=str(n)) for n in range(devices)]
     memory = None if gibibytes is None else gibibytes << 30
-    assert lanes.started_ahead(replace(MACHINE, count=gpus), some * 3, memory) == each
+    assert lanes.started_ahead(replace(MACHINE, count=gpus), some * 3, memory, workloads) == each
 
 
 def test_on_one_gpu_several_lanes_share_a_lock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -13,7 +13,19 @@ from typing import Any
 import pytest
 from revisions import KERNELS, MODULE, PACKAGE, TEST, Repository
 from scale import FULLY
-from scratch import SMALL, TWO_LINES, Failure, FakeWorkers, Project, fails, lines_with, real_workers, run_tasks, times
+from scratch import (
+    SMALL,
+    TWO_LINES,
+    Failure,
+    FakeWorkers,
+    Project,
+    fails,
+    git,
+    lines_with,
+    real_workers,
+    run_tasks,
+    times,
+)
 
 from perfsuite import revision, second_import
 from perfsuite.errors import RevisionError
@@ -26,6 +38,23 @@ pytest_plugins = ["pytester"]
 
 def files_of(tree: Tree) -> Path:
     return Path(tree.folder, second_import.TREE)
+
+
+@pytest.mark.parametrize("form", ["sha1", "sha256"])
+def test_git_s_hash_of_a_file_is_known_without_git(tmp_path: Path, form: str) -> None:
+    git(tmp_path, "init", f"--object-format={form}")
+    files = {"a.py": b"x = 1\n", "b c/\u00e9.py": b"", "d.bin": bytes(range(256))}
+    for name, data in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(data)
+    git(tmp_path, "add", "-A")
+    git(tmp_path, "commit", "-m", "files")
+    found = revision.blobs("HEAD", tmp_path)
+    assert found.keys() == files.keys()
+    for name, hash in found.items():
+        assert revision.is_blob(files[name], hash)
+        assert not revision.is_blob(files[name] + b"x", hash)
+    assert revision.blobs("no-such-revision", tmp_path) == {}
 
 
 # --- a pair of another revision -------------------------------------------------------------------------------------

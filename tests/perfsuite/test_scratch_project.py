@@ -38,7 +38,7 @@ def example() -> str:
 def two_looks(project: Project, monkeypatch: pytest.MonkeyPatch) -> Project:
     """A project whose gate decides after two measuring processes, which are started ahead, however few cores there are:
     all that differs, and half a minute saved."""
-    monkeypatch.setattr(lanes, "started_ahead", lambda machine, lanes, memory: 2)
+    monkeypatch.setattr(lanes, "started_ahead", lambda machine, lanes, memory, workloads: 2)
     monkeypatch.setattr(gate, "LOOKS", (1, 2))
     monkeypatch.setattr(gate, "RED_PROCESSES", 2)
     monkeypatch.setattr(paired, "MOST_PROCESSES", 2)
