@@ -35,6 +35,7 @@ KILLED_S = 10.0
 START_S = 120.0
 """Seconds that the server may take to prepare itself."""
 CHUNK = 1 << 16
+READY = b"ready"
 NOT_INITIALIZED = 3
 """CUDA_ERROR_NOT_INITIALIZED: what the driver answers in a fork of a process that has initialised it."""
 
@@ -155,7 +156,7 @@ class Forks:
             raise
 
     def is_preparing(self) -> bool:
-        """Whether a fork has been requested, and none has begun."""
+        """Whether there is a server that is not ready yet."""
         return self._server is not None and self._server.is_preparing()
 
     def close(self) -> None:
@@ -174,7 +175,7 @@ class _Server:
         """Those that have not ended."""
         self._channel, far = socket.socketpair()
         self._received = b""
-        self._answered = False
+        self._ready = False
         with far:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", f"from perfsuite import forks; forks.serve({prepare!r})"],
@@ -189,7 +190,8 @@ class _Server:
         return self._process.poll() is None and self._channel.fileno() >= 0
 
     def is_preparing(self) -> bool:
-        return bool(self._forks) and not self._answered
+        self.receive(0.0)
+        return not self._ready and self.runs()
 
     def ask(self, fork: Fork, command: Command, descriptor: tuple[str, int] | None) -> None:
         """Request a fork that runs the command. If the server has died, the fork has ended."""
@@ -205,7 +207,7 @@ class _Server:
 
     def receive(self, seconds: float | None) -> None:
         """Read the server's answers; wait for the first one up to so many seconds, or without a limit."""
-        if not self._forks or self._channel.fileno() < 0:
+        if self._channel.fileno() < 0:
             return
         ready, _, _ = select.select([self._channel], [], [], seconds)
         if not ready:
@@ -218,8 +220,10 @@ class _Server:
             self.close()
             return
         *lines, self._received = (self._received + chunk).split(b"\n")
-        self._answered = True
         for line in lines:
+            if line == READY:
+                self._ready = True
+                continue
             number, what, value = line.split()
             fork = self._forks[int(number)]
             if what == b"pid":
@@ -264,6 +268,7 @@ class _Serving:
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         signal.set_wakeup_fd(self._note, warn_on_full_buffer=False)
         tasks, asked = self._tasks(), self._channel.fileno()
+        self._say(READY.decode())
         while True:
             ready, _, _ = select.select([asked, self._ended], [], [])
             if self._ended in ready:

@@ -31,7 +31,7 @@ MOST_PROVERS = 12
 CONTEXT_BYTES, CONTEXTS_SHARE = 1 << 30, 0.125
 """The memory counted for the CUDA context of each waiting process, and the largest share of a GPU's memory for all.
 """
-MOST_TOGETHER = 6
+MOST_TOGETHER = 8
 """Processes that prepare beside each other on a GPU."""
 PEAKS_SPARE = 2.0
 """A process may hold more than the peak of one call: inputs of all sides, and what its allocator keeps."""

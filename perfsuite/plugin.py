@@ -100,6 +100,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> Generator[None
     if awaited is None:
         return (yield)
     early_config.stash[conclusion.AWAITED] = awaited
+    _keep_bytecode(early_config)
     if awaited.mode in PROVEN_IN_FORKS:
         from perfsuite import preload
 
@@ -109,6 +110,14 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> Generator[None
         return (yield)
     except (SystemExit, pytest.exit.Exception) as error:
         raise pytest.UsageError(f"a conftest ended the run while it was imported: {error!r}; remove that") from None
+
+
+def _keep_bytecode(config: pytest.Config) -> None:
+    from perfsuite import bytecode
+
+    undo = bytecode.keep(config.rootpath)
+    if undo is not None:
+        config.add_cleanup(undo)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -128,10 +137,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True, specname="pytest_cmdline_main")
 def pytest_cmdline_main_concluded(config: pytest.Config) -> Generator[None, int | None, int | None]:
-    """Whatever ends the run, a verdict that was asked for and not reached is red."""
+    """Whatever ends the run, a verdict that was asked for and not reached is red. A worker exits at once."""
     from perfsuite.conclusion import AWAITED
 
     code = yield
+    if JOB in os.environ:
+        # Its results are written. To end Python, torch and the compiler takes up to 7 s, for which the run would wait.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(int(code or 0))
     awaited = config.stash.get(AWAITED, None)
     return code if awaited is None else awaited.close(int(code or 0))
 

@@ -58,7 +58,7 @@ def server() -> Forks:
 
 
 def is_preparing() -> bool:
-    """Whether a fork has been requested, and the server is still importing what it needs."""
+    """Whether there is a server that is still importing what it needs."""
     return bool(_servers) and _servers[0][1].is_preparing()
 
 

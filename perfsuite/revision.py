@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from perfsuite import second_import
+from perfsuite import bytecode, second_import
 from perfsuite.errors import RevisionError
 from perfsuite.folders import own_folder
 from perfsuite.pair import Pair
@@ -226,12 +226,18 @@ def extracted(
                 refused[revision] = error
         yield trees, refused
     finally:
-        shutil.rmtree(own, ignore_errors=True)
+        _remove(own)
         with suppress(OSError):
             for left in folder.iterdir():
                 if left.stat().st_mtime < time.time() - LONGEST_RUN_S:
-                    shutil.rmtree(left, ignore_errors=True)
+                    _remove(left)
             folder.rmdir()
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder with trees, and the compiled copies of their sources."""
+    shutil.rmtree(folder, ignore_errors=True)
+    bytecode.forget(folder)
 
 
 def load_pair(pair: Pair, module: ModuleType, tree: Tree) -> Pair:

@@ -198,7 +198,7 @@ def _gate_once(
     planned = {
         k: planning.blocks_of(e, gate.margin_of(e, suite, selected=len(entries))) or BLOCKS for k, e in entries.items()
     }
-    size = max(math.ceil(len(entries) / paired.SAMPLE_SHARE), min(len(entries), paired.SAMPLE_LEAST))
+    size = paired.sample_size(len(entries))
     sample = {str(k) for k in rng.choice(list(entries), size, replace=False)}
     runs: dict[str, tuple[Measurement, ...]] = dict.fromkeys(entries, ())
     left, rounds = list(entries), 0

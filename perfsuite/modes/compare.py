@@ -5,7 +5,6 @@ from __future__ import annotations
 from perfsuite import revision
 from perfsuite.control import failed
 from perfsuite.modes.paired import Whole
-from perfsuite.priors import suite_noise
 from perfsuite.records import Status
 from perfsuite.workers import Failure
 
@@ -28,7 +27,7 @@ class Compare(Whole):
             self.trees = dict.fromkeys(ids, trees[full])
             self.prove(ids)
             self.verdicts = {i: failed(i, self.failures[i]) for i in ids if i in self.failures}
-            self.verdicts |= self.decide([i for i in ids if i not in self.failures], suite_noise(self.entries))
+            self.verdicts |= self.decide([i for i in ids if i not in self.failures])
 
     def without_revision(self, id: str, reason: str) -> None:
         self.failures[id] = Failure(status=Status.UNMEASURED, message=reason)  # there is nothing to compare with

@@ -15,7 +15,6 @@ from perfsuite.control import failed
 from perfsuite.errors import PerfsuiteError
 from perfsuite.modes.paired import Paired
 from perfsuite.planning import FEW_BLOCKS
-from perfsuite.priors import suite_noise
 from perfsuite.records import PromiseRecord, Status, Verdict
 from perfsuite.speed import Result, SpeedItem
 from perfsuite.workers import Task
@@ -104,7 +103,7 @@ class Gate(Paired):
             proven -= verdicts.keys()
             accepted = [i for i in accepted if i not in verdicts]
             verdicts |= {i: failed(i, self.failures[i]) for i in (*accepted, *unknown) if i not in proven}
-            verdicts |= self.decide([i for i in accepted if i in proven], suite_noise(self.entries))
+            verdicts |= self.decide([i for i in accepted if i in proven])
             verdicts |= self._without_baseline([i for i in unknown if i in proven])
         for id in self.items:
             if id not in verdicts and id in self.entries:

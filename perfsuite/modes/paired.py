@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from abc import ABC, abstractmethod
@@ -15,16 +16,16 @@ from perfsuite.baseline import Entry, short
 from perfsuite.control import Control, failed
 from perfsuite.errors import PerfsuiteError, RevisionError
 from perfsuite.gate import Open, Subject
-from perfsuite.priors import Suite
+from perfsuite.priors import Suite, suite_noise
 from perfsuite.progress import name_of
 from perfsuite.records import PromiseRecord, Status, Verdict
 from perfsuite.report import units
 from perfsuite.revision import Tree
+from perfsuite.statistics import INFLATION_WORKLOADS
 from perfsuite.workers import PROVE, Failure, Lane, Task
 
 SAMPLE_SHARE = 4
 """One workload in four always runs a second process: that shows whether this run is noisier than the accepted one."""
-SAMPLE_LEAST = 8
 MOST_PROCESSES = 2 * gate.LOOKS[-1]
 """The rule decides before that."""
 AT_ONCE = 2
@@ -40,9 +41,13 @@ class Paired(Control):
         super().__init__(config)
         self.trees: dict[str, Tree] = {}
         self.stored: dict[str, str] = {}
-        self.suite = Suite()
         self.full: set[str] = set()
         """Workloads whose promise is in doubt, so that the next process samples the reference more."""
+
+    @functools.cached_property
+    def suite(self) -> Suite:
+        """The noise of all that is accepted."""
+        return suite_noise(self.entries)
 
     def prove(self, ids: Collection[str]) -> list[str]:
         """Prove both sides of each on all cores, which compiles what they compile; the ids that go on."""
@@ -59,7 +64,7 @@ class Paired(Control):
         tasks = [self.prove_task(i) for i in ids]
         self.announce(tasks, proving=True)
         for _ in self.work(tasks, everywhere=True, ahead=ahead):
-            pass
+            _ = self.suite  # takes half a second to import scipy, while other proofs run
         crowded = [t for t in tasks if t.id in self.failures and OUT_OF_MEMORY in self.failures[t.id].message]
         for task in crowded:  # beside others there was too little memory
             del self.failures[task.id]
@@ -105,9 +110,8 @@ class Paired(Control):
         margin = self.margin(id) or gate.margin_of(entry, self.suite, selected=max(1, len(self.items)))
         return planning.blocks_of(entry, margin)
 
-    def decide(self, ids: Collection[str], suite: Suite) -> dict[str, Verdict]:
+    def decide(self, ids: Collection[str]) -> dict[str, Verdict]:
         """Time them process by process until the rule has decided each."""
-        self.suite = suite
         sample = self._sample(ids)
         left = dict.fromkeys(ids, Open(processes=1, reason="nothing was measured"))
         verdicts: dict[str, Verdict] = {}
@@ -199,7 +203,7 @@ class Paired(Control):
 
     def _sample(self, ids: Collection[str]) -> set[str]:
         """Drawn at random, from the half of the workloads that take least where they are many."""
-        size = max(math.ceil(len(ids) / SAMPLE_SHARE), min(len(ids), SAMPLE_LEAST))
+        size = sample_size(len(ids))
         cheap = sorted(ids, key=lambda i: self.expected_s(Task(id=i)))[: max(size, math.ceil(len(ids) / 2))]
         return set(random.SystemRandom().sample(cheap, size))
 
@@ -270,6 +274,13 @@ class Whole(Paired, ABC):
     @abstractmethod
     def whole(self) -> None:
         """The task."""
+
+
+def sample_size(workloads: int) -> int:
+    """How many of so many workloads always run a second process; none where they are too few to show anything."""
+    if workloads < INFLATION_WORKLOADS:
+        return 0
+    return max(math.ceil(workloads / SAMPLE_SHARE), INFLATION_WORKLOADS)
 
 
 def _round(verdicts: Iterable[Verdict], opened: Mapping[str, Open]) -> str:

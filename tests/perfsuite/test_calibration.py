@@ -238,7 +238,7 @@ def test_the_gate_decides_round_after_round(quiet: Recording, monkeypatch: pytes
     def analyse(subjects: Any, suite: gate.Suite, *, selected: int) -> Any:
         every = list(subjects)
         assert selected == len(every) == 2 * resample.COPIES
-        assert sum(s.sampled for s in every) == max(math.ceil(len(every) / paired.SAMPLE_SHARE), paired.SAMPLE_LEAST)
+        assert sum(s.sampled for s in every) == paired.sample_size(len(every))
         for s in every:
             assert s.entry is not None
             assert [len(p) for p in s.entry.process_means("accepted")] == [accept.PROCESSES]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,9 +13,8 @@ from builders import entry, measurement
 from perfsuite import gate
 from perfsuite.baseline import Entry
 from perfsuite.gate import Open
-from perfsuite.modes.paired import Paired
+from perfsuite.modes.paired import Paired, sample_size
 from perfsuite.planning import FEW_BLOCKS
-from perfsuite.priors import Suite
 from perfsuite.records import PromiseRecord, Status, Verdict
 from perfsuite.workers import Task
 
@@ -34,6 +33,10 @@ class Scripted(Paired):
     @property
     def device(self) -> str:
         return self.on
+
+    @property
+    def entries(self) -> Mapping[str, Entry]:
+        return {ID: self.accepted}
 
     def entry(self, id: str) -> Entry | None:
         return self.accepted
@@ -100,8 +103,15 @@ def with_reference_of(seconds: float) -> Entry:
 def test_on_a_gpu_two_processes_follow_those_that_have_not_decided(device: str, processes: int) -> None:
     mode = Scripted(with_reference_of(0.1), [False, False])
     mode.on = device
-    mode.decide([ID], Suite())
+    mode.decide([ID])
     assert len(mode.runs[ID]) == processes
+
+
+@pytest.mark.parametrize(("workloads", "sampled"), [(0, 0), (1, 0), (7, 0), (8, 8), (30, 8), (33, 9), (70, 18)])
+def test_some_workloads_always_run_a_second_process_where_these_can_show_a_noisy_run(
+    workloads: int, sampled: int
+) -> None:
+    assert sample_size(workloads) == sampled
 
 
 @pytest.mark.parametrize(
@@ -118,6 +128,6 @@ def test_the_reference_is_timed_again_while_its_promise_is_in_doubt(
     seconds: float, doubts: list[bool], asked: list[int | None]
 ) -> None:
     mode = Scripted(with_reference_of(seconds), doubts)
-    verdicts = mode.decide([ID], Suite())
+    verdicts = mode.decide([ID])
     assert mode.asked_for == asked
     assert verdicts[ID].status is Status.PASS

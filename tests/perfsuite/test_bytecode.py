@@ -1,0 +1,104 @@
+"""Compiled copies of sources, kept where Python may not write them beside the sources."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from scratch import ROOT, TWO_LINES, Project, times
+
+from perfsuite import bytecode
+
+pytest_plugins = ["pytester"]
+
+
+@pytest.fixture
+def forbidden(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A Python that may write no copies, and a torch without any."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.setattr(sys, "pycache_prefix", None)
+    monkeypatch.setenv(bytecode.FORBIDDEN, "1")
+    monkeypatch.delenv(bytecode.PLACE, raising=False)
+    monkeypatch.setattr(bytecode, "_torch_has_copies", lambda: False)
+    yield
+    monkeypatch.delenv(bytecode.PLACE, raising=False)
+
+
+def settings() -> tuple[object, ...]:
+    return sys.dont_write_bytecode, sys.pycache_prefix, *map(os.environ.get, (bytecode.FORBIDDEN, bytecode.PLACE))
+
+
+def test_processes_keep_copies_in_a_folder_that_git_ignores(forbidden: None, tmp_path: Path) -> None:
+    before = settings()
+    undo = bytecode.keep(tmp_path)
+    assert undo is not None
+    folder = tmp_path / ".perfsuite/bytecode"
+    assert settings() == (False, str(folder), None, str(folder))
+    assert (tmp_path / ".perfsuite/.gitignore").read_text() == "*\n"
+    (tmp_path / "kept.py").write_text("x = 1\n")
+    subprocess.run([sys.executable, "-c", "import kept"], cwd=tmp_path, check=True)
+    copies = folder.joinpath(*tmp_path.parts[1:])
+    assert [p.name.partition(".")[0] for p in copies.iterdir()] == ["kept"]
+    assert not (tmp_path / "__pycache__").exists()
+    bytecode.forget(tmp_path)
+    assert not copies.exists()
+    undo()
+    assert settings() == before
+
+
+def test_nothing_changes_where_there_is_no_need(
+    forbidden: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kept() -> bool:
+        undo = bytecode.keep(tmp_path)
+        if undo is not None:
+            undo()
+        return undo is not None
+
+    assert kept()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "dont_write_bytecode", False)
+        assert not kept()
+    with monkeypatch.context() as patch:
+        patch.setattr(bytecode, "_torch_has_copies", lambda: True)
+        assert not kept()
+    with monkeypatch.context() as patch:
+        patch.setenv(bytecode.PLACE, "/elsewhere")
+        assert not kept()
+    (tmp_path / "file").write_text("")
+    assert bytecode.keep(tmp_path / "file") is None  # no folder can be made there
+    assert settings() == (True, None, "1", None)
+
+
+def test_torch_may_have_copies_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").write_text("")
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    variables.pop(bytecode.FORBIDDEN, None)
+
+    def run(code: str) -> str:
+        return subprocess.run(
+            [sys.executable, "-c", code], env=variables, check=True, capture_output=True, text=True
+        ).stdout.strip()
+
+    ask = "from perfsuite import bytecode; print(bytecode._torch_has_copies())"
+    assert run(ask) == "False"
+    run("import torch")
+    assert run(ask) == "True"
+
+
+def test_a_gate_keeps_copies_while_it_lasts(forbidden: None, project: Project) -> None:
+    project.write("test_scale.py", TWO_LINES)
+    project.write("conftest.py", "import sys\nprefix = sys.pycache_prefix\nprint('prefix', prefix)\n")
+    project.accept()
+    project.measured(times())
+    before = settings()
+    done = project.cli("gate")
+    assert done.exit_code == 0, done.output
+    assert settings() == before
+    assert list((project.path / ".perfsuite/bytecode").rglob("conftest*.pyc"))
+    assert not list(project.path.glob("__pycache__"))
