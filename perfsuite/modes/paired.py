@@ -277,10 +277,10 @@ class Whole(Paired, ABC):
 
 
 def sample_size(workloads: int) -> int:
-    """How many of so many workloads always run a second process; none where they are too few to show anything."""
-    if workloads < INFLATION_WORKLOADS:
-        return 0
-    return max(math.ceil(workloads / SAMPLE_SHARE), INFLATION_WORKLOADS)
+    """How many of so many workloads always run a second process. A factor for the run needs INFLATION_WORKLOADS; fewer
+    workloads can only show their own noise."""
+    share = math.ceil(workloads / SAMPLE_SHARE)
+    return share if workloads < INFLATION_WORKLOADS else max(share, INFLATION_WORKLOADS)
 
 
 def _round(verdicts: Iterable[Verdict], opened: Mapping[str, Open]) -> str:

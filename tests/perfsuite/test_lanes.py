@@ -138,7 +138,7 @@ def test_on_one_gpu_several_lanes_share_a_lock(monkeypatch: pytest.MonkeyPatch, 
 @pytest.mark.parametrize(
     ("memory", "peaks", "count"),
     [
-        (100, [5] * 70, 6),
+        (100, [5] * 70, 8),
         (100, [10] * 70, 4),
         (100, [15] * 70, 2),
         (100, [10] * 2, 2),

@@ -107,8 +107,8 @@ def test_on_a_gpu_two_processes_follow_those_that_have_not_decided(device: str, 
     assert len(mode.runs[ID]) == processes
 
 
-@pytest.mark.parametrize(("workloads", "sampled"), [(0, 0), (1, 0), (7, 0), (8, 8), (30, 8), (33, 9), (70, 18)])
-def test_some_workloads_always_run_a_second_process_where_these_can_show_a_noisy_run(
+@pytest.mark.parametrize(("workloads", "sampled"), [(0, 0), (1, 1), (7, 2), (8, 8), (30, 8), (33, 9), (70, 18)])
+def test_a_quarter_of_the_workloads_always_runs_a_second_process_and_as_many_as_a_factor_for_the_run_needs(
     workloads: int, sampled: int
 ) -> None:
     assert sample_size(workloads) == sampled

@@ -50,7 +50,7 @@ def verdict(project: Project, done: Result, id: str) -> Status:
     assert "Traceback" not in done.output
     report = json.loads((project.path / ".perfsuite/report/report.json").read_text())
     assert list(report["verdicts"]) == [id]
-    assert len(report["measurements"][id]) in (1, 2)
+    assert len(report["measurements"][id]) == 2
     status = Status(report["verdicts"][id]["status"])
     assert status in (Status.PASS, Status.IMPROVED, Status.NOISY, Status.REGRESSED, Status.BELOW_FLOOR)
     assert done.exit_code == (GREEN if status.green else CODE_AT_FAULT if status.blames_code else UNDECIDED)
