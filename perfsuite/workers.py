@@ -225,7 +225,8 @@ class Workers:
         """A process for each lane that has none, as far as there are tasks for it."""
         for number, lane in enumerate(lanes):
             if number not in running and sum(p.can_take(left) for p in running.values()) < len(left):
-                running[number] = self._next(number, lane, left)
+                working = [p.task for p in running.values() if p.task]
+                running[number] = self._next(number, lane, left, working)
 
     def close(self) -> None:
         """End the processes that wait for tasks, and the server of the forked lanes."""
@@ -237,9 +238,12 @@ class Workers:
         """The processes that were started ahead for this lane and have collected these items."""
         return [p for p in self._waiting if p.lane == lane and p.ids.issuperset(ids)]
 
-    def _next(self, number: int, lane: Lane, left: Collection[Task]) -> _Process:
-        """A process for the lane that has collected these tasks' items, or will."""
-        ids = list(dict.fromkeys(t.id for t in left))
+    def _next(self, number: int, lane: Lane, left: Collection[Task], working: Collection[Task]) -> _Process:
+        """A process for the lane that has collected these tasks' items, or will, and those that others work at.
+
+        Any of them may be the item of a further task.
+        """
+        ids = list(dict.fromkeys(t.id for t in [*left, *working]))
         noted = any(t.note_ran for t in left)
         process = (None if noted else self._prepared(lane, ids)) or self._process(lane, ids, noted=noted)
         process.number = number
@@ -355,7 +359,7 @@ class _Process:
         for line in lines:
             event = _verified(line, self.key)
             if event is None or event["id"] != (self.task.id if self.task else ""):
-                if self.task or (left and not self.served):
+                if self.task or self._may_begin(left):
                     yield self._stop(FORGED, left, Status.NOT_TIMED)
                 else:
                     self.end()  # no line is valid after the last result
@@ -370,7 +374,7 @@ class _Process:
             self.end()
         elif self.ready and not self.task and not ended and self._pipe is not None:
             self._give(left)
-        elif self.task or (left and not self.served):
+        elif self.task or self._may_begin(left):
             if ended:
                 yield self._stop(_died(self.phase, self._epitaph()), left)
             elif time.monotonic() > self.deadline and self.phase != WAITS:
@@ -382,7 +386,15 @@ class _Process:
 
     def can_take(self, left: Collection[Task]) -> bool:
         """Whether it waits for a task and one of these is for it."""
-        return not self.task and any(task.id not in self.seen for task in left)
+        return not self.task and any(self._is_for(task) for task in left)
+
+    def _may_begin(self, left: Collection[Task]) -> bool:
+        """Whether it has had no task yet, and one of these is for it."""
+        return not self.served and any(self._is_for(task) for task in left)
+
+    def _is_for(self, task: Task) -> bool:
+        """Whether it has collected the task's item, and has not had a task of it before."""
+        return task.id in self.ids and task.id not in self.seen
 
     def leave(self) -> None:
         """Tell it to exit. `lives` kills one that has not started yet."""
@@ -398,7 +410,7 @@ class _Process:
 
     def _give(self, left: deque[Task]) -> None:
         """The next task to the worker, if there is one for it."""
-        free = [n for n, task in enumerate(left) if task.id not in self.seen]
+        free = [n for n, task in enumerate(left) if self._is_for(task)]
         if not free:
             return
         assert self._pipe is not None
@@ -434,7 +446,9 @@ class _Process:
     def _stop(self, message: str, left: deque[Task], status: Status = Status.UNMEASURED) -> tuple[str, Failure]:
         """The task that it is at fails, or the next one where it never began any; the log is evidence."""
         self.end(".log")
-        failed, self.task = self.task or left.popleft(), None
+        failed, self.task = self.task or next(filter(self._is_for, left)), None
+        if failed in left:
+            left.remove(failed)
         return failed.id, Failure(status=status, message=message)
 
     def interrupt(self) -> None:

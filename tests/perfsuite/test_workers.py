@@ -176,6 +176,32 @@ for id in ids():
     made.close()
 
 
+def test_a_process_gets_no_task_whose_item_it_has_not_collected(tmp_path: Path) -> None:
+    """A real worker collects the items that it is given when it starts."""
+    script = """
+collected = pathlib.Path(sys.argv[1]).with_suffix(".args").read_text().split()
+for id in ids():
+    begin(id)
+    folder = pathlib.Path(job["out"]).parent
+    while id == "b" and not (folder / "free").exists(): time.sleep(0.01)
+    write("failure", id=id, status="UNMEASURED", message="collected" if id in collected else "not collected")
+"""
+    made = scripted(tmp_path, script)
+    asked: list[str] = []
+
+    def further(id: str) -> list[Task]:
+        asked.append(id)
+        if asked.count("a") == 2:  # by a process that has started while b was at work
+            (made.folder / "free").touch()
+        return tasks_of([id]) if asked.count(id) < 4 else []
+
+    found = [o.message for _, o in made.run(tasks_of("ab"), [Lane()] * 3, further=further) if isinstance(o, Failure)]
+    assert found == ["collected"] * 8
+    made.prepare([Lane()], ["a"], 1, 9)
+    assert outcomes(made, ["a", "b"]) == dict.fromkeys("ab", "collected")
+    made.close()
+
+
 def test_tasks_of_the_same_id_go_to_different_processes(tmp_path: Path) -> None:
     script = "for id in ids(): begin(id); write('failure', id=id, status='UNMEASURED', message=str(os.getpid()))"
     for lanes in ([Lane()], [Lane()] * 2, [Lane(lock=str(tmp_path / "gpu-0.lock"))] * 3):
