@@ -18,6 +18,9 @@ noise takes the place of the accepted one.
 processes, or blocks, alone. Where the whole run varies more than accepted, the variances of all interleaved workloads
 grow by that factor; for this a random sample of the workloads (`Subject.sampled`) always runs a second process.
 
+**The same code** as the accepted one, by the digests of all that it runs (changed.py), cannot be slower because of the
+code. It passes after one process, unless that shows a slowdown of the margin; then the rule goes on as usual.
+
 **Stored figures** are compared only where the accepted revision cannot be run (`Subject.stored` says why). The session
 shift does not cancel there, so the margin is wider. A slowdown is NOISY unless the optimized side's own seconds moved
 most and the device's did not; a PASS is NOISY where the reference's seconds moved beyond the margin. A reference too
@@ -41,7 +44,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
 
-from perfsuite import causes, counts, planning
+from perfsuite import causes, counts, planning, soundness
 from perfsuite.baseline import Entry, changes_since
 from perfsuite.blocks import block_variance, process_mean
 from perfsuite.priors import Suite
@@ -100,8 +103,6 @@ OWN_SECONDS_SD = 0.01
 """Seconds by themselves shift by about 1% from session to session, with the chip's clock and temperature."""
 OWN_SECONDS_MARGIN = 0.10
 """What seconds by themselves can hold at the suite-wide level with such shifts."""
-RATIO_MAX = 20.0
-"""A log-ratio beyond this is a broken clock: no side is half a billion times as fast."""
 NO_PROMISES = PromiseRecord()
 NO_SHIFT = Variance(value=0.0, dof=math.inf)
 """The session's variance where both sides are timed in the same session."""
@@ -124,6 +125,8 @@ class Subject:
     """Why only stored figures can be compared; empty where the accepted revision is interleaved."""
     sampled: bool = False
     """In the sample that always runs a second process."""
+    same_code: bool = False
+    """Whether the current side provably runs the accepted code."""
 
     @property
     def few(self) -> bool:
@@ -183,7 +186,8 @@ def analyse(subjects: Iterable[Subject], suite: Suite, *, selected: int) -> dict
         raise ValueError(f"selected={selected}, but {len(every)} workloads are named: the family would be too small")
     found = {s.id: _unusable(s) for s in every}
     expected = {s.id: _expected(s, suite) for s in every if found[s.id] is None}
-    factor = inflation((s.values, expected[s.id]) for s in every if s.id in expected and not s.stored)
+    compared = [s for s in every if s.id in expected and not s.stored and not s.same_code]
+    factor = inflation((s.values, expected[s.id]) for s in compared)
     return {
         s.id: found[s.id] or _judge(s, suite.of(s.clock), expected[s.id], 1.0 if s.stored else factor, selected)
         for s in every
@@ -198,7 +202,9 @@ def promises_only(
     PASS says here that the promises hold, and nothing about a regression. One look decides: a speedup that is neither
     shown nor broken is NOISY where the estimate reaches it, else BELOW_FLOOR.
     """
-    prior = fit_prior([_values(r, "reference")] for r in runs.values() if r and not _incomplete(r, "reference"))
+    prior = fit_prior(
+        [_values(r, "reference")] for r in runs.values() if r and not soundness.incomplete(r, "reference")
+    )
     answers: dict[str, Verdict] = {}
     for key, run in runs.items():
         s = Subject(id=key, runs=run, promises=promises.get(key, NO_PROMISES), stored="nothing is accepted")
@@ -269,6 +275,8 @@ def _by_speed(s: Subject, slower: Estimate, margin: float, selected: int) -> tup
     text += f"(95% interval {100 * bounds[0]:.1f} to {bounds[1]:.1%}, margin {margin:.1%})"
     if processes >= RED_PROCESSES and slower.p_above(0) <= level and change >= margin / 2:
         return Status.REGRESSED, text
+    if s.same_code and change < margin:
+        return Status.PASS, f"it runs the code of {s.against}; measured {causes.change(slower.value)} than that"
     if slower.upper(1 - beta) < math.log1p(margin) and (processes > 1 or not s.sampled):
         faster = slower.p_below(0) <= level and -change >= margin
         if faster and processes < RED_PROCESSES:
@@ -482,34 +490,11 @@ def _unsound(s: Subject) -> str:
     if not s.runs:
         return "nothing was measured"
     foreign = next((m.id for m in s.runs if m.id != s.id), None)
-    text = f"holds a measurement of {foreign}" if foreign else _disagreement(s.runs)
-    text = text or _incomplete(s.runs, s.other)
+    text = f"holds a measurement of {foreign}" if foreign else soundness.disagreement(s.runs)
+    text = text or soundness.incomplete(s.runs, s.other)
     if not text and s.promises.speedup is not None and not any(m.log_ratios.get("reference") for m in s.runs):
         text = "speedup promised, but no process timed the reference"
     return text or counts.missing(s.runs, s.promises)
-
-
-def _disagreement(run: tuple[Measurement, ...]) -> str:
-    for name in ("device", "clock", "direction", "dtype", "sizes"):
-        values = [getattr(m, name) for m in run]
-        if any(v != values[0] for v in values):
-            return f"its processes disagree on {name}: {values[0]!r}, {next(v for v in values if v != values[0])!r}"
-    return ""
-
-
-def _incomplete(run: tuple[Measurement, ...], other: str) -> str:
-    for m in run:
-        # The reference may be missing beside the accepted side, but what is there must be sound.
-        reference = {"reference"} if other == "reference" or m.log_ratios.get("reference") else set()
-        for name in sorted({other, *reference}):
-            ratios = m.log_ratios.get(name, ())
-            if not ratios or not all(abs(r) <= RATIO_MAX for r in ratios):
-                return f"a process gave no sound ratio to the {name} side"
-        for side in ("optimized", *reference):
-            blocks = m.sides[side].blocks_s if side in m.sides else ()
-            if not blocks or not all(math.isfinite(b) and b > 0 for b in blocks):
-                return f"a process gave no time of the {side} side"
-    return ""
 
 
 # --- words ----------------------------------------------------------------------------------------------------------

@@ -29,8 +29,9 @@ REPLICAS_UP_TO = 1 << 16
 """Above this many elements the reference's error is well known from one draw."""
 NO_MEMORY = "runs out of memory"
 """Why a rival is not timed."""
-COPIED_BYTES = 1 << 30
-"""The most memory that copies of outputs take. The timed sides may need all that they had before."""
+COPIED_BYTES, COPIED_TO_HOST_BYTES = 1 << 30, 8 << 30
+"""The most memory that copies of outputs take on their device, and on the host. The timed sides may need all the memory
+of the device that they had before."""
 AFTER_FIRST = " after 1 step"
 HASHED_AT_ONCE = 1 << 25
 """64-bit words of a GPU tensor that are hashed in one go: the intermediate results take several times their bytes."""
@@ -91,17 +92,19 @@ class OutputCheck:
         key = digest(leaves)
         if key in self.known or key in self.copied:
             return
-        if make.bytes_in([leaves, *(copies for copies, _ in self.copied.values())]) > COPIED_BYTES:
+        held = make.bytes_in([leaves, *(copies for copies, _ in self.copied.values())])
+        if held > (COPIED_BYTES if self.device == "cpu" else COPIED_TO_HOST_BYTES):
             self.check(leaves, name)
             return
-        copies = {n: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for n, leaf in leaves.items()}
-        self.copied[key] = copies, name
+        to = "cpu" if held > COPIED_BYTES else self.device
+        self.copied[key] = _moved(leaves, to, copy=True), name
 
     def check_copied(self) -> None:
         """NotEquivalent where outputs that `check_later` has copied are wrong."""
         while self.copied:
             key, (copies, name) = self.copied.popitem()
-            equivalence.judge(self.pair, self.truth, copies, name=name, strict_strides=False)
+            produced = _moved(copies, self.device)
+            equivalence.judge(self.pair, self.truth, produced, name=name, strict_strides=False)
             self.known.add(key)
 
     def first_step(self, leaves: Leaves, name: str, side: Side) -> None:
@@ -172,6 +175,10 @@ def prove_sides(
 def unequal(error: NotEquivalent) -> str:
     """Why a rival is not timed whose outputs are wrong."""
     return f"not equal, so not timed: {error}"
+
+
+def _moved(leaves: Leaves, device: str, *, copy: bool = False) -> Leaves:
+    return {n: leaf.to(device, copy=copy) if isinstance(leaf, torch.Tensor) else leaf for n, leaf in leaves.items()}
 
 
 def digest(leaves: Leaves) -> str:

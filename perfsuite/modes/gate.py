@@ -16,6 +16,7 @@ from perfsuite.errors import PerfsuiteError
 from perfsuite.modes.paired import Paired
 from perfsuite.planning import FEW_BLOCKS
 from perfsuite.records import PromiseRecord, Status, Verdict
+from perfsuite.report import units
 from perfsuite.speed import Result, SpeedItem
 from perfsuite.workers import Task
 
@@ -98,6 +99,7 @@ class Gate(Paired):
         with revision.extracted(wanted.values(), self.root, self.scratch / "revisions") as (trees, refused):
             self.stored |= {i: str(refused[rev]) for i, rev in wanted.items() if rev in refused}
             self.trees = {i: trees[rev] for i, rev in wanted.items() if rev in trees}
+            self.same_code = self._with_same_code(accepted)
             proven = set(self.prove([*accepted, *unknown]))
             verdicts |= self._launch_the_same([i for i in accepted if i in proven])
             proven -= verdicts.keys()
@@ -118,6 +120,15 @@ class Gate(Paired):
         self.found = changed.unchanged({i: self.entries[i] for i in ids}, revision.top_or(self.root), self.machine)
         self.progress.say(changed.summary(self.found))
         return self._unchanged(self.found.unchanged)
+
+    def _with_same_code(self, ids: Sequence[str]) -> set[str]:
+        """Those of these workloads that run what was accepted, whatever software lies beneath."""
+        entries = {i: self.entries[i] for i in ids if i in self.trees}
+        others = changed.other_code(entries, revision.top_or(self.root), self.machine)
+        if entries:
+            count = units.count(len(entries) - len(others), "workload")
+            self.progress.say(f"{count} of {len(ids)} with the accepted code: one process each, unless that is slower")
+        return set(entries) - set(others)
 
     def _unchanged(self, ids: Collection[str]) -> dict[str, Verdict]:
         return {i: changed.verdict(i, self.entries[i], self.found.unchanged[i]) for i in ids}

@@ -41,6 +41,8 @@ class Paired(Control):
         super().__init__(config)
         self.trees: dict[str, Tree] = {}
         self.stored: dict[str, str] = {}
+        self.same_code: set[str] = set()
+        """Workloads whose current side provably runs the other revision's code."""
         self.full: set[str] = set()
         """Workloads whose promise is in doubt, so that the next process samples the reference more."""
 
@@ -112,7 +114,7 @@ class Paired(Control):
 
     def decide(self, ids: Collection[str]) -> dict[str, Verdict]:
         """Time them process by process until the rule has decided each."""
-        sample = self._sample(ids)
+        sample = self._sample([i for i in ids if i not in self.same_code])
         left = dict.fromkeys(ids, Open(processes=1, reason="nothing was measured"))
         verdicts: dict[str, Verdict] = {}
         opened: dict[str, Open] = {}
@@ -234,6 +236,7 @@ class Paired(Control):
             against=f"{self.words} {short(tree.revision)}" if tree else "",
             stored=self.stored.get(id, ""),
             sampled=sampled,
+            same_code=id in self.same_code and id not in self.stored,
         )
 
     words = "the revision"

@@ -323,6 +323,27 @@ def test_without_the_option_everything_is_measured(scale: Project) -> None:
     assert TIME in [task.kind for task in fake.tasks]
 
 
+def test_a_whole_gate_measures_the_accepted_code_once(scale: Project) -> None:
+    """Interleaved with a copy of itself it cannot show that the code has become slower."""
+
+    def gated(slower: float) -> tuple[int, Status, int]:
+        fake = scale.measured(times(slower=slower, clock="device"))
+        done = scale.cli("gate")
+        report = json.loads((scale.path / ".perfsuite/report/report.json").read_text())
+        same = "3 * x" in (scale.path / "fast.py").read_text()
+        assert lines_with(done.output, f"{'1 workload' if same else '0 workloads'} of 1 with the accepted code")
+        timed = sum(task.kind == TIME for task in fake.tasks)
+        return done.exit_code, Status(report["verdicts"][SMALL]["status"]), timed
+
+    assert gated(0.0) == (0, Status.PASS, 1)
+    assert gated(0.05)[:2] == (1, Status.REGRESSED)
+    assert gated(0.009) == (0, Status.PASS, 1)
+    scale.replace("fast.py", "def fast", "# quick\ndef fast")
+    assert gated(0.0) == (0, Status.PASS, 1)
+    scale.replace("fast.py", "3 * x", "x * 3")
+    assert gated(0.0) == (0, Status.PASS, 2)
+
+
 @pytest.mark.parametrize(
     ("launched", "code", "status"), [("a digest", 0, Status.UNCHANGED), ("another", 1, Status.REGRESSED)]
 )

@@ -15,7 +15,7 @@ import pytest
 from builders import counting, entry, few, measurement, side, workload_id
 from scipy import stats
 
-from perfsuite import gate, planning
+from perfsuite import gate, planning, soundness
 from perfsuite.baseline import Entry
 from perfsuite.gate import LOOKS, NO_SHIFT, Open, Speedup, Subject, analyse, margin_of, promises_only
 from perfsuite.priors import Suite, suite_noise
@@ -127,7 +127,7 @@ def test_the_rule_s_constants_are_the_documented_ones() -> None:
     assert tuple(gate.BETA_SHARES) == LOOKS
     assert math.fsum(gate.BETA_SHARES.values()) == pytest.approx(1.0)
     assert (gate.STORED_MARGIN_MAX, gate.OWN_SECONDS_SD, gate.OWN_SECONDS_MARGIN) == (0.04, 0.01, 0.10)
-    assert (2.0, math.log(1.2), 20.0) == (gate.FEW_FACTOR, gate.FEW_LEAST, gate.RATIO_MAX)
+    assert (2.0, math.log(1.2), 20.0) == (gate.FEW_FACTOR, gate.FEW_LEAST, soundness.RATIO_MAX)
 
 
 @pytest.mark.parametrize("record", [Open, Speedup, Subject, Suite])
@@ -246,6 +246,30 @@ def test_a_sampled_workload_passes_after_two_processes() -> None:
     assert by_speed(0.0, 1e-5, count=2, sampled=True)[0] is Status.PASS
     opened(judge(runs(count=1), sampled=True))
     verdict(judge(runs(count=2), sampled=True), Status.PASS)
+
+
+def test_the_accepted_code_passes_after_one_process_unless_it_is_slower_by_the_margin() -> None:
+    for change, passes in ((0.0099, True), (0.0101, False)):
+        assert by_speed(change, 0.1, count=1)[0] is None
+        status, text = by_speed(change, 0.1, count=1, same_code=True)
+        assert status is (Status.PASS if passes else None)
+        assert not passes or text == f"it runs the code of {REVISION}; measured 1.0% slower than that"
+    assert by_speed(0.0, 0.1, count=1, same_code=True, sampled=True)[0] is Status.PASS
+    assert by_speed(-0.5, 1e-5, count=4, same_code=True)[0] is Status.PASS, "no improvement of the code"
+    verdict(judge(runs(0.009, 1, scale=0.0), same_code=True), Status.PASS)
+    opened(judge(runs(0.011, 1, scale=0.0), same_code=True))
+    # What it really runs must have escaped the digests.
+    verdict(judge(runs(0.05, 4), same_code=True), Status.REGRESSED)
+
+
+def test_the_accepted_code_tells_nothing_of_the_run_s_noise() -> None:
+    """It has a second process only where the first one was slow."""
+    others = [subject(runs(count=2, scale=6.0), id=f"other{n}") for n in range(8)]
+    judged = [subject([replace(m, id=s.id) for m in s.runs], id=s.id) for s in others]
+    near = subject([replace(m, id="near") for m in runs(0.006, 1)], id="near")
+    assert isinstance(analyse([*judged, near], SUITE, selected=SELECTED)["near"], Open)
+    same = [replace(s, same_code=True) for s in judged]
+    verdict(analyse([*same, near], SUITE, selected=SELECTED)["near"], Status.PASS)
 
 
 # --- REGRESSED ------------------------------------------------------------------------------------------------------
@@ -1319,6 +1343,7 @@ def test_any_history_ends_in_a_verdict_within_24_processes(seed: int) -> None:
             margin=rng.choice([None, None, 0.001, 0.05, 0.99]),
             stored=rng.choice(["", "", "no git"]),
             sampled=rng.random() < 0.3,
+            same_code=rng.random() < 0.3,
         )
         answer: Verdict | Open = Open(processes=1, reason="")
         while isinstance(answer, Open):

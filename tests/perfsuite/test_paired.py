@@ -27,6 +27,7 @@ class Scripted(Paired):
     def __init__(self, accepted: Entry, doubts: Sequence[bool]) -> None:
         self.accepted, self.doubts = accepted, doubts
         self.trees, self.stored, self.full, self.runs, self.failures = {}, {}, set(), {}, {}
+        self.same_code: set[str] = set()
         self.asked_for: list[int | None] = []
         self.on = "cpu"
 
