@@ -563,15 +563,40 @@ def test_new_values_are_drawn_before_it_waits_to_time(
     assert timed == [drawn - 1], "the first is for calls that are not kept"
 
 
-def test_outputs_that_are_too_large_to_copy_are_judged_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    check: Any = SimpleNamespace(known=set(), copied={}, check=lambda leaves, name: judged.append(name))
-    judged: list[str] = []
+@pytest.mark.parametrize(
+    ("device", "copied", "judged"),
+    [
+        ("cpu", {"of 10": "cpu", "of 11": "cpu"}, ["of 20", "of 12", "of 60"]),
+        ("cuda", {"of 10": "cuda", "of 11": "cuda", "of 20": "cpu", "of 12": "cpu"}, ["of 60"]),
+    ],
+)
+def test_outputs_are_copied_to_where_there_is_room_or_judged_at_once(
+    monkeypatch: pytest.MonkeyPatch, device: str, copied: dict[str, str], judged: list[str]
+) -> None:
+    at_once: list[str] = []
+    check: Any = SimpleNamespace(known=set(), copied={}, device=device, check=lambda leaves, name: at_once.append(name))
+    to: list[str] = []
     monkeypatch.setattr(proving, "COPIED_BYTES", 100)
-    for n in (10, 10, 20, 10):  # of 4 bytes each
-        leaves = {"output": torch.rand(n), "count": len(judged)}
-        proving.OutputCheck.check_later(check, leaves, f"of {n}")
-    assert judged == ["of 20", "of 10"]
-    assert [name for _, name in check.copied.values()] == ["of 10", "of 10"]
+    monkeypatch.setattr(proving, "COPIED_TO_HOST_BYTES", 300)
+    monkeypatch.setattr(proving, "_moved", lambda leaves, device, copy: (to.append(device), leaves)[1])
+    for n in (10, 11, 20, 12, 60):  # of 4 bytes each
+        proving.OutputCheck.check_later(check, {"output": torch.rand(n), "count": n}, f"of {n}")
+    assert at_once == judged
+    assert dict(zip((name for _, name in check.copied.values()), to, strict=True)) == copied
+
+
+def test_copied_outputs_are_judged_where_they_were_made(time: Time) -> None:
+    of, workload = pair(time), Workload("w", n=100)
+    bench = measuring.Bench(pair=of, workload=workload, device="cpu", home=None, seed=1, report=lambda phase: None)
+    check = bench.check()
+    made = check.produce(bench.sides["optimized"])
+    check.check_later(made, "optimized")
+    for leaf in made.values():
+        leaf.fill_(0)  # a later call may write into its outputs again
+    check.check_copied()
+    check.check_later(made, "optimized")
+    with pytest.raises(NotEquivalent, match="optimized"):
+        check.check_copied()
 
 
 def test_a_reference_whose_truth_took_long_is_called_once(long: Time, monkeypatch: pytest.MonkeyPatch) -> None:
