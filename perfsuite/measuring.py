@@ -346,9 +346,8 @@ class Session:
         self.clock = clock_for(bench.device)
         timed = {n: s for n, s in bench.sides.items() if not (n == REFERENCE and self.reference == 0)}
         slow_truth = self.proof is not None and self.proof.truth_s > SLOW_TRUTH_S
-        if REFERENCE in timed and (self.reference == 1 or slow_truth) and self._is_long():
-            del timed[REFERENCE]
-        live = {**timed, **{n: s for n, s in self.rivals.items() if n not in self.skipped}}
+        later = {REFERENCE} & set(timed) if self.reference == 1 or slow_truth else set()
+        live = {n: s for n, s in {**timed, **self.rivals}.items() if n not in self.skipped and n not in later}
         self.runners = {n: bench.runner(n, s) for n, s in live.items()}
         # The first ABBA round is timed with the inputs that this warm-up allocates, so its order is random.
         shuffled = dict(self.rng.sample(list(self.runners.items()), len(self.runners)))
@@ -358,18 +357,15 @@ class Session:
         for name in set(self.skipped) & set(self.runners):
             del self.runners[name]
         scrutiny.keeps_l2(bench.l2_bytes, f"{bench.pair.name}: the optimized side")
-        uncounted = {n: r for n, r in self.runners.items() if n not in self.counts}
-        if self.reference is not None and bench.workload.clock == "wall":
-            uncounted.pop(REFERENCE, None)
-        if uncounted:
-            with phases.time("counting"):
-                self.counts |= _counted(uncounted, self.clock, bench.report)
-        self.kind = _clock_kind(bench.pair, bench.workload, self.clock, self.counts, self.runners, self.skipped)
-        gated = {n: r for n, r in self.runners.items() if n in timed}
-        self.sampler = self._sampler(gated, sparse={REFERENCE: self.reference} if self.reference else None)
+        self._count()
         values = self._new_values_for(blocks) if self.new_values else None
         if self._waited(self.alone):
             self._call_long_again()
+        if later:
+            self._call_reference()
+        self.kind = _clock_kind(bench.pair, bench.workload, self.clock, self.counts, self.runners, self.skipped)
+        gated = {n: r for n, r in self.runners.items() if n in timed}
+        self.sampler = self._sampler(gated, sparse={REFERENCE: self.reference} if self.reference else None)
         with phases.time("timing"):
             self.sampler.plan(blocks)
             proven = self.proof is not None
@@ -427,14 +423,27 @@ class Session:
             self.skipped[runner.name] = unequal(error)
         self.first_s += perf_counter() - began
 
-    def _is_long(self) -> bool:
-        """Call the reference once; whether that took so long that it counts as its only sample."""
-        self._waited(self.alone)
-        with self.bench.phases.time("reference"):
-            call = _once(self.bench, self.clock, self.rng)
-        self._waited(self.beside)
-        self.long = call if call.seconds > LONG_S else None
-        return self.long is not None
+    def _count(self) -> None:
+        """Count syncs and launches of the sides whose counts are not known."""
+        uncounted = {n: r for n, r in self.runners.items() if n not in self.counts}
+        if self.reference is not None and self.bench.workload.clock == "wall":
+            uncounted.pop(REFERENCE, None)
+        if uncounted:
+            with self.bench.phases.time("counting"):
+                self.counts |= _counted(uncounted, self.clock, self.bench.report)
+
+    def _call_reference(self) -> None:
+        """Call the reference once. If that takes long, it is its only sample; if not, prepare it like the others."""
+        bench = self.bench
+        with bench.phases.time("reference"):
+            call = _once(bench, self.clock, self.rng)
+        if call.seconds > LONG_S:
+            self.long = call
+            return
+        self.runners[REFERENCE] = runner = bench.runner(REFERENCE, bench.sides[REFERENCE])
+        with bench.phases.time("warm-up"):
+            _warm_up({REFERENCE: runner}, bench, self.clock, self.rng)
+        self._count()
 
     def _waited(self, wait: Callable[[], bool]) -> bool:
         """Call `alone` or `beside` and note how long it waited; whether other processes use the device, too."""

@@ -22,6 +22,7 @@ COMPILER = ("torch._dynamo", "torch._inductor.compile_fx")
 COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 SERVER = {
     COMPILE_THREADS: "1",  # with more, importing Inductor starts threads, which a fork does not have
+    "OMP_WAIT_POLICY": "PASSIVE",  # the threads of processes that prove beside each other must not spin
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # to ask the CUDA runtime would initialise it, which a fork cannot use
 }
 """Environment variables of the server itself."""

@@ -103,6 +103,8 @@ class Task:
     changed: tuple[str, ...] = ()
     """The sources that differ from the accepted ones. Each must be one that only the optimized side runs, or the
     workload is proven whatever it launches."""
+    same_code: bool = False
+    """Whether the current side provably runs the accepted code, so that it need not be watched which tree each runs."""
     time_reference: bool = False
     """While proving, call the reference once and note how long that takes."""
     thorough: bool = True

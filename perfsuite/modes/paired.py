@@ -31,7 +31,7 @@ MOST_PROCESSES = 2 * gate.LOOKS[-1]
 AT_ONCE = 2
 """On a GPU, further processes are requested in pairs once two have not decided a workload. They prepare at the same
 time, which usually saves more than an unnecessary last process costs."""
-OUT_OF_MEMORY = "runs out of device memory"
+OUT_OF_MEMORY, RAISES = "runs out of device memory", "the accepted side raises"
 
 
 class Paired(Control):
@@ -54,6 +54,12 @@ class Paired(Control):
     def prove(self, ids: Collection[str]) -> list[str]:
         """Prove both sides of each on all cores, which compiles what they compile; the ids that go on."""
         self._prove(ids, ahead=list(ids))
+        # Of the accepted code nobody has watched whether it runs beside the current one.
+        raised = [i for i in self.same_code if i in self.failures and RAISES in self.failures[i].message]
+        self.same_code.difference_update(raised)
+        for id in raised:
+            del self.failures[id]
+        self._prove(raised)
         unloaded = [i for i in ids if i in self.proofs and self.proofs[i].unloaded]
         for id in unloaded:
             self.without_revision(id, self.proofs.pop(id).unloaded)
@@ -85,6 +91,7 @@ class Paired(Control):
             kind=PROVE,
             limit_s=self.items[id].pair.time_limit,
             accepted=self._tree(id),
+            same_code=id in self.same_code,
             reference=self.reference(id, first=True),
             slow=entry is not None and planning.is_slow(entry),
             time_reference=entry is not None

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from builders import MACHINE, entry, measurement
-from scratch import SMALL, Project, git, lines_with, times
+from scratch import SMALL, Failure, Project, git, lines_with, times
 
 from perfsuite import changed, digests
 from perfsuite.baseline import Entry
@@ -342,6 +342,17 @@ def test_a_whole_gate_measures_the_accepted_code_once(scale: Project) -> None:
     assert gated(0.0) == (0, Status.PASS, 1)
     scale.replace("fast.py", "3 * x", "x * 3")
     assert gated(0.0) == (0, Status.PASS, 2)
+
+
+def test_accepted_code_that_raises_beside_the_current_one_is_watched(scale: Project) -> None:
+    """It may register the same name twice. Another reason to fail is no reason to try again."""
+    for text, proofs in (("the accepted side raises RuntimeError: registered twice", 2), ("it hangs", 1)):
+        failures = [Failure(status=Status.UNMEASURED, message=text)]
+        measure = times(clock="device")
+        fake = scale.measured(lambda *given, f=failures, m=measure: f.pop() if f else m(*given))
+        done = scale.cli("gate")
+        assert [task.same_code for task in fake.tasks if task.kind == PROVE] == [True, False][:proofs]
+        assert (done.exit_code == 0) is (proofs == 2), done.output
 
 
 @pytest.mark.parametrize(

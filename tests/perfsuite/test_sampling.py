@@ -505,6 +505,46 @@ def test_a_side_of_seconds_that_was_warmed_up_beside_others_is_called_again(long
     assert "waiting" not in measure(pair(long)).phases
 
 
+@pytest.mark.parametrize(("seconds", "once"), [(2.0, True), (0.01, False)])
+def test_a_reference_that_may_take_long_is_called_when_all_else_is_ready(
+    long: Time, seconds: float, once: bool
+) -> None:
+    """The others that share the device wait once, not a second time while the other sides prepare."""
+    done: list[str] = []
+
+    def slow(x: torch.Tensor) -> torch.Tensor:
+        long.spend(seconds)
+        done.append("reference")
+        return torch.exp(x)
+
+    def fast(x: torch.Tensor) -> torch.Tensor:
+        long.spend(FAST_S)
+        done.append("optimized")
+        return torch.exp(x)
+
+    of, workload = pair(long, reference=slow, optimized=fast), Workload("w", n=REPLICAS_UP_TO + 1)
+    bench = measuring.Bench(pair=of, workload=workload, device="cpu", home=None, seed=1, report=lambda phase: None)
+    proof = measuring.prove(bench, "i")
+    done.clear()
+    made = measuring.measure(
+        of,
+        workload,
+        workload_id="i",
+        device="cpu",
+        proof=proof,
+        reference=1,
+        alone=lambda: (done.append("alone"), True)[1],
+        beside=lambda: (done.append("beside"), True)[1],
+    )
+    before, after = done[: done.index("alone")], done[done.index("alone") + 1 :]
+    assert set(before) == {"optimized"}
+    assert after[0] == "reference"
+    assert (done.count("reference") == 1) is once
+    assert (after.count("alone"), after.count("beside"), after[-1]) == (0, 1, "beside")
+    assert made.few == ("reference",)
+    assert made.sides["reference"].wall_s == pytest.approx(seconds)
+
+
 @pytest.mark.parametrize("right", [True, False])
 def test_outputs_that_are_not_those_proven_are_judged_when_all_is_timed(
     time: Time, right: bool, monkeypatch: pytest.MonkeyPatch
