@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from perfsuite.folders import SCRATCH, own_folder
+from perfsuite.second_import import ENVIRONMENTS, INSTALLED
 
 FOLDER = "bytecode"
 FORBIDDEN, PLACE = "PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX"
@@ -29,6 +30,7 @@ def keep(root: Path) -> Callable[[], None] | None:
         return None
     try:
         folder = str(own_folder(root / SCRATCH / FOLDER).resolve())
+        _forget_sources(Path(folder))
     except OSError:
         return None
     forbidden = os.environ.pop(FORBIDDEN, None)
@@ -46,9 +48,21 @@ def keep(root: Path) -> Callable[[], None] | None:
 
 def forget(folder: Path) -> None:
     """Remove the compiled copies of a folder's sources, where they do not lie in the folder itself."""
-    if sys.pycache_prefix:
-        copies = Path(sys.pycache_prefix, *folder.absolute().parts[1:])
-        shutil.rmtree(copies, ignore_errors=True)
+    for path in {folder.absolute(), folder.resolve()} if sys.pycache_prefix else ():
+        shutil.rmtree(Path(str(sys.pycache_prefix), *path.parts[1:]), ignore_errors=True)
+
+
+def _forget_sources(copies: Path) -> None:
+    """Remove all copies but those of Python's own modules and of installed packages, which only an installer changes.
+
+    Python knows a copy by its source's size and second of change, which a tool that sets times may leave as they were.
+    """
+    kept = [copies.joinpath(*path.parts[1:]) for path in ENVIRONMENTS]
+    for folder, _, files in os.walk(copies):
+        path = Path(folder)
+        if INSTALLED.isdisjoint(path.parts) and not any(k == path or k in path.parents for k in kept):
+            for name in files:
+                (path / name).unlink(missing_ok=True)
 
 
 def _torch_has_copies() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,9 @@ from perfsuite import digests, revision
 from perfsuite.baseline import Entry, short
 from perfsuite.records import Machine, Ran, Status, Verdict
 from perfsuite.report import units
+
+DOCUMENTS = (".md", ".rst", ".pyc", "~")
+"""Endings of files that no code reads when it runs."""
 
 
 @dataclass(slots=True)
@@ -32,7 +36,7 @@ def unchanged(entries: Mapping[str, Entry], top: Path, machine: Machine, added: 
     """Compare what each entry ran with what is here now."""
     found, present = Found(), _Present(top, added)
     for id, entry in entries.items():
-        difference = _elsewhere(entry, machine) or present.other_data(entry.ran) or present.added_since(entry)
+        difference = _elsewhere(entry, machine) or present.other_files(entry)
         sources = [] if difference else present.other_sources(entry)
         if difference or sources:
             found.changed[id] = difference or f"{', '.join(sources[:3])}{', …' * (len(sources) > 3)}"
@@ -57,9 +61,9 @@ def _other_code(entry: Entry, machine: Machine, present: _Present) -> str:
     before, now = (version.rpartition(".")[0] for version in (entry.sessions[-1].python, machine.python))
     if before != now:  # whose digests of sources differ
         return f"it was accepted with Python {before}, and this is {now}"
-    if reason := present.added_since(entry):
+    if reason := present.other_files(entry):
         return reason
-    what = present.other_data(entry.ran) or ", ".join(present.other_sources(entry)[:3])
+    what = ", ".join(present.other_sources(entry)[:3])
     return f"{what} changed since it was accepted at {short(entry.revision)}" if what else ""
 
 
@@ -141,9 +145,17 @@ class _Present:
         self.added = functools.cache(added)
         self.blobs = functools.cache(lambda accepted: revision.blobs(accepted, top))
         self.content = functools.cache(self._content)
+        self.beside = functools.cache(self._beside)
         self.imports = functools.cache(self._imports)
         self.digest_of_data = functools.cache(lambda path: digests.of_data(top / path))
         self.digest_of_source = functools.cache(lambda path: digests.of_file(top / path))
+
+    def other_files(self, entry: Entry) -> str:
+        """Which file that is no source of it differs, or may run now; empty where none does."""
+        what = self.other_data(entry.ran) or self.other_beside(entry)
+        if what:
+            return f"{what} changed since it was accepted at {short(entry.revision)}"
+        return self.added_since(entry)
 
     def other_data(self, ran: Ran | None) -> str:
         """A data file that differs; empty where none does."""
@@ -165,8 +177,29 @@ class _Present:
 
     def _is_committed(self, path: str, entry: Entry) -> bool:
         """Whether the file is, byte for byte, that of the accepted revision."""
-        blob, content = self.blobs(entry.revision).get(path) if entry.revision else None, self.content(path)
-        return blob is not None and content is not None and revision.is_blob(content, blob)
+        blob = self.blobs(entry.revision).get(path) if entry.revision else None
+        return blob is not None and self._is_blob(path, blob)
+
+    def _is_blob(self, path: str, blob: str) -> bool:
+        content = self.content(path)
+        return content is not None and revision.is_blob(content, blob)
+
+    def other_beside(self, entry: Entry) -> str:
+        """A file beside its sources, and no source, that differs: what it reads unseen may be there."""
+        folders = dict.fromkeys(Path(name).parent for name in entry.ran.sources) if entry.ran else ()
+        others = (p for folder in folders for p in self.beside(entry.revision, folder) if not p.endswith(".py"))
+        return next((f"{path} beside its sources" for path in others), "")
+
+    def _beside(self, accepted: str | None, folder: Path) -> list[str]:
+        """Files of a folder that are not as in the accepted revision, but for documents, also those that git ignores.
+
+        None of the top folder, which has files of every tool, and none where git does not know the revision.
+        """
+        blobs = self.blobs(accepted) if accepted and folder.parts else {}
+        names = os.listdir(self.top / folder) if blobs and (self.top / folder).is_dir() else []
+        paths = [str(folder / n) for n in sorted(names) if not n.startswith(".") and not n.endswith(DOCUMENTS)]
+        files = [p for p in paths if (self.top / p).is_file()]
+        return [p for p in files if p not in blobs or not (p.endswith(".py") or self._is_blob(p, blobs[p]))]
 
     def added_since(self, entry: Entry) -> str:
         """That a file came since it was accepted which would run now, or that this cannot be known."""
@@ -176,6 +209,7 @@ class _Present:
             return f"git does not know what was added since {since}"
         sources = [Path(name) for name in entry.ran.sources] if entry.ran else []
         folders = {folder for source in sources for folder in source.parents}
+        files = {*files, *(p for s in sources for p in self.beside(entry.revision, s.parent) if p.endswith(".py"))}
         # A source that imports a new module names it, or lies below it.
         new = {(path.parent if path.stem == "__init__" else path).stem for path in map(Path, files)}
         concerned = [

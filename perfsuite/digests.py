@@ -17,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from perfsuite.observed import Observed
 from perfsuite.records import Ran
 from perfsuite.second_import import HARNESS, is_first_party
 
@@ -24,14 +25,15 @@ LENGTH = 16
 """Hexadecimal digits kept of a digest: 64 bits."""
 LARGE_BYTES = 1 << 26
 """A larger data file is known by its size and time of change."""
-OPAQUE = frozenset({"h5py", "sqlite3", "tensorstore", "lmdb"})
+OPAQUE = frozenset({"h5py", "sqlite3", "tensorstore", "lmdb", "safetensors"})
 """Modules that read files without Python seeing it."""
 VARIABLES = ("CUBLAS", "CUDA_", "CUDNN", "KMP_", "MKL_", "NCCL", "NVIDIA_TF32", "OMP_", "PYTORCH", "TORCH", "TRITON")
 """Prefixes of environment variables that change how fast code is."""
 INCIDENTAL = ("CUDA_VISIBLE_DEVICES", "_CACHE_DIR", "PYTORCH_ALLOC_CONF")
 ENVIRONMENT = dict(os.environ)
 """As the run found it: torch and the code under test set variables of their own."""
-NOT_DATA = (".py", ".pyc", ".so", ".pth", ".toml", ".ini", ".cfg")
+UNSEEN_IMPORTS = frozenset({"__import__", "SourceFileLoader", "run_module", "run_path", "spec_from_file_location"})
+"""Ways to import a module that are not observed. Nor is any in a conftest.py, which pytest may import before."""
 
 
 def searched(paths: Iterable[str]) -> list[str]:
@@ -119,43 +121,23 @@ def _is_local(distribution: Any) -> bool:
 # --- what a workload ran --------------------------------------------------------------------------------------------
 
 
-class Opened:
-    """Data files that this process has opened for reading, noted from the time it is made."""
-
-    def __init__(self, top: Path) -> None:
-        self.top = top
-        self.paths: set[str] = set()
-        sys.addaudithook(self._note)
-
-    def _note(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if (
-            event == "open"
-            and isinstance(arguments[0], str)
-            and not str(arguments[1] or "r").startswith(("w", "a", "x"))
-        ):
-            self.paths.add(os.path.abspath(arguments[0]))
-
-    def data(self) -> list[Path]:
-        """Those that are data: below the repository, and no code."""
-        found = (Path(p) for p in sorted(self.paths) if not p.endswith(NOT_DATA))
-        return [p for p in found if is_first_party(p, self.top) and p.is_file()]
-
-
-def ran(
-    modules: Iterable[ModuleType], files: Collection[str], compiled: Collection[str], opened: Opened, top: Path
-) -> Ran:
+def ran(modules: Iterable[ModuleType], files: Collection[str], compiled: Collection[str], observed: Observed) -> Ran:
     """What a workload ran: the files that these modules and files import, and the data that was opened.
 
     The surroundings are for the parent to add, as the run found them.
     """
-    opaque = sorted(OPAQUE & {name.partition(".")[0] for name in compiled})
+    top, opaque = observed.top, sorted(OPAQUE & {name.partition(".")[0] for name in compiled})
     seeds = [Path(f) for m in modules if (f := getattr(m, "__file__", None))]
     seeds += [Path(f) for f in files if Path(f).is_absolute()]
-    sources = _closure([*seeds, *_conftests(seeds, top)], top)
+    sources = _closure([*seeds, *_conftests(seeds, top)], top, observed)
+    unseen = next(((p, name) for p in sorted(sources) if (name := _unseen_import(p))), None)
+    unknown = f"it reads files through {opaque[0]}" if opaque else ""
+    if unseen and not unknown:
+        unknown = f"{_relative(unseen[0], top)} imports modules through {unseen[1]}"
     return Ran(
-        sources={_relative(p, top): of_file(p) for p in sorted(sources)},
-        data={_relative(p, top): of_data(p) for p in opened.data() if p not in sources},
-        unknown=f"it reads files through {opaque[0]}" if opaque else "",
+        sources={name: of_file(p) for p in sorted(sources) for name in _names(p, top)},
+        data={_relative(p, top): of_data(p) for p in observed.data() if p not in sources},
+        unknown=unknown,
     )
 
 
@@ -176,8 +158,11 @@ def _conftests(seeds: Iterable[Path], top: Path) -> Iterator[Path]:
                 break
 
 
-def _closure(seeds: Iterable[Path], top: Path) -> set[Path]:
-    """First-party files that the seeds import, over any number of steps, and the packages that these lie in."""
+def _closure(seeds: Iterable[Path], top: Path, observed: Observed | None = None) -> set[Path]:
+    """First-party files that the seeds import, over any number of steps, and the packages that these lie in.
+
+    With `observed`, also what they import by name.
+    """
     by_file = {Path(f): m for m in list(sys.modules.values()) if isinstance(f := getattr(m, "__file__", None), str)}
     found: set[Path] = set()
     waiting = list(seeds)
@@ -189,7 +174,8 @@ def _closure(seeds: Iterable[Path], top: Path) -> set[Path]:
         waiting += [p for folder in path.parents if _is_own(p := folder / "__init__.py", top) and p.exists()]
         module = by_file.get(path)
         package = getattr(module, "__package__", None) or ""
-        for name in imported_by(path, package):
+        by_name = observed.imported_by(path) if observed else ()
+        for name in (*imported_by(path, package), *by_name):
             file = getattr(sys.modules.get(name), "__file__", None)
             if isinstance(file, str):
                 waiting.append(Path(file))
@@ -216,6 +202,24 @@ def imported_by(path: Path, package: str) -> Iterator[str]:
                 base = ".".join([*parts, *([node.module] if node.module else [])])
             yield base
             yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def _unseen_import(path: Path) -> str:
+    """How a source imports modules unseen, if it does; else empty."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return ""
+    unseen = UNSEEN_IMPORTS | ({"import_module"} if path.name == "conftest.py" else set())
+    used = (getattr(node, "id", None) or getattr(node, "attr", None) for node in ast.walk(tree))
+    return next((name for name in used if name in unseen), "")
+
+
+def _names(path: Path, top: Path) -> list[str]:
+    """The file's path relative to the repository; of a link, that of the file that it leads to, too."""
+    real = _relative(path, top)
+    link = path.relative_to(top).as_posix() if top in path.parents else real
+    return list(dict.fromkeys((link, real)))
 
 
 def _relative(path: Path, top: Path) -> str:

@@ -38,7 +38,8 @@ SANITIZER_LOG = "PERFSUITE_SANITIZER_LOG"
 CONTROL = pytest.StashKey["Control"]()
 SANITIZED = pytest.StashKey[Any]()
 
-if JOB in os.environ:  # before anything else: an orphan would disturb the next measurement
+WORKER = JOB in os.environ  # which is taken out of it before any code under test is imported
+if WORKER:  # before anything else: an orphan would disturb the next measurement
     from perfsuite.orphans import die_with_parent
 
     die_with_parent()
@@ -106,6 +107,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> Generator[None
 
         if preload.is_useful():
             preload.server()  # it takes as long to import torch as this process takes to collect the items
+            early_config.add_cleanup(preload.close)
     try:
         return (yield)
     except (SystemExit, pytest.exit.Exception) as error:
@@ -141,7 +143,7 @@ def pytest_cmdline_main_concluded(config: pytest.Config) -> Generator[None, int 
     from perfsuite.conclusion import AWAITED
 
     code = yield
-    if JOB in os.environ:
+    if WORKER:
         # Its results are written. To end Python, torch and the compiler takes up to 7 s, for which the run would wait.
         sys.stdout.flush()
         sys.stderr.flush()

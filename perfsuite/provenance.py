@@ -19,13 +19,12 @@ import torch
 
 from perfsuite import execution
 from perfsuite import inputs as make
+from perfsuite.observed import SOURCE_FOLDERS
 from perfsuite.pair import Pair, Side
 from perfsuite.records import Case
 from perfsuite.revision import Tree
 from perfsuite.second_import import HARNESS, INSTALLED, TREE, is_first_party, missing
 
-SOURCE_FOLDERS = ("", "src", "python", "lib")
-"""Where repositories keep their packages, relative to the top folder."""
 OPERATORS = "torch/_ops.py"
 
 

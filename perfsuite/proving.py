@@ -59,8 +59,8 @@ class OutputCheck:
         self.known = set(known)
         self.seconds = 0.0
         """What it took to establish the truth."""
-        self.copied: dict[str, tuple[Leaves, str]] = {}
-        """Digest → copies of outputs that are still to be judged, and whose they are."""
+        self.copied: dict[str, tuple[Leaves, dict[str, torch.device], str]] = {}
+        """Digest → copies of outputs that are still to be judged, their devices, and whose they are."""
 
     @functools.cached_property
     def truth(self) -> equivalence.Truth:
@@ -92,18 +92,19 @@ class OutputCheck:
         key = digest(leaves)
         if key in self.known or key in self.copied:
             return
-        held = make.bytes_in([leaves, *(copies for copies, _ in self.copied.values())])
+        held = make.bytes_in([leaves, *(copies for copies, _, _ in self.copied.values())])
         if held > (COPIED_BYTES if self.device == "cpu" else COPIED_TO_HOST_BYTES):
             self.check(leaves, name)
             return
-        to = "cpu" if held > COPIED_BYTES else self.device
-        self.copied[key] = _moved(leaves, to, copy=True), name
+        devices = {n: leaf.device for n, leaf in leaves.items() if isinstance(leaf, torch.Tensor)}
+        to = devices if held <= COPIED_BYTES else dict.fromkeys(devices, torch.device("cpu"))
+        self.copied[key] = _moved(leaves, to, copy=True), devices, name
 
     def check_copied(self) -> None:
         """NotEquivalent where outputs that `check_later` has copied are wrong."""
         while self.copied:
-            key, (copies, name) = self.copied.popitem()
-            produced = _moved(copies, self.device)
+            key, (copies, devices, name) = self.copied.popitem()
+            produced = _moved(copies, devices)
             equivalence.judge(self.pair, self.truth, produced, name=name, strict_strides=False)
             self.known.add(key)
 
@@ -122,9 +123,13 @@ class OutputCheck:
         """What the side makes of the draw, in a call of its own."""
         return equivalence.produce(self.pair, side, self.case, self.device, gradients=self.gradients, home=self.home)
 
-    def same(self, side: Side, trusted: Side) -> bool:
-        """Whether a side gives what a trusted one gives, bit for bit; then it is known."""
-        keys = [(digest(p), self._key(p)) for p in map(self.produce, (trusted, side))]
+    def same(self, sides: Mapping[str, Side], report: Callable[[str], None]) -> bool:
+        """Whether two sides give the same, bit for bit, the first of which is trusted; then it is known."""
+        keys = []
+        for name, side in sides.items():
+            report(name)
+            produced = self.produce(side)
+            keys.append((digest(produced), self._key(produced)))
         if keys[0] != keys[1]:
             return False
         self.known.add(keys[0][1])
@@ -177,8 +182,8 @@ def unequal(error: NotEquivalent) -> str:
     return f"not equal, so not timed: {error}"
 
 
-def _moved(leaves: Leaves, device: str, *, copy: bool = False) -> Leaves:
-    return {n: leaf.to(device, copy=copy) if isinstance(leaf, torch.Tensor) else leaf for n, leaf in leaves.items()}
+def _moved(leaves: Leaves, devices: Mapping[str, torch.device], *, copy: bool = False) -> Leaves:
+    return {n: leaf.to(devices[n], copy=copy) if isinstance(leaf, torch.Tensor) else leaf for n, leaf in leaves.items()}
 
 
 def digest(leaves: Leaves) -> str:

@@ -7,24 +7,25 @@ import gc
 import secrets
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import pytest
 
 from perfsuite import preload, revision
-from perfsuite.digests import Opened
 from perfsuite.errors import NoisyError, PerfsuiteError, RevisionError, TamperedError
+from perfsuite.observed import Observed
 from perfsuite.pair import Pair, Side, as_side
 from perfsuite.records import Measurement, Proof, Ran, Status
 from perfsuite.sharing import Gpu
 from perfsuite.speed import SpeedItem
 from perfsuite.workers import ITEMS, PROVE, WAITS, Failure, Journal, Outcome, Reported, Task
 
-OPENED = pytest.StashKey[Opened]()
-"""The data files that a worker has opened, from before its test modules were imported."""
+OBSERVED = pytest.StashKey[Observed]()
+"""What a worker has opened and imported by name, from before its test modules were imported."""
 
 
 def get_ready() -> None:
@@ -180,6 +181,8 @@ class _Workload:
         from perfsuite import measuring
         from perfsuite.sampling import REFERENCE
 
+        if self.task.note_ran:
+            self.item.config.stash[OBSERVED].begin()
         if self.task.launched and (traced := self._traced()):
             return traced
         task, seed, phases = self.task, secrets.randbits(31), measuring.Phases()
@@ -203,14 +206,26 @@ class _Workload:
         )
         with phases.time("digests"):
             ran = self._ran(bench) if task.note_ran else None
+            if task.same_code and not self._loaded(task.same_code) and (problem := self._shared(bench)):
+                return Proof(id=self.item.nodeid, seed=seed, unloaded=problem, seconds=perf_counter() - began)
         return replace(proof, ran=ran, phases=dict(phases.seconds), seconds=perf_counter() - began)
+
+    def _loaded(self, sources: Collection[str]) -> bool:
+        """Whether the loaded modules are these of the work tree, and no installed copies of them."""
+        top = revision.top_or(self.item.config.rootpath)
+        loaded = {
+            Path(f).resolve() for m in list(sys.modules.values()) if isinstance(f := getattr(m, "__file__", None), str)
+        }
+        # Of several conftests, modules of one name, the last one alone is found.
+        wanted = (top / name for name in sources if Path(name).name != "conftest.py")
+        return all(path.resolve() in loaded for path in wanted)
 
     def _ran(self, bench: Any) -> Ran:
         """Everything that the optimized side runs."""
         from perfsuite import digests, measuring, provenance
         from perfsuite.sampling import OPTIMIZED
 
-        opened = self.item.config.stash[OPENED]
+        observed = self.item.config.stash[OBSERVED]
         self.report(OPTIMIZED)
         side = as_side(bench.pair.optimized)
         executed = provenance.run(
@@ -218,8 +233,8 @@ class _Workload:
         )
         module = self.item.getparent(pytest.Module)
         assert module is not None
-        ran = digests.ran([module.obj], executed.files, executed.compiled, opened, opened.top)
-        launched, untraced = measuring.launched(bench, opened.top)
+        ran = digests.ran([module.obj], executed.files, executed.compiled, observed)
+        launched, untraced = measuring.launched(bench, observed.top)
         return replace(ran, launched=launched, untraced=untraced)
 
     def _traced(self) -> Proof | None:

@@ -103,8 +103,9 @@ class Task:
     changed: tuple[str, ...] = ()
     """The sources that differ from the accepted ones. Each must be one that only the optimized side runs, or the
     workload is proven whatever it launches."""
-    same_code: bool = False
-    """Whether the current side provably runs the accepted code, so that it need not be watched which tree each runs."""
+    same_code: tuple[str, ...] = ()
+    """Where the current code is the accepted one, its sources: if they are the modules that are loaded, it need not be
+    watched which tree each side runs."""
     time_reference: bool = False
     """While proving, call the reference once and note how long that takes."""
     thorough: bool = True
@@ -231,10 +232,9 @@ class Workers:
                 running[number] = self._next(number, lane, left, working)
 
     def close(self) -> None:
-        """End the processes that wait for tasks, and the server of the forked lanes."""
+        """End the processes that wait for tasks."""
         while self._waiting:
             self._waiting.pop().end()
-        preload.close()
 
     def _started_ahead(self, lane: Lane, ids: Collection[str]) -> list[_Process]:
         """The processes that were started ahead for this lane and have collected these items."""
@@ -448,9 +448,10 @@ class _Process:
     def _stop(self, message: str, left: deque[Task], status: Status = Status.UNMEASURED) -> tuple[str, Failure]:
         """The task that it is at fails, or the next one where it never began any; the log is evidence."""
         self.end(".log")
-        failed, self.task = self.task or next(filter(self._is_for, left)), None
-        if failed in left:
-            left.remove(failed)
+        if self.task is None:
+            self.task = next(filter(self._is_for, left))
+            left.remove(self.task)
+        failed, self.task = self.task, None
         return failed.id, Failure(status=status, message=message)
 
     def interrupt(self) -> None:

@@ -91,7 +91,7 @@ class Paired(Control):
             kind=PROVE,
             limit_s=self.items[id].pair.time_limit,
             accepted=self._tree(id),
-            same_code=id in self.same_code,
+            same_code=tuple(entry.ran.sources) if id in self.same_code and entry and entry.ran else (),
             reference=self.reference(id, first=True),
             slow=entry is not None and planning.is_slow(entry),
             time_reference=entry is not None
@@ -121,7 +121,7 @@ class Paired(Control):
 
     def decide(self, ids: Collection[str]) -> dict[str, Verdict]:
         """Time them process by process until the rule has decided each."""
-        sample = self._sample([i for i in ids if i not in self.same_code])
+        sample = self._sample(ids)
         left = dict.fromkeys(ids, Open(processes=1, reason="nothing was measured"))
         verdicts: dict[str, Verdict] = {}
         opened: dict[str, Open] = {}
@@ -211,10 +211,23 @@ class Paired(Control):
         return lanes.for_timing(self.machine, self.workers.folder, beside)
 
     def _sample(self, ids: Collection[str]) -> set[str]:
-        """Drawn at random, from the half of the workloads that take least where they are many."""
-        size = sample_size(len(ids))
+        """Drawn at random from the workloads whose code differs.
+
+        If these are too few to show how noisy this run is, workloads with the accepted code join them, as if theirs
+        differed.
+        """
+        others = [i for i in ids if i not in self.same_code]
+        sample = self._drawn(others, sample_size(len(others)))
+        if not others:
+            return sample
+        same = self._drawn(self.same_code, INFLATION_WORKLOADS - len(sample))
+        self.same_code -= same
+        return sample | same
+
+    def _drawn(self, ids: Collection[str], size: int) -> set[str]:
+        """So many of them at random, or all; from the half that take least where they are many."""
         cheap = sorted(ids, key=lambda i: self.expected_s(Task(id=i)))[: max(size, math.ceil(len(ids) / 2))]
-        return set(random.SystemRandom().sample(cheap, size))
+        return set(random.SystemRandom().sample(cheap, max(0, min(size, len(cheap)))))
 
     def _time_task(self, id: str) -> Task:
         return Task(
@@ -287,10 +300,9 @@ class Whole(Paired, ABC):
 
 
 def sample_size(workloads: int) -> int:
-    """How many of so many workloads always run a second process. A factor for the run needs INFLATION_WORKLOADS; fewer
-    workloads can only show their own noise."""
-    share = math.ceil(workloads / SAMPLE_SHARE)
-    return share if workloads < INFLATION_WORKLOADS else max(share, INFLATION_WORKLOADS)
+    """How many of so many workloads always run a second process: a quarter, and as many as a factor for the run needs;
+    fewer can only show their own noise."""
+    return max(math.ceil(workloads / SAMPLE_SHARE), min(workloads, INFLATION_WORKLOADS))
 
 
 def _round(verdicts: Iterable[Verdict], opened: Mapping[str, Open]) -> str:

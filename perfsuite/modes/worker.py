@@ -8,9 +8,9 @@ import pytest
 
 from perfsuite import preload, revision
 from perfsuite.control import Control
-from perfsuite.digests import Opened
+from perfsuite.observed import Observed
 from perfsuite.sharing import Gpu
-from perfsuite.worker import OPENED
+from perfsuite.worker import OBSERVED
 from perfsuite.workers import WAITS, Job, Journal
 
 
@@ -28,7 +28,8 @@ class Worker(Control):
             self.gpu.prepare()
             self.journal.phase("", "start")
         if job.note_ran:
-            config.stash[OPENED] = Opened(revision.top_or(self.root))
+            ini = {config.inipath} if config.inipath else set()
+            config.stash[OBSERVED] = Observed(revision.top_or(self.root), ini)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> object:

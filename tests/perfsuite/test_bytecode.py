@@ -50,6 +50,30 @@ def test_processes_keep_copies_in_a_folder_that_git_ignores(forbidden: None, tmp
     assert settings() == before
 
 
+def test_copies_of_an_earlier_run_are_of_installed_packages_alone(forbidden: None, tmp_path: Path) -> None:
+    """A tool that sets times may leave a changed source with the size and time that its copy knows it by."""
+    (tmp_path / "lib/site-packages").mkdir(parents=True)
+    for folder in ("", "lib/site-packages"):
+        (tmp_path / folder / "tile.py").write_text("size = 64\n")
+
+    def sizes() -> list[str]:
+        undo = bytecode.keep(tmp_path)
+        assert undo is not None
+        code = "import sys; sys.path.insert(0, sys.argv[1]); import tile; print(tile.size)"
+        found = []
+        for folder in ("", "lib/site-packages"):
+            os.utime(tmp_path / folder / "tile.py", (1e9, 1e9))
+            command = [sys.executable, "-c", code, str(tmp_path / folder)]
+            found.append(subprocess.run(command, cwd="/", check=True, capture_output=True, text=True).stdout.strip())
+        undo()
+        return found
+
+    assert sizes() == ["64", "64"]
+    for folder in ("", "lib/site-packages"):
+        (tmp_path / folder / "tile.py").write_text("size = 32\n")
+    assert sizes() == ["32", "64"]
+
+
 def test_nothing_changes_where_there_is_no_need(
     forbidden: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,7 @@ from builders import MACHINE, entry, measurement
 from scratch import SMALL, Failure, Project, git, lines_with, times
 
 from perfsuite import changed, digests
-from perfsuite.baseline import Entry
+from perfsuite.baseline import Entry, short
 from perfsuite.records import Machine, Ran, Status
 from perfsuite.workers import PROVE, TIME
 
@@ -95,7 +95,10 @@ def test_other_data_is_measured(top: Path) -> None:
     made = accepted(top)
     (top / "tokens.bin").write_bytes(b"4321")
     result = found(made, top)
-    assert (result.changed, result.sources) == ({made.id: "data file tokens.bin"}, {})
+    assert (result.changed, result.sources) == (
+        {made.id: f"data file tokens.bin changed since it was accepted at {short(made.revision)}"},
+        {},
+    )
 
 
 @pytest.mark.parametrize("name", ["driver", "cuda", "torch", "triton", "python"])
@@ -351,7 +354,7 @@ def test_accepted_code_that_raises_beside_the_current_one_is_watched(scale: Proj
         measure = times(clock="device")
         fake = scale.measured(lambda *given, f=failures, m=measure: f.pop() if f else m(*given))
         done = scale.cli("gate")
-        assert [task.same_code for task in fake.tasks if task.kind == PROVE] == [True, False][:proofs]
+        assert [bool(task.same_code) for task in fake.tasks if task.kind == PROVE] == [True, False][:proofs]
         assert (done.exit_code == 0) is (proofs == 2), done.output
 
 

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from perfsuite import digests
+from perfsuite import digests, observed
 
 SOURCE = '''
 """What it does."""
@@ -177,8 +177,9 @@ def module(name: str) -> ModuleType:
 
 
 def ran(tree: Path, *names: str, files: tuple[str, ...] = (), compiled: tuple[str, ...] = ()) -> digests.Ran:
-    opened = digests.Opened(tree)
-    return digests.ran([module(n) for n in names], files, compiled, opened, tree)
+    seen = observed.Observed(tree)
+    seen.close()
+    return digests.ran([module(n) for n in names], files, compiled, seen)
 
 
 def test_all_that_is_imported_counts_also_inside_functions(tree: Path) -> None:
@@ -202,18 +203,83 @@ def test_modules_that_read_files_unseen_make_it_unknown(tree: Path) -> None:
     assert ran(tree, "fast", compiled=("torch._C",)).unknown == ""
 
 
-def test_data_files_of_the_repository_are_noted_as_they_are_opened(tree: Path) -> None:
-    opened = digests.Opened(tree)
-    for name in ("tokens.bin", "weights.pt", "code.py", ".hidden/x", "written"):
+@pytest.fixture
+def seen(tree: Path) -> Iterator[observed.Observed]:
+    made = observed.Observed(tree, {tree / "pytest.ini"})
+    yield made
+    made.close()
+
+
+def test_data_files_of_the_repository_are_noted_as_they_are_opened(tree: Path, seen: observed.Observed) -> None:
+    names = ("tokens.bin", "weights.pt", "code.py", ".hidden/x", "written", "tiles.toml", "pytest.ini", "tox.ini")
+    for name in names:
         (tree / name).parent.mkdir(exist_ok=True)
         (tree / name).write_text("1")
-    for name in ("tokens.bin", "code.py", ".hidden/x"):
+    for name in ("tokens.bin", "code.py", ".hidden/x", "tiles.toml", "pytest.ini", "tox.ini"):
         (tree / name).read_text()
     with open(tree / "weights.pt", "r+b"), open(tree / "written", "w"):
         pass
-    assert [p.name for p in opened.data()] == ["tokens.bin", "weights.pt"]
-    found = digests.ran([module("fast")], (), (), opened, tree)
-    assert found.data == {n: digests.of_data(tree / n) for n in ("tokens.bin", "weights.pt")}
+    with pytest.raises(FileNotFoundError):
+        (tree / "tuned.json").read_text()
+    found = digests.ran([module("fast")], (), (), seen)
+    data = ("tiles.toml", "tokens.bin", "tox.ini", "tuned.json", "weights.pt")
+    assert found.data == {n: digests.of_data(tree / n) for n in data}
+    assert list(found.data) == sorted(found.data)
+    assert found.data["tuned.json"] == ""
+
+
+def test_headers_of_an_opened_source_are_data(tree: Path, seen: observed.Observed) -> None:
+    (tree / "csrc").mkdir()
+    (tree / "csrc/kernel.cu").write_text('#include <cuda.h>\n #include "tiles.h"\n#include "../gone.h"\n')
+    (tree / "csrc/tiles.h").write_text('#include "more.h"\n')
+    (tree / "csrc/more.h").write_text('#include "tiles.h"\n')
+    (tree / "csrc/kernel.cu").read_text()
+    assert [str(p.relative_to(tree)) for p in seen.data()] == [
+        "csrc/kernel.cu", "csrc/more.h", "csrc/tiles.h", "gone.h"
+    ]  # fmt: skip
+
+
+def test_what_a_source_imports_by_name_counts(tree: Path, seen: observed.Observed) -> None:
+    (tree / "lib_of_test/registry.py").write_text(
+        "from importlib import import_module\n"
+        "import_module('.shapes', __package__)\n"
+        "def load(name): return import_module(name)\n"
+    )
+    registry = importlib.import_module("lib_of_test.registry")
+    seen.begin()
+    registry.load("lib_of_test.slow")
+    seen.begin()
+    registry.load("lib_of_test.other")
+    with pytest.raises(ImportError):
+        registry.load("lib_of_test.no_such_module")
+    with pytest.raises(TypeError):
+        registry.load(".relative")
+    names = {Path(name).name for name in digests.ran([registry], (), (), seen).sources}
+    # `shapes` by the import of the module; `slow` was another workload's.
+    assert {"registry.py", "shapes.py", "other.py", "fast.py"} <= names
+    assert "slow.py" not in names
+    seen.close()
+    assert importlib.import_module.__module__ == "importlib"
+
+
+@pytest.mark.parametrize("text", ["__import__('x')", "import runpy\nrunpy.run_path('x')", "import_module('x')"])
+def test_imports_that_are_not_seen_make_it_unknown(tree: Path, seen: observed.Observed, text: str) -> None:
+    name = "conftest.py" if text.startswith("import_module") else "lib_of_test/common.py"
+    (tree / name).write_text(f"def f():\n    {text.replace(chr(10), chr(10) + '    ')}\n")
+    unknown = digests.ran([module("fast")], (), (), seen).unknown
+    assert unknown == f"{name} imports modules through {text.split('(')[0].rpartition('.')[2]}"
+
+
+def test_a_link_to_another_source_is_a_change(tree: Path) -> None:
+    for number in (1, 2):
+        (tree / f"lib_of_test/v{number}.py").write_text(f"x = {number}\n")
+    (tree / "lib_of_test/kernel.py").symlink_to("v1.py")
+    sys.modules["lib_of_test.kernel"] = importlib.import_module("lib_of_test.kernel")
+    before = ran(tree, "kernel").sources
+    assert {"lib_of_test/kernel.py", "lib_of_test/v1.py"} <= set(before)
+    (tree / "lib_of_test/kernel.py").unlink()
+    (tree / "lib_of_test/kernel.py").symlink_to("v2.py")
+    assert digests.of_file(tree / "lib_of_test/kernel.py") != before["lib_of_test/kernel.py"]
 
 
 def test_only_what_the_others_do_not_import(tree: Path) -> None:

@@ -90,8 +90,10 @@ def test_the_server_starts_before_anything_is_collected(
     seen: list[object] = []
     monkeypatch.setattr(preload, "is_useful", lambda: True)
     monkeypatch.setattr(preload, "server", lambda: seen.append(1))
+    monkeypatch.setattr(preload, "close", lambda: seen.append(-1))
     assert project.cli(*arguments).exit_code != 0
-    assert len(seen) == started
+    assert seen.count(1) == started
+    assert seen == [1, -1] * started
 
 
 def test_a_workload_is_proven_in_a_fork_of_the_server(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +107,7 @@ def test_a_workload_is_proven_in_a_fork_of_the_server(project: Project, monkeypa
         ((id, outcome),) = list(made.run([task], chosen))
     finally:
         made.close()
+        preload.close()
     assert id == SMALL
     assert isinstance(outcome, Proof), outcome
     assert "forks.serve" in (project.path / "parent.txt").read_text()
-    assert not preload._servers

@@ -606,8 +606,8 @@ def test_new_values_are_drawn_before_it_waits_to_time(
 @pytest.mark.parametrize(
     ("device", "copied", "judged"),
     [
-        ("cpu", {"of 10": "cpu", "of 11": "cpu"}, ["of 20", "of 12", "of 60"]),
-        ("cuda", {"of 10": "cuda", "of 11": "cuda", "of 20": "cpu", "of 12": "cpu"}, ["of 60"]),
+        ("cpu", {"of 10": "meta", "of 11": "meta"}, ["of 20", "of 12", "of 60"]),
+        ("cuda", {"of 10": "meta", "of 11": "meta", "of 20": "cpu", "of 12": "cpu"}, ["of 60"]),
     ],
 )
 def test_outputs_are_copied_to_where_there_is_room_or_judged_at_once(
@@ -615,14 +615,18 @@ def test_outputs_are_copied_to_where_there_is_room_or_judged_at_once(
 ) -> None:
     at_once: list[str] = []
     check: Any = SimpleNamespace(known=set(), copied={}, device=device, check=lambda leaves, name: at_once.append(name))
-    to: list[str] = []
+    to: list[dict[str, torch.device]] = []
     monkeypatch.setattr(proving, "COPIED_BYTES", 100)
     monkeypatch.setattr(proving, "COPIED_TO_HOST_BYTES", 300)
-    monkeypatch.setattr(proving, "_moved", lambda leaves, device, copy: (to.append(device), leaves)[1])
+    monkeypatch.setattr(proving, "_moved", lambda leaves, devices, copy: (to.append(devices), leaves)[1])
+    monkeypatch.setattr(proving, "digest", lambda leaves: str(leaves["count"]))
     for n in (10, 11, 20, 12, 60):  # of 4 bytes each
-        proving.OutputCheck.check_later(check, {"output": torch.rand(n), "count": n}, f"of {n}")
+        # On a device that is not the workload's: an output may lie on the host, or on a second GPU.
+        proving.OutputCheck.check_later(check, {"output": torch.rand(n, device="meta"), "count": n}, f"of {n}")
     assert at_once == judged
-    assert dict(zip((name for _, name in check.copied.values()), to, strict=True)) == copied
+    assert [name for _, _, name in check.copied.values()] == list(copied)
+    assert [str(devices["output"]) for devices in to] == list(copied.values())
+    assert {str(devices["output"]) for _, devices, _ in check.copied.values()} == {"meta"}
 
 
 def test_copied_outputs_are_judged_where_they_were_made(time: Time) -> None:

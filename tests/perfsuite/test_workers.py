@@ -19,7 +19,7 @@ import pytest
 from scale import FULLY
 from scratch import TWO_LINES, Failure, Project, lines_with, real_workers, runs, wait_for
 
-from perfsuite import workers
+from perfsuite import preload, workers
 from perfsuite.errors import PerfsuiteError
 from perfsuite.records import Measurement, Status
 from perfsuite.revision import Tree
@@ -698,3 +698,40 @@ def test_an_item_is_run_as_pytest_runs_it(project: Project, monkeypatch: pytest.
         "test_warns": ["passed", "failed", "passed"],
     }
     assert not list((project.path / ".perfsuite/workers").iterdir())
+
+
+@pytest.mark.parametrize("forked", [False, True])
+def test_a_worker_exits_when_pytest_has_ended(project: Project, forked: bool) -> None:
+    """Fixtures are torn down; what waits for the interpreter's own end does not run, and what was started is ended."""
+    text = """
+        import atexit
+        import pathlib
+        import subprocess
+        import sys
+
+        import pytest
+
+        atexit.register(lambda: pathlib.Path("at-exit").touch())
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        pathlib.Path("child").write_text(str(child.pid))
+
+
+        @pytest.fixture(scope="session")
+        def opened():
+            yield
+            pathlib.Path("torn-down").touch()
+
+
+        @pytest.mark.correctness
+        def test_passes(opened):
+            pass
+    """
+    project.write("test_items.py", text)
+    made = real_workers(project.path)
+    ((_, outcome),) = made.run([Task(id="test_items.py::test_passes", kind=ITEMS)], [Lane(forked=forked)])
+    made.close()
+    preload.close()
+    assert isinstance(outcome, Reported), outcome
+    assert (project.path / "torn-down").exists()
+    assert not (project.path / "at-exit").exists()
+    wait_for(lambda: not runs(int((project.path / "child").read_text())))

@@ -1,0 +1,107 @@
+"""What a process opens, and which modules it imports by name, for the digests of what a workload ran."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import re
+import sys
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from perfsuite.second_import import is_first_party
+
+SOURCE_FOLDERS = ("", "src", "python", "lib")
+"""Where repositories keep their packages, relative to the top folder."""
+NOT_DATA = (".py", ".pyc", ".so", ".pth")
+INCLUDING = (".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp")
+"""Sources of extensions, whose headers only a compiler opens."""
+INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
+
+
+class Observed:
+    """Notes files that are opened for reading and calls of `importlib.import_module`, from the time it is made.
+
+    `ignored` are files that are no data of any workload, such as pytest's own configuration.
+    """
+
+    def __init__(self, top: Path, ignored: Collection[Path] = ()) -> None:
+        self.top, self.ignored = top, frozenset(ignored)
+        self.paths: set[str] = set()
+        self.imports: list[tuple[str, str]] = []
+        """(file of the caller, module) for each call."""
+        self.absent: set[str] = set()
+        """Modules that were imported by name and not found."""
+        self._collected: int | None = None
+        self._begun = 0
+        sys.addaudithook(self._opened)
+        self._import_module = importlib.import_module
+        importlib.import_module = self._noted(self._import_module)
+
+    def close(self) -> None:
+        """Note no further imports. What an audit hook notes cannot be stopped."""
+        importlib.import_module = self._import_module
+
+    def begin(self) -> None:
+        """A workload's turn: what others have imported by name since the test modules were imported is not its own."""
+        self._begun = len(self.imports)
+        if self._collected is None:
+            self._collected = self._begun
+
+    def _opened(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if (
+            event == "open"
+            and isinstance(arguments[0], str)
+            and not str(arguments[1] or "r").startswith(("w", "a", "x"))
+        ):
+            self.paths.add(os.path.abspath(arguments[0]))
+
+    def _noted(self, original: Callable[..., ModuleType]) -> Callable[..., ModuleType]:
+        @functools.wraps(original)
+        def import_module(name: str, package: str | None = None) -> ModuleType:
+            try:
+                module = original(name, package)
+            except ModuleNotFoundError as error:
+                self.absent.add(str(error.name))
+                raise
+            self.imports.append((sys._getframe(1).f_code.co_filename, module.__name__))
+            return module
+
+        return import_module
+
+    def imported_by(self, file: Path) -> set[str]:
+        """The modules that the code of a file has imported by name."""
+        own = [*self.imports[: self._collected], *self.imports[self._begun :]]
+        return {name for caller, name in own if caller == str(file)}
+
+    def data(self) -> list[Path]:
+        """The files that are data, below the repository. One that was looked for and not found may come later."""
+        found = [p for p in map(Path, sorted(self.paths)) if self._is_data(p)]
+        for path in found:
+            found += [p for p in _included(path) if p not in found and self._is_data(p)]
+        return sorted([*found, *self._absent_modules()])
+
+    def _absent_modules(self) -> Iterator[Path]:
+        for name in self.absent:
+            for folder in SOURCE_FOLDERS:
+                yield self.top / folder / f"{name.replace('.', '/')}.py"
+                yield self.top / folder / name.replace(".", "/") / "__init__.py"
+
+    def _is_data(self, path: Path) -> bool:
+        if path.name.endswith(NOT_DATA) or path in self.ignored or path.is_dir():
+            return False
+        return is_first_party(path, self.top)
+
+
+def _included(path: Path) -> Iterator[Path]:
+    """The headers that a C++ or CUDA source includes by a path that is relative to it."""
+    if path.suffix not in INCLUDING:
+        return
+    try:
+        text = path.read_text(errors="replace")
+    except OSError:
+        return
+    yield from (Path(os.path.normpath(path.parent / name)) for name in INCLUDE.findall(text))
