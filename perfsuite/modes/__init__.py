@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from importlib import import_module
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,6 @@ def control_for(config: pytest.Config) -> Control:
         # Ours replaces pytest-benchmark's comparison, which never fails by itself.
         option.benchmark_compare = None
     module, _, name = MODES[mode].partition(":")
-    made: Any = getattr(import_module(f"perfsuite.modes.{module}"), name)
+    made: Any = getattr(importlib.import_module(f"perfsuite.modes.{module}"), name)
     control: Control = made(config)
     return control
