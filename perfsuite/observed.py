@@ -34,7 +34,7 @@ class Observed:
         self.imports: list[tuple[str, str]] = []
         """(file of the caller, module) for each call."""
         self.absent: set[str] = set()
-        """Modules that were imported by name and not found."""
+        """Modules that the repository's code imported by name and did not find."""
         self._collected: int | None = None
         self._begun = 0
         sys.addaudithook(self._opened)
@@ -62,12 +62,14 @@ class Observed:
     def _noted(self, original: Callable[..., ModuleType]) -> Callable[..., ModuleType]:
         @functools.wraps(original)
         def import_module(name: str, package: str | None = None) -> ModuleType:
+            caller = sys._getframe(1).f_code.co_filename
             try:
                 module = original(name, package)
             except ModuleNotFoundError as error:
-                self.absent.add(str(error.name))
+                if is_first_party(Path(caller), self.top):
+                    self.absent.add(str(error.name))
                 raise
-            self.imports.append((sys._getframe(1).f_code.co_filename, module.__name__))
+            self.imports.append((caller, module.__name__))
             return module
 
         return import_module

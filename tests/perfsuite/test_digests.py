@@ -254,7 +254,9 @@ def test_what_a_source_imports_by_name_counts(tree: Path, seen: observed.Observe
         registry.load("lib_of_test.no_such_module")
     with pytest.raises(TypeError):
         registry.load(".relative")
-    names = {Path(name).name for name in digests.ran([registry], (), (), seen).sources}
+    found = digests.ran([registry], (), (), seen)
+    names = {Path(name).name for name in found.sources}
+    assert found.data["src/lib_of_test/no_such_module.py"] == found.data["lib_of_test/no_such_module/__init__.py"] == ""
     # `shapes` by the import of the module; `slow` was another workload's.
     assert {"registry.py", "shapes.py", "other.py", "fast.py"} <= names
     assert "slow.py" not in names
