@@ -50,9 +50,22 @@ CATEGORIES = ("speed_only", "needs_gpu", "equivalent")
 
 PURE = {
     f"perfsuite/{name}.py": [f"tests/perfsuite/test_{name}.py"]
-    for name in ("statistics", "gate", "causes", "counts", "planning", "baseline")
+    for name in (
+        "statistics",
+        "gate",
+        "causes",
+        "counts",
+        "planning",
+        "baseline",
+        "blocks",
+        "changed",
+        "digests",
+        "lanes",
+        "sharing",
+    )
 }
 PURE["perfsuite/priors.py"] = PURE["perfsuite/gate.py"]
+PURE["perfsuite/soundness.py"] = PURE["perfsuite/gate.py"]
 SHARED = {
     "optimized/kernels.py": ["tests/test_kernels.py", "tests/geometry/test_rotor_update.py"],
     "optimized/rotor.py": ["tests/geometry/test_rotor_apply.py", "tests/geometry/test_rotor_cache.py"],

@@ -191,6 +191,36 @@ def test_all_that_is_imported_counts_also_inside_functions(tree: Path) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("package", "text", "names"),
+    [
+        ("a.b", "from . import c", {"a.b", "a.b.c"}),
+        ("a.b", "from .c import d", {"a.b.c", "a.b.c.d"}),
+        ("a.b", "from ..c import d", {"a.c", "a.c.d"}),
+        ("a.b", "from ... import d", {"", ".d"}),
+        ("a.b", "import c.d", {"c.d"}),
+        ("a.b", "not python", set()),
+    ],
+)
+def test_relative_imports_are_resolved(tmp_path: Path, package: str, text: str, names: set[str]) -> None:
+    (tmp_path / "source.py").write_text(text)
+    assert set(digests.imported_by(tmp_path / "source.py", package)) == names
+
+
+def test_a_conftest_above_the_repository_is_none_of_its_own(tree: Path) -> None:
+    inner = tree / "lib_of_test"
+    seen = observed.Observed(inner)
+    seen.close()
+    found = digests.ran([module("fast")], (), (), seen)
+    assert "conftest.py" not in found.sources
+    assert set(found.sources) == {"__init__.py", "common.py", "fast.py"}
+
+
+def test_a_source_that_cannot_be_parsed_imports_nothing_unseen(tree: Path, seen: observed.Observed) -> None:
+    (tree / "lib_of_test/common.py").write_text("__import__('x'")
+    assert digests.ran([module("fast")], (), (), seen).unknown == ""
+
+
 def test_what_was_executed_counts_though_nothing_imports_it_by_name(tree: Path) -> None:
     """A registry that loads modules by strings, such as a trainer's."""
     found = ran(tree, "fast", files=(str(tree / "lib_of_test/shapes.py"), "<string>", "/usr/lib/python3/os.py"))

@@ -122,6 +122,23 @@ def test_processes_are_started_ahead_as_far_as_they_have_work_and_their_contexts
     assert lanes.started_ahead(replace(MACHINE, count=gpus), some * 3, memory, workloads) == each
 
 
+def test_one_gpu_has_no_several_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes, "measured_devices", lambda kind: ("GPU-1", "GPU-2"))
+    assert lanes._several_devices(replace(MACHINE, count=1)) == ()
+    assert lanes._several_devices(replace(MACHINE, count=2)) == ("GPU-1", "GPU-2")
+
+
+@pytest.mark.parametrize(
+    ("useful", "kind", "forked"), [(True, PROVE, True), (True, ITEMS, False), (False, PROVE, False)]
+)
+def test_proofs_of_workloads_are_forked_where_that_is_useful(
+    monkeypatch: pytest.MonkeyPatch, useful: bool, kind: str, forked: bool
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(lanes.preload, "is_useful", lambda: useful)
+    assert {lane.forked for lane in for_proving([Task(id="a", kind=kind)], MACHINE)} == {forked}
+
+
 def test_on_one_gpu_several_lanes_share_a_lock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     one = for_timing(replace(MACHINE, count=1), tmp_path, 3)
     assert one == [Lane(lock=str(tmp_path / "gpu-0.lock"))] * 3
