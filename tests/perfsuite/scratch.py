@@ -230,10 +230,14 @@ class Project:
         return self.workers
 
     def run(self, *arguments: str) -> pytest.RunResult:
-        """pytest in this process, where warnings are not the errors that they are in our own tests."""
+        """pytest in this process, where warnings are not the errors that they are in our own tests.
+
+        The same draws in every run, unless a profile is asked for: no test may depend on what is drawn.
+        """
+        chosen = () if any("--perfsuite-profile" in a for a in arguments) else ("--perfsuite-profile=ci",)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            given = ("-p", "perfsuite.plugin", *cli.QUIET, *arguments)
+            given = ("-p", "perfsuite.plugin", *cli.QUIET, *chosen, *arguments)
             return self.pytester.runpytest_inprocess(*given, no_reraise_ctrlc=True)
 
     def gate(self, *arguments: str) -> pytest.RunResult:
