@@ -122,8 +122,11 @@ class Gate(Paired):
         return self._unchanged(self.found.unchanged)
 
     def _with_same_code(self, ids: Sequence[str]) -> set[str]:
-        """Those of these workloads that run what was accepted, whatever software lies beneath."""
-        entries = {i: self.entries[i] for i in ids if i in self.trees}
+        """Those of these workloads that run what was accepted, whatever software lies beneath.
+
+        When it was accepted it was shown to run the code of its tree, or there is no comparison with itself.
+        """
+        entries = {i: e for i in ids if i in self.trees and (e := self.entries[i]).process_means("accepted")}
         others = changed.other_code(entries, revision.top_or(self.root), self.machine)
         if entries:
             count = units.count(len(entries) - len(others), "workload")

@@ -211,6 +211,33 @@ def test_git_s_own_word_that_a_file_has_not_changed_does_not_count(top: Path) ->
     assert found(made, top).changed == {made.id: "lib/fast.py"}
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "why"),
+    [
+        ("lib/tuned.json", "{}", "lib/tuned.json beside its sources changed since it was accepted at"),
+        ("lib/tiles.txt", "64", "lib/tiles.txt beside its sources changed since it was accepted at"),
+        ("lib/fast.cpython-311-x86_64-linux-gnu.so", "", "lib/fast.cpython-311-x86_64-linux-gnu.so beside its sources"),
+        ("lib/_local.py", "", "lib/_local.py was added since"),
+        ("lib/unused.py", "", ""),
+        ("lib/notes.md", "", ""),
+        ("lib/.cache", "", ""),
+        ("tuned.json", "", ""),
+        ("other/tuned.json", "", ""),
+    ],
+)
+def test_files_beside_its_sources_may_be_read_unseen(top: Path, name: str, text: str, why: str) -> None:
+    """Whether a file is there is not observed, nor what a library reads by itself; git may ignore it."""
+    (top / "lib/tiles.txt").write_text("128")
+    (top / "lib/fast.py").write_text("try: from lib import _local\nexcept ImportError: ...\n")
+    (top / ".gitignore").write_text("_local.py\n*.json\n*.so\n")
+    made = committed(top)
+    (top / name).parent.mkdir(exist_ok=True)
+    (top / name).write_text(text)
+    result = changed.unchanged({made.id: made}, top, MACHINE)
+    assert result.changed.get(made.id, "")[: len(why) or None] == why
+    assert bool(changed.other_code({made.id: made}, top, MACHINE)) is bool(why)
+
+
 def test_an_empty_source_that_was_removed_is_a_change(top: Path) -> None:
     (top / "lib/common.py").write_text("")
     made = committed(top)
@@ -345,6 +372,18 @@ def test_a_whole_gate_measures_the_accepted_code_once(scale: Project) -> None:
     assert gated(0.0) == (0, Status.PASS, 1)
     scale.replace("fast.py", "3 * x", "x * 3")
     assert gated(0.0) == (0, Status.PASS, 2)
+
+
+def test_code_that_could_not_be_compared_with_itself_is_not_the_accepted_code(scale: Project) -> None:
+    """Where the package is installed as a copy, both sides run that copy, whatever lies in the tree."""
+    fake = scale.measured(times(clock="device"))
+    fake.ran = Ran(sources={n: digests.of_file(scale.path / n) for n in ("fast.py", "slow.py", "test_scale.py")})
+    fake.unloaded[SMALL] = "fast is installed as a copy in /lib: pip install -e ."
+    assert scale.cli("accept", "--reason", "as a copy").exit_code == 0
+    fake = scale.measured(times(clock="device"))
+    done = scale.cli("gate")
+    assert not lines_with(done.output, "1 workload of 1 with the accepted code")
+    assert not any(task.same_code for task in fake.tasks)
 
 
 def test_accepted_code_that_raises_beside_the_current_one_is_watched(scale: Project) -> None:

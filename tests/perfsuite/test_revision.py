@@ -523,6 +523,26 @@ def test_an_accepted_side_that_lacks_memory_beside_others_is_proven_alone(accept
 # --- a real process -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("installed", [False, True])
+def test_the_accepted_code_is_watched_where_an_installed_copy_is_loaded(
+    project: Project, monkeypatch: pytest.MonkeyPatch, installed: bool
+) -> None:
+    project.write("fast_here.py", "def fast(x):\n    return 3 * x\n")
+    text = TWO_LINES.replace("def fast(x):\n        return 3 * x\n", "from fast_here import fast\n")
+    project.write("test_scale.py", text)
+    project.write("pytest.ini", "[pytest]\n")
+    tree = revision.extract(project.commit(), project.path, project.path / ".perfsuite/revisions")
+    if installed:
+        (project.path / "env/site-packages").mkdir(parents=True)
+        shutil.copy(project.path / "fast_here.py", project.path / "env/site-packages")
+        project.write("conftest.py", "import sys\nsys.path.insert(0, 'env/site-packages')\nimport fast_here\n")
+    task = Task(id=SMALL, kind=PROVE, accepted=tree, same_code=("fast_here.py", "test_scale.py"))
+    ((_, proof),) = run_tasks(real_workers(project.path), task)
+    assert isinstance(proof, Proof), proof
+    assert ("installed as a copy" in proof.unloaded) is installed
+    assert (proof.evidence is None) is installed
+
+
 @FULLY
 def test_a_worker_proves_and_times_both_revisions(project: Project) -> None:
     text = TWO_LINES.replace("return 3 * x", "CALLED.touch()\n        return 3 * x")
