@@ -25,8 +25,9 @@ START_S = 6.0
 """What a process takes until its first task: importing torch and the test modules."""
 LONGEST_S = 1e6
 """No task takes that long: the file is damaged."""
-MOST_PROVERS = 12
-"""On one GPU: each takes a context and a cache of its memory, and several gigabytes of the host's."""
+MOST_PROVERS, MOST_PROVERS_EACH = 12, 8
+"""On one GPU, and on each of several: a process takes a context and a cache of its memory, and several gigabytes of the
+host's. On two H200s with 32 cores 24 processes did no more work a second than 12 had done on one of them."""
 
 CONTEXT_BYTES, CONTEXTS_SHARE = 1 << 30, 0.125
 """The memory counted for the CUDA context of each waiting process, and the largest share of a GPU's memory for all.
@@ -108,7 +109,8 @@ def together(memory_bytes: int | None, peaks: Collection[int | None]) -> int:
 def for_proving(tasks: Collection[Task], machine: Machine) -> list[Lane]:
     """A lane for each core; nothing is timed, so that they may disturb each other."""
     devices = _several_devices(machine)
-    count = max(1, min(machine.cores, MOST_PROVERS * max(1, len(devices)), len(tasks)))
+    most = MOST_PROVERS_EACH * len(devices) or MOST_PROVERS
+    count = max(1, min(machine.cores, most, len(tasks)))
     each = str(max(1, machine.cores // count))
     # Not for what will be timed, with all threads: its outputs must have the same bits then.
     own_threads = all(t.kind == ITEMS for t in tasks) and "OMP_NUM_THREADS" not in os.environ

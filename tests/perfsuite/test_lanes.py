@@ -80,6 +80,10 @@ def test_proofs_use_every_core_and_every_device(monkeypatch: pytest.MonkeyPatch)
     assert len(for_proving(tasks(*[1] * 9), CPU)) == 4
     assert len(for_proving(tasks(1, 1), CPU)) == 2
     assert len(for_proving(tasks(*[1] * 99), replace(CPU, cores=64))) == lanes.MOST_PROVERS
+    monkeypatch.setattr(lanes, "measured_devices", lambda kind: ("GPU-1", "GPU-2", "GPU-3"))
+    several = for_proving(tasks(*[1] * 99), replace(MACHINE, cores=64, count=3))
+    assert len(several) == 3 * lanes.MOST_PROVERS_EACH
+    assert len({lane.environment["CUDA_VISIBLE_DEVICES"] for lane in several[:3]}) == 3
     monkeypatch.setattr(lanes, "measured_devices", lambda device: ("GPU-a", "GPU-b"))
     split = for_proving(tasks(1, 1, 1), TWO)
     assert [lane.environment["CUDA_VISIBLE_DEVICES"] for lane in split] == ["GPU-a", "GPU-b", "GPU-a"]
