@@ -151,7 +151,7 @@ class _Present:
         self.digest_of_source = functools.cache(lambda path: digests.of_file(top / path))
 
     def other_files(self, entry: Entry) -> str:
-        """Which file that is no source of it differs, or may run now; empty where none does."""
+        """The first file that is not one of its sources and differs, or that is new and would run; else empty."""
         what = self.other_data(entry.ran) or self.other_beside(entry)
         if what:
             return f"{what} changed since it was accepted at {short(entry.revision)}"
@@ -185,15 +185,16 @@ class _Present:
         return content is not None and revision.is_blob(content, blob)
 
     def other_beside(self, entry: Entry) -> str:
-        """A file beside its sources, and no source, that differs: what it reads unseen may be there."""
+        """The first file beside its sources that is not Python and differs. Its code may read it unobserved."""
         folders = dict.fromkeys(Path(name).parent for name in entry.ran.sources) if entry.ran else ()
         others = (p for folder in folders for p in self.beside(entry.revision, folder) if not p.endswith(".py"))
         return next((f"{path} beside its sources" for path in others), "")
 
     def _beside(self, accepted: str | None, folder: Path) -> list[str]:
-        """Files of a folder that are not as in the accepted revision, but for documents, also those that git ignores.
+        """The files of a folder that the accepted revision does not have, or has with other content; no documents.
 
-        None of the top folder, which has files of every tool, and none where git does not know the revision.
+        Files that git ignores are included. Of Python files, which have digests, only new ones are. The list is empty
+        for the top folder, where every tool keeps files, and for a revision that git does not know.
         """
         blobs = self.blobs(accepted) if accepted and folder.parts else {}
         names = os.listdir(self.top / folder) if blobs and (self.top / folder).is_dir() else []

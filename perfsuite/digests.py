@@ -33,7 +33,8 @@ INCIDENTAL = ("CUDA_VISIBLE_DEVICES", "_CACHE_DIR", "PYTORCH_ALLOC_CONF")
 ENVIRONMENT = dict(os.environ)
 """As the run found it: torch and the code under test set variables of their own."""
 UNSEEN_IMPORTS = frozenset({"__import__", "SourceFileLoader", "run_module", "run_path", "spec_from_file_location"})
-"""Ways to import a module that are not observed. Nor is any in a conftest.py, which pytest may import before."""
+"""Ways to import a module that are not observed. Imports by name in a conftest.py are not observed either, because
+pytest may import it before the observation begins."""
 
 
 def searched(paths: Iterable[str]) -> list[str]:
@@ -130,14 +131,10 @@ def ran(modules: Iterable[ModuleType], files: Collection[str], compiled: Collect
     seeds = [Path(f) for m in modules if (f := getattr(m, "__file__", None))]
     seeds += [Path(f) for f in files if Path(f).is_absolute()]
     sources = _closure([*seeds, *_conftests(seeds, top)], top, observed)
-    unseen = next(((p, name) for p in sorted(sources) if (name := _unseen_import(p))), None)
-    unknown = f"it reads files through {opaque[0]}" if opaque else ""
-    if unseen and not unknown:
-        unknown = f"{_relative(unseen[0], top)} imports modules through {unseen[1]}"
     return Ran(
         sources={name: of_file(p) for p in sorted(sources) for name in _names(p, top)},
         data={_relative(p, top): of_data(p) for p in observed.data() if p not in sources},
-        unknown=unknown,
+        unknown=f"it reads files through {opaque[0]}" if opaque else _unseen_imports(sources, top),
     )
 
 
@@ -163,7 +160,7 @@ def _closure(seeds: Iterable[Path], top: Path, observed: Observed | None = None)
 
     With `observed`, also what they import by name.
     """
-    by_file = {Path(f): m for m in list(sys.modules.values()) if isinstance(f := getattr(m, "__file__", None), str)}
+    by_file = _modules_by_file()
     found: set[Path] = set()
     waiting = list(seeds)
     while waiting:
@@ -182,17 +179,27 @@ def _closure(seeds: Iterable[Path], top: Path, observed: Observed | None = None)
     return found
 
 
+def loads(sources: Collection[str], top: Path) -> bool:
+    """Whether this process has loaded these files of the work tree, and not installed copies of them.
+
+    conftest.py files are not looked for: their modules share one name, so `sys.modules` has only one of them.
+    """
+    loaded = {path.resolve() for path in _modules_by_file()}
+    return all((top / name).resolve() in loaded for name in sources if Path(name).name != "conftest.py")
+
+
+def _modules_by_file() -> dict[Path, ModuleType]:
+    """File → the loaded module that came from it."""
+    return {Path(f): m for m in list(sys.modules.values()) if isinstance(f := getattr(m, "__file__", None), str)}
+
+
 def _is_own(path: Path, top: Path) -> bool:
     return is_first_party(path, top) and path.suffix == ".py" and (top / HARNESS) not in path.parents
 
 
 def imported_by(path: Path, package: str) -> Iterator[str]:
     """Names of the modules that a source imports anywhere; `from a import b` may mean a.b, too."""
-    try:
-        tree = ast.parse(path.read_bytes())
-    except (OSError, SyntaxError, ValueError):
-        return
-    for node in ast.walk(tree):
+    for node in _nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -204,19 +211,28 @@ def imported_by(path: Path, package: str) -> Iterator[str]:
             yield from (f"{base}.{alias.name}" for alias in node.names)
 
 
-def _unseen_import(path: Path) -> str:
-    """How a source imports modules unseen, if it does; else empty."""
+def _unseen_imports(sources: Iterable[Path], top: Path) -> str:
+    """The first source that imports modules in a way that is not observed, and how; empty if none does."""
+    for path in sorted(sources):
+        unseen = UNSEEN_IMPORTS | ({"import_module"} if path.name == "conftest.py" else set())
+        for node in _nodes(path):
+            name = getattr(node, "id", None) or getattr(node, "attr", None)
+            if name in unseen:
+                return f"{_relative(path, top)} imports modules through {name}"
+    return ""
+
+
+def _nodes(path: Path) -> Iterator[ast.AST]:
+    """The syntax tree of a source, node by node; nothing if the file cannot be read or parsed."""
     try:
         tree = ast.parse(path.read_bytes())
     except (OSError, SyntaxError, ValueError):
-        return ""
-    unseen = UNSEEN_IMPORTS | ({"import_module"} if path.name == "conftest.py" else set())
-    used = (getattr(node, "id", None) or getattr(node, "attr", None) for node in ast.walk(tree))
-    return next((name for name in used if name in unseen), "")
+        return
+    yield from ast.walk(tree)
 
 
 def _names(path: Path, top: Path) -> list[str]:
-    """The file's path relative to the repository; of a link, that of the file that it leads to, too."""
+    """The file's path relative to the repository. For a link also the path of its target."""
     real = _relative(path, top)
     link = path.relative_to(top).as_posix() if top in path.parents else real
     return list(dict.fromkeys((link, real)))

@@ -12,7 +12,6 @@ from pathlib import Path
 from perfsuite import preload
 from perfsuite.folders import own_folder
 from perfsuite.machine import measured_devices
-from perfsuite.preload import COMPILE_THREADS
 from perfsuite.records import Machine
 from perfsuite.workers import ITEMS, Lane, Task
 
@@ -120,8 +119,8 @@ def for_proving(tasks: Collection[Task], machine: Machine) -> list[Lane]:
         environment: dict[str, str] = {}
         if devices:
             environment["CUDA_VISIBLE_DEVICES"] = devices[number % len(devices)]
-        if COMPILE_THREADS not in os.environ:  # each of these threads would be a process that imports torch
-            environment[COMPILE_THREADS] = each
+        if preload.COMPILE_THREADS not in os.environ:  # each of these threads would be a process that imports torch
+            environment[preload.COMPILE_THREADS] = each
         if own_threads:
             environment["OMP_NUM_THREADS"] = each
         lanes.append(Lane(environment=environment, forked=forked))

@@ -346,8 +346,10 @@ class Session:
         self.clock = clock_for(bench.device)
         timed = {n: s for n, s in bench.sides.items() if not (n == REFERENCE and self.reference == 0)}
         slow_truth = self.proof is not None and self.proof.truth_s > SLOW_TRUTH_S
-        later = {REFERENCE} & set(timed) if self.reference == 1 or slow_truth else set()
-        live = {n: s for n, s in {**timed, **self.rivals}.items() if n not in self.skipped and n not in later}
+        deferred = REFERENCE in timed and (self.reference == 1 or slow_truth)
+        live = {n: s for n, s in {**timed, **self.rivals}.items() if n not in self.skipped}
+        if deferred:
+            del live[REFERENCE]
         self.runners = {n: bench.runner(n, s) for n, s in live.items()}
         # The first ABBA round is timed with the inputs that this warm-up allocates, so its order is random.
         shuffled = dict(self.rng.sample(list(self.runners.items()), len(self.runners)))
@@ -361,7 +363,7 @@ class Session:
         values = self._new_values_for(blocks) if self.new_values else None
         if self._waited(self.alone):
             self._call_long_again()
-        if later:
+        if deferred:
             self._call_reference()
         self.kind = _clock_kind(bench.pair, bench.workload, self.clock, self.counts, self.runners, self.skipped)
         gated = {n: r for n, r in self.runners.items() if n in timed}

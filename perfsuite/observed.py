@@ -1,4 +1,7 @@
-"""What a process opens, and which modules it imports by name, for the digests of what a workload ran."""
+"""Records the files that a process opens and the modules that it imports by name.
+
+The digests of what a workload ran (digests.py) are made from this record.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,10 @@ class Observed:
         importlib.import_module = self._import_module
 
     def begin(self) -> None:
-        """A workload's turn: what others have imported by name since the test modules were imported is not its own."""
+        """Begin with another workload, which imported nothing of what earlier workloads imported by name.
+
+        Imports made before the first call, when the test modules were imported, count for every workload.
+        """
         self._begun = len(self.imports)
         if self._collected is None:
             self._collected = self._begun
@@ -80,7 +86,7 @@ class Observed:
         return {name for caller, name in own if caller == str(file)}
 
     def data(self) -> list[Path]:
-        """The files that are data, below the repository. One that was looked for and not found may come later."""
+        """The data files below the repository, also those that were not found: they may be added later."""
         found = [p for p in map(Path, sorted(self.paths)) if self._is_data(p)]
         for path in found:
             found += [p for p in _included(path) if p not in found and self._is_data(p)]

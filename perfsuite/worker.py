@@ -7,9 +7,8 @@ import gc
 import secrets
 import sys
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -25,7 +24,7 @@ from perfsuite.speed import SpeedItem
 from perfsuite.workers import ITEMS, PROVE, WAITS, Failure, Journal, Outcome, Reported, Task
 
 OBSERVED = pytest.StashKey[Observed]()
-"""What a worker has opened and imported by name, from before its test modules were imported."""
+"""The worker's record of opened files and of imports by name. It begins before the test modules are imported."""
 
 
 def get_ready() -> None:
@@ -178,7 +177,7 @@ class _Workload:
         )
 
     def _prove(self) -> Proof:
-        from perfsuite import measuring
+        from perfsuite import digests, measuring
         from perfsuite.sampling import REFERENCE
 
         if self.task.note_ran:
@@ -206,19 +205,11 @@ class _Workload:
         )
         with phases.time("digests"):
             ran = self._ran(bench) if task.note_ran else None
-            if task.same_code and not self._loaded(task.same_code) and (problem := self._shared(bench)):
-                return Proof(id=self.item.nodeid, seed=seed, unloaded=problem, seconds=perf_counter() - began)
+            if task.same_code and not digests.loads(task.same_code, revision.top_or(self.item.config.rootpath)):
+                unloaded = self._shared(bench)
+        if unloaded:
+            return Proof(id=self.item.nodeid, seed=seed, unloaded=unloaded, seconds=perf_counter() - began)
         return replace(proof, ran=ran, phases=dict(phases.seconds), seconds=perf_counter() - began)
-
-    def _loaded(self, sources: Collection[str]) -> bool:
-        """Whether the loaded modules are these of the work tree, and no installed copies of them."""
-        top = revision.top_or(self.item.config.rootpath)
-        loaded = {
-            Path(f).resolve() for m in list(sys.modules.values()) if isinstance(f := getattr(m, "__file__", None), str)
-        }
-        # Of several conftests, modules of one name, the last one alone is found.
-        wanted = (top / name for name in sources if Path(name).name != "conftest.py")
-        return all(path.resolve() in loaded for path in wanted)
 
     def _ran(self, bench: Any) -> Ran:
         """Everything that the optimized side runs."""

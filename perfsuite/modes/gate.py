@@ -122,16 +122,18 @@ class Gate(Paired):
         return self._unchanged(self.found.unchanged)
 
     def _with_same_code(self, ids: Sequence[str]) -> set[str]:
-        """Those of these workloads that run what was accepted, whatever software lies beneath.
+        """The workloads that run exactly what was accepted, on whatever software.
 
-        When it was accepted it was shown to run the code of its tree, or there is no comparison with itself.
+        An entry has a comparison with itself only if each side was seen to run the code of its own tree.
         """
         entries = {i: e for i in ids if i in self.trees and (e := self.entries[i]).process_means("accepted")}
-        others = changed.other_code(entries, revision.top_or(self.root), self.machine)
+        # `--changed` has already found that the sources of some differ.
+        undecided = {i: e for i, e in entries.items() if i not in self.found.sources}
+        same = set(undecided) - set(changed.other_code(undecided, revision.top_or(self.root), self.machine))
         if entries:
-            count = units.count(len(entries) - len(others), "workload")
+            count = units.count(len(same), "workload")
             self.progress.say(f"{count} of {len(ids)} with the accepted code: one process each, unless that is slower")
-        return set(entries) - set(others)
+        return same
 
     def _unchanged(self, ids: Collection[str]) -> dict[str, Verdict]:
         return {i: changed.verdict(i, self.entries[i], self.found.unchanged[i]) for i in ids}

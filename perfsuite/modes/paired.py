@@ -54,7 +54,7 @@ class Paired(Control):
     def prove(self, ids: Collection[str]) -> list[str]:
         """Prove both sides of each on all cores, which compiles what they compile; the ids that go on."""
         self._prove(ids, ahead=list(ids))
-        # Of the accepted code nobody has watched whether it runs beside the current one.
+        # For the accepted code it was not checked whether two imports of it can run in one process.
         raised = [i for i in self.same_code if i in self.failures and RAISES in self.failures[i].message]
         self.same_code.difference_update(raised)
         for id in raised:

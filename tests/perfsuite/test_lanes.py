@@ -92,13 +92,13 @@ def test_proofs_use_every_core_and_every_device(monkeypatch: pytest.MonkeyPatch)
 def test_threads_are_divided_where_no_result_depends_on_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """A workload's outputs must have the same bits when it is timed, with all threads; compiling changes no bits."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.delenv(lanes.COMPILE_THREADS, raising=False)
-    compiling = {lanes.COMPILE_THREADS: "2"}
+    monkeypatch.delenv(lanes.preload.COMPILE_THREADS, raising=False)
+    compiling = {lanes.preload.COMPILE_THREADS: "2"}
     items = for_proving(tasks(1, 1, kind=ITEMS), CPU)
     assert [lane.environment for lane in items] == [{"OMP_NUM_THREADS": "2", **compiling}] * 2
     assert [lane.environment for lane in for_proving(tasks(1, 1), CPU)] == [compiling] * 2
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv(lanes.COMPILE_THREADS, "3")
+    monkeypatch.setenv(lanes.preload.COMPILE_THREADS, "3")
     assert [lane.environment for lane in for_proving(tasks(1, 1, kind=ITEMS), CPU)] == [{}] * 2
 
 
