@@ -177,13 +177,22 @@ class _Workload:
         )
 
     def _prove(self) -> Proof:
-        from perfsuite import digests, measuring
-        from perfsuite.sampling import REFERENCE
+        from perfsuite import digests
 
         if self.task.note_ran:
             self.item.config.stash[OBSERVED].begin()
         if self.task.launched and (traced := self._traced()):
             return traced
+        proof, top = self._proof(), revision.top_or(self.item.config.rootpath)
+        if self.task.same_code and not digests.loads(self.task.same_code, top):
+            self.task = replace(self.task, same_code=())
+            proof = self._proof()
+        return proof
+
+    def _proof(self) -> Proof:
+        from perfsuite import measuring
+        from perfsuite.sampling import REFERENCE
+
         task, seed, phases = self.task, secrets.randbits(31), measuring.Phases()
         began = perf_counter()
         with phases.time("accepted side"):
@@ -198,6 +207,7 @@ class _Workload:
             self.item.nodeid,
             with_reference=task.reference not in (0, 1),
             slow=task.slow,
+            same_code=bool(task.same_code),
             time_reference=task.time_reference,
             with_rivals=task.thorough,
             # What it launches and syncs matters to the device clock alone; of many launches the profiler takes seconds.
@@ -205,10 +215,6 @@ class _Workload:
         )
         with phases.time("digests"):
             ran = self._ran(bench) if task.note_ran else None
-            if task.same_code and not digests.loads(task.same_code, revision.top_or(self.item.config.rootpath)):
-                unloaded = self._shared(bench)
-        if unloaded:
-            return Proof(id=self.item.nodeid, seed=seed, unloaded=unloaded, seconds=perf_counter() - began)
         return replace(proof, ran=ran, phases=dict(phases.seconds), seconds=perf_counter() - began)
 
     def _ran(self, bench: Any) -> Ran:

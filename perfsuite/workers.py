@@ -104,8 +104,8 @@ class Task:
     """The sources that differ from the accepted ones. Each must be one that only the optimized side runs, or the
     workload is proven whatever it launches."""
     same_code: tuple[str, ...] = ()
-    """The sources of a workload whose current code is the accepted one. If the process has loaded these files, it does
-    not check which tree each side runs."""
+    """The sources of a workload whose current code is the accepted one. If the process has loaded these files, it
+    neither checks which tree each side runs nor proves the accepted side by itself."""
     time_reference: bool = False
     """While proving, call the reference once and note how long that takes."""
     thorough: bool = True

@@ -334,6 +334,52 @@ def test_rivals_that_were_proven_ahead_are_not_proven_again(time: Time, monkeypa
     assert made.skipped["changing"].startswith("not equal, so not timed: p: output of the changing side is wrong at")
 
 
+@pytest.mark.parametrize("slow", [False, True])
+@pytest.mark.parametrize("equal", [False, True])
+def test_of_two_sides_with_the_same_code_one_is_proven(
+    time: Time, slow: bool, equal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the reference is slow neither is, if the first outputs of both have the same bits."""
+
+    def accepted(x: torch.Tensor) -> torch.Tensor:
+        return torch.exp(x) * (1 if equal else 1 + 1e-7)
+
+    judged: list[str] = []
+    judge = equivalence.judge
+    monkeypatch.setattr(equivalence, "judge", lambda *a, **named: (judged.append(named["name"]), judge(*a, **named)))
+    of, workload = pair(time), Workload("w", n=5)
+    before = dataclasses.replace(of, optimized=lasting(time, FAST_S, accepted))
+    bench = measuring.Bench(
+        pair=of, workload=workload, device="cpu", home=None, seed=1, report=lambda phase: None, accepted=before
+    )
+    proof = measuring.prove(bench, "i", slow=slow, same_code=True)
+    assert judged == ([] if slow and equal else ["optimized", "timed optimized"])
+    assert set(proof.counts) <= {"optimized", "accepted"}
+    assert (proof.evidence is None) is slow
+    judged.clear()
+    made = measuring.measure(
+        of, workload, workload_id="i", device="cpu", proof=proof, accepted=before, new_values=False
+    )
+    assert set(made.sides) == {"reference", "optimized", "accepted"}
+    assert judged[:1] == ([] if equal else ["accepted"])
+
+
+def test_a_side_with_the_same_code_that_gives_something_else_is_proven(time: Time) -> None:
+    of = pair(time, optimized=lasting(time, FAST_S, lambda x: torch.exp(x) * 1.001))
+    before = dataclasses.replace(of, optimized=lasting(time, FAST_S, torch.exp))
+    bench = measuring.Bench(
+        pair=of,
+        workload=Workload("w", n=5),
+        device="cpu",
+        home=None,
+        seed=1,
+        report=lambda phase: None,
+        accepted=before,
+    )
+    with pytest.raises(NotEquivalent, match="optimized side is wrong"):
+        measuring.prove(bench, "i", slow=True, same_code=True)
+
+
 def test_a_rival_that_lacks_memory_beside_other_proofs_is_proven_where_it_is_timed(time: Time) -> None:
     crowded = True
 
