@@ -210,7 +210,7 @@ class Control:
         if ids:
             timing = self.timing_lanes(())
             each = lanes.started_ahead(self.machine, timing, self.gpu_memory_bytes, len(ids))
-            self.workers.prepare(timing, ids, each, at_once=self.machine.cores - busy)
+            self.workers.prepare(timing, ids, each, lanes.started_at_once(self.machine, busy))
 
     @functools.cached_property
     def gpu_memory_bytes(self) -> int | None:

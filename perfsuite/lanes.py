@@ -37,6 +37,8 @@ PEAKS_SPARE = 2.0
 """A process may hold more than the peak of one call: inputs of all sides, and what its allocator keeps."""
 MOST_AHEAD = 16
 """Processes that are started ahead, over all GPUs: each takes about a gigabyte of the host's memory."""
+STARTING_SHARE = 4
+"""One core in four starts processes ahead: each imports torch for seconds, and slows the proofs beside it."""
 SPARE_AHEAD = 2
 """More processes than a GPU has workloads, so that a workload that is not decided has another process at once."""
 
@@ -137,6 +139,11 @@ def started_ahead(machine: Machine, lanes: Sequence[Lane], memory_bytes: int | N
     devices = len(devices_of(lanes))
     contexts = int((memory_bytes or 0) * CONTEXTS_SHARE / CONTEXT_BYTES)
     return max(1, min(MOST_AHEAD // devices, contexts, math.ceil(workloads / devices) + SPARE_AHEAD))
+
+
+def started_at_once(machine: Machine, busy: int) -> int:
+    """How many processes may start at the same time while so many cores are busy. None of them is needed soon."""
+    return min(machine.cores - busy, max(1, machine.cores // STARTING_SHARE))
 
 
 def _several_devices(machine: Machine) -> tuple[str, ...]:

@@ -126,6 +126,15 @@ def test_processes_are_started_ahead_as_far_as_they_have_work_and_their_contexts
     assert lanes.started_ahead(replace(MACHINE, count=gpus), some * 3, memory, workloads) == each
 
 
+@pytest.mark.parametrize(
+    ("cores", "busy", "at_once"), [(32, 16, 8), (32, 28, 4), (32, 32, 0), (16, 12, 4), (2, 1, 1), (2, 2, 0), (1, 0, 1)]
+)
+def test_a_quarter_of_the_cores_start_processes_ahead_as_far_as_they_are_free(
+    cores: int, busy: int, at_once: int
+) -> None:
+    assert lanes.started_at_once(replace(MACHINE, cores=cores), busy) == at_once
+
+
 def test_one_gpu_has_no_several_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lanes, "measured_devices", lambda kind: ("GPU-1", "GPU-2"))
     assert lanes._several_devices(replace(MACHINE, count=1)) == ()
