@@ -151,11 +151,13 @@ class Subject:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Open:
-    """Not decided yet. `processes` more are needed, with the reference in full where its speedup is in doubt."""
+    """Not decided yet. `processes` more are needed, with the reference in full where its speedup is in doubt; `likely`
+    more will probably decide."""
 
     processes: int
     reason: str
     reference: bool = False
+    likely: int = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -169,6 +171,8 @@ class Speedup:
     broken: bool = False
     full: int = 0
     """Processes that sampled the reference in full; where it is too slow to repeat, that timed it."""
+    likely: int = 1
+    """As `Open.likely`."""
 
     def __str__(self) -> str:
         low, high = (math.exp(x) for x in self.now.interval())
@@ -251,14 +255,17 @@ def _judge(s: Subject, suite: Suite, accepted: Variance, factor: float, selected
         return _regressed(s, shown, slower, text)
     doubtful = speed is not None and not speed.holds
     if status is None:
-        return Open(processes=further, reason=text, reference=doubtful)
+        one = Estimate(value=-slower.value, se=slower.se * math.sqrt(processes), dof=slower.dof)
+        likely = planning.further(one, -math.log1p(margin), processes, _ahead(processes))
+        return Open(processes=further, reason=text, reference=doubtful, likely=likely)
     if not status.green:
         return _say(shown, status, text + _stored_note(s))
     if speed is not None and doubtful:
         enough = RED_PROCESSES if speed.broken else LOOKS[-1]
         if speed.full >= enough or processes >= 2 * LOOKS[-1]:
             return _promise_missed(s, shown, speed)
-        return Open(processes=1, reason=f"{speed}: the promised {speed.promised:.4g}× is in doubt", reference=True)
+        text = f"{speed}: the promised {speed.promised:.4g}× is in doubt"
+        return Open(processes=1, reason=text, reference=True, likely=speed.likely)
     if s.stored and not s.few and (moved := causes.reference_moved(s.entry, s.runs, margin)):
         return _say(shown, Status.NOISY, moved + _stored_note(s))
     return _with_cause(s, _say(shown, status, text + _stored_note(s)), speed, margin)
@@ -425,18 +432,25 @@ def _speedup(s: Subject, prior: Noise, selected: int, *, looks: int) -> Speedup 
     bound = math.log(promised)
     shown = here if looks > 1 else now  # a promise that is accepted is to hold in every session
     spare = FEW_LEAST if s.entry and not slow and not full else 0.0
+    one = replace(here, se=math.sqrt(noise.process.value))
     return Speedup(
         now=now,
         promised=promised,
         holds=shown.p_above(bound) <= (_beta(len(s.runs)) if looks > 1 else BETA) and now.value >= bound + spare,
         broken=now.p_below(bound) <= ALPHA / looks / selected,
         full=len(timed) if slow else len(full),
+        likely=planning.further(one, bound, len(full), _ahead(len(s.runs))),
     )
 
 
 def _beta(processes: int) -> float:
     """How often a slowdown of the margin may pass after so many processes."""
     return BETA * BETA_SHARES.get(processes, BETA_SHARES[LOOKS[-1]])
+
+
+def _ahead(processes: int) -> dict[int, float]:
+    """The next looks: number of further processes, as many as RED_PROCESSES → how often a slowdown may pass then."""
+    return {n - processes: _beta(n) for n in LOOKS if 0 < n - processes <= RED_PROCESSES}
 
 
 def _default_margin(process: Variance, selected: int, least: float) -> float:

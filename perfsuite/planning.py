@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from statistics import fmean
 
 from perfsuite.baseline import Entry
 from perfsuite.blocks import block_variance, process_mean
-from perfsuite.statistics import variance
+from perfsuite.statistics import Estimate, t_quantile, variance
 
 LONG_S = 1.0
 """A reference that takes longer is called once, or not at all."""
@@ -79,3 +80,15 @@ def reference_blocks(entry: Entry, promised: float | None) -> int:
 def more_reference_blocks(entry: Entry) -> int | None:
     """The same of a further process, where the promise is in doubt: all (None), or one of a long reference."""
     return 1 if entry.sides["reference"].seconds > LONG_S else None
+
+
+def further(one: Estimate, bound: float, done: int, levels: Mapping[int, float]) -> int:
+    """How many further processes will probably show that the truth lies above `bound`, if their mean stays as it is.
+
+    `one` is the estimate with the error of a single process, of which `done` are there. `levels` has the level at which
+    a number of further processes decides; the last number stands for all that are less likely.
+    """
+    for more, level in levels.items():
+        if one.value - bound >= t_quantile(1 - level, one.dof + more) * one.se / math.sqrt(done + more):
+            return more
+    return max(levels, default=1)

@@ -189,7 +189,8 @@ class Workers:
         """The tasks in order, each to the lane that is free first: (id, outcome) as each task ends.
 
         Several tasks may have the same id: each goes to another process. Once the caller has handled an outcome,
-        `further` is called with the task's id and returns tasks to append.
+        `further` is called with the task's id and returns tasks that come before those that are left, so that no
+        lane waits for them at the end.
 
         Every MEANWHILE_S, and as tasks end, `meanwhile` is called with the number of processes that still work.
         """
@@ -205,7 +206,7 @@ class Workers:
                     for id, outcome in process.poll(left):
                         due = True
                         yield id, outcome
-                        left.extend(further(id) if further else ())
+                        left.extendleft(reversed(further(id) if further else ()))
                     if process.over:
                         del running[number]
                 leaving = [p for p in [*leaving, *_without_tasks(left, running, more=further is not None)] if p.lives()]

@@ -29,8 +29,8 @@ SAMPLE_SHARE = 4
 MOST_PROCESSES = 2 * gate.LOOKS[-1]
 """The rule decides before that."""
 AT_ONCE = 2
-"""On a GPU, further processes are requested in pairs once two have not decided a workload. They prepare at the same
-time, which usually saves more than an unnecessary last process costs."""
+"""On a GPU, at least so many further processes are requested once two have not decided a workload. They prepare at the
+same time, which usually saves more than an unnecessary last process costs."""
 OUT_OF_MEMORY, RAISES = "runs out of device memory", "the accepted side raises"
 
 
@@ -161,14 +161,20 @@ class Paired(Control):
             answer = self._analysed({*several, id}, sample)[id]
             if not isinstance(answer, Open) or len(self.runs[id]) >= MOST_PROCESSES:
                 return []
-            least = AT_ONCE if self.device == "cuda" and len(self.runs[id]) > 1 else 1
-            due[id] = max(answer.processes, least)
+            due[id] = self._requested(id, answer)
             tasks = [self._time_task(id) for _ in range(due[id])]
             self.progress.add(len(tasks))
             return tasks
 
         tasks = [self._time_task(id) for id, answer in left.items() for _ in range(answer.processes)]
         self._do(tasks, further)
+
+    def _requested(self, id: str, answer: Open) -> int:
+        """How many further processes of an undecided workload are started: on a GPU as many as it will likely need."""
+        if self.device != "cuda":
+            return answer.processes
+        least = AT_ONCE if len(self.runs[id]) > 1 else 1
+        return min(max(answer.processes, answer.likely, least), MOST_PROCESSES - len(self.runs[id]))
 
     def _do(self, tasks: Sequence[Task], further: Callable[[str], Sequence[Task]] | None = None) -> None:
         """Announce the timing tasks and do them."""

@@ -153,6 +153,29 @@ def test_what_was_not_measured_needs_a_first_process() -> None:
     assert analyse([], SUITE, selected=0) == {}
 
 
+@pytest.mark.parametrize(
+    ("slower", "count", "likely"),
+    [(0.007, 1, 1), (0.008, 1, 2), (0.0099, 1, 3), (0.05, 1, 3), (0.05, 2, 4), (0.05, 3, 3)],
+)
+def test_what_is_undecided_says_how_many_processes_will_probably_decide(slower: float, count: int, likely: int) -> None:
+    answer = judge(runs(slower, count, scale=0.01), margin=0.01, sampled=True)
+    assert isinstance(answer, Open)
+    assert answer.likely == likely
+
+
+def test_no_more_processes_are_likely_than_a_regression_needs() -> None:
+    assert [max(gate._ahead(n), default=0) for n in (1, 2, 3, 4, 6, 8, 12)] == [3, 4, 3, 4, 2, 4, 0]
+
+
+def test_a_promise_in_doubt_says_how_many_processes_will_probably_show_it() -> None:
+    found = [promised(first_few(runs(count=1)), p) for p in (15.5, 16.0, 17.0, 19.0, 19.9, 20.5)]
+    assert all(isinstance(a, Verdict | Open) for a in found)
+    likely = [a.likely for a in found if isinstance(a, Open)]
+    assert likely == sorted(likely)
+    assert likely[-1] == gate.RED_PROCESSES - 1
+    assert speed_of(runs(count=1), 1.5).likely == 1
+
+
 @pytest.mark.parametrize("count", range(1, 12))
 def test_what_is_undecided_is_measured_until_the_next_look(count: int) -> None:
     run = runs(0.008, count, scale=6.0)

@@ -13,7 +13,7 @@ from builders import entry, measurement
 from perfsuite import gate
 from perfsuite.baseline import Entry
 from perfsuite.gate import Open
-from perfsuite.modes.paired import Paired, sample_size
+from perfsuite.modes.paired import MOST_PROCESSES, Paired, sample_size
 from perfsuite.planning import FEW_BLOCKS
 from perfsuite.records import PromiseRecord, Status, Verdict
 from perfsuite.workers import Task
@@ -29,7 +29,7 @@ class Scripted(Paired):
         self.trees, self.stored, self.full, self.runs, self.failures = {}, {}, set(), {}, {}
         self.same_code: set[str] = set()
         self.asked_for: list[int | None] = []
-        self.on = "cpu"
+        self.on, self.likely = "cpu", 1
 
     @property
     def device(self) -> str:
@@ -95,7 +95,7 @@ class Scripted(Paired):
         done = len(self.runs[ID])
         if done > len(self.doubts):
             return Verdict(id=ID, status=Status.PASS, message="")
-        return Open(processes=1, reason="", reference=self.doubts[done - 1])
+        return Open(processes=1, reason="", reference=self.doubts[done - 1], likely=self.likely)
 
 
 def with_reference_of(seconds: float) -> Entry:
@@ -107,6 +107,16 @@ def with_reference_of(seconds: float) -> Entry:
 def test_on_a_gpu_two_processes_follow_those_that_have_not_decided(device: str, processes: int) -> None:
     mode = Scripted(with_reference_of(0.1), [False, False])
     mode.on = device
+    mode.decide([ID])
+    assert len(mode.runs[ID]) == processes
+
+
+@pytest.mark.parametrize(
+    ("device", "likely", "processes"), [("cpu", 3, 2), ("cuda", 1, 2), ("cuda", 3, 4), ("cuda", 99, MOST_PROCESSES)]
+)
+def test_on_a_gpu_as_many_processes_follow_as_will_probably_decide(device: str, likely: int, processes: int) -> None:
+    mode = Scripted(with_reference_of(0.1), [False])
+    mode.on, mode.likely = device, likely
     mode.decide([ID])
     assert len(mode.runs[ID]) == processes
 

@@ -14,6 +14,7 @@ from perfsuite import planning
 from perfsuite.baseline import Entry
 from perfsuite.planning import (
     blocks_of,
+    further,
     is_ample,
     is_slow,
     more_reference_blocks,
@@ -21,6 +22,7 @@ from perfsuite.planning import (
     reference_blocks,
     scale,
 )
+from perfsuite.statistics import Estimate
 
 PAIR = [-1.0, 1.0]
 
@@ -164,3 +166,36 @@ def test_the_reference_joins_as_few_blocks_as_its_promise_allows() -> None:
     assert reference_blocks(long, 1.5) == 0
     assert more_reference_blocks(with_reference(1.0)) is None
     assert more_reference_blocks(long) == 1
+
+
+# --- how many further processes -------------------------------------------------------------------------------------
+
+SAME_LEVEL = dict.fromkeys((1, 2, 3, 5), 0.025)
+
+
+@pytest.mark.parametrize(
+    ("gap", "done", "more"),
+    # 1.96 standard errors of the mean of all processes
+    [
+        (2.0, 0, 1),
+        (1.9, 0, 2),
+        (1.4, 0, 2),
+        (1.2, 0, 3),
+        (1.1, 0, 5),
+        (0.5, 0, 5),
+        (-3.0, 0, 5),
+        (1.2, 1, 2),
+        (1.2, 2, 1),
+    ],
+)
+def test_so_many_processes_will_probably_decide(gap: float, done: int, more: int) -> None:
+    assert further(Estimate(value=3.0 + gap, se=1.0, dof=math.inf), 3.0, done, SAME_LEVEL) == more
+    assert further(Estimate(value=2 * gap, se=2.0, dof=math.inf), 0.0, done, SAME_LEVEL) == more
+
+
+def test_each_further_process_tells_of_the_noise_too_and_each_number_has_its_level() -> None:
+    one = Estimate(value=4.29, se=1.0, dof=1.0)
+    assert further(one, 0.0, 0, SAME_LEVEL) == 2, "the quantile of 2 degrees is 4.30, of 3 degrees 3.18"
+    assert further(replace(one, value=4.31), 0.0, 0, SAME_LEVEL) == 1
+    assert further(one, 0.0, 0, {1: 0.05, 2: 0.025}) == 1
+    assert further(one, 0.0, 0, {}) == 1

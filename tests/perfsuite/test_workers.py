@@ -176,6 +176,14 @@ for id in ids():
     made.close()
 
 
+def test_tasks_that_follow_come_before_those_that_are_left(tmp_path: Path) -> None:
+    made = scripted(tmp_path, "for id in ids(): begin(id); done(id)")
+    made.prepare([Lane()], "abcde", 1, 9)
+    follow = {"a": tasks_of("de")}
+    ran = made.run(tasks_of("abc"), [Lane()], further=lambda id: follow.pop(id, []))
+    assert [id for id, _ in ran] == ["a", "b", "d", "e", "c"], "b was given before the caller knew that a had ended"
+
+
 def test_a_process_gets_no_task_whose_item_it_has_not_collected(tmp_path: Path) -> None:
     """A real worker collects the items that it is given when it starts."""
     script = """
