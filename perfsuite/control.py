@@ -187,7 +187,7 @@ class Control:
         try:
             planned, chosen = self._planned(tasks, everywhere)
             self._start_ahead(ahead, busy=len(chosen))
-            run = self.workers.run(planned, chosen, lambda busy: self._start_ahead(ahead, busy), further)
+            run = self.workers.run(planned, chosen, lambda n: self._start_ahead(ahead, n, len(chosen) - n), further)
             with closing(run) as outcomes:
                 for id, outcome in outcomes:
                     lost.pop(id, None)
@@ -206,7 +206,8 @@ class Control:
             self.progress.done()
             self.durations.save()
 
-    def _start_ahead(self, ids: Sequence[str], busy: int) -> None:
+    def _start_ahead(self, ids: Sequence[str], busy: int, idle: int = 0) -> None:
+        """Start processes that will time these, while so many lanes are busy and so many have nothing left to do."""
         if ids:
             timing = self.timing_lanes(())
             each = lanes.started_ahead(self.machine, timing, self.gpu_memory_bytes, len(ids))

@@ -1,15 +1,40 @@
 """Several measuring processes on one GPU: they start and prepare beside each other, and each times alone.
 
-The operating system locks two files for each GPU. The first is shared by processes that prepare, and exclusive to one
-that times. The second keeps a process from starting to prepare while another waits to time: all processes that are
-ready time one after the other, and then all prepare at the same time.
+The operating system locks files for each GPU. The first is shared by processes that prepare, and exclusive to one that
+times. The second keeps a process from starting to prepare while another waits to time: all processes that are ready
+time one after the other, and then all prepare at the same time. The third is exclusive to the run while it proves on
+the GPU: processes prepare meanwhile, but none times.
 """
 
 from __future__ import annotations
 
 import fcntl
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO
+
+from perfsuite.errors import PerfsuiteError
+from perfsuite.folders import own_folder
+
+
+@contextmanager
+def proving(locks: Iterable[str]) -> Iterator[None]:
+    """While it lasts, no process times on the GPUs of these lock files. PerfsuiteError if one cannot be used."""
+    with ExitStack() as held:
+        for lock in {lock for lock in locks if lock}:
+            try:
+                own_folder(Path(lock).parent)
+                fcntl.flock(held.enter_context(_proofs(lock).open("a")), fcntl.LOCK_EX)
+            except OSError as error:
+                raise PerfsuiteError(
+                    f"{lock} cannot be locked ({error.strerror or error}); make its folder writable"
+                ) from None
+        yield
+
+
+def _proofs(lock: str) -> Path:
+    return Path(f"{lock}.proofs")
 
 
 class Gpu:
@@ -20,6 +45,7 @@ class Gpu:
 
     def __init__(self, lock: str) -> None:
         self._files: tuple[IO[str], IO[str]] | None = None
+        self._proofs = _proofs(lock)
         if lock:
             use, turn = Path(lock), Path(f"{lock}.turn")
             self._files = use.open("a"), turn.open("a")  # as long as the process lives
@@ -39,8 +65,10 @@ class Gpu:
             fcntl.flock(turn, fcntl.LOCK_UN)
 
     def alone(self) -> None:
-        """Wait until no other process prepares or times; from then on they wait for this one."""
+        """Wait until no other process proves, prepares or times; from then on they wait for this one."""
         if self._files:
+            with self._proofs.open("a") as proofs:  # others may begin to prepare until the last proof has ended
+                fcntl.flock(proofs, fcntl.LOCK_SH)
             use, turn = self._files
             fcntl.flock(turn, fcntl.LOCK_SH)
             fcntl.flock(use, fcntl.LOCK_EX)

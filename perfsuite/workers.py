@@ -179,6 +179,21 @@ class Workers:
                     self._waiting.append(self._process(lane, ids, ahead=True))
                     starting += 1
 
+    def begin_early(self, tasks: Sequence[Task], lanes: Sequence[Lane], most: int) -> None:
+        """Give these tasks, in this order, to processes that wait for the lanes, until `most` in all have one.
+
+        A later `run` on these lanes takes them over. Those whose task it does not have are ended then.
+        """
+        begun = [process.task.id for process in self._waiting if process.task]
+        for task in tasks:
+            free = [p for p in self._waiting if p.lane in lanes and task.id in p.ids and p.is_free()]
+            if len(begun) >= most or not free:
+                return
+            if task.id not in begun:
+                busy = [process.lane for process in self._waiting if process.task]
+                min(free, key=lambda process: busy.count(process.lane)).begin(task)
+                begun.append(task.id)
+
     def run(
         self,
         tasks: Sequence[Task],
@@ -194,7 +209,8 @@ class Workers:
 
         Every MEANWHILE_S, and as tasks end, `meanwhile` is called with the number of processes that still work.
         """
-        left, running, leaving = deque(tasks), dict[int, _Process](), list[_Process]()
+        left, leaving = deque(tasks), list[_Process]()
+        running = self._begun_early(lanes, left)
         interrupt: KeyboardInterrupt | None = None
         called = time.monotonic()
         try:
@@ -237,9 +253,23 @@ class Workers:
         while self._waiting:
             self._waiting.pop().end()
 
+    def _begun_early(self, lanes: Sequence[Lane], left: deque[Task]) -> dict[int, _Process]:
+        """Lane → the process that has begun a task of `left` for it, which is taken out of `left`."""
+        running: dict[int, _Process] = {}
+        for process in [p for p in self._waiting if p.task and p.lane in lanes]:
+            self._waiting.remove(process)
+            task = next((t for t in left if process.task and t.id == process.task.id), None)
+            number = next((n for n, lane in enumerate(lanes) if lane == process.lane and n not in running), None)
+            if task is None or number is None:
+                process.end()
+                continue
+            left.remove(task)
+            process.number, running[number] = number, process
+        return running
+
     def _started_ahead(self, lane: Lane, ids: Collection[str]) -> list[_Process]:
-        """The processes that were started ahead for this lane and have collected these items."""
-        return [p for p in self._waiting if p.lane == lane and p.ids.issuperset(ids)]
+        """The processes that were started ahead for this lane, have collected these items and wait for a task."""
+        return [p for p in self._waiting if p.lane == lane and not p.task and p.ids.issuperset(ids)]
 
     def _next(self, number: int, lane: Lane, left: Collection[Task], working: Collection[Task]) -> _Process:
         """A process for the lane that has collected these tasks' items, or will, and those that others work at.
@@ -416,12 +446,24 @@ class _Process:
         free = [n for n, task in enumerate(left) if self._is_for(task)]
         if not free:
             return
-        assert self._pipe is not None
         at = next((n for n in free if left[n].group == self.group), free[0])
-        self.task, self.served, self.phase = left[at], True, "start"
+        task = left[at]
+        del left[at]
+        self.begin(task)
+
+    def is_free(self) -> bool:
+        """Whether it waits for its first task, outside a `run`."""
+        if not self.task and not self.ready and not self.over:
+            for _ in self.poll(deque()):
+                pass
+        return self.ready and not self.task and not self.over and self.child.poll() is None
+
+    def begin(self, task: Task) -> None:
+        """Give it the task."""
+        assert self._pipe is not None
+        self.task, self.served, self.phase = task, True, "start"
         self.group = self.task.group
         self.seen.add(self.task.id)
-        del left[at]
         self._wait(self.task.limit_s + BEGIN_LIMIT_S)
         line = memoryview(f"{json.dumps(to_json(self.task))}\n".encode())
         with contextlib.suppress(BrokenPipeError):  # the worker has died, as the next poll sees

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from perfsuite import confirmation, gate, lanes, planning, revision
+from perfsuite import confirmation, gate, lanes, planning, revision, sharing
 from perfsuite.baseline import Entry, short
 from perfsuite.control import Control, failed
 from perfsuite.errors import PerfsuiteError, RevisionError
@@ -45,6 +45,8 @@ class Paired(Control):
         """Workloads whose current side provably runs the other revision's code."""
         self.full: set[str] = set()
         """Workloads whose promise is in doubt, so that the next process samples the reference more."""
+        self.alone = False
+        """Whether no process prepares beside another."""
 
     @functools.cached_property
     def suite(self) -> Suite:
@@ -53,6 +55,10 @@ class Paired(Control):
 
     def prove(self, ids: Collection[str]) -> list[str]:
         """Prove both sides of each on all cores, which compiles what they compile; the ids that go on."""
+        with sharing.proving(lane.lock for lane in self.timing_lanes(())):
+            return self._proven(ids)
+
+    def _proven(self, ids: Collection[str]) -> list[str]:
         self._prove(ids, ahead=list(ids))
         # For the accepted code it was not checked whether two imports of it can run in one process.
         raised = [i for i in self.same_code if i in self.failures and RAISES in self.failures[i].message]
@@ -69,15 +75,38 @@ class Paired(Control):
 
     def _prove(self, ids: Collection[str], ahead: Sequence[str] = ()) -> None:
         """Prove these, and start processes that will time `ahead` meanwhile."""
+        if not ids:
+            return
         tasks = [self.prove_task(i) for i in ids]
         self.announce(tasks, proving=True)
         for _ in self.work(tasks, everywhere=True, ahead=ahead):
             _ = self.suite  # takes half a second to import scipy, while other proofs run
-        crowded = [t for t in tasks if t.id in self.failures and OUT_OF_MEMORY in self.failures[t.id].message]
+        crowded = [t for t in tasks if self._lacks_memory(t.id)]
+        if not crowded:
+            return
         for task in crowded:  # beside others there was too little memory
             del self.failures[task.id]
         for _ in self.work(crowded):
             pass
+
+    def _start_ahead(self, ids: Sequence[str], busy: int, idle: int = 0) -> None:
+        super()._start_ahead(ids, busy, idle)
+        if ids and idle and self.device == "cuda":
+            self._begin_early(ids, busy)
+
+    def _begin_early(self, ids: Collection[str], busy: int) -> None:
+        """While the last proofs run, the workloads that are timed first prepare, as far as their proofs have ended.
+
+        Beside `busy` processes that prove there are as many as may prepare beside each other.
+        """
+        timed = [Task(id=i, accepted=self._tree(i)) for i in ids if self._tree(i)]
+        planned, chosen = self._planned(timed, everywhere=False)
+        first = [task.id for task in planned[: len(chosen)] if self._is_proven(task.id)]
+        self.workers.begin_early([self._time_task(i) for i in first], chosen, len(chosen) - busy)
+
+    def _is_proven(self, id: str) -> bool:
+        proof = self.proofs.get(id)
+        return proof is not None and not proof.unloaded and not proof.same_launches and id not in self.failures
 
     def without_revision(self, id: str, reason: str) -> None:
         """The workload cannot be timed beside the other revision, for this reason."""
@@ -168,6 +197,15 @@ class Paired(Control):
 
         tasks = [self._time_task(id) for id, answer in left.items() for _ in range(answer.processes)]
         self._do(tasks, further)
+        if crowded := [i for i in left if self._lacks_memory(i) and i not in self.runs]:  # beside others, perhaps
+            for id in crowded:
+                del self.failures[id]
+            self.alone = True
+            self._do([self._time_task(i) for i in crowded])
+            self.alone = False
+
+    def _lacks_memory(self, id: str) -> bool:
+        return id in self.failures and OUT_OF_MEMORY in self.failures[id].message
 
     def _requested(self, id: str, answer: Open) -> int:
         """How many further processes of an undecided workload are started: on a GPU as many as it will likely need."""
@@ -210,7 +248,7 @@ class Paired(Control):
 
     def timing_lanes(self, tasks: Sequence[Task]) -> list[Lane]:
         """On a GPU, several processes prepare beside each other as far as what was accepted fits into its memory."""
-        if self.device != "cuda":
+        if self.device != "cuda" or self.alone:
             return super().timing_lanes(tasks)
         entries = [self.entries.get(task.id) for task in tasks]
         beside = lanes.together(self.gpu_memory_bytes, [e.peak_bytes() if e else None for e in entries])

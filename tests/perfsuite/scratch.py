@@ -101,6 +101,9 @@ class FakeWorkers:
     def prepare(self, lanes: Sequence[Lane], ids: Sequence[str], each: int, at_once: int) -> None:
         """These processes need no time to start."""
 
+    def begin_early(self, tasks: Sequence[Task], lanes: Sequence[Lane], most: int) -> None:
+        """No process waits for a task."""
+
     def close(self) -> None:
         """None waits."""
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from builders import entry, measurement
+from builders import MACHINE, entry, measurement
 
 from perfsuite import gate
 from perfsuite.baseline import Entry
 from perfsuite.gate import Open
 from perfsuite.modes.paired import MOST_PROCESSES, Paired, sample_size
 from perfsuite.planning import FEW_BLOCKS
-from perfsuite.records import PromiseRecord, Status, Verdict
-from perfsuite.workers import Task
+from perfsuite.records import PromiseRecord, Proof, Status, Verdict
+from perfsuite.revision import Tree
+from perfsuite.workers import Failure, Lane, Task
 
 ID = "tests/test_a.py::a::speed[b]"
 
@@ -29,7 +31,7 @@ class Scripted(Paired):
         self.trees, self.stored, self.full, self.runs, self.failures = {}, {}, set(), {}, {}
         self.same_code: set[str] = set()
         self.asked_for: list[int | None] = []
-        self.on, self.likely = "cpu", 1
+        self.on, self.likely, self.alone = "cpu", 1, False
 
     @property
     def device(self) -> str:
@@ -119,6 +121,59 @@ def test_on_a_gpu_as_many_processes_follow_as_will_probably_decide(device: str, 
     mode.on, mode.likely = device, likely
     mode.decide([ID])
     assert len(mode.runs[ID]) == processes
+
+
+class Early(Scripted):
+    """Workloads a to e on a GPU, of which b takes longest, then c, and so on; a and e have no revision to compare with.
+
+    `beside` may prepare beside each other.
+    """
+
+    def __init__(self, beside: int) -> None:
+        super().__init__(with_reference_of(0.1), [])
+        self.trees = dict.fromkeys("bcd", Tree(revision="1", folder="", package="", top=""))
+        self.proofs, self.on, self.beside = {}, "cuda", beside
+        self.given: list[tuple[list[str], int]] = []
+
+    def expected_s(self, task: Task) -> float:
+        return -ord(task.id)
+
+    def timing_lanes(self, tasks: Sequence[Task]) -> list[Lane]:
+        return [Lane(lock="gpu")] * self.beside
+
+    @property
+    def workers(self) -> Any:
+        return SimpleNamespace(
+            begin_early=lambda tasks, lanes, most: self.given.append(([t.id for t in tasks], most)),
+            prepare=lambda *given: None,
+        )
+
+    @property
+    def machine(self) -> Any:
+        return MACHINE
+
+    gpu_memory_bytes = 1 << 40
+
+    def begun(self, busy: int, idle: int) -> list[tuple[list[str], int]]:
+        self.given.clear()
+        self._start_ahead("abcde", busy, idle)
+        return self.given
+
+
+def test_workloads_that_are_timed_first_prepare_while_the_last_proofs_run() -> None:
+    mode = Early(beside=2)
+    assert mode.begun(1, 1) == [([], 1)]
+    mode.proofs = {i: Proof(id=i, seed=0) for i in "abcde"}
+    assert mode.begun(1, 1) == [(["b", "c"], 1)], "d is not among the first"
+    assert mode.begun(2, 0) == [], "a proof is left to begin"
+    assert mode._start_ahead([], 1, 1) is None
+    for other in ({"unloaded": "why"}, {"same_launches": True}):
+        mode.proofs["b"] = Proof(id="b", seed=0, **other)
+        assert mode.begun(0, 2) == [(["c"], 2)]
+    mode.failures["c"] = Failure(status=Status.UNMEASURED, message="")
+    assert mode.begun(0, 2) == [([], 2)]
+    mode.on = "cpu"
+    assert mode.begun(0, 2) == []
 
 
 @pytest.mark.parametrize(("workloads", "sampled"), [(0, 0), (1, 1), (7, 7), (8, 8), (30, 8), (33, 9), (70, 18)])

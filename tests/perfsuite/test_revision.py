@@ -506,7 +506,7 @@ def test_a_tree_that_changes_while_it_is_accepted(project: Project) -> None:
     assert not (project.path / "baselines").exists()
 
 
-def test_an_accepted_side_that_lacks_memory_beside_others_is_proven_alone(accepted: Project) -> None:
+def test_an_accepted_side_that_lacks_memory_beside_others_is_proven_and_timed_alone(accepted: Project) -> None:
     crowded = Failure(status=Status.UNMEASURED, message="the accepted side runs out of device memory")
     slow, tried = times(slower=0.05), []
 
@@ -515,6 +515,14 @@ def test_an_accepted_side_that_lacks_memory_beside_others_is_proven_alone(accept
         return crowded if tried.count(id) == 1 else slow(id, process, second)
 
     accepted.measured(outcome)
+    assert lines_with(accepted.gate().stdout.str(), "REGRESSED", SMALL, "slower than the accepted revision")
+    tried.clear()
+
+    def when_timed(id: str, process: int, second: bool) -> object:
+        tried.append(id)
+        return crowded if tried.count(id) == 2 else slow(id, process, second)
+
+    accepted.measured(when_timed)
     assert lines_with(accepted.gate().stdout.str(), "REGRESSED", SMALL, "slower than the accepted revision")
     accepted.measured(fails(crowded, only="small"))
     assert lines_with(accepted.gate().stdout.str(), "UNMEASURED", SMALL, "runs out of device memory")

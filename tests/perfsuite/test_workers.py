@@ -273,6 +273,67 @@ def test_processes_that_were_started_ahead_are_used_once(tmp_path: Path) -> None
     assert not list(made.folder.iterdir())
 
 
+def wait_until_started(made: Scripted) -> None:
+    deadline = time.monotonic() + 60
+    while not all(process.has_started() for process in made._waiting):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_processes_that_wait_begin_tasks_of_a_later_run(tmp_path: Path) -> None:
+    by_whom = "write('failure', id=id, status='UNMEASURED', message=str(os.getpid()))"
+    made = scripted(tmp_path, f"for id in ids(): begin(id); {by_whom}")
+    told: list[tuple[int, str]] = []
+    made.progress = lambda lane, id: told.append((lane, id))
+    lanes = [Lane(environment={"CUDA_VISIBLE_DEVICES": str(n)}) for n in range(2)]
+    made.prepare(lanes, ["a", "b", "c", "d"], 2, 9)
+    made.begin_early(tasks_of("ab"), [Lane(lock="of another")], 9)
+    assert not any(process.task for process in made._waiting)
+    wait_until_started(made)
+    for most, begun in ((1, "a"), (1, "a"), (3, "abc"), (9, "abc")):
+        made.begin_early(tasks_of("abc"), lanes, most)
+        assert sorted(p.task.id for p in made._waiting if p.task) == list(begun)
+    by = {p.task.id: (p.child.pid, p.lane) for p in made._waiting if p.task}
+    assert by["a"][1] != by["b"][1], "each GPU gets as many"
+    (other,) = (p for p in made._waiting if not p.task)
+
+    found = dict(made.run(tasks_of("dbxca"), [lanes[0], lanes[1], lanes[0], lanes[1]]))
+    assert set(found) == set("abcdx")
+    pids = {id: int(o.message) for id, o in found.items() if isinstance(o, Failure)}
+    assert all(pids[id] == by[id][0] for id in "abc")
+    assert len({lane for lane, id in told if id in "abc"}) == 3
+    assert len(made.environments) == 5, "x was collected by no process that waited"
+    assert pids["x"] not in {other.child.pid, *(pid for pid, _ in by.values())}
+    made.close()
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_a_process_whose_task_or_lane_the_run_does_not_have_is_ended(tmp_path: Path, lanes: int) -> None:
+    made = scripted(tmp_path, "for id in ids(): begin(id); done(id)")
+    made.prepare([Lane()], ["a", "b"], 2, 9)
+    wait_until_started(made)
+    made.begin_early(tasks_of("ab"), [Lane()], 9)
+    children = [process.child for process in made._waiting]
+    if lanes == 1:
+        assert [id for id, _ in made.run(tasks_of("ab"), [Lane()])] == ["a", "b"]
+        assert len(made.environments) == 2, "the process that has begun a does b, too"
+    else:
+        assert [id for id, _ in made.run(tasks_of("a"), [Lane()] * 2)] == ["a"]
+    assert all(child.poll() is not None for child in children)
+    assert not list(made.folder.iterdir())
+
+
+def test_a_process_that_has_died_gets_no_task_in_advance(tmp_path: Path) -> None:
+    made = scripted(tmp_path, "for id in ids(): begin(id); done(id)")
+    made.prepare([Lane()], ["a"], 1, 9)
+    wait_until_started(made)
+    made._waiting[0].child.kill()
+    made._waiting[0].child.wait()
+    made.begin_early(tasks_of("a"), [Lane()], 9)
+    assert made._waiting[0].task is None
+    assert outcomes(made, ["a"]) == {"a": "done a"}
+
+
 def test_only_processes_that_do_not_wait_yet_are_started_ahead(tmp_path: Path) -> None:
     made = scripted(tmp_path, "time.sleep(60)")
     lanes = [Lane(environment={"CUDA_VISIBLE_DEVICES": str(n)}) for n in range(2)]
