@@ -186,8 +186,10 @@ class Control:
         began, what = monotonic(), "proofs" if everywhere else "timing"
         try:
             planned, chosen = self._planned(tasks, everywhere)
-            self._start_ahead(ahead, busy=len(chosen))
-            run = self.workers.run(planned, chosen, lambda n: self._start_ahead(ahead, n, len(chosen) - n), further)
+            self._start_ahead(ahead, chosen, 0)
+            run = self.workers.run(
+                planned, chosen, lambda busy: self._start_ahead(ahead, busy, len(chosen) - len(busy)), further
+            )
             with closing(run) as outcomes:
                 for id, outcome in outcomes:
                     lost.pop(id, None)
@@ -206,12 +208,12 @@ class Control:
             self.progress.done()
             self.durations.save()
 
-    def _start_ahead(self, ids: Sequence[str], busy: int, idle: int = 0) -> None:
-        """Start processes that will time these, while so many lanes are busy and so many have nothing left to do."""
+    def _start_ahead(self, ids: Sequence[str], busy: Sequence[Lane], idle: int) -> None:
+        """Start processes that will time these, while lanes are `busy` and so many have nothing left to do."""
         if ids:
             timing = self.timing_lanes(())
             each = lanes.started_ahead(self.machine, timing, self.gpu_memory_bytes, len(ids))
-            self.workers.prepare(timing, ids, each, lanes.started_at_once(self.machine, busy))
+            self.workers.prepare(timing, ids, each, lanes.started_at_once(self.machine, len(busy)))
 
     @functools.cached_property
     def gpu_memory_bytes(self) -> int | None:

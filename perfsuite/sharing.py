@@ -9,8 +9,7 @@ the GPU: processes prepare meanwhile, but none times.
 from __future__ import annotations
 
 import fcntl
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from typing import IO
 
@@ -18,19 +17,36 @@ from perfsuite.errors import PerfsuiteError
 from perfsuite.folders import own_folder
 
 
-@contextmanager
-def proving(locks: Iterable[str]) -> Iterator[None]:
-    """While it lasts, no process times on the GPUs of these lock files. PerfsuiteError if one cannot be used."""
-    with ExitStack() as held:
-        for lock in {lock for lock in locks if lock}:
+class Proving:
+    """A context manager: no process times on the GPUs of these lock files. PerfsuiteError if one cannot be used."""
+
+    def __init__(self, locks: Iterable[str]) -> None:
+        self._locks = {lock for lock in locks if lock}
+        self._held: dict[str, IO[str]] = {}
+        self.ended_early = False
+        """Whether processes may time on one of the GPUs already."""
+
+    def __enter__(self) -> Proving:
+        for lock in self._locks:
             try:
                 own_folder(Path(lock).parent)
-                fcntl.flock(held.enter_context(_proofs(lock).open("a")), fcntl.LOCK_EX)
+                self._held[lock] = _proofs(lock).open("a")
+                fcntl.flock(self._held[lock], fcntl.LOCK_EX)
             except OSError as error:
-                raise PerfsuiteError(
-                    f"{lock} cannot be locked ({error.strerror or error}); make its folder writable"
-                ) from None
-        yield
+                self.__exit__()
+                reason = error.strerror or error
+                raise PerfsuiteError(f"{lock} cannot be locked ({reason}); make its folder writable") from None
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        while self._held:
+            self._held.popitem()[1].close()
+
+    def end(self, lock: str) -> None:
+        """Let processes time on this GPU."""
+        if lock in self._held:
+            self._held.pop(lock).close()
+            self.ended_early = True
 
 
 def _proofs(lock: str) -> Path:

@@ -150,6 +150,11 @@ class Lane:
     """Its processes are forks of a server that has imported torch. Not for timing: all forks of a process share its
     memory addresses, which change the speed of host code, and the rule needs processes that vary independently."""
 
+    @property
+    def device(self) -> str:
+        """The GPU that it uses; empty where there is no choice."""
+        return self.environment.get("CUDA_VISIBLE_DEVICES", "")
+
 
 @dataclass(slots=True)
 class Workers:
@@ -198,7 +203,7 @@ class Workers:
         self,
         tasks: Sequence[Task],
         lanes: Sequence[Lane],
-        meanwhile: Callable[[int], None] = lambda busy: None,
+        meanwhile: Callable[[Sequence[Lane]], None] = lambda busy: None,
         further: Callable[[str], Sequence[Task]] | None = None,
     ) -> Generator[tuple[str, Outcome]]:
         """The tasks in order, each to the lane that is free first: (id, outcome) as each task ends.
@@ -207,7 +212,8 @@ class Workers:
         `further` is called with the task's id and returns tasks that come before those that are left, so that no
         lane waits for them at the end.
 
-        Every MEANWHILE_S, and as tasks end, `meanwhile` is called with the number of processes that still work.
+        Every MEANWHILE_S, and as tasks and processes end, `meanwhile` is called with the lane of each process that has
+        not ended.
         """
         left, leaving = deque(tasks), list[_Process]()
         running = self._begun_early(lanes, left)
@@ -219,15 +225,16 @@ class Workers:
                 if interrupt is None:
                     self._fill(lanes, left, running)
                 for number, process in list(running.items()):
-                    for id, outcome in process.poll(left):
+                    for id, outcome in process.poll(left if _is_due(process, left, running) else deque()):
                         due = True
                         yield id, outcome
                         left.extendleft(reversed(further(id) if further else ()))
                     if process.over:
                         del running[number]
-                leaving = [p for p in [*leaving, *_without_tasks(left, running, more=further is not None)] if p.lives()]
-                if due:
-                    meanwhile(len(running))
+                exiting = [*leaving, *_without_tasks(left, running, more=further is not None)]
+                leaving = [process for process in exiting if process.lives()]
+                if due or len(leaving) < len(exiting):
+                    meanwhile([process.lane for process in (*running.values(), *leaving)])
                     called = time.monotonic()
                 if interrupt is not None:
                     raise interrupt
@@ -318,6 +325,16 @@ class Workers:
         arguments, environment = [*self.arguments, "-W", IMPORTED_BEFORE, items], preload.environment_of(variables)
         forked = Command(module="pytest", arguments=arguments, cwd=self.root, environment=environment, log=log)
         process.child = preload.server().start(forked, (TASKS, reader))
+
+
+def _is_due(process: _Process, left: Collection[Task], running: Mapping[int, _Process]) -> bool:
+    """Whether its GPU may get another task: at most its share of those that have not ended.
+
+    Else one GPU might do the last tasks one after the other while another has nothing left to do.
+    """
+    others = [p.lane.device for p in running.values() if p.task and p is not process]
+    devices = {p.lane.device for p in running.values()}
+    return others.count(process.lane.device) * len(devices) < len(left) + len(others)
 
 
 def _without_tasks(left: Collection[Task], running: dict[int, _Process], *, more: bool) -> Iterator[_Process]:

@@ -47,6 +47,7 @@ class Paired(Control):
         """Workloads whose promise is in doubt, so that the next process samples the reference more."""
         self.alone = False
         """Whether no process prepares beside another."""
+        self.proving = sharing.Proving(())
 
     @functools.cached_property
     def suite(self) -> Suite:
@@ -55,7 +56,7 @@ class Paired(Control):
 
     def prove(self, ids: Collection[str]) -> list[str]:
         """Prove both sides of each on all cores, which compiles what they compile; the ids that go on."""
-        with sharing.proving(lane.lock for lane in self.timing_lanes(())):
+        with sharing.Proving(lane.lock for lane in self.timing_lanes(())) as self.proving:
             return self._proven(ids)
 
     def _proven(self, ids: Collection[str]) -> list[str]:
@@ -77,6 +78,8 @@ class Paired(Control):
         """Prove these, and start processes that will time `ahead` meanwhile."""
         if not ids:
             return
+        if self.proving.ended_early:
+            self.workers.close()  # none may time beside these proofs
         tasks = [self.prove_task(i) for i in ids]
         self.announce(tasks, proving=True)
         for _ in self.work(tasks, everywhere=True, ahead=ahead):
@@ -89,20 +92,26 @@ class Paired(Control):
         for _ in self.work(crowded):
             pass
 
-    def _start_ahead(self, ids: Sequence[str], busy: int, idle: int = 0) -> None:
+    def _start_ahead(self, ids: Sequence[str], busy: Sequence[Lane], idle: int) -> None:
         super()._start_ahead(ids, busy, idle)
         if ids and idle and self.device == "cuda":
             self._begin_early(ids, busy)
 
-    def _begin_early(self, ids: Collection[str], busy: int) -> None:
+    def _begin_early(self, ids: Collection[str], busy: Sequence[Lane]) -> None:
         """While the last proofs run, the workloads that are timed first prepare, as far as their proofs have ended.
 
-        Beside `busy` processes that prove there are as many as may prepare beside each other.
+        Beside `busy` processes that prove there are as many as may prepare beside each other. On a GPU on which none
+        proves any more they time, too, unless something has to be proven once more.
         """
         timed = [Task(id=i, accepted=self._tree(i)) for i in ids if self._tree(i)]
         planned, chosen = self._planned(timed, everywhere=False)
         first = [task.id for task in planned[: len(chosen)] if self._is_proven(task.id)]
-        self.workers.begin_early([self._time_task(i) for i in first], chosen, len(chosen) - busy)
+        self.workers.begin_early([self._time_task(i) for i in first], chosen, len(chosen) - len(busy))
+        if not self.failures and not any(proof.unloaded for proof in self.proofs.values()):
+            used = {lane.device for lane in busy}
+            for lane in chosen:
+                if lane.device not in used:
+                    self.proving.end(lane.lock)
 
     def _is_proven(self, id: str) -> bool:
         proof = self.proofs.get(id)

@@ -111,7 +111,7 @@ class FakeWorkers:
         self,
         tasks: Sequence[Task],
         lanes: Sequence[Lane],
-        meanwhile: Callable[[int], None] = lambda busy: None,
+        meanwhile: Callable[[Sequence[Lane]], None] = lambda busy: None,
         further: Callable[[str], Sequence[Task]] | None = None,
     ) -> Generator[tuple[str, Outcome], None, None]:
         process, seen, left = len(self.calls), Counter[str](), deque(tasks)
@@ -136,7 +136,7 @@ class FakeWorkers:
                 outcome = self._reported(task.id)
             yield task.id, outcome
             left.extend(further(task.id) if further else ())
-        meanwhile(1)
+        meanwhile(lanes[:1])
 
     def _proof(self, task: Task) -> Proof:
         if self.ran and changed.launches_the_same(task.launched, task.changed, self.ran.launched, self.own):

@@ -126,26 +126,29 @@ def test_on_a_gpu_as_many_processes_follow_as_will_probably_decide(device: str, 
 class Early(Scripted):
     """Workloads a to e on a GPU, of which b takes longest, then c, and so on; a and e have no revision to compare with.
 
-    `beside` may prepare beside each other.
+    On each of two GPUs one prepares at a time.
     """
 
-    def __init__(self, beside: int) -> None:
+    def __init__(self) -> None:
         super().__init__(with_reference_of(0.1), [])
+        self.ended: list[str] = []
+        self.proving: Any = SimpleNamespace(end=self.ended.append)
         self.trees = dict.fromkeys("bcd", Tree(revision="1", folder="", package="", top=""))
-        self.proofs, self.on, self.beside = {}, "cuda", beside
+        self.proofs, self.on = {}, "cuda"
         self.given: list[tuple[list[str], int]] = []
 
     def expected_s(self, task: Task) -> float:
         return -ord(task.id)
 
     def timing_lanes(self, tasks: Sequence[Task]) -> list[Lane]:
-        return [Lane(lock="gpu")] * self.beside
+        return [on("0"), on("1")]
 
     @property
     def workers(self) -> Any:
         return SimpleNamespace(
             begin_early=lambda tasks, lanes, most: self.given.append(([t.id for t in tasks], most)),
             prepare=lambda *given: None,
+            close=lambda: self.ended.append("all that wait"),
         )
 
     @property
@@ -154,26 +157,57 @@ class Early(Scripted):
 
     gpu_memory_bytes = 1 << 40
 
-    def begun(self, busy: int, idle: int) -> list[tuple[list[str], int]]:
+    def begun(self, *busy: str, idle: int = 1) -> list[tuple[list[str], int]]:
         self.given.clear()
-        self._start_ahead("abcde", busy, idle)
+        self.ended.clear()
+        self._start_ahead("abcde", [on(device) for device in busy], idle)
         return self.given
 
 
+def on(device: str) -> Lane:
+    return Lane(environment={"CUDA_VISIBLE_DEVICES": device}, lock=f"lock {device}")
+
+
 def test_workloads_that_are_timed_first_prepare_while_the_last_proofs_run() -> None:
-    mode = Early(beside=2)
-    assert mode.begun(1, 1) == [([], 1)]
+    mode = Early()
+    assert mode.begun("0") == [([], 1)]
     mode.proofs = {i: Proof(id=i, seed=0) for i in "abcde"}
-    assert mode.begun(1, 1) == [(["b", "c"], 1)], "d is not among the first"
-    assert mode.begun(2, 0) == [], "a proof is left to begin"
-    assert mode._start_ahead([], 1, 1) is None
+    assert mode.begun("0") == [(["b", "c"], 1)], "d is not among the first"
+    assert mode.begun("0", "1", idle=0) == [], "a proof is left to begin"
+    mode._start_ahead([], [on("0")], 1)
+    assert not mode.given
     for other in ({"unloaded": "why"}, {"same_launches": True}):
         mode.proofs["b"] = Proof(id="b", seed=0, **other)
-        assert mode.begun(0, 2) == [(["c"], 2)]
+        assert mode.begun() == [(["c"], 2)]
     mode.failures["c"] = Failure(status=Status.UNMEASURED, message="")
-    assert mode.begun(0, 2) == [([], 2)]
+    assert mode.begun() == [([], 2)]
     mode.on = "cpu"
-    assert mode.begun(0, 2) == []
+    assert mode.begun() == []
+
+
+def test_on_a_gpu_that_proves_nothing_any_more_processes_time() -> None:
+    mode = Early()
+    for busy, ended in ((("0", "1"), []), (("1",), ["lock 0"]), ((), ["lock 0", "lock 1"])):
+        mode.begun(*busy)
+        assert mode.ended == ended
+    mode.proofs = {"b": Proof(id="b", seed=0, unloaded="why")}
+    mode.begun("1")
+    assert mode.ended == [], "it is proven again"
+    mode.proofs, mode.failures = {}, {"c": Failure(status=Status.UNMEASURED, message="")}
+    mode.begun("1")
+    assert mode.ended == [], "it may be proven again"
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_none_times_beside_what_is_proven_again(early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    mode = Early()
+    mode.proving.ended_early = early
+    monkeypatch.setattr(mode, "prove_task", lambda id: Task(id=id))
+    monkeypatch.setattr(mode, "work", lambda tasks, **given: iter(()))
+    mode._prove([])
+    assert mode.ended == []
+    mode._prove(["b"])
+    assert mode.ended == ["all that wait"] * early
 
 
 @pytest.mark.parametrize(("workloads", "sampled"), [(0, 0), (1, 1), (7, 7), (8, 8), (30, 8), (33, 9), (70, 18)])

@@ -129,13 +129,46 @@ def test_the_number_of_busy_processes_is_reported_as_tasks_end(tmp_path: Path) -
     seen: list[object] = []
     for id, _ in made.run(tasks_of("abc"), [Lane()], seen.append):
         seen.append(id)
-    assert [x for x in seen if x not in (0, 1)] == ["a", "b", "c"]
-    assert seen[-1] == 0
+    assert [x for x in seen if x not in ([], [Lane()])] == ["a", "b", "c"]
+    assert seen[-1] == []
     seen.clear()
     lanes = [Lane(environment={"CUDA_VISIBLE_DEVICES": str(n)}) for n in range(3)]
-    list(made.run(tasks_of("abc"), lanes, seen.append))
-    assert seen == sorted(seen, reverse=True)
-    assert set(seen) <= {0, 1, 2, 3}
+    counts: list[int] = []
+    for _ in made.run(tasks_of("abc"), lanes, lambda busy: (seen.extend(busy), counts.append(len(busy)))[1]):
+        pass
+    assert counts == sorted(counts, reverse=True)
+    assert counts[-1] == 0
+    assert all(lane in lanes for lane in seen)
+
+
+def test_the_last_tasks_are_shared_by_the_gpus(tmp_path: Path) -> None:
+    """Three processes of a slow GPU wait for the first to end, one of a quick GPU does all that is left."""
+    script = """
+folder = pathlib.Path(job["out"]).parent
+for id in ids():
+    begin(id)
+    folder.joinpath(id).touch()
+    while job["lock"] == "slow" and sum(folder.joinpath(i).exists() for i in "abcdefgh") < 8: time.sleep(0.01)
+    write("failure", id=id, status="UNMEASURED", message=job["lock"])
+"""
+    made = scripted(tmp_path, script)
+    slow = Lane(environment={"CUDA_VISIBLE_DEVICES": "0"}, lock="slow")
+    quick = Lane(environment={"CUDA_VISIBLE_DEVICES": "1"}, lock="quick")
+    by = {id: o.message for id, o in made.run(tasks_of("abcdefgh"), [slow] * 4 + [quick]) if isinstance(o, Failure)}
+    assert len(by) == 8
+    assert list(by.values()).count("slow") <= 4
+    for running, left, due in (
+        (["0", "0"], 1, True),
+        (["0", "0", "1"], 1, False),
+        (["0", "0", "1"], 2, True),
+        (["1"], 1, True),
+        ([], 1, True),
+    ):
+        lanes = {"0": slow, "1": quick}
+        others: Any = {n: SimpleNamespace(task="t", lane=lanes[d]) for n, d in enumerate(running)}
+        free: Any = SimpleNamespace(task=None, lane=slow)
+        idle: Any = SimpleNamespace(task=None, lane=slow)
+        assert workers._is_due(free, tasks_of("abc")[:left], {**others, 8: free, 9: idle}) is due
 
 
 def test_tasks_that_follow_go_to_processes_that_wait_for_them(tmp_path: Path) -> None:
