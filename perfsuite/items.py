@@ -29,6 +29,7 @@ from perfsuite.equivalence import NotEquivalent, Tally
 from perfsuite.errors import PairError, PerfsuiteError
 from perfsuite.facts import facts_of
 from perfsuite.pair import Pair, Side, as_side
+from perfsuite.plugin import TIMED_ONLY
 from perfsuite.records import Case, Evidence
 from perfsuite.speed import SpeedItem
 
@@ -73,7 +74,8 @@ class PairCollector(pytest.Collector):
             self.pair.validate()
         except PairError as error:
             raise self.CollectError(str(error)) from None
-        yield from self._correctness()
+        if not self.config.stash.get(TIMED_ONLY, False):
+            yield from self._correctness()
         for workload in self.pair.workloads:
             item = SpeedItem.from_parent(
                 self, name=f"speed[{workload.name}]", pair=self.pair, workload=workload, home=self.home

@@ -37,6 +37,8 @@ SANITIZER_LOG = "PERFSUITE_SANITIZER_LOG"
 
 CONTROL = pytest.StashKey["Control"]()
 SANITIZED = pytest.StashKey[Any]()
+TIMED_ONLY = pytest.StashKey[bool]()
+"""Whether this is a worker that needs no item but timed ones. To make the others takes half of its collection."""
 
 WORKER = JOB in os.environ  # which is taken out of it before any code under test is imported
 if WORKER:  # before anything else: an orphan would disturb the next measurement
@@ -133,6 +135,7 @@ def pytest_configure(config: pytest.Config) -> None:
         from perfsuite.sanitizer import Watch
 
         config.stash[SANITIZED] = Watch()
+    config.stash[TIMED_ONLY] = WORKER and all("::speed[" in item for item in config.args)
     if _wants_control(config):
         _control(config)
 
@@ -220,7 +223,7 @@ def _control(config: pytest.Config) -> Control:
 def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: object) -> Any:
     pair_module = sys.modules.get("perfsuite.pair")
     if pair_module is None or not isinstance(obj, pair_module.Pair) or not isinstance(collector, pytest.Module):
-        return None
+        return [] if collector.config.stash.get(TIMED_ONLY, False) else None
     from perfsuite.items import PairCollector
 
     _control(collector.config)

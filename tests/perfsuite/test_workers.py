@@ -17,13 +17,13 @@ from typing import Any
 import builders
 import pytest
 from scale import FULLY
-from scratch import TWO_LINES, Failure, Project, lines_with, real_workers, runs, wait_for
+from scratch import SMALL, TWO_LINES, Failure, Project, lines_with, real_workers, runs, wait_for
 
 from perfsuite import preload, workers
 from perfsuite.errors import PerfsuiteError
-from perfsuite.records import Measurement, Status
+from perfsuite.records import Measurement, Proof, Status
 from perfsuite.revision import Tree
-from perfsuite.workers import ITEMS, Lane, Reported, Task, Workers, pytest_arguments, start
+from perfsuite.workers import ITEMS, PROVE, Lane, Reported, Task, Workers, pytest_arguments, start
 
 pytest_plugins = ["pytester"]
 
@@ -800,6 +800,31 @@ def test_an_item_is_run_as_pytest_runs_it(project: Project, monkeypatch: pytest.
         "test_warns": ["passed", "failed", "passed"],
     }
     assert not list((project.path / ".perfsuite/workers").iterdir())
+
+
+@pytest.mark.parametrize(("others", "collected"), [([], False), (["equivalence[float32]"], True)])
+def test_a_worker_collects_timed_items_alone_if_it_needs_no_others(
+    project: Project, others: list[str], collected: bool
+) -> None:
+    text = (
+        TWO_LINES
+        + """
+    from pathlib import Path
+
+    import pytest
+
+
+    @pytest.mark.parametrize("value", [1], ids=lambda value: Path("collected").touch())
+    def test_other(value):
+        pass
+"""
+    )
+    project.write("test_scale.py", text)
+    tasks = [Task(id=SMALL, kind=PROVE), *(Task(id=SMALL.replace("speed[small]", o), kind=ITEMS) for o in others)]
+    found = dict(real_workers(project.path).run(tasks, [Lane()]))
+    assert isinstance(found[SMALL], Proof), found
+    assert all(isinstance(found[task.id], Reported) for task in tasks[1:]), found
+    assert (project.path / "collected").exists() is collected
 
 
 @pytest.mark.parametrize("forked", [False, True])
