@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -81,12 +82,14 @@ class Durations:
 def for_timing(machine: Machine, locks: Path | None = None, beside: int = 1) -> list[Lane]:
     """One lane for each GPU, or one for the CPU: what is timed runs alone on its device.
 
-    With a folder for the `locks`, so many lanes for each GPU, whose processes prepare `beside` each other.
+    With a folder for the `locks`, so many lanes for each GPU, whose processes prepare `beside` each other. The locks
+    are named by GPU, so that runs on other GPUs are not held up.
     """
     lanes = [Lane(environment={"CUDA_VISIBLE_DEVICES": device}) for device in _several_devices(machine)] or [Lane()]
     if locks is None:
         return lanes
-    return [replace(lane, lock=str(locks / f"gpu-{n}.lock")) for _ in range(beside) for n, lane in enumerate(lanes)]
+    files = [str(locks / f"{name}.lock") for name in _devices()]
+    return [replace(lane, lock=file) for _ in range(beside) for lane, file in zip(lanes, files, strict=False)]
 
 
 def devices_of(lanes: Sequence[Lane]) -> list[Lane]:
@@ -148,8 +151,18 @@ def started_at_once(machine: Machine, busy: int) -> int:
 
 def _several_devices(machine: Machine) -> tuple[str, ...]:
     """The GPUs by the names that CUDA_VISIBLE_DEVICES takes; empty where there is one, or where they have none."""
-    devices = measured_devices("cuda") if machine.count > 1 else ()
+    devices = _devices() if machine.count > 1 else ()
     return devices if len(devices) > 1 else ()
+
+
+def _devices() -> tuple[str, ...]:
+    """The visible GPUs' names. They are asked for at each turn, so the driver's answer is kept."""
+    return _known_devices(measured_devices, os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+@functools.cache
+def _known_devices(ask: Callable[[str], tuple[str, ...]], visible: str | None) -> tuple[str, ...]:
+    return ask("cuda")
 
 
 def ordered(tasks: Iterable[Task], lanes: Sequence[Lane], expected: Callable[[Task], float]) -> list[Task]:

@@ -25,7 +25,7 @@ from perfsuite.counting import COUNTED_S, count_calls
 from perfsuite.equivalence import NotEquivalent
 from perfsuite.errors import PairError, RevisionError
 from perfsuite.pair import Pair, Side, Workload, as_side
-from perfsuite.proving import NO_MEMORY, OutputCheck, digest, prove_sides, unequal
+from perfsuite.proving import NO_MEMORY, OutputCheck, prove_sides, unequal
 from perfsuite.records import Case, Condition, Counts, Evidence, Limit, Measurement, Proof, SideRecord
 from perfsuite.runner import LONG_S, Call, Clock, Runner
 from perfsuite.sampling import ACCEPTED, BLOCKS, OPTIMIZED, REFERENCE, Sampler
@@ -184,23 +184,28 @@ def prove(
 
     Calling them compiles what they compile, so that a later process finds it in the compilers' caches;
     `with_reference` calls the reference for that, too, and `with_rivals` proves, calls and counts the rivals. Where the
-    reference is `slow`, outputs that are those of the accepted side, bit for bit, are proven by that. If both sides are
-    the `same_code`, only the optimized one is proven, and where the reference is slow the outputs of the first calls
-    are compared instead. `time_reference` calls the reference once and notes how long that took, beside whatever else
-    runs; the sides in `uncounted` are not counted. NotEquivalent where a side is not the same function.
+    reference is `slow`, outputs that are those of the accepted side, bit for bit, are proven by that. Of the
+    `same_code` as the accepted side's only the optimized side is needed: the accepted one counts what it counts, and
+    where the reference is slow the outputs of its first call are taken as proven. A process that times compares both
+    sides with them. `time_reference` calls the reference once and notes how long that took, beside whatever else runs;
+    the sides in `uncounted` are not counted. NotEquivalent where a side is not the same function.
     """
     began = perf_counter()
     check = bench.check()
-    both = {n: bench.sides[n] for n in (ACCEPTED, OPTIMIZED) if n in bench.sides}
-    proven = {n: s for n, s in both.items() if n == OPTIMIZED or not same_code}
+    proven = {n: s for n, s in bench.sides.items() if n != REFERENCE}
     rivals, skipped = bench.rivals() if with_rivals else ({}, {})
-    by_bits = slow and len(both) > 1 and not rivals
-    first: dict[str, str] = {}
-    note = (lambda r: first.update({r.name: digest(r.leaves())})) if by_bits and same_code else None
+    accepted_bits = slow and same_code and not rivals
     evidence = None
+
+    def trust(runner: Runner) -> None:
+        if runner.name == OPTIMIZED:
+            check.trust(runner.leaves())
+
     with bench.phases.time("proof"):
         bench.report(REFERENCE)
-        if not by_bits or not (same_code or check.same(both, bench.report)):
+        both = {n: proven[n] for n in (ACCEPTED, OPTIMIZED) if n in proven}
+        by_bits = slow and not rivals and len(both) > 1 and check.same(both, bench.report)
+        if not accepted_bits and not by_bits:
             tally, left_out = prove_sides(check, proven, rivals, bench.report)
             # Alone on the device it may have the memory that it lacks beside other proofs.
             skipped |= {n: why for n, why in left_out.items() if why != NO_MEMORY}
@@ -214,14 +219,11 @@ def prove(
     with bench.released():
         runners = {n: bench.runner(n, s) for n, s in called.items()}
         with bench.phases.time("warm-up"):
-            _warm_up(runners, bench, clock, rng, note)
-        with bench.phases.time("proof"):
-            if first and first[ACCEPTED] == first[OPTIMIZED]:
-                check.known.add(first[OPTIMIZED])
-            elif first:
-                check.prove(both[OPTIMIZED], OPTIMIZED)
+            _warm_up(runners, bench, clock, rng, trust if accepted_bits else None)
         with bench.phases.time("counting"):
             counts = _counted({n: r for n, r in runners.items() if n not in uncounted}, clock, bench.report)
+            if same_code and OPTIMIZED in counts:
+                counts[ACCEPTED] = counts[OPTIMIZED]
         with bench.phases.time("new values"):
             _prove_new_values(bench, check, runners[OPTIMIZED])
         if time_reference:

@@ -108,6 +108,10 @@ class OutputCheck:
             equivalence.judge(self.pair, self.truth, produced, name=name, strict_strides=False)
             self.known.add(key)
 
+    def trust(self, leaves: Leaves) -> None:
+        """Take these outputs as proven."""
+        self.known.add(digest(leaves))
+
     def first_step(self, leaves: Leaves, name: str, side: Side) -> None:
         """The same for what a stateful side leaves after its first step: unknown, the side is proven anew."""
         if digest(leaves) not in self.known:

@@ -145,7 +145,8 @@ class _Workload:
         except NoisyError as error:
             return Failure(status=Status.NOISY, message=str(error))
         except PerfsuiteError as error:
-            return Failure(status=Status.UNMEASURED, message=str(error))
+            raised = "the accepted side raises RevisionError: " if isinstance(error, RevisionError) else ""
+            return Failure(status=Status.UNMEASURED, message=f"{raised}{error}")
         except (Exception, SystemExit) as error:
             lines = str(error).strip().splitlines() or [""]
             text = f"the {self.phase} side raises {type(error).__name__}: {lines[0][:300]}"
@@ -270,14 +271,17 @@ class _Workload:
         return [] if optimized is declaring.obj or reference is declaring.obj else found
 
     def _comparable(self, seed: int) -> tuple[Pair | None, str]:
-        """The accepted revision's pair, or why the current side cannot be compared with it."""
+        """The accepted revision's pair, or why the current side cannot be compared with it.
+
+        Not where both have the same code: the accepted side then does not run in the proof.
+        """
         from perfsuite.equivalence import NotEquivalent
 
-        if not self.task.accepted:
+        if not self.task.accepted or self.task.same_code:
             return None, ""
         try:
             accepted = self._accepted()
-            problem = "" if self.task.same_code else self._shared(self._bench(seed, accepted))
+            problem = self._shared(self._bench(seed, accepted))
         except (RevisionError, NotEquivalent) as error:
             return None, str(error)
         return (None, problem) if problem else (accepted, "")

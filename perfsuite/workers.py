@@ -104,8 +104,8 @@ class Task:
     """The sources that differ from the accepted ones. Each must be one that only the optimized side runs, or the
     workload is proven whatever it launches."""
     same_code: tuple[str, ...] = ()
-    """The sources of a workload whose current code is the accepted one. If the process has loaded these files, it
-    neither checks which tree each side runs nor proves the accepted side by itself."""
+    """The sources of a workload whose current code is the accepted one. If the process that proves has loaded these
+    files, it leaves the accepted side out."""
     time_reference: bool = False
     """While proving, call the reference once and note how long that takes."""
     thorough: bool = True
@@ -187,7 +187,7 @@ class Workers:
     def begin_early(self, tasks: Sequence[Task], lanes: Sequence[Lane], most: int) -> None:
         """Give these tasks, in this order, to processes that wait for the lanes, until `most` in all have one.
 
-        A later `run` on these lanes takes them over. Those whose task it does not have are ended then.
+        A later `run` on these lanes takes them over. Those whose very task it does not have are ended then.
         """
         begun = [process.task.id for process in self._waiting if process.task]
         for task in tasks:
@@ -215,17 +215,18 @@ class Workers:
         Every MEANWHILE_S, and as tasks and processes end, `meanwhile` is called with the lane of each process that has
         not ended.
         """
-        left, leaving = deque(tasks), list[_Process]()
-        running = self._begun_early(lanes, left)
+        left, running, leaving = deque(tasks), dict[int, _Process](), list[_Process]()
         interrupt: KeyboardInterrupt | None = None
         called = time.monotonic()
         try:
+            self._take_over(lanes, left, running)
             while left or running or leaving:
                 due = time.monotonic() > called + MEANWHILE_S
                 if interrupt is None:
                     self._fill(lanes, left, running)
                 for number, process in list(running.items()):
-                    for id, outcome in process.poll(left if _is_due(process, left, running) else deque()):
+                    gets = process.child.poll() is not None or _is_due(process, left, running)
+                    for id, outcome in process.poll(left if gets else deque()):
                         due = True
                         yield id, outcome
                         left.extendleft(reversed(further(id) if further else ()))
@@ -260,19 +261,16 @@ class Workers:
         while self._waiting:
             self._waiting.pop().end()
 
-    def _begun_early(self, lanes: Sequence[Lane], left: deque[Task]) -> dict[int, _Process]:
-        """Lane → the process that has begun a task of `left` for it, which is taken out of `left`."""
-        running: dict[int, _Process] = {}
+    def _take_over(self, lanes: Sequence[Lane], left: deque[Task], running: dict[int, _Process]) -> None:
+        """The processes that have begun tasks of `left` early, each to a lane of its own."""
         for process in [p for p in self._waiting if p.task and p.lane in lanes]:
             self._waiting.remove(process)
-            task = next((t for t in left if process.task and t.id == process.task.id), None)
             number = next((n for n, lane in enumerate(lanes) if lane == process.lane and n not in running), None)
-            if task is None or number is None:
+            if process.task is None or number is None or process.task not in left:
                 process.end()
                 continue
-            left.remove(task)
+            left.remove(process.task)
             process.number, running[number] = number, process
-        return running
 
     def _started_ahead(self, lane: Lane, ids: Collection[str]) -> list[_Process]:
         """The processes that were started ahead for this lane, have collected these items and wait for a task."""
@@ -364,6 +362,8 @@ class _Process:
     """The last task's group."""
     seen: set[str] = field(default_factory=set)
     """The ids of the tasks that it has got."""
+    imported: bool = False
+    """Whether it has got a task with another revision, which may have replaced what the current side calls by name."""
     child: subprocess.Popen[bytes] | Fork = field(init=False)
     lines: Lines = field(init=False)
     key: str = field(default_factory=secrets.token_hex)
@@ -443,8 +443,9 @@ class _Process:
         return not self.served and any(self._is_for(task) for task in left)
 
     def _is_for(self, task: Task) -> bool:
-        """Whether it has collected the task's item, and has not had a task of it before."""
-        return task.id in self.ids and task.id not in self.seen
+        """Whether it has collected the task's item, has not had a task of it before, and has imported nothing since
+        that the task does not."""
+        return task.id in self.ids and task.id not in self.seen and not (self.imported and task.accepted is None)
 
     def leave(self) -> None:
         """Tell it to exit. `lives` kills one that has not started yet."""
@@ -481,6 +482,7 @@ class _Process:
         self.task, self.served, self.phase = task, True, "start"
         self.group = self.task.group
         self.seen.add(self.task.id)
+        self.imported |= task.accepted is not None
         self._wait(self.task.limit_s + BEGIN_LIMIT_S)
         line = memoryview(f"{json.dumps(to_json(self.task))}\n".encode())
         with contextlib.suppress(BrokenPipeError):  # the worker has died, as the next poll sees

@@ -45,6 +45,8 @@ class Paired(Control):
         """Workloads whose current side provably runs the other revision's code."""
         self.full: set[str] = set()
         """Workloads whose promise is in doubt, so that the next process samples the reference more."""
+        self.crowded: set[str] = set()
+        """Workloads that lacked memory beside others."""
         self.alone = False
         """Whether no process prepares beside another."""
         self.proving = sharing.Proving(())
@@ -57,21 +59,12 @@ class Paired(Control):
     def prove(self, ids: Collection[str]) -> list[str]:
         """Prove both sides of each on all cores, which compiles what they compile; the ids that go on."""
         with sharing.Proving(lane.lock for lane in self.timing_lanes(())) as self.proving:
-            return self._proven(ids)
-
-    def _proven(self, ids: Collection[str]) -> list[str]:
-        self._prove(ids, ahead=list(ids))
-        # For the accepted code it was not checked whether two imports of it can run in one process.
-        raised = [i for i in self.same_code if i in self.failures and RAISES in self.failures[i].message]
-        self.same_code.difference_update(raised)
-        for id in raised:
-            del self.failures[id]
-        self._prove(raised)
-        unloaded = [i for i in ids if i in self.proofs and self.proofs[i].unloaded]
-        for id in unloaded:
-            self.without_revision(id, self.proofs.pop(id).unloaded)
-        # In processes that have not imported the other revision, which may have changed what the current side calls.
-        self._prove([i for i in unloaded if i not in self.failures])
+            self._prove(ids, ahead=list(ids))
+            unloaded = [i for i in ids if i in self.proofs and self.proofs[i].unloaded]
+            for id in unloaded:
+                self.without_revision(id, self.proofs.pop(id).unloaded)
+            # In processes that have not imported the other revision: it may have changed what the current side calls.
+            self._prove([i for i in unloaded if i not in self.failures])
         return [i for i in ids if i not in self.failures]
 
     def _prove(self, ids: Collection[str], ahead: Sequence[str] = ()) -> None:
@@ -84,7 +77,7 @@ class Paired(Control):
         self.announce(tasks, proving=True)
         for _ in self.work(tasks, everywhere=True, ahead=ahead):
             _ = self.suite  # takes half a second to import scipy, while other proofs run
-        crowded = [t for t in tasks if self._lacks_memory(t.id)]
+        crowded = [t for t in tasks if self._has_failed(t.id, OUT_OF_MEMORY)]
         if not crowded:
             return
         for task in crowded:  # beside others there was too little memory
@@ -204,24 +197,39 @@ class Paired(Control):
             self.progress.add(len(tasks))
             return tasks
 
-        tasks = [self._time_task(id) for id, answer in left.items() for _ in range(answer.processes)]
-        self._do(tasks, further)
-        if crowded := [i for i in left if self._lacks_memory(i) and i not in self.runs]:  # beside others, perhaps
-            for id in crowded:
-                del self.failures[id]
+        apart = self.crowded.intersection(left)
+        self._do([self._time_task(i) for i, a in left.items() if i not in apart for _ in range(a.processes)], further)
+        self._prove_again([i for i in self.same_code.intersection(left) if self._has_failed(i, RAISES)])
+        self.crowded |= {i for i in left if self._has_failed(i, OUT_OF_MEMORY)}
+        if apart := self.crowded.intersection(left):
+            for id in apart:
+                self.failures.pop(id, None)
             self.alone = True
-            self._do([self._time_task(i) for i in crowded])
+            self._do([self._time_task(i) for i in apart])
             self.alone = False
 
-    def _lacks_memory(self, id: str) -> bool:
-        return id in self.failures and OUT_OF_MEMORY in self.failures[id].message
+    def _prove_again(self, ids: Collection[str]) -> None:
+        """Prove workloads whose accepted side raises. Of the accepted code it was not checked whether two imports of it
+        can run in one process."""
+        self.same_code.difference_update(ids)
+        for id in ids:
+            del self.failures[id]
+        if ids:
+            self.prove(ids)
+
+    def _has_failed(self, id: str, why: str) -> bool:
+        return id in self.failures and why in self.failures[id].message
 
     def _requested(self, id: str, answer: Open) -> int:
         """How many further processes of an undecided workload are started: on a GPU as many as it will likely need."""
         if self.device != "cuda":
             return answer.processes
-        least = AT_ONCE if len(self.runs[id]) > 1 else 1
-        return min(max(answer.processes, answer.likely, least), MOST_PROCESSES - len(self.runs[id]))
+        done = len(self.runs[id])
+        wanted = done + max(answer.processes, answer.likely, AT_ONCE if done > 1 else 1)
+        wanted = min(next((n for n in gate.LOOKS if n >= wanted), wanted), MOST_PROCESSES) - done
+        entry = self.entry(id)
+        beside = lanes.together(self.gpu_memory_bytes, [entry.peak_bytes() if entry else None] * wanted)
+        return max(answer.processes, min(wanted, beside * max(1, self.machine.count)))
 
     def _do(self, tasks: Sequence[Task], further: Callable[[str], Sequence[Task]] | None = None) -> None:
         """Announce the timing tasks and do them."""

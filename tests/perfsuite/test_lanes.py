@@ -135,6 +135,15 @@ def test_a_quarter_of_the_cores_start_processes_ahead_as_far_as_they_are_free(
     assert lanes.started_at_once(replace(MACHINE, cores=cores), busy) == at_once
 
 
+def test_the_driver_is_asked_once_for_the_visible_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(lanes, "measured_devices", lambda kind: (asked.append(kind), ("GPU-1",))[1])
+    for visible in ("0", "0", "1", "1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert lanes._devices() == ("GPU-1",)
+    assert asked == ["cuda", "cuda"]
+
+
 def test_one_gpu_has_no_several_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lanes, "measured_devices", lambda kind: ("GPU-1", "GPU-2"))
     assert lanes._several_devices(replace(MACHINE, count=1)) == ()
@@ -153,12 +162,13 @@ def test_proofs_of_workloads_are_forked_where_that_is_useful(
 
 
 def test_on_one_gpu_several_lanes_share_a_lock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(lanes, "measured_devices", lambda device: ("GPU-a",))
     one = for_timing(replace(MACHINE, count=1), tmp_path, 3)
-    assert one == [Lane(lock=str(tmp_path / "gpu-0.lock"))] * 3
+    assert one == [Lane(lock=str(tmp_path / "GPU-a.lock"))] * 3
     monkeypatch.setattr(lanes, "measured_devices", lambda device: ("GPU-a", "GPU-b"))
     two = for_timing(TWO, tmp_path, 2)
     assert [(lane.environment["CUDA_VISIBLE_DEVICES"], Path(lane.lock).name) for lane in two] == [
-        ("GPU-a", "gpu-0.lock"), ("GPU-b", "gpu-1.lock"), ("GPU-a", "gpu-0.lock"), ("GPU-b", "gpu-1.lock"),
+        ("GPU-a", "GPU-a.lock"), ("GPU-b", "GPU-b.lock"), ("GPU-a", "GPU-a.lock"), ("GPU-b", "GPU-b.lock"),
     ]  # fmt: skip
     assert lanes.devices_of(two) == two[:2]
     # What is timed is timed one after the other, however many processes prepare.

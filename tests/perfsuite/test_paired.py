@@ -14,7 +14,8 @@ from builders import MACHINE, entry, measurement
 from perfsuite import gate
 from perfsuite.baseline import Entry
 from perfsuite.gate import Open
-from perfsuite.modes.paired import MOST_PROCESSES, Paired, sample_size
+from perfsuite.modes.accept import Accept
+from perfsuite.modes.paired import Paired, sample_size
 from perfsuite.planning import FEW_BLOCKS
 from perfsuite.records import PromiseRecord, Proof, Status, Verdict
 from perfsuite.revision import Tree
@@ -32,10 +33,17 @@ class Scripted(Paired):
         self.same_code: set[str] = set()
         self.asked_for: list[int | None] = []
         self.on, self.likely, self.alone = "cpu", 1, False
+        self.crowded: set[str] = set()
 
     @property
     def device(self) -> str:
         return self.on
+
+    @property
+    def machine(self) -> Any:
+        return MACHINE
+
+    gpu_memory_bytes = 1 << 40
 
     @property
     def entries(self) -> Mapping[str, Entry]:
@@ -114,7 +122,7 @@ def test_on_a_gpu_two_processes_follow_those_that_have_not_decided(device: str, 
 
 
 @pytest.mark.parametrize(
-    ("device", "likely", "processes"), [("cpu", 3, 2), ("cuda", 1, 2), ("cuda", 3, 4), ("cuda", 99, MOST_PROCESSES)]
+    ("device", "likely", "processes"), [("cpu", 3, 2), ("cuda", 1, 2), ("cuda", 3, 4), ("cuda", 99, 9)]
 )
 def test_on_a_gpu_as_many_processes_follow_as_will_probably_decide(device: str, likely: int, processes: int) -> None:
     mode = Scripted(with_reference_of(0.1), [False])
@@ -150,12 +158,6 @@ class Early(Scripted):
             prepare=lambda *given: None,
             close=lambda: self.ended.append("all that wait"),
         )
-
-    @property
-    def machine(self) -> Any:
-        return MACHINE
-
-    gpu_memory_bytes = 1 << 40
 
     def begun(self, *busy: str, idle: int = 1) -> list[tuple[list[str], int]]:
         self.given.clear()
@@ -196,6 +198,74 @@ def test_on_a_gpu_that_proves_nothing_any_more_processes_time() -> None:
     mode.proofs, mode.failures = {}, {"c": Failure(status=Status.UNMEASURED, message="")}
     mode.begun("1")
     assert mode.ended == [], "it may be proven again"
+
+
+@pytest.mark.parametrize(
+    ("done", "likely", "further"),
+    [(1, 1, 1), (1, 2, 2), (1, 3, 3), (2, 1, 2), (3, 1, 3), (3, 3, 3), (4, 1, 2), (6, 2, 2)],
+)
+def test_so_many_processes_are_requested_that_the_rule_decides(done: int, likely: int, further: int) -> None:
+    """After five or seven processes it does not."""
+    mode = Scripted(with_reference_of(0.1), [])
+    mode.on, mode.runs = "cuda", {ID: [measurement(accepted=0.0)] * done}
+    assert mode._requested(ID, Open(processes=1, reason="", likely=likely)) == further
+    assert done + further in gate.LOOKS
+
+
+def test_no_more_processes_of_a_workload_are_requested_than_its_memory_allows() -> None:
+    mode = Scripted(with_reference_of(0.1), [])
+    mode.on, mode.runs = "cuda", {ID: [measurement(accepted=0.0)]}
+    peak = mode.accepted.peak_bytes()
+    assert peak
+    for beside in (1, 2, 3):
+        mode.gpu_memory_bytes = int(beside * 2.01 * peak / 0.875)
+        assert mode._requested(ID, Open(processes=1, reason="", likely=3)) == beside
+    mode.accepted = replace(mode.accepted, sides={})
+    assert mode._requested(ID, Open(processes=1, reason="", likely=3)) == 1
+
+
+class Crowded(Scripted):
+    """Processes with these numbers lack memory beside others."""
+
+    def __init__(self, doubts: Sequence[bool], lacking: Collection[int]) -> None:
+        super().__init__(with_reference_of(0.1), doubts)
+        self.on, self.lacking, self.tried = "cuda", lacking, list[bool]()
+
+    def work(self, tasks: Sequence[Task], *, further: Any = None, **given: Any) -> Any:
+        left = deque(tasks)
+        while left:
+            left.popleft()
+            self.tried.append(self.alone)
+            if len(self.tried) in self.lacking and not self.alone:
+                self.failures[ID] = Failure(
+                    status=Status.UNMEASURED, message="the accepted side runs out of device memory"
+                )
+            else:
+                self.runs.setdefault(ID, []).append(measurement(accepted=0.0))
+            yield ID, None
+            left.extend(further(ID) if further else ())
+
+
+@pytest.mark.parametrize(
+    ("doubts", "lacking", "alone"),
+    [
+        ([], {1}, [False, True]),
+        ([False], {1, 2, 3}, [False, True, True]),
+        ([False, False, False], {2}, [False, False, True, True, True]),
+    ],
+)
+def test_what_lacked_memory_beside_others_runs_alone_from_then_on(
+    doubts: list[bool], lacking: set[int], alone: list[bool]
+) -> None:
+    mode = Crowded(doubts, lacking)
+    assert mode.decide([ID])[ID].status is Status.PASS
+    assert mode.tried == alone
+
+
+def test_an_acceptance_begins_nothing_early() -> None:
+    """Its first process of a workload times rivals, too, which only its own task says."""
+    mode: Any = SimpleNamespace(workers=None)
+    assert Accept._begin_early(mode, [ID], []) is None
 
 
 @pytest.mark.parametrize("early", [False, True])

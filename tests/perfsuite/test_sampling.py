@@ -339,7 +339,7 @@ def test_rivals_that_were_proven_ahead_are_not_proven_again(time: Time, monkeypa
 def test_of_two_sides_with_the_same_code_one_is_proven(
     time: Time, slow: bool, equal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the reference is slow neither is, if the first outputs of both have the same bits."""
+    """Where the reference is slow it is not, but what both sides first give must have the same bits."""
 
     def accepted(x: torch.Tensor) -> torch.Tensor:
         return torch.exp(x) * (1 if equal else 1 + 1e-7)
@@ -347,37 +347,35 @@ def test_of_two_sides_with_the_same_code_one_is_proven(
     judged: list[str] = []
     judge = equivalence.judge
     monkeypatch.setattr(equivalence, "judge", lambda *a, **named: (judged.append(named["name"]), judge(*a, **named)))
+    counts = Counts(host_syncs=2, launches=3)
+    monkeypatch.setattr(measuring, "_counted", lambda runners, *given: dict.fromkeys(runners, counts))
     of, workload = pair(time), Workload("w", n=5)
-    before = dataclasses.replace(of, optimized=lasting(time, FAST_S, accepted))
-    bench = measuring.Bench(
-        pair=of, workload=workload, device="cpu", home=None, seed=1, report=lambda phase: None, accepted=before
-    )
+    bench = measuring.Bench(pair=of, workload=workload, device="cpu", home=None, seed=1, report=lambda phase: None)
     proof = measuring.prove(bench, "i", slow=slow, same_code=True)
-    assert judged == ([] if slow and equal else ["optimized", "timed optimized"])
-    assert set(proof.counts) <= {"optimized", "accepted"}
+    assert judged == ([] if slow else ["optimized", "timed optimized"])
+    assert proof.counts == {"optimized": counts, "accepted": counts}
     assert (proof.evidence is None) is slow
+    assert len(proof.digests) == 1
     judged.clear()
-    made = measuring.measure(
-        of, workload, workload_id="i", device="cpu", proof=proof, accepted=before, new_values=False
-    )
+    before = dataclasses.replace(of, optimized=lasting(time, FAST_S, accepted))
+    timed: dict[str, Any] = {"proof": proof, "accepted": before, "new_values": False}
+    made = measuring.measure(of, workload, workload_id="i", device="cpu", **timed)
     assert set(made.sides) == {"reference", "optimized", "accepted"}
     assert judged[:1] == ([] if equal else ["accepted"])
 
 
-def test_a_side_with_the_same_code_that_gives_something_else_is_proven(time: Time) -> None:
-    of = pair(time, optimized=lasting(time, FAST_S, lambda x: torch.exp(x) * 1.001))
-    before = dataclasses.replace(of, optimized=lasting(time, FAST_S, torch.exp))
+def test_a_side_with_the_same_code_that_gives_something_else_is_proven_where_it_is_timed(time: Time) -> None:
+    of = pair(time)
     bench = measuring.Bench(
-        pair=of,
-        workload=Workload("w", n=5),
-        device="cpu",
-        home=None,
-        seed=1,
-        report=lambda phase: None,
-        accepted=before,
+        pair=of, workload=Workload("w", n=5), device="cpu", home=None, seed=1, report=lambda phase: None
     )
-    with pytest.raises(NotEquivalent, match="optimized side is wrong"):
-        measuring.prove(bench, "i", slow=True, same_code=True)
+    proof = measuring.prove(bench, "i", slow=True, same_code=True)
+    wrong = dataclasses.replace(of, optimized=lasting(time, FAST_S, lambda x: torch.exp(x) * 1.001))
+    for current, accepted, name in ((wrong, of, "optimized"), (of, wrong, "accepted")):
+        with pytest.raises(NotEquivalent, match=f"{name} side is wrong"):
+            measuring.measure(
+                current, Workload("w", n=5), workload_id="i", device="cpu", proof=proof, accepted=accepted
+            )
 
 
 def test_a_rival_that_lacks_memory_beside_other_proofs_is_proven_where_it_is_timed(time: Time) -> None:

@@ -356,6 +356,57 @@ def test_a_process_whose_task_or_lane_the_run_does_not_have_is_ended(tmp_path: P
     assert not list(made.folder.iterdir())
 
 
+def test_only_the_very_task_that_a_process_has_begun_is_taken_over(tmp_path: Path) -> None:
+    thorough = "write('failure', id=t['id'], status='UNMEASURED', message=str(t['thorough']))"
+    made = scripted(tmp_path, f"for t in tasks(): begin(t['id']); {thorough}")
+    made.prepare([Lane()], ["a"], 1, 9)
+    wait_until_started(made)
+    made.begin_early([Task(id="a", thorough=False)], [Lane()], 9)
+    ((_, outcome),) = made.run([Task(id="a", thorough=True)], [Lane()])
+    assert isinstance(outcome, Failure)
+    assert outcome.message == "True"
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_a_process_that_has_imported_a_revision_gets_no_task_without_one(tmp_path: Path, early: bool) -> None:
+    """What a revision registers by name when it is imported may replace what the current side calls."""
+    script = """
+imported = False
+for task in tasks():
+    imported |= task["accepted"] is not None
+    begin(task["id"])
+    write("failure", id=task["id"], status="UNMEASURED", message=str(imported))
+"""
+    made = scripted(tmp_path, script)
+    tree = Tree(revision="1", folder="", package="", top="")
+    x, y, z = Task(id="x"), Task(id="y", accepted=tree), Task(id="z", accepted=tree)
+    if early:
+        made.prepare([Lane()], "xyz", 1, 9)
+        wait_until_started(made)
+        made.begin_early([y], [Lane()], 9)
+    follow = {"z": [Task(id="x")]}
+    ran = made.run([x, y, z], [Lane()], further=lambda id: follow.pop(id, []))
+    found = sorted((id, o.message) for id, o in ran if isinstance(o, Failure))
+    assert found == [("x", "False"), ("x", "False"), ("y", "True"), ("z", "True")]
+
+
+def test_a_process_that_dies_at_its_start_is_reported_though_its_gpu_has_its_share(tmp_path: Path) -> None:
+    script = """
+folder = pathlib.Path(job["out"]).parent
+if job["lock"] == "0" and (folder / "begun").exists(): sys.exit(3)
+for id in ids():
+    (folder / "begun").touch()
+    begin(id)
+    while len(list(folder.glob("*.log"))) < 4: time.sleep(0.01)
+    done(id)
+"""
+    made = scripted(tmp_path, script)
+    on = [Lane(environment={"CUDA_VISIBLE_DEVICES": n}, lock=n) for n in "01"]
+    found = dict(made.run(tasks_of("abcd"), [on[0], on[1], on[0], on[0]]))
+    assert len(found) == 4
+    assert len(made.environments) <= 8
+
+
 def test_a_process_that_has_died_gets_no_task_in_advance(tmp_path: Path) -> None:
     made = scripted(tmp_path, "for id in ids(): begin(id); done(id)")
     made.prepare([Lane()], ["a"], 1, 9)
