@@ -29,7 +29,6 @@ from perfsuite.equivalence import NotEquivalent, Tally
 from perfsuite.errors import PairError, PerfsuiteError
 from perfsuite.facts import facts_of
 from perfsuite.pair import Pair, Side, as_side
-from perfsuite.plugin import TIMED_ONLY
 from perfsuite.records import Case, Evidence
 from perfsuite.speed import SpeedItem
 
@@ -54,12 +53,12 @@ def device() -> str:
 
 
 class PairCollector(pytest.Collector):
-    """A module-level Pair: collects the items that prove and time it."""
+    """A module-level Pair: collects the items that prove and time it, or those that time it only."""
 
-    def __init__(self, *, pair: Pair, **kwargs: Any) -> None:
+    def __init__(self, *, pair: Pair, timed_only: bool = False, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         interpreter.quicken()
-        self.pair = pair
+        self.pair, self.timed_only = pair, timed_only
         bound = [n for n, v in vars(self.parent.obj).items() if v is pair]  # type: ignore[union-attr]  # it has a module
         if len(bound) > 1:
             raise self.CollectError(f"one pair is bound to two names, {bound[0]!r} and {bound[1]!r}; keep one")
@@ -74,7 +73,7 @@ class PairCollector(pytest.Collector):
             self.pair.validate()
         except PairError as error:
             raise self.CollectError(str(error)) from None
-        if not self.config.stash.get(TIMED_ONLY, False):
+        if not self.timed_only:
             yield from self._correctness()
         for workload in self.pair.workloads:
             item = SpeedItem.from_parent(

@@ -221,13 +221,13 @@ def _control(config: pytest.Config) -> Control:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: object) -> Any:
-    pair_module = sys.modules.get("perfsuite.pair")
+    pair_module, timed_only = sys.modules.get("perfsuite.pair"), collector.config.stash.get(TIMED_ONLY, False)
     if pair_module is None or not isinstance(obj, pair_module.Pair) or not isinstance(collector, pytest.Module):
-        return [] if collector.config.stash.get(TIMED_ONLY, False) else None
+        return [] if timed_only else None
     from perfsuite.items import PairCollector
 
     _control(collector.config)
-    return PairCollector.from_parent(collector, name=name, pair=obj)
+    return PairCollector.from_parent(collector, name=name, pair=obj, timed_only=timed_only)
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
