@@ -49,6 +49,7 @@ from perfsuite.baseline import Entry, changes_since
 from perfsuite.blocks import block_variance, process_mean
 from perfsuite.priors import Suite
 from perfsuite.records import Measurement, PromiseRecord, Status, Verdict
+from perfsuite.stages import BETA, LOOKS, RED_LOOKS, RED_PROCESSES, ahead, beta
 from perfsuite.statistics import (
     PROCESS_DOF,
     PROCESS_SD,
@@ -69,19 +70,8 @@ from perfsuite.statistics import (
     within,
 )
 
-LOOKS = (1, 2, 3, 4, 6, 8, 12)
-"""Processes after which the rule decides. Most unchanged workloads are clear after one."""
-RED_PROCESSES = 4
-"""Fewer may share a cause outside the code: in simulation a run twice as noisy as accepted then accused unchanged
-suites in one of eight. IMPROVED needs as many: after one or two, 3% of the calibration's unchanged suites had one."""
 ALPHA = 0.01
 """False alarms over the whole suite: one in a hundred runs at most."""
-RED_LOOKS = tuple(n for n in LOOKS if n >= RED_PROCESSES)
-BETA = 0.03
-"""How often a slowdown of the margin may pass. At 2% a gate on an H200 takes a sixth longer, and finds one more in a
-hundred slowdowns of the margin."""
-BETA_SHARES = {1: 0.4, 2: 0.2, 3: 0.1, 4: 0.05, 6: 0.05, 8: 0.05, 12: 0.15}
-"""How BETA is spent over LOOKS. Most unchanged workloads can be decided after the first process, so it has most."""
 POWER = 0.95
 USUAL_PROCESSES = 6
 """A margin up to MARGIN_USUAL is one that so many processes resolve; beyond it all of LOOKS are counted on."""
@@ -173,10 +163,13 @@ class Speedup:
     """Processes that sampled the reference in full; where it is too slow to repeat, that timed it."""
     likely: int = 1
     """As `Open.likely`."""
+    least: bool = False
+    """Whether the reference was stopped, so that this is a lower bound."""
 
     def __str__(self) -> str:
         low, high = (math.exp(x) for x in self.now.interval())
-        return f"{math.exp(self.now.value):.4g}× (95% interval {low:.4g} to {high:.4g}) the reference"
+        interval = "" if self.least else f" (95% interval {low:.4g} to {high:.4g})"
+        return f"{'at least ' * self.least}{math.exp(self.now.value):.4g}×{interval} the reference"
 
 
 def analyse(subjects: Iterable[Subject], suite: Suite, *, selected: int) -> dict[str, Verdict | Open]:
@@ -256,7 +249,7 @@ def _judge(s: Subject, suite: Suite, accepted: Variance, factor: float, selected
     doubtful = speed is not None and not speed.holds
     if status is None:
         one = Estimate(value=-slower.value, se=slower.se * math.sqrt(processes), dof=slower.dof)
-        likely = planning.further(one, -math.log1p(margin), processes, _ahead(processes))
+        likely = planning.further(one, -math.log1p(margin), processes, ahead(processes))
         return Open(processes=further, reason=text, reference=doubtful, likely=likely)
     if not status.green:
         return _say(shown, status, text + _stored_note(s))
@@ -273,7 +266,7 @@ def _judge(s: Subject, suite: Suite, accepted: Variance, factor: float, selected
 
 def _by_speed(s: Subject, slower: Estimate, margin: float, selected: int) -> tuple[Status | None, str]:
     """REGRESSED, IMPROVED, PASS, NOISY or None (not clear yet) by the speed alone, and the reason in words."""
-    level, beta, processes = ALPHA / len(RED_LOOKS) / selected, _beta(len(s.runs)), len(s.runs)
+    level, processes = ALPHA / len(RED_LOOKS) / selected, len(s.runs)
     change = math.expm1(slower.value)
     against = "when accepted, by the stored figures" if s.stored else s.against
     low, high = (math.expm1(x) for x in slower.interval())
@@ -284,7 +277,7 @@ def _by_speed(s: Subject, slower: Estimate, margin: float, selected: int) -> tup
         return Status.REGRESSED, text
     if s.same_code and change < margin:
         return Status.PASS, f"it runs the code of {s.against}; measured {causes.change(slower.value)} than that"
-    if slower.upper(1 - beta) < math.log1p(margin) and (processes > 1 or not s.sampled):
+    if slower.upper(1 - beta(processes)) < math.log1p(margin) and (processes > 1 or not s.sampled):
         faster = slower.p_below(0) <= level and -change >= margin
         if faster and processes < RED_PROCESSES:
             return None, f"{text}; an improvement is reported after {RED_PROCESSES} processes"
@@ -292,7 +285,7 @@ def _by_speed(s: Subject, slower: Estimate, margin: float, selected: int) -> tup
             return Status.IMPROVED, f"{text}; run `perfsuite accept` to keep the gain"
         return Status.PASS, f"a slowdown of {margin:.1%} is excluded"
     if processes >= LOOKS[-1]:
-        decided = math.ceil(100 * math.expm1(slower.upper(1 - beta)) + 1e-9) / 100
+        decided = math.ceil(100 * math.expm1(slower.upper(1 - beta(processes))) + 1e-9) / 100
         advice = f", or declare margin={decided:g}" if decided < 1 else ""
         return Status.NOISY, (
             f"{text}: {margin:.1%} cannot be decided at this noise after {processes} processes; "
@@ -326,7 +319,7 @@ def _promise_missed(s: Subject, shown: Verdict, speed: Speedup) -> Verdict:
 
 def _with_cause(s: Subject, verdict: Verdict, speed: Speedup | None, margin: float) -> Verdict:
     """The green verdict; where the stored speedup is no longer reached, with the cause."""
-    if s.entry is None or speed is None or s.few:
+    if s.entry is None or speed is None or speed.least or s.few:
         return verdict
     lost = math.log(s.entry.speedup()) - speed.now.value
     least = math.log1p(max(margin, MARGIN_USUAL)) if speed.full else FEW_LEAST
@@ -413,7 +406,9 @@ def _speedup(s: Subject, prior: Noise, selected: int, *, looks: int) -> Speedup 
 
     A promise holds where this run shows it. It is broken only if no session's shift explains why this run is below it.
     """
-    timed = [m for m in s.runs if m.log_ratios.get("reference")]
+    every = [m for m in s.runs if m.log_ratios.get("reference")]
+    timed = [m for m in every if "reference" not in m.at_least] or every
+    least = bool(timed) and "reference" in timed[0].at_least
     full = [m for m in timed if "reference" not in m.few]
     used = full or timed
     if not used:
@@ -428,7 +423,7 @@ def _speedup(s: Subject, prior: Noise, selected: int, *, looks: int) -> Speedup 
         now, here = replace(now, se=FEW_FACTOR * now.se), replace(here, se=FEW_FACTOR * here.se)
     promised = s.promises.speedup
     if promised is None:
-        return Speedup(now=now, full=len(full))
+        return Speedup(now=now, full=len(full), least=least)
     bound = math.log(promised)
     shown = here if looks > 1 else now  # a promise that is accepted is to hold in every session
     spare = FEW_LEAST if s.entry and not slow and not full else 0.0
@@ -436,21 +431,12 @@ def _speedup(s: Subject, prior: Noise, selected: int, *, looks: int) -> Speedup 
     return Speedup(
         now=now,
         promised=promised,
-        holds=shown.p_above(bound) <= (_beta(len(s.runs)) if looks > 1 else BETA) and now.value >= bound + spare,
-        broken=now.p_below(bound) <= ALPHA / looks / selected,
+        holds=shown.p_above(bound) <= (beta(len(s.runs)) if looks > 1 else BETA) and now.value >= bound + spare,
+        broken=not least and now.p_below(bound) <= ALPHA / looks / selected,
+        least=least,
         full=len(timed) if slow else len(full),
-        likely=planning.further(one, bound, len(full), _ahead(len(s.runs))),
+        likely=planning.further(one, bound, len(full), ahead(len(s.runs))),
     )
-
-
-def _beta(processes: int) -> float:
-    """How often a slowdown of the margin may pass after so many processes."""
-    return BETA * BETA_SHARES.get(processes, BETA_SHARES[LOOKS[-1]])
-
-
-def _ahead(processes: int) -> dict[int, float]:
-    """The next looks: number of further processes, as many as RED_PROCESSES → how often a slowdown may pass then."""
-    return {n - processes: _beta(n) for n in LOOKS if 0 < n - processes <= RED_PROCESSES}
 
 
 def _default_margin(process: Variance, selected: int, least: float) -> float:
@@ -530,7 +516,9 @@ def _shown(s: Subject, slower: Estimate | None, speed: Speedup | None, margin: f
         verdict = replace(verdict, slowdown=change, low=low, high=high)
     if speed is not None:
         now, low, high = (math.exp(x) for x in (speed.now.value, *speed.now.interval()))
-        verdict = replace(verdict, speedup=now, speedup_low=low, speedup_high=high)
+        verdict = replace(verdict, speedup=now)
+        if not speed.least:
+            verdict = replace(verdict, speedup_low=low, speedup_high=high)
     return verdict
 
 

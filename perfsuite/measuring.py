@@ -5,6 +5,7 @@ Nothing is timed before the outputs of every side, on the very inputs timed, hav
 
 from __future__ import annotations
 
+import functools
 import gc
 import math
 import random
@@ -22,6 +23,7 @@ from perfsuite import anchors, ceilings, execution, guard, launches, scrutiny
 from perfsuite import inputs as make
 from perfsuite.clocks import CudaClock, clock_for
 from perfsuite.counting import COUNTED_S, count_calls
+from perfsuite.cutoff import CutOff, cut_off
 from perfsuite.equivalence import NotEquivalent
 from perfsuite.errors import PairError, RevisionError
 from perfsuite.pair import Pair, Side, Workload, as_side
@@ -176,7 +178,7 @@ def prove(
     with_reference: bool = False,
     slow: bool = False,
     same_code: bool = False,
-    time_reference: bool = False,
+    enough_s: float = 0.0,
     with_rivals: bool = False,
     uncounted: Collection[str] = (),
 ) -> Proof:
@@ -187,8 +189,8 @@ def prove(
     reference is `slow`, outputs that are those of the accepted side, bit for bit, are proven by that. Of the
     `same_code` as the accepted side's only the optimized side is needed: the accepted one counts what it counts, and
     where the reference is slow the outputs of its first call are taken as proven. A process that times compares both
-    sides with them. `time_reference` calls the reference once and notes how long that took, beside whatever else runs;
-    the sides in `uncounted` are not counted. NotEquivalent where a side is not the same function.
+    sides with them. With `enough_s` the reference is called once, beside whatever else runs, and stopped after so many
+    seconds; the sides in `uncounted` are not counted. NotEquivalent where a side is not the same function.
     """
     began = perf_counter()
     check = bench.check()
@@ -215,7 +217,7 @@ def prove(
     # To establish the truth has called the reference, too.
     with_reference = with_reference and check.seconds <= SLOW_TRUTH_S
     called = {n: s for n, s in bench.sides.items() if with_reference or n != REFERENCE} | rivals
-    reference_s = None
+    once: Call | None = None
     with bench.released():
         runners = {n: bench.runner(n, s) for n, s in called.items()}
         with bench.phases.time("warm-up"):
@@ -226,9 +228,9 @@ def prove(
                 counts[ACCEPTED] = counts[OPTIMIZED]
         with bench.phases.time("new values"):
             _prove_new_values(bench, check, runners[OPTIMIZED])
-        if time_reference:
+        if enough_s:
             with bench.phases.time("reference"):
-                reference_s = _once(bench, clock, rng).seconds
+                once = _once(bench, clock, rng, enough_s)
     return Proof(
         id=workload_id,
         seed=bench.seed,
@@ -238,7 +240,8 @@ def prove(
         rivals=tuple(rivals),
         skipped=skipped,
         truth_s=check.seconds,
-        reference_s=reference_s,
+        reference_s=once.seconds if once else None,
+        reference_stopped=once is not None and once.stopped,
         phases=dict(bench.phases.seconds),
         seconds=perf_counter() - began,
     )
@@ -258,14 +261,27 @@ def launched(bench: Bench, top: Path) -> tuple[str, str]:
         return launches.digest(runner, clock, top)
 
 
-def _once(bench: Bench, clock: Clock, rng: random.Random) -> Call:
-    """One call of the reference, on fresh inputs."""
+def _once(bench: Bench, clock: Clock, rng: random.Random, enough_s: float = 0.0) -> Call:
+    """One call of the reference, on fresh inputs; with `enough_s` it is stopped after so many seconds."""
     reference = bench.sides[REFERENCE]
     runner = bench.runner(REFERENCE, reference)
+    stopped = False
+
+    def until_enough(call: Callable[[], object]) -> None:
+        nonlocal stopped
+        try:
+            with cut_off(enough_s):
+                call()
+        except CutOff:
+            stopped = True
+
     with execution.quiet(reference), torch.set_grad_enabled(runner.grad_mode):
         bench.report(REFERENCE)
         runner.allocate(bench.master(REFERENCE), rng)
-        return runner.once(clock)
+        if enough_s:
+            runner.call = functools.partial(until_enough, runner.call)
+        took = runner.once(clock)
+    return replace(took, stopped=stopped)
 
 
 def _prove_new_values(bench: Bench, check: OutputCheck, runner: Runner) -> None:
@@ -333,7 +349,7 @@ class Session:
         self.new_values, self.alone, self.beside = new_values, alone, beside
         self.rivals, self.skipped = bench.rivals() if thorough else ({}, {})
         self.check = bench.check(proof)
-        self.long = Call(proof.reference_s, None) if proof and proof.reference_s else None
+        self.long = Call(proof.reference_s, None, proof.reference_stopped) if proof and proof.reference_s else None
         """The only call of a reference that is so long that one is enough."""
         self.rng = random.Random(secrets.randbits(64))
         self.evidence: Evidence | None = proof.evidence if proof else None
@@ -558,6 +574,7 @@ class Session:
             sides=sides,
             log_ratios=ratios,
             few=tuple(sorted(few)),
+            at_least=(REFERENCE,) if self.long is not None and self.long.stopped else (),
             skipped=self.skipped,
             limit=self.limit,
             condition=self.condition,

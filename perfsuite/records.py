@@ -115,6 +115,8 @@ class Measurement:
     log_ratios: Mapping[str, tuple[float, ...]]
     few: tuple[str, ...] = ()
     """Sides too slow to repeat: sampled a few times only."""
+    at_least: tuple[str, ...] = ()
+    """Sides whose only call was stopped once it had taken long enough: their seconds are a lower bound."""
     skipped: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Rivals that were not timed, each with the reason."""
     limit: Limit | None = None
@@ -177,6 +179,8 @@ class Proof:
     """Seconds that it took to establish the float64 truth, beside whatever else ran; 0 where that was not needed."""
     reference_s: float | None = None
     """Seconds of one call of the reference, beside whatever else ran; None where it was not asked for."""
+    reference_stopped: bool = False
+    """Whether that call was stopped, because it had taken long enough for its promise."""
     phases: Mapping[str, float] = dataclasses.field(default_factory=dict)
     seconds: float = 0.0
 

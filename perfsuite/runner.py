@@ -31,6 +31,8 @@ class Call:
     seconds: float
     """On the wall clock."""
     peak_bytes: int | None
+    stopped: bool = False
+    """Whether it was stopped because it had taken long enough."""
 
 
 @dataclass(slots=True)

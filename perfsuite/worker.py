@@ -209,7 +209,7 @@ class _Workload:
             with_reference=task.reference not in (0, 1),
             slow=task.slow,
             same_code=bool(task.same_code),
-            time_reference=task.time_reference,
+            enough_s=task.enough_s,
             with_rivals=task.thorough,
             # What it launches and syncs matters to the device clock alone; of many launches the profiler takes seconds.
             uncounted=() if task.reference is None or bench.workload.clock == "device" else (REFERENCE,),

@@ -106,8 +106,8 @@ class Task:
     same_code: tuple[str, ...] = ()
     """The sources of a workload whose current code is the accepted one. If the process that proves has loaded these
     files, it leaves the accepted side out."""
-    time_reference: bool = False
-    """While proving, call the reference once and note how long that takes."""
+    enough_s: float = 0.0
+    """While proving, call the reference once, until it has taken so many seconds; 0: it is not called for that."""
     thorough: bool = True
     """Prove or time rivals, too, and time on the other clock."""
     new_values: bool = True

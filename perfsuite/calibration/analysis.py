@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from perfsuite import gate, planning
+from perfsuite import gate, planning, stages
 from perfsuite import statistics as rule
 from perfsuite.blocks import process_mean
 from perfsuite.calibration.record import (
@@ -536,7 +536,7 @@ def _constants(kinds: Sequence[KindResult], whole: Simulation) -> Iterator[Const
     yield _of_unchanged(
         unchanged,
         "LOOKS",
-        f"{gate.LOOKS[-1]} processes decide what is left",
+        f"{stages.LOOKS[-1]} processes decide what is left",
         lambda t: 1 - _share(t.statuses[Status.NOISY], t.runs),
         least=0.95,
     )

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from perfsuite import confirmation, gate, lanes, planning, revision, sharing
+from perfsuite import confirmation, gate, lanes, planning, revision, sharing, stages
 from perfsuite.baseline import Entry, short
 from perfsuite.control import Control, failed
 from perfsuite.errors import PerfsuiteError, RevisionError
@@ -26,7 +26,7 @@ from perfsuite.workers import PROVE, Failure, Lane, Task
 
 SAMPLE_SHARE = 4
 """One workload in four always runs a second process: that shows whether this run is noisier than the accepted one."""
-MOST_PROCESSES = 2 * gate.LOOKS[-1]
+MOST_PROCESSES = 2 * stages.LOOKS[-1]
 """The rule decides before that."""
 AT_ONCE = 2
 """On a GPU, at least so many further processes are requested once two have not decided a workload. They prepare at the
@@ -125,9 +125,7 @@ class Paired(Control):
             same_code=tuple(entry.ran.sources) if id in self.same_code and entry and entry.ran else (),
             reference=self.reference(id, first=True),
             slow=entry is not None and planning.is_slow(entry),
-            time_reference=entry is not None
-            and entry.sides["reference"].seconds > planning.LONG_S
-            and planning.is_ample(entry, promised),
+            enough_s=planning.enough_s(entry, promised) if entry else 0.0,
             thorough=False,
         )
 
@@ -175,7 +173,7 @@ class Paired(Control):
         for id, answer in answers.items():
             if isinstance(answer, Open) and answer.reference:
                 self.full.add(id)
-            elif len(self.runs.get(id, ())) in gate.LOOKS:
+            elif len(self.runs.get(id, ())) in stages.LOOKS:
                 self.full.discard(id)
         return answers
 
@@ -226,7 +224,7 @@ class Paired(Control):
             return answer.processes
         done = len(self.runs[id])
         wanted = done + max(answer.processes, answer.likely, AT_ONCE if done > 1 else 1)
-        wanted = min(next((n for n in gate.LOOKS if n >= wanted), wanted), MOST_PROCESSES) - done
+        wanted = min(next((n for n in stages.LOOKS if n >= wanted), wanted), MOST_PROCESSES) - done
         entry = self.entry(id)
         beside = lanes.together(self.gpu_memory_bytes, [entry.peak_bytes() if entry else None] * wanted)
         return max(answer.processes, min(wanted, beside * max(1, self.machine.count)))
@@ -251,7 +249,7 @@ class Paired(Control):
             ):
                 for tree in trees.values():
                     again = [replace(self._time_task(i), accepted=tree, reference=0) for i in small]
-                    self._do([task for task in again for _ in range(gate.RED_PROCESSES)])
+                    self._do([task for task in again for _ in range(stages.RED_PROCESSES)])
             twice = self.runs
         except RevisionError:  # the verdict stands as it is
             return {}
@@ -260,7 +258,9 @@ class Paired(Control):
             for id in small:
                 self.failures.pop(id, None)
         return {
-            i: confirmation.confirmed(verdicts[i], runs) for i, runs in twice.items() if len(runs) == gate.RED_PROCESSES
+            i: confirmation.confirmed(verdicts[i], runs)
+            for i, runs in twice.items()
+            if len(runs) == stages.RED_PROCESSES
         }
 
     def timing_lanes(self, tasks: Sequence[Task]) -> list[Lane]:

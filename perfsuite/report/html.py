@@ -188,8 +188,14 @@ def _side(measurements: Sequence[Measurement], name: str) -> SideRow:
         peak=units.bytes_(max((r.peak_bytes for r in records if r.peak_bytes is not None), default=None)),
         syncs=_count(r.host_syncs for r in records),
         launches=_count(r.launches for r in records),
-        note="a few samples only" if any(name in m.few for m in measurements) else "",
+        note=_note(measurements, name),
     )
+
+
+def _note(measurements: Sequence[Measurement], name: str) -> str:
+    if any(name in m.at_least for m in measurements):
+        return "stopped once it had taken long enough: a lower bound"
+    return "a few samples only" if any(name in m.few for m in measurements) else ""
 
 
 def _facts(report: RunReport, row: Row, measurements: Sequence[Measurement]) -> tuple[tuple[str, str], ...]:
@@ -259,7 +265,7 @@ def _promises(promise: PromiseRecord, row: Row, found: Sequence[Measurement]) ->
         measured = units.MISSING
         if row.speedup is not None:
             bounds = units.interval(row.speedup.low, row.speedup.high)
-            measured = units.ratio(row.speedup.value) + (f" ({bounds})" if bounds else "")
+            measured = row.times_as_fast + (f" ({bounds})" if bounds else "")
         lines.append(("speedup", f"≥ {units.ratio(promise.speedup)}", measured))
     if promise.peak_bytes is not None:
         peak = max((s.peak_bytes for s in sides if s.peak_bytes is not None), default=None)

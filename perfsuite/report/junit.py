@@ -79,9 +79,9 @@ def _workload(report: RunReport, r: Row) -> ElementTree.Element:
 
 
 def _figures(r: Row) -> str:
-    parts = [f"reference {units.seconds(r.reference_s)}", f"optimized {units.seconds(r.optimized_s)}"]
+    parts = [f"reference {r.reference}", f"optimized {units.seconds(r.optimized_s)}"]
     if r.speedup:
-        parts.append(f"speedup {units.ratio(r.speedup.value)} {units.interval(r.speedup.low, r.speedup.high)}".strip())
+        parts.append(f"speedup {r.times_as_fast} {units.interval(r.speedup.low, r.speedup.high)}".strip())
     if r.rival:
         parts.append(f"best rival {r.rival} {units.seconds(r.rival_s)}")
     if r.loses:

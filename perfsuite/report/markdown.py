@@ -93,9 +93,9 @@ def _cells(r: Row) -> list[str]:
     return [
         escape(r.technique),
         escape(r.workload),
-        units.seconds(r.reference_s),
+        r.reference,
         units.seconds(r.optimized_s),
-        units.ratio(r.speedup.value) if r.speedup else units.MISSING,
+        r.times_as_fast,
         _rival(r),
         f"{units.percent(r.limit_fraction)} {r.limit_by}".strip() if r.limit_fraction is not None else units.MISSING,
     ]

@@ -7,11 +7,12 @@ import math
 import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from perfsuite.baseline import Entry
 from perfsuite.records import Machine, Measurement, PromiseRecord, SideRecord, Status, Verdict
+from perfsuite.report import units
 
 BASE_SIDES = ("optimized", "reference", "accepted")
 
@@ -107,6 +108,8 @@ class Row:
     reference_s: float | None = None
     optimized_s: float | None = None
     speedup: Comparison | None = None
+    least: bool = False
+    """Whether the reference was stopped once it had taken long enough: its seconds and the speedup are lower bounds."""
     rival: str | None = None
     """The fastest one."""
     rival_s: float | None = None
@@ -119,6 +122,16 @@ class Row:
     throttle: tuple[str, ...] = ()
     status: Status | None = None
     message: str = ""
+
+    @property
+    def reference(self) -> str:
+        """The reference's seconds in words."""
+        return f"{'≥ ' * self.least}{units.seconds(self.reference_s)}"
+
+    @property
+    def times_as_fast(self) -> str:
+        """The speedup in words, without its interval."""
+        return f"{'≥ ' * self.least}{units.ratio(self.speedup.value)}" if self.speedup else units.MISSING
 
     @property
     def loses(self) -> str | None:
@@ -169,6 +182,8 @@ def row(workload_id: str, measurements: Sequence[Measurement], verdict: Verdict 
     speedup = compare(measurements, "reference")
     if verdict is not None and verdict.speedup is not None:
         speedup = Comparison(value=verdict.speedup, low=verdict.speedup_low, high=verdict.speedup_high)
+    timed = [m for m in measurements if "reference" in m.sides]
+    least = bool(timed) and all("reference" in m.at_least for m in timed)
     limits = [m.limit for m in measurements if m.limit is not None]
     fractions = [f for m in measurements if (f := limit_fraction(m)) is not None]
     clocks = [m.condition.sm_clock_mhz for m in measurements if m.condition.sm_clock_mhz is not None]
@@ -182,7 +197,8 @@ def row(workload_id: str, measurements: Sequence[Measurement], verdict: Verdict 
         processes=len(measurements),
         reference_s=times.get("reference"),
         optimized_s=times.get("optimized"),
-        speedup=speedup,
+        speedup=replace(speedup, low=None, high=None) if speedup and least else speedup,
+        least=least,
         rival=best,
         rival_s=_beside(rivals[best], times.get("optimized")) if best else None,
         against_rival=rivals[best] if best else None,

@@ -114,7 +114,7 @@ def _speedup(row: Row) -> Text:
     if row.speedup is None:
         return Text(units.MISSING)
     style = {"faster": "green", "equal": "yellow", "slower": "red"}[row.speedup.standing]
-    return Text(units.ratio(row.speedup.value), style=style)
+    return Text(row.times_as_fast, style=style)
 
 
 def _interval(row: Row) -> Text:
@@ -160,7 +160,7 @@ class Column:
 
 COLUMNS = (
     Column(title="workload", cell=lambda r: Text(f"  {r.workload}"), justify="left", narrowest=12),
-    Column(title="reference", cell=lambda r: Text(units.seconds(r.reference_s))),
+    Column(title="reference", cell=lambda r: Text(r.reference)),
     Column(title="optimized", cell=lambda r: Text(units.seconds(r.optimized_s))),
     Column(title="speedup", cell=_speedup),
     Column(title="interval", cell=_interval, justify="left"),

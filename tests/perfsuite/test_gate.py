@@ -15,7 +15,7 @@ import pytest
 from builders import counting, entry, few, measurement, side, workload_id
 from scipy import stats
 
-from perfsuite import gate, planning, soundness
+from perfsuite import gate, planning, soundness, stages
 from perfsuite.baseline import Entry
 from perfsuite.gate import LOOKS, NO_SHIFT, Open, Speedup, Subject, analyse, margin_of, promises_only
 from perfsuite.priors import Suite, suite_noise
@@ -124,8 +124,8 @@ def test_the_rule_s_constants_are_the_documented_ones() -> None:
     assert gate.MARGIN_MIN == {"device": 0.01, "wall": 0.015}
     assert (gate.MARGIN_USUAL, gate.MARGIN_MOST, gate.MARGIN_STEP) == (0.02, 0.10, 0.001)
     assert gate.RED_LOOKS == (4, 6, 8, 12)
-    assert tuple(gate.BETA_SHARES) == LOOKS
-    assert math.fsum(gate.BETA_SHARES.values()) == pytest.approx(1.0)
+    assert tuple(stages.BETA_SHARES) == LOOKS
+    assert math.fsum(stages.BETA_SHARES.values()) == pytest.approx(1.0)
     assert (gate.STORED_MARGIN_MAX, gate.OWN_SECONDS_SD, gate.OWN_SECONDS_MARGIN) == (0.04, 0.01, 0.10)
     assert (2.0, math.log(1.2), 20.0) == (gate.FEW_FACTOR, gate.FEW_LEAST, soundness.RATIO_MAX)
 
@@ -164,7 +164,7 @@ def test_what_is_undecided_says_how_many_processes_will_probably_decide(slower: 
 
 
 def test_no_more_processes_are_likely_than_a_regression_needs() -> None:
-    assert [max(gate._ahead(n), default=0) for n in (1, 2, 3, 4, 6, 8, 12)] == [3, 4, 3, 4, 2, 4, 0]
+    assert [max(stages.ahead(n), default=0) for n in (1, 2, 3, 4, 6, 8, 12)] == [3, 4, 3, 4, 2, 4, 0]
 
 
 def test_a_promise_in_doubt_says_how_many_processes_will_probably_show_it() -> None:
@@ -885,6 +885,35 @@ def test_a_doubtful_promise_does_not_wait_until_a_slowdown_is_excluded() -> None
     slower = first_few(runs(0.008, count=1, scale=6.0))
     assert "neither shown nor excluded" in opened(promised(slower, 19.0, margin=0.01), reference=True)
     assert "neither shown nor excluded" in opened(promised(slower, 10.0, margin=0.01), reference=False)
+
+
+def stopped(ratio: float, **fields: Any) -> Measurement:
+    """A process whose reference was stopped when it had taken so many times as long (a log-ratio)."""
+    return few(process(ratio=ratio, at_least=("reference",), **fields))
+
+
+def test_a_reference_that_was_stopped_shows_a_promise_and_never_breaks_one() -> None:
+    long = replace(ENTRY, few=("reference",))
+    shown = verdict(promised([stopped(math.log(100.0))], 10.0, entry=long), Status.PASS)
+    assert (shown.speedup, shown.speedup_low, shown.speedup_high) == (pytest.approx(100.0), None, None)
+    reason = opened(promised([stopped(math.log(2.0))], 10.0, entry=long), reference=True)
+    assert reason == "at least 2× the reference: the promised 10× is in doubt"
+    for count in (4, 12):
+        run = [stopped(math.log(2.0)), *(alone(process()) for _ in range(count - 1))]
+        assert speed_of(run, 10.0, entry=long).least
+        assert not speed_of(run, 10.0, entry=long).broken
+        opened(promised(run, 10.0, entry=long), reference=True)
+
+
+def test_a_reference_that_ran_to_its_end_takes_the_place_of_one_that_was_stopped() -> None:
+    long = replace(ENTRY, few=("reference",))
+    run = [stopped(math.log(2.0)), few(process(ratio=math.log(20.0)))]
+    speed = speed_of(run, 10.0, entry=long)
+    assert not speed.least
+    assert math.exp(speed.now.value) == pytest.approx(20.0)
+    assert not speed_of(run, None, entry=long).least
+    assert speed_of(run[:1], None, entry=long).least
+    assert "when accepted" not in verdict(promised([stopped(0.0)], 0.5, entry=ENTRY), Status.PASS).message
 
 
 def test_few_samples_must_exceed_a_promise_by_a_fifth() -> None:

@@ -14,6 +14,7 @@ from perfsuite import planning
 from perfsuite.baseline import Entry
 from perfsuite.planning import (
     blocks_of,
+    enough_s,
     further,
     is_ample,
     is_slow,
@@ -155,6 +156,14 @@ def test_an_ample_promise_is_exceeded_ten_times() -> None:
     assert is_ample(made, 0.1)
     assert not is_ample(made, 0.1001)
     assert not is_ample(made, None)
+
+
+def test_a_long_reference_has_taken_long_enough_when_its_promise_is_exceeded_ten_times() -> None:
+    long = with_reference(1.1)  # the optimized side takes 0.1 ms
+    assert enough_s(long, 1.5) == pytest.approx(10 * 1.5 * 1e-4)
+    assert enough_s(long, 15.0) == 0.0, "twenty times as fast is not ten times that"
+    assert enough_s(long, None) == 0.0
+    assert enough_s(with_reference(1.0), 1.5) == 0.0
 
 
 def test_the_reference_joins_as_few_blocks_as_its_promise_allows() -> None:

@@ -236,6 +236,22 @@ def test_accepted_revision_is_no_rival() -> None:
     assert shown.rival is None
 
 
+def test_what_is_a_lower_bound_is_shown_as_one() -> None:
+    """The reference was stopped. Where another process has let it run to its end, that counts."""
+    found = measured(ROTOR, {"reference": 0.9, "optimized": 5e-4}, few=("reference",), at_least=("reference",))
+    shown = row(ROTOR, found)
+    assert (shown.reference, shown.times_as_fast[:2]) == ("≥ 900 ms", "≥ ")
+    assert shown.speedup is not None
+    assert (shown.speedup.low, shown.speedup.high) == (None, None)
+    report = dataclasses.replace(example(), measurements={ROTOR: found}, verdicts={})
+    for text in (printed(report), markdown.summary(report), html.page(report), junit.document(report)):
+        assert "≥ 900 ms" in text
+        assert f"≥ {units.ratio(shown.speedup.value)}" in text
+    assert "a lower bound" in html.page(report)
+    whole = row(ROTOR, (*found, dataclasses.replace(found[0], at_least=())))
+    assert not whole.reference.startswith("≥")
+
+
 def test_verdict_figures_win_over_the_plain_interval() -> None:
     shown = {r.id: r for r in rows(example())}[ROTOR]
     assert shown.speedup is not None

@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from threading import Event
-from time import perf_counter
+from time import perf_counter, sleep
 from types import SimpleNamespace
 from typing import Any
 
@@ -547,6 +547,31 @@ def test_a_side_of_seconds_that_was_warmed_up_beside_others_is_called_again(long
     assert made.phases["waiting"] >= 0.05
     assert made.seconds <= took - 0.05
     assert "waiting" not in measure(pair(long)).phases
+
+
+@pytest.mark.parametrize(("enough_s", "stopped"), [(0.05, True), (1000.0, False)])
+def test_a_reference_is_called_until_it_has_taken_long_enough(time: Time, enough_s: float, stopped: bool) -> None:
+    asked = False
+
+    def slow(x: torch.Tensor) -> torch.Tensor:
+        time.spend(SLOW_S)
+        for _ in range(20_000 if asked and stopped else 1):
+            sleep(0.001)
+        return torch.exp(x)
+
+    of, workload = pair(time, reference=slow), Workload("w", n=REPLICAS_UP_TO + 1)
+    bench = measuring.Bench(pair=of, workload=workload, device="cpu", home=None, seed=1, report=lambda phase: None)
+    assert measuring.prove(bench, "i").reference_s is None
+    asked = True
+    bench = measuring.Bench(pair=of, workload=workload, device="cpu", home=None, seed=1, report=lambda phase: None)
+    proof = measuring.prove(bench, "i", slow=True, same_code=True, enough_s=enough_s)
+    assert proof.reference_stopped is stopped
+    assert proof.reference_s is not None
+    asked = False
+    made = measuring.measure(of, workload, workload_id="i", device="cpu", proof=proof, reference=0)
+    assert made.few == ("reference",)
+    assert made.at_least == (("reference",) if stopped else ())
+    assert made.sides["reference"].wall_s == proof.reference_s
 
 
 @pytest.mark.parametrize(("seconds", "once"), [(2.0, True), (0.01, False)])

@@ -1,0 +1,34 @@
+"""Stop a call once it has taken long enough."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class CutOff(BaseException):
+    """Raised inside a call that has taken long enough; no error, so that no handler of errors takes it."""
+
+
+@contextmanager
+def cut_off(seconds: float) -> Iterator[None]:
+    """Raise CutOff in the block after so many seconds, as soon as Python code runs in it.
+
+    Only a main thread on POSIX can be interrupted; elsewhere the block runs to its end.
+    """
+    if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: object) -> None:
+        raise CutOff
+
+    handler = signal.signal(signal.SIGALRM, stop)
+    timer = signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *timer)
+        signal.signal(signal.SIGALRM, handler or signal.SIG_DFL)

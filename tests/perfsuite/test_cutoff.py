@@ -1,0 +1,61 @@
+"""A call is stopped once it has taken long enough."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+
+import pytest
+
+from perfsuite.cutoff import CutOff, cut_off
+
+
+def spin(seconds: float) -> bool:
+    """Whether it was let run to its end."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
+            time.sleep(0.001)
+        except Exception:  # as code under test may have it
+            return False
+    return True
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs POSIX timers")
+def test_what_takes_longer_is_stopped_and_the_timer_is_as_it_was() -> None:
+    fired: list[int] = []
+    before = signal.signal(signal.SIGALRM, lambda number, frame: fired.append(number))
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 1000.0, 500.0)
+        began = time.monotonic()
+        with pytest.raises(CutOff), cut_off(0.05):
+            spin(60.0)
+        assert time.monotonic() - began < 30.0
+        left, interval = signal.setitimer(signal.ITIMER_REAL, 0.0)
+        assert 900.0 < left <= 1000.0
+        assert interval == 500.0
+        signal.raise_signal(signal.SIGALRM)
+        assert fired == [signal.SIGALRM]
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_what_takes_less_runs_to_its_end() -> None:
+    with cut_off(1000.0):
+        assert spin(0.01)
+    if hasattr(signal, "setitimer"):
+        assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_no_other_thread_is_stopped() -> None:
+    ended: list[bool] = []
+
+    def run() -> None:
+        with cut_off(0.01):
+            ended.append(spin(0.1))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert ended == [True]
