@@ -62,9 +62,11 @@ PURE = {
         "digests",
         "lanes",
         "sharing",
+        "cutoff",
     )
 }
 PURE["perfsuite/priors.py"] = PURE["perfsuite/gate.py"]
+PURE["perfsuite/stages.py"] = PURE["perfsuite/gate.py"]
 PURE["perfsuite/soundness.py"] = PURE["perfsuite/gate.py"]
 SHARED = {
     "optimized/kernels.py": ["tests/test_kernels.py", "tests/geometry/test_rotor_update.py"],

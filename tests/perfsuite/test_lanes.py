@@ -127,7 +127,8 @@ def test_processes_are_started_ahead_as_far_as_they_have_work_and_their_contexts
 
 
 @pytest.mark.parametrize(
-    ("cores", "busy", "at_once"), [(32, 16, 8), (32, 28, 4), (32, 32, 0), (16, 12, 4), (2, 1, 1), (2, 2, 0), (1, 0, 1)]
+    ("cores", "busy", "at_once"),
+    [(32, 16, 8), (32, 28, 4), (32, 32, 0), (16, 12, 4), (2, 1, 1), (2, 2, 0), (3, 0, 1), (1, 0, 1)],
 )
 def test_a_quarter_of_the_cores_start_processes_ahead_as_far_as_they_are_free(
     cores: int, busy: int, at_once: int
@@ -179,6 +180,7 @@ def test_on_one_gpu_several_lanes_share_a_lock(monkeypatch: pytest.MonkeyPatch, 
     ("memory", "peaks", "count"),
     [
         (100, [5] * 70, 8),
+        (1000, [5] * 70, 8),
         (100, [10] * 70, 4),
         (100, [15] * 70, 2),
         (100, [10] * 2, 2),
