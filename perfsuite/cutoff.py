@@ -12,23 +12,31 @@ class CutOff(BaseException):
     """Raised inside a call that has taken long enough; no error, so that no handler of errors takes it."""
 
 
+class Timer:
+    """Whether the time has been up. Code may turn CutOff into another exception, or take it and go on."""
+
+    up = False
+
+
 @contextmanager
-def cut_off(seconds: float) -> Iterator[None]:
+def cut_off(seconds: float) -> Iterator[Timer]:
     """Raise CutOff in the block after so many seconds, as soon as Python code runs in it.
 
     Only a main thread on POSIX can be interrupted; elsewhere the block runs to its end.
     """
+    found = Timer()
     if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
-        yield
+        yield found
         return
 
     def stop(number: int, frame: object) -> None:
+        found.up = True
         raise CutOff
 
     handler = signal.signal(signal.SIGALRM, stop)
     timer = signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
-        yield
+        yield found
     finally:
         signal.setitimer(signal.ITIMER_REAL, *timer)
         signal.signal(signal.SIGALRM, handler or signal.SIG_DFL)

@@ -23,7 +23,7 @@ from perfsuite import anchors, ceilings, execution, guard, launches, scrutiny
 from perfsuite import inputs as make
 from perfsuite.clocks import CudaClock, clock_for
 from perfsuite.counting import COUNTED_S, count_calls
-from perfsuite.cutoff import CutOff, cut_off
+from perfsuite.cutoff import cut_off
 from perfsuite.equivalence import NotEquivalent
 from perfsuite.errors import PairError, RevisionError
 from perfsuite.pair import Pair, Side, Workload, as_side
@@ -39,6 +39,9 @@ NEW_VALUES_S = 2.0
 """A truth that takes longer to establish is established on one draw only."""
 SLOW_TRUTH_S = 10.0
 """A truth that takes longer to establish is of a reference that may take more than LONG_S a call."""
+COLD_S = 2.0
+"""So much of a reference's first call in a process may be its start: libraries that are loaded, handles, autotuning. It
+does not count where the call is stopped."""
 RECOUNTS = 3
 """More syncs or launches than accepted are red, but some calls differ by chance: one may have to wait for the call
 before it. Both sides are therefore counted up to so many times more. The gate compares the fewest of the optimized side
@@ -189,8 +192,8 @@ def prove(
     reference is `slow`, outputs that are those of the accepted side, bit for bit, are proven by that. Of the
     `same_code` as the accepted side's only the optimized side is needed: the accepted one counts what it counts, and
     where the reference is slow the outputs of its first call are taken as proven. A process that times compares both
-    sides with them. With `enough_s` the reference is called once, beside whatever else runs, and stopped after so many
-    seconds; the sides in `uncounted` are not counted. NotEquivalent where a side is not the same function.
+    sides with them. With `enough_s` the reference is called, beside whatever else runs, and stopped after so many
+    seconds of work; the sides in `uncounted` are not counted. NotEquivalent where a side is not the same function.
     """
     began = perf_counter()
     check = bench.check()
@@ -230,7 +233,7 @@ def prove(
             _prove_new_values(bench, check, runners[OPTIMIZED])
         if enough_s:
             with bench.phases.time("reference"):
-                once = _once(bench, clock, rng, enough_s)
+                once = _until_enough(bench, clock, rng, enough_s)
     return Proof(
         id=workload_id,
         seed=bench.seed,
@@ -261,24 +264,39 @@ def launched(bench: Bench, top: Path) -> tuple[str, str]:
         return launches.digest(runner, clock, top)
 
 
-def _once(bench: Bench, clock: Clock, rng: random.Random, enough_s: float = 0.0) -> Call:
-    """One call of the reference, on fresh inputs; with `enough_s` it is stopped after so many seconds."""
+def _until_enough(bench: Bench, clock: Clock, rng: random.Random, enough_s: float) -> Call:
+    """A call of the reference until it has done so many seconds of work; its start does not count as work."""
+    compiled = scrutiny.compilations()
+    call = _once(bench, clock, rng, COLD_S + enough_s)
+    quick = not call.stopped and call.seconds <= COLD_S + LONG_S
+    if quick or scrutiny.compilations() > compiled:  # most of it may have been its start
+        return _once(bench, clock, rng, enough_s)
+    return replace(call, seconds=call.seconds - COLD_S) if call.stopped else call
+
+
+def _once(bench: Bench, clock: Clock, rng: random.Random, stop_s: float = 0.0) -> Call:
+    """One call of the reference, on fresh inputs; with `stop_s` it is stopped after so many seconds."""
     reference = bench.sides[REFERENCE]
     runner = bench.runner(REFERENCE, reference)
     stopped = False
 
     def until_enough(call: Callable[[], object]) -> None:
         nonlocal stopped
-        try:
-            with cut_off(enough_s):
-                call()
-        except CutOff:
-            stopped = True
+        with cut_off(stop_s) as timer:
+            try:
+                with execution.settings_kept():
+                    call()
+            except (KeyboardInterrupt, torch.OutOfMemoryError):
+                raise
+            except BaseException:  # what it made of CutOff
+                if not timer.up:
+                    raise
+        stopped = timer.up
 
     with execution.quiet(reference), torch.set_grad_enabled(runner.grad_mode):
         bench.report(REFERENCE)
         runner.allocate(bench.master(REFERENCE), rng)
-        if enough_s:
+        if stop_s:
             runner.call = functools.partial(until_enough, runner.call)
         took = runner.once(clock)
     return replace(took, stopped=stopped)
@@ -374,6 +392,8 @@ class Session:
         self.clock = clock_for(bench.device)
         timed = {n: s for n, s in bench.sides.items() if not (n == REFERENCE and self.reference == 0)}
         slow_truth = self.proof is not None and self.proof.truth_s > SLOW_TRUTH_S
+        if REFERENCE in timed:
+            self.long = None  # what was called beside other work is not needed
         deferred = REFERENCE in timed and (self.reference == 1 or slow_truth)
         live = {n: s for n, s in {**timed, **self.rivals}.items() if n not in self.skipped}
         if deferred:

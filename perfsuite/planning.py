@@ -71,7 +71,7 @@ def is_ample(entry: Entry, promised: float | None) -> bool:
 
 
 def enough_s(entry: Entry, promised: float | None) -> float:
-    """The seconds of a call of a long reference that show a promise which is exceeded by far; 0 where there is none."""
+    """The seconds of work of a long reference that show a promise which is exceeded by far; 0 where there is none."""
     if promised is None or entry.sides["reference"].seconds <= LONG_S or not is_ample(entry, promised):
         return 0.0
     return AMPLE * promised * entry.sides["optimized"].seconds

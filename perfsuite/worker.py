@@ -27,6 +27,10 @@ OBSERVED = pytest.StashKey[Observed]()
 """The worker's record of opened files and of imports by name. It begins before the test modules are imported."""
 
 
+LACKS_MEMORY = ("out of memory", "ALLOC_FAILED")
+"""What the errors of libraries say that are no torch.OutOfMemoryError."""
+
+
 def get_ready() -> None:
     """Do what the first task on a GPU would wait for: import the compiler, and make a CUDA context."""
     import torch
@@ -148,6 +152,8 @@ class _Workload:
             raised = "the accepted side raises RevisionError: " if isinstance(error, RevisionError) else ""
             return Failure(status=Status.UNMEASURED, message=f"{raised}{error}")
         except (Exception, SystemExit) as error:
+            if isinstance(error, RuntimeError) and any(words in str(error) for words in LACKS_MEMORY):
+                return Failure(status=Status.UNMEASURED, message=f"the {self.phase} side runs out of device memory")
             lines = str(error).strip().splitlines() or [""]
             text = f"the {self.phase} side raises {type(error).__name__}: {lines[0][:300]}"
             return Failure(status=Status.UNMEASURED, message=text)

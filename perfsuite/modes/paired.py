@@ -45,6 +45,8 @@ class Paired(Control):
         """Workloads whose current side provably runs the other revision's code."""
         self.full: set[str] = set()
         """Workloads whose promise is in doubt, so that the next process samples the reference more."""
+        self.one_sided: set[str] = set()
+        """Workloads that were proven without the other side, because both have the same code."""
         self.crowded: set[str] = set()
         """Workloads that lacked memory beside others."""
         self.alone = False
@@ -113,19 +115,22 @@ class Paired(Control):
     def without_revision(self, id: str, reason: str) -> None:
         """The workload cannot be timed beside the other revision, for this reason."""
         self.stored[id] = reason
+        self.same_code.discard(id)
 
     def prove_task(self, id: str) -> Task:
         """The proof of a workload, which prepares what the first process needs."""
         entry, promised = self.entry(id), self.promises(id).speedup
+        same_code = tuple(entry.ran.sources) if id in self.same_code and entry and entry.ran else ()
+        self.one_sided |= {id} if same_code else set()
         return Task(
             id=id,
             kind=PROVE,
             limit_s=self.items[id].pair.time_limit,
             accepted=self._tree(id),
-            same_code=tuple(entry.ran.sources) if id in self.same_code and entry and entry.ran else (),
+            same_code=same_code,
             reference=self.reference(id, first=True),
             slow=entry is not None and planning.is_slow(entry),
-            enough_s=planning.enough_s(entry, promised) if entry else 0.0,
+            enough_s=planning.enough_s(entry, promised) if entry and id not in self.stored else 0.0,
             thorough=False,
         )
 
@@ -197,11 +202,12 @@ class Paired(Control):
 
         apart = self.crowded.intersection(left)
         self._do([self._time_task(i) for i, a in left.items() if i not in apart for _ in range(a.processes)], further)
-        self._prove_again([i for i in self.same_code.intersection(left) if self._has_failed(i, RAISES)])
+        self._prove_again([i for i in self.one_sided.intersection(left) if self._has_failed(i, RAISES)])
         self.crowded |= {i for i in left if self._has_failed(i, OUT_OF_MEMORY)}
         if apart := self.crowded.intersection(left):
             for id in apart:
                 self.failures.pop(id, None)
+            self.workers.close()  # some may have begun to prepare while others were proven again
             self.alone = True
             self._do([self._time_task(i) for i in apart])
             self.alone = False
@@ -210,8 +216,9 @@ class Paired(Control):
         """Prove workloads whose accepted side raises. Of the accepted code it was not checked whether two imports of it
         can run in one process."""
         self.same_code.difference_update(ids)
+        self.one_sided.difference_update(ids)
         for id in ids:
-            del self.failures[id]
+            del self.failures[id], self.proofs[id]
         if ids:
             self.prove(ids)
 
@@ -223,11 +230,14 @@ class Paired(Control):
         if self.device != "cuda":
             return answer.processes
         done = len(self.runs[id])
-        wanted = done + max(answer.processes, answer.likely, AT_ONCE if done > 1 else 1)
-        wanted = min(next((n for n in stages.LOOKS if n >= wanted), wanted), MOST_PROCESSES) - done
-        entry = self.entry(id)
-        beside = lanes.together(self.gpu_memory_bytes, [entry.peak_bytes() if entry else None] * wanted)
-        return max(answer.processes, min(wanted, beside * max(1, self.machine.count)))
+        wanted = max(answer.processes, answer.likely, AT_ONCE if done > 1 else 1)
+        wanted = next((n for n in stages.LOOKS if n >= done + wanted), MOST_PROCESSES) - done
+        entry = self.entries.get(id)
+        if entry is None:
+            return min(wanted, max(answer.processes, AT_ONCE))
+        beside = lanes.together(self.gpu_memory_bytes, [entry.peak_bytes()] * wanted) * max(1, self.machine.count)
+        fitting = [n - done for n in (*stages.LOOKS, MOST_PROCESSES) if 0 < n - done <= min(wanted, beside)]
+        return max(answer.processes, *fitting, 0)
 
     def _do(self, tasks: Sequence[Task], further: Callable[[str], Sequence[Task]] | None = None) -> None:
         """Announce the timing tasks and do them."""
@@ -281,7 +291,7 @@ class Paired(Control):
         sample = self._drawn(others, sample_size(len(others)))
         if not others:
             return sample
-        same = self._drawn(self.same_code, INFLATION_WORKLOADS - len(sample))
+        same = self._drawn(self.same_code.intersection(ids), INFLATION_WORKLOADS - len(sample))
         self.same_code -= same
         return sample | same
 

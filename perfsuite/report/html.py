@@ -176,7 +176,8 @@ def ticks(low: float, high: float, most: int = 5) -> list[tuple[float, str]]:
 
 
 def _side(measurements: Sequence[Measurement], name: str) -> SideRow:
-    records = [m.sides[name] for m in measurements if name in m.sides]
+    found = [m for m in measurements if name in m.sides]
+    records = [m.sides[name] for m in [m for m in found if name not in m.at_least] or found]
     comparison = model.compare(measurements, name) if name != "optimized" else None
     standing = TONES[comparison.standing] if comparison else ""
     return SideRow(
@@ -193,7 +194,7 @@ def _side(measurements: Sequence[Measurement], name: str) -> SideRow:
 
 
 def _note(measurements: Sequence[Measurement], name: str) -> str:
-    if any(name in m.at_least for m in measurements):
+    if name in measurements[0].sides and all(name in m.at_least for m in measurements if name in m.sides):
         return "stopped once it had taken long enough: a lower bound"
     return "a few samples only" if any(name in m.few for m in measurements) else ""
 

@@ -286,8 +286,10 @@ def seconds_of(side: SideRecord | None, clock: str) -> float | None:
 
 
 def side_seconds(measurements: Iterable[Measurement], side: str) -> float | None:
-    """A side's time: the median over processes."""
-    times = [t for m in measurements if (t := seconds_of(m.sides.get(side), m.clock)) is not None]
+    """A side's time: the median over processes, those that let it run to its end where there are any."""
+    every = list(measurements)
+    whole = [m for m in every if side in m.sides and side not in m.at_least] or every
+    times = [t for m in whole if (t := seconds_of(m.sides.get(side), m.clock)) is not None]
     return statistics.median(times) if times else None
 
 

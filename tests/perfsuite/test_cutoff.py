@@ -41,9 +41,29 @@ def test_what_takes_longer_is_stopped_and_the_timer_is_as_it_was() -> None:
         signal.signal(signal.SIGALRM, before)
 
 
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs POSIX timers")
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_the_time_has_been_up_whatever_the_code_makes_of_it(goes_on: bool) -> None:
+    def call() -> None:
+        try:
+            spin(60.0)
+        except BaseException as error:
+            if not goes_on:
+                raise RuntimeError("not complete") from error
+
+    with cut_off(0.05) as timer:
+        if goes_on:
+            call()
+        else:
+            with pytest.raises(RuntimeError, match="not complete"):
+                call()
+    assert timer.up
+
+
 def test_what_takes_less_runs_to_its_end() -> None:
-    with cut_off(1000.0):
+    with cut_off(1000.0) as timer:
         assert spin(0.01)
+    assert not timer.up
     if hasattr(signal, "setitimer"):
         assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 

@@ -34,10 +34,15 @@ class Scripted(Paired):
         self.asked_for: list[int | None] = []
         self.on, self.likely, self.alone = "cpu", 1, False
         self.crowded: set[str] = set()
+        self.one_sided: set[str] = set()
 
     @property
     def device(self) -> str:
         return self.on
+
+    @property
+    def workers(self) -> Any:
+        return SimpleNamespace(close=lambda: None)
 
     @property
     def machine(self) -> Any:
@@ -122,7 +127,7 @@ def test_on_a_gpu_two_processes_follow_those_that_have_not_decided(device: str, 
 
 
 @pytest.mark.parametrize(
-    ("device", "likely", "processes"), [("cpu", 3, 2), ("cuda", 1, 2), ("cuda", 3, 4), ("cuda", 99, 9)]
+    ("device", "likely", "processes"), [("cpu", 3, 2), ("cuda", 1, 2), ("cuda", 3, 4), ("cuda", 99, 8)]
 )
 def test_on_a_gpu_as_many_processes_follow_as_will_probably_decide(device: str, likely: int, processes: int) -> None:
     mode = Scripted(with_reference_of(0.1), [False])
@@ -220,8 +225,38 @@ def test_no_more_processes_of_a_workload_are_requested_than_its_memory_allows() 
     for beside in (1, 2, 3):
         mode.gpu_memory_bytes = int(beside * 2.01 * peak / 0.875)
         assert mode._requested(ID, Open(processes=1, reason="", likely=3)) == beside
+    mode.runs = {ID: [measurement(accepted=0.0)] * 3}
+    mode.gpu_memory_bytes = int(2 * 2.01 * peak / 0.875)
+    assert mode._requested(ID, Open(processes=1, reason="", likely=3)) == 1, "five are no stage"
     mode.accepted = replace(mode.accepted, sides={})
     assert mode._requested(ID, Open(processes=1, reason="", likely=3)) == 1
+
+
+def test_without_a_baseline_two_further_processes_are_requested() -> None:
+    class Unknown(Scripted):
+        @property
+        def entries(self) -> Mapping[str, Entry]:
+            return {}
+
+    mode = Unknown(with_reference_of(0.1), [])
+    mode.on, mode.runs = "cuda", {ID: [measurement(accepted=0.0)] * 2}
+    assert mode._requested(ID, Open(processes=1, reason="", likely=4)) == 2
+
+
+def test_what_was_proven_without_the_other_side_is_proven_again_if_that_raises() -> None:
+    """Also where the sample has taken it out of those with the accepted code."""
+    mode = Scripted(with_reference_of(0.1), [])
+    again: list[list[str]] = []
+    mode.one_sided, mode.proofs = {ID}, {ID: Proof(id=ID, seed=0)}
+    mode.failures = {ID: Failure(status=Status.UNMEASURED, message="the accepted side raises RuntimeError: twice")}
+    mode.prove = lambda ids: (again.append(list(ids)), list(ids))[1]  # type: ignore[method-assign]
+    mode._do = lambda tasks, further=None: None  # type: ignore[method-assign]
+    mode._time({ID: Open(processes=1, reason="")}, set())
+    assert again == [[ID]]
+    assert (mode.one_sided, mode.failures, mode.proofs) == (set(), {}, {})
+    mode.same_code = {ID, "other"}
+    mode.without_revision(ID, "why")
+    assert mode.same_code == {"other"}
 
 
 class Crowded(Scripted):

@@ -42,7 +42,7 @@ from perfsuite.integrity import calls
 from perfsuite.measuring import RIVAL_BLOCKS
 from perfsuite.pair import Side
 from perfsuite.proving import REPLICAS_UP_TO
-from perfsuite.records import Condition, Counts, Measurement, from_json, to_json
+from perfsuite.records import Condition, Counts, Measurement, Proof, from_json, to_json
 from perfsuite.sampling import BLOCKS, BLOCKS_LEAST, EXTRA_BLOCKS, FEW_BLOCKS, QUADS
 from perfsuite.watching import FRESH_BLOCKS
 
@@ -549,29 +549,66 @@ def test_a_side_of_seconds_that_was_warmed_up_beside_others_is_called_again(long
     assert "waiting" not in measure(pair(long)).phases
 
 
-@pytest.mark.parametrize(("enough_s", "stopped"), [(0.05, True), (1000.0, False)])
-def test_a_reference_is_called_until_it_has_taken_long_enough(time: Time, enough_s: float, stopped: bool) -> None:
-    asked = False
+def proof_until(of: Pair, enough_s: float) -> Proof:
+    workload = Workload("w", n=REPLICAS_UP_TO + 1)
+    bench = measuring.Bench(pair=of, workload=workload, device="cpu", home=None, seed=1, report=lambda phase: None)
+    return measuring.prove(bench, "i", slow=True, same_code=True, enough_s=enough_s)
+
+
+@pytest.mark.parametrize(
+    ("naps", "enough_s", "stopped", "calls"),
+    [
+        ([60_000], 0.05, True, 1),
+        ([100], 0.0, None, 0),
+        ([100, 100], 50.0, False, 2),  # the first was quick: it may have been its start
+        ([60_000, 10], 0.2, True, 1),
+    ],
+)
+@pytest.mark.parametrize("breaks", [False, True])
+def test_a_reference_is_called_until_it_has_worked_long_enough(
+    time: Time,
+    naps: list[int],
+    enough_s: float,
+    stopped: bool | None,
+    calls: int,
+    breaks: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(measuring, "COLD_S", 0.1)
+    left, called = list(naps), []
 
     def slow(x: torch.Tensor) -> torch.Tensor:
         time.spend(SLOW_S)
-        for _ in range(20_000 if asked and stopped else 1):
-            sleep(0.001)
+        called.append(1)
+        torch.set_default_dtype(torch.float64)
+        try:
+            for _ in range(left.pop(0) if left else 0):
+                sleep(0.001)
+        except BaseException as error:
+            if breaks:
+                raise RuntimeError("not complete") from error
+            raise
+        torch.set_default_dtype(torch.float32)
         return torch.exp(x)
 
-    of, workload = pair(time, reference=slow), Workload("w", n=REPLICAS_UP_TO + 1)
-    bench = measuring.Bench(pair=of, workload=workload, device="cpu", home=None, seed=1, report=lambda phase: None)
-    assert measuring.prove(bench, "i").reference_s is None
-    asked = True
-    bench = measuring.Bench(pair=of, workload=workload, device="cpu", home=None, seed=1, report=lambda phase: None)
-    proof = measuring.prove(bench, "i", slow=True, same_code=True, enough_s=enough_s)
-    assert proof.reference_stopped is stopped
-    assert proof.reference_s is not None
-    asked = False
-    made = measuring.measure(of, workload, workload_id="i", device="cpu", proof=proof, reference=0)
-    assert made.few == ("reference",)
-    assert made.at_least == (("reference",) if stopped else ())
-    assert made.sides["reference"].wall_s == proof.reference_s
+    proof = proof_until(pair(time, reference=slow), enough_s)
+    assert torch.get_default_dtype() is torch.float32
+    assert len(called) == calls
+    assert proof.reference_stopped is bool(stopped)
+    assert (proof.reference_s is None) is (stopped is None)
+    if stopped and proof.reference_s is not None:
+        assert enough_s <= proof.reference_s < 30.0
+
+
+@pytest.mark.parametrize(("reference", "bound"), [(0, True), (None, False), (1, False)])
+def test_a_lower_bound_is_used_only_where_the_reference_is_not_timed(
+    time: Time, reference: int | None, bound: bool
+) -> None:
+    of, workload = pair(time), Workload("w", n=REPLICAS_UP_TO + 1)
+    proof = dataclasses.replace(proof_until(of, 0.0), reference_s=5.0, reference_stopped=True)
+    made = measuring.measure(of, workload, workload_id="i", device="cpu", proof=proof, reference=reference)
+    assert made.at_least == (("reference",) if bound else ())
+    assert (made.sides["reference"].wall_s == 5.0) is bound
 
 
 @pytest.mark.parametrize(("seconds", "once"), [(2.0, True), (0.01, False)])
