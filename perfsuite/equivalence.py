@@ -321,6 +321,13 @@ def judge(
         _judge_leaf(pair, truth, leaf_name, produced[leaf_name], name, tally, strict_strides)
 
 
+def rounded_to_precision(pair: Pair, case: Case) -> Callable[[Any], Any]:
+    """Rounds drawn inputs to the precision that the pair declares, in the case's dtype: those that the truth is of."""
+    to = _rounder(case.dtype, pair.precision or case.dtype)
+    back = _rounder(pair.precision or case.dtype, case.dtype)
+    return lambda values: back(to(values))
+
+
 def produce(
     pair: Pair,
     side: Side,
@@ -335,11 +342,10 @@ def produce(
 
     `settled` is called as soon as the side has returned, while its inputs still live.
     """
-    rounded = _rounder(case.dtype, pair.precision or case.dtype)
-    back = _rounder(pair.precision or case.dtype, case.dtype)
-    drawn = back(rounded(make.build(pair, case, device, home=home)))
+    rounded = rounded_to_precision(pair, case)
+    drawn = rounded(make.build(pair, case, device, home=home))
     values = make.clone(drawn)
-    leaves = _run(side, pair, values, case, gradients, lambda i: back(rounded(make.build_step(pair, case, device, i))))
+    leaves = _run(side, pair, values, case, gradients, lambda i: rounded(make.build_step(pair, case, device, i)))
     settled()
     del values
     return leaves

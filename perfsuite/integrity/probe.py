@@ -38,8 +38,14 @@ class Probe:
     """An undeclared input that a call has written to, as torch counts it, whatever it holds now."""
 
     def drawn(self, case: Case | None = None) -> dict[str, Any]:
-        values: dict[str, Any] = make.clone(make.build(self.pair, case or self.case, self.device, home=self.home))
-        return values
+        used = case or self.case
+        values = make.build(self.pair, used, self.device, home=self.home)
+        drawn: dict[str, Any] = make.clone(self._rounded(values, used))
+        return drawn
+
+    def _rounded(self, values: dict[str, Any], case: Case) -> dict[str, Any]:
+        rounded: dict[str, Any] = equivalence.rounded_to_precision(self.pair, case)(values)
+        return rounded
 
     def other_case(self, number: int = 0) -> Case:
         """Other values at the same sizes; another number, yet others."""
@@ -60,7 +66,11 @@ class Probe:
             call = execution.callable_of(self.side)
             if self.pair.is_stateful:
                 states = execution.run_steps(
-                    call, self.pair, values, (1, 2), lambda i: given(make.build_step(self.pair, used, self.device, i))
+                    call,
+                    self.pair,
+                    values,
+                    (1, 2),
+                    lambda i: given(self._rounded(make.build_step(self.pair, used, self.device, i), used)),
                 )
                 return {n: leaf for state in states.values() for n, leaf in state.items()}
             produced = execution.run(call, self.pair, values, gradients=False, seed=used.seed)

@@ -439,3 +439,31 @@ def test_a_wrong_answer_to_other_values_is_judged_by_all_replicas(lucky: list[in
     with pytest.raises(NotEquivalent, match="earlier ones in one element of them alone"):
         integrity.partial_keys(probe(pair(exp_, replayed(lambda x: x.flatten()[:-1].sum().item()))))
     assert equivalence.REPLICAS in lucky
+
+
+def test_a_pair_with_a_working_precision_is_called_on_the_values_that_its_truth_is_of() -> None:
+    """Values that rounding moves across a jump of the function would else have a truth of their own."""
+
+    def finer(t: torch.Tensor) -> torch.Tensor:
+        return t - t.half().float()
+
+    def shows(x: torch.Tensor) -> torch.Tensor:
+        return torch.exp(x) + 100 * finer(x).sign()
+
+    of = pair(exp_, shows, precision="float16")
+    integrity.check(of, CASE, "cpu")
+    seen: list[torch.Tensor] = []
+
+    def descends(weight: torch.Tensor) -> Any:
+        def step(x: torch.Tensor) -> torch.Tensor:
+            seen.append(x.clone())
+            weight.add_(x.mean())
+            return weight.clone()
+
+        return step
+
+    state = {"inputs": {"w": tensor("n")}, "step_inputs": {"x": tensor("n")}, "precision": "float16"}
+    stepping = pair(stateful(descends), stateful(descends), **state)
+    probe(stepping).call(probe(stepping).drawn())
+    assert seen
+    assert all(not finer(x).any() for x in seen)
