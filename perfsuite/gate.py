@@ -48,7 +48,7 @@ from perfsuite import causes, counts, planning, soundness
 from perfsuite.baseline import Entry, changes_since
 from perfsuite.blocks import block_variance, process_mean
 from perfsuite.priors import Suite
-from perfsuite.records import Measurement, PromiseRecord, Status, Verdict
+from perfsuite.records import Measurement, PromiseRecord, Status, Verdict, complete
 from perfsuite.stages import BETA, LOOKS, RED_LOOKS, RED_PROCESSES, ahead, beta
 from perfsuite.statistics import (
     PROCESS_DOF,
@@ -406,9 +406,7 @@ def _speedup(s: Subject, prior: Noise, selected: int, *, looks: int) -> Speedup 
 
     A promise holds where this run shows it. It is broken only if no session's shift explains why this run is below it.
     """
-    every = [m for m in s.runs if m.log_ratios.get("reference")]
-    timed = [m for m in every if "reference" not in m.at_least] or every
-    least = bool(timed) and "reference" in timed[0].at_least
+    timed, least = complete((m for m in s.runs if m.log_ratios.get("reference")), "reference")
     full = [m for m in timed if "reference" not in m.few]
     used = full or timed
     if not used:

@@ -5,7 +5,6 @@ Nothing is timed before the outputs of every side, on the very inputs timed, hav
 
 from __future__ import annotations
 
-import functools
 import gc
 import math
 import random
@@ -279,25 +278,26 @@ def _once(bench: Bench, clock: Clock, rng: random.Random, stop_s: float = 0.0) -
     reference = bench.sides[REFERENCE]
     runner = bench.runner(REFERENCE, reference)
     stopped = False
-
-    def until_enough(call: Callable[[], object]) -> None:
-        nonlocal stopped
-        with cut_off(stop_s) as timer:
-            try:
-                with execution.settings_kept():
-                    call()
-            except (KeyboardInterrupt, torch.OutOfMemoryError):
-                raise
-            except BaseException:  # what it made of CutOff
-                if not timer.up:
-                    raise
-        stopped = timer.up
-
     with execution.quiet(reference), torch.set_grad_enabled(runner.grad_mode):
         bench.report(REFERENCE)
         runner.allocate(bench.master(REFERENCE), rng)
+        call = runner.call
+
+        def until_stopped() -> None:
+            nonlocal stopped
+            with cut_off(stop_s) as timer:
+                try:
+                    with execution.settings_kept():
+                        call()
+                except (KeyboardInterrupt, torch.OutOfMemoryError):
+                    raise
+                except BaseException:  # what it made of CutOff
+                    if not timer.up:
+                        raise
+            stopped = timer.up
+
         if stop_s:
-            runner.call = functools.partial(until_enough, runner.call)
+            runner.call = until_stopped
         took = runner.once(clock)
     return replace(took, stopped=stopped)
 
@@ -367,7 +367,7 @@ class Session:
         self.new_values, self.alone, self.beside = new_values, alone, beside
         self.rivals, self.skipped = bench.rivals() if thorough else ({}, {})
         self.check = bench.check(proof)
-        self.long = Call(proof.reference_s, None, proof.reference_stopped) if proof and proof.reference_s else None
+        self.long: Call | None = None
         """The only call of a reference that is so long that one is enough."""
         self.rng = random.Random(secrets.randbits(64))
         self.evidence: Evidence | None = proof.evidence if proof else None
@@ -392,8 +392,8 @@ class Session:
         self.clock = clock_for(bench.device)
         timed = {n: s for n, s in bench.sides.items() if not (n == REFERENCE and self.reference == 0)}
         slow_truth = self.proof is not None and self.proof.truth_s > SLOW_TRUTH_S
-        if REFERENCE in timed:
-            self.long = None  # what was called beside other work is not needed
+        if REFERENCE not in timed and self.proof is not None and self.proof.reference_s:
+            self.long = Call(self.proof.reference_s, None, self.proof.reference_stopped)
         deferred = REFERENCE in timed and (self.reference == 1 or slow_truth)
         live = {n: s for n, s in {**timed, **self.rivals}.items() if n not in self.skipped}
         if deferred:

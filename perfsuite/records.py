@@ -6,7 +6,7 @@ import dataclasses
 import enum
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeAlias, TypeVar
@@ -127,6 +127,13 @@ class Measurement:
     phases: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Seconds of each phase of this measurement, by name: "inputs", "proof", "warm-up", "timing" and others."""
     evidence: Evidence | None = None
+
+
+def complete(measurements: Iterable[Measurement], side: str) -> tuple[list[Measurement], bool]:
+    """(measurements of the side that let it run to its end, or all if none did; whether all are lower bounds)."""
+    timed = [m for m in measurements if side in m.sides]
+    whole = [m for m in timed if side not in m.at_least]
+    return whole or timed, bool(timed) and not whole
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

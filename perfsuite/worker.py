@@ -28,7 +28,7 @@ OBSERVED = pytest.StashKey[Observed]()
 
 
 LACKS_MEMORY = ("out of memory", "ALLOC_FAILED")
-"""What the errors of libraries say that are no torch.OutOfMemoryError."""
+"""Parts of the messages of out-of-memory errors that libraries raise as a plain RuntimeError."""
 
 
 def get_ready() -> None:

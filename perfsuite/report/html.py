@@ -14,7 +14,7 @@ from pathlib import Path
 
 import jinja2
 
-from perfsuite.records import Limit, Measurement, PromiseRecord, Status
+from perfsuite.records import Limit, Measurement, PromiseRecord, Status, complete
 from perfsuite.report import model, units
 from perfsuite.report.files import write as write_text
 from perfsuite.report.model import Row, RunReport
@@ -22,6 +22,7 @@ from perfsuite.report.model import Row, RunReport
 WIDTH, LEFT, RIGHT, ROW, TOP, BOTTOM = 440, 12, 12, 18, 8, 22
 """Of a plot, in its own units."""
 
+LOWER_BOUND = "stopped once it had taken long enough: a lower bound"
 TONES = {"faster": "good", "equal": "fair", "slower": "bad"}
 
 
@@ -176,8 +177,8 @@ def ticks(low: float, high: float, most: int = 5) -> list[tuple[float, str]]:
 
 
 def _side(measurements: Sequence[Measurement], name: str) -> SideRow:
-    found = [m for m in measurements if name in m.sides]
-    records = [m.sides[name] for m in [m for m in found if name not in m.at_least] or found]
+    found, least = complete(measurements, name)
+    records = [m.sides[name] for m in found]
     comparison = model.compare(measurements, name) if name != "optimized" else None
     standing = TONES[comparison.standing] if comparison else ""
     return SideRow(
@@ -189,14 +190,8 @@ def _side(measurements: Sequence[Measurement], name: str) -> SideRow:
         peak=units.bytes_(max((r.peak_bytes for r in records if r.peak_bytes is not None), default=None)),
         syncs=_count(r.host_syncs for r in records),
         launches=_count(r.launches for r in records),
-        note=_note(measurements, name),
+        note=LOWER_BOUND if least else "a few samples only" if any(name in m.few for m in measurements) else "",
     )
-
-
-def _note(measurements: Sequence[Measurement], name: str) -> str:
-    if name in measurements[0].sides and all(name in m.at_least for m in measurements if name in m.sides):
-        return "stopped once it had taken long enough: a lower bound"
-    return "a few samples only" if any(name in m.few for m in measurements) else ""
 
 
 def _facts(report: RunReport, row: Row, measurements: Sequence[Measurement]) -> tuple[tuple[str, str], ...]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from perfsuite.baseline import Entry
-from perfsuite.records import Machine, Measurement, PromiseRecord, SideRecord, Status, Verdict
+from perfsuite.records import Machine, Measurement, PromiseRecord, SideRecord, Status, Verdict, complete
 from perfsuite.report import units
 
 BASE_SIDES = ("optimized", "reference", "accepted")
@@ -182,8 +182,7 @@ def row(workload_id: str, measurements: Sequence[Measurement], verdict: Verdict 
     speedup = compare(measurements, "reference")
     if verdict is not None and verdict.speedup is not None:
         speedup = Comparison(value=verdict.speedup, low=verdict.speedup_low, high=verdict.speedup_high)
-    timed = [m for m in measurements if "reference" in m.sides]
-    least = bool(timed) and all("reference" in m.at_least for m in timed)
+    _, least = complete(measurements, "reference")
     limits = [m.limit for m in measurements if m.limit is not None]
     fractions = [f for m in measurements if (f := limit_fraction(m)) is not None]
     clocks = [m.condition.sm_clock_mhz for m in measurements if m.condition.sm_clock_mhz is not None]
@@ -287,9 +286,8 @@ def seconds_of(side: SideRecord | None, clock: str) -> float | None:
 
 def side_seconds(measurements: Iterable[Measurement], side: str) -> float | None:
     """A side's time: the median over processes, those that let it run to its end where there are any."""
-    every = list(measurements)
-    whole = [m for m in every if side in m.sides and side not in m.at_least] or every
-    times = [t for m in whole if (t := seconds_of(m.sides.get(side), m.clock)) is not None]
+    found, _ = complete(measurements, side)
+    times = [t for m in found if (t := seconds_of(m.sides.get(side), m.clock)) is not None]
     return statistics.median(times) if times else None
 
 

@@ -316,8 +316,8 @@ def wait_until_started(made: Scripted) -> None:
 def test_processes_that_wait_begin_tasks_of_a_later_run(tmp_path: Path) -> None:
     by_whom = "write('failure', id=id, status='UNMEASURED', message=str(os.getpid()))"
     made = scripted(tmp_path, f"for id in ids(): begin(id); {by_whom}")
-    told: list[tuple[int, str]] = []
-    made.progress = lambda lane, id: told.append((lane, id))
+    begun_by_lane: list[tuple[int, str]] = []
+    made.progress = lambda lane, id: begun_by_lane.append((lane, id))
     lanes = [Lane(environment={"CUDA_VISIBLE_DEVICES": str(n)}) for n in range(2)]
     made.prepare(lanes, ["a", "b", "c", "d"], 2, 9)
     made.begin_early(tasks_of("ab"), [Lane(lock="of another")], 9)
@@ -334,7 +334,7 @@ def test_processes_that_wait_begin_tasks_of_a_later_run(tmp_path: Path) -> None:
     assert set(found) == set("abcdx")
     pids = {id: int(o.message) for id, o in found.items() if isinstance(o, Failure)}
     assert all(pids[id] == by[id][0] for id in "abc")
-    assert len({lane for lane, id in told if id in "abc"}) == 3
+    assert len({lane for lane, id in begun_by_lane if id in "abc"}) == 3
     assert len(made.environments) == 5, "x was collected by no process that waited"
     assert pids["x"] not in {other.child.pid, *(pid for pid, _ in by.values())}
     made.close()
@@ -369,7 +369,7 @@ def test_only_the_very_task_that_a_process_has_begun_is_taken_over(tmp_path: Pat
 
 @pytest.mark.parametrize("early", [False, True])
 def test_a_process_that_has_imported_a_revision_gets_no_task_without_one(tmp_path: Path, early: bool) -> None:
-    """What a revision registers by name when it is imported may replace what the current side calls."""
+    """Importing a revision may register an operator by a name under which the current side calls another."""
     script = """
 imported = False
 for task in tasks():
