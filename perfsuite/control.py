@@ -26,7 +26,7 @@ from perfsuite.records import Machine, Measurement, Proof, Status, Verdict
 from perfsuite.report import units
 from perfsuite.report.model import Correctness, RunReport
 from perfsuite.speed import Result, SpeedItem
-from perfsuite.workers import PROVE, Failure, Lane, Outcome, Task, Workers, pytest_arguments
+from perfsuite.workers import PROVE, TIME, Failure, Lane, Outcome, Task, Workers, pytest_arguments
 
 RERUNS = ("reruns", "retries", "force_flaky")
 """Options of plugins that run a failed test again."""
@@ -226,7 +226,12 @@ class Control:
 
     def _planned(self, tasks: Sequence[Task], everywhere: bool) -> tuple[list[Task], list[Lane]]:
         chosen = lanes.for_proving(tasks, self.machine) if everywhere else self.timing_lanes(tasks)
-        return lanes.ordered(tasks, chosen, self.expected_s), chosen
+        return lanes.ordered(tasks, chosen, self._ends_late_s if everywhere else self.expected_s), chosen
+
+    def _ends_late_s(self, task: Task) -> float:
+        """The task and what follows it: the workloads that take longest are timed first, so they are proven first."""
+        then = Task(id=task.id, kind=TIME, accepted=task.accepted)
+        return self.expected_s(task) + (self.expected_s(then) if task.kind == PROVE else 0.0)
 
     def expected_s(self, task: Task) -> float:
         """What the task will take, by what it took the last time, or else by what was accepted."""

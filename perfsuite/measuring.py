@@ -232,7 +232,7 @@ def prove(
             _prove_new_values(bench, check, runners[OPTIMIZED])
         if enough_s:
             with bench.phases.time("reference"):
-                once = _until_enough(bench, clock, rng, enough_s)
+                once = _until_enough(bench, clock, rng, enough_s, runners[OPTIMIZED])
     return Proof(
         id=workload_id,
         seed=bench.seed,
@@ -263,20 +263,25 @@ def launched(bench: Bench, top: Path) -> tuple[str, str]:
         return launches.digest(runner, clock, top)
 
 
-def _until_enough(bench: Bench, clock: Clock, rng: random.Random, enough_s: float) -> Call:
+def _until_enough(bench: Bench, clock: Clock, rng: random.Random, enough_s: float, proven: Runner) -> Call:
     """A call of the reference until it has done so many seconds of work; its start does not count as work."""
     compiled = scrutiny.compilations()
-    call = _once(bench, clock, rng, COLD_S + enough_s)
+    call = _once(bench, clock, rng, COLD_S + enough_s, proven)
     quick = not call.stopped and call.seconds <= COLD_S + LONG_S
     if quick or scrutiny.compilations() > compiled:  # most of it may have been its start
-        return _once(bench, clock, rng, enough_s)
+        return _once(bench, clock, rng, enough_s, proven)
     return replace(call, seconds=call.seconds - COLD_S) if call.stopped else call
 
 
-def _once(bench: Bench, clock: Clock, rng: random.Random, stop_s: float = 0.0) -> Call:
-    """One call of the reference, on fresh inputs; with `stop_s` it is stopped after so many seconds."""
+def _once(bench: Bench, clock: Clock, rng: random.Random, stop_s: float = 0.0, proven: Runner | None = None) -> Call:
+    """One call of the reference, on fresh inputs; with `stop_s` it is stopped after so many seconds.
+
+    It takes the incoming gradients of the side that is `proven`: to learn of its own would take a call more.
+    """
     reference = bench.sides[REFERENCE]
     runner = bench.runner(REFERENCE, reference)
+    if proven is not None and proven.incoming is not None:
+        runner.incoming, runner.takes_incoming = proven.incoming, True
     stopped = False
     with execution.quiet(reference), torch.set_grad_enabled(runner.grad_mode):
         bench.report(REFERENCE)

@@ -58,6 +58,8 @@ class Runner:
     """(input that a call changes, the value that it gets back before the next call)."""
     incoming: list[torch.Tensor] | None = None
     """The gradients of its outputs."""
+    takes_incoming: bool = False
+    """`incoming` is another side's, so that no call is needed to learn which outputs there are."""
     pending: list[torch.Tensor] = field(default_factory=list)
     """Outputs whose backward pass is timed next."""
     allocate_s: float = 0.0
@@ -110,7 +112,7 @@ class Runner:
     def _mark(self, function: Callable[..., Any]) -> None:
         """Require gradients of the inputs, and draw those of the outputs."""
         self.marked = execution.require_gradients(self.pair, self.inputs)
-        if self.long is not None and self.incoming is not None:
+        if (self.long is not None or self.takes_incoming) and self.incoming is not None:
             return
         sample = dict(execution.flatten(function(*self.arguments)))
         outputs, self.incoming = execution.incoming(sample, self.case.seed)
