@@ -14,7 +14,7 @@ from perfsuite import preload
 from perfsuite.folders import own_folder
 from perfsuite.machine import measured_devices
 from perfsuite.records import Machine
-from perfsuite.workers import ITEMS, Lane, Task
+from perfsuite.workers import ITEMS, TIME, Lane, Task
 
 FILE = "durations.json"
 USUAL_S = {"prove": 3.0, "time": 2.0, "items": 2.0}
@@ -176,9 +176,10 @@ def ordered(tasks: Iterable[Task], lanes: Sequence[Lane], expected: Callable[[Ta
     """
     if len(lanes) < 2:
         return sorted(tasks, key=lambda task: task.accepted is not None)
-    groups: dict[str, list[Task]] = {}
-    for task in tasks:
-        groups.setdefault(task.group, []).append(task)
+    groups: dict[str | int, list[Task]] = {}
+    for number, task in enumerate(tasks):
+        # Of several tasks that time one workload, each goes to another process.
+        groups.setdefault(number if task.kind == TIME else task.group, []).append(task)
     longest = sorted(groups.values(), key=lambda group: sum(map(expected, group)), reverse=True)
     by_length = [group[0] for group in longest] + [task for group in longest for task in group[1:]]
     return sorted(by_length, key=lambda task: task.accepted is not None)

@@ -26,7 +26,7 @@ from perfsuite.cutoff import cut_off
 from perfsuite.equivalence import NotEquivalent
 from perfsuite.errors import PairError, RevisionError
 from perfsuite.pair import Pair, Side, Workload, as_side
-from perfsuite.proving import NO_MEMORY, OutputCheck, prove_sides, unequal
+from perfsuite.proving import NO_MEMORY, OutputCheck, digest, prove_sides, unequal
 from perfsuite.records import Case, Condition, Counts, Evidence, Limit, Measurement, Proof, SideRecord
 from perfsuite.runner import LONG_S, Call, Clock, Runner
 from perfsuite.sampling import ACCEPTED, BLOCKS, OPTIMIZED, REFERENCE, Sampler
@@ -133,8 +133,8 @@ class Bench:
         skipped = {n: r for n, s in every.items() if (r := execution.unavailable(s, self.device))}
         return {n: s for n, s in every.items() if n not in skipped}, skipped
 
-    def check(self, proof: Proof | None = None) -> OutputCheck:
-        """What holds the outputs of the sides against the truth; `proof` tells which of them are proven."""
+    def check(self) -> OutputCheck:
+        """What holds the outputs of the sides against the truth."""
         return OutputCheck(
             self.timed,
             self.case,
@@ -142,7 +142,6 @@ class Bench:
             self.device,
             gradients=self.gradients,
             home=self.home,
-            known=proof.digests if proof else (),
         )
 
     def runner(self, name: str, side: Side) -> Runner:
@@ -326,6 +325,7 @@ def measure(
     home: Path | None = None,
     accepted: Pair | None = None,
     proof: Proof | None = None,
+    awaited: Callable[[], Proof] | None = None,
     reference: int | None = None,
     blocks: int = BLOCKS,
     thorough: bool = True,
@@ -338,18 +338,19 @@ def measure(
     """Time one workload's sides against each other.
 
     Without `proof` every side is proven first, on inputs of `seed` (random unless given), and calls are counted. With
-    one, its inputs are drawn again, and only outputs that are not those proven are proven anew. There are at most
-    `blocks`; `reference` limits the reference to one round in each of so many of them (on the wall clock its launches
-    are not counted then), and 0 leaves it out. `thorough` times rivals and the other clock, too; without `new_values`
-    the sides get none between the blocks. `report` gets the name of the side that is about to run, so that a crash or a
-    hang can be attributed. `alone` is called before any is timed, and returns once nothing else uses the device;
-    `beside` is called when all is timed, and others may use it again. Both tell whether there may be others.
+    one, its inputs are drawn again, and only outputs that are not those proven are proven anew. `awaited` returns such
+    a proof, on inputs of `seed`, of another process that is at work yet; it is called after the warm-up. There are at
+    most `blocks`; `reference` limits the reference to one round in each of so many of them (on the wall clock its
+    launches are not counted then), and 0 leaves it out. `thorough` times rivals and the other clock, too; without
+    `new_values` the sides get none between the blocks. `report` gets the name of the side that is about to run, so that
+    a crash or a hang can be attributed. `alone` is called before any is timed, and returns once nothing else uses the
+    device; `beside` is called when all is timed, and others may use it again. Both tell whether there may be others.
     NotEquivalent where a side is not the same function; PairError where the workload cannot be timed as declared.
     """
     began = perf_counter()
     chosen = proof.seed if proof else secrets.randbits(31) if seed is None else seed
     bench = Bench(pair=pair, workload=workload, device=device, home=home, seed=chosen, report=report, accepted=accepted)
-    session = Session(bench, proof, reference, thorough, new_values, alone, beside)
+    session = Session(bench, proof, awaited, reference, thorough, new_values, alone, beside)
     with bench.released():
         session.run(blocks)
         return session.record(workload_id, perf_counter() - began - bench.phases.seconds.get(WAITING, 0.0))
@@ -362,24 +363,28 @@ class Session:
         self,
         bench: Bench,
         proof: Proof | None,
+        awaited: Callable[[], Proof] | None,
         reference: int | None,
         thorough: bool,
         new_values: bool,
         alone: Callable[[], bool],
         beside: Callable[[], bool],
     ) -> None:
-        self.bench, self.proof, self.reference, self.thorough = bench, proof, reference, thorough
+        self.bench, self.reference, self.thorough = bench, reference, thorough
         self.new_values, self.alone, self.beside = new_values, alone, beside
         self.rivals, self.skipped = bench.rivals() if thorough else ({}, {})
-        self.check = bench.check(proof)
+        self.check = bench.check()
+        self.awaited = awaited
+        self.unproven: list[tuple[str, Side, str]] = []
+        """(digest of what a stateful side's first step left, the side, its name), while the proof is awaited."""
         self.long: Call | None = None
         """The only call of a reference that is so long that one is enough."""
         self.rng = random.Random(secrets.randbits(64))
-        self.evidence: Evidence | None = proof.evidence if proof else None
-        self.counts: dict[str, Counts] = dict(proof.counts) if proof else {}
-        if ACCEPTED in self.counts and _more(self.counts[ACCEPTED], self.counts[OPTIMIZED]):
-            # Other proofs ran meanwhile, so each timing process counts these two sides again.
-            del self.counts[ACCEPTED], self.counts[OPTIMIZED]
+        self.evidence: Evidence | None = None
+        self.counts: dict[str, Counts] = {}
+        self.proof: Proof | None = None
+        if proof:
+            self._take(proof)
         self.condition = Condition()
         self.anchors: dict[str, float] = {}
         self.limit: Limit | None = None
@@ -389,16 +394,25 @@ class Session:
         self.asked = False
         """Whether the seconds on the device have been asked for before."""
 
+    def _take(self, proof: Proof) -> None:
+        """Take what another process has proven and counted."""
+        self.proof, self.evidence, self.counts = proof, proof.evidence, dict(proof.counts)
+        self.check.known.update(proof.digests)
+        if ACCEPTED in self.counts and _more(self.counts[ACCEPTED], self.counts[OPTIMIZED]):
+            # Other proofs ran meanwhile, so each timing process counts these two sides again.
+            del self.counts[ACCEPTED], self.counts[OPTIMIZED]
+        if self.reference == 0 and proof.reference_s:
+            self.long = Call(proof.reference_s, None, proof.reference_stopped)
+
     def run(self, blocks: int) -> None:
         """Prove, warm up, count, time, and look for what only the timed calls show."""
         bench, phases = self.bench, self.bench.phases
-        with phases.time("proof"):
-            self._prove()
+        if not self.awaited:
+            with phases.time("proof"):
+                self._prove()
         self.clock = clock_for(bench.device)
         timed = {n: s for n, s in bench.sides.items() if not (n == REFERENCE and self.reference == 0)}
         slow_truth = self.proof is not None and self.proof.truth_s > SLOW_TRUTH_S
-        if REFERENCE not in timed and self.proof is not None and self.proof.reference_s:
-            self.long = Call(self.proof.reference_s, None, self.proof.reference_stopped)
         deferred = REFERENCE in timed and (self.reference == 1 or slow_truth)
         live = {n: s for n, s in {**timed, **self.rivals}.items() if n not in self.skipped}
         if deferred:
@@ -407,8 +421,13 @@ class Session:
         # The first ABBA round is timed with the inputs that this warm-up allocates, so its order is random.
         shuffled = dict(self.rng.sample(list(self.runners.items()), len(self.runners)))
         with phases.time("warm-up"):
-            _warm_up(shuffled, bench, self.clock, self.rng, self._check_first if self.proof else None)
+            _warm_up(shuffled, bench, self.clock, self.rng, self._check_first if self.proof or self.awaited else None)
         phases.part("warm-up", {"first outputs": self.first_s})
+        if self.awaited:
+            with phases.time(WAITING):
+                self._take(self.awaited())
+            with phases.time("first outputs"):
+                self._check_awaited()
         for name in set(self.skipped) & set(self.runners):
             del self.runners[name]
         scrutiny.keeps_l2(bench.l2_bytes, f"{bench.pair.name}: the optimized side")
@@ -468,7 +487,9 @@ class Session:
             return
         began = perf_counter()
         try:
-            if self.bench.pair.is_stateful:
+            if self.proof is None:
+                self._note_first(runner)
+            elif self.bench.pair.is_stateful:
                 self.check.first_step(runner.leaves(), runner.name, runner.side)
             else:
                 self.check.check(runner.leaves(), runner.name)
@@ -477,6 +498,20 @@ class Session:
                 raise
             self.skipped[runner.name] = unequal(error)
         self.first_s += perf_counter() - began
+
+    def _note_first(self, runner: Runner) -> None:
+        """Keep the first call's outputs until the proof is there."""
+        if self.bench.pair.is_stateful:
+            self.unproven.append((digest(runner.leaves()), runner.side, runner.name))
+        else:
+            self.check.check_later(runner.leaves(), runner.name)
+
+    def _check_awaited(self) -> None:
+        """The same check, of the outputs that were kept."""
+        for key, side, name in self.unproven:
+            if key not in self.check.known:
+                self.check.prove(side, name)
+        self.check.check_copied()
 
     def _count(self) -> None:
         """Count syncs and launches of the sides whose counts are not known."""

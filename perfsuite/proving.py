@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -40,7 +40,7 @@ HASHED_AT_ONCE = 1 << 25
 class OutputCheck:
     """Holds the outputs of a workload's sides against the truth of one draw.
 
-    `known` are digests of outputs that were proven for this draw before; `steps` are a stateful pair's.
+    `steps` are a stateful pair's.
     """
 
     def __init__(
@@ -52,11 +52,11 @@ class OutputCheck:
         *,
         gradients: bool,
         home: Path | None,
-        known: Iterable[str] = (),
     ) -> None:
         self.pair, self.case, self.master, self.device = pair, case, master, device
         self.gradients, self.home = gradients, home
-        self.known = set(known)
+        self.known = set[str]()
+        """Digests of outputs that were proven for this draw."""
         self.seconds = 0.0
         """What it took to establish the truth."""
         self.copied: dict[str, tuple[Leaves, dict[str, torch.device], str]] = {}
@@ -104,6 +104,8 @@ class OutputCheck:
         """NotEquivalent where outputs that `check_later` has copied are wrong."""
         while self.copied:
             key, (copies, devices, name) = self.copied.popitem()
+            if key in self.known:
+                continue
             produced = _moved(copies, devices)
             equivalence.judge(self.pair, self.truth, produced, name=name, strict_strides=False)
             self.known.add(key)

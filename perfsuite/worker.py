@@ -174,6 +174,8 @@ class _Workload:
             home=self.item.home,
             accepted=self._accepted() if task.accepted else None,
             proof=task.proof,
+            awaited=self._awaited if task.awaits_proof else None,
+            seed=task.seed,
             reference=task.reference,
             blocks=task.blocks or sampling.BLOCKS,
             thorough=task.thorough,
@@ -182,6 +184,12 @@ class _Workload:
             alone=self.alone,
             beside=self.beside,
         )
+
+    def _awaited(self) -> Proof:
+        self.report(WAITS)
+        proof = self.journal.proof()
+        self.report("start")
+        return proof
 
     def _prove(self) -> Proof:
         from perfsuite import digests
@@ -200,7 +208,8 @@ class _Workload:
         from perfsuite import measuring
         from perfsuite.sampling import REFERENCE
 
-        task, seed, phases = self.task, secrets.randbits(31), measuring.Phases()
+        task, phases = self.task, measuring.Phases()
+        seed = secrets.randbits(31) if task.seed is None else task.seed
         began = perf_counter()
         with phases.time("accepted side"):
             accepted, unloaded = self._comparable(seed)

@@ -90,7 +90,11 @@ class Task:
     limit_s: float = START_LIMIT_S
     accepted: Tree | None = None
     """The tree of the revision whose optimized side joins."""
+    seed: int | None = None
+    """Of the inputs; None: the worker draws one, or the proof has it."""
     proof: Proof | None = None
+    awaits_proof: bool = False
+    """While timing, prepare with the `seed`: the proof follows, on a line of its own."""
     reference: int | None = None
     """The reference joins one round in so many blocks; None: in full."""
     blocks: int | None = None
@@ -198,6 +202,12 @@ class Workers:
                 busy = [process.lane for process in self._waiting if process.task]
                 min(free, key=lambda process: busy.count(process.lane)).begin(task)
                 begun.append(task.id)
+
+    def deliver(self, proof: Proof) -> None:
+        """Give the proof to the process that has begun early and awaits it, if there is one."""
+        for process in self._waiting:
+            if process.task and process.task.id == proof.id and process.task.awaits_proof:
+                process.deliver(proof)
 
     def run(
         self,
@@ -478,13 +488,22 @@ class _Process:
 
     def begin(self, task: Task) -> None:
         """Give it the task."""
-        assert self._pipe is not None
         self.task, self.served, self.phase = task, True, "start"
         self.group = self.task.group
         self.seen.add(self.task.id)
         self.imported |= task.accepted is not None
         self._wait(self.task.limit_s + BEGIN_LIMIT_S)
-        line = memoryview(f"{json.dumps(to_json(self.task))}\n".encode())
+        self._write("task", self.task)
+
+    def deliver(self, proof: Proof) -> None:
+        """Give it the proof that its task awaits."""
+        assert self.task is not None
+        self.task = replace(self.task, seed=None, proof=proof, awaits_proof=False)
+        self._write("proof", proof)
+
+    def _write(self, what: str, given: Task | Proof) -> None:
+        assert self._pipe is not None
+        line = memoryview(f"{json.dumps({what: to_json(given)})}\n".encode())
         with contextlib.suppress(BrokenPipeError):  # the worker has died, as the next poll sees
             while line:
                 line = line[os.write(self._pipe, line) :]
@@ -636,7 +655,16 @@ class Journal:
         """The tasks as the parent gives them, the next after each result."""
         self._write({"event": "ready", "id": ""})
         for line in self._given:
-            yield from_json(Task, json.loads(line))
+            given = json.loads(line)
+            if "task" in given:  # and no proof that a task awaited which has failed since
+                yield from_json(Task, given["task"])
+
+    def proof(self) -> Proof:
+        """Wait for the proof that a task awaits."""
+        line = self._given.readline()
+        if not line:
+            raise PerfsuiteError("its proof never came")
+        return from_json(Proof, json.loads(line)["proof"])
 
     def begin(self, id: str) -> None:
         self._write({"event": "begin", "id": id})

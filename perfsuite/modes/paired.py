@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import random
+import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -31,6 +32,8 @@ MOST_PROCESSES = 2 * stages.LOOKS[-1]
 AT_ONCE = 2
 """On a GPU, at least so many further processes are requested once two have not decided a workload. They prepare at the
 same time, which usually saves more than an unnecessary last process costs."""
+EARLY_SHARE = 8
+"""While all proofs run, one core in eight prepares a workload to be timed: those that are timed first take longest."""
 OUT_OF_MEMORY, RAISES = "runs out of device memory", "the accepted side raises"
 
 
@@ -45,6 +48,8 @@ class Paired(Control):
         """Workloads whose current side provably runs the other revision's code."""
         self.full: set[str] = set()
         """Workloads whose promise is in doubt, so that the next process samples the reference more."""
+        self.seeds: dict[str, int] = {}
+        """Of each workload's inputs: those that it is timed on are those that are proven."""
         self.one_sided: set[str] = set()
         """Workloads that were proven without the other side, because both have the same code."""
         self.crowded: set[str] = set()
@@ -82,26 +87,32 @@ class Paired(Control):
         crowded = [t for t in tasks if self._has_failed(t.id, OUT_OF_MEMORY)]
         if not crowded:
             return
-        for task in crowded:  # beside others there was too little memory
+        self.workers.close()  # they hold memory
+        for task in crowded:  # beside others there was too little
             del self.failures[task.id]
         for _ in self.work(crowded):
             pass
 
     def _start_ahead(self, ids: Sequence[str], busy: Sequence[Lane], idle: int) -> None:
         super()._start_ahead(ids, busy, idle)
-        if ids and idle and self.device == "cuda":
+        if ids and self.device == "cuda":
             self._begin_early(ids, busy)
 
     def _begin_early(self, ids: Collection[str], busy: Sequence[Lane]) -> None:
-        """While the last proofs run, the workloads that are timed first prepare, as far as their proofs have ended.
+        """While proofs run, the workloads that are timed first prepare; what they need of their own proofs comes later.
 
-        Beside `busy` processes that prove there are as many as may prepare beside each other. On a GPU on which none
-        proves any more they time, too, unless something has to be proven once more.
+        Beside `busy` processes that prove there are as many as may prepare beside each other, and always a few. On a
+        GPU on which none proves any more they time, too, unless something has to be proven once more.
         """
         timed = [Task(id=i, accepted=self._tree(i)) for i in ids if self._tree(i)]
         planned, chosen = self._planned(timed, everywhere=False)
-        first = [task.id for task in planned[: len(chosen)] if self._is_proven(task.id)]
-        self.workers.begin_early([self._time_task(i) for i in first], chosen, len(chosen) - len(busy))
+        for proof in self.proofs.values():
+            if self._is_proven(proof.id):
+                self.workers.deliver(proof)
+        first = [task.id for task in planned[: len(chosen)] if self._may_begin(task.id)]
+        few = max(1, self.machine.cores // EARLY_SHARE)
+        most = min(len(chosen), max(len(chosen) - len(busy), few))
+        self.workers.begin_early([self._early_task(i) for i in first], chosen, most)
         if not self.failures and not any(proof.unloaded for proof in self.proofs.values()):
             used = {lane.device for lane in busy}
             for lane in chosen:
@@ -111,6 +122,23 @@ class Paired(Control):
     def _is_proven(self, id: str) -> bool:
         proof = self.proofs.get(id)
         return proof is not None and not proof.unloaded and not proof.same_launches and id not in self.failures
+
+    def _may_begin(self, id: str) -> bool:
+        """Whether it is proven, or its proof is awaited: not where a trace may show that it need not be timed."""
+        if id in self.proofs or id in self.failures:
+            return self._is_proven(id)
+        return self.entry(id) is not None and not self.is_traced(id)
+
+    def is_traced(self, id: str) -> bool:
+        """Whether a trace, in place of the proof, may show that the workload need not be timed."""
+        return False
+
+    def _early_task(self, id: str) -> Task:
+        task = self._time_task(id, first=True)
+        return task if task.proof else replace(task, seed=self._seed(id), awaits_proof=True)
+
+    def _seed(self, id: str) -> int:
+        return self.seeds.setdefault(id, secrets.randbits(31))
 
     def without_revision(self, id: str, reason: str) -> None:
         """The workload cannot be timed beside the other revision, for this reason."""
@@ -128,6 +156,7 @@ class Paired(Control):
             limit_s=self.items[id].pair.time_limit,
             accepted=self._tree(id),
             same_code=same_code,
+            seed=self._seed(id),
             reference=self.reference(id, first=True),
             slow=entry is not None and planning.is_slow(entry),
             enough_s=planning.enough_s(entry, promised) if entry and id not in self.stored else 0.0,
@@ -156,7 +185,7 @@ class Paired(Control):
     def decide(self, ids: Collection[str]) -> dict[str, Verdict]:
         """Time them process by process until the rule has decided each."""
         sample = self._sample(ids)
-        left = dict.fromkeys(ids, Open(processes=1, reason="nothing was measured"))
+        left = {i: Open(processes=2 if i in sample else 1, reason="nothing was measured") for i in ids}
         verdicts: dict[str, Verdict] = {}
         opened: dict[str, Open] = {}
         while left:
@@ -196,12 +225,12 @@ class Paired(Control):
             if not isinstance(answer, Open) or len(self.runs[id]) >= MOST_PROCESSES:
                 return []
             due[id] = self._requested(id, answer)
-            tasks = [self._time_task(id) for _ in range(due[id])]
+            tasks = self._time_tasks(id, due[id])
             self.progress.add(len(tasks))
             return tasks
 
         apart = self.crowded.intersection(left)
-        self._do([self._time_task(i) for i, a in left.items() if i not in apart for _ in range(a.processes)], further)
+        self._do([t for i, a in left.items() if i not in apart for t in self._time_tasks(i, a.processes)], further)
         self._prove_again([i for i in self.one_sided.intersection(left) if self._has_failed(i, RAISES)])
         self.crowded |= {i for i in left if self._has_failed(i, OUT_OF_MEMORY)}
         if apart := self.crowded.intersection(left):
@@ -209,7 +238,7 @@ class Paired(Control):
                 self.failures.pop(id, None)
             self.workers.close()  # some may have begun to prepare while others were proven again
             self.alone = True
-            self._do([self._time_task(i) for i in apart])
+            self._do([self._time_task(i, first=i not in self.runs) for i in apart])
             self.alone = False
 
     def _prove_again(self, ids: Collection[str]) -> None:
@@ -258,7 +287,7 @@ class Paired(Control):
                 _,
             ):
                 for tree in trees.values():
-                    again = [replace(self._time_task(i), accepted=tree, reference=0) for i in small]
+                    again = [replace(self._time_task(i, first=True), accepted=tree, reference=0) for i in small]
                     self._do([task for task in again for _ in range(stages.RED_PROCESSES)])
             twice = self.runs
         except RevisionError:  # the verdict stands as it is
@@ -300,16 +329,21 @@ class Paired(Control):
         cheap = sorted(ids, key=lambda i: self.expected_s(Task(id=i)))[: max(size, math.ceil(len(ids) / 2))]
         return set(random.SystemRandom().sample(cheap, max(0, min(size, len(cheap)))))
 
-    def _time_task(self, id: str) -> Task:
+    def _time_tasks(self, id: str, processes: int) -> list[Task]:
+        """Only the first process of a workload samples the reference, and times calls on new values."""
+        first = id not in self.runs
+        return [self._time_task(id, first=first and n == 0) for n in range(processes)]
+
+    def _time_task(self, id: str, *, first: bool) -> Task:
         return Task(
             id=id,
             limit_s=self.items[id].pair.time_limit,
             accepted=self._tree(id),
             proof=self.proofs.get(id),
-            reference=self.reference(id, first=id not in self.runs),
+            reference=self.reference(id, first=first),
             blocks=self.blocks(id),
             thorough=False,
-            new_values=id not in self.runs,
+            new_values=first,
         )
 
     def _tree(self, id: str) -> Tree | None:

@@ -15,7 +15,7 @@ from perfsuite import lanes
 from perfsuite.lanes import Durations, for_proving, for_timing, ordered, seconds_of
 from perfsuite.modes.run import Run
 from perfsuite.revision import Tree
-from perfsuite.workers import ITEMS, PROVE, Lane, Task
+from perfsuite.workers import ITEMS, PROVE, TIME, Lane, Task
 
 CPU = replace(MACHINE, count=0, cores=4)
 TWO = replace(MACHINE, count=2, cores=16)
@@ -235,6 +235,27 @@ def test_a_damaged_file_costs_an_estimate(tmp_path: Path, text: bytes) -> None:
     durations.note(PROVE, "a", 1.0)
     durations.save()
     assert json.loads((tmp_path / lanes.FILE).read_text()) == {"prove a": 1.0}
+
+
+def test_what_takes_long_to_prove_and_then_to_time_is_proven_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    durations = Durations(tmp_path)
+    for kind, seconds in ((PROVE, {"a": 1.0, "b": 5.0, "c": 2.0}), (TIME, {"a": 9.0, "b": 1.0, "c": 7.0})):
+        for id, took in seconds.items():
+            durations.note(kind, id, took)
+    run: Any = Run.__new__(Run)
+    run.durations, run.runs, run._baseline = durations, {}, None
+    monkeypatch.setattr(Run, "machine", TWO)
+    monkeypatch.setattr(lanes, "measured_devices", lambda device: ("GPU-a", "GPU-b"))
+    for kind, everywhere, order in ((PROVE, True, "acb"), (TIME, False, "acb"), (PROVE, False, "bca")):
+        planned, _ = run._planned([Task(id=i, kind=kind) for i in "abc"], everywhere)
+        assert ids(planned) == list(order)
+
+
+def test_each_process_of_a_workload_is_ordered_by_itself() -> None:
+    given = [Task(id=i, kind=TIME, limit_s=s) for i, s in (("a", 3.0), ("b", 5.0), ("a", 3.0), ("b", 5.0), ("c", 4.0))]
+    assert ids(ordered(given, [Lane(), Lane()], expected)) == ["b", "b", "c", "a", "a"]
 
 
 def test_a_folder_that_cannot_be_written_costs_an_estimate(tmp_path: Path) -> None:

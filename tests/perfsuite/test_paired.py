@@ -35,6 +35,7 @@ class Scripted(Paired):
         self.on, self.likely, self.alone = "cpu", 1, False
         self.crowded: set[str] = set()
         self.one_sided: set[str] = set()
+        self.seeds: dict[str, int] = {}
 
     @property
     def device(self) -> str:
@@ -60,8 +61,8 @@ class Scripted(Paired):
     def promises(self, id: str) -> PromiseRecord:
         return PromiseRecord(speedup=2.0)
 
-    def _time_task(self, id: str) -> Task:
-        return Task(id=id, reference=self.reference(id, first=id not in self.runs))
+    def _time_task(self, id: str, *, first: bool) -> Task:
+        return Task(id=id, reference=self.reference(id, first=first))
 
     def expected_s(self, task: Task) -> float:
         return 1.0
@@ -126,6 +127,21 @@ def test_on_a_gpu_two_processes_follow_those_that_have_not_decided(device: str, 
     assert len(mode.runs[ID]) == processes
 
 
+@pytest.mark.parametrize("sampled", [True, False])
+def test_both_processes_that_a_workload_needs_in_any_case_are_requested_at_once(
+    sampled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the first times the reference."""
+    mode, at_once = Scripted(with_reference_of(0.1), []), list[int | None]()
+    do = mode._do
+    monkeypatch.setattr(mode, "_sample", lambda ids: set(ids) if sampled else set())
+    monkeypatch.setattr(
+        mode, "_do", lambda tasks, further: (at_once.extend(t.reference for t in tasks), do(tasks, further))
+    )
+    mode.decide([ID])
+    assert at_once == [FEW_BLOCKS, 0][: 1 + sampled]
+
+
 @pytest.mark.parametrize(
     ("device", "likely", "processes"), [("cpu", 3, 2), ("cuda", 1, 2), ("cuda", 3, 4), ("cuda", 99, 8)]
 )
@@ -148,7 +164,9 @@ class Early(Scripted):
         self.proving: Any = SimpleNamespace(end=self.ended.append)
         self.trees = dict.fromkeys("bcd", Tree(revision="1", folder="", package="", top=""))
         self.proofs, self.on = {}, "cuda"
-        self.given: list[tuple[list[str], int]] = []
+        self.given: list[tuple[dict[str, Proof | int | None], int]] = []
+        self.delivered: list[str] = []
+        self.traced = ""
 
     def expected_s(self, task: Task) -> float:
         return -ord(task.id)
@@ -157,39 +175,77 @@ class Early(Scripted):
         return [on("0"), on("1")]
 
     @property
+    def machine(self) -> Any:
+        return replace(MACHINE, cores=self.cores)
+
+    cores = 2
+
+    def prove_task_seed(self, id: str) -> int | None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Early, "items", {id: SimpleNamespace(pair=SimpleNamespace(time_limit=1.0))})
+            return self.prove_task(id).seed
+
+    @property
     def workers(self) -> Any:
         return SimpleNamespace(
-            begin_early=lambda tasks, lanes, most: self.given.append(([t.id for t in tasks], most)),
+            begin_early=lambda tasks, lanes, most: self.given.append(
+                ({t.id: t.seed if t.awaits_proof else t.proof for t in tasks}, most)
+            ),
+            deliver=lambda proof: self.delivered.append(proof.id),
             prepare=lambda *given: None,
             close=lambda: self.ended.append("all that wait"),
         )
 
-    def begun(self, *busy: str, idle: int = 1) -> list[tuple[list[str], int]]:
-        self.given.clear()
-        self.ended.clear()
-        self._start_ahead("abcde", [on(device) for device in busy], idle)
-        return self.given
+    def is_traced(self, id: str) -> bool:
+        return id in self.traced
+
+    def _time_task(self, id: str, *, first: bool) -> Task:
+        return Task(id=id, proof=self.proofs.get(id), reference=self.reference(id, first=first))
+
+    def begun(self, *busy: str) -> tuple[list[str], list[str], int]:
+        """(workloads that prepare, those of them that await their proof, how many may prepare)."""
+        for given in (self.given, self.ended, self.delivered):
+            given.clear()
+        self._start_ahead("abcde", [on(device) for device in busy], 0)
+        ((first, most),) = self.given
+        return list(first), [i for i, proof in first.items() if isinstance(proof, int)], most
 
 
 def on(device: str) -> Lane:
     return Lane(environment={"CUDA_VISIBLE_DEVICES": device}, lock=f"lock {device}")
 
 
-def test_workloads_that_are_timed_first_prepare_while_the_last_proofs_run() -> None:
+def test_workloads_that_are_timed_first_prepare_while_proofs_run() -> None:
     mode = Early()
-    assert mode.begun("0") == [([], 1)]
+    assert mode.begun("0", "1") == (["b", "c"], ["b", "c"], 1), "d is not among the first"
+    assert mode.given[0][0] == {i: mode.prove_task_seed(i) for i in "bc"}, "they draw the inputs that are proven"
+    mode.proofs = {"b": Proof(id="b", seed=0)}
+    assert mode.begun("0", "1") == (["b", "c"], ["c"], 1)
+    assert mode.delivered == ["b"]
+    mode.traced = "bc"
+    assert mode.begun("0", "1") == (["b"], [], 1), "it may turn out that c need not be timed"
     mode.proofs = {i: Proof(id=i, seed=0) for i in "abcde"}
-    assert mode.begun("0") == [(["b", "c"], 1)], "d is not among the first"
-    assert mode.begun("0", "1", idle=0) == [], "a proof is left to begin"
+    assert mode.begun("0") == (["b", "c"], [], 1)
+    assert mode.begun() == (["b", "c"], [], 2)
     mode._start_ahead([], [on("0")], 1)
-    assert not mode.given
+    assert len(mode.given) == 1
     for other in ({"unloaded": "why"}, {"same_launches": True}):
         mode.proofs["b"] = Proof(id="b", seed=0, **other)
-        assert mode.begun() == [(["c"], 2)]
+        assert mode.begun() == (["c"], [], 2)
+        assert "b" not in mode.delivered
     mode.failures["c"] = Failure(status=Status.UNMEASURED, message="")
-    assert mode.begun() == [([], 2)]
+    assert mode.begun() == ([], [], 2)
     mode.on = "cpu"
-    assert mode.begun() == []
+    mode.given.clear()
+    mode._start_ahead("abcde", [], 1)
+    assert mode.given == []
+
+
+@pytest.mark.parametrize(("cores", "busy", "most"), [(2, 2, 1), (16, 2, 2), (64, 2, 2), (64, 0, 2), (2, 1, 1)])
+def test_a_few_workloads_always_prepare_beside_proofs(cores: int, busy: int, most: int) -> None:
+    mode = Early()
+    mode.cores = cores
+    assert mode.begun(*"01"[:busy])[2] == most
 
 
 def test_on_a_gpu_that_proves_nothing_any_more_processes_time() -> None:

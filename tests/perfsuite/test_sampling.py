@@ -378,6 +378,62 @@ def test_a_side_with_the_same_code_that_gives_something_else_is_proven_where_it_
             )
 
 
+@pytest.mark.parametrize("in_steps", [False, True])
+@pytest.mark.parametrize("fault", ["", "optimized", "accepted"])
+def test_a_process_may_warm_up_before_the_proof_is_there(
+    time: Time, in_steps: bool, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the first calls gave is compared once the proof has come, and before anything is timed."""
+    done: list[str] = []
+
+    def adding(wrong: float) -> Side:
+        def make(x: torch.Tensor) -> Call:
+            state = x.clone()
+
+            def step(y: torch.Tensor) -> torch.Tensor:
+                time.spend(FAST_S)
+                return state.add_(y + wrong).clone()
+
+            return step
+
+        return stateful(make)
+
+    def of(wrong: bool) -> Pair:
+        if not in_steps:
+            return pair(time, optimized=lasting(time, FAST_S, lambda x: torch.exp(x) * (1 + 1e-3 * wrong)))
+        added = {"y": tensor("n")}
+        return pair(time, reference=adding(0.0), optimized=adding(0.1 * wrong), step_inputs=added)
+
+    right, workload = of(wrong=False), Workload("w", n=5)
+    bench = measuring.Bench(pair=right, workload=workload, device="cpu", home=None, seed=7, report=lambda phase: None)
+    proof = measuring.prove(bench, "i")
+
+    def awaited() -> Proof:
+        done.append("proof")
+        return proof
+
+    established: list[str] = []
+    establish = equivalence.establish
+    monkeypatch.setattr(equivalence, "establish", lambda *a, **k: established.append("truth") or establish(*a, **k))
+    with pytest.raises(NotEquivalent, match=f"{fault} side is wrong") if fault else nullcontext():
+        made = measuring.measure(
+            of(wrong=fault == "optimized"),
+            workload,
+            workload_id="i",
+            device="cpu",
+            accepted=of(wrong=fault == "accepted"),
+            seed=7,
+            awaited=awaited,
+            thorough=False,
+            new_values=False,
+            alone=lambda: (done.append("alone"), True)[1],
+        )
+        assert made.evidence == proof.evidence
+        assert made.seed == proof.seed
+    assert done == (["proof"] if fault else ["proof", "alone"])
+    assert bool(established) is bool(fault)
+
+
 def test_a_rival_that_lacks_memory_beside_other_proofs_is_proven_where_it_is_timed(time: Time) -> None:
     crowded = True
 
@@ -598,6 +654,23 @@ def test_a_reference_is_called_until_it_has_worked_long_enough(
     assert (proof.reference_s is None) is (stopped is None)
     if stopped and proof.reference_s is not None:
         assert enough_s <= proof.reference_s < 30.0
+
+
+def test_a_long_reference_is_not_called_to_learn_which_gradients_come_in(time: Time) -> None:
+    """The optimized side's are as good."""
+    called = []
+
+    def slow(x: torch.Tensor) -> torch.Tensor:
+        time.spend(SLOW_S)
+        called.append(x.requires_grad)
+        return torch.exp(x)
+
+    of = pair(time, reference=slow)
+    workload = Workload("w", n=REPLICAS_UP_TO + 1, direction="both")
+    bench = measuring.Bench(pair=of, workload=workload, device="cpu", home=None, seed=1, report=lambda phase: None)
+    proof = measuring.prove(bench, "i", slow=True, same_code=True, enough_s=1000.0)
+    assert proof.reference_s
+    assert called == [True, True]  # both quick
 
 
 @pytest.mark.parametrize(("reference", "bound"), [(0, True), (None, False), (1, False)])

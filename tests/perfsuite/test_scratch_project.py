@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from click.testing import Result
@@ -19,6 +21,7 @@ from perfsuite.conclusion import CODE_AT_FAULT, GREEN, UNDECIDED
 from perfsuite.modes import paired
 from perfsuite.progress import Progress
 from perfsuite.records import Status
+from perfsuite.workers import PROVE, TIME, Task, _Process
 
 pytest_plugins = ["pytester"]
 
@@ -131,6 +134,72 @@ def test_processes_that_share_a_device(two_looks: Project, monkeypatch: pytest.M
     assert "UNMEASURED" not in done.output
     timed = begun[2:4]  # the proofs come first
     assert sorted(lane for lane, _ in timed) == [0, 1]
+
+
+WAITING = """
+import os, time
+import torch
+from perfsuite import Pair, Workload, side, tensor
+
+def optimized(x):
+    while not os.path.exists("begun"):
+        time.sleep(0.01)
+    return 3 * x
+
+scale = Pair(
+    reference=side(lambda x: x * 3),
+    optimized=optimized,
+    inputs=dict(x=tensor("n")),
+    workloads=[Workload("small", n=64, clock="wall"), Workload("other", n=65, clock="wall")],
+)
+"""
+
+
+@FULLY
+def test_processes_that_prepare_before_their_proofs_have_ended(
+    two_looks: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: the proofs end only after that."""
+    project = two_looks
+    project.write("test_scale.py", WAITING)
+    (project.path / "begun").touch()
+    (project.path / ".gitignore").write_text("begun\n")
+    project.commit()
+    accepted = project.cli("accept", "--reason", "first", "--processes", "3")
+    assert accepted.exit_code == 0, accepted.output
+    (project.path / "begun").unlink()
+
+    shared = lambda self, tasks: lanes.for_timing(self.machine, self.workers.folder, 2)  # noqa: E731
+    monkeypatch.setattr(paired.Paired, "timing_lanes", shared)
+    monkeypatch.setattr(lanes, "started_at_once", lambda machine, busy: 2)
+    start_ahead = paired.Paired._start_ahead
+
+    def also_here(self: paired.Paired, ids: Sequence[str], *given: Any) -> None:
+        start_ahead(self, ids, *given)
+        if ids:
+            self._begin_early(ids, given[0])
+
+    begun: list[Task] = []
+    begin = _Process.begin
+
+    def noted(self: _Process, task: Task) -> None:
+        begin(self, task)
+        begun.append(task)
+        if sum(task.awaits_proof for task in begun) == 1:
+            (project.path / "begun").touch()
+
+    monkeypatch.setattr(paired.Paired, "_start_ahead", also_here)
+    monkeypatch.setattr(_Process, "begin", noted)
+    done = project.cli("gate", "--report", "out")
+    report = json.loads((project.path / "out/report.json").read_text())
+    assert "UNMEASURED" not in done.output, done.output
+    assert [task.kind for task in begun].count(PROVE) == 2
+    early = [task.id for task in begun if task.awaits_proof]
+    assert early
+    for id in early:
+        timed = [task for task in begun if task.id == id and task.kind == TIME]
+        assert len(timed) == len(report["measurements"][id]), "the first was not given again"
+        assert report["measurements"][id][0]["seed"] == timed[0].seed
 
 
 @pytest.mark.parametrize("name", ["check", "measure"])

@@ -31,6 +31,7 @@ SCRIPT = """
 import hmac, json, os, pathlib, signal, subprocess, sys, time
 job = json.loads(pathlib.Path(sys.argv[1]).read_text())
 out = open(job["out"], "a", buffering=1)
+pipe = open(job["tasks"])
 def write(event, **fields):
     text = json.dumps({"event": event, **fields})
     signature = hmac.new(job["key"].encode(), text.encode(), "sha256").hexdigest()
@@ -42,8 +43,8 @@ def done(id):
     write("failure", id=id, status="UNMEASURED", message="done " + id)
 def tasks():
     write("ready", id="")
-    for line in open(job["tasks"]):
-        yield json.loads(line)
+    for line in pipe:
+        yield json.loads(line)["task"]
 def ids():
     return (task["id"] for task in tasks())
 """
@@ -634,6 +635,80 @@ for task in journal.tasks():
         journal.failure(task.id, Failure(status=Status.NOT_EQUIVALENT, message=str(task.accepted.revision)))
 journal.close()
 """
+
+
+AWAITING = """
+sys.path[:0] = {path}
+from perfsuite.errors import PerfsuiteError
+from perfsuite.records import Status
+from perfsuite.workers import Failure, Journal, load_job
+os.environ["PERFSUITE_JOB"] = sys.argv[1]
+journal = Journal(load_job())
+for task in journal.tasks():
+    journal.begin(task.id)
+    try:
+        proof = journal.proof() if task.awaits_proof and task.id != "fails early" else task.proof
+    except PerfsuiteError as error:
+        (pathlib.Path(journal.job.out).parent / "said").write_text(str(error))
+        raise SystemExit(0)
+    journal.failure(task.id, Failure(status=Status.NOISY, message=str(proof and proof.seed)))
+"""
+
+
+def awaiting(tmp_path: Path) -> Scripted:
+    """Two processes that wait, each of which reports the seed of the proof that it gets."""
+    made = scripted(tmp_path, AWAITING.replace("{path}", repr(sys.path)))
+    made.prepare([Lane()], ["a", "b", "c", "fails early"], 2, 9)
+    wait_until_started(made)
+    return made
+
+
+def seeds(found: Any) -> dict[str, str]:
+    return {id: outcome.message for id, outcome in found}
+
+
+def test_a_process_that_has_begun_early_gets_its_proof_when_it_is_there(tmp_path: Path) -> None:
+    made, lanes = awaiting(tmp_path), [Lane()] * 2
+    early = [Task(id=i, seed=7, awaits_proof=True) for i in "ab"]
+    made.begin_early(early, lanes, 9)
+    children = [process.child for process in made._waiting]
+    proofs = {i: Proof(id=i, seed=7) for i in "abc"}
+    for id in "cab":
+        made.deliver(proofs[id])
+        made.deliver(proofs[id])  # once more has no effect
+    tasks = [Task(id=i, proof=proofs[i]) for i in "abc"]
+    assert seeds(made.run(tasks, lanes)) == dict.fromkeys("abc", "7")
+    assert len(made.environments) == 2, "c went to one of the two"
+    assert all(child.poll() is not None for child in children)
+
+
+def test_a_process_whose_proof_does_not_come_is_ended(tmp_path: Path) -> None:
+    made, lanes = awaiting(tmp_path), [Lane()] * 2
+    made.begin_early([Task(id="a", seed=7, awaits_proof=True)], lanes, 9)
+    assert seeds(made.run([Task(id="a", proof=Proof(id="a", seed=8))], lanes)) == {"a": "8"}
+    made.close()
+    assert not list(made.folder.iterdir())
+
+
+def test_a_task_that_fails_before_its_proof_comes_does_not_take_it_for_the_next_task(tmp_path: Path) -> None:
+    made, lanes = awaiting(tmp_path), [Lane()]
+    made.begin_early([Task(id="fails early", seed=7, awaits_proof=True)], lanes, 9)
+    proof = Proof(id="fails early", seed=7)
+    made.deliver(proof)
+    tasks = [Task(id="fails early", proof=proof), Task(id="b", proof=Proof(id="b", seed=9))]
+    assert seeds(made.run(tasks, lanes)) == {"fails early": "None", "b": "9"}
+    assert len(made.environments) == 2
+    made.close()
+
+
+def test_a_worker_whose_proof_never_comes_says_so(tmp_path: Path) -> None:
+    made = awaiting(tmp_path)
+    made.begin_early([Task(id="a", seed=7, awaits_proof=True)], [Lane()], 9)
+    (process,) = [p for p in made._waiting if p.task]
+    process.close_pipe()
+    assert process.child.wait(60) == 0
+    assert (made.folder / "said").read_text() == "its proof never came"
+    made.close()
 
 
 def test_what_a_journal_writes_is_what_workers_read(tmp_path: Path) -> None:
