@@ -121,7 +121,7 @@ def timed(project: Project, id: str) -> Failure:
     reader, writer = os.pipe()
     job, out = project.path / "job.json", project.path / "out.jsonl"
     job.write_text(json.dumps(to_json(Job(out=str(out), tasks=reader))))
-    os.write(writer, f"{json.dumps(to_json(Task(id=id)))}\n".encode())
+    os.write(writer, f"{json.dumps({'task': to_json(Task(id=id))})}\n".encode())
     os.close(writer)
     project.monkeypatch.setenv(JOB, str(job))
     result = project.run("test_scale.py")
