@@ -47,6 +47,7 @@ from statistics import fmean, median
 from perfsuite import causes, counts, planning, soundness
 from perfsuite.baseline import Entry, changes_since
 from perfsuite.blocks import block_variance, process_mean
+from perfsuite.planning import FEW_FACTOR, FEW_LEAST
 from perfsuite.priors import Suite
 from perfsuite.records import Measurement, PromiseRecord, Status, Verdict, complete
 from perfsuite.stages import BETA, LOOKS, RED_LOOKS, RED_PROCESSES, ahead, beta
@@ -84,11 +85,6 @@ MARGIN_MOST = 0.10
 STORED_MARGIN_MAX = 0.04
 """Against stored figures of one session 2 to 3% is what can be resolved; beyond twice MARGIN_USUAL it is no gate."""
 MARGIN_STEP = 0.001
-FEW_FACTOR = 2.0
-"""A handful of samples does not show the tails of its own error: twice the error covers what they hide."""
-FEW_LEAST = math.log(1.2)
-"""A promise that a handful of samples is to confirm must be exceeded by a fifth; else the reference is sampled in full.
-"""
 OWN_SECONDS_SD = 0.01
 """Seconds by themselves shift by about 1% from session to session, with the chip's clock and temperature."""
 OWN_SECONDS_MARGIN = 0.10

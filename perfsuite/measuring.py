@@ -340,11 +340,12 @@ def measure(
     Without `proof` every side is proven first, on inputs of `seed` (random unless given), and calls are counted. With
     one, its inputs are drawn again, and only outputs that are not those proven are proven anew. `awaited` returns such
     a proof, on inputs of `seed`, of another process that is at work yet; it is called after the warm-up. There are at
-    most `blocks`; `reference` limits the reference to one round in each of so many of them (on the wall clock its
-    launches are not counted then), and 0 leaves it out. `thorough` times rivals and the other clock, too; without
-    `new_values` the sides get none between the blocks. `report` gets the name of the side that is about to run, so that
-    a crash or a hang can be attributed. `alone` is called before any is timed, and returns once nothing else uses the
-    device; `beside` is called when all is timed, and others may use it again. Both tell whether there may be others.
+    most `blocks`; `reference` limits the reference to one round in each of so many of them, and 0 leaves it out.
+    `thorough` times rivals and the other clock, too; with such a limit, or not thorough, the reference's launches are
+    not counted on the wall clock. Without `new_values` the sides get none between the blocks. `report` gets the name of
+    the side that is about to run, so that a crash or a hang can be attributed. `alone` is called before any is timed,
+    and returns once nothing else uses the device; `beside` is called when all is timed, and others may use it again.
+    Both tell whether there may be others.
     NotEquivalent where a side is not the same function; PairError where the workload cannot be timed as declared.
     """
     began = perf_counter()
@@ -516,7 +517,7 @@ class Session:
     def _count(self) -> None:
         """Count syncs and launches of the sides whose counts are not known."""
         uncounted = {n: r for n, r in self.runners.items() if n not in self.counts}
-        if self.reference is not None and self.bench.workload.clock == "wall":
+        if self.bench.workload.clock == "wall" and (self.reference is not None or not self.thorough):
             uncounted.pop(REFERENCE, None)
         if uncounted:
             with self.bench.phases.time("counting"):

@@ -8,7 +8,8 @@ from statistics import fmean
 
 from perfsuite.baseline import Entry
 from perfsuite.blocks import block_variance, process_mean
-from perfsuite.statistics import Estimate, t_quantile, variance
+from perfsuite.stages import beta
+from perfsuite.statistics import Estimate, Noise, noise_of, t_quantile, variance
 
 LONG_S = 1.0
 """A reference that takes longer is called once, or not at all."""
@@ -18,6 +19,11 @@ bit the accepted side's are proven by that."""
 AMPLE = 10.0
 """A stored speedup so many times the promised one leaves room for a reference that is timed beside other processes."""
 FEW_BLOCKS = 3
+FEW_FACTOR = 2.0
+"""A handful of samples does not show the tails of its own error: twice the error covers what they hide."""
+FEW_LEAST = math.log(1.2)
+"""A promise that a handful of samples is to confirm must be exceeded by a fifth; else the reference is sampled in full.
+"""
 LEAST_BLOCKS, MOST_BLOCKS = 4, 24
 LEAST_LONG_BLOCKS, LONG_BLOCK_S = 2, 0.5
 """Of blocks that take this long fewer do, where the noise allows it; two are needed to see that it does."""
@@ -75,6 +81,18 @@ def enough_s(entry: Entry, promised: float | None) -> float:
     if promised is None or entry.sides["reference"].seconds <= LONG_S or not is_ample(entry, promised):
         return 0.0
     return AMPLE * promised * entry.sides["optimized"].seconds
+
+
+def is_doubtful(entry: Entry, promised: float | None, prior: Noise) -> bool:
+    """Whether the promise would probably be in doubt after a few samples of the reference in one process.
+
+    `prior` is the noise of all workloads with the same clock.
+    """
+    if promised is None:
+        return False
+    process = noise_of(entry.process_means(), prior).process
+    error = FEW_FACTOR * t_quantile(1 - beta(1), process.dof) * math.sqrt(process.value)
+    return math.log(entry.speedup() / promised) < max(FEW_LEAST, error)
 
 
 def reference_blocks(entry: Entry, promised: float | None) -> int:

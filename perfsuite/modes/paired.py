@@ -335,16 +335,23 @@ class Paired(Control):
         return [self._time_task(id, first=first and n == 0) for n in range(processes)]
 
     def _time_task(self, id: str, *, first: bool) -> Task:
+        reference, entry = self.reference(id, first=first), self.entry(id)
+        if reference is not None and entry and id not in self.runs and self._is_doubtful(id, entry):
+            reference = planning.more_reference_blocks(entry)
         return Task(
             id=id,
             limit_s=self.items[id].pair.time_limit,
             accepted=self._tree(id),
             proof=self.proofs.get(id),
-            reference=self.reference(id, first=first),
+            reference=reference,
             blocks=self.blocks(id),
             thorough=False,
             new_values=first,
         )
+
+    def _is_doubtful(self, id: str, entry: Entry) -> bool:
+        """Whether few samples of the reference would probably leave the promise in doubt."""
+        return planning.is_doubtful(entry, self.promises(id).speedup, self.suite.of(entry.clock).ratio)
 
     def _tree(self, id: str) -> Tree | None:
         """The revision that joins the current one."""

@@ -127,7 +127,7 @@ def test_the_rule_s_constants_are_the_documented_ones() -> None:
     assert tuple(stages.BETA_SHARES) == LOOKS
     assert math.fsum(stages.BETA_SHARES.values()) == pytest.approx(1.0)
     assert (gate.STORED_MARGIN_MAX, gate.OWN_SECONDS_SD, gate.OWN_SECONDS_MARGIN) == (0.04, 0.01, 0.10)
-    assert (2.0, math.log(1.2), 20.0) == (gate.FEW_FACTOR, gate.FEW_LEAST, soundness.RATIO_MAX)
+    assert (2.0, math.log(1.2), 20.0) == (planning.FEW_FACTOR, planning.FEW_LEAST, soundness.RATIO_MAX)
 
 
 @pytest.mark.parametrize("record", [Open, Speedup, Subject, Suite])

@@ -359,6 +359,30 @@ def test_an_acceptance_begins_nothing_early() -> None:
     assert Accept._begin_early(mode, [ID], []) is None
 
 
+@pytest.mark.parametrize(
+    ("promised", "seconds", "run", "asked"),
+    [
+        (2.0, 0.1, False, [FEW_BLOCKS, 0]),
+        (3.0, 0.1, False, [None, None]),  # in doubt: it is e times as fast
+        (3.0, 0.1, True, [FEW_BLOCKS, 0]),  # by then the rule says what it needs
+        (3.0, 5.0, False, [1, 1]),
+        (None, 5.0, False, [0, 0]),
+    ],
+)
+def test_the_first_processes_time_the_reference_in_full_where_few_samples_would_leave_its_promise_in_doubt(
+    promised: float | None, seconds: float, run: bool, asked: list[int | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mode = Scripted(with_reference_of(seconds), [])
+    monkeypatch.setattr(mode, "promises", lambda id: PromiseRecord(speedup=promised))
+    monkeypatch.setattr(Scripted, "items", {ID: SimpleNamespace(pair=SimpleNamespace(time_limit=1.0))})
+    monkeypatch.setattr(Scripted, "blocks", lambda self, id: None)
+    mode.proofs = {}
+    mode.runs = {ID: [measurement(accepted=0.0)]} if run else {}
+    assert [Paired._time_task(mode, ID, first=first).reference for first in (True, False)] == asked
+    if promised:
+        assert mode.prove_task(ID).reference == (FEW_BLOCKS if seconds < 1 else 1)
+
+
 @pytest.mark.parametrize("early", [False, True])
 def test_none_times_beside_what_is_proven_again(early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     mode = Early()

@@ -17,13 +17,14 @@ from perfsuite.planning import (
     enough_s,
     further,
     is_ample,
+    is_doubtful,
     is_slow,
     more_reference_blocks,
     noise_parts,
     reference_blocks,
     scale,
 )
-from perfsuite.statistics import Estimate
+from perfsuite.statistics import Estimate, Noise, Variance
 
 PAIR = [-1.0, 1.0]
 
@@ -175,6 +176,26 @@ def test_the_reference_joins_as_few_blocks_as_its_promise_allows() -> None:
     assert reference_blocks(long, 1.5) == 0
     assert more_reference_blocks(with_reference(1.0)) is None
     assert more_reference_blocks(long) == 1
+
+
+@pytest.mark.parametrize(
+    ("promised", "sd", "doubtful"),
+    [
+        (None, 9.0, False),
+        (1.0, 0.0, False),
+        (2 / 1.19, 0.0, True),  # exceeded by less than a fifth
+        (2 / 1.21, 0.0, False),
+        # Twice 2.25 standard deviations of a process are beyond 0.5.
+        (2 / math.exp(0.5), 0.105, False),
+        (2 / math.exp(0.5), 0.115, True),
+    ],
+)
+def test_a_promise_is_doubtful_where_few_samples_would_not_confirm_it(
+    promised: float | None, sd: float, doubtful: bool
+) -> None:
+    made = entry([measurement(ratio=math.log(2))])  # one process: its noise is the prior's
+    prior = Noise(process=Variance(value=sd**2, dof=math.inf), session=Variance(value=1.0, dof=math.inf))
+    assert is_doubtful(made, promised, prior) is doubtful
 
 
 # --- how many further processes -------------------------------------------------------------------------------------
