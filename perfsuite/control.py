@@ -226,12 +226,12 @@ class Control:
 
     def _planned(self, tasks: Sequence[Task], everywhere: bool) -> tuple[list[Task], list[Lane]]:
         chosen = lanes.for_proving(tasks, self.machine) if everywhere else self.timing_lanes(tasks)
-        return lanes.ordered(tasks, chosen, self._ends_late_s if everywhere else self.expected_s), chosen
+        return lanes.ordered(tasks, chosen, self._proof_and_timing_s if everywhere else self.expected_s), chosen
 
-    def _ends_late_s(self, task: Task) -> float:
-        """The task and what follows it: the workloads that take longest are timed first, so they are proven first."""
-        then = Task(id=task.id, kind=TIME, accepted=task.accepted)
-        return self.expected_s(task) + (self.expected_s(then) if task.kind == PROVE else 0.0)
+    def _proof_and_timing_s(self, task: Task) -> float:
+        """Of a proof with the timing that follows: what takes longest is timed first, so it is proven first."""
+        timing = Task(id=task.id, kind=TIME, accepted=task.accepted)
+        return self.expected_s(task) + (self.expected_s(timing) if task.kind == PROVE else 0.0)
 
     def expected_s(self, task: Task) -> float:
         """What the task will take, by what it took the last time, or else by what was accepted."""
@@ -259,9 +259,11 @@ class Control:
         self.progress.expect(f"{', then '.join(parts)}: about {units.duration(seconds)}", len(timed))
 
     def keep(self, id: str, outcome: Outcome) -> None:
-        """Note what came of a task."""
+        """Note what came of a task. Of a workload's failures the first stays, unless another blames the code."""
         if isinstance(outcome, Failure):
-            self.failures.setdefault(id, outcome)
+            before = self.failures.setdefault(id, outcome)
+            if outcome.status.blames_code and not before.status.blames_code:
+                self.failures[id] = outcome
         elif isinstance(outcome, Measurement):
             self.runs.setdefault(id, []).append(outcome)
         elif isinstance(outcome, Proof):

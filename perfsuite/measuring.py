@@ -26,7 +26,7 @@ from perfsuite.cutoff import cut_off
 from perfsuite.equivalence import NotEquivalent
 from perfsuite.errors import PairError, RevisionError
 from perfsuite.pair import Pair, Side, Workload, as_side
-from perfsuite.proving import NO_MEMORY, OutputCheck, digest, prove_sides, unequal
+from perfsuite.proving import COPIED_BYTES, NO_MEMORY, OutputCheck, digest, prove_sides, unequal
 from perfsuite.records import Case, Condition, Counts, Evidence, Limit, Measurement, Proof, SideRecord
 from perfsuite.runner import LONG_S, Call, Clock, Runner
 from perfsuite.sampling import ACCEPTED, BLOCKS, OPTIMIZED, REFERENCE, Sampler
@@ -231,7 +231,7 @@ def prove(
             _prove_new_values(bench, check, runners[OPTIMIZED])
         if enough_s:
             with bench.phases.time("reference"):
-                once = _until_enough(bench, clock, rng, enough_s, runners[OPTIMIZED])
+                once = _until_enough(bench, clock, rng, enough_s)
     return Proof(
         id=workload_id,
         seed=bench.seed,
@@ -262,25 +262,21 @@ def launched(bench: Bench, top: Path) -> tuple[str, str]:
         return launches.digest(runner, clock, top)
 
 
-def _until_enough(bench: Bench, clock: Clock, rng: random.Random, enough_s: float, proven: Runner) -> Call:
+def _until_enough(bench: Bench, clock: Clock, rng: random.Random, enough_s: float) -> Call:
     """A call of the reference until it has done so many seconds of work; its start does not count as work."""
     compiled = scrutiny.compilations()
-    call = _once(bench, clock, rng, COLD_S + enough_s, proven)
+    call = _once(bench, clock, rng, COLD_S + enough_s)
     quick = not call.stopped and call.seconds <= COLD_S + LONG_S
     if quick or scrutiny.compilations() > compiled:  # most of it may have been its start
-        return _once(bench, clock, rng, enough_s, proven)
+        return _once(bench, clock, rng, enough_s)
     return replace(call, seconds=call.seconds - COLD_S) if call.stopped else call
 
 
-def _once(bench: Bench, clock: Clock, rng: random.Random, stop_s: float = 0.0, proven: Runner | None = None) -> Call:
-    """One call of the reference, on fresh inputs; with `stop_s` it is stopped after so many seconds.
-
-    It takes the incoming gradients of the side that is `proven`: to learn of its own would take a call more.
-    """
+def _once(bench: Bench, clock: Clock, rng: random.Random, stop_s: float = 0.0) -> Call:
+    """One call of the reference, on fresh inputs; with `stop_s` it is stopped after so many seconds."""
     reference = bench.sides[REFERENCE]
     runner = bench.runner(REFERENCE, reference)
-    if proven is not None and proven.incoming is not None:
-        runner.incoming, runner.takes_incoming = proven.incoming, True
+    runner.called_once = True
     stopped = False
     with execution.quiet(reference), torch.set_grad_enabled(runner.grad_mode):
         bench.report(REFERENCE)
@@ -325,7 +321,7 @@ def measure(
     home: Path | None = None,
     accepted: Pair | None = None,
     proof: Proof | None = None,
-    awaited: Callable[[], Proof] | None = None,
+    wait_for_proof: Callable[[], Proof] | None = None,
     reference: int | None = None,
     blocks: int = BLOCKS,
     thorough: bool = True,
@@ -338,9 +334,9 @@ def measure(
     """Time one workload's sides against each other.
 
     Without `proof` every side is proven first, on inputs of `seed` (random unless given), and calls are counted. With
-    one, its inputs are drawn again, and only outputs that are not those proven are proven anew. `awaited` returns such
-    a proof, on inputs of `seed`, of another process that is at work yet; it is called after the warm-up. There are at
-    most `blocks`; `reference` limits the reference to one round in each of so many of them, and 0 leaves it out.
+    one, its inputs are drawn again, and only outputs that are not those proven are proven anew. `wait_for_proof`
+    returns such a proof, on inputs of `seed`, once another process has ended it; it is called after the warm-up. There
+    are at most `blocks`; `reference` limits the reference to one round in each of so many of them, and 0 leaves it out.
     `thorough` times rivals and the other clock, too; with such a limit, or not thorough, the reference's launches are
     not counted on the wall clock. Without `new_values` the sides get none between the blocks. `report` gets the name of
     the side that is about to run, so that a crash or a hang can be attributed. `alone` is called before any is timed,
@@ -351,7 +347,7 @@ def measure(
     began = perf_counter()
     chosen = proof.seed if proof else secrets.randbits(31) if seed is None else seed
     bench = Bench(pair=pair, workload=workload, device=device, home=home, seed=chosen, report=report, accepted=accepted)
-    session = Session(bench, proof, awaited, reference, thorough, new_values, alone, beside)
+    session = Session(bench, proof, wait_for_proof, reference, thorough, new_values, alone, beside)
     with bench.released():
         session.run(blocks)
         return session.record(workload_id, perf_counter() - began - bench.phases.seconds.get(WAITING, 0.0))
@@ -364,7 +360,7 @@ class Session:
         self,
         bench: Bench,
         proof: Proof | None,
-        awaited: Callable[[], Proof] | None,
+        wait_for_proof: Callable[[], Proof] | None,
         reference: int | None,
         thorough: bool,
         new_values: bool,
@@ -375,9 +371,9 @@ class Session:
         self.new_values, self.alone, self.beside = new_values, alone, beside
         self.rivals, self.skipped = bench.rivals() if thorough else ({}, {})
         self.check = bench.check()
-        self.awaited = awaited
-        self.unproven: list[tuple[str, Side, str]] = []
-        """(digest of what a stateful side's first step left, the side, its name), while the proof is awaited."""
+        self.wait_for_proof = wait_for_proof
+        self.first_calls: list[tuple[str, Side, str]] = []
+        """(digest of what the first call gave, side, its name): they are compared once the proof is there."""
         self.long: Call | None = None
         """The only call of a reference that is so long that one is enough."""
         self.rng = random.Random(secrets.randbits(64))
@@ -408,7 +404,7 @@ class Session:
     def run(self, blocks: int) -> None:
         """Prove, warm up, count, time, and look for what only the timed calls show."""
         bench, phases = self.bench, self.bench.phases
-        if not self.awaited:
+        if not self.wait_for_proof:
             with phases.time("proof"):
                 self._prove()
         self.clock = clock_for(bench.device)
@@ -422,13 +418,15 @@ class Session:
         # The first ABBA round is timed with the inputs that this warm-up allocates, so its order is random.
         shuffled = dict(self.rng.sample(list(self.runners.items()), len(self.runners)))
         with phases.time("warm-up"):
-            _warm_up(shuffled, bench, self.clock, self.rng, self._check_first if self.proof or self.awaited else None)
+            _warm_up(
+                shuffled, bench, self.clock, self.rng, self._check_first if self.proof or self.wait_for_proof else None
+            )
         phases.part("warm-up", {"first outputs": self.first_s})
-        if self.awaited:
+        if self.wait_for_proof:
             with phases.time(WAITING):
-                self._take(self.awaited())
+                self._take(self.wait_for_proof())
             with phases.time("first outputs"):
-                self._check_awaited()
+                self._check_noted()
         for name in set(self.skipped) & set(self.runners):
             del self.runners[name]
         scrutiny.keeps_l2(bench.l2_bytes, f"{bench.pair.name}: the optimized side")
@@ -501,17 +499,20 @@ class Session:
         self.first_s += perf_counter() - began
 
     def _note_first(self, runner: Runner) -> None:
-        """Keep the first call's outputs until the proof is there."""
-        if self.bench.pair.is_stateful:
-            self.unproven.append((digest(runner.leaves()), runner.side, runner.name))
+        """Keep the first call's outputs until the proof is there, or their digest where a copy would be large."""
+        leaves = runner.leaves()
+        if self.bench.pair.is_stateful or make.bytes_in([leaves]) > COPIED_BYTES:
+            self.first_calls.append((digest(leaves), runner.side, runner.name))
         else:
-            self.check.check_later(runner.leaves(), runner.name)
+            self.check.check_later(leaves, runner.name)
 
-    def _check_awaited(self) -> None:
-        """The same check, of the outputs that were kept."""
-        for key, side, name in self.unproven:
+    def _check_noted(self) -> None:
+        """The same check, of the outputs that were kept. A side that gave something else is called again."""
+        for key, side, name in self.first_calls:
             if key not in self.check.known:
+                self.bench.report(name)
                 self.check.prove(side, name)
+        self.bench.report(REFERENCE)
         self.check.check_copied()
 
     def _count(self) -> None:

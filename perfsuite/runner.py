@@ -58,8 +58,8 @@ class Runner:
     """(input that a call changes, the value that it gets back before the next call)."""
     incoming: list[torch.Tensor] | None = None
     """The gradients of its outputs."""
-    takes_incoming: bool = False
-    """`incoming` is another side's, so that no call is needed to learn which outputs there are."""
+    called_once: bool = False
+    """It draws the incoming gradients within the call: to learn which outputs there are would take one more."""
     pending: list[torch.Tensor] = field(default_factory=list)
     """Outputs whose backward pass is timed next."""
     allocate_s: float = 0.0
@@ -112,7 +112,7 @@ class Runner:
     def _mark(self, function: Callable[..., Any]) -> None:
         """Require gradients of the inputs, and draw those of the outputs."""
         self.marked = execution.require_gradients(self.pair, self.inputs)
-        if (self.long is not None or self.takes_incoming) and self.incoming is not None:
+        if (self.long is not None and self.incoming is not None) or (self.called_once and self.direction == "both"):
             return
         sample = dict(execution.flatten(function(*self.arguments)))
         outputs, self.incoming = execution.incoming(sample, self.case.seed)
@@ -132,7 +132,13 @@ class Runner:
             self.gradients = torch.autograd.grad(self._outputs(function), leaves, weights, allow_unused=True)
             return self.gradients
 
-        return both
+        def once() -> object:
+            self.returned = function(*self.arguments)
+            outputs, drawn = execution.incoming(dict(execution.flatten(self.returned)), self.case.seed)
+            self.gradients = torch.autograd.grad(outputs, leaves, drawn, allow_unused=True)
+            return self.gradients
+
+        return once if self.called_once else both
 
     def _before_backward(self, function: Callable[..., Any]) -> Callable[[], None]:
         def before() -> None:

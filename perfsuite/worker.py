@@ -31,6 +31,10 @@ LACKS_MEMORY = ("out of memory", "ALLOC_FAILED")
 """Parts of the messages of out-of-memory errors that libraries raise as a plain RuntimeError."""
 
 
+def _lacks_memory(error: BaseException) -> bool:
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in LACKS_MEMORY)
+
+
 def get_ready() -> None:
     """Do what the first task on a GPU would wait for: import the compiler, and make a CUDA context."""
     import torch
@@ -118,7 +122,7 @@ class _Workload:
         """Let others use the GPU, too, and wait until none times; whether there may be any."""
         return self._wait(self.gpu.prepare)
 
-    def _wait(self, wait: Callable[[], None]) -> bool:
+    def _wait(self, wait: Callable[[], object]) -> bool:
         if self.gpu.shared:
             if self.device == "cuda":
                 import torch
@@ -152,7 +156,7 @@ class _Workload:
             raised = "the accepted side raises RevisionError: " if isinstance(error, RevisionError) else ""
             return Failure(status=Status.UNMEASURED, message=f"{raised}{error}")
         except (Exception, SystemExit) as error:
-            if isinstance(error, RuntimeError) and any(words in str(error) for words in LACKS_MEMORY):
+            if _lacks_memory(error):
                 return Failure(status=Status.UNMEASURED, message=f"the {self.phase} side runs out of device memory")
             lines = str(error).strip().splitlines() or [""]
             text = f"the {self.phase} side raises {type(error).__name__}: {lines[0][:300]}"
@@ -174,7 +178,7 @@ class _Workload:
             home=self.item.home,
             accepted=self._accepted() if task.accepted else None,
             proof=task.proof,
-            awaited=self._awaited if task.awaits_proof else None,
+            wait_for_proof=self._wait_for_proof if task.awaits_proof else None,
             seed=task.seed,
             reference=task.reference,
             blocks=task.blocks or sampling.BLOCKS,
@@ -185,11 +189,18 @@ class _Workload:
             beside=self.beside,
         )
 
-    def _awaited(self) -> Proof:
-        self.report(WAITS)
-        proof = self.journal.proof()
-        self.report("start")
-        return proof
+    def _wait_for_proof(self) -> Proof:
+        """Meanwhile others may prepare and time; none may time when this goes on."""
+        found: list[Proof] = []
+
+        def wait() -> None:
+            self.gpu.leave()
+            found.append(self.journal.proof())
+            self.gpu.prepare()
+
+        if not self._wait(wait):
+            wait()
+        return found[0]
 
     def _prove(self) -> Proof:
         from perfsuite import digests
@@ -339,6 +350,8 @@ class _Workload:
         except (NotEquivalent, torch.OutOfMemoryError):
             raise
         except Exception as error:
+            if _lacks_memory(error):
+                raise
             lines = str(error).strip().splitlines() or [""]
             return f"the accepted side raises {type(error).__name__}: {lines[0][:200]}"
         assert self.task.accepted is not None

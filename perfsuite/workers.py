@@ -182,26 +182,44 @@ class Workers:
         if preload.is_preparing():
             return
         starting = sum(not process.has_started() for process in self._waiting)
-        for lane in lanes:
-            for _ in range(each - sum(process.lane == lane for process in self._waiting)):
-                if starting < at_once:
+        different = [lane for n, lane in enumerate(lanes) if lane not in lanes[:n]]
+        for wanted in range(1, each + 1):
+            for lane in different:  # in turn, so that each GPU has some early
+                if starting < at_once and sum(process.lane == lane for process in self._waiting) < wanted:
                     self._waiting.append(self._process(lane, ids, ahead=True))
                     starting += 1
+
+    def is_any_free(self, lanes: Sequence[Lane]) -> bool:
+        """Whether a process waits for a task on one of the lanes."""
+        return any(process.lane in lanes and process.is_free() for process in self._waiting)
 
     def begin_early(self, tasks: Sequence[Task], lanes: Sequence[Lane], most: int) -> None:
         """Give these tasks, in this order, to processes that wait for the lanes, until `most` in all have one.
 
-        A later `run` on these lanes takes them over. Those whose very task it does not have are ended then.
+        A GPU gets no more than it has lanes. A later `run` on these lanes takes the processes over. Those whose very
+        task it does not have are ended then.
         """
-        begun = [process.task.id for process in self._waiting if process.task]
+        begun = {process.task.id: process.lane for process in self._waiting if process.task}
         for task in tasks:
-            free = [p for p in self._waiting if p.lane in lanes and task.id in p.ids and p.is_free()]
+            if task.id in begun:
+                continue
+            busy = list(begun.values())
+            free = [
+                p
+                for p in self._waiting
+                if task.id in p.ids and busy.count(p.lane) < lanes.count(p.lane) and p.is_free()
+            ]
             if len(begun) >= most or not free:
                 return
-            if task.id not in begun:
-                busy = [process.lane for process in self._waiting if process.task]
-                min(free, key=lambda process: busy.count(process.lane)).begin(task)
-                begun.append(task.id)
+            process = min(free, key=lambda process: busy.count(process.lane))
+            process.begin(task)
+            begun[task.id] = process.lane
+
+    def end_early(self, ids: Collection[str]) -> None:
+        """End the processes that have begun tasks of these workloads early."""
+        for process in [p for p in self._waiting if p.task and p.task.id in ids]:
+            self._waiting.remove(process)
+            process.end()
 
     def deliver(self, proof: Proof) -> None:
         """Give the proof to the process that has begun early and awaits it, if there is one."""

@@ -99,20 +99,22 @@ class Paired(Control):
             self._begin_early(ids, busy)
 
     def _begin_early(self, ids: Collection[str], busy: Sequence[Lane]) -> None:
-        """While proofs run, the workloads that are timed first prepare; what they need of their own proofs comes later.
+        """While proofs run, the workloads that are timed first prepare, and get their proofs as these end.
 
-        Beside `busy` processes that prove there are as many as may prepare beside each other, and always a few. On a
-        GPU on which none proves any more they time, too, unless something has to be proven once more.
+        There are as many as may prepare beside each other, less the `busy` processes that prove, but at least one for
+        EARLY_SHARE cores. On a GPU on which none proves any more they time, too, unless something has to be proven
+        once more.
         """
         timed = [Task(id=i, accepted=self._tree(i)) for i in ids if self._tree(i)]
         planned, chosen = self._planned(timed, everywhere=False)
         for proof in self.proofs.values():
             if self._is_proven(proof.id):
                 self.workers.deliver(proof)
-        first = [task.id for task in planned[: len(chosen)] if self._may_begin(task.id)]
-        few = max(1, self.machine.cores // EARLY_SHARE)
-        most = min(len(chosen), max(len(chosen) - len(busy), few))
-        self.workers.begin_early([self._early_task(i) for i in first], chosen, most)
+        self.workers.end_early([i for i in (*self.proofs, *self.failures) if not self._is_proven(i)])
+        if self.workers.is_any_free(chosen):
+            first = [task.id for task in planned[: len(chosen)] if self._may_begin(task.id)]
+            most = max(1, self.machine.cores // EARLY_SHARE, len(chosen) - len(busy))
+            self.workers.begin_early([self._early_task(i) for i in first], chosen, most)
         if not self.failures and not any(proof.unloaded for proof in self.proofs.values()):
             used = {lane.device for lane in busy}
             for lane in chosen:
@@ -134,7 +136,7 @@ class Paired(Control):
         return False
 
     def _early_task(self, id: str) -> Task:
-        task = self._time_task(id, first=True)
+        task = self._time_task(id, first=id not in self.runs)
         return task if task.proof else replace(task, seed=self._seed(id), awaits_proof=True)
 
     def _seed(self, id: str) -> int:
@@ -230,9 +232,13 @@ class Paired(Control):
             return tasks
 
         apart = self.crowded.intersection(left)
+        several = {i for i, a in left.items() if i not in self.runs and a.processes > 1}
         self._do([t for i, a in left.items() if i not in apart for t in self._time_tasks(i, a.processes)], further)
-        self._prove_again([i for i in self.one_sided.intersection(left) if self._has_failed(i, RAISES)])
+        raised = [i for i in self.one_sided.intersection(left) if self._has_failed(i, RAISES)]
         self.crowded |= {i for i in left if self._has_failed(i, OUT_OF_MEMORY)}
+        for id in several.intersection(self.failures):
+            self.runs.pop(id, None)  # it may have been the first process that failed, which measures more
+        self._prove_again(raised)
         if apart := self.crowded.intersection(left):
             for id in apart:
                 self.failures.pop(id, None)
@@ -330,7 +336,8 @@ class Paired(Control):
         return set(random.SystemRandom().sample(cheap, max(0, min(size, len(cheap)))))
 
     def _time_tasks(self, id: str, processes: int) -> list[Task]:
-        """Only the first process of a workload samples the reference, and times calls on new values."""
+        """The next processes of a workload. Only its first one times calls on new values, and samples the reference
+        where that is enough."""
         first = id not in self.runs
         return [self._time_task(id, first=first and n == 0) for n in range(processes)]
 

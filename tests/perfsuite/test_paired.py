@@ -80,7 +80,7 @@ class Scripted(Paired):
 
     def _analysed(self, ids: Collection[str], sample: Collection[str]) -> dict[str, Verdict | Open]:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(gate, "analyse", lambda subjects, suite, *, selected: {ID: self.answer()})
+            patch.setattr(gate, "analyse", lambda s, suite, *, selected: {ID: self.answer()} if s else {})
             return super()._analysed(ids, sample)
 
     def _subject(self, id: str, *, sampled: bool) -> Any:
@@ -108,7 +108,9 @@ class Scripted(Paired):
         return Silent()
 
     def answer(self) -> Verdict | Open:
-        done = len(self.runs[ID])
+        done = len(self.runs.get(ID, ()))
+        if not done:
+            return Open(processes=1, reason="nothing was measured")
         if done > len(self.doubts):
             return Verdict(id=ID, status=Status.PASS, message="")
         return Open(processes=1, reason="", reference=self.doubts[done - 1], likely=self.likely)
@@ -166,7 +168,8 @@ class Early(Scripted):
         self.proofs, self.on = {}, "cuda"
         self.given: list[tuple[dict[str, Proof | int | None], int]] = []
         self.delivered: list[str] = []
-        self.traced = ""
+        self.dropped: list[str] = []
+        self.traced, self.free = "", True
 
     def expected_s(self, task: Task) -> float:
         return -ord(task.id)
@@ -192,6 +195,8 @@ class Early(Scripted):
                 ({t.id: t.seed if t.awaits_proof else t.proof for t in tasks}, most)
             ),
             deliver=lambda proof: self.delivered.append(proof.id),
+            is_any_free=lambda lanes: self.free,
+            end_early=self.dropped.extend,
             prepare=lambda *given: None,
             close=lambda: self.ended.append("all that wait"),
         )
@@ -204,8 +209,8 @@ class Early(Scripted):
 
     def begun(self, *busy: str) -> tuple[list[str], list[str], int]:
         """(workloads that prepare, those of them that await their proof, how many may prepare)."""
-        for given in (self.given, self.ended, self.delivered):
-            given.clear()
+        for noted in (self.given, self.ended, self.delivered, self.dropped):
+            noted.clear()
         self._start_ahead("abcde", [on(device) for device in busy], 0)
         ((first, most),) = self.given
         return list(first), [i for i, proof in first.items() if isinstance(proof, int)], most
@@ -233,15 +238,21 @@ def test_workloads_that_are_timed_first_prepare_while_proofs_run() -> None:
         mode.proofs["b"] = Proof(id="b", seed=0, **other)
         assert mode.begun() == (["c"], [], 2)
         assert "b" not in mode.delivered
+        assert mode.dropped == ["b"]
     mode.failures["c"] = Failure(status=Status.UNMEASURED, message="")
     assert mode.begun() == ([], [], 2)
+    assert mode.dropped == ["b", "c", "c"]
+    mode.given.clear()
+    mode.free = False
+    mode._start_ahead("abcde", [], 1)
+    assert mode.given == []
     mode.on = "cpu"
     mode.given.clear()
     mode._start_ahead("abcde", [], 1)
     assert mode.given == []
 
 
-@pytest.mark.parametrize(("cores", "busy", "most"), [(2, 2, 1), (16, 2, 2), (64, 2, 2), (64, 0, 2), (2, 1, 1)])
+@pytest.mark.parametrize(("cores", "busy", "most"), [(2, 2, 1), (16, 2, 2), (64, 2, 8), (2, 0, 2), (2, 1, 1)])
 def test_a_few_workloads_always_prepare_beside_proofs(cores: int, busy: int, most: int) -> None:
     mode = Early()
     mode.cores = cores
@@ -351,6 +362,66 @@ def test_what_lacked_memory_beside_others_runs_alone_from_then_on(
     mode = Crowded(doubts, lacking)
     assert mode.decide([ID])[ID].status is Status.PASS
     assert mode.tried == alone
+
+
+class AtOnce(Crowded):
+    """A sampled workload, of whose first two processes these fail in this way."""
+
+    def __init__(self, failing: Mapping[int, Failure]) -> None:
+        super().__init__([], ())
+        self.failing, self.first = failing, list[bool]()
+
+    def _sample(self, ids: Collection[str]) -> set[str]:
+        return set(ids)
+
+    def _time_task(self, id: str, *, first: bool) -> Task:
+        return Task(id=id, new_values=first)
+
+    def work(self, tasks: Sequence[Task], *, further: Any = None, **given: Any) -> Any:
+        left = deque(tasks)
+        while left:
+            self.first.append(left.popleft().new_values)
+            self.keep(ID, self.failing.get(len(self.first)) or measurement(accepted=0.0))
+            yield ID, None
+            left.extend(further(ID) if further else ())
+
+    def prove(self, ids: Collection[str]) -> list[str]:
+        return list(ids)
+
+
+CROWDED = Failure(status=Status.UNMEASURED, message="the optimized side runs out of device memory")
+RAISES = Failure(status=Status.UNMEASURED, message="the accepted side raises RuntimeError: twice")
+WRONG = Failure(status=Status.NOT_EQUIVALENT, message="wrong")
+
+
+@pytest.mark.parametrize(
+    ("failing", "first"),
+    [
+        ({}, [True, False]),
+        ({1: CROWDED}, [True, False, True]),
+        ({2: CROWDED}, [True, False, True]),
+        ({1: CROWDED, 2: CROWDED}, [True, False, True]),
+        ({1: RAISES}, [True, False, True]),
+    ],
+)
+def test_of_two_processes_at_once_the_first_is_made_up_for_if_one_fails(
+    failing: Mapping[int, Failure], first: list[bool]
+) -> None:
+    """It alone times the reference, and calls on new values."""
+    mode = AtOnce(failing)
+    mode.one_sided, mode.proofs = {ID}, {ID: Proof(id=ID, seed=0)}
+    assert mode.decide([ID])[ID].status is Status.PASS
+    assert mode.first == first
+    assert len(mode.runs[ID]) == 2 - bool(failing)
+
+
+@pytest.mark.parametrize("wrong", [1, 2])
+@pytest.mark.parametrize("other", [CROWDED, RAISES])
+def test_a_wrong_result_is_not_lost_behind_another_failure(wrong: int, other: Failure) -> None:
+    mode = AtOnce({wrong: WRONG, 3 - wrong: other})
+    mode.one_sided = {ID}
+    assert mode.decide([ID])[ID].status is Status.NOT_EQUIVALENT
+    assert mode.first == [True, False]
 
 
 def test_an_acceptance_begins_nothing_early() -> None:

@@ -423,7 +423,7 @@ def test_a_process_may_warm_up_before_the_proof_is_there(
             device="cpu",
             accepted=of(wrong=fault == "accepted"),
             seed=7,
-            awaited=awaited,
+            wait_for_proof=awaited,
             thorough=False,
             new_values=False,
             alone=lambda: (done.append("alone"), True)[1],
@@ -432,6 +432,50 @@ def test_a_process_may_warm_up_before_the_proof_is_there(
         assert made.seed == proof.seed
     assert done == (["proof"] if fault else ["proof", "alone"])
     assert bool(established) is bool(fault)
+
+
+@pytest.mark.parametrize("equal", [False, True])
+def test_of_large_outputs_only_the_digest_is_kept_until_the_proof_is_there(
+    time: Time, equal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    of, workload = pair(time), Workload("w", n=5)
+    bench = measuring.Bench(pair=of, workload=workload, device="cpu", home=None, seed=7, report=lambda phase: None)
+    proof = measuring.prove(bench, "i")
+    establish = equivalence.establish
+    monkeypatch.setattr(equivalence, "establish", lambda *a, **k: done.append("truth") or establish(*a, **k))
+    monkeypatch.setattr(measuring, "COPIED_BYTES", 1)
+    monkeypatch.setattr(proving, "COPIED_BYTES", 1)
+    monkeypatch.setattr(proving, "COPIED_TO_HOST_BYTES", 1)
+    measuring.measure(
+        of,
+        workload,
+        workload_id="i",
+        device="cpu",
+        seed=7,
+        wait_for_proof=lambda: (done.append("proof"), proof if equal else dataclasses.replace(proof, digests=()))[1],
+        thorough=False,
+        new_values=False,
+        report=lambda phase: done.append(phase) if done else None,
+    )
+    checked = done[: done.index("timing")] if "timing" in done else done
+    assert checked[0] == "proof"
+    assert ("truth" in done) is not equal
+    if not equal:
+        assert done[: done.index("truth")].count("optimized") == 1, "an error is that side's"
+
+
+def test_incoming_gradients_belong_to_outputs_by_name(time: Time) -> None:
+    """Where a long reference is called once."""
+
+    def both(*names: str) -> Call:
+        made = {"a": torch.exp, "b": lambda x: torch.sin(x).sum(0)}
+        return lambda x: {n: made[n](x) for n in names}
+
+    of = pair(time, reference=lasting(time, SLOW_S, both("a", "b")), optimized=lasting(time, FAST_S, both("b", "a")))
+    workload = Workload("w", n=REPLICAS_UP_TO + 1, direction="both")
+    bench = measuring.Bench(pair=of, workload=workload, device="cpu", home=None, seed=1, report=lambda phase: None)
+    assert measuring.prove(bench, "i", slow=True, same_code=True, enough_s=1000.0).reference_s
 
 
 def test_a_rival_that_lacks_memory_beside_other_proofs_is_proven_where_it_is_timed(time: Time) -> None:
@@ -657,7 +701,6 @@ def test_a_reference_is_called_until_it_has_worked_long_enough(
 
 
 def test_a_long_reference_is_not_called_to_learn_which_gradients_come_in(time: Time) -> None:
-    """The optimized side's are as good."""
     called = []
 
     def slow(x: torch.Tensor) -> torch.Tensor:

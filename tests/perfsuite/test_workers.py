@@ -325,7 +325,7 @@ def test_processes_that_wait_begin_tasks_of_a_later_run(tmp_path: Path) -> None:
     assert not any(process.task for process in made._waiting)
     wait_until_started(made)
     for most, begun in ((1, "a"), (1, "a"), (3, "abc"), (9, "abc")):
-        made.begin_early(tasks_of("abc"), lanes, most)
+        made.begin_early(tasks_of("abc"), lanes * 2, most)
         assert sorted(p.task.id for p in made._waiting if p.task) == list(begun)
     by = {p.task.id: (p.child.pid, p.lane) for p in made._waiting if p.task}
     assert by["a"][1] != by["b"][1], "each GPU gets as many"
@@ -341,12 +341,43 @@ def test_processes_that_wait_begin_tasks_of_a_later_run(tmp_path: Path) -> None:
     made.close()
 
 
+def test_each_gpu_gets_processes_in_turn_and_no_more_early_tasks_than_it_has_lanes(tmp_path: Path) -> None:
+    made = scripted(tmp_path, "for id in ids(): begin(id); done(id)")
+    x, y = (Lane(environment={"CUDA_VISIBLE_DEVICES": n}) for n in "xy")
+    made.prepare([x, y], ["a", "b", "c", "d"], 2, 3)
+    assert [process.lane for process in made._waiting] == [x, y, x]
+    wait_until_started(made)
+    assert made.is_any_free([y])
+    assert not made.is_any_free([Lane()])
+    made.begin_early(tasks_of("abcd"), [x, y, y], 9)
+    assert {p.task.id: p.lane for p in made._waiting if p.task} == {"a": x, "b": y}
+    assert not made.is_any_free([y])
+    made.prepare([x, y], ["a", "b", "c", "d"], 3, 9)
+    wait_until_started(made)
+    made.begin_early(tasks_of("abcd"), [x, y, y], 9)
+    assert [p.lane for p in made._waiting if p.task and p.task.id not in "ab"] == [y]
+    made.close()
+
+
+def test_early_tasks_of_workloads_that_will_not_be_timed_are_ended(tmp_path: Path) -> None:
+    made = scripted(tmp_path, "for id in ids(): begin(id); time.sleep(60)")
+    made.prepare([Lane()], ["a", "b"], 3, 9)
+    wait_until_started(made)
+    made.begin_early(tasks_of("ab"), [Lane()] * 2, 9)
+    (ended,) = (p for p in made._waiting if p.task and p.task.id == "b")
+    made.end_early(["b", "c"])
+    assert ended.child.poll() is not None
+    assert [p.task and p.task.id for p in made._waiting].count("a") == 1
+    assert len(made._waiting) == 2, "one waits still"
+    made.close()
+
+
 @pytest.mark.parametrize("lanes", [1, 2])
 def test_a_process_whose_task_or_lane_the_run_does_not_have_is_ended(tmp_path: Path, lanes: int) -> None:
     made = scripted(tmp_path, "for id in ids(): begin(id); done(id)")
     made.prepare([Lane()], ["a", "b"], 2, 9)
     wait_until_started(made)
-    made.begin_early(tasks_of("ab"), [Lane()], 9)
+    made.begin_early(tasks_of("ab"), [Lane()] * 2, 9)
     children = [process.child for process in made._waiting]
     if lanes == 1:
         assert [id for id, _ in made.run(tasks_of("ab"), [Lane()])] == ["a", "b"]
