@@ -145,7 +145,7 @@ def test_records_start_from_what_is_known_without_a_measurement() -> None:
     assert Subject(id="a") == Subject(id="a", runs=(), entry=None, promises=PromiseRecord(), margin=None, sampled=False)
     assert not Open(processes=1, reason="").reference
     speed = Speedup(now=Estimate(value=0.0, se=1.0, dof=1.0))
-    assert (speed.promised, speed.holds, speed.broken, speed.full) == (0.0, True, False, 0)
+    assert (speed.promised, speed.holds, speed.broken, speed.full, speed.likely) == (0.0, True, False, 0, 1)
 
 
 def test_what_was_not_measured_needs_a_first_process() -> None:
