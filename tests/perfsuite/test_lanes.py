@@ -79,6 +79,7 @@ def test_devices_without_a_name_are_one_lane(monkeypatch: pytest.MonkeyPatch) ->
 def test_proofs_use_every_core_and_every_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(for_proving(tasks(*[1] * 9), CPU)) == 4
     assert len(for_proving(tasks(1, 1), CPU)) == 2
+    assert len(for_proving(tasks(1), CPU)) == 1
     assert len(for_proving(tasks(*[1] * 99), replace(CPU, cores=64))) == lanes.MOST_PROVERS
     monkeypatch.setattr(lanes, "measured_devices", lambda kind: ("GPU-1", "GPU-2", "GPU-3"))
     several = for_proving(tasks(*[1] * 99), replace(MACHINE, cores=64, count=3))
@@ -183,6 +184,7 @@ def test_on_one_gpu_several_lanes_share_a_lock(monkeypatch: pytest.MonkeyPatch, 
         (1000, [5] * 70, 8),
         (100, [10] * 70, 4),
         (100, [15] * 70, 2),
+        (80, [5] * 70, 7),
         (100, [10] * 2, 2),
         (100, [10], 1),
         (100, [], 1),
