@@ -80,6 +80,10 @@ class Gate(Paired):
                     verdicts = self._judge_all()
             except PerfsuiteError as error:
                 verdicts = {i: self.unmeasured(i, str(error)) for i in self.items}
+            except Exception as error:  # a fault of perfsuite's own: the traceback is shown once
+                text = f"perfsuite failed with {type(error).__name__}: {error}; report this with the traceback"
+                self.verdicts = {i: self.unmeasured(i, text) for i in self.items}
+                raise
             self.verdicts = waivers.apply(verdicts, self.waivers)
         verdict = self.verdicts[item.nodeid]
         return self.judged(item.nodeid, red=not verdict.status.green)

@@ -12,7 +12,8 @@ import pytest
 from scratch import Failure, Project, fails, lines_with, times
 
 from perfsuite import conclusion
-from perfsuite.records import Status
+from perfsuite.modes.gate import Gate
+from perfsuite.records import Status, Verdict
 
 pytest_plugins = ["pytester"]
 
@@ -478,3 +479,19 @@ def test_from_a_folder_below_the_baseline_is_the_projects(accepted: Project, mon
 def _flat(text: str) -> str:
     lines = text.strip("\n").splitlines()
     return "\n".join(line[4:] for line in lines)
+
+
+def test_a_fault_of_perfsuite_s_own_is_shown_once_and_leaves_every_workload_red(accepted: Project) -> None:
+    tried = []
+
+    def broken(self: Gate) -> dict[str, Verdict]:
+        tried.append(1)
+        raise TypeError("no such thing")
+
+    accepted.monkeypatch.setattr(Gate, "_judge_all", broken)
+    done = accepted.cli("gate")
+    assert done.exit_code == UNDECIDED, done.output
+    assert tried == [1]
+    assert done.output.count("raise TypeError") == 1
+    for id in (LARGE, LITTLE, THIRD):
+        assert lines_with(done.output, f"UNMEASURED {id}", "TypeError: no such thing", "report this"), done.output
