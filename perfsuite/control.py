@@ -26,7 +26,7 @@ from perfsuite.records import Machine, Measurement, Proof, Status, Verdict
 from perfsuite.report import units
 from perfsuite.report.model import Correctness, RunReport
 from perfsuite.speed import Result, SpeedItem
-from perfsuite.workers import PROVE, TIME, Failure, Lane, Outcome, Task, Workers, pytest_arguments
+from perfsuite.workers import PROVE, TIME, Failure, Lane, Outcome, Task, Workers, devices_of, pytest_arguments
 
 RERUNS = ("reruns", "retries", "force_flaky")
 """Options of plugins that run a failed test again."""
@@ -186,10 +186,8 @@ class Control:
         began, what = monotonic(), "proofs" if everywhere else "timing"
         try:
             planned, chosen = self._planned(tasks, everywhere)
-            self._start_ahead(ahead, chosen, 0)
-            run = self.workers.run(
-                planned, chosen, lambda busy: self._start_ahead(ahead, busy, len(chosen) - len(busy)), further
-            )
+            self._start_ahead(ahead, chosen)
+            run = self.workers.run(planned, chosen, lambda busy: self._start_ahead(ahead, busy), further)
             with closing(run) as outcomes:
                 for id, outcome in outcomes:
                     lost.pop(id, None)
@@ -208,8 +206,8 @@ class Control:
             self.progress.done()
             self.durations.save()
 
-    def _start_ahead(self, ids: Sequence[str], busy: Sequence[Lane], idle: int) -> None:
-        """Start processes that will time these, while lanes are `busy` and so many have nothing left to do."""
+    def _start_ahead(self, ids: Sequence[str], busy: Sequence[Lane]) -> None:
+        """Start processes that will time these, while these lanes are `busy`."""
         if ids:
             timing = self.timing_lanes(())
             each = lanes.started_ahead(self.machine, timing, self.gpu_memory_bytes, len(ids))
@@ -229,7 +227,7 @@ class Control:
         return lanes.ordered(tasks, chosen, self._proof_and_timing_s if everywhere else self.expected_s), chosen
 
     def _proof_and_timing_s(self, task: Task) -> float:
-        """Of a proof with the timing that follows: what takes longest is timed first, so it is proven first."""
+        """Seconds of a proof and of the timing that follows: the longest workloads are timed first, so proven first."""
         timing = Task(id=task.id, kind=TIME, accepted=task.accepted)
         return self.expected_s(task) + (self.expected_s(timing) if task.kind == PROVE else 0.0)
 
@@ -251,7 +249,7 @@ class Control:
         if timed and proving:
             parts.append(_on_cores(*first))
         elif timed:
-            gpus = len(lanes.devices_of(first[1]))
+            gpus = len(devices_of(first[1]))
             on = f" on each of {gpus} GPUs" if gpus > 1 else ""
             parts.append(f"{measurements([t.id for t in timed])} timed one at a time{on}")
         if proofs:

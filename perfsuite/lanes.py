@@ -14,7 +14,7 @@ from perfsuite import preload
 from perfsuite.folders import own_folder
 from perfsuite.machine import measured_devices
 from perfsuite.records import Machine
-from perfsuite.workers import ITEMS, TIME, Lane, Task
+from perfsuite.workers import ITEMS, TIME, Lane, Task, devices_of
 
 FILE = "durations.json"
 USUAL_S = {"prove": 3.0, "time": 2.0, "items": 2.0}
@@ -90,11 +90,6 @@ def for_timing(machine: Machine, locks: Path | None = None, beside: int = 1) -> 
         return lanes
     files = [str(locks / f"{name}.lock") for name in _devices()]
     return [replace(lane, lock=file) for _ in range(beside) for lane, file in zip(lanes, files, strict=False)]
-
-
-def devices_of(lanes: Sequence[Lane]) -> list[Lane]:
-    """A lane for each device: those that prepare beside each other are equal."""
-    return [lane for n, lane in enumerate(lanes) if lane not in lanes[:n]]
 
 
 def together(memory_bytes: int | None, peaks: Collection[int | None]) -> int:

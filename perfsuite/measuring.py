@@ -134,7 +134,7 @@ class Bench:
         return {n: s for n, s in every.items() if n not in skipped}, skipped
 
     def check(self) -> OutputCheck:
-        """What holds the outputs of the sides against the truth."""
+        """A check of the sides' outputs against the float64 truth."""
         return OutputCheck(
             self.timed,
             self.case,

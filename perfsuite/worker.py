@@ -32,6 +32,10 @@ LACKS_MEMORY = ("out of memory", "ALLOC_FAILED")
 
 
 def _lacks_memory(error: BaseException) -> bool:
+    import torch
+
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in LACKS_MEMORY)
 
 
@@ -122,7 +126,7 @@ class _Workload:
         """Let others use the GPU, too, and wait until none times; whether there may be any."""
         return self._wait(self.gpu.prepare)
 
-    def _wait(self, wait: Callable[[], object]) -> bool:
+    def _wait(self, wait: Callable[[], None]) -> bool:
         if self.gpu.shared:
             if self.device == "cuda":
                 import torch
@@ -148,8 +152,6 @@ class _Workload:
             return Failure(status=Status.NOT_TIMED, message=str(error))
         except NotEquivalent as error:
             return Failure(status=Status.NOT_EQUIVALENT, message=str(error))
-        except torch.OutOfMemoryError:
-            return Failure(status=Status.UNMEASURED, message=f"the {self.phase} side runs out of device memory")
         except NoisyError as error:
             return Failure(status=Status.NOISY, message=str(error))
         except PerfsuiteError as error:
@@ -190,7 +192,7 @@ class _Workload:
         )
 
     def _wait_for_proof(self) -> Proof:
-        """Meanwhile others may prepare and time; none may time when this goes on."""
+        """Others may prepare and time while this process waits. When it goes on, none times."""
         found: list[Proof] = []
 
         def wait() -> None:
@@ -333,7 +335,6 @@ class _Workload:
 
     def _shared(self, bench: Any) -> str:
         """Why the accepted side would not run the accepted revision's code; empty where it does."""
-        import torch
 
         from perfsuite import provenance
         from perfsuite.equivalence import NotEquivalent
@@ -347,7 +348,7 @@ class _Workload:
         current = executed(OPTIMIZED, bench.pair)
         try:
             accepted = executed(ACCEPTED, bench.accepted)
-        except (NotEquivalent, torch.OutOfMemoryError):
+        except NotEquivalent:
             raise
         except Exception as error:
             if _lacks_memory(error):

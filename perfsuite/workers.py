@@ -91,10 +91,10 @@ class Task:
     accepted: Tree | None = None
     """The tree of the revision whose optimized side joins."""
     seed: int | None = None
-    """Of the inputs; None: the worker draws one, or the proof has it."""
+    """The seed of the inputs. None: the proof has it, or the worker draws one."""
     proof: Proof | None = None
     awaits_proof: bool = False
-    """While timing, prepare with the `seed`: the proof follows, on a line of its own."""
+    """The process prepares on inputs of `seed`. It gets its proof later, as another line."""
     reference: int | None = None
     """The reference joins one round in so many blocks; None: in full."""
     blocks: int | None = None
@@ -160,6 +160,11 @@ class Lane:
         return self.environment.get("CUDA_VISIBLE_DEVICES", "")
 
 
+def devices_of(lanes: Sequence[Lane]) -> list[Lane]:
+    """A lane for each device: those that prepare beside each other are equal."""
+    return [lane for n, lane in enumerate(lanes) if lane not in lanes[:n]]
+
+
 @dataclass(slots=True)
 class Workers:
     """Starts processes for one pytest run, gives them tasks, and reads what they write.
@@ -182,9 +187,8 @@ class Workers:
         if preload.is_preparing():
             return
         starting = sum(not process.has_started() for process in self._waiting)
-        different = [lane for n, lane in enumerate(lanes) if lane not in lanes[:n]]
         for wanted in range(1, each + 1):
-            for lane in different:  # in turn, so that each GPU has some early
+            for lane in devices_of(lanes):  # in turn, so that each GPU has some early
                 if starting < at_once and sum(process.lane == lane for process in self._waiting) < wanted:
                     self._waiting.append(self._process(lane, ids, ahead=True))
                     starting += 1

@@ -49,7 +49,7 @@ class Paired(Control):
         self.full: set[str] = set()
         """Workloads whose promise is in doubt, so that the next process samples the reference more."""
         self.seeds: dict[str, int] = {}
-        """Of each workload's inputs: those that it is timed on are those that are proven."""
+        """The seed of each workload's inputs: the proof and the processes that time it draw the same ones."""
         self.one_sided: set[str] = set()
         """Workloads that were proven without the other side, because both have the same code."""
         self.crowded: set[str] = set()
@@ -93,8 +93,8 @@ class Paired(Control):
         for _ in self.work(crowded):
             pass
 
-    def _start_ahead(self, ids: Sequence[str], busy: Sequence[Lane], idle: int) -> None:
-        super()._start_ahead(ids, busy, idle)
+    def _start_ahead(self, ids: Sequence[str], busy: Sequence[Lane]) -> None:
+        super()._start_ahead(ids, busy)
         if ids and self.device == "cuda":
             self._begin_early(ids, busy)
 

@@ -15,7 +15,7 @@ from perfsuite import lanes
 from perfsuite.lanes import Durations, for_proving, for_timing, ordered, seconds_of
 from perfsuite.modes.run import Run
 from perfsuite.revision import Tree
-from perfsuite.workers import ITEMS, PROVE, TIME, Lane, Task
+from perfsuite.workers import ITEMS, PROVE, TIME, Lane, Task, devices_of
 
 CPU = replace(MACHINE, count=0, cores=4)
 TWO = replace(MACHINE, count=2, cores=16)
@@ -172,7 +172,7 @@ def test_on_one_gpu_several_lanes_share_a_lock(monkeypatch: pytest.MonkeyPatch, 
     assert [(lane.environment["CUDA_VISIBLE_DEVICES"], Path(lane.lock).name) for lane in two] == [
         ("GPU-a", "GPU-a.lock"), ("GPU-b", "GPU-b.lock"), ("GPU-a", "GPU-a.lock"), ("GPU-b", "GPU-b.lock"),
     ]  # fmt: skip
-    assert lanes.devices_of(two) == two[:2]
+    assert devices_of(two) == two[:2]
     # What is timed is timed one after the other, however many processes prepare.
     assert seconds_of(tasks(5, 4, 3), one, expected) == lanes.START_S + 12
 

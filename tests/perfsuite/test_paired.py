@@ -211,7 +211,7 @@ class Early(Scripted):
         """(workloads that prepare, those of them that await their proof, how many may prepare)."""
         for noted in (self.given, self.ended, self.delivered, self.dropped):
             noted.clear()
-        self._start_ahead("abcde", [on(device) for device in busy], 0)
+        self._start_ahead("abcde", [on(device) for device in busy])
         ((first, most),) = self.given
         return list(first), [i for i, proof in first.items() if isinstance(proof, int)], most
 
@@ -232,7 +232,7 @@ def test_workloads_that_are_timed_first_prepare_while_proofs_run() -> None:
     mode.proofs = {i: Proof(id=i, seed=0) for i in "abcde"}
     assert mode.begun("0") == (["b", "c"], [], 1)
     assert mode.begun() == (["b", "c"], [], 2)
-    mode._start_ahead([], [on("0")], 1)
+    mode._start_ahead([], [on("0")])
     assert len(mode.given) == 1
     for other in ({"unloaded": "why"}, {"same_launches": True}):
         mode.proofs["b"] = Proof(id="b", seed=0, **other)
@@ -244,11 +244,11 @@ def test_workloads_that_are_timed_first_prepare_while_proofs_run() -> None:
     assert mode.dropped == ["b", "c", "c"]
     mode.given.clear()
     mode.free = False
-    mode._start_ahead("abcde", [], 1)
+    mode._start_ahead("abcde", [])
     assert mode.given == []
     mode.on = "cpu"
     mode.given.clear()
-    mode._start_ahead("abcde", [], 1)
+    mode._start_ahead("abcde", [])
     assert mode.given == []
 
 

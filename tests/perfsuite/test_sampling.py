@@ -383,7 +383,7 @@ def test_a_side_with_the_same_code_that_gives_something_else_is_proven_where_it_
 def test_a_process_may_warm_up_before_the_proof_is_there(
     time: Time, in_steps: bool, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the first calls gave is compared once the proof has come, and before anything is timed."""
+    """It compares its first outputs with the proof before it times anything."""
     done: list[str] = []
 
     def adding(wrong: float) -> Side:

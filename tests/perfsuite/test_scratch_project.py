@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 from click.testing import Result
@@ -21,7 +20,7 @@ from perfsuite.conclusion import CODE_AT_FAULT, GREEN, UNDECIDED
 from perfsuite.modes import paired
 from perfsuite.progress import Progress
 from perfsuite.records import Status
-from perfsuite.workers import PROVE, TIME, Task, _Process
+from perfsuite.workers import PROVE, TIME, Lane, Task, _Process
 
 pytest_plugins = ["pytester"]
 
@@ -46,6 +45,12 @@ def two_looks(project: Project, monkeypatch: pytest.MonkeyPatch) -> Project:
     monkeypatch.setattr(gate, "RED_PROCESSES", 2)
     monkeypatch.setattr(paired, "MOST_PROCESSES", 2)
     return project
+
+
+def share_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes prepare beside each other, as on a GPU."""
+    shared = lambda self, tasks: lanes.for_timing(self.machine, self.workers.folder, 2)  # noqa: E731
+    monkeypatch.setattr(paired.Paired, "timing_lanes", shared)
 
 
 def verdict(project: Project, done: Result, id: str) -> Status:
@@ -117,8 +122,7 @@ def test_two_revisions_of_a_project_in_git(two_looks: Project) -> None:
 def test_processes_that_share_a_device(two_looks: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: two processes take the tasks of a round, and each times alone."""
     project = two_looks
-    shared = lambda self, tasks: lanes.for_timing(self.machine, self.workers.folder, 2)  # noqa: E731
-    monkeypatch.setattr(paired.Paired, "timing_lanes", shared)
+    share_the_device(monkeypatch)
     begun: list[tuple[int, str]] = []
     monkeypatch.setattr(Progress, "begin", lambda self, lane, id: begun.append((lane, id)))
     one = 'Workload("small", n=64, clock="wall")'
@@ -169,15 +173,14 @@ def test_processes_that_prepare_before_their_proofs_have_ended(
     assert accepted.exit_code == 0, accepted.output
     (project.path / "begun").unlink()
 
-    shared = lambda self, tasks: lanes.for_timing(self.machine, self.workers.folder, 2)  # noqa: E731
-    monkeypatch.setattr(paired.Paired, "timing_lanes", shared)
+    share_the_device(monkeypatch)
     monkeypatch.setattr(lanes, "started_at_once", lambda machine, busy: 2)
     start_ahead = paired.Paired._start_ahead
 
-    def also_here(self: paired.Paired, ids: Sequence[str], *given: Any) -> None:
-        start_ahead(self, ids, *given)
+    def also_here(self: paired.Paired, ids: Sequence[str], busy: Sequence[Lane]) -> None:
+        start_ahead(self, ids, busy)
         if ids:
-            self._begin_early(ids, given[0])
+            self._begin_early(ids, busy)
 
     begun: list[Task] = []
     begin = _Process.begin
