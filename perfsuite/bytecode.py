@@ -6,7 +6,9 @@ then compiles torch anew: 4.5 s in place of 2 s, and a gate starts dozens of pro
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
+import json
 import os
 import shutil
 import sys
@@ -16,7 +18,7 @@ from pathlib import Path
 from perfsuite.folders import SCRATCH, own_folder
 from perfsuite.second_import import ENVIRONMENTS, INSTALLED
 
-FOLDER = "bytecode"
+FOLDER, HASHES = "bytecode", "sources.json"
 FORBIDDEN, PLACE = "PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX"
 
 
@@ -53,16 +55,41 @@ def forget(folder: Path) -> None:
 
 
 def _forget_sources(copies: Path) -> None:
-    """Remove all copies but those of Python's own modules and of installed packages, which only an installer changes.
+    """Remove the copies whose source may have changed since they were written.
 
     Python knows a copy by its source's size and second of change, which a tool that sets times may leave as they were.
+    So a copy is kept if its source has the contents that it had at the start of the last run, which wrote the copy or
+    kept it. Those of Python's own modules and of installed packages, which only an installer changes, are all kept.
     """
-    kept = [copies.joinpath(*path.parts[1:]) for path in ENVIRONMENTS]
+    environments = [copies.joinpath(*path.parts[1:]) for path in ENVIRONMENTS]
+    before, now = _hashes(copies / HASHES), dict[str, str]()
     for folder, _, files in os.walk(copies):
         path = Path(folder)
-        if INSTALLED.isdisjoint(path.parts) and not any(k == path or k in path.parents for k in kept):
-            for name in files:
+        if path == copies or not INSTALLED.isdisjoint(path.parts):
+            continue
+        if any(e == path or e in path.parents for e in environments):
+            continue
+        for name in files:
+            source = Path("/", *path.relative_to(copies).parts, f"{name.partition('.')[0]}.py")
+            found = now[str(source)] = now.get(str(source)) or _hash(source)
+            if not found or found != before.get(str(source)):
                 (path / name).unlink(missing_ok=True)
+    (copies / HASHES).write_text(json.dumps(now))
+
+
+def _hash(source: Path) -> str:
+    try:
+        return hashlib.sha256(source.read_bytes()).hexdigest()
+    except OSError:
+        return ""
+
+
+def _hashes(path: Path) -> dict[str, str]:
+    """The contents of each source at the start of the last run; empty where that is not known."""
+    try:
+        return {str(k): str(v) for k, v in json.loads(path.read_text()).items()}
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return {}
 
 
 def _torch_has_copies() -> bool:

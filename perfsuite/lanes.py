@@ -42,6 +42,8 @@ STARTING_SHARE = 4
 """One core in four starts processes ahead: each imports torch for seconds, and slows the proofs beside it."""
 SPARE_AHEAD = 2
 """More processes than a GPU has workloads, so that a workload that is not decided has another process at once."""
+FEWEST_AHEAD = 12
+"""For few workloads: each process times a workload once, and one that is hard to decide takes so many."""
 
 
 class Durations:
@@ -136,7 +138,8 @@ def started_ahead(machine: Machine, lanes: Sequence[Lane], memory_bytes: int | N
         return 1
     devices = len(devices_of(lanes))
     contexts = int((memory_bytes or 0) * CONTEXTS_SHARE / CONTEXT_BYTES)
-    return max(1, min(MOST_AHEAD // devices, contexts, math.ceil(workloads / devices) + SPARE_AHEAD))
+    useful = max(math.ceil(workloads / devices) + SPARE_AHEAD, math.ceil(FEWEST_AHEAD / devices))
+    return max(1, min(MOST_AHEAD // devices, contexts, useful))
 
 
 def started_at_once(machine: Machine, busy: int) -> int:

@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -200,24 +200,25 @@ class Workers:
     def begin_early(self, tasks: Sequence[Task], lanes: Sequence[Lane], most: int) -> None:
         """Give these tasks, in this order, to processes that wait for the lanes, until `most` in all have one.
 
-        A GPU gets no more than it has lanes. A later `run` on these lanes takes the processes over. Those whose very
-        task it does not have are ended then.
+        Several tasks may have the same id: each goes to another process. A GPU gets no more than it has lanes. A later
+        `run` on these lanes takes the processes over. Those whose very task it does not have are ended then.
         """
-        begun = {process.task.id: process.lane for process in self._waiting if process.task}
+        begun = Counter(process.task.id for process in self._waiting if process.task)
+        busy = [process.lane for process in self._waiting if process.task]
         for task in tasks:
-            if task.id in begun:
+            if begun[task.id]:
+                begun[task.id] -= 1
                 continue
-            busy = list(begun.values())
             free = [
                 p
                 for p in self._waiting
                 if task.id in p.ids and busy.count(p.lane) < lanes.count(p.lane) and p.is_free()
             ]
-            if len(begun) >= most or not free:
+            if len(busy) >= most or not free:
                 return
             process = min(free, key=lambda process: busy.count(process.lane))
             process.begin(task)
-            begun[task.id] = process.lane
+            busy.append(process.lane)
 
     def end_early(self, ids: Collection[str]) -> None:
         """End the processes that have begun tasks of these workloads early."""

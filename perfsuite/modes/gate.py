@@ -142,9 +142,6 @@ class Gate(Paired):
     def _unchanged(self, ids: Collection[str]) -> dict[str, Verdict]:
         return {i: changed.verdict(i, self.entries[i], self.found.unchanged[i]) for i in ids}
 
-    def is_traced(self, id: str) -> bool:
-        return id in self.found.sources and bool(changed.launched(self.entries[id]))
-
     def prove_task(self, id: str) -> Task:
         """Where sources alone differ and the device's clock decides: does the device get the same work?"""
         task, sources = super().prove_task(id), self.found.sources.get(id)

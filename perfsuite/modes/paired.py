@@ -7,6 +7,7 @@ import math
 import random
 import secrets
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -19,7 +20,7 @@ from perfsuite.errors import PerfsuiteError, RevisionError
 from perfsuite.gate import Open, Subject
 from perfsuite.priors import Suite, suite_noise
 from perfsuite.progress import name_of
-from perfsuite.records import PromiseRecord, Status, Verdict
+from perfsuite.records import Measurement, PromiseRecord, Status, Verdict
 from perfsuite.report import units
 from perfsuite.revision import Tree
 from perfsuite.statistics import INFLATION_WORKLOADS
@@ -105,16 +106,18 @@ class Paired(Control):
         EARLY_SHARE cores. On a GPU on which none proves any more they time, too, unless something has to be proven
         once more.
         """
-        timed = [Task(id=i, accepted=self._tree(i)) for i in ids if self._tree(i)]
+        twice = self._surely_sampled(ids)
+        timed = [Task(id=i, accepted=self._tree(i)) for i in ids if self._tree(i) for _ in range(1 + (i in twice))]
         planned, chosen = self._planned(timed, everywhere=False)
         for proof in self.proofs.values():
             if self._is_proven(proof.id):
                 self.workers.deliver(proof)
         self.workers.end_early([i for i in (*self.proofs, *self.failures) if not self._is_proven(i)])
         if self.workers.is_any_free(chosen):
-            first = [task.id for task in planned[: len(chosen)] if self._may_begin(task.id)]
+            first = Counter(task.id for task in planned[: len(chosen)] if self._may_begin(task.id))
             most = max(1, self.machine.cores // EARLY_SHARE, len(chosen) - len(busy))
-            self.workers.begin_early([self._early_task(i) for i in first], chosen, most)
+            early = [task for id, processes in first.items() for task in self._time_tasks(id, processes)]
+            self.workers.begin_early([self._awaiting(task) for task in early], chosen, most)
         if not self.failures and not any(proof.unloaded for proof in self.proofs.values()):
             used = {lane.device for lane in busy}
             for lane in chosen:
@@ -126,18 +129,13 @@ class Paired(Control):
         return proof is not None and not proof.unloaded and not proof.same_launches and id not in self.failures
 
     def _may_begin(self, id: str) -> bool:
-        """Whether it is proven, or its proof is awaited: not where a trace may show that it need not be timed."""
+        """Whether it is proven, or its proof is awaited."""
         if id in self.proofs or id in self.failures:
             return self._is_proven(id)
-        return self.entry(id) is not None and not self.is_traced(id)
+        return self.entry(id) is not None
 
-    def is_traced(self, id: str) -> bool:
-        """Whether a trace, in place of the proof, may show that the workload need not be timed."""
-        return False
-
-    def _early_task(self, id: str) -> Task:
-        task = self._time_task(id, first=id not in self.runs)
-        return task if task.proof else replace(task, seed=self._seed(id), awaits_proof=True)
+    def _awaiting(self, task: Task) -> Task:
+        return task if task.proof else replace(task, seed=self._seed(task.id), awaits_proof=True)
 
     def _seed(self, id: str) -> int:
         return self.seeds.setdefault(id, secrets.randbits(31))
@@ -265,7 +263,7 @@ class Paired(Control):
         if self.device != "cuda":
             return answer.processes
         done = len(self.runs[id])
-        wanted = max(answer.processes, answer.likely, AT_ONCE if done > 1 else 1)
+        wanted = max(answer.processes, answer.likely, _at_once(self.runs[id][-1]) if done > 1 else 1)
         wanted = next((n for n in stages.LOOKS if n >= done + wanted), MOST_PROCESSES) - done
         entry = self.entries.get(id)
         if entry is None:
@@ -329,6 +327,11 @@ class Paired(Control):
         same = self._drawn(self.same_code.intersection(ids), INFLATION_WORKLOADS - len(sample))
         self.same_code -= same
         return sample | same
+
+    def _surely_sampled(self, ids: Collection[str]) -> set[str]:
+        """The workloads that any draw from these has: all whose code differs, where they are few."""
+        others = {i for i in ids if i not in self.same_code}
+        return others if sample_size(len(others)) == len(others) else set()
 
     def _drawn(self, ids: Collection[str], size: int) -> set[str]:
         """So many of them at random, or all; from the half that take least where they are many."""
@@ -422,6 +425,13 @@ def sample_size(workloads: int) -> int:
     """How many of so many workloads always run a second process: a quarter, and as many as a factor for the run needs;
     fewer can only show their own noise."""
     return max(math.ceil(workloads / SAMPLE_SHARE), min(workloads, INFLATION_WORKLOADS))
+
+
+def _at_once(last: Measurement) -> int:
+    """How many further processes are requested at least: while one prepares, so many others could be timed."""
+    prepared = last.phases.get("warm-up", 0.0)
+    alone = last.seconds - prepared
+    return max(AT_ONCE, min(stages.RED_PROCESSES, math.ceil(prepared / alone))) if alone > 0 else AT_ONCE
 
 
 def _round(verdicts: Iterable[Verdict], opened: Mapping[str, Open]) -> str:

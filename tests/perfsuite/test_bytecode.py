@@ -50,7 +50,9 @@ def test_processes_keep_copies_in_a_folder_that_git_ignores(forbidden: None, tmp
     assert settings() == before
 
 
-def test_copies_of_an_earlier_run_are_of_installed_packages_alone(forbidden: None, tmp_path: Path) -> None:
+def test_a_copy_of_an_earlier_run_is_used_if_its_source_is_the_same_or_an_installed_package(
+    forbidden: None, tmp_path: Path
+) -> None:
     """A tool that sets times may leave a changed source with the size and time that its copy knows it by."""
     (tmp_path / "lib/site-packages").mkdir(parents=True)
     for folder in ("", "lib/site-packages"):
@@ -68,10 +70,27 @@ def test_copies_of_an_earlier_run_are_of_installed_packages_alone(forbidden: Non
         undo()
         return found
 
-    assert sizes() == ["64", "64"]
+    copies = tmp_path.joinpath(".perfsuite/bytecode", *tmp_path.parts[1:])
+    written = []
+    for _ in range(4):
+        assert sizes() == ["64", "64"]
+        written.append(next(copies.glob("tile.*")).stat().st_mtime_ns)
+    assert written[0] != written[1] == written[2] == written[3], "at the first run's start it was not there yet"
     for folder in ("", "lib/site-packages"):
         (tmp_path / folder / "tile.py").write_text("size = 32\n")
     assert sizes() == ["32", "64"]
+    assert sizes() == ["32", "64"]
+    (tmp_path / "tile.py").write_text("size = 64\n")
+    assert sizes() == ["64", "64"]
+    (tmp_path / ".perfsuite/bytecode" / bytecode.HASHES).write_text("[1]")
+    (tmp_path / "tile.py").write_text("size = 16\n")
+    assert sizes() == ["16", "64"]
+    (tmp_path / "tile.py").unlink()
+    (tmp_path / "tile").mkdir()
+    undo = bytecode.keep(tmp_path)
+    assert undo is not None
+    undo()
+    assert not list(copies.glob("tile.*")), "its source is gone"
 
 
 def test_nothing_changes_where_there_is_no_need(

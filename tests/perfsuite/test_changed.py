@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from builders import MACHINE, entry, measurement
@@ -14,7 +12,6 @@ from scratch import SMALL, Failure, Project, git, lines_with, times
 
 from perfsuite import changed, digests
 from perfsuite.baseline import Entry, short
-from perfsuite.modes.gate import Gate
 from perfsuite.records import Machine, Ran, Status
 from perfsuite.workers import PROVE, TIME
 
@@ -431,12 +428,3 @@ def test_a_new_promise_that_is_not_kept_is_red(scale: Project) -> None:
     scale.replace("test_scale.py", "speedup=1.5", "speedup=5")
     code, status, _ = gate(scale, "a digest", slower=0.0)
     assert (code, status.green) == (1, False)
-
-
-def test_only_a_workload_that_a_trace_may_show_to_be_unchanged_does_not_prepare_early(top: Path) -> None:
-    mode: Any = SimpleNamespace(found=SimpleNamespace(sources={"a": ("fast.py",), "wall": ("fast.py",)}))
-    device = replace(accepted(top), clock="device")
-    mode.entries = {"a": device, "wall": replace(device, clock="wall"), "other": device}
-    assert [Gate.is_traced(mode, id) for id in mode.entries] == [True, False, False]
-    mode.entries["a"] = replace(device, ran=None)
-    assert not Gate.is_traced(mode, "a")

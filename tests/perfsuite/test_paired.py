@@ -169,7 +169,7 @@ class Early(Scripted):
         self.given: list[tuple[dict[str, Proof | int | None], int]] = []
         self.delivered: list[str] = []
         self.dropped: list[str] = []
-        self.traced, self.free = "", True
+        self.free, self.twice = True, ""
 
     def expected_s(self, task: Task) -> float:
         return -ord(task.id)
@@ -201,8 +201,8 @@ class Early(Scripted):
             close=lambda: self.ended.append("all that wait"),
         )
 
-    def is_traced(self, id: str) -> bool:
-        return id in self.traced
+    def _surely_sampled(self, ids: Collection[str]) -> set[str]:
+        return set(self.twice)
 
     def _time_task(self, id: str, *, first: bool) -> Task:
         return Task(id=id, proof=self.proofs.get(id), reference=self.reference(id, first=first))
@@ -227,8 +227,6 @@ def test_workloads_that_are_timed_first_prepare_while_proofs_run() -> None:
     mode.proofs = {"b": Proof(id="b", seed=0)}
     assert mode.begun("0", "1") == (["b", "c"], ["c"], 1)
     assert mode.delivered == ["b"]
-    mode.traced = "bc"
-    assert mode.begun("0", "1") == (["b"], [], 1), "it may turn out that c need not be timed"
     mode.proofs = {i: Proof(id=i, seed=0) for i in "abcde"}
     assert mode.begun("0") == (["b", "c"], [], 1)
     assert mode.begun() == (["b", "c"], [], 2)
@@ -250,6 +248,35 @@ def test_workloads_that_are_timed_first_prepare_while_proofs_run() -> None:
     mode.given.clear()
     mode._start_ahead("abcde", [])
     assert mode.given == []
+
+
+def test_both_processes_that_a_workload_needs_in_any_case_prepare_while_proofs_run() -> None:
+    """Only the first times the reference."""
+    mode, tasks = Early(), list[Task]()
+    mode.twice = "bd"
+    noted = SimpleNamespace(
+        **vars(mode.workers) | {"begin_early": lambda early, lanes, most: tasks.extend(early)},
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Early, "workers", noted)
+        patch.setattr(mode, "timing_lanes", lambda tasks: [on("0"), on("1")] * 2)
+        mode._start_ahead("abcde", [on("0"), on("1")])
+    assert [(t.id, t.reference, t.awaits_proof) for t in tasks] == [
+        ("b", FEW_BLOCKS, True),
+        ("b", 0, True),
+        ("c", FEW_BLOCKS, True),
+        ("d", FEW_BLOCKS, True),
+    ]
+    assert tasks[0].seed == tasks[1].seed
+
+
+@pytest.mark.parametrize(("workloads", "same", "sure"), [(8, "", 8), (9, "", 0), (9, "a", 8), (2, "ab", 0)])
+def test_where_few_workloads_differ_each_has_a_second_process(workloads: int, same: str, sure: int) -> None:
+    mode = Scripted(with_reference_of(0.1), [])
+    mode.same_code = set(same)
+    found = mode._surely_sampled("abcdefghi"[:workloads])
+    assert len(found) == sure
+    assert found.isdisjoint(same)
 
 
 @pytest.mark.parametrize(("cores", "busy", "most"), [(2, 2, 1), (16, 2, 2), (64, 2, 8), (2, 0, 2), (2, 1, 1)])
@@ -282,6 +309,17 @@ def test_so_many_processes_are_requested_that_the_rule_decides(done: int, likely
     mode.on, mode.runs = "cuda", {ID: [measurement(accepted=0.0)] * done}
     assert mode._requested(ID, Open(processes=1, reason="", likely=likely)) == further
     assert done + further in gate.LOOKS
+
+
+@pytest.mark.parametrize(("warm_up_s", "further"), [(0.0, 2), (1.5, 2), (2.1, 4), (3.1, 4), (99.0, 4)])
+def test_what_prepares_for_long_is_requested_more_often_at_once(warm_up_s: float, further: int) -> None:
+    """While one prepares, others could be timed, which takes a second."""
+    mode, last = Scripted(with_reference_of(0.1), []), measurement(accepted=0.0)
+    last = replace(last, seconds=1.0 + warm_up_s, phases={"warm-up": warm_up_s, "timing": 0.9, "waiting": 50.0})
+    mode.on, mode.runs = "cuda", {ID: [measurement(accepted=0.0), last]}
+    assert mode._requested(ID, Open(processes=1, reason="")) == further
+    mode.runs = {ID: [last]}
+    assert mode._requested(ID, Open(processes=1, reason="")) == 1, "two decide most workloads"
 
 
 def test_no_more_processes_of_a_workload_are_requested_than_its_memory_allows() -> None:

@@ -359,6 +359,20 @@ def test_each_gpu_gets_processes_in_turn_and_no_more_early_tasks_than_it_has_lan
     made.close()
 
 
+def test_several_early_tasks_of_a_workload_go_to_processes_of_their_own(tmp_path: Path) -> None:
+    by_whom = "write('failure', id=id, status='UNMEASURED', message=str(os.getpid()))"
+    made, lanes = scripted(tmp_path, f"for id in ids(): begin(id); {by_whom}"), [Lane()] * 3
+    made.prepare([Lane()], ["a", "b"], 3, 9)
+    wait_until_started(made)
+    for tasks, begun in (("a", "a"), ("aa", "aa"), ("aab", "aab"), ("aab", "aab")):
+        made.begin_early(tasks_of(tasks), lanes, 9)
+        assert sorted(p.task.id for p in made._waiting if p.task) == list(begun)
+    found = [(id, outcome.message) for id, outcome in made.run(tasks_of("aab"), lanes) if isinstance(outcome, Failure)]
+    assert len(set(found)) == 3
+    assert len(made.environments) == 3
+    made.close()
+
+
 def test_early_tasks_of_workloads_that_will_not_be_timed_are_ended(tmp_path: Path) -> None:
     made = scripted(tmp_path, "for id in ids(): begin(id); time.sleep(60)")
     made.prepare([Lane()], ["a", "b"], 3, 9)
