@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from perfsuite import preload
+from perfsuite import cores, preload
 from perfsuite.folders import own_folder
 from perfsuite.machine import measured_devices
 from perfsuite.records import Machine
@@ -85,9 +85,14 @@ def for_timing(machine: Machine, locks: Path | None = None, beside: int = 1) -> 
     """One lane for each GPU, or one for the CPU: what is timed runs alone on its device.
 
     With a folder for the `locks`, so many lanes for each GPU, whose processes prepare `beside` each other. The locks
-    are named by GPU, so that runs on other GPUs are not held up.
+    are named by GPU, so that runs on other GPUs are not held up. Of several GPUs each has cores of its own.
     """
-    lanes = [Lane(environment={"CUDA_VISIBLE_DEVICES": device}) for device in _several_devices(machine)] or [Lane()]
+    devices = _several_devices(machine)
+    shares = _known_shares(cores.of_gpus, len(devices))
+    lanes = [
+        Lane(environment={"CUDA_VISIBLE_DEVICES": device}, cores=share)
+        for device, share in zip(devices, shares, strict=True)
+    ] or [Lane()]
     if locks is None:
         return lanes
     files = [str(locks / f"{name}.lock") for name in _devices()]
@@ -156,6 +161,11 @@ def _several_devices(machine: Machine) -> tuple[str, ...]:
 def _devices() -> tuple[str, ...]:
     """The visible GPUs' names. They are asked for at each turn, so the driver's answer is kept."""
     return _known_devices(measured_devices, os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+@functools.cache
+def _known_shares(ask: Callable[[int], tuple[cores.Cores, ...]], count: int) -> tuple[cores.Cores, ...]:
+    return ask(count) if count else ()
 
 
 @functools.cache

@@ -152,6 +152,21 @@ def measured_devices(device: str) -> tuple[str, ...]:
     return tuple(filter(None, uuids)) or ("gpu",)
 
 
+def cores_near_gpus() -> tuple[frozenset[int], ...]:
+    """For each visible GPU the cores of its NUMA node; empty sets, or nothing at all, where NVML cannot say."""
+    words, bits = -(-(os.cpu_count() or 1) // 64), range(64)
+
+    def numbers(mask: Any) -> frozenset[int]:
+        return frozenset(64 * n + bit for n, word in enumerate(mask) for bit in bits if int(word) >> bit & 1)
+
+    try:
+        with _nvml() as nvml:
+            near = [_asked(nvml, "nvmlDeviceGetCpuAffinity", numbers, h, words) for h in _visible_handles(nvml)]
+    except Exception:  # as in survey_gpus
+        return ()
+    return tuple(cores or frozenset() for cores in near)
+
+
 def survey_gpus() -> Survey:
     """The visible GPUs in CUDA's order, and the driver; from NVML, or where that fails from nvidia-smi."""
     try:

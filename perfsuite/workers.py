@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from perfsuite import preload
+from perfsuite.cores import ANY, Cores, confined
 from perfsuite.errors import PerfsuiteError
 from perfsuite.folders import own_folder
 from perfsuite.forks import Command, Fork
@@ -150,6 +151,8 @@ class Lane:
     environment: Mapping[str, str] = field(default_factory=dict)
     lock: str = ""
     """The lock file of a GPU that several lanes share."""
+    cores: Cores = ANY
+    """The cores that its processes run on."""
     forked: bool = False
     """Its processes are forks of a server that has imported torch. Not for timing: all forks of a process share its
     memory addresses, which change the speed of host code, and the rule needs processes that vary independently."""
@@ -351,7 +354,8 @@ class Workers:
         if not process.lane.forked:
             command = [sys.executable, "-m", "pytest", *self.arguments, items]
             variables[PARENT] = str(os.getpid())
-            process.child = start(command, log, cwd=self.root, environment=variables, descriptors=(reader,))
+            with confined(process.lane.cores):
+                process.child = start(command, log, cwd=self.root, environment=variables, descriptors=(reader,))
             return
         arguments, environment = [*self.arguments, "-W", IMPORTED_BEFORE, items], preload.environment_of(variables)
         forked = Command(module="pytest", arguments=arguments, cwd=self.root, environment=environment, log=log)

@@ -69,6 +69,15 @@ def test_what_is_timed_runs_alone_on_its_device(monkeypatch: pytest.MonkeyPatch)
     assert [lane.environment for lane in for_timing(TWO)] == [{"CUDA_VISIBLE_DEVICES": d} for d in ("GPU-a", "GPU-b")]
 
 
+def test_each_of_several_gpus_has_cores_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(lanes, "measured_devices", lambda device: ("GPU-a", "GPU-b"))
+    low, high = frozenset({0, 1}), frozenset({2, 3})
+    monkeypatch.setattr(lanes.cores, "of_gpus", lambda count: (low, high))
+    assert [lane.cores for lane in for_timing(TWO)] == [low, high]
+    assert [lane.cores for lane in for_timing(TWO, tmp_path, 2)] == [low, high, low, high]
+    assert for_timing(replace(MACHINE, count=1))[0].cores == lanes.cores.ANY
+
+
 def test_devices_without_a_name_are_one_lane(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where NVML says nothing; a name that CUDA does not know would hide all of them."""
     monkeypatch.setattr(lanes, "measured_devices", lambda device: ("gpu",))

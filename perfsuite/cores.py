@@ -1,0 +1,72 @@
+"""Which cores the processes of each GPU run on, where there are several GPUs.
+
+Without that, processes that prepare for one GPU slow the host code of what another GPU times, and a process may run on
+cores that are far from its GPU.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from perfsuite.machine import cores_near_gpus
+
+FEWEST = 4
+"""With fewer cores for a GPU, its processes are not confined: they need each other's cores while they prepare."""
+SIBLINGS = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+
+Cores = frozenset[int]
+ANY: Cores = frozenset()
+"""The process is not confined."""
+
+
+def of_gpus(count: int) -> tuple[Cores, ...]:
+    """For each of so many visible GPUs its share of the cores that this process may use; ANY where none is confined.
+
+    GPUs that are near the same cores get equal shares of them. Both threads of a physical core are in one share.
+    """
+    try:
+        usable = frozenset(os.sched_getaffinity(0))
+    except AttributeError:  # not on macOS
+        return (ANY,) * count
+    near = [usable.intersection(cores) or usable for cores in cores_near_gpus()]
+    if len(near) != count or any(a != b and a & b for a in near for b in near):
+        near = [usable] * count
+    shares = tuple(_share(near[n], near[:n].count(near[n]), near.count(near[n])) for n in range(count))
+    return shares if all(len(share) >= FEWEST for share in shares) else (ANY,) * count
+
+
+def _share(cores: Collection[int], number: int, count: int) -> Cores:
+    """The physical cores among these, divided by `count`: the threads of one part."""
+    physical = sorted({_threads(core).intersection(cores) for core in cores}, key=min)
+    return frozenset().union(*physical[number * len(physical) // count : (number + 1) * len(physical) // count])
+
+
+def _threads(core: int) -> Cores:
+    """The hardware threads of the core's physical core; the core alone where the kernel does not say."""
+    try:
+        return _numbers(Path(SIBLINGS.format(core)).read_text()) | {core}
+    except (OSError, ValueError):
+        return frozenset({core})
+
+
+def _numbers(text: str) -> Cores:
+    """The kernel's lists: "0-2,8" is 0, 1, 2, 8."""
+    ends: Iterator[Sequence[str]] = (part.strip().split("-") for part in text.split(","))
+    return frozenset(n for part in ends for n in range(int(part[0]), int(part[-1]) + 1))
+
+
+@contextmanager
+def confined(cores: Cores) -> Iterator[None]:
+    """Processes that this thread starts in the block run on these cores alone."""
+    if not cores:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
