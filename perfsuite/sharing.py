@@ -9,7 +9,8 @@ the GPU: processes prepare meanwhile, but none times.
 from __future__ import annotations
 
 import fcntl
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -17,36 +18,21 @@ from perfsuite.errors import PerfsuiteError
 from perfsuite.folders import own_folder
 
 
-class Proving:
-    """A context manager: no process times on the GPUs of these lock files. PerfsuiteError if one cannot be used."""
+@contextmanager
+def proving(locks: Iterable[str]) -> Iterator[None]:
+    """Meanwhile no process times on the GPUs of these lock files. PerfsuiteError if one cannot be used.
 
-    def __init__(self, locks: Iterable[str]) -> None:
-        self._locks = {lock for lock in locks if lock}
-        self._held: dict[str, IO[str]] = {}
-        self.ended_early = False
-        """Whether processes may time on one of the GPUs already."""
-
-    def __enter__(self) -> Proving:
-        for lock in self._locks:
+    This holds on all of them until the last proof: proofs keep the host's cores busy, whatever GPU they run on.
+    """
+    with ExitStack() as held:
+        for lock in {lock for lock in locks if lock}:
             try:
                 own_folder(Path(lock).parent)
-                self._held[lock] = _proofs(lock).open("a")
-                fcntl.flock(self._held[lock], fcntl.LOCK_EX)
+                fcntl.flock(held.enter_context(_proofs(lock).open("a")), fcntl.LOCK_EX)
             except OSError as error:
-                self.__exit__()
                 reason = error.strerror or error
                 raise PerfsuiteError(f"{lock} cannot be locked ({reason}); make its folder writable") from None
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        while self._held:
-            self._held.popitem()[1].close()
-
-    def end(self, lock: str) -> None:
-        """Let processes time on this GPU."""
-        if lock in self._held:
-            self._held.pop(lock).close()
-            self.ended_early = True
+        yield
 
 
 def _proofs(lock: str) -> Path:

@@ -57,7 +57,6 @@ class Paired(Control):
         """Workloads that lacked memory beside others."""
         self.alone = False
         """Whether no process prepares beside another."""
-        self.proving = sharing.Proving(())
 
     @functools.cached_property
     def suite(self) -> Suite:
@@ -66,7 +65,7 @@ class Paired(Control):
 
     def prove(self, ids: Collection[str]) -> list[str]:
         """Prove both sides of each on all cores, which compiles what they compile; the ids that go on."""
-        with sharing.Proving(lane.lock for lane in self.timing_lanes(())) as self.proving:
+        with sharing.proving(lane.lock for lane in self.timing_lanes(())):
             self._prove(ids, ahead=list(ids))
             unloaded = [i for i in ids if i in self.proofs and self.proofs[i].unloaded]
             for id in unloaded:
@@ -79,8 +78,6 @@ class Paired(Control):
         """Prove these, and start processes that will time `ahead` meanwhile."""
         if not ids:
             return
-        if self.proving.ended_early:
-            self.workers.close()  # none may time beside these proofs
         tasks = [self.prove_task(i) for i in ids]
         self.announce(tasks, proving=True)
         for _ in self.work(tasks, everywhere=True, ahead=ahead):
@@ -103,8 +100,7 @@ class Paired(Control):
         """While proofs run, the workloads that are timed first prepare, and get their proofs as these end.
 
         There are as many as may prepare beside each other, less the `busy` processes that prove, but at least one for
-        EARLY_SHARE cores. On a GPU on which none proves any more they time, too, unless something has to be proven
-        once more.
+        EARLY_SHARE cores.
         """
         twice = self._surely_sampled(ids)
         timed = [Task(id=i, accepted=self._tree(i)) for i in ids if self._tree(i) for _ in range(1 + (i in twice))]
@@ -118,11 +114,6 @@ class Paired(Control):
             most = max(1, self.machine.cores // EARLY_SHARE, len(chosen) - len(busy))
             early = [task for id, processes in first.items() for task in self._time_tasks(id, processes)]
             self.workers.begin_early([self._awaiting(task) for task in early], chosen, most)
-        if not self.failures and not any(proof.unloaded for proof in self.proofs.values()):
-            used = {lane.device for lane in busy}
-            for lane in chosen:
-                if lane.device not in used:
-                    self.proving.end(lane.lock)
 
     def _is_proven(self, id: str) -> bool:
         proof = self.proofs.get(id)

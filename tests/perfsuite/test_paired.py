@@ -162,8 +162,6 @@ class Early(Scripted):
 
     def __init__(self) -> None:
         super().__init__(with_reference_of(0.1), [])
-        self.ended: list[str] = []
-        self.proving: Any = SimpleNamespace(end=self.ended.append)
         self.trees = dict.fromkeys("bcd", Tree(revision="1", folder="", package="", top=""))
         self.proofs, self.on = {}, "cuda"
         self.given: list[tuple[dict[str, Proof | int | None], int]] = []
@@ -198,7 +196,6 @@ class Early(Scripted):
             is_any_free=lambda lanes: self.free,
             end_early=self.dropped.extend,
             prepare=lambda *given: None,
-            close=lambda: self.ended.append("all that wait"),
         )
 
     def _surely_sampled(self, ids: Collection[str]) -> set[str]:
@@ -209,7 +206,7 @@ class Early(Scripted):
 
     def begun(self, *busy: str) -> tuple[list[str], list[str], int]:
         """(workloads that prepare, those of them that await their proof, how many may prepare)."""
-        for noted in (self.given, self.ended, self.delivered, self.dropped):
+        for noted in (self.given, self.delivered, self.dropped):
             noted.clear()
         self._start_ahead("abcde", [on(device) for device in busy])
         ((first, most),) = self.given
@@ -284,19 +281,6 @@ def test_a_few_workloads_always_prepare_beside_proofs(cores: int, busy: int, mos
     mode = Early()
     mode.cores = cores
     assert mode.begun(*"01"[:busy])[2] == most
-
-
-def test_on_a_gpu_that_proves_nothing_any_more_processes_time() -> None:
-    mode = Early()
-    for busy, ended in ((("0", "1"), []), (("1",), ["lock 0"]), ((), ["lock 0", "lock 1"])):
-        mode.begun(*busy)
-        assert mode.ended == ended
-    mode.proofs = {"b": Proof(id="b", seed=0, unloaded="why")}
-    mode.begun("1")
-    assert mode.ended == [], "it is proven again"
-    mode.proofs, mode.failures = {}, {"c": Failure(status=Status.UNMEASURED, message="")}
-    mode.begun("1")
-    assert mode.ended == [], "it may be proven again"
 
 
 @pytest.mark.parametrize(
@@ -490,18 +474,6 @@ def test_the_first_processes_time_the_reference_in_full_where_few_samples_would_
     assert [Paired._time_task(mode, ID, first=first).reference for first in (True, False)] == asked
     if promised:
         assert mode.prove_task(ID).reference == (FEW_BLOCKS if seconds < 1 else 1)
-
-
-@pytest.mark.parametrize("early", [False, True])
-def test_none_times_beside_what_is_proven_again(early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    mode = Early()
-    mode.proving.ended_early = early
-    monkeypatch.setattr(mode, "prove_task", lambda id: Task(id=id))
-    monkeypatch.setattr(mode, "work", lambda tasks, **given: iter(()))
-    mode._prove([])
-    assert mode.ended == []
-    mode._prove(["b"])
-    assert mode.ended == ["all that wait"] * early
 
 
 @pytest.mark.parametrize(("workloads", "sampled"), [(0, 0), (1, 1), (7, 7), (8, 8), (30, 8), (33, 9), (70, 18)])

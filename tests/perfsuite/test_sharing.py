@@ -133,39 +133,27 @@ def test_all_that_are_ready_time_before_another_prepares(tmp_path: Path) -> None
 @pytest.mark.skipif(not Path("/proc/locks").exists(), reason="needs Linux's list of locks")
 def test_while_the_run_proves_processes_prepare_and_none_times(tmp_path: Path) -> None:
     lock, elsewhere = str(tmp_path / "made" / "gpu-0.lock"), str(tmp_path / "gpu-1.lock")
-    with processes(elsewhere, 1) as (other,), sharing.Proving([lock, "", lock]), processes(lock, 2) as (a, b):
+    with processes(elsewhere, 1) as (other,), sharing.proving([lock, "", lock]), processes(lock, 2) as (a, b):
         other.do("alone")
         a.do("prepare")
         a.ask("alone")
         wait_until_blocked(a.child)
         b.do("prepare")  # although a waits to time
         b.do("leave")
-    with processes(lock, 2) as (a, b), sharing.Proving([lock]) as proving:
-        for process in (a, b):
-            process.do("prepare")
-            process.ask("alone")
-            wait_until_blocked(process.child)
-        proving.end(elsewhere)
-        assert not proving.ended_early
-        assert all(is_blocked(process.child) for process in (a, b))
-        proving.end(lock)
-        assert proving.ended_early
-        first = next_of(a, b)
-        first.did("alone")
-        wait_until_blocked((b if first is a else a).child)
-        proving.end(lock)
-    with processes(lock, 1) as (a,):
-        with sharing.Proving([lock]):
-            a.ask("alone")
-            wait_until_blocked(a.child)
-        a.did("alone")
+    with processes(lock, 1) as (c,), processes(elsewhere, 1) as (d,):
+        with sharing.proving([lock, elsewhere]):
+            for process in (c, d):
+                process.ask("alone")
+                wait_until_blocked(process.child)
+        for process in (c, d):
+            process.did("alone")
 
 
 def test_a_folder_for_locks_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with (
         pytest.raises(PerfsuiteError, match=r"file/gpu-0.lock cannot be locked \(File exists\); make"),
-        sharing.Proving([str(tmp_path / "file" / "gpu-0.lock")]),
+        sharing.proving([str(tmp_path / "file" / "gpu-0.lock")]),
     ):
         raise AssertionError
 
