@@ -293,20 +293,21 @@ def merge(
     return Baseline(machine=machine, entries=dict(sorted(entries.items())))
 
 
-def _with_sessions(old: Entry | None, new: Entry) -> Entry:
-    remedy = "accept it without --more"
+def why_not_more(old: Entry | None, new: Entry) -> str:
+    """Why the sessions of `new` cannot be added to what is accepted; empty if they can."""
     if old is None:
-        raise BaselineError(f"{new.id}: no accepted entry to add a session to; {remedy}")
+        return "no accepted entry to add a session to"
     if new.revision is None or (old.revision != new.revision and not _same_code(old, new)):
-        raise BaselineError(
-            f"{new.id}: accepted at revision {short(old.revision)}, now at {short(new.revision)}, with other code; "
-            f"{remedy}"
-        )
+        return f"accepted at revision {short(old.revision)}, now at {short(new.revision)}, with other code"
     if old.dirty or new.dirty:
-        raise BaselineError(f"{new.id}: the tree has uncommitted changes, or had when accepted; {remedy}")
-    changed = changes_since(old, new)
-    if changed:
-        raise BaselineError(f"{new.id}: {changed}; {remedy}")
+        return "the tree has uncommitted changes, or had when accepted"
+    return changes_since(old, new) or ""
+
+
+def _with_sessions(old: Entry | None, new: Entry) -> Entry:
+    why = why_not_more(old, new)
+    if old is None or why:
+        raise BaselineError(f"{new.id}: {why}; accept it without --more")
     both = replace(
         old,
         sessions=(*old.sessions, *new.sessions),

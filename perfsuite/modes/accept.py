@@ -136,6 +136,10 @@ class Accept(Whole):
             for v in looked.values()
             if v.status.green
         ]
+        if self.more:
+            why = {e.id: baseline.why_not_more(self.entries.get(e.id), e) for e in entries}
+            self.problems += [f"not accepted: {i}: {text}; accept it without --more" for i, text in why.items() if text]
+            entries = [e for e in entries if not why[e.id]]
         if not entries:
             self._kept.forget()
             return

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 from scratch import SMALL, TWO_LINES, Failure, Project, fails, lines_with, times
 
-from perfsuite import __version__, cli, conclusion, digests
+from perfsuite import __version__, baseline, cli, conclusion, digests
 from perfsuite.cli import main
 from perfsuite.records import Ran, Status
 
@@ -306,6 +306,26 @@ def test_accept_more_leaves_out_what_has_changed(project: Project) -> None:
     assert lines_with(done.output, "test_three.py", "has no accepted figures", "accept it without --more")
     assert {i for ids, _ in workers.calls for i in ids} == {"test_one.py::scale::speed[small]"}
     assert lines_with(done.output, "test_one.py", "1 session more: 2 in all")
+
+
+def test_accept_more_of_what_ran_other_code_leaves_the_others_their_session(project: Project) -> None:
+    """It is known only once it has run: its proof has noted a file that the accepted one had not."""
+    files = ["test_one.py", "test_two.py"]
+    for file in files:
+        project.write(file, TWO_LINES)
+    project.commit()
+    for file in files:
+        assert accept_noting(project, file).exit_code == 0
+    project.write("unrelated.py", "")
+    project.commit()
+    workers = project.measured(times())
+    workers.ran = Ran(sources={"test_one.py": digests.of_file(project.path / "test_one.py")})
+    done = project.cli("accept", "--more", "--reason", "another hour")
+    assert done.exit_code == conclusion.UNDECIDED, done.output
+    assert lines_with(done.output, "not accepted: test_two.py::", "with other code", "accept it without --more")
+    assert lines_with(done.output, "test_one.py", "1 session more: 2 in all")
+    (kept,) = (project.path / "baselines").glob("*.json")
+    assert [len(e.sessions) for e in baseline.load(kept).entries.values()] == [2, 1]
 
 
 def test_accept_prune(scale: Project) -> None:
