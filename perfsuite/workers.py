@@ -201,13 +201,14 @@ class Workers:
         return any(process.lane in lanes and process.is_free() for process in self._waiting)
 
     def begin_early(self, tasks: Sequence[Task], lanes: Sequence[Lane], most: int) -> None:
-        """Give these tasks, in this order, to processes that wait for the lanes, until `most` in all have one.
+        """Give these tasks, in this order, to processes that wait for the lanes, until `most` prepare at the same time.
 
         Several tasks may have the same id: each goes to another process. A GPU gets no more than it has lanes. A later
         `run` on these lanes takes the processes over. Those whose very task it does not have are ended then.
         """
         begun = Counter(process.task.id for process in self._waiting if process.task)
         busy = [process.lane for process in self._waiting if process.task]
+        preparing = sum(not process.has_prepared() for process in self._waiting if process.task)
         for task in tasks:
             if begun[task.id]:
                 begun[task.id] -= 1
@@ -217,11 +218,12 @@ class Workers:
                 for p in self._waiting
                 if task.id in p.ids and busy.count(p.lane) < lanes.count(p.lane) and p.is_free()
             ]
-            if len(busy) >= most or not free:
+            if preparing >= most or not free:
                 return
             process = min(free, key=lambda process: busy.count(process.lane))
             process.begin(task)
             busy.append(process.lane)
+            preparing += 1
 
     def end_early(self, ids: Collection[str]) -> None:
         """End the processes that have begun tasks of these workloads early."""
@@ -435,6 +437,15 @@ class _Process:
             return self.child.poll() is not None or b'"event": "ready"' in self.file(".jsonl").read_bytes()
         except OSError:
             return True  # the code under test has removed the file, which `poll` reports once the process is used
+
+    def has_prepared(self) -> bool:
+        """Whether it has ended, or waits with its task for its proof or for its GPU."""
+        try:
+            written = self.file(".jsonl").read_bytes()
+        except OSError:
+            return True
+        waits = f'"phase": "{WAITS}"'.encode()
+        return self.child.poll() is not None or waits in written.partition(b'"event": "begin"')[2]
 
     def poll(self, left: deque[Task]) -> Iterator[tuple[str, Outcome]]:
         """The outcomes since the last time, a crash or a hang being one. Takes the next task from `left` when free."""

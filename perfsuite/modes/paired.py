@@ -34,7 +34,7 @@ AT_ONCE = 2
 """On a GPU, at least so many further processes are requested once two have not decided a workload. They prepare at the
 same time, which usually saves more than an unnecessary last process costs."""
 EARLY_SHARE = 8
-"""While all proofs run, one core in eight prepares a workload to be timed: those that are timed first take longest."""
+"""While all proofs run, one core in eight prepares workloads to be timed: those that are timed first take longest."""
 OUT_OF_MEMORY, RAISES = "runs out of device memory", "the accepted side raises"
 
 
@@ -99,8 +99,8 @@ class Paired(Control):
     def _begin_early(self, ids: Collection[str], busy: Sequence[Lane]) -> None:
         """While proofs run, the workloads that are timed first prepare, and get their proofs as these end.
 
-        There are as many as may prepare beside each other, less the `busy` processes that prove, but at least one for
-        EARLY_SHARE cores.
+        So many prepare at the same time as there are lanes without a `busy` process that proves, but at least one for
+        EARLY_SHARE cores. Those that have prepared wait, and others follow.
         """
         twice = self._surely_sampled(ids)
         timed = [Task(id=i, accepted=self._tree(i)) for i in ids if self._tree(i) for _ in range(1 + (i in twice))]

@@ -359,6 +359,41 @@ def test_each_gpu_gets_processes_in_turn_and_no_more_early_tasks_than_it_has_lan
     made.close()
 
 
+def test_when_a_process_has_prepared_another_one_prepares(tmp_path: Path) -> None:
+    """One that waits for its turn before it begins has not."""
+    script = """
+def waits(id): write("phase", id=id, phase="waits")
+for id in ids():
+    waits(id)
+    folder = pathlib.Path(job["out"]).parent
+    (folder / f"{id} waits").touch()
+    while not (folder / "begin").exists(): time.sleep(0.01)
+    begin(id)
+    waits(id)
+    (folder / f"{id} prepared").touch()
+    while not (folder / "end").exists(): time.sleep(0.01)
+    done(id)
+"""
+    made, lanes = scripted(tmp_path, script), [Lane()] * 3
+    made.prepare([Lane()], ["a", "b", "c", "d"], 4, 9)
+    wait_until_started(made)
+
+    def begun(*awaited: str) -> str:
+        wait_for(lambda: all((made.folder / name).exists() for name in awaited))
+        made.begin_early(tasks_of("abcd"), lanes, 1)
+        return "".join(sorted(p.task.id for p in made._waiting if p.task))
+
+    assert begun() == "a"
+    assert begun("a waits") == "a"
+    (made.folder / "begin").touch()
+    assert begun("a prepared") == "ab"
+    assert begun("b prepared") == "abc"
+    assert begun("c prepared") == "abc", "there is no lane for d"
+    (made.folder / "end").touch()
+    assert {id for id, _ in made.run(tasks_of("abcd"), lanes)} == set("abcd")
+    made.close()
+
+
 def test_several_early_tasks_of_a_workload_go_to_processes_of_their_own(tmp_path: Path) -> None:
     by_whom = "write('failure', id=id, status='UNMEASURED', message=str(os.getpid()))"
     made, lanes = scripted(tmp_path, f"for id in ids(): begin(id); {by_whom}"), [Lane()] * 3
