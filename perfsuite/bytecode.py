@@ -1,13 +1,12 @@
 """Compiled copies of Python sources, in a folder of perfsuite's own where Python may not write them beside the sources.
 
-Container images set PYTHONDONTWRITEBYTECODE, often without compiled copies of what they have installed. Every process
-then compiles torch anew: 4.5 s in place of 2 s, and a gate starts dozens of processes.
+Container images set PYTHONDONTWRITEBYTECODE, some without compiled copies of what they have installed. Every process
+then compiles the project anew, or torch as well, which takes seconds, and a gate starts dozens of processes.
 """
 
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import os
 import shutil
@@ -25,10 +24,10 @@ FORBIDDEN, PLACE = "PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX"
 def keep(root: Path) -> Callable[[], None] | None:
     """From now on this process, and those that it starts, keep compiled copies in the project's folder for such things.
 
-    Returns what undoes that; None, and nothing has changed, where Python may write copies itself, torch has some, or
-    the folder cannot be made.
+    Returns what undoes that; None, and nothing has changed, where Python may write copies itself, or the folder cannot
+    be made.
     """
-    if not sys.dont_write_bytecode or sys.pycache_prefix or PLACE in os.environ or _torch_has_copies():
+    if not sys.dont_write_bytecode or sys.pycache_prefix or PLACE in os.environ:
         return None
     try:
         folder = str(own_folder(root / SCRATCH / FOLDER).resolve())
@@ -90,11 +89,3 @@ def _hashes(path: Path) -> dict[str, str]:
         return {str(k): str(v) for k, v in json.loads(path.read_text()).items()}
     except (OSError, ValueError, AttributeError, RecursionError):
         return {}
-
-
-def _torch_has_copies() -> bool:
-    """Whether torch was compiled when it was installed; also where there is no torch."""
-    found = importlib.util.find_spec("torch")
-    if found is None or not found.origin:
-        return True
-    return os.path.exists(importlib.util.cache_from_source(found.origin))

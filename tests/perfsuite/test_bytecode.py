@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from scratch import ROOT, TWO_LINES, Project, times
+from scratch import TWO_LINES, Project, times
 
 from perfsuite import bytecode
 
@@ -18,12 +18,11 @@ pytest_plugins = ["pytester"]
 
 @pytest.fixture
 def forbidden(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A Python that may write no copies, and a torch without any."""
+    """A Python that may write no copies."""
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     monkeypatch.setattr(sys, "pycache_prefix", None)
     monkeypatch.setenv(bytecode.FORBIDDEN, "1")
     monkeypatch.delenv(bytecode.PLACE, raising=False)
-    monkeypatch.setattr(bytecode, "_torch_has_copies", lambda: False)
     yield
     monkeypatch.delenv(bytecode.PLACE, raising=False)
 
@@ -107,31 +106,11 @@ def test_nothing_changes_where_there_is_no_need(
         patch.setattr(sys, "dont_write_bytecode", False)
         assert not kept()
     with monkeypatch.context() as patch:
-        patch.setattr(bytecode, "_torch_has_copies", lambda: True)
-        assert not kept()
-    with monkeypatch.context() as patch:
         patch.setenv(bytecode.PLACE, "/elsewhere")
         assert not kept()
     (tmp_path / "file").write_text("")
     assert bytecode.keep(tmp_path / "file") is None  # no folder can be made there
     assert settings() == (True, None, "1", None)
-
-
-def test_torch_may_have_copies_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "torch").mkdir()
-    (tmp_path / "torch/__init__.py").write_text("")
-    variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
-    variables.pop(bytecode.FORBIDDEN, None)
-
-    def run(code: str) -> str:
-        return subprocess.run(
-            [sys.executable, "-c", code], env=variables, check=True, capture_output=True, text=True
-        ).stdout.strip()
-
-    ask = "from perfsuite import bytecode; print(bytecode._torch_has_copies())"
-    assert run(ask) == "False"
-    run("import torch")
-    assert run(ask) == "True"
 
 
 def test_a_gate_keeps_copies_while_it_lasts(forbidden: None, project: Project) -> None:
