@@ -433,19 +433,18 @@ class _Process:
 
     def has_started(self) -> bool:
         """Whether it waits for tasks, or has ended."""
-        try:
-            return self.child.poll() is not None or b'"event": "ready"' in self.file(".jsonl").read_bytes()
-        except OSError:
-            return True  # the code under test has removed the file, which `poll` reports once the process is used
+        return self._has_written_or_ended(b'"event": "ready"')
 
     def has_prepared(self) -> bool:
-        """Whether it has ended, or waits with its task for its proof or for its GPU."""
+        """Whether it waits with its task for its proof or for its GPU, or has ended."""
+        return self._has_written_or_ended(f'"phase": "{WAITS}"'.encode(), after=b'"event": "begin"')
+
+    def _has_written_or_ended(self, words: bytes, *, after: bytes = b"") -> bool:
         try:
             written = self.file(".jsonl").read_bytes()
         except OSError:
-            return True
-        waits = f'"phase": "{WAITS}"'.encode()
-        return self.child.poll() is not None or waits in written.partition(b'"event": "begin"')[2]
+            return True  # the code under test has removed the file, which `poll` reports once the process is used
+        return self.child.poll() is not None or words in (written.partition(after)[2] if after else written)
 
     def poll(self, left: deque[Task]) -> Iterator[tuple[str, Outcome]]:
         """The outcomes since the last time, a crash or a hang being one. Takes the next task from `left` when free."""

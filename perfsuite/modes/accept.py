@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 
@@ -64,8 +64,11 @@ class Accept(Whole):
             before = {i: e for i in ids if (e := self.entries.get(i)) and (e.dirty or e.revision != state.revision)}
             why = changed.other_code(before, revision.top_or(self.root), self.machine)
         why |= {i: "it has no accepted figures" for i in ids if i not in self.entries}
-        self.problems += [f"not accepted: {i}: {why[i]}; accept it without --more" for i in ids if i in why]
+        self._leave_out({i: why[i] for i in ids if i in why})
         return [i for i in ids if i not in why]
+
+    def _leave_out(self, why: Mapping[str, str]) -> None:
+        self.problems += [f"not accepted: {i}: {text}; accept it without --more" for i, text in why.items()]
 
     def _state(self) -> revision.State:
         """What git says of the tree; BaselineError where its code could not be loaded again, unless that is wanted."""
@@ -137,9 +140,9 @@ class Accept(Whole):
             if v.status.green
         ]
         if self.more:
-            why = {e.id: baseline.why_not_more(self.entries.get(e.id), e) for e in entries}
-            self.problems += [f"not accepted: {i}: {text}; accept it without --more" for i, text in why.items() if text]
-            entries = [e for e in entries if not why[e.id]]
+            why = {e.id: text for e in entries if (text := baseline.why_not_more(self.entries.get(e.id), e))}
+            self._leave_out(why)
+            entries = [e for e in entries if e.id not in why]
         if not entries:
             self._kept.forget()
             return
