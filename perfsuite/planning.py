@@ -8,7 +8,7 @@ from statistics import fmean
 
 from perfsuite.baseline import Entry
 from perfsuite.blocks import block_variance, process_mean
-from perfsuite.stages import beta
+from perfsuite.stages import RED_PROCESSES, beta
 from perfsuite.statistics import Estimate, Noise, noise_of, t_quantile, variance
 
 LONG_S = 1.0
@@ -64,6 +64,20 @@ def blocks_of(entry: Entry, margin: float) -> int | None:
     room = max((TARGET_SHARE * margin) ** 2 - shift, shift / 2)
     long = CALLS * entry.sides["optimized"].seconds > LONG_BLOCK_S
     return max(LEAST_LONG_BLOCKS if long else LEAST_BLOCKS, min(MOST_BLOCKS, math.ceil(block / room)))
+
+
+def first_processes(entry: Entry, margin: float, prior: Noise) -> int:
+    """How many processes will probably decide a workload that is as fast as accepted, from 2 to RED_PROCESSES.
+
+    An estimate one standard error above the truth must still exclude the margin. `prior` is the noise of two sides with
+    the same code, of all workloads with the same clock.
+    """
+    process = noise_of(entry.process_means("accepted"), prior).process
+    one = math.sqrt(process.value * scale(entry, blocks_of(entry, margin) or MOST_BLOCKS))
+    for n in range(2, RED_PROCESSES):
+        if (t_quantile(1 - beta(n), process.dof + n - 1) + 1) * one / math.sqrt(n) <= math.log1p(margin):
+            return n
+    return RED_PROCESSES
 
 
 def is_slow(entry: Entry) -> bool:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from time import perf_counter
+from dataclasses import dataclass, field, replace
+from time import perf_counter, sleep
 from typing import Any
 
 import torch
@@ -20,6 +20,9 @@ from perfsuite.records import Case
 WARMUP_CALLS = 3
 LONG_S = 1.0
 """Calls longer than this, also when repeated on the same inputs, are reused for several measurements."""
+RELEASE_S = 1e-3
+"""The thread that runs a backward pass lets go of the gradients only after `grad` has returned, and on a busy host that
+may come late. What is held before a call would contain them, and the peak of the call would be too small by as much."""
 
 Clock = CpuClock | CudaClock
 
@@ -65,7 +68,7 @@ class Runner:
     allocate_s: float = 0.0
     """What the last `allocate` took."""
     last: Call | None = None
-    """The last call while warming up."""
+    """The last call while warming up, with the highest peak of those after the side had settled."""
     long: Call | None = None
     """The same, if all calls while warming up took more than LONG_S: it replaces other measurements of one call."""
 
@@ -197,6 +200,7 @@ class Runner:
         clock.synchronize()
         held = 0
         if on_cuda:
+            sleep(RELEASE_S)
             torch.cuda.reset_peak_memory_stats()
             held = torch.cuda.memory_allocated()
         called = perf_counter()
@@ -218,8 +222,11 @@ class Runner:
                 if len(calls) > self.side.settle and sum(c.seconds for c in calls) > LONG_S:
                     break
             self.reset()
-        self.last = calls[-1]
+        settled = calls[max(1, self.side.settle) :] or calls[-1:]
+        self.last = replace(
+            calls[-1], peak_bytes=max((c.peak_bytes for c in settled if c.peak_bytes is not None), default=None)
+        )
         # Every call: a single one may have been held up.
         is_long = min(c.seconds for c in calls) > LONG_S and scrutiny.compilations() == before
         if is_long and not self.pair.is_stateful:
-            self.long = calls[-1]
+            self.long = self.last

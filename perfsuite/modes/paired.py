@@ -30,9 +30,10 @@ SAMPLE_SHARE = 4
 """One workload in four always runs a second process: that shows whether this run is noisier than the accepted one."""
 MOST_PROCESSES = 2 * stages.LOOKS[-1]
 """The rule decides before that."""
-AT_ONCE = 2
+AT_ONCE, MOST_AT_ONCE = 2, 6
 """On a GPU, at least so many further processes are requested once two have not decided a workload. They prepare at the
-same time, which usually saves more than an unnecessary last process costs."""
+same time, which usually saves more than an unnecessary last process costs: up to MOST_AT_ONCE of a workload that
+prepares for long."""
 EARLY_SHARE = 8
 """While all proofs run, one core in eight prepares workloads to be timed: those that are timed first take longest."""
 OUT_OF_MEMORY, RAISES = "runs out of device memory", "the accepted side raises"
@@ -102,8 +103,8 @@ class Paired(Control):
         So many prepare at the same time as there are lanes without a `busy` process that proves, but at least one for
         EARLY_SHARE cores. Those that have prepared wait, and others follow.
         """
-        twice = self._surely_sampled(ids)
-        timed = [Task(id=i, accepted=self._tree(i)) for i in ids if self._tree(i) for _ in range(1 + (i in twice))]
+        needed = self._needed(ids)
+        timed = [Task(id=i, accepted=self._tree(i)) for i in ids if self._tree(i) for _ in range(needed.get(i, 1))]
         planned, chosen = self._planned(timed, everywhere=False)
         for proof in self.proofs.values():
             if self._is_proven(proof.id):
@@ -170,13 +171,17 @@ class Paired(Control):
         entry = self.entry(id)
         if entry is None or id in self.stored:
             return None
-        margin = self.margin(id) or gate.margin_of(entry, self.suite, selected=max(1, len(self.items)))
-        return planning.blocks_of(entry, margin)
+        return planning.blocks_of(entry, self._margin(id, entry))
+
+    def _margin(self, id: str, entry: Entry) -> float:
+        return self.margin(id) or gate.margin_of(entry, self.suite, selected=max(1, len(self.items)))
 
     def decide(self, ids: Collection[str]) -> dict[str, Verdict]:
         """Time them process by process until the rule has decided each."""
+        needed = self._needed(ids)
         sample = self._sample(ids)
-        left = {i: Open(processes=2 if i in sample else 1, reason="nothing was measured") for i in ids}
+        needed |= dict.fromkeys(sample - needed.keys(), 2)
+        left = {i: Open(processes=needed.get(i, 1), reason="nothing was measured") for i in ids}
         verdicts: dict[str, Verdict] = {}
         opened: dict[str, Open] = {}
         while left:
@@ -319,10 +324,17 @@ class Paired(Control):
         self.same_code -= same
         return sample | same
 
-    def _surely_sampled(self, ids: Collection[str]) -> set[str]:
-        """The workloads that any draw from these has: all whose code differs, where they are few."""
-        others = {i for i in ids if i not in self.same_code}
-        return others if sample_size(len(others)) == len(others) else set()
+    def _needed(self, ids: Collection[str]) -> dict[str, int]:
+        """How many processes the workloads run before the rule decides for the first time, where it is certain: of all
+        whose code differs, where they are so few that any sample has them."""
+        others = [i for i in ids if i not in self.same_code]
+        return {i: self._first_processes(i) for i in others} if sample_size(len(others)) == len(others) else {}
+
+    def _first_processes(self, id: str) -> int:
+        entry = self.entry(id)
+        if entry is None or id in self.stored or self.device != "cuda":
+            return 2
+        return planning.first_processes(entry, self._margin(id, entry), self.suite.of(entry.clock).paired)
 
     def _drawn(self, ids: Collection[str], size: int) -> set[str]:
         """So many of them at random, or all; from the half that take least where they are many."""
@@ -422,7 +434,7 @@ def _at_once(last: Measurement) -> int:
     """How many further processes are requested at least: while one prepares, so many others could be timed."""
     prepared = last.phases.get("warm-up", 0.0)
     alone = last.seconds - prepared
-    return max(AT_ONCE, min(stages.RED_PROCESSES, math.ceil(prepared / alone))) if alone > 0 else AT_ONCE
+    return max(AT_ONCE, min(MOST_AT_ONCE, math.ceil(prepared / alone))) if alone > 0 else AT_ONCE
 
 
 def _round(verdicts: Iterable[Verdict], opened: Mapping[str, Open]) -> str:

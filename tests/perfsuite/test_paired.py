@@ -89,6 +89,9 @@ class Scripted(Paired):
     def _sample(self, ids: Collection[str]) -> set[str]:
         return set()
 
+    def _needed(self, ids: Collection[str]) -> dict[str, int]:
+        return {}
+
     def _confirm(self, verdicts: Any) -> dict[str, Verdict]:
         return {}
 
@@ -198,8 +201,8 @@ class Early(Scripted):
             prepare=lambda *given: None,
         )
 
-    def _surely_sampled(self, ids: Collection[str]) -> set[str]:
-        return set(self.twice)
+    def _needed(self, ids: Collection[str]) -> dict[str, int]:
+        return dict.fromkeys(self.twice, 2)
 
     def _time_task(self, id: str, *, first: bool) -> Task:
         return Task(id=id, proof=self.proofs.get(id), reference=self.reference(id, first=first))
@@ -271,9 +274,32 @@ def test_both_processes_that_a_workload_needs_in_any_case_prepare_while_proofs_r
 def test_where_few_workloads_differ_each_has_a_second_process(workloads: int, same: str, sure: int) -> None:
     mode = Scripted(with_reference_of(0.1), [])
     mode.same_code = set(same)
-    found = mode._surely_sampled("abcdefghi"[:workloads])
-    assert len(found) == sure
-    assert found.isdisjoint(same)
+    found = Paired._needed(mode, "abcdefghi"[:workloads])
+    assert list(found.values()) == [2] * sure
+    assert found.keys().isdisjoint(same)
+
+
+@pytest.mark.parametrize(("known", "processes"), [("all", 4), ("stored", 2), ("nothing", 2), ("on a CPU", 2)])
+def test_on_a_gpu_noisy_workloads_begin_with_as_many_processes_as_will_probably_decide(
+    known: str, processes: int
+) -> None:
+    noisy = entry([measurement(accepted=a, ratio=1.0) for a in (-0.03, 0.0, 0.03)] * 2)
+
+    class Few(Scripted):
+        _needed = Paired._needed
+
+        def entry(self, id: str) -> Entry | None:
+            return None if known == "nothing" else noisy
+
+        def margin(self, id: str) -> float:
+            return 0.05
+
+    mode = Few(noisy, [])
+    mode.on = "cpu" if known == "on a CPU" else "cuda"
+    mode.stored = {ID: "why"} if known == "stored" else {}
+    assert mode._needed([ID]) == {ID: processes}
+    mode.decide([ID])
+    assert len(mode.runs[ID]) == processes
 
 
 @pytest.mark.parametrize(("cores", "busy", "most"), [(2, 2, 1), (16, 2, 2), (64, 2, 8), (2, 0, 2), (2, 1, 1)])
@@ -295,7 +321,7 @@ def test_so_many_processes_are_requested_that_the_rule_decides(done: int, likely
     assert done + further in gate.LOOKS
 
 
-@pytest.mark.parametrize(("warm_up_s", "further"), [(0.0, 2), (1.5, 2), (2.1, 4), (3.1, 4), (99.0, 4)])
+@pytest.mark.parametrize(("warm_up_s", "further"), [(0.0, 2), (1.5, 2), (2.1, 4), (5.1, 6), (99.0, 6)])
 def test_what_prepares_for_long_is_requested_more_often_at_once(warm_up_s: float, further: int) -> None:
     """While one prepares, others could be timed, which takes a second."""
     mode, last = Scripted(with_reference_of(0.1), []), measurement(accepted=0.0)

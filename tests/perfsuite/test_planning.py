@@ -15,6 +15,7 @@ from perfsuite.baseline import Entry
 from perfsuite.planning import (
     blocks_of,
     enough_s,
+    first_processes,
     further,
     is_ample,
     is_doubtful,
@@ -144,6 +145,15 @@ def test_of_long_blocks_two_are_enough_where_the_noise_allows_it() -> None:
 
 
 # --- the reference --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("sd", "processes"), [(0.0, 2), (0.0196, 2), (0.0197, 3), (0.0225, 3), (0.0226, 4), (1.0, 4)])
+def test_as_many_processes_as_will_probably_decide(sd: float, processes: int) -> None:
+    """With the noise known 0.6%, 0.3% and 0.15% of error are 2.51, 2.75 and 2.97 standard errors. One more must lie
+    within log(1.05), which is so up to standard deviations of 0.01965, 0.02255 and 0.02459."""
+    made = entry([measurement(accepted=0.0)])  # one process: its noise is the prior's
+    prior = Noise(process=Variance(value=sd**2, dof=math.inf), session=Variance(value=1.0, dof=math.inf))
+    assert first_processes(made, 0.05, prior) == processes
 
 
 def test_a_slow_reference_is_one_whose_proof_takes_long() -> None:
