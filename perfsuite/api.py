@@ -9,13 +9,13 @@ from typing import Any
 import hypothesis
 import torch
 
-from perfsuite import diagnosis, equivalence, execution, guard, integrity, interpreter, measuring
+from perfsuite import contexts, diagnosis, effects, equivalence, execution, guard, integrity, interpreter, measuring
 from perfsuite import inputs as make
 from perfsuite.errors import PerfsuiteError
 from perfsuite.pair import Pair, as_side
 from perfsuite.records import Case, Evidence, Measurement
 
-INTEGRITY_DRAWS = 3
+FEW_DRAWS = 3
 
 
 def check(pair: Pair, *, examples: int = 25, device: str | None = None) -> tuple[Evidence, ...]:
@@ -39,9 +39,10 @@ def proofs(
         for with_gradients in (False, True) if gradients else (False,):
             kind = "gradients" if with_gradients else "equivalence"
             yield f"{kind}[{dtype}]", functools.partial(_equivalence, pair, dtype, examples, where, with_gradients)
-    for name, strategy in (("integrity", make.plain_cases), ("integrity, any draw", make.cases)):
-        whole = functools.partial(integrity.check, pair, device=where)
-        yield name, functools.partial(_hold, pair, pair.dtypes[0], INTEGRITY_DRAWS, whole, strategy)
+    for kind, check in (("integrity", integrity.check), ("contexts", contexts.check), ("effects", effects.check)):
+        for name, strategy in ((kind, make.plain_cases), (f"{kind}, any draw", make.cases)):
+            whole = functools.partial(check, pair, device=where)
+            yield name, functools.partial(_hold, pair, pair.dtypes[0], FEW_DRAWS, whole, strategy)
     if pair.truth is not None:
         yield (
             "truth",

@@ -74,6 +74,8 @@ TRUTH_EPS = 2.0**-42
 
 Given: TypeAlias = Callable[[int], dict[str, Any]]
 """The inputs of a step of a stateful pair, by its number."""
+Way: TypeAlias = Callable[[Callable[..., Any], Pair, dict[str, Any], int], Leaves]
+"""Another way of calling a side than `execution.run`: (what to call, pair, inputs, seed) → leaves."""
 
 
 class NotEquivalent(Exception):  # noqa: N818 - named as the verdict is
@@ -108,6 +110,8 @@ class Tally:
     """Whether the reference's roundings could be looked at, on a draw of enough different values."""
     fault: str = ""
     """What is wrong with the reference: of every draw from then on."""
+    compiles: bool = False
+    """Whether a draw made a side compile."""
 
     def evidence(self, pair: Pair, dtype: str, device: str) -> Evidence:
         """The tally as a record; NotEquivalent where the draws prove nothing."""
@@ -158,6 +162,8 @@ class Truth:
     plain: bool = True
     """Every input was contiguous: then the class of strides must be the reference's own."""
     declared_precision: bool = False
+    shared: frozenset[tuple[str, str]] = frozenset()
+    """Outputs of the reference's that have memory in common with another output or an input."""
 
 
 # --- one draw ------------------------------------------------------------------------------------------------
@@ -173,11 +179,12 @@ def establish(
     replicas: int = REPLICAS,
     eps: float | None = None,
     drawn: dict[str, Any] | None = None,
+    way: Way | None = None,
 ) -> Truth:
     """Truth, the reference and its error on this draw. Discard where the reference alone is not finite.
 
     `replicas` is the fewest; an output of few elements takes more. `eps` is the working dtype's unless given; `drawn`
-    are other inputs of the case's sizes than its seed gives.
+    are other inputs of the case's sizes than its seed gives. The sides are called in another `way` than usual.
     """
     working = pair.precision or case.dtype
     reference = as_side(pair.reference)
@@ -193,8 +200,11 @@ def establish(
         return values
 
     rounded = to_working(make.build(pair, case, device, home=home) if drawn is None else drawn)
-    truth = _run(truth_side, pair, make.upcast(rounded), case, gradients, _upcast(step_inputs))
-    own = _run(reference, pair, make.clone(rounded), case, gradients, _copied(step_inputs))
+    truth = _run(truth_side, pair, make.upcast(rounded), case, gradients, _upcast(step_inputs), way)
+    given = make.clone(rounded)
+    own = _run(reference, pair, given, case, gradients, _copied(step_inputs), way)
+    shared = frozenset() if pair.is_stateful else frozenset(execution.shared_memory(pair, own, given))
+    del given
     _check_reference(pair, own, truth)
     periods = {name: spec.period for name, spec in pair.inputs.items() if isinstance(spec, TensorSpec) and spec.period}
     spread = {
@@ -211,10 +221,10 @@ def establish(
         def near_step(step: int, i: int = i, beside: Callable[..., dict[str, Any]] = beside) -> dict[str, Any]:
             return beside(step_inputs(step), name=f"neighbour {i}, step {step}")
 
-        t = _run(truth_side, pair, make.upcast(near), case, gradients, _upcast(near_step))
+        t = _run(truth_side, pair, make.upcast(near), case, gradients, _upcast(near_step), way)
         # The neighbour's inputs are made by now: only the reference itself runs with its roundings redrawn.
         with execution.redrawn_roundings(case.seed + i, 0.5 if half else 1.0, least):
-            r = _run(reference, pair, near, case, gradients, _copied(near_step))
+            r = _run(reference, pair, near, case, gradients, _copied(near_step), way)
         for name, errors in spread.items():
             errors.add(r.get(name), t.get(name), scale)
     rounding = frozenset(name for name, errors in spread.items() if errors.ill_conditioned())
@@ -231,6 +241,7 @@ def establish(
         excused=excused,
         plain=plain,
         declared_precision=pair.precision is not None,
+        shared=shared,
     )
 
 
@@ -337,16 +348,21 @@ def produce(
     gradients: bool,
     home: Path | None = None,
     settled: Callable[[], None] = lambda: None,
+    shared: set[tuple[str, str]] | None = None,
+    way: Way | None = None,
 ) -> Leaves:
     """What the side makes of the case's inputs in the case's dtype.
 
-    `settled` is called as soon as the side has returned, while its inputs still live.
+    `settled` is called as soon as the side has returned, while its inputs still live. What has memory in common is
+    added to `shared`.
     """
     rounded = rounded_to_precision(pair, case)
     drawn = rounded(make.build(pair, case, device, home=home))
     values = make.clone(drawn)
-    leaves = _run(side, pair, values, case, gradients, lambda i: rounded(make.build_step(pair, case, device, i)))
+    leaves = _run(side, pair, values, case, gradients, lambda i: rounded(make.build_step(pair, case, device, i)), way)
     settled()
+    if shared is not None and not pair.is_stateful:
+        shared |= execution.shared_memory(pair, leaves, values)
     del values
     return leaves
 
@@ -407,8 +423,15 @@ def check_case(
             tally.answers_differ = tally.answers_differ or task.answers_differ
     if tally.fault:
         raise PairError(tally.fault)
-    produced = produce(pair, side or as_side(pair.optimized), case, device, gradients=gradients, home=home)
+    shared: set[tuple[str, str]] = set()
+    side = side or as_side(pair.optimized)
+    produced = produce(pair, side, case, device, gradients=gradients, home=home, shared=shared)
     judge(pair, truth, produced, name=side_name, tally=tally)
+    for output, other in sorted(shared - truth.shared):
+        raise NotEquivalent(
+            f"{pair.name}: the {side_name} side returns {output} in the memory of {other}; writing to one changes the "
+            f"other"
+        )
 
 
 def _task(pair: Pair, case: Case, device: str, home: Path | None) -> Task:
@@ -505,17 +528,21 @@ def _run(
     case: Case,
     gradients: bool,
     given: Given,
+    way: Way | None = None,
 ) -> Leaves:
     execution.poison(pair, values)
-    with execution.settings_kept() as changed, execution.quiet(side):
+    with execution.settings_kept(side) as changed, execution.quiet(side):
         if pair.is_stateful:
             states = execution.run_steps(execution.callable_of(side), pair, values, pair.steps, given)
             leaves = {name: leaf for state in states.values() for name, leaf in state.items()}
+        elif way is not None:
+            leaves = way(execution.callable_of(side), pair, values, case.seed)
         else:
             leaves = execution.run(execution.callable_of(side), pair, values, gradients=gradients, seed=case.seed)
     if changed:
         reference = side.call is as_side(pair.reference).call
-        text = f"{pair.name}: the {'reference' if reference else 'optimized'} side sets {changed[0]} for all that runs"
+        what = next(iter(changed.values()))
+        text = f"{pair.name}: the {'reference' if reference else 'optimized'} side {what} for all that runs"
         remedy = "after it; put it back, or set it for both sides"
         raise PairError(f"{text} {remedy}") if reference else NotEquivalent(f"{text} {remedy}")
     return leaves

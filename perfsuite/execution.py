@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import math
 import sys
 import warnings
@@ -16,6 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from perfsuite import inputs as make
+from perfsuite import process_state
 from perfsuite.errors import PairError
 from perfsuite.pair import Pair, Side
 from perfsuite.specs import ModuleSpec, TensorSpec
@@ -45,8 +45,26 @@ def forget_compiled() -> None:
     _compiled.clear()
     # To import it, or what its reset imports, takes seconds: only where something was compiled.
     dynamo = sys.modules.get("torch._dynamo")
-    if dynamo is not None and dynamo.utils.counters["frames"]:
+    if dynamo is not None and dynamo.utils.counters["stats"]["unique_graphs"]:
         dynamo.reset()
+
+
+RECOMPILATIONS = 64
+
+
+@contextmanager
+def recompiling() -> Iterator[None]:
+    """Let a side compile for each way of calling it: beyond torch's limit it would run uncompiled."""
+    dynamo: Any = sys.modules.get("torch._dynamo")
+    if dynamo is None:
+        yield
+        return
+    # Not config.patch, which holds for one thread.
+    limit, dynamo.config.recompile_limit = dynamo.config.recompile_limit, RECOMPILATIONS
+    try:
+        yield
+    finally:
+        dynamo.config.recompile_limit = limit
 
 
 def _compiled_factory(make_step: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
@@ -56,55 +74,30 @@ def _compiled_factory(make_step: Callable[..., Any], options: Mapping[str, Any])
     return build
 
 
-TINY, HALF = 2.0**-1022, 0.5
-"""Their product is subnormal."""
-_SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
-    "torch's float32 matmul precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    "torch's default dtype": (torch.get_default_dtype, torch.set_default_dtype),
-    "torch's grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
-    "torch's number of threads": (torch.get_num_threads, torch.set_num_threads),
-    "torch's deterministic algorithms": (
-        torch.are_deterministic_algorithms_enabled,
-        torch.use_deterministic_algorithms,
-    ),
-    "torch's anomaly detection": (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
-    "torch's flushing of subnormal numbers": (
-        lambda: TINY * HALF == 0.0,  # the processor's setting, which holds for Python's numbers too
-        torch.set_flush_denormal,
-    ),
-    "Python's garbage collection": (gc.isenabled, lambda on: gc.enable() if on else gc.disable()),
-    "torch.backends.cudnn.allow_tf32": (
-        lambda: torch.backends.cudnn.allow_tf32,
-        lambda value: setattr(torch.backends.cudnn, "allow_tf32", value),
-    ),
-    "torch.backends.cudnn.benchmark": (
-        lambda: torch.backends.cudnn.benchmark,
-        lambda value: setattr(torch.backends.cudnn, "benchmark", value),
-    ),
-}
-"""What changes what every side computes, or how fast: how to read it, and how to put it back."""
+WATCHED_CALLS = 3
+"""So many first calls of a side are watched for all that they might leave changed; what is costly is mostly set up
+then."""
+_calls: weakref.WeakKeyDictionary[Callable[..., Any], int] = weakref.WeakKeyDictionary()
 
 
 @contextmanager
-def settings_kept() -> Iterator[list[str]]:
-    """Collects the global settings that are changed inside, in words, and puts them back."""
-    changed: list[str] = []
-    before = {name: _read(read) for name, (read, _) in _SETTINGS.items()}
-    try:
+def settings_kept(side: Side | None = None) -> Iterator[dict[str, str]]:
+    """Collects what is left changed for all that runs afterwards, name → words, and puts it back.
+
+    Around one of the first calls of a `side`: all settings, modes, hooks and functions of torch's. Else those settings
+    that change most what others compute.
+    """
+    with process_state.kept(quick=side is None or _is_known(side)) as changed:
         yield changed
-    finally:
-        for name, (read, write) in _SETTINGS.items():
-            after = _read(read)
-            if after != before[name]:
-                write(before[name])
-                changed.append(f"{name} to {after} (before: {before[name]})")
 
 
-def _read(read: Callable[[], Any]) -> Any:
+def _is_known(side: Side) -> bool:
+    """Whether it was called often enough; notes that it is called now."""
     try:
-        return read()
-    except RuntimeError:  # torch refuses the old name of a setting once the new one was used
-        return None
+        made = _calls[side.call] = _calls.get(side.call, 0) + 1
+    except TypeError:  # an object without weak references
+        return True
+    return made > WATCHED_CALLS
 
 
 @contextmanager
@@ -229,6 +222,56 @@ def run(call: Callable[..., Any], pair: Pair, inputs: dict[str, Any], *, gradien
         for path, tensor in marked.items():
             leaves[f"gradient of {path}"] = tensor.grad
     return {name: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for name, leaf in leaves.items()}
+
+
+def shared_memory(pair: Pair, leaves: Leaves, inputs: Mapping[str, Any]) -> set[tuple[str, str]]:
+    """(output, other output or "its input NAME") that have an element in common; outputs declared changes left out."""
+    written = {*pair.mutates, *pair.writes}
+    outputs = [(n, t) for n, t in leaves.items() if n.startswith("output") and isinstance(t, torch.Tensor)]
+    given = [
+        (f"its input {name}", tensor)
+        for name, value in inputs.items()
+        if name not in written
+        for _, tensor in make.tensors_in(value, name)
+    ]
+    changed = [t for name in written if name in inputs for _, t in make.tensors_in(inputs[name], name)]
+    storages: dict[int, list[tuple[str, torch.Tensor]]] = {}
+    for name, tensor in (*outputs, *given):
+        if tensor.numel() and tensor.layout is torch.strided and not tensor.is_meta:
+            storages.setdefault(tensor.untyped_storage().data_ptr(), []).append((name, tensor))
+    for tensor in changed:
+        storages.pop(tensor.untyped_storage().data_ptr(), None)
+    return {
+        (name, other)
+        for held in storages.values()
+        for i, (name, tensor) in enumerate(held)
+        for other, beside in held[i + 1 :]
+        if name.startswith("output") and _overlap(tensor, beside)
+    }
+
+
+OVERLAP_ELEMENTS = 1 << 16
+"""Of larger tensors only the first and last addresses are compared."""
+
+
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if max(a.numel(), b.numel()) <= OVERLAP_ELEMENTS and a.element_size() == b.element_size():
+        return bool(torch.isin(_places(a), _places(b)).any())
+    (a_first, a_last), (b_first, b_last) = _ends(a), _ends(b)
+    return a_first <= b_last and b_first <= a_last
+
+
+def _places(tensor: torch.Tensor) -> torch.Tensor:
+    """The place of each element in its storage."""
+    places = torch.tensor(int(tensor.storage_offset()))
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        places = places.unsqueeze(-1) + stride * torch.arange(size)
+    return places.flatten()
+
+
+def _ends(tensor: torch.Tensor) -> tuple[int, int]:
+    extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + extent * tensor.element_size()
 
 
 @functools.cache

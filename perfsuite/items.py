@@ -1,4 +1,4 @@
-"""The pytest items of a pair: equivalence, gradients, integrity, kernels, truth (correctness) and speed (perf)."""
+"""The pytest items of a pair: equivalence, gradients, integrity, contexts, effects, kernels, truth and speed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,19 @@ import torch
 from hypothesis import HealthCheck
 from hypothesis.reporting import with_reporter
 
-from perfsuite import ahead, diagnosis, equivalence, execution, guard, integrity, interpreter, sanitizer
+from perfsuite import (
+    ahead,
+    contexts,
+    diagnosis,
+    effects,
+    equivalence,
+    execution,
+    guard,
+    integrity,
+    interpreter,
+    sanitizer,
+    scrutiny,
+)
 from perfsuite import inputs as make
 from perfsuite.equivalence import NotEquivalent, Tally
 from perfsuite.errors import PairError, PerfsuiteError
@@ -33,7 +45,9 @@ from perfsuite.records import Case, Evidence
 from perfsuite.speed import SpeedItem
 
 EXAMPLES = {"dev": 25, "ci": 50, "thorough": 500}
-INTEGRITY_EXAMPLES = {"dev": 3, "ci": 5, "thorough": 30}
+FEW_EXAMPLES = {"dev": 3, "ci": 5, "thorough": 30}
+FEW = ("integrity", "contexts", "effects")
+"""Items of which a draw takes many calls, and a handful of draws shows what there is."""
 SMALL_STEP_EXAMPLES = 8
 """Stateful pairs take 100 steps a draw: fewer draws."""
 
@@ -97,7 +111,8 @@ class PairCollector(pytest.Collector):
             for name, side in pair.variants.items():
                 for dtype in pair.dtypes:
                     yield self._proof(f"gradients[{dtype}-{name}]", dtype, name, as_side(side), gradients=True)
-        yield self._item("integrity", pair.dtypes[0], self._integrity, None)
+        for name, prove in (("integrity", self._integrity), ("contexts", self._contexts), ("effects", self._effects)):
+            yield self._item(name, pair.dtypes[0], prove, None)
         if pair.truth is not None:
             yield self._item("truth", "float64", self._truth, None)
         if ahead.kernels_of(pair):
@@ -130,6 +145,23 @@ class PairCollector(pytest.Collector):
 
     def _integrity(self, case: Case, tally: Tally) -> None:
         integrity.check(self.pair, case, device(), home=self.home)
+        tally.draws += 1
+
+    def _contexts(self, case: Case, tally: Tally) -> None:
+        thorough = device() == "cuda" or self.config.option.perfsuite_profile == "thorough"
+        check = functools.partial(contexts.check, thorough=thorough and not tally.draws)
+        self._once_if_compiled(check, case, tally)
+
+    def _effects(self, case: Case, tally: Tally) -> None:
+        self._once_if_compiled(effects.check, case, tally)
+
+    def _once_if_compiled(self, check: Callable[..., None], case: Case, tally: Tally) -> None:
+        """A side that compiles does so anew for each draw, which takes seconds: one shows as much as several."""
+        if tally.compiles:
+            return
+        before = scrutiny.compilations()
+        check(self.pair, case, device(), home=self.home)
+        tally.compiles = scrutiny.compilations() > before
         tally.draws += 1
 
     def _truth(self, case: Case, tally: Tally) -> None:
@@ -186,17 +218,17 @@ class ProofItem(pytest.Function):
         # One for all sides of the pair, which are so proven on the same draws.
         seed = _seed(parent, f"{self.kind} {dtype}", profile) if self.kind in ("equivalence", "gradients") else None
         # Many faults need some elements to show: draws of every kind would be mostly tiny.
-        self.first = self._test(profile, f"{node}, first", make.plain_cases) if self.kind == "integrity" else None
+        self.first = self._test(profile, f"{node}, first", make.plain_cases) if self.kind in FEW else None
         super().__init__(name=name, parent=parent, callobj=self._test(profile, node, make.cases, seed), **kwargs)
 
     def _test(self, profile: str, nodeid: str, strategy: Callable[..., Any], seed: int | None = None) -> Any:
-        examples = (INTEGRITY_EXAMPLES if self.kind == "integrity" else EXAMPLES)[profile]
-        if self.pair.is_stateful and self.kind != "integrity":
+        examples = (FEW_EXAMPLES if self.kind in FEW else EXAMPLES)[profile]
+        if self.pair.is_stateful and self.kind not in FEW:
             examples = max(SMALL_STEP_EXAMPLES, examples // 8)
         distinct = _Distinct(examples)
 
         @hypothesis.settings(
-            max_examples=examples if self.kind == "integrity" else MORE_DRAWS * examples,
+            max_examples=examples if self.kind in FEW else MORE_DRAWS * examples,
             derandomize=profile == "ci",  # takes no notice of earlier failures either
             deadline=None,
             print_blob=False,
@@ -207,7 +239,7 @@ class ProofItem(pytest.Function):
         @hypothesis.given(case=strategy(self.pair, self.dtype))
         def prove_draws(case: Case) -> None:
             __tracebackhide__ = True
-            if self.kind == "integrity":
+            if self.kind in FEW:
                 self._prove(case)
                 return
             with distinct.wanted(case) as wanted:

@@ -206,9 +206,13 @@ def least_seconds(limit: Limit, device: str) -> float:
 
 
 def compilations() -> int:
-    """How often torch.compile has compiled in this process."""
+    """How many graphs torch.compile has compiled in this process, and in how many frames it failed."""
     dynamo: Any = sys.modules.get("torch._dynamo")
-    return int(dynamo.utils.counters["frames"]["total"]) if dynamo is not None else 0
+    if dynamo is None:
+        return 0
+    frames, graphs = dynamo.utils.counters["frames"], dynamo.utils.counters["stats"]
+    # With fullgraph=True frames are not counted.
+    return int(graphs["unique_graphs"] + frames["total"] - frames["ok"])
 
 
 def persisting_l2_bytes() -> int | None:

@@ -51,7 +51,9 @@ def pairwise_cosine_vectorised(e: torch.Tensor) -> torch.Tensor:
     """`pairwise_cosine` as one matrix product, on any device and dtype."""
     length = torch.linalg.vector_norm(e, dim=-1, keepdim=True)
     unit = e / length.clamp(min=MIN_NORM)
-    distances = 1 - unit @ unit.t()
+    # The reference multiplies and adds element by element, which autocast leaves in float32.
+    with torch.autocast(e.device.type, enabled=False):
+        distances = 1 - unit @ unit.t()
     # A row with a direction is at distance 0 from itself, exactly: 1 - 1 is where a product's rounding shows most.
     directed = ((length > MIN_NORM) & (length < torch.inf)).squeeze(-1)
     distances.diagonal().masked_fill_(directed, 0)

@@ -17,7 +17,7 @@ from perfsuite import Pair, Workload, floats, tensor
 
 Call = Callable[..., Any]
 
-NUMBERS = range(1, 40)
+NUMBERS = range(1, 45)
 """The catalogue's numbers."""
 X = {"x": tensor("m", "n", values=floats(-4, 4))}
 SIZES = {"m": 23, "n": 37}
@@ -43,6 +43,8 @@ class Planted:
     says: tuple[str, ...] = ()
     timed: bool = False
     gpu: bool = False
+    stage: str = ""
+    """The proof that finds it, where the others would take long."""
 
     def __str__(self) -> str:
         return f"{self.number:02}-{self.name.replace(' ', '_')}"
@@ -52,11 +54,13 @@ FAULTS: list[Planted] = []
 HONEST: list[Planted] = []
 
 
-def fault(number: int, name: str, *says: str, timed: bool = False, gpu: bool = False) -> Callable[[Any], Any]:
+def fault(
+    number: int, name: str, *says: str, timed: bool = False, gpu: bool = False, stage: str = ""
+) -> Callable[[Any], Any]:
     """Registers a factory of pairs as a fault; its rejection must hold each of `says`."""
 
     def register(make: Callable[[Time], Pair]) -> Callable[[Time], Pair]:
-        FAULTS.append(Planted(number=number, name=name, make=make, says=says, timed=timed, gpu=gpu))
+        FAULTS.append(Planted(number=number, name=name, make=make, says=says, timed=timed, gpu=gpu, stage=stage))
         return make
 
     return register

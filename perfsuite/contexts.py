@@ -1,0 +1,435 @@
+"""Other ways of calling the optimized side: each must give what the reference gives when it is called so.
+
+A way that the reference does not support (it raises there) is left out. A side may refuse a second or a double backward
+pass by raising, as many kernels do; a wrong answer is a fault everywhere.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from perfsuite import equivalence, execution, process_state, scrutiny
+from perfsuite import inputs as make
+from perfsuite.equivalence import Discard, NotEquivalent, Truth, Way
+from perfsuite.execution import Leaves
+from perfsuite.integrity.probe import Probe
+from perfsuite.pair import Pair, Side, as_side
+from perfsuite.records import Case
+
+MOST_ALONE = 4
+"""Of many differentiable inputs so many are tried alone."""
+THREAD_CALLS = 3
+MANY_STEPS = 300
+"""Of a stateful pair: what is skipped or frozen late shows."""
+DELAY_CYCLES = 20_000_000
+"""About 10 ms of a GPU: its own stream is held up so long before the inputs are there."""
+
+
+def check(pair: Pair, case: Case, device: str, *, home: Path | None = None, thorough: bool = False) -> None:
+    """NotEquivalent, naming the way, where the optimized side is right when called plainly and wrong so.
+
+    With `thorough` also what costs much.
+    """
+    probe = Probe(pair=pair, side=as_side(pair.optimized), name="optimized", case=case, device=device, home=home)
+    before = scrutiny.compilations()
+    if not pair.is_stateful and not probe.answers_rightly():
+        return  # equivalence says how
+    ways = WAYS
+    if pair.is_stateful:
+        ways = COSTLY_STATEFUL if thorough else ()
+    elif scrutiny.compilations() > before and not thorough:
+        ways = COMPILED
+    with execution.recompiling():
+        for way in ways:
+            with process_state.kept(quick=True):
+                way(probe)
+
+
+# --- forward --------------------------------------------------------------------------------------------------------
+
+
+def inference_mode(probe: Probe) -> None:
+    """Under torch.inference_mode(), with inputs made before it and with inputs made inside it."""
+    for inside, words in ((False, "under torch.inference_mode()"), (True, "on inputs made under inference_mode()")):
+
+        def way(
+            call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int, inside: bool = inside
+        ) -> Leaves:
+            with torch.inference_mode():
+                given = make.clone(values) if inside else values
+                leaves = execution._with_changed(pair, given, call(*given.values()))
+                return {n: t.clone() if isinstance(t, torch.Tensor) else t for n, t in leaves.items()}
+
+        _hold(probe, way, words)
+
+
+def no_gradient_needed(probe: Probe) -> None:
+    """With grad mode on, where no input needs a gradient: the answer, and whether it needs one."""
+    _hold(probe, functools.partial(_marked, only=()), "with grad mode on where no input needs a gradient")
+
+
+def other_thread(probe: Probe) -> None:
+    """In a thread that has called nothing before."""
+
+    def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
+        return _in_threads([functools.partial(_plain, call, pair, values)])[0]
+
+    _hold(probe, way, "in another thread")
+
+
+def two_threads(probe: Probe) -> None:
+    """In two threads at the same time, each with inputs of its own."""
+    cases = (probe.case, probe.other_case())
+    try:
+        for case in cases:
+            probe.truth(case)
+    except Discard:
+        return
+    if probe.side.compile is not None or as_side(probe.pair.reference).compile is not None:
+        return  # torch.compile compiles in one thread at a time
+    for side in (as_side(probe.pair.reference), probe.side):
+        call = execution.callable_of(side)
+        jobs = [[probe.drawn(case) for _ in range(THREAD_CALLS)] for case in cases]
+        together = threading.Barrier(2, timeout=60)
+
+        def work(drawn: list[dict[str, Any]], call: Any = call, barrier: threading.Barrier = together) -> Leaves:
+            leaves: Leaves = {}
+            for number, values in enumerate(drawn):
+                barrier.wait()
+                leaves |= {f"{number} {n}": leaf for n, leaf in _plain(call, probe.pair, values).items()}
+            return leaves
+
+        for drawn in jobs:
+            for values in drawn:
+                execution.poison(probe.pair, values)
+        try:
+            with execution.quiet(side):
+                both = _in_threads([functools.partial(work, drawn) for drawn in jobs])
+        except Exception as error:
+            if side is not probe.side:
+                return
+            raise probe.fault(f"raises {_told(error)} when two threads call it at the same time") from None
+        if side is not probe.side:
+            continue
+        for case, produced in zip(cases, both, strict=True):
+            for number in range(THREAD_CALLS):
+                one = {n.partition(" ")[2]: t for n, t in produced.items() if n.startswith(f"{number} ")}
+                _judge(probe, probe.truth(case), one, "when two threads call it at the same time", case)
+
+
+def autocast(probe: Probe) -> None:
+    """Under torch.autocast to half precision: the reference's dtype, to the precision that it has there."""
+    dtype = torch.bfloat16
+    device = torch.device(probe.device).type
+
+    def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
+        with torch.autocast(device, dtype=dtype):
+            return _plain(call, pair, values)
+
+    reference = as_side(probe.pair.reference)
+    try:
+        plain = _produced(probe, reference, _plain_way)
+        under = _produced(probe, reference, way)
+    except Exception:
+        return
+    lower = any(not _same(plain.get(name), leaf) for name, leaf in under.items())
+    _hold(probe, way, f"under torch.autocast({device!r}, torch.bfloat16)", eps=_eps(dtype) if lower else None)
+
+
+# --- backward -------------------------------------------------------------------------------------------------------
+
+
+def one_gradient_needed(probe: Probe) -> None:
+    """Where only one of several inputs needs a gradient."""
+    paths = _differentiable(probe)
+    if len(paths) < 2:
+        return
+    try:
+        truth = _truth(probe, gradients=True)
+    except Discard:
+        return
+    step = -(-len(paths) // MOST_ALONE)
+    for path in paths[probe.case.seed % step :: step]:
+        _hold(
+            probe,
+            functools.partial(_marked, only=(path,), differentiate=True),
+            f"where only {path} needs a gradient",
+            truth=_without(truth, {f"gradient of {p}" for p in paths if p != path}),
+        )
+
+
+def second_backward(probe: Probe) -> None:
+    """A second backward pass through the same graph, which was retained."""
+    if not _differentiable(probe):
+        return
+
+    def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
+        leaves, outputs, marked, weights = _graph(call, pair, values, seed)
+        given = list(marked.values())
+        torch.autograd.grad(outputs, given, weights, retain_graph=True, allow_unused=True)
+        again = torch.autograd.grad(outputs, given, [w.clone() for w in weights], allow_unused=True)
+        return _detached(leaves) | {f"gradient of {p}": g for p, g in zip(marked, again, strict=True)}
+
+    try:
+        truth = _truth(probe, gradients=True)
+    except Discard:
+        return
+    _hold(probe, way, "in a second backward pass with retain_graph=True", truth=truth, refusable=True)
+
+
+def double_backward(probe: Probe) -> None:
+    """The gradients of its gradients."""
+    if not _differentiable(probe):
+        return
+
+    def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
+        _, outputs, marked, weights = _graph(call, pair, values, seed)
+        given = list(marked.values())
+        first = torch.autograd.grad(outputs, given, weights, create_graph=True, allow_unused=True)
+        if not all(g is None or g.requires_grad for g in first):
+            raise RuntimeError("a gradient without a graph: it cannot be differentiated, and says so")
+        named = {f"gradient of {p}": g for p, g in zip(marked, first, strict=True) if g is not None}
+        again, directions = execution.incoming(named, seed)
+        if not again:
+            second: Any = [None] * len(given)
+        else:
+            second = torch.autograd.grad(again, given, directions, allow_unused=True)
+        # What is constant has no graph: its derivative is 0.
+        return {
+            f"second derivative of {p}": torch.zeros_like(x) if g is None else g
+            for (p, x), g in zip(marked.items(), second, strict=True)
+        }
+
+    _hold(probe, way, "when its gradients are differentiated once more", refusable=True)
+
+
+# --- on a GPU -------------------------------------------------------------------------------------------------------
+
+
+def other_stream(probe: Probe) -> None:
+    """On a stream that is not the default one, where the inputs are there only later."""
+    if torch.device(probe.device).type != "cuda":
+        return
+
+    def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
+        late = make.map_tensors(values, torch.empty_like)
+        execution.poison(pair, values)
+        torch.cuda.synchronize()
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream), torch.no_grad():
+            torch.cuda._sleep(DELAY_CYCLES)
+            make.copy_values(late, values)
+            leaves = execution._with_changed(pair, late, call(*late.values()))
+            leaves = {n: t.clone() if isinstance(t, torch.Tensor) else t for n, t in leaves.items()}
+        stream.synchronize()
+        return leaves
+
+    _hold(probe, way, "on a stream that is not the default one")
+
+
+# --- stateful pairs -------------------------------------------------------------------------------------------------
+
+
+def many_steps(probe: Probe) -> None:
+    """After many more steps than are usually compared."""
+    pair = replace(probe.pair, steps=(MANY_STEPS,))
+    try:
+        truth = equivalence.establish(pair, probe.case, probe.device, gradients=False, home=probe.home, replicas=1)
+    except Discard:
+        return
+    produced = equivalence.produce(pair, probe.side, probe.case, probe.device, gradients=False, home=probe.home)
+    equivalence.judge(pair, truth, produced, name=probe.name)
+
+
+WAYS: tuple[Callable[[Probe], None], ...] = (
+    inference_mode,
+    no_gradient_needed,
+    other_thread,
+    two_threads,
+    autocast,
+    one_gradient_needed,
+    second_backward,
+    double_backward,
+    other_stream,
+)
+COMPILED = (no_gradient_needed, one_gradient_needed)
+"""Of a side that compiles, which takes seconds for each way; all of them on a GPU, and with the profile "thorough"."""
+COSTLY_STATEFUL: tuple[Callable[[Probe], None], ...] = (many_steps,)
+
+
+# --- what they share ------------------------------------------------------------------------------------------------
+
+
+def _hold(
+    probe: Probe,
+    way: Way,
+    words: str,
+    *,
+    truth: Truth | None = None,
+    eps: float | None = None,
+    refusable: bool = False,
+) -> None:
+    """Call the side in this way and hold it against the truth: of a plain call where none is given, unless `eps` says
+    that precision is lower in this way."""
+    reference = as_side(probe.pair.reference)
+    try:
+        expected = _produced(probe, reference, way)
+        if truth is None and (eps is not None or not _is_plain(probe, expected)):
+            truth = equivalence.establish(
+                probe.pair, probe.case, probe.device, gradients=False, home=probe.home, eps=eps, way=way
+            )
+    except Discard:
+        return
+    except Exception:  # the reference does not support it
+        return
+    try:
+        produced = _produced(probe, probe.side, way)
+    except NotEquivalent:
+        raise
+    except Exception as error:
+        if refusable:
+            return
+        raise probe.fault(f"raises {_told(error)} {words}, where the reference does not") from None
+    if truth is None:
+        _judge(probe, probe.truth(), produced, words)
+    else:
+        _judge_by(probe, truth, produced, words)
+
+
+def _judge(probe: Probe, truth: Truth, produced: Leaves, words: str, case: Case | None = None) -> None:
+    try:
+        equivalence.judge(probe.pair, truth, produced, name=probe.name, strict_strides=False)
+    except NotEquivalent:
+        full = probe.truth(case, equivalence.REPLICAS)
+        _judge_by(probe, full, produced, words)
+
+
+def _judge_by(probe: Probe, truth: Truth, produced: Leaves, words: str) -> None:
+    try:
+        equivalence.judge(probe.pair, truth, produced, name=probe.name, strict_strides=False)
+    except NotEquivalent as error:
+        raise probe.fault(f"is wrong {words}: {error}") from None
+
+
+def _is_plain(probe: Probe, expected: Leaves) -> bool:
+    """Whether these are the names that a plain call gives."""
+    return sorted(expected) == sorted(probe.truth().reference)
+
+
+def _produced(probe: Probe, side: Side, way: Way) -> Leaves:
+    return equivalence.produce(probe.pair, side, probe.case, probe.device, gradients=False, home=probe.home, way=way)
+
+
+def _plain(call: Callable[..., Any], pair: Pair, values: dict[str, Any]) -> Leaves:
+    with torch.no_grad():
+        return _detached(execution._with_changed(pair, values, call(*values.values())))
+
+
+def _plain_way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
+    return _plain(call, pair, values)
+
+
+def _marked(
+    call: Callable[..., Any],
+    pair: Pair,
+    values: dict[str, Any],
+    seed: int,
+    *,
+    only: Collection[str],
+    differentiate: bool = False,
+) -> Leaves:
+    """Called with grad mode on, where these inputs alone need a gradient."""
+    marked = execution.require_gradients(pair, values)
+    for path, tensor in marked.items():
+        tensor.requires_grad_(path in only)
+    with torch.enable_grad():
+        leaves = execution._with_changed(pair, values, call(*values.values()))
+    if not differentiate:
+        needing = {n: isinstance(t, torch.Tensor) and t.requires_grad for n, t in leaves.items()}
+        return _detached(leaves) | {f"{n} needs a gradient": True for n, needs in needing.items() if needs}
+    outputs, weights = execution.incoming(leaves, seed)
+    given = [marked[path] for path in only]
+    found = torch.autograd.grad(outputs, given, weights, allow_unused=True) if outputs else [None] * len(given)
+    return _detached(leaves) | {f"gradient of {path}": g for path, g in zip(only, found, strict=True)}
+
+
+def _graph(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Any:
+    """(leaves, outputs that need a gradient, marked inputs, incoming gradients)."""
+    marked = execution.require_gradients(pair, values)
+    with torch.enable_grad():
+        leaves = execution._with_changed(pair, values, call(*values.values()))
+    outputs, weights = execution.incoming(leaves, seed)
+    return leaves, outputs, marked, weights
+
+
+def _differentiable(probe: Probe) -> list[str]:
+    """The paths of the inputs whose gradients are compared."""
+    if not probe.pair.gradients or probe.pair.is_stateful:
+        return []
+    return list(execution.require_gradients(probe.pair, probe.drawn()))
+
+
+def _truth(probe: Probe, *, gradients: bool) -> Truth:
+    return equivalence.establish(probe.pair, probe.case, probe.device, gradients=gradients, home=probe.home)
+
+
+def _without(truth: Truth, names: set[str]) -> Truth:
+    def kept(leaves: Any) -> Any:
+        return {name: leaf for name, leaf in leaves.items() if name not in names}
+
+    return replace(
+        truth,
+        leaves=kept(truth.leaves),
+        reference=kept(truth.reference),
+        errors=kept(truth.errors),
+        rounding=truth.rounding - names,
+    )
+
+
+def _detached(leaves: Leaves) -> Leaves:
+    return {n: t.detach() if isinstance(t, torch.Tensor) else t for n, t in leaves.items()}
+
+
+def _in_threads(jobs: list[Callable[[], Leaves]]) -> list[Leaves]:
+    """Each job's result, in threads of their own; raises what the first failing one raised."""
+    found: list[Leaves | BaseException] = [RuntimeError("the thread did not end")] * len(jobs)
+
+    def work(number: int) -> None:
+        try:
+            found[number] = jobs[number]()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+        except BaseException as error:
+            found[number] = error
+
+    threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(len(jobs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for result in found:
+        if isinstance(result, BaseException):
+            raise result
+    return [result for result in found if isinstance(result, dict)]
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return a.dtype == b.dtype and a.shape == b.shape and equivalence.identical(a, b)
+    return a is b or a == b
+
+
+def _eps(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps
+
+
+def _told(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__} ({lines[0]})" if lines else type(error).__name__

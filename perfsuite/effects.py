@@ -1,0 +1,269 @@
+"""What a call leaves behind, held against what a call of the reference leaves.
+
+Each kind of effect is a function (probe of a side) → {name: words}. What the optimized side leaves and the reference
+does not is a fault. What the first call of all leaves is found around the first calls of the proofs
+(`execution.settings_kept`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from perfsuite import execution, process_state
+from perfsuite import inputs as make
+from perfsuite.equivalence import NotEquivalent
+from perfsuite.integrity.probe import Probe, bytes_of, same_leaf
+from perfsuite.pair import Pair, as_side
+from perfsuite.records import Case
+
+Effects: TypeAlias = dict[str, str]
+"""Name → what is said of it, after "the optimized side"."""
+
+HELD_CALLS = 4
+"""Memory that each of the last two of so many calls adds to is not a cache that fills once."""
+BUSY_S, BUSY_SHARE = 0.04, 0.5
+"""How long other threads are watched, and the share of it that a busy one computes."""
+IDLE_S = 0.02
+"""After a call a pool's threads may wait for more work for as long as this, without sleeping."""
+TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+
+
+def check(pair: Pair, case: Case, device: str, *, home: Path | None = None, imported: Mapping[str, str] = {}) -> None:
+    """NotEquivalent where the optimized side leaves behind what the reference does not.
+
+    `imported` is what the import of the pair's module left changed.
+    """
+    for words in imported.values():
+        raise NotEquivalent(f"{pair.name}: the import of its module {words} for all that runs after it; put it back")
+
+    def probe(name: str) -> Probe:
+        side = as_side(pair.reference if name == "reference" else pair.optimized)
+        return Probe(pair=pair, side=side, name=name, case=case, device=device, home=home)
+
+    with execution.recompiling():
+        for kind in KINDS:
+            with process_state.kept(quick=True):
+                found = kind(probe("optimized"))
+            if not found:
+                continue
+            try:
+                allowed = kind(probe("reference"))
+            except Exception:  # it does not support what this kind does
+                continue
+            if kind is threads:  # those that the optimized side left run on; the reference may leave others
+                allowed = found if allowed.keys() - found.keys() else {}
+            for name, words in found.items():
+                if name not in allowed:
+                    raise probe("optimized").fault(f"{words}, which the reference does not")
+
+
+# --- what changes for all that runs afterwards ----------------------------------------------------------------------
+
+
+def settings(probe: Probe) -> Effects:
+    """Settings, modes, hooks and functions of torch's."""
+    with process_state.kept() as changed:
+        _call_and_differentiate(probe)
+    return {name: f"{words} for all that runs after it" for name, words in changed.items()}
+
+
+def generators(probe: Probe) -> Effects:
+    """Random states that no argument names."""
+    before = process_state.generators()
+    _call_and_differentiate(probe)
+    after = process_state.generators()
+    return {name: f"advances or sets {name}" for name in after if after[name] != before.get(name, after[name])}
+
+
+def bindings(probe: Probe) -> Effects:
+    """What the reference refers to by name: a helper, a constant, a class."""
+    reference = as_side(probe.pair.reference).call
+    before = process_state.bindings(reference)
+    _call_and_differentiate(probe)
+    after = process_state.bindings(reference)
+    return {
+        name: f"replaces {name}, which the reference uses"
+        for name, value in before.items()
+        if after.get(name) is not value
+    }
+
+
+def threads(probe: Probe) -> Effects:
+    """Threads that go on computing."""
+    _call_and_differentiate(probe)
+    time.sleep(IDLE_S)
+    first = _ticks()
+    if len(first) == 1:
+        return {}
+    time.sleep(BUSY_S)
+    last = _ticks()
+    names = {thread.native_id: thread.name for thread in threading.enumerate()}
+    return {
+        f"thread {number}": f"leaves a thread computing ({names.get(number, 'not one of Python')})"
+        for number, ticks in first.items()
+        if (last.get(number, 0) - ticks) * TICK_S >= BUSY_SHARE * BUSY_S and number != threading.get_native_id()
+    }
+
+
+def _ticks() -> dict[int, int]:
+    """Processor time of each thread of this process, in ticks, by its number."""
+    found = {}
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            fields = (task / "stat").read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended
+            continue
+        found[int(task.name)] = int(fields[11]) + int(fields[12])
+    return found
+
+
+def _call_and_differentiate(probe: Probe) -> None:
+    probe.call(probe.drawn())
+    if _is_differentiated(probe):
+        values = probe.drawn()
+        with execution.quiet(probe.side):
+            execution.run(execution.callable_of(probe.side), probe.pair, values, gradients=True, seed=probe.case.seed)
+
+
+def _is_differentiated(probe: Probe) -> bool:
+    pair = probe.pair
+    return pair.gradients and not pair.is_stateful and bool(execution.differentiable(pair))
+
+
+# --- what was lent to the call --------------------------------------------------------------------------------------
+
+
+def lent_to_backward(probe: Probe) -> Effects:
+    """Incoming gradients and inputs after the backward pass, and the `.grad` of the inputs."""
+    if not _is_differentiated(probe):
+        return {}
+    values = probe.drawn()
+    declared = {*probe.pair.mutates, *probe.pair.writes}
+    execution.poison(probe.pair, values)
+    leaves = execution.require_gradients(probe.pair, values)
+    kept = {}
+    for path, leaf in leaves.items():
+        leaf.grad = kept[path] = torch.ones_like(leaf)
+    inputs = {
+        path: (tensor, bytes_of(tensor.untyped_storage()).clone())
+        for name, value in values.items()
+        if name not in declared
+        for path, tensor in make.tensors_in(value, name)
+    }
+    with execution.quiet(probe.side), torch.enable_grad():
+        returned = execution.callable_of(probe.side)(*values.values())
+        outputs, weights = execution.incoming(dict(execution.flatten(returned)), probe.case.seed)
+        before = [weight.clone() for weight in weights]
+        if outputs and leaves:
+            torch.autograd.grad(outputs, list(leaves.values()), weights, allow_unused=True)
+    found = {}
+    for number, (weight, was) in enumerate(zip(weights, before, strict=True)):
+        if not same_leaf(weight, was):
+            found[f"incoming {number}"] = (
+                "writes into the gradient that comes in to its backward pass: whoever uses it afterwards computes with "
+                "other values"
+            )
+    for path, (tensor, was) in inputs.items():
+        if not torch.equal(bytes_of(tensor.untyped_storage()), was):
+            found[f"input {path}"] = f"changes its input {path} in its backward pass"
+    for path, leaf in leaves.items():
+        if leaf.grad is not kept[path] or not bool((leaf.grad == 1).all()):
+            found[f"grad {path}"] = f"changes the .grad of {path}, also where it is only asked for gradients"
+    return found
+
+
+def shared_memory(probe: Probe) -> Effects:
+    """Outputs in each other's memory or in an input's, also where all values are equal."""
+    if probe.pair.is_stateful:
+        return {}
+    found = {}
+    for change in (lambda t: t, _constant):
+        values = make.map_tensors(probe.drawn(), change)
+        try:
+            leaves = probe.call(values)
+        except Exception:  # inputs of a form that the side does not take: not to be changed so
+            continue
+        for output, other in execution.shared_memory(probe.pair, leaves, values):
+            found[f"{output} {other}"] = f"returns {output} in the memory of {other}; writing to one changes the other"
+    return found
+
+
+def _constant(tensor: torch.Tensor) -> torch.Tensor:
+    """All elements take the value of the first: the bounds of the values still hold."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return tensor
+    return torch.full_like(tensor, float(tensor.detach()[(0,) * tensor.dim()]))
+
+
+# --- memory ---------------------------------------------------------------------------------------------------------
+
+
+class _Allocations(execution.PlainMode):
+    """Notes the storage of everything that is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: list[StorageWeakRef] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for _, tensor in make.tensors_in(list(result) if isinstance(result, (tuple, list)) else [result]):
+            with contextlib.suppress(RuntimeError, NotImplementedError):  # what is traced meanwhile holds no memory
+                self.noted.append(StorageWeakRef.from_weakref(tensor.untyped_storage()._weak_ref()))
+        return result
+
+    def alive(self, *, collected: bool) -> int:
+        if collected:
+            gc.collect()
+        self.noted = [ref for ref in self.noted if not ref.expired()]
+        return len({ref.cdata for ref in self.noted})
+
+
+def held_memory(probe: Probe) -> Effects:
+    """Tensors that each call keeps for good."""
+    if probe.pair.is_stateful or probe.side.compile is not None:
+        return {}
+    # To collect cycles takes long: only what seems to grow is looked at so.
+    counts = _alive(probe, collected=False)
+    if _grows(counts):
+        counts = _alive(probe, collected=True)
+    if not _grows(counts):
+        return {}
+    return {"held": f"keeps memory of every call: after {HELD_CALLS} calls {counts[-1]} of its tensors live on"}
+
+
+def _alive(probe: Probe, *, collected: bool) -> list[int]:
+    """How many of the tensors that were made meanwhile live on after each call."""
+    counts, mode = [], _Allocations()
+    for number in range(HELD_CALLS):
+        values = probe.drawn(probe.other_case(number))
+        with mode:
+            probe.call(values)
+        del values
+        counts.append(mode.alive(collected=collected))
+    return counts
+
+
+def _grows(counts: list[int]) -> bool:
+    return counts[-1] > counts[-2] > counts[-3]
+
+
+KINDS: tuple[Callable[[Probe], Effects], ...] = (
+    settings,
+    generators,
+    bindings,
+    lent_to_backward,
+    shared_memory,
+    held_memory,
+    threads,
+)

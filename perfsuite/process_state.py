@@ -1,0 +1,452 @@
+"""What of the process a call can leave changed for whoever runs after it: settings, modes, hooks, patched functions.
+
+Nothing here is a list of known cases. Settings are all that torch can be asked for without an argument, patches are
+all that torch lets a subclass override, and hooks are all that lie in torch's module of global hooks.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import functools
+import gc
+import inspect
+import os
+import random
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+from torch.nn.modules import module as module_hooks
+
+from perfsuite import guard
+
+State = Mapping[str, Any]
+"""Name, in words → value: compared with ==, or, of objects, by identity."""
+
+ASKED = ((torch, ("get_", "is_", "are_")), (torch._C, ("_get_", "_is_", "_are_", "_len_")))
+SKIPPED = (
+    "get_file_path",
+    "get_num_interop_threads",
+    "get_rng_state",
+    "is_vulkan_available",
+    "_get_caught_jit_exception_class_name",
+    "_get_caught_jit_exception_original_msg",
+    "_get_DTensor_sharding_propagator_cache_stats",
+    "_get_thread_name",
+)
+"""Not settings: paths, names, counts and messages; or what is initialised when it is asked for."""
+FLAGS = (
+    "allow_tf32",
+    "fp32_precision",
+    "allow_fp16_reduced_precision_reduction",
+    "allow_bf16_reduced_precision_reduction",
+    "allow_fp16_accumulation",
+)
+"""Attributes of torch.backends that answer only when asked by name."""
+AUTOCAST = ("cpu", "cuda")
+PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
+TINY, HALF = 2.0**-1022, 0.5
+"""Their product is subnormal."""
+
+_WRITERS: dict[str, Callable[[Any], Any]] = {
+    "torch's grad mode": torch.set_grad_enabled,
+    # A device that is set is a function mode, also where it is the processor.
+    "torch's default device": lambda device: torch.set_default_device(None if device.type == "cpu" else device),
+    "torch's anomaly detection": torch.autograd.set_detect_anomaly,
+    "torch's deterministic algorithms": torch.use_deterministic_algorithms,
+    "torch's flushing of subnormal numbers": torch.set_flush_denormal,
+    "Python's garbage collection": lambda on: gc.enable() if on else gc.disable(),
+    "Python's trace function": sys.settrace,
+    "Python's profile function": sys.setprofile,
+    "the trace function of new threads": threading.settrace,
+    "the profile function of new threads": threading.setprofile,
+    "Python's switch interval": sys.setswitchinterval,
+    "Python's recursion limit": sys.setrecursionlimit,
+    "the working directory": os.chdir,
+    "torch's number of function modes": lambda count: _pop(
+        torch._C._len_torch_function_stack, torch._C._pop_torch_function_stack, count
+    ),
+    "torch's number of dispatch modes": lambda count: _pop(
+        torch._C._len_torch_dispatch_stack, torch._C._pop_torch_dispatch_stack, count
+    ),
+}
+_NAMES = {
+    "is_grad_enabled": "grad mode",
+    "is_anomaly_enabled": "anomaly detection",
+    "are_deterministic_algorithms_enabled": "deterministic algorithms",
+    "_len_torch_dispatch_stack": "number of dispatch modes",
+    "_len_torch_function_stack": "number of function modes",
+}
+_SETTERS = {
+    "_get_flash_sdp_enabled": "_set_sdp_use_flash",
+    "_get_mem_efficient_sdp_enabled": "_set_sdp_use_mem_efficient",
+    "_get_math_sdp_enabled": "_set_sdp_use_math",
+    "_get_cudnn_sdp_enabled": "_set_sdp_use_cudnn",
+    "_get_overrideable_sdp_enabled": "_set_sdp_use_overrideable",
+}
+"""Where torch's setter is not called as its getter is."""
+
+
+# --- settings, modes and hooks --------------------------------------------------------------------------------------
+
+
+def settings(names: Collection[str] | None = None) -> dict[str, Any]:
+    """The settings, modes and hooks that hold for every call in this thread: these, or all, which takes 0.3 ms."""
+    found: dict[str, Any] = {}
+    readers = _readers()
+    for name in readers if names is None else names:
+        try:
+            found[name] = readers[name]()
+        except (RuntimeError, AttributeError):  # torch refuses the old name of a setting once the new one was used
+            found[name] = None
+    return found
+
+
+@functools.cache
+def _readers() -> Mapping[str, Callable[[], Any]]:
+    readers: dict[str, Callable[[], Any]] = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # what is deprecated is left out
+        for owner, prefixes in ASKED:
+            for name in dir(owner):
+                if name.startswith(prefixes) and name not in SKIPPED and _answers(getattr(owner, name)):
+                    readers.setdefault(_words(name), getattr(owner, name))
+    for device in AUTOCAST:
+        readers[f"autocast on {device}"] = functools.partial(torch.is_autocast_enabled, device)
+        readers[f"autocast's dtype on {device}"] = functools.partial(torch.get_autocast_dtype, device)
+    for path, owner in _backends():
+        for name in FLAGS:
+            if name != "fp32_precision":
+                readers[f"{path}.{name}"] = functools.partial(getattr, owner, name, None)
+            elif not hasattr(owner, "allow_tf32"):
+                readers[f"{path}.{name}"] = functools.partial(_chosen_precision, owner)
+    hooks = {n: d for n, d in vars(module_hooks).items() if n.startswith("_global_") and isinstance(d, dict)}
+    for name, held in hooks.items():
+        readers[f"hooks of all modules ({name})"] = functools.partial(_copied, held)
+    readers |= {
+        "torch's flushing of subnormal numbers": lambda: TINY * HALF == 0.0,  # the processor's: it holds for Python too
+        "hooks on saved tensors": getattr(torch._C._autograd, "_saved_tensors_hooks_is_enabled", lambda: None),
+        "Python's garbage collection": gc.isenabled,
+        "Python's trace function": sys.gettrace,
+        "Python's profile function": sys.getprofile,
+        "the trace function of new threads": threading.gettrace,
+        "the profile function of new threads": threading.getprofile,
+        "Python's switch interval": sys.getswitchinterval,
+        "Python's recursion limit": sys.getrecursionlimit,
+        "the working directory": os.getcwd,
+        "the processor's cores of this process": lambda: tuple(sorted(os.sched_getaffinity(0))),
+        "the handler of SIGALRM": lambda: signal.getsignal(signal.SIGALRM),
+    }
+    return readers
+
+
+def _answers(call: Any) -> bool:
+    """Whether it gives a plain value when called without an argument."""
+    if not callable(call) or isinstance(call, type):
+        return False
+    try:
+        return _is_plain(call())
+    except Exception:
+        return False
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return all(map(_is_plain, value))
+    return isinstance(value, PLAIN) or type(value).__module__.startswith("torch._C")
+
+
+def _words(name: str) -> str:
+    if name in _NAMES:
+        return f"torch's {_NAMES[name]}"
+    plain = name.removeprefix("_")
+    for prefix in ("get_", "is_", "are_"):
+        plain = plain.removeprefix(prefix)
+    return f"torch's {plain.replace('_', ' ')}"
+
+
+def _backends() -> Iterator[tuple[str, Any]]:
+    backends: Any = torch.backends
+    yield "torch.backends", backends
+    for path in ("cuda.matmul", "cudnn", "cudnn.conv", "cudnn.rnn", "mkldnn", "mkldnn.matmul", "mkldnn.conv"):
+        owner = functools.reduce(lambda at, name: getattr(at, name, None), path.split("."), backends)
+        if owner is not None:
+            yield f"torch.backends.{path}", owner
+
+
+def _chosen_precision(owner: Any) -> Any:
+    """Once a precision was set by its old name, the new one no longer says that nothing was chosen."""
+    chosen = getattr(owner, "fp32_precision", None)
+    return "ieee" if chosen == "none" else chosen
+
+
+def _copied(held: dict[Any, Any]) -> tuple[tuple[Any, Any], ...]:
+    return tuple(held.items())
+
+
+def differences(before: State, after: State) -> dict[str, str]:
+    """What has changed: its name → what is said of it."""
+    return {
+        name: f"sets {name} to {_shown(after[name])} (before: {_shown(value)})"
+        for name, value in before.items()
+        if name in after and not _same(value, after[name])
+    }
+
+
+def _same(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return type(a) is type(b) and _is_plain(a) and bool(a == b)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, tuple) and value and isinstance(value[0], tuple):
+        return f"{len(value)} hooks" if len(value) > 1 else f"{getattr(value[0][1], '__qualname__', value[0][1])}"
+    if isinstance(value, (FunctionType, type)):
+        return value.__qualname__
+    return "none" if value == () else str(value)
+
+
+def restore(before: State, names: Collection[str]) -> None:
+    """Put these settings back as far as torch lets them be set."""
+    for name in names:
+        write = _writer(name)
+        if write is not None:
+            with contextlib.suppress(RuntimeError, TypeError):
+                write(before[name])
+
+
+def _writer(name: str) -> Callable[[Any], Any] | None:
+    if name in _WRITERS:
+        return _WRITERS[name]
+    if name.startswith("torch.backends"):
+        path, _, flag = name.rpartition(".")
+        owner = dict(_backends()).get(path)
+        return functools.partial(setattr, owner, flag) if owner is not None else None
+    if name.startswith("hooks of all modules"):
+        held = vars(module_hooks)[name.partition("(")[2].rstrip(")")]
+        return functools.partial(_refill, held)
+    read = _readers().get(name)
+    getter = getattr(read, "__name__", "")
+    setter = _SETTERS.get(getter, getter.replace("get_", "set_", 1).replace("is_", "set_", 1))
+    for owner in (torch, torch._C):
+        if setter != getter and callable(getattr(owner, setter, None)):
+            found: Callable[[Any], Any] = getattr(owner, setter)
+            return found
+    return None
+
+
+def _pop(length: Callable[[], int], pop: Callable[[], Any], count: int) -> None:
+    while length() > count:
+        pop()
+
+
+def _refill(held: dict[Any, Any], items: tuple[tuple[Any, Any], ...]) -> None:
+    held.clear()
+    held.update(items)
+
+
+# --- patches --------------------------------------------------------------------------------------------------------
+
+
+def functions() -> dict[str, Any]:
+    """Each function and method of torch's that a side or a reference could call, as it is bound now; about 1 ms."""
+    return {name: vars(owner).get(attribute) for name, (owner, attribute) in _owned().items()}
+
+
+@functools.cache
+def _owned() -> Mapping[str, tuple[Any, str]]:
+    owners: dict[str, Any] = {
+        "torch": torch,
+        "torch.functional": torch.functional,
+        "torch.nn.functional": torch.nn.functional,
+        "torch.nn.init": torch.nn.init,
+        "torch.linalg": torch.linalg,
+        "torch.fft": torch.fft,
+        "torch.special": torch.special,
+        "torch.autograd": torch.autograd,
+        "torch.autograd.Function": torch.autograd.Function,
+        "torch.cuda": torch.cuda,
+        "torch.Tensor": torch.Tensor,
+        "builtins": builtins,
+    }
+    for package in (torch.nn, torch.optim):
+        for name, found in vars(package).items():
+            if isinstance(found, type):
+                owners[f"{package.__name__}.{name}"] = found
+    return {
+        f"{path}.{name}": (owner, name)
+        for path, owner in owners.items()
+        for name, value in vars(owner).items()
+        if callable(value) or isinstance(value, (staticmethod, classmethod))
+    }
+
+
+def patched(before: State) -> dict[str, str]:
+    """Functions that were replaced since by what is not torch's own: name → what is said of it."""
+    now = functions()
+    owned = _owned()
+    found: dict[str, str] = {}
+    for name, value in before.items():
+        if now.get(name) is value or name not in owned:
+            continue
+        package = owned[name][0].__name__.partition(".")[0] if name.startswith("builtins") else "torch"
+        if not _is_own(now[name], package):
+            found[name] = f"replaces {name} by {guard._told(now[name])}"
+    # What was added to a tensor or to all modules shadows what they inherit.
+    for path, owner in (("torch.Tensor", torch.Tensor), ("torch.nn.Module", torch.nn.Module)):
+        for name, value in vars(owner).items():
+            if f"{path}.{name}" not in owned and callable(value) and not _is_own(value, "torch"):
+                found[f"{path}.{name}"] = f"replaces {path}.{name} by {guard._told(value)}"
+    return found
+
+
+def _is_own(value: Any, package: str) -> bool:
+    """Whether it is the package's own code, as are the wrappers that torch puts around its functions itself."""
+    while value is not None:
+        code = getattr(getattr(value, "__func__", value), "__code__", None)
+        if isinstance(code, CodeType) and not guard._lies_in(package, code.co_filename):
+            return False
+        if not isinstance(code, CodeType) and not guard._is_genuine(value, package):
+            return callable(value) and type(value).__module__.partition(".")[0] in ("builtins", package)
+        value = getattr(value, "__wrapped__", None)
+    return True
+
+
+def unpatch(before: State, names: Collection[str]) -> None:
+    """Bind these functions as they were."""
+    for name in names:
+        if name in before:
+            owner, attribute = _owned()[name]
+            setattr(owner, attribute, before[name])
+        else:
+            path, _, attribute = name.rpartition(".")
+            delattr(torch.Tensor if path == "torch.Tensor" else torch.nn.Module, attribute)
+
+
+def bindings(function: Any) -> dict[str, Any]:
+    """What a Python function's code refers to by global names, and what that refers to in turn: "module.name" → object.
+
+    Functions of torch's and of the standard library are not followed.
+    """
+    found: dict[str, Any] = {}
+    waiting = [_python(function)]
+    seen: set[int] = set()
+    while waiting:
+        current = waiting.pop()
+        if current is None or id(current) in seen:
+            continue
+        seen.add(id(current))
+        for name in _names(current.__code__):
+            if name not in current.__globals__:
+                continue
+            value = current.__globals__[name]
+            found[f"{current.__globals__.get('__name__', '?')}.{name}"] = value
+            waiting += [_python(v) for v in _functions_of(value)]
+    return found
+
+
+def _python(call: Any) -> FunctionType | None:
+    while isinstance(call, functools.partial):
+        call = call.func
+    call = inspect.unwrap(call) if callable(call) else call
+    call = getattr(call, "__func__", call)
+    if not isinstance(call, (FunctionType, type)) and callable(call):
+        call = getattr(type(call).__call__, "__func__", type(call).__call__)
+    return call if isinstance(call, FunctionType) and not _is_library(call) else None
+
+
+def _is_library(call: FunctionType) -> bool:
+    path = call.__code__.co_filename
+    return "site-packages" in path or path.startswith("<frozen") or guard._lies_in("os", path)
+
+
+def _functions_of(value: Any) -> list[Any]:
+    if isinstance(value, type):
+        return [v for v in vars(value).values() if isinstance(v, FunctionType)]
+    return [value]
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+# --- around calls ---------------------------------------------------------------------------------------------------
+
+QUICK = (
+    "torch's float32 matmul precision",
+    "torch's default dtype",
+    "torch's default device",
+    "torch's grad mode",
+    "torch's num threads",
+    "torch's deterministic algorithms",
+    "torch's anomaly detection",
+    "torch's flushing of subnormal numbers",
+    "torch's number of function modes",
+    "torch's number of dispatch modes",
+    "torch.backends.cudnn.allow_tf32",
+    "torch's cudnn benchmark",
+    "torch's cudnn deterministic",
+    "Python's garbage collection",
+    "Python's trace function",
+    "Python's profile function",
+)
+"""What is read around every call: what changes most what others compute."""
+
+
+@contextmanager
+def kept(*, quick: bool = False) -> Iterator[dict[str, str]]:
+    """Collects what the block leaves changed, name → words, and puts it back: all settings, modes, hooks and functions.
+
+    With `quick` the settings of QUICK alone, in a few µs.
+    """
+    changed: dict[str, str] = {}
+    before, bound = settings(QUICK if quick else None), {} if quick else functions()
+    try:
+        yield changed
+    finally:
+        changed |= differences(before, settings(before))
+        restore(before, changed)
+        if bound and (replaced := patched(bound)):
+            unpatch(bound, replaced)
+            changed |= replaced
+
+
+# --- random states and threads --------------------------------------------------------------------------------------
+
+
+def generators() -> dict[str, Any]:
+    """The states of all generators that no argument names: torch's, each GPU's, numpy's and Python's."""
+    states: dict[str, Any] = {
+        "torch's random state": _bytes(torch.get_rng_state()),
+        "Python's random state": str(hash(random.getstate())),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        for number in range(torch.cuda.device_count()):
+            states[f"the random state of cuda:{number}"] = _bytes(torch.cuda.get_rng_state(number))
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        kind, keys, *rest = numpy.random.get_state()
+        states["numpy's random state"] = str(hash((kind, keys.tobytes(), *rest)))
+    return states
+
+
+def _bytes(state: torch.Tensor) -> str:
+    return str(hash(state.numpy().tobytes()))
+
+
+def threads() -> dict[int, threading.Thread]:
+    """Python's threads that live, by number."""
+    return {thread.ident: thread for thread in threading.enumerate() if thread.ident is not None}

@@ -1,0 +1,537 @@
+"""Faults 40 to 44: right in one way of calling only, and what a call leaves behind."""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+import time as clock
+from typing import Any
+
+import numpy as np
+import torch
+from catalogue import Time, fast, fault, honest, pair, wave
+from torch.autograd.function import once_differentiable
+
+from perfsuite import Pair, floats, size, tensor
+
+ROWS = ("contiguous",)
+XY = {
+    "x": tensor("m", "n", values=floats(-2, 2), layouts=ROWS),
+    "y": tensor("m", "n", values=floats(-2, 2), layouts=ROWS),
+}
+SMALL = {"m": size(1, 9), "n": size(1, 9)}
+
+
+def product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return torch.sin(x) * torch.exp(y)
+
+
+def differentiated(optimized: Any, **fields: Any) -> Pair:
+    """A pair with gradients."""
+    made = {"reference": product, "inputs": XY, "sizes": SMALL, "gradients": True, "workloads": []}
+    return pair(optimized, **{**made, **fields})
+
+
+# --- 40: right in one way of calling only ---------------------------------------------------------------------------
+
+
+@fault(40, "another answer in inference mode", "under torch.inference_mode()")
+def wrong_in_inference_mode(time: Time) -> Pair:
+    return pair(lambda x: fast(x) * (1.01 if torch.is_inference_mode_enabled() else 1.0))
+
+
+@fault(40, "another answer to inputs made in inference mode", "on inputs made under inference_mode()")
+def wrong_on_inference_tensors(time: Time) -> Pair:
+    return pair(lambda x: fast(x) * (1.01 if x.is_inference() else 1.0))
+
+
+@honest(40, "a shorter way in inference mode")
+def shorter_in_inference_mode(time: Time) -> Pair:
+    return pair(lambda x: torch.sin(x) * torch.exp(x / 4) if torch.is_inference_mode_enabled() else fast(x))
+
+
+@fault(40, "an answer that needs a gradient", "with grad mode on where no input needs a gradient")
+def needs_a_gradient(time: Time) -> Pair:
+    return pair(lambda x: fast(x).requires_grad_(torch.is_grad_enabled()))
+
+
+@fault(40, "wrong with grad mode on", "with grad mode on where no input needs a gradient")
+def wrong_with_grad_mode(time: Time) -> Pair:
+    return pair(lambda x: fast(x) * (1.01 if torch.is_grad_enabled() else 1.0))
+
+
+class Together(torch.autograd.Function):
+    """Backward that knows both gradients or none: `broken` gives y's only where x's is wanted, too."""
+
+    broken = False
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, y)
+        return torch.exp(y).mul_(x.sin())
+
+    @classmethod
+    def both(cls, ctx: Any, grad: torch.Tensor) -> tuple[Any, Any]:
+        x, y = ctx.saved_tensors
+        scaled = grad * torch.exp(y)
+        d_y = scaled * torch.sin(x)
+        if cls.broken and not ctx.needs_input_grad[0]:
+            d_y = torch.zeros_like(d_y)
+        return scaled * torch.cos(x), d_y
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        return Together.both(ctx, grad)
+
+
+class OnlyTogether(Together):
+    broken = True
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        return OnlyTogether.both(ctx, grad)
+
+
+@fault(40, "a gradient that needs another one", "where only y needs a gradient")
+def gradient_needs_another(time: Time) -> Pair:
+    return differentiated(OnlyTogether.apply)
+
+
+@fault(40, "a gradient for the first input alone", "where only y needs a gradient")
+def gradient_of_the_first(time: Time) -> Pair:
+    return differentiated(lambda x, y: product(x, y if x.requires_grad or not y.requires_grad else y.detach()))
+
+
+@honest(40, "a gradient that is not computed where it is not needed")
+def gradient_where_needed(time: Time) -> Pair:
+    return differentiated(Together.apply)
+
+
+@fault(40, "a scale that one thread has", "in another thread")
+def of_one_thread(time: Time) -> Pair:
+    local = threading.local()
+    local.scale = 1.0
+    return pair(lambda x: fast(x) * getattr(local, "scale", 0.9))
+
+
+@fault(40, "one buffer for all threads", "when two threads call it at the same time")
+def one_buffer(time: Time) -> Pair:
+    held: dict[Any, torch.Tensor] = {}
+
+    def optimized(x: torch.Tensor) -> torch.Tensor:
+        buffer = held.setdefault(x.shape, torch.empty(x.shape, dtype=x.dtype, device=x.device))
+        buffer.copy_(fast(x))
+        clock.sleep(2e-3)
+        return buffer.clone()
+
+    return pair(optimized)
+
+
+@honest(40, "a buffer for each thread")
+def buffer_for_each_thread(time: Time) -> Pair:
+    local = threading.local()
+
+    def optimized(x: torch.Tensor) -> torch.Tensor:
+        held = local.__dict__.setdefault("held", {})
+        buffer = held.setdefault(
+            (x.shape, x.dtype, x.device), torch.empty_like(x, memory_format=torch.contiguous_format)
+        )
+        buffer.copy_(fast(x))
+        return buffer.clone()
+
+    return pair(optimized)
+
+
+GRAM = {"x": tensor("m", "n", values=floats(-1, 1))}
+
+
+@fault(40, "half precision under autocast", "under torch.autocast")
+def half_under_autocast(time: Time) -> Pair:
+    return pair(
+        lambda x: (x @ x.t()).to(x.dtype),
+        reference=lambda x: (x[:, None] * x[None]).sum(-1),
+        inputs=GRAM,
+        sizes=SMALL,
+        workloads=[],
+    )
+
+
+@fault(40, "another dtype under autocast", "under torch.autocast")
+def dtype_under_autocast(time: Time) -> Pair:
+    def optimized(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            return x @ x.t()
+
+    return pair(optimized, reference=lambda x: x @ x.t(), inputs=GRAM, sizes=SMALL, workloads=[])
+
+
+@honest(40, "the reference's precision under autocast")
+def same_under_autocast(time: Time) -> Pair:
+    return pair(lambda x: torch.mm(x, x.t()), reference=lambda x: x @ x.t(), inputs=GRAM, sizes=SMALL, workloads=[])
+
+
+class Spent(torch.autograd.Function):
+    """Its backward pass works in what it kept: a second one finds it changed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        ctx.sine, ctx.cosine, ctx.exponential = x.sin(), x.cos(), y.exp()
+        return ctx.exponential * ctx.sine
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        scaled = ctx.exponential.mul_(grad)
+        return scaled * ctx.cosine, scaled * ctx.sine
+
+
+@fault(40, "a backward pass that uses up what was kept", "in a second backward pass")
+def second_backward_wrong(time: Time) -> Pair:
+    return differentiated(Spent.apply)
+
+
+class Counted(Together):
+    """Right once a graph."""
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        ctx.times = getattr(ctx, "times", 0) + 1
+        d_x, d_y = Together.both(ctx, grad)
+        return (d_x, d_y) if ctx.times == 1 else (d_x * 2, d_y)
+
+
+@fault(40, "a gradient that doubles the second time", "in a second backward pass")
+def second_backward_doubled(time: Time) -> Pair:
+    return differentiated(Counted.apply)
+
+
+class Once(Together):
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        return Together.both(ctx, grad)
+
+
+@honest(40, "a gradient that refuses to be differentiated")
+def refuses(time: Time) -> Pair:
+    return differentiated(Once.apply)
+
+
+class Detached(Together):
+    """Its gradient depends on x alone, as far as autograd can see."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        x, y = ctx.saved_tensors
+        scaled = grad * torch.exp(y).detach()
+        return scaled * torch.cos(x), scaled * torch.sin(x)
+
+
+@fault(40, "a gradient of which a part is taken as constant", "when its gradients are differentiated once more")
+def second_derivative_wrong(time: Time) -> Pair:
+    return differentiated(Detached.apply)
+
+
+@fault(40, "a side that detaches half of its gradient's graph", "when its gradients are differentiated once more")
+def half_a_graph(time: Time) -> Pair:
+    class Half(Together):
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+            d_x, d_y = Together.both(ctx, grad)
+            return d_x, 0.5 * (d_y + d_y.detach())
+
+    return differentiated(Half.apply)
+
+
+# --- 41: something is left behind -----------------------------------------------------------------------------------
+
+
+@fault(41, "torch's random state advanced", "advances or sets torch's random state")
+def draws(time: Time) -> Pair:
+    return pair(lambda x: fast(x) + 0.0 * torch.rand(()).item())
+
+
+@fault(41, "torch's random state set", "advances or sets torch's random state")
+def seeds(time: Time) -> Pair:
+    return pair(lambda x: (torch.manual_seed(int(1e6 * clock.time()) % 2**31), fast(x))[1])
+
+
+@fault(41, "numpy's random state advanced", "advances or sets numpy's random state")
+def draws_from_numpy(time: Time) -> Pair:
+    return pair(lambda x: fast(x) + 0.0 * float(np.random.rand()))
+
+
+@fault(41, "Python's random state advanced", "advances or sets Python's random state")
+def draws_from_python(time: Time) -> Pair:
+    return pair(lambda x: fast(x) + 0.0 * random.random())
+
+
+@honest(41, "a generator of its own")
+def own_generator(time: Time) -> Pair:
+    return pair(lambda x: fast(x) + 0.0 * torch.rand((), generator=torch.Generator().manual_seed(1)).item())
+
+
+@fault(41, "an SDPA backend switched off", "sets torch's flash sdp enabled to False")
+def switches_sdpa(time: Time) -> Pair:
+    return pair(lambda x: (torch.backends.cuda.enable_flash_sdp(False), fast(x))[1])
+
+
+@fault(41, "cuDNN made deterministic", "sets torch's cudnn deterministic to True")
+def sets_cudnn(time: Time) -> Pair:
+    return pair(lambda x: (setattr(torch.backends.cudnn, "deterministic", True), fast(x))[1])
+
+
+@fault(41, "a default device", "sets torch's default device to meta")
+def sets_device(time: Time) -> Pair:
+    return pair(lambda x: (fast(x), torch.set_default_device("meta"))[0])
+
+
+@honest(41, "a setting that is put back")
+def puts_back(time: Time) -> Pair:
+    def optimized(x: torch.Tensor) -> torch.Tensor:
+        with torch.backends.cudnn.flags(deterministic=True), torch.nn.attention.sdpa_kernel([]):
+            return fast(x)
+
+    return pair(optimized)
+
+
+@fault(41, "memory that every call keeps", "keeps memory of every call")
+def keeps_memory(time: Time) -> Pair:
+    kept: list[torch.Tensor] = []
+
+    def optimized(x: torch.Tensor) -> torch.Tensor:
+        answer = fast(x)
+        kept.append(answer.clone())
+        return answer
+
+    return pair(optimized)
+
+
+@fault(41, "memory that a cycle keeps", "keeps memory of every call")
+def keeps_memory_by_values(time: Time) -> Pair:
+    known: dict[bytes, Any] = {}
+
+    def optimized(x: torch.Tensor) -> torch.Tensor:
+        key = x.detach().cpu().contiguous().numpy().tobytes()
+        known[key] = (fast(x), known)
+        return known[key][0].clone()
+
+    return pair(optimized)
+
+
+@honest(41, "a workspace for each size")
+def workspace(time: Time) -> Pair:
+    held: dict[Any, torch.Tensor] = {}
+
+    def optimized(x: torch.Tensor) -> torch.Tensor:
+        space = held.setdefault((threading.get_ident(), x.shape), torch.empty(x.shape, dtype=x.dtype, device=x.device))
+        return space.copy_(x).sin_().mul(torch.exp(x / 4))
+
+    return pair(optimized)
+
+
+# --- 42: what was lent is destroyed ---------------------------------------------------------------------------------
+
+
+class Writes(Together):
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        found = Together.both(ctx, grad)
+        grad.mul_(1.0001).add_(1e-3)
+        return found
+
+
+@fault(42, "the incoming gradient written to", "writes into the gradient that comes in")
+def writes_incoming(time: Time) -> Pair:
+    return differentiated(Writes.apply)
+
+
+class Reuses(Together):
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        x, y = ctx.saved_tensors
+        scaled = grad.mul_(y.exp())
+        return scaled * torch.cos(x), scaled * torch.sin(x)
+
+
+@fault(42, "the incoming gradient as a workspace", "writes into the gradient that comes in")
+def reuses_incoming(time: Time) -> Pair:
+    return differentiated(Reuses.apply)
+
+
+class WritesInput(Together):
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        found = Together.both(ctx, grad)
+        ctx.saved_tensors[0].data.mul_(0.5)
+        return found
+
+
+@fault(42, "an input written to in backward", "changes its input x in its backward pass")
+def writes_input(time: Time) -> Pair:
+    return differentiated(WritesInput.apply)
+
+
+@fault(42, "gradients added to .grad", "changes the .grad of x")
+def accumulates(time: Time) -> Pair:
+    def optimized(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        if x.requires_grad and torch.is_grad_enabled():
+            product(x, y).sum().backward()
+        return product(x, y)
+
+    return differentiated(optimized)
+
+
+@honest(42, "a workspace of its own")
+def own_workspace(time: Time) -> Pair:
+    class Copies(Together):
+        @staticmethod
+        @once_differentiable
+        def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+            x, y = ctx.saved_tensors
+            scaled = grad.clone().mul_(y.exp())
+            return scaled * torch.cos(x), scaled.mul_(torch.sin(x))
+
+    return differentiated(Copies.apply)
+
+
+# --- 43: memory in common -------------------------------------------------------------------------------------------
+
+
+def clipped(x: torch.Tensor) -> torch.Tensor:
+    return x.clamp(-3, 3)
+
+
+@fault(43, "its input returned where nothing is clipped", "in the memory of its input x")
+def returns_its_input(time: Time) -> Pair:
+    return pair(lambda x: x if bool((x.abs() <= 3).all()) else x.clamp(-3, 3), reference=clipped)
+
+
+@fault(43, "its input returned where all values are equal", "in the memory of its input x")
+def returns_equal_values(time: Time) -> Pair:
+    def optimized(x: torch.Tensor) -> torch.Tensor:
+        return x if bool((x == x.flatten()[:1]).all()) and bool((x.abs() <= 3).all()) else x.clamp(-3, 3)
+
+    return pair(optimized, reference=clipped)
+
+
+@fault(43, "two outputs in the same memory", "in the memory of output[1]")
+def same_memory(time: Time) -> Pair:
+    return pair(lambda x: (y := fast(x), y), reference=lambda x: (wave(x), wave(x)))
+
+
+@honest(43, "two outputs in parts of one buffer")
+def parts(time: Time) -> Pair:
+    def optimized(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        both = torch.empty((2, *x.shape), dtype=x.dtype, device=x.device)
+        both[0].copy_(fast(x))
+        both[1].copy_(x.clamp(-3, 3))
+        return both[0], both[1]
+
+    return pair(optimized, reference=lambda x: (wave(x), clipped(x)))
+
+
+# --- 44: the reference is slowed ------------------------------------------------------------------------------------
+
+
+@fault(44, "a tensor method replaced", "replaces torch.Tensor.sin by")
+def patches_a_method(time: Time) -> Pair:
+    plain = torch.Tensor.sin
+
+    def slow(self: torch.Tensor) -> torch.Tensor:
+        return plain(self)
+
+    def optimized(x: torch.Tensor) -> torch.Tensor:
+        torch.Tensor.sin = slow  # type: ignore[method-assign, assignment]
+        return fast(x)
+
+    return pair(optimized)
+
+
+@fault(44, "a function of torch's replaced", "replaces torch.exp by")
+def patches_a_function(time: Time) -> Pair:
+    plain = torch.exp
+
+    def optimized(x: torch.Tensor) -> torch.Tensor:
+        torch.exp = lambda x: plain(x)  # type: ignore[assignment]
+        return fast(x)
+
+    return pair(optimized)
+
+
+@fault(44, "a hook on all modules", "sets hooks of all modules")
+def hooks(time: Time) -> Pair:
+    def optimized(x: torch.Tensor) -> torch.Tensor:
+        torch.nn.modules.module.register_module_forward_hook(lambda *given: None)
+        return fast(x)
+
+    return pair(optimized)
+
+
+class Looks(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+@fault(44, "a function mode that stays", "number of function modes")
+def stays(time: Time) -> Pair:
+    return pair(lambda x: (fast(x), Looks().__enter__())[0])
+
+
+@fault(44, "a trace function", "sets Python's trace function")
+def traces(time: Time) -> Pair:
+    return pair(lambda x: (fast(x), sys.settrace(lambda *given: None))[0])
+
+
+def helper(x: torch.Tensor) -> torch.Tensor:
+    return torch.sin(x)
+
+
+def helped(x: torch.Tensor) -> torch.Tensor:
+    return torch.exp(x / 4) * helper(x)
+
+
+@fault(44, "a helper of the reference's replaced", "replaces leftovers.helper, which the reference uses")
+def replaces_a_helper(time: Time) -> Pair:
+    def optimized(x: torch.Tensor) -> torch.Tensor:
+        globals()["helper"] = lambda x: torch.sin(x)
+        return fast(x)
+
+    return pair(optimized, reference=helped)
+
+
+@fault(44, "a busy thread", "leaves a thread computing", stage="effects")
+def busy(time: Time) -> Pair:
+    started: list[threading.Thread] = []
+
+    def work() -> None:
+        ends = clock.monotonic() + 1.0
+        while clock.monotonic() < ends:
+            pass
+
+    def optimized(x: torch.Tensor) -> torch.Tensor:
+        if not any(thread.is_alive() for thread in started):
+            started.append(threading.Thread(target=work, daemon=True))
+            started[-1].start()
+        return fast(x)
+
+    return pair(optimized)
+
+
+@honest(44, "a mode that is left, and a thread that ends")
+def leaves_nothing(time: Time) -> Pair:
+    def optimized(x: torch.Tensor) -> torch.Tensor:
+        with Looks():
+            answer = [fast(x)]
+        thread = threading.Thread(target=lambda: None)
+        thread.start()
+        thread.join()
+        return answer[0]
+
+    return pair(optimized)
