@@ -54,6 +54,8 @@ SMALL_STEP_EXAMPLES = 8
 MORE_DRAWS = 2
 """Hypothesis draws some cases several times, mostly small ones: so many draws are there for each case to be proven."""
 
+IMPORTED = pytest.StashKey[dict[str, str]]()
+"""Of a module with pairs: what its import left changed, name → words."""
 Prove = Callable[[Case, Tally], None]
 
 
@@ -153,7 +155,8 @@ class PairCollector(pytest.Collector):
         self._once_if_compiled(check, case, tally)
 
     def _effects(self, case: Case, tally: Tally) -> None:
-        self._once_if_compiled(effects.check, case, tally)
+        imported = self.parent.stash.get(IMPORTED, {}) if self.parent is not None else {}
+        self._once_if_compiled(functools.partial(effects.check, imported=imported), case, tally)
 
     def _once_if_compiled(self, check: Callable[..., None], case: Case, tally: Tally) -> None:
         """A side that compiles does so anew for each draw, which takes seconds: one shows as much as several."""

@@ -219,6 +219,33 @@ def _control(config: pytest.Config) -> Control:
     return config.stash[CONTROL]
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Notes what the import of a module with a pair leaves changed, for the pair's item `effects`."""
+    if not _declares_a_pair(collector):
+        return (yield)
+    from perfsuite import process_state
+    from perfsuite.items import IMPORTED
+
+    before, bound = process_state.settings(), process_state.functions()
+    report = yield
+    after = process_state.settings(before)
+    collector.stash[IMPORTED] = process_state.differences(before, after) | process_state.patched(bound)
+    return report
+
+
+def _declares_a_pair(collector: pytest.Collector) -> bool:
+    if not isinstance(collector, pytest.Module) or collector.config.stash.get(TIMED_ONLY, False):
+        return False
+    try:
+        text = collector.path.read_bytes()
+    except OSError:
+        return False
+    return b"perfsuite" in text and b"Pair" in text
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: object) -> Any:
     pair_module, timed_only = sys.modules.get("perfsuite.pair"), collector.config.stash.get(TIMED_ONLY, False)
