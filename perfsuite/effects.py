@@ -31,8 +31,8 @@ Effects: TypeAlias = dict[str, str]
 
 HELD_CALLS = 4
 """Memory that each of the last two of so many calls adds to is not a cache that fills once."""
-BUSY_S, BUSY_SHARE = 0.04, 0.5
-"""How long other threads are watched, and the share of it that a busy one computes."""
+BUSY_S, BUSY_SHARE, WINDOWS = 0.04, 0.5, 3
+"""How long other threads are watched, the share of it that a busy one computes, and how often in a row it does."""
 IDLE_S = 0.02
 """After a call a pool's threads may wait for more work for as long as this, without sleeping."""
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
@@ -102,17 +102,16 @@ def threads(probe: Probe) -> Effects:
     """Threads that go on computing."""
     _call_and_differentiate(probe)
     time.sleep(IDLE_S)
-    first = _ticks()
-    if len(first) == 1:
-        return {}
-    time.sleep(BUSY_S)
-    last = _ticks()
+    busy = set(_ticks()) - {threading.get_native_id()}
+    for _ in range(WINDOWS):
+        if not busy:
+            return {}
+        first = _ticks()
+        time.sleep(BUSY_S)
+        last = _ticks()
+        busy = {n for n in busy if (last.get(n, 0) - first.get(n, 0)) * TICK_S >= BUSY_SHARE * BUSY_S}
     names = {thread.native_id: thread.name for thread in threading.enumerate()}
-    return {
-        f"thread {number}": f"leaves a thread computing ({names.get(number, 'not one of Python')})"
-        for number, ticks in first.items()
-        if (last.get(number, 0) - ticks) * TICK_S >= BUSY_SHARE * BUSY_S and number != threading.get_native_id()
-    }
+    return {f"thread {n}": f"leaves a thread computing ({names.get(n, 'not one of Python')})" for n in busy}
 
 
 def _ticks() -> dict[int, int]:

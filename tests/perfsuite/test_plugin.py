@@ -10,6 +10,7 @@ from scale import FULLY
 from scratch import SMALL, TWO_LINES, Project, lines_with, times
 
 from perfsuite.conclusion import UNDECIDED
+from perfsuite.items import FEW
 
 pytest_plugins = ["pytester"]
 
@@ -78,6 +79,8 @@ PROOFS = [
     "gradients[float32-other]",
     "gradients[bfloat16-other]",
     "integrity",
+    "contexts",
+    "effects",
     "truth",
 ]
 SPEEDS = ["speed[small]", "speed[large]", "speed[gpu]"]
@@ -153,10 +156,10 @@ def test_nothing_but_a_module_level_pair_is_collected(project: Project) -> None:
 def test_a_pair_without_gradients_has_no_gradients_item(project: Project) -> None:
     project.write("test_scale.py", TWO_LINES.replace('tensor("n")', 'tensor("n", dtype="int64")'))
     names = [i.rpartition("::")[2] for i in collected(project.run("--collect-only", "-q"))]
-    assert names == ["equivalence[float32]", "integrity", "speed[small]"]
+    assert names == ["equivalence[float32]", *FEW, "speed[small]"]
     project.write("test_scale.py", TWO_LINES.replace("workloads=", "gradients=False,\n        workloads="))
     names = [i.rpartition("::")[2] for i in collected(project.run("--collect-only", "-q"))]
-    assert names == ["equivalence[float32]", "integrity", "speed[small]"]
+    assert names == ["equivalence[float32]", *FEW, "speed[small]"]
 
 
 def test_one_pair_under_two_names_is_refused(project: Project) -> None:
@@ -211,8 +214,8 @@ STATEFUL = """
 def test_a_stateful_pair(project: Project) -> None:
     project.write("test_sums.py", STATEFUL)
     names = [i.rpartition("::")[2] for i in collected(project.run("--collect-only", "-q"))]
-    assert names == ["equivalence[float32]", "integrity", "speed[small]"]
-    project.run("-m", "correctness").assert_outcomes(passed=2)
+    assert names == ["equivalence[float32]", *FEW, "speed[small]"]
+    project.run("-m", "correctness").assert_outcomes(passed=4)
 
 
 def test_a_stateful_pair_that_drifts(project: Project) -> None:
@@ -252,7 +255,7 @@ WRITES = """
 
 def test_a_pair_that_writes_into_its_arguments(project: Project) -> None:
     project.write("test_double.py", WRITES)
-    project.run("-m", "correctness").assert_outcomes(passed=2)
+    project.run("-m", "correctness").assert_outcomes(passed=4)
     project.write("test_double.py", WRITES.replace("torch.add(x, x, out=out)", "out[1:].copy_((x + x)[1:])"))
     output = failure(project.run("-m", "correctness", "-k", "equivalence"))
     assert lines_with(output, "double", "out")
@@ -350,7 +353,7 @@ def test_a_pair_can_be_marked_as_a_whole(project: Project) -> None:
     text = "import pytest\npytestmark = pytest.mark.multi_gpu\n" + project.write("x.py", TWO_LINES).read_text()
     project.write("test_scale.py", text)
     result = project.run("-rs")
-    result.assert_outcomes(skipped=4)
+    result.assert_outcomes(skipped=6)
     assert lines_with(result.stdout.str(), "SKIPPED", "needs 2 CUDA devices; 0 here")
 
 
@@ -420,7 +423,7 @@ def test_a_triton_kernel_adds_an_item(project: Project) -> None:
     pytest.importorskip("triton")
     project.write("test_triple.py", KERNEL)
     names = [i.rpartition("::")[2] for i in collected(project.run("--collect-only", "-q", "-m", "correctness"))]
-    assert names == ["equivalence[float32]", "integrity", "kernels[sm_90]"]
+    assert names == ["equivalence[float32]", *FEW, "kernels[sm_90]"]
 
 
 def test_perfsuite_run_leaves_the_compilation_for_another_device_out_and_says_so(project: Project) -> None:
@@ -430,7 +433,7 @@ def test_perfsuite_run_leaves_the_compilation_for_another_device_out_and_says_so
     done = project.cli("run", "--report", "out")
     assert done.exit_code == 0, done.output
     report = json.loads((project.path / "out/report.json").read_text())
-    assert report["correctness"]["passed"] == 2
+    assert report["correctness"]["passed"] == 4
     assert lines_with(done.output, "kernels of 1 pair are not compiled for sm_90 here", "pytest -m correctness")
 
 

@@ -96,8 +96,13 @@ def background(time: Time) -> Pair:
 @honest(2, "in a thread that is joined")
 def joined_thread(time: Time) -> Pair:
     def optimized(x: torch.Tensor) -> torch.Tensor:
-        out = torch.empty_like(x)
-        worker = threading.Thread(target=lambda: out.copy_(fast(x)))
+        out, inference = torch.empty_like(x), torch.is_inference_mode_enabled()
+
+        def work() -> None:
+            with torch.inference_mode(inference):  # a mode holds for one thread
+                out.copy_(fast(x))
+
+        worker = threading.Thread(target=work)
         worker.start()
         worker.join()
         return out
