@@ -39,10 +39,15 @@ def proofs(
         for with_gradients in (False, True) if gradients else (False,):
             kind = "gradients" if with_gradients else "equivalence"
             yield f"{kind}[{dtype}]", functools.partial(_equivalence, pair, dtype, examples, where, with_gradients)
-    for kind, check in (("integrity", integrity.check), ("contexts", contexts.check), ("effects", effects.check)):
-        for name, strategy in ((kind, make.plain_cases), (f"{kind}, any draw", make.cases)):
-            whole = functools.partial(check, pair, device=where)
-            yield name, functools.partial(_hold, pair, pair.dtypes[0], FEW_DRAWS, whole, strategy)
+    for name, check, strategy in (
+        ("integrity", integrity.check, make.plain_cases),
+        ("integrity, any draw", integrity.check, make.cases),
+        ("contexts", contexts.check, make.plain_cases),
+        ("effects", effects.check, make.plain_cases),
+        ("effects, any draw", effects.check, make.cases),
+    ):
+        whole = functools.partial(check, pair, device=where)
+        yield name, functools.partial(_hold, pair, pair.dtypes[0], FEW_DRAWS, whole, strategy)
     if pair.truth is not None:
         yield (
             "truth",

@@ -48,6 +48,8 @@ EXAMPLES = {"dev": 25, "ci": 50, "thorough": 500}
 FEW_EXAMPLES = {"dev": 3, "ci": 5, "thorough": 30}
 FEW = ("integrity", "contexts", "effects")
 """Items of which a draw takes many calls, and a handful of draws shows what there is."""
+ANY_DRAW = ("integrity", "effects")
+"""Those of them that edge sizes, layouts and special values matter to, after a few plain draws."""
 SMALL_STEP_EXAMPLES = 8
 """Stateful pairs take 100 steps a draw: fewer draws."""
 
@@ -221,8 +223,9 @@ class ProofItem(pytest.Function):
         # One for all sides of the pair, which are so proven on the same draws.
         seed = _seed(parent, f"{self.kind} {dtype}", profile) if self.kind in ("equivalence", "gradients") else None
         # Many faults need some elements to show: draws of every kind would be mostly tiny.
-        self.first = self._test(profile, f"{node}, first", make.plain_cases) if self.kind in FEW else None
-        super().__init__(name=name, parent=parent, callobj=self._test(profile, node, make.cases, seed), **kwargs)
+        self.first = self._test(profile, f"{node}, first", make.plain_cases) if self.kind in ANY_DRAW else None
+        cases = make.plain_cases if self.kind == "contexts" else make.cases
+        super().__init__(name=name, parent=parent, callobj=self._test(profile, node, cases, seed), **kwargs)
 
     def _test(self, profile: str, nodeid: str, strategy: Callable[..., Any], seed: int | None = None) -> Any:
         examples = (FEW_EXAMPLES if self.kind in FEW else EXAMPLES)[profile]

@@ -1,0 +1,125 @@
+"""What a call can leave changed is seen, said and put back."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from perfsuite import process_state
+
+
+@pytest.fixture(autouse=True)
+def _put_back() -> Iterator[None]:
+    with process_state.kept():
+        yield
+
+
+def enter_mode() -> None:
+    class Looks(torch.overrides.TorchFunctionMode):
+        pass
+
+    Looks().__enter__()
+
+
+LEFT: dict[str, Callable[[], object]] = {
+    "sets torch's default dtype to torch.float64": lambda: torch.set_default_dtype(torch.float64),
+    "sets torch's default device to meta": lambda: torch.set_default_device("meta"),
+    "sets torch's grad mode to False": lambda: torch.set_grad_enabled(False),
+    "sets torch's flash sdp enabled to False": lambda: torch.backends.cuda.enable_flash_sdp(False),
+    "sets torch's mkldnn enabled to False": lambda: torch.backends.mkldnn.set_flags(False),
+    "sets torch's cudnn deterministic to True": lambda: setattr(torch.backends.cudnn, "deterministic", True),
+    "sets torch's deterministic algorithms to True": lambda: torch.use_deterministic_algorithms(True),
+    "allow_fp16_reduced_precision_reduction to False": lambda: setattr(
+        torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction", False
+    ),
+    "sets Python's switch interval to 0.5": lambda: sys.setswitchinterval(0.5),
+    "sets torch's number of function modes to 1 (before: 0)": enter_mode,
+    "sets hooks of all modules (_global_forward_hooks)": lambda: torch.nn.modules.module.register_module_forward_hook(
+        lambda *given: None
+    ),
+    "replaces torch.nn.functional.relu by": lambda: setattr(torch.nn.functional, "relu", lambda x: x),
+    "replaces torch.nn.Linear.forward by": lambda: setattr(torch.nn.Linear, "forward", lambda self, x: x),
+    "replaces torch.Tensor.matmul by": lambda: setattr(torch.Tensor, "matmul", lambda self, x: x),
+    "replaces builtins.len by": lambda: setattr(__import__("builtins"), "len", lambda x: x.__len__()),
+}
+
+
+@pytest.mark.parametrize("words", LEFT)
+def test_what_is_left_changed_is_said_and_put_back(words: str) -> None:
+    with process_state.kept() as changed:
+        LEFT[words]()
+    assert any(words in said for said in changed.values()), changed
+    with process_state.kept() as again:
+        pass
+    assert not again
+    with process_state.kept() as after:
+        LEFT[words]()
+    assert after.keys() == changed.keys(), "it was put back"
+
+
+def test_what_is_put_back_by_the_block_itself_is_no_change() -> None:
+    with process_state.kept() as changed:
+        with torch.inference_mode(), torch.backends.cudnn.flags(deterministic=True):
+            torch.ones(2).sum()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            torch.ones(2, 2) @ torch.ones(2, 2)
+    assert not changed
+
+
+def test_torchs_own_wrappers_are_no_patch() -> None:
+    """The compiler wraps some functions of torch's when it is imported."""
+    code = """
+import torch
+from perfsuite import process_state
+with process_state.kept() as changed:
+    import torch._dynamo, torch._inductor.compile_fx
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(3))
+print(changed)
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "{}"
+
+
+def test_quick_reads_a_part_of_it() -> None:
+    assert set(process_state.QUICK) <= process_state.settings().keys()
+    with process_state.kept(quick=True) as changed:
+        torch.set_default_dtype(torch.float64)
+        torch.backends.cuda.enable_flash_sdp(False)
+    assert [*changed] == ["torch's default dtype"]
+
+
+def test_generators() -> None:
+    before = process_state.generators()
+    assert process_state.generators() == before
+    torch.rand(1)
+    random.random()
+    after = process_state.generators()
+    assert {name for name in after if after[name] != before[name]} == {"torch's random state", "Python's random state"}
+
+
+HELD = 2
+
+
+def inner(x: int) -> int:
+    return x * HELD
+
+
+class Helper:
+    def run(self, x: int) -> int:
+        return inner(x)
+
+
+def outer(x: int) -> int:
+    return (lambda y: Helper().run(y))(x) + len(str(torch.float32))
+
+
+def test_bindings_are_followed_through_the_projects_own_functions_and_classes() -> None:
+    found = process_state.bindings(outer)
+    assert {f"{__name__}.{n}" for n in ("Helper", "inner", "HELD", "torch")} == found.keys()
+    assert found[f"{__name__}.HELD"] == HELD
+    assert process_state.bindings(torch.relu) == {}
