@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,15 +19,17 @@ from perfsuite import equivalence, execution, process_state, scrutiny
 from perfsuite import inputs as make
 from perfsuite.equivalence import Discard, NotEquivalent, Truth, Way
 from perfsuite.execution import Leaves
-from perfsuite.integrity.probe import Probe
+from perfsuite.integrity.probe import Probe, same_leaf
 from perfsuite.pair import Pair, Side, as_side
 from perfsuite.records import Case
 
+Result = TypeVar("Result")
+
 MOST_ALONE = 4
-"""Of many differentiable inputs so many are tried alone."""
+"""The number of differentiable inputs that are tried alone where there are more."""
 THREAD_CALLS = 3
 MANY_STEPS = 300
-"""Of a stateful pair: what is skipped or frozen late shows."""
+"""Steps of a stateful pair. A fault that begins after the steps that its proof compares shows by then."""
 DELAY_CYCLES = 20_000_000
 """About 10 ms of a GPU: its own stream is held up so long before the inputs are there."""
 
@@ -64,8 +66,7 @@ def inference_mode(probe: Probe) -> None:
         ) -> Leaves:
             with torch.inference_mode():
                 given = make.clone(values) if inside else values
-                leaves = execution._with_changed(pair, given, call(*given.values()))
-                return {n: t.clone() if isinstance(t, torch.Tensor) else t for n, t in leaves.items()}
+                return _copied(execution._with_changed(pair, given, call(*given.values())))
 
         _hold(probe, way, words)
 
@@ -79,7 +80,8 @@ def other_thread(probe: Probe) -> None:
     """In a thread that has called nothing before."""
 
     def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
-        return _in_threads([functools.partial(_plain, call, pair, values)])[0]
+        (leaves,) = _in_threads([functools.partial(_plain, call, pair, values, seed)])
+        return leaves
 
     _hold(probe, way, "in another thread")
 
@@ -99,12 +101,12 @@ def two_threads(probe: Probe) -> None:
         jobs = [[probe.drawn(case) for _ in range(THREAD_CALLS)] for case in cases]
         together = threading.Barrier(2, timeout=60)
 
-        def work(drawn: list[dict[str, Any]], call: Any = call, barrier: threading.Barrier = together) -> Leaves:
-            leaves: Leaves = {}
-            for number, values in enumerate(drawn):
+        def work(drawn: list[dict[str, Any]], call: Any = call, barrier: threading.Barrier = together) -> list[Leaves]:
+            answers = []
+            for values in drawn:
                 barrier.wait()
-                leaves |= {f"{number} {n}": leaf for n, leaf in _plain(call, probe.pair, values).items()}
-            return leaves
+                answers.append(_plain(call, probe.pair, values, probe.case.seed))
+            return answers
 
         for drawn in jobs:
             for values in drawn:
@@ -115,13 +117,12 @@ def two_threads(probe: Probe) -> None:
         except Exception as error:
             if side is not probe.side:
                 return
-            raise probe.fault(f"raises {_told(error)} when two threads call it at the same time") from None
+            raise probe.fault(f"raises {_error_text(error)} when two threads call it at the same time") from None
         if side is not probe.side:
             continue
-        for case, produced in zip(cases, both, strict=True):
-            for number in range(THREAD_CALLS):
-                one = {n.partition(" ")[2]: t for n, t in produced.items() if n.startswith(f"{number} ")}
-                _judge(probe, probe.truth(case), one, "when two threads call it at the same time", case)
+        for case, answers in zip(cases, both, strict=True):
+            for produced in answers:
+                _judge(probe, probe.truth(case), produced, "when two threads call it at the same time", case)
 
 
 def autocast(probe: Probe) -> None:
@@ -131,16 +132,18 @@ def autocast(probe: Probe) -> None:
 
     def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
         with torch.autocast(device, dtype=dtype):
-            return _plain(call, pair, values)
+            return _plain(call, pair, values, seed)
 
     reference = as_side(probe.pair.reference)
     try:
-        plain = _produced(probe, reference, _plain_way)
+        plain = _produced(probe, reference, _plain)
         under = _produced(probe, reference, way)
     except Exception:
         return
-    lower = any(not _same(plain.get(name), leaf) for name, leaf in under.items())
-    _hold(probe, way, f"under torch.autocast({device!r}, torch.bfloat16)", eps=_eps(dtype) if lower else None)
+    lower = any(not same_leaf(plain.get(name), leaf) for name, leaf in under.items())
+    _hold(
+        probe, way, f"under torch.autocast({device!r}, torch.bfloat16)", eps=torch.finfo(dtype).eps if lower else None
+    )
 
 
 # --- backward -------------------------------------------------------------------------------------------------------
@@ -152,7 +155,7 @@ def one_gradient_needed(probe: Probe) -> None:
     if len(paths) < 2:
         return
     try:
-        truth = _truth(probe, gradients=True)
+        truth = probe.truth(replicas=equivalence.REPLICAS, gradients=True)
     except Discard:
         return
     step = -(-len(paths) // MOST_ALONE)
@@ -178,7 +181,7 @@ def second_backward(probe: Probe) -> None:
         return _detached(leaves) | {f"gradient of {p}": g for p, g in zip(marked, again, strict=True)}
 
     try:
-        truth = _truth(probe, gradients=True)
+        truth = probe.truth(replicas=equivalence.REPLICAS, gradients=True)
     except Discard:
         return
     _hold(probe, way, "in a second backward pass with retain_graph=True", truth=truth, refusable=True)
@@ -226,8 +229,7 @@ def other_stream(probe: Probe) -> None:
         with torch.cuda.stream(stream), torch.no_grad():
             torch.cuda._sleep(DELAY_CYCLES)
             make.copy_values(late, values)
-            leaves = execution._with_changed(pair, late, call(*late.values()))
-            leaves = {n: t.clone() if isinstance(t, torch.Tensor) else t for n, t in leaves.items()}
+            leaves = _copied(execution._with_changed(pair, late, call(*late.values())))
         stream.synchronize()
         return leaves
 
@@ -260,7 +262,7 @@ WAYS: tuple[Callable[[Probe], None], ...] = (
     other_stream,
 )
 COMPILED = (no_gradient_needed, one_gradient_needed)
-"""Of a side that compiles, which takes seconds for each way; all of them on a GPU, and with the profile "thorough"."""
+"""A side that compiles takes seconds for each way. On a CPU only these are tried, unless the profile is "thorough"."""
 COSTLY_STATEFUL: tuple[Callable[[Probe], None], ...] = (many_steps,)
 
 
@@ -296,7 +298,7 @@ def _hold(
     except Exception as error:
         if refusable:
             return
-        raise probe.fault(f"raises {_told(error)} {words}, where the reference does not") from None
+        raise probe.fault(f"raises {_error_text(error)} {words}, where the reference does not") from None
     if truth is None:
         _judge(probe, probe.truth(), produced, words)
     else:
@@ -327,13 +329,9 @@ def _produced(probe: Probe, side: Side, way: Way) -> Leaves:
     return equivalence.produce(probe.pair, side, probe.case, probe.device, gradients=False, home=probe.home, way=way)
 
 
-def _plain(call: Callable[..., Any], pair: Pair, values: dict[str, Any]) -> Leaves:
+def _plain(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
     with torch.no_grad():
         return _detached(execution._with_changed(pair, values, call(*values.values())))
-
-
-def _plain_way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
-    return _plain(call, pair, values)
 
 
 def _marked(
@@ -376,10 +374,6 @@ def _differentiable(probe: Probe) -> list[str]:
     return list(execution.require_gradients(probe.pair, probe.drawn()))
 
 
-def _truth(probe: Probe, *, gradients: bool) -> Truth:
-    return equivalence.establish(probe.pair, probe.case, probe.device, gradients=gradients, home=probe.home)
-
-
 def _without(truth: Truth, names: set[str]) -> Truth:
     def kept(leaves: Any) -> Any:
         return {name: leaf for name, leaf in leaves.items() if name not in names}
@@ -397,9 +391,13 @@ def _detached(leaves: Leaves) -> Leaves:
     return {n: t.detach() if isinstance(t, torch.Tensor) else t for n, t in leaves.items()}
 
 
-def _in_threads(jobs: list[Callable[[], Leaves]]) -> list[Leaves]:
+def _copied(leaves: Leaves) -> Leaves:
+    return {n: t.clone() if isinstance(t, torch.Tensor) else t for n, t in leaves.items()}
+
+
+def _in_threads(jobs: list[Callable[[], Result]]) -> list[Result]:
     """Each job's result, in threads of their own; raises what the first failing one raised."""
-    found: list[Leaves | BaseException] = [RuntimeError("the thread did not end")] * len(jobs)
+    found: list[Any] = [RuntimeError("the thread did not end")] * len(jobs)
 
     def work(number: int) -> None:
         try:
@@ -417,19 +415,9 @@ def _in_threads(jobs: list[Callable[[], Leaves]]) -> list[Leaves]:
     for result in found:
         if isinstance(result, BaseException):
             raise result
-    return [result for result in found if isinstance(result, dict)]
+    return found
 
 
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        return a.dtype == b.dtype and a.shape == b.shape and equivalence.identical(a, b)
-    return a is b or a == b
-
-
-def _eps(dtype: torch.dtype) -> float:
-    return torch.finfo(dtype).eps
-
-
-def _told(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__} ({lines[0]})" if lines else type(error).__name__

@@ -1,4 +1,4 @@
-"""What a call leaves behind, held against what a call of the reference leaves.
+"""Compares what a call of the optimized side leaves behind with what a call of the reference leaves.
 
 Each kind of effect is a function (probe of a side) → {name: words}. What the optimized side leaves and the reference
 does not is a fault. What the first call of all leaves is found around the first calls of the proofs
@@ -46,25 +46,25 @@ def check(pair: Pair, case: Case, device: str, *, home: Path | None = None, impo
     for words in imported.values():
         raise NotEquivalent(f"{pair.name}: the import of its module {words} for all that runs after it; put it back")
 
-    def probe(name: str) -> Probe:
-        side = as_side(pair.reference if name == "reference" else pair.optimized)
-        return Probe(pair=pair, side=side, name=name, case=case, device=device, home=home)
-
+    optimized, reference = (
+        Probe(pair=pair, side=as_side(side), name=name, case=case, device=device, home=home)
+        for name, side in (("optimized", pair.optimized), ("reference", pair.reference))
+    )
     with execution.recompiling():
         for kind in KINDS:
             with process_state.kept(quick=True):
-                found = kind(probe("optimized"))
+                found = kind(optimized)
             if not found:
                 continue
             try:
-                allowed = kind(probe("reference"))
+                allowed = kind(reference)
             except Exception:  # it does not support what this kind does
                 continue
             if kind is threads:  # those that the optimized side left run on; the reference may leave others
                 allowed = found if allowed.keys() - found.keys() else {}
             for name, words in found.items():
                 if name not in allowed:
-                    raise probe("optimized").fault(f"{words}, which the reference does not")
+                    raise optimized.fault(f"{words}, which the reference does not")
 
 
 # --- what changes for all that runs afterwards ----------------------------------------------------------------------
@@ -86,7 +86,7 @@ def generators(probe: Probe) -> Effects:
 
 
 def bindings(probe: Probe) -> Effects:
-    """What the reference refers to by name: a helper, a constant, a class."""
+    """Names that the reference's code looks up: a helper, a constant, a class."""
     reference = as_side(probe.pair.reference).call
     before = process_state.bindings(reference)
     _call_and_differentiate(probe)

@@ -251,7 +251,7 @@ def shared_memory(pair: Pair, leaves: Leaves, inputs: Mapping[str, Any]) -> set[
 
 
 OVERLAP_ELEMENTS = 1 << 16
-"""Of larger tensors only the first and last addresses are compared."""
+"""Only the first and last addresses of a tensor with more elements are compared."""
 
 
 def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:

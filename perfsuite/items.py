@@ -57,7 +57,7 @@ MORE_DRAWS = 2
 """Hypothesis draws some cases several times, mostly small ones: so many draws are there for each case to be proven."""
 
 IMPORTED = pytest.StashKey[dict[str, str]]()
-"""Of a module with pairs: what its import left changed, name → words."""
+"""Stash key of a module with pairs: what its import left changed, name → words."""
 Prove = Callable[[Case, Tally], None]
 
 

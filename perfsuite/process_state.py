@@ -1,4 +1,4 @@
-"""What of the process a call can leave changed for whoever runs after it: settings, modes, hooks, patched functions.
+"""Reads and restores what a call can change for the whole process: settings, modes, hooks, patched functions.
 
 Nothing here is a list of known cases. Settings are all that torch can be asked for without an argument, patches are
 all that torch lets a subclass override, and hooks are all that lie in torch's module of global hooks.
@@ -192,7 +192,7 @@ def _copied(held: dict[Any, Any]) -> tuple[tuple[Any, Any], ...]:
 
 
 def differences(before: State, after: State) -> dict[str, str]:
-    """What has changed: its name → what is said of it."""
+    """The settings that differ: name → words that say how."""
     return {
         name: f"sets {name} to {_shown(after[name])} (before: {_shown(value)})"
         for name, value in before.items()

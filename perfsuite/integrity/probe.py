@@ -30,8 +30,8 @@ class Probe:
     case: Case
     device: str
     home: Path | None
-    known: dict[tuple[int, int], equivalence.Truth] = field(default_factory=dict)
-    """Truths by the case's seed and the number of replicas: the checks share them."""
+    known: dict[tuple[int, int, bool], equivalence.Truth] = field(default_factory=dict)
+    """Truths by the case's seed, the number of replicas, and whether they have gradients: the checks share them."""
     was_right: bool = False
     """Whether any answer has been right so far."""
     touched: str | None = None
@@ -90,14 +90,14 @@ class Probe:
             if not tensor.is_inference()
         ]
 
-    def truth(self, case: Case | None = None, replicas: int = FEW) -> equivalence.Truth:
+    def truth(self, case: Case | None = None, replicas: int = FEW, *, gradients: bool = False) -> equivalence.Truth:
         """Discard where the reference alone is not finite on it."""
         case = case or self.case
-        key = case.seed, replicas
+        key = case.seed, replicas, gradients
         if key not in self.known:
             pair = replace(self.pair, steps=(1, 2)) if self.pair.is_stateful else self.pair
             self.known[key] = equivalence.establish(
-                pair, case, self.device, gradients=False, home=self.home, replicas=replicas
+                pair, case, self.device, gradients=gradients, home=self.home, replicas=replicas
             )
         return self.known[key]
 
