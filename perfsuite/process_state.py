@@ -68,7 +68,6 @@ _WRITERS: dict[str, Callable[[Any], Any]] = {
     "the trace function of new threads": threading.settrace,
     "the profile function of new threads": threading.setprofile,
     "Python's switch interval": sys.setswitchinterval,
-    "Python's recursion limit": sys.setrecursionlimit,
     "the working directory": os.chdir,
     "torch's number of function modes": lambda count: _pop(
         torch._C._len_torch_function_stack, torch._C._pop_torch_function_stack, count
@@ -139,7 +138,6 @@ def _readers() -> Mapping[str, Callable[[], Any]]:
         "the trace function of new threads": threading.gettrace,
         "the profile function of new threads": threading.getprofile,
         "Python's switch interval": sys.getswitchinterval,
-        "Python's recursion limit": sys.getrecursionlimit,
         "the working directory": os.getcwd,
         "the processor's cores of this process": lambda: tuple(sorted(os.sched_getaffinity(0))),
         "the handler of SIGALRM": lambda: signal.getsignal(signal.SIGALRM),
