@@ -46,8 +46,9 @@ def check(pair: Pair, case: Case, device: str, *, home: Path | None = None, thor
     ways = WAYS
     if pair.is_stateful:
         ways = COSTLY_STATEFUL if thorough else ()
-    elif scrutiny.compilations() > before and not thorough:
-        ways = COMPILED
+    elif scrutiny.compilations() > before:
+        # torch.compile compiles, and captures graphs, in one thread at a time.
+        ways = tuple(way for way in WAYS if way is not two_threads) if thorough else COMPILED
     with execution.recompiling():
         for way in ways:
             with process_state.kept(quick=True):
@@ -94,8 +95,6 @@ def two_threads(probe: Probe) -> None:
             probe.truth(case)
     except Discard:
         return
-    if probe.side.compile is not None or as_side(probe.pair.reference).compile is not None:
-        return  # torch.compile compiles in one thread at a time
     for side in (as_side(probe.pair.reference), probe.side):
         call = execution.callable_of(side)
         jobs = [[probe.drawn(case) for _ in range(THREAD_CALLS)] for case in cases]

@@ -35,6 +35,7 @@ SKIPPED = (
     "get_file_path",
     "get_num_interop_threads",
     "get_rng_state",
+    "_get_sdp_priority_order",
     "is_vulkan_available",
     "_get_caught_jit_exception_class_name",
     "_get_caught_jit_exception_original_msg",
@@ -52,6 +53,8 @@ FLAGS = (
 """Attributes of torch.backends that answer only when asked by name."""
 AUTOCAST = ("cpu", "cuda")
 PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
+UNDECIDED = object()
+"""The value of a setting that does not hold yet: whatever it is later is no change."""
 TINY, HALF = 2.0**-1022, 0.5
 """Their product is subnormal."""
 
@@ -69,6 +72,7 @@ _WRITERS: dict[str, Callable[[Any], Any]] = {
     "the profile function of new threads": threading.setprofile,
     "Python's switch interval": sys.setswitchinterval,
     "the working directory": os.chdir,
+    "torch's sdp priority order": lambda order: torch._C._set_sdp_priority_order(list(order)),
     "torch's number of function modes": lambda count: _pop(
         torch._C._len_torch_function_stack, torch._C._pop_torch_function_stack, count
     ),
@@ -131,6 +135,7 @@ def _readers() -> Mapping[str, Callable[[], Any]]:
         readers[f"hooks of all modules ({name})"] = functools.partial(_copied, held)
     readers |= {
         "torch's flushing of subnormal numbers": lambda: TINY * HALF == 0.0,  # the processor's: it holds for Python too
+        "torch's sdp priority order": _attention_order,
         "hooks on saved tensors": getattr(torch._C._autograd, "_saved_tensors_hooks_is_enabled", lambda: None),
         "Python's garbage collection": gc.isenabled,
         "Python's trace function": sys.gettrace,
@@ -185,6 +190,28 @@ def _chosen_precision(owner: Any) -> Any:
     return "ieee" if chosen == "none" else chosen
 
 
+def _attention_order() -> Any:
+    """Attention's backends in the order that torch prefers; None where torch lets nobody ask.
+
+    torch decides on it when attention first runs on a GPU: until CUDA is initialised nothing holds, and then a tiny one
+    makes it decide before anything is compared.
+    """
+    ask = getattr(torch._C, "_get_sdp_priority_order", None)
+    if ask is None:
+        return None
+    if torch.cuda.is_available():
+        if not torch.cuda.is_initialized():
+            return UNDECIDED
+        _decide_attention_order()
+    return tuple(ask())
+
+
+@functools.cache
+def _decide_attention_order() -> None:
+    x = torch.zeros(1, 1, 8, 8, dtype=torch.float16, device="cuda")
+    torch._fused_sdp_choice(x, x, x)
+
+
 def _copied(held: dict[Any, Any]) -> tuple[tuple[Any, Any], ...]:
     return tuple(held.items())
 
@@ -199,7 +226,7 @@ def differences(before: State, after: State) -> dict[str, str]:
 
 
 def _same(a: Any, b: Any) -> bool:
-    if a is b:
+    if a is b or a is UNDECIDED:
         return True
     if isinstance(a, tuple) and isinstance(b, tuple):
         return len(a) == len(b) and all(map(_same, a, b))

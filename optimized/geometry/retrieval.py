@@ -76,7 +76,7 @@ def retrieval(
     form = metric if metric_diag is None else metric_diag
     real = (query, curvature, coordinates, states, memory_coordinates, memory_states, form)
     call = retrieval_triton if use_triton(*real) else retrieval_vectorised
-    return call(
+    mixed = call(
         query,
         curvature,
         coordinates,
@@ -90,6 +90,10 @@ def retrieval(
         beta,
         eps,
     )
+    # The reference's last step is a product, which autocast gives in its dtype.
+    if mixed.dtype == torch.float32 and torch.is_autocast_enabled(mixed.device.type):
+        return mixed.to(torch.get_autocast_dtype(mixed.device.type))
+    return mixed
 
 
 def retrieval_vectorised(

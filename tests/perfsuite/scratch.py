@@ -90,8 +90,8 @@ class FakeWorkers:
         self.tasks: list[Task] = []
         self.begun: Callable[[int, str], None] = lambda lane, id: None
 
-    def __call__(self, *, progress: Callable[[int, str], None], **given: Any) -> Any:
-        self.begun = progress
+    def __call__(self, *, progress: Callable[[int, str], None], folder: Path, **given: Any) -> Any:
+        self.begun, self.folder = progress, folder
         return self
 
     @property

@@ -475,10 +475,11 @@ def test_a_process_that_dies_at_its_start_is_reported_though_its_gpu_has_its_sha
     script = """
 folder = pathlib.Path(job["out"]).parent
 if job["lock"] == "0" and (folder / "begun").exists(): sys.exit(3)
+end = time.monotonic() + 5
 for id in ids():
     (folder / "begun").touch()
     begin(id)
-    while len(list(folder.glob("*.log"))) < 4: time.sleep(0.01)
+    while len(list(folder.glob("*.log"))) < 4 and time.monotonic() < end: time.sleep(0.01)
     done(id)
 """
     made = scripted(tmp_path, script)
