@@ -26,7 +26,7 @@ from perfsuite.records import Machine, Measurement, Proof, Status, Verdict
 from perfsuite.report import units
 from perfsuite.report.model import Correctness, RunReport
 from perfsuite.speed import Result, SpeedItem
-from perfsuite.workers import PROVE, TIME, Failure, Lane, Outcome, Task, Workers, devices_of, pytest_arguments
+from perfsuite.workers import ITEMS, PROVE, TIME, Failure, Lane, Outcome, Task, Workers, devices_of, pytest_arguments
 
 RERUNS = ("reruns", "retries", "force_flaky")
 """Options of plugins that run a failed test again."""
@@ -194,7 +194,7 @@ class Control:
                     self.keep(id, outcome)
                     if not isinstance(outcome, Failure):
                         self.durations.note(kinds[id], id, outcome.seconds)
-                    if text := shown(outcome):
+                    if kinds[id] != ITEMS and (text := shown(outcome)):  # pytest reports its items itself
                         self.progress.ended(id, text)
                     yield id, outcome
             for id in lost:

@@ -112,6 +112,18 @@ class Tally:
     """What is wrong with the reference: of every draw from then on."""
     compiles: bool = False
     """Whether a draw made a side compile."""
+    raised: NotEquivalent | None = None
+    """How the reference raised first."""
+
+    def discard(self, raised: NotEquivalent) -> None:
+        """The reference raises on the draw that is under way."""
+        self.discarded += 1
+        self.raised = self.raised or raised
+
+    def check(self, pair: Pair) -> None:
+        """NotEquivalent where the reference raised on so many draws that too little is proven."""
+        if self.raised is not None and self.discarded > (1 - MIN_PROOF_SHARE) * self.draws:
+            raise self.raised
 
     def evidence(self, pair: Pair, dtype: str, device: str) -> Evidence:
         """The tally as a record; NotEquivalent where the draws prove nothing."""

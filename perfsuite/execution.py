@@ -143,7 +143,7 @@ def differentiable(pair: Pair) -> tuple[str, ...]:
 def _is_differentiable(spec: Any) -> bool:
     if isinstance(spec, ModuleSpec):
         return True
-    leaf = make._tensor_spec(spec)
+    leaf = make.tensor_spec(spec)
     floating = ("float", "bfloat")
     return (
         isinstance(leaf, TensorSpec) and leaf.differentiable and (leaf.dtype is None or leaf.dtype.startswith(floating))

@@ -86,7 +86,7 @@ def cases(draw: st.DrawFn, pair: Pair, dtype: str) -> Case:
     _assume_where(pair, sizes)
     every = {**pair.inputs, **pair.step_inputs}
     inputs: dict[str, InputCase] = {}
-    tensors = {name: leaf for name, spec in every.items() if (leaf := _tensor_spec(spec)) is not None}
+    tensors = {name: leaf for name, spec in every.items() if (leaf := tensor_spec(spec)) is not None}
     open_ = [name for name, leaf in tensors.items() if "nonfinite" in regimes(leaf)]
     # NaN and ±inf have a share of their own: one regime among nine would be missed by a few dozen draws.
     adversarial = draw(_among(("none", "one", "all", *(["nonfinite"] if open_ else []))))
@@ -152,16 +152,16 @@ def _scalar(spec: ScalarSpec, sizes: Mapping[str, int]) -> st.SearchStrategy[Any
     return st.floats(spec.values.low, spec.values.high, allow_nan=False, allow_infinity=False)
 
 
-def _tensor_spec(spec: Any) -> TensorSpec | None:
+def tensor_spec(spec: Any) -> TensorSpec | None:
     """The tensor spec at the leaves of `spec`: they share layout and regime."""
     if isinstance(spec, TensorSpec):
         return spec
     if isinstance(spec, ListSpec):
-        return _tensor_spec(spec.item)
+        return tensor_spec(spec.item)
     if isinstance(spec, (tuple, list)):
-        return next(filter(None, map(_tensor_spec, spec)), None)
+        return next(filter(None, map(tensor_spec, spec)), None)
     if isinstance(spec, dict):
-        return next(filter(None, map(_tensor_spec, spec.values())), None)
+        return next(filter(None, map(tensor_spec, spec.values())), None)
     return None
 
 
@@ -293,11 +293,11 @@ def _tensor(spec: TensorSpec, name: str, case: Case, device: str, how: InputCase
         row = _values(spec, name, case, device, how.regime, (1, *shape[1:]), dtype)
         return row.expand(shape)
     data = _values(spec, name, case, device, how.regime, shape, dtype)
-    return with_layout(data, how.layout)
+    return with_layout(data, how.layout, spec.align)
 
 
-def with_layout(data: torch.Tensor, layout: str) -> torch.Tensor:
-    """The same values in another memory layout."""
+def with_layout(data: torch.Tensor, layout: str, align: int = 0) -> torch.Tensor:
+    """The same values in another memory layout; with an offset, at a multiple of `align` bytes."""
     if layout == "transposed" and data.ndim >= 2:
         return data.transpose(-1, -2).contiguous().transpose(-1, -2)
     if layout in ("strided", "transposed") and data.ndim >= 1:
@@ -306,8 +306,9 @@ def with_layout(data: torch.Tensor, layout: str) -> torch.Tensor:
         view.copy_(data)
         return view
     if layout == "offset":
-        flat = data.new_zeros(data.numel() + 1)
-        view = flat[1:].view(data.shape)
+        skipped = max(1, align // data.element_size())
+        flat = data.new_zeros(data.numel() + skipped)
+        view = flat[skipped:].view(data.shape)
         view.copy_(data)
         return view
     return data
@@ -536,7 +537,7 @@ def jitter(pair: Pair, values: Mapping[str, Any], seed: int, name: str, eps: flo
         work = torch.float64 if tensor.dtype == torch.float64 else torch.float32
         noise = torch.rand(tensor.shape, generator=generator, device=generator.device, dtype=work).to(tensor.device)
         near = (tensor.detach() * (noise.sub_(0.5).mul_(2 * eps).add_(1.0))).to(tensor.dtype)
-        leaf = _tensor_spec(spec)
+        leaf = tensor_spec(spec)
         if leaf is not None and isinstance(leaf.values, Floats) and (leaf.values.low, leaf.values.high) != (None, None):
             return _within(near, leaf.values)
         return near

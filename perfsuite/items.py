@@ -30,6 +30,7 @@ from perfsuite import (
     effects,
     equivalence,
     execution,
+    faults,
     guard,
     integrity,
     interpreter,
@@ -40,6 +41,7 @@ from perfsuite import inputs as make
 from perfsuite.equivalence import NotEquivalent, Tally
 from perfsuite.errors import PairError, PerfsuiteError
 from perfsuite.facts import facts_of
+from perfsuite.left_out import is_left_out
 from perfsuite.pair import Pair, Side, as_side
 from perfsuite.records import Case, Evidence
 from perfsuite.speed import SpeedItem
@@ -59,6 +61,9 @@ MORE_DRAWS = 2
 IMPORTED = pytest.StashKey[dict[str, str]]()
 """Stash key of a module with pairs: what its import left changed, name → words."""
 Prove = Callable[[Case, Tally], None]
+
+
+REFERENCE = "reference"
 
 
 class Hang(BaseException):
@@ -148,8 +153,8 @@ class PairCollector(pytest.Collector):
         return item
 
     def _integrity(self, case: Case, tally: Tally) -> None:
-        integrity.check(self.pair, case, device(), home=self.home)
         tally.draws += 1
+        integrity.check(self.pair, case, device(), home=self.home)
 
     def _contexts(self, case: Case, tally: Tally) -> None:
         thorough = device() == "cuda" or self.config.option.perfsuite_profile == "thorough"
@@ -164,14 +169,14 @@ class PairCollector(pytest.Collector):
         """A side that compiles does so anew for each draw, which takes seconds: one shows as much as several."""
         if tally.compiles:
             return
+        tally.draws += 1
         before = scrutiny.compilations()
         check(self.pair, case, device(), home=self.home)
         tally.compiles = scrutiny.compilations() > before
-        tally.draws += 1
 
     def _truth(self, case: Case, tally: Tally) -> None:
-        equivalence.check_truth(self.pair, case, device())
         tally.draws += 1
+        equivalence.check_truth(self.pair, case, device())
 
 
 class _Distinct:
@@ -216,6 +221,14 @@ class ProofItem(pytest.Function):
         self.tally = Tally()
         self.evidence: Evidence | None = None
         self.current: Case | None = None
+        self.report: Callable[[str], None] = lambda line: None
+        """Called with each draw before it is proven."""
+        self.only: str = parent.config.option.perfsuite_case or ""
+        """The one draw to prove."""
+        self.alone = ""
+        """The one side to call, on that draw, instead of a proof."""
+        self.left_out: tuple[str, ...] = ()
+        """Draws on which the reference faults."""
         self.kind = name.partition("[")[0]
         profile = parent.config.option.perfsuite_profile or ("ci" if os.environ.get("CI") else "dev")
         self.limit_s = pair.time_limit * EXAMPLES[profile] / EXAMPLES["dev"]
@@ -261,6 +274,17 @@ class ProofItem(pytest.Function):
 
     def _prove(self, case: Case) -> None:
         self.current = case
+        if is_left_out(self.pair, case, self.left_out):
+            self.tally.draws += 1
+            self.tally.discarded += 1
+            return
+        self.report(make.case_line(case))
+        try:
+            self._judge(case)
+        finally:  # a fault of the GPU makes whatever comes after it fail, and is no result of this draw's rule
+            faults.check()
+
+    def _judge(self, case: Case) -> None:
         try:
             self.prove(case, self.tally)
         except (NotEquivalent, PairError) as error:
@@ -271,26 +295,35 @@ class ProofItem(pytest.Function):
         except (hypothesis.errors.HypothesisException, hypothesis.errors.UnsatisfiedAssumption):
             raise
         except (Exception, SystemExit) as error:
-            raise NotEquivalent(self._raised(error), case) from None
+            told = NotEquivalent(self._raised(error), case)
+            if isinstance(error, SystemExit) or self._who(error) != REFERENCE:
+                raise told from None
+            self.tally.discard(told)
+
+    def _who(self, error: BaseException) -> str:
+        frames = traceback.extract_tb(error.__traceback__)
+        calls = [f.name for f in frames if Path(f.filename) == Path(__file__).parent / "equivalence.py"]
+        return REFERENCE if "establish" in calls or "_task" in calls else "optimized side"
 
     def _raised(self, error: BaseException) -> str:
         frames = traceback.extract_tb(error.__traceback__)
         harness = Path(__file__).parent
         own = [f for f in frames if harness not in Path(f.filename).parents and "site-packages" not in f.filename]
-        calls = [f.name for f in frames if Path(f.filename) == harness / "equivalence.py"]
-        who = "reference" if "establish" in calls else "optimized side"
+        who = self._who(error)
         where = f" at {_relative(own[-1].filename)}:{own[-1].lineno}" if own else ""
         remedy = "; bound the sizes it is drawn at with sizes= or where=" if who == "reference" else ""
         return f"{self.pair.name}: the {who} raises {type(error).__name__}{where}: {_first_line(error)}{remedy}"
 
     def runtest(self) -> None:
         __tracebackhide__ = True
-        line = self.config.option.perfsuite_case
         # Our line says how to reproduce a failure; Hypothesis would add its own, about a test that is not the user's.
         with time_limit(self.limit_s * sanitizer.slower()), with_reporter(lambda message: None):
             try:
-                if line:
-                    self._prove(make.parse_case(line, self.dtype))
+                if self.alone:
+                    self._call_alone(make.parse_case(self.only, self.dtype))
+                    return
+                if self.only:
+                    self._prove(make.parse_case(self.only, self.dtype))
                 else:
                     if self.first is not None:
                         self.first()
@@ -298,8 +331,24 @@ class ProofItem(pytest.Function):
             except NotEquivalent as error:
                 raise self._explained(error) from None
         guard.check()
+        self.tally.check(self.pair)
         if self.kind in ("equivalence", "gradients"):
             self.evidence = self.tally.evidence(self.pair, self.dtype, device())
+
+    def _call_alone(self, case: Case) -> None:
+        """Call one side on the draw. What it gives is not judged: only whether it comes back matters."""
+        pair, gradients = self.pair, self.kind == "gradients"
+        self.current = case
+        self.report(make.case_line(case))
+        try:
+            if self.alone == REFERENCE:
+                with contextlib.suppress(equivalence.Discard):
+                    equivalence.establish(pair, case, device(), gradients=gradients, home=self.home)
+            else:
+                side = self.side or as_side(pair.optimized)
+                equivalence.produce(pair, side, case, device(), gradients=gradients, home=self.home)
+        finally:
+            faults.check()
 
     def _explained(self, error: NotEquivalent) -> NotEquivalent:
         __tracebackhide__ = True
@@ -310,6 +359,12 @@ class ProofItem(pytest.Function):
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
         error = excinfo.value
+        if isinstance(error, faults.DeviceFault):
+            return self._told(
+                f"{self.pair.name}: a GPU kernel faults ({error}), after which every proof of this process fails; "
+                f"without -n, --pdb and -s each proof has a process that is replaced",
+                self.current,
+            )
         if isinstance(error, Hang):
             return self._told(f"{self.pair.name}: {error}", self.current)
         if isinstance(error, (NotEquivalent, PairError)):

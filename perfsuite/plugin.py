@@ -54,6 +54,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=PROFILES,
         help="draws a proof takes: dev (quick, random), ci (derandomised; the default where CI is set), thorough",
     )
+    group.addoption(
+        "--perfsuite-isolate",
+        choices=("auto", "always", "never"),
+        default="auto",
+        help="proofs in processes of their own, replaced when a kernel faults: auto (where there is a GPU)",
+    )
     group.addoption("--perfsuite-case", metavar="CASE", help="prove this one draw: the line that a failure printed")
     group.addoption(
         "--perfsuite-report", metavar="DIR", help="write report.html, report.json and the job summary to DIR"
@@ -135,6 +141,7 @@ def pytest_configure(config: pytest.Config) -> None:
         from perfsuite.sanitizer import Watch
 
         config.stash[SANITIZED] = Watch()
+        config.option.perfsuite_isolate = "never"  # the tool watches this process
     config.stash[TIMED_ONLY] = WORKER and all("::speed[" in item for item in config.args)
     if _wants_control(config):
         _control(config)

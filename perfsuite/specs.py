@@ -69,6 +69,7 @@ class TensorSpec:
     period: float | None = None
     layouts: tuple[str, ...] | None = None
     differentiable: bool = True
+    align: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,12 +151,16 @@ def tensor(
     period: float | None = None,
     layouts: Sequence[str] | None = None,
     differentiable: bool = True,
+    align: int = 0,
 ) -> TensorSpec:
     """A tensor input of shape `dims`, each an int or the name of a size shared between inputs.
 
     `dtype` None follows the precision under test; `period` compares it on a circle (when it is an output too);
-    `layouts` restricts the memory layouts drawn; `differentiable=False` keeps it out of the gradient check.
+    `layouts` restricts the memory layouts drawn; `differentiable=False` keeps it out of the gradient check. Where the
+    data begins is drawn too: at a multiple of `align` bytes (a power of two), or else of one element.
     """
+    if align < 0 or align & (align - 1):
+        raise PairError(f"tensor: align={align} is no power of two; give the bytes that the kernel requires, e.g. 16")
     unknown = set(layouts or ()) - set(LAYOUTS)
     if unknown:
         raise PairError(f"tensor: unknown layout {sorted(unknown)[0]!r}; choose from {', '.join(LAYOUTS)}")
@@ -168,6 +173,7 @@ def tensor(
         period=period,
         layouts=tuple(layouts) if layouts else None,
         differentiable=differentiable,
+        align=align,
     )
 
 

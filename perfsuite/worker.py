@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
+import os
 import secrets
 import sys
 import warnings
@@ -14,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from perfsuite import preload, revision
+from perfsuite import faults, preload, revision
 from perfsuite.errors import NoisyError, PerfsuiteError, RevisionError, TamperedError
 from perfsuite.observed import Observed
 from perfsuite.pair import Pair, Side, as_side
@@ -27,6 +29,8 @@ OBSERVED = pytest.StashKey[Observed]()
 """The worker's record of opened files and of imports by name. It begins before the test modules are imported."""
 
 
+FAULTED = 86
+"""Exit code of a worker that ends itself because its GPU cannot be used any more."""
 LACKS_MEMORY = ("out of memory", "ALLOC_FAILED")
 """Parts of the messages of out-of-memory errors that libraries raise as a plain RuntimeError."""
 
@@ -64,11 +68,16 @@ def run(journal: Journal, session: pytest.Session, device: str, gpu: Gpu) -> Non
         if item is None:
             outcome = Failure(status=Status.UNMEASURED, message="it could not be collected again in a worker")
         elif task.kind == ITEMS:
-            outcome = _run_item(item)
+            outcome = _run_item(item, task, journal)
         elif isinstance(item, SpeedItem):
             outcome = _Workload(item, task, journal, device, gpu).outcome()
         else:
             outcome = Failure(status=Status.UNMEASURED, message="it is no workload any more")
+        try:
+            faults.check()
+        except faults.DeviceFault as fault:
+            journal.fault(task.id, str(fault))
+            os._exit(FAULTED)  # every later task would fail too
         gpu.leave()
         if isinstance(outcome, Failure):
             journal.failure(task.id, outcome)
@@ -95,8 +104,13 @@ class _Reports:
         self.every.append(report)
 
 
-def _run_item(item: pytest.Item) -> Reported:
+def _run_item(item: pytest.Item, task: Task, journal: Journal) -> Reported:
     """Run a correctness item as pytest does, with what its plugins put around one, such as filters of warnings."""
+    from perfsuite.items import ProofItem
+
+    if isinstance(item, ProofItem):
+        item.report = functools.partial(journal.draw, task.id)
+        item.only, item.alone, item.left_out = task.case, task.side, task.left_out
     reports, plugins, hook = _Reports(), item.config.pluginmanager, item.config.hook
     plugins.register(reports)
     try:

@@ -65,6 +65,8 @@ class Failure:
     status: Status
     message: str
     skipped: bool = False
+    case: str = ""
+    """The draw that a proof was at when its process ended."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,6 +121,12 @@ class Task:
     """Between the blocks, time calls on new values."""
     slow: bool = False
     """The reference is slow: outputs that are the accepted side's, bit for bit, are proven by that."""
+    case: str = ""
+    """Prove this draw alone."""
+    side: str = ""
+    """Only call this side, "reference" or "optimized", on the draw."""
+    left_out: tuple[str, ...] = ()
+    """Draws on which the reference faults."""
 
     @property
     def group(self) -> str:
@@ -412,6 +420,10 @@ class _Process:
     """Whether it has got a task."""
     over: bool = False
     interrupted: bool = False
+    case: str = ""
+    """The draw that a proof is at."""
+    fault: str = ""
+    """Why the process ends itself."""
     deadline: float = 0.0
     _pipe: int | None = None
 
@@ -525,7 +537,7 @@ class _Process:
 
     def begin(self, task: Task) -> None:
         """Give it the task."""
-        self.task, self.served, self.phase = task, True, "start"
+        self.task, self.served, self.phase, self.case = task, True, "start", ""
         self.group = self.task.group
         self.seen.add(self.task.id)
         self.imported |= task.accepted is not None
@@ -556,6 +568,10 @@ class _Process:
             if self.phase == WAITS:
                 self._wait(self.task.limit_s if self.task else START_LIMIT_S)
             self.phase = event["phase"]
+        elif event["event"] == "draw":
+            self.case = event["case"]
+        elif event["event"] == "fault":
+            self.fault = event["message"]
         else:
             return _outcome(event)
         return None
@@ -570,7 +586,7 @@ class _Process:
             self.task = next(filter(self._is_for, left))
             left.remove(self.task)
         failed, self.task = self.task, None
-        return failed.id, Failure(status=status, message=message)
+        return failed.id, Failure(status=status, message=message, case=self.case)
 
     def interrupt(self) -> None:
         """End the process; what it has written so far still counts."""
@@ -593,6 +609,8 @@ class _Process:
 
     def _epitaph(self) -> str:
         code, log = self.child.wait(), self.file(".log")
+        if self.fault:
+            return f"faults: {self.fault}"
         if code == -signal.SIGKILL:
             return "was killed (signal 9): most likely the machine ran out of memory"
         tail = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()][-LOG_LINES:]
@@ -709,6 +727,14 @@ class Journal:
     def phase(self, id: str, phase: str) -> None:
         self._write({"event": "phase", "id": id, "phase": phase})
 
+    def draw(self, id: str, case: str) -> None:
+        """A proof begins with this draw."""
+        self._write({"event": "draw", "id": id, "case": case})
+
+    def fault(self, id: str, message: str) -> None:
+        """The process cannot go on and ends itself."""
+        self._write({"event": "fault", "id": id, "message": message})
+
     def result(self, id: str, outcome: Measurement | Proof | Reported) -> None:
         kind = {Measurement: "measurement", Proof: "proof", Reported: "reported"}[type(outcome)]
         self._write({"event": kind, "id": id, "result": to_json(outcome)})
@@ -732,6 +758,12 @@ def pytest_arguments(config: pytest.Config) -> list[str]:
     for flag, values in (("-p", option.plugins), ("-o", option.override_ini), ("-W", option.pythonwarnings)):
         for value in values or []:
             arguments += [flag, value]
+    for flag, value in (
+        ("--perfsuite-profile", option.perfsuite_profile),
+        ("--hypothesis-seed", config.getoption("hypothesis_seed", None)),
+    ):
+        if value is not None:
+            arguments.append(f"{flag}={value}")
     return [*arguments, "-o", "addopts="]
 
 

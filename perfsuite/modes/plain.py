@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from perfsuite import gate
-from perfsuite.control import Control, failed
+from perfsuite.control import failed
+from perfsuite.modes.proofs import Proofs
 from perfsuite.records import Status, Verdict
 from perfsuite.speed import Result, SpeedItem
 from perfsuite.workers import Failure, Outcome, Task
@@ -19,7 +20,7 @@ ONE_PROCESS = (Status.PASS, Status.NOISY)
 """One process can break a promise, not settle one; and PASS would read as the gate's."""
 
 
-class Plain(Control):
+class Plain(Proofs):
     """The workloads are streamed: each item waits for its own measurement."""
 
     def __init__(self, config: pytest.Config) -> None:
@@ -27,6 +28,7 @@ class Plain(Control):
         self._stream: Generator[tuple[str, Outcome]] | None = None
 
     def close(self) -> None:
+        super().close()
         if self._stream is not None:
             self._stream.close()
 

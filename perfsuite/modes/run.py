@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Generator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 
@@ -13,10 +12,7 @@ from perfsuite.modes.plain import Plain
 from perfsuite.pair import as_side
 from perfsuite.report import units
 from perfsuite.speed import SpeedItem
-from perfsuite.workers import ITEMS, Failure, Outcome, Reported, Task
-
-ITEM_LIMIT_S = 600.0
-"""Beyond the limit that a proof sets itself: for an item that is no pair's, or that cannot be interrupted."""
+from perfsuite.workers import ITEMS, Task
 
 
 class Run(Plain):
@@ -28,10 +24,8 @@ class Run(Plain):
 
     mode = "run"
 
-    def __init__(self, config: pytest.Config) -> None:
-        super().__init__(config)
-        self._proofs: Generator[tuple[str, Outcome]] | None = None
-        self._ended: dict[str, Outcome] = {}
+    def isolates(self, item: pytest.Item) -> bool:
+        return not isinstance(item, SpeedItem)
 
     def collected(self, every: Sequence[pytest.Item], selected: list[pytest.Item]) -> None:
         selected.sort(key=_turn)
@@ -39,22 +33,14 @@ class Run(Plain):
         left_out = [i for i in selected if i.name == KERNELS]
         if left_out:
             selected[:] = [i for i in selected if i.name != KERNELS]
+            self.isolated = {id: i for id, i in self.isolated.items() if i.name != KERNELS}
             self.config.hook.pytest_deselected(items=left_out)
             what = units.count(len(left_out), "pair")
             self.notes.append(f"kernels of {what} are not compiled for sm_90 here; `pytest -m correctness` does it")
         selected.sort(key=lambda item: not isinstance(item, SpeedItem))
-        self._proven = [i for i in selected if not isinstance(i, SpeedItem)]
-
-    def close(self) -> None:
-        super().close()
-        if self._proofs is not None:
-            self._proofs.close()
 
     def before(self, tasks: list[Task]) -> None:
-        self.announce(tasks, self._item_tasks())
-
-    def _item_tasks(self) -> list[Task]:
-        return [Task(id=i.nodeid, kind=ITEMS, limit_s=_limit(i)) for i in self._proven]
+        self.announce(tasks, self.item_tasks())
 
     def expected_s(self, task: Task) -> float:
         """A pair whose workload took long has long proofs, too, which begin first: no core is idle at the end."""
@@ -62,46 +48,6 @@ class Run(Plain):
             return super().expected_s(task)
         timed = [m.seconds for i, runs in self.runs.items() if i.rpartition("::")[0] == task.group for m in runs]
         return super().expected_s(task) + max(timed, default=0.0)
-
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
-        if isinstance(item, SpeedItem):
-            return None
-        if self._proofs is None:
-            self._proofs = self.work(self._item_tasks(), everywhere=True)
-        while item.nodeid not in self._ended:
-            found = next(self._proofs, None)
-            if found is None:
-                break
-            self._ended[found[0]] = found[1]
-        item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-        for report in self._reports(item):
-            item.ihook.pytest_runtest_logreport(report=report)
-        item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
-        return True
-
-    def _reports(self, item: pytest.Item) -> list[Any]:
-        outcome = self._ended.get(item.nodeid)
-        if isinstance(outcome, Reported):
-            restore = item.config.hook.pytest_report_from_serializable
-            return [restore(config=item.config, data=_with_tuple(data)) for data in outcome.reports]
-        text = outcome.message if isinstance(outcome, Failure) else "its process never reached it"
-        return [
-            pytest.TestReport(
-                nodeid=item.nodeid,
-                location=item.location,
-                keywords=dict.fromkeys(item.keywords, 1),
-                outcome="failed",
-                longrepr=f"{item.name}: {text}",
-                when="call",
-            )
-        ]
-
-
-def _with_tuple(report: dict[str, Any]) -> dict[str, Any]:
-    """A skipped item's (path, line, reason), which JSON has made a list of, is a tuple again: pytest insists on it."""
-    place = report.get("longrepr")
-    return {**report, "longrepr": tuple(place)} if isinstance(place, list) else report
 
 
 def _turn(item: pytest.Item) -> int:
@@ -114,8 +60,3 @@ def _turn(item: pytest.Item) -> int:
     except (OSError, TypeError):
         source = ""
     return int(side.compile is not None or "torch.compile" in source)
-
-
-def _limit(item: pytest.Item) -> float:
-    pair = getattr(item, "pair", None)
-    return ITEM_LIMIT_S + (pair.time_limit if pair is not None else 0.0)

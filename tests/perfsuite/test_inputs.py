@@ -499,6 +499,6 @@ def test_leaf_spec_is_found_in_nests() -> None:
     assert isinstance(leaf, TensorSpec)
     assert isinstance(leaf.values, Floats)
     for nest in (leaf, [leaf], {"a": (constant(1), leaf)}, listof(2, leaf)):
-        assert make._tensor_spec(nest) == leaf
-    assert make._tensor_spec(constant(1)) is None
+        assert make.tensor_spec(nest) == leaf
+    assert make.tensor_spec(constant(1)) is None
     assert dict(flatten({"a": [1, None]})) == {"output['a'][0]": 1, "output['a'][1]": None}

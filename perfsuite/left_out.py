@@ -1,0 +1,29 @@
+"""Draws that a proof leaves out because the reference faults on them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from perfsuite import inputs as make
+from perfsuite.pair import Pair
+from perfsuite.records import Case
+
+MISALIGNED = "offset"
+"""The layout whose data begins one element after an aligned address."""
+
+
+def is_left_out(pair: Pair, case: Case, left_out: Collection[str]) -> bool:
+    """Whether the reference faults on this draw: it is one of them, or its data is misaligned as in one of them."""
+    if not left_out:
+        return False
+    if make.case_line(case) in left_out:
+        return True
+    misaligned = misaligned_inputs(pair, case)
+    return any(misaligned & misaligned_inputs(pair, make.parse_case(other, case.dtype)) for other in left_out)
+
+
+def misaligned_inputs(pair: Pair, case: Case) -> set[str]:
+    """The inputs whose data does not begin at an aligned address, and which need not."""
+    specs = {**pair.inputs, **pair.step_inputs}
+    free = {name for name, spec in specs.items() if (leaf := make.tensor_spec(spec)) is not None and not leaf.align}
+    return {name for name, how in case.inputs.items() if how.layout == MISALIGNED} & free

@@ -1,0 +1,127 @@
+"""Correctness items in worker processes: a fault, a crash or a hang costs one proof and not the run."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Generator, Sequence
+from typing import Any
+
+import pytest
+
+from perfsuite.control import Control
+from perfsuite.workers import ITEMS, Failure, Outcome, Reported, Task
+
+ITEM_LIMIT_S = 600.0
+"""Beyond the limit that a proof sets itself: for an item that is no pair's, or that cannot be interrupted."""
+GRACE_S = 60.0
+"""For a side that is called alone on one draw, beyond the pair's own limit."""
+AUTO, ALWAYS, NEVER = "auto", "always", "never"
+
+
+class Proofs(Control):
+    """The items of `isolated` are done by workers, on all cores; pytest gets their reports in its own order."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        super().__init__(config)
+        self.isolated: dict[str, pytest.Item] = {}
+        self._proofs: Generator[tuple[str, Outcome]] | None = None
+        self._ended: dict[str, Outcome] = {}
+
+    def isolates(self, item: pytest.Item) -> bool:
+        """Whether a worker does this item: a proof, where a kernel's fault would end all that come after it."""
+        from perfsuite.items import ProofItem
+
+        return isinstance(item, ProofItem) and self._apart
+
+    @property
+    def _apart(self) -> bool:
+        option = self.config.option
+        if option.perfsuite_isolate != AUTO:
+            return bool(option.perfsuite_isolate == ALWAYS)
+        # What wants to see the test itself: a debugger, its output as it comes, or xdist, which has processes already.
+        seen = option.usepdb or option.capture == "no" or hasattr(self.config, "workerinput")
+        return self.device == "cuda" and not seen
+
+    def collected(self, every: Sequence[pytest.Item], selected: list[pytest.Item]) -> None:
+        super().collected(every, selected)
+        self.isolated = {i.nodeid: i for i in selected if self.isolates(i)}
+
+    def close(self) -> None:
+        super().close()
+        if self._proofs is not None:
+            self._proofs.close()
+
+    def item_tasks(self) -> list[Task]:
+        """A task for each isolated item."""
+        case = self.config.option.perfsuite_case or ""
+        return [Task(id=i.nodeid, kind=ITEMS, limit_s=_limit(i), case=case) for i in self.isolated.values()]
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+        if item.nodeid not in self.isolated:
+            return None
+        item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+        for report in self._reports(item, self._outcome(item)):
+            item.ihook.pytest_runtest_logreport(report=report)
+        item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+        return True
+
+    def _outcome(self, item: pytest.Item) -> Outcome | None:
+        if self._proofs is None:
+            self._proofs = self.work(self.item_tasks(), everywhere=True)
+        while item.nodeid not in self._ended:
+            found = next(self._proofs, None)
+            if found is None:
+                break
+            self._ended[found[0]] = found[1]
+        if len(self._ended) == len(self.isolated):
+            self._proofs.close()  # nothing may run beside what is timed
+        outcome = self._ended.get(item.nodeid)
+        return self._settled(item, outcome) if isinstance(outcome, Failure) and outcome.case else outcome
+
+    def _settled(self, item: Any, failure: Failure) -> Outcome:
+        """What a proof comes to whose process ended on a draw."""
+        from perfsuite.isolation import Blame
+
+        blame = Blame(pair=item.pair, dtype=item.dtype, run=self._alone, limit_s=item.limit_s + GRACE_S)
+        return blame.settle(item.nodeid, failure)
+
+    def _alone(self, task: Task) -> Outcome:
+        return dict(self.work([task], everywhere=True))[task.id]
+
+    def _reports(self, item: pytest.Item, outcome: Outcome | None) -> list[Any]:
+        if isinstance(outcome, Reported):
+            restore = item.config.hook.pytest_report_from_serializable
+            return [restore(config=item.config, data=_with_tuple(data)) for data in outcome.reports]
+        return [
+            pytest.TestReport(
+                nodeid=item.nodeid,
+                location=item.location,
+                keywords=dict.fromkeys(item.keywords, 1),
+                outcome="failed",
+                longrepr=_told(item, outcome if isinstance(outcome, Failure) else None),
+                when="call",
+            )
+        ]
+
+
+def _told(item: pytest.Item, failure: Failure | None) -> str:
+    if failure is None:
+        return f"{item.name}: its process never reached it"
+    pair = getattr(item, "pair", None)
+    name = pair.name if pair is not None else item.name
+    if not failure.case:
+        return f"{name}: {failure.message}"
+    case = shlex.quote(failure.case)
+    return f"{name}: {failure.message}\nreproduce: pytest {shlex.quote(item.nodeid)} --perfsuite-case={case}"
+
+
+def _with_tuple(report: dict[str, Any]) -> dict[str, Any]:
+    """A skipped item's (path, line, reason), which JSON has made a list of, is a tuple again: pytest insists on it."""
+    place = report.get("longrepr")
+    return {**report, "longrepr": tuple(place)} if isinstance(place, list) else report
+
+
+def _limit(item: pytest.Item) -> float:
+    pair = getattr(item, "pair", None)
+    return ITEM_LIMIT_S + (pair.time_limit if pair is not None else 0.0)

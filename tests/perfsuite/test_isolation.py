@@ -1,0 +1,207 @@
+"""Proofs in processes of their own: who is to blame when one ends, and that no other proof notices."""
+
+from __future__ import annotations
+
+import pytest
+from scale import FULLY
+from scratch import Project
+
+from perfsuite import Pair, tensor
+from perfsuite import inputs as make
+from perfsuite.faults import DeviceFault
+from perfsuite.isolation import MOST_LEFT_OUT, Blame
+from perfsuite.left_out import is_left_out
+from perfsuite.records import Status
+from perfsuite.workers import Failure, Outcome, Reported, Task
+
+pytest_plugins = ["pytester"]
+SOME = "crashes or both_need_it or honest"
+DRAW, OTHER = "n=5;x=offset/normal;seed=1", "n=5;seed=2"
+
+CRASHING = """
+    import ctypes, os, time
+    from functools import partial
+    import perfsuite
+    from perfsuite import Workload, tensor
+
+
+    def right(x):
+        return x + 1.0
+
+
+    def crash():
+        ctypes.string_at(0)
+
+
+    def leave():
+        os._exit(0)
+
+
+    def faulty(condition, fault):
+        def call(x):
+            if condition(x):
+                fault()
+            return x + 1.0
+        return call
+
+
+    def large(x):
+        return x.numel() > 20
+
+
+    def misaligned(x):
+        return x.data_ptr() % 16 != 0
+
+
+    Pair = partial(perfsuite.Pair, workloads=[Workload("w", n=8)])
+    DRAWS = {"x": tensor("n")}
+    crashes = Pair(reference=right, optimized=faulty(large, crash), inputs=DRAWS)
+    leaves = Pair(reference=right, optimized=faulty(large, leave), inputs=DRAWS)
+    needs_alignment = Pair(reference=right, optimized=faulty(misaligned, crash), inputs=DRAWS)
+    declares_it = Pair(reference=right, optimized=faulty(misaligned, crash), inputs={"x": tensor("n", align=16)})
+    both_need_it = Pair(reference=faulty(misaligned, crash), optimized=faulty(misaligned, crash), inputs=DRAWS)
+    honest = Pair(reference=right, optimized=faulty(lambda x: False, crash), inputs=DRAWS)
+"""
+
+
+def test_a_crash_costs_one_proof_and_names_the_side_and_the_draw(project: Project) -> None:
+    project.write("test_faults.py", CRASHING)
+    result = project.run("--perfsuite-isolate=always", "-m", "correctness", "-k", f"equivalence and ({SOME})")
+    output = result.stdout.str()
+    result.assert_outcomes(passed=2, failed=1)
+    assert "crashes: the optimized side crashed with SIGSEGV" in output
+    assert "reproduce: pytest 'test_faults.py::crashes::equivalence[float32]' --perfsuite-case=" in output
+
+
+@FULLY
+def test_an_exit_and_a_fault_on_misaligned_data(project: Project) -> None:
+    project.write("test_faults.py", CRASHING)
+    result = project.run("--perfsuite-isolate=always", "-m", "correctness", "-k", f"equivalence and not ({SOME})")
+    output = result.stdout.str()
+    result.assert_outcomes(passed=1, failed=2)
+    assert "leaves: the optimized side ended the measuring process with exit code 0" in output
+    assert "needs_alignment: the optimized side crashed with SIGSEGV" in output
+    assert "the data of x begins one element after an aligned address" in output
+    assert "tensor(…, align=16)" in output
+
+
+FAULTING = """
+    import torch
+    from perfsuite import Pair, Workload, tensor
+
+
+    def right(x):
+        return x + 1.0
+
+
+    def faulty(x):
+        if x.numel() > 20:  # a device-side assertion, after which CUDA fails in the whole process
+            return x + torch.zeros(4, device=x.device)[torch.full((1,), 9, device=x.device)]
+        return x + 1.0
+
+
+    def honest(x):
+        return 1.0 + x
+
+
+    first = Pair(reference=right, optimized=faulty, inputs={"x": tensor("n")}, workloads=[Workload("w", n=8)])
+    second = Pair(reference=right, optimized=honest, inputs={"x": tensor("n")}, workloads=[Workload("w", n=8)])
+"""
+
+
+@pytest.mark.gpu
+def test_a_fault_of_the_gpu_costs_one_proof(project: Project) -> None:
+    project.write("test_faults.py", FAULTING)
+    result = project.run("-m", "correctness", "-k", "equivalence")
+    output = result.stdout.str()
+    result.assert_outcomes(passed=1, failed=1)
+    assert "first: the optimized side faults: CUDA error: device-side assert" in output
+
+
+# --- who is to blame ------------------------------------------------------------------------------------------------
+
+
+def crashed(case: str = DRAW) -> Failure:
+    return Failure(status=Status.UNMEASURED, message="the measuring process crashed with SIGSEGV", case=case)
+
+
+def reported(outcome: str = "passed") -> Reported:
+    return Reported(reports=({"outcome": outcome, "duration": 0.0},))
+
+
+def settled(answer: dict[str, Outcome], *, first: Failure | None = None, align: int = 0) -> tuple[Outcome, list[Task]]:
+    """What comes of a proof whose process crashed; `answer` is what each kind of task gives."""
+    tasks: list[Task] = []
+
+    def run(task: Task) -> Outcome:
+        tasks.append(task)
+        return answer[task.side or ("again" if task.case else "anew")]
+
+    pair = Pair(reference=abs, optimized=abs, inputs={"x": tensor("n", align=align)})
+    blame = Blame(pair=pair, dtype="float32", run=run, limit_s=9.0)
+    return blame.settle("t.py::p::equivalence[float32]", first or crashed()), tasks
+
+
+def message(outcome: Outcome) -> str:
+    assert isinstance(outcome, Failure)
+    assert outcome.status is Status.NOT_EQUIVALENT
+    return outcome.message
+
+
+def test_the_side_that_crashes_alone_is_blamed() -> None:
+    outcome, tasks = settled({"reference": reported(), "optimized": crashed()})
+    assert message(outcome).startswith("the optimized side crashed with SIGSEGV; the data of x begins")
+    assert [(t.side, t.case) for t in tasks] == [("reference", DRAW), ("optimized", DRAW)]
+
+
+def test_alignment_is_no_reason_where_the_draw_was_aligned() -> None:
+    outcome, _ = settled({"reference": reported(), "optimized": crashed()}, first=crashed(OTHER))
+    assert message(outcome) == "the optimized side crashed with SIGSEGV"
+    outcome, _ = settled({"reference": reported(), "optimized": crashed()}, align=16)
+    assert message(outcome) == "the optimized side crashed with SIGSEGV"
+
+
+def test_a_draw_on_which_the_reference_crashes_is_left_out() -> None:
+    outcome, tasks = settled({"reference": crashed(), "anew": reported()})
+    assert outcome == reported()
+    assert tasks[-1].left_out == (DRAW,)
+
+
+def test_a_reference_that_crashes_again_and_again_is_red() -> None:
+    outcome, tasks = settled({"reference": crashed(), "anew": crashed(OTHER)})
+    assert f"the reference crashed with SIGSEGV on {MOST_LEFT_OUT} draws; bound" in message(outcome)
+    assert sum(not t.side for t in tasks) == MOST_LEFT_OUT - 1
+
+
+def test_what_only_other_ways_of_calling_make_crash_is_said() -> None:
+    outcome, _ = settled({"reference": reported(), "optimized": reported(), "again": crashed()})
+    assert message(outcome) == "the optimized side crashed with SIGSEGV, but not when it is called plainly"
+
+
+def test_what_does_not_repeat_is_red_and_blames_nobody() -> None:
+    outcome, _ = settled({"reference": reported(), "optimized": reported(), "again": reported()})
+    assert message(outcome).startswith("the process of this proof crashed with SIGSEGV, and not when")
+
+
+def test_a_draw_that_fails_when_it_is_repeated_says_why() -> None:
+    outcome, _ = settled({"reference": reported(), "optimized": reported(), "again": reported("failed")})
+    assert outcome == reported("failed")
+
+
+def test_a_process_that_ends_outside_a_draw_stays_as_it_is() -> None:
+    outcome, tasks = settled({"reference": crashed(), "anew": crashed("")})
+    assert outcome == crashed("")
+    assert len(tasks) == 2
+
+
+def test_misaligned_draws_are_left_out_with_one_of_them() -> None:
+    pair = Pair(reference=abs, optimized=abs, inputs={"x": tensor("n")})
+    aligned, left_out = make.parse_case("n=7;seed=3", "float32"), (DRAW,)
+    assert is_left_out(pair, make.parse_case(DRAW, "float32"), left_out)
+    assert is_left_out(pair, make.parse_case("n=7;x=offset/tiny;seed=3", "float32"), left_out)
+    assert not is_left_out(pair, aligned, left_out)
+    assert not is_left_out(pair, aligned, ())
+
+
+def test_a_device_fault_is_no_exception_that_code_may_swallow() -> None:
+    assert not issubclass(DeviceFault, Exception)
