@@ -77,7 +77,11 @@ def _hold(
     """Run the check over draws of the pair; a failing one shrinks, and ends the message."""
 
     @hypothesis.settings(
-        max_examples=examples, deadline=None, database=None, report_multiple_bugs=False, phases=make.PHASES
+        max_examples=min(examples, pair.max_examples or examples),
+        deadline=None,
+        database=None,
+        report_multiple_bugs=False,
+        phases=make.PHASES,
     )
     @hypothesis.given(strategy(pair, dtype))
     def prove(case: Case) -> None:

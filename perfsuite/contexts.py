@@ -20,7 +20,7 @@ from perfsuite import inputs as make
 from perfsuite.equivalence import Discard, NotEquivalent, Truth, Way
 from perfsuite.execution import Leaves
 from perfsuite.integrity.probe import Probe, same_leaf
-from perfsuite.pair import Pair, Side, as_side
+from perfsuite.pair import GRAD_OUTPUT, Pair, Side, as_side
 from perfsuite.records import Case
 
 Result = TypeVar("Result")
@@ -169,14 +169,15 @@ def one_gradient_needed(probe: Probe) -> None:
 
 def second_backward(probe: Probe) -> None:
     """A second backward pass through the same graph, which was retained."""
-    if not _differentiable(probe):
+    if not _differentiable(probe) or set(probe.pair.consumes) - {GRAD_OUTPUT}:
         return
 
     def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
         leaves, outputs, marked, weights = _graph(call, pair, values, seed)
         given = list(marked.values())
+        same = [weight.clone() for weight in weights]  # the first pass may use up what comes in to it
         torch.autograd.grad(outputs, given, weights, retain_graph=True, allow_unused=True)
-        again = torch.autograd.grad(outputs, given, [w.clone() for w in weights], allow_unused=True)
+        again = torch.autograd.grad(outputs, given, same, allow_unused=True)
         return _detached(leaves) | {f"gradient of {p}": g for p, g in zip(marked, again, strict=True)}
 
     try:
@@ -351,7 +352,7 @@ def _marked(
     if not differentiate:
         needing = {n: isinstance(t, torch.Tensor) and t.requires_grad for n, t in leaves.items()}
         return _detached(leaves) | {f"{n} needs a gradient": True for n, needs in needing.items() if needs}
-    outputs, weights = execution.incoming(leaves, seed)
+    outputs, weights = execution.incoming(leaves, seed, pair.output_dtype)
     given = [marked[path] for path in only]
     found = torch.autograd.grad(outputs, given, weights, allow_unused=True) if outputs else [None] * len(given)
     return _detached(leaves) | {f"gradient of {path}": g for path, g in zip(only, found, strict=True)}
@@ -362,7 +363,7 @@ def _graph(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: i
     marked = execution.require_gradients(pair, values)
     with torch.enable_grad():
         leaves = execution._with_changed(pair, values, call(*values.values()))
-    outputs, weights = execution.incoming(leaves, seed)
+    outputs, weights = execution.incoming(leaves, seed, pair.output_dtype)
     return leaves, outputs, marked, weights
 
 

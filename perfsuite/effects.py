@@ -23,7 +23,7 @@ from perfsuite import execution, process_state
 from perfsuite import inputs as make
 from perfsuite.equivalence import NotEquivalent
 from perfsuite.integrity.probe import Probe, bytes_of, same_leaf
-from perfsuite.pair import Pair, as_side
+from perfsuite.pair import GRAD_OUTPUT, Pair, as_side
 from perfsuite.records import Case
 
 Effects: TypeAlias = dict[str, str]
@@ -147,7 +147,7 @@ def lent_to_backward(probe: Probe) -> Effects:
     if not _is_differentiated(probe):
         return {}
     values = probe.drawn()
-    declared = {*probe.pair.mutates, *probe.pair.writes}
+    declared = probe.pair.changed
     execution.poison(probe.pair, values)
     leaves = execution.require_gradients(probe.pair, values)
     kept = {}
@@ -167,14 +167,16 @@ def lent_to_backward(probe: Probe) -> Effects:
             torch.autograd.grad(outputs, list(leaves.values()), weights, allow_unused=True)
     found = {}
     for number, (weight, was) in enumerate(zip(weights, before, strict=True)):
-        if not same_leaf(weight, was):
+        if GRAD_OUTPUT not in probe.pair.consumes and not same_leaf(weight, was):
             found[f"incoming {number}"] = (
                 "writes into the gradient that comes in to its backward pass: whoever uses it afterwards computes with "
-                "other values"
+                f'other values; if that is meant, declare consumes={{"{GRAD_OUTPUT}"}}'
             )
     for path, (tensor, was) in inputs.items():
         if not torch.equal(bytes_of(tensor.untyped_storage()), was):
-            found[f"input {path}"] = f"changes its input {path} in its backward pass"
+            found[f"input {path}"] = (
+                f"changes its input {path} in its backward pass (if that is meant, declare consumes={{{path!r}}})"
+            )
     for path, leaf in leaves.items():
         if leaf.grad is not kept[path] or not bool((leaf.grad == 1).all()):
             found[f"grad {path}"] = f"changes the .grad of {path}, also where it is only asked for gradients"

@@ -607,7 +607,8 @@ def _judge_leaf(
         if name.startswith("gradient of ") and not reference.any():
             return
         raise NotEquivalent(f"{where} is None where the reference has a value")
-    _judge_form(where, reference, got, truth, strict_strides)
+    dtype = make.dtype_of(pair.output_dtype) if pair.output_dtype and name.startswith("output") else None
+    _judge_form(where, reference, got, truth, strict_strides, dtype)
     excuse = _excuse(truth.excused, name, got)
     if not _is_real(reference):
         if isinstance(got, torch.Tensor) and isinstance(reference, torch.Tensor):
@@ -637,7 +638,8 @@ def _judge_leaf(
     own = truth.errors[name]
     rms_t, rms_e = _rms(t), _rms(own)
     size_t = torch.where(t64.isfinite(), t64, 0.0).abs()
-    budget = K * own.clamp_min(rms_e) + (C * truth.eps * (size_t + rms_t)).clamp_min(_underflow(reference))
+    eps = max(truth.eps, torch.finfo(dtype).eps) if dtype else truth.eps
+    budget = K * own.clamp_min(rms_e) + (C * eps * (size_t + rms_t)).clamp_min(_underflow(reference))
     considered = t64.isfinite()
     if excuse is not None:
         near = excuse & considered & (error > budget)
@@ -650,7 +652,7 @@ def _judge_leaf(
     share = torch.where(considered, error / budget, 0.0)
     worst = float(share.max())
     norm = _rms(error[considered])
-    norm_budget = _norm_budget(t64[considered], own[considered], truth.eps, _underflow(reference))
+    norm_budget = _norm_budget(t64[considered], own[considered], eps, _underflow(reference))
     if norm > norm_budget(int(considered.sum())):
         different = 1 if name in truth.rounding else t64[considered].unique().numel()
         beyond_norm = norm / norm_budget(different)
@@ -711,14 +713,17 @@ def _count_excused(tally: Tally | None, near: torch.Tensor, elements: int) -> No
         tally.elements += elements
 
 
-def _judge_form(where: str, reference: Leaf, got: Leaf, truth: Truth, strict_strides: bool) -> None:
+def _judge_form(
+    where: str, reference: Leaf, got: Leaf, truth: Truth, strict_strides: bool, dtype: torch.dtype | None
+) -> None:
+    """`dtype` is what a floating output is declared to be in."""
     if isinstance(reference, torch.Tensor) != isinstance(got, torch.Tensor):
         raise NotEquivalent(f"{where} is {_kind(got)} where the reference has {_kind(reference)}")
     if not isinstance(reference, torch.Tensor) or not isinstance(got, torch.Tensor):
         return
     forms: tuple[tuple[str, object, object], ...] = (
         ("shape", tuple(reference.shape), tuple(got.shape)),
-        ("dtype", reference.dtype, got.dtype),
+        ("dtype", dtype if dtype and reference.is_floating_point() else reference.dtype, got.dtype),
         ("device", reference.device, got.device),
     )
     for what, expected, actual in forms:

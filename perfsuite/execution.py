@@ -191,8 +191,13 @@ def require_gradients(pair: Pair, inputs: Mapping[str, Any]) -> dict[str, torch.
     return marked
 
 
-def incoming(outputs: Mapping[str, Leaf], seed: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """(differentiable outputs, non-uniform incoming gradients), the same on every side for one seed."""
+def incoming(
+    outputs: Mapping[str, Leaf], seed: int, dtype: str | None = None
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """(differentiable outputs, non-uniform incoming gradients), the same on every side for one seed.
+
+    They are rounded to `dtype`, if one side's outputs are declared to be in it.
+    """
     kept = [(n, o) for n, o in outputs.items() if isinstance(o, torch.Tensor) and o.requires_grad]
     weights = []
     for name, output in kept:
@@ -200,6 +205,8 @@ def incoming(outputs: Mapping[str, Leaf], seed: int) -> tuple[list[torch.Tensor]
         source = output.device.type if large else "cpu"
         generator = make.generator_for(seed, f"incoming {name}", source)
         drawn = torch.randn(output.shape, generator=generator, device=source, dtype=torch.float32)
+        if dtype is not None:
+            drawn = drawn.to(make.dtype_of(dtype))
         weights.append(drawn.to(device=output.device, dtype=output.dtype))
     return [o for _, o in kept], weights
 
@@ -216,7 +223,7 @@ def run(call: Callable[..., Any], pair: Pair, inputs: dict[str, Any], *, gradien
         returned = call(*inputs.values())
     leaves = _with_changed(pair, inputs, returned)
     if gradients:
-        outputs, weights = incoming(leaves, seed)
+        outputs, weights = incoming(leaves, seed, pair.output_dtype)
         if outputs:
             torch.autograd.backward(outputs, weights)
         for path, tensor in marked.items():
@@ -226,7 +233,7 @@ def run(call: Callable[..., Any], pair: Pair, inputs: dict[str, Any], *, gradien
 
 def shared_memory(pair: Pair, leaves: Leaves, inputs: Mapping[str, Any]) -> set[tuple[str, str]]:
     """(output, other output or "its input NAME") that have an element in common; outputs declared changes left out."""
-    written = {*pair.mutates, *pair.writes}
+    written = pair.changed
     outputs = [(n, t) for n, t in leaves.items() if n.startswith("output") and isinstance(t, torch.Tensor)]
     given = [
         (f"its input {name}", tensor)

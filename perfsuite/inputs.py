@@ -17,6 +17,7 @@ import torch
 from hypothesis import Phase, assume
 from hypothesis import strategies as st
 
+from perfsuite import expressions
 from perfsuite.errors import PairError, PerfsuiteError
 from perfsuite.pair import Pair, Workload
 from perfsuite.records import Case, InputCase
@@ -82,7 +83,7 @@ def cases(draw: st.DrawFn, pair: Pair, dtype: str) -> Case:
     large = draw(_among((None, *names))) if names else None
     sizes: dict[str, Any] = {}
     for name in names:
-        sizes[name] = draw(_size(pair.sizes.get(name), large=name == large))
+        sizes[name] = draw(_size(pair.size_of(name), large=name == large))
     _assume_where(pair, sizes)
     every = {**pair.inputs, **pair.step_inputs}
     inputs: dict[str, InputCase] = {}
@@ -118,7 +119,7 @@ def plain_cases(draw: st.DrawFn, pair: Pair, dtype: str) -> Case:
     """A strategy of cases with some elements in every dimension, plain layouts and values."""
     sizes: dict[str, Any] = {}
     for name in sorted(pair.symbols):
-        size = pair.sizes.get(name) or Size(low=0, high=PLAIN[-1])
+        size = pair.size_of(name) or Size(low=0, high=PLAIN[-1])
         among = [s for s in PLAIN if size.low <= s <= size.high and s % size.multiple_of == 0]
         sizes[name] = draw(_among(tuple(among)) if among else _size(size, large=False))
     _assume_where(pair, sizes)
@@ -167,7 +168,7 @@ def tensor_spec(spec: Any) -> TensorSpec | None:
 
 def _layouts(pair: Pair, name: str, spec: TensorSpec) -> tuple[str, ...]:
     allowed = spec.layouts or LAYOUTS
-    written = name in pair.mutates or name in pair.writes or pair.adjust is not None
+    written = name in pair.changed or pair.adjust is not None
     # An expanded tensor has several elements in one place: writing into it has no meaning.
     return tuple(layout for layout in allowed if not (written and layout == "expanded")) or ("contiguous",)
 
@@ -266,7 +267,7 @@ def _build(spec: Any, name: str, case: Case, device: str, home: Path | None, how
 
 
 def _resolve(dim: Dim | Bound, sizes: Mapping[str, Any]) -> int:
-    return int(sizes[dim]) if isinstance(dim, str) else dim
+    return expressions.value(dim, sizes) if isinstance(dim, str) else dim
 
 
 def _bounds(values: Integers, sizes: Mapping[str, Any]) -> tuple[int, tuple[int, ...]]:
@@ -326,6 +327,7 @@ def _values(
     if isinstance(spec.values, Integers):
         low, high = _bounds(spec.values, case.sizes)
         whole = _integers(generator, source, low, high, regime, shape, dtype)
+        whole = _with_others(whole, spec.values.also, generator, source)
         return whole.to(device=device, dtype=dtype)
     real = _floats(generator, source, spec.values, regime, shape, dtype)
     made = real.to(device=device, dtype=dtype)
@@ -374,6 +376,17 @@ def _integers(
         off = torch.where(pick == 3, upper.expand(drawn.shape), beyond[pick.clamp(max=2)])
         drawn = torch.where(unit < 0.4, off, drawn)
     return drawn
+
+
+def _with_others(whole: torch.Tensor, also: tuple[int, ...], generator: torch.Generator, source: str) -> torch.Tensor:
+    """One value in eight replaced by one of `also`."""
+    if not also:
+        return whole
+    others = torch.tensor(also, device=source)[
+        torch.randint(0, len(also), whole.shape, generator=generator, device=source)
+    ]
+    chosen = torch.randint(0, 8, whole.shape, generator=generator, device=source) == 0
+    return torch.where(chosen, others, whole)
 
 
 def _floats(

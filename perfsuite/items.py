@@ -244,6 +244,7 @@ class ProofItem(pytest.Function):
         examples = (FEW_EXAMPLES if self.kind in FEW else EXAMPLES)[profile]
         if self.pair.is_stateful and self.kind not in FEW:
             examples = max(SMALL_STEP_EXAMPLES, examples // 8)
+        examples = min(examples, self.pair.max_examples or examples)
         distinct = _Distinct(examples)
 
         @hypothesis.settings(

@@ -9,11 +9,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from perfsuite.errors import PairError
-from perfsuite.specs import RecordedSpec, ScalarSpec, Size, Spec, has_scalar, symbols
+from perfsuite.specs import RecordedSpec, ScalarSpec, Size, Spec, has_scalar, least_of, symbols
 
 CLOCKS = ("device", "wall")
 DIRECTIONS = ("forward", "backward", "both")
 DTYPES = ("float64", "float32", "bfloat16", "float16")
+GRAD_OUTPUT = "grad_output"
+"""In `consumes`: the gradient that comes in to the backward pass."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +37,7 @@ class Workload:
     row are timed as one, as in a training loop: for calls so short that a cold cache and the timer's own overhead
     would be most of what is measured; figures stay a call. `margin` is the relative slowdown that matters, e.g. 0.1:
     the gate finds what is as slow as that or slower; by default, what the device resolves. Remaining keywords are the
-    sizes, and the values of scalar inputs.
+    sizes, and the values of scalar inputs; those that are called as one of these parameters go into `sizes`.
     """
 
     __slots__ = ("clock", "device", "direction", "dtype", "margin", "name", "promises", "repeat", "sizes")
@@ -54,7 +56,8 @@ class Workload:
         peak_bytes: int | None = None,
         host_syncs: int | None = None,
         launches: int | None = None,
-        **sizes: int | float,
+        sizes: Mapping[str, int | float] | None = None,
+        **named: int | float,
     ) -> None:
         for what, value, allowed in (
             ("clock", clock, CLOCKS),
@@ -81,7 +84,7 @@ class Workload:
         self.dtype = dtype
         self.device = device
         self.promises = Promises(speedup=speedup, peak_bytes=peak_bytes, host_syncs=host_syncs, launches=launches)
-        self.sizes = dict(sizes)
+        self.sizes = {**(sizes or {}), **named}
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{k}={v}" for k, v in self.sizes.items())
@@ -173,6 +176,8 @@ class Pair:
     step_inputs  for stateful sides: inputs drawn anew for each step
     mutates      inputs changed in place; any other must come back untouched
     writes       inputs that are outputs only: filled with NaN before the call
+    consumes     inputs that a call, or its backward pass, uses up: what is left in them means nothing, and their
+                 gradients are compared; "grad_output" is the gradient that comes in to the backward pass
     gradients    compare gradients of every floating input that is not mutated
     rivals       name → side: what a user would pick instead; proven equal, then timed beside the two
     variants     name → side: other paths of the optimized side, proven equal but not timed
@@ -186,6 +191,8 @@ class Pair:
     excuse       inputs (float64) → bool mask of output elements within rounding of a threshold
     adjust       called with the drawn inputs before any side sees them: changes in place what lies at such a threshold
     steps        for stateful sides: after how many steps the states are compared
+    max_examples draws a proof takes at most, for a pair whose draws are dear
+    output_dtype the dtype of the optimized side's outputs, where it is not the reference's
     time_limit   seconds one item may take before it counts as hanging; more where a profile draws more than "dev"
     """
 
@@ -196,6 +203,7 @@ class Pair:
     step_inputs: Mapping[str, Spec] = field(default_factory=dict)
     mutates: Collection[str] = frozenset()
     writes: Collection[str] = frozenset()
+    consumes: Collection[str] = frozenset()
     gradients: bool = True
     rivals: Mapping[str, Callable[..., Any] | Side] = field(default_factory=dict)
     variants: Mapping[str, Callable[..., Any] | Side] = field(default_factory=dict)
@@ -209,15 +217,19 @@ class Pair:
     adjust: Callable[..., None] | None = None
     steps: Sequence[int] = (1, 2, 17, 100)
     time_limit: float = 300.0
+    max_examples: int | None = None
+    output_dtype: str | None = None
     name: str = "pair"
 
     def __post_init__(self) -> None:
         self.mutates = frozenset(self.mutates)
         self.writes = frozenset(self.writes)
+        self.consumes = frozenset(self.consumes)
         if isinstance(self.workloads, Workload):
             self.workloads = (self.workloads,)
         every = {**self.inputs, **self.step_inputs}
-        for role, names in (("mutates", self.mutates), ("writes", self.writes)):
+        roles = (("mutates", self.mutates), ("writes", self.writes), ("consumes", self.consumes - {GRAD_OUTPUT}))
+        for role, names in roles:
             for name in sorted(names - set(every)):
                 raise PairError(f"{role}={{{name!r}}}: there is no such input; the inputs are {', '.join(every)}")
         for name in every:
@@ -235,6 +247,10 @@ class Pair:
         for dtype in (*self.dtypes, *([self.precision] if self.precision else [])):
             if dtype not in DTYPES:
                 raise PairError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+        if self.max_examples is not None and self.max_examples < 1:
+            raise PairError(f"max_examples={self.max_examples}: a proof takes 1 draw or more")
+        if self.output_dtype is not None and self.output_dtype not in DTYPES:
+            raise PairError(f"output_dtype {self.output_dtype!r} is not one of {', '.join(DTYPES)}")
         if not self.dtypes:
             raise PairError("dtypes is empty; name at least one precision to prove, e.g. ('float32',)")
         for name in (*self.rivals, *self.variants):
@@ -244,6 +260,11 @@ class Pair:
             raise PairError("one side is stateful(...) and the other is not; wrap both")
 
     @property
+    def changed(self) -> frozenset[str]:
+        """The inputs that a call may change."""
+        return frozenset({*self.mutates, *self.writes, *self.consumes}) - {GRAD_OUTPUT}
+
+    @property
     def is_stateful(self) -> bool:
         return as_side(self.reference).stateful
 
@@ -251,6 +272,14 @@ class Pair:
     def symbols(self) -> set[str]:
         """The names of the sizes that the inputs depend on."""
         return symbols(dict(self.inputs)) | symbols(dict(self.step_inputs))
+
+    def size_of(self, name: str) -> Size | None:
+        """The range that the size is drawn from; None where nothing is declared."""
+        declared = self.sizes.get(name)
+        least = max((least_of(spec, name) for spec in (*self.inputs.values(), *self.step_inputs.values())), default=0)
+        if not least or (declared is not None and declared.low >= least):
+            return declared
+        return replace(declared or Size(), low=least)
 
     @property
     def is_recorded(self) -> bool:
@@ -269,6 +298,11 @@ class Pair:
             if workload.name in seen:
                 raise PairError(f"pair {self.name!r} has two workloads called {workload.name!r}; rename one")
             seen.add(workload.name)
+            if workload.repeat > 1 and self.consumes:
+                raise PairError(
+                    f"pair {self.name!r}, workload {workload.name!r}: repeat={workload.repeat} calls it again on "
+                    f"inputs that it has used up (consumes=); leave repeat out"
+                )
             unbound = sorted((self.symbols | scalars) - set(workload.sizes))
             if unbound:
                 raise PairError(

@@ -14,7 +14,7 @@ from perfsuite import execution, scrutiny
 from perfsuite import inputs as make
 from perfsuite.clocks import CpuClock, CudaClock
 from perfsuite.errors import PairError
-from perfsuite.pair import Pair, Side
+from perfsuite.pair import GRAD_OUTPUT, Pair, Side
 from perfsuite.records import Case
 
 WARMUP_CALLS = 3
@@ -61,6 +61,8 @@ class Runner:
     """(input that a call changes, the value that it gets back before the next call)."""
     incoming: list[torch.Tensor] | None = None
     """The gradients of its outputs."""
+    consumed: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    """(incoming gradient that a backward pass changes, the value that it gets back)."""
     called_once: bool = False
     """It draws the incoming gradients within the call: to learn which outputs there are would take one more."""
     pending: list[torch.Tensor] = field(default_factory=list)
@@ -118,11 +120,13 @@ class Runner:
         if (self.long is not None and self.incoming is not None) or (self.called_once and self.direction == "both"):
             return
         sample = dict(execution.flatten(function(*self.arguments)))
-        outputs, self.incoming = execution.incoming(sample, self.case.seed)
+        outputs, self.incoming = execution.incoming(sample, self.case.seed, self.pair.output_dtype)
         if not outputs or not self.marked:
             raise PairError(
                 f"{self.pair.name}: direction={self.direction!r}, but no output depends on an input's gradient"
             )
+        if GRAD_OUTPUT in self.pair.consumes:
+            self.consumed = [(weight, weight.clone()) for weight in self.incoming]
 
     def _outputs(self, function: Callable[..., Any]) -> list[torch.Tensor]:
         self.returned = function(*self.arguments)
@@ -137,7 +141,9 @@ class Runner:
 
         def once() -> object:
             self.returned = function(*self.arguments)
-            outputs, drawn = execution.incoming(dict(execution.flatten(self.returned)), self.case.seed)
+            outputs, drawn = execution.incoming(
+                dict(execution.flatten(self.returned)), self.case.seed, self.pair.output_dtype
+            )
             self.gradients = torch.autograd.grad(outputs, leaves, drawn, allow_unused=True)
             return self.gradients
 
@@ -157,13 +163,13 @@ class Runner:
 
     def _restore(self) -> None:
         self.returned = self.gradients = None
-        for tensor, original in self.restored:
+        for tensor, original in (*self.restored, *self.consumed):
             tensor.detach().copy_(original)
 
     def _restore_from(self, values: Mapping[str, Any]) -> None:
         self.restored = [
             (tensor, original)
-            for name in sorted({*self.pair.mutates, *self.pair.writes})
+            for name in sorted(self.pair.changed)
             for (_, tensor), (_, original) in zip(
                 make.tensors_in(self.inputs[name]), make.tensors_in(values[name]), strict=True
             )
@@ -190,7 +196,7 @@ class Runner:
         wait for the garbage collector, in which a data loader takes five seconds a worker to end."""
         self.call, self.reset = lambda: None, lambda: None
         self.inputs, self.arguments, self.marked = {}, (), {}
-        self.restored, self.incoming, self.pending = [], None, []
+        self.restored, self.consumed, self.incoming, self.pending = [], [], None, []
         self.returned = self.gradients = self.padding = None
 
     def once(self, clock: Clock) -> Call:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from perfsuite import expressions
 from perfsuite.errors import PairError
 
 if TYPE_CHECKING:
@@ -41,12 +42,13 @@ class Integers:
     """Whole numbers in [low, high), like `torch.randint`; bounds may be names of sizes.
 
     A sequence of bounds holds one for each column of the last dimension. With `outside`, some drawn values lie
-    beyond the bounds, for functions that define what happens then.
+    beyond the bounds, for functions that define what happens then. One value in eight is one of `also`.
     """
 
     low: Bound = 0
     high: Bound | tuple[Bound, ...] = 2
     outside: bool = False
+    also: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +72,7 @@ class TensorSpec:
     layouts: tuple[str, ...] | None = None
     differentiable: bool = True
     align: int = 0
+    least: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,10 +136,18 @@ def floats(low: float | None = None, high: float | None = None, *, nonfinite: bo
     return Floats(low=low, high=high, nonfinite=nonfinite and low is None and high is None)
 
 
-def integers(low: Bound = 0, high: Bound | Sequence[Bound] = 2, *, outside: bool = False) -> Integers:
-    """Whole numbers in [low, high); bounds may name sizes, one bound a column if `high` is a sequence."""
+def integers(
+    low: Bound = 0, high: Bound | Sequence[Bound] = 2, *, outside: bool = False, also: Sequence[int] = ()
+) -> Integers:
+    """Whole numbers in [low, high); bounds may be sizes ("V", "2*V-1"), one bound a column if `high` is a sequence.
+
+    `also` are single values that occur besides, such as -100 for labels that a loss ignores.
+    """
     upper = high if isinstance(high, (int, str)) else tuple(high)
-    return Integers(low=low, high=upper, outside=outside)
+    for bound in (low, *(upper if isinstance(upper, tuple) else (upper,))):
+        if isinstance(bound, str):
+            expressions.names(bound)
+    return Integers(low=low, high=upper, outside=outside, also=tuple(also))
 
 
 def sampled(make: Callable[[torch.Generator, tuple[int, ...], torch.dtype], torch.Tensor]) -> Sampled:
@@ -152,13 +163,19 @@ def tensor(
     layouts: Sequence[str] | None = None,
     differentiable: bool = True,
     align: int = 0,
+    least: int = 0,
 ) -> TensorSpec:
-    """A tensor input of shape `dims`, each an int or the name of a size shared between inputs.
+    """A tensor input of shape `dims`, each an int, the name of a size shared between inputs, or what follows from such
+    sizes, as "2*half".
 
     `dtype` None follows the precision under test; `period` compares it on a circle (when it is an output too);
     `layouts` restricts the memory layouts drawn; `differentiable=False` keeps it out of the gradient check. Where the
-    data begins is drawn too: at a multiple of `align` bytes (a power of two), or else of one element.
+    data begins is drawn too: at a multiple of `align` bytes (a power of two), or else of one element. With `least=1`
+    no size of it is drawn as 0.
     """
+    for dim in dims:
+        if isinstance(dim, str):
+            expressions.names(dim)
     if align < 0 or align & (align - 1):
         raise PairError(f"tensor: align={align} is no power of two; give the bytes that the kernel requires, e.g. 16")
     unknown = set(layouts or ()) - set(LAYOUTS)
@@ -174,6 +191,7 @@ def tensor(
         layouts=tuple(layouts) if layouts else None,
         differentiable=differentiable,
         align=align,
+        least=least,
     )
 
 
@@ -213,22 +231,37 @@ def symbols(spec: Any) -> set[str]:
     """The names of the sizes that a spec depends on."""
     match spec:
         case TensorSpec():
-            names = {d for d in spec.dims if isinstance(d, str)}
+            given: list[Dim] = list(spec.dims)
             if isinstance(spec.values, Integers):
                 bounds = spec.values.high if isinstance(spec.values.high, tuple) else (spec.values.high,)
-                names |= {b for b in (*bounds, spec.values.low) if isinstance(b, str)}
-            return names
+                given += (*bounds, spec.values.low)
+            return set().union(*(expressions.names(g) for g in given if isinstance(g, str)))
         case ModuleSpec():
             parameters = inspect.signature(spec.build).parameters.values()
             return {p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD}
         case ListSpec():
-            return symbols(spec.item) | ({spec.count} if isinstance(spec.count, str) else set())
+            return symbols(spec.item) | (expressions.names(spec.count) if isinstance(spec.count, str) else set())
         case tuple() | list():
             return set().union(*(symbols(s) for s in spec))
         case Mapping():
             return set().union(*(symbols(s) for s in spec.values()))
         case _:
             return set()
+
+
+def least_of(spec: Any, name: str) -> int:
+    """The least that a spec wants this size to be."""
+    match spec:
+        case TensorSpec():
+            return spec.least if any(isinstance(d, str) and name in expressions.names(d) for d in spec.dims) else 0
+        case ListSpec():
+            return least_of(spec.item, name)
+        case tuple() | list():
+            return max((least_of(s, name) for s in spec), default=0)
+        case Mapping():
+            return max((least_of(s, name) for s in spec.values()), default=0)
+        case _:
+            return 0
 
 
 def has_scalar(spec: Any) -> bool:

@@ -198,7 +198,7 @@ def check_timed(output: OutputCheck, runners: dict[str, Runner], sampler: Sample
     for the device.
     """
     pair = output.pair
-    declared = {*pair.mutates, *pair.writes}
+    declared = pair.changed
     for name, runner in runners.items():
         master = sampler.masters[name]
         for given in sorted(set(master) - declared):

@@ -25,7 +25,7 @@ LATER_CALLS = 3
 
 def undeclared_mutation(probe: Probe) -> None:
     """An input that is not in `mutates` or `writes` must come back untouched, bit for bit, storage and all."""
-    declared = {*probe.pair.mutates, *probe.pair.writes}
+    declared = probe.pair.changed
     before: list[tuple[str, torch.Tensor, torch.Tensor, torch.Size, tuple[int, ...]]] = []
 
     def remember(values: dict[str, Any]) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def private_buffer(probe: Probe) -> None:
 
 def _kept_answers(probe: Probe) -> None:
     """What a caller writes into an output must not come back in the answer to the same inputs."""
-    if {*probe.pair.mutates, *probe.pair.writes}:
+    if probe.pair.changed:
         return
     values = probe.drawn()
     first, plain = probe.call(values), probe.call(values)
@@ -272,7 +272,7 @@ def _shared_with_inputs(probe: Probe, side: Side, values: dict[str, Any]) -> set
     """(output, input) that lie in the same storage, outputs that are declared changes left out."""
     if probe.pair.is_stateful:
         return set()
-    written = {*probe.pair.mutates, *probe.pair.writes}
+    written = probe.pair.changed
     owners = {
         tensor.untyped_storage().data_ptr(): name
         for name, value in values.items()

@@ -81,7 +81,7 @@ class Probe:
 
     def _versions(self, values: dict[str, Any]) -> list[tuple[str, torch.Tensor, int, torch.Size, tuple[int, ...]]]:
         """How often each undeclared input has been written to: torch counts it."""
-        declared = {*self.pair.mutates, *self.pair.writes}
+        declared = self.pair.changed
         return [
             (path, tensor, tensor._version, tensor.shape, tensor.stride())
             for name, value in values.items()

@@ -1,0 +1,230 @@
+"""What a pair can declare of a kernel: related sizes, ignored labels, inputs that are used up, another output dtype."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hypothesis
+import pytest
+import torch
+
+import perfsuite
+from perfsuite import Pair, Workload, expressions, floats, integers, size, tensor
+from perfsuite import inputs as make
+from perfsuite.equivalence import NotEquivalent
+from perfsuite.errors import PairError
+
+SOME = {"values": floats(-2, 2)}
+
+
+def check(pair: Pair) -> None:
+    """All proofs, on draws that are the same in every run."""
+    before = hypothesis.settings.get_current_profile_name()
+    hypothesis.settings.register_profile("declared", derandomize=True)
+    hypothesis.settings.load_profile("declared")
+    try:
+        perfsuite.check(pair, examples=12, device="cpu")
+    finally:
+        hypothesis.settings.load_profile(before)
+
+
+def cases_of(pair: Pair, count: int = 40) -> list[Any]:
+    found: list[Any] = []
+
+    @hypothesis.settings(max_examples=count, database=None, derandomize=True)
+    @hypothesis.given(make.cases(pair, "float32"))
+    def collect(case: Any) -> None:
+        found.append(case)
+
+    collect()
+    return found
+
+
+# --- sizes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "depends_on", "value"),
+    [("half", {"half"}, 6), ("2*half", {"half"}, 12), ("(half + k) // 4 - 1", {"half", "k"}, 1), ("7", set(), 7)],
+)
+def test_a_size_may_follow_from_others(text: str, depends_on: set[str], value: int) -> None:
+    assert expressions.names(text) == depends_on
+    assert expressions.value(text, {"half": 6, "k": 5}) == value
+
+
+@pytest.mark.parametrize("text", ["2**half", "half/2", "f(half)", "half half", "", "1.5*half", "-half"])
+def test_what_is_no_size_is_refused_where_it_is_declared(text: str) -> None:
+    with pytest.raises(PairError, match="is no size: use a name, or sums, products"):
+        tensor("m", text)
+    with pytest.raises(PairError, match="is no size"):
+        integers(0, text)
+
+
+def swiglu(x: torch.Tensor) -> torch.Tensor:
+    gate, value = x.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * value
+
+
+def test_sizes_in_proportion_need_no_condition() -> None:
+    pair = Pair(
+        reference=swiglu,
+        optimized=lambda x: torch.sigmoid(x[..., : x.shape[-1] // 2]) * x.chunk(2, -1)[0] * x.chunk(2, -1)[1],
+        inputs={"x": tensor("m", "2*half", **SOME)},
+        workloads=[Workload("w", m=4, half=8)],
+    )
+    pair.validate()
+    assert pair.symbols == {"m", "half"}
+    check(pair)
+
+
+def test_a_size_of_at_least_one() -> None:
+    pair = Pair(reference=abs, optimized=abs, inputs={"x": tensor("m", "2*n", least=1)}, sizes={"m": size(3, 9)})
+    drawn = cases_of(pair)
+    assert {case.sizes["m"] for case in drawn} <= set(range(3, 10))
+    assert min(case.sizes["n"] for case in drawn) == 1
+    assert min(c.sizes["n"] for c in cases_of(Pair(reference=abs, optimized=abs, inputs={"x": tensor("n")}))) == 0
+
+
+def test_a_size_that_is_called_as_an_option() -> None:
+    workload = Workload("w", sizes={"repeat": 4, "device": 2}, n=3)
+    assert (workload.sizes, workload.repeat) == ({"repeat": 4, "device": 2, "n": 3}, 1)
+
+
+def test_labels_of_a_vocabulary_and_one_that_is_ignored() -> None:
+    def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+
+    def by_hand(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        kept = labels != -100
+        chosen = torch.log_softmax(logits, -1).gather(1, labels.clamp_min(0)[:, None])[:, 0]
+        return -torch.where(kept, chosen, 0).sum()
+
+    inputs = {
+        "logits": tensor("N", "V+1", **SOME),
+        "labels": tensor("N", dtype="int64", values=integers(0, "V+1", also=(-100,))),
+    }
+    check(Pair(reference=loss, optimized=by_hand, inputs=inputs))
+    drawn = [make.build(Pair(reference=loss, optimized=loss, inputs=inputs), c, "cpu") for c in cases_of_loss(inputs)]
+    labels = torch.cat([values["labels"] for values in drawn])
+    assert int(labels.min()) == -100
+    assert 0.05 < float((labels == -100).double().mean()) < 0.25
+    assert all(int(v["labels"].amax()) < v["logits"].shape[1] for v in drawn)
+
+
+def cases_of_loss(inputs: dict[str, Any]) -> list[Any]:
+    drawn = cases_of(Pair(reference=abs, optimized=abs, inputs=inputs))
+    return [case for case in drawn if case.sizes["N"] > 0]
+
+
+# --- inputs that are used up ----------------------------------------------------------------------------------------
+
+
+class _InPlace(torch.autograd.Function):
+    """Its backward pass leaves the gradient of x where x was."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return x.detach().mul_(2 * grads[0])
+
+
+class _Incoming(_InPlace):
+    """Its backward pass leaves the gradient of x where its incoming gradient was."""
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return grads[0].mul_(2 * x)
+
+
+def squares(function: Any, **fields: Any) -> Pair:
+    return Pair(
+        reference=lambda x: x * x,
+        optimized=lambda x: function.apply(x),
+        inputs={"x": tensor("m", "n", **SOME)},
+        **fields,
+    )
+
+
+@pytest.mark.parametrize(("function", "name"), [(_InPlace, "x"), (_Incoming, "grad_output")])
+def test_what_a_backward_pass_uses_up_is_declared(function: Any, name: str) -> None:
+    with pytest.raises(NotEquivalent, match=f"consumes={{['\"]{name}['\"]}}"):
+        check(squares(function))
+    check(squares(function, consumes={name}))
+
+
+def test_a_gradient_in_the_memory_of_what_is_used_up_must_still_be_right() -> None:
+    class Wrong(_InPlace):
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+            (x,) = ctx.saved_tensors
+            return x.detach().mul_(grads[0])
+
+    with pytest.raises(NotEquivalent, match="gradient of x"):
+        check(squares(Wrong, consumes={"x"}))
+
+
+def test_inputs_that_are_used_up_are_whole_again_for_each_timed_call() -> None:
+    for function, name in ((_InPlace, "x"), (_Incoming, "grad_output")):
+        workload = Workload("w", m=16, n=16, direction="both", clock="wall")
+        (measured,) = perfsuite.measure(squares(function, consumes={name}, workloads=[workload]), device="cpu")
+        assert measured.sides["optimized"].wall_s > 0
+
+
+def test_used_up_inputs_cannot_be_called_again_and_must_exist() -> None:
+    pair = squares(_InPlace, consumes={"x"}, workloads=[Workload("w", m=4, n=4, repeat=2)])
+    with pytest.raises(PairError, match="calls it again on inputs that it has used up"):
+        pair.validate()
+    with pytest.raises(PairError, match="there is no such input"):
+        squares(_InPlace, consumes={"y"})
+
+
+# --- outputs and draws ----------------------------------------------------------------------------------------------
+
+
+def test_an_output_dtype_of_its_own() -> None:
+    def pair(call: Any, **fields: Any) -> Pair:
+        return Pair(reference=torch.exp, optimized=call, inputs={"x": tensor("n", values=floats(-2, 2))}, **fields)
+
+    check(pair(lambda x: torch.exp(x).bfloat16(), output_dtype="bfloat16"))
+    check(pair(lambda x: torch.exp(x.float()), output_dtype="float32", dtypes=("bfloat16",)))
+    with pytest.raises(NotEquivalent, match=r"has dtype torch\.float32 where the reference has torch\.bfloat16"):
+        check(pair(torch.exp, output_dtype="bfloat16"))
+    with pytest.raises(NotEquivalent, match=r"is wrong at|is inaccurate"):
+        check(pair(lambda x: torch.exp(x * 1.1).bfloat16(), output_dtype="bfloat16"))
+    with pytest.raises(PairError, match="output_dtype 'half' is not one of"):
+        pair(torch.exp, output_dtype="half")
+
+
+def test_a_pair_whose_draws_are_dear_takes_fewer() -> None:
+    called: list[int] = []
+
+    def counting(x: torch.Tensor) -> torch.Tensor:
+        called.append(x.numel())
+        return torch.exp(x)
+
+    few = Pair(reference=torch.exp, optimized=counting, inputs={"x": tensor("n", **SOME)}, max_examples=2)
+    check(few)
+    once = len(called)
+    check(Pair(reference=torch.exp, optimized=counting, inputs={"x": tensor("n", **SOME)}, max_examples=12))
+    assert len(called) - once > once
+    with pytest.raises(PairError, match="a proof takes 1 draw or more"):
+        Pair(reference=torch.exp, optimized=torch.exp, inputs={"x": tensor("n")}, max_examples=0)
+
+
+@pytest.mark.parametrize("align", [1, 2, 4, 16, 64])
+def test_an_offset_keeps_to_the_alignment_that_is_declared(align: int) -> None:
+    spec = tensor("n", align=align)
+    view = make.with_layout(torch.zeros(33), "offset", spec.align)
+    assert view.storage_offset() * 4 % align == 0 < view.storage_offset()
+    assert make.with_layout(torch.zeros(33), "offset").data_ptr() % 16 == 4
+
+
+def test_an_alignment_is_a_power_of_two() -> None:
+    with pytest.raises(PairError, match="align=12 is no power of two"):
+        tensor("n", align=12)
