@@ -103,6 +103,8 @@ class PairCollector(pytest.Collector):
                 self, name=f"speed[{workload.name}]", pair=self.pair, workload=workload, home=self.home
             )
             item.add_marker(pytest.mark.perf)
+            for mark in workload.marks:
+                item.add_marker(mark)
             if workload.device == "cuda":
                 item.add_marker("gpu")
             yield item

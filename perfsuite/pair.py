@@ -37,10 +37,11 @@ class Workload:
     row are timed as one, as in a training loop: for calls so short that a cold cache and the timer's own overhead
     would be most of what is measured; figures stay a call. `margin` is the relative slowdown that matters, e.g. 0.1:
     the gate finds what is as slow as that or slower; by default, what the device resolves. Remaining keywords are the
-    sizes, and the values of scalar inputs; those that are called as one of these parameters go into `sizes`.
+    sizes, and the values of scalar inputs; those that are called as one of these parameters go into `sizes`. `marks`
+    are pytest's, e.g. `pytest.mark.skipif(…)`.
     """
 
-    __slots__ = ("clock", "device", "direction", "dtype", "margin", "name", "promises", "repeat", "sizes")
+    __slots__ = ("clock", "device", "direction", "dtype", "margin", "marks", "name", "promises", "repeat", "sizes")
 
     def __init__(
         self,
@@ -57,6 +58,7 @@ class Workload:
         host_syncs: int | None = None,
         launches: int | None = None,
         sizes: Mapping[str, int | float] | None = None,
+        marks: Collection[Any] = (),
         **named: int | float,
     ) -> None:
         for what, value, allowed in (
@@ -85,6 +87,7 @@ class Workload:
         self.device = device
         self.promises = Promises(speedup=speedup, peak_bytes=peak_bytes, host_syncs=host_syncs, launches=launches)
         self.sizes = {**(sizes or {}), **named}
+        self.marks = tuple(marks)
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{k}={v}" for k, v in self.sizes.items())

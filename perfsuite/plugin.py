@@ -255,13 +255,37 @@ def _declares_a_pair(collector: pytest.Collector) -> bool:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: object) -> Any:
-    pair_module, timed_only = sys.modules.get("perfsuite.pair"), collector.config.stash.get(TIMED_ONLY, False)
-    if pair_module is None or not isinstance(obj, pair_module.Pair) or not isinstance(collector, pytest.Module):
+    timed_only = collector.config.stash.get(TIMED_ONLY, False)
+    found = _pairs(collector, name, obj)
+    if not found:
         return [] if timed_only else None
     from perfsuite.items import PairCollector
 
     _control(collector.config)
-    return PairCollector.from_parent(collector, name=name, pair=obj, timed_only=timed_only)
+    made = [PairCollector.from_parent(collector, name=name, pair=pair, timed_only=timed_only) for name, pair in found]
+    is_class = isinstance(obj, type) and not timed_only
+    # A test class has tests of its own, which pytest collects.
+    return [*made, *_collected(collector, name, obj)] if is_class else made
+
+
+def _pairs(collector: pytest.Collector, name: str, obj: object) -> list[tuple[str, Any]]:
+    if "perfsuite.pair" not in sys.modules or not isinstance(collector, pytest.Module):
+        return []
+    from perfsuite import declared
+    from perfsuite.errors import PairError
+
+    try:
+        return list(declared.pairs_of(name, obj, collector.obj.__name__))
+    except PairError as error:
+        raise collector.CollectError(str(error)) from None
+
+
+def _collected(collector: pytest.Collector, name: str, obj: object) -> list[Any]:
+    """What pytest itself makes of it."""
+    from _pytest.python import pytest_pycollect_makeitem as make_item
+
+    found: Any = make_item(collector, name, obj)  # type: ignore[arg-type]  # the hook's own collector
+    return found if isinstance(found, list) else [found] if found is not None else []
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

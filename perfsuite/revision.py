@@ -16,9 +16,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
-from perfsuite import bytecode, second_import
+from perfsuite import bytecode, declared, second_import
 from perfsuite.errors import RevisionError
 from perfsuite.folders import own_folder
 from perfsuite.pair import Pair
@@ -251,7 +250,7 @@ def load_pair(pair: Pair, module: ModuleType, tree: Tree) -> Pair:
         importlib.invalidate_caches()
     name = f"{tree.package}.{module.__name__}"
     try:
-        found: Any = getattr(_imported(name, module, tree), pair.name)
+        found = declared.find(_imported(name, module, tree), pair.name)
     except (KeyboardInterrupt, RevisionError):
         raise
     except BaseException as error:  # a module may skip its tests or exit when it is imported
@@ -267,7 +266,7 @@ def load_pair(pair: Pair, module: ModuleType, tree: Tree) -> Pair:
         raise RevisionError(
             f"{where} cannot be loaded from the accepted revision: {type(error).__name__}: {lines[0][:200]}"
         ) from None
-    if not isinstance(found, Pair):
+    if found is None:
         raise RevisionError(f"{where} is no pair in the accepted revision")
     found.name = pair.name
     return found

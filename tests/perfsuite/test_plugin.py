@@ -132,7 +132,7 @@ def test_options_are_told(project: Project) -> None:
         assert option in output
 
 
-def test_nothing_but_a_module_level_pair_is_collected(project: Project) -> None:
+def test_a_function_and_a_list_of_other_things_are_no_pairs(project: Project) -> None:
     project.write("test_scale.py", TWO_LINES)
     project.write(
         "test_more.py",
@@ -144,10 +144,10 @@ def test_nothing_but_a_module_level_pair_is_collected(project: Project) -> None:
                 reference=abs, optimized=abs, inputs={"x": tensor("n")}, workloads=[Workload("small", n=8)]
             )
 
-        class TestGroup:
-            pair = make()
+        def made(by=2) -> Pair:
+            return make()
 
-        pairs = [make()]
+        mixed = [make(), 3]
         """,
     )
     assert {i.partition("::")[0] for i in collected(project.run("--collect-only", "-q"))} == {"test_scale.py"}

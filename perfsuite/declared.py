@@ -1,0 +1,94 @@
+"""The pairs that a module declares: by name, in a list, a dict or a class, or by a parametrized function."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from perfsuite.errors import PairError
+from perfsuite.pair import Pair
+
+
+def pairs_of(name: str, value: object, module: str) -> Iterator[tuple[str, Pair]]:
+    """(name, pair) of a module's attribute `name`; nothing for what holds no pairs.
+
+    A pair in a list or a dict is called as the list, with its place or key: `losses-0`, `losses-mean`; in a class
+    `Class.name`. A function that is annotated to return a Pair and parametrized gives one pair for each set of
+    parameters, called as pytest calls a test's: `attention-64-True`.
+    """
+    if isinstance(value, Pair):
+        yield name, value
+    elif isinstance(value, (list, tuple)) and value and all(isinstance(v, Pair) for v in value):
+        yield from ((f"{name}-{number}", pair) for number, pair in enumerate(value))
+    elif isinstance(value, dict) and value and all(isinstance(v, Pair) for v in value.values()):
+        yield from ((f"{name}-{_plain(key)}", pair) for key, pair in value.items())
+    elif isinstance(value, type) and value.__module__ == module:
+        yield from ((f"{name}.{n}", pair) for n, pair in vars(value).items() if isinstance(pair, Pair))
+    elif inspect.isfunction(value) and value.__module__ == module and _is_factory(value):
+        yield from ((f"{name}-{id}", _made(value, name, arguments)) for id, arguments in _parameters(value))
+
+
+def find(module: Any, name: str) -> Pair | None:
+    """The module's pair of that name."""
+    for attribute, value in list(vars(module).items()):
+        if name == attribute or name.startswith((f"{attribute}-", f"{attribute}.")):
+            for found, pair in pairs_of(attribute, value, module.__name__):
+                if found == name:
+                    return pair
+    return None
+
+
+def _is_factory(function: Any) -> bool:
+    returned = inspect.get_annotations(function).get("return")
+    is_pair = returned is Pair or (isinstance(returned, str) and returned.rpartition(".")[2] == "Pair")
+    return is_pair and any(mark.name == "parametrize" for mark in _marks(function))
+
+
+def _marks(function: Any) -> Sequence[Any]:
+    return list(getattr(function, "pytestmark", ()))
+
+
+def _parameters(function: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(id, arguments) for each combination of the sets of parameters, the first decorator's varying slowest."""
+    sets = [list(_sets(mark)) for mark in _marks(function) if mark.name == "parametrize"]
+    for chosen in itertools.product(*sets):
+        merged: dict[str, Any] = {}
+        for _, arguments in chosen:
+            merged |= arguments
+        yield "-".join(id for id, _ in chosen), merged
+
+
+def _sets(mark: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    given = dict(zip(("argnames", "argvalues"), mark.args, strict=False)) | mark.kwargs
+    names = given["argnames"]
+    names = [n.strip() for n in names.split(",")] if isinstance(names, str) else list(names)
+    ids = given.get("ids")
+    for number, entry in enumerate(given["argvalues"]):
+        values: Any = entry.values if hasattr(entry, "marks") else entry
+        if not hasattr(entry, "marks") and len(names) == 1:
+            values = (entry,)
+        values = tuple(values)
+        own = getattr(entry, "id", None) or (ids[number] if isinstance(ids, (list, tuple)) else None)
+        yield _plain(own or "-".join(map(str, values))), dict(zip(names, values, strict=True))
+
+
+def _plain(key: object) -> str:
+    """The key as a part of a node id, where "::" and "[" have a meaning."""
+    return re.sub(r"[^\w.=+-]+", "_", str(key))
+
+
+def _made(function: Any, name: str, arguments: Mapping[str, Any]) -> Pair:
+    given = ", ".join(f"{n}={v!r}" for n, v in arguments.items())
+    try:
+        made = function(**arguments)
+    except PairError:
+        raise
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [""]
+        raise PairError(f"{name}({given}) raises {type(error).__name__}: {lines[0]}") from None
+    if not isinstance(made, Pair):
+        raise PairError(f"{name}({given}) is annotated to return a Pair and returns {type(made).__name__}")
+    return made

@@ -1,0 +1,134 @@
+"""Which pairs a module declares: by name, in lists, dicts and classes, and by parametrized functions."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import pytest
+from scratch import Project
+
+from perfsuite import Pair, Workload, declared, tensor
+from perfsuite.errors import PairError
+
+pytest_plugins = ["pytester"]
+
+MODULE = """
+    import pytest
+    from perfsuite import Pair, Workload, tensor
+
+
+    def scaled(by):
+        return Pair(
+            reference=lambda x: x * by, optimized=lambda x: by * x, inputs={"x": tensor("n")},
+            workloads=[Workload("small", n=8), Workload("other", n=4, marks=[pytest.mark.skip(reason="not here")])],
+        )
+
+
+    losses = [scaled(2), scaled(3)]
+    named = {"mean": scaled(4), "a sum": scaled(5)}
+
+
+    class Norms:
+        rms = scaled(6)
+
+
+    class TestLayers:
+        linear = scaled(7)
+
+        def test_its_own(self):
+            assert self.linear.reference(2) == 14
+
+
+    @pytest.mark.parametrize("causal", [False, True])
+    @pytest.mark.parametrize(("heads", "size"), [(1, 64), pytest.param(2, 128, id="wide")])
+    def attention(heads: int, size: int, causal: bool) -> Pair:
+        return scaled(heads + size + causal)
+
+
+    def helper(by: int) -> Pair:
+        return scaled(by)
+"""
+
+NAMES = [
+    "losses-0",
+    "losses-1",
+    "named-mean",
+    "named-a_sum",
+    "Norms.rms",
+    "TestLayers.linear",
+    "attention-1-64-False",
+    "attention-1-64-True",
+    "attention-wide-False",
+    "attention-wide-True",
+]
+
+
+def test_pairs_in_a_list_a_dict_a_class_and_from_a_parametrized_function(project: Project) -> None:
+    project.write("test_many.py", MODULE)
+    result = project.run("--collect-only", "-q")
+    ids = [line for line in result.stdout.lines if "::" in line]
+    assert list(dict.fromkeys(i.split("::")[1] for i in ids if "::equivalence" in i)) == NAMES
+    assert sum("::speed[small]" in i for i in ids) == len(NAMES)
+    assert "test_many.py::TestLayers::test_its_own" in ids
+
+
+def test_they_are_proven_and_chosen_as_others(project: Project) -> None:
+    project.write("test_many.py", MODULE)
+    result = project.run("-k", "equivalence or test_its_own or other")
+    result.assert_outcomes(passed=len(NAMES) + 1, skipped=len(NAMES))
+    result = project.run("test_many.py::attention-wide-True::equivalence[float32]")
+    result.assert_outcomes(passed=1)
+
+
+def test_a_worker_finds_them(project: Project) -> None:
+    project.write("test_many.py", MODULE)
+    result = project.run("--perfsuite-isolate=always", "-k", "equivalence and (losses-1 or attention-wide-True)")
+    result.assert_outcomes(passed=2)
+
+
+def module_with(**held: Any) -> types.ModuleType:
+    module = types.ModuleType("m")
+    for name, value in held.items():
+        if isinstance(value, (type, types.FunctionType)):
+            value.__module__ = "m"
+        setattr(module, name, value)
+    return module
+
+
+def pair() -> Pair:
+    return Pair(reference=abs, optimized=abs, inputs={"x": tensor("n")}, workloads=[Workload("w", n=4)])
+
+
+def test_a_pair_of_another_revision_is_found_by_its_name() -> None:
+    first, second = pair(), pair()
+    module = module_with(pairs=[first, second], one=first, other={"k": second}, Held=type("Held", (), {"a": first}))
+    assert declared.find(module, "one") is first
+    assert declared.find(module, "pairs-1") is second
+    assert declared.find(module, "other-k") is second
+    assert declared.find(module, "Held.a") is first
+    assert declared.find(module, "pairs-2") is None
+    assert declared.find(module, "nothing") is None
+
+
+def test_what_holds_something_else_declares_nothing() -> None:
+    for value in ([], [pair(), 3], {}, {"a": 1}, 3, "pair", lambda: pair()):
+        assert list(declared.pairs_of("x", value, "m")) == []
+    imported = type("Held", (), {"a": pair(), "__module__": "elsewhere"})
+    assert list(declared.pairs_of("x", imported, "m")) == []
+
+
+def factory(body: Any) -> Any:
+    def made(n: int) -> Pair:
+        return body(n)
+
+    made.__module__ = "m"
+    return pytest.mark.parametrize("n", [1, 2], ids=["one", "two"])(made)
+
+
+def test_a_function_that_fails_says_with_what() -> None:
+    assert [name for name, _ in declared.pairs_of("f", factory(lambda n: pair()), "m")] == ["f-one", "f-two"]
+    with pytest.raises(PairError, match=r"f\(n=1\) raises ZeroDivisionError: division by zero"):
+        list(declared.pairs_of("f", factory(lambda n: 1 / 0), "m"))
+    with pytest.raises(PairError, match=r"f\(n=1\) is annotated to return a Pair and returns int"):
+        list(declared.pairs_of("f", factory(lambda n: n), "m"))
