@@ -20,7 +20,7 @@ from perfsuite import inputs as make
 from perfsuite.equivalence import Discard, NotEquivalent, Truth, Way
 from perfsuite.execution import Leaves
 from perfsuite.integrity.probe import Probe, same_leaf
-from perfsuite.pair import GRAD_OUTPUT, Pair, Side, as_side
+from perfsuite.pair import CONTEXTS, GRAD_OUTPUT, Pair, Side, as_side
 from perfsuite.records import Case
 
 Result = TypeVar("Result")
@@ -51,8 +51,19 @@ def check(pair: Pair, case: Case, device: str, *, home: Path | None = None, thor
         ways = tuple(way for way in WAYS if way is not two_threads) if thorough else COMPILED
     with execution.recompiling():
         for way in ways:
-            with process_state.kept(quick=True):
-                way(probe)
+            if way.__name__ not in pair.unsupported:
+                with process_state.kept(quick=True):
+                    _try(way, probe)
+
+
+def _try(way: Callable[[Probe], None], probe: Probe) -> None:
+    try:
+        way(probe)
+    except NotEquivalent as error:
+        if way.__name__ not in CONTEXTS:
+            raise
+        told = f"{error}; if it is not made to be called so, declare unsupported={{{way.__name__!r}: 'why'}}"
+        raise NotEquivalent(told, error.case) from None
 
 
 # --- forward --------------------------------------------------------------------------------------------------------

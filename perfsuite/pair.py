@@ -8,12 +8,27 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from perfsuite import modules
 from perfsuite.errors import PairError
 from perfsuite.specs import RecordedSpec, ScalarSpec, Size, Spec, has_scalar, least_of, symbols
 
 CLOCKS = ("device", "wall")
 DIRECTIONS = ("forward", "backward", "both")
 DTYPES = ("float64", "float32", "bfloat16", "float16")
+CONTEXTS = (
+    "inference_mode",
+    "no_gradient_needed",
+    "other_thread",
+    "two_threads",
+    "autocast",
+    "one_gradient_needed",
+    "second_backward",
+    "double_backward",
+    "other_stream",
+)
+"""The other ways of calling a side that are tried (contexts.py)."""
+TEMPLATE_DRAWS = 5
+"""Draws of a pair made from modules, whose inputs have the full size in each."""
 GRAD_OUTPUT = "grad_output"
 """In `consumes`: the gradient that comes in to the backward pass."""
 
@@ -173,7 +188,7 @@ class Pair:
     """A reference and an optimized side of one function, with all that is needed to prove and time them.
 
     Sides are called with the inputs by position, in the order of `inputs`. They return a tensor, a number, None,
-    or a tuple, list or dict of these.
+    or a tuple, list or dict of these. Sides may be modules: all use the parameters of the reference's, by their names.
 
     inputs       name → spec (`tensor`, `scalar`, `listof`, `module`, `recorded`, `constant`, or nested)
     step_inputs  for stateful sides: inputs drawn anew for each step
@@ -194,6 +209,7 @@ class Pair:
     excuse       inputs (float64) → bool mask of output elements within rounding of a threshold
     adjust       called with the drawn inputs before any side sees them: changes in place what lies at such a threshold
     steps        for stateful sides: after how many steps the states are compared
+    unsupported  ways of calling (CONTEXTS) that the optimized side is not made for → why; they are not tried
     max_examples draws a proof takes at most, for a pair whose draws are dear
     output_dtype the dtype of the optimized side's outputs, where it is not the reference's
     time_limit   seconds one item may take before it counts as hanging; more where a profile draws more than "dev"
@@ -220,6 +236,7 @@ class Pair:
     adjust: Callable[..., None] | None = None
     steps: Sequence[int] = (1, 2, 17, 100)
     time_limit: float = 300.0
+    unsupported: Mapping[str, str] = field(default_factory=dict)
     max_examples: int | None = None
     output_dtype: str | None = None
     name: str = "pair"
@@ -228,6 +245,7 @@ class Pair:
         self.mutates = frozenset(self.mutates)
         self.writes = frozenset(self.writes)
         self.consumes = frozenset(self.consumes)
+        self._share_parameters()
         if isinstance(self.workloads, Workload):
             self.workloads = (self.workloads,)
         every = {**self.inputs, **self.step_inputs}
@@ -250,6 +268,11 @@ class Pair:
         for dtype in (*self.dtypes, *([self.precision] if self.precision else [])):
             if dtype not in DTYPES:
                 raise PairError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+        for name, why in self.unsupported.items():
+            if name not in CONTEXTS:
+                raise PairError(f"unsupported={{{name!r}: …}}: not one of {', '.join(CONTEXTS)}")
+            if not why.strip():
+                raise PairError(f"unsupported={{{name!r}: ''}}: say why the optimized side does not support it")
         if self.max_examples is not None and self.max_examples < 1:
             raise PairError(f"max_examples={self.max_examples}: a proof takes 1 draw or more")
         if self.output_dtype is not None and self.output_dtype not in DTYPES:
@@ -261,6 +284,64 @@ class Pair:
                 raise PairError(f"a rival or variant may not be called {name!r}; choose another name")
         if self.is_stateful != as_side(self.optimized).stateful:
             raise PairError("one side is stateful(...) and the other is not; wrap both")
+
+    @classmethod
+    def from_modules(
+        cls,
+        reference: Callable[..., Any],
+        optimized: Callable[..., Any],
+        get_inputs: Callable[[], Sequence[Any]],
+        get_init_inputs: Callable[[], Sequence[Any]] = lambda: (),
+        **fields: Any,
+    ) -> Pair:
+        """A pair of two classes of modules, as KernelBench has them: `reference(*get_init_inputs())` is one side.
+
+        What `get_inputs` returns is a template: inputs of its shapes, dtypes and layouts are drawn, with values of the
+        same range. One workload has just these shapes; `torch.compile` of the reference is the rival. `fields` are
+        further ones of `Pair`, or others in the place of these.
+        """
+        init = list(get_init_inputs())
+        made = {"reference": reference(*init), "optimized": optimized(*init)}
+        defaults: dict[str, Any] = {
+            "inputs": modules.specs_of(get_inputs()),
+            "workloads": [Workload("template")],
+            "rivals": {"compile": compiled(made["reference"])},
+            "gradients": False,
+            "unsupported": {"autocast": "the convention calls modules outside of it"},
+            "max_examples": TEMPLATE_DRAWS,
+        }
+        return cls(**{**made, **defaults, **fields})
+
+    def _share_parameters(self) -> None:
+        """Sides that are modules: one more input holds the reference's, whose parameters all of them use."""
+        sides: dict[str, Side] = {
+            n: as_side(s)
+            for n, s in {
+                **self.rivals,
+                **self.variants,
+                "reference": self.reference,
+                "optimized": self.optimized,
+            }.items()
+        }
+        found = {name: side.call for name, side in sides.items() if modules.is_module(side.call)}
+        if not any(map(modules.has_state, found.values())):
+            return
+        reference = sides["reference"].call
+        for name, side in sides.items():
+            if name not in found:
+                raise PairError(
+                    f"the {name} side is no module where another is one with parameters: make all sides modules with "
+                    f"parameters of the same names, or declare the module as an input, module=module(build)"
+                )
+            own = side.call is reference
+            call = modules.Own(reference) if own else modules.Sharing(side.call, name)
+            sides[name] = replace(side, call=call)
+        if modules.INPUT in self.inputs:
+            raise PairError(f"input {modules.INPUT!r} has the name of the input with the sides' parameters; rename it")
+        self.inputs = {modules.INPUT: modules.spec_of(reference), **self.inputs}
+        self.reference, self.optimized = sides["reference"], sides["optimized"]
+        self.rivals = {name: sides[name] for name in self.rivals}
+        self.variants = {name: sides[name] for name in self.variants}
 
     @property
     def changed(self) -> frozenset[str]:

@@ -283,6 +283,8 @@ def _function(call: Any) -> FunctionType | None:
     while isinstance(call, functools.partial):
         call = call.func
     call = inspect.unwrap(call)
+    if isinstance(call, torch.nn.Module):
+        call = call.forward
     if not inspect.isroutine(call):
         call = type(call).__call__
     call = getattr(call, "__func__", call)

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 import perfsuite
-from perfsuite import Pair, Workload, expressions, floats, integers, size, tensor
+from perfsuite import Pair, Workload, contexts, expressions, floats, integers, size, tensor
 from perfsuite import inputs as make
 from perfsuite.equivalence import NotEquivalent
 from perfsuite.errors import PairError
+from perfsuite.pair import CONTEXTS
 
 SOME = {"values": floats(-2, 2)}
 
@@ -228,3 +229,27 @@ def test_an_offset_keeps_to_the_alignment_that_is_declared(align: int) -> None:
 def test_an_alignment_is_a_power_of_two() -> None:
     with pytest.raises(PairError, match="align=12 is no power of two"):
         tensor("n", align=12)
+
+
+# --- other ways of calling ------------------------------------------------------------------------------------------
+
+
+def test_the_ways_that_can_be_declared_are_those_that_are_tried() -> None:
+    assert tuple(way.__name__ for way in contexts.WAYS) == CONTEXTS
+
+
+def test_a_way_of_calling_that_a_kernel_is_not_made_for_is_declared_with_its_reason() -> None:
+    def product(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return x @ x.t()
+
+    def pair(**fields: Any) -> Pair:
+        return Pair(reference=lambda x: x @ x.t(), optimized=product, inputs={"x": tensor("m", "n", **SOME)}, **fields)
+
+    with pytest.raises(NotEquivalent, match=r"has dtype .*; if it is not made .* unsupported={'autocast': 'why'}"):
+        check(pair())
+    check(pair(unsupported={"autocast": "it computes in float32"}))
+    with pytest.raises(PairError, match=r"unsupported={'autocats': …}: not one of inference_mode"):
+        pair(unsupported={"autocats": "it computes in float32"})
+    with pytest.raises(PairError, match="say why the optimized side does not support it"):
+        pair(unsupported={"autocast": " "})

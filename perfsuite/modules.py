@@ -1,0 +1,125 @@
+"""Sides that are `torch.nn.Module`s: all are called with the reference's module, and take their parameters from it."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from perfsuite.errors import PairError
+from perfsuite.specs import ConstantSpec, Floats, Integers, ModuleSpec, Sampled, Spec, TensorSpec, module
+
+INPUT = "module"
+"""The name of the input that the parameters come in: in `mutates`, and in what is said of gradients."""
+FEW_VALUES = 16
+"""A template with no more different values than this has labels, signs or a mask: no other values are drawn."""
+
+
+def is_module(value: object) -> bool:
+    """Whether it is a torch.nn.Module."""
+    torch: Any = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.nn.Module)
+
+
+def has_state(value: Any) -> bool:
+    """Whether the module has a parameter or a buffer."""
+    return any(True for _ in value.parameters()) or any(True for _ in value.buffers())
+
+
+def spec_of(reference: Any) -> ModuleSpec:
+    """The input that the reference's module is: a copy of it with the same weights in each draw."""
+    return module(lambda: copy.deepcopy(reference))
+
+
+class Own:
+    """The reference's side: calls the module that it is given."""
+
+    def __init__(self, module: Any) -> None:
+        self.__wrapped__ = type(module).forward  # where it runs is looked for by this
+
+    def __call__(self, given: Any, *inputs: Any) -> Any:
+        return given(*inputs)
+
+
+class Sharing:
+    """Another side: calls a copy of its own module, which has the very parameters and buffers of the given one.
+
+    PairError where the names or the shapes of their parameters differ.
+    """
+
+    def __init__(self, module: Any, name: str) -> None:
+        self.module, self.name = module, name
+        self.__wrapped__ = type(module).forward
+        self._held: tuple[Callable[[], Any], Any] = (lambda: None), None
+        """(the module that was given last, by a weak reference, and the copy that shares its parameters)."""
+
+    def __call__(self, given: Any, *inputs: Any) -> Any:
+        held = self._held  # once: another thread may call it with another module
+        if held[0]() is not given:
+            held = self._held = weakref.ref(given), self._sharing(given)
+        return held[1](*inputs)
+
+    def _sharing(self, given: Any) -> Any:
+        twin = copy.deepcopy(self.module).train(given.training)
+        for what, mine, theirs in (
+            ("parameter", dict(twin.named_parameters()), dict(given.named_parameters())),
+            ("buffer", dict(twin.named_buffers()), dict(given.named_buffers())),
+        ):
+            for name in sorted(mine.keys() ^ theirs.keys()):
+                has, lacks = (self.name, "reference") if name in mine else ("reference", self.name)
+                raise PairError(
+                    f"the {has} module has a {what} {name!r} and the {lacks} module has none: give them the same names"
+                )
+            for name, tensor in theirs.items():
+                if mine[name].shape != tensor.shape:
+                    raise PairError(
+                        f"{what} {name!r} has shape {tuple(mine[name].shape)} in the {self.name} module and "
+                        f"{tuple(tensor.shape)} in the reference: build both with the same arguments"
+                    )
+                owner, _, leaf = name.rpartition(".")
+                holder = twin.get_submodule(owner)
+                (holder._parameters if what == "parameter" else holder._buffers)[leaf] = tensor
+        return twin
+
+
+def specs_of(templates: Sequence[Any]) -> dict[str, Spec]:
+    """Inputs like these: their shapes, dtypes and layouts, and values of the same range."""
+    return {f"x{number}": _spec(value) for number, value in enumerate(templates)}
+
+
+def _spec(template: Any) -> Spec:
+    torch: Any = sys.modules["torch"]
+    if isinstance(template, (list, tuple)):
+        return type(template)(_spec(value) for value in template)
+    if isinstance(template, Mapping):
+        return {key: _spec(value) for key, value in template.items()}
+    if not isinstance(template, torch.Tensor):
+        return ConstantSpec(value=template)
+    dtype = None if template.dtype == torch.float32 else str(template.dtype).removeprefix("torch.")
+    return TensorSpec(dims=tuple(template.shape), dtype=dtype, values=_values(template), layouts=(_layout(template),))
+
+
+def _values(template: Any) -> Floats | Integers | Sampled:
+    torch: Any = sys.modules["torch"]
+    some = template.detach().flatten()[:: max(1, template.numel() // (1 << 16))].cpu()
+    different = some.unique()
+    if not template.numel():
+        return Floats()
+    if not template.dtype.is_floating_point:
+        return Integers(low=int(template.min()), high=int(template.max()) + 1)
+    if different.numel() <= min(FEW_VALUES, some.numel() - 1):
+
+        def chosen(generator: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+            return different[torch.randint(0, different.numel(), shape, generator=generator)].to(dtype)
+
+        return Sampled(make=chosen)
+    low, high = float(some.min()), float(some.max())
+    return Floats(low=0.0, high=max(1.0, high)) if low >= 0 else Floats(low=low, high=high)
+
+
+def _layout(template: Any) -> str:
+    if template.is_contiguous():
+        return "contiguous"
+    return "transposed" if template.ndim >= 2 and template.transpose(-1, -2).is_contiguous() else "strided"

@@ -1,0 +1,176 @@
+"""Sides that are modules, and pairs made from two classes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import perfsuite
+from perfsuite import Pair, Workload, floats, modules, tensor
+from perfsuite import inputs as make
+from perfsuite.equivalence import NotEquivalent
+from perfsuite.errors import PairError
+from perfsuite.specs import ConstantSpec, Floats, Integers, Sampled
+
+
+class Model(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, 4)
+        self.register_buffer("shift", torch.full((4,), 0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.linear(x) + self.shift)
+
+
+class ModelNew(Model):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.addmm(self.linear.bias + self.shift, x, self.linear.weight.t()).clamp_min(0)
+
+
+class Scaled(Model):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.linear(x) + self.shift) * 1.01
+
+
+class Replaying(Model):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Model.forward(self, x)
+
+
+class Frozen(ModelNew):
+    """Right only with the parameters that it was built with."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.held = self.linear.weight.detach().clone()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x @ self.held.to(x).t() + self.linear.bias + self.shift)
+
+
+class Other(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.project = nn.Linear(width, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.project(x) + 0.5)
+
+
+def get_inputs() -> list[Any]:
+    return [torch.rand(6, 5)]
+
+
+def get_init_inputs() -> list[Any]:
+    return [5]
+
+
+def made(candidate: Any, **fields: Any) -> Pair:
+    return Pair.from_modules(Model, candidate, get_inputs, get_init_inputs, **fields)
+
+
+def test_a_pair_of_modules_is_proven_with_its_gradients_and_timed() -> None:
+    pair = made(ModelNew, gradients=True)
+    evidence = perfsuite.check(pair, device="cpu")
+    assert len(evidence) == 2
+    assert list(pair.inputs) == ["module", "x0"]
+    assert set(perfsuite.measure(pair, device="cpu")[0].sides) >= {"reference", "optimized", "compile"}
+
+
+@pytest.mark.parametrize(
+    ("candidate", "says"),
+    [
+        (Scaled, "is wrong at|is inaccurate"),
+        (Frozen, "is wrong at|is inaccurate"),
+        (Replaying, "calls the reference itself"),
+        (Other, "has a parameter 'linear.bias' and the optimized module has none: give them the same names"),
+    ],
+)
+def test_a_wrong_module_is_rejected(candidate: Any, says: str) -> None:
+    with pytest.raises((NotEquivalent, PairError), match=says):
+        perfsuite.check(made(candidate), device="cpu")
+
+
+def test_modules_of_other_shapes_say_so() -> None:
+    pair = Pair(reference=Model(5), optimized=ModelNew(6), inputs={"x": tensor("m", 5)})
+    with pytest.raises(PairError, match=r"'linear.weight' has shape \(4, 6\) in the optimized module and \(4, 5\)"):
+        perfsuite.check(pair, device="cpu")
+
+
+def test_modules_without_parameters_are_sides_like_any_other() -> None:
+    class Gelu(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 0.5 * x * (1 + torch.erf(x / 2**0.5))
+
+    pair = Pair(reference=nn.GELU(), optimized=Gelu(), inputs={"x": tensor("m", "n", values=floats(-3, 3))})
+    assert list(pair.inputs) == ["x"]
+    perfsuite.check(pair, examples=10, device="cpu")
+
+
+def test_a_function_beside_a_module_with_parameters_is_refused() -> None:
+    with pytest.raises(PairError, match="the optimized side is no module where another is one with parameters"):
+        Pair(reference=Model(5), optimized=torch.relu, inputs={"x": tensor("m", 5)})
+
+
+def test_the_name_of_the_parameters_input_is_taken() -> None:
+    with pytest.raises(PairError, match="input 'module' has the name of the input with the sides' parameters"):
+        Pair(reference=Model(5), optimized=ModelNew(5), inputs={"module": tensor("m", 5)})
+
+
+def test_a_side_shares_the_parameters_that_it_is_given() -> None:
+    given, side = Model(5), modules.Sharing(ModelNew(5), "optimized")
+    x = torch.rand(3, 5)
+    assert torch.allclose(side(given, x), given(x))
+    with torch.no_grad():
+        given.linear.weight.zero_()
+        given.shift.zero_()
+    assert torch.allclose(side(given, x), given(x))
+    side(given, x).sum().backward()
+    assert given.linear.bias.grad is not None
+    other = Model(5)
+    assert torch.allclose(side(other, x), other(x))
+
+
+# --- templates ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("template", "kind"),
+    [
+        (torch.rand(4, 300), Floats(low=0.0, high=1.0)),
+        (torch.arange(12).reshape(3, 4), Integers(low=0, high=12)),
+        (torch.tensor([1.0, -1.0] * 50), Sampled),
+        (3, ConstantSpec(value=3)),
+    ],
+)
+def test_values_are_drawn_in_the_range_of_the_template(template: Any, kind: Any) -> None:
+    (spec,) = modules.specs_of([template]).values()
+    found = getattr(spec, "values", spec)
+    assert found == kind if not isinstance(kind, type) else isinstance(found, kind)
+
+
+def drawn_from(templates: Sequence[Any]) -> list[Any]:
+    pair = Pair(reference=abs, optimized=abs, inputs=modules.specs_of(templates), workloads=[Workload("w")])
+    return list(make.build(pair, make.workload_case(pair.workloads[0], "float32", 3), "cpu").values())
+
+
+def test_shapes_dtypes_and_layouts_are_those_of_the_template() -> None:
+    templates = [
+        torch.rand(3, 4).half(),
+        torch.rand(4, 3).t(),
+        [torch.rand(2), 7],
+        torch.randint(0, 9, (5,)),
+        torch.rand(6, 8) > 0.5,
+    ]
+    half, turned, (inner, seven), whole, mask = drawn_from(templates)
+    assert (half.shape, half.dtype) == ((3, 4), torch.float16)
+    assert turned.shape == (3, 4)
+    assert (inner.shape, seven) == ((2,), 7)
+    assert (whole.dtype, mask.dtype) == (torch.int64, torch.bool)
+    signs = drawn_from([torch.tensor([1.0, -1.0] * 50)])[0]
+    assert set(signs.tolist()) == {1.0, -1.0}
