@@ -63,6 +63,8 @@ C = 4.0
 C_NORM = 1.0
 REPLICAS = 3
 MAX_REPLICAS = 7
+REPLICAS_UP_TO = 1 << 16
+"""With inputs of more elements the reference's error is well known from one draw, and the fewest replicas are made."""
 SAMPLES = 64
 """Replicas are added until the smallest output has this many samples of the reference's error, or MAX_REPLICAS."""
 EXCUSED_SHARE = 0.01
@@ -212,6 +214,8 @@ def establish(
         return values
 
     rounded = to_working(make.build(pair, case, device, home=home) if drawn is None else drawn)
+    if sum(t.numel() for _, t in make.tensors_in(rounded)) > REPLICAS_UP_TO:
+        replicas = 0
     truth = _run(truth_side, pair, make.upcast(rounded), case, gradients, _upcast(step_inputs), way)
     given = make.clone(rounded)
     own = _run(reference, pair, given, case, gradients, _copied(step_inputs), way)

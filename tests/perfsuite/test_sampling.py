@@ -36,12 +36,11 @@ from perfsuite import (
     tensor,
     watching,
 )
-from perfsuite.equivalence import NotEquivalent
+from perfsuite.equivalence import REPLICAS_UP_TO, NotEquivalent
 from perfsuite.errors import PairError
 from perfsuite.integrity import calls
 from perfsuite.measuring import RIVAL_BLOCKS
 from perfsuite.pair import Side
-from perfsuite.proving import REPLICAS_UP_TO
 from perfsuite.records import Condition, Counts, Measurement, Proof, from_json, to_json
 from perfsuite.sampling import BLOCKS, BLOCKS_LEAST, EXTRA_BLOCKS, FEW_BLOCKS, QUADS
 from perfsuite.watching import FRESH_BLOCKS
