@@ -17,10 +17,13 @@ def pairs_of(name: str, value: object, module: str) -> Iterator[tuple[str, Pair]
 
     A pair in a list or a dict is called as the list, with its place or key: `losses-0`, `losses-mean`; in a class
     `Class.name`. A function that is annotated to return a Pair and parametrized gives one pair for each set of
-    parameters, called as pytest calls a test's: `attention-64-True`.
+    parameters, called as pytest calls a test's: `attention-64-True`. A private name, as `_known`, declares none of
+    them.
     """
     if isinstance(value, Pair):
         yield name, value
+    elif name.startswith("_"):
+        return
     elif isinstance(value, (list, tuple)) and value and all(isinstance(v, Pair) for v in value):
         yield from ((f"{name}-{number}", pair) for number, pair in enumerate(value))
     elif isinstance(value, dict) and value and all(isinstance(v, Pair) for v in value.values()):

@@ -53,7 +53,7 @@ from perfsuite import execution
 from perfsuite import inputs as make
 from perfsuite.errors import PairError
 from perfsuite.execution import Leaf, Leaves
-from perfsuite.pair import Pair, Side, as_side
+from perfsuite.pair import TF32, Pair, Side, as_side
 from perfsuite.records import Case, Evidence
 from perfsuite.specs import TensorSpec
 
@@ -135,7 +135,8 @@ class Tally:
                 f"{pair.name}: {self.discarded} of {self.draws} draws were discarded, because the reference alone "
                 f"overflows, and {self.ill_conditioned} are ill-conditioned in {dtype}, or the reference computes "
                 f"in less than {dtype} (in TF32, or rounded to half precision inside): too little is proven; bound the "
-                f"inputs with values=floats(low, high), or let the reference compute in {dtype}"
+                f"inputs with values=floats(low, high), let the reference compute in {dtype}, or declare "
+                f'precision="tf32" where products may be'
             )
         if self.draws >= MIN_PROOFS and self.answers_differ is False:
             raise NotEquivalent(
@@ -204,8 +205,8 @@ def establish(
     reference = as_side(pair.reference)
     truth_side = Side(call=pair.truth, stateful=pair.is_stateful) if pair.truth is not None else reference
     least = eps or 0.0
-    eps = eps or torch.finfo(make.dtype_of(working)).eps
-    half = working in ("bfloat16", "float16")
+    eps = eps or _eps(working)
+    half = working in ("bfloat16", "float16", TF32)
     to_working = _rounder(case.dtype, working)
 
     @functools.cache
@@ -256,7 +257,7 @@ def establish(
         periods=periods,
         excused=excused,
         plain=plain,
-        declared_precision=pair.precision is not None,
+        declared_precision=pair.precision not in (None, TF32),
         shared=shared,
     )
 
@@ -572,8 +573,17 @@ def _copied(given: Given) -> Given:
     return lambda i: make.clone(given(i))
 
 
+def _eps(precision: str) -> float:
+    return TF32_EPS if precision == TF32 else torch.finfo(make.dtype_of(precision)).eps
+
+
+TF32_EPS = 2.0**-10
+
+
 def _rounder(source: str, target: str) -> Callable[[Any], Any]:
     """Rounds tensors of the one precision to the other; inputs with a dtype of their own keep it."""
+    if TF32 in (source, target):
+        return lambda value: value
     old, new = make.dtype_of(source), make.dtype_of(target)
     return lambda value: make.map_tensors(value, lambda t: t.to(new) if t.dtype == old and old != new else t)
 

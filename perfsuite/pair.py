@@ -15,6 +15,8 @@ from perfsuite.specs import RecordedSpec, ScalarSpec, Size, Spec, has_scalar, le
 CLOCKS = ("device", "wall")
 DIRECTIONS = ("forward", "backward", "both")
 DTYPES = ("float64", "float32", "bfloat16", "float16")
+TF32 = "tf32"
+"""A precision of products, in which nothing is stored."""
 CONTEXTS = (
     "inference_mode",
     "no_gradient_needed",
@@ -205,7 +207,8 @@ class Pair:
     sizes        name → `size(low, high, multiple_of=)` for property tests
     where        a condition on the sizes, by name; other draws are not made
     truth        a cheaper float64 truth; proven against the reference at small sizes
-    precision    a lower working precision that the optimized side declares, e.g. "bfloat16"
+    precision    a lower working precision that the optimized side declares, e.g. "bfloat16"; "tf32" where products
+                 of float32 are in TF32
     excuse       inputs (float64) → bool mask of output elements within rounding of a threshold
     adjust       called with the drawn inputs before any side sees them: changes in place what lies at such a threshold
     steps        for stateful sides: after how many steps the states are compared
@@ -265,9 +268,11 @@ class Pair:
         for name, spec in self.inputs.items():
             if has_scalar(spec) and not isinstance(spec, ScalarSpec):
                 raise PairError(f"input {name!r} holds a scalar, which has no name there; make it an input of its own")
-        for dtype in (*self.dtypes, *([self.precision] if self.precision else [])):
+        for dtype in self.dtypes:
             if dtype not in DTYPES:
                 raise PairError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+        if self.precision not in (None, *DTYPES, TF32):
+            raise PairError(f"precision {self.precision!r} is not one of {', '.join((*DTYPES, TF32))}")
         for name, why in self.unsupported.items():
             if name not in CONTEXTS:
                 raise PairError(f"unsupported={{{name!r}: …}}: not one of {', '.join(CONTEXTS)}")

@@ -253,3 +253,31 @@ def test_a_way_of_calling_that_a_kernel_is_not_made_for_is_declared_with_its_rea
         pair(unsupported={"autocats": "it computes in float32"})
     with pytest.raises(PairError, match="say why the optimized side does not support it"):
         pair(unsupported={"autocast": " "})
+
+
+def in_tf32(x: torch.Tensor) -> torch.Tensor:
+    """Rounded to the 10 bits after the point that a TF32 product keeps."""
+    if x.dtype != torch.float32:
+        return x
+    bits = (x.detach().contiguous().view(torch.int32) + 0x1000) & ~0x1FFF
+    return x + (bits.view(torch.float32) - x).detach()
+
+
+def test_products_in_tf32_are_declared() -> None:
+    def pair(rounded: Any, **fields: Any) -> Pair:
+        return Pair(
+            reference=lambda x, y: x @ y,
+            optimized=lambda x, y: rounded(x) @ rounded(y),
+            inputs={"x": tensor("m", "k", **SOME), "y": tensor("k", "n", **SOME)},
+            gradients=False,
+            unsupported={"autocast": "it rounds by itself"},
+            **fields,
+        )
+
+    with pytest.raises(NotEquivalent, match=r"is wrong at|is inaccurate"):
+        check(pair(in_tf32))
+    check(pair(in_tf32, precision="tf32"))
+    with pytest.raises(NotEquivalent, match=r"is wrong at|is inaccurate"):
+        check(pair(lambda x: x.to(torch.float8_e4m3fn).to(x.dtype), precision="tf32"))
+    with pytest.raises(PairError, match=r"precision 'tf16' is not one of float64, .*, tf32"):
+        pair(in_tf32, precision="tf16")

@@ -112,6 +112,7 @@ def test_a_pair_of_another_revision_is_found_by_its_name() -> None:
 
 
 def test_what_holds_something_else_declares_nothing() -> None:
+    assert list(declared.pairs_of("_known", [pair()], "m")) == []
     for value in ([], [pair(), 3], {}, {"a": 1}, 3, "pair", lambda: pair()):
         assert list(declared.pairs_of("x", value, "m")) == []
     imported = type("Held", (), {"a": pair(), "__module__": "elsewhere"})

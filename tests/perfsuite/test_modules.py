@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import perfsuite
-from perfsuite import Pair, Workload, floats, modules, tensor
+from perfsuite import Pair, Workload, compiled, floats, modules, tensor
 from perfsuite import inputs as make
 from perfsuite.equivalence import NotEquivalent
 from perfsuite.errors import PairError
@@ -100,6 +100,16 @@ def test_modules_of_other_shapes_say_so() -> None:
     pair = Pair(reference=Model(5), optimized=ModelNew(6), inputs={"x": tensor("m", 5)})
     with pytest.raises(PairError, match=r"'linear.weight' has shape \(4, 6\) in the optimized module and \(4, 5\)"):
         perfsuite.check(pair, device="cpu")
+
+
+def test_the_reference_compiled_is_declared_in_the_open() -> None:
+    pair = Pair(
+        reference=Model(5),
+        optimized=compiled(Model(5), backend="eager"),
+        inputs={"x": tensor(6, 5, values=floats(-1, 1))},
+        max_examples=2,
+    )
+    perfsuite.check(pair, device="cpu")
 
 
 def test_modules_without_parameters_are_sides_like_any_other() -> None:

@@ -34,7 +34,7 @@ def pair(**fields: Any) -> Pair:
         (lambda: pair(inputs={"x-1": tensor("n")}), "input 'x-1' is not a Python name; rename it"),
         (lambda: pair(inputs={"class": tensor("n")}), "input 'class' is not a Python name"),
         (lambda: pair(dtypes=("float31",)), "dtype 'float31' is not one of"),
-        (lambda: pair(precision="tf32"), "dtype 'tf32' is not one of"),
+        (lambda: pair(dtypes=("tf32",)), "dtype 'tf32' is not one of"),
         (lambda: pair(dtypes=()), "dtypes is empty; name at least one precision"),
         (lambda: pair(rivals={"optimized": identity}), "may not be called 'optimized'; choose another name"),
         (lambda: pair(variants={"reference": identity}), "may not be called 'reference'"),
