@@ -11,6 +11,7 @@ import torch
 
 from perfsuite import contexts, diagnosis, effects, equivalence, execution, guard, integrity, interpreter, measuring
 from perfsuite import inputs as make
+from perfsuite import proofs as proof_list
 from perfsuite.errors import PerfsuiteError
 from perfsuite.pair import Pair, as_side
 from perfsuite.records import Case, Evidence, Measurement
@@ -19,7 +20,7 @@ FEW_DRAWS = 3
 
 
 def check(pair: Pair, *, examples: int = 25, device: str | None = None) -> tuple[Evidence, ...]:
-    """Prove the pair equal in each of its dtypes, gradients included, and its integrity; the evidence of each proof.
+    """Make all proofs that `pytest -m correctness` makes, except compiling the kernels ahead; the evidence of each.
 
     NotEquivalent, with the offending draw in one of its last lines, where a side is not the same function.
     """
@@ -34,41 +35,49 @@ def proofs(
     """(name, proof) for all that `check` does, one by one: a proof raises NotEquivalent, or gives its evidence."""
     interpreter.quicken()
     where = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    gradients = pair.gradients and not pair.is_stateful and bool(execution.differentiable(pair))
-    for dtype in pair.dtypes:
-        for with_gradients in (False, True) if gradients else (False,):
-            kind = "gradients" if with_gradients else "equivalence"
-            yield f"{kind}[{dtype}]", functools.partial(_equivalence, pair, dtype, examples, where, with_gradients)
-    for name, check, strategy in (
-        ("integrity", integrity.check, make.plain_cases),
-        ("integrity, any draw", integrity.check, make.cases),
-        ("contexts", contexts.check, make.plain_cases),
-        ("effects", effects.check, make.plain_cases),
-        ("effects, any draw", effects.check, make.cases),
-    ):
-        whole = functools.partial(check, pair, device=where)
-        yield name, functools.partial(_hold, pair, pair.dtypes[0], FEW_DRAWS, whole, strategy)
-    if pair.truth is not None:
-        yield (
-            "truth",
-            functools.partial(
-                _hold, pair, "float64", examples, lambda case: equivalence.check_truth(pair, case, where)
-            ),
+    for proof in proof_list.of(pair):
+        if proof.side is not None:
+            if execution.unavailable(proof.side, where) is None:
+                yield proof.name, functools.partial(_equivalence, pair, proof, examples, where)
+            continue
+        check, strategies = _CHECKS[proof.kind]
+        whole, most = (
+            functools.partial(check, pair, device=where),
+            examples if proof.kind == proof_list.TRUTH else FEW_DRAWS,
         )
+        for words, strategy in strategies.items():
+            yield f"{proof.kind}{words}", functools.partial(_hold, pair, proof.dtype, most, whole, strategy)
 
 
-def _equivalence(pair: Pair, dtype: str, examples: int, device: str, gradients: bool) -> Evidence:
-    tally = equivalence.Tally()
+_PLAIN, _ANY = {"": make.plain_cases}, {"": make.plain_cases, ", any draw": make.cases}
+_CHECKS: dict[str, tuple[Callable[..., None], dict[str, Callable[..., Any]]]] = {
+    proof_list.INTEGRITY: (integrity.check, _ANY),
+    proof_list.CONTEXTS: (contexts.check, _PLAIN),
+    proof_list.EFFECTS: (effects.check, _ANY),
+    proof_list.TRUTH: (lambda pair, case, device: equivalence.check_truth(pair, case, device), {"": make.cases}),
+}
+
+
+def _equivalence(pair: Pair, proof: proof_list.Proof, examples: int, device: str) -> Evidence:
+    tally, side, gradients = (
+        equivalence.Tally(),
+        proof.side or as_side(pair.optimized),
+        proof.kind == proof_list.GRADIENTS,
+    )
+    check = functools.partial(
+        equivalence.check_case,
+        pair,
+        device=device,
+        side=side,
+        side_name=proof.side_name,
+        gradients=gradients,
+        tally=tally,
+    )
     try:
-        _hold(
-            pair,
-            dtype,
-            examples,
-            functools.partial(equivalence.check_case, pair, device=device, gradients=gradients, tally=tally),
-        )
+        _hold(pair, proof.dtype, examples, check)
     except equivalence.NotEquivalent as error:
-        raise diagnosis.explained(error, pair, as_side(pair.optimized), device, gradients=gradients) from None
-    return tally.evidence(pair, dtype, device)
+        raise diagnosis.explained(error, pair, side, device, gradients=gradients) from None
+    return tally.evidence(pair, proof.dtype, device)
 
 
 def _hold(

@@ -34,6 +34,7 @@ from perfsuite import (
     guard,
     integrity,
     interpreter,
+    proofs,
     sanitizer,
     scrutiny,
 )
@@ -110,49 +111,39 @@ class PairCollector(pytest.Collector):
             yield item
 
     def _correctness(self) -> Iterator[pytest.Item]:
-        pair = self.pair
-        for dtype in pair.dtypes:
-            yield self._proof(f"equivalence[{dtype}]", dtype, "optimized", as_side(pair.optimized), gradients=False)
-        for name, side in pair.variants.items():
-            for dtype in pair.dtypes:
-                yield self._proof(f"equivalence[{dtype}-{name}]", dtype, name, as_side(side), gradients=False)
-        if pair.gradients and not pair.is_stateful and execution.differentiable(pair):
-            for dtype in pair.dtypes:
-                yield self._proof(f"gradients[{dtype}]", dtype, "optimized", as_side(pair.optimized), gradients=True)
-            for name, side in pair.variants.items():
-                for dtype in pair.dtypes:
-                    yield self._proof(f"gradients[{dtype}-{name}]", dtype, name, as_side(side), gradients=True)
-        for name, prove in (("integrity", self._integrity), ("contexts", self._contexts), ("effects", self._effects)):
-            yield self._item(name, pair.dtypes[0], prove, None)
-        if pair.truth is not None:
-            yield self._item("truth", "float64", self._truth, None)
-        if ahead.kernels_of(pair):
-            yield KernelsItem.from_parent(self, name=ahead.KERNELS, pair=pair)
+        for proof in proofs.of(self.pair):
+            yield self._item(proof)
+        if ahead.kernels_of(self.pair):
+            yield KernelsItem.from_parent(self, name=ahead.KERNELS, pair=self.pair)
 
-    def _proof(self, name: str, dtype: str, side_name: str, side: Side, *, gradients: bool) -> pytest.Item:
-        def prove(case: Case, tally: Tally) -> None:
-            equivalence.check_case(
-                self.pair,
-                case,
-                device(),
-                side=side,
-                side_name=side_name,
-                gradients=gradients,
-                tally=tally,
-                home=self.home,
-                facts=facts_of(self.pair),
-            )
-
-        return self._item(name, dtype, prove, execution.unavailable(side, device()), side)
-
-    def _item(
-        self, name: str, dtype: str, prove: Prove, unavailable: str | None, side: Side | None = None
-    ) -> pytest.Item:
-        item: ProofItem = ProofItem.from_parent(self, name=name, pair=self.pair, dtype=dtype, prove=prove, side=side)
+    def _item(self, proof: proofs.Proof) -> pytest.Item:
+        prove: Prove = {
+            proofs.INTEGRITY: self._integrity,
+            proofs.CONTEXTS: self._contexts,
+            proofs.EFFECTS: self._effects,
+            proofs.TRUTH: self._truth,
+        }.get(proof.kind) or functools.partial(self._equivalence, proof)
+        item: ProofItem = ProofItem.from_parent(
+            self, name=proof.name, pair=self.pair, dtype=proof.dtype, prove=prove, side=proof.side
+        )
         item.add_marker(pytest.mark.correctness)
+        unavailable = execution.unavailable(proof.side, device()) if proof.side is not None else None
         if unavailable:
             item.add_marker(pytest.mark.skip(reason=unavailable))
         return item
+
+    def _equivalence(self, proof: proofs.Proof, case: Case, tally: Tally) -> None:
+        equivalence.check_case(
+            self.pair,
+            case,
+            device(),
+            side=proof.side,
+            side_name=proof.side_name,
+            gradients=proof.kind == proofs.GRADIENTS,
+            tally=tally,
+            home=self.home,
+            facts=facts_of(self.pair),
+        )
 
     def _integrity(self, case: Case, tally: Tally) -> None:
         tally.draws += 1

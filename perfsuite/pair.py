@@ -15,6 +15,7 @@ from perfsuite.specs import RecordedSpec, ScalarSpec, Size, Spec, has_scalar, le
 CLOCKS = ("device", "wall")
 DIRECTIONS = ("forward", "backward", "both")
 DTYPES = ("float64", "float32", "bfloat16", "float16")
+STRIDES = ("reference", "any")
 TF32 = "tf32"
 """A precision of products, in which nothing is stored."""
 CONTEXTS = (
@@ -212,6 +213,7 @@ class Pair:
     excuse       inputs (float64) → bool mask of output elements within rounding of a threshold
     adjust       called with the drawn inputs before any side sees them: changes in place what lies at such a threshold
     steps        for stateful sides: after how many steps the states are compared
+    strides      "reference" (the optimized side's outputs lie in memory as the reference's do), or "any"
     unsupported  ways of calling (CONTEXTS) that the optimized side is not made for → why; they are not tried
     max_examples draws a proof takes at most, for a pair whose draws are dear
     output_dtype the dtype of the optimized side's outputs, where it is not the reference's
@@ -239,6 +241,7 @@ class Pair:
     adjust: Callable[..., None] | None = None
     steps: Sequence[int] = (1, 2, 17, 100)
     time_limit: float = 300.0
+    strides: str = "reference"
     unsupported: Mapping[str, str] = field(default_factory=dict)
     max_examples: int | None = None
     output_dtype: str | None = None
@@ -278,6 +281,8 @@ class Pair:
                 raise PairError(f"unsupported={{{name!r}: …}}: not one of {', '.join(CONTEXTS)}")
             if not why.strip():
                 raise PairError(f"unsupported={{{name!r}: ''}}: say why the optimized side does not support it")
+        if self.strides not in STRIDES:
+            raise PairError(f"strides={self.strides!r} is not one of {', '.join(STRIDES)}")
         if self.max_examples is not None and self.max_examples < 1:
             raise PairError(f"max_examples={self.max_examples}: a proof takes 1 draw or more")
         if self.output_dtype is not None and self.output_dtype not in DTYPES:

@@ -15,7 +15,7 @@ import sys
 import time
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +103,16 @@ class FakeWorkers:
 
     def begin_early(self, tasks: Sequence[Task], lanes: Sequence[Lane], most: int) -> None:
         """No process waits for a task."""
+
+    def is_any_free(self, lanes: Sequence[Lane]) -> bool:
+        """No process waits."""
+        return False
+
+    def end_early(self, ids: Collection[str]) -> None:
+        """No process has begun early."""
+
+    def deliver(self, proof: Proof) -> None:
+        """No process has begun early."""
 
     def close(self) -> None:
         """None waits."""

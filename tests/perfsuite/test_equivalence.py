@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import hypothesis
@@ -859,13 +859,20 @@ def test_empty_outputs_must_have_the_right_shape_and_dtype() -> None:
     rejected(pair_of(torch.exp, lambda x: torch.exp(x)[:, :1], inputs), "has shape", case_of(m=0, n=5))
 
 
-def test_strides_may_be_stronger_than_the_reference_s_for_uncommon_inputs_only() -> None:
+def test_for_uncommon_inputs_strides_may_be_stronger_or_those_of_an_elementwise_operation() -> None:
     case = case_of(m=3, n=4, inputs={"x": InputCase(layout="transposed")})
     inputs = {"x": tensor("m", "n")}
     stronger = pair_of(torch.exp, lambda x: torch.exp(x).contiguous(), inputs)
     check(stronger, case)
-    weaker = pair_of(lambda x: torch.exp(x).contiguous(), torch.exp, inputs)
-    rejected(weaker, "permuted in memory where the reference is contiguous", case)
+    kept = pair_of(lambda x: torch.exp(x).contiguous(), torch.exp, inputs)
+    check(kept, case)
+    weaker = pair_of(torch.exp, lambda x: torch.exp(x).repeat_interleave(2, -1)[..., ::2], inputs)
+    rejected(weaker, "is strided in memory where the reference is permuted", case)
+    other = pair_of(torch.exp, lambda x: torch.exp(x).T.contiguous().T, inputs)
+    rejected(other, "permuted in memory", X34)
+    check(replace(other, strides="any"), X34)
+    with pytest.raises(PairError, match="strides='some' is not one of reference, any"):
+        replace(other, strides="some")
 
 
 @pytest.mark.parametrize(

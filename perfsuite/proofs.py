@@ -1,0 +1,52 @@
+"""What is proven of a pair: one list, for pytest's items and for `perfsuite.check`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from perfsuite import execution
+from perfsuite.pair import Pair, Side, as_side
+
+EQUIVALENCE, GRADIENTS, INTEGRITY, CONTEXTS, EFFECTS, TRUTH = (
+    "equivalence",
+    "gradients",
+    "integrity",
+    "contexts",
+    "effects",
+    "truth",
+)
+OPTIMIZED = "optimized"
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """One proof of a pair: of `side` in `dtype`, for those kinds that look at one side."""
+
+    kind: str
+    dtype: str
+    side_name: str = OPTIMIZED
+    side: Side | None = None
+
+    @property
+    def name(self) -> str:
+        """As in the node id of its item, e.g. "gradients[bfloat16-triton]"."""
+        if self.side is None:
+            return self.kind
+        return f"{self.kind}[{self.dtype}{'' if self.side_name == OPTIMIZED else f'-{self.side_name}'}]"
+
+
+def of(pair: Pair) -> Iterator[Proof]:
+    """The pair's proofs, in the order in which they are made."""
+    sides = {OPTIMIZED: as_side(pair.optimized), **{name: as_side(side) for name, side in pair.variants.items()}}
+    kinds = [EQUIVALENCE]
+    if pair.gradients and not pair.is_stateful and execution.differentiable(pair):
+        kinds.append(GRADIENTS)
+    for kind in kinds:
+        for name, side in sides.items():
+            for dtype in pair.dtypes:
+                yield Proof(kind, dtype, name, side)
+    for kind in (INTEGRITY, CONTEXTS, EFFECTS):
+        yield Proof(kind, pair.dtypes[0])
+    if pair.truth is not None:
+        yield Proof(TRUTH, "float64")
