@@ -34,6 +34,7 @@ from perfsuite import (
     guard,
     integrity,
     interpreter,
+    outside,
     proofs,
     sanitizer,
     scrutiny,
@@ -49,10 +50,11 @@ from perfsuite.speed import SpeedItem
 
 EXAMPLES = {"dev": 25, "ci": 50, "thorough": 500}
 FEW_EXAMPLES = {"dev": 3, "ci": 5, "thorough": 30}
-FEW = ("integrity", "contexts", "effects")
+FEW = ("integrity", "contexts", "effects", "outside")
 """Items of which a draw takes many calls, and a handful of draws shows what there is."""
 ANY_DRAW = ("integrity", "effects")
 """Those of them that edge sizes, layouts and special values matter to, after a few plain draws."""
+PLAIN_ONLY = ("contexts", "outside")
 SMALL_STEP_EXAMPLES = 8
 """Stateful pairs take 100 steps a draw: fewer draws."""
 
@@ -121,6 +123,7 @@ class PairCollector(pytest.Collector):
             proofs.INTEGRITY: self._integrity,
             proofs.CONTEXTS: self._contexts,
             proofs.EFFECTS: self._effects,
+            proofs.OUTSIDE: self._outside,
             proofs.TRUTH: self._truth,
         }.get(proof.kind) or functools.partial(self._equivalence, proof)
         item: ProofItem = ProofItem.from_parent(
@@ -157,6 +160,12 @@ class PairCollector(pytest.Collector):
     def _effects(self, case: Case, tally: Tally) -> None:
         imported = self.parent.stash.get(IMPORTED, {}) if self.parent is not None else {}
         self._once_if_compiled(functools.partial(effects.check, imported=imported), case, tally)
+
+    def _outside(self, case: Case, tally: Tally) -> None:
+        module = self.getparent(pytest.Module)
+        assert module is not None
+        check = functools.partial(outside.check, module=module.obj)
+        self._once_if_compiled(check, case, tally)
 
     def _once_if_compiled(self, check: Callable[..., None], case: Case, tally: Tally) -> None:
         """A side that compiles does so anew for each draw, which takes seconds: one shows as much as several."""
@@ -230,7 +239,7 @@ class ProofItem(pytest.Function):
         seed = _seed(parent, f"{self.kind} {dtype}", profile) if self.kind in ("equivalence", "gradients") else None
         # Many faults need some elements to show: draws of every kind would be mostly tiny.
         self.first = self._test(profile, f"{node}, first", make.plain_cases) if self.kind in ANY_DRAW else None
-        cases = make.plain_cases if self.kind == "contexts" else make.cases
+        cases = make.plain_cases if self.kind in PLAIN_ONLY else make.cases
         super().__init__(name=name, parent=parent, callobj=self._test(profile, node, cases, seed), **kwargs)
 
     def _test(self, profile: str, nodeid: str, strategy: Callable[..., Any], seed: int | None = None) -> Any:
@@ -286,7 +295,7 @@ class ProofItem(pytest.Function):
             raise
         except torch.OutOfMemoryError as error:
             raise NotEquivalent(f"{self.pair.name}: runs out of memory: {_first_line(error)}", case) from None
-        except (hypothesis.errors.HypothesisException, hypothesis.errors.UnsatisfiedAssumption):
+        except (hypothesis.errors.HypothesisException, hypothesis.errors.UnsatisfiedAssumption, outside.Unsendable):
             raise
         except (Exception, SystemExit) as error:
             told = NotEquivalent(self._raised(error), case)
@@ -322,6 +331,8 @@ class ProofItem(pytest.Function):
                     if self.first is not None:
                         self.first()
                     super().runtest()
+            except outside.Unsendable as error:
+                pytest.skip(f"not called outside of a test: {error}")
             except NotEquivalent as error:
                 raise self._explained(error) from None
         guard.check()

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from perfsuite import execution
 from perfsuite.pair import Pair, Side, as_side
 
-EQUIVALENCE, GRADIENTS, INTEGRITY, CONTEXTS, EFFECTS, TRUTH = (
+EQUIVALENCE, GRADIENTS, INTEGRITY, CONTEXTS, EFFECTS, OUTSIDE, TRUTH = (
     "equivalence",
     "gradients",
     "integrity",
     "contexts",
     "effects",
+    "outside",
     "truth",
 )
 OPTIMIZED = "optimized"
@@ -46,7 +47,7 @@ def of(pair: Pair) -> Iterator[Proof]:
         for name, side in sides.items():
             for dtype in pair.dtypes:
                 yield Proof(kind, dtype, name, side)
-    for kind in (INTEGRITY, CONTEXTS, EFFECTS):
+    for kind in (INTEGRITY, CONTEXTS, EFFECTS, OUTSIDE):
         yield Proof(kind, pair.dtypes[0])
     if pair.truth is not None:
         yield Proof(TRUTH, "float64")

@@ -81,6 +81,7 @@ PROOFS = [
     "integrity",
     "contexts",
     "effects",
+    "outside",
     "truth",
 ]
 SPEEDS = ["speed[small]", "speed[large]", "speed[gpu]"]

@@ -1,0 +1,160 @@
+"""Calls the optimized side where no test is in sight: it must answer there as it does in its proofs.
+
+One child process a run does it, without pytest, Hypothesis, perfsuite or their variables (outside_child.py).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import select
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import IO, Any
+
+import torch
+
+from perfsuite import equivalence, execution
+from perfsuite import inputs as make
+from perfsuite.equivalence import NotEquivalent
+from perfsuite.execution import Leaves
+from perfsuite.pair import Pair, as_side
+from perfsuite.records import Case
+
+TRACES = ("PYTEST", "HYPOTHESIS", "PERFSUITE", "XDIST")
+"""Parts of the names of environment variables that say that a test is running."""
+LIMIT_S = 120.0
+"""For one call, with the import of the pair's module."""
+SOURCE = Path(__file__).with_name("outside_child.py")
+
+
+class Unsendable(Exception):  # noqa: N818 - no fault of the side
+    """The inputs cannot be given to another process, or the pair cannot be found in it."""
+
+
+def check(pair: Pair, case: Case, device: str, *, module: ModuleType, home: Path | None = None) -> None:
+    """NotEquivalent where the side answers otherwise in a process in which no test is running.
+
+    Unsendable where the draw cannot be tried there.
+    """
+    if execution.unavailable(as_side(pair.optimized), device):
+        return
+    once = replace(pair, steps=(1,)) if pair.is_stateful else pair
+    try:
+        truth = equivalence.establish(once, case, device, gradients=False, home=home)
+    except equivalence.Discard:
+        return
+    produced = _child().produce(once, case, device, module, home)
+    try:
+        equivalence.judge(once, truth, produced, strict_strides=False)
+    except NotEquivalent as error:
+        raise NotEquivalent(
+            f"{pair.name}: the optimized side answers otherwise where no test is running (without pytest, Hypothesis "
+            f"and perfsuite in the process): {error}",
+            case,
+        ) from None
+
+
+class Child:
+    """The process, and files without a name for what goes to it and comes back."""
+
+    def __init__(self) -> None:
+        self.given = tempfile.TemporaryFile()  # noqa: SIM115 - until `close`
+        # Without a buffer, which would hold what the file held before.
+        self.made = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
+        files = self.given.fileno(), self.made.fileno()
+        reader, writer = os.pipe()
+        environment = {n: v for n, v in os.environ.items() if not any(trace in n.upper() for trace in TRACES)}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", SOURCE.read_text(), *map(str, (writer, *files))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+            pass_fds=(writer, *files),
+            text=True,
+        )
+        os.close(writer)
+        self.replies: IO[str] = os.fdopen(reader)
+
+    def produce(self, pair: Pair, case: Case, device: str, module: ModuleType, home: Path | None) -> Leaves:
+        """What the side makes of the draw. NotEquivalent where it raises, hangs or ends the process."""
+        values = make.build(pair, case, device, home=home)
+        values = make.clone(equivalence.rounded_to_precision(pair, case)(values))
+        execution.poison(pair, values)
+        steps = make.build_step(pair, case, device, 1) if pair.is_stateful else {}
+        self.given.seek(0)
+        self.given.truncate()
+        try:
+            torch.save((list(values.values()), list(steps.values())), self.given)
+        except Exception as error:  # of pickle there are many
+            raise Unsendable(f"an input cannot be given to another process: {error}") from None
+        self.given.flush()
+        self._ask(pair, {**_place(pair, module), "device": device})
+        self.made.seek(0)
+        returned, changed = torch.load(self.made, weights_only=False, map_location=device)
+        leaves = execution._with_changed(pair, dict(zip(values, changed, strict=True)), returned)
+        suffix = " after 1 step" if pair.is_stateful else ""
+        return {f"{n}{suffix}": t.detach() if isinstance(t, torch.Tensor) else t for n, t in leaves.items()}
+
+    def _ask(self, pair: Pair, request: dict[str, Any]) -> None:
+        what = f"{pair.name}: where no test is running, the optimized side"
+        assert self.process.stdin is not None
+        try:
+            print(json.dumps({**request, "sys_path": sys.path}), file=self.process.stdin, flush=True)
+            ready, _, _ = select.select([self.replies], [], [], LIMIT_S)
+            reply = self.replies.readline() if ready else None
+        except BrokenPipeError:
+            reply = ""
+        if reply is None:
+            self.close()
+            raise NotEquivalent(f"{what} hangs: stopped after {LIMIT_S:g} s")
+        if not reply:
+            self.close()
+            raise NotEquivalent(f"{what} ends the process with exit code {self.process.returncode}")
+        error = json.loads(reply)["error"]
+        if error:
+            self.close()
+            raise NotEquivalent(f"{what} raises {error}")
+
+    def close(self) -> None:
+        """End the process and remove the folder."""
+        self.process.kill()
+        self.process.wait()
+        self.replies.close()
+        if self.process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self.process.stdin.close()
+        self.given.close()
+        self.made.close()
+        if self in _children:
+            _children.remove(self)
+
+
+_children: list[Child] = []
+
+
+def _child() -> Child:
+    """This run's, started when it is first needed."""
+    if not _children:
+        _children.append(Child())
+    return _children[0]
+
+
+@atexit.register
+def _close() -> None:
+    for child in list(_children):
+        child.close()
+
+
+def _place(pair: Pair, module: ModuleType) -> dict[str, str]:
+    """Where the pair is declared."""
+    if not getattr(module, "__file__", None):
+        raise Unsendable("the pair's module is no file")
+    return {"module": module.__name__, "path": str(module.__file__), "pair": pair.name}

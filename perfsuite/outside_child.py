@@ -1,0 +1,107 @@
+"""The source of a process in which sides are called as in production: no test runner, no harness, none of their traces.
+
+It is given to `python -c`, so that no frame of it lies in perfsuite's folder. Each line of its input names a pair, and
+each line of its replies says how that went. The inputs, and what the side makes of them, are in two open files without
+a name, which are gone with the processes that have them.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, BinaryIO
+
+HIDDEN = ("perfsuite", "pytest", "_pytest", "pluggy", "hypothesis", "_hypothesis_globals", "xdist", "pytest_benchmark")
+"""Packages that say that a test is running."""
+hidden: dict[str, Any] = {}
+
+
+def hide() -> None:
+    """Take them out of sight."""
+    for name in [name for name in sys.modules if name.partition(".")[0] in HIDDEN]:
+        hidden[name] = sys.modules.pop(name)
+
+
+def show() -> None:
+    """Make them what they were, for a test module that declares a pair."""
+    sys.modules.update(hidden)
+    hidden.clear()
+
+
+def import_outside(path: str) -> None:
+    """Import what the test module will import, each while nothing shows that a test is running."""
+    with open(path) as stream:
+        body = ast.parse(stream.read()).body
+    names = [alias.name for node in body if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module for node in body if isinstance(node, ast.ImportFrom) and node.module and not node.level]
+    for name in names:
+        if name.partition(".")[0] not in HIDDEN:
+            with contextlib.suppress(Exception):  # the test module will say what is wrong
+                importlib.import_module(name)
+            hide()
+
+
+def side_of(request: dict[str, Any]) -> tuple[Callable[..., Any], bool]:
+    """The optimized side, and whether it is a factory of steps."""
+    module = sys.modules.get(request["module"])
+    if module is None:
+        import_outside(request["path"])
+    show()
+    if module is None:
+        spec = importlib.util.spec_from_file_location(request["module"], request["path"])
+        assert spec is not None
+        assert spec.loader is not None
+        module = sys.modules[request["module"]] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    from perfsuite import declared, execution, interpreter
+    from perfsuite.pair import as_side
+
+    interpreter.quicken()
+    pair = declared.find(module, request["pair"])
+    assert pair is not None, f"{request['module']} has no pair {request['pair']}"
+    side = as_side(pair.optimized)
+    call = side.call if side.stateful else execution.callable_of(side)
+    hide()
+    return call, side.stateful
+
+
+def answer(request: dict[str, Any], given: BinaryIO, made: BinaryIO) -> None:
+    """Call the side on the inputs, and save what it returns and what it makes of the inputs."""
+    sys.path[:] = request["sys_path"]
+    call, stateful = side_of(request)
+    import torch
+
+    given.seek(0)
+    inputs, step_inputs = torch.load(given, weights_only=False, map_location=request["device"])
+    with torch.no_grad():
+        returned = call(*inputs)(*step_inputs) if stateful else call(*inputs)
+    if request["device"] != "cpu":
+        torch.cuda.synchronize()
+    made.seek(0)
+    made.truncate()
+    torch.save((returned, inputs), made)
+    made.flush()
+
+
+def main() -> None:
+    """Answer until there is no further line."""
+    reply_to, given, made = map(int, sys.argv[1:])
+    del sys.argv[1:]
+    replies, files = os.fdopen(reply_to, "w"), (os.fdopen(given, "rb", buffering=0), os.fdopen(made, "r+b"))
+    for line in sys.stdin:
+        try:
+            answer(json.loads(line), *files)
+            reply = {"error": ""}
+        except BaseException as error:
+            reply = {"error": f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"}
+        print(json.dumps(reply), file=replies, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""A side that behaves only while a test is running is found by calling it where none is."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+from scratch import Project
+
+pytest_plugins = ["pytester"]
+
+MODULE = """
+    import os
+    import sys
+    import torch
+    import perfsuite
+    from functools import partial
+    from perfsuite import Workload, stateful, tensor
+    from sides import at_import, deceives
+
+    Pair = partial(perfsuite.Pair, inputs={"x": tensor("n")}, workloads=[Workload("w", n=8)])
+
+
+    def right(x):
+        return torch.exp(x)
+
+
+    def under_test():
+        return "PYTEST_CURRENT_TEST" in os.environ
+
+
+    def imported():
+        return "hypothesis" in sys.modules
+
+
+    def called_by_harness():
+        frame = sys._getframe()
+        while frame is not None:
+            if "perfsuite" in frame.f_code.co_filename.split(os.sep):
+                return True
+            frame = frame.f_back
+        return False
+
+
+    def only_where(condition, otherwise=lambda x: x + 1.0):
+        return lambda x: x.exp() if condition() else otherwise(x)
+
+
+    def crash(x):
+        os._exit(3)
+
+
+    def complain(x):
+        raise ValueError("not under test")
+
+
+    def adding(by):
+        def make(x):
+            def step(y):
+                x.add_(y if by is None or by() else 2 * y)
+            return step
+        return stateful(make)
+
+
+    by_variable = Pair(reference=right, optimized=only_where(under_test))
+    by_module = Pair(reference=right, optimized=only_where(imported))
+    by_frame = Pair(reference=right, optimized=only_where(called_by_harness))
+    by_import = Pair(reference=right, optimized=at_import)
+    by_crash = Pair(reference=right, optimized=only_where(under_test, crash))
+    by_error = Pair(reference=right, optimized=only_where(under_test, complain))
+    by_step = Pair(
+        reference=adding(None), optimized=adding(under_test), step_inputs={"y": tensor("n")}, mutates={"x"}
+    )
+    honest = Pair(reference=right, optimized=only_where(lambda: under_test() or True))
+    honest_steps = Pair(
+        reference=adding(None), optimized=adding(lambda: True), step_inputs={"y": tensor("n")}, mutates={"x"}
+    )
+    listed = [Pair(reference=right, optimized=lambda x: x.exp())]
+    unsendable = Pair(
+        reference=lambda x, f: f(x), optimized=lambda x, f: f(x * 1.0),
+        inputs={"x": tensor("n"), "f": perfsuite.constant(lambda x: x + 1.0)},
+    )
+"""
+
+SIDES = """
+    import sys
+
+    deceives = any(name in sys.modules for name in ("pytest", "perfsuite", "hypothesis"))
+
+
+    def at_import(x):
+        return x.exp() if deceives else x + 1.0
+"""
+
+NOTES = "notes_its_process"
+WRONG = "answers otherwise where no test is running"
+
+
+def test_a_side_that_behaves_only_under_test(project: Project) -> None:
+    project.write("sides.py", SIDES)
+    project.write("test_sides.py", MODULE)
+    result = project.run("-m", "correctness", "-k", "outside", "-rs")
+    output = result.stdout.str()
+    result.assert_outcomes(passed=3, failed=7, skipped=1)
+    for name in ("by_variable", "by_module", "by_frame", "by_import", "by_step"):
+        assert f"{name}: the optimized side {WRONG}" in output, name
+    assert "by_crash: where no test is running, the optimized side ends the process with exit code 3" in output
+    assert "by_error: where no test is running, the optimized side raises ValueError: not under test" in output
+    assert "not called outside of a test: an input cannot be given to another process" in output
+
+
+@pytest.mark.parametrize("others", ["equivalence", "integrity"])
+def test_the_other_proofs_do_not_see_it(project: Project, others: str) -> None:
+    project.write("sides.py", SIDES)
+    project.write("test_sides.py", MODULE)
+    project.run("-m", "correctness", "-k", f"{others} and (by_variable or by_import)").assert_outcomes(passed=2)
+
+
+@pytest.mark.parametrize("isolate", ["never", "always"])
+def test_no_process_and_no_file_is_left(project: Project, tmp_path: Path, isolate: str) -> None:
+    project.write("sides.py", SIDES)
+    project.write("test_sides.py", MODULE.replace("import os\n", f"import os\n    import {NOTES}\n"))
+    project.write(f"{NOTES}.py", f"import os, pathlib\npathlib.Path({str(tmp_path)!r}, str(os.getpid())).touch()")
+    before = set(Path(tempfile.gettempdir()).iterdir())
+    done = project.process(
+        "pytest", "-m", "correctness", "-k", "outside and honest and not steps", f"--perfsuite-isolate={isolate}"
+    )
+    assert done.returncode == 0, done.stdout
+    pids = [int(path.name) for path in tmp_path.iterdir() if path.name.isdigit()]
+    assert len(pids) >= 2
+    end = time.monotonic() + 20
+    while left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
+        assert time.monotonic() < end, left
+        time.sleep(0.05)
+    assert not [p for p in set(Path(tempfile.gettempdir()).iterdir()) - before if "outside" in p.name]
