@@ -76,7 +76,7 @@ def retrieval(
     form = metric if metric_diag is None else metric_diag
     real = (query, curvature, coordinates, states, memory_coordinates, memory_states, form)
     call = retrieval_triton if use_triton(*real) else retrieval_vectorised
-    mixed = call(
+    return call(
         query,
         curvature,
         coordinates,
@@ -90,10 +90,6 @@ def retrieval(
         beta,
         eps,
     )
-    # The reference's last step is a product, which autocast gives in its dtype.
-    if mixed.dtype == torch.float32 and torch.is_autocast_enabled(mixed.device.type):
-        return mixed.to(torch.get_autocast_dtype(mixed.device.type))
-    return mixed
 
 
 def retrieval_vectorised(
@@ -159,7 +155,7 @@ def retrieval_triton(
             eps,
         )
     form = metric if metric_diag is None else metric_diag
-    return _Retrieval.apply(
+    mixed = _Retrieval.apply(
         query,
         curvature,
         coordinates,
@@ -172,6 +168,10 @@ def retrieval_triton(
         beta,
         eps,
     )
+    # The reference's last step is a product, which autocast gives in its dtype.
+    if torch.is_autocast_enabled(mixed.device.type):
+        return mixed.to(torch.get_autocast_dtype(mixed.device.type))
+    return mixed
 
 
 def _splits(tiles: int, programs: int, most: int) -> tuple[int, int]:
