@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from scale import FULLY
 from scratch import Project
 
 pytest_plugins = ["pytester"]
@@ -18,6 +19,8 @@ MODULE = """
     import perfsuite
     from functools import partial
     from perfsuite import Workload, stateful, tensor
+    import uses_errors
+    import uses_perfsuite
     from sides import at_import, deceives
 
     Pair = partial(perfsuite.Pair, inputs={"x": tensor("n")}, workloads=[Workload("w", n=8)])
@@ -95,12 +98,21 @@ SIDES = """
 """
 
 NOTES = "notes_its_process"
+HELPERS = {
+    "sides.py": SIDES,
+    "uses_errors.py": "from perfsuite.errors import PairError",
+    "uses_perfsuite.py": "import perfsuite",
+}
 WRONG = "answers otherwise where no test is running"
 
 
+def write(project: Project, module: str = MODULE) -> None:
+    for name, text in {**HELPERS, "test_sides.py": module}.items():
+        project.write(name, text)
+
+
 def test_a_side_that_behaves_only_under_test(project: Project) -> None:
-    project.write("sides.py", SIDES)
-    project.write("test_sides.py", MODULE)
+    write(project)
     result = project.run("-m", "correctness", "-k", "outside", "-rs")
     output = result.stdout.str()
     result.assert_outcomes(passed=3, failed=7, skipped=1)
@@ -113,15 +125,13 @@ def test_a_side_that_behaves_only_under_test(project: Project) -> None:
 
 @pytest.mark.parametrize("others", ["equivalence", "integrity"])
 def test_the_other_proofs_do_not_see_it(project: Project, others: str) -> None:
-    project.write("sides.py", SIDES)
-    project.write("test_sides.py", MODULE)
+    write(project)
     project.run("-m", "correctness", "-k", f"{others} and (by_variable or by_import)").assert_outcomes(passed=2)
 
 
-@pytest.mark.parametrize("isolate", ["never", "always"])
+@pytest.mark.parametrize("isolate", ["never", pytest.param("always", marks=FULLY)])
 def test_no_process_and_no_file_is_left(project: Project, tmp_path: Path, isolate: str) -> None:
-    project.write("sides.py", SIDES)
-    project.write("test_sides.py", MODULE.replace("import os\n", f"import os\n    import {NOTES}\n"))
+    write(project, MODULE.replace("import os\n", f"import os\n    import {NOTES}\n"))
     project.write(f"{NOTES}.py", f"import os, pathlib\npathlib.Path({str(tmp_path)!r}, str(os.getpid())).touch()")
     before = set(Path(tempfile.gettempdir()).iterdir())
     done = project.process(
