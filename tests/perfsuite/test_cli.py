@@ -356,7 +356,7 @@ def test_accept_where_a_module_is_broken(scale: Project) -> None:
 def test_run(scale: Project) -> None:
     done = scale.cli("run", "--report", "out", "--json")
     assert done.exit_code == 0, done.output
-    assert "correctness: 5 passed, 0 failed" in done.stderr
+    assert "correctness: 6 passed, 0 failed" in done.stderr
     assert sorted(p.name for p in (scale.path / "out").iterdir()) == [
         "junit.xml",
         "report.html",
@@ -365,7 +365,7 @@ def test_run(scale: Project) -> None:
     ]
     report = json.loads(done.stdout)
     assert list(report["measurements"]) == [SMALL]
-    assert report["correctness"]["passed"] == 5
+    assert report["correctness"]["passed"] == 6
 
 
 def test_run_with_a_proof_that_fails(scale: Project) -> None:
@@ -397,7 +397,7 @@ def test_run_with_a_proof_that_is_skipped(scale: Project) -> None:
     assert lines_with(done.output, "SKIPPED [1]", "not here")
     report = json.loads((scale.path / "out/report.json").read_text())
     assert report["correctness"] == {
-        "passed": 4, "failed": 0, "skipped": 1, "skip_reasons": {"not here": 1}, "failures": {}
+        "passed": 5, "failed": 0, "skipped": 1, "skip_reasons": {"not here": 1}, "failures": {}
     }  # fmt: skip
 
 

@@ -69,7 +69,7 @@ def test_each_proof_draws_its_number_of_distinct_cases_and_all_sides_the_same(
     project: Project, drawn: dict[str, list[str]], profile: str
 ) -> None:
     project.write("test_dot.py", THREE_SIDES)
-    project.run("-m", "correctness", f"--perfsuite-profile={profile}", "-k", "not wrong").assert_outcomes(passed=7)
+    project.run("-m", "correctness", f"--perfsuite-profile={profile}", "-k", "not wrong").assert_outcomes(passed=8)
     assert set(drawn) == {f"{kind} {side}" for kind in ("equivalence", "gradients") for side in ("optimized", "other")}
     for cases in drawn.values():
         assert len(set(cases)) == len(cases) == EXAMPLES[profile]
@@ -104,7 +104,7 @@ def test_another_run_draws_other_cases_unless_the_profile_fixes_them(
 def test_a_wrong_side_fails_by_itself_and_says_how_to_reproduce_it(project: Project) -> None:
     project.write("test_dot.py", THREE_SIDES)
     result = project.run("-m", "correctness")
-    result.assert_outcomes(passed=7, failed=2)
+    result.assert_outcomes(passed=8, failed=2)
     output = result.stdout.str()
     lines = lines_with(output, "reproduce: pytest", "wrong")
     assert len(lines) == len(lines_with(output, "reproduce: pytest")) == 2

@@ -376,7 +376,7 @@ def test_timed_items_in_an_xdist_worker_are_red(accepted: Project) -> None:
 def test_proofs_in_an_xdist_worker_run(project: Project) -> None:
     project.write("test_scale.py", SCALE)
     project.write("conftest.py", "def pytest_configure(config):\n    config.workerinput = {'workerid': 'gw0'}")
-    project.run("-m", "correctness").assert_outcomes(passed=5)
+    project.run("-m", "correctness").assert_outcomes(passed=6)
 
 
 def test_a_path_that_the_option_swallows_is_red(accepted: Project) -> None:

@@ -216,7 +216,7 @@ def test_a_stateful_pair(project: Project) -> None:
     project.write("test_sums.py", STATEFUL)
     names = [i.rpartition("::")[2] for i in collected(project.run("--collect-only", "-q"))]
     assert names == ["equivalence[float32]", *FEW, "speed[small]"]
-    project.run("-m", "correctness").assert_outcomes(passed=4)
+    project.run("-m", "correctness").assert_outcomes(passed=5)
 
 
 def test_a_stateful_pair_that_drifts(project: Project) -> None:
@@ -256,7 +256,7 @@ WRITES = """
 
 def test_a_pair_that_writes_into_its_arguments(project: Project) -> None:
     project.write("test_double.py", WRITES)
-    project.run("-m", "correctness").assert_outcomes(passed=4)
+    project.run("-m", "correctness").assert_outcomes(passed=5)
     project.write("test_double.py", WRITES.replace("torch.add(x, x, out=out)", "out[1:].copy_((x + x)[1:])"))
     output = failure(project.run("-m", "correctness", "-k", "equivalence"))
     assert lines_with(output, "double", "out")
@@ -354,7 +354,7 @@ def test_a_pair_can_be_marked_as_a_whole(project: Project) -> None:
     text = "import pytest\npytestmark = pytest.mark.multi_gpu\n" + project.write("x.py", TWO_LINES).read_text()
     project.write("test_scale.py", text)
     result = project.run("-rs")
-    result.assert_outcomes(skipped=6)
+    result.assert_outcomes(skipped=7)
     assert lines_with(result.stdout.str(), "SKIPPED", "needs 2 CUDA devices; 0 here")
 
 
@@ -434,7 +434,7 @@ def test_perfsuite_run_leaves_the_compilation_for_another_device_out_and_says_so
     done = project.cli("run", "--report", "out")
     assert done.exit_code == 0, done.output
     report = json.loads((project.path / "out/report.json").read_text())
-    assert report["correctness"]["passed"] == 4
+    assert report["correctness"]["passed"] == 5
     assert lines_with(done.output, "kernels of 1 pair are not compiled for sm_90 here", "pytest -m correctness")
 
 

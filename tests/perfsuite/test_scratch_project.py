@@ -73,11 +73,11 @@ def test_the_readmes_example_from_proof_to_gate(two_looks: Project) -> None:
 
     proven = project.process("pytest", "-m", "correctness")
     assert proven.returncode == 0, proven.stdout
-    assert "5 passed, 1 deselected" in proven.stdout
+    assert "6 passed, 1 deselected" in proven.stdout
 
     timed = project.run("-m", "perf")
     assert timed.ret == 0
-    timed.assert_outcomes(passed=1, deselected=5)
+    timed.assert_outcomes(passed=1, deselected=6)
     assert lines_with(timed.stdout.str(), "rows256", "×")
 
     command = ("accept", "--reason", "first", "--processes", "3")
