@@ -43,10 +43,8 @@ def proofs(
         if proof.kind not in _CHECKS:
             continue  # only the items of a module that another process can import
         check, strategies = _CHECKS[proof.kind]
-        whole, most = (
-            functools.partial(check, pair, device=where),
-            examples if proof.kind == proof_list.TRUTH else FEW_DRAWS,
-        )
+        whole = functools.partial(check, pair, device=where)
+        most = examples if proof.kind == proof_list.TRUTH else FEW_DRAWS
         for words, strategy in strategies.items():
             yield f"{proof.kind}{words}", functools.partial(_hold, pair, proof.dtype, most, whole, strategy)
 
@@ -61,11 +59,8 @@ _CHECKS: dict[str, tuple[Callable[..., None], dict[str, Callable[..., Any]]]] = 
 
 
 def _equivalence(pair: Pair, proof: proof_list.Proof, examples: int, device: str) -> Evidence:
-    tally, side, gradients = (
-        equivalence.Tally(),
-        proof.side or as_side(pair.optimized),
-        proof.kind == proof_list.GRADIENTS,
-    )
+    tally, gradients = equivalence.Tally(), proof.kind == proof_list.GRADIENTS
+    side = proof.side or as_side(pair.optimized)
     check = functools.partial(
         equivalence.check_case,
         pair,

@@ -62,8 +62,8 @@ def _try(way: Callable[[Probe], None], probe: Probe) -> None:
     except NotEquivalent as error:
         if way.__name__ not in CONTEXTS:
             raise
-        told = f"{error}; if it is not made to be called so, declare unsupported={{{way.__name__!r}: 'why'}}"
-        raise NotEquivalent(told, error.case) from None
+        remedy = f"if the kernel does not support this, declare unsupported={{{way.__name__!r}: 'why'}}"
+        raise NotEquivalent(f"{error}; {remedy}", error.case) from None
 
 
 # --- forward --------------------------------------------------------------------------------------------------------

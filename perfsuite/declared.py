@@ -55,7 +55,7 @@ def _marks(function: Any) -> Sequence[Any]:
 
 
 def _parameters(function: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(id, arguments) for each combination of the sets of parameters, the first decorator's varying slowest."""
+    """(id, arguments) for each combination of parameters; those of the lowest decorator vary most slowly."""
     sets = [list(_sets(mark)) for mark in _marks(function) if mark.name == "parametrize"]
     for chosen in itertools.product(*sets):
         merged: dict[str, Any] = {}

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from perfsuite import inputs as make
 from perfsuite.left_out import misaligned_inputs
 from perfsuite.pair import Pair
+from perfsuite.proofs import OPTIMIZED, REFERENCE
 from perfsuite.records import Status
 from perfsuite.workers import ITEMS, Failure, Outcome, Reported, Task
 
-REFERENCE, OPTIMIZED = "reference", "optimized"
 MOST_LEFT_OUT = 4
 """Draws on which the reference faults, before the pair must say what it is to be called with."""
 
@@ -30,7 +30,7 @@ class Blame:
     limit_s: float
 
     def settle(self, id: str, failure: Failure) -> Outcome:
-        """What the proof comes to, whose process ended with this failure on a draw."""
+        """The outcome of a proof whose process ended with this failure."""
         left_out: list[str] = []
         while failure.case:
             if (found := self._alone(id, failure.case, REFERENCE)) is None:
@@ -49,7 +49,7 @@ class Blame:
         return failure
 
     def _optimized(self, id: str, failure: Failure) -> Outcome:
-        """The verdict where the reference alone comes back."""
+        """The verdict where the reference alone does not fail."""
         found = self._alone(id, failure.case, OPTIMIZED)
         if found is not None:
             return _verdict(f"the optimized side {found}{self._hint(failure.case)}", failure.case)
@@ -66,7 +66,7 @@ class Blame:
         )
 
     def _alone(self, id: str, case: str, side: str) -> str | None:
-        """What becomes of the process that calls this side alone on the draw; None if it comes back."""
+        """How the process failed that called only this side on the draw; None if it did not fail."""
         outcome = self.run(self._task(id, case=case, side=side))
         return _what(outcome) if isinstance(outcome, Failure) else None
 
@@ -84,7 +84,7 @@ class Blame:
 
 
 def _what(failure: Failure) -> str:
-    """What happened, to go after the name of a side."""
+    """How the process of a side failed, e.g. "crashed with SIGSEGV"."""
     return failure.message.removeprefix("the measuring process ")
 
 

@@ -50,11 +50,12 @@ from perfsuite.speed import SpeedItem
 
 EXAMPLES = {"dev": 25, "ci": 50, "thorough": 500}
 FEW_EXAMPLES = {"dev": 3, "ci": 5, "thorough": 30}
-FEW = ("integrity", "contexts", "effects", "outside")
+FEW = (proofs.INTEGRITY, proofs.CONTEXTS, proofs.EFFECTS, proofs.OUTSIDE)
 """Items of which a draw takes many calls, and a handful of draws shows what there is."""
-ANY_DRAW = ("integrity", "effects")
+ANY_DRAW = (proofs.INTEGRITY, proofs.EFFECTS)
 """Those of them that edge sizes, layouts and special values matter to, after a few plain draws."""
-PLAIN_ONLY = ("contexts", "outside")
+PLAIN_ONLY = (proofs.CONTEXTS, proofs.OUTSIDE)
+"""Those of them that plain draws are enough for."""
 SMALL_STEP_EXAMPLES = 8
 """Stateful pairs take 100 steps a draw: fewer draws."""
 
@@ -64,9 +65,6 @@ MORE_DRAWS = 2
 IMPORTED = pytest.StashKey[dict[str, str]]()
 """Stash key of a module with pairs: what its import left changed, name → words."""
 Prove = Callable[[Case, Tally], None]
-
-
-REFERENCE = "reference"
 
 
 class Hang(BaseException):
@@ -298,15 +296,15 @@ class ProofItem(pytest.Function):
         except (hypothesis.errors.HypothesisException, hypothesis.errors.UnsatisfiedAssumption, outside.Unsendable):
             raise
         except (Exception, SystemExit) as error:
-            told = NotEquivalent(self._raised(error), case)
-            if isinstance(error, SystemExit) or self._who(error) != REFERENCE:
-                raise told from None
-            self.tally.discard(told)
+            failure = NotEquivalent(self._raised(error), case)
+            if isinstance(error, SystemExit) or self._who(error) != proofs.REFERENCE:
+                raise failure from None
+            self.tally.discard(failure)
 
     def _who(self, error: BaseException) -> str:
         frames = traceback.extract_tb(error.__traceback__)
         calls = [f.name for f in frames if Path(f.filename) == Path(__file__).parent / "equivalence.py"]
-        return REFERENCE if "establish" in calls or "_task" in calls else "optimized side"
+        return proofs.REFERENCE if "establish" in calls or "_task" in calls else "optimized side"
 
     def _raised(self, error: BaseException) -> str:
         frames = traceback.extract_tb(error.__traceback__)
@@ -346,7 +344,7 @@ class ProofItem(pytest.Function):
         self.current = case
         self.report(make.case_line(case))
         try:
-            if self.alone == REFERENCE:
+            if self.alone == proofs.REFERENCE:
                 with contextlib.suppress(equivalence.Discard):
                     equivalence.establish(pair, case, device(), gradients=gradients, home=self.home)
             else:
@@ -390,8 +388,11 @@ class ProofItem(pytest.Function):
     def _told(self, message: str, case: Case | None) -> str:
         if case is None:
             return message
-        node = shlex.quote(self.nodeid)
-        return f"{message}\nreproduce: pytest {node} --perfsuite-case={shlex.quote(make.case_line(case))}"
+        return self.with_reproduction(message, make.case_line(case))
+
+    def with_reproduction(self, message: str, line: str) -> str:
+        """The message, and the command that proves this draw again."""
+        return f"{message}\nreproduce: pytest {shlex.quote(self.nodeid)} --perfsuite-case={shlex.quote(line)}"
 
     def reportinfo(self) -> tuple[Path, int, str]:
         return self.path, 0, self.nodeid.partition("::")[2].replace("::", ".")

@@ -263,9 +263,9 @@ def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: objec
 
     _control(collector.config)
     made = [PairCollector.from_parent(collector, name=name, pair=pair, timed_only=timed_only) for name, pair in found]
-    is_class = isinstance(obj, type) and not timed_only
-    # A test class has tests of its own, which pytest collects.
-    return [*made, *_collected(collector, name, obj)] if is_class else made
+    if timed_only or not isinstance(obj, type) or not isinstance(collector, pytest.Module):
+        return made
+    return [*made, *_collected(collector, name, obj)]  # a test class may have tests besides
 
 
 def _pairs(collector: pytest.Collector, name: str, obj: object) -> list[tuple[str, Any]]:
@@ -280,11 +280,11 @@ def _pairs(collector: pytest.Collector, name: str, obj: object) -> list[tuple[st
         raise collector.CollectError(str(error)) from None
 
 
-def _collected(collector: pytest.Collector, name: str, obj: object) -> list[Any]:
+def _collected(collector: pytest.Module, name: str, obj: object) -> list[Any]:
     """What pytest itself makes of it."""
     from _pytest.python import pytest_pycollect_makeitem as make_item
 
-    found: Any = make_item(collector, name, obj)  # type: ignore[arg-type]  # the hook's own collector
+    found: Any = make_item(collector, name, obj)
     return found if isinstance(found, list) else [found] if found is not None else []
 
 

@@ -17,7 +17,7 @@ EQUIVALENCE, GRADIENTS, INTEGRITY, CONTEXTS, EFFECTS, OUTSIDE, TRUTH = (
     "outside",
     "truth",
 )
-OPTIMIZED = "optimized"
+REFERENCE, OPTIMIZED = "reference", "optimized"
 
 
 @dataclass(frozen=True, slots=True)

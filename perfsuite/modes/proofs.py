@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Generator, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ ITEM_LIMIT_S = 600.0
 """Beyond the limit that a proof sets itself: for an item that is no pair's, or that cannot be interrupted."""
 GRACE_S = 60.0
 """For a side that is called alone on one draw, beyond the pair's own limit."""
-AUTO, ALWAYS, NEVER = "auto", "always", "never"
+AUTO, ALWAYS = "auto", "always"
 
 
 class Proofs(Control):
@@ -80,7 +79,7 @@ class Proofs(Control):
         return self._settled(item, outcome) if isinstance(outcome, Failure) and outcome.case else outcome
 
     def _settled(self, item: Any, failure: Failure) -> Outcome:
-        """What a proof comes to whose process ended on a draw."""
+        """The outcome of a proof whose process ended while it was at a draw."""
         from perfsuite.isolation import Blame
 
         blame = Blame(pair=item.pair, dtype=item.dtype, run=self._alone, limit_s=item.limit_s + GRACE_S)
@@ -99,21 +98,19 @@ class Proofs(Control):
                 location=item.location,
                 keywords=dict.fromkeys(item.keywords, 1),
                 outcome="failed",
-                longrepr=_told(item, outcome if isinstance(outcome, Failure) else None),
+                longrepr=_message(item, outcome if isinstance(outcome, Failure) else None),
                 when="call",
             )
         ]
 
 
-def _told(item: pytest.Item, failure: Failure | None) -> str:
+def _message(item: Any, failure: Failure | None) -> str:
+    """Why the item has no report; only a proof's failure has a draw."""
     if failure is None:
         return f"{item.name}: its process never reached it"
     pair = getattr(item, "pair", None)
-    name = pair.name if pair is not None else item.name
-    if not failure.case:
-        return f"{name}: {failure.message}"
-    case = shlex.quote(failure.case)
-    return f"{name}: {failure.message}\nreproduce: pytest {shlex.quote(item.nodeid)} --perfsuite-case={case}"
+    message = f"{item.name if pair is None else pair.name}: {failure.message}"
+    return item.with_reproduction(message, failure.case) if failure.case else message
 
 
 def _with_tuple(report: dict[str, Any]) -> dict[str, Any]:

@@ -246,7 +246,10 @@ def test_a_way_of_calling_that_a_kernel_is_not_made_for_is_declared_with_its_rea
     def pair(**fields: Any) -> Pair:
         return Pair(reference=lambda x: x @ x.t(), optimized=product, inputs={"x": tensor("m", "n", **SOME)}, **fields)
 
-    with pytest.raises(NotEquivalent, match=r"has dtype .*; if it is not made .* unsupported={'autocast': 'why'}"):
+    with pytest.raises(
+        NotEquivalent,
+        match=r"has dtype .*; if the kernel does not support this, declare unsupported={'autocast': 'why'}",
+    ):
         check(pair())
     check(pair(unsupported={"autocast": "it computes in float32"}))
     with pytest.raises(PairError, match=r"unsupported={'autocats': …}: not one of inference_mode"):
