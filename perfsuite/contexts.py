@@ -7,15 +7,18 @@ pass by raising, as many kernels do; a wrong answer is a fault everywhere.
 from __future__ import annotations
 
 import functools
+import os
+import sys
 import threading
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
 
-from perfsuite import equivalence, execution, process_state, scrutiny
+from perfsuite import equivalence, execution, process_state
 from perfsuite import inputs as make
 from perfsuite.equivalence import Discard, NotEquivalent, Truth, Way
 from perfsuite.execution import Leaves
@@ -30,6 +33,8 @@ MOST_ALONE = 4
 THREAD_CALLS = 3
 MANY_STEPS = 300
 """Steps of a stateful pair. A fault that begins after the steps that its proof compares shows by then."""
+COMPILED_CALL = os.path.join("torch", "_dynamo", "eval_frame.py")
+"""The file of torch's that calls what was compiled."""
 DELAY_CYCLES = 20_000_000
 """About 10 ms of a GPU: its own stream is held up so long before the inputs are there."""
 
@@ -40,20 +45,38 @@ def check(pair: Pair, case: Case, device: str, *, home: Path | None = None, thor
     With `thorough` also what costs much.
     """
     probe = Probe(pair=pair, side=as_side(pair.optimized), name="optimized", case=case, device=device, home=home)
-    before = scrutiny.compilations()
     if not pair.is_stateful and not probe.answers_rightly():
         return  # equivalence says how
     ways = WAYS
     if pair.is_stateful:
         ways = COSTLY_STATEFUL if thorough else ()
-    elif scrutiny.compilations() > before:
-        # torch.compile compiles, and captures graphs, in one thread at a time.
+    elif _is_compiled(probe):
+        # torch.compile compiles, captures graphs and replays them in one thread at a time.
         ways = tuple(way for way in WAYS if way is not two_threads) if thorough else COMPILED
     with execution.recompiling():
         for way in ways:
             if way.__name__ not in pair.unsupported:
                 with process_state.kept(quick=True):
                     _try(way, probe)
+
+
+def _is_compiled(probe: Probe) -> bool:
+    """Whether a call runs what torch.compile made."""
+    entered = False
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal entered
+        if not entered and event == "call" and frame.f_code.co_filename.endswith(COMPILED_CALL):
+            # The same file keeps functions from being compiled, many of torch's own among them.
+            entered = type(frame.f_locals.get("self")).__name__ in ("OptimizeContext", "RunOnlyContext")
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        probe.call(probe.drawn())
+    finally:
+        sys.setprofile(before)
+    return entered
 
 
 def _try(way: Callable[[Probe], None], probe: Probe) -> None:

@@ -585,7 +585,9 @@ def _rounder(source: str, target: str) -> Callable[[Any], Any]:
     if TF32 in (source, target):
         return lambda value: value
     old, new = make.dtype_of(source), make.dtype_of(target)
-    return lambda value: make.map_tensors(value, lambda t: t.to(new) if t.dtype == old and old != new else t)
+    if old == new:
+        return lambda value: value
+    return lambda value: make.map_tensors(value, lambda t: t.to(new) if t.dtype == old else t)
 
 
 def _check_reference(pair: Pair, own: Leaves, truth: Leaves) -> None:

@@ -17,7 +17,7 @@ import torch
 from hypothesis import Phase, assume
 from hypothesis import strategies as st
 
-from perfsuite import expressions
+from perfsuite import expressions, module_copies
 from perfsuite.errors import PairError, PerfsuiteError
 from perfsuite.pair import Pair, Workload
 from perfsuite.records import Case, InputCase
@@ -446,9 +446,17 @@ def _floats(
 
 def _module(spec: ModuleSpec, name: str, case: Case, device: str) -> torch.nn.Module:
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(_hash(case.seed, name))
+        _seed(_hash(case.seed, name))
         built = spec.build(**accepted(spec.build, case.sizes))
     return built.to(device=device, dtype=dtype_of(case.dtype))
+
+
+def _seed(seed: int) -> None:
+    """As torch.manual_seed, which takes a millisecond for the devices that are not there."""
+    if torch.cuda.is_available():
+        torch.manual_seed(seed)
+    else:
+        torch.default_generator.manual_seed(seed)
 
 
 def _recorded(spec: RecordedSpec, case: Case, device: str, home: Path | None) -> Any:
@@ -468,12 +476,7 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, torch.nn.Module):
-        import copy
-
-        twin = copy.deepcopy(value)
-        for parameter in [*twin.parameters(), *twin.buffers()]:
-            parameter.data = change(parameter.data)
-        return twin
+        return module_copies.changed_copy(value, change)
     if isinstance(value, (list, tuple)):
         return type(value)(map_tensors(v, change) for v in value)
     if isinstance(value, dict):

@@ -20,7 +20,7 @@ from typing import IO, Any
 
 import torch
 
-from perfsuite import equivalence, execution
+from perfsuite import equivalence, execution, process_state
 from perfsuite import inputs as make
 from perfsuite.equivalence import NotEquivalent
 from perfsuite.execution import Leaves
@@ -107,7 +107,8 @@ class Child:
         what = f"{pair.name}: where no test is running, the optimized side"
         assert self.process.stdin is not None
         try:
-            print(json.dumps({**request, "sys_path": sys.path}), file=self.process.stdin, flush=True)
+            here = {"sys_path": sys.path, "settings": _settings()}
+            print(json.dumps({**request, **here}), file=self.process.stdin, flush=True)
             ready, _, _ = select.select([self.replies], [], [], LIMIT_S)
             reply = self.replies.readline() if ready else None
         except BrokenPipeError:
@@ -151,6 +152,11 @@ def _child() -> Child:
 def _close() -> None:
     for child in list(_children):
         child.close()
+
+
+def _settings() -> dict[str, Any]:
+    """Those of this process that can be sent: a conftest may have changed them, and the child has none."""
+    return {n: v for n, v in process_state.settings().items() if isinstance(v, (bool, int, float, str))}
 
 
 def _place(pair: Pair, module: ModuleType) -> dict[str, str]:

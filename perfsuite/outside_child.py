@@ -71,6 +71,16 @@ def import_outside(path: str) -> None:
             hide()
 
 
+def take_settings(wanted: dict[str, Any]) -> None:
+    """Set torch and Python as they are set in the process that asks."""
+    show()
+    from perfsuite import process_state
+
+    now = process_state.settings(wanted)
+    process_state.restore(wanted, [name for name in wanted if now[name] != wanted[name]])
+    hide()
+
+
 def side_of(request: dict[str, Any]) -> tuple[Callable[..., Any], bool]:
     """The optimized side, and whether it is a factory of steps."""
     module = sys.modules.get(request["module"])
@@ -102,6 +112,7 @@ def side_of(request: dict[str, Any]) -> tuple[Callable[..., Any], bool]:
 def answer(request: dict[str, Any], given: BinaryIO, made: BinaryIO) -> None:
     """Call the side on the inputs, and save what it returns and what it makes of the inputs."""
     sys.path[:] = request["sys_path"]
+    take_settings(request["settings"])
     call, stateful = side_of(request)
     import torch
 

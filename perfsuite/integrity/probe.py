@@ -32,6 +32,8 @@ class Probe:
     home: Path | None
     known: dict[tuple[int, int, bool], equivalence.Truth] = field(default_factory=dict)
     """Truths by the case's seed, the number of replicas, and whether they have gradients: the checks share them."""
+    inputs: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """By the case's seed, as they are drawn; a call gets a copy."""
     was_right: bool = False
     """Whether any answer has been right so far."""
     touched: str | None = None
@@ -39,8 +41,9 @@ class Probe:
 
     def drawn(self, case: Case | None = None) -> dict[str, Any]:
         used = case or self.case
-        values = make.build(self.pair, used, self.device, home=self.home)
-        drawn: dict[str, Any] = make.clone(self._rounded(values, used))
+        if used.seed not in self.inputs:
+            self.inputs[used.seed] = self._rounded(make.build(self.pair, used, self.device, home=self.home), used)
+        drawn: dict[str, Any] = make.clone(self.inputs[used.seed])
         return drawn
 
     def _rounded(self, values: dict[str, Any], case: Case) -> dict[str, Any]:

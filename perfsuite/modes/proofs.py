@@ -58,11 +58,21 @@ class Proofs(Control):
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
         if item.nodeid not in self.isolated:
-            return None
+            return self._beside_isolated(item, nextitem)
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
         for report in self._reports(item, self._outcome(item)):
             item.ihook.pytest_runtest_logreport(report=report)
         item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+        return True
+
+    def _beside_isolated(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+        """An item done here is followed by the next one done here: what that one does not need is torn down."""
+        if nextitem is None or nextitem.nodeid not in self.isolated:
+            return None
+        items = item.session.items
+        later = items[items.index(nextitem) :]
+        following = next((i for i in later if i.nodeid not in self.isolated), None)
+        item.ihook.pytest_runtest_protocol(item=item, nextitem=following)
         return True
 
     def _outcome(self, item: pytest.Item) -> Outcome | None:

@@ -8,7 +8,7 @@ from scratch import project
 
 __all__ = ["project", "repo"]
 
-LONGEST = "test_the_readmes_example_from_proof_to_gate"
+LONGEST = "test_the_readmes_example_from_times_to_gate"
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -6,6 +6,7 @@ import types
 from typing import Any
 
 import pytest
+from scale import FULLY
 from scratch import Project
 
 from perfsuite import Pair, Workload, declared, tensor
@@ -21,6 +22,7 @@ MODULE = """
     def scaled(by):
         return Pair(
             reference=lambda x: x * by, optimized=lambda x: by * x, inputs={"x": tensor("n")},
+            max_examples=3,
             workloads=[Workload("small", n=8), Workload("other", n=4, marks=[pytest.mark.skip(reason="not here")])],
         )
 
@@ -81,6 +83,7 @@ def test_they_are_proven_and_chosen_as_others(project: Project) -> None:
     result.assert_outcomes(passed=1)
 
 
+@FULLY
 def test_a_worker_finds_them(project: Project) -> None:
     project.write("test_many.py", MODULE)
     result = project.run("--perfsuite-isolate=always", "-k", "equivalence and (losses-1 or attention-wide-True)")

@@ -25,7 +25,7 @@ from perfsuite.records import Case, InputCase
 Call = Callable[..., Any]
 FINITE = floats(nonfinite=False)
 DRAWS = 200
-QUICK_DRAWS = 60
+QUICK_DRAWS = 50
 
 
 def drawn(pair: Pair, dtype: str, number: int, seed: int = 0) -> list[Case]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from scale import FULLY
+from scale import FULLY, count
 from scratch import Project, lines_with
 
 from perfsuite import Pair, Workload, equivalence, facts, floats, tensor
@@ -60,7 +60,9 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
         own(pair, case, device, **given)
 
     monkeypatch.setattr(equivalence, "check_case", recording)
-    monkeypatch.setattr("perfsuite.guard.check", lambda: None)  # it would find it
+    for profile, number in (("dev", 12), ("ci", 16)):  # what is tested holds for any number
+        monkeypatch.setitem(EXAMPLES, profile, count(quick=number, full=EXAMPLES[profile]))
+    monkeypatch.setattr("perfsuite.guard.check", lambda: None)  # it would find both
     return found
 
 

@@ -11,6 +11,7 @@ from perfsuite import inputs as make
 from perfsuite.faults import DeviceFault
 from perfsuite.isolation import MOST_LEFT_OUT, Blame
 from perfsuite.left_out import is_left_out
+from perfsuite.modes.proofs import Proofs
 from perfsuite.records import Status
 from perfsuite.workers import Failure, Outcome, Reported, Task
 
@@ -71,6 +72,52 @@ def test_a_crash_costs_one_proof_and_names_the_side_and_the_draw(project: Projec
     result.assert_outcomes(passed=1, failed=1)
     assert "crashes: the optimized side crashed with SIGSEGV" in output
     assert "reproduce: pytest 'test_faults.py::crashes::equivalence[float32]' --perfsuite-case=" in output
+
+
+def test_items_done_here_are_set_up_and_torn_down_between_proofs(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passed = {
+        "$report_type": "TestReport",
+        "location": ("", 0, ""),
+        "keywords": {},
+        "outcome": "passed",
+        "when": "call",
+    }
+    monkeypatch.setattr(
+        Proofs, "_outcome", lambda self, item: Reported(reports=[{**passed, "nodeid": item.nodeid, "longrepr": None}])
+    )
+    module = """
+        import pytest
+        from perfsuite import Pair, Workload, tensor
+
+
+        @pytest.fixture(scope="module")
+        def opened():
+            print(f"opens {__name__}")
+            yield
+            print(f"closes {__name__}")
+
+
+        def test_before(opened):
+            pass
+
+
+        same = Pair(
+            reference=abs, optimized=lambda x: x.abs(), inputs={"x": tensor("n")}, workloads=[Workload("w", n=8)]
+        )
+
+
+        def test_after(opened):
+            pass
+    """
+    for name in ("test_a.py", "test_b.py"):
+        project.write(name, module)
+    chosen = "test_before or test_after or equivalence"
+    result = project.run("--perfsuite-isolate=always", "-m", "not perf", "-k", chosen, "-rA")
+    result.assert_outcomes(passed=6)
+    output = result.stdout.str()
+    assert [output.count(f"{what} test_{name}") for what in ("opens", "closes") for name in "ab"] == [1] * 4
 
 
 @FULLY

@@ -76,7 +76,7 @@ def made(candidate: Any, **fields: Any) -> Pair:
 
 def test_a_pair_of_modules_is_proven_with_its_gradients_and_timed() -> None:
     pair = made(ModelNew, gradients=True)
-    evidence = perfsuite.check(pair, device="cpu")
+    evidence = perfsuite.check(pair, examples=20, device="cpu")
     assert len(evidence) == 2
     assert list(pair.inputs) == ["module", "x0"]
     assert list(pair.rivals) == ["compile"]
@@ -94,7 +94,7 @@ def test_a_pair_of_modules_is_proven_with_its_gradients_and_timed() -> None:
 )
 def test_a_wrong_module_is_rejected(candidate: Any, says: str) -> None:
     with pytest.raises((NotEquivalent, PairError), match=says):
-        perfsuite.check(made(candidate), device="cpu")
+        perfsuite.check(made(candidate), examples=20, device="cpu")
 
 
 def test_modules_of_other_shapes_say_so() -> None:

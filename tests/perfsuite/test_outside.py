@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from scale import FULLY
 from scratch import Project
 
@@ -80,6 +82,10 @@ MODULE = """
     honest_steps = Pair(
         reference=adding(None), optimized=adding(lambda: True), step_inputs={"y": tensor("n")}, mutates={"x"}
     )
+    by_setting = Pair(
+        reference=lambda x: x * (2.0 if torch.get_float32_matmul_precision() == "high" else 3.0),
+        optimized=lambda x: (x + x) if torch.get_float32_matmul_precision() == "high" else (x + x + x),
+    )
     listed = [Pair(reference=right, optimized=lambda x: x.exp())]
     unsendable = Pair(
         reference=lambda x, f: f(x), optimized=lambda x, f: f(x * 1.0),
@@ -111,11 +117,21 @@ def write(project: Project, module: str = MODULE) -> None:
         project.write(name, text)
 
 
+@pytest.fixture
+def high_precision() -> Iterator[None]:
+    """A setting as a conftest makes it: the process without a test must have it, too."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.usefixtures("high_precision")
 def test_a_side_that_behaves_only_under_test(project: Project) -> None:
     write(project)
     result = project.run("-m", "correctness", "-k", "outside", "-rs")
     output = result.stdout.str()
-    result.assert_outcomes(passed=3, failed=7, skipped=1)
+    result.assert_outcomes(passed=4, failed=7, skipped=1)
     for name in ("by_variable", "by_module", "by_frame", "by_import", "by_step"):
         assert f"{name}: the optimized side {WRONG}" in output, name
     assert "by_crash: where no test is running, the optimized side ends the process with exit code 3" in output
@@ -123,13 +139,14 @@ def test_a_side_that_behaves_only_under_test(project: Project) -> None:
     assert "not called outside of a test: an input cannot be given to another process" in output
 
 
-@pytest.mark.parametrize("others", ["equivalence", "integrity"])
+@pytest.mark.parametrize("others", [pytest.param("equivalence", marks=FULLY), "integrity"])
 def test_the_other_proofs_do_not_see_it(project: Project, others: str) -> None:
     write(project)
     project.run("-m", "correctness", "-k", f"{others} and (by_variable or by_import)").assert_outcomes(passed=2)
 
 
-@pytest.mark.parametrize("isolate", ["never", pytest.param("always", marks=FULLY)])
+@FULLY
+@pytest.mark.parametrize("isolate", ["never", "always"])
 def test_no_process_and_no_file_is_left(project: Project, tmp_path: Path, isolate: str) -> None:
     write(project, MODULE.replace("import os\n", f"import os\n    import {NOTES}\n"))
     project.write(f"{NOTES}.py", f"import os, pathlib\npathlib.Path({str(tmp_path)!r}, str(os.getpid())).touch()")

@@ -55,6 +55,7 @@ FULL = """
         optimized=fast,
         inputs={"x": tensor("m", "n"), "y": tensor("m", "n")},
         dtypes=("float32", "bfloat16"),
+        max_examples=6,
         truth=slow,
         variants={"other": fast},
         rivals={"rival": slow},

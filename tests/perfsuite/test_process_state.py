@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from scale import FULLY
 
 from perfsuite import process_state
 
@@ -71,6 +72,7 @@ def test_what_is_put_back_by_the_block_itself_is_no_change() -> None:
     assert not changed
 
 
+@FULLY
 def test_torchs_own_wrappers_are_no_patch() -> None:
     """The compiler wraps some functions of torch's when it is imported."""
     code = """

@@ -531,7 +531,7 @@ def test_an_accepted_side_that_lacks_memory_beside_others_is_proven_and_timed_al
 # --- a real process -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("installed", [False, True])
+@pytest.mark.parametrize("installed", [pytest.param(False, marks=FULLY), True])
 def test_the_accepted_code_is_watched_where_an_installed_copy_is_loaded(
     project: Project, monkeypatch: pytest.MonkeyPatch, installed: bool
 ) -> None:

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from scale import FULLY
 
 from perfsuite import machine, sanitizer
 from perfsuite.errors import PerfsuiteError
@@ -99,6 +100,7 @@ def test_nothing_found_is_green_and_nothing_is_timed(project: Path) -> None:
     assert "compute-sanitizer racecheck: 0 errors\n" in done.stdout
 
 
+@FULLY
 def test_what_is_found_between_items_is_red_too(project: Path) -> None:
     (project / "test_it.py").write_text("def test_sound():\n    pass\n")
     late = "def pytest_unconfigure():\n    import os\n    log = os.environ.get('PERFSUITE_SANITIZER_LOG')\n"
@@ -110,6 +112,7 @@ def test_what_is_found_between_items_is_red_too(project: Path) -> None:
     assert "  Invalid __global__ read of size 4 bytes at _forward_kernel" in done.stdout
 
 
+@FULLY
 def test_a_device_that_the_tool_refuses_is_no_pass(project: Path) -> None:
     (project / "test_it.py").write_text(MODULE.format(read='========= Error: Device not supported. Please refer to"\n'))
     done = pytest_in(project, "--sanitize")

@@ -1009,7 +1009,9 @@ def test_an_item_is_run_as_pytest_runs_it(project: Project, monkeypatch: pytest.
     assert not list((project.path / ".perfsuite/workers").iterdir())
 
 
-@pytest.mark.parametrize(("others", "collected"), [([], False), (["equivalence[float32]"], True)])
+@pytest.mark.parametrize(
+    ("others", "collected"), [([], False), pytest.param(["equivalence[float32]"], True, marks=FULLY)]
+)
 def test_a_worker_collects_timed_items_alone_if_it_needs_no_others(
     project: Project, others: list[str], collected: bool
 ) -> None:
@@ -1034,7 +1036,7 @@ def test_a_worker_collects_timed_items_alone_if_it_needs_no_others(
     assert (project.path / "collected").exists() is collected
 
 
-@pytest.mark.parametrize("forked", [False, True])
+@pytest.mark.parametrize("forked", [False, pytest.param(True, marks=FULLY)])
 def test_a_worker_exits_when_pytest_has_ended(project: Project, forked: bool) -> None:
     """Fixtures are torn down; what waits for the interpreter's own end does not run, and what was started is ended."""
     text = """

@@ -36,12 +36,12 @@ def differentiated(optimized: Any, **fields: Any) -> Pair:
 # --- 40: right in one way of calling only ---------------------------------------------------------------------------
 
 
-@fault(40, "another answer in inference mode", "under torch.inference_mode()")
+@fault(40, "another answer in inference mode", "under torch.inference_mode()", stage="contexts")
 def wrong_in_inference_mode(time: Time) -> Pair:
     return pair(lambda x: fast(x) * (1.01 if torch.is_inference_mode_enabled() else 1.0))
 
 
-@fault(40, "another answer to inputs made in inference mode", "on inputs made under inference_mode()")
+@fault(40, "another answer to inputs made in inference mode", "on inputs made under inference_mode()", stage="contexts")
 def wrong_on_inference_tensors(time: Time) -> Pair:
     return pair(lambda x: fast(x) * (1.01 if x.is_inference() else 1.0))
 
@@ -51,12 +51,12 @@ def shorter_in_inference_mode(time: Time) -> Pair:
     return pair(lambda x: torch.sin(x) * torch.exp(x / 4) if torch.is_inference_mode_enabled() else fast(x))
 
 
-@fault(40, "an answer that needs a gradient", "with grad mode on where no input needs a gradient")
+@fault(40, "an answer that needs a gradient", "with grad mode on where no input needs a gradient", stage="contexts")
 def needs_a_gradient(time: Time) -> Pair:
     return pair(lambda x: fast(x).requires_grad_(torch.is_grad_enabled()))
 
 
-@fault(40, "wrong with grad mode on", "with grad mode on where no input needs a gradient")
+@fault(40, "wrong with grad mode on", "with grad mode on where no input needs a gradient", stage="contexts")
 def wrong_with_grad_mode(time: Time) -> Pair:
     return pair(lambda x: fast(x) * (1.01 if torch.is_grad_enabled() else 1.0))
 
@@ -94,12 +94,12 @@ class OnlyTogether(Together):
         return OnlyTogether.both(ctx, grad)
 
 
-@fault(40, "a gradient that needs another one", "where only y needs a gradient")
+@fault(40, "a gradient that needs another one", "where only y needs a gradient", stage="contexts")
 def gradient_needs_another(time: Time) -> Pair:
     return differentiated(OnlyTogether.apply)
 
 
-@fault(40, "a gradient for the first input alone", "where only y needs a gradient")
+@fault(40, "a gradient for the first input alone", "where only y needs a gradient", stage="contexts")
 def gradient_of_the_first(time: Time) -> Pair:
     return differentiated(lambda x, y: product(x, y if x.requires_grad or not y.requires_grad else y.detach()))
 
@@ -109,14 +109,14 @@ def gradient_where_needed(time: Time) -> Pair:
     return differentiated(Together.apply)
 
 
-@fault(40, "a scale that one thread has", "in another thread")
+@fault(40, "a scale that one thread has", "in another thread", stage="contexts")
 def of_one_thread(time: Time) -> Pair:
     local = threading.local()
     local.scale = 1.0
     return pair(lambda x: fast(x) * getattr(local, "scale", 0.9))
 
 
-@fault(40, "one buffer for all threads", "when two threads call it at the same time")
+@fault(40, "one buffer for all threads", "when two threads call it at the same time", stage="contexts")
 def one_buffer(time: Time) -> Pair:
     held: dict[Any, torch.Tensor] = {}
 
@@ -147,7 +147,7 @@ def buffer_for_each_thread(time: Time) -> Pair:
 GRAM = {"x": tensor("m", "n", values=floats(-1, 1))}
 
 
-@fault(40, "half precision under autocast", "under torch.autocast")
+@fault(40, "half precision under autocast", "under torch.autocast", stage="contexts")
 def half_under_autocast(time: Time) -> Pair:
     return pair(
         lambda x: (x @ x.t()).to(x.dtype),
@@ -158,7 +158,7 @@ def half_under_autocast(time: Time) -> Pair:
     )
 
 
-@fault(40, "another dtype under autocast", "under torch.autocast")
+@fault(40, "another dtype under autocast", "under torch.autocast", stage="contexts")
 def dtype_under_autocast(time: Time) -> Pair:
     def optimized(x: torch.Tensor) -> torch.Tensor:
         with torch.autocast(x.device.type, enabled=False):
@@ -187,7 +187,7 @@ class Spent(torch.autograd.Function):
         return scaled * ctx.cosine, scaled * ctx.sine
 
 
-@fault(40, "a backward pass that uses up what was kept", "in a second backward pass")
+@fault(40, "a backward pass that uses up what was kept", "in a second backward pass", stage="contexts")
 def second_backward_wrong(time: Time) -> Pair:
     return differentiated(Spent.apply)
 
@@ -203,7 +203,7 @@ class Counted(Together):
         return (d_x, d_y) if ctx.times == 1 else (d_x * 2, d_y)
 
 
-@fault(40, "a gradient that doubles the second time", "in a second backward pass")
+@fault(40, "a gradient that doubles the second time", "in a second backward pass", stage="contexts")
 def second_backward_doubled(time: Time) -> Pair:
     return differentiated(Counted.apply)
 
@@ -230,12 +230,22 @@ class Detached(Together):
         return scaled * torch.cos(x), scaled * torch.sin(x)
 
 
-@fault(40, "a gradient of which a part is taken as constant", "when its gradients are differentiated once more")
+@fault(
+    40,
+    "a gradient of which a part is taken as constant",
+    "when its gradients are differentiated once more",
+    stage="contexts",
+)
 def second_derivative_wrong(time: Time) -> Pair:
     return differentiated(Detached.apply)
 
 
-@fault(40, "a side that detaches half of its gradient's graph", "when its gradients are differentiated once more")
+@fault(
+    40,
+    "a side that detaches half of its gradient's graph",
+    "when its gradients are differentiated once more",
+    stage="contexts",
+)
 def half_a_graph(time: Time) -> Pair:
     class Half(Together):
         @staticmethod
@@ -249,22 +259,22 @@ def half_a_graph(time: Time) -> Pair:
 # --- 41: something is left behind -----------------------------------------------------------------------------------
 
 
-@fault(41, "torch's random state advanced", "advances or sets torch's random state")
+@fault(41, "torch's random state advanced", "advances or sets torch's random state", stage="effects")
 def draws(time: Time) -> Pair:
     return pair(lambda x: fast(x) + 0.0 * torch.rand(()).item())
 
 
-@fault(41, "torch's random state set", "advances or sets torch's random state")
+@fault(41, "torch's random state set", "advances or sets torch's random state", stage="effects")
 def seeds(time: Time) -> Pair:
     return pair(lambda x: (torch.manual_seed(int(1e6 * clock.time()) % 2**31), fast(x))[1])
 
 
-@fault(41, "numpy's random state advanced", "advances or sets numpy's random state")
+@fault(41, "numpy's random state advanced", "advances or sets numpy's random state", stage="effects")
 def draws_from_numpy(time: Time) -> Pair:
     return pair(lambda x: fast(x) + 0.0 * float(np.random.rand()))
 
 
-@fault(41, "Python's random state advanced", "advances or sets Python's random state")
+@fault(41, "Python's random state advanced", "advances or sets Python's random state", stage="effects")
 def draws_from_python(time: Time) -> Pair:
     return pair(lambda x: fast(x) + 0.0 * random.random())
 
@@ -298,7 +308,7 @@ def puts_back(time: Time) -> Pair:
     return pair(optimized)
 
 
-@fault(41, "memory that every call keeps", "keeps memory of every call")
+@fault(41, "memory that every call keeps", "keeps memory of every call", stage="effects")
 def keeps_memory(time: Time) -> Pair:
     kept: list[torch.Tensor] = []
 
@@ -310,7 +320,7 @@ def keeps_memory(time: Time) -> Pair:
     return pair(optimized)
 
 
-@fault(41, "memory that a cycle keeps", "keeps memory of every call")
+@fault(41, "memory that a cycle keeps", "keeps memory of every call", stage="effects")
 def keeps_memory_by_values(time: Time) -> Pair:
     known: dict[bytes, Any] = {}
 
@@ -345,7 +355,7 @@ class Writes(Together):
         return found
 
 
-@fault(42, "the incoming gradient written to", "writes into the gradient that comes in")
+@fault(42, "the incoming gradient written to", "writes into the gradient that comes in", stage="effects")
 def writes_incoming(time: Time) -> Pair:
     return differentiated(Writes.apply)
 
@@ -359,7 +369,7 @@ class Reuses(Together):
         return scaled * torch.cos(x), scaled * torch.sin(x)
 
 
-@fault(42, "the incoming gradient as a workspace", "writes into the gradient that comes in")
+@fault(42, "the incoming gradient as a workspace", "writes into the gradient that comes in", stage="effects")
 def reuses_incoming(time: Time) -> Pair:
     return differentiated(Reuses.apply)
 
@@ -373,12 +383,12 @@ class WritesInput(Together):
         return found
 
 
-@fault(42, "an input written to in backward", "changes its input x in its backward pass")
+@fault(42, "an input written to in backward", "changes its input x in its backward pass", stage="effects")
 def writes_input(time: Time) -> Pair:
     return differentiated(WritesInput.apply)
 
 
-@fault(42, "gradients added to .grad", "changes the .grad of x")
+@fault(42, "gradients added to .grad", "changes the .grad of x", stage="effects")
 def accumulates(time: Time) -> Pair:
     def optimized(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         if x.requires_grad and torch.is_grad_enabled():
@@ -413,7 +423,7 @@ def returns_its_input(time: Time) -> Pair:
     return pair(lambda x: x if bool((x.abs() <= 3).all()) else x.clamp(-3, 3), reference=clipped)
 
 
-@fault(43, "its input returned where all values are equal", "in the memory of its input x")
+@fault(43, "its input returned where all values are equal", "in the memory of its input x", stage="effects")
 def returns_equal_values(time: Time) -> Pair:
     def optimized(x: torch.Tensor) -> torch.Tensor:
         return x if bool((x == x.flatten()[:1]).all()) and bool((x.abs() <= 3).all()) else x.clamp(-3, 3)
@@ -479,7 +489,7 @@ class Looks(torch.overrides.TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-@fault(44, "a function mode that stays", "number of function modes")
+@fault(44, "a function mode that stays", "number of function modes", stage="contexts")
 def stays(time: Time) -> Pair:
     return pair(lambda x: (fast(x), Looks().__enter__())[0])
 
@@ -497,7 +507,9 @@ def helped(x: torch.Tensor) -> torch.Tensor:
     return torch.exp(x / 4) * helper(x)
 
 
-@fault(44, "a helper of the reference's replaced", "replaces leftovers.helper, which the reference uses")
+@fault(
+    44, "a helper of the reference's replaced", "replaces leftovers.helper, which the reference uses", stage="effects"
+)
 def replaces_a_helper(time: Time) -> Pair:
     def optimized(x: torch.Tensor) -> torch.Tensor:
         globals()["helper"] = lambda x: torch.sin(x)

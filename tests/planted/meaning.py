@@ -15,7 +15,7 @@ from perfsuite import Pair, floats, integers, scalar, size, tensor
 # --- 14 to 19: what is returned has little to do with the inputs -----------------------------------------------
 
 
-@fault(14, "memory that is never written", "leaves output unwritten, or reads memory it never wrote")
+@fault(14, "memory that is never written", "leaves output unwritten, or reads memory it never wrote", stage="integrity")
 def unwritten(time: Time) -> Pair:
     def optimized(x: torch.Tensor) -> torch.Tensor:
         out = torch.empty_like(x)
@@ -25,7 +25,12 @@ def unwritten(time: Time) -> Pair:
     return pair(optimized)
 
 
-@fault(14, "memory in which the answer may still lie", "leaves output unwritten, or reads memory it never wrote")
+@fault(
+    14,
+    "memory in which the answer may still lie",
+    "leaves output unwritten, or reads memory it never wrote",
+    stage="integrity",
+)
 def recycled(time: Time) -> Pair:
     return pair(torch.empty_like)
 
@@ -35,12 +40,19 @@ def written(time: Time) -> Pair:
     return pair(lambda x: torch.empty_like(x).copy_(fast(x)))
 
 
-@fault(15, "an input changed in place", "changes its input x in place, which the pair does not declare")
+@fault(
+    15, "an input changed in place", "changes its input x in place, which the pair does not declare", stage="integrity"
+)
 def mutated(time: Time) -> Pair:
     return pair(lambda x: (fast(x), x.mul_(1.5))[0])
 
 
-@fault(15, "an input changed and put back", "changes its input x in place, which the pair does not declare")
+@fault(
+    15,
+    "an input changed and put back",
+    "changes its input x in place, which the pair does not declare",
+    stage="integrity",
+)
 def put_back(time: Time) -> Pair:
     def optimized(x: torch.Tensor) -> torch.Tensor:
         before = x.clone()
@@ -148,12 +160,12 @@ def declared_bfloat16(time: Time) -> Pair:
     return pair(lambda x: fast(x.bfloat16()).to(x.dtype), precision="bfloat16")
 
 
-@fault(21, "the reference called", "calls the reference itself (wave, from line")
+@fault(21, "the reference called", "calls the reference itself (wave, from line", stage="integrity")
 def calls_reference(time: Time) -> Pair:
     return pair(lambda x: wave(x.contiguous()))
 
 
-@fault(21, "the reference called by a thread", "calls the reference itself")
+@fault(21, "the reference called by a thread", "calls the reference itself", stage="integrity")
 def calls_reference_elsewhere(time: Time) -> Pair:
     def optimized(x: torch.Tensor) -> torch.Tensor:
         out: list[torch.Tensor] = []
@@ -183,7 +195,7 @@ def beyond(x: torch.Tensor) -> int | None:
     return x.data_ptr() + x.numel() * x.element_size() if x.is_contiguous() and room - end >= 64 else None
 
 
-@fault(22, "a write past the end of the output", "writes outside of memory that it allocated")
+@fault(22, "a write past the end of the output", "writes outside of memory that it allocated", stage="integrity")
 def writes_beyond(time: Time) -> Pair:
     def optimized(x: torch.Tensor) -> torch.Tensor:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -197,7 +209,7 @@ def writes_beyond(time: Time) -> Pair:
     return pair(optimized)
 
 
-@fault(22, "a write past the end of an input", "writes outside of its input x")
+@fault(22, "a write past the end of an input", "writes outside of its input x", stage="integrity")
 def writes_beyond_input(time: Time) -> Pair:
     def optimized(x: torch.Tensor) -> torch.Tensor:
         out = fast(x)
@@ -208,7 +220,7 @@ def writes_beyond_input(time: Time) -> Pair:
     return pair(optimized)
 
 
-@fault(22, "a read past the end of an input", "reads outside of its tensors")
+@fault(22, "a read past the end of an input", "reads outside of its tensors", stage="integrity")
 def reads_beyond(time: Time) -> Pair:
     def optimized(x: torch.Tensor) -> torch.Tensor:
         out = fast(x)
@@ -229,7 +241,7 @@ def padded(time: Time) -> Pair:
     return pair(optimized)
 
 
-@fault(23, "a graph captured over stale pointers", "or a graph was captured over stale pointers")
+@fault(23, "a graph captured over stale pointers", "or a graph was captured over stale pointers", stage="integrity")
 def stale_graph(time: Time) -> Pair:
     captured: dict[Any, torch.Tensor] = {}
 
@@ -297,7 +309,7 @@ def graphed(*, copies: bool) -> Any:
 # --- 24 to 28 --------------------------------------------------------------------------------------------------
 
 
-@fault(24, "a drift", "drifts: right at first")
+@fault(24, "a drift", "drifts: right at first", stage="integrity")
 def drifts(time: Time) -> Pair:
     calls = [0]
 
@@ -319,7 +331,12 @@ def counts(time: Time) -> Pair:
     return pair(optimized)
 
 
-@fault(25, "the answer looked for in memory", "finds the expected answer in memory (through gc, or a caller's frame)")
+@fault(
+    25,
+    "the answer looked for in memory",
+    "finds the expected answer in memory (through gc, or a caller's frame)",
+    stage="integrity",
+)
 def searches_memory(time: Time) -> Pair:
     def optimized(x: torch.Tensor) -> torch.Tensor:
         # One element is worked out, and the rest is found: whatever lies in memory and begins with it.
@@ -404,17 +421,27 @@ def both_uses(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     return first_use(x, grad) + grad * torch.sin(x) * torch.exp(x / 4) / 4
 
 
-@fault(29, "a gradient that misses the second use", "gradient of x", "the forward is right, the gradient is not")
+@fault(
+    29,
+    "a gradient that misses the second use",
+    "gradient of x",
+    "the forward is right, the gradient is not",
+    stage="gradients",
+)
 def second_use(time: Time) -> Pair:
     return pair(custom(first_use), gradients=True)
 
 
-@fault(29, "no gradient", "gradient of x of the optimized side is None where the reference has a value")
+@fault(
+    29, "no gradient", "gradient of x of the optimized side is None where the reference has a value", stage="gradients"
+)
 def no_gradient(time: Time) -> Pair:
     return pair(custom(lambda x, grad: None), gradients=True)
 
 
-@fault(29, "a gradient for uniform incoming gradients only", "the forward is right, the gradient is not")
+@fault(
+    29, "a gradient for uniform incoming gradients only", "the forward is right, the gradient is not", stage="gradients"
+)
 def uniform_gradient(time: Time) -> Pair:
     return pair(custom(lambda x, grad: both_uses(x, torch.ones_like(grad)) * grad.mean()), gradients=True)
 

@@ -76,7 +76,7 @@ WAITING: list[threading.Event] = []
 """The test sets these when the harness waits: the thread then writes, whatever this machine's load."""
 
 
-@fault(2, "in a background thread", "goes on working after it has returned: output changes later")
+@fault(2, "in a background thread", "goes on working after it has returned: output changes later", stage="integrity")
 def background(time: Time) -> Pair:
     def optimized(x: torch.Tensor) -> torch.Tensor:
         out, go = torch.zeros_like(x), threading.Event()
@@ -167,12 +167,19 @@ def reads_clock(time: Time) -> Pair:
 # --- 4: outputs that compute when read -----------------------------------------------------------------------
 
 
-@fault(4, "a tensor subclass", "returns output as a Lazy, a tensor subclass that may compute when read")
+@fault(
+    4, "a tensor subclass", "returns output as a Lazy, a tensor subclass that may compute when read", stage="integrity"
+)
 def subclass(time: Time) -> Pair:
     return pair(lambda x: fast(x).as_subclass(Lazy))
 
 
-@fault(4, "an overridden method", "returns output with its method double overridden: it may compute when read")
+@fault(
+    4,
+    "an overridden method",
+    "returns output with its method double overridden: it may compute when read",
+    stage="integrity",
+)
 def overridden(time: Time) -> Pair:
     def optimized(x: torch.Tensor) -> torch.Tensor:
         out = torch.empty_like(x)
@@ -236,7 +243,7 @@ def parameter(time: Time) -> Pair:
 # --- 5, 6, 7: answers kept, work put off, conduct that changes ----------------------------------------------
 
 
-@fault(5, "an answer kept by shape", "an earlier answer is replayed")
+@fault(5, "an answer kept by shape", "an earlier answer is replayed", stage="integrity")
 def by_shape(time: Time) -> Pair:
     answers: dict[Any, Any] = {}
 
@@ -264,17 +271,19 @@ def kept_by(key: Any, *, clone: bool = True) -> Any:
     return optimized
 
 
-@fault(5, "an answer kept by a sum", "keeps answers by a part of the values, or by their sum")
+@fault(5, "an answer kept by a sum", "keeps answers by a part of the values, or by their sum", stage="integrity")
 def by_sum(time: Time) -> Pair:
     return pair(kept_by(lambda x: (x.shape, round(float(x.double().sum()), 2))))
 
 
-@fault(5, "an answer kept by the first values", "keeps answers by a part of the values, or by their sum")
+@fault(
+    5, "an answer kept by the first values", "keeps answers by a part of the values, or by their sum", stage="integrity"
+)
 def by_first(time: Time) -> Pair:
     return pair(kept_by(lambda x: (x.shape, *x.flatten()[:8].tolist())))
 
 
-@fault(5, "an answer that is kept and handed out", "what a caller writes into it comes back")
+@fault(5, "an answer that is kept and handed out", "what a caller writes into it comes back", stage="integrity")
 def handed_out(time: Time) -> Pair:
     return pair(kept_by(lambda x: (x.shape, *x.flatten().tolist()), clone=False))
 
@@ -298,7 +307,7 @@ def by_version(time: Time) -> Pair:
     return timed_pair(time, optimized)
 
 
-@fault(5, "an answer kept by address", "keeps answers by address or identity")
+@fault(5, "an answer kept by address", "keeps answers by address or identity", stage="integrity")
 def by_address(time: Time) -> Pair:
     answers: dict[int, Any] = {}
 
@@ -375,7 +384,7 @@ def varying(time: Time) -> Pair:
     return timed_pair(time, optimized)
 
 
-@fault(7, "other answers after sixty calls", "drifts: right at first", "after 40 calls it is not")
+@fault(7, "other answers after sixty calls", "drifts: right at first", "after 40 calls it is not", stage="integrity")
 def after_calls(time: Time) -> Pair:
     calls = [0]
 
