@@ -39,7 +39,7 @@ class Commands(click.Group):
     """Our commands, and those that other packages add."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        own = sorted([*super().list_commands(ctx), "calibrate"])
+        own = sorted([*super().list_commands(ctx), "calibrate", "judge"])
         others = {e.name for e in entry_points(group=COMMANDS) if not _absent(e)}
         return [*own, *sorted(others - set(own))]
 
@@ -51,6 +51,10 @@ class Commands(click.Group):
             from perfsuite.calibration.command import calibrate
 
             return calibrate
+        if cmd_name == "judge":
+            from perfsuite.judge.command import judge
+
+            return judge
         missing = None
         for entry in entry_points(group=COMMANDS, name=cmd_name):
             if lacks := _absent(entry):

@@ -1,0 +1,1 @@
+"""A judge of modules that nobody has read, by the convention of KernelBench."""

@@ -1,0 +1,283 @@
+"""The source of a process that runs one module and is told only on what to call it: no truth, clock or rule is in it.
+
+It is given to `python -c`, with the source of the sandbox. That process imports torch and forks one for each module, on
+request, and runs no module itself. In a forked one each line of its input is a request; each line of its replies says
+that it is done, which proves nothing: the process that asks looks at the outputs. Those are in memory that both share.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import importlib.util
+import io
+import json
+import mmap
+import os
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any
+
+
+class Memory:
+    """The memory that is shared with the process that asks; it grows there."""
+
+    def __init__(self, file: int) -> None:
+        self.file, self.held = file, b""
+
+    def bytes(self, end: int) -> Any:
+        """All of it, to `end` at least."""
+        if len(self.held) < end:
+            self.held = mmap.mmap(self.file, os.fstat(self.file).st_size)  # type: ignore[assignment]
+        return self.held
+
+
+class Served:
+    """The module and what is asked of it."""
+
+    def __init__(self, memory: Memory, device: str) -> None:
+        import torch
+
+        self.torch: Any = torch
+        self.memory, self.device = memory, device
+        self.model: Any = None
+        self.last: list[Any] = []
+        self.shared: dict[str, Any] = {}
+
+    def tensor(self, at: dict[str, Any]) -> Any:
+        """The tensor at a place in shared memory, or in memory of a GPU that is shared."""
+        torch = self.torch
+        dtype = getattr(torch, at["dtype"])
+        if "handle" in at:
+            if at["key"] not in self.shared:
+                handle = [base64.b64decode(p["b"]) if isinstance(p, dict) else p for p in at["handle"]]
+                self.shared[at["key"]] = torch.UntypedStorage._new_shared_cuda(*handle)
+            empty = torch.empty(0, dtype=dtype, device=self.device)
+            return empty.set_(self.shared[at["key"]], at["offset"], at["shape"], at["stride"])
+        count = at["count"]
+        if not count:
+            return torch.empty(at["shape"], dtype=dtype)
+        size = torch.empty(0, dtype=dtype).element_size()
+        held = self.memory.bytes(at["offset"] + count * size)
+        return torch.frombuffer(held, dtype=dtype, count=count, offset=at["offset"]).as_strided(
+            at["shape"], at["stride"]
+        )
+
+    def value(self, of: Any) -> Any:
+        """An argument, which may be a nest of tensors."""
+        if "tensor" in of:
+            return self.tensor(of["tensor"])
+        if "list" in of:
+            return [self.value(v) for v in of["list"]]
+        if "tuple" in of:
+            return tuple(self.value(v) for v in of["tuple"])
+        if "dict" in of:
+            return {key: self.value(v) for key, v in of["dict"].items()}
+        return self.read(of["pickled"])
+
+    def read(self, at: list[int]) -> Any:
+        """An object of the process that asks."""
+        begin, end = at
+        return self.torch.load(io.BytesIO(self.memory.bytes(end)[begin:end]), weights_only=False)
+
+    def build(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Import the file and build the module; say whether it took the reference's parameters by their names."""
+        torch = self.torch
+        spec = importlib.util.spec_from_file_location(request["module"], request["path"])
+        assert spec is not None
+        assert spec.loader is not None
+        module = sys.modules[request["module"]] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        arguments = self.read(request["init"])
+        torch.manual_seed(request["seed"])
+        self.model = getattr(module, request["name"])(*arguments)
+        if hasattr(self.model, "to"):
+            self.model = self.model.to(self.device)
+        given = {name: self.value(v).to(self.device) for name, v in request["state"].items()}
+        own = dict(self.model.state_dict()) if hasattr(self.model, "state_dict") else {}
+        same = own.keys() == given.keys() and all(own[n].shape == given[n].shape for n in own)
+        if same and own:
+            self.model.load_state_dict(given)
+        if request.get("compile"):
+            self.model = torch.compile(self.model)
+        return {"same_parameters": same}
+
+    def prepare(self, request: dict[str, Any]) -> Callable[[], dict[str, Any]]:
+        """What is to be done at the word "go"."""
+        torch = self.torch
+        outputs = [[self.tensor(at) for at in call] for call in request["outputs"]]
+        if request["do"] == "copy":
+            return lambda: self.copies(outputs)
+        inputs = [[self.value(of) for of in call] for call in request["inputs"]]
+        inputs = inputs * len(outputs) if request["again"] else inputs
+        self.wait()
+
+        def run() -> dict[str, Any]:
+            with torch.no_grad():
+                for given, places in zip(inputs, outputs, strict=True):
+                    leaves = list(flat(self.model(*given)))
+                    self.last = leaves
+                    if not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
+                        return {"forms": [str(type(leaf).__name__) for leaf in leaves]}
+                    forms = [[list(leaf.shape), str(leaf.dtype).removeprefix("torch.")] for leaf in leaves]
+                    if forms != request["forms"]:
+                        return {"forms": forms}
+                    for place, leaf in zip(places, leaves, strict=True):
+                        place.copy_(leaf)
+            self.wait()
+            return {}
+
+        return run
+
+    def copies(self, outputs: list[list[Any]]) -> dict[str, Any]:
+        """Copy what was returned last as often as calls would."""
+        for places in outputs:
+            for place, leaf in zip(places, self.last, strict=True):
+                place.copy_(leaf)
+        self.wait()
+        return {}
+
+    def wait(self) -> None:
+        """Until the device has done what it was asked."""
+        if self.device != "cpu":
+            self.torch.cuda.synchronize()
+
+    def trace(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The operations of torch's that a call runs."""
+        inputs = [self.value(of) for of in request["inputs"]]
+        inputs = [v.to(self.device) if isinstance(v, self.torch.Tensor) else v for v in inputs]
+        return {"operations": operations(self.torch, lambda: self.model(*inputs))}
+
+
+def operations(torch: Any, call: Callable[[], Any]) -> list[list[Any]]:
+    """The operations of torch's that it runs, but for views: [name, shapes of their tensors]."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    found = []
+
+    class Noting(TorchDispatchMode):
+        @classmethod
+        def _should_skip_dynamo(cls) -> bool:
+            return False
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            shapes = [list(a.shape) for a in flat([*args, *(kwargs or {}).values()]) if isinstance(a, torch.Tensor)]
+            if not func.is_view:
+                found.append([func.overloadpacket.__name__, shapes])
+            return func(*args, **(kwargs or {}))
+
+    with torch.no_grad(), Noting():  # type: ignore[no-untyped-call]
+        call()
+    return found
+
+
+def flat(value: Any) -> Iterator[Any]:
+    """The leaves of nested lists, tuples and dicts."""
+    if isinstance(value, (list, tuple)):
+        for held in value:
+            yield from flat(held)
+    elif isinstance(value, dict):
+        for held in value.values():
+            yield from flat(held)
+    else:
+        yield value
+
+
+def serve(own: dict[str, Any], requests: int, replies_to: int, memory: int) -> None:
+    """Be confined, and answer until there is no further line."""
+    os.chdir(own["scratch"])
+    os.environ.update(own["environment"])
+    tempfile.tempdir = None
+    sandbox: dict[str, Any] = {"__name__": "sandbox"}
+    exec(own["sandbox"], sandbox)
+    lacking = sandbox["confine"](own["scratch"], hidden=own["hidden"], cpu_s=own["cpu_s"])
+    asked, replies = os.fdopen(requests), os.fdopen(replies_to, "w")
+
+    def reply(found: dict[str, Any]) -> None:
+        print(json.dumps(found), file=replies, flush=True)
+
+    reply({"lacking": lacking})
+    served = Served(Memory(memory), own["device"])
+    for line in asked:
+        request = json.loads(line)
+        try:
+            if request["do"] in ("call", "copy"):
+                run = served.prepare(request)
+                reply({})
+                asked.readline()
+                found = run()
+            else:
+                found = getattr(served, request["do"])(request)
+        except BaseException as error:
+            first = (str(error).strip().splitlines() or [""])[0]
+            found = {"error": f"{type(error).__name__}{': ' if first else ''}{first}"}
+        reply(found)
+
+
+def fork(own: dict[str, Any], files: list[int], beside: socket.socket) -> int:
+    """The number of a new process that serves."""
+    pid = os.fork()
+    if pid:
+        for file in files:
+            os.close(file)
+        return pid
+    try:
+        beside.close()
+        os.setsid()
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for standard in range(3):
+            os.dup2(nothing, standard)
+        serve(own, *files)
+    except BrokenPipeError:
+        pass
+    finally:
+        os._exit(0)
+
+
+def end(pid: int) -> int:
+    """Kill a process and all of its session's; how it had ended: its exit code, or minus the signal."""
+    ended, status = os.waitpid(pid, os.WNOHANG)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+    if not ended:
+        _, status = os.waitpid(pid, 0)
+    return os.waitstatus_to_exitcode(status)
+
+
+def stop(pid: int) -> int:
+    """Stop a process and all of its session's; 0 once it stands still, 1 if it has ended."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGSTOP)
+    # Not waitpid, after which nobody would learn how it has ended.
+    found = os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+    if found is not None and found.si_code == os.CLD_STOPPED:
+        os.waitpid(pid, os.WUNTRACED)
+        return 0
+    return 1
+
+
+def main() -> None:
+    """Fork and end processes until the socket is closed."""
+    beside, sandbox = socket.socket(fileno=int(sys.argv[1])), sys.argv[2]
+    del sys.argv[1:]
+    import torch  # noqa: F401 - for all that are forked
+
+    while True:
+        line, files, _, _ = socket.recv_fds(beside, 1 << 20, 3)
+        if not line:
+            return
+        request = json.loads(line)
+        if "end" in request:
+            found = end(request["end"])
+        elif "stop" in request:
+            found = stop(request["stop"])
+        else:
+            found = fork({**request, "sandbox": sandbox}, files, beside)
+        beside.send(str(found).encode())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""`perfsuite judge REFERENCE.py CANDIDATE.py…`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import click
+
+
+@click.command()
+@click.argument("reference", type=click.Path(path_type=Path))
+@click.argument("candidates", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--speedup", default=1.0, show_default=True, help="The least speedup over the reference.")
+@click.option("--seconds", default=10.0, show_default=True, help="How long each candidate is timed at most.")
+@click.option("--limit", default=60.0, show_default=True, help="Seconds for a build, or for a batch of calls.")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="By default the GPU, if there is one.")
+@click.option("--no-compile", is_flag=True, help="Do not time torch.compile of the reference.")
+@click.option("--json", "as_json", is_flag=True, help="Print the verdicts as JSON.")
+def judge(
+    reference: Path,
+    candidates: tuple[Path, ...],
+    speedup: float,
+    seconds: float,
+    limit: float,
+    device: str | None,
+    no_compile: bool,
+    as_json: bool,
+) -> None:
+    """Judge modules that nobody has read: is each the reference's function, and how many times as fast?
+
+    The files follow KernelBench: REFERENCE has Model, get_inputs() and get_init_inputs(), each candidate has ModelNew.
+    A candidate runs confined, in a process of its own that knows no expected value, no rule and no clock.
+
+    Exits with 0 if all are right and fast enough, 1 if one is wrong or too slow, 10 if one could not be decided.
+    """
+    import torch
+
+    from perfsuite.errors import PerfsuiteError
+    from perfsuite.judge import verdict as verdicts
+
+    options = verdicts.Options(
+        device=device or ("cuda" if torch.cuda.is_available() else "cpu"),
+        least=speedup,
+        seconds=seconds,
+        limit_s=limit,
+        compiled=not no_compile,
+    )
+    show = (lambda v: None) if as_json else (lambda v: click.echo(line(v)))
+    try:
+        found = verdicts.judge(reference, candidates, options, show)
+    except PerfsuiteError as error:
+        click.echo(f"perfsuite judge: {error}", err=True)
+        sys.exit(4)
+    if as_json:
+        click.echo(json.dumps([v.as_json() for v in found], indent=2))
+    codes = [verdicts.EXIT_CODES[v.status] for v in found]
+    sys.exit(verdicts.CODE_AT_FAULT if verdicts.CODE_AT_FAULT in codes else max(codes))
+
+
+def line(verdict: object) -> str:
+    """A verdict for people."""
+    from perfsuite.judge.verdict import Verdict
+
+    assert isinstance(verdict, Verdict)
+    parts = [f"{verdict.status:<14}  {verdict.candidate}"]
+    if verdict.speedup is not None:
+        of = verdict.speedup
+        parts.append(f"{of.value:.2f}× the reference ({of.low:.2f} to {of.high:.2f})")
+    if verdict.against_compile is not None:
+        parts.append(f"{verdict.against_compile.value:.2f}× torch.compile")
+    if verdict.draws:
+        parts.append(f"{verdict.draws} draws, worst error {verdict.worst:.2f} of its budget")
+    if verdict.message:
+        parts.append(verdict.message)
+    if verdict.not_confined:
+        parts.append(f"not kept from it here: {', '.join(verdict.not_confined)}")
+    return "  ".join(parts)

@@ -1,0 +1,140 @@
+"""A problem in KernelBench's convention: a file with `Model`, `get_inputs` and `get_init_inputs`."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import torch
+from hypothesis import HealthCheck, Phase
+
+from perfsuite import execution, modules
+from perfsuite import inputs as make
+from perfsuite.errors import PerfsuiteError
+from perfsuite.judge.child import operations
+from perfsuite.pair import Pair, Workload
+from perfsuite.records import Case
+
+MODEL, CANDIDATE = "Model", "ModelNew"
+_MOVES = """
+copy_ _to_copy clone empty empty_like empty_strided new_empty new_empty_strided new_zeros new_full zeros zeros_like ones
+ones_like full full_like fill_ zero_ arange contiguous detach cat stack lift_fresh _local_scalar_dense
+"""
+MOVES = frozenset(_MOVES.split())
+"""Operations that compute nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """The reference, built once with `seed`, and how its inputs are drawn."""
+
+    path: Path
+    pair: Pair
+    module: torch.nn.Module
+    init: Sequence[Any]
+    seed: int
+    device: str
+
+    @property
+    def state(self) -> dict[str, torch.Tensor]:
+        """Its parameters and buffers by name."""
+        return dict(self.module.state_dict())
+
+    def cases(self, number: int, seed: int) -> list[Case]:
+        """So many draws."""
+        found: list[Case] = []
+
+        @hypothesis.seed(seed)
+        @hypothesis.settings(
+            max_examples=number,
+            database=None,
+            deadline=None,
+            phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        )
+        @hypothesis.given(make.cases(self.pair, "float32"))
+        def collect(case: Case) -> None:
+            found.append(case)
+
+        collect()
+        return found
+
+    def values(self, seed: int) -> dict[str, Any]:
+        """Inputs as the workload has them, with the module among them where it has parameters."""
+        case = make.workload_case(self.pair.workloads[0], "float32", seed)
+        values: dict[str, Any] = make.clone(make.build(self.pair, case, self.device))
+        return values
+
+    def arguments(self, values: dict[str, Any]) -> list[Any]:
+        """What a module is called with."""
+        return [v for name, v in values.items() if name != modules.INPUT]
+
+    def call(self, values: dict[str, Any]) -> execution.Leaves:
+        """What the reference returns, by name."""
+        with torch.no_grad():
+            returned = self.module(*self.arguments(values))
+        return dict(execution.flatten(returned))
+
+    def work(self, operations_: Sequence[Sequence[Any]]) -> list[tuple[str, str]]:
+        """The operations that compute."""
+        return [(n.removesuffix("_"), str(shapes)) for n, shapes in operations_ if n not in MOVES]
+
+    def own_work(self) -> list[tuple[str, str]]:
+        """What the reference computes with."""
+        arguments = self.arguments(self.values(0))
+        return self.work(operations(torch, lambda: self.module(*arguments)))
+
+
+def load(path: Path, device: str, seed: int) -> Problem:
+    """The problem that a file states. PerfsuiteError, in one line, where it states none."""
+    module = _imported(path)
+    for name in (MODEL, "get_inputs"):
+        if not callable(getattr(module, name, None)):
+            raise PerfsuiteError(f"{path}: no {name}; a reference has Model, get_inputs() and get_init_inputs()")
+    init: Sequence[Any] = list(getattr(module, "get_init_inputs", list)())
+    torch.manual_seed(seed)
+    with _blaming(path, f"{MODEL}(*get_init_inputs())"):
+        built = module.Model(*init)
+    if not isinstance(built, torch.nn.Module):
+        raise PerfsuiteError(f"{path}: {MODEL} is no torch.nn.Module")
+    with _blaming(path, "get_inputs()"):
+        specs = modules.specs_of(list(module.get_inputs()))
+    built = built.to(device)
+    pair = Pair(
+        name=path.stem,
+        reference=built,
+        optimized=built,
+        inputs=specs,
+        gradients=False,
+        workloads=[Workload("template")],
+    )
+    pair.validate()
+    return Problem(path=path, pair=pair, module=built, init=init, seed=seed, device=device)
+
+
+def _imported(path: Path) -> Any:
+    if not path.is_file():
+        raise PerfsuiteError(f"{path}: no such file")
+    name = f"perfsuite_reference_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise PerfsuiteError(f"{path}: no Python file")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    with _blaming(path, "the import"):
+        spec.loader.exec_module(module)
+    return module
+
+
+@contextlib.contextmanager
+def _blaming(path: Path, what: str) -> Any:
+    try:
+        yield
+    except Exception as error:
+        first = (str(error).strip().splitlines() or [""])[0]
+        raise PerfsuiteError(f"{path}: {what} raises {type(error).__name__}: {first}") from error

@@ -1,0 +1,161 @@
+"""Confines this process before it runs code that nobody has read: files, network, signals, other processes.
+
+Linux alone, without privileges: Landlock for files, sockets and signals, a seccomp filter for system calls, and limits
+on resources. This file is given to a process as source and imports nothing of perfsuite.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import glob
+import os
+import platform
+import resource
+import struct
+import sys
+from collections.abc import Sequence
+
+READ_ONLY = ("/usr", "/lib", "/lib64", "/bin", "/sbin", "/etc", "/opt", "/proc", "/sys")
+"""What a Python process with compilers needs, with the folders of its packages."""
+DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/nvidia*", "/dev/dxg")
+MEMORY_SHARE = 0.8
+"""Of the machine's memory, for what the process allocates."""
+FILE_BYTES = 8 << 30
+
+_EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR, _IOCTL_DEV = 1 << 0, 1 << 1, 1 << 2, 1 << 3, 1 << 15
+_FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}
+"""Landlock's version → the number of rights on files that it knows."""
+_NET_BOTH, _SCOPE_BOTH = 0b11, 0b11
+"""TCP bind and connect; abstract sockets and signals."""
+_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
+_CAPABILITIES = 0x20080522
+_NO_NEW_PRIVILEGES, _DIE_WITH_PARENT, _SECCOMP = 38, 1, 22
+
+_CALLS = {
+    "x86_64": {
+        "socket": 41, "ptrace": 101, "process_vm_readv": 310, "process_vm_writev": 311, "pidfd_getfd": 438,
+        "perf_event_open": 298, "bpf": 321, "mount": 165, "umount2": 166, "unshare": 272, "setns": 308,
+        "clock_settime": 227, "settimeofday": 164, "adjtimex": 159, "clock_adjtime": 305, "kexec_load": 246,
+        "init_module": 175, "finit_module": 313, "userfaultfd": 323, "keyctl": 250, "add_key": 248, "reboot": 169,
+        "swapon": 167, "io_uring_setup": 425, "chroot": 161, "pivot_root": 155, "kcmp": 312,
+        "sched_setaffinity": 203, "sched_setscheduler": 144, "sched_setparam": 142, "sched_setattr": 314,
+        "prlimit64": 302, "setpriority": 141, "setsid": 112, "setpgid": 109,
+    },
+    "aarch64": {
+        "socket": 198, "ptrace": 117, "process_vm_readv": 270, "process_vm_writev": 271, "pidfd_getfd": 438,
+        "perf_event_open": 241, "bpf": 280, "mount": 40, "umount2": 39, "unshare": 97, "setns": 268,
+        "clock_settime": 112, "settimeofday": 170, "adjtimex": 171, "clock_adjtime": 266, "kexec_load": 104,
+        "init_module": 105, "finit_module": 273, "userfaultfd": 282, "keyctl": 219, "add_key": 217, "reboot": 142,
+        "swapon": 224, "io_uring_setup": 425, "chroot": 51, "pivot_root": 41, "kcmp": 272,
+        "sched_setaffinity": 122, "sched_setscheduler": 119, "sched_setparam": 118, "sched_setattr": 274,
+        "prlimit64": 261, "setpriority": 140, "setsid": 157, "setpgid": 154,
+    },
+}  # fmt: skip
+_OF_PROCESS = {
+    "sched_setaffinity": 0, "sched_setscheduler": 0, "sched_setparam": 0, "sched_setattr": 0, "prlimit64": 0,
+    "setpriority": 1,
+}  # fmt: skip
+"""Calls that are allowed for the process itself → the argument that names the process, which is then 0."""
+_ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+_LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
+_ALLOW, _REFUSE = 0x7FFF0000, 0x00050000 | 1  # EPERM
+_OTHER_NUMBERS = 0x40000000
+"""Calls of the x32 table, by which a filter could be passed by."""
+
+
+def confine(scratch: str, *, hidden: Sequence[str] = (), cpu_s: int = 0) -> list[str]:
+    """Keep this process to reading what Python needs and writing to `scratch` → what could not be kept from it.
+
+    Nothing in a folder of `hidden` is read, although Python may import from it. There is no way back, also for the
+    processes that it starts.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    lacking = _limit(cpu_s)
+    libc.prctl(_DIE_WITH_PARENT, 9, 0, 0, 0)
+    if libc.capset(struct.pack("<Ii", _CAPABILITIES, 0), bytes(24)):
+        lacking.append("the capabilities of its user")
+    if libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0):
+        return [*lacking, "privileges of programs that it starts"]
+    lacking += _landlock(libc, [scratch], [*READ_ONLY, *_packages(hidden)])
+    lacking += _filter_calls(libc)
+    return lacking
+
+
+def _packages(hidden: Sequence[str]) -> list[str]:
+    """The folders that Python imports from."""
+    every = {os.path.realpath(p) for p in (sys.prefix, sys.base_prefix, *sys.path) if p and os.path.isdir(p)}
+    return [p for p in every if not any(os.path.realpath(h).startswith(os.path.join(p, "")) for h in hidden)]
+
+
+def _limit(cpu_s: int) -> list[str]:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limits = {"RLIMIT_CORE": 0, "RLIMIT_FSIZE": FILE_BYTES, "RLIMIT_DATA": int(MEMORY_SHARE * memory)}
+    if cpu_s:
+        limits["RLIMIT_CPU"] = cpu_s
+    lacking = []
+    for name, most in limits.items():
+        try:
+            kind = getattr(resource, name)
+            hard = resource.getrlimit(kind)[1]
+            least = most if hard == resource.RLIM_INFINITY else min(most, hard)
+            resource.setrlimit(kind, (least, least))
+        except (OSError, ValueError, AttributeError):
+            lacking.append(f"the limit {name}")
+    return lacking
+
+
+def _landlock(libc: ctypes.CDLL, writable: Sequence[str], readable: Sequence[str]) -> list[str]:
+    version = libc.syscall(_CREATE_RULESET, None, 0, 1)
+    if version < 1:
+        return ["files", "network", "signals to other processes"]
+    every = (1 << _FILE_RIGHTS[min(version, max(_FILE_RIGHTS))]) - 1
+    parts = [every, *([_NET_BOTH] if version >= 4 else []), *([_SCOPE_BOTH] if version >= 6 else [])]
+    rules = struct.pack(f"<{len(parts)}Q", *parts)
+    ruleset = libc.syscall(_CREATE_RULESET, rules, len(rules), 0)
+    if ruleset < 0:
+        return ["files", "network", "signals to other processes"]
+    only_files = _EXECUTE | _WRITE_FILE | _READ_FILE | (1 << 14) | _IOCTL_DEV
+    granted = [(p, every) for p in writable] + [(p, _EXECUTE | _READ_FILE | _READ_DIR) for p in readable]
+    granted += [(p, _READ_FILE | _WRITE_FILE | _READ_DIR | _IOCTL_DEV) for d in DEVICES for p in glob.glob(d)]
+    try:
+        for path, rights in granted:
+            try:
+                at = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            except OSError:
+                continue
+            if not os.path.isdir(path):
+                rights &= only_files
+            libc.syscall(_ADD_RULE, ruleset, 1, struct.pack("<Qi", rights & every, at), 0)
+            os.close(at)
+        if libc.syscall(_RESTRICT_SELF, ruleset, 0):
+            return ["files", "network", "signals to other processes"]
+    finally:
+        os.close(ruleset)
+    return [
+        *(["connections over TCP"] if version < 4 else []),
+        *(["signals to other processes"] if version < 6 else []),
+    ]
+
+
+def _filter_calls(libc: ctypes.CDLL) -> list[str]:
+    machine = platform.machine()
+    if machine not in _CALLS:
+        return ["system calls"]
+    calls = _CALLS[machine]
+    program = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, _ARCHITECTURES[machine]), (_RETURN, 0, 0, _REFUSE), (_LOAD, 0, 0, 0)]
+    if machine == "x86_64":
+        program += [(_AT_LEAST, 0, 1, _OTHER_NUMBERS), (_RETURN, 0, 0, _REFUSE)]
+    # A socket between processes of this machine is no network: the domain is the first argument.
+    program += [(_EQUAL, 0, 4, calls["socket"]), (_LOAD, 0, 0, 16), (_EQUAL, 1, 0, 1)]
+    program += [(_RETURN, 0, 0, _REFUSE), (_RETURN, 0, 0, _ALLOW)]
+    for name, number in calls.items():
+        if name in _OF_PROCESS:
+            program += [(_EQUAL, 0, 4, number), (_LOAD, 0, 0, 16 + 8 * _OF_PROCESS[name]), (_EQUAL, 1, 0, 0)]
+            program += [(_RETURN, 0, 0, _REFUSE), (_RETURN, 0, 0, _ALLOW)]
+        elif name != "socket":
+            program += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _REFUSE)]
+    program.append((_RETURN, 0, 0, _ALLOW))
+    code = b"".join(struct.pack("<HBBI", *step) for step in program)
+    held = ctypes.create_string_buffer(code, len(code))
+    filter_ = ctypes.create_string_buffer(struct.pack("<HxxxxxxQ", len(program), ctypes.addressof(held)))
+    return ["system calls"] if libc.prctl(_SECCOMP, 2, filter_, 0, 0) else []

@@ -1,0 +1,258 @@
+"""Calls a candidate in its process and holds what comes back against the truth, which only this process knows."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from perfsuite import equivalence, execution
+from perfsuite import inputs as make
+from perfsuite.equivalence import Discard, NotEquivalent, Truth
+from perfsuite.execution import Leaves
+from perfsuite.integrity.probe import same_leaf
+from perfsuite.judge.problem import Problem
+from perfsuite.judge.process import Ended, Nursery, Process, on_device
+from perfsuite.records import Case
+
+DRAWS = 8
+"""Draws of the template's shapes; each is called twice."""
+CHANGED = 4
+"""Elements of which other values must give another answer."""
+CPU_LIMIT_S = 3600
+
+
+@dataclass(slots=True)
+class Served:
+    """A module in a process of its own."""
+
+    problem: Problem
+    process: Process
+    limit_s: float
+    compiled: bool = False
+    same_parameters: bool = True
+    forms: list[Any] = field(default_factory=list)
+    _numbers: Any = field(default_factory=itertools.count)
+    _kept: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+
+    @classmethod
+    def start(
+        cls, nursery: Nursery, problem: Problem, source: Path, name: str, limit_s: float, *, compiled: bool = False
+    ) -> Served:
+        """Build the module of the file. Ended where that fails."""
+        process = Process(nursery, source, name, problem.device, hidden=[str(problem.path)], cpu_s=CPU_LIMIT_S)
+        made = cls(problem=problem, process=process, limit_s=limit_s, compiled=compiled)
+        try:
+            made._build()
+        except BaseException:
+            process.close()
+            raise
+        return made
+
+    def _build(self) -> None:
+        memory = self.process.memory
+        memory.clear()
+        request = {
+            "do": "build",
+            "path": str(self.process.path),
+            "module": "candidate",
+            "name": self.process.name,
+            "seed": self.problem.seed,
+            "init": memory.pickled(list(self.problem.init)),
+            "state": {name: memory.value(t, lambda t: memory.place(t)[0]) for name, t in self.problem.state.items()},
+            "compile": self.compiled,
+        }
+        self.same_parameters = bool(self.process.ask(request, self.limit_s).get("same_parameters"))
+
+    def call(
+        self, every: Sequence[Sequence[Any]], forms: Sequence[torch.Tensor], *, again: bool = False
+    ) -> tuple[float, list[list[torch.Tensor]]]:
+        """(seconds, outputs) of a call on each of these lists of arguments; their memory is this process's.
+
+        With `again` all of them are the first, which is given only once. NotEquivalent, or Ended, where there are none.
+        """
+        memory, given = self.process.memory, list[tuple[torch.Tensor, torch.Tensor]]()
+        memory.clear()
+
+        def later(values: torch.Tensor) -> dict[str, Any]:
+            at, there = self._place(values)
+            given.append((there, values))
+            return at
+
+        def fill() -> None:
+            for there, values in given:
+                make.copy_values(there, values)
+            self._poison(outputs)
+
+        arguments = [[memory.value(v, later) for v in one] for one in (every[:1] if again else every)]
+        outputs, places = self._outputs(len(every), forms)
+        request = {
+            "do": "call",
+            "inputs": arguments,
+            "again": again,
+            "outputs": places,
+            "forms": [[list(t.shape), str(t.dtype).removeprefix("torch.")] for t in forms],
+        }
+        seconds, found = self.process.timed(request, self.limit_s, fill)
+        made = [[t.clone() for t in one] for one in outputs]
+        if "forms" in found:
+            raise NotEquivalent(_other_forms(forms, found["forms"]))
+        if not all(same_leaf(there, values) for there, values in given):
+            raise NotEquivalent("it writes into its inputs")
+        self._kept = {"last": [t for one in outputs for t in one], "made": [t for one in made for t in one]}
+        return seconds, made
+
+    def copies(self, number: int, forms: Sequence[torch.Tensor]) -> float:
+        """Seconds of copying so many outputs."""
+        self.process.memory.clear()
+        _, places = self._outputs(number, forms)
+        return self.process.timed({"do": "copy", "outputs": places}, self.limit_s)[0]
+
+    def settled(self) -> None:
+        """NotEquivalent where outputs changed after the call was said to be done."""
+        pairs = zip(self._kept.get("last", []), self._kept.get("made", []), strict=True)
+        if not all(same_leaf(a, b) for a, b in pairs):
+            raise NotEquivalent("it writes its output after it has said that the call is done")
+
+    def operations(self, arguments: Sequence[Any]) -> list[tuple[str, str]]:
+        """What it computes with, as far as torch sees it."""
+        memory = self.process.memory
+        memory.clear()
+        request = {"do": "trace", "inputs": [memory.value(v, lambda t: memory.place(t)[0]) for v in arguments]}
+        found = self.process.ask(request, self.limit_s).get("operations", [])
+        return self.problem.work(found)
+
+    def _place(self, like: torch.Tensor) -> tuple[dict[str, Any], torch.Tensor]:
+        """(where it is, the tensor there): memory without values that both processes have."""
+        if self.problem.device == "cpu":
+            return self.process.memory.place(like, filled=False)
+        ours = make.clone(like)
+        return on_device(ours, f"tensor {next(self._numbers)}"), ours
+
+    def _outputs(self, number: int, forms: Sequence[torch.Tensor]) -> tuple[list[list[torch.Tensor]], list[list[Any]]]:
+        """Memory for the outputs of so many calls, and where it is."""
+        made: list[list[torch.Tensor]] = []
+        places: list[list[Any]] = []
+        for _ in range(number):
+            both = [self._place(torch.empty(t.shape, dtype=t.dtype, device=self.problem.device)) for t in forms]
+            places.append([at for at, _ in both])
+            made.append([tensor for _, tensor in both])
+        return made, places
+
+    def _poison(self, outputs: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Fill them with what is no answer, before the process goes on."""
+        for one in outputs:
+            for tensor in one:
+                execution.fill_poison(tensor)
+        if self.problem.device != "cpu":
+            torch.cuda.synchronize()
+
+    def close(self) -> None:
+        """End its process."""
+        self.process.close()
+
+
+def _other_forms(forms: Sequence[torch.Tensor], found: Sequence[Any]) -> str:
+    expected = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in forms]
+    got = [f"{f[1]}{f[0]}" if isinstance(f, list) and len(f) == 2 else str(f) for f in found]
+    return f"it returns {', '.join(got) or 'nothing'} where the reference returns {', '.join(expected)}"
+
+
+@dataclass(slots=True)
+class Proof:
+    """What the draws have shown."""
+
+    draws: int = 0
+    discarded: int = 0
+    worst: float = 0.0
+
+
+def prove(problem: Problem, candidate: Served, draws: int = DRAWS) -> Proof:
+    """NotEquivalent, or Ended, where the candidate is not the reference's function."""
+    found, tally = Proof(), equivalence.Tally()
+    for case in problem.cases(draws, secrets.randbits(31)):
+        found.draws += 1
+        values = make.clone(make.build(problem.pair, case, problem.device))
+        found.discarded += not _held(problem, candidate, case, values, tally)
+    if found.discarded == found.draws:
+        raise NotEquivalent("nothing is proven: the reference is not finite on any draw; get_inputs() gives its range")
+    _other_elements(problem, candidate, tally)
+    found.worst = tally.worst
+    _own_work(problem, candidate)
+    return found
+
+
+def _held(problem: Problem, candidate: Served, case: Case, values: dict[str, Any], tally: equivalence.Tally) -> bool:
+    """Hold two calls on the same values against the truth. False where the reference alone is not finite."""
+    try:
+        truth = equivalence.establish(problem.pair, case, problem.device, gradients=False, drawn=make.clone(values))
+    except Discard:
+        return False
+    forms = _forms(truth)
+    arguments = problem.arguments(values)
+    _, (first, second) = candidate.call([arguments, arguments], forms, again=True)
+    _judge(problem, truth, first, tally, "")
+    _judge(problem, truth, second, tally, " when it is called again on the same inputs")
+    candidate.settled()
+    return True
+
+
+def _other_elements(problem: Problem, candidate: Served, tally: equivalence.Tally) -> None:
+    """A few other elements: an answer that is kept by some of them would be given again."""
+    case = make.workload_case(problem.pair.workloads[0], "float32", secrets.randbits(31))
+    values = make.clone(make.build(problem.pair, case, problem.device))
+    beside = make.clone(make.build(problem.pair, _with_seed(case), problem.device))
+    if not _held(problem, candidate, case, values, tally):
+        return
+    for name, tensor in make.tensors_in(problem.arguments(values)):
+        other = dict(make.tensors_in(problem.arguments(beside)))[name]
+        if tensor.numel() and 0 not in tensor.stride():
+            at = torch.randint(0, tensor.numel(), (CHANGED,), device=tensor.device)
+            flat, source = tensor.detach().reshape(-1), other.detach().reshape(-1)
+            flat[at] = source[at]
+            tensor.detach().copy_(flat.view(tensor.shape))
+    _held(problem, candidate, case, values, tally)
+
+
+def _with_seed(case: Case) -> Case:
+    return Case(dtype=case.dtype, sizes=case.sizes, inputs=case.inputs, seed=case.seed ^ 0x5DEECE6)
+
+
+def _own_work(problem: Problem, candidate: Served) -> None:
+    """NotEquivalent where it does all of the reference's own work by the same operations of torch's."""
+    own, left = problem.own_work(), list[tuple[str, str]]()
+    try:
+        left = candidate.operations(problem.arguments(problem.values(secrets.randbits(31))))
+    except Ended:
+        return  # a kernel that no dispatch mode can be under
+    for step in own:
+        if step not in left:
+            return
+        left.remove(step)
+    if own:
+        names = ", ".join(dict.fromkeys(name for name, _ in own))
+        raise NotEquivalent(f"it computes with the reference's own operations of torch's ({names}), not with a kernel")
+
+
+def _forms(truth: Truth) -> list[torch.Tensor]:
+    found = list(truth.reference.values())
+    if not all(isinstance(leaf, torch.Tensor) for leaf in found):
+        raise NotEquivalent("the reference returns what is no tensor: nothing can be compared")
+    return [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
+
+
+def _judge(
+    problem: Problem, truth: Truth, outputs: Sequence[torch.Tensor], tally: equivalence.Tally, when: str
+) -> None:
+    produced: Leaves = dict(zip(truth.reference, outputs, strict=True))
+    if any(t.numel() and t.is_floating_point() and bool(t.isnan().all()) for t in outputs):
+        raise NotEquivalent(f"nothing is written to its output by the time that it says that the call is done{when}")
+    try:
+        equivalence.judge(problem.pair, truth, produced, name="candidate", tally=tally, strict_strides=False)
+    except NotEquivalent as error:
+        raise NotEquivalent(f"{str(error).partition(': ')[2] or error}{when}") from None

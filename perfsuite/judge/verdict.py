@@ -1,0 +1,167 @@
+"""Judges candidates of one problem: proofs beside each other, times one at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import secrets
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from perfsuite.equivalence import NotEquivalent
+from perfsuite.errors import PerfsuiteError
+from perfsuite.judge import problem as problems
+from perfsuite.judge.process import Ended, Nursery, refuse_where_unsupported
+from perfsuite.judge.race import Ratio, Times, race
+from perfsuite.judge.trial import Served, prove
+
+GREEN, CODE_AT_FAULT, UNDECIDED = 0, 1, 10
+
+
+class Status(StrEnum):
+    """How a candidate was judged."""
+
+    PASS = "PASS"
+    NOT_EQUIVALENT = "NOT_EQUIVALENT"
+    TOO_SLOW = "TOO_SLOW"
+    NOISY = "NOISY"
+
+
+EXIT_CODES = {
+    Status.PASS: GREEN,
+    Status.NOT_EQUIVALENT: CODE_AT_FAULT,
+    Status.TOO_SLOW: CODE_AT_FAULT,
+    Status.NOISY: UNDECIDED,
+}
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What is said of one candidate."""
+
+    candidate: str
+    status: Status = Status.NOISY
+    message: str = ""
+    draws: int = 0
+    worst: float = 0.0
+    seconds: dict[str, float] = field(default_factory=dict)
+    speedup: Ratio | None = None
+    """Against the reference."""
+    against_compile: Ratio | None = None
+    same_parameters: bool = True
+    not_confined: list[str] = field(default_factory=list)
+    """What this machine could not keep from the candidate."""
+
+    def as_json(self) -> dict[str, Any]:
+        """For machines."""
+        return {**dataclasses.asdict(self), "status": str(self.status)}
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How candidates are judged."""
+
+    device: str
+    least: float = 1.0
+    """The speedup that is asked for."""
+    seconds: float = 10.0
+    limit_s: float = 60.0
+    """For one request to a process: a build, or a batch of calls."""
+    compiled: bool = True
+    """Whether torch.compile of the reference is timed too."""
+
+
+def judge(
+    reference: Path,
+    candidates: Sequence[Path],
+    options: Options,
+    done: Callable[[Verdict], None] = lambda v: None,
+    nursery: Nursery | None = None,
+) -> list[Verdict]:
+    """A verdict on each candidate, in their order; `done` is called with each. PerfsuiteError for a bad reference.
+
+    A `nursery` that is given lives on.
+    """
+    refuse_where_unsupported()
+    for path in candidates:
+        if not path.is_file():
+            raise PerfsuiteError(f"{path}: no such file")
+    problem = problems.load(reference, options.device, secrets.randbits(31))
+    beside = max(1, len(os.sched_getaffinity(0)) // 2) if options.device == "cpu" else 2
+    found: list[Verdict] = []
+    given, nursery = nursery, nursery or Nursery()
+    try:
+        with ThreadPoolExecutor(beside) as pool:
+            proven = list(pool.map(lambda path: _prove(nursery, problem, path, options), candidates))
+        for verdict, served in proven:
+            if served is not None:
+                try:
+                    _time(nursery, problem, served, verdict, options)
+                finally:
+                    served.close()
+            found.append(verdict)
+            done(verdict)
+    finally:
+        if given is None:
+            nursery.close()
+    return found
+
+
+def _prove(nursery: Nursery, problem: problems.Problem, path: Path, options: Options) -> tuple[Verdict, Served | None]:
+    verdict = Verdict(candidate=str(path), status=Status.NOT_EQUIVALENT)
+    served: Served | None = None
+    try:
+        served = Served.start(nursery, problem, path, problems.CANDIDATE, options.limit_s)
+        verdict.not_confined, verdict.same_parameters = served.process.lacking, served.same_parameters
+        proof = prove(problem, served)
+        verdict.draws, verdict.worst = proof.draws, proof.worst
+    except (Ended, NotEquivalent) as error:
+        verdict.message = f"it {error}" if isinstance(error, Ended) else str(error)
+        if served is not None:
+            served.close()
+        return verdict, None
+    return verdict, served
+
+
+def _time(nursery: Nursery, problem: problems.Problem, served: Served, verdict: Verdict, options: Options) -> None:
+    """Time a proven candidate beside the reference, each in its own process."""
+    sides = {"candidate": served}
+    try:
+        sides["reference"] = Served.start(nursery, problem, problem.path, problems.MODEL, options.limit_s)
+        if options.compiled:
+            limit = 5 * options.limit_s  # it compiles
+            sides["compile"] = Served.start(nursery, problem, problem.path, problems.MODEL, limit, compiled=True)
+        times = race(problem, sides, "candidate", options.seconds)
+    except Ended as error:
+        verdict.message = f"while it is timed, it {error}"
+        return
+    except NotEquivalent as error:
+        verdict.message = str(error)
+        return
+    finally:
+        for name, side in sides.items():
+            if name != "candidate":
+                side.close()
+    _decide(times, verdict, options)
+
+
+def _decide(times: Times, verdict: Verdict, options: Options) -> None:
+    verdict.seconds = dict(times.seconds)
+    verdict.speedup, verdict.against_compile = times.ratios["reference"], times.ratios.get("compile")
+    if verdict.speedup.low >= options.least:
+        verdict.status = Status.PASS
+    elif verdict.speedup.high < options.least:
+        verdict.status = Status.TOO_SLOW
+        verdict.message = (
+            f"it is {verdict.speedup.value:.3g} times as fast as the reference, and {options.least:g} is asked"
+        )
+    else:
+        verdict.status = Status.NOISY
+        verdict.message = (
+            f"between {verdict.speedup.low:.3g} and {verdict.speedup.high:.3g} times as fast as the reference, and "
+            f"{options.least:g} is asked: measure longer, with --seconds"
+        )

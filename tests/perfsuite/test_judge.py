@@ -1,0 +1,422 @@
+"""`perfsuite judge`: what a candidate must not get away with, each by name, and what it may do."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from scale import FULLY
+
+from perfsuite.cli import main
+from perfsuite.equivalence import NotEquivalent
+from perfsuite.judge import problem, race, verdict
+from perfsuite.judge.process import Nursery
+from perfsuite.judge.verdict import Options, Status
+
+REFERENCE = """
+    import torch
+
+
+    class Model(torch.nn.Module):
+        def __init__(self, width):
+            super().__init__()
+            self.linear = torch.nn.Linear(width, width)
+
+        def forward(self, x):
+            y = self.linear(x)
+            return torch.stack([row * torch.sigmoid(row) for row in y])
+
+
+    def get_inputs():
+        return [torch.rand(16, 64)]
+
+
+    def get_init_inputs():
+        return [64]
+"""
+HONEST = """
+    import os, threading, time
+    import torch
+    from torch.nn import functional
+
+
+    class ModelNew(torch.nn.Module):
+        def __init__(self, width):
+            super().__init__()
+            self.linear = torch.nn.Linear(width, width)
+            self.calls = 0
+            self.kept = {}
+
+        def right(self, x):
+            return functional.silu(self.linear(x))
+
+        def forward(self, x):
+            self.calls += 1
+            return self.right(x)
+"""
+
+
+def candidate(body: str, before: str = "") -> str:
+    """A candidate whose forward pass has this body; `before` runs when the file is imported."""
+    own = textwrap.indent(textwrap.dedent(body).strip(), 12 * " ")
+    text = textwrap.dedent(HONEST.replace("            return self.right(x)\n", own.removeprefix(0 * " ") + "\n"))
+    return textwrap.dedent(before) + "\n" + text
+
+
+EXPLOITS: dict[str, tuple[str, str]] = {
+    "a constant answer": (candidate("return torch.zeros_like(x)"), "is wrong at"),
+    "an answer kept by its address": (
+        candidate("""
+            key = x.data_ptr()
+            self.kept.setdefault(key, self.right(x))
+            return self.kept[key]
+        """),
+        "is wrong at",
+    ),
+    "an answer kept by its shape": (
+        candidate("return self.kept.setdefault(x.shape, self.right(x))"),
+        "is wrong at",
+    ),
+    "an answer kept by a few elements": (
+        candidate("""
+            key = tuple(x.flatten()[::97].tolist())
+            return self.kept.setdefault(key, self.right(x))
+        """),
+        "is wrong at",
+    ),
+    "right at every other call": (
+        candidate("return self.right(x) if self.calls % 2 else torch.zeros_like(x)"),
+        "when it is called again on the same inputs",
+    ),
+    "right while it is proven": (
+        candidate("""
+            if self.calls > 23:
+                return self.kept["last"]
+            self.kept["last"] = self.right(x)
+            return self.kept["last"]
+        """),
+        "it answers otherwise while it is timed",
+    ),
+    "an input used as a workspace": (
+        candidate("""
+            y = self.right(x)
+            x.zero_()
+            return y
+        """),
+        "it writes into its inputs",
+    ),
+    "half precision": (
+        candidate(
+            "return functional.silu(x.bfloat16() @ self.linear.weight.t().bfloat16() + self.linear.bias).float()"
+        ),
+        "is wrong at|is inaccurate",
+    ),
+    "memory in which an answer may still be": (candidate("return torch.empty_like(x)"), "is wrong at"),
+    "the reference, in other words": (
+        candidate("""
+            try:
+                return torch.ops.no_such.kernel(x)
+            except AttributeError:
+                y = self.linear(x)
+                return torch.stack([row * torch.sigmoid(row) for row in y])
+        """),
+        "the reference's own operations of torch's",
+    ),
+    "a decoy beside the library's calls": (
+        candidate("""
+            x = torch.clamp(x, -1e9, 1e9)
+            y = self.linear(x)
+            return torch.stack([row * torch.sigmoid(row) for row in y])
+        """),
+        "the reference's own operations of torch's",
+    ),
+    "forged replies": (
+        candidate("""
+            for number in range(3, 64):
+                try:
+                    os.write(number, b"{}\\n" * 4)
+                except OSError:
+                    pass
+            return self.right(x)
+        """),
+        "is wrong at|writes into|ends its process|raises",
+    ),
+    "work before its time begins": (
+        candidate(
+            """
+            if "answer" in self.kept:
+                return self.kept.pop("answer")
+            time.sleep(0.005)
+            return self.right(x)
+            """,
+            """
+            import sys
+            import torch
+            child = sys.modules["__main__"]
+            prepare = child.Served.prepare
+
+            def ahead(self, request):
+                run = prepare(self, request)
+                if request["do"] == "call" and len(request["outputs"]) == 1:
+                    x = self.value(request["inputs"][0][0])
+                    self.model.kept["answer"] = self.model.right(x)
+                return run
+
+            child.Served.prepare = ahead
+            """,
+        ),
+        "is wrong at|answers otherwise|times as fast as the reference, and 1 is asked",
+    ),
+    "an output that is written later": (
+        candidate(
+            "return self.right(x)",
+            """
+            import threading, time
+            import torch
+            copy = torch.Tensor.copy_
+            def later(into, value):
+                threading.Timer(0.05, copy, (into, value.clone())).start()
+            torch.Tensor.copy_ = later
+            """,
+        ),
+        "nothing is written to its output|after it has said",
+    ),
+    "busy threads beside the reference": (
+        candidate(
+            """
+            if not self.kept:
+                self.kept = {n: threading.Thread(target=busy, daemon=True) for n in range(8)}
+                for thread in self.kept.values():
+                    thread.start()
+            time.sleep(0.002)
+            return self.right(x)
+            """,
+            """
+            def busy():
+                while True:
+                    sum(range(1000))
+            """,
+        ),
+        "hangs|times as fast as the reference, and 1 is asked",
+    ),
+    "more memory than there is": (
+        candidate("return self.right(x) + torch.ones(1 << 42).sum()"),
+        "raises (RuntimeError|MemoryError)",
+    ),
+    "a patched clock": (
+        candidate(
+            """
+            time.sleep(0.01)
+            return self.right(x)
+            """,
+            """
+            import time
+            time.perf_counter = time.perf_counter_ns = time.monotonic = lambda: 0
+            """,
+        ),
+        "times as fast as the reference, and 1 is asked",
+    ),
+    "a look into the judge's memory": (
+        candidate("return open(f'/proc/{os.getppid()}/mem', 'rb') and self.right(x)"),
+        "raises PermissionError",
+    ),
+    "a signal that stops the judge": (
+        candidate("return os.kill(os.getppid(), 19) or self.right(x)"),
+        "raises PermissionError",
+    ),
+    "a connection": (
+        candidate("__import__('socket').create_connection(('127.0.0.1', 9), 1)\nreturn self.right(x)"),
+        "raises PermissionError",
+    ),
+    "a file outside of its folder": (
+        candidate("open('/var/tmp/left', 'w')\nreturn self.right(x)"),
+        "raises PermissionError",
+    ),
+    "the reference's file": (
+        candidate("open(REFERENCE_FILE)\nreturn self.right(x)"),
+        "raises PermissionError",
+    ),
+    "less priority for the judge": (
+        candidate("os.setpriority(os.PRIO_PROCESS, os.getppid(), 19)\nreturn self.right(x)"),
+        "raises PermissionError",
+    ),
+    "an exit that looks well": (candidate("os._exit(0)"), "ends its process with exit code 0"),
+    "sys.exit": (candidate("raise SystemExit(0)"), "raises SystemExit"),
+    "a crash": (candidate("__import__('ctypes').string_at(0)"), "ends its process with signal 11"),
+    "a hang": (candidate("while True: time.sleep(1)"), "hangs: it was stopped after 3 s"),
+    "another shape": (
+        candidate("return self.right(x)[:, :-1]"),
+        r"it returns float32\[16, 63\] where the reference returns float32\[16, 64\]",
+    ),
+    "another dtype": (candidate("return self.right(x).double()"), "it returns float64"),
+    "a file that does not compile": ("def (", "raises SyntaxError"),
+    "no such class": ("class Other: pass", "raises AttributeError: .*ModelNew"),
+}
+QUICK = (
+    "an answer kept by a few elements",
+    "right at every other call",
+    "right while it is proven",
+    "an input used as a workspace",
+    "half precision",
+    "a decoy beside the library's calls",
+    "forged replies",
+    "work before its time begins",
+    "a look into the judge's memory",
+    "a signal that stops the judge",
+    "the reference's file",
+    "an exit that looks well",
+    "another shape",
+)
+"""Those of a normal run."""
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    made = Nursery()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def reference(tmp_path: Path) -> Path:
+    path = tmp_path / "reference.py"
+    path.write_text(textwrap.dedent(REFERENCE))
+    return path
+
+
+def judged(nursery: Nursery, reference: Path, text: str, **options: float) -> verdict.Verdict:
+    path = reference.with_name("own.py")
+    path.write_text(f"REFERENCE_FILE = {str(reference)!r}\n{text}")
+    asked = Options(**{"device": "cpu", "seconds": 0.5, "limit_s": 3.0, "compiled": False, **options})
+    (found,) = verdict.judge(reference, [path], asked, nursery=nursery)
+    return found
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else FULLY) for n in EXPLOITS])
+def test_an_exploit_is_rejected_by_name(nursery: Nursery, reference: Path, name: str) -> None:
+    text, says = EXPLOITS[name]
+    found = judged(nursery, reference, text)
+    assert found.status in (Status.NOT_EQUIVALENT, Status.TOO_SLOW), found
+    with pytest.raises(AssertionError, match=says):
+        raise AssertionError(found.message)
+
+
+def test_an_honest_candidate_is_proven_and_timed(nursery: Nursery, reference: Path) -> None:
+    found = judged(nursery, reference, candidate("return self.right(x)"), least=0.01)
+    assert found.status is Status.PASS, found
+    assert found.draws == 8
+    assert 0 < found.worst <= 1
+    assert found.speedup is not None
+    assert 0 < found.speedup.low <= found.speedup.value <= found.speedup.high
+    assert found.same_parameters
+    assert set(found.seconds) == {"reference", "candidate"}
+
+
+def test_a_side_that_is_slower_beside_the_candidate_is_said_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Reference:
+        def call(self, every: object, forms: object) -> tuple[float, None]:
+            return 1.0, None
+
+        def copies(self, number: int, forms: object) -> float:
+            return 0.0
+
+    class Judge:
+        forms = ()
+
+        def drawn(self, calls: int) -> tuple[list[object], list[object]]:
+            return [], []
+
+    with pytest.raises(NotEquivalent, match="it slows the reference"):
+        race._same_alone(Reference(), Judge(), [2.0] * 8, 1)  # type: ignore[arg-type]
+    race._same_alone(Reference(), Judge(), [1.05] * 8, 1)  # type: ignore[arg-type]
+    race._same_alone(Reference(), Judge(), [2.0] * 7 + [0.9], 1)  # type: ignore[arg-type]
+
+
+def test_nothing_is_left(reference: Path) -> None:
+    before = set(Path(tempfile.gettempdir()).glob("perfsuite-judge-*"))
+    nursery = Nursery()
+    found = judged(nursery, reference, candidate("os.fork() or time.sleep(60)\nreturn self.right(x)"))
+    nursery.close()
+    assert found.status is not Status.PASS
+    assert set(Path(tempfile.gettempdir()).glob("perfsuite-judge-*")) == before
+    assert not [p for p in Path("/proc").glob("[0-9]*/cwd") if "perfsuite-judge-" in os.path.realpath(p)]
+
+
+def test_parameters_of_other_names_are_those_of_the_seed(nursery: Nursery, reference: Path) -> None:
+    other = candidate("return self.right(x)").replace("self.linear", "self.project")
+    found = judged(nursery, reference, other, least=0.01)
+    assert found.status is Status.PASS, found
+    assert not found.same_parameters
+
+
+def command(*arguments: object) -> Result:
+    return CliRunner().invoke(main, ["judge", *map(str, arguments)])
+
+
+def test_the_command_says_it_for_people_and_for_machines(reference: Path) -> None:
+    good, bad = reference.with_name("good.py"), reference.with_name("bad.py")
+    good.write_text(candidate("return self.right(x)"))
+    bad.write_text(candidate("return self.right(x) * 1.001"))
+    common = ("--device", "cpu", "--seconds", 0.5, "--no-compile", "--speedup", 0.01)
+    done = command(reference, good, bad, *common)
+    assert done.exit_code == verdict.CODE_AT_FAULT
+    first, second = done.output.splitlines()
+    assert first.startswith("PASS")
+    assert "× the reference" in first
+    assert second.startswith("NOT_EQUIVALENT")
+    assert "is wrong at" in second
+    done = command(reference, good, *common, "--json")
+    assert done.exit_code == verdict.GREEN
+    (one,) = json.loads(done.stdout)
+    assert one["status"] == "PASS"
+    assert one["speedup"]["low"] > 0
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("x = 1", "no Model; a reference has Model, get_inputs() and get_init_inputs()"),
+        ("import no_such_module_at_all", "the import raises ModuleNotFoundError"),
+        ("class Model:\n    pass\ndef get_inputs(): return []", "Model is no torch.nn.Module"),
+    ],
+)
+def test_a_bad_reference_is_one_line(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "reference.py"
+    path.write_text(text)
+    done = command(path, path)
+    assert done.exit_code == 4
+    assert done.output.count("\n") == 1
+    assert says in done.output
+
+
+def test_a_file_that_is_not_there_is_one_line(tmp_path: Path, reference: Path) -> None:
+    for arguments in ((tmp_path / "gone.py", reference), (reference, tmp_path / "gone.py")):
+        done = command(*arguments)
+        assert (done.exit_code, done.output) == (4, f"perfsuite judge: {tmp_path / 'gone.py'}: no such file\n")
+
+
+def test_the_interval_of_a_ratio_holds_its_median() -> None:
+    found = race._ratio([2.0, 2.1, 1.9, 2.2, 2.0, 1.8, 2.0, 2.0], [1.0] * 8)
+    assert found.low <= found.value <= found.high
+    assert found.value == pytest.approx(2.0)
+    assert (found.low, found.high) == (pytest.approx(1.8), pytest.approx(2.2))
+
+
+def test_a_timed_answer_may_differ_by_rounding_alone() -> None:
+    right = torch.tensor([1.0, float("inf"), float("nan")])
+    assert race._near(right * (1 + 1e-7), right, 1e-6)
+    assert not race._near(right * (1 + 1e-5), right, 1e-6)
+    assert not race._near(torch.tensor([1.0, float("inf"), 0.0]), right, 1e-6)
+    assert not race._near(torch.tensor([1]), torch.tensor([2]), 1.0)
+
+
+def test_what_a_reference_computes_with(reference: Path) -> None:
+    found = problem.load(reference, "cpu", 0)
+    assert {name for name, _ in found.own_work()} == {"addmm", "sigmoid", "mul"}
