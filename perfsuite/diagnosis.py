@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from perfsuite import equivalence
+from perfsuite import equivalence, relations
 from perfsuite import inputs as make
 from perfsuite.equivalence import NotEquivalent
 from perfsuite.execution import Leaves
@@ -107,12 +107,19 @@ def _causes(trial: _Trial, case: Case, gradients: bool) -> Iterator[str]:
     usual = replace(case, inputs={n: InputCase(layout=how.layout) for n, how in case.inputs.items()})
     if usual != case and trial.is_right(usual, gradients):
         special = sorted({how.regime for how in case.inputs.values() if how.regime != "normal"})
-        yield f"it is right for ordinary values, and wrong for {' and '.join(special)} ones"
+        yield f"it is right for ordinary values, and wrong for {' and '.join(special)} ones{_remedy(special)}"
     yield from _sizes(trial, case, gradients)
     if not gradients and not trial.pair.is_stateful:
         yield from _values(trial, plain)
         yield from _unread(trial, case)
+    yield from _related(trial, case, gradients)
     yield from _precision(trial, case, gradients)
+
+
+def _remedy(special: list[str]) -> str:
+    if special != ["nonfinite"]:
+        return ""
+    return "; if it is never called with NaN or infinity, declare it: values=floats(nonfinite=False)"
 
 
 def _is_late(trial: _Trial, case: Case, gradients: bool) -> bool:
@@ -187,6 +194,15 @@ def _values(trial: _Trial, case: Case) -> Iterator[str]:
         if all(trial.is_right_on(make.map_tensors(drawn, change), case) for drawn in every):
             yield f"it is right for {what} values only"
             return
+
+
+def _related(trial: _Trial, case: Case, gradients: bool) -> Iterator[str]:
+    """The relation that holds for every wrong output."""
+    truth, produced = trial.truth(case, gradients).leaves, trial.produce(case, gradients)
+    both = [(produced[name], leaf) for name, leaf in truth.items() if isinstance(leaf, torch.Tensor)]
+    found = {relations.relation(got, leaf) for got, leaf in both if isinstance(got, torch.Tensor)}
+    if len(found) == 1 and (words := found.pop()) is not None:
+        yield words
 
 
 def _precision(trial: _Trial, case: Case, gradients: bool) -> Iterator[str]:

@@ -56,6 +56,8 @@ ANY_DRAW = (proofs.INTEGRITY, proofs.EFFECTS)
 """Those of them that edge sizes, layouts and special values matter to, after a few plain draws."""
 PLAIN_ONLY = (proofs.CONTEXTS, proofs.OUTSIDE)
 """Those of them that plain draws are enough for."""
+OTHER_PARAMETERS = ("positional argument", "keyword-only argument")
+"""Parts of Python's message where a function is called with other arguments than it takes."""
 SMALL_STEP_EXAMPLES = 8
 """Stateful pairs take 100 steps a draw: fewer draws."""
 
@@ -312,7 +314,10 @@ class ProofItem(pytest.Function):
         own = [f for f in frames if harness not in Path(f.filename).parents and "site-packages" not in f.filename]
         who = self._who(error)
         where = f" at {_relative(own[-1].filename)}:{own[-1].lineno}" if own else ""
-        remedy = "; bound the sizes it is drawn at with sizes= or where=" if who == "reference" else ""
+        remedy = "; bound the sizes it is drawn at with sizes= or where=" if who == proofs.REFERENCE else ""
+        if isinstance(error, TypeError) and any(words in str(error) for words in OTHER_PARAMETERS):
+            names = ", ".join([*self.pair.inputs, *self.pair.step_inputs])
+            remedy = f"; a side is called with its inputs by position, in this order: {names}; wrap it if it is not so"
         return f"{self.pair.name}: the {who} raises {type(error).__name__}{where}: {_first_line(error)}{remedy}"
 
     def runtest(self) -> None:

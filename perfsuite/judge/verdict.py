@@ -22,6 +22,10 @@ from perfsuite.judge.trial import Served, prove
 GREEN, CODE_AT_FAULT, UNDECIDED = 0, 1, 10
 
 
+AT_ONCE = 4
+"""Candidates of each lane that are proven before those that are right are timed."""
+
+
 class Status(StrEnum):
     """How a candidate was judged."""
 
@@ -95,16 +99,19 @@ def judge(
     found: list[Verdict] = []
     given, nursery = nursery, nursery or Nursery()
     try:
-        with ThreadPoolExecutor(beside) as pool:
-            proven = list(pool.map(lambda path: _prove(nursery, problem, path, options), candidates))
-        for verdict, served in proven:
-            if served is not None:
-                try:
-                    _time(nursery, problem, served, verdict, options)
-                finally:
-                    served.close()
-            found.append(verdict)
-            done(verdict)
+        # Nothing is timed beside a proof, and no more processes wait for it than these.
+        for first in range(0, len(candidates), AT_ONCE * beside):
+            some = candidates[first : first + AT_ONCE * beside]
+            with ThreadPoolExecutor(beside) as pool:
+                proven = list(pool.map(lambda path: _prove(nursery, problem, path, options), some))
+            for verdict, served in proven:
+                if served is not None:
+                    try:
+                        _time(nursery, problem, served, verdict, options)
+                    finally:
+                        served.close()
+                found.append(verdict)
+                done(verdict)
     finally:
         if given is None:
             nursery.close()

@@ -80,6 +80,10 @@ MISBEHAVIOUR: dict[str, tuple[str, list[str]]] = {
         "raise KeyError('no such tile')",
         ["scale: the optimized side raises KeyError at", "test_scale.py:9", "no such tile"],
     ),
+    "parameters": (
+        "return (lambda *, x: 3 * x)(x)",
+        ["scale: the optimized side raises TypeError", "called with its inputs by position, in this order: x"],
+    ),
     "hangs": ("import time; time.sleep(30)", ["scale: hangs", "time limit of 0.5 s"]),
     "memory": (
         "import torch; raise torch.OutOfMemoryError('tried to allocate 7 EiB')",

@@ -210,6 +210,75 @@ EXPLOITS: dict[str, tuple[str, str]] = {
         candidate("return self.right(x) + torch.ones(1 << 42).sum()"),
         "raises (RuntimeError|MemoryError)",
     ),
+    "an answer looked for in memory": (
+        candidate("""
+            import gc
+            same = [o for o in gc.get_objects() if isinstance(o, torch.Tensor) and o.shape == x.shape and o is not x]
+            return same[-1].clone() if same else torch.zeros_like(x)
+        """),
+        "is wrong at|nothing is written",
+    ),
+    "an answer kept in a file": (
+        candidate("""
+            path = f"{list(x.shape)}.pt"
+            if not os.path.exists(path):
+                torch.save(self.right(x), path)
+            return torch.load(path)
+        """),
+        "is wrong at",
+    ),
+    "a tensor that does not let itself be copied": (
+        candidate(
+            "return self.right(x).as_subclass(Unwilling)",
+            """
+            import torch
+
+            class Unwilling(torch.Tensor):
+                @classmethod
+                def __torch_function__(cls, function, types, args=(), kwargs=None):
+                    if function is torch.Tensor.copy_:
+                        return args[0]
+                    return super().__torch_function__(function, types, args, kwargs or {})
+            """,
+        ),
+        "nothing is written to its output",
+    ),
+    "a form that is not its own": (
+        candidate(
+            "return self.right(x)[:1]",
+            """
+            import sys
+            import torch
+            torch.Tensor.shape = property(lambda self: torch.Size([16, 64]))
+            """,
+        ),
+        "is wrong at|nothing is written|raises|it returns",
+    ),
+    "a helper in a session of its own": (
+        candidate("os.fork() or os.setsid()\nreturn self.right(x)"),
+        "is wrong|times as fast as the reference, and 1 is asked|raises|ends|hangs|writes|answers",
+    ),
+    "a last row that is left out": (
+        candidate("""
+            y = self.right(x)
+            y[-1] = 0
+            return y
+        """),
+        r"is wrong at \[15, ",
+    ),
+    "a bias that is hard to see": (candidate("return self.right(x) + 3e-6"), "is wrong at|is inaccurate"),
+    "an answer that drifts": (
+        candidate("return self.right(x) * (1 + 1e-6 * self.calls)"),
+        "is wrong at|is inaccurate|answers otherwise",
+    ),
+    "parameters that are left out": (
+        candidate("return functional.silu(functional.linear(x, self.linear.weight))"),
+        "is wrong at",
+    ),
+    "what holds for the template alone": (
+        candidate("return self.right(x) if bool((x >= 0).all()) and bool((x > 0.01).any()) else x"),
+        "is wrong at",
+    ),
     "a patched clock": (
         candidate(
             """

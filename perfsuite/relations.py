@@ -1,0 +1,42 @@
+"""How a wrong answer is related to the right one, where it is in a simple way: a factor, an offset, a shift."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+EXPLAINED = 0.02
+"""Of the error that is left where a relation holds."""
+FEWEST = 8
+"""Elements: of fewer, many relations hold by chance."""
+SHIFTS = (1, -1)
+
+
+def relation(got: torch.Tensor, truth: torch.Tensor) -> str | None:
+    """What was done to `truth` [any shape] that gives `got` [the same], in words; None where nothing simple was."""
+    if got.shape != truth.shape or not truth.is_floating_point() or truth.numel() < FEWEST:
+        return None
+    g, t = got.detach().double(), truth.detach().double()
+    finite = g.isfinite() & t.isfinite()
+    if not bool(finite.all()):
+        return None
+    error = float((g - t).norm())
+    if error == 0.0:
+        return None
+    return next((words for words, made in _made(g, t) if float((g - made).norm()) < EXPLAINED * error), None)
+
+
+def _made(g: torch.Tensor, t: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    size = float((t * t).sum())
+    if size > 0.0:
+        factor = float((g * t).sum()) / size
+        yield f"it is the truth times {factor:.5g}: a constant factor", factor * t
+    offset = float((g - t).mean())
+    yield f"it is the truth plus {offset:.3g} in each element: a constant offset", t + offset
+    if t.ndim >= 2 and t.shape[-1] == t.shape[-2] > 1:
+        yield "it is the truth with its last two dimensions exchanged", t.transpose(-1, -2)
+    for dim, length in enumerate(t.shape):
+        if length > 2:
+            for by in SHIFTS:
+                yield f"it is the truth, shifted by {by:+d} along dimension {dim}", t.roll(by, dim)

@@ -1,0 +1,71 @@
+"""What is said of an answer that is wrong in a simple way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import perfsuite
+from perfsuite import Pair, floats, tensor
+from perfsuite.equivalence import NotEquivalent
+from perfsuite.relations import relation
+
+TRUTH = torch.linspace(-3, 4, 64, dtype=torch.float64).reshape(8, 8).sin()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (1.0005 * TRUTH, "times 1.0005: a constant factor"),
+        (-TRUTH, "times -1: a constant factor"),
+        (TRUTH + 3e-6, "plus 3e-06 in each element"),
+        (TRUTH.t(), "its last two dimensions exchanged"),
+        (TRUTH.roll(1, 0), "shifted by +1 along dimension 0"),
+        (TRUTH.roll(-1, 1), "shifted by -1 along dimension 1"),
+    ],
+)
+def test_a_simple_relation_is_said(wrong: torch.Tensor, says: str) -> None:
+    found = relation(wrong, TRUTH)
+    assert found is not None
+    assert says in found
+
+
+@pytest.mark.parametrize(
+    "got",
+    [
+        TRUTH.float().half().double(),
+        TRUTH + 1e-3 * torch.randn(8, 8, generator=torch.Generator().manual_seed(0)).double(),
+        TRUTH.flatten(),
+        torch.full_like(TRUTH, float("nan")),
+        torch.zeros_like(TRUTH).index_fill(0, torch.tensor([3]), 1.0),
+        TRUTH,
+    ],
+    ids=["rounded", "noise", "another shape", "not finite", "something else", "right"],
+)
+def test_nothing_is_made_up(got: torch.Tensor) -> None:
+    assert relation(got, TRUTH) is None
+
+
+@pytest.mark.parametrize(
+    ("optimized", "says"),
+    [
+        (lambda x: x.exp() * 1.0005, "likely cause: it is the truth times 1.0005: a constant factor"),
+        (lambda x: x.exp() + 1e-3, "likely cause: it is the truth plus 0.001 in each element: a constant offset"),
+        (lambda x: x.half().exp().float(), "likely cause: its error is that of float16 or TF32"),
+    ],
+)
+def test_a_failure_names_it(optimized: Callable[[torch.Tensor], torch.Tensor], says: str) -> None:
+    inputs = {"x": tensor(16, 16, values=floats(-2, 2))}
+    with pytest.raises(NotEquivalent) as caught:
+        perfsuite.check(Pair(name="p", reference=torch.exp, optimized=optimized, inputs=inputs), examples=5)
+    assert says in str(caught.value)
+
+
+def test_a_value_that_the_pair_may_exclude_is_named() -> None:
+    pair = Pair(name="p", reference=torch.exp, optimized=lambda x: x.nan_to_num().exp(), inputs={"x": tensor("n")})
+    with pytest.raises(
+        NotEquivalent, match=r"never called with NaN or infinity, declare it: values=floats\(nonfinite="
+    ):
+        perfsuite.check(pair, examples=100)
