@@ -133,11 +133,7 @@ def unavailable(side: Side, device: str) -> str | None:
 
 def differentiable(pair: Pair) -> tuple[str, ...]:
     """The inputs whose gradients are compared."""
-    return tuple(
-        name
-        for name, spec in pair.inputs.items()
-        if name not in pair.mutates and name not in pair.writes and _is_differentiable(spec)
-    )
+    return tuple(name for name, spec in pair.inputs.items() if name not in pair.mutates and _is_differentiable(spec))
 
 
 def _is_differentiable(spec: Any) -> bool:
@@ -166,7 +162,7 @@ def flatten(value: Any, path: str = "output") -> Iterator[tuple[str, Leaf]]:
 
 def poison(pair: Pair, inputs: Mapping[str, Any]) -> None:
     """Fill the inputs that are outputs only, so that an element left unwritten is seen."""
-    for name in pair.writes:
+    for name in pair.written:
         for _, tensor in make.tensors_in(inputs[name]):
             fill_poison(tensor)
 
@@ -292,11 +288,8 @@ def _ready_for_backward(device: torch.device) -> None:
 
 def _with_changed(pair: Pair, inputs: Mapping[str, Any], returned: Any) -> Leaves:
     """The returned leaves, then the inputs changed in place; an input that is itself returned counts once."""
-    changed = {
-        path: tensor
-        for name in (*sorted(pair.mutates), *sorted(pair.writes))
-        for path, tensor in make.tensors_in(inputs[name], name)
-    }
+    names = sorted(pair.mutates, key=lambda name: (name in pair.written, name))
+    changed = {path: tensor for name in names for path, tensor in make.tensors_in(inputs[name], name)}
     leaves: Leaves = {}
     for name, leaf in flatten(returned):
         same = next((path for path, tensor in changed.items() if tensor is leaf), None)

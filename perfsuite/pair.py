@@ -30,6 +30,8 @@ CONTEXTS = (
     "other_stream",
 )
 """The other ways of calling a side that are tried (contexts.py)."""
+CHANGED, WRITTEN = "changed", "written"
+"""What happens to an input that a side mutates."""
 TEMPLATE_DRAWS = 5
 """Draws of a pair made from modules, whose inputs have the full size in each."""
 GRAD_OUTPUT = "grad_output"
@@ -195,8 +197,8 @@ class Pair:
 
     inputs       name → spec (`tensor`, `scalar`, `listof`, `module`, `recorded`, `constant`, or nested)
     step_inputs  for stateful sides: inputs drawn anew for each step
-    mutates      inputs changed in place; any other must come back untouched
-    writes       inputs that are outputs only: filled with NaN before the call
+    mutates      inputs changed in place, {"x"}; any other must come back untouched. As a dict, name → "changed", or
+                 "written" for an input that is an output only: it is filled with NaN before the call
     consumes     inputs that a call, or its backward pass, uses up: what is left in them means nothing, and their
                  gradients are compared; "grad_output" is the gradient that comes in to the backward pass
     gradients    compare gradients of every floating input that is not mutated
@@ -225,8 +227,8 @@ class Pair:
     inputs: Mapping[str, Spec]
     workloads: Sequence[Workload] = ()
     step_inputs: Mapping[str, Spec] = field(default_factory=dict)
-    mutates: Collection[str] = frozenset()
-    writes: Collection[str] = frozenset()
+    mutates: Collection[str] | Mapping[str, str] = frozenset()
+    writes: Collection[str] = ()
     consumes: Collection[str] = frozenset()
     gradients: bool = True
     rivals: Mapping[str, Callable[..., Any] | Side] = field(default_factory=dict)
@@ -248,16 +250,21 @@ class Pair:
     name: str = "pair"
 
     def __post_init__(self) -> None:
-        self.mutates = frozenset(self.mutates)
-        self.writes = frozenset(self.writes)
+        if self.writes:
+            names = ", ".join(f'"{name}": "{WRITTEN}"' for name in sorted(self.writes))
+            raise PairError(f"writes= is spelled mutates={{{names}}}")
+        self.mutates = dict(self.mutates) if isinstance(self.mutates, Mapping) else dict.fromkeys(self.mutates, CHANGED)
+        for name, how in self.mutates.items():
+            if how not in (CHANGED, WRITTEN):
+                raise PairError(f'mutates={{{name!r}: {how!r}}}: say "{CHANGED}", or "{WRITTEN}" of an output only')
         self.consumes = frozenset(self.consumes)
         self._share_parameters()
         if isinstance(self.workloads, Workload):
             self.workloads = (self.workloads,)
         every = {**self.inputs, **self.step_inputs}
-        roles = (("mutates", self.mutates), ("writes", self.writes), ("consumes", self.consumes - {GRAD_OUTPUT}))
-        for role, names in roles:
-            for name in sorted(names - set(every)):
+        roles = (("mutates", set(self.mutates)), ("consumes", self.consumes - {GRAD_OUTPUT}))
+        for role, named in roles:
+            for name in sorted(named - set(every)):
                 raise PairError(f"{role}={{{name!r}}}: there is no such input; the inputs are {', '.join(every)}")
         for name in every:
             if not name.isidentifier() or keyword.iskeyword(name):
@@ -354,9 +361,15 @@ class Pair:
         self.variants = {name: sides[name] for name in self.variants}
 
     @property
+    def written(self) -> frozenset[str]:
+        """The inputs that are outputs only."""
+        assert isinstance(self.mutates, Mapping)
+        return frozenset(name for name, how in self.mutates.items() if how == WRITTEN)
+
+    @property
     def changed(self) -> frozenset[str]:
         """The inputs that a call may change."""
-        return frozenset({*self.mutates, *self.writes, *self.consumes}) - {GRAD_OUTPUT}
+        return frozenset({*self.mutates, *self.consumes}) - {GRAD_OUTPUT}
 
     @property
     def is_stateful(self) -> bool:

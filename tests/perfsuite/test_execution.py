@@ -49,14 +49,14 @@ def test_changed_inputs_follow_the_outputs_and_count_once() -> None:
         out.copy_(x)
         return x.add_(1), x * 2
 
-    leaves = ran(pair(step, both, mutates={"x"}, writes={"out"}))
+    leaves = ran(pair(step, both, mutates={"x": "changed", "out": "written"}))
     assert list(leaves) == ["output[0] is x", "output[1]", "x (in place)", "out (in place)"]
     assert leaves["output[0] is x"] is True
 
 
 def test_outputs_only_inputs_are_poisoned() -> None:
     both = {"x": tensor("n"), "out": tensor("n"), "many": [tensor("n", dtype="int32"), tensor("n", dtype="bool")]}
-    leaves = ran(pair(lambda x, out, many: None, both, writes={"out", "many"}))
+    leaves = ran(pair(lambda x, out, many: None, both, mutates={"out": "written", "many": "written"}))
     out = leaves["out (in place)"]
     assert isinstance(out, torch.Tensor)
     assert out.isnan().all()

@@ -122,8 +122,7 @@ def test_a_pair_may_adjust_what_is_drawn_before_any_side_sees_it() -> None:
 def test_layouts_may_be_restricted_and_written_inputs_are_never_expanded() -> None:
     of = pair(
         inputs={"x": tensor("m"), "y": tensor("m", layouts=["offset"]), "z": tensor("m", layouts=["expanded"])},
-        mutates={"x"},
-        writes={"z"},
+        mutates={"x": "changed", "z": "written"},
     )
     seen: dict[str, set[str]] = {"x": set(), "y": set(), "z": set()}
     for one in draws(of, count=200):

@@ -283,7 +283,7 @@ _HONEST: dict[str, Pair] = {
         TWO,
         mutates={"total"},
     ),
-    "an output given": pair(into, lambda x, out: (out.copy_(torch.exp(x)), None)[1], OUT, writes={"out"}),
+    "an output given": pair(into, lambda x, out: (out.copy_(torch.exp(x)), None)[1], OUT, mutates={"out": "written"}),
     "a view where the reference has one": pair(lambda x: x[1:], lambda x: x.narrow(0, 1, x.shape[0] - 1)),
     "the input itself where the reference returns it": pair(lambda x: x, lambda x: x.view(x.shape)),
     "a copy where the reference has a view": pair(lambda x: x[1:], lambda x: x[1:].clone()),

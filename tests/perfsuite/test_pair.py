@@ -30,7 +30,9 @@ def pair(**fields: Any) -> Pair:
         (lambda: Workload("w", speedup=0), "workload 'w': speedup=0 must be above 0"),
         (lambda: Workload("w", speedup=float("nan")), "speedup=nan must be above 0"),
         (lambda: pair(mutates={"y"}), r"mutates=\{'y'\}: there is no such input; the inputs are x"),
-        (lambda: pair(writes={"y"}), r"writes=\{'y'\}: there is no such input"),
+        (lambda: pair(mutates={"y": "written"}), r"mutates=\{'y'\}: there is no such input"),
+        (lambda: pair(writes={"y"}), r'writes= is spelled mutates=\{"y": "written"\}'),
+        (lambda: pair(mutates={"x": "read"}), r"""mutates=\{'x': 'read'\}: say "changed", or "written" of an output"""),
         (lambda: pair(inputs={"x-1": tensor("n")}), "input 'x-1' is not a Python name; rename it"),
         (lambda: pair(inputs={"class": tensor("n")}), "input 'class' is not a Python name"),
         (lambda: pair(dtypes=("float31",)), "dtype 'float31' is not one of"),
@@ -87,7 +89,7 @@ def test_a_whole_pair_is_valid() -> None:
         workloads=Workload("one", n=4, s=0.5, l=2, m=3, clock="wall", speedup=0.5, host_syncs=0),
     )
     made.validate()
-    assert made.mutates == frozenset({"x"})
+    assert made.mutates == {"x": "changed"}
     assert made.symbols == {"n", "m", "l"}
     assert made.workloads[0].promises.host_syncs == 0
     assert repr(made.workloads[0]) == "Workload('one', n=4, s=0.5, l=2, m=3)"

@@ -248,7 +248,7 @@ WRITES = """
         reference=slow,
         optimized=fast,
         inputs={"x": tensor("n"), "out": tensor("n")},
-        writes={"out"},
+        mutates={"out": "written"},
         gradients=False,
         workloads=[Workload("small", n=16, clock="wall")],
     )

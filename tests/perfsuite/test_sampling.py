@@ -1019,7 +1019,7 @@ def test_outputs_given_are_poisoned_or_restored_and_proven(time: Time) -> None:
         time.spend(FAST_S)
         torch.exp(x, out=out)
 
-    made = measure(pair(time, reference=into, optimized=into, inputs=inputs, writes={"out"}))
+    made = measure(pair(time, reference=into, optimized=into, inputs=inputs, mutates={"out": "written"}))
     assert made.log_ratios["reference"] == pytest.approx((0.0,) * BLOCKS)
 
 
