@@ -10,6 +10,8 @@ EXPLAINED = 0.02
 """Of the error that is left where a relation holds."""
 FEWEST = 8
 """Elements: of fewer, many relations hold by chance."""
+OF_ROUNDING = 1 / 32
+"""The least error, of a precision's eps, that is taken for its rounding: a single one is 0.15 of it."""
 SHIFTS = (1, -1)
 
 
@@ -25,6 +27,15 @@ def relation(got: torch.Tensor, truth: torch.Tensor) -> str | None:
     if error == 0.0:
         return None
     return next((words for words, made in _made(g, t) if float((g - made).norm()) < EXPLAINED * error), None)
+
+
+def reaches(got: torch.Tensor, truth: torch.Tensor, eps: float) -> bool:
+    """Whether the error is at least about as large as rounding to a precision of `eps` makes it."""
+    if got.shape != truth.shape or not truth.is_floating_point():
+        return False
+    g, t = got.detach().double(), truth.detach().double()
+    finite = g.isfinite() & t.isfinite()
+    return float((g - t)[finite].norm()) >= OF_ROUNDING * eps * float(t[finite].norm())
 
 
 def _made(g: torch.Tensor, t: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import random
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import hypothesis
 import torch
-from hypothesis import HealthCheck, Phase
 
 from perfsuite import execution, modules
 from perfsuite import inputs as make
 from perfsuite.errors import PerfsuiteError
 from perfsuite.judge.child import operations
 from perfsuite.pair import Pair, Workload
-from perfsuite.records import Case
+from perfsuite.records import Case, InputCase
 
 MODEL, CANDIDATE = "Model", "ModelNew"
 _MOVES = """
@@ -47,23 +46,26 @@ class Problem:
         return dict(self.module.state_dict())
 
     def cases(self, number: int, seed: int) -> list[Case]:
-        """So many draws."""
-        found: list[Case] = []
-
-        @hypothesis.seed(seed)
-        @hypothesis.settings(
-            max_examples=number,
-            database=None,
-            deadline=None,
-            phases=[Phase.generate],
-            suppress_health_check=list(HealthCheck),
-        )
-        @hypothesis.given(make.cases(self.pair, "float32"))
-        def collect(case: Case) -> None:
-            found.append(case)
-
-        collect()
-        return found
+        """So many draws, or more: each kind of values of each input is among them."""
+        random_ = random.Random(seed)
+        kinds: dict[str, tuple[str, tuple[str, ...]]] = {}
+        for name, spec in self.pair.inputs.items():
+            if (leaf := make.tensor_spec(spec)) is not None and name != modules.INPUT:
+                kinds[name] = (leaf.layouts or ("contiguous",))[0], make.regimes(leaf)
+        most = max([number, *(len(regimes) for _, regimes in kinds.values())])
+        orders = {
+            name: random_.sample(regimes, len(regimes)) * -(-most // len(regimes))
+            for name, (_, regimes) in kinds.items()
+        }
+        return [
+            Case(
+                dtype="float32",
+                sizes={},
+                inputs={n: InputCase(layout=kinds[n][0], regime=order[i]) for n, order in orders.items()},
+                seed=random_.getrandbits(31),
+            )
+            for i in range(most)
+        ]
 
     def values(self, seed: int) -> dict[str, Any]:
         """Inputs as the workload has them, with the module among them where it has parameters."""

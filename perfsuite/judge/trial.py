@@ -16,6 +16,7 @@ from perfsuite import inputs as make
 from perfsuite.equivalence import Discard, NotEquivalent, Truth
 from perfsuite.execution import Leaves
 from perfsuite.integrity.probe import same_leaf
+from perfsuite.judge.causes import Causes
 from perfsuite.judge.problem import Problem
 from perfsuite.judge.process import Ended, Nursery, Process, on_device
 from perfsuite.records import Case
@@ -24,6 +25,8 @@ DRAWS = 8
 """Draws of the template's shapes; each is called twice."""
 CHANGED = 4
 """Elements of which other values must give another answer."""
+CHANGES = 3
+"""How often: a key may have been among the elements that changed."""
 CPU_LIMIT_S = 3600
 
 
@@ -174,20 +177,27 @@ class Proof:
 
 def prove(problem: Problem, candidate: Served, draws: int = DRAWS) -> Proof:
     """NotEquivalent, or Ended, where the candidate is not the reference's function."""
-    found, tally = Proof(), equivalence.Tally()
+    found, tally, causes = Proof(), equivalence.Tally(), Causes(problem.pair)
     for case in problem.cases(draws, secrets.randbits(31)):
         found.draws += 1
         values = make.clone(make.build(problem.pair, case, problem.device))
-        found.discarded += not _held(problem, candidate, case, values, tally)
+        found.discarded += not _held(problem, candidate, case, values, tally, causes)
     if found.discarded == found.draws:
         raise NotEquivalent("nothing is proven: the reference is not finite on any draw; get_inputs() gives its range")
-    _other_elements(problem, candidate, tally)
+    _other_elements(problem, candidate, tally, causes)
     found.worst = tally.worst
     _own_work(problem, candidate)
     return found
 
 
-def _held(problem: Problem, candidate: Served, case: Case, values: dict[str, Any], tally: equivalence.Tally) -> bool:
+def _held(
+    problem: Problem,
+    candidate: Served,
+    case: Case,
+    values: dict[str, Any],
+    tally: equivalence.Tally,
+    causes: Causes,
+) -> bool:
     """Hold two calls on the same values against the truth. False where the reference alone is not finite."""
     try:
         truth = equivalence.establish(problem.pair, case, problem.device, gradients=False, drawn=make.clone(values))
@@ -196,27 +206,29 @@ def _held(problem: Problem, candidate: Served, case: Case, values: dict[str, Any
     forms = _forms(truth)
     arguments = problem.arguments(values)
     _, (first, second) = candidate.call([arguments, arguments], forms, again=True)
-    _judge(problem, truth, first, tally, "")
-    _judge(problem, truth, second, tally, " when it is called again on the same inputs")
+    _judge(problem, truth, first, tally, causes, "")
+    _judge(problem, truth, second, tally, causes, " when it is called again on the same inputs")
+    causes.note(truth, first)
     candidate.settled()
     return True
 
 
-def _other_elements(problem: Problem, candidate: Served, tally: equivalence.Tally) -> None:
+def _other_elements(problem: Problem, candidate: Served, tally: equivalence.Tally, causes: Causes) -> None:
     """A few other elements: an answer that is kept by some of them would be given again."""
     case = make.workload_case(problem.pair.workloads[0], "float32", secrets.randbits(31))
     values = make.clone(make.build(problem.pair, case, problem.device))
     beside = make.clone(make.build(problem.pair, _with_seed(case), problem.device))
-    if not _held(problem, candidate, case, values, tally):
+    if not _held(problem, candidate, case, values, tally, causes):
         return
-    for name, tensor in make.tensors_in(problem.arguments(values)):
-        other = dict(make.tensors_in(problem.arguments(beside)))[name]
-        if tensor.numel() and 0 not in tensor.stride():
-            at = torch.randint(0, tensor.numel(), (CHANGED,), device=tensor.device)
-            flat, source = tensor.detach().reshape(-1), other.detach().reshape(-1)
-            flat[at] = source[at]
-            tensor.detach().copy_(flat.view(tensor.shape))
-    _held(problem, candidate, case, values, tally)
+    others = dict(make.tensors_in(problem.arguments(beside)))
+    for _ in range(CHANGES):
+        for name, tensor in make.tensors_in(problem.arguments(values)):
+            if tensor.numel() and 0 not in tensor.stride():
+                at = torch.randint(0, tensor.numel(), (CHANGED,), device=tensor.device)
+                flat, source = tensor.detach().reshape(-1), others[name].detach().reshape(-1)
+                flat[at] = source[at]
+                tensor.detach().copy_(flat.view(tensor.shape))
+        _held(problem, candidate, case, values, tally, causes)
 
 
 def _with_seed(case: Case) -> Case:
@@ -247,7 +259,12 @@ def _forms(truth: Truth) -> list[torch.Tensor]:
 
 
 def _judge(
-    problem: Problem, truth: Truth, outputs: Sequence[torch.Tensor], tally: equivalence.Tally, when: str
+    problem: Problem,
+    truth: Truth,
+    outputs: Sequence[torch.Tensor],
+    tally: equivalence.Tally,
+    causes: Causes,
+    when: str,
 ) -> None:
     produced: Leaves = dict(zip(truth.reference, outputs, strict=True))
     if any(t.numel() and t.is_floating_point() and bool(t.isnan().all()) for t in outputs):
@@ -255,4 +272,4 @@ def _judge(
     try:
         equivalence.judge(problem.pair, truth, produced, name="candidate", tally=tally, strict_strides=False)
     except NotEquivalent as error:
-        raise NotEquivalent(f"{str(error).partition(': ')[2] or error}{when}") from None
+        raise NotEquivalent(f"{str(error).partition(': ')[2] or error}{when}{causes.of(truth, outputs)}") from None

@@ -14,6 +14,7 @@ import torch
 from click.testing import CliRunner, Result
 from scale import FULLY
 
+from perfsuite import inputs as make
 from perfsuite.cli import main
 from perfsuite.equivalence import NotEquivalent
 from perfsuite.judge import problem, race, verdict
@@ -71,25 +72,25 @@ def candidate(body: str, before: str = "") -> str:
 
 
 EXPLOITS: dict[str, tuple[str, str]] = {
-    "a constant answer": (candidate("return torch.zeros_like(x)"), "is wrong at"),
+    "a constant answer": (candidate("return torch.zeros_like(x)"), "all elements are the same"),
     "an answer kept by its address": (
         candidate("""
             key = x.data_ptr()
             self.kept.setdefault(key, self.right(x))
             return self.kept[key]
         """),
-        "is wrong at",
+        "the answer that it gave to other inputs",
     ),
     "an answer kept by its shape": (
         candidate("return self.kept.setdefault(x.shape, self.right(x))"),
-        "is wrong at",
+        "the answer that it gave to other inputs",
     ),
     "an answer kept by a few elements": (
         candidate("""
             key = tuple(x.flatten()[::97].tolist())
             return self.kept.setdefault(key, self.right(x))
         """),
-        "is wrong at",
+        "the answer that it gave to other inputs",
     ),
     "right at every other call": (
         candidate("return self.right(x) if self.calls % 2 else torch.zeros_like(x)"),
@@ -97,7 +98,7 @@ EXPLOITS: dict[str, tuple[str, str]] = {
     ),
     "right while it is proven": (
         candidate("""
-            if self.calls > 23:
+            if self.calls > 27:
                 return self.kept["last"]
             self.kept["last"] = self.right(x)
             return self.kept["last"]
@@ -116,7 +117,7 @@ EXPLOITS: dict[str, tuple[str, str]] = {
         candidate(
             "return functional.silu(x.bfloat16() @ self.linear.weight.t().bfloat16() + self.linear.bias).float()"
         ),
-        "is wrong at|is inaccurate",
+        "its error is that of bfloat16",
     ),
     "memory in which an answer may still be": (candidate("return torch.empty_like(x)"), "is wrong at"),
     "the reference, in other words": (
@@ -146,7 +147,7 @@ EXPLOITS: dict[str, tuple[str, str]] = {
                     pass
             return self.right(x)
         """),
-        "is wrong at|writes into|ends its process|raises",
+        "is wrong at|nothing is written|writes into|ends its process|raises",
     ),
     "work before its time begins": (
         candidate(
@@ -225,7 +226,7 @@ EXPLOITS: dict[str, tuple[str, str]] = {
                 torch.save(self.right(x), path)
             return torch.load(path)
         """),
-        "is wrong at",
+        "the answer that it gave to other inputs",
     ),
     "a tensor that does not let itself be copied": (
         candidate(
@@ -266,10 +267,13 @@ EXPLOITS: dict[str, tuple[str, str]] = {
         """),
         r"is wrong at \[15, ",
     ),
-    "a bias that is hard to see": (candidate("return self.right(x) + 3e-6"), "is wrong at|is inaccurate"),
+    "a bias that is hard to see": (
+        candidate("return self.right(x) + 3e-6"),
+        "it is the truth plus 3e-06 in each element",
+    ),
     "an answer that drifts": (
         candidate("return self.right(x) * (1 + 1e-6 * self.calls)"),
-        "is wrong at|is inaccurate|answers otherwise",
+        "is wrong at|is inaccurate",
     ),
     "parameters that are left out": (
         candidate("return functional.silu(functional.linear(x, self.linear.weight))"),
@@ -484,6 +488,13 @@ def test_a_timed_answer_may_differ_by_rounding_alone() -> None:
     assert not race._near(right * (1 + 1e-5), right, 1e-6)
     assert not race._near(torch.tensor([1.0, float("inf"), 0.0]), right, 1e-6)
     assert not race._near(torch.tensor([1]), torch.tensor([2]), 1.0)
+
+
+def test_each_kind_of_values_is_drawn(reference: Path) -> None:
+    found = problem.load(reference, "cpu", 0).cases(8, seed=1)
+    assert len(found) == 8
+    assert {case.inputs["x0"].regime for case in found} == set(make.BOUNDED_REGIMES)
+    assert len({case.seed for case in found}) == 8
 
 
 def test_what_a_reference_computes_with(reference: Path) -> None:

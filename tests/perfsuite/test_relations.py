@@ -10,7 +10,7 @@ import torch
 import perfsuite
 from perfsuite import Pair, floats, tensor
 from perfsuite.equivalence import NotEquivalent
-from perfsuite.relations import relation
+from perfsuite.relations import reaches, relation
 
 TRUTH = torch.linspace(-3, 4, 64, dtype=torch.float64).reshape(8, 8).sin()
 
@@ -61,6 +61,12 @@ def test_a_failure_names_it(optimized: Callable[[torch.Tensor], torch.Tensor], s
     with pytest.raises(NotEquivalent) as caught:
         perfsuite.check(Pair(name="p", reference=torch.exp, optimized=optimized, inputs=inputs), examples=5)
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(("eps", "does"), [(2.0**-10, True), (2.0**-7, False)])
+def test_an_error_far_below_a_precision_is_not_its_rounding(eps: float, does: bool) -> None:
+    assert reaches(TRUTH.half().double(), TRUTH, eps) is does
+    assert not reaches(TRUTH + 1e-6, TRUTH, eps)
 
 
 def test_a_value_that_the_pair_may_exclude_is_named() -> None:
