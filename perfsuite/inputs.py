@@ -147,6 +147,8 @@ def _size(spec: Size | None, *, large: bool) -> st.SearchStrategy[int]:
 
 
 def _scalar(spec: ScalarSpec, sizes: Mapping[str, int]) -> st.SearchStrategy[Any]:
+    if isinstance(spec.values, tuple):
+        return st.sampled_from(spec.values)
     if isinstance(spec.values, Integers):
         low, high = _bounds(spec.values, sizes)
         return st.integers(low, max(low, high[0] - 1))
@@ -577,6 +579,12 @@ def case_line(case: Case) -> str:
     return ";".join([*([sizes] if sizes else []), *inputs, f"seed={case.seed}"])
 
 
+def _number(text: str) -> bool | int | float:
+    if text in ("True", "False"):
+        return text == "True"
+    return int(text) if text.lstrip("-").isdigit() else float(text)
+
+
 def parse_case(line: str, dtype: str) -> Case:
     """The case that `case_line` printed."""
     sizes: dict[str, Any] = {}
@@ -593,7 +601,7 @@ def parse_case(line: str, dtype: str) -> Case:
             else:
                 for item in part.split(","):
                     name, _, number = item.partition("=")
-                    sizes[name] = int(number) if number.lstrip("-").isdigit() else float(number)
+                    sizes[name] = _number(number)
     except ValueError:
         raise PerfsuiteError(
             f"--perfsuite-case {line!r} is not a case; copy the whole line that a failure printed"

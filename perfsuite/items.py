@@ -58,6 +58,8 @@ PLAIN_ONLY = (proofs.CONTEXTS, proofs.OUTSIDE)
 """Those of them that plain draws are enough for."""
 OTHER_PARAMETERS = ("positional argument", "keyword-only argument")
 """Parts of Python's message where a function is called with other arguments than it takes."""
+LEAF_WRITTEN = "a leaf Variable that requires grad is being used in an in-place operation"
+"""Part of torch's message where an input changes in place that is differentiated."""
 SMALL_STEP_EXAMPLES = 8
 """Stateful pairs take 100 steps a draw: fewer draws."""
 
@@ -315,6 +317,8 @@ class ProofItem(pytest.Function):
         who = self._who(error)
         where = f" at {_relative(own[-1].filename)}:{own[-1].lineno}" if own else ""
         remedy = "; bound the sizes it is drawn at with sizes= or where=" if who == proofs.REFERENCE else ""
+        if LEAF_WRITTEN in str(error):
+            remedy = "; name each input that the sides change in place: mutates={…}"
         if isinstance(error, TypeError) and any(words in str(error) for words in OTHER_PARAMETERS):
             names = ", ".join([*self.pair.inputs, *self.pair.step_inputs])
             remedy = f"; a side is called with its inputs by position, in this order: {names}; wrap it if it is not so"

@@ -13,6 +13,8 @@ from perfsuite.specs import ConstantSpec, Floats, Integers, ModuleSpec, Sampled,
 
 INPUT = "module"
 """The name of the input that the parameters come in: in `mutates`, and in what is said of gradients."""
+VARIED = 0.1
+"""By how much of itself a weight differs between draws."""
 FEW_VALUES = 16
 """A template with no more different values than this has labels, signs or a mask: no other values are drawn."""
 
@@ -29,8 +31,22 @@ def has_state(value: Any) -> bool:
 
 
 def spec_of(reference: Any) -> ModuleSpec:
-    """The input that the reference's module is: a copy of it with the same weights in each draw."""
-    return module(lambda: copy.deepcopy(reference))
+    """The input that the reference's module is: a copy of it, in each draw with other weights near its own.
+
+    What a side computes of the weights once would not hold after a step of training.
+    """
+
+    def build() -> Any:
+        torch: Any = sys.modules["torch"]
+        twin = copy.deepcopy(reference)
+        with torch.no_grad():
+            for parameter in twin.parameters():
+                if parameter.is_floating_point():
+                    noise = torch.rand(parameter.shape).to(parameter)
+                    parameter.mul_(1 + VARIED * (2 * noise - 1))
+        return twin
+
+    return module(build)
 
 
 class Own:

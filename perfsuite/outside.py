@@ -50,6 +50,11 @@ def check(pair: Pair, case: Case, device: str, *, module: ModuleType, home: Path
         truth = equivalence.establish(once, case, device, gradients=False, home=home)
     except equivalence.Discard:
         return
+    here = equivalence.produce(once, as_side(pair.optimized), case, device, gradients=False, home=home)
+    try:
+        equivalence.judge(once, truth, here, strict_strides=False)
+    except NotEquivalent:
+        return  # wrong here, too: equivalence says how
     produced = _child().produce(once, case, device, module, home)
     try:
         equivalence.judge(once, truth, produced, strict_strides=False)

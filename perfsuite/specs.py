@@ -77,9 +77,9 @@ class TensorSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScalarSpec:
-    """A Python number: a size by name, or a draw from `values`."""
+    """A Python number or bool: a size by name, or a draw from `values`."""
 
-    values: Floats | Integers
+    values: Floats | Integers | tuple[bool | int | float, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -195,9 +195,17 @@ def tensor(
     )
 
 
-def scalar(values: Floats | Integers) -> ScalarSpec:
-    """A Python number; a workload sets it by the input's name."""
-    return ScalarSpec(values=values)
+def scalar(values: Floats | Integers | Sequence[bool | int | float]) -> ScalarSpec:
+    """A Python number or bool, of a range or one of these, as [True, False]; a workload sets it by the input's name."""
+    if isinstance(values, (Floats, Integers)):
+        return ScalarSpec(values=values)
+    given = tuple(values) if isinstance(values, (list, tuple)) else ()
+    if not given or not all(isinstance(value, (bool, int, float)) for value in given):
+        raise PairError(
+            f"scalar({values!r}): give a range or a list, as scalar(floats(0, 1)), scalar(integers(1, 9)) or "
+            f"scalar([True, False]); what never varies is constant({values!r})"
+        )
+    return ScalarSpec(values=given)
 
 
 def listof(count: Dim, item: Spec) -> ListSpec:

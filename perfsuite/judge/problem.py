@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib.util
 import random
 import sys
@@ -19,6 +20,7 @@ from perfsuite.errors import PerfsuiteError
 from perfsuite.judge.child import operations
 from perfsuite.pair import Pair, Workload
 from perfsuite.records import Case, InputCase
+from perfsuite.specs import module as module_input
 
 MODEL, CANDIDATE = "Model", "ModelNew"
 _MOVES = """
@@ -116,6 +118,8 @@ def load(path: Path, device: str, seed: int) -> Problem:
         gradients=False,
         workloads=[Workload("template")],
     )
+    if modules.INPUT in pair.inputs:  # each process has the weights as they were built
+        pair.inputs = {**pair.inputs, modules.INPUT: module_input(lambda: copy.deepcopy(built))}
     pair.validate()
     return Problem(path=path, pair=pair, module=built, init=init, seed=seed, device=device)
 

@@ -409,6 +409,16 @@ def test_a_failing_draw_shrinks_to_a_small_case() -> None:
     assert found.seed == 0
 
 
+def test_a_bool_is_drawn_and_read_again() -> None:
+    of = pair(inputs={"x": tensor("n"), "flag": scalar([True, False])})
+    found = draws(of, count=40)
+    assert {one.sizes["flag"] for one in found} == {True, False}
+    for one in found:
+        again = make.parse_case(make.case_line(one), "float32")
+        assert again == one
+        assert type(again.sizes["flag"]) is bool
+
+
 def test_a_workload_s_case_is_plain() -> None:
     workload = Workload("w", m=64, n=3, dtype="bfloat16")
     assert make.workload_case(workload, "float32", 9) == Case(

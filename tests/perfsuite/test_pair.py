@@ -67,7 +67,7 @@ def pair(**fields: Any) -> Pair:
             lambda: pair(
                 inputs={"x": tensor("n"), "s": scalar(floats(0, 1))}, workloads=[Workload("w", n=1)]
             ).validate(),
-            "size 's' is unbound",
+            "input 's' is unbound",
         ),
         (
             lambda: pair(workloads=[Workload("w", n=1, batch=2)]).validate(),

@@ -8,8 +8,12 @@ import pytest
 import torch
 
 import perfsuite
-from perfsuite import Pair, floats, tensor
+from perfsuite import Pair, contexts, floats, tensor
 from perfsuite.equivalence import NotEquivalent
+from perfsuite.integrity import calls
+from perfsuite.integrity.probe import Probe
+from perfsuite.pair import as_side
+from perfsuite.records import Case
 from perfsuite.relations import reaches, relation
 
 TRUTH = torch.linspace(-3, 4, 64, dtype=torch.float64).reshape(8, 8).sin()
@@ -67,6 +71,7 @@ def test_a_failure_names_it(optimized: Callable[[torch.Tensor], torch.Tensor], s
 def test_an_error_far_below_a_precision_is_not_its_rounding(eps: float, does: bool) -> None:
     assert reaches(TRUTH.half().double(), TRUTH, eps) is does
     assert not reaches(TRUTH + 1e-6, TRUTH, eps)
+    assert reaches(TRUTH[:1] + 1e-6, TRUTH[:1], eps)
 
 
 def test_a_value_that_the_pair_may_exclude_is_named() -> None:
@@ -75,3 +80,20 @@ def test_a_value_that_the_pair_may_exclude_is_named() -> None:
         NotEquivalent, match=r"never called with NaN or infinity, declare it: values=floats\(nonfinite="
     ):
         perfsuite.check(pair, examples=100)
+
+
+def test_a_plainly_wrong_side_is_not_accused_of_threads_or_of_order() -> None:
+    """Wrong where the first element is large: on some draws, however it is called."""
+    pair = Pair(
+        name="p",
+        reference=torch.exp,
+        optimized=lambda x: torch.exp(x) + 0.01 * (x[:1] > 0.5).float().sum(),
+        inputs={"x": tensor(3, values=floats(-1, 1))},
+        gradients=False,
+    )
+    for seed in range(12):
+        case = Case(dtype="float32", sizes={}, inputs={}, seed=seed)
+        contexts.check(pair, case, "cpu")
+        probe = Probe(pair=pair, side=as_side(pair.optimized), name="optimized", case=case, device="cpu", home=None)
+        calls.call_order(probe)
+        calls.reused_memory(probe)

@@ -67,6 +67,14 @@ def test_a_call_is_given_the_values_it_names() -> None:
     assert accepted(lambda: None, values) == {}
 
 
+def test_a_scalar_is_one_of_several_values_or_of_a_range() -> None:
+    assert scalar([True, False]).values == (True, False)
+    assert scalar(floats(0, 1)).values == floats(0, 1)
+    for wrong in (0.1, "ab", [], ["a"]):
+        with pytest.raises(PairError, match=r"give a range or a list, as scalar\(floats\(0, 1\)\)"):
+            scalar(wrong)  # type: ignore[arg-type]
+
+
 def test_specs_are_frozen_and_compare_by_value() -> None:
     assert tensor("n", values=floats(0, 1)) == tensor("n", values=floats(0, 1))
     with pytest.raises(AttributeError):

@@ -523,7 +523,7 @@ def busy(time: Time) -> Pair:
     started: list[threading.Thread] = []
 
     def work() -> None:
-        ends = clock.monotonic() + 1.0
+        ends = clock.monotonic() + 3.0
         while clock.monotonic() < ends:
             pass
 
