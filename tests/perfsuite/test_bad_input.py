@@ -80,10 +80,6 @@ MISBEHAVIOUR: dict[str, tuple[str, list[str]]] = {
         "raise KeyError('no such tile')",
         ["scale: the optimized side raises KeyError at", "test_scale.py:9", "no such tile"],
     ),
-    "parameters": (
-        "return (lambda *, x: 3 * x)(x)",
-        ["scale: the optimized side raises TypeError", "called with its inputs by position, in this order: x"],
-    ),
     "hangs": ("import time; time.sleep(30)", ["scale: hangs", "time limit of 0.5 s"]),
     "memory": (
         "import torch; raise torch.OutOfMemoryError('tried to allocate 7 EiB')",
@@ -110,6 +106,12 @@ def test_an_optimized_side_that(project: Project, name: str) -> None:
     told(result, *words)
     result.assert_outcomes(failed=1)
     assert lines_with(result.stdout.str(), "reproduce: pytest ")
+
+
+def test_a_side_that_takes_its_inputs_by_keyword_is_told_their_order(project: Project) -> None:
+    project.write("test_scale.py", TWO_LINES.replace("def fast(x)", "def fast(*, x)"))
+    words = ("scale: the optimized side raises TypeError", "called with its inputs by position, in this order: x")
+    told(project.run("-k", "equivalence"), *words)
 
 
 def test_a_reference_that_raises_is_named(project: Project) -> None:
