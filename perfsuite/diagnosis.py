@@ -197,31 +197,38 @@ def _values(trial: _Trial, case: Case) -> Iterator[str]:
 
 
 def _related(trial: _Trial, case: Case, gradients: bool) -> Iterator[str]:
-    """The relation that holds for every wrong output."""
-    truth, produced = trial.truth(case, gradients).leaves, trial.produce(case, gradients)
-    both = [(produced[name], leaf) for name, leaf in truth.items() if isinstance(leaf, torch.Tensor)]
-    found = {relations.relation(got, leaf) for got, leaf in both if isinstance(got, torch.Tensor)}
-    if len(found) == 1 and (words := found.pop()) is not None:
+    words = related(trial.truth(case, gradients), trial.produce(case, gradients))
+    if words is not None:
         yield words
 
 
-def _any_reaches(truth: Leaves, produced: Leaves, eps: float) -> bool:
-    both = [(produced.get(name), leaf) for name, leaf in truth.items()]
-    return any(
-        relations.reaches(got, leaf, eps)
-        for got, leaf in both
-        if isinstance(got, torch.Tensor) and isinstance(leaf, torch.Tensor)
-    )
+def related(truth: equivalence.Truth, produced: Leaves) -> str | None:
+    """The relation that holds for every output, in words."""
+    found = {relations.relation(got, leaf) for got, leaf in _both(truth, produced)}
+    return found.pop() if len(found) == 1 else None
+
+
+def precision_of(pair: Pair, truth: equivalence.Truth, produced: Leaves, *, strict_strides: bool = True) -> str | None:
+    """The name of the lower precision whose rounding explains the error."""
+    for name, eps in PRECISIONS.items():
+        if eps <= 2 * truth.eps or not any(relations.reaches(got, leaf, eps) for got, leaf in _both(truth, produced)):
+            continue
+        try:
+            equivalence.judge(pair, replace(truth, eps=eps), produced, strict_strides=strict_strides)
+        except NotEquivalent:
+            continue
+        return name
+    return None
+
+
+def _both(truth: equivalence.Truth, produced: Leaves) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    for name, leaf in truth.leaves.items():
+        got = produced.get(name)
+        if isinstance(got, torch.Tensor) and isinstance(leaf, torch.Tensor):
+            yield got, leaf
 
 
 def _precision(trial: _Trial, case: Case, gradients: bool) -> Iterator[str]:
-    truth, produced = trial.truth(case, gradients), trial.produce(case, gradients)
-    for name, eps in PRECISIONS.items():
-        if eps <= 2 * truth.eps or not _any_reaches(truth.leaves, produced, eps):
-            continue
-        try:
-            equivalence.judge(trial.pair, replace(truth, eps=eps), produced)
-        except NotEquivalent:
-            continue
+    name = precision_of(trial.pair, trial.truth(case, gradients), trial.produce(case, gradients))
+    if name is not None:
         yield f"its error is that of {name}: declare precision= if that is meant"
-        return

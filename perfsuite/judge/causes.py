@@ -1,19 +1,17 @@
-"""What a wrong answer of a candidate looks like: one clause for the verdict."""
+"""Finds the likely cause of a candidate's wrong answer, for the message of its verdict."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
-from perfsuite import equivalence
-from perfsuite.diagnosis import PRECISIONS
-from perfsuite.equivalence import NotEquivalent, Truth
+from perfsuite import diagnosis
+from perfsuite.equivalence import Truth
 from perfsuite.execution import Leaves
 from perfsuite.pair import Pair
-from perfsuite.relations import reaches, relation
 
 MOST_KEPT = 4096
 """Digests of earlier answers."""
@@ -30,32 +28,20 @@ class Causes:
     def note(self, truth: Truth, outputs: Sequence[torch.Tensor]) -> None:
         """Remember an answer."""
         if len(self.earlier) < MOST_KEPT:
-            self.earlier[_digest(outputs)] = _digest(list(_tensors(truth.leaves)))
+            self.earlier[_digest(outputs)] = _digest(_tensors(truth.leaves))
 
     def of(self, truth: Truth, outputs: Sequence[torch.Tensor]) -> str:
         """A clause that names the likely cause, with what separates it from the words before; or nothing."""
-        right = _digest(list(_tensors(truth.leaves)))
+        right = _digest(_tensors(truth.leaves))
         if self.earlier.get(_digest(outputs), right) != right:
             return "; it is the answer that it gave to other inputs"
         if all(bool((t == t.flatten()[0]).all()) for t in outputs if t.numel() > 1):
             return "; all elements are the same: it does not read its inputs"
-        found = {relation(o, t) for o, t in zip(outputs, _tensors(truth.leaves), strict=True)}
-        if len(found) == 1 and (words := found.pop()):
-            return f"; {words}"
-        return self._precision(truth, outputs)
-
-    def _precision(self, truth: Truth, outputs: Sequence[torch.Tensor]) -> str:
         produced: Leaves = dict(zip(truth.reference, outputs, strict=True))
-        for name, eps in PRECISIONS.items():
-            try:
-                if eps > 2 * truth.eps and any(
-                    reaches(o, t, eps) for o, t in zip(outputs, _tensors(truth.leaves), strict=True)
-                ):
-                    equivalence.judge(self.pair, replace(truth, eps=eps), produced, strict_strides=False)
-                    return f"; its error is that of {name}"
-            except NotEquivalent:
-                continue
-        return ""
+        if words := diagnosis.related(truth, produced):
+            return f"; {words}"
+        name = diagnosis.precision_of(self.pair, truth, produced, strict_strides=False)
+        return f"; its error is that of {name}" if name else ""
 
 
 def _tensors(leaves: Leaves) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""The source of a process that runs one module and is told only on what to call it: no truth, clock or rule is in it.
+"""The source of a process that runs one module. It receives the inputs, but no expected value, clock or rule.
 
 It is given to `python -c`, with the source of the sandbox. That process imports torch and forks one for each module, on
 request, and runs no module itself. In a forked one each line of its input is a request; each line of its replies says
@@ -26,12 +26,13 @@ class Memory:
     """The memory that is shared with the process that asks; it grows there."""
 
     def __init__(self, file: int) -> None:
-        self.file, self.held = file, b""
+        self.file = file
+        self.held: Any = b""
 
     def bytes(self, end: int) -> Any:
         """All of it, to `end` at least."""
         if len(self.held) < end:
-            self.held = mmap.mmap(self.file, os.fstat(self.file).st_size)  # type: ignore[assignment]
+            self.held = mmap.mmap(self.file, os.fstat(self.file).st_size)
         return self.held
 
 
@@ -106,7 +107,7 @@ class Served:
         return {"same_parameters": same}
 
     def prepare(self, request: dict[str, Any]) -> Callable[[], dict[str, Any]]:
-        """What is to be done at the word "go"."""
+        """Read the request, and return the function that runs it once the judge sends "go"."""
         torch = self.torch
         outputs = [[self.tensor(at) for at in call] for call in request["outputs"]]
         if request["do"] == "copy":
@@ -169,7 +170,7 @@ def operations(torch: Any, call: Callable[[], Any]) -> list[list[Any]]:
                 found.append([func.overloadpacket.__name__, shapes])
             return func(*args, **(kwargs or {}))
 
-    with torch.no_grad(), Noting():  # type: ignore[no-untyped-call]
+    with torch.no_grad(), Noting():  # type: ignore[no-untyped-call]  # torch has not typed it
         call()
     return found
 

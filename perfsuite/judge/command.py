@@ -37,6 +37,7 @@ def judge(
     """
     import torch
 
+    from perfsuite.conclusion import CODE_AT_FAULT
     from perfsuite.errors import PerfsuiteError
     from perfsuite.judge import verdict as verdicts
 
@@ -56,7 +57,7 @@ def judge(
     if as_json:
         click.echo(json.dumps([v.as_json() for v in found], indent=2))
     codes = [verdicts.EXIT_CODES[v.status] for v in found]
-    sys.exit(verdicts.CODE_AT_FAULT if verdicts.CODE_AT_FAULT in codes else max(codes))
+    sys.exit(CODE_AT_FAULT if CODE_AT_FAULT in codes else max(codes))
 
 
 def line(verdict: object) -> str:

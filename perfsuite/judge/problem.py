@@ -76,11 +76,11 @@ class Problem:
         return values
 
     def arguments(self, values: dict[str, Any]) -> list[Any]:
-        """What a module is called with."""
+        """The arguments of a call: all inputs but the module itself."""
         return [v for name, v in values.items() if name != modules.INPUT]
 
     def call(self, values: dict[str, Any]) -> execution.Leaves:
-        """What the reference returns, by name."""
+        """The outputs of the reference, by name."""
         with torch.no_grad():
             returned = self.module(*self.arguments(values))
         return dict(execution.flatten(returned))
@@ -90,7 +90,7 @@ class Problem:
         return [(n.removesuffix("_"), str(shapes)) for n, shapes in operations_ if n not in MOVES]
 
     def own_work(self) -> list[tuple[str, str]]:
-        """What the reference computes with."""
+        """The operations of torch's that the reference computes with."""
         arguments = self.arguments(self.values(0))
         return self.work(operations(torch, lambda: self.module(*arguments)))
 

@@ -24,15 +24,15 @@ BATCH_S = 0.02
 """The least time of a batch: a message between processes takes a hundredth of it."""
 MOST_CALLS = 64
 MOST_BYTES = 1 << 30
-"""Of one batch's inputs and outputs."""
+"""The most memory for the inputs and outputs of one batch."""
 FEWEST_ROUNDS = 8
 NARROW = 0.01
 """An interval of this half-width, in log-ratio, is narrow enough."""
 LEVEL = 0.95
 ALONE = 0.85
-"""Of its time beside the candidate: where the reference takes less without it, the candidate has slowed it."""
+"""If the reference alone takes less than this share of its time beside the candidate, the candidate slows it down."""
 SLACK = 2.0
-"""Of the reference's own error, by which a timed answer may differ from the reference's: the proofs judge finely."""
+"""A timed answer may differ from the reference's by this multiple of the budget that the proofs use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Ratio:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """What the rounds have shown: seconds a call by side, and how many times as fast as each other side."""
+    """The result of all rounds: seconds of a call by side, and the speedup of the candidate over each other side."""
 
     rounds: int
     calls: int
@@ -65,13 +65,13 @@ def race(problem: Problem, sides: Mapping[str, Served], candidate: str, seconds:
     until = time.monotonic() + seconds
     while True:
         every, expected = judge.drawn(calls)
-        copies = min(sides["reference"].copies(calls, judge.forms) for _ in range(2))
+        copies = _copying(sides["reference"], judge, calls)
         for name in sorted(sides, key=lambda _: secrets.randbits(30)):
             spent, outputs = sides[name].call(every, judge.forms)
             for answers, right in zip(outputs, expected, strict=True):
                 judge.check(answers, right, name == candidate)
             sides[name].settled()
-            took[name].append(max(spent - copies, 0.01 * spent) / calls)
+            took[name].append(_of_a_call(spent, copies, calls))
         rounds = len(took[candidate])
         ratios = {name: _ratio(took[name], took[candidate]) for name in sides if name != candidate}
         if rounds >= FEWEST_ROUNDS and (time.monotonic() > until or all(map(_is_narrow, ratios.values()))):
@@ -85,14 +85,24 @@ def race(problem: Problem, sides: Mapping[str, Served], candidate: str, seconds:
             )
 
 
+def _copying(reference: Served, judge: _Judge, calls: int) -> float:
+    """Seconds that a batch spends on copying its outputs."""
+    return min(reference.copies(calls, judge.forms) for _ in range(2))
+
+
+def _of_a_call(spent: float, copies: float, calls: int) -> float:
+    """Seconds of one call in a batch, without the copying of its output."""
+    return max(spent - copies, 0.01 * spent) / calls
+
+
 def _same_alone(reference: Served, judge: _Judge, beside: Sequence[float], calls: int) -> None:
     """NotEquivalent where the reference is faster once the candidate's process is gone."""
     alone = []
     for _ in range(FEWEST_ROUNDS):
         every, _ = judge.drawn(calls)
-        copies = min(reference.copies(calls, judge.forms) for _ in range(2))
+        copies = _copying(reference, judge, calls)
         spent, _ = reference.call(every, judge.forms)
-        alone.append(max(spent - copies, 0.01 * spent) / calls)
+        alone.append(_of_a_call(spent, copies, calls))
     if max(alone) < min(beside) and statistics.median(alone) < ALONE * statistics.median(beside):
         raise NotEquivalent(
             f"it slows the reference, which takes {statistics.median(beside) * 1e6:.3g} µs beside it and "

@@ -16,10 +16,10 @@ import sys
 from collections.abc import Sequence
 
 READ_ONLY = ("/usr", "/lib", "/lib64", "/bin", "/sbin", "/etc", "/opt", "/proc", "/sys")
-"""What a Python process with compilers needs, with the folders of its packages."""
+"""A Python process with compilers reads these folders, and those of its packages."""
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/nvidia*", "/dev/dxg")
 MEMORY_SHARE = 0.8
-"""Of the machine's memory, for what the process allocates."""
+"""The process may allocate this share of the machine's memory."""
 FILE_BYTES = 8 << 30
 
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR, _IOCTL_DEV = 1 << 0, 1 << 1, 1 << 2, 1 << 3, 1 << 15
@@ -27,6 +27,7 @@ _FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}
 """Landlock's version → the number of rights on files that it knows."""
 _NET_BOTH, _SCOPE_BOTH = 0b11, 0b11
 """TCP bind and connect; abstract sockets and signals."""
+_WITHOUT_LANDLOCK = ("files", "network", "signals to other processes")
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _CAPABILITIES = 0x20080522
 _NO_NEW_PRIVILEGES, _DIE_WITH_PARENT, _SECCOMP = 38, 1, 22
@@ -107,13 +108,13 @@ def _limit(cpu_s: int) -> list[str]:
 def _landlock(libc: ctypes.CDLL, writable: Sequence[str], readable: Sequence[str]) -> list[str]:
     version = libc.syscall(_CREATE_RULESET, None, 0, 1)
     if version < 1:
-        return ["files", "network", "signals to other processes"]
+        return [*_WITHOUT_LANDLOCK]
     every = (1 << _FILE_RIGHTS[min(version, max(_FILE_RIGHTS))]) - 1
     parts = [every, *([_NET_BOTH] if version >= 4 else []), *([_SCOPE_BOTH] if version >= 6 else [])]
     rules = struct.pack(f"<{len(parts)}Q", *parts)
     ruleset = libc.syscall(_CREATE_RULESET, rules, len(rules), 0)
     if ruleset < 0:
-        return ["files", "network", "signals to other processes"]
+        return [*_WITHOUT_LANDLOCK]
     only_files = _EXECUTE | _WRITE_FILE | _READ_FILE | (1 << 14) | _IOCTL_DEV
     granted = [(p, every) for p in writable] + [(p, _EXECUTE | _READ_FILE | _READ_DIR) for p in readable]
     granted += [(p, _READ_FILE | _WRITE_FILE | _READ_DIR | _IOCTL_DEV) for d in DEVICES for p in glob.glob(d)]
@@ -128,7 +129,7 @@ def _landlock(libc: ctypes.CDLL, writable: Sequence[str], readable: Sequence[str
             libc.syscall(_ADD_RULE, ruleset, 1, struct.pack("<Qi", rights & every, at), 0)
             os.close(at)
         if libc.syscall(_RESTRICT_SELF, ruleset, 0):
-            return ["files", "network", "signals to other processes"]
+            return [*_WITHOUT_LANDLOCK]
     finally:
         os.close(ruleset)
     return [

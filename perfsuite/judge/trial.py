@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +39,9 @@ class Served:
     limit_s: float
     compiled: bool = False
     same_parameters: bool = True
-    forms: list[Any] = field(default_factory=list)
     _numbers: Any = field(default_factory=itertools.count)
-    _kept: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    _last: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    """The outputs of the last call: (in shared memory, as they were when the call was done)."""
 
     @classmethod
     def start(
@@ -107,7 +107,7 @@ class Served:
             raise NotEquivalent(_other_forms(forms, found["forms"]))
         if not all(same_leaf(there, values) for there, values in given):
             raise NotEquivalent("it writes into its inputs")
-        self._kept = {"last": [t for one in outputs for t in one], "made": [t for one in made for t in one]}
+        self._last = [pair for one, copies in zip(outputs, made, strict=True) for pair in zip(one, copies, strict=True)]
         return seconds, made
 
     def copies(self, number: int, forms: Sequence[torch.Tensor]) -> float:
@@ -118,8 +118,7 @@ class Served:
 
     def settled(self) -> None:
         """NotEquivalent where outputs changed after the call was said to be done."""
-        pairs = zip(self._kept.get("last", []), self._kept.get("made", []), strict=True)
-        if not all(same_leaf(a, b) for a, b in pairs):
+        if not all(same_leaf(there, copied) for there, copied in self._last):
             raise NotEquivalent("it writes its output after it has said that the call is done")
 
     def operations(self, arguments: Sequence[Any]) -> list[tuple[str, str]]:
@@ -217,7 +216,7 @@ def _other_elements(problem: Problem, candidate: Served, tally: equivalence.Tall
     """A few other elements: an answer that is kept by some of them would be given again."""
     case = make.workload_case(problem.pair.workloads[0], "float32", secrets.randbits(31))
     values = make.clone(make.build(problem.pair, case, problem.device))
-    beside = make.clone(make.build(problem.pair, _with_seed(case), problem.device))
+    beside = make.clone(make.build(problem.pair, replace(case, seed=secrets.randbits(31)), problem.device))
     if not _held(problem, candidate, case, values, tally, causes):
         return
     others = dict(make.tensors_in(problem.arguments(beside)))
@@ -229,10 +228,6 @@ def _other_elements(problem: Problem, candidate: Served, tally: equivalence.Tall
                 flat[at] = source[at]
                 tensor.detach().copy_(flat.view(tensor.shape))
         _held(problem, candidate, case, values, tally, causes)
-
-
-def _with_seed(case: Case) -> Case:
-    return Case(dtype=case.dtype, sizes=case.sizes, inputs=case.inputs, seed=case.seed ^ 0x5DEECE6)
 
 
 def _own_work(problem: Problem, candidate: Served) -> None:

@@ -12,15 +12,13 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from perfsuite.conclusion import CODE_AT_FAULT, GREEN, UNDECIDED
 from perfsuite.equivalence import NotEquivalent
 from perfsuite.errors import PerfsuiteError
 from perfsuite.judge import problem as problems
 from perfsuite.judge.process import Ended, Nursery, refuse_where_unsupported
 from perfsuite.judge.race import Ratio, Times, race
 from perfsuite.judge.trial import Served, prove
-
-GREEN, CODE_AT_FAULT, UNDECIDED = 0, 1, 10
-
 
 AT_ONCE = 4
 """Candidates of each lane that are proven before those that are right are timed."""

@@ -17,6 +17,7 @@ from scratch import ROOT
 
 from perfsuite import inputs as make
 from perfsuite.cli import main
+from perfsuite.conclusion import CODE_AT_FAULT, GREEN
 from perfsuite.equivalence import NotEquivalent
 from perfsuite.judge import problem, race, verdict
 from perfsuite.judge.process import Nursery
@@ -446,14 +447,14 @@ def test_the_command_says_it_for_people_and_for_machines(reference: Path) -> Non
     bad.write_text(candidate("return self.right(x) * 1.001"))
     common = ("--device", "cpu", "--seconds", 0.5, "--no-compile", "--speedup", 0.01)
     done = command(reference, good, bad, *common)
-    assert done.exit_code == verdict.CODE_AT_FAULT
+    assert done.exit_code == CODE_AT_FAULT
     first, second = done.output.splitlines()
     assert first.startswith("PASS")
     assert "× the reference" in first
     assert second.startswith("NOT_EQUIVALENT")
     assert "is wrong at" in second
     done = command(reference, good, *common, "--json")
-    assert done.exit_code == verdict.GREEN
+    assert done.exit_code == GREEN
     (one,) = json.loads(done.stdout)
     assert one["status"] == "PASS"
     assert one["speedup"]["low"] > 0
