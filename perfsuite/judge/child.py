@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import ctypes
 import importlib.util
 import io
 import json
@@ -36,6 +37,12 @@ class Memory:
         return self.held
 
 
+class Handle(ctypes.Structure):
+    """The driver's name for memory of a GPU that another process has allocated."""
+
+    _fields_ = (("reserved", ctypes.c_ubyte * 64),)
+
+
 class Served:
     """The module and what is asked of it."""
 
@@ -49,23 +56,33 @@ class Served:
         self.shared: dict[str, Any] = {}
 
     def tensor(self, at: dict[str, Any]) -> Any:
-        """The tensor at a place in shared memory, or in memory of a GPU that is shared."""
+        """The tensor at a place in the memory of the host or of the GPU that both processes have."""
         torch = self.torch
         dtype = getattr(torch, at["dtype"])
+        size = at["count"] * torch.empty(0, dtype=dtype).element_size()
+        begin, end = at["offset"], at["offset"] + size
         if "handle" in at:
-            if at["key"] not in self.shared:
-                handle = [base64.b64decode(p["b"]) if isinstance(p, dict) else p for p in at["handle"]]
-                self.shared[at["key"]] = torch.UntypedStorage._new_shared_cuda(*handle)
-            empty = torch.empty(0, dtype=dtype, device=self.device)
-            return empty.set_(self.shared[at["key"]], at["offset"], at["shape"], at["stride"])
-        count = at["count"]
-        if not count:
-            return torch.empty(at["shape"], dtype=dtype)
-        size = torch.empty(0, dtype=dtype).element_size()
-        held = self.memory.bytes(at["offset"] + count * size)
-        return torch.frombuffer(held, dtype=dtype, count=count, offset=at["offset"]).as_strided(
-            at["shape"], at["stride"]
-        )
+            whole = self.device_bytes(at["handle"], at["bytes"])[begin:end]
+        elif size:
+            whole = torch.frombuffer(self.memory.bytes(end), dtype=torch.uint8, count=size, offset=begin)
+        else:
+            whole = torch.empty(0, dtype=torch.uint8)
+        held = whole.view(dtype)
+        return held.as_strided(at["shape"], at["stride"]) if size else held.view(at["shape"])
+
+    def device_bytes(self, handle: str, size: int) -> Any:
+        """The GPU's memory with this handle of the driver's."""
+        torch = self.torch
+        if handle not in self.shared:
+            torch.cuda.synchronize()  # gives this thread a context
+            address, opened = ctypes.c_uint64(), Handle.from_buffer_copy(base64.b64decode(handle))
+            code = ctypes.CDLL("libcuda.so.1").cuIpcOpenMemHandle_v2(ctypes.byref(address), opened, 1)
+            if code:
+                raise RuntimeError(f"cuIpcOpenMemHandle returns {code}")
+            interface = {"shape": (size,), "typestr": "|u1", "data": (address.value, False), "version": 3}
+            at = type("Bytes", (), {"__cuda_array_interface__": interface})()
+            self.shared[handle] = torch.as_tensor(at, device=self.device)
+        return self.shared[handle]
 
     def value(self, of: Any) -> Any:
         """An argument, which may be a nest of tensors."""

@@ -1,11 +1,8 @@
-"""A process that runs one module, and the memory that is shared with it."""
+"""A process that runs one module, and the one that it is forked from."""
 
 from __future__ import annotations
 
-import base64
-import io
 import json
-import mmap
 import os
 import select
 import shutil
@@ -20,15 +17,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from perfsuite.errors import PerfsuiteError
+from perfsuite.judge.memory import Arena, DeviceMemory, HostMemory
 
 HERE = Path(__file__).parent
 SANDBOX = HERE / "sandbox.py"
 START_LIMIT_S = 120.0
 """Until Python and torch are imported."""
-ALIGNMENT = 256
 TRACES = ("PYTEST", "HYPOTHESIS", "PERFSUITE", "XDIST")
 """Parts of the names of variables that the process does not get."""
 SETTINGS = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
@@ -39,87 +34,6 @@ CACHES = ("TMPDIR", "HOME", "XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR
 
 class Ended(Exception):  # noqa: N818 - what it did, in words
     """The process raised, hung or ended: its message says which."""
-
-
-class Memory:
-    """Memory that another process has too; a place in it is a JSON object."""
-
-    def __init__(self) -> None:
-        self.file = os.memfd_create("perfsuite")
-        self.end = 0
-        self.held: mmap.mmap | None = None
-
-    def clear(self) -> None:
-        """Begin at its start again."""
-        self.end = 0
-
-    def take(self, size: int) -> int:
-        """The offset of so many bytes."""
-        begin = -(-self.end // ALIGNMENT) * ALIGNMENT
-        self.end = begin + size
-        if self.held is None or self.end > len(self.held):
-            os.ftruncate(self.file, max(self.end, 2 * (len(self.held) if self.held is not None else 0), 1 << 16))
-            self.held = mmap.mmap(self.file, os.fstat(self.file).st_size)
-        return begin
-
-    def place(self, tensor: torch.Tensor, *, filled: bool = True) -> tuple[dict[str, Any], torch.Tensor]:
-        """(where it is, the tensor there) for a copy of it with the same strides; without values unless `filled`."""
-        extent = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-        count = extent if tensor.numel() else 0
-        offset = self.take(count * tensor.element_size())
-        at = {
-            "offset": offset,
-            "count": count,
-            "shape": list(tensor.shape),
-            "stride": list(tensor.stride()),
-            "dtype": str(tensor.dtype).removeprefix("torch."),
-        }
-        if not count:
-            return at, torch.empty_like(tensor, device="cpu")
-        assert self.held is not None
-        whole = torch.frombuffer(self.held, dtype=tensor.dtype, count=count, offset=offset)
-        there = whole.as_strided(tensor.shape, tensor.stride())
-        if filled:
-            there.copy_(tensor)
-        return at, there
-
-    def value(self, value: Any, place: Callable[[torch.Tensor], dict[str, Any]]) -> dict[str, Any]:
-        """Where an argument is; `place` finds a place for each tensor."""
-        if isinstance(value, torch.Tensor):
-            return {"tensor": place(value.detach())}
-        if isinstance(value, (list, tuple)):
-            return {type(value).__name__: [self.value(v, place) for v in value]}
-        if isinstance(value, Mapping):
-            return {"dict": {key: self.value(v, place) for key, v in value.items()}}
-        return {"pickled": self.pickled(value)}
-
-    def pickled(self, value: Any) -> list[int]:
-        """Where an object is."""
-        stream = io.BytesIO()
-        torch.save(value, stream)
-        data = stream.getvalue()
-        begin = self.take(len(data))
-        assert self.held is not None
-        self.held[begin : begin + len(data)] = data
-        return [begin, begin + len(data)]
-
-    def close(self) -> None:
-        """Give it back; tensors there may live on."""
-        os.close(self.file)
-
-
-def on_device(tensor: torch.Tensor, key: str) -> dict[str, Any]:
-    """The place of a tensor in memory of a GPU, for another process."""
-    parts = tensor.untyped_storage()._share_cuda_()
-    handle = [{"b": base64.b64encode(p).decode()} if isinstance(p, bytes) else p for p in parts]
-    return {
-        "handle": handle,
-        "key": key,
-        "offset": tensor.storage_offset(),
-        "shape": list(tensor.shape),
-        "stride": list(tensor.stride()),
-        "dtype": str(tensor.dtype).removeprefix("torch."),
-    }
 
 
 class Nursery:
@@ -161,7 +75,8 @@ class Process:
     def __init__(
         self, nursery: Nursery, source: Path, name: str, device: str, *, hidden: Sequence[str], cpu_s: int
     ) -> None:
-        self.nursery, self.name, self.memory = nursery, name, Memory()
+        self.nursery, self.name, self.memory = nursery, name, HostMemory()
+        self.device_memory: Arena = self.memory if device == "cpu" else DeviceMemory()
         self.folder = Path(tempfile.mkdtemp(prefix="perfsuite-judge-"))
         self.path = self.folder / "candidate.py"
         shutil.copyfile(source, self.path)
@@ -181,6 +96,11 @@ class Process:
         self.ended = self.closed = False
         self.lacking: list[str] = self._reply(START_LIMIT_S).get("lacking", [])
 
+    def clear(self) -> None:
+        """Use the shared memory from its start again."""
+        self.memory.clear()
+        self.device_memory.clear()
+
     def ask(self, request: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
         """Its reply, after which it stands still until it is asked again. Ended where it raised, hung or ended."""
         self._continue()
@@ -188,11 +108,16 @@ class Process:
         return self._checked(self._reply(limit_s))
 
     def timed(
-        self, request: Mapping[str, Any], limit_s: float, fill: Callable[[], None] = lambda: None
+        self,
+        request: Mapping[str, Any],
+        limit_s: float,
+        fill: Callable[[], None] = lambda: None,
+        read: Callable[[], None] = lambda: None,
     ) -> tuple[float, dict[str, Any]]:
         """(seconds between the word "go" and the reply, the reply).
 
-        `fill` writes the inputs while the process stands still: before its time begins it cannot work on them.
+        `fill` writes the inputs while the process stands still: before its time begins it cannot work on them. `read`
+        is called at once when the reply is there, before the process is stopped.
         """
         self.ask(request, limit_s)
         fill()
@@ -201,6 +126,7 @@ class Process:
         self._send(b"go")
         line = self._line(limit_s)
         seconds = time.perf_counter() - begin
+        read()
         return seconds, self._checked(self._read(line))
 
     def _continue(self) -> None:
@@ -262,7 +188,8 @@ class Process:
             self._end()
         os.close(self._requests)
         os.close(self._replies)
-        self.memory.close()
+        for held in {self.memory, self.device_memory}:
+            held.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import secrets
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,13 +19,13 @@ from perfsuite import inputs as make
 from perfsuite.equivalence import NotEquivalent
 from perfsuite.integrity.probe import same_leaf
 from perfsuite.judge.problem import Problem
+from perfsuite.judge.process import Ended
 from perfsuite.judge.trial import Served
 
-BATCH_S = 0.02
-"""The least time of a batch: a message between processes takes a hundredth of it."""
-MOST_CALLS = 64
-MOST_BYTES = 1 << 30
-"""The most memory for the inputs and outputs of one batch."""
+ROUND_S = 0.02
+"""A round has as many calls of each side as the fastest side does in this time."""
+MOST_CALLS = 16
+WARMUP_CALLS = 3
 FEWEST_ROUNDS = 8
 NARROW = 0.01
 """An interval of this half-width, in log-ratio, is narrow enough."""
@@ -33,6 +34,14 @@ ALONE = 0.85
 """If the reference alone takes less than this share of its time beside the candidate, the candidate slows it down."""
 SLACK = 2.0
 """A timed answer may differ from the reference's by this multiple of the budget that the proofs use."""
+
+
+class Unusable(Exception):  # noqa: N818 - a side, not an error of the judge's
+    """A side other than the candidate failed while it was timed, so that nothing can be said against it."""
+
+    def __init__(self, side: str, message: str) -> None:
+        super().__init__(message)
+        self.side = side
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,23 +64,18 @@ class Times:
 
 
 def race(problem: Problem, sides: Mapping[str, Served], candidate: str, seconds: float) -> Times:
-    """Interleaved rounds of all sides on the same values, new ones in each. NotEquivalent where an answer is wrong.
+    """Interleaved rounds of all sides on the same values, new ones in each.
 
-    At the end the candidate's process is closed, and the reference is timed without it.
+    NotEquivalent, or Ended, where the candidate fails or answers otherwise; Unusable where another side does. At the
+    end the candidate's process is closed, and the reference is timed without it.
     """
-    judge = _Judge(problem)
-    calls = _calls(problem, sides, judge)
+    judge = _Judge(problem, candidate)
+    calls = _calls(sides, judge)
     took: dict[str, list[float]] = {name: [] for name in sides}
     until = time.monotonic() + seconds
     while True:
-        every, expected = judge.drawn(calls)
-        copies = _copying(sides["reference"], judge, calls)
-        for name in sorted(sides, key=lambda _: secrets.randbits(30)):
-            spent, outputs = sides[name].call(every, judge.forms)
-            for answers, right in zip(outputs, expected, strict=True):
-                judge.check(answers, right, name == candidate)
-            sides[name].settled()
-            took[name].append(_of_a_call(spent, copies, calls))
+        for name, spent in _round(sides, judge, calls).items():
+            took[name].append(spent)
         rounds = len(took[candidate])
         ratios = {name: _ratio(took[name], took[candidate]) for name in sides if name != candidate}
         if rounds >= FEWEST_ROUNDS and (time.monotonic() > until or all(map(_is_narrow, ratios.values()))):
@@ -85,24 +89,30 @@ def race(problem: Problem, sides: Mapping[str, Served], candidate: str, seconds:
             )
 
 
-def _copying(reference: Served, judge: _Judge, calls: int) -> float:
-    """Seconds that a batch spends on copying its outputs."""
-    return min(reference.copies(calls, judge.forms) for _ in range(2))
+def _round(sides: Mapping[str, Served], judge: _Judge, calls: int) -> dict[str, float]:
+    """Seconds of a call of each side: the median of so many, each with values of its own.
+
+    Each call is a request of its own. Calls whose inputs are there together could be done in one launch.
+    """
+    spent: dict[str, list[float]] = {name: [] for name in sides}
+    copies = []
+    for _ in range(calls):
+        values, expected = judge.drawn()
+        for name in sorted(sides, key=lambda _: secrets.randbits(30)):
+            spent[name].append(judge.called(name, sides[name], values, expected))
+        copies.append(judge.copying(sides["reference"]))
+    beside = statistics.median(copies)
+    return {name: _without(statistics.median(every), beside) for name, every in spent.items()}
 
 
-def _of_a_call(spent: float, copies: float, calls: int) -> float:
-    """Seconds of one call in a batch, without the copying of its output."""
-    return max(spent - copies, 0.01 * spent) / calls
+def _without(spent: float, copies: float) -> float:
+    """Seconds of a call without the messages and the copying of its output."""
+    return max(spent - copies, 0.01 * spent)
 
 
 def _same_alone(reference: Served, judge: _Judge, beside: Sequence[float], calls: int) -> None:
     """NotEquivalent where the reference is faster once the candidate's process is gone."""
-    alone = []
-    for _ in range(FEWEST_ROUNDS):
-        every, _ = judge.drawn(calls)
-        copies = _copying(reference, judge, calls)
-        spent, _ = reference.call(every, judge.forms)
-        alone.append(_of_a_call(spent, copies, calls))
+    alone = [_round({"reference": reference}, judge, calls)["reference"] for _ in range(FEWEST_ROUNDS)]
     if max(alone) < min(beside) and statistics.median(alone) < ALONE * statistics.median(beside):
         raise NotEquivalent(
             f"it slows the reference, which takes {statistics.median(beside) * 1e6:.3g} µs beside it and "
@@ -113,8 +123,8 @@ def _same_alone(reference: Served, judge: _Judge, beside: Sequence[float], calls
 class _Judge:
     """New values for each call, what the reference makes of them here, and whether an answer is that."""
 
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
+    def __init__(self, problem: Problem, candidate: str) -> None:
+        self.problem, self.candidate = problem, candidate
         case = make.workload_case(problem.pair.workloads[0], "float32", secrets.randbits(31))
         truth = equivalence.establish(problem.pair, case, problem.device, gradients=False)
         self.forms = [leaf for leaf in truth.reference.values() if isinstance(leaf, torch.Tensor)]
@@ -124,21 +134,40 @@ class _Judge:
             if isinstance(leaf, torch.Tensor)
         ]
 
-    def drawn(self, calls: int) -> tuple[list[list[Any]], list[list[torch.Tensor]]]:
-        """(arguments of each call, the reference's outputs)."""
-        every, expected = [], []
-        for _ in range(calls):
-            values = self.problem.values(secrets.randbits(31))
-            expected.append([leaf for leaf in self.problem.call(values).values() if isinstance(leaf, torch.Tensor)])
-            every.append(self.problem.arguments(values))
-        return every, expected
+    def drawn(self) -> tuple[list[Any], list[torch.Tensor]]:
+        """(arguments of a call, the reference's outputs)."""
+        values = self.problem.values(secrets.randbits(31))
+        expected = [leaf for leaf in self.problem.call(values).values() if isinstance(leaf, torch.Tensor)]
+        return self.problem.arguments(values), expected
 
-    def check(self, answers: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], is_candidate: bool) -> None:
-        """NotEquivalent where an answer of a timed call is not the reference's."""
+    def called(self, name: str, side: Served, arguments: Sequence[Any], expected: Sequence[torch.Tensor]) -> float:
+        """Seconds of a side's call, and of the messages for it; its answer is checked."""
+        with self._blaming(name):
+            spent, (answer,) = side.call([arguments], self.forms)
+            self._check(answer, expected)
+            side.settled()
+            return spent
+
+    def copying(self, reference: Served) -> float:
+        """Seconds that a request takes in which only an output is copied."""
+        with self._blaming("reference"):
+            return reference.copies(self.forms)
+
+    @contextlib.contextmanager
+    def _blaming(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except (Ended, NotEquivalent) as error:
+            if name == self.candidate:
+                raise
+            raise Unusable(name, str(error).removeprefix("it ")) from None
+
+    def _check(self, answers: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:
         for number, (a, b) in enumerate(zip(answers, expected, strict=True)):
             if not _near(a, b, self.allowed[number]):
-                what = "it answers otherwise while it is timed" if is_candidate else "torch.compile of the reference"
-                raise NotEquivalent(f"{what}: output {number} of a timed call is not the reference's")
+                raise NotEquivalent(
+                    f"it answers otherwise while it is timed: output {number} of a timed call is not the reference's"
+                )
 
 
 def _relative(error: torch.Tensor | None, leaf: torch.Tensor) -> float:
@@ -162,17 +191,13 @@ def _near(a: torch.Tensor, b: torch.Tensor, allowed: float) -> bool:
     return float((x - y).norm()) <= allowed * float(y.norm())
 
 
-def _calls(problem: Problem, sides: Mapping[str, Served], judge: _Judge) -> int:
-    """How many calls make a batch long enough, of the fastest side; all sides are warm afterwards."""
-    every, _ = judge.drawn(1)
-    held = make.bytes_in(every) + sum(t.numel() * t.element_size() for t in judge.forms)
-    most = max(1, min(MOST_CALLS, MOST_BYTES // max(1, held)))
-    fastest = math.inf
-    for side in sides.values():
-        for _ in range(3):
-            seconds, _ = side.call(every, judge.forms)
-        fastest = min(fastest, seconds)
-    return max(1, min(most, math.ceil(BATCH_S / max(fastest, 1e-6))))
+def _calls(sides: Mapping[str, Served], judge: _Judge) -> int:
+    """How many calls a round has; all sides are warm afterwards."""
+    values, expected = judge.drawn()
+    fastest = min(
+        [judge.called(name, side, values, expected) for _ in range(WARMUP_CALLS)][-1] for name, side in sides.items()
+    )
+    return max(1, min(MOST_CALLS, math.ceil(ROUND_S / max(fastest, 1e-6))))
 
 
 def _ratio(slow: Sequence[float], fast: Sequence[float]) -> Ratio:

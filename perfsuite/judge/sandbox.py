@@ -18,6 +18,8 @@ from collections.abc import Sequence
 READ_ONLY = ("/usr", "/lib", "/lib64", "/bin", "/sbin", "/etc", "/opt", "/proc", "/sys")
 """A Python process with compilers reads these folders, and those of its packages."""
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/nvidia*", "/dev/dxg")
+OWN = "/proc/self"
+"""CUDA names its threads there, and does not start where it may not."""
 MEMORY_SHARE = 0.8
 """The process may allocate this share of the machine's memory."""
 FILE_BYTES = 8 << 30
@@ -116,7 +118,8 @@ def _landlock(libc: ctypes.CDLL, writable: Sequence[str], readable: Sequence[str
     if ruleset < 0:
         return [*_WITHOUT_LANDLOCK]
     only_files = _EXECUTE | _WRITE_FILE | _READ_FILE | (1 << 14) | _IOCTL_DEV
-    granted = [(p, every) for p in writable] + [(p, _EXECUTE | _READ_FILE | _READ_DIR) for p in readable]
+    granted = [(p, every) for p in writable] + [(OWN, _READ_FILE | _READ_DIR | _WRITE_FILE)]
+    granted += [(p, _EXECUTE | _READ_FILE | _READ_DIR) for p in readable]
     granted += [(p, _READ_FILE | _WRITE_FILE | _READ_DIR | _IOCTL_DEV) for d in DEVICES for p in glob.glob(d)]
     try:
         for path, rights in granted:
@@ -127,7 +130,8 @@ def _landlock(libc: ctypes.CDLL, writable: Sequence[str], readable: Sequence[str
             if not os.path.isdir(path):
                 rights &= only_files
             libc.syscall(_ADD_RULE, ruleset, 1, struct.pack("<Qi", rights & every, at), 0)
-            os.close(at)
+            if path != OWN:  # an inode of /proc is made anew unless it is open
+                os.close(at)
         if libc.syscall(_RESTRICT_SELF, ruleset, 0):
             return [*_WITHOUT_LANDLOCK]
     finally:

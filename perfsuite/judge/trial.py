@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -18,7 +17,7 @@ from perfsuite.execution import Leaves
 from perfsuite.integrity.probe import same_leaf
 from perfsuite.judge.causes import Causes
 from perfsuite.judge.problem import Problem
-from perfsuite.judge.process import Ended, Nursery, Process, on_device
+from perfsuite.judge.process import Ended, Nursery, Process
 from perfsuite.records import Case
 
 DRAWS = 8
@@ -28,6 +27,9 @@ CHANGED = 4
 CHANGES = 3
 """How often: a key may have been among the elements that changed."""
 CPU_LIMIT_S = 3600
+PIECE = 64
+"""Elements of each output that are read at once when a call is said to be done."""
+WRITTEN_LATER = "it writes its output after it has said that the call is done"
 
 
 @dataclass(slots=True)
@@ -39,7 +41,6 @@ class Served:
     limit_s: float
     compiled: bool = False
     same_parameters: bool = True
-    _numbers: Any = field(default_factory=itertools.count)
     _last: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     """The outputs of the last call: (in shared memory, as they were when the call was done)."""
 
@@ -59,7 +60,7 @@ class Served:
 
     def _build(self) -> None:
         memory = self.process.memory
-        memory.clear()
+        self.process.clear()
         request = {
             "do": "build",
             "path": str(self.process.path),
@@ -80,7 +81,7 @@ class Served:
         With `again` all of them are the first, which is given only once. NotEquivalent, or Ended, where there are none.
         """
         memory, given = self.process.memory, list[tuple[torch.Tensor, torch.Tensor]]()
-        memory.clear()
+        self.process.clear()
 
         def later(values: torch.Tensor) -> dict[str, Any]:
             at, there = self._place(values)
@@ -92,6 +93,9 @@ class Served:
                 make.copy_values(there, values)
             self._poison(outputs)
 
+        def read() -> None:
+            seen.extend(piece.cpu() for piece in pieces)
+
         arguments = [[memory.value(v, later) for v in one] for one in (every[:1] if again else every)]
         outputs, places = self._outputs(len(every), forms)
         request = {
@@ -101,40 +105,41 @@ class Served:
             "outputs": places,
             "forms": [[list(t.shape), str(t.dtype).removeprefix("torch.")] for t in forms],
         }
-        seconds, found = self.process.timed(request, self.limit_s, fill)
+        pieces, seen = [_piece(t) for one in outputs for t in one], list[torch.Tensor]()
+        seconds, found = self.process.timed(request, self.limit_s, fill, read)
         made = [[t.clone() for t in one] for one in outputs]
         if "forms" in found:
             raise NotEquivalent(_other_forms(forms, found["forms"]))
+        if not all(same_leaf(piece.cpu(), early) for piece, early in zip(pieces, seen, strict=True)):
+            raise NotEquivalent(WRITTEN_LATER)
         if not all(same_leaf(there, values) for there, values in given):
             raise NotEquivalent("it writes into its inputs")
         self._last = [pair for one, copies in zip(outputs, made, strict=True) for pair in zip(one, copies, strict=True)]
         return seconds, made
 
-    def copies(self, number: int, forms: Sequence[torch.Tensor]) -> float:
-        """Seconds of copying so many outputs."""
-        self.process.memory.clear()
-        _, places = self._outputs(number, forms)
+    def copies(self, forms: Sequence[torch.Tensor]) -> float:
+        """Seconds of a request that copies the outputs of the last call, and of the messages for it."""
+        self.process.clear()
+        _, places = self._outputs(1, forms)
         return self.process.timed({"do": "copy", "outputs": places}, self.limit_s)[0]
 
     def settled(self) -> None:
         """NotEquivalent where outputs changed after the call was said to be done."""
         if not all(same_leaf(there, copied) for there, copied in self._last):
-            raise NotEquivalent("it writes its output after it has said that the call is done")
+            raise NotEquivalent(WRITTEN_LATER)
 
     def operations(self, arguments: Sequence[Any]) -> list[tuple[str, str]]:
         """What it computes with, as far as torch sees it."""
         memory = self.process.memory
-        memory.clear()
+        self.process.clear()
         request = {"do": "trace", "inputs": [memory.value(v, lambda t: memory.place(t)[0]) for v in arguments]}
         found = self.process.ask(request, self.limit_s).get("operations", [])
         return self.problem.work(found)
 
     def _place(self, like: torch.Tensor) -> tuple[dict[str, Any], torch.Tensor]:
         """(where it is, the tensor there): memory without values that both processes have."""
-        if self.problem.device == "cpu":
-            return self.process.memory.place(like, filled=False)
-        ours = make.clone(like)
-        return on_device(ours, f"tensor {next(self._numbers)}"), ours
+        arena = self.process.memory if like.device.type == "cpu" else self.process.device_memory
+        return arena.place(like, filled=False)
 
     def _outputs(self, number: int, forms: Sequence[torch.Tensor]) -> tuple[list[list[torch.Tensor]], list[list[Any]]]:
         """Memory for the outputs of so many calls, and where it is."""
@@ -157,6 +162,13 @@ class Served:
     def close(self) -> None:
         """End its process."""
         self.process.close()
+
+
+def _piece(output: torch.Tensor) -> torch.Tensor:
+    """A few elements of an output, at a place that nobody knows before."""
+    flat = output.view(-1)
+    begin = secrets.randbelow(max(1, flat.numel() - PIECE + 1))
+    return flat[begin : begin + PIECE]
 
 
 def _other_forms(forms: Sequence[torch.Tensor], found: Sequence[Any]) -> str:

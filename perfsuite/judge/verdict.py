@@ -17,9 +17,16 @@ from perfsuite.equivalence import NotEquivalent
 from perfsuite.errors import PerfsuiteError
 from perfsuite.judge import problem as problems
 from perfsuite.judge.process import Ended, Nursery, refuse_where_unsupported
-from perfsuite.judge.race import Ratio, Times, race
+from perfsuite.judge.race import Ratio, Times, Unusable, race
 from perfsuite.judge.trial import Served, prove
 
+COMPILE_PATIENCE = 5
+"""torch.compile of the reference may take this multiple of the limit on a request."""
+RIVALS = {
+    "reference": "the reference, in a process of its own,",
+    "compile": "torch.compile of the reference",
+}
+OTHERWISE = {"compile": "; --no-compile times without it"}
 AT_ONCE = 4
 """Candidates of each lane that are proven before those that are right are timed."""
 
@@ -135,23 +142,33 @@ def _prove(nursery: Nursery, problem: problems.Problem, path: Path, options: Opt
 def _time(nursery: Nursery, problem: problems.Problem, served: Served, verdict: Verdict, options: Options) -> None:
     """Time a proven candidate beside the reference, each in its own process."""
     sides = {"candidate": served}
+    names = ["reference", *(["compile"] if options.compiled else [])]
     try:
-        sides["reference"] = Served.start(nursery, problem, problem.path, problems.MODEL, options.limit_s)
-        if options.compiled:
-            limit = 5 * options.limit_s  # it compiles
-            sides["compile"] = Served.start(nursery, problem, problem.path, problems.MODEL, limit, compiled=True)
+        for name in names:
+            sides[name] = _rival(nursery, problem, name, options)
         times = race(problem, sides, "candidate", options.seconds)
     except Ended as error:
         verdict.message = f"while it is timed, it {error}"
-        return
     except NotEquivalent as error:
         verdict.message = str(error)
-        return
+    except Unusable as error:
+        verdict.status = Status.NOISY
+        verdict.message = f"not timed: {RIVALS[error.side]} {error}{OTHERWISE.get(error.side, '')}"
+    else:
+        _decide(times, verdict, options)
     finally:
         for name, side in sides.items():
             if name != "candidate":
                 side.close()
-    _decide(times, verdict, options)
+
+
+def _rival(nursery: Nursery, problem: problems.Problem, name: str, options: Options) -> Served:
+    """The reference in a process of its own, compiled or not. Unusable where that fails."""
+    limit = options.limit_s * (COMPILE_PATIENCE if name == "compile" else 1)
+    try:
+        return Served.start(nursery, problem, problem.path, problems.MODEL, limit, compiled=name == "compile")
+    except (Ended, NotEquivalent) as error:
+        raise Unusable(name, str(error)) from None
 
 
 def _decide(times: Times, verdict: Verdict, options: Options) -> None:

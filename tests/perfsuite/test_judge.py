@@ -400,24 +400,51 @@ def test_an_honest_candidate_is_proven_and_timed(nursery: Nursery, reference: Pa
     assert set(found.seconds) == {"reference", "candidate"}
 
 
-def test_a_side_that_is_slower_beside_the_candidate_is_said_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Reference:
-        def call(self, every: object, forms: object) -> tuple[float, None]:
-            return 1.0, None
-
-        def copies(self, number: int, forms: object) -> float:
-            return 0.0
-
+def test_a_side_that_is_slower_beside_the_candidate_is_said_by_name() -> None:
     class Judge:
-        forms = ()
-
-        def drawn(self, calls: int) -> tuple[list[object], list[object]]:
+        def drawn(self) -> tuple[list[object], list[object]]:
             return [], []
 
+        def copying(self, reference: object) -> float:
+            return 0.0
+
+        def called(self, name: str, side: object, arguments: object, expected: object) -> float:
+            return 1.0
+
     with pytest.raises(NotEquivalent, match="it slows the reference"):
-        race._same_alone(Reference(), Judge(), [2.0] * 8, 1)  # type: ignore[arg-type]
-    race._same_alone(Reference(), Judge(), [1.05] * 8, 1)  # type: ignore[arg-type]
-    race._same_alone(Reference(), Judge(), [2.0] * 7 + [0.9], 1)  # type: ignore[arg-type]
+        race._same_alone(None, Judge(), [2.0] * 8, 1)  # type: ignore[arg-type]
+    race._same_alone(None, Judge(), [1.05] * 8, 1)  # type: ignore[arg-type]
+    race._same_alone(None, Judge(), [2.0] * 7 + [0.9], 1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("before", "says"),
+    [
+        ('if __name__ == "candidate":\n    raise ValueError("not here")', "raises ValueError: not here"),
+        ('if __name__ == "candidate":\n    os._exit(3)', "ends its process with exit code 3"),
+        ('if __name__ == "candidate":\n    torch.sigmoid = torch.tanh', "answers otherwise while it is timed"),
+    ],
+)
+def test_a_reference_that_fails_in_its_own_process_accuses_nobody(
+    nursery: Nursery, reference: Path, before: str, says: str
+) -> None:
+    reference.write_text(f"import os\nimport torch\n{before}\n{reference.read_text()}")
+    found = judged(nursery, reference, candidate("return self.right(x)"))
+    assert found.status is Status.NOISY
+    assert found.message.startswith("not timed: the reference, in a process of its own, ")
+    assert says in found.message
+    assert found.draws == 8
+
+
+def test_a_reference_that_torch_compiles_to_another_function_accuses_nobody(nursery: Nursery, reference: Path) -> None:
+    differs = "y = self.linear(x) + torch.compiler.is_compiling()"
+    reference.write_text(reference.read_text().replace("y = self.linear(x)", differs))
+    found = judged(nursery, reference, candidate("return self.right(x)"), compiled=True, limit_s=20.0)
+    assert found.status is Status.NOISY
+    assert found.message == (
+        "not timed: torch.compile of the reference answers otherwise while it is timed: output 0 of a timed call is "
+        "not the reference's; --no-compile times without it"
+    )
 
 
 def test_nothing_is_left(reference: Path) -> None:
@@ -427,7 +454,14 @@ def test_nothing_is_left(reference: Path) -> None:
     nursery.close()
     assert found.status is not Status.PASS
     assert set(Path(tempfile.gettempdir()).glob("perfsuite-judge-*")) == before
-    assert not [p for p in Path("/proc").glob("[0-9]*/cwd") if "perfsuite-judge-" in os.path.realpath(p)]
+    assert not [p for p in Path("/proc").glob("[0-9]*/cwd") if "perfsuite-judge-" in _target(p)]
+
+
+def _target(link: Path) -> str:
+    try:
+        return os.readlink(link)
+    except OSError:  # another user's process, or one that has ended
+        return ""
 
 
 def test_parameters_of_other_names_are_those_of_the_seed(nursery: Nursery, reference: Path) -> None:
