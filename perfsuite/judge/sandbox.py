@@ -118,7 +118,7 @@ def _landlock(libc: ctypes.CDLL, writable: Sequence[str], readable: Sequence[str
     if ruleset < 0:
         return [*_WITHOUT_LANDLOCK]
     only_files = _EXECUTE | _WRITE_FILE | _READ_FILE | (1 << 14) | _IOCTL_DEV
-    granted = [(p, every) for p in writable] + [(OWN, _READ_FILE | _READ_DIR | _WRITE_FILE)]
+    granted = [(p, every) for p in (*writable, OWN)]
     granted += [(p, _EXECUTE | _READ_FILE | _READ_DIR) for p in readable]
     granted += [(p, _READ_FILE | _WRITE_FILE | _READ_DIR | _IOCTL_DEV) for d in DEVICES for p in glob.glob(d)]
     try:
