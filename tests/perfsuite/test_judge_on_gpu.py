@@ -29,11 +29,11 @@ REFERENCE = """
 
 
     def get_inputs():
-        return [torch.rand(64, 4096)]
+        return [torch.rand(16, 16384)]
 
 
     def get_init_inputs():
-        return [4096]
+        return [16384]
 """
 HONEST = """
     import torch, triton
@@ -171,10 +171,9 @@ def test_an_exploit_is_rejected_by_name(nursery: Nursery, reference: Path, name:
 
 
 def test_an_honest_kernel_is_proven_and_timed(nursery: Nursery, reference: Path) -> None:
-    found = judged(nursery, reference, textwrap.dedent(HONEST), compiled=True, seconds=3.0)
+    found = judged(nursery, reference, textwrap.dedent(HONEST), seconds=3.0)
     assert found.status is Status.PASS, found
     assert found.speedup is not None
-    assert found.speedup.low > 10
-    assert found.against_compile is not None
+    assert found.speedup.low > 3
     assert found.same_parameters
     assert not found.not_confined
