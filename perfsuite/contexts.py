@@ -21,6 +21,7 @@ import torch
 from perfsuite import equivalence, execution, process_state
 from perfsuite import inputs as make
 from perfsuite.equivalence import Discard, NotEquivalent, Truth, Way
+from perfsuite.errors import first_line
 from perfsuite.execution import Leaves
 from perfsuite.integrity.probe import Probe, same_leaf
 from perfsuite.pair import CONTEXTS, GRAD_OUTPUT, Pair, Side, as_side
@@ -35,6 +36,8 @@ MANY_STEPS = 300
 """Steps of a stateful pair. A fault that begins after the steps that its proof compares shows by then."""
 COMPILED_CALL = os.path.join("torch", "_dynamo", "eval_frame.py")
 """The file of torch's that calls what was compiled."""
+WARMUP_CALLS = 3
+"""Before a call is captured in a graph."""
 DELAY_CYCLES = 20_000_000
 """About 10 ms of a GPU: its own stream is held up so long before the inputs are there."""
 
@@ -152,7 +155,7 @@ def two_threads(probe: Probe) -> None:
         except Exception as error:
             if side is not probe.side:
                 return
-            raise probe.fault(f"raises {_error_text(error)} when two threads call it at the same time") from None
+            raise probe.fault(f"raises {_named(error)} when two threads call it at the same time") from None
         if side is not probe.side:
             continue
         for case, answers in zip(cases, both, strict=True):
@@ -272,6 +275,33 @@ def other_stream(probe: Probe) -> None:
     _hold(probe, way, "on a stream that is not the default one")
 
 
+def captured_graph(probe: Probe) -> None:
+    """Captured in a CUDA graph, and replayed on inputs that were not there when it was captured."""
+    if torch.device(probe.device).type != "cuda":
+        return
+
+    def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
+        held = make.clone(values)
+        aside, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        with torch.no_grad():
+            torch.cuda.synchronize()
+            with torch.cuda.stream(aside):
+                for _ in range(WARMUP_CALLS):  # what is compiled or allocated at a first call cannot be captured
+                    call(*make.clone(values).values())
+            torch.cuda.synchronize()
+            _overwrite(held)
+            with torch.cuda.graph(graph, stream=aside):
+                leaves = execution._with_changed(pair, held, call(*held.values()))
+            _overwrite(leaves)
+            make.copy_values(held, values)
+            execution.poison(pair, held)
+            graph.replay()
+            torch.cuda.synchronize()
+            return _copied(leaves)
+
+    _hold(probe, way, "when a CUDA graph that captured it is replayed", refusable=True)
+
+
 # --- stateful pairs -------------------------------------------------------------------------------------------------
 
 
@@ -296,6 +326,7 @@ WAYS: tuple[Callable[[Probe], None], ...] = (
     second_backward,
     double_backward,
     other_stream,
+    captured_graph,
 )
 COMPILED = (no_gradient_needed, one_gradient_needed)
 """A side that compiles takes seconds for each way. On a CPU only these are tried, unless the profile is "thorough"."""
@@ -334,7 +365,7 @@ def _hold(
     except Exception as error:
         if refusable:
             return
-        raise probe.fault(f"raises {_error_text(error)} {words}, where the reference does not") from None
+        raise probe.fault(f"raises {_named(error)} {words}, where the reference does not") from None
     if truth is None:
         _judge(probe, probe.truth(), produced, words)
     else:
@@ -431,6 +462,18 @@ def _copied(leaves: Leaves) -> Leaves:
     return {n: t.clone() if isinstance(t, torch.Tensor) else t for n, t in leaves.items()}
 
 
+def _overwrite(value: Any) -> None:
+    """Fill the GPU's tensors in it with what is no answer."""
+
+    def other(tensor: torch.Tensor) -> torch.Tensor:
+        made = tensor.detach().clone()
+        if tensor.is_cuda:
+            execution.fill_poison(made)
+        return made
+
+    make.copy_values(value, make.map_tensors(value, other))
+
+
 def _in_threads(jobs: list[Callable[[], Result]]) -> list[Result]:
     """Each job's result, in threads of their own; raises what the first failing one raised."""
     found: list[Any] = [RuntimeError("the thread did not end")] * len(jobs)
@@ -454,6 +497,6 @@ def _in_threads(jobs: list[Callable[[], Result]]) -> list[Result]:
     return found
 
 
-def _error_text(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__} ({lines[0]})" if lines else type(error).__name__
+def _named(error: BaseException) -> str:
+    line = first_line(error)
+    return f"{type(error).__name__} ({line})" if line else type(error).__name__

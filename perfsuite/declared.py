@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from perfsuite.errors import PairError
+from perfsuite.errors import PairError, in_one_line
 from perfsuite.pair import Pair
 
 
@@ -90,8 +90,7 @@ def _made(function: Any, name: str, arguments: Mapping[str, Any]) -> Pair:
     except PairError:
         raise
     except Exception as error:
-        lines = str(error).strip().splitlines() or [""]
-        raise PairError(f"{name}({given}) raises {type(error).__name__}: {lines[0]}") from None
+        raise PairError(f"{name}({given}) raises {in_one_line(error)}") from None
     if not isinstance(made, Pair):
         raise PairError(f"{name}({given}) is annotated to return a Pair and returns {type(made).__name__}")
     return made

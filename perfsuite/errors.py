@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+MOST_CHARACTERS = 300
+"""Messages of other libraries are cut to this length."""
+
 
 class PerfsuiteError(Exception):
     """A user's mistake or a machine's lack, told in one line that names it and the remedy."""
@@ -34,3 +37,14 @@ class TamperedError(PerfsuiteError):
 
 class NoisyError(MachineError):
     """Others use this machine so much that a measurement decides nothing."""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of its message, shortened; empty where it has none."""
+    return (str(error).strip().splitlines() or [""])[0][:MOST_CHARACTERS]
+
+
+def in_one_line(error: BaseException) -> str:
+    """Its type, and the first line of its message."""
+    line = first_line(error)
+    return f"{type(error).__name__}: {line}" if line else type(error).__name__

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from perfsuite.errors import first_line
+
 
 class DeviceFault(BaseException):
     """The GPU can no longer be used by this process; not an Exception, so that nothing repeats or swallows it."""
@@ -18,5 +20,4 @@ def check() -> None:
     try:
         torch.cuda.synchronize()
     except RuntimeError as error:
-        lines = str(error).strip().splitlines() or ["CUDA error"]
-        raise DeviceFault(lines[0]) from None
+        raise DeviceFault(first_line(error) or "CUDA error") from None

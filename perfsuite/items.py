@@ -41,7 +41,7 @@ from perfsuite import (
 )
 from perfsuite import inputs as make
 from perfsuite.equivalence import NotEquivalent, Tally
-from perfsuite.errors import PairError, PerfsuiteError
+from perfsuite.errors import PairError, PerfsuiteError, first_line
 from perfsuite.facts import facts_of
 from perfsuite.left_out import is_left_out
 from perfsuite.pair import Pair, Side, as_side
@@ -296,7 +296,7 @@ class ProofItem(pytest.Function):
             error.case = case
             raise
         except torch.OutOfMemoryError as error:
-            raise NotEquivalent(f"{self.pair.name}: runs out of memory: {_first_line(error)}", case) from None
+            raise NotEquivalent(f"{self.pair.name}: runs out of memory: {first_line(error)}", case) from None
         except (hypothesis.errors.HypothesisException, hypothesis.errors.UnsatisfiedAssumption, outside.Unsendable):
             raise
         except (Exception, SystemExit) as error:
@@ -322,7 +322,7 @@ class ProofItem(pytest.Function):
         if isinstance(error, TypeError) and any(words in str(error) for words in OTHER_PARAMETERS):
             names = ", ".join([*self.pair.inputs, *self.pair.step_inputs])
             remedy = f"; a side is called with its inputs by position, in this order: {names}; wrap it if it is not so"
-        return f"{self.pair.name}: the {who} raises {type(error).__name__}{where}: {_first_line(error)}{remedy}"
+        return f"{self.pair.name}: the {who} raises {type(error).__name__}{where}: {first_line(error)}{remedy}"
 
     def runtest(self) -> None:
         __tracebackhide__ = True
@@ -466,10 +466,6 @@ def time_limit(seconds: float) -> Iterator[None]:
         faulthandler.cancel_dump_traceback_later()
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [""])[0][:300]
 
 
 @functools.cache

@@ -22,6 +22,7 @@ import torch
 
 from perfsuite import guard, scrutiny
 from perfsuite.counting import LAUNCHES, SYNCS, detach_after_profiling
+from perfsuite.errors import in_one_line
 from perfsuite.execution import PlainMode
 from perfsuite.runner import Clock, Runner
 from perfsuite.second_import import is_first_party
@@ -52,8 +53,7 @@ def digest(runner: Runner, clock: Clock, top: Path) -> tuple[str, str]:
                 return "", problem
             found.append(seen.digest())
     except Exception as error:  # whatever cannot be watched has no digest
-        lines = str(error).strip().splitlines() or [""]
-        return "", f"its launches could not be watched: {type(error).__name__}: {lines[0][:160]}"
+        return "", f"its launches could not be watched: {in_one_line(error)}"
     return (found[0], "") if found[0] == found[1] else ("", "what it launches differs from call to call")
 
 

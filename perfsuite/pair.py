@@ -28,6 +28,7 @@ CONTEXTS = (
     "second_backward",
     "double_backward",
     "other_stream",
+    "captured_graph",
 )
 """The other ways of calling a side that are tried (contexts.py)."""
 CHANGED, WRITTEN = "changed", "written"

@@ -19,7 +19,7 @@ import torch
 from perfsuite import equivalence
 from perfsuite import inputs as make
 from perfsuite.equivalence import NotEquivalent, Tally
-from perfsuite.errors import PairError
+from perfsuite.errors import PairError, in_one_line
 from perfsuite.execution import Leaves
 from perfsuite.integrity.calls import comes_late, late_message
 from perfsuite.pair import Pair, Side
@@ -175,8 +175,7 @@ def prove_sides(
         except torch.OutOfMemoryError:
             skipped[name] = NO_MEMORY
         except Exception as error:
-            lines = str(error).strip().splitlines() or [""]
-            skipped[name] = f"raises {type(error).__name__}: {lines[0][:200]}"
+            skipped[name] = f"raises {in_one_line(error)}"
     return tally, skipped
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from perfsuite import faults, preload, revision
-from perfsuite.errors import NoisyError, PerfsuiteError, RevisionError, TamperedError
+from perfsuite.errors import NoisyError, PerfsuiteError, RevisionError, TamperedError, in_one_line
 from perfsuite.observed import Observed
 from perfsuite.pair import Pair, Side, as_side
 from perfsuite.records import Measurement, Proof, Ran, Status
@@ -174,8 +174,7 @@ class _Workload:
         except (Exception, SystemExit) as error:
             if _lacks_memory(error):
                 return Failure(status=Status.UNMEASURED, message=f"the {self.phase} side runs out of device memory")
-            lines = str(error).strip().splitlines() or [""]
-            text = f"the {self.phase} side raises {type(error).__name__}: {lines[0][:300]}"
+            text = f"the {self.phase} side raises {in_one_line(error)}"
             return Failure(status=Status.UNMEASURED, message=text)
         finally:
             if self.device == "cuda":
@@ -367,7 +366,6 @@ class _Workload:
         except Exception as error:
             if _lacks_memory(error):
                 raise
-            lines = str(error).strip().splitlines() or [""]
-            return f"the accepted side raises {type(error).__name__}: {lines[0][:200]}"
+            return f"the accepted side raises {in_one_line(error)}"
         assert self.task.accepted is not None
         return provenance.problem(accepted, current, self.task.accepted)

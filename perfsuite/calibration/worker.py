@@ -36,6 +36,7 @@ from perfsuite.calibration.record import (
     side_names,
 )
 from perfsuite.clocks import CpuClock, clock_for
+from perfsuite.errors import in_one_line
 from perfsuite.orphans import die_with_parent
 from perfsuite.pair import Pair, Side
 from perfsuite.records import Case, Counts, from_json, to_json
@@ -142,9 +143,8 @@ class Process:
                 warnings.simplefilter("ignore")
                 work()
         except Exception as error:
-            lines = str(error).strip().splitlines() or [""]
             self.runners.pop(what, None)
-            self.emit({"event": "failed", "what": what, "why": f"{type(error).__name__}: {lines[0][:300]}"})
+            self.emit({"event": "failed", "what": what, "why": in_one_line(error)})
         self.emit({"event": "end", "what": what})
 
     def _kind(self, name: str) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from perfsuite import execution, modules
 from perfsuite import inputs as make
-from perfsuite.errors import PerfsuiteError
+from perfsuite.errors import PerfsuiteError, in_one_line
 from perfsuite.judge.child import operations
 from perfsuite.pair import Pair, Workload
 from perfsuite.records import Case, InputCase
@@ -142,5 +142,4 @@ def _blaming(path: Path, what: str) -> Any:
     try:
         yield
     except Exception as error:
-        first = (str(error).strip().splitlines() or [""])[0]
-        raise PerfsuiteError(f"{path}: {what} raises {type(error).__name__}: {first}") from error
+        raise PerfsuiteError(f"{path}: {what} raises {in_one_line(error)}") from error

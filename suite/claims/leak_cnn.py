@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, TensorDataset
 
 from perfsuite.counting import count_calls
+from perfsuite.errors import first_line
 from perfsuite.report import units
 from suite import ablation
 from suite.backends import cudnn_benchmark
@@ -86,7 +87,7 @@ def _compiles(measure: Measure) -> Measure:
         except (_UncompiledError, torch._dynamo.exc.TorchDynamoException) as error:
             return (
                 UNMEASURED,
-                f"it cannot be compiled: {(str(error).strip().splitlines() or [type(error).__name__])[0]}",
+                f"it cannot be compiled: {first_line(error) or type(error).__name__}",
             )
 
     return answer

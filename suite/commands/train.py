@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from perfsuite.errors import PerfsuiteError
+from perfsuite.errors import PerfsuiteError, first_line
 from suite.commands.ending import in_one_line
 from suite.terminal import tell
 
@@ -161,7 +161,7 @@ def device_called(name: str | None) -> Any:
         if device.type == "cuda" and device.index is not None:
             torch.cuda.set_device(device)
     except Exception as error:  # torch raises RuntimeError, AssertionError and others, by build
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        reason = first_line(error) or type(error).__name__
         raise PerfsuiteError(f"--device {name}: {reason}; `perfsuite doctor` says what this machine has") from None
     return device
 

@@ -12,7 +12,7 @@ import numpy
 import torch
 from torch.utils.data import Dataset
 
-from perfsuite.errors import PerfsuiteError
+from perfsuite.errors import PerfsuiteError, first_line
 from suite.leak_cnn import storage
 from suite.leak_cnn.classes import CLASSES, LEAK
 from suite.leak_cnn.features import (
@@ -212,7 +212,7 @@ def _wrong(path: Path, what: str) -> PerfsuiteError:
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    return first_line(error) or type(error).__name__
 
 
 def _content(path: Path, file: Any, attributes: Mapping[str, Any]) -> dict[str, Array]:

@@ -19,6 +19,7 @@ from typing import Any
 import numpy
 import torch
 
+from perfsuite.errors import first_line
 from suite.naming import shown
 from suite.runtime import archive
 from suite.runtime.errors import CheckpointError, NotANumberError
@@ -131,7 +132,7 @@ class Store:
             os.replace(temporary, path)
             _flush(self.folder)
         except (OSError, RuntimeError) as error:  # torch tells a full disk by a RuntimeError
-            reason = getattr(error, "strerror", None) or (str(error).splitlines() or [type(error).__name__])[0]
+            reason = getattr(error, "strerror", None) or first_line(error) or type(error).__name__
             raise CheckpointError(
                 f"cannot write {shown(path)}: {reason}; free space there, or name another --folder"
             ) from None

@@ -7,15 +7,22 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from perfsuite import Pair, Workload, tensor
+from perfsuite import Pair, Workload, contexts, tensor
 from perfsuite.contexts import _is_compiled
+from perfsuite.equivalence import NotEquivalent
 from perfsuite.integrity.probe import Probe
 from perfsuite.pair import as_side
 from perfsuite.records import Case
 
+CASE = Case(dtype="float32", sizes={}, inputs={}, seed=0)
+
 
 def double(x: torch.Tensor) -> torch.Tensor:
     return 2 * x
+
+
+def pair_of(side: Callable[[torch.Tensor], torch.Tensor]) -> Pair:
+    return Pair(name="p", reference=double, optimized=side, inputs={"x": tensor(4)}, workloads=[Workload("w")])
 
 
 @pytest.mark.parametrize(
@@ -32,13 +39,43 @@ def test_a_side_that_is_compiled_is_known_at_every_call(
     make: Callable[[], Callable[[torch.Tensor], torch.Tensor]], compiled: bool
 ) -> None:
     side = make()
-    pair = Pair(name="p", reference=double, optimized=side, inputs={"x": tensor(4)}, workloads=[Workload("w")])
-    probe = Probe(
-        pair=pair,
-        side=as_side(side),
-        name="optimized",
-        case=Case(dtype="float32", sizes={}, inputs={}, seed=0),
-        device="cpu",
-        home=None,
-    )
+    probe = Probe(pair=pair_of(side), side=as_side(side), name="optimized", case=CASE, device="cpu", home=None)
     assert [_is_compiled(probe) for _ in range(3)] == [compiled] * 3
+
+
+def lost_in_capture(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x) if torch.cuda.is_current_stream_capturing() else 2 * x
+
+
+class KeptFromBefore:
+    """Gives a capture what it computed last."""
+
+    last: torch.Tensor
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if not torch.cuda.is_current_stream_capturing():
+            self.last = 2 * x
+            return self.last.clone()
+        return self.last.clone()
+
+
+def other_kernel_in_capture(x: torch.Tensor) -> torch.Tensor:
+    return x + x if torch.cuda.is_current_stream_capturing() else 2 * x
+
+
+def waits(x: torch.Tensor) -> torch.Tensor:
+    torch.cuda.synchronize()
+    return 2 * x
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("side", [lost_in_capture, KeptFromBefore()])
+def test_what_a_captured_graph_does_not_compute_is_found(side: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    with pytest.raises(NotEquivalent, match="wrong when a CUDA graph that captured it is replayed"):
+        contexts.check(pair_of(side), CASE, "cuda")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("side", [other_kernel_in_capture, waits])
+def test_a_side_that_is_captured_or_refuses_is_right(side: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    contexts.check(pair_of(side), CASE, "cuda")
