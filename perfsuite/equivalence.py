@@ -63,6 +63,11 @@ C = 4.0
 C_NORM = 1.0
 REPLICAS = 3
 MAX_REPLICAS = 7
+FEW = 0
+"""The value of `replicas` with which `establish` makes the fewest: one, or two for a small output."""
+SURE = MAX_REPLICAS**-0.5
+"""An output within this share of the budget by few replicas is within the budget by all: the few are among them, and an
+RMS over n samples is at least √(1/n) of each."""
 REPLICAS_UP_TO = 1 << 16
 """With inputs of more elements the reference's error is well known from one draw, and the fewest replicas are made."""
 SAMPLES = 64
@@ -179,6 +184,8 @@ class Truth:
     declared_precision: bool = False
     shared: frozenset[tuple[str, str]] = frozenset()
     """Outputs of the reference's that have memory in common with another output or an input."""
+    complete: bool = True
+    """The error is over as many replicas as the rule asks for."""
 
 
 # --- one draw ------------------------------------------------------------------------------------------------
@@ -198,8 +205,9 @@ def establish(
 ) -> Truth:
     """Truth, the reference and its error on this draw. Discard where the reference alone is not finite.
 
-    `replicas` is the fewest; an output of few elements takes more. `eps` is the working dtype's unless given; `drawn`
-    are other inputs of the case's sizes than its seed gives. The sides are called in another `way` than usual.
+    `replicas` is the fewest, and at most REPLICAS; an output of few elements takes more. `eps` is the working dtype's
+    unless given; `drawn` are other inputs of the case's sizes than its seed gives. The sides are called in another
+    `way` than usual.
     """
     working = pair.precision or case.dtype
     reference = as_side(pair.reference)
@@ -215,8 +223,8 @@ def establish(
         return values
 
     rounded = to_working(make.build(pair, case, device, home=home) if drawn is None else drawn)
-    if sum(t.numel() for _, t in make.tensors_in(rounded)) > REPLICAS_UP_TO:
-        replicas = 0
+    all_replicas = FEW if sum(t.numel() for _, t in make.tensors_in(rounded)) > REPLICAS_UP_TO else REPLICAS
+    replicas = min(replicas, all_replicas)
     truth = _run(truth_side, pair, make.upcast(rounded), case, gradients, _upcast(step_inputs), way)
     given = make.clone(rounded)
     own = _run(reference, pair, given, case, gradients, _copied(step_inputs), way)
@@ -230,7 +238,8 @@ def establish(
         if _is_real(t)
     }
     scale = max((_rms(t) for _, t in make.tensors_in(rounded) if t.is_floating_point()), default=0.0)
-    for i in range(_replicas(truth, replicas)):
+    number = _replicas(truth, replicas)
+    for i in range(number):
         beside = functools.partial(make.jitter, pair, seed=case.seed, eps=(0.5 if half else 2.0) * eps)
         near = beside(rounded, name=f"neighbour {i}")
 
@@ -259,6 +268,7 @@ def establish(
         plain=plain,
         declared_precision=pair.precision not in (None, TF32),
         shared=shared,
+        complete=number >= _replicas(truth, all_replicas),
     )
 
 
@@ -398,9 +408,11 @@ class Task:
 class Facts:
     """What is known of a draw before any side is tried on it."""
 
-    def truth(self, pair: Pair, case: Case, device: str, *, gradients: bool, home: Path | None) -> Truth:
+    def truth(
+        self, pair: Pair, case: Case, device: str, *, gradients: bool, home: Path | None, replicas: int = REPLICAS
+    ) -> Truth:
         """As `establish`."""
-        return establish(pair, case, device, gradients=gradients, home=home)
+        return establish(pair, case, device, gradients=gradients, home=home, replicas=replicas)
 
     def task(self, pair: Pair, case: Case, device: str, *, home: Path | None) -> Task:
         """What the draw says about the reference."""
@@ -426,12 +438,12 @@ def check_case(
     tally = tally if tally is not None else Tally()
     facts = facts or Facts()
     tally.draws += 1
+    known = functools.partial(facts.truth, pair, case, device, gradients=gradients, home=home)
     try:
-        truth = facts.truth(pair, case, device, gradients=gradients, home=home)
+        truth = known(replicas=FEW)
     except Discard:
         tally.discarded += 1
         return
-    tally.ill_conditioned += truth.ill_conditioned
     if not tally.answers_differ or (not tally.roundings and tally.draws <= TASK_DRAWS):
         task = facts.task(pair, case, device, home=home)
         tally.fault = tally.fault or task.fault
@@ -443,12 +455,31 @@ def check_case(
     shared: set[tuple[str, str]] = set()
     side = side or as_side(pair.optimized)
     produced = produce(pair, side, case, device, gradients=gradients, home=home, shared=shared)
-    judge(pair, truth, produced, name=side_name, tally=tally)
+    if truth.complete or not _surely(pair, truth, produced, side_name, tally):
+        truth = truth if truth.complete else known()
+        judge(pair, truth, produced, name=side_name, tally=tally)
+    tally.ill_conditioned += truth.ill_conditioned
     for output, other in sorted(shared - truth.shared):
         raise NotEquivalent(
             f"{pair.name}: the {side_name} side returns {output} in the memory of {other}; writing to one changes the "
             f"other"
         )
+
+
+def _surely(pair: Pair, few: Truth, produced: Leaves, name: str, tally: Tally) -> bool:
+    """Whether the budget of few replicas shows that `produced` is within that of all. Only then it is counted."""
+    if few.rounding:
+        return False
+    trial = Tally()
+    try:
+        judge(pair, few, produced, name=name, tally=trial)
+    except NotEquivalent:
+        return False
+    if trial.excused or trial.worst > SURE:
+        return False
+    tally.elements += trial.elements
+    tally.worst = max(tally.worst, trial.worst)
+    return True
 
 
 def _task(pair: Pair, case: Case, device: str, home: Path | None) -> Task:

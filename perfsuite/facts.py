@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from perfsuite import inputs as make
-from perfsuite.equivalence import Discard, Facts, Task, Truth
+from perfsuite.equivalence import REPLICAS, Discard, Facts, Task, Truth
 from perfsuite.pair import Pair
 from perfsuite.records import Case
 
@@ -31,16 +31,18 @@ class KnownFacts(Facts):
         """A draw that is discarded has None."""
         self._tasks: dict[tuple[str, ...], Task] = {}
 
-    def truth(self, pair: Pair, case: Case, device: str, *, gradients: bool, home: Path | None) -> Truth:
+    def truth(
+        self, pair: Pair, case: Case, device: str, *, gradients: bool, home: Path | None, replicas: int = REPLICAS
+    ) -> Truth:
         """As `establish`, from an earlier proof where there was one."""
-        key = (*_key(case, device), str(gradients))
+        key = (*_key(case, device), str(gradients), str(replicas))
         if key in self._truths:
             kept = self._truths[key]
             if kept is None:
                 raise Discard
             return _read(kept)
         try:
-            truth = super().truth(pair, case, device, gradients=gradients, home=home)
+            truth = super().truth(pair, case, device, gradients=gradients, home=home, replicas=replicas)
         except Discard:
             self._truths[key] = None
             raise

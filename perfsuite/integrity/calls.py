@@ -21,7 +21,7 @@ from perfsuite import inputs as make
 from perfsuite.equivalence import NotEquivalent
 from perfsuite.execution import Leaves
 from perfsuite.integrity.memory import unwritten
-from perfsuite.integrity.probe import FEW, Probe, same_leaf
+from perfsuite.integrity.probe import Probe, same_leaf
 from perfsuite.pair import Pair, Side, as_side
 from perfsuite.records import Case
 
@@ -171,7 +171,7 @@ def partial_keys(probe: Probe) -> None:
 def _error_on(probe: Probe, values: dict[str, Any]) -> NotEquivalent | None:
     """The error of the side's answer to these values; None where the answer is right or cannot be judged."""
     produced, error = None, None
-    for replicas in (FEW, equivalence.REPLICAS):
+    for replicas in (equivalence.FEW, equivalence.REPLICAS):
         try:
             truth = equivalence.establish(
                 probe.pair, probe.case, probe.device, gradients=False, replicas=replicas, drawn=make.clone(values)

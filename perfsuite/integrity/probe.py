@@ -11,13 +11,10 @@ import torch
 
 from perfsuite import equivalence, execution
 from perfsuite import inputs as make
-from perfsuite.equivalence import NotEquivalent
+from perfsuite.equivalence import FEW, NotEquivalent
 from perfsuite.execution import Leaf, Leaves
 from perfsuite.pair import Pair, Side
 from perfsuite.records import Case
-
-FEW = 0
-"""The value of `replicas` with which `establish` makes the fewest: one, or two for a small output."""
 
 
 @dataclass(slots=True)
