@@ -99,7 +99,7 @@ def cases(draw: st.DrawFn, pair: Pair, dtype: str) -> Case:
         leaf = tensors.get(name)
         if leaf is None:
             continue
-        layout = draw(_among(_layouts(pair, name, leaf)))
+        layout = draw(_among(layouts(pair, name, leaf)))
         if adversarial == "all" or (adversarial == "one" and name == chosen):
             regime = draw(_among(regimes(leaf)))
         else:
@@ -150,7 +150,7 @@ def _scalar(spec: ScalarSpec, sizes: Mapping[str, int]) -> st.SearchStrategy[Any
     if isinstance(spec.values, tuple):
         return st.sampled_from(spec.values)
     if isinstance(spec.values, Integers):
-        low, high = _bounds(spec.values, sizes)
+        low, high = bounds(spec.values, sizes)
         return st.integers(low, max(low, high[0] - 1))
     return st.floats(spec.values.low, spec.values.high, allow_nan=False, allow_infinity=False)
 
@@ -168,7 +168,7 @@ def tensor_spec(spec: Any) -> TensorSpec | None:
     return None
 
 
-def _layouts(pair: Pair, name: str, spec: TensorSpec) -> tuple[str, ...]:
+def layouts(pair: Pair, name: str, spec: TensorSpec) -> tuple[str, ...]:
     allowed = spec.layouts or LAYOUTS
     written = name in pair.changed or pair.adjust is not None
     # An expanded tensor has several elements in one place: writing into it has no meaning.
@@ -272,7 +272,7 @@ def _resolve(dim: Dim | Bound, sizes: Mapping[str, Any]) -> int:
     return expressions.value(dim, sizes) if isinstance(dim, str) else dim
 
 
-def _bounds(values: Integers, sizes: Mapping[str, Any]) -> tuple[int, tuple[int, ...]]:
+def bounds(values: Integers, sizes: Mapping[str, Any]) -> tuple[int, tuple[int, ...]]:
     upper = values.high if isinstance(values.high, tuple) else (values.high,)
     return _resolve(values.low, sizes), tuple(_resolve(b, sizes) for b in upper)
 
@@ -327,7 +327,7 @@ def _values(
         made = spec.values.make(generator, shape, dtype)
         return made.to(device=device, dtype=dtype)
     if isinstance(spec.values, Integers):
-        low, high = _bounds(spec.values, case.sizes)
+        low, high = bounds(spec.values, case.sizes)
         whole = _integers(generator, source, low, high, regime, shape, dtype)
         whole = _with_others(whole, spec.values.also, generator, source)
         return whole.to(device=device, dtype=dtype)

@@ -26,6 +26,7 @@ from hypothesis.reporting import with_reporter
 from perfsuite import (
     ahead,
     contexts,
+    coverage,
     diagnosis,
     effects,
     equivalence,
@@ -54,6 +55,8 @@ FEW = (proofs.INTEGRITY, proofs.CONTEXTS, proofs.EFFECTS, proofs.OUTSIDE)
 """Items of which a draw takes many calls, and a handful of draws shows what there is."""
 ANY_DRAW = (proofs.INTEGRITY, proofs.EFFECTS)
 """Those of them that edge sizes, layouts and special values matter to, after a few plain draws."""
+EVERY_KIND = ("equivalence", "gradients")
+"""Those that draw every kind of inputs at least once."""
 PLAIN_ONLY = (proofs.CONTEXTS, proofs.OUTSIDE)
 """Those of them that plain draws are enough for."""
 OTHER_PARAMETERS = ("positional argument", "keyword-only argument")
@@ -188,7 +191,7 @@ class _Distinct:
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self.passed: set[str] = set()
+        self.passed: dict[str, Case] = {}
         self.failed = False
 
     @contextmanager
@@ -204,7 +207,7 @@ class _Distinct:
             self.failed = True
             raise
         if wanted:
-            self.passed.add(line)
+            self.passed[line] = case
 
 
 class ProofItem(pytest.Function):
@@ -238,18 +241,18 @@ class ProofItem(pytest.Function):
         self.limit_s = pair.time_limit * EXAMPLES[profile] / EXAMPLES["dev"]
         node = f"{parent.nodeid}::{name}"
         # One for all sides of the pair, which are so proven on the same draws.
-        seed = _seed(parent, f"{self.kind} {dtype}", profile) if self.kind in ("equivalence", "gradients") else None
+        self.seed = _seed(parent, f"{self.kind} {dtype}", profile) if self.kind in EVERY_KIND else None
         # Many faults need some elements to show: draws of every kind would be mostly tiny.
         self.first = self._test(profile, f"{node}, first", make.plain_cases) if self.kind in ANY_DRAW else None
         cases = make.plain_cases if self.kind in PLAIN_ONLY else make.cases
-        super().__init__(name=name, parent=parent, callobj=self._test(profile, node, cases, seed), **kwargs)
+        super().__init__(name=name, parent=parent, callobj=self._test(profile, node, cases, self.seed), **kwargs)
 
     def _test(self, profile: str, nodeid: str, strategy: Callable[..., Any], seed: int | None = None) -> Any:
         examples = (FEW_EXAMPLES if self.kind in FEW else EXAMPLES)[profile]
         if self.pair.is_stateful and self.kind not in FEW:
             examples = max(SMALL_STEP_EXAMPLES, examples // 8)
         examples = min(examples, self.pair.max_examples or examples)
-        distinct = _Distinct(examples)
+        self.distinct = distinct = _Distinct(examples)
 
         @hypothesis.settings(
             max_examples=examples if self.kind in FEW else MORE_DRAWS * examples,
@@ -338,14 +341,20 @@ class ProofItem(pytest.Function):
                     if self.first is not None:
                         self.first()
                     super().runtest()
+                    self._draw_what_is_missing()
             except outside.Unsendable as error:
                 pytest.skip(f"not called outside of a test: {error}")
             except NotEquivalent as error:
                 raise self._explained(error) from None
         guard.check()
         self.tally.check(self.pair)
-        if self.kind in ("equivalence", "gradients"):
+        if self.kind in EVERY_KIND:
             self.evidence = self.tally.evidence(self.pair, self.dtype, device())
+
+    def _draw_what_is_missing(self) -> None:
+        if self.seed is not None and self.pair.max_examples is None:
+            for case in coverage.missing(self.pair, self.dtype, self.distinct.passed.values(), self.seed):
+                self._prove(case)
 
     def _call_alone(self, case: Case) -> None:
         """Call one side on the draw. What it gives is not judged: only whether it comes back matters."""

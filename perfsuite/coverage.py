@@ -1,0 +1,142 @@
+"""The kinds of inputs that every proof draws at least once: each regime of values, each layout, each edge of a tile.
+
+Random draws leave out some of them in one run and others in the next. What they have left out is drawn after them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from perfsuite import inputs as make
+from perfsuite.pair import Pair
+from perfsuite.records import Case, InputCase
+from perfsuite.specs import Integers, ScalarSpec, Size, TensorSpec, accepted
+
+TILES = (16, 32, 64, 128)
+EDGES = {
+    "empty": (0,),
+    "one": (1,),
+    "one less than a tile": tuple(n - 1 for n in TILES),
+    "a tile": TILES,
+    "one more than a tile": tuple(n + 1 for n in TILES),
+}
+"""Kinds of sizes → the sizes of that kind."""
+FEWEST = 2
+"""Sizes from here on show what values and layouts do."""
+ATTEMPTS = 20
+"""Random sizes are tried so often until they satisfy the pair's `where`."""
+
+Kind: TypeAlias = tuple[str, ...]
+"""("regime" or "layout", its name), or ("size", the symbol, its kind)."""
+
+
+def kinds(pair: Pair) -> list[Kind]:
+    """All that a proof of the pair has to draw."""
+    found: dict[Kind, None] = {}
+    for symbol in sorted(pair.symbols):
+        found.update(dict.fromkeys(("size", symbol, kind) for kind in EDGES if _sizes(pair, symbol, kind)))
+    for name, spec in _tensors(pair).items():
+        found.update(dict.fromkeys(("regime", regime) for regime in make.regimes(spec)))
+        found.update(dict.fromkeys(("layout", layout) for layout in make.layouts(pair, name, spec)))
+    return list(found)
+
+
+def kinds_in(pair: Pair, case: Case) -> set[Kind]:
+    """Those that a draw holds."""
+    sizes = {symbol: case.sizes[symbol] for symbol in pair.symbols}
+    found: set[Kind] = {("size", s, kind) for s, n in sizes.items() for kind, edges in EDGES.items() if n in edges}
+    if all(n >= FEWEST for n in sizes.values()):
+        for name in _tensors(pair):
+            how = case.inputs.get(name, InputCase())
+            found |= {("regime", how.regime), ("layout", how.layout)}
+    return found
+
+
+def missing(pair: Pair, dtype: str, drawn: Collection[Case], seed: int) -> Iterator[Case]:
+    """Further draws, few of them, that hold all kinds which no draw so far holds; none that `where` rules out."""
+    left = [k for k in kinds(pair) if not any(k in kinds_in(pair, case) for case in drawn)]
+    random_ = random.Random(seed)
+    while left:
+        case = _case(pair, dtype, left, random_)
+        if case is not None:
+            yield case
+            left = [k for k in left if k not in kinds_in(pair, case)]
+
+
+def _case(pair: Pair, dtype: str, left: list[Kind], random_: random.Random) -> Case | None:
+    """A draw that holds some of `left`, of which at least one is taken away."""
+    values = next((k[1] for k in left if k[0] == "regime"), "")
+    layout = next((k[1] for k in left if k[0] == "layout"), "")
+    inputs = _inputs(pair, values, layout, random_)
+    wanted = {k[1]: k[2] for k in reversed(left) if k[0] == "size"}
+    if inputs:  # of an empty tensor values and layouts show nothing
+        wanted = {symbol: kind for symbol, kind in wanted.items() if kind not in ("empty", "one")}
+    tried = {("regime", values), ("layout", layout), *(("size", *k) for k in wanted.items())}
+    left[:] = [k for k in left if k not in tried]
+    sizes = _drawn_sizes(pair, wanted, random_)
+    if sizes is None:
+        return None
+    return Case(dtype=dtype, sizes=sizes, inputs=inputs, seed=random_.getrandbits(31))
+
+
+def _inputs(pair: Pair, regime: str, layout: str, random_: random.Random) -> dict[str, InputCase]:
+    found: dict[str, InputCase] = {}
+    tensors = _tensors(pair)
+    fits = [name for name, spec in tensors.items() if regime in make.regimes(spec)]
+    if fits:
+        found[random_.choice(fits)] = InputCase(regime=regime)
+    fits = [name for name, spec in tensors.items() if layout in make.layouts(pair, name, spec)]
+    if fits:
+        name = random_.choice(fits)
+        found[name] = InputCase(layout=layout, regime=found.get(name, InputCase()).regime)
+    return found
+
+
+def _drawn_sizes(pair: Pair, wanted: Mapping[str, str], random_: random.Random) -> dict[str, Any] | None:
+    """Sizes of these kinds, of which one is larger than small draws are; None where `where` allows none."""
+    for _ in range(ATTEMPTS):
+        sizes: dict[str, Any] = {}
+        for symbol in sorted(pair.symbols):
+            among = _sizes(pair, symbol, wanted.get(symbol, "")) or _plain(pair, symbol)
+            small = [n for n in among if n <= make.SMALL_HIGH] if _has_large(sizes) else among
+            sizes[symbol] = random_.choice(small or among)
+        if pair.where is not None and not pair.where(**accepted(pair.where, sizes)):
+            continue
+        for name, spec in {**pair.inputs, **pair.step_inputs}.items():
+            if isinstance(spec, ScalarSpec):
+                sizes[name] = _scalar(spec, sizes, random_)
+        return sizes
+    return None
+
+
+def _has_large(sizes: Mapping[str, int]) -> bool:
+    return any(n > make.SMALL_HIGH for n in sizes.values())
+
+
+def _scalar(spec: ScalarSpec, sizes: Mapping[str, Any], random_: random.Random) -> Any:
+    if isinstance(spec.values, tuple):
+        return random_.choice(spec.values)
+    if isinstance(spec.values, Integers):
+        least, ends = make.bounds(spec.values, sizes)
+        return random_.randint(least, max(least, ends[0] - 1))
+    low, high = spec.values.low, spec.values.high
+    return random_.uniform(-1.0 if low is None else low, 1.0 if high is None else high)
+
+
+def _sizes(pair: Pair, symbol: str, kind: str) -> list[int]:
+    """The sizes of this kind that the symbol may have."""
+    size = pair.size_of(symbol) or Size(low=0, high=max(make.LARGE_EDGES))
+    return [n for n in EDGES.get(kind, ()) if size.low <= n <= size.high and n % size.multiple_of == 0]
+
+
+def _plain(pair: Pair, symbol: str) -> Sequence[int]:
+    size = pair.size_of(symbol) or Size(low=0, high=make.SMALL_HIGH)
+    found = [n for n in make.PLAIN if size.low <= n <= size.high and n % size.multiple_of == 0]
+    return found or range(-(-size.low // size.multiple_of) * size.multiple_of, size.high + 1, size.multiple_of)
+
+
+def _tensors(pair: Pair) -> dict[str, TensorSpec]:
+    every = {**pair.inputs, **pair.step_inputs}
+    return {name: leaf for name, spec in every.items() if (leaf := make.tensor_spec(spec)) is not None}

@@ -1,0 +1,92 @@
+"""Each kind of inputs is drawn at least once a proof."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from scratch import Project
+
+from perfsuite import Pair, coverage, floats, scalar, size, tensor
+from perfsuite import inputs as make
+from perfsuite.records import Case, InputCase
+
+pytest_plugins = ["pytester"]
+
+
+def pair(where: Callable[..., bool] | None = None, **inputs: Any) -> Pair:
+    return Pair(name="p", reference=torch.add, optimized=torch.add, inputs=inputs, where=where)
+
+
+def drawn(of: Pair, seed: int = 0) -> list[Case]:
+    found = list(coverage.missing(of, "float32", [], seed))
+    for case in found:
+        make.build(of, case, "cpu")
+    return found
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_all_kinds_are_in_the_draws(seed: int) -> None:
+    of = pair(x=tensor("n", "m"), p=scalar(floats(0, 1)))
+    found = drawn(of, seed)
+    held = set().union(*(coverage.kinds_in(of, case) for case in found))
+    assert held >= set(coverage.kinds(of))
+    assert {k[1] for k in held if k[0] == "regime"} == set(make.UNBOUNDED_REGIMES)
+    assert len(found) <= 14
+
+
+def test_what_was_drawn_is_not_drawn_again() -> None:
+    of = pair(x=tensor("n"))
+    first = drawn(of)
+    assert not list(coverage.missing(of, "float32", first, 1))
+    (last,) = coverage.missing(of, "float32", [c for c in first if c.sizes["n"] != 1], 1)
+    assert last.sizes == {"n": 1}
+
+
+def test_values_of_an_empty_tensor_show_nothing() -> None:
+    of = pair(x=tensor("n"))
+    case = Case(dtype="float32", sizes={"n": 0}, inputs={"x": InputCase(regime="zeros")}, seed=0)
+    assert coverage.kinds_in(of, case) == {("size", "n", "empty")}
+
+
+def test_sizes_keep_to_what_is_declared() -> None:
+    of = Pair(
+        name="p",
+        reference=torch.add,
+        optimized=torch.add,
+        inputs={"x": tensor("n", "k")},
+        sizes={"n": size(16, 64, multiple_of=16), "k": size(3, 5)},
+    )
+    found = drawn(of)
+    assert {case.sizes["n"] for case in found} <= {16, 32, 48, 64}
+    assert {case.sizes["k"] for case in found} <= {3, 4, 5}
+    assert {k[2] for k in coverage.kinds(of) if k[0] == "size"} == {"a tile"}
+
+
+def test_what_where_rules_out_is_left_out() -> None:
+    of = pair(where=lambda n: n > 20, x=tensor("n"))
+    found = drawn(of)
+    assert found
+    assert all(case.sizes["n"] > 20 for case in found)
+
+
+def test_a_fault_at_one_regime_is_found_in_every_run(project: Project) -> None:
+    project.write(
+        "tests/test_add.py",
+        """
+        import torch
+        from perfsuite import Pair, Workload, tensor
+
+        def wrong(x):
+            tiny = bool(((x.abs() < 1e-38) & (x != 0)).any()) and x.numel() > 1
+            return 2 * x + 1 if tiny else 2 * x
+
+        doubled = Pair(name="doubled", reference=lambda x: 2 * x, optimized=wrong, inputs={"x": tensor("n")},
+                       gradients=False, workloads=[Workload("w", n=4)])
+        """,
+    )
+    for seed in range(4):
+        result = project.run("-m", "correctness", "-k", "equivalence", f"--hypothesis-seed={seed}")
+        result.assert_outcomes(failed=1)
