@@ -16,6 +16,8 @@ unit: sums are kept in float32 there, and their order matters less than the roun
 t itself moves between the neighbours: what a rounding of the inputs may change, another order of operations may change
 too. A jump is no such change.
 
+Errors that lean to one side are looked for over all draws (perfsuite.bias).
+
 The constants are global; no pair has tolerances of its own.
 
 K = 16      The largest of 10⁹ Gaussian errors lies near 6 RMS. A reference that sums in a tree is up to several times
@@ -43,14 +45,15 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 
-from perfsuite import execution
+from perfsuite import bias, execution
 from perfsuite import inputs as make
+from perfsuite.bias import Biases
 from perfsuite.errors import PairError
 from perfsuite.execution import Leaf, Leaves
 from perfsuite.pair import TF32, Pair, Side, as_side
@@ -111,6 +114,7 @@ class Tally:
     elements: int = 0
     excused: int = 0
     worst: float = 0.0
+    biases: Biases = field(default_factory=Biases)
     answers_differ: bool | None = None
     """Whether, on some draw, the reference answered other inputs otherwise; None before the first was looked at."""
     roundings: bool = False
@@ -148,6 +152,8 @@ class Tally:
                 f"{pair.name}: the reference gives the same answer whatever its inputs are, on all of {self.draws} "
                 f"draws: the task is degenerate, and equal answers prove nothing; draw inputs that matter"
             )
+        for message in self.biases.found():
+            raise NotEquivalent(f"{pair.name}: {message}")
         if self.excused > EXCUSED_SHARE * self.elements:
             raise NotEquivalent(
                 f"{pair.name}: {self.excused} of {self.elements} elements were excused as near a threshold, more "
@@ -479,6 +485,7 @@ def _surely(pair: Pair, few: Truth, produced: Leaves, name: str, tally: Tally) -
         return False
     tally.elements += trial.elements
     tally.worst = max(tally.worst, trial.worst)
+    tally.biases.add(trial.biases)
     return True
 
 
@@ -681,7 +688,8 @@ def _judge_leaf(
             f"NaN and infinities must stand in the same places ({int(wrong.sum())} of {o.numel()} elements)"
         )
     period = _period(truth.periods, name)
-    error = _difference(o, t64, period).abs()
+    difference = _difference(o, t64, period)
+    error = difference.abs()
     own = truth.errors[name]
     rms_t, rms_e = _rms(t), _rms(own)
     size_t = torch.where(t64.isfinite(), t64, 0.0).abs()
@@ -720,6 +728,23 @@ def _judge_leaf(
             f"{where} is inaccurate as a whole: its RMS error {norm:.3g} is {beyond_norm:.3g} times its "
             f"budget of {norm / beyond_norm:.3g} (the reference's own is {rms_e:.3g})"
         )
+    if pair.is_stateful or pair.precision == TF32 or name in truth.rounding:
+        return  # rounding adds up over steps, and a product in TF32 cuts digits off
+    considered &= size_t > _underflow(reference) / eps  # what is flushed to zero leans by all of its size
+    kept = t64[considered]
+    lean = bias.leaning(difference[considered], kept, eps)
+    own_lean = bias.leaning(_difference(r, t64, period)[considered], kept, eps)
+    if lean is not None and own_lean is not None:
+        unit = eps * float(kept.abs().mean())
+        draw = bias.Draw(side=lean, reference=own_lean, error=_rms(own[considered]) / unit, dtype=_dtype_of(got))
+        if message := bias.alone(name, draw, kept.numel()):
+            raise NotEquivalent(f"{pair.name}, {side} side: {message}")
+        if tally is not None:
+            tally.biases.note(name, draw)
+
+
+def _dtype_of(leaf: Leaf) -> torch.dtype:
+    return leaf.dtype if isinstance(leaf, torch.Tensor) else torch.float64
 
 
 def _norm_budget(t: torch.Tensor, own: torch.Tensor, eps: float, least: float) -> Callable[[int], float]:
@@ -736,7 +761,7 @@ def _norm_budget(t: torch.Tensor, own: torch.Tensor, eps: float, least: float) -
 
 def _underflow(leaf: Leaf) -> float:
     """What a device that flushes what is below the smallest normal number may lose."""
-    dtype = leaf.dtype if isinstance(leaf, torch.Tensor) else torch.float64
+    dtype = _dtype_of(leaf)
     if not dtype.is_floating_point:
         return float(torch.finfo(torch.float32).tiny)
     info = torch.finfo(dtype)

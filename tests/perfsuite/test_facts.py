@@ -286,3 +286,48 @@ def test_a_profile_of_more_draws_may_take_longer(project: Project, profile: str,
     project.write("test_dot.py", slow.replace("workloads=", "time_limit=0.2, workloads="))
     result = project.run("-k", "equivalence and not other and not wrong", f"--perfsuite-profile={profile}")
     assert lines_with(result.stdout.str(), "hangs", f"its time limit of {seconds}")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+@pytest.mark.parametrize("sizes", [(3, 5), (1, 33), (17, 8)])
+def test_the_budget_by_few_replicas_bounds_that_by_all(dtype: str, sizes: tuple[int, int]) -> None:
+    def norm(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (x * y).softmax(-1).cumsum(-1) / y.square().sum(-1, keepdim=True)
+
+    pair = Pair(name="p", reference=norm, optimized=norm, inputs={n: tensor("m", "n") for n in "xy"})
+    for seed in range(count(full=100, quick=5)):
+        case = Case(dtype=dtype, sizes=dict(zip("mn", sizes, strict=True)), inputs={}, seed=seed)
+        few, every = (equivalence.establish(pair, case, "cpu", gradients=True, replicas=r) for r in (0, 3))
+        assert not few.complete
+        assert every.complete
+        for name, error in few.errors.items():
+            assert (every.errors[name] >= equivalence.SURE * error * (1 - 1e-12)).all()
+
+
+def test_a_side_that_few_replicas_do_not_clear_is_judged_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    own = equivalence.establish
+
+    def counting(*given: Any, replicas: int = equivalence.REPLICAS, **options: Any) -> equivalence.Truth:
+        asked.append(replicas)
+        return own(*given, replicas=replicas, **options)
+
+    monkeypatch.setattr(equivalence, "establish", counting)
+    case = Case(dtype="float32", sizes={"n": 16}, inputs={}, seed=0)
+    for wrong, expected in ((0.0, [0]), (1e-3, [0, equivalence.REPLICAS])):
+        asked.clear()
+        pair = Pair(
+            name="p",
+            reference=torch.exp,
+            optimized=lambda x, wrong=wrong: torch.exp(x) * (1 + wrong),
+            inputs={"x": tensor("n")},
+        )
+        tally = equivalence.Tally()
+        if wrong:
+            with pytest.raises(NotEquivalent, match="wrong at"):
+                equivalence.check_case(pair, case, "cpu", tally=tally)
+        else:
+            equivalence.check_case(pair, case, "cpu", tally=tally)
+            assert tally.elements == 16
+            assert 0 < tally.worst <= equivalence.SURE
+        assert asked == expected

@@ -1,0 +1,133 @@
+"""Errors that lean to one side, each of them within its budget, and honest kernels beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from perfsuite import Pair, bias, equivalence, tensor
+from perfsuite.equivalence import NotEquivalent, Tally
+from perfsuite.records import Case
+
+EPS = torch.finfo(torch.float32).eps
+Function = Callable[..., torch.Tensor]
+
+
+def square_plus(x: torch.Tensor) -> torch.Tensor:
+    return x * x + x
+
+
+def leaning_by(count: float) -> Function:
+    def side(x: torch.Tensor) -> torch.Tensor:
+        right = square_plus(x)
+        return right + count * EPS * right.abs().mean()
+
+    return side
+
+
+def growing_by(count: float) -> Function:
+    return lambda x: square_plus(x) * (1 + count * EPS)
+
+
+def cut_off(x: torch.Tensor) -> torch.Tensor:
+    bits = square_plus(x.float()).view(torch.int32) & ~0xFFFF
+    return bits.view(torch.float32).to(torch.bfloat16)
+
+
+def cut_off_by_steps(x: torch.Tensor) -> torch.Tensor:
+    exact = square_plus(x.float())
+    rounded = exact.to(torch.bfloat16)
+    beyond = rounded.float().abs() > exact.abs()
+    return torch.where(beyond, torch.nextafter(rounded, torch.zeros_like(rounded)), rounded)
+
+
+def rounded_once(x: torch.Tensor) -> torch.Tensor:
+    return square_plus(x.float()).to(torch.bfloat16)
+
+
+def rounded_twice(x: torch.Tensor) -> torch.Tensor:
+    return (x.float() * x.float()).to(torch.bfloat16) + x
+
+
+def shared(x: torch.Tensor) -> torch.Tensor:
+    """The norm is rounded to half precision: an error that all elements share."""
+    norm = x.float().square().mean().sqrt().to(torch.bfloat16)
+    return (x.float() / norm.float()).to(x.dtype)
+
+
+def normed(x: torch.Tensor) -> torch.Tensor:
+    return (x.float() / x.float().square().mean().sqrt()).to(x.dtype)
+
+
+def case_of(n: int, dtype: str, seed: int) -> Case:
+    return Case(dtype=dtype, sizes={"n": n}, inputs={}, seed=seed)
+
+
+def pair_of(reference: Function, optimized: Function, dtype: str = "float32") -> Pair:
+    return Pair(
+        name="p",
+        reference=reference,
+        optimized=optimized,
+        inputs={"x": tensor("n", "n", dtype=dtype)},
+        gradients=False,
+        dtypes=(dtype,),
+    )
+
+
+def prove(pair: Pair, sizes: list[int]) -> None:
+    tally = Tally()
+    (dtype,) = pair.dtypes
+    for number, n in enumerate(sizes):
+        equivalence.check_case(pair, case_of(n, dtype, number), "cpu", tally=tally)
+    tally.evidence(pair, dtype, "cpu")
+
+
+SMALL = [24, 17, 33, 16, 31, 20, 9, 32] * 3
+
+
+@pytest.mark.parametrize("side", [leaning_by(9), growing_by(7)], ids=["offset", "factor"])
+@pytest.mark.parametrize("sizes", [[128], SMALL], ids=["one large draw", "small draws"])
+def test_a_few_eps_in_each_element_are_found(side: Function, sizes: list[int]) -> None:
+    with pytest.raises(NotEquivalent, match="lean to one side"):
+        prove(pair_of(square_plus, side), sizes)
+
+
+@pytest.mark.parametrize("side", [cut_off, cut_off_by_steps])
+def test_digits_that_are_cut_off_are_found(side: Function) -> None:
+    with pytest.raises(NotEquivalent, match=r"lean to one side \(away from zero or towards it\)"):
+        prove(pair_of(square_plus, side, "bfloat16"), SMALL)
+
+
+@pytest.mark.parametrize(
+    ("reference", "side"),
+    [
+        (square_plus, rounded_twice),
+        (square_plus, rounded_once),
+        (normed, shared),
+        (normed, normed),
+    ],
+)
+def test_honest_kernels_in_half_precision_pass(reference: Function, side: Function) -> None:
+    prove(pair_of(reference, side, "bfloat16"), [*SMALL, 128])
+
+
+@pytest.mark.parametrize(
+    "side",
+    [
+        lambda x: x * (x + 1),
+        lambda x: torch.addcmul(x, x, x),
+        lambda x: torch.exp2(2 * torch.log2(x.abs())) + x,
+    ],
+    ids=["factored", "fused", "by logarithms"],
+)
+def test_honest_kernels_in_single_precision_pass(side: Function) -> None:
+    prove(pair_of(square_plus, side), [*SMALL, 128])
+
+
+def test_what_has_no_size_or_few_elements_leans_nowhere() -> None:
+    assert bias.leaning(torch.ones(100), torch.zeros(100), EPS) is None
+    assert bias.leaning(torch.ones(4), torch.ones(4), EPS) is None
+    offset, _ = bias.leaning(torch.full((100,), 3 * EPS), torch.ones(100), EPS) or (0.0, 0.0)
+    assert offset == pytest.approx(3, rel=1e-3)
