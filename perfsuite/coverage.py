@@ -1,12 +1,12 @@
 """The kinds of inputs that every proof draws at least once: each regime of values, each layout, each edge of a tile.
 
-Random draws leave out some of them in one run and others in the next. What they have left out is drawn after them.
+Random draws leave out some of them in one run and others in the next. So a proof begins with draws that hold them all.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from perfsuite import inputs as make
@@ -23,8 +23,12 @@ EDGES = {
     "one more than a tile": tuple(n + 1 for n in TILES),
 }
 """Kinds of sizes → the sizes of that kind."""
+SMALL = 17
+"""The smallest tile and one more."""
 FEWEST = 2
 """Sizes from here on show what values and layouts do."""
+SPOILING = ("huge", "nonfinite")
+"""With these in one input the answer is often not finite, whatever is in the others."""
 ATTEMPTS = 20
 """Random sizes are tried so often until they satisfy the pair's `where`."""
 
@@ -54,54 +58,59 @@ def kinds_in(pair: Pair, case: Case) -> set[Kind]:
     return found
 
 
-def missing(pair: Pair, dtype: str, drawn: Collection[Case], seed: int) -> Iterator[Case]:
-    """Further draws, few of them, that hold all kinds which no draw so far holds; none that `where` rules out."""
-    left = [k for k in kinds(pair) if not any(k in kinds_in(pair, case) for case in drawn)]
+def draws(pair: Pair, dtype: str, seed: int, *, small: bool = False) -> Iterator[Case]:
+    """As few draws as hold all kinds; none that the pair's `where` rules out.
+
+    With `small` the tiles are small ones, where there are some: a kernel that is interpreted takes seconds for others.
+    """
+    left = kinds(pair)
     random_ = random.Random(seed)
     while left:
-        case = _case(pair, dtype, left, random_)
+        case = _case(pair, dtype, left, random_, small)
         if case is not None:
             yield case
-            left = [k for k in left if k not in kinds_in(pair, case)]
+            held = kinds_in(pair, case)
+            left = [k for k in left if k not in held]
 
 
-def _case(pair: Pair, dtype: str, left: list[Kind], random_: random.Random) -> Case | None:
-    """A draw that holds some of `left`, of which at least one is taken away."""
-    values = next((k[1] for k in left if k[0] == "regime"), "")
-    layout = next((k[1] for k in left if k[0] == "layout"), "")
-    inputs = _inputs(pair, values, layout, random_)
+def _case(pair: Pair, dtype: str, left: list[Kind], random_: random.Random, small: bool) -> Case | None:
+    """A draw that holds some of `left`; what it was made for is taken away."""
+    inputs, tried = _inputs(pair, left, random_)
     wanted = {k[1]: k[2] for k in reversed(left) if k[0] == "size"}
-    if inputs:  # of an empty tensor values and layouts show nothing
+    if tried:  # of an empty tensor values and layouts show nothing
         wanted = {symbol: kind for symbol, kind in wanted.items() if kind not in ("empty", "one")}
-    tried = {("regime", values), ("layout", layout), *(("size", *k) for k in wanted.items())}
+    tried |= {("size", *k) for k in wanted.items()}
     left[:] = [k for k in left if k not in tried]
-    sizes = _drawn_sizes(pair, wanted, random_)
+    sizes = _drawn_sizes(pair, wanted, random_, small)
     if sizes is None:
         return None
     return Case(dtype=dtype, sizes=sizes, inputs=inputs, seed=random_.getrandbits(31))
 
 
-def _inputs(pair: Pair, regime: str, layout: str, random_: random.Random) -> dict[str, InputCase]:
+def _inputs(pair: Pair, left: list[Kind], random_: random.Random) -> tuple[dict[str, InputCase], set[Kind]]:
+    """(how each tensor is drawn, the kinds that are in it): of each tensor another regime and layout that is left."""
     found: dict[str, InputCase] = {}
-    tensors = _tensors(pair)
-    fits = [name for name, spec in tensors.items() if regime in make.regimes(spec)]
-    if fits:
-        found[random_.choice(fits)] = InputCase(regime=regime)
-    fits = [name for name, spec in tensors.items() if layout in make.layouts(pair, name, spec)]
-    if fits:
-        name = random_.choice(fits)
-        found[name] = InputCase(layout=layout, regime=found.get(name, InputCase()).regime)
-    return found
+    tried: set[Kind] = set()
+    tensors = list(_tensors(pair).items())
+    for name, spec in random_.sample(tensors, len(tensors)):
+        open_ = [k for k in left if k not in tried]
+        regimes = [k for k in open_ if k[0] == "regime" and k[1] in make.regimes(spec)]
+        if any(k[1] in SPOILING for k in tried) or (tried and regimes and regimes[0][1] in SPOILING):
+            regimes = []  # beside it, nothing else could be seen
+        chosen = [*regimes[:1], *[k for k in open_ if k[0] == "layout" and k[1] in make.layouts(pair, name, spec)][:1]]
+        tried.update(chosen)
+        found[name] = InputCase(**{k[0]: k[1] for k in chosen})
+    return {name: how for name, how in found.items() if how != InputCase()}, tried
 
 
-def _drawn_sizes(pair: Pair, wanted: Mapping[str, str], random_: random.Random) -> dict[str, Any] | None:
+def _drawn_sizes(pair: Pair, wanted: Mapping[str, str], random_: random.Random, small: bool) -> dict[str, Any] | None:
     """Sizes of these kinds, of which one is larger than small draws are; None where `where` allows none."""
     for _ in range(ATTEMPTS):
         sizes: dict[str, Any] = {}
         for symbol in sorted(pair.symbols):
             among = _sizes(pair, symbol, wanted.get(symbol, "")) or _plain(pair, symbol)
-            small = [n for n in among if n <= make.SMALL_HIGH] if _has_large(sizes) else among
-            sizes[symbol] = random_.choice(small or among)
+            most = SMALL if small else make.SMALL_HIGH if _has_large(sizes) else max(among)
+            sizes[symbol] = random_.choice([n for n in among if n <= most] or among)
         if pair.where is not None and not pair.where(**accepted(pair.where, sizes)):
             continue
         for name, spec in {**pair.inputs, **pair.step_inputs}.items():
@@ -134,7 +143,13 @@ def _sizes(pair: Pair, symbol: str, kind: str) -> list[int]:
 def _plain(pair: Pair, symbol: str) -> Sequence[int]:
     size = pair.size_of(symbol) or Size(low=0, high=make.SMALL_HIGH)
     found = [n for n in make.PLAIN if size.low <= n <= size.high and n % size.multiple_of == 0]
-    return found or range(-(-size.low // size.multiple_of) * size.multiple_of, size.high + 1, size.multiple_of)
+    if len(found) > FEWEST:
+        return found
+    return [n for n in _range(size) if n] or _range(size)
+
+
+def _range(size: Size) -> range:
+    return range(-(-size.low // size.multiple_of) * size.multiple_of, size.high + 1, size.multiple_of)
 
 
 def _tensors(pair: Pair) -> dict[str, TensorSpec]:

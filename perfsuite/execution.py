@@ -342,18 +342,23 @@ class _RedrawnRoundings(PlainMode):
         self.seed, self.units, self.least = seed, units, least
         self.generators: dict[torch.device, torch.Generator] = {}
         self.factors: dict[tuple[torch.device, torch.dtype, float], _Factors] = {}
+        self.spans: dict[tuple[torch.device, torch.dtype, int], tuple[torch.dtype, float]] = {}
+        self.known: dict[Any, tuple[str, bool, Callable[..., Any] | None]] = {}
         from torch._decomp import decomposition_table  # a tenth of a second, needed only here
 
         self.parts: Mapping[Any, Callable[..., Any]] = decomposition_table
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if name in COMPOSED and func in self.parts:
+        how = self.known.get(func)
+        if how is None:
+            how = self.known[func] = self._how(func)
+        name, rounds, part = how
+        if part is not None:
             with self, warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                return self.parts[func](*args, **(kwargs or {}))
-        result = func(*args, **(kwargs or {}))
-        if name in ROUNDED or name in COMPOSED or name.removesuffix("_") in ROUNDED:
+                return part(*args, **(kwargs or {}))
+        result = func(*args, **kwargs) if kwargs else func(*args)
+        if rounds:
             changed = args[0] if result is None else result
             # A tensor, as nearly always, is not searched for others: a loop over time has a million operations.
             tensors = [changed] if type(changed) is torch.Tensor else [t for _, t in make.tensors_in(changed)]
@@ -361,20 +366,38 @@ class _RedrawnRoundings(PlainMode):
                 self._redraw(tensor, _depth(name, args, tensor))
         return result
 
+    def _how(self, func: Any) -> tuple[str, bool, Callable[..., Any] | None]:
+        """(name, whether it rounds, what it is taken apart into)."""
+        name = func.overloadpacket.__name__
+        rounds = name in ROUNDED or name in COMPOSED or name.removesuffix("_") in ROUNDED
+        return name, rounds, self.parts[func] if name in COMPOSED and func in self.parts else None
+
     def _redraw(self, tensor: torch.Tensor, depth: int) -> None:
-        if not tensor.is_floating_point() or not tensor.numel() or 0 in tensor.stride():
+        count = tensor.numel()
+        if not count or not tensor.dtype.is_floating_point or 0 in tensor.stride():
             return
-        work = torch.float64 if tensor.dtype == torch.float64 else torch.float32
-        eps = max(self.least, torch.finfo(tensor.dtype).eps, torch.finfo(work).eps * math.sqrt(depth / 3))
-        span = self.units * eps
-        key = tensor.device, work, span
-        if key not in self.factors:
-            if tensor.device not in self.generators:
-                self.generators[tensor.device] = make.generator_for(self.seed, "roundings", str(tensor.device))
-            if len(self.factors) == MOST_KEPT:
-                del self.factors[next(iter(self.factors))]
-            self.factors[key] = _Factors(self.generators[tensor.device], work, span)
-        tensor.mul_(self.factors[key].take(tensor.numel()).view(tensor.shape))
+        key = tensor.device, tensor.dtype, depth
+        if key not in self.spans:
+            self.spans[key] = self._span(tensor.dtype, depth)
+        work, span = self.spans[key]
+        factors = self.factors.get((tensor.device, work, span))
+        if factors is None:
+            factors = self._new_factors(tensor.device, work, span)
+        tensor.mul_(factors.take(count).view(tensor.shape))
+
+    def _span(self, dtype: torch.dtype, depth: int) -> tuple[torch.dtype, float]:
+        """(the dtype of the factors, how far they are from 1 at most)."""
+        work = torch.float64 if dtype == torch.float64 else torch.float32
+        eps = max(self.least, torch.finfo(dtype).eps, torch.finfo(work).eps * math.sqrt(depth / 3))
+        return work, self.units * eps
+
+    def _new_factors(self, device: torch.device, work: torch.dtype, span: float) -> _Factors:
+        if device not in self.generators:
+            self.generators[device] = make.generator_for(self.seed, "roundings", str(device))
+        if len(self.factors) == MOST_KEPT:
+            del self.factors[next(iter(self.factors))]
+        made = self.factors[device, work, span] = _Factors(self.generators[device], work, span)
+        return made
 
 
 DRAWN_AHEAD = 1 << 20

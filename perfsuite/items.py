@@ -57,6 +57,8 @@ ANY_DRAW = (proofs.INTEGRITY, proofs.EFFECTS)
 """Those of them that edge sizes, layouts and special values matter to, after a few plain draws."""
 EVERY_KIND = ("equivalence", "gradients")
 """Those that draw every kind of inputs at least once."""
+MOST_PLANNED = 0.75
+"""Of the draws that a proof is asked for, planned ones take this share at most; the rest is random."""
 PLAIN_ONLY = (proofs.CONTEXTS, proofs.OUTSIDE)
 """Those of them that plain draws are enough for."""
 OTHER_PARAMETERS = ("positional argument", "keyword-only argument")
@@ -340,8 +342,10 @@ class ProofItem(pytest.Function):
                 else:
                     if self.first is not None:
                         self.first()
+                    failure = self._draw_every_kind()
                     super().runtest()
-                    self._draw_what_is_missing()
+                    if failure is not None:  # no random draw fails, which would have been made small
+                        raise failure
             except outside.Unsendable as error:
                 pytest.skip(f"not called outside of a test: {error}")
             except NotEquivalent as error:
@@ -351,10 +355,19 @@ class ProofItem(pytest.Function):
         if self.kind in EVERY_KIND:
             self.evidence = self.tally.evidence(self.pair, self.dtype, device())
 
-    def _draw_what_is_missing(self) -> None:
-        if self.seed is not None and self.pair.max_examples is None:
-            for case in coverage.missing(self.pair, self.dtype, self.distinct.passed.values(), self.seed):
+    def _draw_every_kind(self) -> NotEquivalent | None:
+        """Prove draws that hold every kind of inputs; they count among the draws of the proof. The first failure."""
+        if self.seed is None or self.pair.max_examples is not None:
+            return None
+        number = 0
+        for case in coverage.draws(self.pair, self.dtype, self.seed, small=device() == "cpu"):
+            try:
                 self._prove(case)
+            except NotEquivalent as error:
+                return error
+            number += 1
+        self.distinct.most -= min(number, int(MOST_PLANNED * self.distinct.most))
+        return None
 
     def _call_alone(self, case: Case) -> None:
         """Call one side on the draw. What it gives is not judged: only whether it comes back matters."""

@@ -21,7 +21,7 @@ def pair(where: Callable[..., bool] | None = None, **inputs: Any) -> Pair:
 
 
 def drawn(of: Pair, seed: int = 0) -> list[Case]:
-    found = list(coverage.missing(of, "float32", [], seed))
+    found = list(coverage.draws(of, "float32", seed))
     for case in found:
         make.build(of, case, "cpu")
     return found
@@ -37,12 +37,12 @@ def test_all_kinds_are_in_the_draws(seed: int) -> None:
     assert len(found) <= 14
 
 
-def test_what_was_drawn_is_not_drawn_again() -> None:
-    of = pair(x=tensor("n"))
-    first = drawn(of)
-    assert not list(coverage.missing(of, "float32", first, 1))
-    (last,) = coverage.missing(of, "float32", [c for c in first if c.sizes["n"] != 1], 1)
-    assert last.sizes == {"n": 1}
+def test_several_tensors_share_the_draws() -> None:
+    one, three = (drawn(pair(**{name: tensor("n") for name in names})) for names in ("x", "xyz"))
+    assert len(three) < len(one)
+    for case in three:
+        spoiled = [how.regime for how in case.inputs.values() if how.regime in coverage.SPOILING]
+        assert not spoiled or all(how.regime in ("normal", *spoiled) for how in case.inputs.values())
 
 
 def test_values_of_an_empty_tensor_show_nothing() -> None:
