@@ -6,6 +6,8 @@ test wants, so that a verdict is the same on every machine.
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
 import json
 import math
 import os
@@ -197,11 +199,26 @@ def fails(failure: Failure, *, among: Callable[[str, int, bool], Outcome] | None
 def forget_only_the_project(pytester: pytest.Pytester) -> SysModulesSnapshot:
     """What pytester forgets after a run in this process: the project's modules; torch cannot be imported twice."""
 
+    folder = str(pytester.path)
+
     def keep(name: str) -> bool:
         file = getattr(sys.modules.get(name), "__file__", None)
-        return file is None or not file.startswith(str(pytester.path))
+        return file is None or not file.startswith(folder)
 
     return SysModulesSnapshot(preserve=keep)
+
+
+class _Installed(importlib.metadata.PathDistribution):
+    """An installed package whose entry points are read once: pytest asks for those of all at each start."""
+
+    @functools.cached_property
+    def entry_points(self) -> importlib.metadata.EntryPoints:  # type: ignore[override]  # there it is a property
+        return super().entry_points
+
+
+@functools.cache
+def _installed() -> list[_Installed]:
+    return [_Installed(found._path) for found in importlib.metadata.distributions()]  # type: ignore[attr-defined]  # private
 
 
 class Project:
@@ -248,7 +265,9 @@ class Project:
         The same draws in every run, unless a profile is asked for: no test may depend on what is drawn.
         """
         chosen = () if any("--perfsuite-profile" in a for a in arguments) else ("--perfsuite-profile=ci",)
-        with warnings.catch_warnings():
+        own, installed = importlib.metadata.distributions, _installed()
+        with warnings.catch_warnings(), self.monkeypatch.context() as patch:
+            patch.setattr("importlib.metadata.distributions", lambda **given: own(**given) if given else installed)
             warnings.simplefilter("ignore")
             given = ("-p", "perfsuite.plugin", *cli.QUIET, *chosen, *arguments)
             return self.pytester.runpytest_inprocess(*given, no_reraise_ctrlc=True)
