@@ -1,0 +1,47 @@
+"""KernelBench's problems: each Model against torch.compile of it, with their own inputs as templates.
+
+Run on a GPU:  KERNELBENCH=…/KernelBench/level1 pytest -m correctness docs/foreign/test_kernelbench.py
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from perfsuite import Pair
+
+FOLDER = os.environ.get("KERNELBENCH", "")
+if not FOLDER:
+    pytest.skip("no problems: set KERNELBENCH to a folder of KernelBench's level 1", allow_module_level=True)
+
+
+def loaded(path: Path) -> Any:
+    name = f"kernelbench_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def pair(path: Path) -> Pair:
+    problem = loaded(path)
+
+    def new(*init: Any) -> Any:
+        return torch.compile(problem.Model(*init))
+
+    with torch.device("cuda"):  # inputs have up to a billion elements
+        return Pair.from_modules(problem.Model, new, problem.get_inputs, problem.get_init_inputs)
+
+
+if not torch.cuda.is_available():
+    pytest.skip("no GPU", allow_module_level=True)
+
+problems = {path.stem: pair(path) for path in sorted(Path(FOLDER).glob("*.py"))}
