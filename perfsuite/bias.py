@@ -29,8 +29,9 @@ LIMIT_ELSE = 2.0
 ALONE_LIMIT = {torch.bfloat16: 1.0, torch.float16: 1.0}
 ALONE_LIMIT_ELSE = 4.0
 """The same on a single draw: a rounding that all elements share is half a unit in half precision."""
-OF_ERROR = 0.05
-"""They may lean by this share of the reference's own error, too, which is more where many operations round."""
+OF_ERROR = {torch.bfloat16: 0.05, torch.float16: 0.05}
+OF_ERROR_ELSE = 0.5
+"""And by this share of the reference's own error: a power or a sum that all elements share errs by as much."""
 OF_REFERENCE = 3.0
 """And by this multiple of how far the reference's errors lean."""
 STANDARD_ERRORS = 6.0
@@ -59,6 +60,27 @@ class Draw:
     error: float
     """The reference's own RMS error in the same units."""
     dtype: torch.dtype
+    elements: int
+
+
+def draw_of(
+    error: torch.Tensor,
+    reference: torch.Tensor,
+    spread: torch.Tensor,
+    truth: torch.Tensor,
+    *,
+    eps: float,
+    dtype: torch.dtype,
+) -> Draw | None:
+    """How these errors of a side and of the reference lean; `spread` is the size of the reference's.
+
+    None where there are too few, or the truth is zero.
+    """
+    side, own = leaning(error, truth, eps), leaning(reference, truth, eps)
+    if side is None or own is None:
+        return None
+    size = float(spread.square().mean().sqrt()) / (eps * float(truth.abs().mean()))
+    return Draw(side=side, reference=own, error=size, dtype=dtype, elements=truth.numel())
 
 
 @dataclass(slots=True)
@@ -81,25 +103,26 @@ class Biases:
         for name, draws in self.draws.items():
             if len(draws) < FEWEST_DRAWS:
                 continue
-            common = LIMIT.get(draws[0].dtype, LIMIT_ELSE) + OF_ERROR * statistics.fmean(d.error for d in draws)
+            dtype, error = draws[0].dtype, statistics.fmean(d.error for d in draws)
+            common = LIMIT.get(dtype, LIMIT_ELSE) + OF_ERROR.get(dtype, OF_ERROR_ELSE) * error
             means, limits = [], []
             for i in range(len(WORDS)):
                 each = [d.side[i] for d in draws]
                 own = statistics.fmean(d.reference[i] for d in draws)
-                error = statistics.stdev(each) / math.sqrt(len(each))
+                chance = STANDARD_ERRORS * statistics.stdev(each) / math.sqrt(len(each))
                 means.append(statistics.fmean(each))
-                limits.append(common + OF_REFERENCE * abs(own) + STANDARD_ERRORS * error)
+                limits.append(common + OF_REFERENCE * abs(own) + chance)
             if message := _beyond(name, means, limits, f"over {len(draws)} draws"):
                 yield message
 
 
-def alone(name: str, draw: Draw, elements: int) -> str:
+def alone(name: str, draw: Draw) -> str:
     """What to say of an output whose errors lean on this draw; nothing where they do not, or there are too few."""
-    if elements < MANY_ELEMENTS:
+    if draw.elements < MANY_ELEMENTS:
         return ""
-    most = ALONE_LIMIT.get(draw.dtype, ALONE_LIMIT_ELSE) + OF_ERROR * draw.error
+    most = ALONE_LIMIT.get(draw.dtype, ALONE_LIMIT_ELSE) + OF_ERROR.get(draw.dtype, OF_ERROR_ELSE) * draw.error
     limits = [most + OF_REFERENCE * abs(own) for own in draw.reference]
-    return _beyond(name, draw.side, limits, f"over {elements} elements")
+    return _beyond(name, draw.side, limits, f"over {draw.elements} elements")
 
 
 def _beyond(name: str, values: Sequence[float], limits: Sequence[float], over: str) -> str:

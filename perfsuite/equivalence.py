@@ -731,16 +731,15 @@ def _judge_leaf(
     if pair.is_stateful or pair.precision == TF32 or name in truth.rounding:
         return  # rounding adds up over steps, and a product in TF32 cuts digits off
     considered &= size_t > _underflow(reference) / eps  # what is flushed to zero leans by all of its size
-    kept = t64[considered]
-    lean = bias.leaning(difference[considered], kept, eps)
-    own_lean = bias.leaning(_difference(r, t64, period)[considered], kept, eps)
-    if lean is not None and own_lean is not None:
-        unit = eps * float(kept.abs().mean())
-        draw = bias.Draw(side=lean, reference=own_lean, error=_rms(own[considered]) / unit, dtype=_dtype_of(got))
-        if message := bias.alone(name, draw, kept.numel()):
-            raise NotEquivalent(f"{pair.name}, {side} side: {message}")
-        if tally is not None:
-            tally.biases.note(name, draw)
+    every = bool(considered.all())
+    kept = (x if every else x[considered] for x in (difference, _difference(r, t64, period), own, t64))
+    draw = bias.draw_of(*kept, eps=eps, dtype=_dtype_of(got))
+    if draw is None:
+        return
+    if message := bias.alone(name, draw):
+        raise NotEquivalent(f"{pair.name}, {side} side: {message}")
+    if tally is not None:
+        tally.biases.note(name, draw)
 
 
 def _dtype_of(leaf: Leaf) -> torch.dtype:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from judging import nursery
 from revisions import repo
 from scratch import project
 
-__all__ = ["project", "repo"]
+__all__ = ["nursery", "project", "repo"]
 
 LONGEST = "test_the_readmes_example_from_times_to_gate"
 

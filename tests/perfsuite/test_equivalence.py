@@ -24,7 +24,7 @@ from perfsuite.records import Case, InputCase
 
 Call = Callable[..., Any]
 FINITE = floats(nonfinite=False)
-DRAWS = 200
+DRAWS = count(quick=100, full=200)
 QUICK_DRAWS = 50
 
 

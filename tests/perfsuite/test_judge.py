@@ -6,22 +6,21 @@ import json
 import os
 import tempfile
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from judging import documented, judged
 from scale import FULLY
-from scratch import ROOT
 
 from perfsuite import inputs as make
 from perfsuite.cli import main
 from perfsuite.conclusion import CODE_AT_FAULT, GREEN
 from perfsuite.equivalence import NotEquivalent
-from perfsuite.judge import problem, race, verdict
+from perfsuite.judge import problem, race
 from perfsuite.judge.process import Nursery
-from perfsuite.judge.verdict import Options, Status
+from perfsuite.judge.verdict import Status
 
 REFERENCE = """
     import torch
@@ -353,16 +352,8 @@ QUICK = (
 
 
 def test_the_document_has_a_row_for_each() -> None:
-    rows = {line.split("|")[1].strip() for line in (ROOT / "docs/judge.md").read_text().splitlines() if "|" in line}
-    assert set(EXPLOITS) <= rows
+    assert set(EXPLOITS) <= documented()
     assert len(EXPLOITS) >= 40
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    made = Nursery()
-    yield made
-    made.close()
 
 
 @pytest.fixture
@@ -370,14 +361,6 @@ def reference(tmp_path: Path) -> Path:
     path = tmp_path / "reference.py"
     path.write_text(textwrap.dedent(REFERENCE))
     return path
-
-
-def judged(nursery: Nursery, reference: Path, text: str, **options: float) -> verdict.Verdict:
-    path = reference.with_name("own.py")
-    path.write_text(f"REFERENCE_FILE = {str(reference)!r}\n{text}")
-    asked = Options(**{"device": "cpu", "seconds": 0.5, "limit_s": 3.0, "compiled": False, **options})
-    (found,) = verdict.judge(reference, [path], asked, nursery=nursery)
-    return found
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else FULLY) for n in EXPLOITS])

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from scratch import ROOT
+from judging import documented, judged
 
-from perfsuite.judge import verdict
 from perfsuite.judge.process import Nursery
-from perfsuite.judge.verdict import Options, Status
+from perfsuite.judge.verdict import Status
 
+ON_CUDA = {"device": "cuda", "seconds": 1.0, "limit_s": 30.0}
 ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 REFERENCE = """
@@ -140,13 +139,6 @@ EXPLOITS: dict[str, tuple[str, str]] = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    made = Nursery()
-    yield made
-    made.close()
-
-
 @pytest.fixture
 def reference(tmp_path: Path) -> Path:
     path = tmp_path / "reference.py"
@@ -154,24 +146,15 @@ def reference(tmp_path: Path) -> Path:
     return path
 
 
-def judged(nursery: Nursery, reference: Path, text: str, **options: float) -> verdict.Verdict:
-    path = reference.with_name("own.py")
-    path.write_text(text)
-    asked = Options(**{"device": "cuda", "seconds": 1.0, "limit_s": 30.0, "compiled": False, **options})
-    (found,) = verdict.judge(reference, [path], asked, nursery=nursery)
-    return found
-
-
 def test_the_document_has_a_row_for_each() -> None:
-    rows = {line.split("|")[1].strip() for line in (ROOT / "docs/judge.md").read_text().splitlines() if "|" in line}
-    assert set(EXPLOITS) <= rows
+    assert set(EXPLOITS) <= documented()
 
 
 @ON_GPU
 @pytest.mark.parametrize("name", EXPLOITS)
 def test_an_exploit_is_rejected_by_name(nursery: Nursery, reference: Path, name: str) -> None:
     text, says = EXPLOITS[name]
-    found = judged(nursery, reference, text)
+    found = judged(nursery, reference, text, **ON_CUDA)
     assert found.status in (Status.NOT_EQUIVALENT, Status.TOO_SLOW), found
     with pytest.raises(AssertionError, match=says):
         raise AssertionError(found.message)
@@ -179,7 +162,7 @@ def test_an_exploit_is_rejected_by_name(nursery: Nursery, reference: Path, name:
 
 @ON_GPU
 def test_an_honest_kernel_is_proven_and_timed(nursery: Nursery, reference: Path) -> None:
-    found = judged(nursery, reference, textwrap.dedent(HONEST), seconds=3.0)
+    found = judged(nursery, reference, textwrap.dedent(HONEST), **ON_CUDA | {"seconds": 3.0})
     assert found.status is Status.PASS, found
     assert found.speedup is not None
     assert found.speedup.low > 3

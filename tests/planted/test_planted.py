@@ -23,7 +23,7 @@ from perfsuite.errors import PerfsuiteError
 from perfsuite.integrity import calls
 
 EXAMPLES = 60
-HONEST_EXAMPLES = count(quick=15, full=EXAMPLES)
+HONEST_EXAMPLES = count(quick=10, full=EXAMPLES)
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 PATCHED: tuple[tuple[Any, str], ...] = (
