@@ -22,19 +22,27 @@ import torch
 FEWEST_ELEMENTS = 16
 MANY_ELEMENTS = 10_000
 FEWEST_DRAWS = 8
-LIMIT = {torch.bfloat16: 0.1, torch.float16: 0.1}
-"""How far the errors of an honest kernel may lean: kernels for half precision compute in float32 and round once."""
-LIMIT_ELSE = 2.0
-"""Approximate exponentials and reciprocal roots lean by a fraction of this."""
-ALONE_LIMIT = {torch.bfloat16: 1.0, torch.float16: 1.0}
-ALONE_LIMIT_ELSE = 4.0
-"""The same on a single draw: a rounding that all elements share is half a unit in half precision."""
-OF_ERROR = {torch.bfloat16: 0.05, torch.float16: 0.05}
-OF_ERROR_ELSE = 0.5
-"""And by this share of the reference's own error: a power or a sum that all elements share errs by as much."""
 OF_REFERENCE = 3.0
-"""And by this multiple of how far the reference's errors lean."""
+"""Errors may lean by this multiple of how far the reference's errors lean."""
 STANDARD_ERRORS = 6.0
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How far the errors of an honest kernel lean at most, in eps."""
+
+    mean: float
+    """The mean over all draws."""
+    alone: float
+    """A single draw: a rounding that all elements share is half a unit in half precision."""
+    of_error: float
+    """In addition, this share of the reference's own error: a sum that all elements share errs by as much."""
+
+
+SINGLE = Limits(mean=2.0, alone=4.0, of_error=0.5)
+"""Approximate exponentials and reciprocal roots lean by a fraction of this."""
+HALF = Limits(mean=0.1, alone=1.0, of_error=0.05)
+"""Kernels for half precision compute in float32 and round once."""
 
 Leaning: TypeAlias = tuple[float, float]
 """(β of all errors, β of errors away from zero)."""
@@ -59,7 +67,7 @@ class Draw:
     reference: Leaning
     error: float
     """The reference's own RMS error in the same units."""
-    dtype: torch.dtype
+    limits: Limits
     elements: int
 
 
@@ -79,8 +87,9 @@ def draw_of(
     side, own = leaning(error, truth, eps), leaning(reference, truth, eps)
     if side is None or own is None:
         return None
+    limits = HALF if dtype in (torch.bfloat16, torch.float16) else SINGLE
     size = float(spread.square().mean().sqrt()) / (eps * float(truth.abs().mean()))
-    return Draw(side=side, reference=own, error=size, dtype=dtype, elements=truth.numel())
+    return Draw(side=side, reference=own, error=size, limits=limits, elements=truth.numel())
 
 
 @dataclass(slots=True)
@@ -99,12 +108,11 @@ class Biases:
             self.draws.setdefault(name, []).extend(draws)
 
     def found(self) -> Iterator[str]:
-        """What to say of each output whose errors lean over all draws."""
+        """A message for each output whose errors lean to one side over all draws."""
         for name, draws in self.draws.items():
             if len(draws) < FEWEST_DRAWS:
                 continue
-            dtype, error = draws[0].dtype, statistics.fmean(d.error for d in draws)
-            common = LIMIT.get(dtype, LIMIT_ELSE) + OF_ERROR.get(dtype, OF_ERROR_ELSE) * error
+            common = draws[0].limits.mean + draws[0].limits.of_error * statistics.fmean(d.error for d in draws)
             means, limits = [], []
             for i in range(len(WORDS)):
                 each = [d.side[i] for d in draws]
@@ -117,16 +125,16 @@ class Biases:
 
 
 def alone(name: str, draw: Draw) -> str:
-    """What to say of an output whose errors lean on this draw; nothing where they do not, or there are too few."""
+    """A message if the errors of this draw alone lean to one side; empty if they do not, or if there are too few."""
     if draw.elements < MANY_ELEMENTS:
         return ""
-    most = ALONE_LIMIT.get(draw.dtype, ALONE_LIMIT_ELSE) + OF_ERROR.get(draw.dtype, OF_ERROR_ELSE) * draw.error
+    most = draw.limits.alone + draw.limits.of_error * draw.error
     limits = [most + OF_REFERENCE * abs(own) for own in draw.reference]
     return _beyond(name, draw.side, limits, f"over {draw.elements} elements")
 
 
 def _beyond(name: str, values: Sequence[float], limits: Sequence[float], over: str) -> str:
-    """What to say where a value is beyond its limit: of the one that is furthest beyond."""
+    """A message about the value that exceeds its limit by most; empty if none does."""
     shares = [abs(value) / limit for value, limit in zip(values, limits, strict=True)]
     at = shares.index(max(shares))
     if shares[at] <= 1:

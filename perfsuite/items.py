@@ -58,7 +58,7 @@ ANY_DRAW = (proofs.INTEGRITY, proofs.EFFECTS)
 EVERY_KIND = ("equivalence", "gradients")
 """Those that draw every kind of inputs at least once."""
 MOST_PLANNED = 0.75
-"""Of the draws that a proof is asked for, planned ones take this share at most; the rest is random."""
+"""Planned draws replace at most this share of the random draws of a proof."""
 PLAIN_ONLY = (proofs.CONTEXTS, proofs.OUTSIDE)
 """Those of them that plain draws are enough for."""
 OTHER_PARAMETERS = ("positional argument", "keyword-only argument")
@@ -193,7 +193,7 @@ class _Distinct:
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self.passed: dict[str, Case] = {}
+        self.passed: set[str] = set()
         self.failed = False
 
     @contextmanager
@@ -209,7 +209,7 @@ class _Distinct:
             self.failed = True
             raise
         if wanted:
-            self.passed[line] = case
+            self.passed.add(line)
 
 
 class ProofItem(pytest.Function):

@@ -23,7 +23,7 @@ CUSTOM = (
     "__reduce__",
     "__reduce_ex__",
 )
-"""What a class defines that says itself how it is copied."""
+"""Methods by which a class controls how it is copied."""
 DEFAULTS_ONLY = (torch.nn.modules.conv._ConvNd,)
 """Their __setstate__ adds what an older version did not have."""
 NOT_COPIED = ("_compiled_call_impl",)

@@ -32,7 +32,7 @@ CONTEXTS = (
 )
 """The other ways of calling a side that are tried (contexts.py)."""
 CHANGED, WRITTEN = "changed", "written"
-"""What happens to an input that a side mutates."""
+"""The kinds of mutated inputs: changed in place, or written as an output only."""
 TEMPLATE_DRAWS = 5
 """Draws of a pair made from modules, whose inputs have the full size in each."""
 GRAD_OUTPUT = "grad_output"

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import torch
 
 EXPLAINED = 0.02
-"""Of the error that is left where a relation holds."""
+"""A relation holds where it leaves at most this share of the error unexplained."""
 FEWEST = 8
-"""Elements: of fewer, many relations hold by chance."""
+"""The fewest elements: with fewer, many relations hold by chance."""
 OF_ROUNDING = 1 / 32
 """The least error, of a precision's eps, that is taken for its rounding: a single one is 0.15 of it."""
 MANY = 64
@@ -18,7 +18,7 @@ SHIFTS = (1, -1)
 
 
 def relation(got: torch.Tensor, truth: torch.Tensor) -> str | None:
-    """What was done to `truth` [any shape] that gives `got` [the same], in words; None where nothing simple was."""
+    """Describe the simple change of `truth` [any shape] that gives `got` [same shape]; None if there is none."""
     if got.shape != truth.shape or not truth.is_floating_point() or truth.numel() < FEWEST:
         return None
     g, t = got.detach().double(), truth.detach().double()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import base64
 import contextlib
 import ctypes
@@ -21,7 +22,7 @@ DEVICE_PAGE = 2 << 20
 _HANDLE_BYTES = 64
 
 
-class Arena:
+class Arena(abc.ABC):
     """Tensors one behind another, until it is cleared."""
 
     def __init__(self) -> None:
@@ -58,20 +59,21 @@ class Arena:
             there.copy_(tensor)
         return at, there
 
+    @abc.abstractmethod
     def _reach(self, end: int) -> None:
         """Grow, so that it has so many bytes."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _where(self) -> dict[str, Any]:
         """How the other process finds the arena."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _bytes(self, offset: int, size: int) -> torch.Tensor:
-        raise NotImplementedError
+        """This part of the arena."""
 
+    @abc.abstractmethod
     def close(self) -> None:
         """Free it."""
-        raise NotImplementedError
 
 
 class HostMemory(Arena):

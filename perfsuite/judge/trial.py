@@ -129,7 +129,7 @@ class Served:
             raise NotEquivalent(WRITTEN_LATER)
 
     def operations(self, arguments: Sequence[Any]) -> list[tuple[str, str]]:
-        """What it computes with, as far as torch sees it."""
+        """The PyTorch operations of a call that compute something, with the shapes of their tensors."""
         memory = self.process.memory
         self.process.clear()
         request = {"do": "trace", "inputs": [memory.value(v, lambda t: memory.place(t)[0]) for v in arguments]}
@@ -179,7 +179,7 @@ def _other_forms(forms: Sequence[torch.Tensor], found: Sequence[Any]) -> str:
 
 @dataclass(slots=True)
 class Proof:
-    """What the draws have shown."""
+    """The result of proving a candidate."""
 
     draws: int = 0
     discarded: int = 0

@@ -50,7 +50,7 @@ EXIT_CODES = {
 
 @dataclass(slots=True)
 class Verdict:
-    """What is said of one candidate."""
+    """The verdict on one candidate."""
 
     candidate: str
     status: Status = Status.NOISY
@@ -63,7 +63,7 @@ class Verdict:
     against_compile: Ratio | None = None
     same_parameters: bool = True
     not_confined: list[str] = field(default_factory=list)
-    """What this machine could not keep from the candidate."""
+    """The restrictions that this machine cannot enforce on the candidate."""
 
     def as_json(self) -> dict[str, Any]:
         """For machines."""
