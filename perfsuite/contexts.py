@@ -10,7 +10,9 @@ import functools
 import os
 import sys
 import threading
-from collections.abc import Callable, Collection
+import warnings
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -38,6 +40,8 @@ COMPILED_CALL = os.path.join("torch", "_dynamo", "eval_frame.py")
 """The file of torch's that calls what was compiled."""
 WARMUP_CALLS = 3
 """Before a call is captured in a graph."""
+EMPTY_GRAPH = "The CUDA Graph is empty"
+"""Begin of torch's warning where a capture holds no work."""
 DELAY_CYCLES = 20_000_000
 """About 10 ms of a GPU: its own stream is held up so long before the inputs are there."""
 
@@ -279,6 +283,7 @@ def captured_graph(probe: Probe) -> None:
     """Captured in a CUDA graph, and replayed on inputs that were not there when it was captured."""
     if torch.device(probe.device).type != "cuda":
         return
+    others = probe.drawn(probe.other_case())
 
     def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
         held = make.clone(values)
@@ -287,10 +292,12 @@ def captured_graph(probe: Probe) -> None:
             torch.cuda.synchronize()
             with torch.cuda.stream(aside):
                 for _ in range(WARMUP_CALLS):  # what is compiled or allocated at a first call cannot be captured
-                    call(*make.clone(values).values())
+                    call(*make.clone(others).values())
+                with _waits_refused():  # else the capture would fail, after which torch's generator raises
+                    call(*make.clone(others).values())
             torch.cuda.synchronize()
             _overwrite(held)
-            with torch.cuda.graph(graph, stream=aside):
+            with _capturing(graph, aside):
                 leaves = execution._with_changed(pair, held, call(*held.values()))
             _overwrite(leaves)
             make.copy_values(held, values)
@@ -300,6 +307,30 @@ def captured_graph(probe: Probe) -> None:
             return _copied(leaves)
 
     _hold(probe, way, "when a CUDA graph that captured it is replayed", refusable=True)
+
+
+@contextmanager
+def _waits_refused() -> Iterator[None]:
+    """Inside, a call of torch that waits for the GPU raises."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+@contextmanager
+def _capturing(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> Iterator[None]:
+    """torch.cuda.graph, which leaves its stream the current one where the capture fails."""
+    before = torch.cuda.current_stream()
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=EMPTY_GRAPH)  # its answer shows it
+            with torch.cuda.graph(graph, stream=stream):
+                yield
+    finally:
+        torch.cuda.set_stream(before)
 
 
 # --- stateful pairs -------------------------------------------------------------------------------------------------
