@@ -7,7 +7,6 @@ runs nothing.
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import functools
 import importlib
@@ -15,23 +14,20 @@ import inspect
 import json
 import os
 import subprocess
-import sys
 import tempfile
-import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import FunctionType, ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import pytest
+
+from perfsuite import reachable
 from perfsuite.errors import PairError, PerfsuiteError
 from perfsuite.forks import Command, Forks
 from perfsuite.pair import Pair, Side, Workload, as_side
 from perfsuite.records import InputCase
 from perfsuite.workers import pytest_arguments
-
-if TYPE_CHECKING:
-    import pytest
 
 KERNELS = "kernels[sm_90]"
 """The name of the item that does it."""
@@ -46,45 +42,8 @@ LARGE = 1 << 16
 
 
 def kernels_of(pair: Pair) -> dict[str, Any]:
-    """Triton kernels reachable from the pair's sides, by qualified name; empty where triton is not loaded."""
-    if "triton" not in sys.modules:
-        return {}
-    found: dict[str, Any] = {}
-    seen: set[str] = set()
-    sides = [pair.optimized, *pair.variants.values()]
-    waiting = [m for s in sides if (m := _module_of(as_side(s).call)) is not None]
-    while waiting:
-        module = waiting.pop()
-        if module.__name__ in seen:
-            continue
-        seen.add(module.__name__)
-        for name, value in list(vars(module).items()):
-            if type(value).__name__ in ("JITFunction", "InterpretedFunction"):
-                if value.fn.__module__ == module.__name__:
-                    found[f"{module.__name__}.{name}"] = value
-            else:
-                other = value if isinstance(value, ModuleType) else _module_of(value)
-                if other is not None and _beside(other, module):
-                    waiting.append(other)
-    called = set().union(*map(_calls, found.values()))
-    return {name: kernel for name, kernel in found.items() if kernel.fn.__name__ not in called}
-
-
-def _calls(kernel: Any) -> set[str]:
-    """Names that the kernel calls or hands on: a device function is compiled into its callers, never launched."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(kernel.fn)))
-    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call)]
-    return {n.id for call in calls for n in (call.func, *call.args) if isinstance(n, ast.Name)}
-
-
-def _module_of(value: Any) -> ModuleType | None:
-    name = getattr(value, "__module__", None) if isinstance(value, (FunctionType, type)) else None
-    return sys.modules.get(name) if name else None
-
-
-def _beside(other: ModuleType, module: ModuleType) -> bool:
-    """Whether `other` belongs to the same project as `module`."""
-    return other.__name__.partition(".")[0] == module.__name__.partition(".")[0]
+    """Triton kernels that the pair's sides can reach, by qualified name; empty where triton is not loaded."""
+    return reachable.kernels(as_side(s).call for s in (pair.optimized, *pair.variants.values()))
 
 
 @functools.cache
@@ -128,19 +87,25 @@ def compile_in_fork(item: pytest.Item, seconds: float) -> None:
         result = json.loads(out.read_text())
     if result["error"]:
         raise PerfsuiteError(result["error"])
+    if result["left out"]:
+        pytest.skip(result["left out"])
     item.user_properties.append(("kernels", json.dumps(result["kernels"])))
 
 
-def compile_pair(pair: Pair, out: Path) -> None:
-    """In the compiling process: compile all the pair's kernels and write what came of it to `out`."""
-    expected = kernels_of(pair)
+def compile_pair(pair: Pair, out: Path, project: Path) -> None:
+    """In the compiling process: compile all that the pair launches and write what came of it to `out`.
+
+    Each kernel of the `project` that the sides can reach has to be launched; of an installed package any number.
+    """
+    expected = {name for name, kernel in kernels_of(pair).items() if _lies_in(project, kernel)}
     compiled: dict[str, dict[str, Any]] = {}
-    error = ""
+    error = left_out = ""
+    recorder = recording(compiled)
     try:
-        with recording(compiled) as recorder:
+        with recorder:
             for _ in _launch_all(pair, recorder):
                 pass
-        missing = sorted(set(expected) - set(compiled))
+        missing = sorted(expected - set(compiled))
         if missing:
             raise PairError(
                 f"kernel {missing[0]} is launched by none of the pair's workloads or variants; add one that does"
@@ -150,8 +115,16 @@ def compile_pair(pair: Pair, out: Path) -> None:
         text = (
             str(problem) if isinstance(problem, PerfsuiteError) else f"{type(problem).__name__}: {' '.join(lines[-3:])}"
         )
-        error = f"does not compile for sm_90: {text[:600]}"
-    out.write_text(json.dumps({"error": error, "kernels": compiled}))
+        if recorder.fails or isinstance(problem, PerfsuiteError) or "cpu" in as_side(pair.optimized).devices:
+            error = f"does not compile for sm_90: {text[:600]}"
+        else:
+            left_out = f"the optimized side, which runs on a GPU only, raises without one: {text[:200]}"
+    out.write_text(json.dumps({"error": error, "left out": left_out, "kernels": compiled}))
+
+
+def _lies_in(project: Path, kernel: Any) -> bool:
+    file = Path(inspect.getsourcefile(kernel.fn) or "")
+    return project in file.parents and "site-packages" not in file.parts
 
 
 def _launch_all(pair: Pair, recorder: recording) -> Iterator[str]:
@@ -251,6 +224,8 @@ class recording:  # noqa: N801 - a context manager
 
     def __init__(self, compiled: dict[str, dict[str, Any]]) -> None:
         self.compiled = compiled
+        self.fails = False
+        """Whether a kernel could not be compiled."""
         self._noted: list[str] | None = None
 
     def launches(self, call: Callable[[], None]) -> bool:
@@ -276,7 +251,11 @@ class recording:  # noqa: N801 - a context manager
             if self._noted is not None:
                 self._noted.append(kernel.fn.__name__)
                 return None
-            binary = run(kernel, *args, grid=grid, warmup=True, **kwargs)
+            try:
+                binary = run(kernel, *args, grid=grid, warmup=True, **kwargs)
+            except Exception:
+                self.fails = True
+                raise
             name = f"{kernel.fn.__module__}.{kernel.fn.__name__}"
             shared = binary.metadata.shared
             if shared > MAX_SHARED_BYTES:

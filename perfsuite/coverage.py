@@ -6,7 +6,7 @@ Random draws leave out some of them in one run and others in the next. So a proo
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from perfsuite import inputs as make
@@ -58,22 +58,30 @@ def kinds_in(pair: Pair, case: Case) -> set[Kind]:
     return found
 
 
-def draws(pair: Pair, dtype: str, seed: int, *, small: bool = False) -> Iterator[Case]:
+def draws(
+    pair: Pair, dtype: str, seed: int, *, small: bool = False, compiles: Callable[[], bool] = lambda: False
+) -> Iterator[Case]:
     """As few draws as hold all kinds; none that the pair's `where` rules out.
 
     With `small` the tiles are small ones, where there are some: a kernel that is interpreted takes seconds for others.
+    The first draw, and all from when `compiles` says so, have sizes that do not depend on the seed: a side that
+    compiles for each size finds them in its cache in every proof and every run.
     """
     left = kinds(pair)
     random_ = random.Random(seed)
+    first = True
     while left:
-        case = _case(pair, dtype, left, random_, small)
+        case = _case(pair, dtype, left, random_, small, same_sizes=first or compiles())
+        first = False
         if case is not None:
             yield case
             held = kinds_in(pair, case)
             left = [k for k in left if k not in held]
 
 
-def _case(pair: Pair, dtype: str, left: list[Kind], random_: random.Random, small: bool) -> Case | None:
+def _case(
+    pair: Pair, dtype: str, left: list[Kind], random_: random.Random, small: bool, *, same_sizes: bool
+) -> Case | None:
     """A draw that holds some of `left`; what it was made for is taken away."""
     inputs, tried = _inputs(pair, left, random_)
     wanted = {k[1]: k[2] for k in reversed(left) if k[0] == "size"}
@@ -81,7 +89,8 @@ def _case(pair: Pair, dtype: str, left: list[Kind], random_: random.Random, smal
         wanted = {symbol: kind for symbol, kind in wanted.items() if kind not in ("empty", "one")}
     tried |= {("size", *k) for k in wanted.items()}
     left[:] = [k for k in left if k not in tried]
-    sizes = _drawn_sizes(pair, wanted, random_, small)
+    source = random.Random(f"{pair.name} {sorted(wanted.items())}") if same_sizes else random_
+    sizes = _drawn_sizes(pair, wanted, source, small)
     if sizes is None:
         return None
     return Case(dtype=dtype, sizes=sizes, inputs=inputs, seed=random_.getrandbits(31))

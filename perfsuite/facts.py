@@ -15,6 +15,7 @@ import torch
 
 from perfsuite import inputs as make
 from perfsuite.equivalence import REPLICAS, Discard, Facts, Task, Truth
+from perfsuite.known_sizes import KnownSizes
 from perfsuite.pair import Pair
 from perfsuite.records import Case
 
@@ -30,6 +31,7 @@ class KnownFacts(Facts):
         self._truths: dict[tuple[str, ...], bytes | None] = {}
         """A draw that is discarded has None."""
         self._tasks: dict[tuple[str, ...], Task] = {}
+        self.sizes = KnownSizes()
 
     def truth(
         self, pair: Pair, case: Case, device: str, *, gradients: bool, home: Path | None, replicas: int = REPLICAS

@@ -268,6 +268,8 @@ class ProofItem(pytest.Function):
         @hypothesis.given(case=strategy(self.pair, self.dtype))
         def prove_draws(case: Case) -> None:
             __tracebackhide__ = True
+            if profile != "thorough":
+                case = facts_of(self.pair).sizes.settled(self.pair, case)
             if self.kind in FEW:
                 self._prove(case)
                 return
@@ -296,7 +298,8 @@ class ProofItem(pytest.Function):
 
     def _judge(self, case: Case) -> None:
         try:
-            self.prove(case, self.tally)
+            with facts_of(self.pair).sizes.noting(case):
+                self.prove(case, self.tally)
         except (NotEquivalent, PairError) as error:
             error.case = case
             raise
@@ -359,8 +362,9 @@ class ProofItem(pytest.Function):
         """Prove draws that hold every kind of inputs; they count among the draws of the proof. The first failure."""
         if self.seed is None or self.pair.max_examples is not None:
             return None
-        number = 0
-        for case in coverage.draws(self.pair, self.dtype, self.seed, small=device() == "cpu"):
+        number, sizes = 0, facts_of(self.pair).sizes
+        small = device() == "cpu"
+        for case in coverage.draws(self.pair, self.dtype, self.seed, small=small, compiles=lambda: sizes.compiles):
             try:
                 self._prove(case)
             except NotEquivalent as error:
@@ -441,7 +445,7 @@ class KernelsItem(pytest.Function):
         __tracebackhide__ = True
         out = os.environ.get(ahead.AHEAD)
         if out:
-            ahead.compile_pair(self.pair, Path(out))
+            ahead.compile_pair(self.pair, Path(out), self.config.rootpath)
         else:
             ahead.compile_in_fork(self, self.pair.time_limit)
 

@@ -23,6 +23,7 @@ WORKLOAD = Workload("w", batch=4, length=2048, heads=16, k=4, v=4)
 GATES = floats(-1, 0)
 """Logarithms of decays."""
 SHARES = floats(0, 1)
+UNSUPPORTED = {"autocast": "its output has the dtype of its inputs", "double_backward": "its gradients have none"}
 
 
 def recurrence(
@@ -75,6 +76,7 @@ def pair(reference: Callable[..., Any], optimized: Any, *, chunked: bool, **furt
         workloads=[WORKLOAD],
         strides="any",
         max_examples=15,
+        unsupported=UNSUPPORTED,
         **({"precision": "tf32"} if chunked else {}) | options,
     )
 
@@ -162,6 +164,7 @@ HGRN = {
     "sizes": {name: SIZES[name] for name in ("batch", "length", "k")},
     "workloads": [Workload("w", batch=4, length=2048, k=64)],
     "max_examples": 15,
+    "unsupported": UNSUPPORTED,
 }
 recurrent_hgrn = Pair(optimized=first(hgrn_ops.fused_recurrent_hgrn), **HGRN)
 chunk_hgrn = Pair(optimized=first(hgrn_ops.chunk_hgrn), **HGRN)

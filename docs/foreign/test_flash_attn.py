@@ -12,12 +12,16 @@ from typing import Any
 import pytest
 import torch
 
-from perfsuite import Pair, Workload, sampled, side, size, tensor
+from perfsuite import Pair, Workload, floats, sampled, side, size, tensor
 
 flash_attn = pytest.importorskip("flash_attn", reason="flash-attn is not installed: pip install flash-attn")
 
 ALIGN = 16
 """Bytes at whose multiples its tensors begin; it faults on others."""
+LAYOUTS = ("contiguous", "offset")
+"""Its backward pass refuses tensors whose last dimension is not contiguous, which its forward pass copies."""
+VALUES = floats(-4, 4)
+"""Where a score overflows float32 it gives NaN."""
 UNSUPPORTED = {"double_backward": "its backward pass is a kernel without a derivative"}
 
 
@@ -33,7 +37,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool
 
 
 def heads(number: str, dim: int) -> Any:
-    return tensor("batch", "length", number, dim, align=ALIGN)
+    return tensor("batch", "length", number, dim, align=ALIGN, layouts=LAYOUTS, values=VALUES)
 
 
 def pair(dim: int, causal: bool) -> Pair:
@@ -48,7 +52,8 @@ def pair(dim: int, causal: bool) -> Pair:
         reference=reference,
         optimized=side(optimized, devices=("cuda",)),
         inputs={"q": heads("2 * kv", dim), "k": heads("kv", dim), "v": heads("kv", dim)},
-        sizes={"batch": size(1, 3), "length": size(1, 200), "kv": size(1, 3)},
+        # Of a single key the gradient of q is 0, and what is left there is rounding alone.
+        sizes={"batch": size(1, 3), "length": size(2, 200), "kv": size(1, 3)},
         workloads=[Workload("w", batch=4, length=2048, kv=8, dtype="bfloat16")],
         dtypes=("bfloat16", "float16"),
         unsupported=UNSUPPORTED,
@@ -93,7 +98,7 @@ def fast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets: torch.Tenso
 
 
 def packed(number: str) -> Any:
-    return tensor("64 * sequences", number, 64, align=ALIGN)
+    return tensor("64 * sequences", number, 64, align=ALIGN, layouts=LAYOUTS, values=VALUES)
 
 
 variable_length = Pair(

@@ -1,0 +1,140 @@
+"""The Triton kernels that a function can reach, by the names that its code uses."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import sys
+import textwrap
+from collections import deque
+from collections.abc import Iterable, Iterator
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+KERNELS = ("JITFunction", "InterpretedFunction")
+"""Triton's classes of kernels, compiled and interpreted."""
+WRAPPERS = (functools.partial, MethodType, property, staticmethod, classmethod, dict, list, tuple, set)
+"""Are looked into whoever made them."""
+MOST_ITEMS = 1000
+"""Longer containers hold data."""
+
+
+def kernels(calls: Iterable[Any]) -> dict[str, Any]:
+    """Qualified name → kernel, for all that these callables can reach in their own projects.
+
+    A function reaches the globals, attributes of modules and closures that its code names, and so on from there;
+    a class and an instance what their methods reach.
+    """
+    if "triton" not in sys.modules:
+        return {}
+    found: dict[str, Any] = {}
+    waiting = deque(calls)
+    projects = {_project(_unwrapped(call)) for call in waiting} - {""}
+    seen: dict[int, Any] = {}
+    while waiting:
+        value = waiting.popleft()
+        if id(value) in seen:
+            continue
+        seen[id(value)] = value  # kept, so that its id is no other's
+        if type(value).__name__ in KERNELS:
+            found[f"{value.fn.__module__}.{value.fn.__name__}"] = value
+        elif isinstance(value, WRAPPERS) or _project(value) in projects:
+            waiting.extend(_parts(value))
+    called = set().union(*map(_calls, found.values()))
+    return {name: kernel for name, kernel in found.items() if kernel.fn.__name__ not in called}
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    match value:
+        case FunctionType():
+            yield from _named(value)
+            yield from (cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell))
+            yield from (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+            yield getattr(value, "__wrapped__", None)
+        case MethodType():
+            yield from (value.__func__, value.__self__)
+        case functools.partial():
+            yield from (value.func, *value.args, *value.keywords.values())
+        case property():
+            yield value.fget
+        case staticmethod() | classmethod():
+            yield value.__func__
+        case type():
+            yield from (*vars(value).values(), *value.__bases__)
+        case dict():
+            yield from _few(value.values(), len(value))
+        case list() | tuple() | set():
+            yield from _few(value, len(value))
+        case ModuleType():
+            pass  # only those of its attributes that code names
+        case _:
+            yield type(value)
+            yield from getattr(value, "__dict__", {}).values()
+
+
+def _few(values: Iterable[Any], count: int) -> Iterable[Any]:
+    return values if count <= MOST_ITEMS else ()
+
+
+def _named(function: FunctionType) -> Iterator[Any]:
+    """What the names in its code stand for: globals, and attributes of modules.
+
+    A module that the function itself imports is left out, since it may not be there yet.
+    """
+    names = set(_names(function.__code__))
+    modules: list[ModuleType] = []
+    for name in names:
+        value = function.__globals__.get(name)
+        if isinstance(value, ModuleType):
+            modules.append(value)
+        elif value is not None:
+            yield value
+            if isinstance(value, type):
+                yield from (vars(value)[n] for n in names if n in vars(value))
+    seen: set[str] = set()
+    while modules:
+        module = modules.pop()
+        if module.__name__ in seen:
+            continue
+        seen.add(module.__name__)
+        for name in names:
+            value = vars(module).get(name)
+            if isinstance(value, ModuleType):
+                modules.append(value)
+            elif value is not None:
+                yield value
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
+
+
+def _unwrapped(call: Any) -> Any:
+    while isinstance(call, (functools.partial, MethodType)):
+        call = call.func if isinstance(call, functools.partial) else call.__func__
+    return call
+
+
+def _project(value: Any) -> str:
+    """The first part of the name of the module that defines it; empty for what no module of a project defines."""
+    owner = value if isinstance(value, (FunctionType, type)) else type(value)
+    module = getattr(owner, "__module__", None)
+    return module.partition(".")[0] if isinstance(module, str) and module != "builtins" else ""
+
+
+def _calls(kernel: Any) -> set[str]:
+    """Names that the kernel calls or hands on: a device function is compiled into its callers, never launched."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(kernel.fn)))
+    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call)]
+    return {n.id for call in calls for n in (call.func, *call.args) if isinstance(n, ast.Name)}

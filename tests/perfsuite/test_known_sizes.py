@@ -1,0 +1,93 @@
+"""Where a side compiles for each size, later draws have sizes that were drawn before."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from perfsuite import Pair, compiling, coverage, floats, scalar, tensor
+from perfsuite.known_sizes import KnownSizes
+from perfsuite.records import Case
+
+OF = {"x": tensor("n"), "p": scalar(floats(0, 1))}
+PAIRS = SimpleNamespace(one=Pair(name="p", reference=torch.add, optimized=torch.add, inputs=OF))
+
+
+def case(n: int, seed: int = 0, p: float = 0.5) -> Case:
+    return Case(dtype="float32", sizes={"n": n, "p": p}, inputs={}, seed=seed)
+
+
+class Compiler:
+    """Stands for Triton: says what it compiles."""
+
+    def __init__(self) -> None:
+        self.compilation = SimpleNamespace(listener=None)
+
+    def compile(self, cache_hit: bool = False) -> None:
+        if self.compilation.listener is not None:
+            self.compilation.listener(src=None, times=None, cache_hit=cache_hit)
+
+
+@pytest.fixture
+def triton(monkeypatch: pytest.MonkeyPatch) -> Compiler:
+    compiler = Compiler()
+    monkeypatch.setitem(sys.modules, "triton.knobs", compiler)  # type: ignore[arg-type]  # stands for the module
+    return compiler
+
+
+def test_new_sizes_are_drawn_until_compiling_has_cost_the_budget(triton: Compiler) -> None:
+    known = KnownSizes(budget_s=0.0)
+    assert known.settled(PAIRS.one, case(3)) == case(3)  # nothing is known yet
+    with known.noting(case(3)):
+        triton.compile()
+    with known.noting(case(0)):
+        triton.compile()
+    assert known.spent_s > 0
+    assert known.settled(PAIRS.one, case(7, seed=1, p=0.25)) == case(3, seed=1, p=0.25)
+    assert {known.settled(PAIRS.one, case(1, seed=s)).sizes["n"] for s in range(9)} == {0, 3}
+    assert known.settled(PAIRS.one, case(3, seed=5)) == case(3, seed=5)
+
+
+def test_the_same_draw_has_the_same_sizes_however_often_it_is_asked_for(triton: Compiler) -> None:
+    known = KnownSizes(budget_s=0.0)
+    first = known.settled(PAIRS.one, case(9))
+    with known.noting(case(3)):
+        triton.compile()
+    assert known.settled(PAIRS.one, case(9)) == first == case(9)
+
+
+def test_what_is_read_from_the_cache_costs_nothing(triton: Compiler) -> None:
+    known = KnownSizes()
+    with known.noting(case(3)):
+        triton.compile(cache_hit=True)
+    assert known.compiles
+    assert known.spent_s == 0
+
+
+def test_a_side_that_does_not_compile_is_drawn_as_before() -> None:
+    known = KnownSizes(budget_s=0.0)
+    with known.noting(case(3)):
+        pass
+    assert not known.compiles
+    assert known.settled(PAIRS.one, case(7)) == case(7)
+
+
+def test_a_listener_of_the_user_s_still_hears(triton: Compiler) -> None:
+    heard: list[Any] = []
+    triton.compilation.listener = lambda **said: heard.append(said["cache_hit"])
+    before = compiling.so_far()
+    triton.compile()
+    assert heard == [False]
+    assert compiling.so_far().kernels == before.kernels + 1
+
+
+def test_planned_draws_have_the_same_sizes_in_every_run() -> None:
+    def sizes(seed: int) -> list[int]:
+        return [c.sizes["n"] for c in coverage.draws(PAIRS.one, "float32", seed, compiles=lambda: True)]
+
+    first, second = sizes(1), sizes(2)
+    assert set(first) == set(second)

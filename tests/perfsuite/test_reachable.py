@@ -1,0 +1,99 @@
+"""The kernels that a side's code can reach, and no others of its module."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from perfsuite import reachable
+
+triton = pytest.importorskip("triton")
+
+
+@triton.jit
+def own_kernel(x_ptr):
+    device_function(x_ptr)
+
+
+@triton.jit
+def device_function(x_ptr):
+    pass
+
+
+@triton.jit
+def other_kernel(x_ptr):
+    pass
+
+
+def launches(x: torch.Tensor) -> None:
+    own_kernel[(1,)](x)
+
+
+class Launching(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        launches(x)
+        return x
+
+
+class Module(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Launching.apply(x)
+
+
+def through_a_class(x: torch.Tensor) -> torch.Tensor:
+    return Launching.apply(x)
+
+
+def closing_over(call: Callable[..., Any]) -> Callable[..., Any]:
+    def side(x: torch.Tensor) -> Any:
+        return call(x)
+
+    return side
+
+
+TABLE = {"fast": launches}
+
+
+def through_a_table(x: torch.Tensor) -> None:
+    TABLE["fast"](x)
+
+
+def none_at_all(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+
+REACH = {
+    "itself": launches,
+    "a class": through_a_class,
+    "a module's forward": Module(),
+    "a method": Module().forward,
+    "a partial": functools.partial(launches),
+    "a closure": closing_over(launches),
+    "a table": through_a_table,
+}
+
+
+@pytest.mark.parametrize("side", REACH.values(), ids=REACH)
+def test_a_kernel_is_reached_through(side: Callable[..., Any]) -> None:
+    assert list(reachable.kernels([side])) == [f"{__name__}.own_kernel"]
+
+
+def test_others_of_the_module_are_not_reached() -> None:
+    assert reachable.kernels([none_at_all]) == {}
+
+
+def test_kernels_of_other_projects_are_not_looked_for() -> None:
+    foreign = functools.partial(launches)
+    stranger = SimpleNamespace(call=foreign)
+
+    def side(x: torch.Tensor) -> None:
+        stranger.call(x)
+
+    side.__module__ = "somewhere.else"
+    assert reachable.kernels([side]) == {}
