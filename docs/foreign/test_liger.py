@@ -25,8 +25,17 @@ ROWS = {"rows": size(1, 33), "columns": size(2, 129)}
 NO_DOUBLE = {"double_backward": "its gradients count as constants: torch gives 0 for their derivatives"}
 
 
+SCALED_IN_PLACE = "the first pass scales the gradients that it keeps in place"
+
+
 def on_gpu(call: Callable[..., Any]) -> Side:
     return side(call, devices=("cuda",))
+
+
+DENSE = ("contiguous", "offset")
+"""Layouts for its cross-entropy: of logits whose last dimension is not contiguous it scales the logits instead of the
+gradient."""
+FINITE = floats(nonfinite=False)
 
 
 def matrix(**options: Any) -> Any:
@@ -59,7 +68,7 @@ geglu = rows(
 relu_squared = rows(
     reference=lambda x: functional.relu(x).square(),
     optimized=on_gpu(liger.liger_relu_squared),
-    inputs={"x": matrix(values=floats(nonfinite=False))},  # it makes 0 of NaN
+    inputs={"x": matrix(values=FINITE)},  # it makes 0 of NaN
 )
 
 softmax = rows(
@@ -120,7 +129,12 @@ layer_norm = rows(
 group_norm = Pair(
     reference=lambda x, weight, bias: functional.group_norm(x, 4, weight, bias, EPS),
     optimized=on_gpu(lambda x, weight, bias: liger.liger_group_norm(x, weight, bias, x.shape[1], 4, EPS)),
-    inputs={"x": tensor("batch", "4 * width", "n"), "weight": tensor("4 * width"), "bias": tensor("4 * width")},
+    # Of an infinite weight it makes infinities where the definition gives NaN.
+    inputs={
+        "x": tensor("batch", "4 * width", "n", values=FINITE),
+        "weight": tensor("4 * width", values=FINITE),
+        "bias": tensor("4 * width", values=FINITE),
+    },
     sizes={"batch": size(1, 5), "width": size(1, 9), "n": size(2, 65)},
     workloads=[Workload("w", batch=32, width=32, n=1024)],
 )
@@ -133,7 +147,7 @@ def plain_poly_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -
 poly_norm = rows(
     reference=plain_poly_norm,
     optimized=on_gpu(lambda x, weight, bias: liger.liger_poly_norm(x, weight, bias, EPS)),
-    inputs={"x": matrix(values=floats(-4, 4)), "weight": tensor(3), "bias": tensor(1)},
+    inputs={"x": matrix(values=floats(-4, 4)), "weight": tensor(3), "bias": tensor()},
     consumes={"grad_output"},
 )
 
@@ -141,10 +155,18 @@ poly_norm = rows(
 
 LABELS = tensor("rows", dtype="int64", values=integers(0, "columns", also=[-100]))
 
+LOGITS = matrix(values=floats(-8, 8), layouts=DENSE)
+
+
+def mean_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The mean over the labels that count. Where none does, Liger gives 0, and torch's mean is NaN."""
+    return functional.cross_entropy(logits, labels, reduction="sum") / (labels != -100).sum().clamp(min=1)
+
+
 cross_entropy = rows(
-    reference=lambda logits, labels: functional.cross_entropy(logits, labels),
+    reference=mean_loss,
     optimized=on_gpu(liger.liger_cross_entropy),
-    inputs={"logits": matrix(values=floats(-8, 8)), "labels": LABELS},
+    inputs={"logits": LOGITS, "labels": LABELS},
     consumes={"logits"},  # the forward pass writes the gradient over it
     unsupported={"no_gradient_needed": "the logits are used up in the forward pass"} | NO_DOUBLE,
 )
@@ -154,16 +176,26 @@ cross_entropy_smoothed = rows(
     optimized=on_gpu(
         lambda logits, labels: liger.liger_cross_entropy(logits, labels, label_smoothing=0.1, reduction="sum")
     ),
-    inputs={"logits": matrix(values=floats(-8, 8)), "labels": LABELS},
+    inputs={"logits": LOGITS, "labels": LABELS},
     consumes={"logits"},
+    unsupported=NO_DOUBLE,
 )
 
 fused_linear_cross_entropy = Pair(
-    reference=lambda x, weight, labels: functional.cross_entropy(x @ weight.T, labels),
+    reference=lambda x, weight, labels: mean_loss(x @ weight.T, labels),
     optimized=on_gpu(liger.liger_fused_linear_cross_entropy),
-    inputs={"x": tensor("rows", "hidden"), "weight": tensor("columns", "hidden"), "labels": LABELS},
+    inputs={
+        "x": tensor("rows", "hidden", values=FINITE),
+        "weight": tensor("columns", "hidden", values=FINITE),
+        "labels": LABELS,
+    },
     sizes={"rows": size(1, 33), "columns": size(2, 65), "hidden": size(1, 33)},
     workloads=[Workload("w", rows=1024, columns=32000, hidden=1024)],
+    unsupported={
+        "one_gradient_needed": "without a gradient of x it computes none of the weight",
+        "second_backward": SCALED_IN_PLACE,
+    }
+    | NO_DOUBLE,
 )
 
 kl_div = rows(
@@ -199,6 +231,7 @@ fused_linear_jsd = Pair(
     },
     sizes={"rows": size(1, 33), "columns": size(2, 65), "hidden": size(1, 33)},
     workloads=[Workload("w", rows=1024, columns=32000, hidden=1024)],
+    unsupported={"second_backward": SCALED_IN_PLACE},
 )
 
 tvd = rows(
@@ -225,7 +258,8 @@ def angles(*shape: Any) -> Any:
     return tensor(*shape, values=sampled(table), differentiable=False)
 
 
-HEADS = {"batch": size(1, 3), "heads": size(1, 5), "kv": size(1, 3), "length": size(1, 33), "half": size(1, 33)}
+# Of sequences of one position it turns the first of the batch alone.
+HEADS = {"batch": size(1, 3), "heads": size(1, 5), "kv": size(1, 3), "length": size(2, 33), "half": size(1, 33)}
 
 rope = Pair(
     reference=lambda q, k, cos, sin: (rotated(q, cos, sin), rotated(k, cos, sin)),
@@ -238,6 +272,7 @@ rope = Pair(
     },
     sizes=HEADS,
     workloads=[Workload("w", batch=4, heads=32, kv=8, length=2048, half=64)],
+    consumes={"q", "k", "grad_output"},  # it turns them in place, and returns them
     strides="any",
 )
 
@@ -275,6 +310,7 @@ neighborhood_attention = Pair(
     sizes={"batch": size(1, 3), "heads": size(1, 3), "length": size(1, 33), "half": size(4, 17)},
     workloads=[Workload("w", batch=2, heads=8, length=1024, half=32)],
     precision="tf32",
+    unsupported={"autocast": "its output has the dtype of its inputs"},
 )
 
 mrope = Pair(
@@ -289,6 +325,7 @@ mrope = Pair(
     },
     sizes={name: HEADS[name] for name in ("batch", "heads", "kv", "length")},
     workloads=[Workload("w", batch=4, heads=32, kv=8, length=2048)],
+    consumes={"q", "k", "grad_output"},
     strides="any",
 )
 

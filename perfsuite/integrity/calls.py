@@ -24,6 +24,7 @@ from perfsuite.integrity.memory import unwritten
 from perfsuite.integrity.probe import Probe, same_leaf
 from perfsuite.pair import Pair, Side, as_side
 from perfsuite.records import Case
+from perfsuite.specs import Sampled
 
 REPEATS = 3
 DRIFT_CALLS = 40
@@ -155,7 +156,7 @@ def partial_keys(probe: Probe) -> None:
     if not probe.answers_rightly():
         return  # wrong without it, too: equivalence says how
     for what, change in (("one element of them", _last_changed), ("their order", _rolled)):
-        error = _error_on(probe, make.map_tensors(probe.drawn(), change))
+        error = _error_on(probe, _changed(probe, change))
         if error is None:
             continue
         if memory := unwritten(probe):
@@ -166,6 +167,13 @@ def partial_keys(probe: Probe) -> None:
             f"gives a wrong answer where its inputs differ from earlier ones in {what} alone: it keeps answers "
             f"by a part of the values, or by their sum: {error}"
         )
+
+
+def _changed(probe: Probe, change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
+    """The draw's inputs with this change. Where the pair makes the values itself, only it knows which others may be."""
+    specs = {name: make.tensor_spec(spec) for name, spec in probe.pair.inputs.items()}
+    own = {name for name, spec in specs.items() if spec is not None and isinstance(spec.values, Sampled)}
+    return {name: v if name in own else make.map_tensors(v, change) for name, v in probe.drawn().items()}
 
 
 def _error_on(probe: Probe, values: dict[str, Any]) -> NotEquivalent | None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from perfsuite import Pair, equivalence, floats, integrity, listof, stateful, tensor
+from perfsuite import Pair, equivalence, floats, integrity, listof, sampled, stateful, tensor
 from perfsuite import inputs as make
 from perfsuite.equivalence import NotEquivalent
 from perfsuite.errors import PairError
@@ -439,6 +439,20 @@ def test_a_wrong_answer_to_other_values_is_judged_by_all_replicas(lucky: list[in
     with pytest.raises(NotEquivalent, match="earlier ones in one element of them alone"):
         integrity.partial_keys(probe(pair(exp_, replayed(lambda x: x.flatten()[:-1].sum().item()))))
     assert equivalence.REPLICAS in lucky
+
+
+def test_values_that_the_pair_makes_itself_keep_their_form() -> None:
+    """Here the second half of each row is the first one: a side may read either."""
+
+    def halves(generator: torch.Generator, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        half = torch.rand((*shape[:-1], shape[-1] // 2), generator=generator, dtype=dtype)
+        return torch.cat([half, half], -1)
+
+    def first(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        return x * table[..., :4].repeat(1, 2)
+
+    of = pair(torch.mul, first, {"x": tensor("m", 8), "table": tensor("m", 8, values=sampled(halves))})
+    integrity.check(of, CASE, "cpu")
 
 
 def test_a_pair_with_a_working_precision_is_called_on_the_values_that_its_truth_is_of() -> None:
