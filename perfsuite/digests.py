@@ -146,6 +146,24 @@ def only(module: ModuleType | None, others: Iterable[ModuleType | None], top: Pa
     return [_relative(p, top) for p in sorted(_closure([Path(first)], top) - _closure(map(Path, rest), top))]
 
 
+def only_optimized(
+    sides: Iterable[tuple[ModuleType | None, ModuleType | None]], declaring: Iterable[ModuleType], top: Path
+) -> list[Path]:
+    """Files that optimized sides import and neither a reference does nor perfsuite.
+
+    `sides` are the modules of each pair's (optimized, reference) side, `declaring` those that declare the pairs. Of a
+    pair whose sides share a module there is nothing.
+    """
+    both = [(Path(o.__file__), Path(r.__file__)) for o, r in sides if o and r and o.__file__ and r.__file__]
+    kept = [Path(m.__file__) for m in declaring if m.__file__]
+    needed = _closure((r for _, r in both), top) | {p.resolve() for p in kept}
+    found: set[Path] = set()
+    for optimized, reference in both:
+        if optimized != reference and optimized.resolve() not in needed:
+            found |= _closure([optimized], top)
+    return sorted(p for p in found - needed if HARNESS not in p.parts)
+
+
 def _conftests(seeds: Iterable[Path], top: Path) -> Iterator[Path]:
     for seed in seeds:
         for folder in seed.resolve().parents:

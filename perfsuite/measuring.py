@@ -34,6 +34,8 @@ from perfsuite.watching import FRESH_BLOCKS, NewValues, Watch, check_timed, judg
 
 RIVAL_BLOCKS, RIVAL_QUADS = 2, 4
 """Rivals are timed against the optimized side afterwards: what is gated must not depend on which rivals there are."""
+ALONE_BLOCKS = 4
+"""A reference that is slowed by a sixth shows in fewer blocks than the rule needs."""
 NEW_VALUES_S = 2.0
 """A truth that takes longer to establish is established on one draw only."""
 SLOW_TRUTH_S = 10.0
@@ -260,6 +262,33 @@ def launched(bench: Bench, top: Path) -> tuple[str, str]:
         if scrutiny.compilations() > before:
             return "", "it runs compiled code, whose launches' arguments are not seen"
         return launches.digest(runner, clock, top)
+
+
+def reference_alone(bench: Bench, kind: str, counts: Counts | None, alone: Callable[[], object]) -> tuple[float, ...]:
+    """Seconds of a call of the reference in each block, where no other side is called.
+
+    `kind` is the clock; `counts` are the reference's own, by which the clock knows how many calls it may queue. `alone`
+    is called before anything is timed, and waits until no other process uses the device.
+    """
+    clock, rng = clock_for(bench.device), random.Random(secrets.randbits(64))
+    # The sampler compares with the optimized side: here the reference stands in its place.
+    runner = bench.runner(REFERENCE, bench.sides[REFERENCE])
+    with bench.released():
+        _warm_up({REFERENCE: runner}, bench, clock, rng)
+        alone()
+        sampler = Sampler(
+            {OPTIMIZED: runner},
+            {OPTIMIZED: bench.master(REFERENCE)},
+            clock,
+            kind,
+            {OPTIMIZED: counts} if counts is not None else {},
+            rng,
+            bench.report,
+            repeat=bench.workload.repeat,
+        )
+        sampler.plan(ALONE_BLOCKS)
+        sampler.run()
+    return tuple(sampler.blocks_s[OPTIMIZED])
 
 
 def _until_enough(bench: Bench, clock: Clock, rng: random.Random, enough_s: float) -> Call:

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import select
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -66,6 +67,14 @@ def check(pair: Pair, case: Case, device: str, *, module: ModuleType, home: Path
         ) from None
 
 
+def seconds(pair: Pair, case: Case, device: str, *, module: ModuleType, home: Path | None = None) -> float:
+    """Median seconds of a call of the optimized side, without gradients, in a process in which no test is running.
+
+    Unsendable where the inputs cannot be given to another process.
+    """
+    return statistics.median(_child().seconds(pair, case, device, module, home))
+
+
 class Child:
     """The process, and files without a name for what goes to it and comes back."""
 
@@ -90,6 +99,24 @@ class Child:
 
     def produce(self, pair: Pair, case: Case, device: str, module: ModuleType, home: Path | None) -> Leaves:
         """What the side makes of the draw. NotEquivalent where it raises, hangs or ends the process."""
+        values, request = self._give(pair, case, device, module, home)
+        self._ask(pair, request)
+        self.made.seek(0)
+        returned, changed = torch.load(self.made, weights_only=False, map_location=device)
+        leaves = execution._with_changed(pair, dict(zip(values, changed, strict=True)), returned)
+        suffix = " after 1 step" if pair.is_stateful else ""
+        return {f"{n}{suffix}": t.detach() if isinstance(t, torch.Tensor) else t for n, t in leaves.items()}
+
+    def seconds(self, pair: Pair, case: Case, device: str, module: ModuleType, home: Path | None) -> list[float]:
+        """What each of some calls on the draw takes, once they are warm. NotEquivalent as above."""
+        _, request = self._give(pair, case, device, module, home)
+        found: list[float] = self._ask(pair, {**request, "timed": True})["seconds"]
+        return found
+
+    def _give(
+        self, pair: Pair, case: Case, device: str, module: ModuleType, home: Path | None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Write the draw's inputs where the child reads them; they, and the request that names the pair."""
         values = make.build(pair, case, device, home=home)
         values = make.clone(equivalence.rounded_to_precision(pair, case)(values))
         execution.poison(pair, values)
@@ -101,14 +128,9 @@ class Child:
         except Exception as error:  # of pickle there are many
             raise Unsendable(f"an input cannot be given to another process: {error}") from None
         self.given.flush()
-        self._ask(pair, {**_place(pair, module), "device": device})
-        self.made.seek(0)
-        returned, changed = torch.load(self.made, weights_only=False, map_location=device)
-        leaves = execution._with_changed(pair, dict(zip(values, changed, strict=True)), returned)
-        suffix = " after 1 step" if pair.is_stateful else ""
-        return {f"{n}{suffix}": t.detach() if isinstance(t, torch.Tensor) else t for n, t in leaves.items()}
+        return values, {**_place(pair, module), "device": device}
 
-    def _ask(self, pair: Pair, request: dict[str, Any]) -> None:
+    def _ask(self, pair: Pair, request: dict[str, Any]) -> dict[str, Any]:
         what = f"{pair.name}: where no test is running, the optimized side"
         assert self.process.stdin is not None
         try:
@@ -124,10 +146,11 @@ class Child:
         if not reply:
             self.close()
             raise NotEquivalent(f"{what} ends the process with exit code {self.process.returncode}")
-        error = json.loads(reply)["error"]
-        if error:
+        answered: dict[str, Any] = json.loads(reply)
+        if answered["error"]:
             self.close()
-            raise NotEquivalent(f"{what} raises {error}")
+            raise NotEquivalent(f"{what} raises {answered['error']}")
+        return answered
 
     def close(self) -> None:
         """End the process and remove the folder."""

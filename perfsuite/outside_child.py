@@ -16,11 +16,14 @@ import importlib.util
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
 HIDDEN = ("perfsuite", "pytest", "_pytest", "pluggy", "hypothesis", "_hypothesis_globals", "xdist", "pytest_benchmark")
 """Packages that say that a test is running."""
+WARM_UP, TIMED, TIMED_S = 3, 30, 2.0
+"""Calls that are not timed, the most that are, and the seconds after which no further one is made."""
 hidden: dict[str, Any] = {}
 
 
@@ -109,8 +112,22 @@ def side_of(request: dict[str, Any]) -> tuple[Callable[..., Any], bool]:
     return call, side.stateful
 
 
-def answer(request: dict[str, Any], given: BinaryIO, made: BinaryIO) -> None:
-    """Call the side on the inputs, and save what it returns and what it makes of the inputs."""
+def seconds_of(call: Callable[[], Any], wait: Callable[[], None]) -> list[float]:
+    """What each of some further calls takes on the wall clock, after those that warm it up."""
+    took: list[float] = []
+    began = time.perf_counter()
+    while len(took) < WARM_UP + TIMED and (len(took) <= WARM_UP or time.perf_counter() - began < TIMED_S):
+        wait()
+        start = time.perf_counter()
+        call()
+        wait()
+        took.append(time.perf_counter() - start)
+    return took[WARM_UP:]
+
+
+def answer(request: dict[str, Any], given: BinaryIO, made: BinaryIO) -> list[float]:
+    """Call the side on the inputs, and save what it returns and what it makes of the inputs; what further calls take,
+    where that is asked for."""
     sys.path[:] = request["sys_path"]
     take_settings(request["settings"])
     call, stateful = side_of(request)
@@ -118,14 +135,22 @@ def answer(request: dict[str, Any], given: BinaryIO, made: BinaryIO) -> None:
 
     given.seek(0)
     inputs, step_inputs = torch.load(given, weights_only=False, map_location=request["device"])
+
+    def wait() -> None:
+        if request["device"] != "cpu":
+            torch.cuda.synchronize()
+
     with torch.no_grad():
-        returned = call(*inputs)(*step_inputs) if stateful else call(*inputs)
-    if request["device"] != "cpu":
-        torch.cuda.synchronize()
+        called, arguments = (call(*inputs), step_inputs) if stateful else (call, inputs)
+        returned = called(*arguments)
+        wait()
+        if request.get("timed"):
+            return seconds_of(lambda: called(*arguments), wait)
     made.seek(0)
     made.truncate()
     torch.save((returned, inputs), made)
     made.flush()
+    return []
 
 
 def main() -> None:
@@ -136,10 +161,9 @@ def main() -> None:
     replies, files = os.fdopen(reply_to, "w"), (os.fdopen(given, "rb", buffering=0), os.fdopen(made, "r+b"))
     for line in sys.stdin:
         try:
-            answer(json.loads(line), *files)
-            reply = {"error": ""}
+            reply = {"error": "", "seconds": answer(json.loads(line), *files)}
         except BaseException as error:
-            reply = {"error": f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"}
+            reply = {"seconds": [], "error": f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"}
         print(json.dumps(reply), file=replies, flush=True)
 
 

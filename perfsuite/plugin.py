@@ -46,6 +46,10 @@ if WORKER:  # before anything else: an orphan would disturb the next measurement
 
     die_with_parent()
 
+    from perfsuite import absent
+
+    absent.install()
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("perfsuite")

@@ -192,6 +192,19 @@ class Proof:
     seconds: float = 0.0
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Alone:
+    """A workload's sides, each timed apart from the other: the reference in a process where nothing of the optimized
+    side has run, the optimized side in one where no test is running."""
+
+    id: str
+    blocks_s: tuple[float, ...]
+    """Median seconds a call of the reference, by block."""
+    outside_s: float | None = None
+    """Seconds of a call of the optimized side on the wall clock; None where it was not asked for or cannot be had."""
+    seconds: float = 0.0
+
+
 PromiseRecord: TypeAlias = Promises
 """What a workload promises, as declared when it was collected."""
 

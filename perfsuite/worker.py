@@ -20,10 +20,10 @@ from perfsuite import faults, preload, revision
 from perfsuite.errors import NoisyError, PerfsuiteError, RevisionError, TamperedError, in_one_line
 from perfsuite.observed import Observed
 from perfsuite.pair import Pair, Side, as_side
-from perfsuite.records import Measurement, Proof, Ran, Status
+from perfsuite.records import Alone, Measurement, Proof, Ran, Status
 from perfsuite.sharing import Gpu
 from perfsuite.speed import SpeedItem
-from perfsuite.workers import ITEMS, PROVE, WAITS, Failure, Journal, Outcome, Reported, Task
+from perfsuite.workers import ALONE, ITEMS, PROVE, WAITS, Failure, Journal, Outcome, Reported, Task
 
 OBSERVED = pytest.StashKey[Observed]()
 """The worker's record of opened files and of imports by name. It begins before the test modules are imported."""
@@ -161,7 +161,8 @@ class _Workload:
             # A warning inside a timed call is the user's own affair; it must not turn into an error here.
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                return self._prove() if self.task.kind == PROVE else self._time()
+                kinds: dict[str, Callable[[], Outcome]] = {PROVE: self._prove, ALONE: self._reference_alone}
+                return kinds.get(self.task.kind, self._time)()
         except (NotTimed, TamperedError) as error:
             return Failure(status=Status.NOT_TIMED, message=str(error))
         except NotEquivalent as error:
@@ -203,6 +204,34 @@ class _Workload:
             alone=self.alone,
             beside=self.beside,
         )
+
+    def _reference_alone(self) -> Alone:
+        from perfsuite import measuring
+        from perfsuite.sampling import REFERENCE
+
+        began = perf_counter()
+        self.report(REFERENCE)
+        bench = self._bench(secrets.randbits(31), None)
+        counts = self.task.proof.counts.get(REFERENCE) if self.task.proof else None
+        blocks = measuring.reference_alone(bench, self.task.clock, counts, self.alone)
+        outside_s = self._outside_s(bench) if self.task.outside else None
+        return Alone(id=self.item.nodeid, blocks_s=blocks, outside_s=outside_s, seconds=perf_counter() - began)
+
+    def _outside_s(self, bench: Any) -> float | None:
+        """Seconds of a call of the optimized side where no test is running; None where they cannot be had.
+
+        The child imports the pair's module anew, with all of its sides. It makes no gradients.
+        """
+        from perfsuite import outside
+        from perfsuite.equivalence import NotEquivalent
+
+        module = self.item.getparent(pytest.Module)
+        if module is None or bench.gradients:
+            return None
+        try:
+            return outside.seconds(bench.pair, bench.case, self.device, module=module.obj, home=self.item.home)
+        except (outside.Unsendable, NotEquivalent):  # its proofs say what is wrong there
+            return None
 
     def _wait_for_proof(self) -> Proof:
         """Others may prepare and time while this process waits. When it goes on, none times."""

@@ -29,7 +29,7 @@ from perfsuite.errors import PerfsuiteError
 from perfsuite.folders import own_folder
 from perfsuite.forks import Command, Fork
 from perfsuite.orphans import PARENT
-from perfsuite.records import Measurement, Proof, Status, from_json, to_json
+from perfsuite.records import Alone, Measurement, Proof, Status, from_json, to_json
 from perfsuite.revision import Tree
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ END_LIMIT_S = 3.0
 """From a worker's last task to its end. Its results are known by then, so it is stopped without a message. The run
 waits for it, because the next processes must have the device for themselves; some take 7 s, or hang at exit."""
 LOG_LINES = 3
-PROVE, TIME, ITEMS = "prove", "time", "items"
+PROVE, TIME, ITEMS, ALONE = "prove", "time", "items", "alone"
 WAITS = "waits"
 """The phase of a process that waits until others let it have their GPU; its time limit does not count meanwhile."""
 
@@ -81,12 +81,13 @@ class Reported:
         return sum(float(report["duration"]) for report in self.reports)
 
 
-Outcome: TypeAlias = Measurement | Proof | Reported | Failure
+Outcome: TypeAlias = Measurement | Proof | Reported | Alone | Failure
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """One thing that a worker is to do with one item: prove a workload, time it, or run a correctness item."""
+    """One thing that a worker is to do with one item: prove a workload, time it or its reference alone, or run a
+    correctness item."""
 
     id: str
     kind: str = TIME
@@ -127,6 +128,10 @@ class Task:
     """Only call this side, "reference" or "optimized", on the draw."""
     left_out: tuple[str, ...] = ()
     """Draws on which the reference faults."""
+    clock: str = ""
+    """The clock that the reference is timed on alone: that of its measurements."""
+    outside: bool = False
+    """Then also time the optimized side where no test is running."""
 
     @property
     def group(self) -> str:
@@ -681,7 +686,7 @@ def _verified(line: bytes, key: str) -> Mapping[str, Any] | None:
 
 
 def _outcome(event: Mapping[str, Any]) -> Outcome:
-    kinds: dict[str, Any] = {"measurement": Measurement, "proof": Proof, "reported": Reported}
+    kinds: dict[str, Any] = {"measurement": Measurement, "proof": Proof, "reported": Reported, "alone": Alone}
     if event["event"] in kinds:
         outcome: Outcome = from_json(kinds[event["event"]], event["result"])
         return outcome
@@ -735,8 +740,8 @@ class Journal:
         """The process cannot go on and ends itself."""
         self._write({"event": "fault", "id": id, "message": message})
 
-    def result(self, id: str, outcome: Measurement | Proof | Reported) -> None:
-        kind = {Measurement: "measurement", Proof: "proof", Reported: "reported"}[type(outcome)]
+    def result(self, id: str, outcome: Measurement | Proof | Reported | Alone) -> None:
+        kind = {Measurement: "measurement", Proof: "proof", Reported: "reported", Alone: "alone"}[type(outcome)]
         self._write({"event": kind, "id": id, "result": to_json(outcome)})
 
     def failure(self, id: str, failure: Failure) -> None:

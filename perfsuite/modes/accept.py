@@ -9,11 +9,12 @@ from datetime import UTC, datetime
 from perfsuite import baseline, changed, digests, gate, revision
 from perfsuite.control import failed
 from perfsuite.errors import BaselineError
+from perfsuite.modes import references
 from perfsuite.modes.paired import Whole
 from perfsuite.priors import suite_noise
-from perfsuite.records import Ran
+from perfsuite.records import Ran, Status
 from perfsuite.resuming import Kept
-from perfsuite.workers import Lane, Task
+from perfsuite.workers import Failure, Lane, Task
 
 PROCESSES = 5
 THOROUGH_PROCESSES = 1
@@ -103,6 +104,8 @@ class Accept(Whole):
         for id, outcome in self.work([task for i in proven for task in further(i)], further=further):
             kept.add(id, outcome)
         self._kept = kept
+        for id, text in references.slowed(self, [i for i in proven if i not in self.failures], outside=True).items():
+            self.keep(id, Failure(status=Status.NOT_TIMED, message=text))
 
     def _begin_early(self, ids: Collection[str], busy: Sequence[Lane]) -> None:
         """Nothing: an acceptance proves against the truth, which takes the memory that others would prepare in."""

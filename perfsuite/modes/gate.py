@@ -9,16 +9,17 @@ from typing import Any
 
 import pytest
 
-from perfsuite import baseline, changed, revision, waivers
+from perfsuite import alone, baseline, changed, revision, waivers
 from perfsuite.baseline import Entry
 from perfsuite.control import failed
 from perfsuite.errors import PerfsuiteError
+from perfsuite.modes import references
 from perfsuite.modes.paired import Paired
 from perfsuite.planning import FEW_BLOCKS
 from perfsuite.records import PromiseRecord, Status, Verdict
 from perfsuite.report import units
 from perfsuite.speed import Result, SpeedItem
-from perfsuite.workers import Task
+from perfsuite.workers import Failure, Task
 
 SHOWN = 3
 
@@ -111,11 +112,20 @@ class Gate(Paired):
             verdicts |= {i: failed(i, self.failures[i]) for i in (*accepted, *unknown) if i not in proven}
             verdicts |= self.decide([i for i in accepted if i in proven])
             verdicts |= self._without_baseline([i for i in unknown if i in proven])
+        verdicts |= self._slowed_references([i for i in accepted if verdicts[i].status.green])
         for id in self.items:
             if id not in verdicts and id in self.entries:
                 reason = self.inapplicable(self.items[id]) or "it was not measured"
                 verdicts[id] = self.unmeasured(id, f"it is in the baseline, but {reason}")
         return verdicts
+
+    def _slowed_references(self, ids: Collection[str]) -> dict[str, Verdict]:
+        """NOT_TIMED for each workload whose reference is slower than when it was accepted, and only beside its
+        optimized side."""
+        stored = {i: self.entries[i].sides.get(alone.REFERENCE) for i in ids}
+        moved = [i for i, side in stored.items() if side and alone.has_moved(self.runs.get(i, ()), side.seconds)]
+        why = references.slowed(self, moved, sparse=True)
+        return {i: failed(i, Failure(status=Status.NOT_TIMED, message=text)) for i, text in why.items()}
 
     def unchanged(self, ids: Sequence[str]) -> dict[str, Verdict]:
         """The workloads that need not be measured, because nothing that they run has changed."""

@@ -1,0 +1,79 @@
+"""Whether a reference is slower beside its optimized side than where that has never run, or the optimized side slower
+where no test is running. Pure; no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+
+from perfsuite.records import Alone, Measurement
+from perfsuite.report import units
+
+REFERENCE, OPTIMIZED = "reference", "optimized"
+SHARE = 0.85
+"""Alone it may take this share of its time beside the optimized side: clocks and caches differ between processes."""
+OUTSIDE_RATIO, OUTSIDE_EXTRA_S = 1.5, 1e-4
+"""Where no test is running, the optimized side may take this much longer: there each call is waited for, and caches and
+the allocator are in another state."""
+TRIES = 2
+"""Processes that must say so, each of them, before anyone is accused."""
+LONGEST_S = 1.0
+"""A call that takes longer is timed once, which decides nothing."""
+
+
+def beside_s(runs: Sequence[Measurement], *, sparse: bool = False) -> float | None:
+    """Seconds of a call of the reference beside the optimized side, in the process where it was least.
+
+    None where it was not timed, took so long that it was called once, or, unless `sparse`, joined a few blocks only.
+    """
+    left_out = [(*m.at_least, *(() if sparse else m.few)) for m in runs]
+    timed = [m.sides[REFERENCE] for m, out in zip(runs, left_out, strict=True) if REFERENCE in set(m.sides) - set(out)]
+    least = min((median(side.blocks_s) for side in timed if side.blocks_s), default=None)
+    return least if least is not None and least <= LONGEST_S else None
+
+
+def has_moved(runs: Sequence[Measurement], accepted_s: float) -> bool:
+    """Whether it is so much slower than when it was accepted that a side may slow it."""
+    beside = beside_s(runs, sparse=True)
+    return beside is not None and accepted_s < SHARE * beside
+
+
+def is_slowed(runs: Sequence[Measurement], alone: Sequence[Alone], *, sparse: bool = False) -> bool:
+    """Whether it was faster alone, in each of these processes, by more than processes differ."""
+    beside = beside_s(runs, sparse=sparse)
+    return beside is not None and bool(alone) and max(map(_seconds, alone)) < SHARE * beside
+
+
+def message(runs: Sequence[Measurement], alone: Sequence[Alone], *, sparse: bool = False) -> str:
+    """What is wrong, for a reference that is slowed."""
+    beside, by_itself = beside_s(runs, sparse=sparse), max(map(_seconds, alone))
+    assert beside is not None
+    return (
+        f"its reference takes {units.seconds(beside)} beside the optimized side and {units.seconds(by_itself)} in a "
+        f"process where that has never run: the optimized side slows it (a patch, a hook or a thread of its own), so "
+        f"that the speedup is not true"
+    )
+
+
+def is_slower_outside(runs: Sequence[Measurement], alone: Sequence[Alone]) -> bool:
+    """Whether the optimized side took far longer where no test was running, each time."""
+    measured, outside = _measured_s(runs), [a.outside_s for a in alone if a.outside_s is not None]
+    return bool(measured and outside) and min(outside) > OUTSIDE_RATIO * max(measured) + OUTSIDE_EXTRA_S
+
+
+def outside_message(runs: Sequence[Measurement], alone: Sequence[Alone]) -> str:
+    """What is wrong, for a side that is slower there."""
+    outside = min(a.outside_s for a in alone if a.outside_s is not None)
+    return (
+        f"its optimized side takes {units.seconds(max(_measured_s(runs)))} a call while it is measured and "
+        f"{units.seconds(outside)} in a process without pytest and perfsuite: it is fast only where a test is running"
+    )
+
+
+def _measured_s(runs: Sequence[Measurement]) -> list[float]:
+    """Seconds of a call of the optimized side on the wall clock, of each process that knows them."""
+    return [s for m in runs if OPTIMIZED in m.sides and (s := m.sides[OPTIMIZED].wall_s) is not None]
+
+
+def _seconds(alone: Alone) -> float:
+    return median(alone.blocks_s)

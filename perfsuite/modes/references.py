@@ -1,0 +1,68 @@
+"""Time each side apart from the other: references where no optimized side has run, those where no test is running."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from perfsuite import absent, alone, digests, revision
+from perfsuite.modes.paired import Paired
+from perfsuite.pair import Side, as_side
+from perfsuite.records import Alone
+from perfsuite.report import units
+from perfsuite.workers import ALONE, Failure, Lane, Task, devices_of
+
+
+def slowed(run: Paired, ids: Collection[str], *, sparse: bool = False, outside: bool = False) -> dict[str, str]:
+    """Those of the workloads whose references the optimized side slows, each with what is wrong. With `outside` also
+    those whose optimized side is slower where no test is running.
+
+    A reference that cannot be timed alone is a note of the run. With `sparse`, references that joined few blocks count,
+    too.
+    """
+    found: dict[str, list[Alone]] = {
+        i: [] for i in ids if alone.beside_s(run.runs.get(i, ()), sparse=sparse) is not None
+    }
+
+    def why(id: str) -> str:
+        runs, times = run.runs[id], found[id]
+        if alone.is_slowed(runs, times, sparse=sparse):
+            return alone.message(runs, times, sparse=sparse)
+        return alone.outside_message(runs, times) if alone.is_slower_outside(runs, times) else ""
+
+    lanes = _lanes(run) if found else []
+    for attempt in range(alone.TRIES):
+        tasks = [_task(run, i, outside) for i in found if attempt == 0 or why(i)]
+        if tasks and not attempt:
+            run.progress.say(f"timing {units.count(len(tasks), 'reference')} where no optimized side has run")
+        for id, outcome in run.workers.run(tasks, lanes):
+            if isinstance(outcome, Alone):
+                found[id].append(outcome)
+            elif isinstance(outcome, Failure):
+                run.notes.append(f"{id}: its reference was not timed alone: {outcome.message}")
+    return {i: text for i, times in found.items() if len(times) == alone.TRIES and (text := why(i))}
+
+
+def _task(run: Paired, id: str, outside: bool) -> Task:
+    item, clock = run.items[id], run.runs[id][0].clock
+    proof, limit_s = run.proofs.get(id), item.pair.time_limit
+    return Task(id=id, kind=ALONE, limit_s=limit_s, proof=proof, clock=clock, outside=outside)
+
+
+def _lanes(run: Paired) -> Sequence[Lane]:
+    """Lanes whose processes run nothing that only an optimized side needs."""
+
+    def module_of(side: Side) -> Any:
+        return sys.modules.get(getattr(side.call, "__module__", None) or "")
+
+    pairs = {item.pair.name: item for item in run.known.values()}.values()
+    sides = [(module_of(as_side(i.pair.optimized)), module_of(as_side(i.pair.reference))) for i in pairs]
+    modules = [m.obj for i in pairs if (m := i.getparent(pytest.Module)) is not None]
+    files = digests.only_optimized(sides, modules, revision.top_or(run.root))
+    variables = {absent.ABSENT: os.pathsep.join(map(str, files))} if files else {}
+    return [replace(lane, environment={**lane.environment, **variables}) for lane in devices_of(run.timing_lanes(()))]
