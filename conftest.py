@@ -10,6 +10,8 @@ import pytest
 MOST_WORKERS = 8
 """Each takes a gigabyte of memory or two, and on a GPU a context of it."""
 
+last_file = ""
+
 pytest_plugins = ["perfsuite.plugin"]
 
 
@@ -24,6 +26,16 @@ def pytest_collection_finish() -> None:
     """Collect garbage rarely: each full collection looks through torch's modules, which a tenth of all time went to."""
     gc.freeze()
     gc.set_threshold(20_000, 20, 100)
+
+
+def pytest_runtest_logfinish(nodeid: str) -> None:
+    """What a file of tests has left (torch's compiler, Hypothesis' records) stays: no later collection looks at it."""
+    global last_file
+    file = nodeid.partition("::")[0]
+    if file != last_file:
+        gc.collect()
+        gc.freeze()
+        last_file = file
 
 
 @pytest.hookimpl(optionalhook=True)

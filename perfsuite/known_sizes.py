@@ -1,29 +1,29 @@
-"""The sizes of a pair's draws where its sides compile for each: few different ones, and the same in every run.
+"""The sizes and layouts of a pair's draws where its sides compile for each: few different ones.
 
-A kernel that is compiled by size takes seconds for each new one. So new sizes are drawn until compiling has taken
-`BUDGET_S` in this process; later draws have other values, layouts and seeds at sizes that were drawn before.
+What is compiled for a size, or for the strides of its inputs, takes seconds for each. So new ones are drawn until
+compiling has taken `BUDGET_S` in this process; later draws have other values at sizes and layouts that were drawn
+before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from time import perf_counter
-from typing import Any
 
 from perfsuite import compiling
 from perfsuite import inputs as make
 from perfsuite.coverage import FEWEST
 from perfsuite.pair import Pair
-from perfsuite.records import Case
+from perfsuite.records import Case, InputCase
 
 BUDGET_S = 3.0
-"""Seconds of draws that compile, after which no new sizes are drawn."""
+"""Seconds of draws that compile, after which no new sizes and layouts are drawn."""
 
 
 class KnownSizes:
-    """The sizes that one pair's draws have had in this process."""
+    """The sizes and layouts that one pair's draws have had in this process."""
 
     def __init__(self, budget_s: float = BUDGET_S) -> None:
         self.budget_s = budget_s
@@ -31,11 +31,11 @@ class KnownSizes:
         """Whether any draw has compiled something, or read it from a cache."""
         self.spent_s = 0.0
         """What draws that compiled have taken."""
-        self._known: dict[str, dict[str, Any]] = {}
+        self._known: dict[str, Case] = {}
         self._settled: dict[str, Case] = {}
 
     def settled(self, pair: Pair, case: Case) -> Case:
-        """The draw itself, or with known sizes once new ones have cost the budget; the same answer each time."""
+        """The draw itself, or with known sizes and layouts once new ones have cost the budget; the same each time."""
         line = make.case_line(case)
         if line not in self._settled:
             self._settled[line] = self._chosen(pair, case)
@@ -44,17 +44,24 @@ class KnownSizes:
     def _chosen(self, pair: Pair, case: Case) -> Case:
         if self.spent_s <= self.budget_s or _key(case) in self._known:
             return case
-        plain = _is_plain(pair, case.sizes)
-        among = [sizes for sizes in self._known.values() if _is_plain(pair, sizes) or not plain]
+        plain, flat = _is_plain(pair, case), not case.inputs
+        among = [k for k in self._known.values() if (_is_plain(pair, k) or not plain) and (not k.inputs or not flat)]
         if not among:
             return case
-        sizes = among[case.seed % len(among)]
+        known = among[case.seed % len(among)]
+        regimes = {name: how.regime for name, how in case.inputs.items()}
+        layouts = {name: how.layout for name, how in known.inputs.items()}
+        inputs = {
+            name: InputCase(layout=layouts.get(name, "contiguous"), regime=regimes.get(name, "normal"))
+            for name in {**layouts, **regimes}
+        }
         # A float is no constant of a kernel, and no bound depends on it.
-        return replace(case, sizes=sizes | {n: v for n, v in case.sizes.items() if isinstance(v, float)})
+        sizes = {**known.sizes, **{n: v for n, v in case.sizes.items() if isinstance(v, float)}}
+        return replace(case, sizes=sizes, inputs={n: how for n, how in inputs.items() if how != InputCase()})
 
     @contextmanager
     def noting(self, case: Case) -> Iterator[None]:
-        """Around the proof of a draw: notes what it compiled, and that its sizes are known."""
+        """Around the proof of a draw: notes what it compiled, and that its sizes and layouts are known."""
         began, before = perf_counter(), compiling.so_far()
         try:
             yield
@@ -63,13 +70,14 @@ class KnownSizes:
             self.compiles |= after != before
             if (after.graphs, after.kernels) != (before.graphs, before.kernels):
                 self.spent_s += perf_counter() - began
-            self._known.setdefault(_key(case), dict(case.sizes))
+            self._known.setdefault(_key(case), case)
 
 
 def _key(case: Case) -> str:
-    return repr(sorted((n, v) for n, v in case.sizes.items() if not isinstance(v, float)))
+    sizes = sorted((n, v) for n, v in case.sizes.items() if not isinstance(v, float))
+    return repr((sizes, sorted((n, how.layout) for n, how in case.inputs.items() if how.layout != "contiguous")))
 
 
-def _is_plain(pair: Pair, sizes: Mapping[str, Any]) -> bool:
+def _is_plain(pair: Pair, case: Case) -> bool:
     """Whether every dimension has elements, so that values and layouts show something."""
-    return all(sizes[name] >= FEWEST for name in pair.symbols)
+    return all(case.sizes[name] >= FEWEST for name in pair.symbols)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 
 from perfsuite import Pair, compiling, coverage, floats, scalar, tensor
 from perfsuite.known_sizes import KnownSizes
-from perfsuite.records import Case
+from perfsuite.records import Case, InputCase
 
 OF = {"x": tensor("n"), "p": scalar(floats(0, 1))}
 PAIRS = SimpleNamespace(one=Pair(name="p", reference=torch.add, optimized=torch.add, inputs=OF))
@@ -50,6 +51,18 @@ def test_new_sizes_are_drawn_until_compiling_has_cost_the_budget(triton: Compile
     assert known.settled(PAIRS.one, case(7, seed=1, p=0.25)) == case(3, seed=1, p=0.25)
     assert {known.settled(PAIRS.one, case(1, seed=s)).sizes["n"] for s in range(9)} == {0, 3}
     assert known.settled(PAIRS.one, case(3, seed=5)) == case(3, seed=5)
+
+
+def test_layouts_are_known_ones_too_and_values_are_as_drawn(triton: Compiler) -> None:
+    known = KnownSizes(budget_s=0.0)
+    strided = replace(case(3), inputs={"x": InputCase(layout="strided")})
+    with known.noting(strided):
+        triton.compile()
+    drawn = replace(case(7), inputs={"x": InputCase(layout="offset", regime="huge")})
+    assert known.settled(PAIRS.one, drawn) == replace(
+        drawn, sizes=case(3).sizes, inputs={"x": InputCase(layout="strided", regime="huge")}
+    )
+    assert known.settled(PAIRS.one, case(7)) == case(7)  # a plain draw stays one
 
 
 def test_the_same_draw_has_the_same_sizes_however_often_it_is_asked_for(triton: Compiler) -> None:
