@@ -22,6 +22,7 @@ import torch
 
 from perfsuite import equivalence, execution, process_state
 from perfsuite import inputs as make
+from perfsuite import many_elements as large
 from perfsuite.equivalence import Discard, NotEquivalent, Truth, Way
 from perfsuite.errors import first_line
 from perfsuite.execution import Leaves
@@ -59,7 +60,9 @@ def check(pair: Pair, case: Case, device: str, *, home: Path | None = None, thor
         ways = COSTLY_STATEFUL if thorough else ()
     elif _is_compiled(probe):
         # torch.compile compiles, captures graphs and replays them in one thread at a time.
-        ways = tuple(way for way in WAYS if way is not two_threads) if thorough else COMPILED
+        ways = tuple(way for way in (*WAYS, *COSTLY) if way is not two_threads) if thorough else COMPILED
+    elif thorough:
+        ways = (*WAYS, *COSTLY)
     with execution.recompiling():
         for way in ways:
             if way.__name__ not in pair.unsupported:
@@ -335,6 +338,11 @@ def _capturing(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> Iterat
         torch.cuda.set_stream(before)
 
 
+def many_elements(probe: Probe) -> None:
+    """On more elements than 32 bits can count."""
+    large.check(probe)
+
+
 # --- stateful pairs -------------------------------------------------------------------------------------------------
 
 
@@ -363,6 +371,7 @@ WAYS: tuple[Callable[[Probe], None], ...] = (
 )
 COMPILED = (no_gradient_needed, one_gradient_needed)
 """A side that compiles takes seconds for each way. On a CPU only these are tried, unless the profile is "thorough"."""
+COSTLY: tuple[Callable[[Probe], None], ...] = (many_elements,)
 COSTLY_STATEFUL: tuple[Callable[[Probe], None], ...] = (many_steps,)
 
 

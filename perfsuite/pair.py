@@ -29,6 +29,7 @@ CONTEXTS = (
     "double_backward",
     "other_stream",
     "captured_graph",
+    "many_elements",
 )
 """The other ways of calling a side that are tried (contexts.py)."""
 CHANGED, WRITTEN = "changed", "written"

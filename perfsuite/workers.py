@@ -54,6 +54,8 @@ END_LIMIT_S = 3.0
 waits for it, because the next processes must have the device for themselves; some take 7 s, or hang at exit."""
 LOG_LINES = 3
 PROVE, TIME, ITEMS, ALONE = "prove", "time", "items", "alone"
+OUTSIDE = "outside"
+"""The name of the items that need a child process, which takes seconds to start."""
 WAITS = "waits"
 """The phase of a process that waits until others let it have their GPU; its time limit does not count meanwhile."""
 
@@ -135,8 +137,10 @@ class Task:
 
     @property
     def group(self) -> str:
-        """Tasks of one group share what is computed once a process: the correctness items of a pair, their truths."""
-        return self.id.rpartition("::")[0] if self.kind == ITEMS else self.id
+        """Tasks of one group share what is made once a process: the correctness items of a pair, their truths; items
+        that call a side where no test is running, the child that does it."""
+        pair, _, name = self.id.rpartition("::")
+        return self.id if self.kind != ITEMS else name if name == OUTSIDE else pair
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

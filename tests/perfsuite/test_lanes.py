@@ -57,6 +57,11 @@ def test_the_first_item_of_each_pair_goes_before_the_rest_of_any() -> None:
     assert len({t.group for t in tasks(1, 2)}) == 2
 
 
+def test_items_that_need_a_child_process_go_to_one_lane() -> None:
+    given = [Task(id=f"t.py::{n}", kind=ITEMS, limit_s=1.0) for n in ("a::x", "a::outside", "b::outside", "b::x")]
+    assert [t.group for t in given] == ["t.py::a", "outside", "outside", "t.py::b"]
+
+
 def test_the_time_is_that_of_the_lane_that_ends_last() -> None:
     assert seconds_of(tasks(5, 4, 3, 2, 1), [Lane(), Lane()], expected) == lanes.START_S + 8
     assert seconds_of([], [Lane()], expected) == 0

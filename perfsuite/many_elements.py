@@ -1,0 +1,190 @@
+"""A call on more elements than 32 bits can count: an index that overflows reads and writes in other places.
+
+The answer is held against the reference's own, without a float64 truth, for which there is no memory. So only gross
+errors are found, and that is what an overflow makes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import gc
+import math
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from perfsuite import execution, expressions
+from perfsuite import inputs as make
+from perfsuite.cutoff import CutOff, cut_off
+from perfsuite.errors import in_one_line
+from perfsuite.execution import Leaves
+from perfsuite.integrity.probe import Probe
+from perfsuite.pair import Pair, Side, as_side
+from perfsuite.records import Case
+from perfsuite.specs import TensorSpec, accepted
+
+ELEMENTS = 1 << 31
+"""Numbers of 32 bits with a sign end below it."""
+MORE = 1 << 20
+"""Elements beyond that, in which an overflow shows."""
+PERIOD = 10_007
+"""The values repeat after so many of the dimension that is made long: a prime, so that no overflow meets the same."""
+COPIES = 5
+"""Tensors of the inputs' size that must fit into the free memory: copies, outputs, and what is computed between."""
+LONGEST_S = 10.0
+"""A reference that takes longer is not tried."""
+GROSS = 0.02
+"""Of the value and of the RMS: kernels that add up so many numbers in another order differ by less."""
+FEWEST = 64
+"""So many elements must be wrong: where a sum of millions cancels, a few differ by much."""
+CHUNK = 1 << 26
+
+
+def check(probe: Probe) -> None:
+    """NotEquivalent where the optimized side is grossly wrong on more than 2³¹ elements.
+
+    Nothing is tried where no size can be so large, or the memory or the reference does not allow it.
+    """
+    pair = probe.pair
+    found = long_case(pair, probe.case)
+    if found is None or set(pair.consumes) or pair.changed:
+        return
+    case, symbol = found
+    if not fits(pair, case, probe.device):
+        return
+    with _alone():
+        try:
+            _compare(probe, case, symbol)
+        finally:
+            gc.collect()
+            if torch.device(probe.device).type == "cuda":
+                torch.cuda.empty_cache()
+
+
+def long_case(pair: Pair, case: Case) -> tuple[Case, str] | None:
+    """The draw with one size so large that a tensor has more than 2³¹ elements, and that size; None without one."""
+    tensors = [spec for spec in pair.inputs.values() if isinstance(spec, TensorSpec)]
+    if len(tensors) < len(pair.inputs) and any(_holds_tensors(s) for s in pair.inputs.values()):
+        return None
+    largest = max(tensors, key=lambda spec: len(spec.dims), default=None)
+    for dim in largest.dims if largest is not None else ():
+        if not isinstance(dim, str) or dim not in pair.symbols or pair.size_of(dim) is not None:
+            continue
+        assert largest is not None
+        beside = _elements(largest, {**case.sizes, dim: 1})
+        if not beside:
+            continue
+        sizes = {**case.sizes, dim: -(-(ELEMENTS + MORE) // beside)}
+        if pair.where is None or pair.where(**accepted(pair.where, sizes)):
+            return replace(case, sizes=sizes, inputs={}), dim
+    return None
+
+
+def _holds_tensors(spec: Any) -> bool:
+    return not isinstance(spec, TensorSpec) and make.tensor_spec(spec) is not None
+
+
+def _elements(spec: TensorSpec, sizes: Mapping[str, Any]) -> int:
+    return math.prod(expressions.value(d, sizes) if isinstance(d, str) else d for d in spec.dims)
+
+
+def fits(pair: Pair, case: Case, device: str) -> bool:
+    """Whether the memory is enough."""
+    specs = [spec for spec in pair.inputs.values() if isinstance(spec, TensorSpec)]
+    needed = sum(make.dtype_of(s.dtype or case.dtype).itemsize * _elements(s, case.sizes) for s in specs)
+    return COPIES * needed <= free_bytes(device)
+
+
+def free_bytes(device: str) -> int:
+    """Memory that nobody uses."""
+    if torch.device(device).type == "cuda":
+        return int(torch.cuda.mem_get_info()[0])
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """One process of the machine at a time: none has memory for two."""
+    path = os.path.join(tempfile.gettempdir(), f"perfsuite-many-elements-{os.getuid()}.lock")
+    with open(path, "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _compare(probe: Probe, case: Case, symbol: str) -> None:
+    try:
+        values = _built(probe.pair, case, symbol, probe.device)
+        expected = _called(probe, as_side(probe.pair.reference), values)
+    except Exception:  # too little memory, or nothing that the reference supports
+        return
+    if expected is None:
+        return
+    try:
+        produced = _called(probe, probe.side, values)
+    except torch.OutOfMemoryError:
+        return
+    except Exception as error:
+        raise probe.fault(f"raises {in_one_line(error)} on {_many(case)}") from None
+    if produced is None:
+        return
+    for name, leaf in expected.items():
+        got = produced.get(name)
+        if isinstance(leaf, torch.Tensor) and isinstance(got, torch.Tensor) and leaf.shape == got.shape:
+            wrong = _wrong(leaf, got)
+            if wrong >= FEWEST:
+                raise probe.fault(
+                    f"is wrong on {_many(case)}: {wrong} elements of {name} are far from the reference's, as where an "
+                    f"index of 32 bits overflows"
+                )
+
+
+def _many(case: Case) -> str:
+    return f"more than {ELEMENTS} elements ({make.case_line(case)})"
+
+
+def _built(pair: Pair, case: Case, symbol: str, device: str) -> dict[str, Any]:
+    """The inputs: those of a draw of PERIOD, repeated along the size that is long."""
+    length = case.sizes[symbol]
+    short = replace(case, sizes={**case.sizes, symbol: min(length, PERIOD)})
+    values = make.build(pair, short, device)
+    return {
+        name: _repeated(values[name], spec, symbol, length) if isinstance(spec, TensorSpec) else values[name]
+        for name, spec in pair.inputs.items()
+    }
+
+
+def _repeated(tensor: torch.Tensor, spec: TensorSpec, symbol: str, length: int) -> torch.Tensor:
+    for at, dim in enumerate(spec.dims):
+        if dim == symbol:
+            index = torch.arange(length, device=tensor.device) % tensor.shape[at]
+            tensor = tensor.index_select(at, index)
+    return tensor
+
+
+def _called(probe: Probe, side: Side, values: dict[str, Any]) -> Leaves | None:
+    """What the side gives; None where it takes too long."""
+    with cut_off(LONGEST_S) as timer, torch.no_grad(), execution.quiet(side):
+        try:
+            leaves = execution.run(execution.callable_of(side), probe.pair, values, gradients=False, seed=0)
+            if torch.device(probe.device).type == "cuda":
+                torch.cuda.synchronize()
+        except (CutOff, Exception):
+            if not timer.up:
+                raise
+            return None
+    return leaves
+
+
+def _wrong(expected: torch.Tensor, got: torch.Tensor) -> int:
+    """How many elements are far apart."""
+    pairs = list(zip(expected.flatten().split(CHUNK), got.flatten().split(CHUNK), strict=True))
+    if not expected.is_floating_point():
+        return sum(int((a != b).sum()) for a, b in pairs)
+    square = sum(float(a.double().nan_to_num(posinf=0.0, neginf=0.0).square().sum()) for a, _ in pairs)
+    rms = math.sqrt(square / max(1, expected.numel()))
+    return sum(int(((a - b).abs() > GROSS * (a.abs() + rms)).sum() + (a.isnan() != b.isnan()).sum()) for a, b in pairs)

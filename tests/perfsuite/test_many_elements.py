@@ -1,0 +1,111 @@
+"""What a call on more elements than 32 bits can count would show, with a smaller limit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from perfsuite import Pair, Workload, contexts, many_elements, size, tensor
+from perfsuite.equivalence import NotEquivalent
+from perfsuite.integrity.probe import Probe
+from perfsuite.pair import as_side
+from perfsuite.records import Case
+
+LIMIT = 1 << 12
+CASE = Case(dtype="float32", sizes={"n": 5, "k": 3}, inputs={}, seed=0)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(many_elements, "ELEMENTS", LIMIT)
+    monkeypatch.setattr(many_elements, "MORE", 1 << 8)
+    monkeypatch.setattr(many_elements, "PERIOD", 101)
+    monkeypatch.setattr(many_elements, "free_bytes", lambda device: 1 << 30)
+
+
+def double(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+
+def overflowing(x: torch.Tensor) -> torch.Tensor:
+    out = 2 * x
+    out.view(-1)[LIMIT:] = 0
+    return out
+
+
+def raising(x: torch.Tensor) -> torch.Tensor:
+    if x.numel() > LIMIT:
+        raise ValueError("invalid configuration argument\nmore")
+    return 2 * x
+
+
+def pair(optimized: Callable[..., Any], reference: Callable[..., Any] = double, **fields: Any) -> Pair:
+    made = {"inputs": {"x": tensor("n", "k")}, "workloads": [Workload("w", n=9, k=3)], "name": "p"}
+    return Pair(reference=reference, optimized=optimized, **{**made, **fields})
+
+
+def check(of: Pair) -> None:
+    many_elements.check(
+        Probe(pair=of, side=as_side(of.optimized), name="optimized", case=CASE, device="cpu", home=None)
+    )
+
+
+@pytest.mark.parametrize(
+    ("side", "message"),
+    [
+        (overflowing, r"wrong on more than 4096 elements \(n=1451,k=3;seed=0\): 2\d\d elements of output are far"),
+        (raising, r"raises ValueError: invalid configuration argument on more than 4096 elements"),
+    ],
+)
+def test_an_index_that_overflows_is_found(side: Callable[..., Any], message: str) -> None:
+    with pytest.raises(NotEquivalent, match=message):
+        check(pair(side))
+
+
+def test_a_right_side_passes_whatever_its_rounding() -> None:
+    check(pair(lambda x: x.half().float() * 2))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"sizes": {"n": size(1, 33), "k": size(1, 33)}},
+        {"where": lambda n, k: n < 100 and k < 100},
+        {"mutates": {"x"}},
+        {"consumes": {"x"}},
+    ],
+    ids=["bounded sizes", "a condition", "changed in place", "used up"],
+)
+def test_what_may_not_be_so_large_is_not_tried(fields: dict[str, Any]) -> None:
+    check(pair(overflowing, **fields))
+
+
+def test_a_size_that_is_bounded_leaves_the_other() -> None:
+    found = many_elements.long_case(pair(double, sizes={"n": size(1, 33)}), CASE)
+    assert found is not None
+    assert found[1] == "k"
+    assert found[0].sizes["n"] == 5
+    assert found[0].sizes["k"] * 5 > LIMIT
+
+
+def test_without_memory_or_time_it_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(100 if x.numel() > LIMIT else 0):
+            time.sleep(0.01)
+        return 2 * x
+
+    monkeypatch.setattr(many_elements, "LONGEST_S", 0.05)
+    check(pair(overflowing, slow))
+    monkeypatch.setattr(many_elements, "free_bytes", lambda device: 1000)
+    check(pair(overflowing))
+
+
+def test_contexts_try_it_where_they_are_thorough() -> None:
+    contexts.check(pair(overflowing), CASE, "cpu")
+    with pytest.raises(NotEquivalent, match=r"unsupported=\{'many_elements': 'why'\}"):
+        contexts.check(pair(overflowing), CASE, "cpu", thorough=True)
+    contexts.check(pair(overflowing, unsupported={"many_elements": "for short rows"}), CASE, "cpu", thorough=True)
