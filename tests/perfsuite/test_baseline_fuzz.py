@@ -32,9 +32,9 @@ from perfsuite.priors import suite_noise
 from perfsuite.records import Measurement, SideRecord, to_json
 
 REAL = ROOT / "baselines/nvidia-h200.json"
-DAMAGED = count(quick=200, full=1000)
+DAMAGED = count(quick=100, full=1000)
 KEPT = 6
-KILLS = count(quick=20, full=200)
+KILLS = count(quick=10, full=200)
 REMEDIES = ("restore it from git", "upgrade perfsuite", "`git checkout`", "record a baseline with `perfsuite accept`")
 LINE = 1000
 """Characters: more than this is not read in one line."""

@@ -87,10 +87,14 @@ def prove(pair: Pair, sizes: list[int]) -> None:
 SMALL = [24, 17, 33, 16, 31, 20, 9, 32] * 3
 
 
-@pytest.mark.parametrize("side", [leaning_by(9), growing_by(7)], ids=["offset", "factor"])
+@pytest.mark.parametrize(
+    ("side", "message"),
+    [(leaning_by(9), "lean to one side"), (growing_by(7), "lean to one side|inaccurate as a whole")],
+    ids=["offset", "factor"],
+)
 @pytest.mark.parametrize("sizes", [[128], SMALL], ids=["one large draw", "small draws"])
-def test_a_few_eps_in_each_element_are_found(side: Function, sizes: list[int]) -> None:
-    with pytest.raises(NotEquivalent, match="lean to one side"):
+def test_a_few_eps_in_each_element_are_found(side: Function, message: str, sizes: list[int]) -> None:
+    with pytest.raises(NotEquivalent, match=message):
         prove(pair_of(square_plus, side), sizes)
 
 
