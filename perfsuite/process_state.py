@@ -371,7 +371,7 @@ def bindings(function: Any) -> dict[str, Any]:
         if current is None or id(current) in seen:
             continue
         seen.add(id(current))
-        for name in _names(current.__code__):
+        for name in names_in(current.__code__):
             if name not in current.__globals__:
                 continue
             value = current.__globals__[name]
@@ -401,11 +401,12 @@ def _functions_of(value: Any) -> list[Any]:
     return [value]
 
 
-def _names(code: CodeType) -> Iterator[str]:
+def names_in(code: CodeType) -> Iterator[str]:
+    """The names that a function's code uses, those of the functions defined in it included."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _names(constant)
+            yield from names_in(constant)
 
 
 # --- around calls ---------------------------------------------------------------------------------------------------

@@ -9,8 +9,10 @@ import sys
 import textwrap
 from collections import deque
 from collections.abc import Iterable, Iterator
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
+
+from perfsuite.process_state import names_in
 
 KERNELS = ("JITFunction", "InterpretedFunction")
 """Triton's classes of kernels, compiled and interpreted."""
@@ -82,7 +84,7 @@ def _named(function: FunctionType) -> Iterator[Any]:
 
     A module that the function itself imports is left out, since it may not be there yet.
     """
-    names = set(_names(function.__code__))
+    names = set(names_in(function.__code__))
     modules: list[ModuleType] = []
     for name in names:
         value = function.__globals__.get(name)
@@ -104,13 +106,6 @@ def _named(function: FunctionType) -> Iterator[Any]:
                 modules.append(value)
             elif value is not None:
                 yield value
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names(constant)
 
 
 def _is_filled(cell: Any) -> bool:
