@@ -26,6 +26,8 @@ from perfsuite.specs import ConstantSpec, TensorSpec, symbols
 PRECISIONS = {"float16 or TF32": 2.0**-10, "bfloat16": 2.0**-7}
 """Name → eps: where the error fits the budget of one of these, that is what was computed in."""
 TILES = (16, 32, 64)
+FEWEST_ERRORS, LEAST_OF_A_SIGN = 16, 0.15
+"""Fewer errors, or fewer of one sign, are not taken for rounding: a factor that is wrong by 1% fits bfloat16, too."""
 
 
 def explain(
@@ -98,6 +100,11 @@ def _causes(trial: _Trial, case: Case, gradients: bool) -> Iterator[str]:
     """The clauses that hold, the most telling first."""
     if _is_late(trial, case, gradients):
         yield "it is right a little later: a background thread or a stream that nobody waits for still writes it"
+    if gradients and _truth_is_not_finite(trial, case, gradients) and not _truth_is_not_finite(trial, case, False):
+        yield (
+            "the reference's own gradient is NaN or infinite on this draw: write the reference so that it is finite "
+            "there, as sqrt(x + eps), or declare bounds with values="
+        )
     if gradients and trial.is_right(case):
         yield "the forward is right, the gradient is not"
     plain = replace(case, inputs={n: replace(how, layout="contiguous") for n, how in case.inputs.items()})
@@ -108,12 +115,27 @@ def _causes(trial: _Trial, case: Case, gradients: bool) -> Iterator[str]:
     if usual != case and trial.is_right(usual, gradients):
         special = sorted({how.regime for how in case.inputs.values() if how.regime != "normal"})
         yield f"it is right for ordinary values, and wrong for {' and '.join(special)} ones{_remedy(special)}"
+    if _truth_is_not_finite(trial, case, gradients):
+        yield (
+            "the truth itself is NaN or infinite on this draw: write the reference so that it is finite there, declare "
+            "bounds with values=, or give the same from the optimized side"
+        )
+        return
     yield from _sizes(trial, case, gradients)
     if not gradients and not trial.pair.is_stateful:
         yield from _values(trial, plain)
         yield from _unread(trial, case)
     yield from _related(trial, case, gradients)
     yield from _precision(trial, case, gradients)
+
+
+def _truth_is_not_finite(trial: _Trial, case: Case, gradients: bool) -> bool:
+    """Whether it is so at a place where the side's answer is finite."""
+    produced = trial.produce(case, gradients)
+    return any(
+        got.is_floating_point() and got.shape == leaf.shape and bool((got.isfinite() & ~leaf.isfinite()).any())
+        for got, leaf in _both(trial.truth(case, gradients), produced)
+    )
 
 
 def _remedy(special: list[str]) -> str:
@@ -229,6 +251,18 @@ def _both(truth: equivalence.Truth, produced: Leaves) -> Iterator[tuple[torch.Te
 
 
 def _precision(trial: _Trial, case: Case, gradients: bool) -> Iterator[str]:
+    sizes = {n: max(TILES[0], v) for n, v in case.sizes.items() if _is_dimension(trial.pair, n) and isinstance(v, int)}
+    larger = replace(case, sizes={**case.sizes, **sizes})
     name = precision_of(trial.pair, trial.truth(case, gradients), trial.produce(case, gradients))
-    if name is not None:
+    truth, produced = trial.truth(larger, gradients), trial.produce(larger, gradients)
+    if name is not None and precision_of(trial.pair, truth, produced) == name and _has_both_signs(truth, produced):
         yield f"its error is that of {name}: declare precision= if that is meant"
+
+
+def _has_both_signs(truth: equivalence.Truth, produced: Leaves) -> bool:
+    """Whether the errors, of many elements, are partly up and partly down, as those of rounding are."""
+    differences = [(got.double() - leaf.double()).flatten() for got, leaf in _both(truth, produced)]
+    every = torch.cat([d[d.isfinite() & (d != 0)] for d in differences])
+    if every.numel() < FEWEST_ERRORS:
+        return False
+    return LEAST_OF_A_SIGN <= float((every > 0).double().mean()) <= 1 - LEAST_OF_A_SIGN

@@ -178,10 +178,10 @@ def fill_poison(tensor: torch.Tensor) -> None:
 
 
 def require_gradients(pair: Pair, inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Mark the differentiable inputs; path → leaf tensor."""
+    """Mark the differentiable inputs, of modules the parameters; path → leaf tensor."""
     marked: dict[str, torch.Tensor] = {}
     for name in differentiable(pair):
-        for path, tensor in make.tensors_in(inputs[name], name):
+        for path, tensor in make.tensors_in(inputs[name], name, buffers=False):
             if tensor.is_floating_point():
                 marked[path] = tensor.requires_grad_()
     return marked

@@ -486,19 +486,19 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
     return value
 
 
-def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """(path, tensor) for every tensor in a nested value, module parameters and buffers included."""
+def tensors_in(value: Any, path: str = "", *, buffers: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+    """(path, tensor) for every tensor in a nested value, the parameters of modules and their `buffers` included."""
     if isinstance(value, torch.Tensor):
         yield path, value
     elif isinstance(value, torch.nn.Module):
-        for name, parameter in [*value.named_parameters(), *value.named_buffers()]:
+        for name, parameter in [*value.named_parameters(), *(value.named_buffers() if buffers else ())]:
             yield f"{path}.{name}", parameter
     elif isinstance(value, (list, tuple)):
         for i, item in enumerate(value):
-            yield from tensors_in(item, f"{path}[{i}]")
+            yield from tensors_in(item, f"{path}[{i}]", buffers=buffers)
     elif isinstance(value, dict):
         for key, item in value.items():
-            yield from tensors_in(item, f"{path}[{key!r}]")
+            yield from tensors_in(item, f"{path}[{key!r}]", buffers=buffers)
 
 
 def bytes_in(value: Any) -> int:

@@ -328,8 +328,13 @@ class ProofItem(pytest.Function):
         if LEAF_WRITTEN in str(error):
             remedy = "; name each input that the sides change in place: mutates={…}"
         if isinstance(error, TypeError) and any(words in str(error) for words in OTHER_PARAMETERS):
-            names = ", ".join([*self.pair.inputs, *self.pair.step_inputs])
+            names, of_step = ", ".join(self.pair.inputs), ", ".join(self.pair.step_inputs)
             remedy = f"; a side is called with its inputs by position, in this order: {names}; wrap it if it is not so"
+            if self.pair.is_stateful:
+                remedy = (
+                    f"; a factory is called with the inputs by position ({names}), and the step that it returns with "
+                    f"the step inputs ({of_step})"
+                )
         return f"{self.pair.name}: the {who} raises {type(error).__name__}{where}: {first_line(error)}{remedy}"
 
     def runtest(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from perfsuite.errors import PairError
@@ -14,7 +14,7 @@ from perfsuite.specs import ConstantSpec, Floats, Integers, ModuleSpec, Sampled,
 INPUT = "module"
 """The name of the input that the parameters come in: in `mutates`, and in what is said of gradients."""
 VARIED = 0.1
-"""By how much of itself a weight differs between draws."""
+"""By how much of itself a weight differs between draws; what is zero, by so much."""
 FEW_VALUES = 16
 """A template with no more different values than this has labels, signs or a mask: no other values are drawn."""
 
@@ -40,13 +40,22 @@ def spec_of(reference: Any) -> ModuleSpec:
         torch: Any = sys.modules["torch"]
         twin = copy.deepcopy(reference)
         with torch.no_grad():
-            for parameter in twin.parameters():
-                if parameter.is_floating_point():
-                    noise = torch.rand(parameter.shape).to(parameter)
-                    parameter.mul_(1 + VARIED * (2 * noise - 1))
+            for tensor in [*twin.parameters(), *_statistics(twin)]:
+                if tensor.is_floating_point():
+                    noise = VARIED * (2 * torch.rand(tensor.shape).to(tensor) - 1)
+                    # What starts at zero, such as a bias, would stay there, and nobody would see whether it is used.
+                    tensor.mul_(1 + noise) if tensor.any() else tensor.add_(noise)
         return twin
 
     return module(build)
+
+
+def _statistics(module: Any) -> Iterator[Any]:
+    """Running means and variances of its normalisations. Of other buffers nobody knows which values they may have."""
+    torch: Any = sys.modules["torch"]
+    for part in module.modules():
+        if isinstance(part, torch.nn.modules.batchnorm._NormBase) and part.running_mean is not None:
+            yield from (part.running_mean, part.running_var)
 
 
 class Own:

@@ -255,6 +255,11 @@ class Pair:
         if self.writes:
             names = ", ".join(f'"{name}": "{WRITTEN}"' for name in sorted(self.writes))
             raise PairError(f"writes= is spelled mutates={{{names}}}")
+        for what, given in (("inputs", self.inputs), ("step_inputs", self.step_inputs)):
+            if not isinstance(given, Mapping):
+                raise PairError(
+                    f"{what}={given!r}: give each input's name with what it is, {what}={{'x': tensor('n')}}"
+                )
         self.mutates = dict(self.mutates) if isinstance(self.mutates, Mapping) else dict.fromkeys(self.mutates, CHANGED)
         for name, how in self.mutates.items():
             if how not in (CHANGED, WRITTEN):

@@ -13,7 +13,7 @@ import pytest
 from perfsuite import absent, alone, digests, revision
 from perfsuite.modes.paired import Paired
 from perfsuite.pair import Side, as_side
-from perfsuite.records import Alone
+from perfsuite.records import Alone, Measurement
 from perfsuite.report import units
 from perfsuite.workers import ALONE, Failure, Lane, Task, devices_of
 
@@ -29,8 +29,11 @@ def slowed(run: Paired, ids: Collection[str], *, sparse: bool = False, outside: 
         i: [] for i in ids if alone.beside_s(run.runs.get(i, ()), sparse=sparse) is not None
     }
 
+    again: dict[str, list[Measurement]] = {i: [] for i in found}
+    """Further measurements of those that are suspected, beside the optimized side."""
+
     def why(id: str) -> str:
-        runs, times = run.runs[id], found[id]
+        runs, times = [*run.runs[id], *again[id]], found[id]
         if alone.is_slowed(runs, times, sparse=sparse):
             return alone.message(runs, times, sparse=sparse)
         return alone.outside_message(runs, times) if alone.is_slower_outside(runs, times) else ""
@@ -39,13 +42,23 @@ def slowed(run: Paired, ids: Collection[str], *, sparse: bool = False, outside: 
     for attempt in range(alone.TRIES):
         tasks = [_task(run, i, outside) for i in found if attempt == 0 or why(i)]
         if tasks and not attempt:
-            run.progress.say(f"timing {units.count(len(tasks), 'reference')} where no optimized side has run")
+            count = units.count(len(tasks), "reference")
+            run.progress.say(f"{count} timed alone: does its optimized side slow any?")
         for id, outcome in run.workers.run(tasks, lanes):
             if isinstance(outcome, Alone):
                 found[id].append(outcome)
             elif isinstance(outcome, Failure):
                 run.notes.append(f"{id}: its reference was not timed alone: {outcome.message}")
+        beside = [_beside(run, i) for i in found if found[i] and attempt + 1 < alone.TRIES and why(i)]
+        for id, outcome in run.workers.run(beside, run.timing_lanes(beside)):
+            if isinstance(outcome, Measurement):
+                again[id].append(outcome)
     return {i: text for i, times in found.items() if len(times) == alone.TRIES and (text := why(i))}
+
+
+def _beside(run: Paired, id: str) -> Task:
+    """The task that times both sides once more, the reference in full."""
+    return Task(id=id, limit_s=run.items[id].pair.time_limit, proof=run.proofs.get(id), thorough=True)
 
 
 def _task(run: Paired, id: str, outside: bool) -> Task:

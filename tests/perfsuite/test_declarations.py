@@ -235,7 +235,12 @@ def test_an_alignment_is_a_power_of_two() -> None:
 
 
 def test_the_ways_that_can_be_declared_are_those_that_are_tried() -> None:
-    assert tuple(way.__name__ for way in contexts.WAYS) == CONTEXTS
+    assert tuple(way.__name__ for way in (*contexts.WAYS, *contexts.COSTLY)) == CONTEXTS
+
+
+def test_inputs_without_their_specs_are_named() -> None:
+    with pytest.raises(PairError, match=r"step_inputs=\{'g'\}: give each input's name with what it is"):
+        Pair(reference=torch.exp, optimized=torch.exp, inputs={}, step_inputs={"g"})  # type: ignore[arg-type]  # wrong
 
 
 def test_a_way_of_calling_that_a_kernel_is_not_made_for_is_declared_with_its_reason() -> None:

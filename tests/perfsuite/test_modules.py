@@ -119,6 +119,41 @@ def test_modules_of_other_shapes_say_so() -> None:
         perfsuite.check(pair, device="cpu")
 
 
+class Norms(nn.Module):
+    """In evaluation mode; a bias and a running mean begin at zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(5)
+        self.eval()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x)
+
+
+class NormsByHand(Norms):
+    left_out = ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        norm = self.norm
+        mean = torch.zeros(()) if self.left_out == "running_mean" else norm.running_mean
+        bias = torch.zeros(()) if self.left_out == "bias" else norm.bias
+        return (x - mean) * torch.rsqrt(norm.running_var + norm.eps) * norm.weight + bias
+
+
+@pytest.mark.parametrize("left_out", ["running_mean", "bias"])
+def test_what_begins_at_zero_is_varied_too(left_out: str) -> None:
+    def pair(optimized: nn.Module) -> Pair:
+        inputs = {"x": tensor("m", 5, values=floats(-1, 1))}
+        return Pair(reference=Norms(), optimized=optimized, inputs=inputs, max_examples=4)
+
+    perfsuite.check(pair(NormsByHand()), device="cpu")
+    wrong = NormsByHand()
+    wrong.left_out = left_out
+    with pytest.raises(NotEquivalent):
+        perfsuite.check(pair(wrong), device="cpu")
+
+
 def test_the_reference_compiled_is_declared_in_the_open() -> None:
     pair = Pair(
         reference=Model(5),
