@@ -43,7 +43,7 @@ def slowed(run: Paired, ids: Collection[str], *, sparse: bool = False, outside: 
         tasks = [_task(run, i, outside) for i in found if attempt == 0 or why(i)]
         if tasks and not attempt:
             count = units.count(len(tasks), "reference")
-            run.progress.say(f"{count} timed alone: does its optimized side slow any?")
+            run.progress.say(f"{count} timed alone, to see whether an optimized side slows one")
         for id, outcome in run.workers.run(tasks, lanes):
             if isinstance(outcome, Alone):
                 found[id].append(outcome)
