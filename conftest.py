@@ -29,7 +29,8 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_runtest_logfinish(nodeid: str) -> None:
-    """What a file of tests has left (torch's compiler, Hypothesis' records) stays: no later collection looks at it."""
+    """After each file, exclude all live objects from garbage collection: later tests collect often, and need not look
+    through torch's compiler and Hypothesis' records each time."""
     global last_file
     file = nodeid.partition("::")[0]
     if file != last_file:

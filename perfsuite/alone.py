@@ -47,7 +47,7 @@ def is_slowed(runs: Sequence[Measurement], alone: Sequence[Alone], *, sparse: bo
 
 
 def message(runs: Sequence[Measurement], alone: Sequence[Alone], *, sparse: bool = False) -> str:
-    """What is wrong, for a reference that is slowed."""
+    """The message for a reference that its optimized side slows."""
     beside, by_itself = beside_s(runs, sparse=sparse), max(map(_seconds, alone))
     assert beside is not None
     return (
@@ -64,7 +64,7 @@ def is_slower_outside(runs: Sequence[Measurement], alone: Sequence[Alone]) -> bo
 
 
 def outside_message(runs: Sequence[Measurement], alone: Sequence[Alone]) -> str:
-    """What is wrong, for a side that is slower there."""
+    """The message for an optimized side that is slower where no test is running."""
     outside = min(a.outside_s for a in alone if a.outside_s is not None)
     return (
         f"its optimized side takes {units.seconds(max(_measured_s(runs)))} a call while it is measured and "

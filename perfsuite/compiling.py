@@ -1,4 +1,4 @@
-"""Whether a call has compiled: what torch.compile and Triton do when a size is new to them."""
+"""Counts compilations by torch.compile and Triton, to see whether a call has compiled."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from perfsuite import scrutiny
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """What this process has compiled so far."""
+    """The numbers of graphs and kernels that this process has compiled."""
 
     graphs: int = 0
     """By torch.compile, and frames in which it failed."""
@@ -38,7 +38,7 @@ class _Kernels:
 
 
 def so_far() -> Compiled:
-    """What was compiled since the first time that this was asked."""
+    """Count the compilations of this process, of Triton kernels since the first call."""
     kernels = _listener()
     return Compiled(
         graphs=scrutiny.compilations(),

@@ -74,9 +74,14 @@ def unstable(group: BaseExceptionGroup[BaseException]) -> NotEquivalent | None:
 class _Trial:
     def __init__(self, pair: Pair, side: Side, device: str, home: Path | None) -> None:
         self.pair, self.side, self.device, self.home = pair, side, device, home
+        self._truths: dict[tuple[str, bool], equivalence.Truth] = {}
 
     def truth(self, case: Case, gradients: bool = False) -> equivalence.Truth:
-        return equivalence.establish(self.pair, case, self.device, gradients=gradients, home=self.home)
+        """Established once for a draw: several causes are tried on the same one."""
+        key = make.case_line(case), gradients
+        if key not in self._truths:
+            self._truths[key] = equivalence.establish(self.pair, case, self.device, gradients=gradients, home=self.home)
+        return self._truths[key]
 
     def produce(self, case: Case, gradients: bool = False) -> Leaves:
         return equivalence.produce(self.pair, self.side, case, self.device, gradients=gradients, home=self.home)
@@ -100,7 +105,8 @@ def _causes(trial: _Trial, case: Case, gradients: bool) -> Iterator[str]:
     """The clauses that hold, the most telling first."""
     if _is_late(trial, case, gradients):
         yield "it is right a little later: a background thread or a stream that nobody waits for still writes it"
-    if gradients and _truth_is_not_finite(trial, case, gradients) and not _truth_is_not_finite(trial, case, False):
+    lost = _truth_is_not_finite(trial, case, gradients)
+    if gradients and lost and not _truth_is_not_finite(trial, case, False):
         yield (
             "the reference's own gradient is NaN or infinite on this draw: write the reference so that it is finite "
             "there, as sqrt(x + eps), or declare bounds with values="
@@ -115,7 +121,7 @@ def _causes(trial: _Trial, case: Case, gradients: bool) -> Iterator[str]:
     if usual != case and trial.is_right(usual, gradients):
         special = sorted({how.regime for how in case.inputs.values() if how.regime != "normal"})
         yield f"it is right for ordinary values, and wrong for {' and '.join(special)} ones{_remedy(special)}"
-    if _truth_is_not_finite(trial, case, gradients):
+    if lost:
         yield (
             "the truth itself is NaN or infinite on this draw: write the reference so that it is finite there, declare "
             "bounds with values=, or give the same from the optimized side"
@@ -180,7 +186,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _sizes(trial: _Trial, case: Case, gradients: bool) -> Iterator[str]:
-    sizes = {n: v for n, v in case.sizes.items() if _is_dimension(trial.pair, n) and isinstance(v, int)}
+    sizes = _dimensions(trial.pair, case)
     for tile in TILES:
         whole: dict[str, Any] = {n: max(tile, math.ceil(v / tile) * tile) for n, v in sizes.items()}
         bigger = replace(case, sizes={**case.sizes, **whole})
@@ -190,6 +196,11 @@ def _sizes(trial: _Trial, case: Case, gradients: bool) -> Iterator[str]:
             at = ", ".join(f"{n}={v}" for n, v in sizes.items())
             yield f"it is right where sizes are multiples of {tile}, and wrong at {at}: off the tile's size"
             return
+
+
+def _dimensions(pair: Pair, case: Case) -> dict[str, int]:
+    """The draw's sizes, without the values of scalar inputs."""
+    return {n: v for n, v in case.sizes.items() if _is_dimension(pair, n) and isinstance(v, int)}
 
 
 def _is_dimension(pair: Pair, name: str) -> bool:
@@ -251,7 +262,7 @@ def _both(truth: equivalence.Truth, produced: Leaves) -> Iterator[tuple[torch.Te
 
 
 def _precision(trial: _Trial, case: Case, gradients: bool) -> Iterator[str]:
-    sizes = {n: max(TILES[0], v) for n, v in case.sizes.items() if _is_dimension(trial.pair, n) and isinstance(v, int)}
+    sizes = {n: max(TILES[0], v) for n, v in _dimensions(trial.pair, case).items()}
     larger = replace(case, sizes={**case.sizes, **sizes})
     name = precision_of(trial.pair, trial.truth(case, gradients), trial.produce(case, gradients))
     truth, produced = trial.truth(larger, gradients), trial.produce(larger, gradients)

@@ -30,7 +30,7 @@ class KnownSizes:
         self.compiles = False
         """Whether any draw has compiled something, or read it from a cache."""
         self.spent_s = 0.0
-        """What draws that compiled have taken."""
+        """The total time of the draws that compiled."""
         self._known: dict[str, Case] = {}
         self._settled: dict[str, Case] = {}
 

@@ -39,7 +39,8 @@ COPIES = 5
 LONGEST_S = 10.0
 """A reference that takes longer is not tried."""
 GROSS = 0.02
-"""Of the value and of the RMS: kernels that add up so many numbers in another order differ by less."""
+"""An error is gross above this share of the value plus the RMS. Kernels that add up so many numbers in another order
+differ by less."""
 FEWEST = 64
 """So many elements must be wrong: where a sum of millions cancels, a few differ by much."""
 CHUNK = 1 << 26
@@ -167,7 +168,7 @@ def _repeated(tensor: torch.Tensor, spec: TensorSpec, symbol: str, length: int) 
 
 
 def _called(probe: Probe, side: Side, values: dict[str, Any]) -> Leaves | None:
-    """What the side gives; None where it takes too long."""
+    """Call the side and return its leaves; None if it takes too long."""
     with cut_off(LONGEST_S) as timer, torch.no_grad(), execution.quiet(side):
         try:
             leaves = execution.run(execution.callable_of(side), probe.pair, values, gradients=False, seed=0)

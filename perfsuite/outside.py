@@ -108,7 +108,7 @@ class Child:
         return {f"{n}{suffix}": t.detach() if isinstance(t, torch.Tensor) else t for n, t in leaves.items()}
 
     def seconds(self, pair: Pair, case: Case, device: str, module: ModuleType, home: Path | None) -> list[float]:
-        """What each of some calls on the draw takes, once they are warm. NotEquivalent as above."""
+        """Time calls on the draw, in seconds, after some to warm up. NotEquivalent as `produce`."""
         _, request = self._give(pair, case, device, module, home)
         found: list[float] = self._ask(pair, {**request, "timed": True})["seconds"]
         return found

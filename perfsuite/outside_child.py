@@ -113,7 +113,7 @@ def side_of(request: dict[str, Any]) -> tuple[Callable[..., Any], bool]:
 
 
 def seconds_of(call: Callable[[], Any], wait: Callable[[], None]) -> list[float]:
-    """What each of some further calls takes on the wall clock, after those that warm it up."""
+    """Time calls one by one on the wall clock, after some to warm up."""
     took: list[float] = []
     began = time.perf_counter()
     while len(took) < WARM_UP + TIMED and (len(took) <= WARM_UP or time.perf_counter() - began < TIMED_S):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import keyword
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -160,6 +161,11 @@ class Side:
     stateful: bool = False
     settle: int = 1
     """Calls of a new step before it is as fast as it stays."""
+
+
+def module_of(side: Side) -> Any:
+    """The loaded module that defines the side; None for what no loaded module defines."""
+    return sys.modules.get(getattr(side.call, "__module__", None) or "")
 
 
 def side(

@@ -80,7 +80,7 @@ def _few(values: Iterable[Any], count: int) -> Iterable[Any]:
 
 
 def _named(function: FunctionType) -> Iterator[Any]:
-    """What the names in its code stand for: globals, and attributes of modules.
+    """The objects that the function's code names: globals, and attributes of modules.
 
     A module that the function itself imports is left out, since it may not be there yet.
     """

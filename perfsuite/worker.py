@@ -7,7 +7,6 @@ import functools
 import gc
 import os
 import secrets
-import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,7 +18,7 @@ import pytest
 from perfsuite import faults, preload, revision
 from perfsuite.errors import NoisyError, PerfsuiteError, RevisionError, TamperedError, in_one_line
 from perfsuite.observed import Observed
-from perfsuite.pair import Pair, Side, as_side
+from perfsuite.pair import Pair, as_side, module_of
 from perfsuite.records import Alone, Measurement, Proof, Ran, Status
 from perfsuite.sharing import Gpu
 from perfsuite.speed import SpeedItem
@@ -327,9 +326,6 @@ class _Workload:
     def _own_sources(self) -> list[str]:
         """The sources that only the optimized side runs: not the reference, nor the module that declares the pair."""
         from perfsuite import digests
-
-        def module_of(side: Side) -> Any:
-            return sys.modules.get(getattr(side.call, "__module__", None) or "")
 
         declaring = self.item.getparent(pytest.Module)
         assert declaring is not None

@@ -84,6 +84,8 @@ class Reported:
 
 
 Outcome: TypeAlias = Measurement | Proof | Reported | Alone | Failure
+RESULTS: Mapping[str, Any] = {"measurement": Measurement, "proof": Proof, "reported": Reported, "alone": Alone}
+"""Event of a worker → the class of its result."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -690,9 +692,8 @@ def _verified(line: bytes, key: str) -> Mapping[str, Any] | None:
 
 
 def _outcome(event: Mapping[str, Any]) -> Outcome:
-    kinds: dict[str, Any] = {"measurement": Measurement, "proof": Proof, "reported": Reported, "alone": Alone}
-    if event["event"] in kinds:
-        outcome: Outcome = from_json(kinds[event["event"]], event["result"])
+    if event["event"] in RESULTS:
+        outcome: Outcome = from_json(RESULTS[event["event"]], event["result"])
         return outcome
     return Failure(status=Status(event["status"]), message=event["message"], skipped=event.get("skipped", False))
 
@@ -745,7 +746,7 @@ class Journal:
         self._write({"event": "fault", "id": id, "message": message})
 
     def result(self, id: str, outcome: Measurement | Proof | Reported | Alone) -> None:
-        kind = {Measurement: "measurement", Proof: "proof", Reported: "reported", Alone: "alone"}[type(outcome)]
+        kind = next(name for name, result in RESULTS.items() if type(outcome) is result)
         self._write({"event": kind, "id": id, "result": to_json(outcome)})
 
     def failure(self, id: str, failure: Failure) -> None:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from perfsuite import absent, alone, digests, revision
 from perfsuite.modes.paired import Paired
-from perfsuite.pair import Side, as_side
+from perfsuite.pair import as_side, module_of
 from perfsuite.records import Alone, Measurement
 from perfsuite.report import units
 from perfsuite.workers import ALONE, Failure, Lane, Task, devices_of
@@ -69,9 +67,6 @@ def _task(run: Paired, id: str, outside: bool) -> Task:
 
 def _lanes(run: Paired) -> Sequence[Lane]:
     """Lanes whose processes run nothing that only an optimized side needs."""
-
-    def module_of(side: Side) -> Any:
-        return sys.modules.get(getattr(side.call, "__module__", None) or "")
 
     pairs = {item.pair.name: item for item in run.known.values()}.values()
     sides = [(module_of(as_side(i.pair.optimized)), module_of(as_side(i.pair.reference))) for i in pairs]

@@ -1,4 +1,4 @@
-"""What the tests of `perfsuite judge` share."""
+"""Helpers of the tests of `perfsuite judge`."""
 
 from __future__ import annotations
 
