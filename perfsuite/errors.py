@@ -40,8 +40,15 @@ class NoisyError(MachineError):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of its message, shortened; empty where it has none."""
-    return (str(error).strip().splitlines() or [""])[0][:MOST_CHARACTERS]
+    """The first line of its message, shortened; empty where it has none.
+
+    A line that ends with a colon announces the next one, which is added.
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    shown = 1
+    while lines[shown - 1].endswith(":") and shown < len(lines):
+        shown += 1
+    return " ".join(lines[:shown])[:MOST_CHARACTERS]
 
 
 def in_one_line(error: BaseException) -> str:
