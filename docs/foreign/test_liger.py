@@ -33,8 +33,7 @@ def on_gpu(call: Callable[..., Any]) -> Side:
 
 
 DENSE = ("contiguous", "offset")
-"""Layouts for its cross-entropy: of logits whose last dimension is not contiguous it scales the logits instead of the
-gradient."""
+"""Layouts for its losses: of an input whose last dimension is not contiguous they scale other memory than the gradient."""
 FINITE = floats(nonfinite=False)
 
 
@@ -224,8 +223,8 @@ fused_linear_jsd = Pair(
     ),
     optimized=on_gpu(liger.liger_fused_linear_jsd),
     inputs={
-        "x": tensor("rows", "hidden"),
-        "weight": tensor("columns", "hidden"),
+        "x": tensor("rows", "hidden", layouts=DENSE),
+        "weight": tensor("columns", "hidden", layouts=DENSE),
         "y": tensor("rows", "hidden", differentiable=False),
         "other": tensor("columns", "hidden", differentiable=False),
     },

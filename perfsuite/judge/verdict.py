@@ -127,7 +127,7 @@ def _prove(nursery: Nursery, problem: problems.Problem, path: Path, options: Opt
     verdict = Verdict(candidate=str(path), status=Status.NOT_EQUIVALENT)
     served: Served | None = None
     try:
-        served = Served.start(nursery, problem, path, problems.CANDIDATE, options.limit_s)
+        served = _candidate(nursery, problem, path, options)
         verdict.not_confined, verdict.same_parameters = served.process.lacking, served.same_parameters
         proof = prove(problem, served)
         verdict.draws, verdict.worst = proof.draws, proof.worst
@@ -139,14 +139,18 @@ def _prove(nursery: Nursery, problem: problems.Problem, path: Path, options: Opt
     return verdict, served
 
 
+def _candidate(nursery: Nursery, problem: problems.Problem, path: Path, options: Options) -> Served:
+    return Served.start(nursery, problem, path, problems.CANDIDATE, options.limit_s)
+
+
 def _time(nursery: Nursery, problem: problems.Problem, served: Served, verdict: Verdict, options: Options) -> None:
     """Time a proven candidate beside the reference, each in its own process."""
-    sides = {"candidate": served}
+    sides, path = {"candidate": served}, Path(verdict.candidate)
     names = ["reference", *(["compile"] if options.compiled else [])]
     try:
         for name in names:
             sides[name] = _rival(nursery, problem, name, options)
-        times = race(problem, sides, "candidate", options.seconds)
+        times = race(problem, sides, "candidate", options.seconds, lambda: _candidate(nursery, problem, path, options))
     except Ended as error:
         verdict.message = f"while it is timed, it {error}"
     except NotEquivalent as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import tempfile
@@ -206,7 +207,7 @@ EXPLOITS: dict[str, tuple[str, str]] = {
                     sum(range(1000))
             """,
         ),
-        "hangs|times as fast as the reference, and 1 is asked",
+        "hangs|slows the reference|times as fast as the reference, and 1 is asked",
     ),
     "more memory than there is": (
         candidate("return self.right(x) + torch.ones(1 << 42).sum()"),
@@ -383,21 +384,49 @@ def test_an_honest_candidate_is_proven_and_timed(nursery: Nursery, reference: Pa
     assert set(found.seconds) == {"reference", "candidate"}
 
 
-def test_a_side_that_is_slower_beside_the_candidate_is_said_by_name() -> None:
-    class Judge:
-        def drawn(self) -> tuple[list[object], list[object]]:
-            return [], []
+class Beside:
+    """A judge by whose clock the reference takes so long beside each candidate that is started, and 1 s alone."""
 
-        def copying(self, reference: object) -> float:
-            return 0.0
+    candidate = "candidate"
 
-        def called(self, name: str, side: object, arguments: object, expected: object) -> float:
-            return 1.0
+    def __init__(self, *beside: float) -> None:
+        self.beside, self.now, self.started = list(beside), 1.0, 0
 
-    with pytest.raises(NotEquivalent, match="it slows the reference"):
-        race._same_alone(None, Judge(), [2.0] * 8, 1)  # type: ignore[arg-type]
-    race._same_alone(None, Judge(), [1.05] * 8, 1)  # type: ignore[arg-type]
-    race._same_alone(None, Judge(), [2.0] * 7 + [0.9], 1)  # type: ignore[arg-type]
+    def drawn(self) -> tuple[list[object], list[object]]:
+        return [], []
+
+    def copying(self, reference: object) -> float:
+        return 0.0
+
+    def called(self, name: str, side: object, arguments: object, expected: object) -> float:
+        return self.now
+
+    def again(self) -> Beside:
+        self.now, self.started = self.beside.pop(0), self.started + 1
+        return self
+
+    def close(self) -> None:
+        self.now = 1.0
+
+
+@pytest.mark.parametrize(
+    ("first", "later", "started"),
+    [
+        ([2.0] * 8, [2.0, 2.0], 2),
+        ([1.05] * 8, [], 0),
+        ([2.0] * 7 + [0.9], [], 0),
+        ([2.0] * 8, [1.0], 1),  # other programs have ended meanwhile
+        ([2.0] * 8, [2.0, 1.0], 2),
+    ],
+)
+def test_a_reference_that_is_always_slower_beside_the_candidate_is_said_by_name(
+    first: list[float], later: list[float], started: int
+) -> None:
+    world = Beside(*later)
+    slowed = later == [2.0, 2.0]
+    with pytest.raises(NotEquivalent, match="it slows the reference") if slowed else contextlib.nullcontext():
+        race._same_alone(None, world, first, 1, world.again)  # type: ignore[arg-type]
+    assert world.started == started
 
 
 @pytest.mark.parametrize(
