@@ -492,6 +492,7 @@ def _without(truth: Truth, names: set[str]) -> Truth:
         leaves=kept(truth.leaves),
         reference=kept(truth.reference),
         errors=kept(truth.errors),
+        moved=kept(truth.moved),
         rounding=truth.rounding - names,
     )
 

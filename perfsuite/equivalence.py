@@ -1,21 +1,23 @@
 """The rule by which two sides are the same function: the error against a float64 truth.
 
 Truth t is the reference in float64 on the inputs rounded to the working dtype and upcast. With e the reference's
-own error in the working dtype and eps that dtype's, every element o of an optimized output must hold
+own error in the working dtype, m how far one rounding of the inputs moves t, and eps the working dtype's, every element
+o of an optimized output must hold
 
-    |o − t|  ≤  K · max(e, RMS(e))  +  C · eps · (|t| + RMS(t))
+    |o − t|  ≤  hypot(K · max(e, RMS(e)), MOVED · max(m, RMS(m)))  +  C · eps · (|t| + RMS(t))
 
 and the output as a whole, over its n elements,
 
-    RMS(o − t)  ≤  (K_NORM + (K − K_NORM) / √n) · RMS(e)  +  (C_NORM + (C − C_NORM) / √n) · eps · RMS(t).
+    RMS(o − t)  ≤  hypot(k · RMS(e), MOVED · RMS(m))  +  (C_NORM + (C − C_NORM) / √n) · eps · RMS(t)
+
+where k = K_NORM + (K − K_NORM) / √n.
 
 The error e of an element is an RMS too, because a single run can be exact by luck: over the draw itself and REPLICAS
 neighbours (more for an output of few elements), whose inputs lie within two units in the last place, and in which the
 result of every operation moves by up to one, so that its rounding is drawn anew. In half precision both are half a
 unit: sums are kept in float32 there, and their order matters less than the rounding of the output. TF32 cuts digits of
-the inputs off, which is up to one unit. How far one rounding of the inputs moves t counts too, MOVED times and not K
-times: what a rounding of the inputs may change, a rounding of a value between two operations may change. A jump is no
-such change.
+the inputs off, which is up to one unit. What a rounding of the inputs may change, m, a rounding of a value between two
+operations may change: it moves many elements together, so that it does not average out. A jump is no such change.
 
 Errors that lean to one side are looked for over all draws (perfsuite.bias).
 
@@ -31,9 +33,9 @@ K_NORM = 6  Over many elements the tail averages out; what remains is the other 
             rounding of one number times a row.
 C = 4       An output may differ in its last places also where the reference happens to be exact.
 C_NORM = 1  As K_NORM; rounding once to the working dtype costs 0.3 eps.
-MOVED = 8   Of 60 right kernels of 31 functions in float32 none was beyond the other terms by more than 0.16 of what one
-            rounding moves. On an H200 the gradients of flash-attn in float16, which keeps its output in float16 for
-            the backward pass, needed 2.4, and attention in TF32 2.2.
+MOVED = 8   Of 60 right kernels of 31 functions in float32 none was beyond the other terms by more than 0.16 of m. On an
+            H200 the gradients of flash-attn in float16, which keeps its output in float16 for the backward pass, needed
+            4, and attention in TF32 2.
 CAP         Where K · RMS(e), without the movement of t, exceeds √(K · eps) · RMS(t) the draw is ill-conditioned: it is
             still checked, but does not count as proof. Where the reference alone is not finite it is discarded. Both
             are counted, and too few remaining draws are a failure, never a pass.
@@ -202,6 +204,8 @@ class Truth:
     reference: Leaves
     errors: dict[str, torch.Tensor]
     """The reference's own error in each element, an RMS over the replicas."""
+    moved: dict[str, torch.Tensor]
+    """How far one rounding of the inputs moves the truth of each element, an RMS over the replicas."""
     ill_conditioned: bool
     rounding: frozenset[str]
     """The outputs that are ill-conditioned by themselves."""
@@ -288,7 +292,8 @@ def establish(
     return Truth(
         leaves=truth,
         reference=own,
-        errors=_running_maximum({name: errors.rms() for name, errors in spread.items()}, pair),
+        errors=_running_maximum({name: errors.error() for name, errors in spread.items()}, pair),
+        moved=_running_maximum({name: errors.one_rounding() for name, errors in spread.items()}, pair),
         ill_conditioned=_ill_conditioned(rounding, spread),
         rounding=rounding,
         eps=eps,
@@ -332,16 +337,15 @@ class _Spread:
         self.moved = self.moved.hypot(torch.where(moved <= jump, moved, 0.0))
         self.moves += 1
 
-    def rms(self) -> torch.Tensor:
-        one_rounding = self.moved / self.roundings / math.sqrt(max(1, self.moves))
-        return self._own().hypot(MOVED / K * one_rounding)
+    def error(self) -> torch.Tensor:
+        return self.own / math.sqrt(max(1, self.samples))
+
+    def one_rounding(self) -> torch.Tensor:
+        return self.moved / self.roundings / math.sqrt(max(1, self.moves))
 
     def ill_conditioned(self) -> bool:
-        own = _rms(self._own())
+        own = _rms(self.error())
         return own > 0 and K * own > math.sqrt(K * self.eps) * self.rms_t
-
-    def _own(self) -> torch.Tensor:
-        return self.own / math.sqrt(max(1, self.samples))
 
 
 def _replicas(truth: Leaves, fewest: int) -> int:
@@ -717,11 +721,12 @@ def _judge_leaf(
     period = _period(truth.periods, name)
     difference = _difference(o, t64, period)
     error = difference.abs()
-    own = truth.errors[name]
+    own, moved = truth.errors[name], truth.moved[name]
     rms_t, rms_e = _rms(t), _rms(own)
     size_t = torch.where(t64.isfinite(), t64, 0.0).abs()
     eps = max(truth.eps, torch.finfo(dtype).eps) if dtype else truth.eps
-    budget = K * own.clamp_min(rms_e) + (C * eps * (size_t + rms_t)).clamp_min(_underflow(reference))
+    budget = (K * own.clamp_min(rms_e)).hypot(MOVED * moved.clamp_min(_rms(moved)))
+    budget = budget + (C * eps * (size_t + rms_t)).clamp_min(_underflow(reference))
     considered = t64.isfinite()
     if excuse is not None:
         near = excuse & considered & (error > budget)
@@ -734,7 +739,7 @@ def _judge_leaf(
     share = torch.where(considered, error / budget, 0.0)
     worst = float(share.max())
     norm = _rms(error[considered])
-    norm_budget = _norm_budget(t64[considered], own[considered], eps, _underflow(reference))
+    norm_budget = _norm_budget(t64[considered], own[considered], moved[considered], eps, _underflow(reference))
     if norm > norm_budget(int(considered.sum())):
         different = 1 if name in truth.rounding else t64[considered].unique().numel()
         beyond_norm = norm / norm_budget(different)
@@ -759,7 +764,8 @@ def _judge_leaf(
         return  # rounding adds up over steps, and a product in TF32 cuts digits off
     considered &= size_t > _underflow(reference) / eps  # what is flushed to zero leans by all of its size
     every = bool(considered.all())
-    kept = (x if every else x[considered] for x in (difference, _difference(r, t64, period), own, t64))
+    spread = own.hypot(MOVED / K * moved)
+    kept = (x if every else x[considered] for x in (difference, _difference(r, t64, period), spread, t64))
     draw = bias.draw_of(*kept, eps=eps, dtype=_dtype_of(got))
     if draw is None:
         return
@@ -773,14 +779,16 @@ def _dtype_of(leaf: Leaf) -> torch.dtype:
     return leaf.dtype if isinstance(leaf, torch.Tensor) else torch.float64
 
 
-def _norm_budget(t: torch.Tensor, own: torch.Tensor, eps: float, least: float) -> Callable[[int], float]:
+def _norm_budget(
+    t: torch.Tensor, own: torch.Tensor, moved: torch.Tensor, eps: float, least: float
+) -> Callable[[int], float]:
     """The budget of the RMS error for a number of independent elements."""
-    rms_t, rms_e = _rms(t), _rms(own)
+    rms_t, rms_e, rms_m = _rms(t), _rms(own), _rms(moved)
 
     def budget(count: int) -> float:
         tail = 1 / math.sqrt(count)
         floor = (C_NORM + (C - C_NORM) * tail) * eps * rms_t
-        return (K_NORM + (K - K_NORM) * tail) * rms_e + max(floor, least)
+        return math.hypot((K_NORM + (K - K_NORM) * tail) * rms_e, MOVED * rms_m) + max(floor, least)
 
     return budget
 

@@ -25,6 +25,12 @@ def is_module(value: object) -> bool:
     return torch is not None and isinstance(value, torch.nn.Module)
 
 
+def is_module_type(kind: type) -> bool:
+    """Whether it is torch.nn.Module or a class derived from it."""
+    torch: Any = sys.modules.get("torch")
+    return torch is not None and issubclass(kind, torch.nn.Module)
+
+
 def has_state(value: Any) -> bool:
     """Whether the module has a parameter or a buffer."""
     return any(True for _ in value.parameters()) or any(True for _ in value.buffers())

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
+from perfsuite import modules
 from perfsuite.process_state import names_in
 
 KERNELS = ("JITFunction", "InterpretedFunction")
@@ -31,8 +32,8 @@ def kernels(calls: Iterable[Any]) -> dict[str, Any]:
     if "triton" not in sys.modules:
         return {}
     found: dict[str, Any] = {}
-    waiting = deque(calls)
-    projects = {_project(_unwrapped(call)) for call in waiting} - {""}
+    waiting = deque(map(_unwrapped, calls))
+    projects = {_project(part) for call in waiting for part in _with_submodules(call)} - {"", "torch"}
     seen: dict[int, Any] = {}
     while waiting:
         value = waiting.popleft()
@@ -41,8 +42,10 @@ def kernels(calls: Iterable[Any]) -> dict[str, Any]:
         seen[id(value)] = value  # kept, so that its id is no other's
         if type(value).__name__ in KERNELS:
             found[f"{value.fn.__module__}.{value.fn.__name__}"] = value
-        elif isinstance(value, WRAPPERS) or _project(value) in projects:
+        elif _is(value, WRAPPERS) or _project(value) in projects:
             waiting.extend(_parts(value))
+        elif modules.is_module_type(type(value)):  # one of torch's, as Sequential: its submodules may be the project's
+            waiting.extend(vars(value)["_modules"].values())
     called = set().union(*map(_calls, found.values()))
     return {name: kernel for name, kernel in found.items() if kernel.fn.__name__ not in called}
 
@@ -85,27 +88,32 @@ def _named(function: FunctionType) -> Iterator[Any]:
     A module that the function itself imports is left out, since it may not be there yet.
     """
     names = set(names_in(function.__code__))
-    modules: list[ModuleType] = []
+    named: list[ModuleType] = []
     for name in names:
-        value = function.__globals__.get(name)
-        if isinstance(value, ModuleType):
-            modules.append(value)
+        value: Any = function.__globals__.get(name)
+        if _is(value, ModuleType):
+            named.append(value)
         elif value is not None:
             yield value
-            if isinstance(value, type):
+            if _is(value, type):
                 yield from (vars(value)[n] for n in names if n in vars(value))
     seen: set[str] = set()
-    while modules:
-        module = modules.pop()
+    while named:
+        module = named.pop()
         if module.__name__ in seen:
             continue
         seen.add(module.__name__)
         for name in names:
-            value = vars(module).get(name)
-            if isinstance(value, ModuleType):
-                modules.append(value)
+            value: Any = vars(module).get(name)
+            if _is(value, ModuleType):
+                named.append(value)
             elif value is not None:
                 yield value
+
+
+def _is(value: Any, kinds: type | tuple[type, ...]) -> bool:
+    """As isinstance, but any object may be asked: one of torch's warns, on each look at its class, that it is old."""
+    return issubclass(type(value), kinds)
 
 
 def _is_filled(cell: Any) -> bool:
@@ -116,14 +124,28 @@ def _is_filled(cell: Any) -> bool:
 
 
 def _unwrapped(call: Any) -> Any:
-    while isinstance(call, (functools.partial, MethodType)):
-        call = call.func if isinstance(call, functools.partial) else call.__func__
-    return call
+    """The function or module inside of partials, of torch.compile, and of the wrapper of modules that share weights."""
+    while True:
+        match call:
+            case functools.partial():
+                call = call.func
+            case modules.Sharing():
+                call = call.module
+            case _ if type(call).__name__ == "OptimizedModule":
+                call = call._orig_mod
+            case _:
+                return call
+
+
+def _with_submodules(call: Any) -> Iterable[Any]:
+    return call.modules() if modules.is_module(call) else (call,)
 
 
 def _project(value: Any) -> str:
     """The first part of the name of the module that defines it; empty for what no module of a project defines."""
-    owner = value if isinstance(value, (FunctionType, type)) else type(value)
+    if _is(value, MethodType):
+        value = value.__func__
+    owner = value if _is(value, (FunctionType, type)) else type(value)
     module = getattr(owner, "__module__", None)
     return module.partition(".")[0] if isinstance(module, str) and module != "builtins" else ""
 

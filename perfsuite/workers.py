@@ -53,6 +53,7 @@ END_LIMIT_S = 3.0
 """From a worker's last task to its end. Its results are known by then, so it is stopped without a message. The run
 waits for it, because the next processes must have the device for themselves; some take 7 s, or hang at exit."""
 LOG_LINES = 3
+ENDED_IT = "ended the measuring process"
 PROVE, TIME, ITEMS, ALONE = "prove", "time", "items", "alone"
 OUTSIDE = "outside"
 """The name of the items that need a child process, which takes seconds to start."""
@@ -627,7 +628,7 @@ class _Process:
         tail = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()][-LOG_LINES:]
         if code < 0:
             return f"crashed with {signal.Signals(-code).name}; the worker's log is {log}"
-        return f"ended the measuring process with exit code {code}: {' | '.join(tail)[:400]}; its log is {log}"
+        return f"{ENDED_IT} with exit code {code}: {' | '.join(tail)[:400]}; its log is {log}"
 
 
 def start(
@@ -701,6 +702,8 @@ def _outcome(event: Mapping[str, Any]) -> Outcome:
 def _died(phase: str, what: str) -> str:
     side = "the measuring process" if phase in ("start", "timing", "profiler", WAITS) else f"the {phase} side"
     during = {"timing": " while it timed", "profiler": " while it counted launches"}.get(phase, "")
+    if side == "the measuring process":
+        what = what.replace(f"{ENDED_IT} with", "ended with")
     return f"{side} {what}{during}"
 
 

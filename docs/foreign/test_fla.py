@@ -69,7 +69,7 @@ def first(call: Callable[..., Any], **options: Any) -> Any:
 
 
 LONGER = {"sizes": SIZES | {"length": size(2, 97)}}
-"""The gradient of the first gate is 0, and is computed as a difference of sums: of a single step rounding alone is left."""
+"""The gradient of the first gate is 0. Computed as a difference of sums, of a single step it is rounding alone."""
 
 
 def pair(reference: Callable[..., Any], optimized: Any, *, chunked: bool, **further: Any) -> Pair:

@@ -31,14 +31,24 @@ def loaded(path: Path) -> Any:
     return module
 
 
+LARGE = 32
+
+
+def cut(number: Any) -> Any:
+    """A size of at most 63: the problems have up to a billion elements. Irregular sizes and common divisors stay so."""
+    if isinstance(number, tuple):
+        return tuple(map(cut, number))
+    return LARGE + number % LARGE if type(number) is int and number > LARGE else number
+
+
 def pair(path: Path) -> Pair:
     problem = loaded(path)
+    vars(problem).update({name: cut(value) for name, value in vars(problem).items() if not name.startswith("_")})
 
     def new(*init: Any) -> Any:
         return torch.compile(problem.Model(*init))
 
-    with torch.device("cuda"):  # inputs have up to a billion elements
-        return Pair.from_modules(problem.Model, new, problem.get_inputs, problem.get_init_inputs)
+    return Pair.from_modules(problem.Model, new, problem.get_inputs, problem.get_init_inputs)
 
 
 if not torch.cuda.is_available():

@@ -33,7 +33,7 @@ def on_gpu(call: Callable[..., Any]) -> Side:
 
 
 DENSE = ("contiguous", "offset")
-"""Layouts for its losses: of an input whose last dimension is not contiguous they scale other memory than the gradient."""
+"""Layouts for its losses: where the last dimension is not contiguous they scale other memory than the gradient."""
 FINITE = floats(nonfinite=False)
 
 
@@ -223,10 +223,11 @@ fused_linear_jsd = Pair(
     ),
     optimized=on_gpu(liger.liger_fused_linear_jsd),
     inputs={
-        "x": tensor("rows", "hidden", layouts=DENSE),
-        "weight": tensor("columns", "hidden", layouts=DENSE),
-        "y": tensor("rows", "hidden", differentiable=False),
-        "other": tensor("columns", "hidden", differentiable=False),
+        # Where a logit is infinite it gives a number, and the definition NaN.
+        "x": tensor("rows", "hidden", layouts=DENSE, values=FINITE),
+        "weight": tensor("columns", "hidden", layouts=DENSE, values=FINITE),
+        "y": tensor("rows", "hidden", differentiable=False, values=FINITE),
+        "other": tensor("columns", "hidden", differentiable=False, values=FINITE),
     },
     sizes={"rows": size(1, 33), "columns": size(2, 65), "hidden": size(1, 33)},
     workloads=[Workload("w", rows=1024, columns=32000, hidden=1024)],

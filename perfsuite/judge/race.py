@@ -153,7 +153,11 @@ class _Judge:
         truth = equivalence.establish(problem.pair, case, problem.device, gradients=False)
         self.forms = [leaf for leaf in truth.reference.values() if isinstance(leaf, torch.Tensor)]
         self.allowed = [
-            SLACK * equivalence.K_NORM * max(_relative(truth.errors.get(name), leaf), _eps(leaf))
+            SLACK
+            * math.hypot(
+                equivalence.K_NORM * max(_relative(truth.errors.get(name), leaf), _eps(leaf)),
+                equivalence.MOVED * _relative(truth.moved.get(name), leaf),
+            )
             for name, leaf in truth.reference.items()
             if isinstance(leaf, torch.Tensor)
         ]

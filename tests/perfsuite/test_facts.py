@@ -215,7 +215,7 @@ def test_what_a_side_does_to_a_truth_is_not_kept() -> None:
     for _ in range(2):
         truth = ask(known, pair, case_of())
         assert torch.equal(truth.leaves["output['product']"], expected)
-        for leaves in (truth.leaves, truth.reference, truth.errors):
+        for leaves in (truth.leaves, truth.reference, truth.errors, truth.moved):
             for leaf in leaves.values():
                 if isinstance(leaf, torch.Tensor):
                     leaf.zero_()
@@ -300,8 +300,9 @@ def test_the_budget_by_few_replicas_bounds_that_by_all(dtype: str, sizes: tuple[
         few, every = (equivalence.establish(pair, case, "cpu", gradients=True, replicas=r) for r in (0, 3))
         assert not few.complete
         assert every.complete
-        for name, error in few.errors.items():
-            assert (every.errors[name] >= equivalence.SURE * error * (1 - 1e-12)).all()
+        for by_few, by_all in ((few.errors, every.errors), (few.moved, every.moved)):
+            for name, error in by_few.items():
+                assert (by_all[name] >= equivalence.SURE * error * (1 - 1e-12)).all()
 
 
 def test_a_side_that_few_replicas_do_not_clear_is_judged_by_all(monkeypatch: pytest.MonkeyPatch) -> None:

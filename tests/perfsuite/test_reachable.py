@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from perfsuite import reachable
+from perfsuite import modules, reachable
 
 triton = pytest.importorskip("triton")
 
@@ -73,6 +73,9 @@ REACH = {
     "a class": through_a_class,
     "a module's forward": Module(),
     "a method": Module().forward,
+    "a compiled module": torch.compile(Module()),
+    "a module of torch's": torch.nn.Sequential(torch.nn.ReLU(), Module()),
+    "a module that shares weights": modules.Sharing(Module(), "optimized"),
     "a partial": functools.partial(launches),
     "a closure": closing_over(launches),
     "a table": through_a_table,
@@ -97,3 +100,18 @@ def test_kernels_of_other_projects_are_not_looked_for() -> None:
 
     side.__module__ = "somewhere.else"
     assert reachable.kernels([side]) == {}
+
+
+class Old:
+    """As torch.distributed.reduce_op, which warns whoever looks at its attributes, also at its class."""
+
+    __module__ = "torch.distributed"
+
+    def __getattribute__(self, name: str) -> Any:
+        raise FutureWarning(name)
+
+
+def test_an_object_that_warns_on_every_look_is_left_alone() -> None:
+    names: dict[str, Any] = {"__name__": __name__, "launches": launches, "OLD": Old()}
+    exec("def side(x): launches(x if OLD is None else x)", names)
+    assert set(reachable.kernels([names["side"]])) == {f"{__name__}.own_kernel"}

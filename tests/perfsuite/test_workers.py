@@ -622,6 +622,8 @@ for id in ids():
 """
     found = outcomes(scripted(tmp_path, script))
     assert found["a"] == "done a"
+    if who == "the measuring process ":
+        message = message.replace("ended the measuring process", "ended")
     assert found["b"].startswith(who + message), found["b"]
     assert found["c"] == "done c"
     if phase == "timing":
