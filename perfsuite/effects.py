@@ -232,7 +232,7 @@ class _Allocations(execution.PlainMode):
 
 def held_memory(probe: Probe) -> Effects:
     """Tensors that each call keeps for good."""
-    if probe.pair.is_stateful or probe.side.compile is not None:
+    if probe.pair.is_stateful or probe.side.is_compiled:
         return {}
     # To collect cycles takes long: only what seems to grow is looked at so.
     counts = _alive(probe, collected=False)

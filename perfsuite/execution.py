@@ -107,8 +107,8 @@ def quiet(side: Side) -> Iterator[None]:
     PairError where the side raises what means something to the test runner (a skip, Hypothesis' assume): a draw that
     it answers wrongly could so be made to disappear.
     """
-    with warnings.catch_warnings() if side.compile is not None else nullcontext():
-        if side.compile is not None:
+    with warnings.catch_warnings() if side.is_compiled else nullcontext():
+        if side.is_compiled:
             warnings.simplefilter("ignore")
         try:
             yield

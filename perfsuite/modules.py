@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from perfsuite.errors import PairError
@@ -15,6 +16,8 @@ INPUT = "module"
 """The name of the input that the parameters come in: in `mutates`, and in what is said of gradients."""
 VARIED = 0.1
 """By how much of itself a weight differs between draws; what is zero, by so much."""
+COMPILED_MODULE, COMPILED_FUNCTION = "OptimizedModule", "_torchdynamo_orig_callable"
+"""The class of a module that torch.compile made, and the attribute of a function that it made."""
 FEW_VALUES = 16
 """A template with no more different values than this has labels, signs or a mask: no other values are drawn."""
 
@@ -29,6 +32,29 @@ def is_module_type(kind: type) -> bool:
     """Whether it is torch.nn.Module or a class derived from it."""
     torch: Any = sys.modules.get("torch")
     return torch is not None and issubclass(kind, torch.nn.Module)
+
+
+def unwrapped(call: Any) -> Any:
+    """The function or module inside of partials, of torch.compile, and of the wrapper of modules that share weights."""
+    while True:
+        match call:
+            case functools.partial():
+                call = call.func
+            case Sharing():
+                call = call.module
+            case _ if type(call).__name__ == COMPILED_MODULE:
+                call = call._orig_mod
+            case _ if COMPILED_FUNCTION in getattr(call, "__dict__", {}):
+                call = getattr(call, COMPILED_FUNCTION)
+            case _:
+                return call
+
+
+def is_compiled(call: Any) -> bool:
+    """Whether torch.compile made it, also where a partial or the wrapper of modules that share weights is around it."""
+    while isinstance(call, (functools.partial, Sharing)):
+        call = call.func if isinstance(call, functools.partial) else call.module
+    return type(call).__name__ == COMPILED_MODULE or COMPILED_FUNCTION in getattr(call, "__dict__", {})
 
 
 def has_state(value: Any) -> bool:
@@ -95,24 +121,30 @@ class Sharing:
     def _sharing(self, given: Any) -> Any:
         twin = copy.deepcopy(self.module).train(given.training)
         for what, mine, theirs in (
-            ("parameter", dict(twin.named_parameters()), dict(given.named_parameters())),
-            ("buffer", dict(twin.named_buffers()), dict(given.named_buffers())),
+            ("parameter", _by_name(twin.named_parameters()), _by_name(given.named_parameters())),
+            ("buffer", _by_name(twin.named_buffers()), _by_name(given.named_buffers())),
         ):
             for name in sorted(mine.keys() ^ theirs.keys()):
                 has, lacks = (self.name, "reference") if name in mine else ("reference", self.name)
                 raise PairError(
                     f"the {has} module has a {what} {name!r} and the {lacks} module has none: give them the same names"
                 )
-            for name, tensor in theirs.items():
-                if mine[name].shape != tensor.shape:
+            for name, (_, tensor) in theirs.items():
+                own_name, own = mine[name]
+                if own.shape != tensor.shape:
                     raise PairError(
-                        f"{what} {name!r} has shape {tuple(mine[name].shape)} in the {self.name} module and "
+                        f"{what} {name!r} has shape {tuple(own.shape)} in the {self.name} module and "
                         f"{tuple(tensor.shape)} in the reference: build both with the same arguments"
                     )
-                owner, _, leaf = name.rpartition(".")
+                owner, _, leaf = own_name.rpartition(".")
                 holder = twin.get_submodule(owner)
                 (holder._parameters if what == "parameter" else holder._buffers)[leaf] = tensor
         return twin
+
+
+def _by_name(named: Iterable[tuple[str, Any]]) -> dict[str, tuple[str, Any]]:
+    """Name without what torch.compile adds to it → (name, tensor)."""
+    return {".".join(part for part in name.split(".") if part != "_orig_mod"): (name, t) for name, t in named}
 
 
 def specs_of(templates: Sequence[Any]) -> dict[str, Spec]:

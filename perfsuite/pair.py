@@ -162,6 +162,11 @@ class Side:
     settle: int = 1
     """Calls of a new step before it is as fast as it stays."""
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether `compiled(…)` declares it, or torch.compile made the callable."""
+        return self.compile is not None or modules.is_compiled(self.call)
+
 
 def module_of(side: Side) -> Any:
     """The loaded module that defines the side; None for what no loaded module defines."""

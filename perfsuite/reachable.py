@@ -32,7 +32,7 @@ def kernels(calls: Iterable[Any]) -> dict[str, Any]:
     if "triton" not in sys.modules:
         return {}
     found: dict[str, Any] = {}
-    waiting = deque(map(_unwrapped, calls))
+    waiting = deque(map(modules.unwrapped, calls))
     projects = {_project(part) for call in waiting for part in _with_submodules(call)} - {"", "torch"}
     seen: dict[int, Any] = {}
     while waiting:
@@ -104,7 +104,7 @@ def _named(function: FunctionType) -> Iterator[Any]:
             continue
         seen.add(module.__name__)
         for name in names:
-            value: Any = vars(module).get(name)
+            value = vars(module).get(name)
             if _is(value, ModuleType):
                 named.append(value)
             elif value is not None:
@@ -121,20 +121,6 @@ def _is_filled(cell: Any) -> bool:
         return cell.cell_contents is not None
     except ValueError:
         return False
-
-
-def _unwrapped(call: Any) -> Any:
-    """The function or module inside of partials, of torch.compile, and of the wrapper of modules that share weights."""
-    while True:
-        match call:
-            case functools.partial():
-                call = call.func
-            case modules.Sharing():
-                call = call.module
-            case _ if type(call).__name__ == "OptimizedModule":
-                call = call._orig_mod
-            case _:
-                return call
 
 
 def _with_submodules(call: Any) -> Iterable[Any]:

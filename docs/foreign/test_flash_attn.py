@@ -22,6 +22,14 @@ LAYOUTS = ("contiguous", "offset")
 """Its backward pass refuses tensors whose last dimension is not contiguous, which its forward pass copies."""
 VALUES = floats(-4, 4)
 """Where a score overflows float32 it gives NaN."""
+
+
+def different(generator: torch.Generator, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Of equal keys the gradient of the query is 0, and it gives what is left of its rounded output."""
+    return (8 * torch.rand(shape, generator=generator, device=generator.device) - 4).to(dtype)
+
+
+KEYS = sampled(different)
 UNSUPPORTED = {"double_backward": "its backward pass is a kernel without a derivative"}
 
 
@@ -36,8 +44,8 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool
     return (torch.softmax(scores, -1) @ v).transpose(1, 2)
 
 
-def heads(number: str, dim: int) -> Any:
-    return tensor("batch", "length", number, dim, align=ALIGN, layouts=LAYOUTS, values=VALUES)
+def heads(number: str, dim: int, values: Any = VALUES) -> Any:
+    return tensor("batch", "length", number, dim, align=ALIGN, layouts=LAYOUTS, values=values)
 
 
 def pair(dim: int, causal: bool) -> Pair:
@@ -51,7 +59,7 @@ def pair(dim: int, causal: bool) -> Pair:
     return Pair(
         reference=reference,
         optimized=side(optimized, devices=("cuda",)),
-        inputs={"q": heads("2 * kv", dim), "k": heads("kv", dim), "v": heads("kv", dim)},
+        inputs={"q": heads("2 * kv", dim), "k": heads("kv", dim, KEYS), "v": heads("kv", dim)},
         # Of a single key the gradient of q is 0, and what is left there is rounding alone.
         sizes={"batch": size(1, 3), "length": size(2, 200), "kv": size(1, 3)},
         workloads=[Workload("w", batch=4, length=2048, kv=8, dtype="bfloat16")],
@@ -97,8 +105,8 @@ def fast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets: torch.Tenso
     return made
 
 
-def packed(number: str) -> Any:
-    return tensor("64 * sequences", number, 64, align=ALIGN, layouts=LAYOUTS, values=VALUES)
+def packed(number: str, values: Any = VALUES) -> Any:
+    return tensor("64 * sequences", number, 64, align=ALIGN, layouts=LAYOUTS, values=values)
 
 
 variable_length = Pair(
@@ -106,7 +114,7 @@ variable_length = Pair(
     optimized=side(by_sequence(fast), devices=("cuda",)),
     inputs={
         "q": packed("heads"),
-        "k": packed("heads"),
+        "k": packed("heads", KEYS),
         "v": packed("heads"),
         "offsets": tensor("sequences + 1", dtype="int32", values=sampled(ends), layouts=("contiguous",)),
     },

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from perfsuite import Pair
+from perfsuite import Pair, compiled
 
 FOLDER = os.environ.get("KERNELBENCH", "")
 if not FOLDER:
@@ -46,7 +46,7 @@ def pair(path: Path) -> Pair:
     vars(problem).update({name: cut(value) for name, value in vars(problem).items() if not name.startswith("_")})
 
     def new(*init: Any) -> Any:
-        return torch.compile(problem.Model(*init))
+        return compiled(problem.Model(*init))
 
     return Pair.from_modules(problem.Model, new, problem.get_inputs, problem.get_init_inputs)
 

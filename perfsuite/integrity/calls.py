@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import secrets
 import sys
@@ -16,7 +15,7 @@ from typing import Any
 
 import torch
 
-from perfsuite import equivalence
+from perfsuite import equivalence, modules
 from perfsuite import inputs as make
 from perfsuite.equivalence import NotEquivalent
 from perfsuite.execution import Leaves
@@ -288,7 +287,7 @@ def calls_reference(probe: Probe) -> None:
     if probe.side.call is reference:
         return  # declared in the open, by itself or under torch.compile
     function = _function(reference)
-    if function is None or (probe.side.compile is not None and _function(probe.side.call) is function):
+    if function is None or (probe.side.is_compiled and _function(probe.side.call) is function):
         return
     with _watched(function) as seen:
         probe.call(probe.drawn())
@@ -298,9 +297,7 @@ def calls_reference(probe: Probe) -> None:
 
 def _function(call: Any) -> FunctionType | None:
     """The Python function that runs when `call` is called; None for compiled code."""
-    while isinstance(call, functools.partial):
-        call = call.func
-    call = inspect.unwrap(call)
+    call = inspect.unwrap(modules.unwrapped(call))
     if isinstance(call, torch.nn.Module):
         call = call.forward
     if not inspect.isroutine(call):

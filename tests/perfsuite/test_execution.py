@@ -177,8 +177,9 @@ def test_a_compiled_side_is_compiled_once_for_static_shapes(monkeypatch: pytest.
 
 
 def test_only_a_compiled_side_s_warnings_are_silenced() -> None:
-    with execution.quiet(compiled(abs)):
-        warnings.warn("from the compiler", stacklevel=1)
+    for made in (compiled(abs), Side(call=torch.compile(lambda x: x))):
+        with execution.quiet(made):
+            warnings.warn("from the compiler", stacklevel=1)
     with execution.quiet(Side(call=abs)), pytest.warns(UserWarning, match="from the side"):
         warnings.warn("from the side", stacklevel=1)
 

@@ -154,14 +154,28 @@ def test_what_begins_at_zero_is_varied_too(left_out: str) -> None:
         perfsuite.check(pair(wrong), device="cpu")
 
 
-def test_the_reference_compiled_is_declared_in_the_open() -> None:
-    pair = Pair(
-        reference=Model(5),
-        optimized=compiled(Model(5), backend="eager"),
-        inputs={"x": tensor(6, 5, values=floats(-1, 1))},
-        max_examples=2,
-    )
-    perfsuite.check(pair, device="cpu")
+class Stateless(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sigmoid(x) * x
+
+
+def double(x: torch.Tensor) -> torch.Tensor:
+    return x + x
+
+
+@pytest.mark.parametrize(
+    ("reference", "optimized"),
+    [
+        (Model(5), compiled(Model(5), backend="eager")),
+        (Model(5), torch.compile(Model(5), backend="eager")),
+        (Stateless(), torch.compile(Stateless(), backend="eager")),
+        (double, torch.compile(double, backend="eager")),
+    ],
+    ids=["declared", "module", "stateless", "function"],
+)
+def test_the_reference_compiled_is_declared_in_the_open(reference: Any, optimized: Any) -> None:
+    inputs = {"x": tensor(6, 5, values=floats(-1, 1))}
+    perfsuite.check(Pair(reference=reference, optimized=optimized, inputs=inputs, max_examples=2), device="cpu")
 
 
 def test_modules_without_parameters_are_sides_like_any_other() -> None:
