@@ -49,14 +49,15 @@ Leaning: TypeAlias = tuple[float, float]
 WORDS = ("too large or too small by the same amount", "away from zero or towards it")
 
 
-def leaning(error: torch.Tensor, truth: torch.Tensor, eps: float) -> Leaning | None:
-    """β of these errors; None where there are too few, or the truth is zero."""
-    if error.numel() < FEWEST_ELEMENTS:
+def leanings(truth: torch.Tensor, eps: float, *errors: torch.Tensor) -> list[Leaning] | None:
+    """β of each of these errors; None where there are too few elements, or the truth is zero."""
+    if truth.numel() < FEWEST_ELEMENTS:
         return None
     unit = eps * float(truth.abs().mean())
     if not unit or not math.isfinite(unit):
         return None
-    return float(error.mean()) / unit, float((error * truth.sign()).mean()) / unit
+    sign = truth.sign()
+    return [(float(error.mean()) / unit, float((error * sign).mean()) / unit) for error in errors]
 
 
 @dataclass(slots=True)
@@ -84,9 +85,10 @@ def draw_of(
 
     None where there are too few, or the truth is zero.
     """
-    side, own = leaning(error, truth, eps), leaning(reference, truth, eps)
-    if side is None or own is None:
+    found = leanings(truth, eps, error, reference)
+    if found is None:
         return None
+    side, own = found
     limits = HALF if dtype in (torch.bfloat16, torch.float16) else SINGLE
     size = float(spread.square().mean().sqrt()) / (eps * float(truth.abs().mean()))
     return Draw(side=side, reference=own, error=size, limits=limits, elements=truth.numel())

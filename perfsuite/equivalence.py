@@ -317,6 +317,7 @@ class _Spread:
         self.rms_t = _rms(truth)
         self.own = _difference(_as_double(own), self.truth, period).abs()
         self.moved = torch.zeros_like(self.own)
+        self.size_t = _finite_size(self.truth)
         # In float64 the reference is its own truth: only the neighbours tell of its error.
         self.samples, self.moves = 0 if same else 1, 0
 
@@ -332,8 +333,7 @@ class _Spread:
         self.samples += 1
         moved = _difference(t, self.truth, self.period).abs()
         # A jump (a tie broken, a threshold crossed) is not what rounding the inputs does to a continuous function.
-        size_t = torch.where(self.truth.isfinite(), self.truth, 0.0).abs()
-        jump = math.sqrt(K * self.eps) * (size_t + self.rms_t + scale)
+        jump = (self.size_t + (self.rms_t + scale)) * math.sqrt(K * self.eps)
         self.moved = self.moved.hypot(torch.where(moved <= jump, moved, 0.0))
         self.moves += 1
 
@@ -349,7 +349,7 @@ class _Spread:
 
 
 def _replicas(truth: Leaves, fewest: int) -> int:
-    counts = [n for leaf in truth.values() if _is_real(leaf) and (n := _as_double(leaf).numel())]
+    counts = [n for leaf in truth.values() if _is_real(leaf) and (n := leaf.numel() if torch.is_tensor(leaf) else 1)]
     if not counts:
         return fewest
     # With none asked for the inputs are large, and each costs two runs of the reference. One there must be: a reference
@@ -722,29 +722,34 @@ def _judge_leaf(
     difference = _difference(o, t64, period)
     error = difference.abs()
     own, moved = truth.errors[name], truth.moved[name]
-    rms_t, rms_e = _rms(t), _rms(own)
-    size_t = torch.where(t64.isfinite(), t64, 0.0).abs()
+    rms_t, rms_e, rms_m = _rms(t64), _rms(own), _rms(moved)
+    size_t = _finite_size(t64)
     eps = max(truth.eps, torch.finfo(dtype).eps) if dtype else truth.eps
-    budget = (K * own.clamp_min(rms_e)).hypot(MOVED * moved.clamp_min(_rms(moved)))
-    budget = budget + (C * eps * (size_t + rms_t)).clamp_min(_underflow(reference))
-    considered = t64.isfinite()
+    least = _underflow(reference)
+    budget = (K * own.clamp_min(rms_e)).hypot(MOVED * moved.clamp_min(rms_m))
+    budget = budget + ((size_t + rms_t) * (C * eps)).clamp_min(least)
+    considered = None if _is_finite(t64) else t64.isfinite()
     if excuse is not None:
-        near = excuse & considered & (error > budget)
+        considered = t64.isfinite()
+        near = excuse.to(considered.device) & considered & (error > budget)
         considered &= ~near
         _count_excused(tally, near, 0)
     if tally is not None:
         tally.elements += o.numel()
-    if not considered.any():
+    if not o.numel() or (considered is not None and not considered.any()):
         return
-    share = torch.where(considered, error / budget, 0.0)
+    share = error / budget
+    norms = _Norms(eps, rms_t, rms_e, rms_m, least)
+    norm, count = _rms(error), o.numel()
+    if considered is not None:
+        share = torch.where(considered, share, 0.0)
+        norms = _Norms(eps, _rms(t64[considered]), _rms(own[considered]), _rms(moved[considered]), least)
+        norm, count = _rms(error[considered]), int(considered.sum())
     worst = float(share.max())
-    norm = _rms(error[considered])
-    norm_budget = _norm_budget(t64[considered], own[considered], moved[considered], eps, _underflow(reference))
-    if norm > norm_budget(int(considered.sum())):
-        different = 1 if name in truth.rounding else t64[considered].unique().numel()
-        beyond_norm = norm / norm_budget(different)
-    else:
-        different, beyond_norm = 0, norm / norm_budget(int(considered.sum()))
+    if norm > norms.budget(count):
+        some = t64 if considered is None else t64[considered]
+        count = 1 if name in truth.rounding else some.unique().numel()
+    beyond_norm = norm / norms.budget(count)
     if tally is not None:
         tally.worst = max(tally.worst, worst, beyond_norm)
     if worst > 1.0:
@@ -762,10 +767,13 @@ def _judge_leaf(
         )
     if pair.is_stateful or pair.precision == TF32 or name in truth.rounding:
         return  # rounding adds up over steps, and a product in TF32 cuts digits off
-    considered &= size_t > _underflow(reference) / eps  # what is flushed to zero leans by all of its size
-    every = bool(considered.all())
+    large = size_t > least / eps  # what is flushed to zero leans by all of its size
+    if considered is not None:
+        large &= considered
     spread = own.hypot(MOVED / K * moved)
-    kept = (x if every else x[considered] for x in (difference, _difference(r, t64, period), spread, t64))
+    kept = (difference, _difference(r, t64, period), spread, t64)
+    if not large.all():
+        kept = (kept[0][large], kept[1][large], kept[2][large], kept[3][large])
     draw = bias.draw_of(*kept, eps=eps, dtype=_dtype_of(got))
     if draw is None:
         return
@@ -779,18 +787,21 @@ def _dtype_of(leaf: Leaf) -> torch.dtype:
     return leaf.dtype if isinstance(leaf, torch.Tensor) else torch.float64
 
 
-def _norm_budget(
-    t: torch.Tensor, own: torch.Tensor, moved: torch.Tensor, eps: float, least: float
-) -> Callable[[int], float]:
-    """The budget of the RMS error for a number of independent elements."""
-    rms_t, rms_e, rms_m = _rms(t), _rms(own), _rms(moved)
+@dataclass(frozen=True, slots=True)
+class _Norms:
+    """Of an output as a whole: RMS of the truth, of the reference's error and of what one rounding moves."""
 
-    def budget(count: int) -> float:
+    eps: float
+    truth: float
+    error: float
+    moved: float
+    least: float
+
+    def budget(self, count: int) -> float:
+        """The budget of the RMS error for so many independent elements."""
         tail = 1 / math.sqrt(count)
-        floor = (C_NORM + (C - C_NORM) * tail) * eps * rms_t
-        return math.hypot((K_NORM + (K - K_NORM) * tail) * rms_e, MOVED * rms_m) + max(floor, least)
-
-    return budget
+        floor = max((C_NORM + (C - C_NORM) * tail) * self.eps * self.truth, self.least)
+        return math.hypot((K_NORM + (K - K_NORM) * tail) * self.error, MOVED * self.moved) + floor
 
 
 def _underflow(leaf: Leaf) -> float:
@@ -880,37 +891,59 @@ def _is_real(leaf: Leaf) -> bool:
 
 
 def _as_double(leaf: Leaf) -> torch.Tensor:
+    """In float64; on the CPU if it is small, since each of the many operations of a comparison waits for a GPU."""
     if isinstance(leaf, torch.Tensor):
+        leaf = leaf.detach()
         if leaf.is_complex():
             leaf = torch.view_as_real(leaf.resolve_conj())
-        return leaf.detach().double()
+        return (leaf.cpu() if leaf.numel() <= COMPARED_ON_CPU else leaf).double()
     return torch.tensor(float(leaf or 0.0), dtype=torch.float64)
+
+
+COMPARED_ON_CPU = 1 << 18
+"""Outputs of no more elements are compared on the CPU."""
 
 
 def _rms(leaf: Leaf) -> float:
     values = _as_double(leaf)
-    square = float(values.square().mean())
-    if SMALL_SQUARE < square < LARGE_SQUARE:
-        return math.sqrt(square)
+    if not values.numel():
+        return 0.0
+    norm = float(torch.linalg.vector_norm(values))
+    if SMALL_NORM < norm < LARGE_NORM:
+        return norm / math.sqrt(values.numel())
     finite = values[values.isfinite()]
     largest = float(finite.abs().max()) if finite.numel() else 0.0
     # Scaled, since float64's own squares overflow above 1e154 and underflow below 1e-154.
     return largest * math.sqrt(float(((finite / largest) ** 2).mean())) if largest else 0.0
 
 
-SMALL_SQUARE, LARGE_SQUARE = 1e-240, 1e300
+SMALL_NORM, LARGE_NORM = 1e-120, 1e150
 """Between them float64's squares are as exact as scaled ones: what underflows is less than their own rounding."""
+
+
+def _is_finite(values: torch.Tensor) -> bool:
+    """Whether all are; a sum of finite ones that overflows is looked at in each element."""
+    return math.isfinite(float(values.sum())) or bool(values.isfinite().all())
+
+
+def _finite_size(values: torch.Tensor) -> torch.Tensor:
+    """Their absolute values, and zero for what is not finite."""
+    return values.abs() if _is_finite(values) else torch.where(values.isfinite(), values, 0.0).abs()
 
 
 def _difference(a: torch.Tensor, b: torch.Tensor, period: float | None) -> torch.Tensor:
     """a − b, zero where either is not finite; on a circle where there is a period."""
-    delta = torch.where(a.isfinite() & b.isfinite(), a - b, 0.0)
+    delta = a - b
+    if not _is_finite(delta):
+        delta = torch.where(a.isfinite() & b.isfinite(), delta, 0.0)
     return torch.remainder(delta + period / 2, period) - period / 2 if period else delta
 
 
 def _same_nonfinite(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.shape != b.shape:
         return False
+    if math.isfinite(float((a - b).sum())):
+        return True  # a difference is finite only where both are
     return bool(
         torch.equal(a.isnan(), b.isnan())
         and torch.equal(a.isposinf(), b.isposinf())

@@ -131,7 +131,7 @@ def test_honest_kernels_in_single_precision_pass(side: Function) -> None:
 
 
 def test_what_has_no_size_or_few_elements_leans_nowhere() -> None:
-    assert bias.leaning(torch.ones(100), torch.zeros(100), EPS) is None
-    assert bias.leaning(torch.ones(4), torch.ones(4), EPS) is None
-    offset, _ = bias.leaning(torch.full((100,), 3 * EPS), torch.ones(100), EPS) or (0.0, 0.0)
+    assert bias.leanings(torch.zeros(100), EPS, torch.ones(100)) is None
+    assert bias.leanings(torch.ones(4), EPS, torch.ones(4)) is None
+    ((offset, _),) = bias.leanings(torch.ones(100), EPS, torch.full((100,), 3 * EPS)) or [(0.0, 0.0)]
     assert offset == pytest.approx(3, rel=1e-3)
