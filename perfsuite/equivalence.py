@@ -51,7 +51,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -270,7 +270,7 @@ def establish(
         for n, t in truth.items()
         if _is_real(t)
     }
-    scale = max((_rms(t) for _, t in make.tensors_in(rounded) if t.is_floating_point()), default=0.0)
+    scale = _largest_rms(t for _, t in make.tensors_in(rounded) if t.is_floating_point())
     number = _replicas(truth, replicas)
     for i in range(number):
         beside = functools.partial(make.jitter, pair, seed=case.seed, eps=nearness.inputs * eps)
@@ -915,6 +915,17 @@ def _rms(leaf: Leaf) -> float:
     largest = float(finite.abs().max()) if finite.numel() else 0.0
     # Scaled, since float64's own squares overflow above 1e154 and underflow below 1e-154.
     return largest * math.sqrt(float(((finite / largest) ** 2).mean())) if largest else 0.0
+
+
+def _largest_rms(tensors: Iterable[torch.Tensor]) -> float:
+    """The largest RMS of any; each device is waited for once."""
+    some = [t.detach() for t in tensors if t.numel()]
+    norms: dict[torch.device, list[torch.Tensor]] = {}
+    for t in some:
+        norm = torch.linalg.vector_norm(t, dtype=torch.float64) / math.sqrt(t.numel())
+        norms.setdefault(t.device, []).append(norm)
+    largest = max((float(torch.stack(each).max()) for each in norms.values()), default=0.0)
+    return largest if math.isfinite(largest) else max(map(_rms, some))
 
 
 SMALL_NORM, LARGE_NORM = 1e-120, 1e150
