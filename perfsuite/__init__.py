@@ -10,6 +10,7 @@ from perfsuite.pair import Cost, Pair, Side, Workload, compiled, side, stateful
 from perfsuite.specs import (
     constant,
     floats,
+    generator,
     integers,
     listof,
     module,
@@ -35,6 +36,7 @@ __all__ = [
     "compiled",
     "constant",
     "floats",
+    "generator",
     "integers",
     "listof",
     "measure",

@@ -535,7 +535,13 @@ def _task(pair: Pair, case: Case, device: str, home: Path | None) -> Task:
     every = zip(make.tensors_in(drawn), make.tensors_in(other), strict=True)
     if all(identical(a, b) for (_, a), (_, b) in every) and not pair.step_inputs:
         return Task()  # nothing was drawn: constant or recorded inputs, or empty ones
-    here, there = answer(drawn, case), answer(other, others)
+    here, again, there = answer(drawn, case), answer(drawn, case), answer(other, others)
+    for name, leaf in here.items():
+        if _is_real(leaf) and _is_random(_as_double(leaf), _as_double(again.get(name))):
+            raise PairError(
+                f"{pair.name}: {name} of the reference differs between two calls on the same inputs: let it take its "
+                f"random numbers, or what they come from, as an input, e.g. generator()"
+            )
     if not any(leaf.numel() for leaf in here.values() if isinstance(leaf, torch.Tensor)):
         return Task()
     looked = False
@@ -543,6 +549,14 @@ def _task(pair: Pair, case: Case, device: str, home: Path | None) -> Task:
         looked = _check_roundings(pair, drawn, here, answer)
     differ = any(_differs(leaf, there.get(name)) for name, leaf in here.items())
     return Task(answers_differ=differ, roundings=looked)
+
+
+def _is_random(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two answers in float64 differ by more than another order of the sums explains."""
+    return a.shape != b.shape or _rms(_difference(a, b, None)) > RANDOM * _rms(a)
+
+
+RANDOM = 1e-3
 
 
 def _differs(a: Leaf, b: Leaf) -> bool:

@@ -27,6 +27,7 @@ from perfsuite.specs import (
     ConstantSpec,
     Dim,
     Floats,
+    GeneratorSpec,
     Integers,
     ListSpec,
     ModuleSpec,
@@ -36,6 +37,7 @@ from perfsuite.specs import (
     Size,
     TensorSpec,
     accepted,
+    holds,
 )
 
 # Where kernels go wrong: empty, one, primes, and one off the usual tile sizes.
@@ -217,7 +219,7 @@ def with_objects_of(
     """
     result = dict(values)
     for name, spec in pair.inputs.items():
-        if _holds_object(spec):
+        if holds(spec, (ModuleSpec, ConstantSpec)):
             built = _build(spec, name, case, device, home, case.inputs.get(name, InputCase()))
             forms = [[(path, t.shape, t.dtype) for path, t in tensors_in(v)] for v in (built, values[name])]
             if forms[0] != forms[1]:
@@ -225,16 +227,6 @@ def with_objects_of(
             copy_values(built, values[name])
             result[name] = built
     return result
-
-
-def _holds_object(spec: Any) -> bool:
-    if isinstance(spec, ListSpec):
-        return _holds_object(spec.item)
-    if isinstance(spec, (tuple, list)):
-        return any(map(_holds_object, spec))
-    if isinstance(spec, dict):
-        return any(map(_holds_object, spec.values()))
-    return isinstance(spec, (ModuleSpec, ConstantSpec))
 
 
 def build_step(pair: Pair, case: Case, device: str, step: int) -> dict[str, Any]:
@@ -258,6 +250,8 @@ def _build(spec: Any, name: str, case: Case, device: str, home: Path | None, how
             return [_build(spec.item, f"{name}.{i}", case, device, home, how) for i in range(count)]
         case ModuleSpec():
             return _module(spec, name, case, device)
+        case GeneratorSpec():
+            return generator_for(case.seed, name, device)
         case RecordedSpec():
             return _recorded(spec, case, device, home)
         case tuple() | list():
@@ -265,7 +259,9 @@ def _build(spec: Any, name: str, case: Case, device: str, home: Path | None, how
             return type(spec)(built)
         case dict():
             return {k: _build(s, f"{name}.{k}", case, device, home, how) for k, s in spec.items()}
-    raise PairError(f"input {name!r}: {spec!r} is not a spec; use tensor(), scalar(), listof(), module() or constant()")
+    raise PairError(
+        f"input {name!r}: {spec!r} is not a spec; use tensor(), scalar(), listof(), module(), generator() or constant()"
+    )
 
 
 def _resolve(dim: Dim | Bound, sizes: Mapping[str, Any]) -> int:
@@ -474,9 +470,11 @@ def _recorded(spec: RecordedSpec, case: Case, device: str, home: Path | None) ->
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The same nested value with every tensor changed; modules are copied, their tensors changed."""
+    """The same nested value with every tensor changed; modules are copied, their tensors changed; generators copied."""
     if isinstance(value, torch.Tensor):
         return change(value)
+    if isinstance(value, torch.Generator):
+        return torch.Generator(device=value.device).set_state(value.get_state())
     if isinstance(value, torch.nn.Module):
         return module_copies.changed_copy(value, change)
     if isinstance(value, (list, tuple)):
@@ -499,6 +497,15 @@ def tensors_in(value: Any, path: str = "", *, buffers: bool = True) -> Iterator[
     elif isinstance(value, dict):
         for key, item in value.items():
             yield from tensors_in(item, f"{path}[{key!r}]", buffers=buffers)
+
+
+def generators_in(value: Any) -> Iterator[torch.Generator]:
+    """Every generator in a nested value."""
+    if isinstance(value, torch.Generator):
+        yield value
+    elif isinstance(value, (list, tuple, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from generators_in(item)
 
 
 def bytes_in(value: Any) -> int:
@@ -524,9 +531,11 @@ def _clone_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def copy_values(into: Any, values: Any) -> None:
-    """Other values in the same memory, tensor by tensor of two nested values of one form."""
+    """Other values in the same memory, tensor by tensor of two nested values of one form; states of generators too."""
     for (_, tensor), (_, value) in zip(tensors_in(into), tensors_in(values), strict=True):
         _copy_tensor(tensor, value)
+    for generator, other in zip(generators_in(into), generators_in(values), strict=True):
+        generator.set_state(other.get_state())
 
 
 def _copy_tensor(into: torch.Tensor, values: torch.Tensor) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from perfsuite import modules
 from perfsuite.errors import PairError
-from perfsuite.specs import RecordedSpec, ScalarSpec, Size, Spec, has_scalar, least_of, symbols
+from perfsuite.specs import GeneratorSpec, RecordedSpec, ScalarSpec, Size, Spec, holds, least_of, symbols
 
 CLOCKS = ("device", "wall")
 DIRECTIONS = ("forward", "backward", "both")
@@ -208,7 +208,7 @@ class Pair:
     Sides are called with the inputs by position, in the order of `inputs`. They return a tensor, a number, None,
     or a tuple, list or dict of these. Sides may be modules: all use the parameters of the reference's, by their names.
 
-    inputs       name → spec (`tensor`, `scalar`, `listof`, `module`, `recorded`, `constant`, or nested)
+    inputs       name → spec (`tensor`, `scalar`, `listof`, `module`, `generator`, `recorded`, `constant`, or nested)
     step_inputs  for stateful sides: inputs drawn anew for each step
     mutates      inputs changed in place, {"x"}; any other must come back untouched. As a dict, name → "changed", or
                  "written" for an input that is an output only: it is filled with NaN before the call
@@ -288,13 +288,13 @@ class Pair:
             if not name.isidentifier() or keyword.iskeyword(name):
                 raise PairError(f"input {name!r} is not a Python name; rename it")
         for name, spec in self.step_inputs.items():
-            if has_scalar(spec):
+            if holds(spec, ScalarSpec):
                 raise PairError(
                     f"step input {name!r} is a scalar, which is drawn once and not for each step; "
                     f"use a tensor without dimensions, {name}=tensor(values=…)"
                 )
         for name, spec in self.inputs.items():
-            if has_scalar(spec) and not isinstance(spec, ScalarSpec):
+            if holds(spec, ScalarSpec) and not isinstance(spec, ScalarSpec):
                 raise PairError(f"input {name!r} holds a scalar, which has no name there; make it an input of its own")
         for dtype in self.dtypes:
             if dtype not in DTYPES:
@@ -386,8 +386,9 @@ class Pair:
 
     @property
     def changed(self) -> frozenset[str]:
-        """The inputs that a call may change."""
-        return frozenset({*self.mutates, *self.consumes}) - {GRAD_OUTPUT}
+        """The inputs that a call may change: a generator is in another state afterwards."""
+        generators = (name for name, spec in self.inputs.items() if holds(spec, GeneratorSpec))
+        return frozenset({*self.mutates, *self.consumes, *generators}) - {GRAD_OUTPUT}
 
     @property
     def is_stateful(self) -> bool:

@@ -61,6 +61,7 @@ class Runner:
     """(input that a call changes, the value that it gets back before the next call)."""
     incoming: list[torch.Tensor] | None = None
     """The gradients of its outputs."""
+    states: list[tuple[torch.Generator, torch.Tensor]] = field(default_factory=list)
     consumed: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     """(incoming gradient that a backward pass changes, the value that it gets back)."""
     called_once: bool = False
@@ -165,6 +166,8 @@ class Runner:
         self.returned = self.gradients = None
         for tensor, original in (*self.restored, *self.consumed):
             tensor.detach().copy_(original)
+        for generator, state in self.states:
+            generator.set_state(state)
 
     def _restore_from(self, values: Mapping[str, Any]) -> None:
         self.restored = [
@@ -174,6 +177,8 @@ class Runner:
                 make.tensors_in(self.inputs[name]), make.tensors_in(values[name]), strict=True
             )
         ]
+        given = zip(make.generators_in(self.inputs), make.generators_in(dict(values)), strict=True)
+        self.states = [(generator, other.get_state()) for generator, other in given]
 
     def refill(self, values: Mapping[str, Any]) -> None:
         """Other values in the same memory: to the next call, only the values differ from the last one's."""
@@ -196,7 +201,7 @@ class Runner:
         wait for the garbage collector, in which a data loader takes five seconds a worker to end."""
         self.call, self.reset = lambda: None, lambda: None
         self.inputs, self.arguments, self.marked = {}, (), {}
-        self.restored, self.consumed, self.incoming, self.pending = [], [], None, []
+        self.restored, self.states, self.consumed, self.incoming, self.pending = [], [], [], None, []
         self.returned = self.gradients = self.padding = None
 
     def once(self, clock: Clock) -> Call:

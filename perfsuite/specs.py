@@ -114,8 +114,13 @@ class ConstantSpec:
     value: Any
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GeneratorSpec:
+    """A `torch.Generator` of the device, seeded by the draw."""
+
+
 # A spec, or a tuple, list or dict of specs.
-Spec: TypeAlias = "TensorSpec | ScalarSpec | ListSpec | ModuleSpec | RecordedSpec | ConstantSpec | Any"
+Spec: TypeAlias = "TensorSpec | ScalarSpec | ListSpec | ModuleSpec | RecordedSpec | ConstantSpec | GeneratorSpec | Any"
 
 LAYOUTS = ("contiguous", "transposed", "strided", "offset", "expanded")
 
@@ -228,6 +233,28 @@ def constant(value: Any) -> ConstantSpec:
     return ConstantSpec(value=value)
 
 
+def generator() -> GeneratorSpec:
+    """A `torch.Generator` of the device, which begins in the same state for each call of each side.
+
+    Draw from it in a dtype of its own, as in `torch.rand(x.shape, generator=generator, device=x.device)`: the reference
+    in float64 must see the same numbers.
+    """
+    return GeneratorSpec()
+
+
+def holds(spec: Any, kinds: type | tuple[type, ...]) -> bool:
+    """Whether a spec is of one of these classes, or holds one that is."""
+    match spec:
+        case ListSpec():
+            return holds(spec.item, kinds)
+        case tuple() | list():
+            return any(holds(s, kinds) for s in spec)
+        case Mapping():
+            return any(holds(s, kinds) for s in spec.values())
+        case _:
+            return isinstance(spec, kinds)
+
+
 def size(low: int = 0, high: int = 33, *, multiple_of: int = 1) -> Size:
     """The range of a symbolic size in property tests, ends included."""
     if low > high or low < 0 or multiple_of < 1:
@@ -270,21 +297,6 @@ def least_of(spec: Any, name: str) -> int:
             return max((least_of(s, name) for s in spec.values()), default=0)
         case _:
             return 0
-
-
-def has_scalar(spec: Any) -> bool:
-    """Whether a spec is a scalar, or holds one."""
-    match spec:
-        case ScalarSpec():
-            return True
-        case ListSpec():
-            return has_scalar(spec.item)
-        case tuple() | list():
-            return any(has_scalar(s) for s in spec)
-        case Mapping():
-            return any(has_scalar(s) for s in spec.values())
-        case _:
-            return False
 
 
 def accepted(call: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:
