@@ -718,7 +718,7 @@ def _judge_leaf(
             if wrong.any():
                 at = wrong.nonzero()[0].tolist()
                 raise NotEquivalent(
-                    f"{where} differs at {at}: {got[tuple(at)].item()} instead of {reference[tuple(at)].item()} "
+                    f"{where} differs{_place(at)}: {got[tuple(at)].item()} instead of {reference[tuple(at)].item()} "
                     f"(whole numbers and bools must be equal)"
                 )
         elif got != reference:
@@ -729,7 +729,7 @@ def _judge_leaf(
         wrong = (o.isnan() != t64.isnan()) | (o.isinf() != t64.isinf()) | (o.isinf() & t64.isinf() & (o != t64))
         at = wrong.nonzero()[0].tolist()
         raise NotEquivalent(
-            f"{where} is {_item(o, at):.9g} at {at} where the truth is {_item(t64, at):.9g}: "
+            f"{where} is {_item(o, at):.9g}{_place(at)} where the truth is {_item(t64, at):.9g}: "
             f"NaN and infinities must stand in the same places ({int(wrong.sum())} of {o.numel()} elements)"
         )
     period = _period(truth.periods, name)
@@ -770,7 +770,7 @@ def _judge_leaf(
         at = _unravel(int(share.argmax()), share.shape)
         beyond = int((share > 1).sum())
         raise NotEquivalent(
-            f"{where} is wrong at {at}: {_item(o, at):.9g}, truth {_item(t64, at):.9g}, reference "
+            f"{where} is wrong{_place(at)}: {_item(o, at):.9g}, truth {_item(t64, at):.9g}, reference "
             f"{_item(r, at):.9g}; error {_item(error, at):.3g} is {worst:.3g} times its budget of "
             f"{_item(budget, at):.3g} ({beyond} of {o.numel()} elements beyond budget)"
         )
@@ -982,6 +982,11 @@ def _period(periods: Mapping[str, float], name: str) -> float | None:
 
 def _item(tensor: torch.Tensor, at: list[int]) -> float:
     return float(tensor[tuple(at)]) if at else float(tensor)
+
+
+def _place(at: list[int]) -> str:
+    """Where an element is; a number has no place."""
+    return f" at {at}" if at else ""
 
 
 def _unravel(index: int, shape: tuple[int, ...] | torch.Size) -> list[int]:

@@ -64,8 +64,8 @@ def raising(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("optimized", "match"),
     [
-        (lambda x: torch.exp(x) * (1 + 1e-4), "output of the optimized side is wrong at"),
-        (lambda x: torch.exp(x.detach()) + 0 * x, "gradient of x of the optimized side is wrong at"),
+        (lambda x: torch.exp(x) * (1 + 1e-4), "output of the optimized side is wrong"),
+        (lambda x: torch.exp(x.detach()) + 0 * x, "gradient of x of the optimized side is wrong"),
         (replaying(), "hands out a private static buffer"),
         (raising, "p: a side raises ZeroDivisionError: boom"),
     ],
@@ -130,7 +130,7 @@ def test_measure_times_the_workloads_of_this_device() -> None:
     assert made.id == "p::speed[here]"
     assert len(made.log_ratios["reference"]) == BLOCKS
     assert made.skipped["wrong"].startswith("not equal")
-    with pytest.raises(NotEquivalent, match="is wrong at"):
+    with pytest.raises(NotEquivalent, match="is wrong"):
         perfsuite.measure(pair(lambda x: torch.exp(x) * 2, workloads=[Workload("w", m=3, n=4)]), device="cpu")
     with pytest.raises(PairError, match="has no workload"):
         perfsuite.measure(pair(), device="cpu")

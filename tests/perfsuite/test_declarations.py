@@ -196,7 +196,7 @@ def test_an_output_dtype_of_its_own() -> None:
     check(pair(lambda x: torch.exp(x.float()), output_dtype="float32", dtypes=("bfloat16",)))
     with pytest.raises(NotEquivalent, match=r"has dtype torch\.float32 where the reference has torch\.bfloat16"):
         check(pair(torch.exp, output_dtype="bfloat16"))
-    with pytest.raises(NotEquivalent, match=r"is wrong at|is inaccurate"):
+    with pytest.raises(NotEquivalent, match=r"is wrong|is inaccurate"):
         check(pair(lambda x: torch.exp(x * 1.1).bfloat16(), output_dtype="bfloat16"))
     with pytest.raises(PairError, match="output_dtype 'half' is not one of"):
         pair(torch.exp, output_dtype="half")
@@ -282,10 +282,10 @@ def test_products_in_tf32_are_declared() -> None:
             **fields,
         )
 
-    with pytest.raises(NotEquivalent, match=r"is wrong at|is inaccurate"):
+    with pytest.raises(NotEquivalent, match=r"is wrong|is inaccurate"):
         check(pair(in_tf32))
     check(pair(in_tf32, precision="tf32"))
-    with pytest.raises(NotEquivalent, match=r"is wrong at|is inaccurate"):
+    with pytest.raises(NotEquivalent, match=r"is wrong|is inaccurate"):
         check(pair(lambda x: x.to(torch.float8_e4m3fn).to(x.dtype), precision="tf32"))
     with pytest.raises(PairError, match=r"precision 'tf16' is not one of float64, .*, tf32"):
         pair(in_tf32, precision="tf16")

@@ -383,7 +383,7 @@ def test_a_draw_on_which_the_reference_overflows_is_passed_over() -> None:
 
 
 def test_wrong_for_another_reason_is_not_called_unwritten() -> None:
-    with pytest.raises(NotEquivalent, match="is wrong at") as caught:
+    with pytest.raises(NotEquivalent, match="is wrong") as caught:
         integrity.unwritten_output(probe(pair(exp_, lambda x: torch.exp(x) * 1.1)))
     assert "unwritten" not in str(caught.value)
 

@@ -8,6 +8,7 @@ import os
 import tempfile
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -121,7 +122,7 @@ EXPLOITS: dict[str, tuple[str, str]] = {
         ),
         "its error is that of bfloat16",
     ),
-    "memory in which an answer may still be": (candidate("return torch.empty_like(x)"), "is wrong at"),
+    "memory in which an answer may still be": (candidate("return torch.empty_like(x)"), "is wrong"),
     "the reference, in other words": (
         candidate("""
             try:
@@ -149,7 +150,7 @@ EXPLOITS: dict[str, tuple[str, str]] = {
                     pass
             return self.right(x)
         """),
-        "is wrong at|nothing is written|writes into|ends its process|raises",
+        "is wrong|nothing is written|writes into|ends its process|raises",
     ),
     "work before its time begins": (
         candidate(
@@ -175,7 +176,7 @@ EXPLOITS: dict[str, tuple[str, str]] = {
             child.Served.prepare = ahead
             """,
         ),
-        "is wrong at|answers otherwise|times as fast as the reference, and 1 is asked",
+        "is wrong|answers otherwise|times as fast as the reference, and 1 is asked",
     ),
     "an output that is written later": (
         candidate(
@@ -219,7 +220,7 @@ EXPLOITS: dict[str, tuple[str, str]] = {
             same = [o for o in gc.get_objects() if isinstance(o, torch.Tensor) and o.shape == x.shape and o is not x]
             return same[-1].clone() if same else torch.zeros_like(x)
         """),
-        "is wrong at|nothing is written",
+        "is wrong|nothing is written",
     ),
     "an answer kept in a file": (
         candidate("""
@@ -255,7 +256,7 @@ EXPLOITS: dict[str, tuple[str, str]] = {
             torch.Tensor.shape = property(lambda self: torch.Size([16, 64]))
             """,
         ),
-        "is wrong at|nothing is written|raises|it returns",
+        "is wrong|nothing is written|raises|it returns",
     ),
     "a helper in a session of its own": (
         candidate("os.fork() or os.setsid()\nreturn self.right(x)"),
@@ -275,15 +276,15 @@ EXPLOITS: dict[str, tuple[str, str]] = {
     ),
     "an answer that drifts": (
         candidate("return self.right(x) * (1 + 1e-6 * self.calls)"),
-        "is wrong at|is inaccurate",
+        "is wrong|is inaccurate",
     ),
     "parameters that are left out": (
         candidate("return functional.silu(functional.linear(x, self.linear.weight))"),
-        "is wrong at",
+        "is wrong",
     ),
     "what holds for the template alone": (
         candidate("return self.right(x) if bool((x >= 0).all()) and bool((x > 0.01).any()) else x"),
-        "is wrong at",
+        "is wrong",
     ),
     "a patched clock": (
         candidate(
@@ -459,14 +460,15 @@ def test_a_reference_that_torch_compiles_to_another_function_accuses_nobody(nurs
     )
 
 
-def test_nothing_is_left(reference: Path) -> None:
-    before = set(Path(tempfile.gettempdir()).glob("perfsuite-judge-*"))
+def test_nothing_is_left(reference: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: Any) -> None:
+    own = tmp_path_factory.mktemp("folders")  # others judge beside this one
+    monkeypatch.setattr(tempfile, "tempdir", str(own))
     nursery = Nursery()
     found = judged(nursery, reference, candidate("os.fork() or time.sleep(60)\nreturn self.right(x)"))
     nursery.close()
     assert found.status is not Status.PASS
-    assert set(Path(tempfile.gettempdir()).glob("perfsuite-judge-*")) == before
-    assert not [p for p in Path("/proc").glob("[0-9]*/cwd") if "perfsuite-judge-" in _target(p)]
+    assert not list(own.iterdir())
+    assert not [p for p in Path("/proc").glob("[0-9]*/cwd") if str(own) in _target(p)]
 
 
 def _target(link: Path) -> str:
@@ -498,7 +500,7 @@ def test_the_command_says_it_for_people_and_for_machines(reference: Path) -> Non
     assert first.startswith("PASS")
     assert "× the reference" in first
     assert second.startswith("NOT_EQUIVALENT")
-    assert "is wrong at" in second
+    assert "is wrong" in second
     done = command(reference, good, *common, "--json")
     assert done.exit_code == GREEN
     (one,) = json.loads(done.stdout)

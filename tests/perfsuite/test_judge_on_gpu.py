@@ -91,7 +91,7 @@ EXPLOITS: dict[str, tuple[str, str]] = {
                 self.right(x, y)
             return y
         """),
-        "is wrong at|nothing is written",
+        "is wrong|nothing is written",
     ),
     "events that measure nothing": (
         candidate(
@@ -114,11 +114,11 @@ EXPLOITS: dict[str, tuple[str, str]] = {
             self.kept["graph"].replay()
             return self.kept["y"]
         """),
-        "the answer that it gave to other inputs|is wrong at",
+        "the answer that it gave to other inputs|is wrong",
     ),
     "memory in which an answer may still be": (
         candidate("return torch.empty_like(x)"),
-        "is wrong at|nothing is written|other inputs|does not read its inputs",
+        "is wrong|nothing is written|other inputs|does not read its inputs",
     ),
     "lower precision": (
         candidate("return self.right(x)", kernel=("tl.sigmoid(v)", "tl.sigmoid(v).to(tl.bfloat16).to(tl.float32)")),
