@@ -16,8 +16,8 @@ INPUT = "module"
 """The name of the input that the parameters come in: in `mutates`, and in what is said of gradients."""
 VARIED = 0.1
 """By how much of itself a weight differs between draws; what is zero, by so much."""
-COMPILED_MODULE, COMPILED_FUNCTION = "OptimizedModule", "_torchdynamo_orig_callable"
-"""The class of a module that torch.compile made, and the attribute of a function that it made."""
+DYNAMO = "torch._dynamo.eval_frame"
+"""The module of what torch.compile returns."""
 FEW_VALUES = 16
 """A template with no more different values than this has labels, signs or a mask: no other values are drawn."""
 
@@ -37,24 +37,36 @@ def is_module_type(kind: type) -> bool:
 def unwrapped(call: Any) -> Any:
     """The function or module inside of partials, of torch.compile, and of the wrapper of modules that share weights."""
     while True:
-        match call:
-            case functools.partial():
-                call = call.func
-            case Sharing():
-                call = call.module
-            case _ if type(call).__name__ == COMPILED_MODULE:
-                call = call._orig_mod
-            case _ if COMPILED_FUNCTION in getattr(call, "__dict__", {}):
-                call = getattr(call, COMPILED_FUNCTION)
-            case _:
-                return call
+        inner = _inside(call)
+        if inner is None:
+            inner = _before_compiling(call)
+        if inner is None:
+            return call
+        call = inner
 
 
 def is_compiled(call: Any) -> bool:
     """Whether torch.compile made it, also where a partial or the wrapper of modules that share weights is around it."""
-    while isinstance(call, (functools.partial, Sharing)):
-        call = call.func if isinstance(call, functools.partial) else call.module
-    return type(call).__name__ == COMPILED_MODULE or COMPILED_FUNCTION in getattr(call, "__dict__", {})
+    while (inner := _inside(call)) is not None:
+        call = inner
+    return _before_compiling(call) is not None
+
+
+def _inside(call: Any) -> Any:
+    if isinstance(call, functools.partial):
+        return call.func
+    return call.module if isinstance(call, Sharing) else None
+
+
+def _before_compiling(call: Any) -> Any:
+    """What torch.compile was given; None for what it did not make, whatever attributes that has."""
+    dynamo: Any = sys.modules.get(DYNAMO)
+    if dynamo is None:
+        return None
+    if isinstance(call, dynamo.OptimizedModule):
+        return call._orig_mod
+    is_its_own = getattr(call, "__globals__", None) is vars(dynamo)
+    return getattr(call, "_torchdynamo_orig_callable", None) if is_its_own else None
 
 
 def has_state(value: Any) -> bool:
