@@ -51,14 +51,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 
-from perfsuite import bias, execution
+from perfsuite import bias, differences, execution
 from perfsuite import inputs as make
 from perfsuite.bias import Biases
 from perfsuite.errors import PairError
@@ -270,7 +270,7 @@ def establish(
         for n, t in truth.items()
         if _is_real(t)
     }
-    scale = _largest_rms(t for _, t in make.tensors_in(rounded) if t.is_floating_point())
+    scale = differences.largest_rms(t for _, t in make.tensors_in(rounded) if t.is_floating_point())
     number = _replicas(truth, replicas)
     for i in range(number):
         beside = functools.partial(make.jitter, pair, seed=case.seed, eps=nearness.inputs * eps)
@@ -312,12 +312,12 @@ class _Spread:
     def __init__(
         self, own: Leaf, truth: Leaf, period: float | None, eps: float, nearness: Nearness, *, same: bool
     ) -> None:
-        self.truth, self.period, self.eps = _as_double(truth), period, eps
+        self.truth, self.period, self.eps = differences.as_double(truth), period, eps
         self.roundings = nearness.inputs / nearness.rounding
-        self.rms_t = _rms(truth)
-        self.own = _difference(_as_double(own), self.truth, period).abs()
+        self.rms_t = differences.rms(truth)
+        self.own = differences.difference(differences.as_double(own), self.truth, period).abs()
         self.moved = torch.zeros_like(self.own)
-        self.size_t = _finite_size(self.truth)
+        self.size_t = differences.finite_size(self.truth)
         # In float64 the reference is its own truth: only the neighbours tell of its error.
         self.samples, self.moves = 0 if same else 1, 0
 
@@ -325,13 +325,13 @@ class _Spread:
         """A neighbour's reference and truth; `scale` is the size of the inputs."""
         if not _is_real(reference) or not _is_real(truth):
             return
-        r, t = _as_double(reference), _as_double(truth)
+        r, t = differences.as_double(reference), differences.as_double(truth)
         if r.shape != self.truth.shape or t.shape != self.truth.shape:
             return
         # Roots of sums of squares throughout: the squares of float64's own errors would underflow.
-        self.own = self.own.hypot(_difference(r, t, self.period))
+        self.own = self.own.hypot(differences.difference(r, t, self.period))
         self.samples += 1
-        moved = _difference(t, self.truth, self.period).abs()
+        moved = differences.difference(t, self.truth, self.period).abs()
         # A jump (a tie broken, a threshold crossed) is not what rounding the inputs does to a continuous function.
         jump = (self.size_t + (self.rms_t + scale)) * math.sqrt(K * self.eps)
         self.moved = self.moved.hypot(torch.where(moved <= jump, moved, 0.0))
@@ -344,7 +344,7 @@ class _Spread:
         return self.moved / self.roundings / math.sqrt(max(1, self.moves))
 
     def ill_conditioned(self) -> bool:
-        own = _rms(self.error())
+        own = differences.rms(self.error())
         return own > 0 and K * own > math.sqrt(K * self.eps) * self.rms_t
 
 
@@ -537,7 +537,7 @@ def _task(pair: Pair, case: Case, device: str, home: Path | None) -> Task:
         return Task()  # nothing was drawn: constant or recorded inputs, or empty ones
     here, again, there = answer(drawn, case), answer(drawn, case), answer(other, others)
     for name, leaf in here.items():
-        if _is_real(leaf) and _is_random(_as_double(leaf), _as_double(again.get(name))):
+        if _is_real(leaf) and _is_random(differences.as_double(leaf), differences.as_double(again.get(name))):
             raise PairError(
                 f"{pair.name}: {name} of the reference differs between two calls on the same inputs: let it take its "
                 f"random numbers, or what they come from, as an input, e.g. generator()"
@@ -553,7 +553,7 @@ def _task(pair: Pair, case: Case, device: str, home: Path | None) -> Task:
 
 def _is_random(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two answers in float64 differ by more than another order of the sums explains."""
-    return a.shape != b.shape or _rms(_difference(a, b, None)) > RANDOM * _rms(a)
+    return a.shape != b.shape or differences.rms(differences.difference(a, b, None)) > RANDOM * differences.rms(a)
 
 
 RANDOM = 1e-3
@@ -562,11 +562,11 @@ RANDOM = 1e-3
 def _differs(a: Leaf, b: Leaf) -> bool:
     if not _is_real(a) or not _is_real(b):
         return not (torch.equal(a, b) if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) else a == b)
-    x, y = _as_double(a), _as_double(b)
-    if x.shape != y.shape or not _same_nonfinite(x, y):
+    x, y = differences.as_double(a), differences.as_double(b)
+    if x.shape != y.shape or not differences.same_nonfinite(x, y):
         return True
     finite = x.isfinite()
-    return bool(((x - y).abs()[finite] > TRUTH_EPS * (x.abs()[finite] + _rms(x))).any())
+    return bool(((x - y).abs()[finite] > TRUTH_EPS * (x.abs()[finite] + differences.rms(x))).any())
 
 
 def _check_roundings(
@@ -582,7 +582,7 @@ def _check_roundings(
     for name, leaf in here.items():
         if not _is_real(leaf) or not isinstance(leaf, torch.Tensor) or name.endswith("(in place)"):
             continue
-        x, y = _as_double(leaf), _as_double(near[name])
+        x, y = differences.as_double(leaf), differences.as_double(near[name])
         if x.shape != y.shape:
             continue
         some = x.isfinite() & (x != x.round())  # counts stay as they are, and rightly
@@ -682,10 +682,10 @@ def _check_reference(pair: Pair, own: Leaves, truth: Leaves) -> None:
             raise PairError(f"{pair.name}: {name} of the reference is of another kind in float64; take out its casts")
         if not _is_real(leaf):
             continue
-        r, t64 = _as_double(leaf), _as_double(t)
+        r, t64 = differences.as_double(leaf), differences.as_double(t)
         if r.shape != t64.shape:
             raise PairError(f"{pair.name}: {name} of the reference has another shape in float64")
-        if not _same_nonfinite(r, t64):
+        if not differences.same_nonfinite(r, t64):
             raise Discard(name)
 
 
@@ -724,8 +724,8 @@ def _judge_leaf(
         elif got != reference:
             raise NotEquivalent(f"{where} is {got!r} instead of {reference!r}")
         return
-    o, t64, r = _as_double(got), _as_double(t), _as_double(reference)
-    if not _same_nonfinite(o, t64):
+    o, t64, r = differences.as_double(got), differences.as_double(t), differences.as_double(reference)
+    if not differences.same_nonfinite(o, t64):
         wrong = (o.isnan() != t64.isnan()) | (o.isinf() != t64.isinf()) | (o.isinf() & t64.isinf() & (o != t64))
         at = wrong.nonzero()[0].tolist()
         raise NotEquivalent(
@@ -733,16 +733,16 @@ def _judge_leaf(
             f"NaN and infinities must stand in the same places ({int(wrong.sum())} of {o.numel()} elements)"
         )
     period = _period(truth.periods, name)
-    difference = _difference(o, t64, period)
+    difference = differences.difference(o, t64, period)
     error = difference.abs()
     own, moved = truth.errors[name], truth.moved[name]
-    rms_t, rms_e, rms_m = _rms(t64), _rms(own), _rms(moved)
-    size_t = _finite_size(t64)
+    rms_t, rms_e, rms_m = differences.rms(t64), differences.rms(own), differences.rms(moved)
+    size_t = differences.finite_size(t64)
     eps = max(truth.eps, torch.finfo(dtype).eps) if dtype else truth.eps
     least = _underflow(reference)
     budget = (K * own.clamp_min(rms_e)).hypot(MOVED * moved.clamp_min(rms_m))
     budget = budget + ((size_t + rms_t) * (C * eps)).clamp_min(least)
-    considered = None if _is_finite(t64) else t64.isfinite()
+    considered = None if differences.is_finite(t64) else t64.isfinite()
     if excuse is not None:
         considered = t64.isfinite()
         near = excuse.to(considered.device) & considered & (error > budget)
@@ -754,11 +754,17 @@ def _judge_leaf(
         return
     share = error / budget
     norms = _Norms(eps, rms_t, rms_e, rms_m, least)
-    norm, count = _rms(error), o.numel()
+    norm, count = differences.rms(error), o.numel()
     if considered is not None:
         share = torch.where(considered, share, 0.0)
-        norms = _Norms(eps, _rms(t64[considered]), _rms(own[considered]), _rms(moved[considered]), least)
-        norm, count = _rms(error[considered]), int(considered.sum())
+        norms = _Norms(
+            eps,
+            differences.rms(t64[considered]),
+            differences.rms(own[considered]),
+            differences.rms(moved[considered]),
+            least,
+        )
+        norm, count = differences.rms(error[considered]), int(considered.sum())
     worst = float(share.max())
     if norm > norms.budget(count):
         some = t64 if considered is None else t64[considered]
@@ -785,7 +791,7 @@ def _judge_leaf(
     if considered is not None:
         large &= considered
     spread = own.hypot(MOVED / K * moved)
-    kept = (difference, _difference(r, t64, period), spread, t64)
+    kept = (difference, differences.difference(r, t64, period), spread, t64)
     if not large.all():
         kept = (kept[0][large], kept[1][large], kept[2][large], kept[3][large])
     draw = bias.draw_of(*kept, eps=eps, dtype=_dtype_of(got))
@@ -902,78 +908,6 @@ def _is_real(leaf: Leaf) -> bool:
     if isinstance(leaf, torch.Tensor):
         return leaf.is_floating_point() or leaf.is_complex()
     return isinstance(leaf, float)
-
-
-def _as_double(leaf: Leaf) -> torch.Tensor:
-    """In float64; on the CPU if it is small, since each of the many operations of a comparison waits for a GPU."""
-    if isinstance(leaf, torch.Tensor):
-        leaf = leaf.detach()
-        if leaf.is_complex():
-            leaf = torch.view_as_real(leaf.resolve_conj())
-        return (leaf.cpu() if leaf.numel() <= COMPARED_ON_CPU else leaf).double()
-    return torch.tensor(float(leaf or 0.0), dtype=torch.float64)
-
-
-COMPARED_ON_CPU = 1 << 18
-"""Outputs of no more elements are compared on the CPU."""
-
-
-def _rms(leaf: Leaf) -> float:
-    values = _as_double(leaf)
-    if not values.numel():
-        return 0.0
-    norm = float(torch.linalg.vector_norm(values))
-    if SMALL_NORM < norm < LARGE_NORM:
-        return norm / math.sqrt(values.numel())
-    finite = values[values.isfinite()]
-    largest = float(finite.abs().max()) if finite.numel() else 0.0
-    # Scaled, since float64's own squares overflow above 1e154 and underflow below 1e-154.
-    return largest * math.sqrt(float(((finite / largest) ** 2).mean())) if largest else 0.0
-
-
-def _largest_rms(tensors: Iterable[torch.Tensor]) -> float:
-    """The largest RMS of any; each device is waited for once."""
-    some = [t.detach() for t in tensors if t.numel()]
-    norms: dict[torch.device, list[torch.Tensor]] = {}
-    for t in some:
-        norm = torch.linalg.vector_norm(t, dtype=torch.float64) / math.sqrt(t.numel())
-        norms.setdefault(t.device, []).append(norm)
-    largest = max((float(torch.stack(each).max()) for each in norms.values()), default=0.0)
-    return largest if math.isfinite(largest) else max(map(_rms, some))
-
-
-SMALL_NORM, LARGE_NORM = 1e-120, 1e150
-"""Between them float64's squares are as exact as scaled ones: what underflows is less than their own rounding."""
-
-
-def _is_finite(values: torch.Tensor) -> bool:
-    """Whether all are; a sum of finite ones that overflows is looked at in each element."""
-    return math.isfinite(float(values.sum())) or bool(values.isfinite().all())
-
-
-def _finite_size(values: torch.Tensor) -> torch.Tensor:
-    """Their absolute values, and zero for what is not finite."""
-    return values.abs() if _is_finite(values) else torch.where(values.isfinite(), values, 0.0).abs()
-
-
-def _difference(a: torch.Tensor, b: torch.Tensor, period: float | None) -> torch.Tensor:
-    """a − b, zero where either is not finite; on a circle where there is a period."""
-    delta = a - b
-    if not _is_finite(delta):
-        delta = torch.where(a.isfinite() & b.isfinite(), delta, 0.0)
-    return torch.remainder(delta + period / 2, period) - period / 2 if period else delta
-
-
-def _same_nonfinite(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if a.shape != b.shape:
-        return False
-    if math.isfinite(float((a - b).sum())):
-        return True  # a difference is finite only where both are
-    return bool(
-        torch.equal(a.isnan(), b.isnan())
-        and torch.equal(a.isposinf(), b.isposinf())
-        and torch.equal(a.isneginf(), b.isneginf())
-    )
 
 
 def _period(periods: Mapping[str, float], name: str) -> float | None:

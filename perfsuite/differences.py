@@ -1,0 +1,81 @@
+"""Outputs as float64 tensors, their sizes and differences, in few operations: a proof compares thousands of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+
+from perfsuite.execution import Leaf
+
+COMPARED_ON_CPU = 1 << 18
+"""Outputs of no more elements are compared on the CPU."""
+SMALL_NORM, LARGE_NORM = 1e-120, 1e150
+"""Between them float64's squares are as exact as scaled ones: what underflows is less than their own rounding."""
+
+
+def as_double(leaf: Leaf) -> torch.Tensor:
+    """In float64; on the CPU if it is small, since each of the many operations of a comparison waits for a GPU."""
+    if isinstance(leaf, torch.Tensor):
+        leaf = leaf.detach()
+        if leaf.is_complex():
+            leaf = torch.view_as_real(leaf.resolve_conj())
+        return (leaf.cpu() if leaf.numel() <= COMPARED_ON_CPU else leaf).double()
+    return torch.tensor(float(leaf or 0.0), dtype=torch.float64)
+
+
+def rms(leaf: Leaf) -> float:
+    """Its root mean square; of what is not finite only the rest counts."""
+    values = as_double(leaf)
+    if not values.numel():
+        return 0.0
+    norm = float(torch.linalg.vector_norm(values))
+    if SMALL_NORM < norm < LARGE_NORM:
+        return norm / math.sqrt(values.numel())
+    finite = values[values.isfinite()]
+    largest = float(finite.abs().max()) if finite.numel() else 0.0
+    # Scaled, since float64's own squares overflow above 1e154 and underflow below 1e-154.
+    return largest * math.sqrt(float(((finite / largest) ** 2).mean())) if largest else 0.0
+
+
+def largest_rms(tensors: Iterable[torch.Tensor]) -> float:
+    """The largest RMS of any; each device is waited for once."""
+    some = [t.detach() for t in tensors if t.numel()]
+    norms: dict[torch.device, list[torch.Tensor]] = {}
+    for t in some:
+        norm = torch.linalg.vector_norm(t, dtype=torch.float64) / math.sqrt(t.numel())
+        norms.setdefault(t.device, []).append(norm)
+    largest = max((float(torch.stack(each).max()) for each in norms.values()), default=0.0)
+    return largest if math.isfinite(largest) else max(map(rms, some))
+
+
+def is_finite(values: torch.Tensor) -> bool:
+    """Whether all are; a sum of finite ones that overflows is looked at in each element."""
+    return math.isfinite(float(values.sum())) or bool(values.isfinite().all())
+
+
+def finite_size(values: torch.Tensor) -> torch.Tensor:
+    """Their absolute values, and zero for what is not finite."""
+    return values.abs() if is_finite(values) else torch.where(values.isfinite(), values, 0.0).abs()
+
+
+def difference(a: torch.Tensor, b: torch.Tensor, period: float | None) -> torch.Tensor:
+    """a − b, zero where either is not finite; on a circle where there is a period."""
+    delta = a - b
+    if not is_finite(delta):
+        delta = torch.where(a.isfinite() & b.isfinite(), delta, 0.0)
+    return torch.remainder(delta + period / 2, period) - period / 2 if period else delta
+
+
+def same_nonfinite(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether the shapes are the same, and NaN and the infinities stand in the same places."""
+    if a.shape != b.shape:
+        return False
+    if math.isfinite(float((a - b).sum())):
+        return True  # a difference is finite only where both are
+    return bool(
+        torch.equal(a.isnan(), b.isnan())
+        and torch.equal(a.isposinf(), b.isposinf())
+        and torch.equal(a.isneginf(), b.isneginf())
+    )
