@@ -710,19 +710,7 @@ def _judge_leaf(
     _judge_form(where, reference, got, truth, strict_strides and pair.strides != "any", dtype)
     excuse = _excuse(truth.excused, name, got)
     if not _is_real(reference):
-        if isinstance(got, torch.Tensor) and isinstance(reference, torch.Tensor):
-            wrong = got != reference
-            if excuse is not None:
-                _count_excused(tally, wrong & excuse, got.numel())
-                wrong = wrong & ~excuse
-            if wrong.any():
-                at = wrong.nonzero()[0].tolist()
-                raise NotEquivalent(
-                    f"{where} differs{_place(at)}: {got[tuple(at)].item()} instead of {reference[tuple(at)].item()} "
-                    f"(whole numbers and bools must be equal)"
-                )
-        elif got != reference:
-            raise NotEquivalent(f"{where} is {got!r} instead of {reference!r}")
+        _judge_exactly(where, reference, got, excuse, tally)
         return
     o, t64, r = differences.as_double(got), differences.as_double(t), differences.as_double(reference)
     if not differences.same_nonfinite(o, t64):
@@ -733,8 +721,8 @@ def _judge_leaf(
             f"NaN and infinities must stand in the same places ({int(wrong.sum())} of {o.numel()} elements)"
         )
     period = _period(truth.periods, name)
-    difference = differences.difference(o, t64, period)
-    error = difference.abs()
+    delta = differences.difference(o, t64, period)
+    error = delta.abs()
     own, moved = truth.errors[name], truth.moved[name]
     rms_t, rms_e, rms_m = differences.rms(t64), differences.rms(own), differences.rms(moved)
     size_t = differences.finite_size(t64)
@@ -790,8 +778,7 @@ def _judge_leaf(
     large = size_t > least / eps  # what is flushed to zero leans by all of its size
     if considered is not None:
         large &= considered
-    spread = own.hypot(MOVED / K * moved)
-    kept = (difference, differences.difference(r, t64, period), spread, t64)
+    kept = (delta, differences.difference(r, t64, period), own.hypot(MOVED / K * moved), t64)
     if not large.all():
         kept = (kept[0][large], kept[1][large], kept[2][large], kept[3][large])
     draw = bias.draw_of(*kept, eps=eps, dtype=_dtype_of(got))
@@ -801,6 +788,23 @@ def _judge_leaf(
         raise NotEquivalent(f"{pair.name}, {side} side: {message}")
     if tally is not None:
         tally.biases.note(name, draw)
+
+
+def _judge_exactly(where: str, reference: Leaf, got: Leaf, excuse: torch.Tensor | None, tally: Tally | None) -> None:
+    if not isinstance(got, torch.Tensor) or not isinstance(reference, torch.Tensor):
+        if got != reference:
+            raise NotEquivalent(f"{where} is {got!r} instead of {reference!r}")
+        return
+    wrong = got != reference
+    if excuse is not None:
+        _count_excused(tally, wrong & excuse, got.numel())
+        wrong = wrong & ~excuse
+    if wrong.any():
+        at = wrong.nonzero()[0].tolist()
+        raise NotEquivalent(
+            f"{where} differs{_place(at)}: {got[tuple(at)].item()} instead of {reference[tuple(at)].item()} "
+            f"(whole numbers and bools must be equal)"
+        )
 
 
 def _dtype_of(leaf: Leaf) -> torch.dtype:
