@@ -26,7 +26,7 @@ def as_double(leaf: Leaf) -> torch.Tensor:
 
 
 def rms(leaf: Leaf) -> float:
-    """Its root mean square; of what is not finite only the rest counts."""
+    """Its root mean square, over its finite elements only where some are not."""
     values = as_double(leaf)
     if not values.numel():
         return 0.0
@@ -55,9 +55,14 @@ def is_finite(values: torch.Tensor) -> bool:
     return math.isfinite(float(values.sum())) or bool(values.isfinite().all())
 
 
-def finite_size(values: torch.Tensor) -> torch.Tensor:
-    """Their absolute values, and zero for what is not finite."""
-    return values.abs() if is_finite(values) else torch.where(values.isfinite(), values, 0.0).abs()
+def finite(values: torch.Tensor) -> torch.Tensor | None:
+    """Which of them are finite; None if all are."""
+    return None if is_finite(values) else values.isfinite()
+
+
+def finite_size(values: torch.Tensor, are_finite: torch.Tensor | None) -> torch.Tensor:
+    """Their absolute values, and zero for each that is not finite, as `finite` says."""
+    return values.abs() if are_finite is None else torch.where(are_finite, values, 0.0).abs()
 
 
 def difference(a: torch.Tensor, b: torch.Tensor, period: float | None) -> torch.Tensor:

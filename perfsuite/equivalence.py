@@ -16,8 +16,9 @@ The error e of an element is an RMS too, because a single run can be exact by lu
 neighbours (more for an output of few elements), whose inputs lie within two units in the last place, and in which the
 result of every operation moves by up to one, so that its rounding is drawn anew. In half precision both are half a
 unit: sums are kept in float32 there, and their order matters less than the rounding of the output. TF32 cuts digits of
-the inputs off, which is up to one unit. What a rounding of the inputs may change, m, a rounding of a value between two
-operations may change: it moves many elements together, so that it does not average out. A jump is no such change.
+the inputs off, which is up to one unit. A rounding of a value between two operations may move the output as far as a
+rounding of the inputs moves t, by m. It moves many elements together, so that it does not average out. A jump is no
+such movement.
 
 Errors that lean to one side are looked for over all draws (perfsuite.bias).
 
@@ -99,7 +100,7 @@ class Nearness:
     results: float
     """How far the result of an operation of the reference moves at most."""
     rounding: float
-    """What one rounding of an input changes at most."""
+    """How far one rounding moves an element of an input at most."""
 
 
 FULL = Nearness(inputs=2.0, results=1.0, rounding=0.5)
@@ -317,7 +318,7 @@ class _Spread:
         self.rms_t = differences.rms(truth)
         self.own = differences.difference(differences.as_double(own), self.truth, period).abs()
         self.moved = torch.zeros_like(self.own)
-        self.size_t = differences.finite_size(self.truth)
+        self.size_t = differences.finite_size(self.truth, differences.finite(self.truth))
         # In float64 the reference is its own truth: only the neighbours tell of its error.
         self.samples, self.moves = 0 if same else 1, 0
 
@@ -532,8 +533,7 @@ def _task(pair: Pair, case: Case, device: str, home: Path | None) -> Task:
     drawn = make.build(pair, case, device, home=home)
     others = replace(case, seed=case.seed ^ 0x2545F49)
     other = make.build(pair, others, device, home=home)
-    every = zip(make.tensors_in(drawn), make.tensors_in(other), strict=True)
-    if all(identical(a, b) for (_, a), (_, b) in every) and not pair.step_inputs:
+    if same_values(drawn, other) and not pair.step_inputs:
         return Task()  # nothing was drawn: constant or recorded inputs, or empty ones
     here, again, there = answer(drawn, case), answer(drawn, case), answer(other, others)
     for name, leaf in here.items():
@@ -557,6 +557,7 @@ def _is_random(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 RANDOM = 1e-3
+"""Atomic sums of float64 differ by far less, relative to the RMS of the answer."""
 
 
 def _differs(a: Leaf, b: Leaf) -> bool:
@@ -725,12 +726,12 @@ def _judge_leaf(
     error = delta.abs()
     own, moved = truth.errors[name], truth.moved[name]
     rms_t, rms_e, rms_m = differences.rms(t64), differences.rms(own), differences.rms(moved)
-    size_t = differences.finite_size(t64)
+    considered = differences.finite(t64)
+    size_t = differences.finite_size(t64, considered)
     eps = max(truth.eps, torch.finfo(dtype).eps) if dtype else truth.eps
     least = _underflow(reference)
     budget = (K * own.clamp_min(rms_e)).hypot(MOVED * moved.clamp_min(rms_m))
     budget = budget + ((size_t + rms_t) * (C * eps)).clamp_min(least)
-    considered = None if differences.is_finite(t64) else t64.isfinite()
     if excuse is not None:
         considered = t64.isfinite()
         near = excuse.to(considered.device) & considered & (error > budget)
@@ -741,22 +742,14 @@ def _judge_leaf(
     if not o.numel() or (considered is not None and not considered.any()):
         return
     share = error / budget
-    norms = _Norms(eps, rms_t, rms_e, rms_m, least)
-    norm, count = differences.rms(error), o.numel()
+    norms, judged, of_truth = _Norms(eps, rms_t, rms_e, rms_m, least), error, t64
     if considered is not None:
         share = torch.where(considered, share, 0.0)
-        norms = _Norms(
-            eps,
-            differences.rms(t64[considered]),
-            differences.rms(own[considered]),
-            differences.rms(moved[considered]),
-            least,
-        )
-        norm, count = differences.rms(error[considered]), int(considered.sum())
-    worst = float(share.max())
+        judged, of_truth, of_error, of_moved = (x[considered] for x in (error, t64, own, moved))
+        norms = _Norms(eps, differences.rms(of_truth), differences.rms(of_error), differences.rms(of_moved), least)
+    worst, norm, count = float(share.max()), differences.rms(judged), judged.numel()
     if norm > norms.budget(count):
-        some = t64 if considered is None else t64[considered]
-        count = 1 if name in truth.rounding else some.unique().numel()
+        count = 1 if name in truth.rounding else of_truth.unique().numel()
     beyond_norm = norm / norms.budget(count)
     if tally is not None:
         tally.worst = max(tally.worst, worst, beyond_norm)
@@ -813,7 +806,7 @@ def _dtype_of(leaf: Leaf) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True)
 class _Norms:
-    """Of an output as a whole: RMS of the truth, of the reference's error and of what one rounding moves."""
+    """RMS values of one output: its truth, the reference's error, and the movement of the truth by one rounding."""
 
     eps: float
     truth: float
@@ -890,6 +883,14 @@ def identical(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Equal in every element, NaN equal to NaN."""
     same = (a == b) | (a.isnan() & b.isnan()) if a.is_floating_point() or a.is_complex() else a == b
     return bool(same.all())
+
+
+def same_values(one: Any, other: Any) -> bool:
+    """Whether all tensors in two nested values of one form are equal in every element."""
+    return all(
+        a.shape == b.shape and identical(a, b)
+        for (_, a), (_, b) in zip(make.tensors_in(one), make.tensors_in(other), strict=True)
+    )
 
 
 def strides_class(tensor: torch.Tensor) -> str:

@@ -24,8 +24,7 @@ FEW_VALUES = 16
 
 def is_module(value: object) -> bool:
     """Whether it is a torch.nn.Module."""
-    torch: Any = sys.modules.get("torch")
-    return torch is not None and isinstance(value, torch.nn.Module)
+    return is_module_type(type(value))
 
 
 def is_module_type(kind: type) -> bool:
@@ -59,7 +58,7 @@ def _inside(call: Any) -> Any:
 
 
 def _before_compiling(call: Any) -> Any:
-    """What torch.compile was given; None for what it did not make, whatever attributes that has."""
+    """The callable that torch.compile was given; None if torch.compile did not make `call`."""
     dynamo: Any = sys.modules.get(DYNAMO)
     if dynamo is None:
         return None

@@ -53,12 +53,13 @@ END_LIMIT_S = 3.0
 """From a worker's last task to its end. Its results are known by then, so it is stopped without a message. The run
 waits for it, because the next processes must have the device for themselves; some take 7 s, or hang at exit."""
 LOG_LINES = 3
-ENDED_IT = "ended the measuring process"
 PROVE, TIME, ITEMS, ALONE = "prove", "time", "items", "alone"
 OUTSIDE = "outside"
 """The name of the items that need a child process, which takes seconds to start."""
 WAITS = "waits"
 """The phase of a process that waits until others let it have their GPU; its time limit does not count meanwhile."""
+OF_NO_SIDE = ("start", "timing", "profiler", WAITS)
+"""Phases in which the process runs no side alone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -628,7 +629,8 @@ class _Process:
         tail = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()][-LOG_LINES:]
         if code < 0:
             return f"crashed with {signal.Signals(-code).name}; the worker's log is {log}"
-        return f"{ENDED_IT} with exit code {code}: {' | '.join(tail)[:400]}; its log is {log}"
+        which = "" if self.phase in OF_NO_SIDE else "the measuring process "
+        return f"ended {which}with exit code {code}: {' | '.join(tail)[:400]}; its log is {log}"
 
 
 def start(
@@ -700,10 +702,8 @@ def _outcome(event: Mapping[str, Any]) -> Outcome:
 
 
 def _died(phase: str, what: str) -> str:
-    side = "the measuring process" if phase in ("start", "timing", "profiler", WAITS) else f"the {phase} side"
+    side = "the measuring process" if phase in OF_NO_SIDE else f"the {phase} side"
     during = {"timing": " while it timed", "profiler": " while it counted launches"}.get(phase, "")
-    if side == "the measuring process":
-        what = what.replace(f"{ENDED_IT} with", "ended with")
     return f"{side} {what}{during}"
 
 

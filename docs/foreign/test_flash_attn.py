@@ -25,7 +25,7 @@ VALUES = floats(-4, 4)
 
 
 def different(generator: torch.Generator, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Of equal keys the gradient of the query is 0, and it gives what is left of its rounded output."""
+    """Keys that differ. For equal keys the gradient of the query is 0, and flash-attn returns rounding errors."""
     return (8 * torch.rand(shape, generator=generator, device=generator.device) - 4).to(dtype)
 
 

@@ -123,17 +123,15 @@ def _same_alone(
     def measured(sides: Mapping[str, Served]) -> list[float]:
         return [_round(sides, judge, calls)["reference"] for _ in range(FEWEST_ROUNDS)]
 
-    alone = measured({"reference": reference})
-    for _ in range(ALONE_TIMES - 1):
+    alone: list[float] = []
+    for number in range(2 * ALONE_TIMES - 1):
+        if number % 2:
+            with contextlib.closing(again()) as candidate:
+                beside = measured({judge.candidate: candidate, "reference": reference})
+        else:
+            alone = measured({"reference": reference})
         if not _faster(alone, beside):
             return
-        with contextlib.closing(again()) as candidate:
-            beside = measured({judge.candidate: candidate, "reference": reference})
-        if not _faster(alone, beside):
-            return
-        alone = measured({"reference": reference})
-    if not _faster(alone, beside):
-        return
     raise NotEquivalent(
         f"it slows the reference, which takes {statistics.median(beside) * 1e6:.3g} µs beside it and "
         f"{statistics.median(alone) * 1e6:.3g} µs without it"

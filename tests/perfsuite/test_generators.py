@@ -55,7 +55,7 @@ def test_other_numbers_are_wrong(side: Callable[..., Any]) -> None:
         perfsuite.check(pair(side), examples=20, device="cpu")
 
 
-def test_a_reference_that_is_random_by_itself_is_told_to_take_its_numbers_as_an_input() -> None:
+def test_a_random_reference_is_refused_with_the_remedy() -> None:
     of = pair(without_it, without_it)
     with pytest.raises(PairError, match=r"differs between two calls on the same inputs: .* e.g. generator\(\)"):
         perfsuite.check(of, examples=20, device="cpu")
