@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
@@ -122,19 +122,36 @@ def _elsewhere(entry: Entry, machine: Machine) -> str:
         before, now = getattr(session, name), getattr(machine, name)
         if before != now:
             return f"{name} was {before}, is {now}"
-    return "" if entry.ran.surroundings == digests.surroundings() else _surroundings(entry.ran.variables)
+    return "" if entry.ran.surroundings == digests.surroundings() else _surroundings(entry.ran)
 
 
-def _surroundings(before: Mapping[str, str] | None) -> str:
-    """Which environment variable differs; where none does, that an installed package must."""
-    if before is None:
+def _surroundings(ran: Ran) -> str:
+    """Which environment variable or installed package differs, as far as the acceptance noted them."""
+    if ran.variables is None:
         return "an installed package, or an environment variable that matters to speed"
-    now = digests.variables()
-    for name in sorted({*before, *now}):
-        if before.get(name) != now.get(name):
-            was, is_ = (f"{v[name]!r}" if name in v else "not set" for v in (before, now))
+    variables = digests.variables()
+    for name in sorted({*ran.variables, *variables}):
+        if ran.variables.get(name) != variables.get(name):
+            was, is_ = (f"{v[name]!r}" if name in v else "not set" for v in (ran.variables, variables))
             return f"environment variable {name} was {was}, is {is_}"
-    return "an installed package"
+    if ran.packages is None:
+        return "an installed package"
+    before, now = _versions(ran.packages), _versions(digests.packages())
+    different = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
+    if not different:
+        return "an installed package"
+    name, more = different[0], f", and {len(different) - 1} more" * (len(different) > 1)
+    was, is_ = (", ".join(sorted(v.get(name, ())) or ["not installed"]) for v in (before, now))
+    return f"package {name} was {was}, is {is_}{more}"
+
+
+def _versions(packages: Iterable[str]) -> dict[str, set[str]]:
+    """Package → its versions; one that lies in two places of the path can have two."""
+    found: dict[str, set[str]] = {}
+    for package in packages:
+        name, _, version = package.partition("==")
+        found.setdefault(name, set()).add(version)
+    return found
 
 
 class _Present:

@@ -96,10 +96,13 @@ def _short(data: bytes) -> str:
 @functools.cache
 def surroundings() -> str:
     """The digest of all installed packages and of the environment variables that matter to speed."""
-    packages = sorted(
-        {f"{d.metadata['Name']}=={d.version}" for d in importlib.metadata.distributions(path=PATHS) if not _is_local(d)}
-    )
-    return _short("\n".join([*packages, *(f"{name}={value}" for name, value in variables().items())]).encode())
+    return _short("\n".join([*packages(), *(f"{name}={value}" for name, value in variables().items())]).encode())
+
+
+def packages() -> list[str]:
+    """All installed packages, as `name==version`, in order."""
+    installed = importlib.metadata.distributions(path=PATHS)
+    return sorted({f"{d.metadata['Name']}=={d.version}" for d in installed if not _is_local(d)})
 
 
 def variables() -> dict[str, str]:

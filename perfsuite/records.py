@@ -154,6 +154,8 @@ class Ran:
     surroundings: str = ""
     variables: Mapping[str, str] | None = None
     """The environment variables among the surroundings; None where they were not noted."""
+    packages: tuple[str, ...] | None = None
+    """The packages among the surroundings, as `name==version`; None where they were not noted."""
     launched: str = ""
     """What it launched on the device (launches.py); empty where that cannot be known in full."""
     untraced: str = ""

@@ -164,7 +164,12 @@ class Accept(Whole):
         found = self.proofs[id].ran if id in self.proofs else None
         if found is None:
             return None
-        return replace(found, surroundings=digests.surroundings(), variables=digests.variables())
+        return replace(
+            found,
+            surroundings=digests.surroundings(),
+            variables=digests.variables(),
+            packages=tuple(digests.packages()),
+        )
 
     def _margins(self, new: baseline.Baseline, ids: Sequence[str]) -> list[str]:
         """A line for each workload of which the gate will only find a slowdown beyond the usual margin."""

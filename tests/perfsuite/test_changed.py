@@ -139,6 +139,25 @@ def test_the_environment_variable_that_differs_is_named(
     assert found(made, top).changed == {made.id: why}
 
 
+@pytest.mark.parametrize(
+    ("before", "now", "why"),
+    [
+        (["a==1", "b==2"], ["a==1", "b==3"], "package b was 2, is 3"),
+        (["a==1"], ["a==1", "b==2", "c==1"], "package b was not installed, is 2, and 1 more"),
+        (["a==1", "a==2"], ["a==2"], "package a was 1, 2, is 2"),
+        (["a==1"], [], "package a was 1, is not installed"),
+        (["a==1"], ["a==1"], "an installed package"),
+    ],
+)
+def test_the_package_that_differs_is_named(
+    top: Path, monkeypatch: pytest.MonkeyPatch, before: list[str], now: list[str], why: str
+) -> None:
+    monkeypatch.setattr(digests, "ENVIRONMENT", {})
+    made = accepted(top, surroundings="of another environment", variables={}, packages=tuple(before))
+    monkeypatch.setattr(digests, "packages", lambda: now)
+    assert found(made, top).changed == {made.id: why}
+
+
 def test_what_was_not_noted_or_not_committed_is_measured(top: Path) -> None:
     for made, why in (
         (replace(accepted(top), ran=None), "what it ran was not noted when it was accepted"),
