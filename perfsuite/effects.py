@@ -147,7 +147,6 @@ def lent_to_backward(probe: Probe) -> Effects:
     if not _is_differentiated(probe):
         return {}
     values = probe.drawn()
-    declared = probe.pair.changed
     execution.poison(probe.pair, values)
     leaves = execution.require_gradients(probe.pair, values)
     kept = {}
@@ -155,9 +154,7 @@ def lent_to_backward(probe: Probe) -> Effects:
         leaf.grad = kept[path] = torch.ones_like(leaf)
     inputs = {
         path: (tensor, bytes_of(tensor.untyped_storage()).clone())
-        for name, value in values.items()
-        if name not in declared
-        for path, tensor in make.tensors_in(value, name)
+        for path, tensor in make.unchanging(probe.pair, values)
     }
     with execution.quiet(probe.side), torch.enable_grad():
         returned = execution.callable_of(probe.side)(*values.values())

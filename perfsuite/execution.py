@@ -133,7 +133,8 @@ def unavailable(side: Side, device: str) -> str | None:
 
 def differentiable(pair: Pair) -> tuple[str, ...]:
     """The inputs whose gradients are compared."""
-    return tuple(name for name, spec in pair.inputs.items() if name not in pair.mutates and _is_differentiable(spec))
+    kept = set(pair.inputs) - (set(pair.mutates) - pair.keeping_parameters)
+    return tuple(name for name, spec in pair.inputs.items() if name in kept and _is_differentiable(spec))
 
 
 def _is_differentiable(spec: Any) -> bool:
@@ -229,15 +230,13 @@ def run(call: Callable[..., Any], pair: Pair, inputs: dict[str, Any], *, gradien
 
 def shared_memory(pair: Pair, leaves: Leaves, inputs: Mapping[str, Any]) -> set[tuple[str, str]]:
     """(output, other output or "its input NAME") that have an element in common; outputs declared changes left out."""
-    written = pair.changed
     outputs = [(n, t) for n, t in leaves.items() if n.startswith("output") and isinstance(t, torch.Tensor)]
     given = [
         (f"its input {name}", tensor)
         for name, value in inputs.items()
-        if name not in written
-        for _, tensor in make.tensors_in(value, name)
+        for _, tensor in make.unchanging(pair, {name: value})
     ]
-    changed = [t for name in written if name in inputs for _, t in make.tensors_in(inputs[name], name)]
+    changed = [tensor for name, value in inputs.items() for _, tensor in make.changing(pair, name, value)]
     storages: dict[int, list[tuple[str, torch.Tensor]]] = {}
     for name, tensor in (*outputs, *given):
         if tensor.numel() and tensor.layout is torch.strided and not tensor.is_meta:
@@ -289,7 +288,7 @@ def _ready_for_backward(device: torch.device) -> None:
 def _with_changed(pair: Pair, inputs: Mapping[str, Any], returned: Any) -> Leaves:
     """The returned leaves, then the inputs changed in place; an input that is itself returned counts once."""
     names = sorted(pair.mutates, key=lambda name: (name in pair.written, name))
-    changed = {path: tensor for name in names for path, tensor in make.tensors_in(inputs[name], name)}
+    changed = {path: tensor for name in names for path, tensor in make.changing(pair, name, inputs[name])}
     leaves: Leaves = {}
     for name, leaf in flatten(returned):
         same = next((path for path, tensor in changed.items() if tensor is leaf), None)

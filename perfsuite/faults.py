@@ -1,4 +1,4 @@
-"""Faults of a GPU kernel after which every later call of the same process fails too."""
+"""What a device does to a process: faults after which every later call fails too, and memory that runs out."""
 
 from __future__ import annotations
 
@@ -10,6 +10,40 @@ from perfsuite.errors import first_line
 
 class DeviceFault(BaseException):
     """The GPU can no longer be used by this process; not an Exception, so that nothing repeats or swallows it."""
+
+
+LACKS_MEMORY = ("out of memory", "ALLOC_FAILED")
+"""Parts of the messages of out-of-memory errors that libraries raise as a plain RuntimeError."""
+CROWDED_SHARE = 0.05
+"""Above this share of a GPU's memory in the hands of other processes, it may be they who left too little."""
+KEPT_BYTES = 1 << 30
+"""A process keeps no more freed memory than this between two proofs, because others need it, too."""
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Whether it says that the memory of a device did not suffice."""
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in LACKS_MEMORY)
+
+
+def is_crowded() -> bool:
+    """Whether other processes hold much of the GPU's memory."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return False
+    free, total = torch.cuda.mem_get_info()
+    return bool(total - free - torch.cuda.memory_reserved() > CROWDED_SHARE * total)
+
+
+def free_memory() -> None:
+    """Give back what torch keeps of freed memory, where that is much."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return
+    if torch.cuda.memory_reserved() - torch.cuda.memory_allocated() > KEPT_BYTES:
+        torch.cuda.empty_cache()
 
 
 def check() -> None:

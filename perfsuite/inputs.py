@@ -499,6 +499,23 @@ def tensors_in(value: Any, path: str = "", *, buffers: bool = True) -> Iterator[
             yield from tensors_in(item, f"{path}[{key!r}]", buffers=buffers)
 
 
+def changing(pair: Pair, name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """(path, tensor) for every tensor of an input that a call may change."""
+    if name in pair.changed:
+        keeps = name in pair.keeping_parameters
+        parameters = {path for path, _ in tensors_in(value, name, buffers=False)} if keeps else set()
+        yield from ((path, tensor) for path, tensor in tensors_in(value, name) if path not in parameters)
+
+
+def unchanging(pair: Pair, values: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """(path, tensor) for every tensor of these inputs that no call may change."""
+    for name, value in values.items():
+        if name not in pair.changed:
+            yield from tensors_in(value, name)
+        elif name in pair.keeping_parameters:
+            yield from tensors_in(value, name, buffers=False)
+
+
 def generators_in(value: Any) -> Iterator[torch.Generator]:
     """Every generator in a nested value."""
     if isinstance(value, torch.Generator):

@@ -236,6 +236,7 @@ class ProofItem(pytest.Function):
         """The one draw to prove."""
         self.alone = ""
         """The one side to call, on that draw, instead of a proof."""
+        self.lacked_memory = False
         self.left_out: tuple[str, ...] = ()
         """Draws on which the reference faults."""
         self.kind = name.partition("[")[0]
@@ -303,11 +304,10 @@ class ProofItem(pytest.Function):
         except (NotEquivalent, PairError) as error:
             error.case = case
             raise
-        except torch.OutOfMemoryError as error:
-            raise NotEquivalent(f"{self.pair.name}: runs out of memory: {first_line(error)}", case) from None
         except (hypothesis.errors.HypothesisException, hypothesis.errors.UnsatisfiedAssumption, outside.Unsendable):
             raise
         except (Exception, SystemExit) as error:
+            self.lacked_memory |= faults.lacks_memory(error)
             failure = NotEquivalent(self._raised(error), case)
             if isinstance(error, SystemExit) or self._who(error) != proofs.REFERENCE:
                 raise failure from None
@@ -324,6 +324,8 @@ class ProofItem(pytest.Function):
         own = [f for f in frames if harness not in Path(f.filename).parents and "site-packages" not in f.filename]
         who = self._who(error)
         where = f" at {_relative(own[-1].filename)}:{own[-1].lineno}" if own else ""
+        if faults.lacks_memory(error):
+            return f"{self.pair.name}: the {who} runs out of memory{where}: {first_line(error)}"
         remedy = "; bound the sizes it is drawn at with sizes= or where=" if who == proofs.REFERENCE else ""
         if LEAF_WRITTEN in str(error):
             remedy = "; name each input that the sides change in place: mutates={…}"

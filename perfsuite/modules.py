@@ -93,6 +93,15 @@ def spec_of(reference: Any) -> ModuleSpec:
     return module(build)
 
 
+def changes_buffers(module: Any) -> bool:
+    """Whether a call changes the running means and variances of its normalisations, which it does in training."""
+    torch: Any = sys.modules["torch"]
+    return any(
+        isinstance(part, torch.nn.modules.batchnorm._NormBase) and part.training and part.running_mean is not None
+        for part in module.modules()
+    )
+
+
 def _statistics(module: Any) -> Iterator[Any]:
     """Running means and variances of its normalisations. Of other buffers nobody knows which values they may have."""
     torch: Any = sys.modules["torch"]

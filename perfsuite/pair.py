@@ -11,7 +11,7 @@ from typing import Any
 
 from perfsuite import modules
 from perfsuite.errors import PairError
-from perfsuite.specs import GeneratorSpec, RecordedSpec, ScalarSpec, Size, Spec, holds, least_of, symbols
+from perfsuite.specs import GeneratorSpec, ModuleSpec, RecordedSpec, ScalarSpec, Size, Spec, holds, least_of, symbols
 
 CLOCKS = ("device", "wall")
 DIRECTIONS = ("forward", "backward", "both")
@@ -33,8 +33,8 @@ CONTEXTS = (
     "many_elements",
 )
 """The other ways of calling a side that are tried (contexts.py)."""
-CHANGED, WRITTEN = "changed", "written"
-"""The kinds of mutated inputs: changed in place, or written as an output only."""
+CHANGED, WRITTEN, BUFFERS = "changed", "written", "buffers"
+"""The kinds of mutated inputs: changed in place; written as an output only; a module of which only buffers change."""
 TEMPLATE_DRAWS = 5
 """Draws of a pair made from modules, whose inputs have the full size in each."""
 GRAD_OUTPUT = "grad_output"
@@ -211,10 +211,11 @@ class Pair:
     inputs       name → spec (`tensor`, `scalar`, `listof`, `module`, `generator`, `recorded`, `constant`, or nested)
     step_inputs  for stateful sides: inputs drawn anew for each step
     mutates      inputs changed in place, {"x"}; any other must come back untouched. As a dict, name → "changed", or
-                 "written" for an input that is an output only: it is filled with NaN before the call
+                 "written" for an input that is an output only: it is filled with NaN before the call; or "buffers" for
+                 a module whose parameters come back untouched, as those of a batch norm in training do
     consumes     inputs that a call, or its backward pass, uses up: what is left in them means nothing, and their
                  gradients are compared; "grad_output" is the gradient that comes in to the backward pass
-    gradients    compare gradients of every floating input that is not mutated
+    gradients    compare gradients of every floating input that is not mutated, of modules those of the parameters
     rivals       name → side: what a user would pick instead; proven equal, then timed beside the two
     variants     name → side: other paths of the optimized side, proven equal but not timed
     workloads    the sizes that are timed
@@ -272,11 +273,16 @@ class Pair:
                     f"{what}={given!r}: give each input's name with what it is, {what}={{'x': tensor('n')}}"
                 )
         self.mutates = dict(self.mutates) if isinstance(self.mutates, Mapping) else dict.fromkeys(self.mutates, CHANGED)
-        for name, how in self.mutates.items():
-            if how not in (CHANGED, WRITTEN):
-                raise PairError(f'mutates={{{name!r}: {how!r}}}: say "{CHANGED}", or "{WRITTEN}" of an output only')
         self.consumes = frozenset(self.consumes)
         self._share_parameters()
+        for name, how in self.mutates.items():
+            if how not in (CHANGED, WRITTEN, BUFFERS):
+                raise PairError(
+                    f'mutates={{{name!r}: {how!r}}}: say "{CHANGED}", "{WRITTEN}" of an output only, or '
+                    f'"{BUFFERS}" of a module'
+                )
+            if how == BUFFERS and not holds(self.inputs.get(name), ModuleSpec):
+                raise PairError(f'mutates={{{name!r}: "{BUFFERS}"}}: it is no module and has none; say "{CHANGED}"')
         if isinstance(self.workloads, Workload):
             self.workloads = (self.workloads,)
         every = {**self.inputs, **self.step_inputs}
@@ -374,6 +380,9 @@ class Pair:
         if modules.INPUT in self.inputs:
             raise PairError(f"input {modules.INPUT!r} has the name of the input with the sides' parameters; rename it")
         self.inputs = {modules.INPUT: modules.spec_of(reference), **self.inputs}
+        if modules.changes_buffers(reference):
+            assert isinstance(self.mutates, Mapping)
+            self.mutates = {modules.INPUT: BUFFERS, **self.mutates}
         self.reference, self.optimized = sides["reference"], sides["optimized"]
         self.rivals = {name: sides[name] for name in self.rivals}
         self.variants = {name: sides[name] for name in self.variants}
@@ -381,8 +390,16 @@ class Pair:
     @property
     def written(self) -> frozenset[str]:
         """The inputs that are outputs only."""
+        return self._mutated(WRITTEN)
+
+    @property
+    def keeping_parameters(self) -> frozenset[str]:
+        """The modules among the inputs of which a call changes buffers alone."""
+        return self._mutated(BUFFERS)
+
+    def _mutated(self, kind: str) -> frozenset[str]:
         assert isinstance(self.mutates, Mapping)
-        return frozenset(name for name, how in self.mutates.items() if how == WRITTEN)
+        return frozenset(name for name, how in self.mutates.items() if how == kind)
 
     @property
     def changed(self) -> frozenset[str]:

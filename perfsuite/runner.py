@@ -174,7 +174,9 @@ class Runner:
             (tensor, original)
             for name in sorted(self.pair.changed)
             for (_, tensor), (_, original) in zip(
-                make.tensors_in(self.inputs[name]), make.tensors_in(values[name]), strict=True
+                make.changing(self.pair, name, self.inputs[name]),
+                make.changing(self.pair, name, values[name]),
+                strict=True,
             )
         ]
         given = zip(make.generators_in(self.inputs), make.generators_in(dict(values)), strict=True)

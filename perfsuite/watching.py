@@ -198,20 +198,18 @@ def check_timed(output: OutputCheck, runners: dict[str, Runner], sampler: Sample
     for the device.
     """
     pair = output.pair
-    declared = pair.changed
     for name, runner in runners.items():
         master = sampler.masters[name]
-        for given in sorted(set(master) - declared):
-            pairs = zip(make.tensors_in(runner.inputs[given], given), make.tensors_in(master[given]), strict=True)
-            for (path, after), (_, before) in pairs:
-                if not equivalence.identical(after, before):
-                    raise NotEquivalent(
-                        f"{pair.name}: the {name} side changes its input {path} in place while it is timed, which the "
-                        f"pair does not declare; add it to mutates="
-                    )
+        given = {name_: runner.inputs[name_] for name_ in master}
+        for (path, after), (_, before) in zip(make.unchanging(pair, given), make.unchanging(pair, master), strict=True):
+            if not equivalence.identical(after, before):
+                raise NotEquivalent(
+                    f"{pair.name}: the {name} side changes its input {path} in place while it is timed, which the "
+                    f"pair does not declare; add it to mutates="
+                )
         if name == REFERENCE:
             continue
-        if sampler.repeat > 1 and declared:
+        if sampler.repeat > 1 and pair.changed:
             # Repeated in place, each timed call started from the last one's result: one more from the start is judged.
             with torch.set_grad_enabled(runner.grad_mode):
                 runner.reset()

@@ -30,16 +30,6 @@ OBSERVED = pytest.StashKey[Observed]()
 
 FAULTED = 86
 """Exit code of a worker that ends itself because its GPU cannot be used any more."""
-LACKS_MEMORY = ("out of memory", "ALLOC_FAILED")
-"""Parts of the messages of out-of-memory errors that libraries raise as a plain RuntimeError."""
-
-
-def _lacks_memory(error: BaseException) -> bool:
-    import torch
-
-    if isinstance(error, torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in LACKS_MEMORY)
 
 
 def get_ready() -> None:
@@ -68,6 +58,7 @@ def run(journal: Journal, session: pytest.Session, device: str, gpu: Gpu) -> Non
             outcome = Failure(status=Status.UNMEASURED, message="it could not be collected again in a worker")
         elif task.kind == ITEMS:
             outcome = _run_item(item, task, journal)
+            faults.free_memory()
         elif isinstance(item, SpeedItem):
             outcome = _Workload(item, task, journal, device, gpu).outcome()
         else:
@@ -102,8 +93,12 @@ class _Reports:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.every.append(report)
 
+    def failure(self) -> str:
+        """The first line of the first failure; empty without one."""
+        return next((r.longreprtext.strip().partition("\n")[0] for r in self.every if r.failed), "")
 
-def _run_item(item: pytest.Item, task: Task, journal: Journal) -> Reported:
+
+def _run_item(item: pytest.Item, task: Task, journal: Journal) -> Reported | Failure:
     """Run a correctness item as pytest does, with what its plugins put around one, such as filters of warnings."""
     from perfsuite.items import ProofItem
 
@@ -116,6 +111,8 @@ def _run_item(item: pytest.Item, task: Task, journal: Journal) -> Reported:
         item.ihook.pytest_runtest_protocol(item=item, nextitem=None)
     finally:
         plugins.unregister(reports)
+    if isinstance(item, ProofItem) and item.lacked_memory and faults.is_crowded():
+        return Failure(status=Status.UNMEASURED, message=reports.failure(), crowded=True)
     made = (hook.pytest_report_to_serializable(config=item.config, report=r) for r in reports.every)
     return Reported(reports=tuple(made))
 
@@ -172,7 +169,7 @@ class _Workload:
             raised = "the accepted side raises RevisionError: " if isinstance(error, RevisionError) else ""
             return Failure(status=Status.UNMEASURED, message=f"{raised}{error}")
         except (Exception, SystemExit) as error:
-            if _lacks_memory(error):
+            if faults.lacks_memory(error):
                 return Failure(status=Status.UNMEASURED, message=f"the {self.phase} side runs out of device memory")
             text = f"the {self.phase} side raises {in_one_line(error)}"
             return Failure(status=Status.UNMEASURED, message=text)
@@ -389,7 +386,7 @@ class _Workload:
         except NotEquivalent:
             raise
         except Exception as error:
-            if _lacks_memory(error):
+            if faults.lacks_memory(error):
                 raise
             return f"the accepted side raises {in_one_line(error)}"
         assert self.task.accepted is not None

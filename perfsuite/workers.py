@@ -71,6 +71,8 @@ class Failure:
     skipped: bool = False
     case: str = ""
     """The draw that a proof was at when its process ended."""
+    crowded: bool = False
+    """It lacked memory of which other processes held much: it is to be done again once none is at work."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -698,7 +700,12 @@ def _outcome(event: Mapping[str, Any]) -> Outcome:
     if event["event"] in RESULTS:
         outcome: Outcome = from_json(RESULTS[event["event"]], event["result"])
         return outcome
-    return Failure(status=Status(event["status"]), message=event["message"], skipped=event.get("skipped", False))
+    return Failure(
+        status=Status(event["status"]),
+        message=event["message"],
+        skipped=event.get("skipped", False),
+        crowded=event.get("crowded", False),
+    )
 
 
 def _died(phase: str, what: str) -> str:

@@ -81,13 +81,10 @@ class Probe:
 
     def _versions(self, values: dict[str, Any]) -> list[tuple[str, torch.Tensor, int, torch.Size, tuple[int, ...]]]:
         """How often each undeclared input has been written to: torch counts it."""
-        declared = self.pair.changed
         return [
             (path, tensor, tensor._version, tensor.shape, tensor.stride())
-            for name, value in values.items()
-            if name not in declared and not self.pair.is_stateful
-            for path, tensor in make.tensors_in(value, name)
-            if not tensor.is_inference()
+            for path, tensor in make.unchanging(self.pair, values)
+            if not self.pair.is_stateful and not tensor.is_inference()
         ]
 
     def truth(self, case: Case | None = None, replicas: int = FEW, *, gradients: bool = False) -> equivalence.Truth:

@@ -120,6 +120,7 @@ def load(path: Path, device: str, seed: int) -> Problem:
     )
     if modules.INPUT in pair.inputs:  # each process has the weights as they were built
         pair.inputs = {**pair.inputs, modules.INPUT: module_input(lambda: copy.deepcopy(built))}
+        pair.mutates = {}  # and changes its own running means: only what it returns is judged
     pair.validate()
     return Problem(path=path, pair=pair, module=built, init=init, seed=seed, device=device)
 

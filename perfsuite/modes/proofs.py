@@ -52,8 +52,10 @@ class Proofs(Control):
 
     def item_tasks(self) -> list[Task]:
         """A task for each isolated item."""
-        case = self.config.option.perfsuite_case or ""
-        return [Task(id=i.nodeid, kind=ITEMS, limit_s=_limit(i), case=case) for i in self.isolated.values()]
+        return [self._task(item) for item in self.isolated.values()]
+
+    def _task(self, item: pytest.Item) -> Task:
+        return Task(id=item.nodeid, kind=ITEMS, limit_s=_limit(item), case=self.config.option.perfsuite_case or "")
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
@@ -86,6 +88,9 @@ class Proofs(Control):
         if len(self._ended) == len(self.isolated):
             self._proofs.close()  # nothing may run beside what is timed
         outcome = self._ended.get(item.nodeid)
+        if isinstance(outcome, Failure) and outcome.crowded:
+            self._ended |= dict(self._proofs)  # once the other processes have ended, the memory is free
+            outcome = self._alone(self._task(item))
         return self._settled(item, outcome) if isinstance(outcome, Failure) and outcome.case else outcome
 
     def _settled(self, item: Any, failure: Failure) -> Outcome:

@@ -388,6 +388,17 @@ def test_wrong_for_another_reason_is_not_called_unwritten() -> None:
     assert "unwritten" not in str(caught.value)
 
 
+def rounds_where_deterministic(x: torch.Tensor) -> torch.Tensor:
+    """Like a library that has another, less precise algorithm for those who ask for determinism."""
+    return torch.exp(x).bfloat16().float() if torch.are_deterministic_algorithms_enabled() else torch.exp(x)
+
+
+def test_another_algorithm_where_determinism_is_asked_for_is_not_called_unwritten() -> None:
+    integrity.unwritten_output(probe(pair(exp_, rounds_where_deterministic)))
+    with pytest.raises(NotEquivalent, match="leaves output unwritten"):
+        integrity.unwritten_output(probe(pair(exp_, lambda x: unwritten(rounds_where_deterministic(x)))))
+
+
 def test_what_is_no_output_is_an_error_of_the_declaration() -> None:
     with pytest.raises(PairError, match="output is a str"):
         integrity.check(pair(exp_, lambda x: "text"), CASE, "cpu")

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
+import torch
 from scale import FULLY
 from scratch import Project
 
-from perfsuite import Pair, tensor
+from perfsuite import Pair, faults, tensor
 from perfsuite import inputs as make
 from perfsuite.faults import DeviceFault
 from perfsuite.isolation import MOST_LEFT_OUT, Blame
@@ -72,6 +77,37 @@ def test_a_crash_costs_one_proof_and_names_the_side_and_the_draw(project: Projec
     result.assert_outcomes(passed=1, failed=1)
     assert "crashes: the optimized side crashed with SIGSEGV" in output
     assert "reproduce: pytest 'test_faults.py::crashes::equivalence[float32]' --perfsuite-case=" in output
+
+
+def test_a_proof_that_lacked_memory_beside_others_is_made_again_once_they_have_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    items: Any = {name: SimpleNamespace(nodeid=name, pair=None) for name in "abc"}
+    right, events = Reported(reports=()), list[str]()
+
+    def others() -> Iterator[tuple[str, Outcome]]:
+        yield "a", Failure(status=Status.UNMEASURED, message="a: out of memory", crowded=True)
+        yield "b", right
+        yield "c", right
+        events.append("ended")
+
+    def work(self: Proofs, tasks: Sequence[Task], *, everywhere: bool) -> Iterator[tuple[str, Outcome]]:
+        events.append(tasks[0].id)
+        yield tasks[0].id, right
+
+    monkeypatch.setattr(Proofs, "work", work)
+    proofs: Any = object.__new__(Proofs)
+    proofs.config = SimpleNamespace(option=SimpleNamespace(perfsuite_case=None))
+    proofs.isolated, proofs._proofs, proofs._ended = items, others(), {}
+    assert [proofs._outcome(items[name]) for name in "abc"] == [right] * 3
+    assert events == ["ended", "a"]
+
+
+def test_a_failure_for_want_of_memory_is_known_from_other_errors() -> None:
+    assert faults.lacks_memory(torch.OutOfMemoryError("no"))
+    assert faults.lacks_memory(RuntimeError("CUDNN_STATUS_ALLOC_FAILED"))
+    assert not faults.lacks_memory(RuntimeError("shape"))
+    assert not faults.is_crowded()
 
 
 def test_items_done_here_are_set_up_and_torn_down_between_proofs(

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import perfsuite
-from perfsuite import Pair, Workload, compiled, floats, modules, tensor
+from perfsuite import Pair, Workload, compiled, execution, floats, modules, tensor
 from perfsuite import inputs as make
 from perfsuite.equivalence import NotEquivalent
 from perfsuite.errors import PairError
@@ -152,6 +152,66 @@ def test_what_begins_at_zero_is_varied_too(left_out: str) -> None:
     wrong.left_out = left_out
     with pytest.raises(NotEquivalent):
         perfsuite.check(pair(wrong), device="cpu")
+
+
+class Trained(nn.Module):
+    """A batch norm in training: each call changes the running mean and variance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x)
+
+
+class TrainedByHand(Trained):
+    forgets = False
+    rescales = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        norm = self.norm
+        mean, variance = x.mean(0), x.var(0, correction=0)
+        with torch.no_grad():
+            if not self.forgets:
+                norm.running_mean.lerp_(mean.to(norm.running_mean.dtype), 0.1)
+            norm.running_var.lerp_(x.var(0).to(norm.running_var.dtype), 0.1)
+            norm.num_batches_tracked.add_(1)
+            if self.rescales:
+                norm.weight.mul_(1.0)
+        return (x - mean) * torch.rsqrt(variance + norm.eps) * norm.weight + norm.bias
+
+
+def trained(**flags: bool) -> Pair:
+    optimized = TrainedByHand()
+    for name, value in flags.items():
+        setattr(optimized, name, value)
+    inputs = {"x": tensor("m", 5, values=floats(-1, 1))}
+    return Pair(
+        reference=Trained(), optimized=optimized, inputs=inputs, sizes={"m": perfsuite.size(2, 40)}, max_examples=6
+    )
+
+
+def test_the_running_means_of_a_module_in_training_are_outputs() -> None:
+    pair = trained()
+    assert pair.mutates == {"module": "buffers"}
+    perfsuite.check(pair, device="cpu")
+    with pytest.raises(NotEquivalent, match=r"module\.norm\.running_mean \(in place\) of the optimized side is wrong"):
+        perfsuite.check(trained(forgets=True), device="cpu")
+
+
+def test_a_call_may_change_buffers_and_no_parameters() -> None:
+    with pytest.raises(NotEquivalent, match=r"changes its input module\.norm\.weight in place"):
+        perfsuite.check(trained(rescales=True), device="cpu")
+
+
+def test_gradients_of_parameters_are_compared_beside_changed_buffers() -> None:
+    assert execution.differentiable(trained()) == ("module", "x")
+
+
+def test_only_a_module_has_buffers() -> None:
+    with pytest.raises(PairError, match="it is no module and has none; say"):
+        Pair(reference=torch.exp, optimized=torch.exp, inputs={"x": tensor("n")}, mutates={"x": "buffers"})
 
 
 class Stateless(nn.Module):

@@ -32,7 +32,10 @@ def pair(**fields: Any) -> Pair:
         (lambda: pair(mutates={"y"}), r"mutates=\{'y'\}: there is no such input; the inputs are x"),
         (lambda: pair(mutates={"y": "written"}), r"mutates=\{'y'\}: there is no such input"),
         (lambda: pair(writes={"y"}), r'writes= is spelled mutates=\{"y": "written"\}'),
-        (lambda: pair(mutates={"x": "read"}), r"""mutates=\{'x': 'read'\}: say "changed", or "written" of an output"""),
+        (
+            lambda: pair(mutates={"x": "read"}),
+            r"""mutates=\{'x': 'read'\}: say "changed", "written" of an output only""",
+        ),
         (lambda: pair(inputs={"x-1": tensor("n")}), "input 'x-1' is not a Python name; rename it"),
         (lambda: pair(inputs={"class": tensor("n")}), "input 'class' is not a Python name"),
         (lambda: pair(dtypes=("float31",)), "dtype 'float31' is not one of"),
