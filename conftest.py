@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import os
 
 import pytest
 
 MOST_WORKERS = 8
 """Each takes a gigabyte of memory or two, and on a GPU a context of it."""
-
-last_file = ""
 
 pytest_plugins = ["perfsuite.plugin"]
 
@@ -20,23 +17,6 @@ def pytest_configure() -> None:
     import torch
 
     torch.backends.cudnn.allow_tf32 = False
-
-
-def pytest_collection_finish() -> None:
-    """Collect garbage rarely: each full collection looks through torch's modules, which a tenth of all time went to."""
-    gc.freeze()
-    gc.set_threshold(20_000, 20, 100)
-
-
-def pytest_runtest_logfinish(nodeid: str) -> None:
-    """After each file, exclude all live objects from garbage collection: later tests collect often, and need not look
-    through torch's compiler and Hypothesis' records each time."""
-    global last_file
-    file = nodeid.partition("::")[0]
-    if file != last_file:
-        gc.collect()
-        gc.freeze()
-        last_file = file
 
 
 @pytest.hookimpl(optionalhook=True)
