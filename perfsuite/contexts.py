@@ -23,7 +23,7 @@ import torch
 from perfsuite import equivalence, execution, process_state
 from perfsuite import inputs as make
 from perfsuite import many_elements as large
-from perfsuite.equivalence import Discard, NotEquivalent, Truth, Way
+from perfsuite.equivalence import NONE, Discard, Known, NotEquivalent, Truth, Way
 from perfsuite.errors import first_line
 from perfsuite.execution import Leaves
 from perfsuite.integrity.probe import Probe, same_leaf
@@ -167,7 +167,8 @@ def two_threads(probe: Probe) -> None:
             continue
         for case, answers in zip(cases, both, strict=True):
             for produced in answers:
-                _judge(probe, probe.truth(case), produced, "when two threads call it at the same time", case)
+                known = functools.partial(probe.truth, case)
+                _judge(probe, known, produced, "when two threads call it at the same time")
 
 
 def autocast(probe: Probe) -> None:
@@ -199,17 +200,13 @@ def one_gradient_needed(probe: Probe) -> None:
     paths = _differentiable(probe)
     if len(paths) < 2:
         return
-    try:
-        truth = probe.truth(replicas=equivalence.REPLICAS, gradients=True)
-    except Discard:
-        return
     step = -(-len(paths) // MOST_ALONE)
     for path in paths[probe.case.seed % step :: step]:
         _hold(
             probe,
             functools.partial(_marked, only=(path,), differentiate=True),
             f"where only {path} needs a gradient",
-            truth=_without(truth, {f"gradient of {p}" for p in paths if p != path}),
+            known=functools.partial(_with_gradients, probe, {f"gradient of {p}" for p in paths if p != path}),
         )
 
 
@@ -226,11 +223,8 @@ def second_backward(probe: Probe) -> None:
         again = torch.autograd.grad(outputs, given, same, allow_unused=True)
         return _detached(leaves) | {f"gradient of {p}": g for p, g in zip(marked, again, strict=True)}
 
-    try:
-        truth = probe.truth(replicas=equivalence.REPLICAS, gradients=True)
-    except Discard:
-        return
-    _hold(probe, way, "in a second backward pass with retain_graph=True", truth=truth, refusable=True)
+    known = functools.partial(_with_gradients, probe, set())
+    _hold(probe, way, "in a second backward pass with retain_graph=True", known=known, refusable=True)
 
 
 def double_backward(probe: Probe) -> None:
@@ -349,12 +343,19 @@ def many_elements(probe: Probe) -> None:
 def many_steps(probe: Probe) -> None:
     """After many more steps than are usually compared."""
     pair = replace(probe.pair, steps=(MANY_STEPS,))
+
+    @functools.cache
+    def known(replicas: int) -> Truth:
+        return equivalence.establish(
+            pair, probe.case, probe.device, gradients=False, home=probe.home, replicas=min(replicas, 1)
+        )
+
     try:
-        truth = equivalence.establish(pair, probe.case, probe.device, gradients=False, home=probe.home, replicas=1)
+        known(NONE)
     except Discard:
         return
     produced = equivalence.produce(pair, probe.side, probe.case, probe.device, gradients=False, home=probe.home)
-    equivalence.judge(pair, truth, produced, name=probe.name)
+    equivalence.hold(pair, known, produced, name=probe.name)
 
 
 WAYS: tuple[Callable[[Probe], None], ...] = (
@@ -383,19 +384,33 @@ def _hold(
     way: Way,
     words: str,
     *,
-    truth: Truth | None = None,
+    known: Known | None = None,
     eps: float | None = None,
     refusable: bool = False,
 ) -> None:
     """Call the side in this way and hold it against the truth: of a plain call where none is given, unless `eps` says
     that precision is lower in this way."""
     reference = as_side(probe.pair.reference)
+
+    @functools.cache
+    def called_so(replicas: int) -> Truth:
+        return equivalence.establish(
+            probe.pair,
+            probe.case,
+            probe.device,
+            gradients=False,
+            home=probe.home,
+            replicas=replicas,
+            eps=eps,
+            way=way,
+        )
+
     try:
         expected = _produced(probe, reference, way)
-        if truth is None and (eps is not None or not _is_plain(probe, expected)):
-            truth = equivalence.establish(
-                probe.pair, probe.case, probe.device, gradients=False, home=probe.home, eps=eps, way=way
-            )
+        if known is None:
+            is_plain = eps is None and _is_plain(probe, expected)
+            known = functools.partial(probe.truth, None) if is_plain else called_so
+        known(NONE)
     except Discard:
         return
     except Exception:  # the reference does not support it
@@ -408,23 +423,12 @@ def _hold(
         if refusable:
             return
         raise probe.fault(f"raises {_named(error)} {words}, where the reference does not") from None
-    if truth is None:
-        _judge(probe, probe.truth(), produced, words)
-    else:
-        _judge_by(probe, truth, produced, words)
+    _judge(probe, known, produced, words)
 
 
-def _judge(probe: Probe, truth: Truth, produced: Leaves, words: str, case: Case | None = None) -> None:
+def _judge(probe: Probe, known: Known, produced: Leaves, words: str) -> None:
     try:
-        equivalence.judge(probe.pair, truth, produced, name=probe.name, strict_strides=False)
-    except NotEquivalent:
-        full = probe.truth(case, equivalence.REPLICAS)
-        _judge_by(probe, full, produced, words)
-
-
-def _judge_by(probe: Probe, truth: Truth, produced: Leaves, words: str) -> None:
-    try:
-        equivalence.judge(probe.pair, truth, produced, name=probe.name, strict_strides=False)
+        equivalence.hold(probe.pair, known, produced, name=probe.name, strict_strides=False)
     except NotEquivalent as error:
         raise probe.fault(f"is wrong {words}: {error}") from None
 
@@ -481,6 +485,11 @@ def _differentiable(probe: Probe) -> list[str]:
     if not probe.pair.gradients or probe.pair.is_stateful:
         return []
     return list(execution.require_gradients(probe.pair, probe.drawn()))
+
+
+def _with_gradients(probe: Probe, left_out: set[str], replicas: int) -> Truth:
+    """The truth of a plain call and of its gradients, without these outputs."""
+    return _without(probe.truth(replicas=replicas, gradients=True), left_out)
 
 
 def _without(truth: Truth, names: set[str]) -> Truth:

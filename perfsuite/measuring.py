@@ -38,7 +38,7 @@ ALONE_BLOCKS = 4
 """A reference that is slowed by a sixth shows in fewer blocks than the rule needs."""
 NEW_VALUES_S = 2.0
 """A truth that takes longer to establish is established on one draw only."""
-SLOW_TRUTH_S = 10.0
+SLOW_TRUTH_S = 5.0
 """A truth that takes longer to establish is of a reference that may take more than LONG_S a call."""
 COLD_S = 2.0
 """So much of a reference's first call in a process may be its start: libraries that are loaded, handles, autotuning. It

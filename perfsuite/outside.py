@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import json
 import os
 import select
@@ -47,18 +48,23 @@ def check(pair: Pair, case: Case, device: str, *, module: ModuleType, home: Path
     if execution.unavailable(as_side(pair.optimized), device):
         return
     once = replace(pair, steps=(1,)) if pair.is_stateful else pair
+
+    @functools.cache
+    def known(replicas: int) -> equivalence.Truth:
+        return equivalence.establish(once, case, device, gradients=False, home=home, replicas=replicas)
+
     try:
-        truth = equivalence.establish(once, case, device, gradients=False, home=home)
+        known(equivalence.NONE)
     except equivalence.Discard:
         return
     here = equivalence.produce(once, as_side(pair.optimized), case, device, gradients=False, home=home)
     try:
-        equivalence.judge(once, truth, here, strict_strides=False)
+        equivalence.hold(once, known, here, strict_strides=False)
     except NotEquivalent:
         return  # wrong here, too: equivalence says how
     produced = _child().produce(once, case, device, module, home)
     try:
-        equivalence.judge(once, truth, produced, strict_strides=False)
+        equivalence.hold(once, known, produced, strict_strides=False)
     except NotEquivalent as error:
         raise NotEquivalent(
             f"{pair.name}: the optimized side answers otherwise where no test is running (without pytest, Hypothesis "

@@ -7,7 +7,6 @@ establish it at all.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -55,21 +54,32 @@ class OutputCheck:
         self.gradients, self.home = gradients, home
         self.known = set[str]()
         """Digests of outputs that were proven for this draw."""
+        self._truths: dict[int, equivalence.Truth] = {}
+        """By the number of replicas."""
         self.seconds = 0.0
         """What it took to establish the truth."""
         self.copied: dict[str, tuple[Leaves, dict[str, torch.device], str]] = {}
         """Digest → copies of outputs that are still to be judged, their devices, and whose they are."""
 
-    @functools.cached_property
+    @property
     def truth(self) -> equivalence.Truth:
-        """The float64 truth of the draw and the reference's own error. PairError where the reference overflows."""
-        replicas = 0 if self.pair.is_stateful else equivalence.REPLICAS
+        """The float64 truth of the draw. PairError where the reference overflows."""
+        return self._known(equivalence.NONE)
+
+    def _known(self, replicas: int) -> equivalence.Truth:
+        if replicas not in self._truths:
+            self._truths[replicas] = self._established(replicas)
+        return self._truths[replicas]
+
+    def _established(self, replicas: int) -> equivalence.Truth:
+        if self.pair.is_stateful:
+            replicas = min(replicas, equivalence.FEW)
         began = perf_counter()
         try:
             found = equivalence.establish(
                 self.pair, self.case, self.device, gradients=self.gradients, home=self.home, replicas=replicas
             )
-            self.seconds = perf_counter() - began
+            self.seconds += perf_counter() - began
             return found
         except equivalence.Discard:
             raise PairError(
@@ -81,8 +91,11 @@ class OutputCheck:
         """NotEquivalent where these outputs of a stateless pair are wrong."""
         key = digest(leaves)
         if key not in self.known:
-            equivalence.judge(self.pair, self.truth, leaves, name=name, strict_strides=False)
+            self._hold(leaves, name)
             self.known.add(key)
+
+    def _hold(self, leaves: Leaves, name: str, tally: Tally | None = None) -> None:
+        equivalence.hold(self.pair, self._known, leaves, name=name, tally=tally, strict_strides=False)
 
     def check_later(self, leaves: Leaves, name: str) -> None:
         """The same, but only look whether the outputs are known, which is quick; `check_copied` judges the others."""
@@ -104,7 +117,7 @@ class OutputCheck:
             if key in self.known:
                 continue
             produced = _moved(copies, devices)
-            equivalence.judge(self.pair, self.truth, produced, name=name, strict_strides=False)
+            self._hold(produced, name)
             self.known.add(key)
 
     def trust(self, leaves: Leaves) -> None:
@@ -119,7 +132,7 @@ class OutputCheck:
     def prove(self, side: Side, name: str, tally: Tally | None = None) -> None:
         """Run the side on the draw and hold what it gives against the truth. NotEquivalent where it is wrong."""
         produced = self.produce(side)
-        equivalence.judge(self.pair, self.truth, produced, name=name, tally=tally, strict_strides=False)
+        self._hold(produced, name, tally)
         self.known.add(self._key(produced))
 
     def produce(self, side: Side) -> Leaves:

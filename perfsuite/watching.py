@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -175,16 +176,26 @@ class Watch:
 
 def prove_new(output: OutputCheck, runner: Runner, values: dict[str, Any]) -> None:
     """The side must also be right on `values`, which now lie in the memory of those that it was proven with."""
-    try:
-        truth = equivalence.establish(
-            output.pair, output.case, runner.device, gradients=runner.grad_mode, replicas=0, drawn=values
+
+    @functools.cache
+    def known(replicas: int) -> equivalence.Truth:
+        return equivalence.establish(
+            output.pair,
+            output.case,
+            runner.device,
+            gradients=runner.grad_mode,
+            replicas=min(replicas, equivalence.FEW),
+            drawn=values,
         )
+
+    try:
+        known(equivalence.NONE)
     except equivalence.Discard:
         return
     runner.reset()
     runner.call()
     try:
-        equivalence.judge(output.pair, truth, runner.leaves(), name="timed optimized", strict_strides=False)
+        equivalence.hold(output.pair, known, runner.leaves(), name="timed optimized", strict_strides=False)
     except NotEquivalent as error:
         raise NotEquivalent(
             f"{error}; it was right on the values it was proven with, and is not on new ones in the same memory"

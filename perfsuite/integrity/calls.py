@@ -180,7 +180,7 @@ def _changed(probe: Probe, change: Callable[[torch.Tensor], torch.Tensor]) -> di
 def _error_on(probe: Probe, values: dict[str, Any]) -> NotEquivalent | None:
     """The error of the side's answer to these values; None where the answer is right or cannot be judged."""
     produced, error = None, None
-    for replicas in (equivalence.FEW, equivalence.REPLICAS):
+    for replicas in (equivalence.NONE, equivalence.REPLICAS):
         try:
             truth = equivalence.establish(
                 probe.pair, probe.case, probe.device, gradients=False, replicas=replicas, drawn=make.clone(values)

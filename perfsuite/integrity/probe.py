@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 
 from perfsuite import equivalence, execution
 from perfsuite import inputs as make
-from perfsuite.equivalence import FEW, NotEquivalent
+from perfsuite.equivalence import NONE, NotEquivalent
 from perfsuite.execution import Leaf, Leaves
 from perfsuite.pair import Pair, Side
 from perfsuite.records import Case
@@ -87,7 +88,7 @@ class Probe:
             if not self.pair.is_stateful and not tensor.is_inference()
         ]
 
-    def truth(self, case: Case | None = None, replicas: int = FEW, *, gradients: bool = False) -> equivalence.Truth:
+    def truth(self, case: Case | None = None, replicas: int = NONE, *, gradients: bool = False) -> equivalence.Truth:
         """Discard where the reference alone is not finite on it."""
         case = case or self.case
         key = case.seed, replicas, gradients
@@ -115,16 +116,8 @@ class Probe:
         return self.is_right(self.call(self.drawn()))
 
     def judge(self, produced: Leaves, case: Case | None = None) -> None:
-        """NotEquivalent where they are not the answer to the case.
-
-        To establish a truth takes most of the time of these checks. Few replicas, which are among all of them, give a
-        budget that is up to a few times too wide. What is looked for here is not as fine: equivalence judges with all.
-        A side beyond the budget of the few is judged with all here, too, so that none is wrongly accused.
-        """
-        try:
-            equivalence.judge(self.pair, self.truth(case), produced, name=self.name)
-        except NotEquivalent:
-            equivalence.judge(self.pair, self.truth(case, equivalence.REPLICAS), produced, name=self.name)
+        """NotEquivalent where they are not the answer to the case."""
+        equivalence.hold(self.pair, functools.partial(self.truth, case), produced, name=self.name)
         self.was_right = True
 
     def drifted(self, error: NotEquivalent) -> NotEquivalent | None:

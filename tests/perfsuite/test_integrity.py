@@ -11,10 +11,9 @@ import torch
 
 from perfsuite import Pair, equivalence, floats, integrity, listof, sampled, stateful, tensor
 from perfsuite import inputs as make
-from perfsuite.equivalence import NotEquivalent
+from perfsuite.equivalence import NONE, NotEquivalent
 from perfsuite.errors import PairError
 from perfsuite.integrity import Probe
-from perfsuite.integrity.probe import FEW
 from perfsuite.pair import as_side
 from perfsuite.records import Case, InputCase
 
@@ -407,18 +406,18 @@ def test_what_is_no_output_is_an_error_of_the_declaration() -> None:
 
 @pytest.fixture
 def lucky(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """No answer is within the budget of few replicas. The number of replicas of each truth, as asked for."""
-    establish, judge, asked, few = equivalence.establish, equivalence.judge, list[int](), list[equivalence.Truth]()
+    """No answer is within the budget without replicas. The number of replicas of each truth, as asked for."""
+    establish, judge, asked, bare = equivalence.establish, equivalence.judge, list[int](), list[equivalence.Truth]()
 
     def establish_(*given: Any, replicas: int, **named: Any) -> equivalence.Truth:
         truth = establish(*given, replicas=replicas, **named)
         asked.append(replicas)
-        few.extend([truth] * (replicas == FEW))
+        bare.extend([truth] * (replicas == NONE))
         return truth
 
     def judge_(of: Pair, truth: equivalence.Truth, produced: Any, **named: Any) -> None:
-        if any(truth is t for t in few):
-            raise NotEquivalent("the few replicas were lucky")
+        if any(truth is t for t in bare):
+            raise NotEquivalent("the reference was lucky")
         judge(of, truth, produced, **named)
 
     monkeypatch.setattr(equivalence, "establish", establish_)
@@ -426,7 +425,7 @@ def lucky(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return asked
 
 
-def test_a_side_within_the_budget_of_few_replicas_is_judged_by_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_side_surely_within_the_budget_is_judged_without_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
     establish, asked = equivalence.establish, []
 
     def counted(*given: Any, replicas: int, **named: Any) -> equivalence.Truth:
@@ -435,12 +434,12 @@ def test_a_side_within_the_budget_of_few_replicas_is_judged_by_no_more(monkeypat
 
     monkeypatch.setattr(equivalence, "establish", counted)
     integrity.check(pair(exp_, lambda x: torch.exp(x)), CASE, "cpu")
-    assert set(asked) == {FEW}
+    assert set(asked) == {NONE}
 
 
-def test_a_side_beyond_the_budget_of_few_replicas_is_judged_by_all(lucky: list[int]) -> None:
+def test_a_side_beyond_the_budget_without_replicas_is_judged_by_all(lucky: list[int]) -> None:
     integrity.check(pair(exp_, lambda x: torch.exp(x)), CASE, "cpu")
-    assert lucky.count(FEW) == lucky.count(equivalence.REPLICAS) > 1
+    assert lucky.count(NONE) == lucky.count(equivalence.REPLICAS) > 1
     wrong = probe(pair(exp_, lambda x: torch.exp(x) + 1e-3))
     with pytest.raises(NotEquivalent, match="times its"):
         wrong.judge(wrong.call(wrong.drawn()))

@@ -604,7 +604,6 @@ def calls_of_a_reference(time: Time, seconds: float, **options: Any) -> int:
         time.spend(seconds)
         return torch.exp(x)
 
-    # Of inputs of this size the truth has one replica only.
     made = measure(pair(time, reference=slow), n=REPLICAS_UP_TO + 1, **options)
     assert made.few == ("reference",)
     assert made.sides["reference"].wall_s == pytest.approx(seconds)
@@ -612,8 +611,8 @@ def calls_of_a_reference(time: Time, seconds: float, **options: Any) -> int:
     return next(count)
 
 
-PROOF = 4
-"""The truth and the reference, and both again of inputs close by."""
+PROOF = 2
+"""The truth and the reference."""
 WARM_UP = 2
 
 
@@ -788,7 +787,8 @@ def test_outputs_that_are_not_those_proven_are_judged_when_all_is_timed(
     done.clear()
     with nullcontext() if right else pytest.raises(NotEquivalent, match=r"timed optimized.*it was right before"):
         measuring.measure(of, workload, workload_id="i", device="cpu", proof=proof, new_values=False, beside=beside)
-    assert done == ["beside", "timed optimized"]
+    # What is wrong by the reference's error on one draw is judged once more, with replicas.
+    assert done == ["beside", *["timed optimized"] * (1 if right else 2)]
 
 
 @pytest.mark.parametrize(
