@@ -573,14 +573,19 @@ def upcast(value: Any) -> Any:
 
 
 def jitter(pair: Pair, values: Mapping[str, Any], seed: int, name: str, eps: float) -> dict[str, Any]:
-    """Inputs moved by up to the relative amount `eps`, within their domain: a draw just beside this one."""
+    """Inputs moved by up to the relative amount `eps`, within their domain: a draw just beside this one.
+
+    Below the smallest normal number the digits lie as far apart as there, so that values move by `eps` of it.
+    """
 
     def moved(spec: Any, generator: torch.Generator, tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_floating_point():
             return _clone_tensor(tensor)
         work = torch.float64 if tensor.dtype == torch.float64 else torch.float32
         noise = torch.rand(tensor.shape, generator=generator, device=generator.device, dtype=work).to(tensor.device)
-        near = (tensor.detach() * (noise.sub_(0.5).mul_(2 * eps).add_(1.0))).to(tensor.dtype)
+        share, tiny, old = noise.sub_(0.5).mul_(2 * eps), torch.finfo(tensor.dtype).tiny, tensor.detach()
+        subnormal = old + old.sign() * tiny * share
+        near = torch.where(old.abs() < tiny, subnormal, old * share.add(1.0)).to(tensor.dtype)
         leaf = tensor_spec(spec)
         if leaf is not None and isinstance(leaf.values, Floats) and (leaf.values.low, leaf.values.high) != (None, None):
             return _within(near, leaf.values)

@@ -989,6 +989,16 @@ def test_what_is_below_the_smallest_normal_number_may_be_flushed(dtype: str) -> 
     rejected(pair_of(torch.log, lambda x: torch.log(flushing(x)), inputs), "inf at", case)
 
 
+def test_tf32_cuts_digits_of_subnormal_numbers_off_as_of_the_smallest_normal_ones() -> None:
+    inputs = {"a": tensor("m", "k"), "b": tensor("k", "n")}
+    drawn = {"a": InputCase(regime="denormal"), "b": InputCase(regime="mixed")}
+    pair = pair_of(torch.matmul, lambda a, b: tf32(a) @ tf32(b), inputs, precision="tf32")
+    for seed in range(8):
+        check(pair, case_of(m=5, k=13, n=7, inputs=drawn, seed=seed))
+    inaccurate = pair_of(torch.matmul, lambda a, b: tf32(a) @ b * 1.02, inputs, precision="tf32")
+    rejected(inaccurate, "wrong|inaccurate", case_of(m=5, k=13, n=7))
+
+
 def test_float16_has_no_flushing() -> None:
     case = case_of("float16", n=33, inputs={"x": InputCase(regime="denormal")})
     rejected(pair_of(lambda x: x * 1, torch.zeros_like, {"x": tensor("n")}), "wrong", case)

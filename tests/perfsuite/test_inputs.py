@@ -503,6 +503,14 @@ def test_jitter_moves_by_an_ulp_and_differs_by_name() -> None:
     assert torch.equal(make.jitter(of, special, 0, "a", eps)["x"].nan_to_num(5), special["x"].nan_to_num(5))
 
 
+def test_jitter_moves_subnormal_numbers_by_as_much_as_the_smallest_normal_one() -> None:
+    of, tiny = pair(inputs={"x": tensor("n")}), torch.finfo(torch.float32).tiny
+    x = torch.cat([torch.full((500,), tiny / 16), torch.zeros(4)])
+    moved = (make.jitter(of, {"x": x}, 0, "a", 2.0**-10)["x"] - x).double() / tiny
+    assert 2.0**-11 < float(moved.abs().max()) <= 2.0**-10
+    assert not moved[500:].any()
+
+
 def test_leaf_spec_is_found_in_nests() -> None:
     leaf = tensor("n", values=floats(0, 1))
     assert isinstance(leaf, TensorSpec)
