@@ -239,12 +239,23 @@ class Control:
         side = "reference" if task.kind == PROVE else "optimized"
         return self.durations.of(task, entry.sides[side].seconds)
 
-    def announce(self, timed: Sequence[Task], proofs: Sequence[Task] = (), *, proving: bool = False) -> None:
-        """Say what is about to run, and how long it will take by what it took the last time."""
+    def announce(
+        self,
+        timed: Sequence[Task],
+        proofs: Sequence[Task] = (),
+        *,
+        proving: bool = False,
+        after: Sequence[Task] = (),
+    ) -> None:
+        """Say what is about to run, and how long it will take by what it took the last time.
+
+        What is timed `after` it is not counted, but its seconds are.
+        """
         if not timed and not proofs:
             return
         first, then = self._planned(timed, proving), self._planned(proofs, True)
-        seconds = sum(lanes.seconds_of(*planned, self.expected_s) for planned in (first, then))
+        every = (first, then, self._planned(after, False))
+        seconds = sum(lanes.seconds_of(*planned, self.expected_s) for planned in every)
         parts = []
         if timed and proving:
             parts.append(_on_cores(*first))

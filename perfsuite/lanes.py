@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -194,9 +195,16 @@ def ordered(tasks: Iterable[Task], lanes: Sequence[Lane], expected: Callable[[Ta
 
 
 def seconds_of(tasks: Sequence[Task], lanes: Sequence[Lane], expected: Callable[[Task], float]) -> float:
-    """How long the tasks will take in this order; on one device one after the other."""
-    lanes = devices_of(lanes) if any(lane.lock for lane in lanes) else lanes
+    """How long the tasks will take in this order; on one device one after the other.
+
+    Tasks that time the same workload go to different processes. Where a device is shared, these start ahead.
+    """
+    if not tasks:
+        return 0.0
+    shared = any(lane.lock for lane in lanes)
+    lanes = devices_of(lanes) if shared else lanes
     loads = [0.0] * len(lanes)
     for task in tasks:
         loads[loads.index(min(loads))] += expected(task)
-    return START_S + max(loads) if tasks else 0.0
+    most = max(Counter(task.id for task in tasks).values())
+    return START_S * (1 if shared else most) + max(loads)

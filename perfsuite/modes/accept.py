@@ -14,7 +14,7 @@ from perfsuite.modes.paired import Whole
 from perfsuite.priors import suite_noise
 from perfsuite.records import Ran, Status
 from perfsuite.resuming import Kept
-from perfsuite.workers import Failure, Lane, Task
+from perfsuite.workers import ALONE, Failure, Lane, Task
 
 PROCESSES = 5
 THOROUGH_PROCESSES = 1
@@ -100,7 +100,8 @@ class Accept(Whole):
         def further(id: str) -> list[Task]:
             return [self._accept_task(id)] if id not in self.failures and len(self.runs.get(id, ())) < wanted else []
 
-        self.announce([self._accept_task(i) for i in proven for _ in range(wanted - len(self.runs.get(i, ())))])
+        timed = [self._accept_task(i) for i in proven for _ in range(wanted - len(self.runs.get(i, ())))]
+        self.announce(timed, after=[Task(id=i, kind=ALONE) for i in proven])
         for id, outcome in self.work([task for i in proven for task in further(i)], further=further):
             kept.add(id, outcome)
         self._kept = kept
