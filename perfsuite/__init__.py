@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from perfsuite.errors import PerfsuiteError
+from perfsuite.errors import PairError, PerfsuiteError
 from perfsuite.pair import Cost, Pair, Side, Workload, compiled, side, stateful
 from perfsuite.specs import (
     constant,
@@ -23,12 +23,17 @@ from perfsuite.specs import (
 
 if TYPE_CHECKING:
     from perfsuite.api import check, measure
+    from perfsuite.equivalence import NotEquivalent
 
 __version__ = "0.1.0"
+LATER = {"check": "api", "measure": "api", "NotEquivalent": "equivalence"}
+"""Name → the module that has it."""
 
 __all__ = [
     "Cost",
+    "NotEquivalent",
     "Pair",
+    "PairError",
     "PerfsuiteError",
     "Side",
     "Workload",
@@ -52,7 +57,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # check and measure need torch: imported when first used, so that `import perfsuite` costs nothing.
-    if name in ("check", "measure"):
-        return getattr(importlib.import_module("perfsuite.api"), name)
+    # These need torch: imported when first used, so that `import perfsuite` costs nothing.
+    if name in LATER:
+        return getattr(importlib.import_module(f"perfsuite.{LATER[name]}"), name)
     raise AttributeError(f"module 'perfsuite' has no attribute {name!r}")

@@ -32,8 +32,8 @@ class Probe:
     """Truths by the case's seed, the number of replicas, and whether they have gradients: the checks share them."""
     inputs: dict[int, dict[str, Any]] = field(default_factory=dict)
     """By the case's seed, as they are drawn; a call gets a copy."""
-    was_right: bool = False
-    """Whether any answer has been right so far."""
+    right: set[int] = field(default_factory=set)
+    """The seeds of the cases that were answered rightly at least once."""
     touched: str | None = None
     """An undeclared input that a call has written to, as torch counts it, whatever it holds now."""
 
@@ -118,11 +118,11 @@ class Probe:
     def judge(self, produced: Leaves, case: Case | None = None) -> None:
         """NotEquivalent where they are not the answer to the case."""
         equivalence.hold(self.pair, functools.partial(self.truth, case), produced, name=self.name)
-        self.was_right = True
+        self.right.add((case or self.case).seed)
 
     def drifted(self, error: NotEquivalent) -> NotEquivalent | None:
         """The fault of a side that was right and is wrong ever after, if that is so; `error` says how."""
-        if not self.was_right or any(self.is_right(self.call(self.drawn())) for _ in range(3)):
+        if self.case.seed not in self.right or any(self.is_right(self.call(self.drawn())) for _ in range(3)):
             return None
         return self.fault(f"drifts: right at first, and wrong ever after some calls: {error}")
 

@@ -398,6 +398,16 @@ def test_another_algorithm_where_determinism_is_asked_for_is_not_called_unwritte
         integrity.unwritten_output(probe(pair(exp_, lambda x: unwritten(rounds_where_deterministic(x)))))
 
 
+def test_a_side_that_is_right_on_another_draw_only_does_not_drift() -> None:
+    def wrong_on_this_one(x: torch.Tensor) -> torch.Tensor:
+        return torch.exp(x) * (1.1 if torch.equal(x, made.drawn()["x"]) else 1)
+
+    made = probe(pair(exp_, wrong_on_this_one))
+    assert made.is_right(made.call(made.drawn(made.other_case())), made.other_case())
+    with pytest.raises(NotEquivalent, match="output of the optimized side is wrong"):
+        integrity.unwritten_output(made)
+
+
 def test_what_is_no_output_is_an_error_of_the_declaration() -> None:
     with pytest.raises(PairError, match="output is a str"):
         integrity.check(pair(exp_, lambda x: "text"), CASE, "cpu")
