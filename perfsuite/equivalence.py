@@ -45,7 +45,8 @@ CAP         Where K · RMS(e), without the movement of t, exceeds √(K · eps) 
             are counted, and too few remaining draws are a failure, never a pass.
 
 Where all is tiny the budget is K times the smallest normal number, since GPUs flush what is below it to zero, in each
-term of a sum; in float16, which they do not flush, it is C of the smallest steps. NaN and ±inf must stand in the same
+term of a sum; in float16, which they do not flush, it is C of the smallest steps. -0.0 is equal to 0.0 unless the pair
+says `signed_zeros=True`: right kernels differ in it, as x·(x > 0) and max(x, 0) do. NaN and ±inf must stand in the same
 places; integers and bools must be equal; dtype, shape, device and the class of strides must agree. Elements that the
 pair's `excuse` names, within rounding of a declared threshold, are left out and counted; more than EXCUSED_SHARE of all
 is a failure.
@@ -754,6 +755,8 @@ def _judge_leaf(
             f"{where} is {_item(o, at):.9g}{_place(at)} where the truth is {_item(t64, at):.9g}: "
             f"NaN and infinities must stand in the same places ({int(wrong.sum())} of {o.numel()} elements)"
         )
+    if pair.signed_zeros:
+        _judge_zeros(where, t64, r, o)
     period = _period(truth.periods, name)
     delta = differences.difference(o, t64, period)
     error = delta.abs()
@@ -814,6 +817,18 @@ def _judge_leaf(
         raise NotEquivalent(f"{pair.name}, {side} side: {message}")
     if tally is not None:
         tally.biases.note(name, draw)
+
+
+def _judge_zeros(where: str, truth: torch.Tensor, reference: torch.Tensor, got: torch.Tensor) -> None:
+    """NotEquivalent where a zero has another sign than in the truth, and in the reference's own answer."""
+    zero = (truth == 0) & (got == 0)
+    wrong = zero & (truth.signbit() == reference.signbit()) & (truth.signbit() != got.signbit())
+    if wrong.any():
+        at = wrong.nonzero()[0].tolist()
+        raise NotEquivalent(
+            f"{where} is {_item(got, at)}{_place(at)} where the truth is {_item(truth, at)}: the sign of zero counts, "
+            f"as signed_zeros=True says ({int(wrong.sum())} of {got.numel()} elements)"
+        )
 
 
 def _judge_exactly(where: str, reference: Leaf, got: Leaf, excuse: torch.Tensor | None, tally: Tally | None) -> None:

@@ -397,7 +397,9 @@ def _floats(
 ) -> torch.Tensor:
     if regime == "zeros":
         zeros = torch.zeros(shape, device=source)
-        return zeros if values.low is None and values.high is None else zeros.clamp(values.low, values.high)
+        if values.low is not None or values.high is not None:
+            return zeros.clamp(values.low, values.high)
+        return zeros.copysign(torch.rand(shape, generator=generator, device=source) - 0.5)
     info = torch.finfo(dtype)
     work = torch.float64 if math.prod(shape) <= DRAW_ON_DEVICE else torch.float32
     if values.low is None and values.high is None:

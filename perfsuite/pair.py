@@ -233,6 +233,7 @@ class Pair:
     unsupported  ways of calling (CONTEXTS) that the optimized side is not made for → why; they are not tried
     max_examples draws a proof takes at most, for a pair whose draws are dear
     output_dtype the dtype of the optimized side's outputs, where it is not the reference's
+    signed_zeros whether -0.0 is another answer than 0.0
     time_limit   seconds one item may take before it counts as hanging; more where a profile draws more than "dev"
     """
 
@@ -260,6 +261,7 @@ class Pair:
     strides: str = "reference"
     unsupported: Mapping[str, str] = field(default_factory=dict)
     max_examples: int | None = None
+    signed_zeros: bool = False
     output_dtype: str | None = None
     name: str = "pair"
 

@@ -483,6 +483,34 @@ def keeps_nan(time: Time) -> Pair:
     return pair(lambda x: torch.where(x > 0, x, torch.where(x.isnan(), x, 0.0)), reference=torch.relu)
 
 
+@fault(31, "the sign of zero lost by a subtraction", "the sign of zero counts, as signed_zeros=True says")
+def subtracts(time: Time) -> Pair:
+    return pair(lambda x: 0 - x, reference=torch.neg, inputs={"x": tensor("m", "n")}, signed_zeros=True)
+
+
+@fault(31, "the sign of zero lost by a comparison", "the sign of zero counts, as signed_zeros=True says")
+def compares(time: Time) -> Pair:
+    return pair(
+        lambda x: torch.where(x < 0, -1.0, 1.0).to(x) * x.abs(),
+        reference=lambda x: x.abs().copysign(x),
+        inputs={"x": tensor("m", "n")},
+        signed_zeros=True,
+    )
+
+
+@honest(31, "the sign of zero kept by a product")
+def multiplies(time: Time) -> Pair:
+    return pair(lambda x: -1 * x, reference=torch.neg, inputs={"x": tensor("m", "n")}, signed_zeros=True)
+
+
+@honest(31, "another sign of zero, where nobody says that it counts")
+def unsigned_zeros(time: Time) -> Pair:
+    def optimized(x: torch.Tensor) -> torch.Tensor:
+        return torch.where(x > 0, x, torch.where(x.isnan(), x, 0.0))
+
+    return pair(optimized, reference=torch.relu, inputs={"x": tensor("m", "n")})
+
+
 @fault(32, "another dtype", "has dtype torch.float64 where the reference has torch.float32")
 def other_dtype(time: Time) -> Pair:
     return pair(lambda x: fast(x).double())
