@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from _pytest.skipping import evaluate_skip_marks
 
-from perfsuite import baseline, conclusion, lanes, machine, revision, sharding, turns
+from perfsuite import baseline, conclusion, declared, lanes, machine, revision, sharding, turns
 from perfsuite.errors import PerfsuiteError
 from perfsuite.folders import SCRATCH
 from perfsuite.progress import Progress, measurements
@@ -118,6 +118,7 @@ class Control:
                 raise pytest.UsageError(f"{item.nodeid} is marked flaky: {ONCE}")
         if self.shard is not None:
             sharding.keep(selected, self.shard)
+        self.notes += declared.unsupported(i.pair for i in selected if getattr(i, "kind", "") == "contexts")
         self.items = {i.nodeid: i for i in selected if isinstance(i, SpeedItem)}
 
     def load_baseline(self) -> None:
@@ -240,22 +241,13 @@ class Control:
         return self.durations.of(task, entry.sides[side].seconds)
 
     def announce(
-        self,
-        timed: Sequence[Task],
-        proofs: Sequence[Task] = (),
-        *,
-        proving: bool = False,
-        after: Sequence[Task] = (),
+        self, timed: Sequence[Task], proofs: Sequence[Task] = (), *, proving: bool = False, after: Sequence[Task] = ()
     ) -> None:
-        """Say what is about to run, and how long it will take by what it took the last time.
-
-        What is timed `after` it is not counted, but its seconds are.
-        """
+        """Say what is about to run, and how long it will take, with what comes `after`, by what it took before."""
         if not timed and not proofs:
             return
         first, then = self._planned(timed, proving), self._planned(proofs, True)
-        every = (first, then, self._planned(after, False))
-        seconds = sum(lanes.seconds_of(*planned, self.expected_s) for planned in every)
+        seconds = sum(lanes.seconds_of(*p, self.expected_s) for p in (first, then, self._planned(after, False)))
         parts = []
         if timed and proving:
             parts.append(_on_cores(*first))

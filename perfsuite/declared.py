@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from perfsuite.errors import PairError, in_one_line
@@ -32,6 +33,13 @@ def pairs_of(name: str, value: object, module: str) -> Iterator[tuple[str, Pair]
         yield from ((f"{name}.{n}", pair) for n, pair in vars(value).items() if isinstance(pair, Pair))
     elif inspect.isfunction(value) and value.__module__ == module and _is_factory(value):
         yield from ((f"{name}-{id}", _made(value, name, arguments)) for id, arguments in _parameters(value))
+
+
+def unsupported(pairs: Iterable[Pair]) -> list[str]:
+    """A line that counts the ways of calling which these pairs declare as unsupported; no line without any."""
+    counts = Counter(way for pair in pairs for way in pair.unsupported)
+    ways = [f"{way} (pairs: {number})" for way, number in counts.most_common()]
+    return [f"not tried, because pairs declare it as unsupported: {', '.join(ways)}"] if ways else []
 
 
 def find(module: Any, name: str) -> Pair | None:

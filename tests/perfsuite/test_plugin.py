@@ -331,6 +331,26 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_gpu")
+def test_ways_of_calling_that_pairs_declare_as_unsupported_are_counted(project: Project) -> None:
+    module = """
+        from perfsuite import Pair, Workload, tensor
+
+
+        def made(**unsupported):
+            return Pair(
+                reference=abs, optimized=lambda x: x.abs(), inputs={"x": tensor("n")}, gradients=False,
+                workloads=[Workload("w", n=8)], unsupported=unsupported,
+            )
+
+
+        one, two, three = made(autocast="why"), made(autocast="why", two_threads="why"), made()
+    """
+    project.write("test_unsupported.py", module)
+    output = project.run("-m", "correctness", "-k", "contexts").stdout.str()
+    assert "not tried, because pairs declare it as unsupported: autocast (pairs: 2), two_threads (pairs: 1)" in output
+    assert "not tried" not in project.run("-m", "correctness", "-k", "three").stdout.str()
+
+
 def test_what_needs_devices_is_skipped_with_the_reason(project: Project) -> None:
     project.write(
         "test_devices.py",
