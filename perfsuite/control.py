@@ -118,7 +118,8 @@ class Control:
                 raise pytest.UsageError(f"{item.nodeid} is marked flaky: {ONCE}")
         if self.shard is not None:
             sharding.keep(selected, self.shard)
-        self.notes += declared.unsupported(i.pair for i in selected if getattr(i, "kind", "") == "contexts")
+        proofs: list[Any] = [i for i in selected if getattr(i, "kind", "") == "contexts"]
+        self.notes += declared.unsupported(proof.pair for proof in proofs)
         self.items = {i.nodeid: i for i in selected if isinstance(i, SpeedItem)}
 
     def load_baseline(self) -> None:

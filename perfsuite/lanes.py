@@ -18,7 +18,7 @@ from perfsuite.records import Machine
 from perfsuite.workers import ITEMS, TIME, Lane, Task, devices_of
 
 FILE = "durations.json"
-USUAL_S = {"prove": 3.0, "time": 2.0, "items": 2.0, "alone": 0.5}
+USUAL_S = {"prove": 3.0, "time": 2.0, "items": 1.0, "alone": 0.5}
 """What a task takes that was never done before."""
 CALLS = {"prove": 10.0, "time": 50.0, "items": 0.0, "alone": 20.0}
 """How many calls of a workload's sides a task makes that was never done before."""
