@@ -6,6 +6,7 @@ sizes, precision) and sees whether the side is then right.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -26,6 +27,8 @@ from perfsuite.specs import ConstantSpec, TensorSpec, symbols
 PRECISIONS = {"float16 or TF32": 2.0**-10, "bfloat16": 2.0**-7}
 """Name → eps: where the error fits the budget of one of these, that is what was computed in."""
 TILES = (16, 32, 64)
+MOST_EXCHANGED = 8
+"""Outputs, or inputs, of which any two may be exchanged."""
 FEWEST_ERRORS, LEAST_OF_A_SIGN = 16, 0.15
 """Fewer errors, or fewer of one sign, are not taken for rounding: a factor that is wrong by 1% fits bfloat16, too."""
 
@@ -97,8 +100,12 @@ class _Trial:
 
     def is_right_on(self, values: dict[str, Any], case: Case) -> bool:
         """On these inputs instead of drawn ones."""
+        return self.given(values).is_right(case)
+
+    def given(self, values: dict[str, Any]) -> _Trial:
+        """The same trial, on these inputs instead of drawn ones."""
         fixed = replace(self.pair, inputs={n: ConstantSpec(value=v) for n, v in values.items()})
-        return _Trial(fixed, self.side, self.device, self.home).is_right(case)
+        return _Trial(fixed, self.side, self.device, self.home)
 
 
 def _causes(trial: _Trial, case: Case, gradients: bool) -> Iterator[str]:
@@ -127,12 +134,45 @@ def _causes(trial: _Trial, case: Case, gradients: bool) -> Iterator[str]:
             "bounds with values=, or give the same from the optimized side"
         )
         return
+    yield from _exchanged(trial, case, gradients)
     yield from _sizes(trial, case, gradients)
     if not gradients and not trial.pair.is_stateful:
         yield from _values(trial, plain)
         yield from _unread(trial, case)
     yield from _related(trial, case, gradients)
     yield from _precision(trial, case, gradients)
+
+
+def _exchanged(trial: _Trial, case: Case, gradients: bool) -> Iterator[str]:
+    """Two outputs in each other's place, or two inputs."""
+    truth, produced = trial.truth(case, gradients), trial.produce(case, gradients)
+    for a, b in _alike(produced):
+        if _agrees(trial.pair, truth, {**produced, a: produced[b], b: produced[a]}):
+            yield f"{a} and {b} are exchanged"
+            return
+    if gradients or trial.pair.is_stateful:
+        return
+    drawn = make.build(trial.pair, case, trial.device, home=trial.home)
+    for a, b in _alike(drawn):
+        if _agrees(trial.pair, truth, trial.given({**drawn, a: drawn[b], b: drawn[a]}).produce(case)):
+            yield f"it is right with {a} and {b} exchanged: a side is called with the inputs by position"
+            return
+
+
+def _alike(named: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The names of two tensors of one shape and dtype that differ; not of all pairs, where there are many."""
+    tensors = [(name, t) for name, t in named.items() if isinstance(t, torch.Tensor) and t.is_floating_point()]
+    for (a, one), (b, other) in itertools.combinations(tensors[:MOST_EXCHANGED], 2):
+        if one.shape == other.shape and one.dtype == other.dtype and not equivalence.identical(one, other):
+            yield a, b
+
+
+def _agrees(pair: Pair, truth: equivalence.Truth, produced: Leaves) -> bool:
+    try:
+        equivalence.judge(pair, truth, produced, strict_strides=False)
+    except NotEquivalent:
+        return False
+    return True
 
 
 def _truth_is_not_finite(trial: _Trial, case: Case, gradients: bool) -> bool:

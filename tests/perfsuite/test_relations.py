@@ -67,6 +67,29 @@ def test_a_failure_names_it(optimized: Callable[[torch.Tensor], torch.Tensor], s
     assert says in str(caught.value)
 
 
+def polar(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.hypot(x, y), torch.atan2(y, x)
+
+
+@pytest.mark.parametrize(
+    ("optimized", "says"),
+    [
+        (lambda x, y: polar(x, y)[::-1], r"likely cause: output\[0\] and output\[1\] are exchanged"),
+        (
+            lambda y, x: polar(x, y),
+            "likely cause: it is right with x and y exchanged: a side is called with the inputs by",
+        ),
+        (lambda x, y: polar(x, y + 0.5), "wrong"),
+    ],
+)
+def test_outputs_or_inputs_that_are_exchanged_are_named(optimized: Callable[..., torch.Tensor], says: str) -> None:
+    inputs = {name: tensor("n", values=floats(1, 4)) for name in "xy"}
+    of = Pair(name="p", reference=polar, optimized=optimized, inputs=inputs, gradients=False)
+    with pytest.raises(NotEquivalent, match=says) as caught:
+        perfsuite.check(of, examples=10)
+    assert ("exchanged" in says) == ("exchanged" in str(caught.value))
+
+
 @pytest.mark.parametrize(("eps", "does"), [(2.0**-10, True), (2.0**-7, False)])
 def test_an_error_far_below_a_precision_is_not_its_rounding(eps: float, does: bool) -> None:
     assert reaches(TRUTH.half().double(), TRUTH, eps) is does
