@@ -5,8 +5,15 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 from collections.abc import Mapping
 from typing import Any
+
+import pytest
+
+SIDES = ("@reference", "@optimized")
+"""What the names of our records end with."""
 
 
 def silence(benchmark: Any) -> None:
@@ -25,3 +32,15 @@ def record(benchmark: Any, node_id: str, side: str, samples_s: tuple[float, ...]
     for sample in samples_s:
         stats.update(sample)
     stats.extra_info = dict(extra)  # the fixture shares one among its records
+
+
+def hide_table(config: pytest.Config) -> None:
+    """Leave pytest-benchmark's own table out where all its records are ours, which a table of ours has shown, unless
+    one of its options is given."""
+    session = getattr(config, "_benchmarksession", None)
+    outside = shlex.split(os.environ.get("PYTEST_ADDOPTS", ""))
+    given = (*config.invocation_params.args, *config.getini("addopts"), *outside)
+    if session is None or any(str(argument).startswith("--benchmark") for argument in given):
+        return
+    if all(record.fullname.endswith(SIDES) for record in session.benchmarks):
+        session.quiet = True

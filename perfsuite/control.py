@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from _pytest.skipping import evaluate_skip_marks
 
-from perfsuite import baseline, conclusion, declared, lanes, machine, revision, sharding, turns
+from perfsuite import baseline, benchmarks, conclusion, declared, lanes, machine, revision, sharding, turns
 from perfsuite.errors import PerfsuiteError
 from perfsuite.folders import SCRATCH
 from perfsuite.progress import Progress, measurements
@@ -400,6 +400,7 @@ class Control:
             # pytest has printed the failed proofs already.
             brief = replace(shown, correctness=replace(shown.correctness, failures={}))
             terminal.show(brief, terminal.console(terminalreporter._tw._file))
+            benchmarks.hide_table(self.config)
         for line in (*self.notes, *(f"{form}: {path}" for form, path in self.written.items())):
             terminalreporter.write_line(line)
 

@@ -331,6 +331,35 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize(
+    ("names", "options", "shown"),
+    [("speed", [], False), ("speed", ["--benchmark-columns=median"], True), ("speed or own", [], True)],
+)
+def test_the_table_of_pytest_benchmark_is_shown_where_it_is_asked_for(
+    project: Project, names: str, options: list[str], shown: bool
+) -> None:
+    module = """
+        import pytest
+        from perfsuite import Pair, Workload, tensor
+
+        same = Pair(
+            reference=abs, optimized=lambda x: x.abs(), inputs={"x": tensor("n")}, gradients=False,
+            workloads=[Workload("w", n=8)],
+        )
+
+
+        @pytest.mark.perf
+        def test_own(benchmark):
+            benchmark(abs, 1)
+    """
+    project.write("test_tables.py", module)
+    output = project.run("-m", "perf", "-k", names, *options).stdout.str()
+    assert "reference optimized  speedup" in output.replace(
+        "reference optimized speedup", "reference optimized  speedup"
+    )
+    assert ("Name (time in" in output) is shown
+
+
 def test_ways_of_calling_that_pairs_declare_as_unsupported_are_counted(project: Project) -> None:
     module = """
         from perfsuite import Pair, Workload, tensor
