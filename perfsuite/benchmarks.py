@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 SIDES = ("@reference", "@optimized")
-"""What the names of our records end with."""
+"""Endings of the names of perfsuite's records."""
 
 
 def silence(benchmark: Any) -> None:

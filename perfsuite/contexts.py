@@ -343,13 +343,7 @@ def many_elements(probe: Probe) -> None:
 def many_steps(probe: Probe) -> None:
     """After many more steps than are usually compared."""
     pair = replace(probe.pair, steps=(MANY_STEPS,))
-
-    @functools.cache
-    def known(replicas: int) -> Truth:
-        return equivalence.establish(
-            pair, probe.case, probe.device, gradients=False, home=probe.home, replicas=min(replicas, 1)
-        )
-
+    known = equivalence.truths(pair, probe.case, probe.device, most=1, gradients=False, home=probe.home)
     try:
         known(NONE)
     except Discard:
@@ -391,25 +385,15 @@ def _hold(
     """Call the side in this way and hold it against the truth: of a plain call where none is given, unless `eps` says
     that precision is lower in this way."""
     reference = as_side(probe.pair.reference)
-
-    @functools.cache
-    def called_so(replicas: int) -> Truth:
-        return equivalence.establish(
-            probe.pair,
-            probe.case,
-            probe.device,
-            gradients=False,
-            home=probe.home,
-            replicas=replicas,
-            eps=eps,
-            way=way,
-        )
-
     try:
         expected = _produced(probe, reference, way)
         if known is None:
-            is_plain = eps is None and _is_plain(probe, expected)
-            known = functools.partial(probe.truth, None) if is_plain else called_so
+            if eps is None and _is_plain(probe, expected):
+                known = functools.partial(probe.truth, None)
+            else:
+                known = equivalence.truths(
+                    probe.pair, probe.case, probe.device, gradients=False, home=probe.home, eps=eps, way=way
+                )
         known(NONE)
     except Discard:
         return

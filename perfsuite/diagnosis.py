@@ -167,9 +167,9 @@ def _alike(named: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield a, b
 
 
-def _agrees(pair: Pair, truth: equivalence.Truth, produced: Leaves) -> bool:
+def _agrees(pair: Pair, truth: equivalence.Truth, produced: Leaves, *, strict_strides: bool = False) -> bool:
     try:
-        equivalence.judge(pair, truth, produced, strict_strides=False)
+        equivalence.judge(pair, truth, produced, strict_strides=strict_strides)
     except NotEquivalent:
         return False
     return True
@@ -192,12 +192,10 @@ def _remedy(special: list[str]) -> str:
 
 def _is_late(trial: _Trial, case: Case, gradients: bool) -> bool:
     truth, produced = trial.truth(case, gradients), trial.produce(case, gradients)
-    try:
-        equivalence.judge(trial.pair, truth, produced)
-    except NotEquivalent:
-        where = (trial.pair, trial.side, case, trial.device, truth)
-        return comes_late(*where, gradients=gradients, home=trial.home)
-    return False
+    if _agrees(trial.pair, truth, produced, strict_strides=True):
+        return False
+    where = (trial.pair, trial.side, case, trial.device, truth)
+    return comes_late(*where, gradients=gradients, home=trial.home)
 
 
 def _unread(trial: _Trial, case: Case) -> Iterator[str]:
@@ -286,11 +284,8 @@ def precision_of(pair: Pair, truth: equivalence.Truth, produced: Leaves, *, stri
     for name, eps in PRECISIONS.items():
         if eps <= 2 * truth.eps or not any(relations.reaches(got, leaf, eps) for got, leaf in _both(truth, produced)):
             continue
-        try:
-            equivalence.judge(pair, replace(truth, eps=eps), produced, strict_strides=strict_strides)
-        except NotEquivalent:
-            continue
-        return name
+        if _agrees(pair, replace(truth, eps=eps), produced, strict_strides=strict_strides):
+            return name
     return None
 
 

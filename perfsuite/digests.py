@@ -101,8 +101,14 @@ def surroundings() -> str:
 
 def packages() -> list[str]:
     """All installed packages, as `name==version`, in order."""
-    installed = importlib.metadata.distributions(path=PATHS)
-    return sorted({f"{d.metadata['Name']}=={d.version}" for d in installed if not _is_local(d)})
+    return list(_installed(tuple(PATHS)))
+
+
+@functools.cache
+def _installed(paths: tuple[str, ...]) -> tuple[str, ...]:
+    """Read once: accept and --changed ask for each workload."""
+    found = importlib.metadata.distributions(path=list(paths))
+    return tuple(sorted({f"{d.metadata['Name']}=={d.version}" for d in found if not _is_local(d)}))
 
 
 def variables() -> dict[str, str]:

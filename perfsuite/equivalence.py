@@ -516,6 +516,16 @@ Known: TypeAlias = Callable[[int], Truth]
 """Number of replicas → the truth of one draw, and the reference's error over so many."""
 
 
+def truths(pair: Pair, case: Case, device: str, *, most: int = REPLICAS, **options: Any) -> Known:
+    """The truths of one draw with at most so many replicas, each established once; `options` are `establish`'s."""
+
+    @functools.cache
+    def known(replicas: int) -> Truth:
+        return establish(pair, case, device, replicas=min(replicas, most), **options)
+
+    return known
+
+
 def hold(
     pair: Pair,
     known: Known,

@@ -1,4 +1,4 @@
-"""What a device does to a process: faults after which every later call fails too, and memory that runs out."""
+"""Faults of a GPU kernel after which every later call of the process fails too, and device memory that runs out."""
 
 from __future__ import annotations
 

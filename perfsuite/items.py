@@ -237,6 +237,7 @@ class ProofItem(pytest.Function):
         self.alone = ""
         """The one side to call, on that draw, instead of a proof."""
         self.lacked_memory = False
+        """Whether a side lacked memory of the device on some draw."""
         self.left_out: tuple[str, ...] = ()
         """Draws on which the reference faults."""
         self.kind = name.partition("[")[0]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import json
 import os
 import select
@@ -48,11 +47,7 @@ def check(pair: Pair, case: Case, device: str, *, module: ModuleType, home: Path
     if execution.unavailable(as_side(pair.optimized), device):
         return
     once = replace(pair, steps=(1,)) if pair.is_stateful else pair
-
-    @functools.cache
-    def known(replicas: int) -> equivalence.Truth:
-        return equivalence.establish(once, case, device, gradients=False, home=home, replicas=replicas)
-
+    known = equivalence.truths(once, case, device, gradients=False, home=home)
     try:
         known(equivalence.NONE)
     except equivalence.Discard:

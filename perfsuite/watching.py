@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -176,18 +175,9 @@ class Watch:
 
 def prove_new(output: OutputCheck, runner: Runner, values: dict[str, Any]) -> None:
     """The side must also be right on `values`, which now lie in the memory of those that it was proven with."""
-
-    @functools.cache
-    def known(replicas: int) -> equivalence.Truth:
-        return equivalence.establish(
-            output.pair,
-            output.case,
-            runner.device,
-            gradients=runner.grad_mode,
-            replicas=min(replicas, equivalence.FEW),
-            drawn=values,
-        )
-
+    known = equivalence.truths(
+        output.pair, output.case, runner.device, most=equivalence.FEW, gradients=runner.grad_mode, drawn=values
+    )
     try:
         known(equivalence.NONE)
     except equivalence.Discard:

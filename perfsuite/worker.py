@@ -93,10 +93,6 @@ class _Reports:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.every.append(report)
 
-    def failure(self) -> str:
-        """The first line of the first failure; empty without one."""
-        return next((r.longreprtext.strip().partition("\n")[0] for r in self.every if r.failed), "")
-
 
 def _run_item(item: pytest.Item, task: Task, journal: Journal) -> Reported | Failure:
     """Run a correctness item as pytest does, with what its plugins put around one, such as filters of warnings."""
@@ -111,8 +107,9 @@ def _run_item(item: pytest.Item, task: Task, journal: Journal) -> Reported | Fai
         item.ihook.pytest_runtest_protocol(item=item, nextitem=None)
     finally:
         plugins.unregister(reports)
-    if isinstance(item, ProofItem) and item.lacked_memory and faults.is_crowded():
-        return Failure(status=Status.UNMEASURED, message=reports.failure(), crowded=True)
+    failed = any(report.failed for report in reports.every)
+    if failed and task.crowded and isinstance(item, ProofItem) and item.lacked_memory and faults.is_crowded():
+        return Failure(status=Status.UNMEASURED, message="lacked memory beside other processes", crowded=True)
     made = (hook.pytest_report_to_serializable(config=item.config, report=r) for r in reports.every)
     return Reported(reports=tuple(made))
 

@@ -136,6 +136,8 @@ class Task:
     """Only call this side, "reference" or "optimized", on the draw."""
     left_out: tuple[str, ...] = ()
     """Draws on which the reference faults."""
+    crowded: bool = True
+    """Other processes of this run may hold much of the memory."""
     clock: str = ""
     """The clock that the reference is timed on alone: that of its measurements."""
     outside: bool = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -90,7 +91,7 @@ class Proofs(Control):
         outcome = self._ended.get(item.nodeid)
         if isinstance(outcome, Failure) and outcome.crowded:
             self._ended |= dict(self._proofs)  # once the other processes have ended, the memory is free
-            outcome = self._alone(self._task(item))
+            outcome = self._alone(replace(self._task(item), crowded=False))
         return self._settled(item, outcome) if isinstance(outcome, Failure) and outcome.case else outcome
 
     def _settled(self, item: Any, failure: Failure) -> Outcome:

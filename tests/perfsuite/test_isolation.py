@@ -103,7 +103,7 @@ def test_a_proof_that_lacked_memory_beside_others_is_made_again_once_they_have_e
     assert events == ["ended", "a"]
 
 
-def test_a_failure_for_want_of_memory_is_known_from_other_errors() -> None:
+def test_out_of_memory_errors_are_recognised() -> None:
     assert faults.lacks_memory(torch.OutOfMemoryError("no"))
     assert faults.lacks_memory(RuntimeError("CUDNN_STATUS_ALLOC_FAILED"))
     assert not faults.lacks_memory(RuntimeError("shape"))
