@@ -19,7 +19,8 @@ processes, or blocks, alone. Where the whole run varies more than accepted, the 
 grow by that factor; for this a random sample of the workloads (`Subject.sampled`) always runs a second process.
 
 **The same code** as the accepted one, by the digests of all that it runs (changed.py), cannot be slower because of the
-code. It passes after one process, unless that shows a slowdown of the margin; then the rule goes on as usual.
+code. It passes after one process, unless that shows a slowdown of the margin; then the rule goes on until the median
+of its processes shows none, or all of them together show one. A single disturbed process cannot make it NOISY.
 
 **Stored figures** are compared only where the accepted revision cannot be run (`Subject.stored` says why). The session
 shift does not cancel there, so the margin is wider. A slowdown is NOISY unless the optimized side's own seconds moved
@@ -271,8 +272,8 @@ def _by_speed(s: Subject, slower: Estimate, margin: float, selected: int) -> tup
     text += f"(95% interval {100 * bounds[0]:.1f} to {bounds[1]:.1%}, margin {margin:.1%})"
     if processes >= RED_PROCESSES and slower.p_above(0) <= level and change >= margin / 2:
         return Status.REGRESSED, text
-    if s.same_code and change < margin:
-        return Status.PASS, f"it runs the code of {s.against}; measured {causes.change(slower.value)} than that"
+    if s.same_code and (typical := -median(s.values)) < math.log1p(margin):
+        return Status.PASS, f"it runs the code of {s.against}; measured {causes.change(typical)} than that"
     if slower.upper(1 - beta(processes)) < math.log1p(margin) and (processes > 1 or not s.sampled):
         faster = slower.p_below(0) <= level and -change >= margin
         if faster and processes < RED_PROCESSES:

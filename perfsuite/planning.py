@@ -8,7 +8,7 @@ from statistics import fmean
 
 from perfsuite.baseline import Entry
 from perfsuite.blocks import block_variance, process_mean
-from perfsuite.stages import RED_PROCESSES, beta
+from perfsuite.stages import LOOKS, RED_PROCESSES, beta
 from perfsuite.statistics import Estimate, Noise, noise_of, t_quantile, variance
 
 LONG_S = 1.0
@@ -29,6 +29,8 @@ LEAST_LONG_BLOCKS, LONG_BLOCK_S = 2, 0.5
 """Of blocks that take this long fewer do, where the noise allows it; two are needed to see that it does."""
 CALLS = 12
 """Calls of the two optimized sides in a block of calls so long that a sample is one of them."""
+MOST_FIRST = 6
+"""A workload does not begin with more processes than that."""
 TARGET_SHARE = 0.35
 """The standard deviation of a process mean aimed at, as a share of the margin: one process then decides nearly always.
 """
@@ -66,18 +68,21 @@ def blocks_of(entry: Entry, margin: float) -> int | None:
     return max(LEAST_LONG_BLOCKS if long else LEAST_BLOCKS, min(MOST_BLOCKS, math.ceil(block / room)))
 
 
-def first_processes(entry: Entry, margin: float, prior: Noise) -> int:
-    """How many processes will probably decide a workload that is as fast as accepted, from 2 to RED_PROCESSES.
+def first_processes(entry: Entry, margin: float, prior: Noise, *, slow_to_prepare: bool) -> int:
+    """How many processes will probably decide a workload that is as fast as accepted: 2 to 4, or up to 6.
 
-    An estimate one standard error above the truth must still exclude the margin. `prior` is the noise of two sides with
-    the same code, of all workloads with the same clock.
+    An estimate one standard error above the truth must still exclude the margin. Where a further process is
+    `slow_to_prepare`, one too few costs more than two too many: three standard errors, and up to 6 processes. `prior`
+    is the noise of two sides with the same code, of all workloads with the same clock.
     """
     process = noise_of(entry.process_means("accepted"), prior).process
     one = math.sqrt(process.value * scale(entry, blocks_of(entry, margin) or MOST_BLOCKS))
-    for n in range(2, RED_PROCESSES):
-        if (t_quantile(1 - beta(n), process.dof + n - 1) + 1) * one / math.sqrt(n) <= math.log1p(margin):
+    errors, most = (3, MOST_FIRST) if slow_to_prepare else (1, RED_PROCESSES)
+    looks = [n for n in LOOKS if 2 <= n <= most]
+    for n in looks:
+        if (t_quantile(1 - beta(n), process.dof + n - 1) + errors) * one / math.sqrt(n) <= math.log1p(margin):
             return n
-    return RED_PROCESSES
+    return looks[-1]
 
 
 def is_slow(entry: Entry) -> bool:

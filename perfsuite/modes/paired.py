@@ -34,6 +34,8 @@ AT_ONCE, MOST_AT_ONCE = 2, 6
 """On a GPU, at least so many further processes are requested once two have not decided a workload. They prepare at the
 same time, which usually saves more than an unnecessary last process costs: up to MOST_AT_ONCE of a workload that
 prepares for long."""
+SLOW_PROCESS_S = 5.0
+"""A process that took so long the last time, most of it to prepare, had better not be missing."""
 EARLY_SHARE = 8
 """While all proofs run, one core in eight prepares workloads to be timed: those that are timed first take longest."""
 OUT_OF_MEMORY, RAISES = "runs out of device memory", "the accepted side raises"
@@ -334,7 +336,12 @@ class Paired(Control):
         entry = self.entry(id)
         if entry is None or id in self.stored or self.device != "cuda":
             return 2
-        return planning.first_processes(entry, self._margin(id, entry), self.suite.of(entry.clock).paired)
+        return planning.first_processes(
+            entry,
+            self._margin(id, entry),
+            self.suite.of(entry.clock).paired,
+            slow_to_prepare=self.durations.of(Task(id=id)) >= SLOW_PROCESS_S,
+        )
 
     def _drawn(self, ids: Collection[str], size: int) -> set[str]:
         """So many of them at random, or all; from the half that take least where they are many."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from builders import MACHINE, entry, measurement
 
-from perfsuite import gate
+from perfsuite import gate, lanes
 from perfsuite.baseline import Entry
 from perfsuite.gate import Open
 from perfsuite.modes.accept import Accept
@@ -279,9 +280,12 @@ def test_where_few_workloads_differ_each_has_a_second_process(workloads: int, sa
     assert found.keys().isdisjoint(same)
 
 
-@pytest.mark.parametrize(("known", "processes"), [("all", 4), ("stored", 2), ("nothing", 2), ("on a CPU", 2)])
+@pytest.mark.parametrize(
+    ("known", "took_s", "processes"),
+    [("all", 4.9, 4), ("all", 5.0, 6), ("stored", 9.0, 2), ("nothing", 9.0, 2), ("on a CPU", 9.0, 2)],
+)
 def test_on_a_gpu_noisy_workloads_begin_with_as_many_processes_as_will_probably_decide(
-    known: str, processes: int
+    tmp_path: Path, known: str, took_s: float, processes: int
 ) -> None:
     noisy = entry([measurement(accepted=a, ratio=1.0) for a in (-0.03, 0.0, 0.03)] * 2)
 
@@ -297,6 +301,8 @@ def test_on_a_gpu_noisy_workloads_begin_with_as_many_processes_as_will_probably_
     mode = Few(noisy, [])
     mode.on = "cpu" if known == "on a CPU" else "cuda"
     mode.stored = {ID: "why"} if known == "stored" else {}
+    mode.durations = lanes.Durations(tmp_path)
+    mode.durations.note("time", ID, took_s)
     assert mode._needed([ID]) == {ID: processes}
     mode.decide([ID])
     assert len(mode.runs[ID]) == processes

@@ -153,7 +153,17 @@ def test_as_many_processes_as_will_probably_decide(sd: float, processes: int) ->
     within log(1.05), which is so up to standard deviations of 0.01965, 0.02255 and 0.02459."""
     made = entry([measurement(accepted=0.0)])  # one process: its noise is the prior's
     prior = Noise(process=Variance(value=sd**2, dof=math.inf), session=Variance(value=1.0, dof=math.inf))
-    assert first_processes(made, 0.05, prior) == processes
+    assert first_processes(made, 0.05, prior, slow_to_prepare=False) == processes
+
+
+@pytest.mark.parametrize(
+    ("sd", "processes"), [(0.0125, 2), (0.0126, 3), (0.0147, 3), (0.0148, 4), (0.0163, 4), (0.0164, 6), (1.0, 6)]
+)
+def test_what_is_slow_to_prepare_begins_with_more_processes(sd: float, processes: int) -> None:
+    """Three standard errors more lie within log(1.05) up to standard deviations of 0.01252, 0.01470 and 0.01635."""
+    made = entry([measurement(accepted=0.0)])
+    prior = Noise(process=Variance(value=sd**2, dof=math.inf), session=Variance(value=1.0, dof=math.inf))
+    assert first_processes(made, 0.05, prior, slow_to_prepare=True) == processes
 
 
 def test_a_slow_reference_is_one_whose_proof_takes_long() -> None:
