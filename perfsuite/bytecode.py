@@ -13,12 +13,23 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from perfsuite.folders import SCRATCH, own_folder
 from perfsuite.second_import import ENVIRONMENTS, INSTALLED
 
+if TYPE_CHECKING:
+    import pytest
+
 FOLDER, HASHES = "bytecode", "sources.json"
 FORBIDDEN, PLACE = "PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX"
+
+
+def keep_during(config: pytest.Config) -> None:
+    """`keep` copies until pytest ends."""
+    undo = keep(config.rootpath)
+    if undo is not None:
+        config.add_cleanup(undo)
 
 
 def keep(root: Path) -> Callable[[], None] | None:

@@ -178,7 +178,7 @@ def ordered(tasks: Iterable[Task], lanes: Sequence[Lane], expected: Callable[[Ta
     """The order in which lanes take the tasks: among several lanes the longest group first.
 
     The first task of each group goes before the rest of any: a lane keeps to its group, and takes from another's only
-    when none is left that has not begun.
+    when none is left that has not begun, one that needs a child process last.
 
     Those without another revision go before the others. What a revision registers by name when it is imported
     (`torch.library.custom_op`) would replace what the current side calls.
@@ -190,7 +190,8 @@ def ordered(tasks: Iterable[Task], lanes: Sequence[Lane], expected: Callable[[Ta
         # Of several tasks that time one workload, each goes to another process.
         groups.setdefault(number if task.kind == TIME else task.group, []).append(task)
     longest = sorted(groups.values(), key=lambda group: sum(map(expected, group)), reverse=True)
-    by_length = [group[0] for group in longest] + [task for group in longest for task in group[1:]]
+    rest = sorted((task for group in longest for task in group[1:]), key=lambda task: task.needs_child)
+    by_length = [group[0] for group in longest] + rest
     return sorted(by_length, key=lambda task: task.accepted is not None)
 
 

@@ -110,10 +110,13 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> Generator[None
     awaited = conclusion.asked()
     if awaited is None and _wants_gate(early_config.known_args_namespace):
         awaited = conclusion.Awaited("gate")
+    if awaited is not None or _proves_in_workers_again(early_config):
+        from perfsuite import bytecode
+
+        bytecode.keep_during(early_config)
     if awaited is None:
         return (yield)
     early_config.stash[conclusion.AWAITED] = awaited
-    _keep_bytecode(early_config)
     if awaited.mode in PROVEN_IN_FORKS:
         from perfsuite import preload
 
@@ -126,12 +129,11 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> Generator[None
         raise pytest.UsageError(f"a conftest ended the run while it was imported: {error!r}; remove that") from None
 
 
-def _keep_bytecode(config: pytest.Config) -> None:
-    from perfsuite import bytecode
+def _proves_in_workers_again(config: pytest.Config) -> bool:
+    """Whether this machine proves in worker processes, and a run has left a folder in the project before."""
+    from perfsuite.folders import SCRATCH
 
-    undo = bytecode.keep(config.rootpath)
-    if undo is not None:
-        config.add_cleanup(undo)
+    return any(map(os.path.exists, DEVICE_NODES)) and (config.rootpath / SCRATCH).is_dir()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from perfsuite import bytecode
 from perfsuite.control import Control
 from perfsuite.workers import ITEMS, Failure, Outcome, Reported, Task
 
@@ -45,6 +46,8 @@ class Proofs(Control):
     def collected(self, every: Sequence[pytest.Item], selected: list[pytest.Item]) -> None:
         super().collected(every, selected)
         self.isolated = {i.nodeid: i for i in selected if self.isolates(i)}
+        if self.isolated:
+            bytecode.keep_during(self.config)
 
     def close(self) -> None:
         super().close()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from scratch import TWO_LINES, Project, times
 
-from perfsuite import bytecode
+from perfsuite import bytecode, plugin
 
 pytest_plugins = ["pytester"]
 
@@ -124,3 +124,22 @@ def test_a_gate_keeps_copies_while_it_lasts(forbidden: None, project: Project) -
     assert settings() == before
     assert list((project.path / ".perfsuite/bytecode").rglob("conftest*.pyc"))
     assert not list(project.path.glob("__pycache__"))
+
+
+def test_proofs_in_workers_keep_copies_from_the_start_once_a_run_has_left_its_folder(
+    forbidden: None, project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project.write("test_scale.py", TWO_LINES)
+    project.write("conftest.py", "import sys\nprefix = sys.pycache_prefix\nprint('prefix', prefix)\n")
+    before = settings()
+    plain = "-m", "correctness", "-k", "equivalence"
+    for isolate, kept in (("never", False), ("always", True)):
+        done = project.run(f"--perfsuite-isolate={isolate}", *plain)
+        done.assert_outcomes(passed=1)
+        assert settings() == before
+        assert bool(list(project.path.glob(".perfsuite/bytecode/**/conftest*.pyc"))) is kept
+    assert not list(project.path.glob("__pycache__"))
+    for nodes, kept in (((), False), ((os.devnull,), True)):
+        monkeypatch.setattr(plugin, "DEVICE_NODES", nodes)
+        seen = project.run(*plain, "-s").stdout.str()
+        assert ("prefix None" not in seen) is kept

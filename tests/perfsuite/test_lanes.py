@@ -15,7 +15,7 @@ from perfsuite import lanes
 from perfsuite.lanes import Durations, for_proving, for_timing, ordered, seconds_of
 from perfsuite.modes.run import Run
 from perfsuite.revision import Tree
-from perfsuite.workers import ITEMS, PROVE, TIME, Lane, Task, devices_of
+from perfsuite.workers import ITEMS, OUTSIDE_CHILDREN, PROVE, TIME, Lane, Task, devices_of
 
 CPU = replace(MACHINE, count=0, cores=4)
 TWO = replace(MACHINE, count=2, cores=16)
@@ -57,9 +57,16 @@ def test_the_first_item_of_each_pair_goes_before_the_rest_of_any() -> None:
     assert len({t.group for t in tasks(1, 2)}) == 2
 
 
-def test_items_that_need_a_child_process_go_to_one_lane() -> None:
-    given = [Task(id=f"t.py::{n}", kind=ITEMS, limit_s=1.0) for n in ("a::x", "a::outside", "b::outside", "b::x")]
-    assert [t.group for t in given] == ["t.py::a", "outside", "outside", "t.py::b"]
+def test_items_that_need_a_child_process_go_to_a_few_lanes_and_to_others_last() -> None:
+    given = [Task(id=f"t.py::p{n}::{name}", kind=ITEMS, limit_s=1.0) for n in range(30) for name in ("outside", "x")]
+    children = {t.group for t in given if t.needs_child}
+    assert len(children) == OUTSIDE_CHILDREN
+    assert len({t.group for t in given} - children) == 30
+    order = ordered(given, [Lane(), Lane()], expected)
+    first, rest = order[: 30 + OUTSIDE_CHILDREN], order[30 + OUTSIDE_CHILDREN :]
+    assert len({t.group for t in first}) == len(first)
+    assert rest
+    assert all(t.needs_child for t in rest)
 
 
 def test_the_time_is_that_of_the_lane_that_ends_last() -> None:
