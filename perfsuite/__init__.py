@@ -23,10 +23,10 @@ from perfsuite.specs import (
 
 if TYPE_CHECKING:
     from perfsuite.api import check, measure
-    from perfsuite.equivalence import NotEquivalent
+    from perfsuite.errors import NotEquivalent
 
 __version__ = "0.1.0"
-LATER = {"check": "api", "measure": "api", "NotEquivalent": "equivalence"}
+LATER = {"check": "api", "measure": "api", "NotEquivalent": "errors"}
 """Name → the module that has it."""
 
 __all__ = [

@@ -12,9 +12,10 @@ import torch
 from perfsuite import contexts, diagnosis, effects, equivalence, execution, guard, integrity, interpreter, measuring
 from perfsuite import inputs as make
 from perfsuite import proofs as proof_list
-from perfsuite.errors import PerfsuiteError
+from perfsuite.errors import NotEquivalent, PerfsuiteError
 from perfsuite.pair import Pair, as_side
 from perfsuite.records import Case, Evidence, Measurement
+from perfsuite.tally import Tally
 
 FEW_DRAWS = 3
 
@@ -59,7 +60,7 @@ _CHECKS: dict[str, tuple[Callable[..., None], dict[str, Callable[..., Any]]]] = 
 
 
 def _equivalence(pair: Pair, proof: proof_list.Proof, examples: int, device: str) -> Evidence:
-    tally, gradients = equivalence.Tally(), proof.kind == proof_list.GRADIENTS
+    tally, gradients = Tally(), proof.kind == proof_list.GRADIENTS
     side = proof.side or as_side(pair.optimized)
     check = functools.partial(
         equivalence.check_case,
@@ -72,7 +73,7 @@ def _equivalence(pair: Pair, proof: proof_list.Proof, examples: int, device: str
     )
     try:
         _hold(pair, proof.dtype, examples, check)
-    except equivalence.NotEquivalent as error:
+    except NotEquivalent as error:
         raise diagnosis.explained(error, pair, side, device, gradients=gradients) from None
     return tally.evidence(pair, proof.dtype, device)
 
@@ -93,13 +94,13 @@ def _hold(
     def prove(case: Case) -> None:
         try:
             check(case)
-        except equivalence.NotEquivalent as error:
-            raise equivalence.NotEquivalent(f"{error}\ndraw: {make.case_line(case)}", case) from None
+        except NotEquivalent as error:
+            raise NotEquivalent(f"{error}\ndraw: {make.case_line(case)}", case) from None
         except (PerfsuiteError, hypothesis.errors.HypothesisException):
             raise
         except Exception as error:
             told = f"{pair.name}: a side raises {type(error).__name__}: {error}\ndraw: {make.case_line(case)}"
-            raise equivalence.NotEquivalent(told, case) from error
+            raise NotEquivalent(told, case) from error
 
     try:
         prove()

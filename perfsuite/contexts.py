@@ -20,15 +20,16 @@ from typing import Any, TypeVar
 
 import torch
 
-from perfsuite import equivalence, execution, process_state
+from perfsuite import equivalence, execution, process_state, truths
 from perfsuite import inputs as make
 from perfsuite import many_elements as large
-from perfsuite.equivalence import NONE, Discard, Known, NotEquivalent, Truth, Way
-from perfsuite.errors import first_line
+from perfsuite.errors import NotEquivalent, first_line
 from perfsuite.execution import Leaves
 from perfsuite.integrity.probe import Probe, same_leaf
 from perfsuite.pair import CONTEXTS, GRAD_OUTPUT, Pair, Side, as_side
 from perfsuite.records import Case
+from perfsuite.rule import NONE
+from perfsuite.truths import Discard, Known, Truth, Way
 
 Result = TypeVar("Result")
 
@@ -343,12 +344,12 @@ def many_elements(probe: Probe) -> None:
 def many_steps(probe: Probe) -> None:
     """After many more steps than are usually compared."""
     pair = replace(probe.pair, steps=(MANY_STEPS,))
-    known = equivalence.truths(pair, probe.case, probe.device, most=1, gradients=False, home=probe.home)
+    known = truths.by_replicas(pair, probe.case, probe.device, most=1, gradients=False, home=probe.home)
     try:
         known(NONE)
     except Discard:
         return
-    produced = equivalence.produce(pair, probe.side, probe.case, probe.device, gradients=False, home=probe.home)
+    produced = truths.produce(pair, probe.side, probe.case, probe.device, gradients=False, home=probe.home)
     equivalence.hold(pair, known, produced, name=probe.name)
 
 
@@ -391,7 +392,7 @@ def _hold(
             if eps is None and _is_plain(probe, expected):
                 known = functools.partial(probe.truth, None)
             else:
-                known = equivalence.truths(
+                known = truths.by_replicas(
                     probe.pair, probe.case, probe.device, gradients=False, home=probe.home, eps=eps, way=way
                 )
         known(NONE)
@@ -423,7 +424,7 @@ def _is_plain(probe: Probe, expected: Leaves) -> bool:
 
 
 def _produced(probe: Probe, side: Side, way: Way) -> Leaves:
-    return equivalence.produce(probe.pair, side, probe.case, probe.device, gradients=False, home=probe.home, way=way)
+    return truths.produce(probe.pair, side, probe.case, probe.device, gradients=False, home=probe.home, way=way)
 
 
 def _plain(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:

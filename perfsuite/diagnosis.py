@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from perfsuite import equivalence, relations
+from perfsuite import equivalence, forms, relations, truths
 from perfsuite import inputs as make
-from perfsuite.equivalence import NotEquivalent
+from perfsuite.errors import NotEquivalent
 from perfsuite.execution import Leaves
 from perfsuite.integrity.calls import comes_late
 from perfsuite.pair import Pair, Side
@@ -77,22 +77,22 @@ def unstable(group: BaseExceptionGroup[BaseException]) -> NotEquivalent | None:
 class _Trial:
     def __init__(self, pair: Pair, side: Side, device: str, home: Path | None) -> None:
         self.pair, self.side, self.device, self.home = pair, side, device, home
-        self._truths: dict[tuple[str, bool], equivalence.Truth] = {}
+        self._truths: dict[tuple[str, bool], truths.Truth] = {}
 
-    def truth(self, case: Case, gradients: bool = False) -> equivalence.Truth:
+    def truth(self, case: Case, gradients: bool = False) -> truths.Truth:
         """Established once for a draw: several causes are tried on the same one."""
         key = make.case_line(case), gradients
         if key not in self._truths:
-            self._truths[key] = equivalence.establish(self.pair, case, self.device, gradients=gradients, home=self.home)
+            self._truths[key] = truths.establish(self.pair, case, self.device, gradients=gradients, home=self.home)
         return self._truths[key]
 
     def produce(self, case: Case, gradients: bool = False) -> Leaves:
-        return equivalence.produce(self.pair, self.side, case, self.device, gradients=gradients, home=self.home)
+        return truths.produce(self.pair, self.side, case, self.device, gradients=gradients, home=self.home)
 
     def is_right(self, case: Case, gradients: bool = False) -> bool:
         try:
             equivalence.judge(self.pair, self.truth(case, gradients), self.produce(case, gradients))
-        except (NotEquivalent, equivalence.Discard):
+        except (NotEquivalent, truths.Discard):
             return False
         except (Exception, SystemExit):
             return False
@@ -163,11 +163,11 @@ def _alike(named: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """The names of two tensors of one shape and dtype that differ; not of all pairs, where there are many."""
     tensors = [(name, t) for name, t in named.items() if isinstance(t, torch.Tensor) and t.is_floating_point()]
     for (a, one), (b, other) in itertools.combinations(tensors[:MOST_EXCHANGED], 2):
-        if one.shape == other.shape and one.dtype == other.dtype and not equivalence.identical(one, other):
+        if one.shape == other.shape and one.dtype == other.dtype and not forms.identical(one, other):
             yield a, b
 
 
-def _agrees(pair: Pair, truth: equivalence.Truth, produced: Leaves, *, strict_strides: bool = False) -> bool:
+def _agrees(pair: Pair, truth: truths.Truth, produced: Leaves, *, strict_strides: bool = False) -> bool:
     try:
         equivalence.judge(pair, truth, produced, strict_strides=strict_strides)
     except NotEquivalent:
@@ -219,7 +219,7 @@ def _unread(trial: _Trial, case: Case) -> Iterator[str]:
 
 def _same(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        return a.shape == b.shape and equivalence.identical(a, b)
+        return a.shape == b.shape and forms.identical(a, b)
     return bool(a == b)
 
 
@@ -273,13 +273,13 @@ def _related(trial: _Trial, case: Case, gradients: bool) -> Iterator[str]:
         yield words
 
 
-def related(truth: equivalence.Truth, produced: Leaves) -> str | None:
+def related(truth: truths.Truth, produced: Leaves) -> str | None:
     """The relation that holds for every output, in words."""
     found = {relations.relation(got, leaf) for got, leaf in _both(truth, produced)}
     return found.pop() if len(found) == 1 else None
 
 
-def precision_of(pair: Pair, truth: equivalence.Truth, produced: Leaves, *, strict_strides: bool = True) -> str | None:
+def precision_of(pair: Pair, truth: truths.Truth, produced: Leaves, *, strict_strides: bool = True) -> str | None:
     """The name of the lower precision whose rounding explains the error."""
     for name, eps in PRECISIONS.items():
         if eps <= 2 * truth.eps or not any(relations.reaches(got, leaf, eps) for got, leaf in _both(truth, produced)):
@@ -289,7 +289,7 @@ def precision_of(pair: Pair, truth: equivalence.Truth, produced: Leaves, *, stri
     return None
 
 
-def _both(truth: equivalence.Truth, produced: Leaves) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _both(truth: truths.Truth, produced: Leaves) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     for name, leaf in truth.leaves.items():
         got = produced.get(name)
         if isinstance(got, torch.Tensor) and isinstance(leaf, torch.Tensor):
@@ -305,7 +305,7 @@ def _precision(trial: _Trial, case: Case, gradients: bool) -> Iterator[str]:
         yield f"its error is that of {name}: declare precision= if that is meant"
 
 
-def _has_both_signs(truth: equivalence.Truth, produced: Leaves) -> bool:
+def _has_both_signs(truth: truths.Truth, produced: Leaves) -> bool:
     """Whether the errors, of many elements, are partly up and partly down, as those of rounding are."""
     differences = [(got.double() - leaf.double()).flatten() for got, leaf in _both(truth, produced)]
     every = torch.cat([d[d.isfinite() & (d != 0)] for d in differences])

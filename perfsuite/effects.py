@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from perfsuite import execution, process_state
 from perfsuite import inputs as make
-from perfsuite.equivalence import NotEquivalent
+from perfsuite.errors import NotEquivalent
 from perfsuite.integrity.probe import Probe, bytes_of, same_leaf
 from perfsuite.pair import GRAD_OUTPUT, Pair, as_side
 from perfsuite.records import Case

@@ -19,6 +19,21 @@ class PairError(PerfsuiteError):
     """The draw that showed it, a `Case`; None where the declaration alone does."""
 
 
+class NotEquivalent(Exception):  # noqa: N818 - named as the verdict is
+    """The optimized side is not the same function: a readable message, and the draw where one showed it."""
+
+    case: Any
+    """The draw that showed it, a `Case`, or None."""
+
+    def __init__(self, message: str, case: Any = None) -> None:
+        super().__init__(message)
+        self.case = case
+
+
+class NotTimed(NotEquivalent):
+    """The results are right, but what was timed is not the function's work."""
+
+
 class BaselineError(PerfsuiteError):
     """A baseline file is missing, damaged, foreign or of another schema."""
 

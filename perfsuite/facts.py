@@ -14,10 +14,13 @@ from pathlib import Path
 import torch
 
 from perfsuite import inputs as make
-from perfsuite.equivalence import REPLICAS, Discard, Facts, Task, Truth
+from perfsuite.equivalence import Facts
 from perfsuite.known_sizes import KnownSizes
 from perfsuite.pair import Pair
 from perfsuite.records import Case
+from perfsuite.reference_task import Task
+from perfsuite.rule import REPLICAS
+from perfsuite.truths import Discard, Truth
 
 MOST_BYTES = 256 << 20
 """Of the truths of one pair; those of later draws are established anew."""

@@ -39,15 +39,16 @@ from perfsuite import (
     proofs,
     sanitizer,
     scrutiny,
+    truths,
 )
 from perfsuite import inputs as make
-from perfsuite.equivalence import NotEquivalent, Tally
-from perfsuite.errors import PairError, PerfsuiteError, first_line
+from perfsuite.errors import NotEquivalent, PairError, PerfsuiteError, first_line
 from perfsuite.facts import facts_of
 from perfsuite.left_out import is_left_out
 from perfsuite.pair import Pair, Side, as_side
 from perfsuite.records import Case, Evidence
 from perfsuite.speed import SpeedItem
+from perfsuite.tally import Tally
 
 EXAMPLES = {"dev": 25, "ci": 50, "thorough": 500}
 FEW_EXAMPLES = {"dev": 3, "ci": 5, "thorough": 30}
@@ -388,11 +389,11 @@ class ProofItem(pytest.Function):
         self.report(make.case_line(case))
         try:
             if self.alone == proofs.REFERENCE:
-                with contextlib.suppress(equivalence.Discard):
-                    equivalence.establish(pair, case, device(), gradients=gradients, home=self.home)
+                with contextlib.suppress(truths.Discard):
+                    truths.establish(pair, case, device(), gradients=gradients, home=self.home)
             else:
                 side = self.side or as_side(pair.optimized)
-                equivalence.produce(pair, side, case, device(), gradients=gradients, home=self.home)
+                truths.produce(pair, side, case, device(), gradients=gradients, home=self.home)
         finally:
             faults.check()
 

@@ -23,8 +23,7 @@ from perfsuite import inputs as make
 from perfsuite.clocks import CudaClock, clock_for
 from perfsuite.counting import COUNTED_S, count_calls
 from perfsuite.cutoff import cut_off
-from perfsuite.equivalence import NotEquivalent
-from perfsuite.errors import PairError, RevisionError
+from perfsuite.errors import NotEquivalent, PairError, RevisionError
 from perfsuite.pair import Pair, Side, Workload, as_side
 from perfsuite.proving import COPIED_BYTES, NO_MEMORY, OutputCheck, digest, prove_sides, unequal
 from perfsuite.records import Case, Condition, Counts, Evidence, Limit, Measurement, Proof, SideRecord

@@ -21,9 +21,9 @@ from typing import IO, Any
 
 import torch
 
-from perfsuite import equivalence, execution, process_state
+from perfsuite import equivalence, execution, process_state, rule, truths
 from perfsuite import inputs as make
-from perfsuite.equivalence import NotEquivalent
+from perfsuite.errors import NotEquivalent
 from perfsuite.execution import Leaves
 from perfsuite.pair import Pair, as_side
 from perfsuite.records import Case
@@ -47,12 +47,12 @@ def check(pair: Pair, case: Case, device: str, *, module: ModuleType, home: Path
     if execution.unavailable(as_side(pair.optimized), device):
         return
     once = replace(pair, steps=(1,)) if pair.is_stateful else pair
-    known = equivalence.truths(once, case, device, gradients=False, home=home)
+    known = truths.by_replicas(once, case, device, gradients=False, home=home)
     try:
-        known(equivalence.NONE)
-    except equivalence.Discard:
+        known(rule.NONE)
+    except truths.Discard:
         return
-    here = equivalence.produce(once, as_side(pair.optimized), case, device, gradients=False, home=home)
+    here = truths.produce(once, as_side(pair.optimized), case, device, gradients=False, home=home)
     try:
         equivalence.hold(once, known, here, strict_strides=False)
     except NotEquivalent:
@@ -119,7 +119,7 @@ class Child:
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Write the draw's inputs where the child reads them; they, and the request that names the pair."""
         values = make.build(pair, case, device, home=home)
-        values = make.clone(equivalence.rounded_to_precision(pair, case)(values))
+        values = make.clone(truths.rounded_to_precision(pair, case)(values))
         execution.poison(pair, values)
         steps = make.build_step(pair, case, device, 1) if pair.is_stateful else {}
         self.given.seek(0)

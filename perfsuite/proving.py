@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 
-from perfsuite import equivalence
+from perfsuite import equivalence, rule, truths
 from perfsuite import inputs as make
-from perfsuite.equivalence import NotEquivalent, Tally
-from perfsuite.errors import PairError, in_one_line
+from perfsuite.errors import NotEquivalent, PairError, in_one_line
 from perfsuite.execution import Leaves
 from perfsuite.integrity.calls import comes_late, late_message
 from perfsuite.pair import Pair, Side
 from perfsuite.records import Case
+from perfsuite.tally import Tally
 
 NO_MEMORY = "runs out of memory"
 """Why a rival is not timed."""
@@ -54,7 +54,7 @@ class OutputCheck:
         self.gradients, self.home = gradients, home
         self.known = set[str]()
         """Digests of outputs that were proven for this draw."""
-        self._truths: dict[int, equivalence.Truth] = {}
+        self._truths: dict[int, truths.Truth] = {}
         """By the number of replicas."""
         self.seconds = 0.0
         """What it took to establish the truth."""
@@ -62,26 +62,26 @@ class OutputCheck:
         """Digest → copies of outputs that are still to be judged, their devices, and whose they are."""
 
     @property
-    def truth(self) -> equivalence.Truth:
+    def truth(self) -> truths.Truth:
         """The float64 truth of the draw. PairError where the reference overflows."""
-        return self._known(equivalence.NONE)
+        return self._known(rule.NONE)
 
-    def _known(self, replicas: int) -> equivalence.Truth:
+    def _known(self, replicas: int) -> truths.Truth:
         if replicas not in self._truths:
             self._truths[replicas] = self._established(replicas)
         return self._truths[replicas]
 
-    def _established(self, replicas: int) -> equivalence.Truth:
+    def _established(self, replicas: int) -> truths.Truth:
         if self.pair.is_stateful:
-            replicas = min(replicas, equivalence.FEW)
+            replicas = min(replicas, rule.FEW)
         began = perf_counter()
         try:
-            found = equivalence.establish(
+            found = truths.establish(
                 self.pair, self.case, self.device, gradients=self.gradients, home=self.home, replicas=replicas
             )
             self.seconds += perf_counter() - began
             return found
-        except equivalence.Discard:
+        except truths.Discard:
             raise PairError(
                 f"{self.pair.name}: the reference overflows on the workload's own inputs; "
                 f"bound them with values=floats(low, high)"
@@ -137,7 +137,7 @@ class OutputCheck:
 
     def produce(self, side: Side) -> Leaves:
         """What the side makes of the draw, in a call of its own."""
-        return equivalence.produce(self.pair, side, self.case, self.device, gradients=self.gradients, home=self.home)
+        return truths.produce(self.pair, side, self.case, self.device, gradients=self.gradients, home=self.home)
 
     def same(self, sides: Mapping[str, Side], report: Callable[[str], None]) -> bool:
         """Whether two sides give the same, bit for bit, the first of which is trusted; then it is known."""

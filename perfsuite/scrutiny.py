@@ -19,8 +19,7 @@ import torch
 
 from perfsuite import machine
 from perfsuite.clocks import CpuClock, CudaClock
-from perfsuite.equivalence import NotTimed
-from perfsuite.errors import MachineError, NoisyError
+from perfsuite.errors import MachineError, NoisyError, NotTimed
 from perfsuite.execution import Leaves, flatten
 from perfsuite.integrity.calls import late, late_message
 from perfsuite.integrity.outputs import not_plain

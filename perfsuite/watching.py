@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 
-from perfsuite import equivalence, execution, guard, scrutiny
+from perfsuite import equivalence, execution, forms, guard, rule, scrutiny, truths
 from perfsuite import inputs as make
 from perfsuite.clocks import CpuClock
-from perfsuite.equivalence import NotEquivalent
-from perfsuite.errors import PairError
+from perfsuite.errors import NotEquivalent, PairError
 from perfsuite.pair import Pair
 from perfsuite.proving import OutputCheck
 from perfsuite.records import Case
@@ -113,7 +112,7 @@ class Watch:
         stateful = self.pair.is_stateful
         old = runner.step_master if stateful else dict(self.sampler.masters[OPTIMIZED])
         pairs = zip(make.tensors_in(values), make.tensors_in(old), strict=True)
-        if all(equivalence.identical(new, known) for (_, new), (_, known) in pairs):
+        if all(forms.identical(new, known) for (_, new), (_, known) in pairs):
             return  # constant or recorded inputs: there are no others
         times = []
         with execution.quiet(runner.side), torch.set_grad_enabled(runner.grad_mode):
@@ -175,12 +174,12 @@ class Watch:
 
 def prove_new(output: OutputCheck, runner: Runner, values: dict[str, Any]) -> None:
     """The side must also be right on `values`, which now lie in the memory of those that it was proven with."""
-    known = equivalence.truths(
-        output.pair, output.case, runner.device, most=equivalence.FEW, gradients=runner.grad_mode, drawn=values
+    known = truths.by_replicas(
+        output.pair, output.case, runner.device, most=rule.FEW, gradients=runner.grad_mode, drawn=values
     )
     try:
-        known(equivalence.NONE)
-    except equivalence.Discard:
+        known(rule.NONE)
+    except truths.Discard:
         return
     runner.reset()
     runner.call()
@@ -203,7 +202,7 @@ def check_timed(output: OutputCheck, runners: dict[str, Runner], sampler: Sample
         master = sampler.masters[name]
         given = {name_: runner.inputs[name_] for name_ in master}
         for (path, after), (_, before) in zip(make.unchanging(pair, given), make.unchanging(pair, master), strict=True):
-            if not equivalence.identical(after, before):
+            if not forms.identical(after, before):
                 raise NotEquivalent(
                     f"{pair.name}: the {name} side changes its input {path} in place while it is timed, which the "
                     f"pair does not declare; add it to mutates="

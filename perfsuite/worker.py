@@ -148,7 +148,7 @@ class _Workload:
         """What came of it; every error is a failure of this workload alone."""
         import torch
 
-        from perfsuite.equivalence import NotEquivalent, NotTimed
+        from perfsuite.errors import NotEquivalent, NotTimed
 
         try:
             # A warning inside a timed call is the user's own affair; it must not turn into an error here.
@@ -216,7 +216,7 @@ class _Workload:
         The child imports the pair's module anew, with all of its sides. It makes no gradients.
         """
         from perfsuite import outside
-        from perfsuite.equivalence import NotEquivalent
+        from perfsuite.errors import NotEquivalent
 
         module = self.item.getparent(pytest.Module)
         if module is None or bench.gradients:
@@ -335,7 +335,7 @@ class _Workload:
 
         Not where both have the same code: the accepted side then does not run in the proof.
         """
-        from perfsuite.equivalence import NotEquivalent
+        from perfsuite.errors import NotEquivalent
 
         if not self.task.accepted or self.task.same_code:
             return None, ""
@@ -369,7 +369,7 @@ class _Workload:
         """Why the accepted side would not run the accepted revision's code; empty where it does."""
 
         from perfsuite import provenance
-        from perfsuite.equivalence import NotEquivalent
+        from perfsuite.errors import NotEquivalent
         from perfsuite.sampling import ACCEPTED, OPTIMIZED
 
         def executed(name: str, pair: Pair) -> provenance.Executed:

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from perfsuite import equivalence, modules
+from perfsuite import equivalence, forms, modules, rule, truths
 from perfsuite import inputs as make
-from perfsuite.equivalence import NotEquivalent
+from perfsuite.errors import NotEquivalent
 from perfsuite.execution import Leaves
 from perfsuite.integrity.memory import unwritten
 from perfsuite.integrity.probe import Probe, same_leaf
@@ -38,7 +38,7 @@ def unseen_inputs(probe: Probe) -> None:
     produced = probe.call(probe.drawn(fresh), fresh)
     try:
         right = probe.is_right(produced, fresh)
-    except equivalence.Discard:
+    except truths.Discard:
         return
     if right or not probe.is_right(probe.call(probe.drawn(fresh), fresh), fresh):
         return  # wrong with the answer in memory, too: equivalence says how
@@ -52,7 +52,7 @@ def nondeterminism(probe: Probe) -> None:
     """Repeated on the same inputs, every result must stay within the budget of the truth, and of the first."""
     try:
         probe.truth()
-    except equivalence.Discard:
+    except truths.Discard:
         return
     wrong: list[tuple[int, NotEquivalent]] = []
     for i in range(REPEATS):
@@ -79,7 +79,7 @@ def call_order(probe: Probe) -> None:
     try:
         for case in cases:
             probe.truth(case)
-    except equivalence.Discard:
+    except truths.Discard:
         return
     for i in range(4):
         case, other = cases[i % 2], cases[(i + 1) % 2]
@@ -89,7 +89,7 @@ def call_order(probe: Probe) -> None:
         except NotEquivalent as error:
             which = f"call {i + 1}, alternating between two inputs"
             again = probe.call(probe.drawn(other), other)
-            if equivalence.same_values(probe.drawn(case), probe.drawn(other)):
+            if forms.same_values(probe.drawn(case), probe.drawn(other)):
                 return  # empty, for example: equivalence says how
             if all(same_leaf(leaf, again.get(name)) for name, leaf in produced.items()) and _has_elements(produced):
                 raise probe.fault(
@@ -130,7 +130,7 @@ def reused_memory(probe: Probe) -> None:
     try:
         probe.truth()
         probe.truth(other)
-    except equivalence.Discard:
+    except truths.Discard:
         return
     values, later = probe.drawn(), probe.drawn(other)
     if not probe.is_right(probe.call(values)):
@@ -180,9 +180,9 @@ def _changed(probe: Probe, change: Callable[[torch.Tensor], torch.Tensor]) -> di
 def _error_on(probe: Probe, values: dict[str, Any]) -> NotEquivalent | None:
     """The error of the side's answer to these values; None where the answer is right or cannot be judged."""
     produced, error = None, None
-    for replicas in (equivalence.NONE, equivalence.REPLICAS):
+    for replicas in (rule.NONE, rule.REPLICAS):
         try:
-            truth = equivalence.establish(
+            truth = truths.establish(
                 probe.pair, probe.case, probe.device, gradients=False, replicas=replicas, drawn=make.clone(values)
             )
             if truth.ill_conditioned:
@@ -251,12 +251,12 @@ def late(produced: Leaves) -> str | None:
 
 
 def comes_late(
-    pair: Pair, side: Side, case: Case, device: str, truth: equivalence.Truth, *, gradients: bool, home: Path | None
+    pair: Pair, side: Side, case: Case, device: str, truth: truths.Truth, *, gradients: bool, home: Path | None
 ) -> bool:
     """Whether a side that has been wrong is right where its work may end first, and wrong again where it may not."""
 
     def is_right(settled: Callable[[], None]) -> bool:
-        produced = equivalence.produce(pair, side, case, device, gradients=gradients, home=home, settled=settled)
+        produced = truths.produce(pair, side, case, device, gradients=gradients, home=home, settled=settled)
         try:
             equivalence.judge(pair, truth, produced, strict_strides=False)
         except NotEquivalent:

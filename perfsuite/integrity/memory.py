@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from perfsuite import equivalence, execution
+from perfsuite import execution, forms, truths
 from perfsuite import inputs as make
-from perfsuite.equivalence import NotEquivalent
+from perfsuite.errors import NotEquivalent
 from perfsuite.execution import Leaves
 from perfsuite.integrity.probe import Probe, bytes_of, same_leaf
 from perfsuite.pair import Side, as_side
@@ -73,7 +73,7 @@ def private_buffer(probe: Probe) -> None:
     for _ in range(LATER_CALLS):
         later = probe.call(probe.drawn(other), other)
         for name, tensor in first.items():
-            if not equivalence.identical(tensor, kept[name]):
+            if not forms.identical(tensor, kept[name]):
                 raise probe.fault(
                     f"overwrites {name} of an earlier call: it hands out a private static buffer; return a copy"
                 )
@@ -128,7 +128,7 @@ def unwritten_output(probe: Probe) -> None:
     """Fresh memory reads as NaN: an element that the side never writes is then seen."""
     try:
         probe.truth()
-    except equivalence.Discard:
+    except truths.Discard:
         return
     with poisoned_memory():
         poisoned = probe.call(probe.drawn())

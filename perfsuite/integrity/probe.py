@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 
-from perfsuite import equivalence, execution
+from perfsuite import equivalence, execution, forms, truths
 from perfsuite import inputs as make
-from perfsuite.equivalence import NONE, NotEquivalent
+from perfsuite.errors import NotEquivalent
 from perfsuite.execution import Leaf, Leaves
 from perfsuite.pair import Pair, Side
 from perfsuite.records import Case
+from perfsuite.rule import NONE
 
 
 @dataclass(slots=True)
@@ -28,7 +29,7 @@ class Probe:
     case: Case
     device: str
     home: Path | None
-    known: dict[tuple[int, int, bool], equivalence.Truth] = field(default_factory=dict)
+    known: dict[tuple[int, int, bool], truths.Truth] = field(default_factory=dict)
     """Truths by the case's seed, the number of replicas, and whether they have gradients: the checks share them."""
     inputs: dict[int, dict[str, Any]] = field(default_factory=dict)
     """By the case's seed, as they are drawn; a call gets a copy."""
@@ -45,7 +46,7 @@ class Probe:
         return drawn
 
     def _rounded(self, values: dict[str, Any], case: Case) -> dict[str, Any]:
-        rounded: dict[str, Any] = equivalence.rounded_to_precision(self.pair, case)(values)
+        rounded: dict[str, Any] = truths.rounded_to_precision(self.pair, case)(values)
         return rounded
 
     def other_case(self, number: int = 0) -> Case:
@@ -88,13 +89,13 @@ class Probe:
             if not self.pair.is_stateful and not tensor.is_inference()
         ]
 
-    def truth(self, case: Case | None = None, replicas: int = NONE, *, gradients: bool = False) -> equivalence.Truth:
+    def truth(self, case: Case | None = None, replicas: int = NONE, *, gradients: bool = False) -> truths.Truth:
         """Discard where the reference alone is not finite on it."""
         case = case or self.case
         key = case.seed, replicas, gradients
         if key not in self.known:
             pair = replace(self.pair, steps=(1, 2)) if self.pair.is_stateful else self.pair
-            self.known[key] = equivalence.establish(
+            self.known[key] = truths.establish(
                 pair, case, self.device, gradients=gradients, home=self.home, replicas=replicas
             )
         return self.known[key]
@@ -111,7 +112,7 @@ class Probe:
         """Whether a call on the draw is right; not where it is wrong anyhow, or the reference is not finite on it."""
         try:
             self.truth()
-        except equivalence.Discard:
+        except truths.Discard:
             return False
         return self.is_right(self.call(self.drawn()))
 
@@ -133,7 +134,7 @@ class Probe:
 def same_leaf(a: Leaf, b: Leaf) -> bool:
     """The same value, bit for bit; NaN equals NaN."""
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        return a.shape == b.shape and a.dtype == b.dtype and equivalence.identical(a, b)
+        return a.shape == b.shape and a.dtype == b.dtype and forms.identical(a, b)
     return type(a) is type(b) and a == b
 
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import torch
 
 from perfsuite import diagnosis
-from perfsuite.equivalence import Truth
 from perfsuite.execution import Leaves
 from perfsuite.pair import Pair
+from perfsuite.truths import Truth
 
 MOST_KEPT = 4096
 """Digests of earlier answers."""

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from scipy import stats
 
-from perfsuite import equivalence
 from perfsuite import inputs as make
-from perfsuite.equivalence import NotEquivalent
+from perfsuite import rule, truths
+from perfsuite.errors import NotEquivalent
 from perfsuite.integrity.probe import same_leaf
 from perfsuite.judge.problem import Problem
 from perfsuite.judge.process import Ended
@@ -148,13 +148,13 @@ class _Judge:
     def __init__(self, problem: Problem, candidate: str) -> None:
         self.problem, self.candidate = problem, candidate
         case = make.workload_case(problem.pair.workloads[0], "float32", secrets.randbits(31))
-        truth = equivalence.establish(problem.pair, case, problem.device, gradients=False)
+        truth = truths.establish(problem.pair, case, problem.device, gradients=False)
         self.forms = [leaf for leaf in truth.reference.values() if isinstance(leaf, torch.Tensor)]
         self.allowed = [
             SLACK
             * math.hypot(
-                equivalence.K_NORM * max(_relative(truth.errors.get(name), leaf), _eps(leaf)),
-                equivalence.MOVED * _relative(truth.moved.get(name), leaf),
+                rule.K_NORM * max(_relative(truth.errors.get(name), leaf), _eps(leaf)),
+                rule.MOVED * _relative(truth.moved.get(name), leaf),
             )
             for name, leaf in truth.reference.items()
             if isinstance(leaf, torch.Tensor)

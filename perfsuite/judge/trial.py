@@ -10,15 +10,17 @@ from typing import Any
 
 import torch
 
-from perfsuite import equivalence, execution
+from perfsuite import equivalence, execution, truths
 from perfsuite import inputs as make
-from perfsuite.equivalence import Discard, NotEquivalent, Truth
+from perfsuite.errors import NotEquivalent
 from perfsuite.execution import Leaves
 from perfsuite.integrity.probe import same_leaf
 from perfsuite.judge.causes import Causes
 from perfsuite.judge.problem import Problem
 from perfsuite.judge.process import Ended, Nursery, Process
 from perfsuite.records import Case
+from perfsuite.tally import Tally
+from perfsuite.truths import Discard, Truth
 
 DRAWS = 8
 """Draws of the template's shapes; each is called twice."""
@@ -188,7 +190,7 @@ class Proof:
 
 def prove(problem: Problem, candidate: Served, draws: int = DRAWS) -> Proof:
     """NotEquivalent, or Ended, where the candidate is not the reference's function."""
-    found, tally, causes = Proof(), equivalence.Tally(), Causes(problem.pair)
+    found, tally, causes = Proof(), Tally(), Causes(problem.pair)
     for case in problem.cases(draws, secrets.randbits(31)):
         found.draws += 1
         values = make.clone(make.build(problem.pair, case, problem.device))
@@ -206,12 +208,12 @@ def _held(
     candidate: Served,
     case: Case,
     values: dict[str, Any],
-    tally: equivalence.Tally,
+    tally: Tally,
     causes: Causes,
 ) -> bool:
     """Hold two calls on the same values against the truth. False where the reference alone is not finite."""
     try:
-        truth = equivalence.establish(problem.pair, case, problem.device, gradients=False, drawn=make.clone(values))
+        truth = truths.establish(problem.pair, case, problem.device, gradients=False, drawn=make.clone(values))
     except Discard:
         return False
     forms = _forms(truth)
@@ -224,7 +226,7 @@ def _held(
     return True
 
 
-def _other_elements(problem: Problem, candidate: Served, tally: equivalence.Tally, causes: Causes) -> None:
+def _other_elements(problem: Problem, candidate: Served, tally: Tally, causes: Causes) -> None:
     """A few other elements: an answer that is kept by some of them would be given again."""
     case = make.workload_case(problem.pair.workloads[0], "float32", secrets.randbits(31))
     values = make.clone(make.build(problem.pair, case, problem.device))
@@ -269,7 +271,7 @@ def _judge(
     problem: Problem,
     truth: Truth,
     outputs: Sequence[torch.Tensor],
-    tally: equivalence.Tally,
+    tally: Tally,
     causes: Causes,
     when: str,
 ) -> None:

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from perfsuite.conclusion import CODE_AT_FAULT, GREEN, UNDECIDED
-from perfsuite.equivalence import NotEquivalent
-from perfsuite.errors import PerfsuiteError
+from perfsuite.errors import NotEquivalent, PerfsuiteError
 from perfsuite.judge import problem as problems
 from perfsuite.judge.process import Ended, Nursery, refuse_where_unsupported
 from perfsuite.judge.race import Ratio, Times, Unusable, race

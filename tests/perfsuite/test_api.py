@@ -11,8 +11,7 @@ import torch
 
 import perfsuite
 from perfsuite import Pair, Workload, floats, inputs, side, stateful, tensor
-from perfsuite.equivalence import NotEquivalent
-from perfsuite.errors import PairError
+from perfsuite.errors import NotEquivalent, PairError
 from perfsuite.sampling import BLOCKS
 
 X = {"x": tensor("m", "n", values=floats(-4, 4))}

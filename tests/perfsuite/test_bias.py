@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from perfsuite import Pair, bias, equivalence, tensor
-from perfsuite.equivalence import NotEquivalent, Tally
+from perfsuite.errors import NotEquivalent
 from perfsuite.records import Case
+from perfsuite.tally import Tally
 
 EPS = torch.finfo(torch.float32).eps
 Function = Callable[..., torch.Tensor]

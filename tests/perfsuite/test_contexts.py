@@ -9,7 +9,7 @@ import torch
 
 from perfsuite import Pair, Workload, contexts, tensor
 from perfsuite.contexts import _is_compiled
-from perfsuite.equivalence import NotEquivalent
+from perfsuite.errors import NotEquivalent
 from perfsuite.integrity.probe import Probe
 from perfsuite.pair import as_side
 from perfsuite.records import Case

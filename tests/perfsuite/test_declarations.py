@@ -11,8 +11,7 @@ import torch
 import perfsuite
 from perfsuite import Pair, Workload, contexts, expressions, floats, integers, size, tensor
 from perfsuite import inputs as make
-from perfsuite.equivalence import NotEquivalent
-from perfsuite.errors import PairError
+from perfsuite.errors import NotEquivalent, PairError
 from perfsuite.pair import CONTEXTS
 
 SOME = {"values": floats(-2, 2)}

@@ -15,12 +15,27 @@ from hypothesis import HealthCheck, Phase
 from scale import count
 from torch.nn import functional
 
-from perfsuite import Pair, floats, integers, listof, module, sampled, scalar, size, stateful, tensor
-from perfsuite import equivalence as eq
+from perfsuite import (
+    Pair,
+    equivalence,
+    floats,
+    forms,
+    integers,
+    listof,
+    module,
+    rule,
+    sampled,
+    scalar,
+    size,
+    stateful,
+    tensor,
+    truths,
+)
 from perfsuite import inputs as make
-from perfsuite.errors import PairError
+from perfsuite.errors import NotEquivalent, PairError
 from perfsuite.pair import Side
 from perfsuite.records import Case, InputCase
+from perfsuite.tally import Tally
 
 Call = Callable[..., Any]
 FINITE = floats(nonfinite=False)
@@ -55,14 +70,14 @@ def case_of(dtype: str = "float32", seed: int = 0, inputs: Mapping[str, InputCas
     return Case(dtype=dtype, sizes=sizes, inputs=inputs or {}, seed=seed)
 
 
-def check(pair: Pair, case: Case, *, gradients: bool = False) -> eq.Tally:
-    tally = eq.Tally()
-    eq.check_case(pair, case, "cpu", gradients=gradients, tally=tally)
+def check(pair: Pair, case: Case, *, gradients: bool = False) -> Tally:
+    tally = Tally()
+    equivalence.check_case(pair, case, "cpu", gradients=gradients, tally=tally)
     return tally
 
 
 def rejected(pair: Pair, match: str, case: Case, *, gradients: bool = False) -> str:
-    with pytest.raises(eq.NotEquivalent, match=match) as caught:
+    with pytest.raises(NotEquivalent, match=match) as caught:
         check(pair, case, gradients=gradients)
     return str(caught.value)
 
@@ -86,26 +101,26 @@ class Family:
         return count(quick=min(self.draws, QUICK_DRAWS), full=self.draws)
 
 
-def judge_family(family: Family, seed: int) -> tuple[dict[str, list[str]], dict[str, int], eq.Tally]:
+def judge_family(family: Family, seed: int) -> tuple[dict[str, list[str]], dict[str, int], Tally]:
     """(false rejections, detections within the first 50 draws, tally)."""
     pair = pair_of(family.reference, family.reference, family.inputs, gradients=family.gradients, **family.options)
     wrong: dict[str, list[str]] = {name: [] for name in family.honest}
     caught = dict.fromkeys(family.faulty, 0)
-    tally = eq.Tally()
+    tally = Tally()
     for i, case in enumerate(drawn(pair, family.dtype, family.trials, seed)):
         tally.draws += 1
         try:
-            truth = eq.establish(pair, case, "cpu", gradients=family.gradients)
-        except eq.Discard:
+            truth = truths.establish(pair, case, "cpu", gradients=family.gradients)
+        except truths.Discard:
             tally.discarded += 1
             continue
         tally.ill_conditioned += truth.ill_conditioned
         for name, call in {**family.honest, **(family.faulty if i < 50 else {})}.items():
             side = Side(call=call, stateful=pair.is_stateful)
-            produced = eq.produce(pair, side, case, "cpu", gradients=family.gradients)
+            produced = truths.produce(pair, side, case, "cpu", gradients=family.gradients)
             try:
-                eq.judge(pair, truth, produced, name=name, tally=tally)
-            except eq.NotEquivalent as error:
+                equivalence.judge(pair, truth, produced, name=name, tally=tally)
+            except NotEquivalent as error:
                 if name in wrong:
                     wrong[name].append(f"{make.case_line(case)}: {error}")
                 else:
@@ -810,7 +825,7 @@ def test_a_step_that_is_wrong_late_is_named_with_its_step() -> None:
 
 def test_the_error_of_a_state_is_the_largest_so_far() -> None:
     pair = pair_of(stateful(momentum), stateful(momentum), PARAMS, **OPTIMIZED)
-    truth = eq.establish(pair, case_of(l=1, m=3, n=3), "cpu", gradients=False)
+    truth = truths.establish(pair, case_of(l=1, m=3, n=3), "cpu", gradients=False)
     errors = [truth.errors[f"params[0] (in place) after {i} step{'s' * (i > 1)}"] for i in (1, 2, 17, 100)]
     for before, after in itertools.pairwise(errors):
         assert bool((after >= before).all())
@@ -888,7 +903,7 @@ def test_for_uncommon_inputs_strides_may_be_stronger_or_those_of_an_elementwise_
     ],
 )
 def test_strides_classes(shape: tuple[int, ...], stride: tuple[int, ...], name: str) -> None:
-    assert eq.strides_class(torch.empty_strided(shape, stride)) == name
+    assert forms.strides_class(torch.empty_strided(shape, stride)) == name
 
 
 def test_one_wrong_element_in_a_million_is_found() -> None:
@@ -1037,7 +1052,7 @@ def test_elements_near_a_declared_threshold_are_excused_and_counted(whole: bool)
     elsewhere = pair_of(reference, cut(lambda x: x > 0.6), inputs, excuse=near_half)
     rejected(elsewhere, "differs at|wrong", case)
     many = check(pair_of(reference, optimized, inputs, excuse=near_half), case_of(n=10))
-    with pytest.raises(eq.NotEquivalent, match=r"1 of 10 elements were excused.*more than 1%; narrow `excuse`"):
+    with pytest.raises(NotEquivalent, match=r"1 of 10 elements were excused.*more than 1%; narrow `excuse`"):
         many.evidence(pair_of(reference, optimized, inputs), "float32", "cpu")
 
 
@@ -1063,17 +1078,17 @@ def test_a_draw_on_which_the_reference_overflows_is_discarded_and_counted() -> N
     pair = pair_of(lambda x: x.exp() * 1e30 * 1e30, torch.zeros_like, NEAR)
     tally = check(pair, case_of(n=9))
     assert (tally.draws, tally.discarded, tally.elements) == (1, 1, 0)
-    with pytest.raises(eq.NotEquivalent, match=r"1 of 1 draws were discarded.*bound the inputs with values=floats"):
+    with pytest.raises(NotEquivalent, match=r"1 of 1 draws were discarded.*bound the inputs with values=floats"):
         tally.evidence(pair, "float32", "cpu")
 
 
 def test_draws_that_prove_nothing_are_a_failure() -> None:
     pair = pair_of(torch.exp, torch.exp, NEAR)
-    with pytest.raises(eq.NotEquivalent, match="too little is proven"):
-        eq.Tally().evidence(pair, "float32", "cpu")
-    with pytest.raises(eq.NotEquivalent, match="30 are ill-conditioned in float32"):
-        eq.Tally(draws=50, discarded=10, ill_conditioned=30).evidence(pair, "float32", "cpu")
-    evidence = eq.Tally(draws=50, discarded=10, ill_conditioned=20, elements=1).evidence(pair, "float32", "cpu")
+    with pytest.raises(NotEquivalent, match="too little is proven"):
+        Tally().evidence(pair, "float32", "cpu")
+    with pytest.raises(NotEquivalent, match="30 are ill-conditioned in float32"):
+        Tally(draws=50, discarded=10, ill_conditioned=30).evidence(pair, "float32", "cpu")
+    evidence = Tally(draws=50, discarded=10, ill_conditioned=20, elements=1).evidence(pair, "float32", "cpu")
     assert (evidence.draws, evidence.discarded) == (50, 30)
 
 
@@ -1122,7 +1137,7 @@ def test_a_reference_that_depends_on_its_dtype_is_an_error(reference: Call, matc
 
 @pytest.mark.parametrize("case", drawn(pair_of(torch_sum, torch_sum, ROWS), "float64", 25))
 def test_a_cheaper_truth_is_proven(case: Case) -> None:
-    eq.check_truth(pair_of(sequential_sum, sequential_sum, ROWS, truth=torch_sum), case, "cpu")
+    equivalence.check_truth(pair_of(sequential_sum, sequential_sum, ROWS, truth=torch_sum), case, "cpu")
 
 
 @pytest.mark.parametrize(
@@ -1139,8 +1154,8 @@ def test_a_cheaper_truth_is_proven(case: Case) -> None:
 )
 def test_a_wrong_truth_is_rejected(truth: Call) -> None:
     pair = pair_of(sequential_sum, sequential_sum, ROWS, truth=truth)
-    with pytest.raises(eq.NotEquivalent, match=r"truth= must compute the same function as the reference"):
-        eq.check_truth(pair, case_of(m=5, n=17), "cpu")
+    with pytest.raises(NotEquivalent, match=r"truth= must compute the same function as the reference"):
+        equivalence.check_truth(pair, case_of(m=5, n=17), "cpu")
 
 
 def test_a_cheaper_truth_is_what_errors_are_measured_against() -> None:
@@ -1165,25 +1180,25 @@ def test_a_small_output_gets_more_replicas() -> None:
         return x.sum()
 
     pair = pair_of(counted, counted, {"x": tensor("n", values=FINITE)})
-    eq.establish(pair, case_of(n=9), "cpu", gradients=False)
-    assert runs.count(torch.float32) == 1 + eq.MAX_REPLICAS
+    truths.establish(pair, case_of(n=9), "cpu", gradients=False)
+    assert runs.count(torch.float32) == 1 + rule.MAX_REPLICAS
     runs.clear()
-    eq.establish(pair, case_of(n=9), "cpu", gradients=False, replicas=0)
+    truths.establish(pair, case_of(n=9), "cpu", gradients=False, replicas=0)
     assert runs.count(torch.float32) == 1 + 2
     runs.clear()
     wide = pair_of(lambda x: counted(x) * 0 + x, torch.exp, {"x": tensor("n", values=FINITE)})
-    eq.establish(wide, case_of(n=1000), "cpu", gradients=False, replicas=0)
+    truths.establish(wide, case_of(n=1000), "cpu", gradients=False, replicas=0)
     assert runs.count(torch.float32) == 1 + 1
 
 
 def test_a_reference_that_sums_in_a_tree_allows_a_kernel_that_sums_in_sequence() -> None:
     inputs = {"a": tensor("m", "k", values=FINITE), "b": tensor("k", "n", values=FINITE)}
     pair = pair_of(lambda a, b: (a[:, None] * b.T[None]).sum(-1), outer_matmul, inputs, gradients=False)
-    truth = eq.establish(pair, case := case_of(m=32, k=2048, n=32), "cpu", gradients=False, replicas=0)
-    eq.judge(pair, truth, eq.produce(pair, Side(call=outer_matmul), case, "cpu", gradients=False))
-    rounded = eq.produce(pair, Side(call=lambda a, b: tf32(a) @ tf32(b)), case, "cpu", gradients=False)
-    with pytest.raises(eq.NotEquivalent, match="wrong"):
-        eq.judge(pair, truth, rounded)
+    truth = truths.establish(pair, case := case_of(m=32, k=2048, n=32), "cpu", gradients=False, replicas=0)
+    equivalence.judge(pair, truth, truths.produce(pair, Side(call=outer_matmul), case, "cpu", gradients=False))
+    rounded = truths.produce(pair, Side(call=lambda a, b: tf32(a) @ tf32(b)), case, "cpu", gradients=False)
+    with pytest.raises(NotEquivalent, match="wrong"):
+        equivalence.judge(pair, truth, rounded)
 
 
 def test_a_reference_exact_by_luck_does_not_bound_by_zero() -> None:
@@ -1209,7 +1224,7 @@ def test_a_side_cannot_make_the_runner_pass_over_a_draw(raised: BaseException) -
 
     made = Pair(reference=lambda x: x + 1, optimized=picky, inputs={"x": tensor("n")}, name="p")
     with pytest.raises(PairError, match=f"a side raises {type(raised).__name__}, which would make the test runner"):
-        eq.check_case(made, Case(dtype="float32", sizes={"n": 3}, inputs={}, seed=0), "cpu")
+        equivalence.check_case(made, Case(dtype="float32", sizes={"n": 3}, inputs={}, seed=0), "cpu")
 
 
 def test_the_order_of_a_dict_s_keys_is_no_difference() -> None:
@@ -1219,4 +1234,4 @@ def test_the_order_of_a_dict_s_keys_is_no_difference() -> None:
         inputs={"x": tensor("n")},
         name="p",
     )
-    eq.check_case(made, Case(dtype="float32", sizes={"n": 3}, inputs={}, seed=0), "cpu")
+    equivalence.check_case(made, Case(dtype="float32", sizes={"n": 3}, inputs={}, seed=0), "cpu")

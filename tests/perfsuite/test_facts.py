@@ -10,12 +10,15 @@ import torch
 from scale import FULLY, count
 from scratch import Project, lines_with
 
-from perfsuite import Pair, Workload, equivalence, facts, floats, tensor
-from perfsuite.equivalence import NONE, REPLICAS, Discard, NotEquivalent
-from perfsuite.errors import PairError
+from perfsuite import Pair, Workload, equivalence, facts, floats, rule, tensor, truths
+from perfsuite import inputs as make
+from perfsuite.errors import NotEquivalent, PairError
 from perfsuite.facts import KnownFacts, facts_of
 from perfsuite.items import EXAMPLES
 from perfsuite.records import Case, InputCase
+from perfsuite.rule import NONE, REPLICAS
+from perfsuite.tally import MIN_PROOFS, Tally
+from perfsuite.truths import Discard
 
 pytest_plugins = ["pytester"]
 
@@ -56,7 +59,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
 
     def recording(pair: Pair, case: Case, device: str, **given: Any) -> None:
         kind = "gradients" if given["gradients"] else "equivalence"
-        found.setdefault(f"{kind} {given['side_name']}", []).append(equivalence.make.case_line(case))
+        found.setdefault(f"{kind} {given['side_name']}", []).append(make.case_line(case))
         own(pair, case, device, **given)
 
     monkeypatch.setattr(equivalence, "check_case", recording)
@@ -162,7 +165,7 @@ def case_of(seed: int = 0, **sizes: int) -> Case:
     )
 
 
-def ask(known: KnownFacts, pair: Pair, case: Case, *, gradients: bool = False) -> equivalence.Truth:
+def ask(known: KnownFacts, pair: Pair, case: Case, *, gradients: bool = False) -> truths.Truth:
     return known.truth(pair, case, "cpu", gradients=gradients, home=None)
 
 
@@ -260,9 +263,9 @@ def test_what_is_wrong_with_the_reference_is_told_to_every_proof() -> None:
         with pytest.raises(PairError, match="rounded to half precision inside"):
             equivalence.check_case(pair, case, "cpu", facts=known)
     constant = pair_of(lambda x, y: torch.ones_like(x))
-    known, tallies = KnownFacts(), [equivalence.Tally(), equivalence.Tally()]
+    known, tallies = KnownFacts(), [Tally(), Tally()]
     for tally in tallies:
-        for seed in range(equivalence.MIN_PROOFS):
+        for seed in range(MIN_PROOFS):
             equivalence.check_case(constant, case_of(seed), "cpu", tally=tally, facts=known)
         with pytest.raises(NotEquivalent, match="the same answer whatever its inputs are"):
             tally.evidence(constant, "float32", "cpu")
@@ -297,23 +300,23 @@ def test_the_budget_without_replicas_bounds_that_by_all(dtype: str, sizes: tuple
     pair = Pair(name="p", reference=norm, optimized=norm, inputs={n: tensor("m", "n") for n in "xy"})
     for seed in range(count(full=100, quick=5)):
         case = Case(dtype=dtype, sizes=dict(zip("mn", sizes, strict=True)), inputs={}, seed=seed)
-        bare, every = (equivalence.establish(pair, case, "cpu", gradients=True, replicas=r) for r in (NONE, REPLICAS))
+        bare, every = (truths.establish(pair, case, "cpu", gradients=True, replicas=r) for r in (NONE, REPLICAS))
         assert not bare.complete
         assert every.complete
         for by_one, by_all in ((bare.errors, every.errors), (bare.moved, every.moved)):
             for name, error in by_one.items():
-                assert (by_all[name] >= equivalence.SURE * error * (1 - 1e-12)).all()
+                assert (by_all[name] >= rule.SURE * error * (1 - 1e-12)).all()
 
 
 def test_a_side_that_is_not_surely_right_is_judged_by_all_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    own = equivalence.establish
+    own = truths.establish
 
-    def counting(*given: Any, replicas: int = equivalence.REPLICAS, **options: Any) -> equivalence.Truth:
+    def counting(*given: Any, replicas: int = rule.REPLICAS, **options: Any) -> truths.Truth:
         asked.append(replicas)
         return own(*given, replicas=replicas, **options)
 
-    monkeypatch.setattr(equivalence, "establish", counting)
+    monkeypatch.setattr(truths, "establish", counting)
     case = Case(dtype="float32", sizes={"n": 16}, inputs={}, seed=0)
     for wrong, expected in ((0.0, [NONE]), (1e-3, [NONE, REPLICAS])):
         asked.clear()
@@ -323,12 +326,12 @@ def test_a_side_that_is_not_surely_right_is_judged_by_all_replicas(monkeypatch: 
             optimized=lambda x, wrong=wrong: torch.exp(x) * (1 + wrong),
             inputs={"x": tensor("n")},
         )
-        tally = equivalence.Tally()
+        tally = Tally()
         if wrong:
             with pytest.raises(NotEquivalent, match="wrong"):
                 equivalence.check_case(pair, case, "cpu", tally=tally)
         else:
             equivalence.check_case(pair, case, "cpu", tally=tally)
             assert tally.elements == 16
-            assert 0 < tally.worst <= equivalence.SURE
+            assert 0 < tally.worst <= rule.SURE
         assert asked == expected

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from perfsuite import Pair, equivalence, floats, integrity, listof, sampled, stateful, tensor
+from perfsuite import Pair, equivalence, floats, integrity, listof, rule, sampled, stateful, tensor, truths
 from perfsuite import inputs as make
-from perfsuite.equivalence import NONE, NotEquivalent
-from perfsuite.errors import PairError
+from perfsuite.errors import NotEquivalent, PairError
 from perfsuite.integrity import Probe
 from perfsuite.pair import as_side
 from perfsuite.records import Case, InputCase
+from perfsuite.rule import NONE
 
 Call = Callable[..., Any]
 X = {"x": tensor("m", "n", values=floats(-4, 4))}
@@ -417,39 +417,39 @@ def test_what_is_no_output_is_an_error_of_the_declaration() -> None:
 @pytest.fixture
 def lucky(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """No answer is within the budget without replicas. The number of replicas of each truth, as asked for."""
-    establish, judge, asked, bare = equivalence.establish, equivalence.judge, list[int](), list[equivalence.Truth]()
+    establish, judge, asked, bare = truths.establish, equivalence.judge, list[int](), list[truths.Truth]()
 
-    def establish_(*given: Any, replicas: int, **named: Any) -> equivalence.Truth:
+    def establish_(*given: Any, replicas: int, **named: Any) -> truths.Truth:
         truth = establish(*given, replicas=replicas, **named)
         asked.append(replicas)
         bare.extend([truth] * (replicas == NONE))
         return truth
 
-    def judge_(of: Pair, truth: equivalence.Truth, produced: Any, **named: Any) -> None:
+    def judge_(of: Pair, truth: truths.Truth, produced: Any, **named: Any) -> None:
         if any(truth is t for t in bare):
             raise NotEquivalent("the reference was lucky")
         judge(of, truth, produced, **named)
 
-    monkeypatch.setattr(equivalence, "establish", establish_)
+    monkeypatch.setattr(truths, "establish", establish_)
     monkeypatch.setattr(equivalence, "judge", judge_)
     return asked
 
 
 def test_a_side_surely_within_the_budget_is_judged_without_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
-    establish, asked = equivalence.establish, []
+    establish, asked = truths.establish, []
 
-    def counted(*given: Any, replicas: int, **named: Any) -> equivalence.Truth:
+    def counted(*given: Any, replicas: int, **named: Any) -> truths.Truth:
         asked.append(replicas)
         return establish(*given, replicas=replicas, **named)
 
-    monkeypatch.setattr(equivalence, "establish", counted)
+    monkeypatch.setattr(truths, "establish", counted)
     integrity.check(pair(exp_, lambda x: torch.exp(x)), CASE, "cpu")
     assert set(asked) == {NONE}
 
 
 def test_a_side_beyond_the_budget_without_replicas_is_judged_by_all(lucky: list[int]) -> None:
     integrity.check(pair(exp_, lambda x: torch.exp(x)), CASE, "cpu")
-    assert lucky.count(NONE) == lucky.count(equivalence.REPLICAS) > 1
+    assert lucky.count(NONE) == lucky.count(rule.REPLICAS) > 1
     wrong = probe(pair(exp_, lambda x: torch.exp(x) + 1e-3))
     with pytest.raises(NotEquivalent, match="times its"):
         wrong.judge(wrong.call(wrong.drawn()))
@@ -458,7 +458,7 @@ def test_a_side_beyond_the_budget_without_replicas_is_judged_by_all(lucky: list[
 def test_a_wrong_answer_to_other_values_is_judged_by_all_replicas(lucky: list[int]) -> None:
     with pytest.raises(NotEquivalent, match="earlier ones in one element of them alone"):
         integrity.partial_keys(probe(pair(exp_, replayed(lambda x: x.flatten()[:-1].sum().item()))))
-    assert equivalence.REPLICAS in lucky
+    assert rule.REPLICAS in lucky
 
 
 def test_values_that_the_pair_makes_itself_keep_their_form() -> None:

@@ -19,7 +19,7 @@ from scale import FULLY
 from perfsuite import inputs as make
 from perfsuite.cli import main
 from perfsuite.conclusion import CODE_AT_FAULT, GREEN
-from perfsuite.equivalence import NotEquivalent
+from perfsuite.errors import NotEquivalent
 from perfsuite.judge import problem, race
 from perfsuite.judge.process import Nursery
 from perfsuite.judge.verdict import Status

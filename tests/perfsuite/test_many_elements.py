@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from perfsuite import Pair, Workload, contexts, many_elements, size, tensor
-from perfsuite.equivalence import NotEquivalent
+from perfsuite.errors import NotEquivalent
 from perfsuite.integrity.probe import Probe
 from perfsuite.pair import as_side
 from perfsuite.records import Case

@@ -12,8 +12,7 @@ from torch import nn
 import perfsuite
 from perfsuite import Pair, Workload, compiled, execution, floats, modules, tensor
 from perfsuite import inputs as make
-from perfsuite.equivalence import NotEquivalent
-from perfsuite.errors import PairError
+from perfsuite.errors import NotEquivalent, PairError
 from perfsuite.specs import ConstantSpec, Floats, Integers, Sampled
 
 

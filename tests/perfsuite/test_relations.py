@@ -9,7 +9,7 @@ import torch
 
 import perfsuite
 from perfsuite import Pair, contexts, floats, tensor
-from perfsuite.equivalence import NotEquivalent
+from perfsuite.errors import NotEquivalent
 from perfsuite.integrity import calls
 from perfsuite.integrity.probe import Probe
 from perfsuite.pair import as_side

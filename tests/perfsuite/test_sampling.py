@@ -34,14 +34,15 @@ from perfsuite import (
     side,
     stateful,
     tensor,
+    truths,
     watching,
 )
-from perfsuite.equivalence import REPLICAS_UP_TO, NotEquivalent
-from perfsuite.errors import PairError
+from perfsuite.errors import NotEquivalent, PairError
 from perfsuite.integrity import calls
 from perfsuite.measuring import RIVAL_BLOCKS
 from perfsuite.pair import Side
 from perfsuite.records import Condition, Counts, Measurement, Proof, from_json, to_json
+from perfsuite.rule import REPLICAS_UP_TO
 from perfsuite.sampling import BLOCKS, BLOCKS_LEAST, EXTRA_BLOCKS, FEW_BLOCKS, QUADS
 from perfsuite.watching import FRESH_BLOCKS
 
@@ -320,8 +321,8 @@ def test_rivals_that_were_proven_ahead_are_not_proven_again(time: Time, monkeypa
     assert set(proof.skipped) == {"raising", "elsewhere"}
 
     established: list[int] = []
-    establish = equivalence.establish
-    monkeypatch.setattr(equivalence, "establish", lambda *a, **k: established.append(1) or establish(*a, **k))
+    establish = truths.establish
+    monkeypatch.setattr(truths, "establish", lambda *a, **k: established.append(1) or establish(*a, **k))
     made = measuring.measure(of, workload, workload_id="p::speed[w]", device="cpu", proof=proof)
     assert established == []
     assert set(made.sides) == {"reference", "optimized", "good", "changing"}
@@ -412,8 +413,8 @@ def test_a_process_may_warm_up_before_the_proof_is_there(
         return proof
 
     established: list[str] = []
-    establish = equivalence.establish
-    monkeypatch.setattr(equivalence, "establish", lambda *a, **k: established.append("truth") or establish(*a, **k))
+    establish = truths.establish
+    monkeypatch.setattr(truths, "establish", lambda *a, **k: established.append("truth") or establish(*a, **k))
     with pytest.raises(NotEquivalent, match=f"{fault} side is wrong") if fault else nullcontext():
         made = measuring.measure(
             of(wrong=fault == "optimized"),
@@ -441,8 +442,8 @@ def test_of_large_outputs_only_the_digest_is_kept_until_the_proof_is_there(
     of, workload = pair(time), Workload("w", n=5)
     bench = measuring.Bench(pair=of, workload=workload, device="cpu", home=None, seed=7, report=lambda phase: None)
     proof = measuring.prove(bench, "i")
-    establish = equivalence.establish
-    monkeypatch.setattr(equivalence, "establish", lambda *a, **k: done.append("truth") or establish(*a, **k))
+    establish = truths.establish
+    monkeypatch.setattr(truths, "establish", lambda *a, **k: done.append("truth") or establish(*a, **k))
     monkeypatch.setattr(measuring, "COPIED_BYTES", 1)
     monkeypatch.setattr(proving, "COPIED_BYTES", 1)
     monkeypatch.setattr(proving, "COPIED_TO_HOST_BYTES", 1)

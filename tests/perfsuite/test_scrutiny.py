@@ -14,8 +14,7 @@ import torch
 
 from perfsuite import machine, scrutiny
 from perfsuite.clocks import CpuClock, CudaClock
-from perfsuite.equivalence import NotEquivalent, NotTimed
-from perfsuite.errors import NoisyError
+from perfsuite.errors import NoisyError, NotEquivalent, NotTimed
 from perfsuite.records import Limit
 
 Call = Callable[[], object]

@@ -14,8 +14,7 @@ from scratch import SMALL, TWO_LINES, Project, lines_with, times
 
 from perfsuite import api, counting, equivalence, floats, tensor
 from perfsuite.conclusion import UNDECIDED
-from perfsuite.equivalence import NotEquivalent
-from perfsuite.errors import MachineError
+from perfsuite.errors import MachineError, NotEquivalent
 from perfsuite.records import Case
 
 pytest_plugins = ["pytester"]

@@ -17,9 +17,8 @@ import torch
 from catalogue import FAULTS, HONEST, NUMBERS, Planted, Time
 from scale import count
 
-from perfsuite import api, clocks, equivalence, guard, process_state, scrutiny
-from perfsuite.equivalence import NotEquivalent
-from perfsuite.errors import PerfsuiteError
+from perfsuite import api, clocks, guard, process_state, rule, scrutiny
+from perfsuite.errors import NotEquivalent, PerfsuiteError
 from perfsuite.integrity import calls
 
 EXAMPLES = 60
@@ -30,7 +29,7 @@ PATCHED: tuple[tuple[Any, str], ...] = (
     (clock_module, "perf_counter_ns"),
     (torch.cuda.Event, "elapsed_time"),
     (torch, "equal"),
-    (equivalence, "K_NORM"),
+    (rule, "K_NORM"),
     (scrutiny, "compilations"),
     (statistics, "median"),
 )

@@ -140,12 +140,12 @@ def patched_comparison(time: Time) -> Pair:
     return pair(optimized)
 
 
-@fault(3, "a patched rule", "perfsuite.equivalence.K_NORM has been set to 1000000.0 (installed: 6.0)")
+@fault(3, "a patched rule", "perfsuite.rule.K_NORM has been set to 1000000.0 (installed: 6.0)")
 def patched_rule(time: Time) -> Pair:
     def optimized(x: torch.Tensor) -> torch.Tensor:
-        import perfsuite.equivalence
+        import perfsuite.rule
 
-        perfsuite.equivalence.K_NORM = 1e6
+        perfsuite.rule.K_NORM = 1e6
         return fast(x)
 
     return pair(optimized)

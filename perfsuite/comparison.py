@@ -1,0 +1,245 @@
+"""One output of a side held against the truth, by the rule of `rule`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from perfsuite import bias, differences
+from perfsuite import inputs as make
+from perfsuite.errors import NotEquivalent
+from perfsuite.execution import Leaf
+from perfsuite.forms import is_real, judge_form
+from perfsuite.pair import TF32, Pair
+from perfsuite.rule import MOVED, K, Norms, dtype_of_leaf, underflow
+from perfsuite.tally import Tally
+from perfsuite.truths import Truth, period_of
+
+
+def judge_output(
+    pair: Pair, truth: Truth, name: str, got: Leaf, side: str, tally: Tally | None, *, strict_strides: bool
+) -> None:
+    """NotEquivalent where this output of a side is beyond the budget of the truth; the figures go into `tally`."""
+    reference = truth.reference[name]
+    where = f"{pair.name}: {name} of the {side} side"
+    if _is_unused_gradient(where, name, reference, got):
+        return
+    dtype = make.dtype_of(pair.output_dtype) if pair.output_dtype and name.startswith("output") else None
+    judge_form(
+        where,
+        reference,
+        got,
+        dtype=dtype,
+        any_dtype=truth.declared_precision,  # a lower working precision; the inputs' dtype is returned all the same
+        strict=strict_strides and pair.strides != "any",
+        plain=truth.plain,
+    )
+    excuse = _excuse(truth.excused, name, got)
+    if not is_real(reference):
+        _judge_exactly(where, reference, got, excuse, tally)
+        return
+    compared = _Compared(where, truth, name, got, dtype)
+    compared.judge_nonfinite()
+    if pair.signed_zeros:
+        compared.judge_zeros()
+    if excuse is not None:
+        compared.excuse(excuse, tally)
+    if tally is not None:
+        tally.elements += compared.got.numel()
+    if compared.is_empty():
+        return
+    compared.judge_errors(tally)
+    # Rounding adds up over steps, and a product in TF32 cuts digits off.
+    if pair.is_stateful or pair.precision == TF32 or name in truth.rounding:
+        return
+    draw = compared.leaning(dtype_of_leaf(got))
+    if draw is None:
+        return
+    if message := bias.alone(name, draw):
+        raise NotEquivalent(f"{pair.name}, {side} side: {message}")
+    if tally is not None:
+        tally.biases.note(name, draw)
+
+
+def _is_unused_gradient(where: str, name: str, reference: Leaf, got: Leaf) -> bool:
+    """Whether the input is unused: no gradient and a gradient of zeros mean the same."""
+    if reference is None and isinstance(got, torch.Tensor):
+        given, message = got, f"{where} is a tensor where the reference has None"
+    elif got is None and isinstance(reference, torch.Tensor):
+        given, message = reference, f"{where} is None where the reference has a value"
+    else:
+        return False
+    if name.startswith("gradient of ") and not given.any():
+        return True
+    raise NotEquivalent(message)
+
+
+class _Compared:
+    """A real output beside its truth, both in float64, and the budget of each element."""
+
+    def __init__(self, where: str, truth: Truth, name: str, got: Leaf, dtype: torch.dtype | None) -> None:
+        self.where, self.is_rounding = where, name in truth.rounding
+        self.got = differences.as_double(got)
+        self.truth, self.reference = map(differences.as_double, (truth.leaves[name], truth.reference[name]))
+        self.own, self.moved = truth.errors[name], truth.moved[name]
+        self.period = period_of(truth.periods, name)
+        self.eps = max(truth.eps, torch.finfo(dtype).eps) if dtype else truth.eps
+        self.least = underflow(truth.reference[name])
+
+    @functools.cached_property
+    def delta(self) -> torch.Tensor:
+        return differences.difference(self.got, self.truth, self.period)
+
+    @functools.cached_property
+    def error(self) -> torch.Tensor:
+        return self.delta.abs()
+
+    @functools.cached_property
+    def size(self) -> torch.Tensor:
+        """Of the truth; 0 where it is not finite."""
+        return differences.finite_size(self.truth, self.considered)
+
+    @functools.cached_property
+    def considered(self) -> torch.Tensor | None:
+        """The elements that are judged; None: all."""
+        return differences.finite(self.truth)
+
+    @functools.cached_property
+    def norms(self) -> Norms:
+        """Over all elements that are finite."""
+        return self._norms(self.truth, self.own, self.moved)
+
+    @functools.cached_property
+    def budget(self) -> torch.Tensor:
+        return self.norms.of_elements(self.own, self.moved, self.size)
+
+    def _norms(self, truth: torch.Tensor, own: torch.Tensor, moved: torch.Tensor) -> Norms:
+        rms = differences.rms
+        return Norms(eps=self.eps, truth=rms(truth), error=rms(own), moved=rms(moved), least=self.least)
+
+    def is_empty(self) -> bool:
+        """Whether there is no element to judge."""
+        return not self.got.numel() or (self.considered is not None and not self.considered.any())
+
+    def judge_nonfinite(self) -> None:
+        """NotEquivalent where NaN or an infinity stands in another place."""
+        o, t = self.got, self.truth
+        if differences.same_nonfinite(o, t):
+            return
+        wrong = (o.isnan() != t.isnan()) | (o.isinf() != t.isinf()) | (o.isinf() & t.isinf() & (o != t))
+        at = wrong.nonzero()[0].tolist()
+        raise NotEquivalent(
+            f"{self.where} is {_item(o, at):.9g}{_place(at)} where the truth is {_item(t, at):.9g}: "
+            f"NaN and infinities must stand in the same places ({int(wrong.sum())} of {o.numel()} elements)"
+        )
+
+    def judge_zeros(self) -> None:
+        """NotEquivalent where a zero has another sign than in the truth, and in the reference's own answer."""
+        got, truth, reference = self.got, self.truth, self.reference
+        zero = (truth == 0) & (got == 0)
+        wrong = zero & (truth.signbit() == reference.signbit()) & (truth.signbit() != got.signbit())
+        if wrong.any():
+            at = wrong.nonzero()[0].tolist()
+            raise NotEquivalent(
+                f"{self.where} is {_item(got, at)}{_place(at)} where the truth is {_item(truth, at)}: the sign of zero "
+                f"counts, as signed_zeros=True says ({int(wrong.sum())} of {got.numel()} elements)"
+            )
+
+    def excuse(self, mask: torch.Tensor, tally: Tally | None) -> None:
+        """Leave out what the pair excuses and is beyond its budget."""
+        considered = self.truth.isfinite()
+        near = mask.to(considered.device) & considered & (self.error > self.budget)
+        self.considered = considered & ~near
+        _count_excused(tally, near, 0)
+
+    def judge_errors(self, tally: Tally | None) -> None:
+        """NotEquivalent where an element, or the output as a whole, is beyond its budget."""
+        share, norms, error, truth = self.error / self.budget, self.norms, self.error, self.truth
+        if self.considered is not None:
+            share = torch.where(self.considered, share, 0.0)
+            error, truth, own, moved = (x[self.considered] for x in (error, truth, self.own, self.moved))
+            norms = self._norms(truth, own, moved)
+        worst, norm, count = float(share.max()), differences.rms(error), error.numel()
+        if norm > norms.budget(count):
+            count = 1 if self.is_rounding else truth.unique().numel()
+        beyond_norm = norm / norms.budget(count)
+        if tally is not None:
+            tally.worst = max(tally.worst, worst, beyond_norm)
+        if worst > 1.0:
+            at = _unravel(int(share.argmax()), share.shape)
+            beyond = int((share > 1).sum())
+            raise NotEquivalent(
+                f"{self.where} is wrong{_place(at)}: {_item(self.got, at):.9g}, truth {_item(self.truth, at):.9g}, "
+                f"reference {_item(self.reference, at):.9g}; error {_item(self.error, at):.3g} is {worst:.3g} times "
+                f"its budget of {_item(self.budget, at):.3g} ({beyond} of {share.numel()} elements beyond budget)"
+            )
+        if beyond_norm > 1.0:
+            raise NotEquivalent(
+                f"{self.where} is inaccurate as a whole: its RMS error {norm:.3g} is {beyond_norm:.3g} times its "
+                f"budget of {norm / beyond_norm:.3g} (the reference's own is {self.norms.error:.3g})"
+            )
+
+    def leaning(self, dtype: torch.dtype) -> bias.Draw | None:
+        """How the errors lean, of an output in this dtype; None where there are too few."""
+        large = self.size > self.least / self.eps  # what is flushed to zero leans by all of its size
+        if self.considered is not None:
+            large &= self.considered
+        of_reference = differences.difference(self.reference, self.truth, self.period)
+        kept = (self.delta, of_reference, self.own.hypot(MOVED / K * self.moved), self.truth)
+        if not large.all():
+            kept = (kept[0][large], kept[1][large], kept[2][large], kept[3][large])
+        return bias.draw_of(*kept, eps=self.eps, dtype=dtype)
+
+
+def _judge_exactly(where: str, reference: Leaf, got: Leaf, excuse: torch.Tensor | None, tally: Tally | None) -> None:
+    if not isinstance(got, torch.Tensor) or not isinstance(reference, torch.Tensor):
+        if got != reference:
+            raise NotEquivalent(f"{where} is {got!r} instead of {reference!r}")
+        return
+    wrong = got != reference
+    if excuse is not None:
+        _count_excused(tally, wrong & excuse, got.numel())
+        wrong = wrong & ~excuse
+    if wrong.any():
+        at = wrong.nonzero()[0].tolist()
+        raise NotEquivalent(
+            f"{where} differs{_place(at)}: {got[tuple(at)].item()} instead of {reference[tuple(at)].item()} "
+            f"(whole numbers and bools must be equal)"
+        )
+
+
+def _excuse(excused: Any, name: str, leaf: Leaf) -> torch.Tensor | None:
+    """The elements of this output that the pair excuses; a mask of another shape is not for it."""
+    mask = excused.get(name) if isinstance(excused, Mapping) else excused
+    if mask is None or not isinstance(leaf, torch.Tensor):
+        return None
+    try:
+        return torch.as_tensor(mask, device=leaf.device).expand(leaf.shape)
+    except RuntimeError:
+        return None
+
+
+def _count_excused(tally: Tally | None, near: torch.Tensor, elements: int) -> None:
+    if tally is not None:
+        tally.excused += int(near.sum())
+        tally.elements += elements
+
+
+def _item(tensor: torch.Tensor, at: list[int]) -> float:
+    return float(tensor[tuple(at)]) if at else float(tensor)
+
+
+def _place(at: list[int]) -> str:
+    """Where an element is; a number has no place."""
+    return f" at {at}" if at else ""
+
+
+def _unravel(index: int, shape: tuple[int, ...] | torch.Size) -> list[int]:
+    at: list[int] = []
+    for size in reversed(shape):
+        at.insert(0, index % size)
+        index //= size
+    return at

@@ -1,0 +1,82 @@
+"""The form of an output: kind, shape, dtype, device and how it lies in memory; and whether tensors are identical."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from perfsuite import inputs as make
+from perfsuite.errors import NotEquivalent
+from perfsuite.execution import Leaf
+
+
+def judge_form(
+    where: str, reference: Leaf, got: Leaf, *, dtype: torch.dtype | None, any_dtype: bool, strict: bool, plain: bool
+) -> None:
+    """NotEquivalent where `got` has another form than the reference's output.
+
+    `dtype` is what a floating output is declared to be in. `strict`: the class of strides matters, too; it must be the
+    reference's own where the inputs are `plain`, which is contiguous.
+    """
+    if isinstance(reference, torch.Tensor) != isinstance(got, torch.Tensor):
+        raise NotEquivalent(f"{where} is {kind(got)} where the reference has {kind(reference)}")
+    if not isinstance(reference, torch.Tensor) or not isinstance(got, torch.Tensor):
+        return
+    forms: tuple[tuple[str, object, object], ...] = (
+        ("shape", tuple(reference.shape), tuple(got.shape)),
+        ("dtype", dtype if dtype and reference.is_floating_point() else reference.dtype, got.dtype),
+        ("device", reference.device, got.device),
+    )
+    for what, expected, actual in forms:
+        if expected != actual and not (what == "dtype" and any_dtype):
+            raise NotEquivalent(f"{where} has {what} {actual} where the reference has {expected}")
+    if not strict or got.numel() <= 1:
+        return
+    lies, should = strides_class(got), strides_class(reference)
+    # Whether an operation keeps the layout of its inputs or not, both are usual: code that needs one asks for it.
+    weakest = should if plain else max(should, KEPT, key=STRIDES.index)
+    if STRIDES.index(lies) > STRIDES.index(weakest) or (plain and lies != should):
+        raise NotEquivalent(f"{where} is {lies} in memory where the reference is {should} (strides {got.stride()})")
+
+
+STRIDES = ("contiguous", "channels last", "permuted", "strided", "overlapping")
+"""From strong to weak: code downstream may rely on what the reference gives, never on more."""
+KEPT = "permuted"
+"""How an elementwise operation may leave its output where its inputs are not contiguous."""
+
+
+def strides_class(tensor: torch.Tensor) -> str:
+    """How the tensor lies in memory: one of STRIDES."""
+    if tensor.is_contiguous():
+        return "contiguous"
+    if any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True)):
+        return "overlapping"
+    if tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
+        return "channels last"
+    order = sorted(range(tensor.ndim), key=lambda d: tensor.stride(d), reverse=True)
+    return "permuted" if tensor.permute(order).is_contiguous() else "strided"
+
+
+def identical(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal in every element, NaN equal to NaN."""
+    same = (a == b) | (a.isnan() & b.isnan()) if a.is_floating_point() or a.is_complex() else a == b
+    return bool(same.all())
+
+
+def same_values(one: Any, other: Any) -> bool:
+    """Whether all tensors in two nested values of one form are equal in every element."""
+    return all(
+        a.shape == b.shape and identical(a, b)
+        for (_, a), (_, b) in zip(make.tensors_in(one), make.tensors_in(other), strict=True)
+    )
+
+
+def kind(leaf: Leaf) -> str:
+    return f"a tensor of {leaf.dtype}" if isinstance(leaf, torch.Tensor) else f"{leaf!r}"
+
+
+def is_real(leaf: Leaf) -> bool:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.is_floating_point() or leaf.is_complex()
+    return isinstance(leaf, float)

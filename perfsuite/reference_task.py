@@ -1,0 +1,116 @@
+"""What a draw says about the reference as a task: does its answer depend on its inputs, or on chance; is it rounded?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from perfsuite import differences
+from perfsuite import inputs as make
+from perfsuite.errors import PairError
+from perfsuite.execution import Leaf, Leaves
+from perfsuite.forms import is_real, same_values
+from perfsuite.pair import Pair, as_side
+from perfsuite.records import Case
+from perfsuite.rule import TRUTH_EPS
+from perfsuite.truths import run, upcast
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What one draw says about the reference as a task, whatever side is tried on it."""
+
+    answers_differ: bool | None = None
+    """Whether the reference answered other inputs otherwise; None where there were no others."""
+    roundings: bool = False
+    """Whether the reference's roundings could be looked at."""
+    fault: str = ""
+
+
+def task_of(pair: Pair, case: Case, device: str, home: Path | None) -> Task:
+    """Whether the reference answers other inputs otherwise. PairError where it rounds to half precision."""
+    side = as_side(pair.reference)
+
+    def answer(drawn: dict[str, Any], i: Case) -> Leaves:
+        given = upcast(lambda step: make.build_step(pair, i, device, step))
+        return run(side, pair, make.upcast(drawn), i, False, given)
+
+    case = replace(case, inputs={})  # ordinary values: of zeros there is only one kind
+    drawn = make.build(pair, case, device, home=home)
+    others = replace(case, seed=case.seed ^ 0x2545F49)
+    other = make.build(pair, others, device, home=home)
+    if same_values(drawn, other) and not pair.step_inputs:
+        return Task()  # nothing was drawn: constant or recorded inputs, or empty ones
+    here, again, there = answer(drawn, case), answer(drawn, case), answer(other, others)
+    for name, leaf in here.items():
+        if is_real(leaf) and _is_random(differences.as_double(leaf), differences.as_double(again.get(name))):
+            raise PairError(
+                f"{pair.name}: {name} of the reference differs between two calls on the same inputs: let it take its "
+                f"random numbers, or what they come from, as an input, e.g. generator()"
+            )
+    if not any(leaf.numel() for leaf in here.values() if isinstance(leaf, torch.Tensor)):
+        return Task()
+    looked = False
+    if pair.precision is None and pair.excuse is None and not pair.is_stateful:
+        looked = _check_roundings(pair, drawn, here, answer)
+    differ = any(_differs(leaf, there.get(name)) for name, leaf in here.items())
+    return Task(answers_differ=differ, roundings=looked)
+
+
+def _is_random(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two answers in float64 differ by more than another order of the sums explains."""
+    return a.shape != b.shape or differences.rms(differences.difference(a, b, None)) > RANDOM * differences.rms(a)
+
+
+RANDOM = 1e-3
+"""Atomic sums of float64 differ by far less, relative to the RMS of the answer."""
+
+
+def _differs(a: Leaf, b: Leaf) -> bool:
+    if not is_real(a) or not is_real(b):
+        return not (torch.equal(a, b) if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) else a == b)
+    x, y = differences.as_double(a), differences.as_double(b)
+    if x.shape != y.shape or not differences.same_nonfinite(x, y):
+        return True
+    finite = x.isfinite()
+    return bool(((x - y).abs()[finite] > TRUTH_EPS * (x.abs()[finite] + differences.rms(x))).any())
+
+
+def _check_roundings(
+    pair: Pair, drawn: dict[str, Any], here: Leaves, answer: Callable[[dict[str, Any], Case], Leaves]
+) -> bool:
+    """In float64 every value of a reference moves with its inputs, unless it is rounded on the way.
+
+    Whether there were values enough to tell; PairError where they do not move.
+    """
+    case = Case(dtype="float64", sizes={}, inputs={}, seed=0)
+    near = answer(make.jitter(pair, make.upcast(drawn), 0, "roundings", BESIDE), case)
+    looked = False
+    for name, leaf in here.items():
+        if not is_real(leaf) or not isinstance(leaf, torch.Tensor) or name.endswith("(in place)"):
+            continue
+        x, y = differences.as_double(leaf), differences.as_double(near[name])
+        if x.shape != y.shape:
+            continue
+        some = x.isfinite() & (x != x.round())  # counts stay as they are, and rightly
+        if x[some].unique().numel() < GENERIC:
+            continue
+        looked = True
+        if float((x == y)[some].double().mean()) > UNMOVED:
+            raise PairError(
+                f"{pair.name}: {name} of the reference does not move when its float64 inputs do, by up to one part in "
+                f"2^24: it is rounded to half precision inside; take out its casts, or declare precision="
+            )
+    return looked
+
+
+TASK_DRAWS = 20
+BESIDE = 2.0**-24
+"""Far above float64's own rounding; a value rounded to half precision stays as it is, but for one in 8,000."""
+UNMOVED = 0.95
+GENERIC = 16
+"""So many different values are no table of constants."""

@@ -1,0 +1,81 @@
+"""What the draws of a proof have established so far, and whether that is enough."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from perfsuite.bias import Biases
+from perfsuite.errors import NotEquivalent
+from perfsuite.pair import Pair
+from perfsuite.records import Evidence
+
+EXCUSED_SHARE = 0.01
+MIN_PROOFS = 5
+MIN_PROOF_SHARE = 0.25
+
+
+@dataclass(slots=True)
+class Tally:
+    """What a run of draws has established so far."""
+
+    draws: int = 0
+    discarded: int = 0
+    ill_conditioned: int = 0
+    elements: int = 0
+    excused: int = 0
+    worst: float = 0.0
+    biases: Biases = field(default_factory=Biases)
+    answers_differ: bool | None = None
+    """Whether, on some draw, the reference answered other inputs otherwise; None before the first was looked at."""
+    roundings: bool = False
+    """Whether the reference's roundings could be looked at, on a draw of enough different values."""
+    fault: str = ""
+    """What is wrong with the reference: of every draw from then on."""
+    compiles: bool = False
+    """Whether a draw made a side compile."""
+    raised: NotEquivalent | None = None
+    """How the reference raised first."""
+
+    def discard(self, raised: NotEquivalent) -> None:
+        """The reference raises on the draw that is under way."""
+        self.discarded += 1
+        self.raised = self.raised or raised
+
+    def check(self, pair: Pair) -> None:
+        """NotEquivalent where the reference raised on so many draws that too little is proven."""
+        if self.raised is not None and self.discarded > (1 - MIN_PROOF_SHARE) * self.draws:
+            raise self.raised
+
+    def evidence(self, pair: Pair, dtype: str, device: str) -> Evidence:
+        """The tally as a record; NotEquivalent where the draws prove nothing."""
+        proofs = self.draws - self.discarded - self.ill_conditioned
+        if proofs == 0 or (self.draws >= MIN_PROOFS and proofs < MIN_PROOF_SHARE * self.draws):
+            raise NotEquivalent(
+                f"{pair.name}: {self.discarded} of {self.draws} draws were discarded, because the reference alone "
+                f"overflows, and {self.ill_conditioned} are ill-conditioned in {dtype}, or the reference computes "
+                f"in less than {dtype} (in TF32, or rounded to half precision inside): too little is proven; bound the "
+                f"inputs with values=floats(low, high), let the reference compute in {dtype}, or declare "
+                f'precision="tf32" where products may be'
+            )
+        if self.draws >= MIN_PROOFS and self.answers_differ is False:
+            raise NotEquivalent(
+                f"{pair.name}: the reference gives the same answer whatever its inputs are, on all of {self.draws} "
+                f"draws: the task is degenerate, and equal answers prove nothing; draw inputs that matter"
+            )
+        for message in self.biases.found():
+            raise NotEquivalent(f"{pair.name}: {message}")
+        if self.excused > EXCUSED_SHARE * self.elements:
+            raise NotEquivalent(
+                f"{pair.name}: {self.excused} of {self.elements} elements were excused as near a threshold, more "
+                f"than {EXCUSED_SHARE:.0%}; narrow `excuse` to what is within rounding"
+            )
+        return Evidence(
+            pair=pair.name,
+            dtype=dtype,
+            device=device,
+            draws=self.draws,
+            discarded=self.discarded + self.ill_conditioned,
+            elements=self.elements,
+            excused=self.excused,
+            worst=self.worst,
+        )

@@ -1,0 +1,338 @@
+"""The truth of a draw: the reference in float64, what it gives in the working dtype, and how far that may err."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+
+from perfsuite import differences, execution
+from perfsuite import inputs as make
+from perfsuite.errors import NotEquivalent, PairError
+from perfsuite.execution import Leaf, Leaves
+from perfsuite.forms import is_real
+from perfsuite.pair import TF32, Pair, Side, as_side
+from perfsuite.records import Case
+from perfsuite.rule import FEW, FULL, MAX_REPLICAS, NEARNESS, NONE, REPLICAS, REPLICAS_UP_TO, SAMPLES, K, eps_of
+from perfsuite.specs import TensorSpec
+
+Given: TypeAlias = Callable[[int], dict[str, Any]]
+"""The inputs of a step of a stateful pair, by its number."""
+Way: TypeAlias = Callable[[Callable[..., Any], Pair, dict[str, Any], int], Leaves]
+"""Another way of calling a side than `execution.run`: (what to call, pair, inputs, seed) → leaves."""
+
+
+class Discard(Exception):  # noqa: N818 - a draw set aside, not an error
+    """The reference alone overflows on this draw: nothing can be learnt from it."""
+
+
+@dataclass(slots=True)
+class Truth:
+    """Truth and the reference's own behaviour on one draw: what any other side is held against."""
+
+    leaves: Leaves
+    reference: Leaves
+    errors: dict[str, torch.Tensor]
+    """The reference's own error in each element, an RMS over the replicas."""
+    moved: dict[str, torch.Tensor]
+    """How far one rounding of the inputs moves the truth of each element, an RMS over the replicas."""
+    ill_conditioned: bool
+    rounding: frozenset[str]
+    """The outputs that are ill-conditioned by themselves."""
+    eps: float
+    periods: dict[str, float]
+    excused: Any = None
+    plain: bool = True
+    """Every input was contiguous: then the class of strides must be the reference's own."""
+    declared_precision: bool = False
+    shared: frozenset[tuple[str, str]] = frozenset()
+    """Outputs of the reference's that have memory in common with another output or an input."""
+    complete: bool = True
+    """The error is over as many replicas as the rule asks for."""
+
+
+Known: TypeAlias = Callable[[int], Truth]
+"""Number of replicas → the truth of one draw, and the reference's error over so many."""
+
+
+def by_replicas(pair: Pair, case: Case, device: str, *, most: int = REPLICAS, **options: Any) -> Known:
+    """The truths of one draw with at most so many replicas, each established once; `options` are `establish`'s."""
+
+    @functools.cache
+    def known(replicas: int) -> Truth:
+        return establish(pair, case, device, replicas=min(replicas, most), **options)
+
+    return known
+
+
+def establish(
+    pair: Pair,
+    case: Case,
+    device: str,
+    *,
+    gradients: bool,
+    home: Path | None = None,
+    replicas: int = REPLICAS,
+    eps: float | None = None,
+    drawn: dict[str, Any] | None = None,
+    way: Way | None = None,
+) -> Truth:
+    """Truth, the reference and its error on this draw. Discard where the reference alone is not finite.
+
+    `replicas` is the fewest, and at most REPLICAS; an output of few elements takes more. `eps` is the working dtype's
+    unless given; `drawn` are other inputs of the case's sizes than its seed gives. The sides are called in another
+    `way` than usual.
+    """
+    draw = _Draw(pair, case, device, gradients=gradients, home=home, eps=eps, drawn=drawn, way=way)
+    all_replicas = FEW if sum(t.numel() for _, t in make.tensors_in(draw.inputs)) > REPLICAS_UP_TO else REPLICAS
+    truth, given = draw.truth(draw.inputs, draw.step), make.clone(draw.inputs)
+    own = draw.own(given, draw.step)
+    shared = frozenset() if pair.is_stateful else frozenset(execution.shared_memory(pair, own, given))
+    del given
+    _check_reference(pair, own, truth)
+    periods = {name: spec.period for name, spec in pair.inputs.items() if isinstance(spec, TensorSpec) and spec.period}
+    spread = {n: _Spread(own[n], t, period_of(periods, n), draw) for n, t in truth.items() if is_real(t)}
+    scale = differences.largest_rms(t for _, t in make.tensors_in(draw.inputs) if t.is_floating_point())
+    number = 0 if replicas == NONE else _replicas(truth, min(replicas, all_replicas))
+    for i in range(number):
+        near_truth, near = draw.neighbour(i)
+        for name, errors in spread.items():
+            errors.add(near.get(name), near_truth.get(name), scale)
+    rounding = frozenset(name for name, errors in spread.items() if errors.ill_conditioned())
+    return Truth(
+        leaves=truth,
+        reference=own,
+        errors=_running_maximum({name: errors.error() for name, errors in spread.items()}, pair),
+        moved=_running_maximum({name: errors.one_rounding() for name, errors in spread.items()}, pair),
+        ill_conditioned=_ill_conditioned(rounding, spread),
+        rounding=rounding,
+        eps=draw.eps,
+        periods=periods,
+        excused=pair.excuse(*make.upcast(draw.inputs).values()) if pair.excuse is not None else None,
+        plain=all(how.layout == "contiguous" for how in case.inputs.values()),
+        declared_precision=pair.precision not in (None, TF32),
+        shared=shared,
+        complete=number >= _replicas(truth, all_replicas),
+    )
+
+
+class _Draw:
+    """The inputs of a draw in the working precision, and the runs of the reference on them and on their neighbours."""
+
+    def __init__(
+        self,
+        pair: Pair,
+        case: Case,
+        device: str,
+        *,
+        gradients: bool,
+        home: Path | None,
+        eps: float | None,
+        drawn: dict[str, Any] | None,
+        way: Way | None,
+    ) -> None:
+        working = pair.precision or case.dtype
+        to_working = _rounder(case.dtype, working)
+        self.pair, self.case, self.gradients, self.way = pair, case, gradients, way
+        self.reference = as_side(pair.reference)
+        self.exact = Side(call=pair.truth, stateful=pair.is_stateful) if pair.truth is not None else self.reference
+        self.least, self.eps = eps or 0.0, eps or eps_of(working)
+        self.nearness = NEARNESS.get(working, FULL)
+        self.is_double = working == "float64"
+        self.inputs = to_working(make.build(pair, case, device, home=home) if drawn is None else drawn)
+        self.step: Given = functools.cache(lambda i: to_working(make.build_step(pair, case, device, i)))
+
+    def truth(self, inputs: dict[str, Any], step: Given) -> Leaves:
+        """In float64."""
+        return run(self.exact, self.pair, make.upcast(inputs), self.case, self.gradients, upcast(step), self.way)
+
+    def own(self, inputs: dict[str, Any], step: Given) -> Leaves:
+        """In the working precision, on inputs that may be changed."""
+        return run(self.reference, self.pair, inputs, self.case, self.gradients, copied(step), self.way)
+
+    def neighbour(self, number: int) -> tuple[Leaves, Leaves]:
+        """(truth, reference) on inputs beside these; the reference with its roundings redrawn."""
+        beside = functools.partial(make.jitter, self.pair, seed=self.case.seed, eps=self.nearness.inputs * self.eps)
+        near = beside(self.inputs, name=f"neighbour {number}")
+        step: Given = functools.cache(lambda i: beside(self.step(i), name=f"neighbour {number}, step {i}"))
+        truth = self.truth(near, step)
+        # The neighbour's inputs are made by now: only the reference itself runs with its roundings redrawn.
+        with execution.redrawn_roundings(self.case.seed + number, self.nearness.results, self.least):
+            return truth, self.own(near, step)
+
+
+class _Spread:
+    """The reference's error in one output, gathered over the replicas."""
+
+    def __init__(self, own: Leaf, truth: Leaf, period: float | None, draw: _Draw) -> None:
+        self.truth, self.period, self.eps = differences.as_double(truth), period, draw.eps
+        self.roundings = draw.nearness.inputs / draw.nearness.rounding
+        self.rms_t = differences.rms(truth)
+        self.own = differences.difference(differences.as_double(own), self.truth, period).abs()
+        self.moved = torch.zeros_like(self.own)
+        self.size_t = differences.finite_size(self.truth, differences.finite(self.truth))
+        # In float64 the reference is its own truth: only the neighbours tell of its error.
+        self.samples, self.moves = 0 if draw.is_double else 1, 0
+
+    def add(self, reference: Leaf, truth: Leaf, scale: float) -> None:
+        """A neighbour's reference and truth; `scale` is the size of the inputs."""
+        if not is_real(reference) or not is_real(truth):
+            return
+        r, t = differences.as_double(reference), differences.as_double(truth)
+        if r.shape != self.truth.shape or t.shape != self.truth.shape:
+            return
+        # Roots of sums of squares throughout: the squares of float64's own errors would underflow.
+        self.own = self.own.hypot(differences.difference(r, t, self.period))
+        self.samples += 1
+        moved = differences.difference(t, self.truth, self.period).abs()
+        # A jump (a tie broken, a threshold crossed) is not what rounding the inputs does to a continuous function.
+        jump = (self.size_t + (self.rms_t + scale)) * math.sqrt(K * self.eps)
+        self.moved = self.moved.hypot(torch.where(moved <= jump, moved, 0.0))
+        self.moves += 1
+
+    def error(self) -> torch.Tensor:
+        return self.own / math.sqrt(max(1, self.samples))
+
+    def one_rounding(self) -> torch.Tensor:
+        return self.moved / self.roundings / math.sqrt(max(1, self.moves))
+
+    def ill_conditioned(self) -> bool:
+        own = differences.rms(self.error())
+        return own > 0 and K * own > math.sqrt(K * self.eps) * self.rms_t
+
+
+def _replicas(truth: Leaves, fewest: int) -> int:
+    counts = [n for leaf in truth.values() if is_real(leaf) and (n := leaf.numel() if torch.is_tensor(leaf) else 1)]
+    if not counts:
+        return fewest
+    # With none asked for the inputs are large, and each costs two runs of the reference. One there must be: a reference
+    # that sums in a tree would else bound an honest kernel that sums in sequence.
+    least, most = (fewest, MAX_REPLICAS) if fewest else (1, 2)
+    return max(least, min(most, -(-SAMPLES // min(counts)) - 1))
+
+
+def _ill_conditioned(rounding: Collection[str], names: Collection[str]) -> bool:
+    """Any output, or every gradient: one that is zero in truth (as of a bias before softmax) is only rounding."""
+    gradients = {name for name in names if name.startswith("gradient of ")}
+    return not gradients.issuperset(rounding) or (bool(gradients) and gradients.issubset(rounding))
+
+
+def _running_maximum(errors: dict[str, torch.Tensor], pair: Pair) -> dict[str, torch.Tensor]:
+    """For a stateful pair the reference's error after i steps is the largest up to there."""
+    if not pair.is_stateful:
+        return errors
+    largest: dict[str, torch.Tensor] = {}
+    result: dict[str, torch.Tensor] = {}
+    for name, error in errors.items():
+        base = name.rpartition(" after ")[0]
+        before = largest.get(base)
+        if before is not None and before.shape == error.shape:
+            error = torch.maximum(error, before)
+        result[name] = largest[base] = error
+    return result
+
+
+def produce(
+    pair: Pair,
+    side: Side,
+    case: Case,
+    device: str,
+    *,
+    gradients: bool,
+    home: Path | None = None,
+    settled: Callable[[], None] = lambda: None,
+    shared: set[tuple[str, str]] | None = None,
+    way: Way | None = None,
+) -> Leaves:
+    """What the side makes of the case's inputs in the case's dtype.
+
+    `settled` is called as soon as the side has returned, while its inputs still live. What has memory in common is
+    added to `shared`.
+    """
+    rounded = rounded_to_precision(pair, case)
+    drawn = rounded(make.build(pair, case, device, home=home))
+    values = make.clone(drawn)
+    leaves = run(side, pair, values, case, gradients, lambda i: rounded(make.build_step(pair, case, device, i)), way)
+    settled()
+    if shared is not None and not pair.is_stateful:
+        shared |= execution.shared_memory(pair, leaves, values)
+    del values
+    return leaves
+
+
+def rounded_to_precision(pair: Pair, case: Case) -> Callable[[Any], Any]:
+    """Rounds drawn inputs to the precision that the pair declares, in the case's dtype: those that the truth is of."""
+    to = _rounder(case.dtype, pair.precision or case.dtype)
+    back = _rounder(pair.precision or case.dtype, case.dtype)
+    return lambda values: back(to(values))
+
+
+def _rounder(source: str, target: str) -> Callable[[Any], Any]:
+    """Rounds tensors of the one precision to the other; inputs with a dtype of their own keep it."""
+    if TF32 in (source, target):
+        return lambda value: value
+    old, new = make.dtype_of(source), make.dtype_of(target)
+    if old == new:
+        return lambda value: value
+    return lambda value: make.map_tensors(value, lambda t: t.to(new) if t.dtype == old else t)
+
+
+def run(
+    side: Side,
+    pair: Pair,
+    values: dict[str, Any],
+    case: Case,
+    gradients: bool,
+    given: Given,
+    way: Way | None = None,
+) -> Leaves:
+    execution.poison(pair, values)
+    with execution.settings_kept(side) as changed, execution.quiet(side):
+        if pair.is_stateful:
+            states = execution.run_steps(execution.callable_of(side), pair, values, pair.steps, given)
+            leaves = {name: leaf for state in states.values() for name, leaf in state.items()}
+        elif way is not None:
+            leaves = way(execution.callable_of(side), pair, values, case.seed)
+        else:
+            leaves = execution.run(execution.callable_of(side), pair, values, gradients=gradients, seed=case.seed)
+    if changed:
+        reference = side.call is as_side(pair.reference).call
+        what = next(iter(changed.values()))
+        text = f"{pair.name}: the {'reference' if reference else 'optimized'} side {what} for all that runs"
+        remedy = "after it; put it back, or set it for both sides"
+        raise PairError(f"{text} {remedy}") if reference else NotEquivalent(f"{text} {remedy}")
+    return leaves
+
+
+def upcast(given: Given) -> Given:
+    return lambda i: make.upcast(given(i))
+
+
+def copied(given: Given) -> Given:
+    return lambda i: make.clone(given(i))
+
+
+def _check_reference(pair: Pair, own: Leaves, truth: Leaves) -> None:
+    if list(own) != list(truth):
+        raise PairError(f"{pair.name}: the reference returns other outputs in float64; it must not depend on the dtype")
+    for name, leaf in own.items():
+        t = truth[name]
+        if is_real(leaf) != is_real(t):
+            raise PairError(f"{pair.name}: {name} of the reference is of another kind in float64; take out its casts")
+        if not is_real(leaf):
+            continue
+        r, t64 = differences.as_double(leaf), differences.as_double(t)
+        if r.shape != t64.shape:
+            raise PairError(f"{pair.name}: {name} of the reference has another shape in float64")
+        if not differences.same_nonfinite(r, t64):
+            raise Discard(name)
+
+
+def period_of(periods: Mapping[str, float], name: str) -> float | None:
+    """The period of an output that is an input changed in place; None where it has none."""
+    return next((p for key, p in periods.items() if name.startswith((f"{key} (in place)", f"{key}["))), None)
