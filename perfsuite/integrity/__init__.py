@@ -21,7 +21,6 @@ from perfsuite.integrity.calls import (
     unseen_inputs,
 )
 from perfsuite.integrity.memory import (
-    aliased_input,
     out_of_bounds,
     poisoned_memory,
     private_buffer,
@@ -37,7 +36,6 @@ from perfsuite.records import Case
 __all__ = [
     "CHECKS",
     "Probe",
-    "aliased_input",
     "call_order",
     "calls_reference",
     "check",
@@ -65,7 +63,6 @@ CHECKS: tuple[Callable[[Probe], None], ...] = (
     call_order,
     reused_memory,
     partial_keys,
-    aliased_input,
     private_buffer,
     unwritten_output,
     out_of_bounds,

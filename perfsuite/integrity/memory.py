@@ -1,4 +1,4 @@
-"""Faults of memory: inputs changed, aliased or overrun, static buffers handed out, outputs left unwritten."""
+"""Faults of memory: inputs changed or overrun, static buffers handed out, outputs left unwritten."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from perfsuite import inputs as make
 from perfsuite.errors import NotEquivalent
 from perfsuite.execution import Leaves
 from perfsuite.integrity.probe import Probe, bytes_of, same_leaf
-from perfsuite.pair import Side, as_side
 
 LATER_CALLS = 3
 """A side may hand out a few buffers in turn."""
@@ -52,15 +51,6 @@ def touched_input(probe: Probe) -> None:
             f"changes its input {probe.touched} in place, which the pair does not declare; add it to mutates= (it puts "
             f"the values back, or changes them now and then)"
         )
-
-
-def aliased_input(probe: Probe) -> None:
-    """An output must not share memory with an input, unless the input is declared changed or the reference does too."""
-    values = probe.drawn()
-    allowed = _shared_with_inputs(probe, as_side(probe.pair.reference), probe.drawn())
-    found = _shared_with_inputs(probe, probe.side, values)
-    for output, name in sorted(found - allowed):
-        raise probe.fault(f"returns {output} in the memory of its input {name}; writing to one changes the other")
 
 
 def private_buffer(probe: Probe) -> None:
@@ -276,26 +266,3 @@ def deterministic_algorithms(*, fill: bool) -> Iterator[None]:
         finally:
             settings.fill_uninitialized_memory = filled
             torch.set_deterministic_debug_mode(mode)
-
-
-def _shared_with_inputs(probe: Probe, side: Side, values: dict[str, Any]) -> set[tuple[str, str]]:
-    """(output, input) that lie in the same storage, outputs that are declared changes left out."""
-    if probe.pair.is_stateful:
-        return set()
-    written = probe.pair.changed
-    owners = {
-        tensor.untyped_storage().data_ptr(): name
-        for name, value in values.items()
-        for _, tensor in make.tensors_in(value, name)
-        if tensor.numel()
-    }
-    execution.poison(probe.pair, values)
-    with execution.quiet(side), torch.no_grad():
-        returned = execution.callable_of(side)(*values.values())
-    return {
-        (output, owners[leaf.untyped_storage().data_ptr()])
-        for output, leaf in execution.flatten(returned)
-        if isinstance(leaf, torch.Tensor)
-        and leaf.numel()
-        and owners.get(leaf.untyped_storage().data_ptr()) not in (None, *written)
-    }

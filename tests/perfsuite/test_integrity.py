@@ -156,12 +156,6 @@ FAULTS: dict[str, tuple[Callable[[Probe], None], Call, str]] = {
         "changes its input x in place, which the pair does not declare; add it to mutates=",
     ),
     "reshaped input": (integrity.undeclared_mutation, reshaping, "reshapes its input x in place"),
-    "aliased input": (
-        integrity.aliased_input,
-        lambda x: x.exp_(),
-        "returns output in the memory of its input x; writing to one changes the other",
-    ),
-    "aliased view": (integrity.aliased_input, lambda x: x.exp_()[:], "returns output in the memory of its input x"),
     "private buffer": (integrity.private_buffer, private_buffer(), "hands out a private static buffer; return a copy"),
     "private buffers in turn": (
         integrity.private_buffer,
