@@ -441,6 +441,33 @@ def test_a_side_surely_within_the_budget_is_judged_without_replicas(monkeypatch:
     assert set(asked) == {NONE}
 
 
+def test_the_right_answer_again_is_not_judged_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    judge, judged = equivalence.judge, list[str]()
+
+    def counted(*given: Any, **named: Any) -> None:
+        judged.append(named["name"])
+        judge(*given, **named)
+
+    def seen(*answers: torch.Tensor, **declared: Any) -> int:
+        judged.clear()
+        of = probe(pair(exp_, torch.exp, **declared))
+        for answer in answers:
+            of.is_right({"output": answer})
+        return len(judged)
+
+    monkeypatch.setattr(equivalence, "judge", counted)
+    right = exp_(*probe(pair(exp_, torch.exp)).drawn().values())
+    wrong = right + 1e-3
+    assert seen(right, right.clone(), right) == 1
+    assert seen(wrong, wrong.clone()) == 4, "without replicas, and with them"
+    assert seen(right, right.double()) > 1
+    assert seen(right, right.T.contiguous().T) > 1
+    changed = right.clone()
+    changed[-1, -1] = torch.nextafter(changed[-1, -1], torch.tensor(9.0))
+    assert seen(right, changed, right) == 3
+    assert seen(right, right, signed_zeros=True) == 2
+
+
 def test_a_side_beyond_the_budget_without_replicas_is_judged_by_all(lucky: list[int]) -> None:
     integrity.check(pair(exp_, lambda x: torch.exp(x)), CASE, "cpu")
     assert lucky.count(NONE) == lucky.count(rule.REPLICAS) > 1
