@@ -6,10 +6,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
-from perfsuite.records import Alone, Measurement
+from perfsuite.records import OPTIMIZED, REFERENCE, Alone, Measurement
 from perfsuite.report import units
 
-REFERENCE, OPTIMIZED = "reference", "optimized"
 SHARES = {"device": 0.85, "wall": 0.7}
 """Clock → the share of its time beside the optimized side that it may take alone: clocks and caches differ between
 processes, and what others do on the host."""

@@ -26,11 +26,11 @@ from typing import Any
 from perfsuite.blocks import process_mean
 from perfsuite.errors import BaselineError, PerfsuiteError
 from perfsuite.folders import SCRATCH, own_folder
-from perfsuite.records import Limit, Machine, Measurement, PromiseRecord, Ran, from_json, to_json
+from perfsuite.records import OPTIMIZED, REFERENCE, Limit, Machine, Measurement, PromiseRecord, Ran, from_json, to_json
 
 SCHEMA = 2
 """2: the digests cover all that is written; those of schema 1 left out pytest-benchmark's own fields."""
-SIDES = ("reference", "optimized")
+SIDES = (REFERENCE, OPTIMIZED)
 LOG_RATIO_DECIMALS = 6
 """A log-ratio is kept to a millionth: a hundredth of the smallest noise seen."""
 SECONDS_DIGITS = 6

@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
-SIDES = ("@reference", "@optimized")
+from perfsuite.records import OPTIMIZED, REFERENCE
+
+SIDES = (f"@{REFERENCE}", f"@{OPTIMIZED}")
 """Endings of the names of perfsuite's records."""
 
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from perfsuite import inputs as make
 from perfsuite.left_out import misaligned_inputs
 from perfsuite.pair import Pair
-from perfsuite.proofs import OPTIMIZED, REFERENCE
-from perfsuite.records import Status
+from perfsuite.records import OPTIMIZED, REFERENCE, Status
 from perfsuite.workers import ITEMS, Failure, Outcome, Reported, Task
 
 MOST_LEFT_OUT = 4

@@ -46,7 +46,8 @@ from perfsuite.errors import NotEquivalent, PairError, PerfsuiteError, first_lin
 from perfsuite.facts import facts_of
 from perfsuite.left_out import is_left_out
 from perfsuite.pair import Pair, Side, as_side
-from perfsuite.records import Case, Evidence
+from perfsuite.records import REFERENCE, Case, Evidence
+from perfsuite.reference_task import task_of
 from perfsuite.speed import SpeedItem
 from perfsuite.tally import Tally
 
@@ -62,6 +63,8 @@ MOST_PLANNED = 0.75
 """Planned draws replace at most this share of the random draws of a proof."""
 PLAIN_ONLY = (proofs.CONTEXTS, proofs.OUTSIDE)
 """Those of them that plain draws are enough for."""
+CALL_THE_REFERENCE = frozenset({truths.establish.__code__, task_of.__code__})
+"""What runs the reference and nothing else: what is raised inside of it is the reference's fault."""
 OTHER_PARAMETERS = ("positional argument", "keyword-only argument")
 """Parts of Python's message where a function is called with other arguments than it takes."""
 LEAF_WRITTEN = "a leaf Variable that requires grad is being used in an in-place operation"
@@ -311,14 +314,13 @@ class ProofItem(pytest.Function):
         except (Exception, SystemExit) as error:
             self.lacked_memory |= faults.lacks_memory(error)
             failure = NotEquivalent(self._raised(error), case)
-            if isinstance(error, SystemExit) or self._who(error) != proofs.REFERENCE:
+            if isinstance(error, SystemExit) or self._who(error) != REFERENCE:
                 raise failure from None
             self.tally.discard(failure)
 
     def _who(self, error: BaseException) -> str:
-        frames = traceback.extract_tb(error.__traceback__)
-        calls = [f.name for f in frames if Path(f.filename) == Path(__file__).parent / "equivalence.py"]
-        return proofs.REFERENCE if "establish" in calls or "_task" in calls else "optimized side"
+        calls = {frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)}
+        return "optimized side" if CALL_THE_REFERENCE.isdisjoint(calls) else REFERENCE
 
     def _raised(self, error: BaseException) -> str:
         frames = traceback.extract_tb(error.__traceback__)
@@ -328,7 +330,7 @@ class ProofItem(pytest.Function):
         where = f" at {_relative(own[-1].filename)}:{own[-1].lineno}" if own else ""
         if faults.lacks_memory(error):
             return f"{self.pair.name}: the {who} runs out of memory{where}: {first_line(error)}"
-        remedy = "; bound the sizes it is drawn at with sizes= or where=" if who == proofs.REFERENCE else ""
+        remedy = "; bound the sizes it is drawn at with sizes= or where=" if who == REFERENCE else ""
         if LEAF_WRITTEN in str(error):
             remedy = "; name each input that the sides change in place: mutates={…}"
         if isinstance(error, TypeError) and any(words in str(error) for words in OTHER_PARAMETERS):
@@ -388,7 +390,7 @@ class ProofItem(pytest.Function):
         self.current = case
         self.report(make.case_line(case))
         try:
-            if self.alone == proofs.REFERENCE:
+            if self.alone == REFERENCE:
                 with contextlib.suppress(truths.Discard):
                     truths.establish(pair, case, device(), gradients=gradients, home=self.home)
             else:

@@ -26,9 +26,21 @@ from perfsuite.cutoff import cut_off
 from perfsuite.errors import NotEquivalent, PairError, RevisionError
 from perfsuite.pair import Pair, Side, Workload, as_side
 from perfsuite.proving import COPIED_BYTES, NO_MEMORY, OutputCheck, digest, prove_sides, unequal
-from perfsuite.records import Case, Condition, Counts, Evidence, Limit, Measurement, Proof, SideRecord
+from perfsuite.records import (
+    ACCEPTED,
+    OPTIMIZED,
+    REFERENCE,
+    Case,
+    Condition,
+    Counts,
+    Evidence,
+    Limit,
+    Measurement,
+    Proof,
+    SideRecord,
+)
 from perfsuite.runner import LONG_S, Call, Clock, Runner
-from perfsuite.sampling import ACCEPTED, BLOCKS, OPTIMIZED, REFERENCE, Sampler
+from perfsuite.sampling import BLOCKS, Sampler
 from perfsuite.watching import FRESH_BLOCKS, NewValues, Watch, check_timed, judge_copied, prove_new
 
 RIVAL_BLOCKS, RIVAL_QUADS = 2, 4

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from perfsuite import execution
 from perfsuite.pair import Pair, Side, as_side
+from perfsuite.records import OPTIMIZED
 
 EQUIVALENCE, GRADIENTS, INTEGRITY, CONTEXTS, EFFECTS, OUTSIDE, TRUTH = (
     "equivalence",
@@ -17,7 +18,6 @@ EQUIVALENCE, GRADIENTS, INTEGRITY, CONTEXTS, EFFECTS, OUTSIDE, TRUTH = (
     "outside",
     "truth",
 )
-REFERENCE, OPTIMIZED = "reference", "optimized"
 
 
 @dataclass(frozen=True, slots=True)

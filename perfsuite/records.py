@@ -15,6 +15,8 @@ from perfsuite.errors import PerfsuiteError
 from perfsuite.pair import Promises
 
 R = TypeVar("R")
+REFERENCE, OPTIMIZED, ACCEPTED = "reference", "optimized", "accepted"
+"""The names of the sides in every record."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

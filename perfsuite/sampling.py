@@ -25,7 +25,7 @@ from perfsuite import execution, scrutiny
 from perfsuite import inputs as make
 from perfsuite.clocks import QUEUE_DEPTH, CpuClock, CudaClock
 from perfsuite.machine import Monitor
-from perfsuite.records import Condition, Counts
+from perfsuite.records import ACCEPTED, OPTIMIZED, REFERENCE, Condition, Counts
 from perfsuite.runner import Clock, Runner
 
 QUADS = 3
@@ -54,7 +54,6 @@ EXTRA_BLOCKS = 4
 OTHER_CLOCK_SAMPLES = 5
 SMALL_BYTES = 1 << 20
 """Inputs up to this size are allocated afresh for every quad: where a small buffer lies moves a short kernel by 5%."""
-OPTIMIZED, REFERENCE, ACCEPTED = "optimized", "reference", "accepted"
 
 
 class Sampler:

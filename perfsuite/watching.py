@@ -18,9 +18,9 @@ from perfsuite.clocks import CpuClock
 from perfsuite.errors import NotEquivalent, PairError
 from perfsuite.pair import Pair
 from perfsuite.proving import OutputCheck
-from perfsuite.records import Case
+from perfsuite.records import ACCEPTED, OPTIMIZED, REFERENCE, Case
 from perfsuite.runner import Runner
-from perfsuite.sampling import ACCEPTED, OPTIMIZED, REFERENCE, Sampler
+from perfsuite.sampling import Sampler
 
 SETTLES = "; if a new step's first calls warm up, compile or capture, say how many: stateful(…, settle=calls)"
 FRESH_S = 1.0

@@ -200,7 +200,7 @@ class _Workload:
 
     def _reference_alone(self) -> Alone:
         from perfsuite import measuring
-        from perfsuite.sampling import REFERENCE
+        from perfsuite.records import REFERENCE
 
         began = perf_counter()
         self.report(REFERENCE)
@@ -254,7 +254,7 @@ class _Workload:
 
     def _proof(self) -> Proof:
         from perfsuite import measuring
-        from perfsuite.sampling import REFERENCE
+        from perfsuite.records import REFERENCE
 
         task, phases = self.task, measuring.Phases()
         seed = secrets.randbits(31) if task.seed is None else task.seed
@@ -284,7 +284,7 @@ class _Workload:
     def _ran(self, bench: Any) -> Ran:
         """Everything that the optimized side runs."""
         from perfsuite import digests, measuring, provenance
-        from perfsuite.sampling import OPTIMIZED
+        from perfsuite.records import OPTIMIZED
 
         observed = self.item.config.stash[OBSERVED]
         self.report(OPTIMIZED)
@@ -370,7 +370,7 @@ class _Workload:
 
         from perfsuite import provenance
         from perfsuite.errors import NotEquivalent
-        from perfsuite.sampling import ACCEPTED, OPTIMIZED
+        from perfsuite.records import ACCEPTED, OPTIMIZED
 
         def executed(name: str, pair: Pair) -> provenance.Executed:
             self.report(name)

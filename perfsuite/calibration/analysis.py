@@ -16,21 +16,11 @@ import numpy as np
 from perfsuite import gate, planning, stages
 from perfsuite import statistics as rule
 from perfsuite.blocks import process_mean
-from perfsuite.calibration.record import (
-    ACCEPTED,
-    BLOCKS,
-    OPTIMIZED,
-    QUADS,
-    REFERENCE,
-    KindRecord,
-    Recording,
-    Rounds,
-    side_name,
-)
+from perfsuite.calibration.record import BLOCKS, QUADS, KindRecord, Recording, Rounds, side_name
 from perfsuite.calibration.resample import COPIES, Array, Pool, Simulation, Tally, pools, simulate
 from perfsuite.errors import PerfsuiteError
 from perfsuite.modes import accept
-from perfsuite.records import Status
+from perfsuite.records import ACCEPTED, OPTIMIZED, REFERENCE, Status
 
 SUITES = 200
 """Simulated suites at each planted slowdown: a rate of 1% over 5 copies of a kind is known to within .6%."""

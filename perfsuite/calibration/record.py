@@ -14,11 +14,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from perfsuite.errors import PerfsuiteError
-from perfsuite.records import Condition, Machine, from_json, to_json
+from perfsuite.records import ACCEPTED, OPTIMIZED, REFERENCE, Condition, Machine, from_json, to_json
 from perfsuite.report import files
 
 SCHEMA = 1
-REFERENCE, ACCEPTED, OPTIMIZED = "reference", "accepted", "optimized"
 EXTRAS = (0.0, 0.005, 0.01, 0.02, 0.03, 0.05)
 """Planted shares of work; 0 is the unchanged code."""
 KINDS: Mapping[str, str] = {

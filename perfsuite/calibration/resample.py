@@ -22,10 +22,10 @@ from numpy.typing import NDArray
 from perfsuite import gate, planning
 from perfsuite.baseline import Entry, Process, Session, SideSummary
 from perfsuite.blocks import block_variance, process_mean
-from perfsuite.calibration.record import ACCEPTED, BLOCKS, OPTIMIZED, REFERENCE, KindRecord, Recording, side_name
+from perfsuite.calibration.record import BLOCKS, KindRecord, Recording, side_name
 from perfsuite.modes import accept, paired
 from perfsuite.priors import suite_noise
-from perfsuite.records import Measurement, PromiseRecord, SideRecord, Status, Verdict
+from perfsuite.records import ACCEPTED, OPTIMIZED, REFERENCE, Measurement, PromiseRecord, SideRecord, Status, Verdict
 
 Array = NDArray[np.float64]
 

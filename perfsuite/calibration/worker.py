@@ -26,20 +26,12 @@ from typing import Any
 import torch
 
 from perfsuite.calibration import benched, workloads
-from perfsuite.calibration.record import (
-    ACCEPTED,
-    REFERENCE,
-    KindRecord,
-    Rounds,
-    rounded,
-    side_name,
-    side_names,
-)
+from perfsuite.calibration.record import KindRecord, Rounds, rounded, side_name, side_names
 from perfsuite.clocks import CpuClock, clock_for
 from perfsuite.errors import in_one_line
 from perfsuite.orphans import die_with_parent
 from perfsuite.pair import Pair, Side
-from perfsuite.records import Case, Counts, from_json, to_json
+from perfsuite.records import ACCEPTED, REFERENCE, Case, Counts, from_json, to_json
 from perfsuite.runner import WARMUP_CALLS, Clock, Runner
 from perfsuite.sampling import BLOCKS, QUADS, Sampler
 from perfsuite.specs import tensor

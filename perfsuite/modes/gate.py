@@ -16,7 +16,7 @@ from perfsuite.errors import PerfsuiteError
 from perfsuite.modes import references
 from perfsuite.modes.paired import Paired
 from perfsuite.planning import FEW_BLOCKS
-from perfsuite.records import PromiseRecord, Status, Verdict
+from perfsuite.records import REFERENCE, PromiseRecord, Status, Verdict
 from perfsuite.report import units
 from perfsuite.speed import Result, SpeedItem
 from perfsuite.workers import Failure, Task
@@ -122,7 +122,7 @@ class Gate(Paired):
     def _slowed_references(self, ids: Collection[str]) -> dict[str, Verdict]:
         """NOT_TIMED for each workload whose reference is slower than when it was accepted, and only beside its
         optimized side."""
-        stored = {i: self.entries[i].sides.get(alone.REFERENCE) for i in ids}
+        stored = {i: self.entries[i].sides.get(REFERENCE) for i in ids}
         moved = [i for i, side in stored.items() if side and alone.has_moved(self.runs.get(i, ()), side.seconds)]
         why = references.slowed(self, moved, sparse=True)
         return {i: failed(i, Failure(status=Status.NOT_TIMED, message=text)) for i, text in why.items()}

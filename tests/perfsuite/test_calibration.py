@@ -21,10 +21,10 @@ from scratch import OUTER, ROOT
 
 from perfsuite import cli, gate, machine, planning, runner, sampling
 from perfsuite.calibration import analysis, command, measure, record, report, resample
-from perfsuite.calibration.record import ACCEPTED, OPTIMIZED, REFERENCE, Recording
+from perfsuite.calibration.record import Recording
 from perfsuite.errors import PerfsuiteError
 from perfsuite.modes import accept, paired
-from perfsuite.records import Status, to_json
+from perfsuite.records import ACCEPTED, OPTIMIZED, REFERENCE, Status, to_json
 
 BLOCKS, QUADS = 8, 7
 """Of the recordings here: half as many blocks as the gate has, so that its plan may ask for more."""
@@ -125,11 +125,6 @@ def invoke(*arguments: object) -> Result:
 
 def test_the_design_is_the_gates() -> None:
     assert (record.BLOCKS, record.QUADS) == (sampling.BLOCKS, sampling.QUADS)
-    assert (record.REFERENCE, record.ACCEPTED, record.OPTIMIZED) == (
-        sampling.REFERENCE,
-        sampling.ACCEPTED,
-        sampling.OPTIMIZED,
-    )
 
 
 # --- noise -----------------------------------------------------------------------------------------------------------
