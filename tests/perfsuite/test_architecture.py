@@ -13,6 +13,9 @@ from pathlib import Path
 import pytest
 from scratch import ROOT
 
+from perfsuite import baseline
+from perfsuite.report import markdown
+
 HARNESS = ROOT / "perfsuite"
 HEAVY = ("torch", "numpy", "hypothesis", "scipy", "rich", "jinja2", "triton")
 
@@ -256,6 +259,13 @@ def test_every_pair_of_the_repository_is_a_techniques() -> None:
             continue
         technique = f"{path.parent.name}/{path.stem.removeprefix('test_')}"
         assert technique in EVERY, f"{path.relative_to(ROOT)} tests no technique: there is no {technique}.py"
+
+
+def test_the_readme_shows_the_accepted_figures() -> None:
+    """`perfsuite table baselines/nvidia-h200.json --write README.md` brings them up to date."""
+    text = (ROOT / "README.md").read_text()
+    entries = baseline.load(ROOT / "baselines" / "nvidia-h200.json").entries
+    assert markdown.insert(text, markdown.table(entries.values())) == text
 
 
 @pytest.mark.parametrize("technique", EVERY)
