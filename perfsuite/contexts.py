@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -173,7 +173,8 @@ def two_threads(probe: Probe) -> None:
 
 
 def autocast(probe: Probe) -> None:
-    """Under torch.autocast to half precision: the reference's dtype, to the precision that it has there."""
+    """Under torch.autocast to half precision: the reference's dtype, to the precision that it has there. The backward
+    pass comes after it."""
     dtype = torch.bfloat16
     device = torch.device(probe.device).type
 
@@ -188,9 +189,17 @@ def autocast(probe: Probe) -> None:
     except Exception:
         return
     lower = any(not same_leaf(plain.get(name), leaf) for name, leaf in under.items())
-    _hold(
-        probe, way, f"under torch.autocast({device!r}, torch.bfloat16)", eps=torch.finfo(dtype).eps if lower else None
-    )
+    words, eps = f"under torch.autocast({device!r}, torch.bfloat16)", torch.finfo(dtype).eps if lower else None
+    _hold(probe, way, words, eps=eps)
+    if not _differentiable(probe):
+        return
+
+    def backward(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
+        with torch.autocast(device, dtype=dtype):
+            graph = _graph(call, pair, values, seed)
+        return _backward(*graph)
+
+    _hold(probe, backward, f"in a backward pass after a call {words}", eps=eps)
 
 
 # --- backward -------------------------------------------------------------------------------------------------------
@@ -226,6 +235,23 @@ def second_backward(probe: Probe) -> None:
 
     known = functools.partial(_with_gradients, probe, set())
     _hold(probe, way, "in a second backward pass with retain_graph=True", known=known, refusable=True)
+
+
+def two_graphs(probe: Probe) -> None:
+    """A backward pass after another call, on other values, as where a layer is used twice."""
+    if not _differentiable(probe):
+        return
+    others = probe.drawn(probe.other_case())
+
+    def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
+        graph = _graph(call, pair, values, seed)
+        beside = _graph(call, pair, make.clone(others), seed)
+        found = _backward(*graph)
+        del beside  # its graph lived until here
+        return found
+
+    known = functools.partial(_with_gradients, probe, set())
+    _hold(probe, way, "in a backward pass that comes after another call", known=known)
 
 
 def double_backward(probe: Probe) -> None:
@@ -360,6 +386,7 @@ WAYS: tuple[Callable[[Probe], None], ...] = (
     two_threads,
     autocast,
     one_gradient_needed,
+    two_graphs,
     second_backward,
     double_backward,
     other_stream,
@@ -451,9 +478,7 @@ def _marked(
         needing = {n: isinstance(t, torch.Tensor) and t.requires_grad for n, t in leaves.items()}
         return _detached(leaves) | {f"{n} needs a gradient": True for n, needs in needing.items() if needs}
     outputs, weights = execution.incoming(leaves, seed, pair.output_dtype)
-    given = [marked[path] for path in only]
-    found = torch.autograd.grad(outputs, given, weights, allow_unused=True) if outputs else [None] * len(given)
-    return _detached(leaves) | {f"gradient of {path}": g for path, g in zip(only, found, strict=True)}
+    return _backward(leaves, outputs, {path: marked[path] for path in only}, weights)
 
 
 def _graph(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Any:
@@ -463,6 +488,15 @@ def _graph(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: i
         leaves = execution._with_changed(pair, values, call(*values.values()))
     outputs, weights = execution.incoming(leaves, seed, pair.output_dtype)
     return leaves, outputs, marked, weights
+
+
+def _backward(
+    leaves: Leaves, outputs: list[torch.Tensor], marked: Mapping[str, torch.Tensor], weights: list[torch.Tensor]
+) -> Leaves:
+    """The leaves and the gradients of the marked inputs, of what `_graph` gives."""
+    given = list(marked.values())
+    found = torch.autograd.grad(outputs, given, weights, allow_unused=True) if outputs else [None] * len(given)
+    return _detached(leaves) | {f"gradient of {path}": g for path, g in zip(marked, found, strict=True)}
 
 
 def _differentiable(probe: Probe) -> list[str]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from perfsuite import equivalence, forms, relations, truths
+from perfsuite import equivalence, execution, forms, relations, truths
 from perfsuite import inputs as make
 from perfsuite.errors import NotEquivalent
 from perfsuite.execution import Leaves
@@ -75,19 +75,24 @@ def unstable(group: BaseExceptionGroup[BaseException]) -> NotEquivalent | None:
 
 
 class _Trial:
-    def __init__(self, pair: Pair, side: Side, device: str, home: Path | None) -> None:
-        self.pair, self.side, self.device, self.home = pair, side, device, home
+    def __init__(self, pair: Pair, side: Side, device: str, home: Path | None, incoming: str | None = None) -> None:
+        self.pair, self.side, self.device, self.home, self.incoming = pair, side, device, home, incoming
         self._truths: dict[tuple[str, bool], truths.Truth] = {}
+
+    def how(self, case: Case, gradients: bool) -> dict[str, Any]:
+        """How the sides are called: with gradients as their proof does, or with `incoming` ones."""
+        return {"gradients": gradients, "way": truths.with_incoming(case, self.incoming) if gradients else None}
 
     def truth(self, case: Case, gradients: bool = False) -> truths.Truth:
         """Established once for a draw: several causes are tried on the same one."""
         key = make.case_line(case), gradients
         if key not in self._truths:
-            self._truths[key] = truths.establish(self.pair, case, self.device, gradients=gradients, home=self.home)
+            how = self.how(case, gradients)
+            self._truths[key] = truths.establish(self.pair, case, self.device, home=self.home, **how)
         return self._truths[key]
 
     def produce(self, case: Case, gradients: bool = False) -> Leaves:
-        return truths.produce(self.pair, self.side, case, self.device, gradients=gradients, home=self.home)
+        return truths.produce(self.pair, self.side, case, self.device, home=self.home, **self.how(case, gradients))
 
     def is_right(self, case: Case, gradients: bool = False) -> bool:
         try:
@@ -118,6 +123,8 @@ def _causes(trial: _Trial, case: Case, gradients: bool) -> Iterator[str]:
             "the reference's own gradient is NaN or infinite on this draw: write the reference so that it is finite "
             "there, as sqrt(x + eps), or declare bounds with values="
         )
+    if gradients:
+        yield from _incoming(trial, case)
     if gradients and trial.is_right(case):
         yield "the forward is right, the gradient is not"
     plain = replace(case, inputs={n: replace(how, layout="contiguous") for n, how in case.inputs.items()})
@@ -141,6 +148,22 @@ def _causes(trial: _Trial, case: Case, gradients: bool) -> Iterator[str]:
         yield from _unread(trial, case)
     yield from _related(trial, case, gradients)
     yield from _precision(trial, case, gradients)
+
+
+def _incoming(trial: _Trial, case: Case) -> Iterator[str]:
+    kind = truths.incoming_of(case)
+    plain = _Trial(trial.pair, trial.side, trial.device, trial.home, execution.PLAIN)
+    if kind != execution.PLAIN and plain.is_right(case, True):
+        what = "a gradient" if kind == execution.ONE_OUTPUT else f"{kind} ones"
+        yield f"the gradient is right for plain incoming gradients, and wrong for {what}{_WHENCE.get(kind, '')}"
+
+
+_WHENCE = {
+    "expanded": ", as of a sum",
+    "transposed": ", which are not contiguous",
+    "large": ", as where a loss is scaled",
+    execution.ONE_OUTPUT: f" {execution.ONE_OUTPUT}",
+}
 
 
 def _exchanged(trial: _Trial, case: Case, gradients: bool) -> Iterator[str]:
@@ -195,7 +218,7 @@ def _is_late(trial: _Trial, case: Case, gradients: bool) -> bool:
     if _agrees(trial.pair, truth, produced, strict_strides=True):
         return False
     where = (trial.pair, trial.side, case, trial.device, truth)
-    return comes_late(*where, gradients=gradients, home=trial.home)
+    return comes_late(*where, home=trial.home, **trial.how(case, gradients))
 
 
 def _unread(trial: _Trial, case: Case) -> Iterator[str]:

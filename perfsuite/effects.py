@@ -31,6 +31,8 @@ Effects: TypeAlias = dict[str, str]
 
 HELD_CALLS = 4
 """Memory that each of the last two of so many calls adds to is not a cache that fills once."""
+CACHED_CALLS = 300
+"""A cache with a bound is full after so many calls, or it is none."""
 BUSY_S, BUSY_SHARE, WINDOWS = 0.04, 0.5, 3
 """How long other threads are watched, the share of it that a busy one computes, and how often in a row it does."""
 IDLE_S = 0.02
@@ -207,7 +209,7 @@ def _constant(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Allocations(execution.PlainMode):
-    """Notes the storage of everything that is computed."""
+    """Notes the storage of everything that is made anew, not of what an operation writes to."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -215,6 +217,8 @@ class _Allocations(execution.PlainMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        if any(returned.alias_info is not None for returned in func._schema.returns):
+            return result
         for _, tensor in make.tensors_in(list(result) if isinstance(result, (tuple, list)) else [result]):
             with contextlib.suppress(RuntimeError, NotImplementedError):  # what is traced meanwhile holds no memory
                 self.noted.append(StorageWeakRef.from_weakref(tensor.untyped_storage()._weak_ref()))
@@ -231,29 +235,25 @@ def held_memory(probe: Probe) -> Effects:
     """Tensors that each call keeps for good."""
     if probe.pair.is_stateful or probe.side.is_compiled:
         return {}
-    # To collect cycles takes long: only what seems to grow is looked at so.
-    counts = _alive(probe, collected=False)
-    if _grows(counts):
-        counts = _alive(probe, collected=True)
-    if not _grows(counts):
-        return {}
-    return {"held": f"keeps memory of every call: after {HELD_CALLS} calls {counts[-1]} of its tensors live on"}
+    # To collect cycles takes long, and many calls do: only what seems to grow is looked at so.
+    for calls, collected in ((HELD_CALLS, False), (HELD_CALLS, True), (CACHED_CALLS, True)):
+        counts = _alive(probe, calls, collected=collected)
+        if not counts[0] < counts[1] < counts[2]:
+            return {}
+    return {"held": f"keeps memory of every call: after {CACHED_CALLS} calls {counts[-1]} of its tensors live on"}
 
 
-def _alive(probe: Probe, *, collected: bool) -> list[int]:
-    """How many of the tensors that were made meanwhile live on after each call."""
+def _alive(probe: Probe, calls: int, *, collected: bool) -> list[int]:
+    """How many of the tensors that were made meanwhile live on after each of the last three of so many calls."""
     counts, mode = [], _Allocations()
-    for number in range(HELD_CALLS):
+    for number in range(calls):
         values = probe.drawn(probe.other_case(number))
         with mode:
             probe.call(values)
         del values
-        counts.append(mode.alive(collected=collected))
+        if number >= calls - 3:
+            counts.append(mode.alive(collected=collected))
     return counts
-
-
-def _grows(counts: list[int]) -> bool:
-    return counts[-1] > counts[-2] > counts[-3]
 
 
 KINDS: tuple[Callable[[Probe], Effects], ...] = (

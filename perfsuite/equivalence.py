@@ -44,7 +44,8 @@ class Facts:
         self, pair: Pair, case: Case, device: str, *, gradients: bool, home: Path | None, replicas: int = REPLICAS
     ) -> Truth:
         """As `establish`."""
-        return truths.establish(pair, case, device, gradients=gradients, home=home, replicas=replicas)
+        way = truths.with_incoming(case) if gradients else None
+        return truths.establish(pair, case, device, gradients=gradients, home=home, replicas=replicas, way=way)
 
     def task(self, pair: Pair, case: Case, device: str, *, home: Path | None) -> Task:
         """What the draw says about the reference."""
@@ -90,7 +91,8 @@ def check_case(
         raise PairError(tally.fault)
     shared: set[tuple[str, str]] = set()
     side = side or as_side(pair.optimized)
-    produced = truths.produce(pair, side, case, device, gradients=gradients, home=home, shared=shared)
+    way = truths.with_incoming(case) if gradients else None
+    produced = truths.produce(pair, side, case, device, gradients=gradients, home=home, shared=shared, way=way)
     truth = hold(pair, known, produced, name=side_name, tally=tally)
     tally.ill_conditioned += truth.ill_conditioned
     for output, other in sorted(shared - truth.shared):

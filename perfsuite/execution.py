@@ -188,14 +188,41 @@ def require_gradients(pair: Pair, inputs: Mapping[str, Any]) -> dict[str, torch.
     return marked
 
 
+PLAIN, ONE_OUTPUT = "plain", "of one output alone"
+INCOMING: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    PLAIN: lambda g: g,
+    "expanded": lambda g: g.flatten()[:1].reshape([1] * g.ndim).expand_as(g) if g.numel() else g,
+    "transposed": lambda g: _transposed(g),
+    "zero": torch.zeros_like,
+    "partly zero": lambda g: g.where(g.real > 0, 0.0),
+    "large": lambda g: g * 2.0**16,
+    ONE_OUTPUT: lambda g: g,
+}
+"""Kinds of incoming gradients → one of that kind, from one that is plain. A sum gives an expanded one, a transposed
+output a transposed one, and the scaling of a loss a large one."""
+
+
+def _transposed(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values with other strides than a contiguous tensor has."""
+    if tensor.ndim == 1:
+        return torch.stack([tensor, tensor], 1)[:, 0]
+    order = list(range(tensor.ndim))[::-1]
+    return tensor.permute(order).contiguous().permute(order)
+
+
 def incoming(
-    outputs: Mapping[str, Leaf], seed: int, dtype: str | None = None
+    outputs: Mapping[str, Leaf], seed: int, dtype: str | None = None, *, kind: str = PLAIN
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """(differentiable outputs, non-uniform incoming gradients), the same on every side for one seed.
+    """(differentiable outputs, incoming gradients of this kind), the same on every side for one seed.
 
     They are rounded to `dtype`, if one side's outputs are declared to be in it.
     """
-    kept = [(n, o) for n, o in outputs.items() if isinstance(o, torch.Tensor) and o.requires_grad]
+    real = [
+        (n, o) for n, o in outputs.items() if isinstance(o, torch.Tensor) and (o.is_floating_point() or o.is_complex())
+    ]
+    if kind == ONE_OUTPUT and real:  # by its place among all: of one side's some may need no gradient
+        real = [real[seed // len(INCOMING) % len(real)]]
+    kept = [(n, o) for n, o in real if o.requires_grad]
     weights = []
     for name, output in kept:
         large = output.numel() > make.DRAW_ON_DEVICE
@@ -204,14 +231,16 @@ def incoming(
         drawn = torch.randn(output.shape, generator=generator, device=source, dtype=torch.float32)
         if dtype is not None:
             drawn = drawn.to(make.dtype_of(dtype))
-        weights.append(drawn.to(device=output.device, dtype=output.dtype))
+        weights.append(INCOMING[kind](drawn.to(device=output.device, dtype=output.dtype)))
     return [o for _, o in kept], weights
 
 
-def run(call: Callable[..., Any], pair: Pair, inputs: dict[str, Any], *, gradients: bool, seed: int) -> Leaves:
+def run(
+    call: Callable[..., Any], pair: Pair, inputs: dict[str, Any], *, gradients: bool, seed: int, kind: str = PLAIN
+) -> Leaves:
     """Call the side; its outputs, then what it changed in place, then the gradients, by name.
 
-    `inputs` are consumed: a mutating side changes them.
+    `inputs` are consumed: a mutating side changes them. `kind` is that of the incoming gradients.
     """
     marked = require_gradients(pair, inputs) if gradients else {}
     for device in {t.device for t in marked.values() if t.is_cuda}:
@@ -220,7 +249,7 @@ def run(call: Callable[..., Any], pair: Pair, inputs: dict[str, Any], *, gradien
         returned = call(*inputs.values())
     leaves = _with_changed(pair, inputs, returned)
     if gradients:
-        outputs, weights = incoming(leaves, seed, pair.output_dtype)
+        outputs, weights = incoming(leaves, seed, pair.output_dtype, kind=kind)
         if outputs:
             torch.autograd.backward(outputs, weights)
         for path, tensor in marked.items():

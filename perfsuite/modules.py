@@ -140,9 +140,10 @@ class Sharing:
 
     def _sharing(self, given: Any) -> Any:
         twin = copy.deepcopy(self.module).train(given.training)
+        every = {"remove_duplicate": False}  # a parameter with two names is shared under both
         for what, mine, theirs in (
-            ("parameter", _by_name(twin.named_parameters()), _by_name(given.named_parameters())),
-            ("buffer", _by_name(twin.named_buffers()), _by_name(given.named_buffers())),
+            ("parameter", _by_name(twin.named_parameters(**every)), _by_name(given.named_parameters(**every))),
+            ("buffer", _by_name(twin.named_buffers(**every)), _by_name(given.named_buffers(**every))),
         ):
             for name in sorted(mine.keys() ^ theirs.keys()):
                 has, lacks = (self.name, "reference") if name in mine else ("reference", self.name)

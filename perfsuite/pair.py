@@ -26,6 +26,7 @@ CONTEXTS = (
     "two_threads",
     "autocast",
     "one_gradient_needed",
+    "two_graphs",
     "second_backward",
     "double_backward",
     "other_stream",

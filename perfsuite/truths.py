@@ -56,6 +56,32 @@ class Truth:
     """The error is over as many replicas as the rule asks for."""
 
 
+ORDINARY = ("normal", "sorted", "repeated")
+"""Regimes of values at which a gradient of zero is finite, and a large one, too."""
+
+
+def incoming_of(case: Case) -> str:
+    """The kind of incoming gradients with which the gradients of a draw are proven: its seed decides."""
+    kind = INCOMING[case.seed % len(INCOMING)]
+    if kind in NEEDS_ORDINARY and any(how.regime not in ORDINARY for how in case.inputs.values()):
+        return execution.PLAIN
+    return execution.PLAIN if kind == "large" and case.dtype == "float16" else kind
+
+
+INCOMING = (execution.PLAIN, *execution.INCOMING)
+"""One in four draws has plain ones."""
+NEEDS_ORDINARY = ("zero", "partly zero", "large")
+
+
+def with_incoming(case: Case, kind: str | None = None) -> Way:
+    """Calls a side with gradients, whose incoming ones are of this kind, or of the draw's own."""
+    return functools.partial(_run_with, kind or incoming_of(case))
+
+
+def _run_with(kind: str, call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
+    return execution.run(call, pair, values, gradients=True, seed=seed, kind=kind)
+
+
 Known: TypeAlias = Callable[[int], Truth]
 """Number of replicas → the truth of one draw, and the reference's error over so many."""
 

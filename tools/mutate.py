@@ -68,6 +68,8 @@ PURE = {
 PURE["perfsuite/priors.py"] = PURE["perfsuite/gate.py"]
 PURE["perfsuite/stages.py"] = PURE["perfsuite/gate.py"]
 PURE["perfsuite/soundness.py"] = PURE["perfsuite/gate.py"]
+for name in ("rule", "comparison", "truths", "tally", "forms", "reference_task", "equivalence"):
+    PURE[f"perfsuite/{name}.py"] = [f"tests/perfsuite/test_{test}.py" for test in ("equivalence", "bias", "facts")]
 SHARED = {
     "optimized/kernels.py": ["tests/test_kernels.py", "tests/geometry/test_rotor_update.py"],
     "optimized/rotor.py": ["tests/geometry/test_rotor_apply.py", "tests/geometry/test_rotor_cache.py"],

@@ -251,12 +251,12 @@ def late(produced: Leaves) -> str | None:
 
 
 def comes_late(
-    pair: Pair, side: Side, case: Case, device: str, truth: truths.Truth, *, gradients: bool, home: Path | None
+    pair: Pair, side: Side, case: Case, device: str, truth: truths.Truth, *, home: Path | None, **how: Any
 ) -> bool:
     """Whether a side that has been wrong is right where its work may end first, and wrong again where it may not."""
 
     def is_right(settled: Callable[[], None]) -> bool:
-        produced = truths.produce(pair, side, case, device, gradients=gradients, home=home, settled=settled)
+        produced = truths.produce(pair, side, case, device, home=home, settled=settled, **how)
         try:
             equivalence.judge(pair, truth, produced, strict_strides=False)
         except NotEquivalent:
