@@ -37,7 +37,10 @@ def judge_form(
     # Whether an operation keeps the layout of its inputs or not, both are usual: code that needs one asks for it.
     weakest = should if plain else max(should, KEPT, key=STRIDES.index)
     if STRIDES.index(lies) > STRIDES.index(weakest) or (plain and lies != should):
-        raise NotEquivalent(f"{where} is {lies} in memory where the reference is {should} (strides {got.stride()})")
+        raise NotEquivalent(
+            f"{where} is {lies} in memory where the reference is {should} (strides {got.stride()}); "
+            f'if its callers need not rely on that, declare strides="any"'
+        )
 
 
 STRIDES = ("contiguous", "channels last", "permuted", "strided", "overlapping")

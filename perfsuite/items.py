@@ -36,6 +36,7 @@ from perfsuite import (
     integrity,
     interpreter,
     outside,
+    process_state,
     proofs,
     sanitizer,
     scrutiny,
@@ -351,15 +352,12 @@ class ProofItem(pytest.Function):
                 if self.alone:
                     self._call_alone(make.parse_case(self.only, self.dtype))
                     return
-                if self.only:
-                    self._prove(make.parse_case(self.only, self.dtype))
-                else:
-                    if self.first is not None:
-                        self.first()
-                    failure = self._draw_every_kind()
-                    super().runtest()
-                    if failure is not None:  # no random draw fails, which would have been made small
-                        raise failure
+                with process_state.kept() as changed:
+                    self._prove_all()
+                if changed:
+                    what = next(iter(changed.values()))
+                    text = f"{self.pair.name}: a side {what} for all that runs after it"
+                    raise NotEquivalent(f"{text}; put it back, or set it for both sides")
             except outside.Unsendable as error:
                 pytest.skip(f"not called outside of a test: {error}")
             except NotEquivalent as error:
@@ -368,6 +366,18 @@ class ProofItem(pytest.Function):
         self.tally.check(self.pair)
         if self.kind in EVERY_KIND:
             self.evidence = self.tally.evidence(self.pair, self.dtype, device())
+
+    def _prove_all(self) -> None:
+        __tracebackhide__ = True
+        if self.only:
+            self._prove(make.parse_case(self.only, self.dtype))
+            return
+        if self.first is not None:
+            self.first()
+        failure = self._draw_every_kind()
+        super().runtest()
+        if failure is not None:  # no random draw fails, which would have been made small
+            raise failure
 
     def _draw_every_kind(self) -> NotEquivalent | None:
         """Prove draws that hold every kind of inputs; they count among the draws of the proof. The first failure."""
@@ -386,16 +396,17 @@ class ProofItem(pytest.Function):
 
     def _call_alone(self, case: Case) -> None:
         """Call one side on the draw. What it gives is not judged: only whether it comes back matters."""
-        pair, gradients = self.pair, self.kind == "gradients"
+        pair, gradients = self.pair, self.kind == proofs.GRADIENTS
+        how: dict[str, Any] = {"gradients": gradients, "way": truths.with_incoming(case) if gradients else None}
         self.current = case
         self.report(make.case_line(case))
         try:
             if self.alone == REFERENCE:
                 with contextlib.suppress(truths.Discard):
-                    truths.establish(pair, case, device(), gradients=gradients, home=self.home)
+                    truths.establish(pair, case, device(), home=self.home, **how)
             else:
                 side = self.side or as_side(pair.optimized)
-                truths.produce(pair, side, case, device(), gradients=gradients, home=self.home)
+                truths.produce(pair, side, case, device(), home=self.home, **how)
         finally:
             faults.check()
 

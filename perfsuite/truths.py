@@ -70,7 +70,7 @@ def incoming_of(case: Case) -> str:
 
 INCOMING = (execution.PLAIN, *execution.INCOMING)
 """One in four draws has plain ones."""
-NEEDS_ORDINARY = ("zero", "partly zero", "large")
+NEEDS_ORDINARY = ("zero", "partly zero", "large", execution.ONE_OUTPUT)
 
 
 def with_incoming(case: Case, kind: str | None = None) -> Way:

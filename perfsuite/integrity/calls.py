@@ -7,7 +7,7 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FunctionType
@@ -23,10 +23,12 @@ from perfsuite.integrity.memory import unwritten
 from perfsuite.integrity.probe import Probe, same_leaf
 from perfsuite.pair import Pair, Side, as_side
 from perfsuite.records import Case
-from perfsuite.specs import Sampled
+from perfsuite.specs import Integers, Sampled
 
 REPEATS = 3
 DRIFT_CALLS = 40
+MOST_ALONE = 4
+"""The number of inputs that are changed alone where there are more."""
 LATE_S = 0.02
 """How long after its return a side is watched. What is worth hiding from a timer takes longer at the timed sizes."""
 
@@ -92,7 +94,7 @@ def call_order(probe: Probe) -> None:
             if forms.same_values(probe.drawn(case), probe.drawn(other)):
                 return  # empty, for example: equivalence says how
             if all(same_leaf(leaf, again.get(name)) for name, leaf in produced.items()) and _has_elements(produced):
-                raise probe.fault(
+                raise unwritten(probe) or probe.fault(
                     "gives one answer to different inputs: an earlier answer is replayed, or a graph was captured over "
                     "stale pointers"
                 ) from None
@@ -156,29 +158,58 @@ def partial_keys(probe: Probe) -> None:
         return
     if not probe.answers_rightly():
         return  # wrong without it, too: equivalence says how
-    for what, change in (("one element of them", _last_changed), ("their order", _rolled)):
-        error = _error_on(probe, _changed(probe, change))
+    names = _changeable(probe)
+    step = -(-len(names) // MOST_ALONE) or 1
+    alone = [(name, (name,), _rolled) for name in names[probe.case.seed % step :: step]] if len(names) > 1 else []
+    answers: list[Leaves] = []
+    for what, changed, change in (
+        ("one element of them", names, _last_changed),
+        ("their order", names, _rolled),
+        *alone,
+    ):
+        error = _error_on(probe, _changed(probe, changed, change), answers)
         if error is None:
             continue
         if memory := unwritten(probe):
             raise memory from None
-        if not probe.is_right(probe.call(probe.drawn())):
+        *earlier, produced = answers
+        earlier.append(probe.call(probe.drawn()))
+        if not probe.is_right(earlier[-1]):
             return  # not because of what was changed
+        if not any(_repeats(produced, answer) for answer in earlier):
+            raise error
         raise probe.fault(
             f"gives a wrong answer where its inputs differ from earlier ones in {what} alone: it keeps answers "
             f"by a part of the values, or by their sum: {error}"
         )
 
 
-def _changed(probe: Probe, change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
-    """The draw's inputs with this change. Where the pair makes the values itself, only it knows which others may be."""
+def _changeable(probe: Probe) -> list[str]:
+    """The inputs whose elements may stand in another order: not where the pair makes the values or bounds columns."""
     specs = {name: make.tensor_spec(spec) for name, spec in probe.pair.inputs.items()}
-    own = {name for name, spec in specs.items() if spec is not None and isinstance(spec.values, Sampled)}
-    return {name: v if name in own else make.map_tensors(v, change) for name, v in probe.drawn().items()}
+    own = {n for n, s in specs.items() if s is None or isinstance(s.values, Sampled)}
+    by_column = {
+        n for n, s in specs.items() if s and isinstance(s.values, Integers) and isinstance(s.values.high, tuple)
+    }
+    return [n for n in specs if n not in own | by_column]
 
 
-def _error_on(probe: Probe, values: dict[str, Any]) -> NotEquivalent | None:
-    """The error of the side's answer to these values; None where the answer is right or cannot be judged."""
+def _changed(probe: Probe, names: Collection[str], change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
+    """The draw's inputs, these with the change."""
+    return {n: make.map_tensors(v, change) if n in names else v for n, v in probe.drawn().items()}
+
+
+def _repeats(produced: Leaves, earlier: Leaves) -> bool:
+    """Whether an output is the earlier one, bit for bit."""
+    tensors = [(n, leaf) for n, leaf in produced.items() if isinstance(leaf, torch.Tensor) and leaf.numel()]
+    return any(same_leaf(leaf, earlier.get(n)) for n, leaf in tensors if n.startswith("output"))
+
+
+def _error_on(probe: Probe, values: dict[str, Any], answers: list[Leaves]) -> NotEquivalent | None:
+    """The error of the side's answer to these values; None where the answer is right or cannot be judged.
+
+    The answer is added to `answers`.
+    """
     produced, error = None, None
     for replicas in (rule.NONE, rule.REPLICAS):
         try:
@@ -188,7 +219,9 @@ def _error_on(probe: Probe, values: dict[str, Any]) -> NotEquivalent | None:
             if truth.ill_conditioned:
                 error = None
                 continue
-            produced = probe.call(make.clone(values)) if produced is None else produced
+            if produced is None:
+                produced = probe.call(make.clone(values))
+                answers.append({n: t.clone() if isinstance(t, torch.Tensor) else t for n, t in produced.items()})
         except NotEquivalent:
             raise
         except Exception:  # inputs of a form that the reference wants: not to be changed so
@@ -204,7 +237,7 @@ def _error_on(probe: Probe, values: dict[str, Any]) -> NotEquivalent | None:
 
 def _last_changed(tensor: torch.Tensor) -> torch.Tensor:
     """The last element takes the value of the first: the bounds of the values still hold."""
-    if not tensor.is_floating_point() or tensor.numel() < 2:
+    if tensor.is_complex() or tensor.numel() < 2:
         return tensor
     changed = tensor.detach().clone()
     changed[(-1,) * changed.dim()] = tensor.detach()[(0,) * tensor.dim()]
@@ -212,7 +245,7 @@ def _last_changed(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _rolled(tensor: torch.Tensor) -> torch.Tensor:
-    if not tensor.is_floating_point() or tensor.numel() < 2:
+    if tensor.is_complex() or tensor.numel() < 2:
         return tensor
     return tensor.detach().roll(1)
 
@@ -289,8 +322,8 @@ def calls_reference(probe: Probe) -> None:
     if probe.side.call is reference:
         return  # declared in the open, by itself or under torch.compile
     function = _function(reference)
-    if function is None or (probe.side.is_compiled and _function(probe.side.call) is function):
-        return
+    if function is None or _function(probe.side.call) is function:
+        return  # so is a module of the same class
     with _watched(function) as seen:
         probe.call(probe.drawn())
     if seen:
