@@ -47,8 +47,19 @@ TELLING = (0, 1, 17, 33)
 """Drawn more often, so that a few dozen draws hold each."""
 SMALL_HIGH = 33
 
-UNBOUNDED_REGIMES = ("normal", "sorted", "repeated", "zeros", "mixed", "tiny", "huge", "denormal", "nonfinite")
-BOUNDED_REGIMES = ("normal", "sorted", "repeated", "edges", "tiny")
+UNBOUNDED_REGIMES = (
+    "normal",
+    "sorted",
+    "repeated",
+    "zeros",
+    "halves",
+    "mixed",
+    "tiny",
+    "huge",
+    "denormal",
+    "nonfinite",
+)
+BOUNDED_REGIMES = ("normal", "sorted", "repeated", "zeros", "halves", "edges", "tiny")
 INTEGER_REGIMES = ("normal", "sorted", "repeated", "edges")
 
 # Explaining a failing draw takes several times as long as shrinking it, and the one line that is printed says as much.
@@ -299,7 +310,15 @@ def with_layout(data: torch.Tensor, layout: str, align: int = 0) -> torch.Tensor
     """The same values in another memory layout; with an offset, at a multiple of `align` bytes."""
     if layout == "transposed" and data.ndim >= 2:
         return data.transpose(-1, -2).contiguous().transpose(-1, -2)
-    if layout in ("strided", "transposed") and data.ndim >= 1:
+    if layout == "permuted" and data.ndim >= 3:
+        return data.transpose(-2, -3).contiguous().transpose(-2, -3)
+    if layout == "channels last" and data.ndim >= 3:
+        return data.movedim(1, -1).contiguous().movedim(-1, 1)
+    if layout in ("rows", "permuted", "channels last") and data.ndim >= 2:
+        view = data.new_zeros((*data.shape[:-1], 3 * data.shape[-1]))[..., : data.shape[-1]]
+        view.copy_(data)
+        return view
+    if layout in LAYOUTS[1:] and layout not in ("offset", "expanded") and data.ndim >= 1:
         wide = data.new_zeros((*data.shape[:-1], 2 * data.shape[-1]))
         view = wide[..., ::2]
         view.copy_(data)
@@ -410,6 +429,8 @@ def _floats(
         real = torch.rand(shape, generator=generator, device=source, dtype=work) * (high - low) + low
     sign = torch.where(real < 0, -1.0, 1.0).to(work)
     match regime:
+        case "halves":  # few different values: ties, exact zeros, and what is rounded either way
+            real = (2 * real).round() / 2
         case "sorted" if real.ndim:
             real = real.sort(dim=-1).values
         case "repeated" if real.numel():

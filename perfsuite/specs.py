@@ -122,7 +122,9 @@ class GeneratorSpec:
 # A spec, or a tuple, list or dict of specs.
 Spec: TypeAlias = "TensorSpec | ScalarSpec | ListSpec | ModuleSpec | RecordedSpec | ConstantSpec | GeneratorSpec | Any"
 
-LAYOUTS = ("contiguous", "transposed", "strided", "offset", "expanded")
+LAYOUTS = ("contiguous", "transposed", "strided", "offset", "expanded", "rows", "permuted", "channels last")
+"""How a drawn tensor lies in memory. "rows": a part of wider rows, as of a product that is split into three;
+"permuted": the two dimensions before the last in the other order."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
