@@ -1,0 +1,198 @@
+"""Faults 45 and 46: backward passes that are right for some incoming gradients alone, or for one graph at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from catalogue import Time, fault, honest, pair
+from torch.autograd.function import once_differentiable
+
+from perfsuite import Pair, floats, size, tensor
+
+INPUTS = {"x": tensor("m", "n", values=floats(-2, 2))}
+SIZES = {"m": size(1, 9), "n": size(2, 9)}
+
+
+def differentiated(optimized: Any, reference: Any = torch.sin, **fields: Any) -> Pair:
+    return pair(optimized, **{"reference": reference, "inputs": INPUTS, "sizes": SIZES, "gradients": True, **fields})
+
+
+class Sine(torch.autograd.Function):
+    """`incoming` says what the backward pass makes of the gradient that comes in."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @classmethod
+    def incoming(cls, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+    @classmethod
+    @once_differentiable
+    def backward(cls, ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return cls.incoming(gradient) * x.cos()
+
+
+def read_as_contiguous(gradient: torch.Tensor) -> torch.Tensor:
+    """As a kernel reads it that is given its address alone; beyond its memory it finds zeros."""
+    held = gradient.untyped_storage().nbytes() // gradient.element_size() - gradient.storage_offset()
+    flat = gradient.new_zeros(gradient.numel())
+    some = min(held, gradient.numel())
+    flat[:some] = gradient.as_strided((some,), (1,))
+    return flat.view(gradient.shape)
+
+
+def of(change: Any) -> Any:
+    """Sine whose backward pass changes the incoming gradient so."""
+    return type("Changed", (Sine,), {"incoming": staticmethod(change)}).apply
+
+
+# --- 45: incoming gradients -----------------------------------------------------------------------------------------
+
+
+@fault(45, "an incoming gradient read as contiguous", "wrong for expanded ones, as of a sum", stage="gradients")
+def contiguous_gradient(time: Time) -> Pair:
+    return differentiated(of(lambda g: read_as_contiguous(g) if 0 in g.stride() else g))
+
+
+@fault(45, "a transposed gradient read as contiguous", "transposed ones, which are not contiguous", stage="gradients")
+def transposed_gradient(time: Time) -> Pair:
+    return differentiated(of(lambda g: g if 0 in g.stride() else read_as_contiguous(g)))
+
+
+@honest(45, "an incoming gradient made contiguous")
+def made_contiguous(time: Time) -> Pair:
+    return differentiated(of(lambda g: read_as_contiguous(g.contiguous())))
+
+
+@fault(45, "a gradient divided by its largest element", "wrong for zero ones", stage="gradients")
+def zero_gradient(time: Time) -> Pair:
+    return differentiated(of(lambda g: g / g.abs().max() * g.abs().max()))
+
+
+@fault(45, "a gradient that is clamped", "wrong for large ones, as where a loss is scaled", stage="gradients")
+def clamped_gradient(time: Time) -> Pair:
+    return differentiated(of(lambda g: g.clamp(-100, 100)))
+
+
+@honest(45, "a gradient divided by a power of two")
+def scaled_gradient(time: Time) -> Pair:
+    return differentiated(of(lambda g: g / 4 * 4))
+
+
+def of_two(materialize: bool) -> Any:
+    class Two(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            ctx.set_materialize_grads(materialize)
+            ctx.save_for_backward(x)
+            return x.sin(), x.cos()
+
+        @staticmethod
+        @once_differentiable
+        def backward(ctx: Any, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+            (x,) = ctx.saved_tensors
+            return first * x.cos() - second * x.sin()
+
+    return Two.apply
+
+
+def both(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.sin(), x.cos()
+
+
+@fault(45, "both outputs taken to be used", "raises TypeError", stage="gradients")
+def needs_both(time: Time) -> Pair:
+    return differentiated(of_two(materialize=False), both)
+
+
+@honest(45, "zeros for the output that is not used")
+def materialized(time: Time) -> Pair:
+    return differentiated(of_two(materialize=True), both)
+
+
+# --- 46: other graphs, and autocast ---------------------------------------------------------------------------------
+
+
+@fault(46, "the last input kept on the class", "in a backward pass that comes after another call", stage="contexts")
+def kept_on_the_class(time: Time) -> Pair:
+    class Kept(Sine):
+        last: torch.Tensor
+
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            Kept.last = x.detach()
+            return x.sin()
+
+        @classmethod
+        @once_differentiable
+        def backward(cls, ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return gradient * cls.last.cos()
+
+    return differentiated(Kept.apply)
+
+
+@fault(46, "a buffer of all calls", "in a backward pass that comes after another call", stage="contexts")
+def buffer_of_all_calls(time: Time) -> Pair:
+    buffers: dict[Any, torch.Tensor] = {}
+
+    class Buffered(Sine):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.factor = buffers.setdefault((x.shape, x.dtype), torch.empty_like(x))
+            ctx.factor.copy_(x.cos())
+            return x.sin()
+
+        @classmethod
+        @once_differentiable
+        def backward(cls, ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return gradient * ctx.factor
+
+    return differentiated(Buffered.apply, unsupported={"two_threads": "its buffer is one for all threads"})
+
+
+@honest(46, "a buffer of each call")
+def buffer_of_each_call(time: Time) -> Pair:
+    return differentiated(Sine.apply)
+
+
+MATRICES = {"x": tensor("m", "k", values=floats(-2, 2)), "w": tensor("n", "k", values=floats(-2, 2))}
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w.t()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, w = ctx.saved_tensors
+        return gradient @ w, gradient.t() @ x
+
+
+class CastProduct(Product):
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, w = (t.to(gradient.dtype) for t in ctx.saved_tensors)
+        return gradient @ w, gradient.t() @ x
+
+
+def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return x @ w.t()
+
+
+@fault(46, "broken under autocast", "in a backward pass after a call under torch.autocast", stage="contexts")
+def without_casts(time: Time) -> Pair:
+    return differentiated(Product.apply, product, inputs=MATRICES, sizes={s: size(1, 9) for s in "mnk"})
+
+
+@honest(46, "a backward pass in the gradient's dtype")
+def with_casts(time: Time) -> Pair:
+    return differentiated(CastProduct.apply, product, inputs=MATRICES, sizes={s: size(1, 9) for s in "mnk"})
