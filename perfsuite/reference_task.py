@@ -47,7 +47,7 @@ def task_of(pair: Pair, case: Case, device: str, home: Path | None) -> Task:
         return Task()  # nothing was drawn: constant or recorded inputs, or empty ones
     here, again, there = answer(drawn, case), answer(drawn, case), answer(other, others)
     for name, leaf in here.items():
-        if is_real(leaf) and _is_random(differences.as_double(leaf), differences.as_double(again.get(name))):
+        if is_real(leaf) and is_random(differences.as_double(leaf), differences.as_double(again.get(name))):
             raise PairError(
                 f"{pair.name}: {name} of the reference differs between two calls on the same inputs: let it take its "
                 f"random numbers, or what they come from, as an input, e.g. generator()"
@@ -61,7 +61,7 @@ def task_of(pair: Pair, case: Case, device: str, home: Path | None) -> Task:
     return Task(answers_differ=differ, roundings=looked)
 
 
-def _is_random(a: torch.Tensor, b: torch.Tensor) -> bool:
+def is_random(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two answers in float64 differ by more than another order of the sums explains."""
     return a.shape != b.shape or differences.rms(differences.difference(a, b, None)) > RANDOM * differences.rms(a)
 

@@ -19,6 +19,7 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -265,16 +266,27 @@ def end(pid: int) -> int:
     return os.waitstatus_to_exitcode(status)
 
 
+STOP_LIMIT_S = 5.0
+"""A process that is told to stop stands still within this time, or does not mean to."""
+
+
 def stop(pid: int) -> int:
-    """Stop a process and all of its session's; 0 once it stands still, 1 if it has ended."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGSTOP)
-    # Not waitpid, after which nobody would learn how it has ended.
-    found = os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
-    if found is not None and found.si_code == os.CLD_STOPPED:
-        os.waitpid(pid, os.WUNTRACED)
-        return 0
-    return 1
+    """Stop a process and all of its session's; 0 once it stands still, 1 if it has ended, 2 if it goes on."""
+    until, pause = time.monotonic() + STOP_LIMIT_S, 0.0
+    while time.monotonic() < until:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGSTOP)
+        # Not waitpid, after which nobody would learn how it has ended.
+        found = os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT | os.WNOHANG)
+        if found is None:
+            time.sleep(pause)
+            pause = min(0.01, pause + 2e-5)
+        elif found.si_code == os.CLD_STOPPED:
+            os.waitpid(pid, os.WUNTRACED)
+            return 0
+        else:
+            return 1
+    return 2
 
 
 def main() -> None:

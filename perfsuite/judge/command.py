@@ -2,19 +2,45 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import sys
+import traceback
 from pathlib import Path
+from typing import Any
 
 import click
+
+UNEXPECTED = 2
+"""Exit code where perfsuite itself fails: no candidate is to blame."""
+
+
+class Positive(click.FloatRange):
+    """A number above zero that is neither infinite nor NaN."""
+
+    def __init__(self) -> None:
+        super().__init__(min=0, min_open=True)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        found: float = super().convert(value, param, ctx)
+        if not math.isfinite(found):
+            self.fail(f"{value} is no finite number", param, ctx)
+        return found
 
 
 @click.command()
 @click.argument("reference", type=click.Path(path_type=Path))
 @click.argument("candidates", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--speedup", default=1.0, show_default=True, help="The least speedup over the reference.")
-@click.option("--seconds", default=10.0, show_default=True, help="How long each candidate is timed at most.")
-@click.option("--limit", default=60.0, show_default=True, help="Seconds for a build, or for a batch of calls.")
+@click.option(
+    "--speedup", type=Positive(), default=1.0, show_default=True, help="The least speedup over the reference."
+)
+@click.option(
+    "--seconds", type=Positive(), default=10.0, show_default=True, help="How long each candidate is timed at most."
+)
+@click.option(
+    "--limit", type=Positive(), default=60.0, show_default=True, help="Seconds for a build, or for a batch of calls."
+)
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="By default the GPU, if there is one.")
 @click.option("--no-compile", is_flag=True, help="Do not time torch.compile of the reference.")
 @click.option("--json", "as_json", is_flag=True, help="Print the verdicts as JSON.")
@@ -48,12 +74,20 @@ def judge(
         limit_s=limit,
         compiled=not no_compile,
     )
-    show = (lambda v: None) if as_json else (lambda v: click.echo(line(v)))
+    own = sys.stdout
+    show = (lambda v: None) if as_json else (lambda v: click.echo(line(v), file=own))
     try:
-        found = verdicts.judge(reference, candidates, options, show)
+        if options.device == "cuda" and not torch.cuda.is_available():
+            raise PerfsuiteError("--device cuda: there is no CUDA device here; leave it out, or give --device cpu")
+        with contextlib.redirect_stdout(sys.stderr):  # what the reference prints is no verdict
+            found = verdicts.judge(reference, candidates, options, show)
     except PerfsuiteError as error:
         click.echo(f"perfsuite judge: {error}", err=True)
         sys.exit(4)
+    except Exception as error:
+        traceback.print_exc()
+        click.echo(f"perfsuite judge failed with {type(error).__name__}; report this with the traceback", err=True)
+        sys.exit(UNEXPECTED)
     if as_json:
         click.echo(json.dumps([v.as_json() for v in found], indent=2))
     codes = [verdicts.EXIT_CODES[v.status] for v in found]

@@ -6,6 +6,7 @@ import abc
 import base64
 import contextlib
 import ctypes
+import fcntl
 import io
 import mmap
 import os
@@ -81,7 +82,9 @@ class HostMemory(Arena):
 
     def __init__(self) -> None:
         super().__init__()
-        self.file = os.memfd_create("perfsuite")
+        self.file = os.memfd_create("perfsuite", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        # The other process could else make it shorter under this one's feet.
+        fcntl.fcntl(self.file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
         self.held: Any = b""
 
     def _reach(self, end: int) -> None:

@@ -7,21 +7,25 @@ import copy
 import importlib.util
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from perfsuite import execution, modules
+from perfsuite import differences, execution, modules
 from perfsuite import inputs as make
 from perfsuite.errors import PerfsuiteError, in_one_line
+from perfsuite.integrity.probe import same_leaf
 from perfsuite.judge.child import operations
 from perfsuite.pair import Pair, Workload
 from perfsuite.records import Case, InputCase
+from perfsuite.reference_task import is_random
 from perfsuite.specs import module as module_input
 
+EXAMINED = 4
+"""Draws on which the reference is looked at before any candidate is."""
 MODEL, CANDIDATE = "Model", "ModelNew"
 _MOVES = """
 copy_ _to_copy clone empty empty_like empty_strided new_empty new_empty_strided new_zeros new_full zeros zeros_like ones
@@ -41,6 +45,16 @@ class Problem:
     init: Sequence[Any]
     seed: int
     device: str
+    specs: Mapping[str, Any]
+    """How each input is drawn."""
+
+    def varied(self) -> Problem:
+        """The same problem with weights near those that it was built with: a scale of 1 or a bias of 0 would not show
+        whether it is used."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            twin = modules.spec_of(self.module).build()
+        return _problem(self.path, twin, self.specs, self.init, self.seed, self.device)
 
     @property
     def state(self) -> dict[str, torch.Tensor]:
@@ -101,20 +115,31 @@ def load(path: Path, device: str, seed: int) -> Problem:
     for name in (MODEL, "get_inputs"):
         if not callable(getattr(module, name, None)):
             raise PerfsuiteError(f"{path}: no {name}; a reference has Model, get_inputs() and get_init_inputs()")
-    init: Sequence[Any] = list(getattr(module, "get_init_inputs", list)())
+    with _blaming(path, "get_init_inputs()"):
+        init: Sequence[Any] = list(getattr(module, "get_init_inputs", list)())
     torch.manual_seed(seed)
     with _blaming(path, f"{MODEL}(*get_init_inputs())"):
         built = module.Model(*init)
     if not isinstance(built, torch.nn.Module):
         raise PerfsuiteError(f"{path}: {MODEL} is no torch.nn.Module")
     with _blaming(path, "get_inputs()"):
-        specs = modules.specs_of(list(module.get_inputs()))
-    built = built.to(device)
+        template = module.get_inputs()
+        if not isinstance(template, (list, tuple)) or not template:
+            raise PerfsuiteError(f"{path}: get_inputs() returns no list of inputs")
+        specs = modules.specs_of(list(template))
+    problem = _problem(path, built.to(device), specs, init, seed, device)
+    _examine(problem)
+    return problem
+
+
+def _problem(
+    path: Path, built: torch.nn.Module, specs: Mapping[str, Any], init: Sequence[Any], seed: int, device: str
+) -> Problem:
     pair = Pair(
         name=path.stem,
         reference=built,
         optimized=built,
-        inputs=specs,
+        inputs=dict(specs),
         gradients=False,
         workloads=[Workload("template")],
     )
@@ -122,7 +147,32 @@ def load(path: Path, device: str, seed: int) -> Problem:
         pair.inputs = {**pair.inputs, modules.INPUT: module_input(lambda: copy.deepcopy(built))}
         pair.mutates = {}  # and changes its own running means: only what it returns is judged
     pair.validate()
-    return Problem(path=path, pair=pair, module=built, init=init, seed=seed, device=device)
+    return Problem(path=path, pair=pair, module=built, init=init, seed=seed, device=device, specs=specs)
+
+
+def _examine(problem: Problem) -> None:
+    """PerfsuiteError where the reference is no function of its inputs, or one whose answers nobody can compare."""
+    path, answers = problem.path, list[execution.Leaves]()
+    for seed in range(EXAMINED):
+        values = problem.values(seed)
+        given = make.clone(values)
+        with _blaming(path, "a call on inputs that are drawn like those of get_inputs()"):
+            first = problem.call(given)
+        inputs = list(zip(*(make.tensors_in(problem.arguments(v)) for v in (values, given)), strict=True))
+        if any(not same_leaf(before, after) for (_, before), (_, after) in inputs):
+            raise PerfsuiteError(f"{path}: the reference changes its inputs in place; let it work on a copy")
+        if not first or not all(isinstance(leaf, torch.Tensor) for leaf in first.values()):
+            raise PerfsuiteError(f"{path}: the reference returns what is no tensor: nothing can be compared")
+        again = problem.call(make.clone(values))
+        for name, leaf in first.items():
+            if is_random(differences.as_double(leaf), differences.as_double(again.get(name))):
+                raise PerfsuiteError(
+                    f"{path}: the reference answers the same inputs otherwise when it is called again: it draws random "
+                    f"numbers, as dropout does, or keeps a state"
+                )
+        answers.append(first)
+    if all(same_leaf(leaf, other[name]) for other in answers[1:] for name, leaf in answers[0].items()):
+        raise PerfsuiteError(f"{path}: the reference gives the same answer whatever its inputs are: nothing to judge")
 
 
 def _imported(path: Path) -> Any:
@@ -142,5 +192,7 @@ def _imported(path: Path) -> Any:
 def _blaming(path: Path, what: str) -> Any:
     try:
         yield
-    except Exception as error:
+    except PerfsuiteError:
+        raise
+    except (Exception, SystemExit) as error:
         raise PerfsuiteError(f"{path}: {what} raises {in_one_line(error)}") from error

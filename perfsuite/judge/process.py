@@ -17,23 +17,68 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from perfsuite.errors import PerfsuiteError
+from perfsuite.errors import MOST_CHARACTERS, PerfsuiteError
 from perfsuite.judge.memory import Arena, DeviceMemory, HostMemory
 
 HERE = Path(__file__).parent
 SANDBOX = HERE / "sandbox.py"
+MOST_BYTES = 1 << 20
+"""A reply is no longer."""
+ANSWER_LIMIT_S = 30.0
+"""The process that starts others answers within this time."""
+DOES_NOT_STOP = 2
+"""Its answer where a process goes on although it was told to stop."""
 START_LIMIT_S = 120.0
 """Until Python and torch are imported."""
 TRACES = ("PYTEST", "HYPOTHESIS", "PERFSUITE", "XDIST")
 """Parts of the names of variables that the process does not get."""
 SETTINGS = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
 """No pool of processes that compile beside it."""
+ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
+"""glibc moves these with what a process has freed before: one process then has fresh pages at every call, another
+none, and the same module takes five times as long."""
 CACHES = ("TMPDIR", "HOME", "XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TORCH_EXTENSIONS_DIR")
 """Variables that name a folder to write to."""
 
 
 class Ended(Exception):  # noqa: N818 - what it did, in words
     """The process raised, hung or ended: its message says which."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message))
+
+
+def printable(text: str) -> str:
+    """What a candidate says, in one line of moderate length and without control characters."""
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[: 2 * MOST_CHARACTERS])
+    return shown if len(shown) <= MOST_CHARACTERS else f"{shown[:MOST_CHARACTERS]}…"
+
+
+def _is_reply(found: Any) -> bool:
+    """Whether it has the form of a reply: code under test may write into the pipe, too."""
+
+    def is_shape(value: Any) -> bool:
+        return isinstance(value, list) and all(type(n) is int for n in value)
+
+    def is_form(value: Any) -> bool:
+        named = isinstance(value, list) and len(value) == 2 and is_shape(value[0]) and isinstance(value[1], str)
+        return named or isinstance(value, str)
+
+    def is_operation(value: Any) -> bool:
+        named = isinstance(value, list) and len(value) == 2 and isinstance(value[0], str)
+        return named and isinstance(value[1], list) and all(map(is_shape, value[1]))
+
+    parts: dict[str, Callable[[Any], bool]] = {
+        "error": lambda v: isinstance(v, str),
+        "same_parameters": lambda v: isinstance(v, bool),
+        "lacking": lambda v: isinstance(v, list) and all(isinstance(x, str) for x in v),
+        "forms": lambda v: isinstance(v, list) and all(map(is_form, v)),
+        "operations": lambda v: isinstance(v, list) and all(map(is_operation, v)),
+    }
+    return isinstance(found, dict) and all(name in parts and parts[name](value) for name, value in found.items())
+
+
+WRITES_REPLIES = "writes into the pipe of its replies"
 
 
 class Nursery:
@@ -47,18 +92,26 @@ class Nursery:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            env=environment | {"OMP_WAIT_POLICY": "passive"},
+            env=environment | {"OMP_WAIT_POLICY": "passive"} | ALLOCATOR,
             pass_fds=(theirs.fileno(),),
             cwd=tempfile.gettempdir(),
         )
         theirs.close()
+        self.has_started = False
         self.lock = threading.Lock()
 
     def ask(self, request: Mapping[str, Any], files: Sequence[int] = ()) -> int:
         """Its answer: the number of the process that it has forked, or how that has ended."""
         with self.lock:
+            if not self.has_started:
+                self.own.settimeout(START_LIMIT_S)
             socket.send_fds(self.own, [json.dumps(request).encode()], files)
-            answer = self.own.recv(64)
+            try:
+                answer = self.own.recv(64)
+            except TimeoutError:
+                answer = b""
+            self.has_started = True
+            self.own.settimeout(ANSWER_LIMIT_S)
         if not answer:
             raise PerfsuiteError("the process that starts others has ended; run perfsuite judge again")
         return int(answer)
@@ -139,15 +192,19 @@ class Process:
 
     def _read(self, line: bytes) -> dict[str, Any]:
         """The reply in a line; what else the process does, it does when it is asked again."""
-        if self.nursery.ask({"stop": self.number}):
-            raise Ended(self._end())
+        stopped = self.nursery.ask({"stop": self.number})
+        if stopped:
+            how = self._end()
+            raise Ended("goes on when it is told to stand still" if stopped == DOES_NOT_STOP else how)
         try:
             found = json.loads(line)
-        except ValueError:
-            raise Ended("writes into the pipe of its replies") from None
-        if not isinstance(found, dict):
-            raise Ended("writes into the pipe of its replies")
-        return found
+        except (ValueError, RecursionError):
+            found = None
+        if not _is_reply(found):
+            self._end()
+            raise Ended(WRITES_REPLIES)
+        replied: dict[str, Any] = found
+        return replied
 
     def _checked(self, found: dict[str, Any]) -> dict[str, Any]:
         if "error" in found:
@@ -163,14 +220,18 @@ class Process:
     def _line(self, limit_s: float) -> bytes:
         until = time.monotonic() + limit_s
         while b"\n" not in self._rest:
-            ready, _, _ = select.select([self._replies], [], [], max(0.0, until - time.monotonic()))
-            if not ready:
+            left = until - time.monotonic()
+            ready, _, _ = select.select([self._replies], [], [], max(0.0, left))
+            if not ready or left <= 0:
                 self._end()
                 raise Ended(f"hangs: it was stopped after {limit_s:g} s")
             part = os.read(self._replies, 1 << 16)
             if not part:
                 raise Ended(self._end())
             self._rest += part
+            if len(self._rest) > MOST_BYTES:
+                self._end()
+                raise Ended(WRITES_REPLIES)
         line, _, self._rest = self._rest.partition(b"\n")
         return line
 

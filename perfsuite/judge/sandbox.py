@@ -17,6 +17,8 @@ from collections.abc import Sequence
 
 READ_ONLY = ("/usr", "/lib", "/lib64", "/bin", "/sbin", "/etc", "/opt", "/proc", "/sys")
 """A Python process with compilers reads these folders, and those of its packages."""
+OPTIONAL = ("/opt",)
+"""Not of these where the reference lies there."""
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/nvidia*", "/dev/dxg")
 OWN = "/proc/self"
 """CUDA names its threads there, and does not start where it may not."""
@@ -42,7 +44,11 @@ _CALLS = {
         "init_module": 175, "finit_module": 313, "userfaultfd": 323, "keyctl": 250, "add_key": 248, "reboot": 169,
         "swapon": 167, "io_uring_setup": 425, "chroot": 161, "pivot_root": 155, "kcmp": 312,
         "sched_setaffinity": 203, "sched_setscheduler": 144, "sched_setparam": 142, "sched_setattr": 314,
-        "prlimit64": 302, "setpriority": 141, "setsid": 112, "setpgid": 109,
+        "prlimit64": 302, "setpriority": 141, "setsid": 112, "setpgid": 109, "connect": 42, "timer_create": 222,
+        "ioprio_set": 251, "fcntl": 72, "chmod": 90, "fchmod": 91, "chown": 92, "fchown": 93, "lchown": 94,
+        "utime": 132, "setxattr": 188, "lsetxattr": 189, "fsetxattr": 190, "removexattr": 197, "lremovexattr": 198,
+        "fremovexattr": 199, "utimes": 235, "fchownat": 260, "futimesat": 261, "fchmodat": 268, "utimensat": 280,
+        "fchmodat2": 452,
     },
     "aarch64": {
         "socket": 198, "ptrace": 117, "process_vm_readv": 270, "process_vm_writev": 271, "pidfd_getfd": 438,
@@ -51,7 +57,10 @@ _CALLS = {
         "init_module": 105, "finit_module": 273, "userfaultfd": 282, "keyctl": 219, "add_key": 217, "reboot": 142,
         "swapon": 224, "io_uring_setup": 425, "chroot": 51, "pivot_root": 41, "kcmp": 272,
         "sched_setaffinity": 122, "sched_setscheduler": 119, "sched_setparam": 118, "sched_setattr": 274,
-        "prlimit64": 261, "setpriority": 140, "setsid": 157, "setpgid": 154,
+        "prlimit64": 261, "setpriority": 140, "setsid": 157, "setpgid": 154, "connect": 203, "timer_create": 107,
+        "ioprio_set": 30, "fcntl": 25, "setxattr": 5, "lsetxattr": 6, "fsetxattr": 7, "removexattr": 14,
+        "lremovexattr": 15, "fremovexattr": 16, "fchmod": 52, "fchmodat": 53, "fchownat": 54, "fchown": 55,
+        "utimensat": 88, "fchmodat2": 452,
     },
 }  # fmt: skip
 _OF_PROCESS = {
@@ -59,9 +68,20 @@ _OF_PROCESS = {
     "setpriority": 1,
 }  # fmt: skip
 """Calls that are allowed for the process itself → the argument that names the process, which is then 0."""
+_WITHOUT_EFFECT = frozenset({
+    "setpgid", "chmod", "fchmod", "chown", "fchown", "lchown", "utime", "setxattr", "lsetxattr", "fsetxattr",
+    "removexattr", "lremovexattr", "fremovexattr", "utimes", "fchownat", "futimesat", "fchmodat", "utimensat",
+    "fchmodat2",
+})  # fmt: skip
+"""Calls that say they have done it: a compiler makes a process group, and a copied file gets its mode. Landlock keeps
+nobody from changing the mode or the owner of any file of the user's."""
+_REFUSED_VALUES = {"fcntl": (1, 10)}
+"""Call → (argument, its value that is refused): F_SETSIG chooses a signal, which may be the one that continues."""
 _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
-_ALLOW, _REFUSE = 0x7FFF0000, 0x00050000 | 1  # EPERM
+_ALLOW, _REFUSE, _PRETEND = 0x7FFF0000, 0x00050000 | 1, 0x00050000  # EPERM; no error, and nothing done
+_ABSENT = 0x00050000 | 2
+"""ENOENT: no other process listens, as CUDA finds it where no service of its own runs."""
 _OTHER_NUMBERS = 0x40000000
 """Calls of the x32 table, by which a filter could be passed by."""
 
@@ -79,7 +99,9 @@ def confine(scratch: str, *, hidden: Sequence[str] = (), cpu_s: int = 0) -> list
         lacking.append("the capabilities of its user")
     if libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0):
         return [*lacking, "privileges of programs that it starts"]
-    lacking += _landlock(libc, [scratch], [*READ_ONLY, *_packages(hidden)])
+    system = [p for p in READ_ONLY if p not in OPTIONAL or not _holds(p, hidden)]
+    lacking += _landlock(libc, [scratch], [*system, *_packages(hidden)])
+    lacking += [f"reading {h}" for h in hidden if any(_holds(p, [h]) for p in system)]
     lacking += _filter_calls(libc)
     return lacking
 
@@ -87,7 +109,12 @@ def confine(scratch: str, *, hidden: Sequence[str] = (), cpu_s: int = 0) -> list
 def _packages(hidden: Sequence[str]) -> list[str]:
     """The folders that Python imports from."""
     every = {os.path.realpath(p) for p in (sys.prefix, sys.base_prefix, *sys.path) if p and os.path.isdir(p)}
-    return [p for p in every if not any(os.path.realpath(h).startswith(os.path.join(p, "")) for h in hidden)]
+    return [p for p in every if not _holds(p, hidden)]
+
+
+def _holds(folder: str, paths: Sequence[str]) -> bool:
+    """Whether one of the paths lies in the folder."""
+    return any(os.path.realpath(p).startswith(os.path.join(os.path.realpath(folder), "")) for p in paths)
 
 
 def _limit(cpu_s: int) -> list[str]:
@@ -157,8 +184,13 @@ def _filter_calls(libc: ctypes.CDLL) -> list[str]:
         if name in _OF_PROCESS:
             program += [(_EQUAL, 0, 4, number), (_LOAD, 0, 0, 16 + 8 * _OF_PROCESS[name]), (_EQUAL, 1, 0, 0)]
             program += [(_RETURN, 0, 0, _REFUSE), (_RETURN, 0, 0, _ALLOW)]
+        elif name in _REFUSED_VALUES:
+            argument, value = _REFUSED_VALUES[name]
+            program += [(_EQUAL, 0, 4, number), (_LOAD, 0, 0, 16 + 8 * argument), (_EQUAL, 0, 1, value)]
+            program += [(_RETURN, 0, 0, _REFUSE), (_RETURN, 0, 0, _ALLOW)]
         elif name != "socket":
-            program += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _REFUSE)]
+            answer = _PRETEND if name in _WITHOUT_EFFECT else _ABSENT if name == "connect" else _REFUSE
+            program += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, answer)]
     program.append((_RETURN, 0, 0, _ALLOW))
     code = b"".join(struct.pack("<HBBI", *step) for step in program)
     held = ctypes.create_string_buffer(code, len(code))

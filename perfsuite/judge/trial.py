@@ -12,12 +12,12 @@ import torch
 
 from perfsuite import equivalence, execution, truths
 from perfsuite import inputs as make
-from perfsuite.errors import NotEquivalent
+from perfsuite.errors import NotEquivalent, PerfsuiteError
 from perfsuite.execution import Leaves
 from perfsuite.integrity.probe import same_leaf
 from perfsuite.judge.causes import Causes
 from perfsuite.judge.problem import Problem
-from perfsuite.judge.process import Ended, Nursery, Process
+from perfsuite.judge.process import Ended, Nursery, Process, printable
 from perfsuite.records import Case
 from perfsuite.tally import Tally
 from perfsuite.truths import Discard, Truth
@@ -93,7 +93,7 @@ class Served:
         def fill() -> None:
             for there, values in given:
                 make.copy_values(there, values)
-            self._poison(outputs)
+            self._poison(outputs, forms)
 
         def read() -> None:
             seen.extend(piece.cpu() for piece in pieces)
@@ -111,7 +111,7 @@ class Served:
         seconds, found = self.process.timed(request, self.limit_s, fill, read)
         made = [[t.clone() for t in one] for one in outputs]
         if "forms" in found:
-            raise NotEquivalent(_other_forms(forms, found["forms"]))
+            raise NotEquivalent(printable(_other_forms(forms, found["forms"])))
         if not all(same_leaf(piece.cpu(), early) for piece, early in zip(pieces, seen, strict=True)):
             raise NotEquivalent(WRITTEN_LATER)
         if not all(same_leaf(there, values) for there, values in given):
@@ -153,11 +153,13 @@ class Served:
             made.append([tensor for _, tensor in both])
         return made, places
 
-    def _poison(self, outputs: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Fill them with what is no answer, before the process goes on."""
+    def _poison(self, outputs: Sequence[Sequence[torch.Tensor]], answers: Sequence[torch.Tensor]) -> None:
+        """Fill them with what is no answer, before the process goes on: bools with the contrary of an answer."""
         for one in outputs:
-            for tensor in one:
+            for tensor, answer in zip(one, answers, strict=True):
                 execution.fill_poison(tensor)
+                if tensor.dtype is torch.bool:
+                    tensor.copy_(~answer)
         if self.problem.device != "cpu":
             torch.cuda.synchronize()
 
@@ -196,7 +198,10 @@ def prove(problem: Problem, candidate: Served, draws: int = DRAWS) -> Proof:
         values = make.clone(make.build(problem.pair, case, problem.device))
         found.discarded += not _held(problem, candidate, case, values, tally, causes)
     if found.discarded == found.draws:
-        raise NotEquivalent("nothing is proven: the reference is not finite on any draw; get_inputs() gives its range")
+        raise PerfsuiteError(
+            f"{problem.path}: nothing can be proven: the reference raises, or is not finite, on all of {found.draws} "
+            f"draws of the shapes and the range that get_inputs() gives"
+        )
     _other_elements(problem, candidate, tally, causes)
     found.worst = tally.worst
     _own_work(problem, candidate)
@@ -214,7 +219,7 @@ def _held(
     """Hold two calls on the same values against the truth. False where the reference alone is not finite."""
     try:
         truth = truths.establish(problem.pair, case, problem.device, gradients=False, drawn=make.clone(values))
-    except Discard:
+    except (Discard, RuntimeError, ValueError, IndexError, ArithmeticError):  # it refuses such inputs
         return False
     forms = _forms(truth)
     arguments = problem.arguments(values)
@@ -262,8 +267,6 @@ def _own_work(problem: Problem, candidate: Served) -> None:
 
 def _forms(truth: Truth) -> list[torch.Tensor]:
     found = list(truth.reference.values())
-    if not all(isinstance(leaf, torch.Tensor) for leaf in found):
-        raise NotEquivalent("the reference returns what is no tensor: nothing can be compared")
     return [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
 
 

@@ -26,6 +26,7 @@ RIVALS = {
     "compile": "torch.compile of the reference",
 }
 OTHERWISE = {"compile": "; --no-compile times without it"}
+OTHER_NAMES = "; its parameters have other names than the reference's, so that both were built from one seed"
 AT_ONCE = 4
 """Candidates of each lane that are proven before those that are right are timed."""
 
@@ -111,7 +112,7 @@ def judge(
             for verdict, served in proven:
                 if served is not None:
                     try:
-                        _time(nursery, problem, served, verdict, options)
+                        _time(nursery, served.problem, served, verdict, options)
                     finally:
                         served.close()
                 found.append(verdict)
@@ -126,15 +127,22 @@ def _prove(nursery: Nursery, problem: problems.Problem, path: Path, options: Opt
     verdict = Verdict(candidate=str(path), status=Status.NOT_EQUIVALENT)
     served: Served | None = None
     try:
-        served = _candidate(nursery, problem, path, options)
+        served = _candidate(nursery, problem.varied(), path, options)
         verdict.not_confined, verdict.same_parameters = served.process.lacking, served.same_parameters
-        proof = prove(problem, served)
+        if not served.same_parameters:
+            served.problem = problem  # it was built from the seed
+        proof = prove(served.problem, served)
         verdict.draws, verdict.worst = proof.draws, proof.worst
     except (Ended, NotEquivalent) as error:
         verdict.message = f"it {error}" if isinstance(error, Ended) else str(error)
         if served is not None:
+            verdict.message += "" if served.same_parameters else OTHER_NAMES
             served.close()
         return verdict, None
+    except BaseException:
+        if served is not None:
+            served.close()
+        raise
     return verdict, served
 
 

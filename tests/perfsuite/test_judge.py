@@ -74,6 +74,34 @@ def candidate(body: str, before: str = "") -> str:
     return textwrap.dedent(before) + "\n" + text
 
 
+PIPE = """
+    import sys
+
+    def held(name):
+        frame = sys._getframe()
+        while name not in frame.f_locals:
+            frame = frame.f_back
+        return frame.f_locals[name]
+
+    def pipe():
+        return held("replies_to")
+
+    def memory():
+        return held("served").memory.file
+"""
+"""Finds the descriptors in the frames of its callers."""
+WAITING = """
+    import ctypes
+
+    def spawn():
+        libc, actions, number = ctypes.CDLL(None), (ctypes.c_byte * 256)(), ctypes.c_int()
+        os.mkfifo("fifo")
+        libc.posix_spawn_file_actions_init(actions)
+        libc.posix_spawn_file_actions_addopen(actions, 9, b"fifo", 0, 0)
+        argument, none = (ctypes.c_char_p * 2)(b"true", None), (ctypes.c_char_p * 1)(None)
+        libc.posix_spawn(ctypes.byref(number), b"/bin/true", actions, None, argument, none)
+"""
+"""A thread that waits for a child, which waits for a file to be opened."""
 EXPLOITS: dict[str, tuple[str, str]] = {
     "a constant answer": (candidate("return torch.zeros_like(x)"), "all elements are the same"),
     "an answer kept by its address": (
@@ -151,6 +179,36 @@ EXPLOITS: dict[str, tuple[str, str]] = {
             return self.right(x)
         """),
         "is wrong|nothing is written|writes into|ends its process|raises",
+    ),
+    "replies of another form": (
+        candidate("os.write(pipe(), b'{\"forms\": 5}\\n' * 2)\ntime.sleep(9)", PIPE),
+        "it writes into the pipe of its replies",
+    ),
+    "replies without an end": (
+        candidate("while True: os.write(pipe(), bytes(1000))", PIPE),
+        "it writes into the pipe of its replies",
+    ),
+    "shared memory made shorter": (candidate("os.ftruncate(memory(), 0)", PIPE), "it raises PermissionError"),
+    "a verdict in its own words": (
+        candidate("raise ValueError(chr(27) + '[2K' + chr(13) + 'PASS  good.py')"),
+        r"it raises ValueError: \\x1b\[2K",
+    ),
+    "a thread that does not stand still": (
+        candidate(
+            """
+            if not self.kept:
+                self.kept["thread"] = threading.Thread(target=spawn, daemon=True)
+                self.kept["thread"].start()
+                time.sleep(0.3)
+            return self.right(x)
+            """,
+            WAITING,
+        ),
+        "it goes on when it is told to stand still",
+    ),
+    "a timer that lets it go on": (
+        candidate("assert CDLL(None).timer_create(1, None, bytearray(8)) == 0", "from ctypes import CDLL"),
+        "it raises",
     ),
     "work before its time begins": (
         candidate(
@@ -343,6 +401,10 @@ QUICK = (
     "half precision",
     "a decoy beside the library's calls",
     "forged replies",
+    "replies of another form",
+    "replies without an end",
+    "shared memory made shorter",
+    "a verdict in its own words",
     "work before its time begins",
     "a look into the judge's memory",
     "a signal that stops the judge",
@@ -485,6 +547,17 @@ def test_parameters_of_other_names_are_those_of_the_seed(nursery: Nursery, refer
     assert not found.same_parameters
 
 
+OF_ONE = """
+import torch
+class Model(torch.nn.Module):
+    def forward(self, x):
+        return {}
+def get_inputs():
+    return [torch.rand(3, 4)]
+{}
+"""
+
+
 def command(*arguments: object) -> Result:
     return CliRunner().invoke(main, ["judge", *map(str, arguments)])
 
@@ -514,6 +587,19 @@ def test_the_command_says_it_for_people_and_for_machines(reference: Path) -> Non
         ("x = 1", "no Model; a reference has Model, get_inputs() and get_init_inputs()"),
         ("import no_such_module_at_all", "the import raises ModuleNotFoundError"),
         ("class Model:\n    pass\ndef get_inputs(): return []", "Model is no torch.nn.Module"),
+        ("raise SystemExit(0)", "the import raises SystemExit: 0"),
+        (
+            OF_ONE.format("x", "def get_init_inputs(): raise ValueError('no')"),
+            "get_init_inputs() raises ValueError: no",
+        ),
+        (OF_ONE.format("x", "def get_inputs(): return []"), "get_inputs() returns no list of inputs"),
+        (OF_ONE.format("x", "def get_inputs(): return torch.rand(3)"), "get_inputs() returns no list of inputs"),
+        (OF_ONE.format("x[99]", ""), "a call on inputs that are drawn like those of get_inputs() raises IndexError"),
+        (OF_ONE.format("x * 0", ""), "the reference gives the same answer whatever its inputs are"),
+        (OF_ONE.format("x > -1", ""), "the reference gives the same answer whatever its inputs are"),
+        (OF_ONE.format("torch.nn.functional.dropout(x)", ""), "otherwise when it is called again"),
+        (OF_ONE.format("x.exp_()", ""), "the reference changes its inputs in place"),
+        (OF_ONE.format("(x, None)", ""), "the reference returns what is no tensor"),
     ],
 )
 def test_a_bad_reference_is_one_line(tmp_path: Path, text: str, says: str) -> None:
@@ -523,6 +609,60 @@ def test_a_bad_reference_is_one_line(tmp_path: Path, text: str, says: str) -> No
     assert done.exit_code == 4
     assert done.output.count("\n") == 1
     assert says in done.output
+
+
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        ("--limit=0", "'--limit': 0.0 is not in the range x>0"),
+        ("--seconds=nan", "'--seconds': nan is no finite number"),
+        ("--speedup=-1", "'--speedup': -1.0 is not in the range x>0"),
+        pytest.param(
+            "--device=cuda",
+            "there is no CUDA device here; leave it out, or give --device cpu",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="this is about machines without a CUDA device"),
+        ),
+    ],
+)
+def test_an_option_that_cannot_be_is_named(reference: Path, option: str, says: str) -> None:
+    done = command(reference, reference, option)
+    assert done.exit_code in (2, 4)
+    assert says in done.output.splitlines()[-1]
+
+
+def test_what_a_compiler_asks_of_the_system_is_granted(nursery: Nursery, reference: Path) -> None:
+    """A process group of its own, and the mode and the times of files; nothing of it is done."""
+    asks = """
+        os.setpgid(0, 0)
+        open("made", "w").close()
+        os.chmod("made", 0o700)
+        os.utime("made", (1, 1))
+        assert os.stat("made").st_mtime > 1
+        return self.right(x)
+    """
+    found = judged(nursery, reference, candidate(asks), least=0.01)
+    assert found.status is Status.PASS, found
+
+
+@pytest.mark.parametrize("left_out", ["self.norm.weight", "self.norm.bias", "self.norm.running_mean"])
+def test_parameters_that_begin_as_one_or_zero_are_varied(nursery: Nursery, reference: Path, left_out: str) -> None:
+    norm = "self.norm = torch.nn.BatchNorm1d(width).eval()"
+    text = (
+        reference.read_text()
+        .replace("def forward", f"    {norm}\n\n    def forward")
+        .replace("y = self.linear(x)", "y = self.norm(self.linear(x))")
+    )
+    reference.write_text(text.replace("            \n", ""))
+    own = {"weight": 1.0, "bias": 0.0, "running_mean": 0.0}[left_out.rpartition(".")[2]]
+    body = f"""
+        with torch.no_grad():
+            {left_out}.fill_({own})
+        return functional.silu(self.norm(self.linear(x)))
+    """
+    made = candidate(body).replace("self.calls = 0", f"{norm}\n        self.calls = 0")
+    found = judged(nursery, reference, made)
+    assert found.status is Status.NOT_EQUIVALENT
+    assert "is wrong at" in found.message
 
 
 def test_a_file_that_is_not_there_is_one_line(tmp_path: Path, reference: Path) -> None:
