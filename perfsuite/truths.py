@@ -16,7 +16,7 @@ from perfsuite import inputs as make
 from perfsuite.errors import NotEquivalent, PairError
 from perfsuite.execution import Leaf, Leaves
 from perfsuite.forms import is_real
-from perfsuite.pair import TF32, Pair, Side, as_side
+from perfsuite.pair import GRAD_OUTPUT, TF32, Pair, Side, as_side
 from perfsuite.records import Case
 from perfsuite.rule import FEW, FULL, MAX_REPLICAS, NEARNESS, NONE, REPLICAS, REPLICAS_UP_TO, SAMPLES, K, eps_of
 from perfsuite.specs import TensorSpec
@@ -79,6 +79,8 @@ def with_incoming(case: Case, kind: str | None = None) -> Way:
 
 
 def _run_with(kind: str, call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
+    if kind == "expanded" and GRAD_OUTPUT in pair.consumes:  # it cannot be written to
+        kind = execution.PLAIN
     return execution.run(call, pair, values, gradients=True, seed=seed, kind=kind)
 
 

@@ -146,7 +146,7 @@ def squares(function: Any, **fields: Any) -> Pair:
     return Pair(
         reference=lambda x: x * x,
         optimized=lambda x: function.apply(x),
-        inputs={"x": tensor("m", "n", **SOME)},
+        inputs={"x": tensor("m", "n", layouts=("contiguous",), **SOME)},  # to write to an expanded one raises first
         **fields,
     )
 
