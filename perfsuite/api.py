@@ -99,7 +99,8 @@ def _hold(
         except (PerfsuiteError, hypothesis.errors.HypothesisException):
             raise
         except Exception as error:
-            told = f"{pair.name}: a side raises {type(error).__name__}: {error}\ndraw: {make.case_line(case)}"
+            raised = f"{pair.name}: a side raises {type(error).__name__}: {error}{diagnosis.remedy_of(error)}"
+            told = f"{raised}\ndraw: {make.case_line(case)}"
             raise NotEquivalent(told, case) from error
 
     try:

@@ -29,8 +29,22 @@ PRECISIONS = {"float16 or TF32": 2.0**-10, "bfloat16": 2.0**-7}
 TILES = (16, 32, 64)
 MOST_EXCHANGED = 8
 """Outputs, or inputs, of which any two may be exchanged."""
+EXPANDED_WRITTEN = "more than one element of the written-to tensor refers to a single memory location"
+"""Part of torch's message where an expanded tensor changes in place."""
+LEAF_WRITTEN = "a leaf Variable that requires grad is being used in an in-place operation"
+"""Part of torch's message where an input changes in place that is differentiated."""
 FEWEST_ERRORS, LEAST_OF_A_SIGN = 16, 0.15
 """Fewer errors, or fewer of one sign, are not taken for rounding: a factor that is wrong by 1% fits bfloat16, too."""
+
+
+def remedy_of(error: BaseException) -> str:
+    """What to declare where a side that changes its inputs raises this; empty where it says nothing of that."""
+    if EXPANDED_WRITTEN in str(error):
+        return (
+            '; name what a backward pass uses up: consumes={"grad_output"} for the incoming gradient, consumes={…} for '
+            "an input; or what the sides change: mutates={…}"
+        )
+    return "; name each input that the sides change in place: mutates={…}" if LEAF_WRITTEN in str(error) else ""
 
 
 def explain(

@@ -68,10 +68,6 @@ CALL_THE_REFERENCE = frozenset({truths.establish.__code__, task_of.__code__})
 """What runs the reference and nothing else: what is raised inside of it is the reference's fault."""
 OTHER_PARAMETERS = ("positional argument", "keyword-only argument")
 """Parts of Python's message where a function is called with other arguments than it takes."""
-EXPANDED_WRITTEN = "more than one element of the written-to tensor refers to a single memory location"
-"""Part of torch's message where an expanded tensor changes in place."""
-LEAF_WRITTEN = "a leaf Variable that requires grad is being used in an in-place operation"
-"""Part of torch's message where an input changes in place that is differentiated."""
 SMALL_STEP_EXAMPLES = 8
 """Stateful pairs take 100 steps a draw: fewer draws."""
 
@@ -334,10 +330,7 @@ class ProofItem(pytest.Function):
         if faults.lacks_memory(error):
             return f"{self.pair.name}: the {who} runs out of memory{where}: {first_line(error)}"
         remedy = "; bound the sizes it is drawn at with sizes= or where=" if who == REFERENCE else ""
-        if EXPANDED_WRITTEN in str(error):
-            remedy = "; name each input that a backward pass uses up: consumes={…}, or that sides change: mutates={…}"
-        if LEAF_WRITTEN in str(error):
-            remedy = "; name each input that the sides change in place: mutates={…}"
+        remedy = diagnosis.remedy_of(error) or remedy
         if isinstance(error, TypeError) and any(words in str(error) for words in OTHER_PARAMETERS):
             names, of_step = ", ".join(self.pair.inputs), ", ".join(self.pair.step_inputs)
             remedy = f"; a side is called with its inputs by position, in this order: {names}; wrap it if it is not so"
