@@ -9,7 +9,17 @@ from typing import Any
 import hypothesis
 import torch
 
-from perfsuite import contexts, diagnosis, effects, equivalence, execution, guard, integrity, interpreter, measuring
+from perfsuite import (
+    contexts,
+    diagnosis,
+    effects,
+    equivalence,
+    execution,
+    guard,
+    integrity,
+    interpreter,
+    measuring,
+)
 from perfsuite import inputs as make
 from perfsuite import proofs as proof_list
 from perfsuite.errors import NotEquivalent, PerfsuiteError
@@ -104,7 +114,8 @@ def _hold(
             raise NotEquivalent(told, case) from error
 
     try:
-        prove()
+        with execution.leaving_nothing(pair):
+            prove()
     except BaseExceptionGroup as group:
         found = diagnosis.unstable(group)
         if found is None:

@@ -34,7 +34,8 @@ def judge_output(
         got,
         dtype=dtype,
         any_dtype=truth.declared_precision,  # a lower working precision; the inputs' dtype is returned all the same
-        strict=strict_strides and pair.strides != "any",
+        marks=strict_strides,
+        strides=strict_strides and pair.strides != "any",
         plain=truth.plain,
     )
     excuse = _excuse(truth.excused, name, got)

@@ -87,6 +87,17 @@ def generators(probe: Probe) -> Effects:
     return {name: f"advances or sets {name}" for name in after if after[name] != before.get(name, after[name])}
 
 
+def named_generators(probe: Probe) -> Effects:
+    """Generators among the inputs that are in the same state after the call: the next call draws the same numbers."""
+    values = probe.drawn()
+    before = {n: v.get_state() for n, v in values.items() if isinstance(v, torch.Generator)}
+    if not before or probe.pair.is_stateful:
+        return {}
+    probe.call(values)
+    still = [n for n, state in before.items() if torch.equal(values[n].get_state(), state)]
+    return {f"still {n}": f"leaves {n} as it was, so that the next call draws the same numbers again" for n in still}
+
+
 def bindings(probe: Probe) -> Effects:
     """Names that the reference's code looks up: a helper, a constant, a class."""
     reference = as_side(probe.pair.reference).call
@@ -259,6 +270,7 @@ def _alive(probe: Probe, calls: int, *, collected: bool) -> list[int]:
 KINDS: tuple[Callable[[Probe], Effects], ...] = (
     settings,
     generators,
+    named_generators,
     bindings,
     lent_to_backward,
     shared_memory,

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from perfsuite import inputs as make
 from perfsuite import process_state
-from perfsuite.errors import PairError
+from perfsuite.errors import NotEquivalent, PairError
 from perfsuite.pair import Pair, Side
 from perfsuite.specs import ModuleSpec, TensorSpec
 
@@ -89,6 +89,18 @@ def settings_kept(side: Side | None = None) -> Iterator[dict[str, str]]:
     """
     with process_state.kept(quick=side is None or _is_known(side)) as changed:
         yield changed
+
+
+@contextmanager
+def leaving_nothing(pair: Pair) -> Iterator[None]:
+    """Around a whole proof: puts back what its sides leave changed; NotEquivalent where that is anything."""
+    with process_state.kept() as changed:
+        yield
+    if changed:
+        what = next(iter(changed.values()))
+        raise NotEquivalent(
+            f"{pair.name}: a side {what} for all that runs after it; put it back, or set it for both sides"
+        )
 
 
 def _is_known(side: Side) -> bool:

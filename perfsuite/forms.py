@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,12 +13,21 @@ from perfsuite.execution import Leaf
 
 
 def judge_form(
-    where: str, reference: Leaf, got: Leaf, *, dtype: torch.dtype | None, any_dtype: bool, strict: bool, plain: bool
+    where: str,
+    reference: Leaf,
+    got: Leaf,
+    *,
+    dtype: torch.dtype | None,
+    any_dtype: bool,
+    marks: bool,
+    strides: bool,
+    plain: bool,
 ) -> None:
     """NotEquivalent where `got` has another form than the reference's output.
 
-    `dtype` is what a floating output is declared to be in. `strict`: the class of strides matters, too; it must be the
-    reference's own where the inputs are `plain`, which is contiguous.
+    `dtype` is what a floating output is declared to be in. `marks`: it may carry none of MARKS that the reference's
+    does not. `strides`: their class matters, too; it must be the reference's own where the inputs are `plain`, which is
+    contiguous.
     """
     if isinstance(reference, torch.Tensor) != isinstance(got, torch.Tensor):
         raise NotEquivalent(f"{where} is {kind(got)} where the reference has {kind(reference)}")
@@ -31,7 +41,10 @@ def judge_form(
     for what, expected, actual in forms:
         if expected != actual and not (what == "dtype" and any_dtype):
             raise NotEquivalent(f"{where} has {what} {actual} where the reference has {expected}")
-    if not strict or got.numel() <= 1:
+    for what, is_so in MARKS.items():
+        if marks and is_so(got) and not is_so(reference):
+            raise NotEquivalent(f"{where} is {what}, which the reference's is not")
+    if not strides or got.numel() <= 1:
         return
     lies, should = strides_class(got), strides_class(reference)
     # Whether an operation keeps the layout of its inputs or not, both are usual: code that needs one asks for it.
@@ -43,6 +56,13 @@ def judge_form(
         )
 
 
+MARKS: Mapping[str, Callable[[torch.Tensor], bool]] = {
+    "an inference tensor": torch.Tensor.is_inference,
+    "a view that negates its memory": torch.Tensor.is_neg,
+    "a view that conjugates its memory": torch.Tensor.is_conj,
+}
+"""What a tensor carries beside its values: autograd refuses the first, and a kernel reads the others' memory as it is.
+"""
 STRIDES = ("contiguous", "channels last", "permuted", "strided", "overlapping")
 """From strong to weak: code downstream may rely on what the reference gives, never on more."""
 KEPT = "permuted"

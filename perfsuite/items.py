@@ -36,7 +36,6 @@ from perfsuite import (
     integrity,
     interpreter,
     outside,
-    process_state,
     proofs,
     sanitizer,
     scrutiny,
@@ -349,12 +348,8 @@ class ProofItem(pytest.Function):
                 if self.alone:
                     self._call_alone(make.parse_case(self.only, self.dtype))
                     return
-                with process_state.kept() as changed:
+                with execution.leaving_nothing(self.pair):
                     self._prove_all()
-                if changed:
-                    what = next(iter(changed.values()))
-                    text = f"{self.pair.name}: a side {what} for all that runs after it"
-                    raise NotEquivalent(f"{text}; put it back, or set it for both sides")
             except outside.Unsendable as error:
                 pytest.skip(f"not called outside of a test: {error}")
             except NotEquivalent as error:

@@ -8,6 +8,7 @@ import time as clock_module
 from collections.abc import Iterator
 from typing import Any
 
+import drawn  # noqa: F401 - registers its faults
 import gradients  # noqa: F401 - registers its faults
 import leftovers
 import meaning  # noqa: F401 - registers its faults

@@ -131,7 +131,7 @@ def patched_event(time: Time) -> Pair:
     return pair(optimized)
 
 
-@fault(3, "a patched comparison", "torch.equal has been replaced by")
+@fault(3, "a patched comparison", "replaces torch.equal by")
 def patched_comparison(time: Time) -> Pair:
     def optimized(x: torch.Tensor) -> torch.Tensor:
         torch.equal = lambda *args: True
