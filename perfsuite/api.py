@@ -9,17 +9,7 @@ from typing import Any
 import hypothesis
 import torch
 
-from perfsuite import (
-    contexts,
-    diagnosis,
-    effects,
-    equivalence,
-    execution,
-    guard,
-    integrity,
-    interpreter,
-    measuring,
-)
+from perfsuite import contexts, diagnosis, effects, equivalence, execution, guard, integrity, interpreter, measuring
 from perfsuite import inputs as make
 from perfsuite import proofs as proof_list
 from perfsuite.errors import NotEquivalent, PerfsuiteError
