@@ -56,6 +56,10 @@ class Truth:
     """The error is over as many replicas as the rule asks for."""
 
 
+INCOMING = (execution.PLAIN, *execution.INCOMING)
+"""Kinds of incoming gradients; one draw in four has plain ones."""
+NEEDS_ORDINARY = ("zero", "partly zero", "large", execution.ONE_OUTPUT)
+"""Those that are drawn with ORDINARY values alone: zero times infinity is NaN, which a kernel need not reproduce."""
 ORDINARY = ("normal", "sorted", "repeated")
 """Regimes of values at which a gradient of zero is finite, and a large one, too."""
 
@@ -66,11 +70,6 @@ def incoming_of(case: Case) -> str:
     if kind in NEEDS_ORDINARY and any(how.regime not in ORDINARY for how in case.inputs.values()):
         return execution.PLAIN
     return execution.PLAIN if kind == "large" and case.dtype == "float16" else kind
-
-
-INCOMING = (execution.PLAIN, *execution.INCOMING)
-"""One in four draws has plain ones."""
-NEEDS_ORDINARY = ("zero", "partly zero", "large", execution.ONE_OUTPUT)
 
 
 def with_incoming(case: Case, kind: str | None = None) -> Way:
