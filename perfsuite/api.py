@@ -100,8 +100,8 @@ def _hold(
             raise
         except Exception as error:
             raised = f"{pair.name}: a side raises {type(error).__name__}: {error}{diagnosis.remedy_of(error)}"
-            told = f"{raised}\ndraw: {make.case_line(case)}"
-            raise NotEquivalent(told, case) from error
+            message = f"{raised}\ndraw: {make.case_line(case)}"
+            raise NotEquivalent(message, case) from error
 
     try:
         with execution.leaving_nothing(pair):

@@ -100,7 +100,7 @@ class _Compared:
 
     @functools.cached_property
     def size(self) -> torch.Tensor:
-        """Of the truth; 0 where it is not finite."""
+        """The size of each element of the truth; 0 where it is not finite."""
         return differences.finite_size(self.truth, self.considered)
 
     @functools.cached_property

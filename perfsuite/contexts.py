@@ -112,7 +112,7 @@ def inference_mode(probe: Probe) -> None:
         ) -> Leaves:
             with torch.inference_mode():
                 given = make.clone(values) if inside else values
-                return _copied(execution._with_changed(pair, given, call(*given.values())))
+                return execution.copies_of(execution._with_changed(pair, given, call(*given.values())))
 
         _hold(probe, way, words)
 
@@ -297,7 +297,7 @@ def other_stream(probe: Probe) -> None:
         with torch.cuda.stream(stream), torch.no_grad():
             torch.cuda._sleep(DELAY_CYCLES)
             make.copy_values(late, values)
-            leaves = _copied(execution._with_changed(pair, late, call(*late.values())))
+            leaves = execution.copies_of(execution._with_changed(pair, late, call(*late.values())))
         stream.synchronize()
         return leaves
 
@@ -329,7 +329,7 @@ def captured_graph(probe: Probe) -> None:
             execution.poison(pair, held)
             graph.replay()
             torch.cuda.synchronize()
-            return _copied(leaves)
+            return execution.copies_of(leaves)
 
     _hold(probe, way, "when a CUDA graph that captured it is replayed", refusable=True)
 
@@ -528,10 +528,6 @@ def _without(truth: Truth, names: set[str]) -> Truth:
 
 def _detached(leaves: Leaves) -> Leaves:
     return {n: t.detach() if isinstance(t, torch.Tensor) else t for n, t in leaves.items()}
-
-
-def _copied(leaves: Leaves) -> Leaves:
-    return {n: t.clone() if isinstance(t, torch.Tensor) else t for n, t in leaves.items()}
 
 
 def _overwrite(value: Any) -> None:

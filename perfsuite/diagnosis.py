@@ -38,7 +38,7 @@ FEWEST_ERRORS, LEAST_OF_A_SIGN = 16, 0.15
 
 
 def remedy_of(error: BaseException) -> str:
-    """What to declare where a side that changes its inputs raises this; empty where it says nothing of that."""
+    """The declaration that is missing where a side changes its inputs and raises this error; empty for other errors."""
     if EXPANDED_WRITTEN in str(error):
         return (
             '; name what a backward pass uses up: consumes={"grad_output"} for the incoming gradient, consumes={…} for '
@@ -95,7 +95,8 @@ class _Trial:
 
     def how(self, case: Case, gradients: bool) -> dict[str, Any]:
         """How the sides are called: with gradients as their proof does, or with `incoming` ones."""
-        return {"gradients": gradients, "way": truths.with_incoming(case, self.incoming) if gradients else None}
+        way = truths.proven_way(case, gradients=gradients, kind=self.incoming)
+        return {"gradients": gradients, "way": way}
 
     def truth(self, case: Case, gradients: bool = False) -> truths.Truth:
         """Established once for a draw: several causes are tried on the same one."""

@@ -44,7 +44,7 @@ class Facts:
         self, pair: Pair, case: Case, device: str, *, gradients: bool, home: Path | None, replicas: int = REPLICAS
     ) -> Truth:
         """As `establish`."""
-        way = truths.with_incoming(case) if gradients else None
+        way = truths.proven_way(case, gradients=gradients)
         return truths.establish(pair, case, device, gradients=gradients, home=home, replicas=replicas, way=way)
 
     def task(self, pair: Pair, case: Case, device: str, *, home: Path | None) -> Task:
@@ -91,7 +91,7 @@ def check_case(
         raise PairError(tally.fault)
     shared: set[tuple[str, str]] = set()
     side = side or as_side(pair.optimized)
-    way = truths.with_incoming(case) if gradients else None
+    way = truths.proven_way(case, gradients=gradients)
     produced = truths.produce(pair, side, case, device, gradients=gradients, home=home, shared=shared, way=way)
     truth = hold(pair, known, produced, name=side_name, tally=tally)
     tally.ill_conditioned += truth.ill_conditioned

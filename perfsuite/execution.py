@@ -173,6 +173,11 @@ def flatten(value: Any, path: str = "output") -> Iterator[tuple[str, Leaf]]:
         raise PairError(f"{path} is a {type(value).__name__}; a side returns tensors, numbers, None, or nests of them")
 
 
+def copies_of(leaves: Leaves) -> Leaves:
+    """Copies of the tensors among them."""
+    return {n: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for n, leaf in leaves.items()}
+
+
 def poison(pair: Pair, inputs: Mapping[str, Any]) -> None:
     """Fill the inputs that are outputs only, so that an element left unwritten is seen."""
     for name in pair.written:
@@ -200,11 +205,19 @@ def require_gradients(pair: Pair, inputs: Mapping[str, Any]) -> dict[str, torch.
     return marked
 
 
+def _transposed(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values with other strides than a contiguous tensor has."""
+    if tensor.ndim == 1:
+        return torch.stack([tensor, tensor], 1)[:, 0]
+    order = list(range(tensor.ndim))[::-1]
+    return tensor.permute(order).contiguous().permute(order)
+
+
 PLAIN, ONE_OUTPUT = "plain", "of one output alone"
 INCOMING: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     PLAIN: lambda g: g,
     "expanded": lambda g: g.flatten()[:1].reshape([1] * g.ndim).expand_as(g) if g.numel() else g,
-    "transposed": lambda g: _transposed(g),
+    "transposed": _transposed,
     "zero": torch.zeros_like,
     "partly zero": lambda g: g.where(g.real > 0, 0.0),
     "large": lambda g: g * 2.0**16,
@@ -212,14 +225,6 @@ INCOMING: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 """Kinds of incoming gradients → one of that kind, from one that is plain. A sum gives an expanded one, a transposed
 output a transposed one, and the scaling of a loss a large one."""
-
-
-def _transposed(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values with other strides than a contiguous tensor has."""
-    if tensor.ndim == 1:
-        return torch.stack([tensor, tensor], 1)[:, 0]
-    order = list(range(tensor.ndim))[::-1]
-    return tensor.permute(order).contiguous().permute(order)
 
 
 def incoming(

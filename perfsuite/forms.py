@@ -61,8 +61,8 @@ MARKS: Mapping[str, Callable[[torch.Tensor], bool]] = {
     "a view that negates its memory": torch.Tensor.is_neg,
     "a view that conjugates its memory": torch.Tensor.is_conj,
 }
-"""What a tensor carries beside its values: autograd refuses the first, and a kernel reads the others' memory as it is.
-"""
+"""Properties of a tensor that its values do not show. Autograd refuses an inference tensor. A kernel that is given the
+address of such a view reads other values."""
 STRIDES = ("contiguous", "channels last", "permuted", "strided", "overlapping")
 """From strong to weak: code downstream may rely on what the reference gives, never on more."""
 KEPT = "permuted"

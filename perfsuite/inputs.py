@@ -318,7 +318,7 @@ def with_layout(data: torch.Tensor, layout: str, align: int = 0) -> torch.Tensor
         view = data.new_zeros((*data.shape[:-1], 3 * data.shape[-1]))[..., : data.shape[-1]]
         view.copy_(data)
         return view
-    if layout in LAYOUTS[1:] and layout not in ("offset", "expanded") and data.ndim >= 1:
+    if layout in ("strided", "transposed", "rows", "permuted", "channels last") and data.ndim >= 1:
         wide = data.new_zeros((*data.shape[:-1], 2 * data.shape[-1]))
         view = wide[..., ::2]
         view.copy_(data)

@@ -64,7 +64,7 @@ MOST_PLANNED = 0.75
 PLAIN_ONLY = (proofs.CONTEXTS, proofs.OUTSIDE)
 """Those of them that plain draws are enough for."""
 CALL_THE_REFERENCE = frozenset({truths.establish.__code__, task_of.__code__})
-"""What runs the reference and nothing else: what is raised inside of it is the reference's fault."""
+"""These functions run the reference alone: an error that one of them raises is the reference's."""
 OTHER_PARAMETERS = ("positional argument", "keyword-only argument")
 """Parts of Python's message where a function is called with other arguments than it takes."""
 SMALL_STEP_EXAMPLES = 8
@@ -389,7 +389,7 @@ class ProofItem(pytest.Function):
     def _call_alone(self, case: Case) -> None:
         """Call one side on the draw. What it gives is not judged: only whether it comes back matters."""
         pair, gradients = self.pair, self.kind == proofs.GRADIENTS
-        how: dict[str, Any] = {"gradients": gradients, "way": truths.with_incoming(case) if gradients else None}
+        how: dict[str, Any] = {"gradients": gradients, "way": truths.proven_way(case, gradients=gradients)}
         self.current = case
         self.report(make.case_line(case))
         try:

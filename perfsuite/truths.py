@@ -72,9 +72,9 @@ def incoming_of(case: Case) -> str:
     return execution.PLAIN if kind == "large" and case.dtype == "float16" else kind
 
 
-def with_incoming(case: Case, kind: str | None = None) -> Way:
-    """Calls a side with gradients, whose incoming ones are of this kind, or of the draw's own."""
-    return functools.partial(_run_with, kind or incoming_of(case))
+def proven_way(case: Case, *, gradients: bool, kind: str | None = None) -> Way | None:
+    """How a proof calls a side: with incoming gradients of this kind, or of the draw's own; None without gradients."""
+    return functools.partial(_run_with, kind or incoming_of(case)) if gradients else None
 
 
 def _run_with(kind: str, call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:

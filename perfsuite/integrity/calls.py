@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from perfsuite import equivalence, forms, modules, rule, truths
+from perfsuite import equivalence, execution, forms, modules, rule, truths
 from perfsuite import inputs as make
 from perfsuite.errors import NotEquivalent
 from perfsuite.execution import Leaves
@@ -221,7 +221,7 @@ def _error_on(probe: Probe, values: dict[str, Any], answers: list[Leaves]) -> No
                 continue
             if produced is None:
                 produced = probe.call(make.clone(values))
-                answers.append({n: t.clone() if isinstance(t, torch.Tensor) else t for n, t in produced.items()})
+                answers.append(execution.copies_of(produced))
         except NotEquivalent:
             raise
         except Exception:  # inputs of a form that the reference wants: not to be changed so

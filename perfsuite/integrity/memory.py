@@ -87,7 +87,7 @@ def _kept_answers(probe: Probe) -> None:
         return
     values = probe.drawn()
     first, plain = probe.call(values), probe.call(values)
-    plain = {n: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for n, leaf in plain.items()}
+    plain = execution.copies_of(plain)
     inputs = {t.untyped_storage().data_ptr() for n, v in values.items() for _, t in make.tensors_in(v, n)}
     owned = {
         n: leaf.detach()

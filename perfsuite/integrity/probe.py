@@ -122,7 +122,7 @@ class Probe:
         if self._is_known(produced, self.right.get(seed)):
             return
         equivalence.hold(self.pair, functools.partial(self.truth, case), produced, name=self.name)
-        self.right[seed] = {n: t.clone() if isinstance(t, torch.Tensor) else t for n, t in produced.items()}
+        self.right[seed] = execution.copies_of(produced)
 
     def _is_known(self, produced: Leaves, right: Leaves | None) -> bool:
         """Whether they are a right answer again, bit for bit and in the same form: most are, and to judge takes long.

@@ -267,11 +267,11 @@ def end(pid: int) -> int:
 
 
 STOP_LIMIT_S = 5.0
-"""A process that is told to stop stands still within this time, or does not mean to."""
+"""A process that keeps running for so long after SIGSTOP is reported."""
 
 
 def stop(pid: int) -> int:
-    """Stop a process and all of its session's; 0 once it stands still, 1 if it has ended, 2 if it goes on."""
+    """Stop a process and all of its session's; 0 once it stands still, 1 if it has ended, 2 if it keeps running."""
     until, pause = time.monotonic() + STOP_LIMIT_S, 0.0
     while time.monotonic() < until:
         with contextlib.suppress(ProcessLookupError):

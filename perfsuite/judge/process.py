@@ -25,9 +25,9 @@ SANDBOX = HERE / "sandbox.py"
 MOST_BYTES = 1 << 20
 """A reply is no longer."""
 ANSWER_LIMIT_S = 30.0
-"""The process that starts others answers within this time."""
+"""For each further answer of the process that starts others."""
 DOES_NOT_STOP = 2
-"""Its answer where a process goes on although it was told to stop."""
+"""Its answer where a process keeps running after SIGSTOP."""
 START_LIMIT_S = 120.0
 """Until Python and torch are imported."""
 TRACES = ("PYTEST", "HYPOTHESIS", "PERFSUITE", "XDIST")
@@ -49,7 +49,7 @@ class Ended(Exception):  # noqa: N818 - what it did, in words
 
 
 def printable(text: str) -> str:
-    """What a candidate says, in one line of moderate length and without control characters."""
+    """A candidate's text in one line of at most MOST_CHARACTERS, its control characters escaped."""
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[: 2 * MOST_CHARACTERS])
     return shown if len(shown) <= MOST_CHARACTERS else f"{shown[:MOST_CHARACTERS]}…"
 
@@ -97,20 +97,17 @@ class Nursery:
             cwd=tempfile.gettempdir(),
         )
         theirs.close()
-        self.has_started = False
+        self.own.settimeout(START_LIMIT_S)
         self.lock = threading.Lock()
 
     def ask(self, request: Mapping[str, Any], files: Sequence[int] = ()) -> int:
         """Its answer: the number of the process that it has forked, or how that has ended."""
         with self.lock:
-            if not self.has_started:
-                self.own.settimeout(START_LIMIT_S)
             socket.send_fds(self.own, [json.dumps(request).encode()], files)
             try:
                 answer = self.own.recv(64)
             except TimeoutError:
                 answer = b""
-            self.has_started = True
             self.own.settimeout(ANSWER_LIMIT_S)
         if not answer:
             raise PerfsuiteError("the process that starts others has ended; run perfsuite judge again")
@@ -195,7 +192,7 @@ class Process:
         stopped = self.nursery.ask({"stop": self.number})
         if stopped:
             how = self._end()
-            raise Ended("goes on when it is told to stand still" if stopped == DOES_NOT_STOP else how)
+            raise Ended("keeps running when it is stopped" if stopped == DOES_NOT_STOP else how)
         try:
             found = json.loads(line)
         except (ValueError, RecursionError):

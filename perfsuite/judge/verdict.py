@@ -100,6 +100,7 @@ def judge(
         if not path.is_file():
             raise PerfsuiteError(f"{path}: no such file")
     problem = problems.load(reference, options.device, secrets.randbits(31))
+    varied = problem.varied()
     beside = max(1, len(os.sched_getaffinity(0)) // 2) if options.device == "cpu" else 2
     found: list[Verdict] = []
     given, nursery = nursery, nursery or Nursery()
@@ -108,7 +109,7 @@ def judge(
         for first in range(0, len(candidates), AT_ONCE * beside):
             some = candidates[first : first + AT_ONCE * beside]
             with ThreadPoolExecutor(beside) as pool:
-                proven = list(pool.map(lambda path: _prove(nursery, problem, path, options), some))
+                proven = list(pool.map(lambda path: _prove(nursery, problem, varied, path, options), some))
             for verdict, served in proven:
                 if served is not None:
                     try:
@@ -123,11 +124,14 @@ def judge(
     return found
 
 
-def _prove(nursery: Nursery, problem: problems.Problem, path: Path, options: Options) -> tuple[Verdict, Served | None]:
+def _prove(
+    nursery: Nursery, problem: problems.Problem, varied: problems.Problem, path: Path, options: Options
+) -> tuple[Verdict, Served | None]:
+    """The verdict on a candidate that is wrong, or its process. Where it can take weights it gets the `varied` ones."""
     verdict = Verdict(candidate=str(path), status=Status.NOT_EQUIVALENT)
     served: Served | None = None
     try:
-        served = _candidate(nursery, problem.varied(), path, options)
+        served = _candidate(nursery, varied, path, options)
         verdict.not_confined, verdict.same_parameters = served.process.lacking, served.same_parameters
         if not served.same_parameters:
             served.problem = problem  # it was built from the seed

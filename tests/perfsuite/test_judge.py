@@ -194,7 +194,7 @@ EXPLOITS: dict[str, tuple[str, str]] = {
         candidate("raise ValueError(chr(27) + '[2K' + chr(13) + 'PASS  good.py')"),
         r"it raises ValueError: \\x1b\[2K",
     ),
-    "a thread that does not stand still": (
+    "a thread that keeps running": (
         candidate(
             """
             if not self.kept:
@@ -205,7 +205,7 @@ EXPLOITS: dict[str, tuple[str, str]] = {
             """,
             WAITING,
         ),
-        "it goes on when it is told to stand still",
+        "it keeps running when it is stopped",
     ),
     "a timer that lets it go on": (
         candidate("assert CDLL(None).timer_create(1, None, bytearray(8)) == 0", "from ctypes import CDLL"),
