@@ -6,6 +6,8 @@ import functools
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from perfsuite import truths
 from perfsuite.comparison import judge_output
 from perfsuite.errors import NotEquivalent, PairError
@@ -95,6 +97,7 @@ def check_case(
     produced = truths.produce(pair, side, case, device, gradients=gradients, home=home, shared=shared, way=way)
     truth = hold(pair, known, produced, name=side_name, tally=tally)
     tally.ill_conditioned += truth.ill_conditioned
+    tally.empty += not any(leaf.numel() if torch.is_tensor(leaf) else 1 for leaf in truth.leaves.values())
     for output, other in sorted(shared - truth.shared):
         raise NotEquivalent(
             f"{pair.name}: the {side_name} side returns {output} in the memory of {other}; writing to one changes the "

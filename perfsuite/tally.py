@@ -21,6 +21,8 @@ class Tally:
     draws: int = 0
     discarded: int = 0
     ill_conditioned: int = 0
+    empty: int = 0
+    """Draws whose outputs have no elements: they are held against the truth, and prove nothing beside others."""
     elements: int = 0
     excused: int = 0
     worst: float = 0.0
@@ -48,8 +50,9 @@ class Tally:
 
     def evidence(self, pair: Pair, dtype: str, device: str) -> Evidence:
         """The tally as a record; NotEquivalent where the draws prove nothing."""
-        proofs = self.draws - self.discarded - self.ill_conditioned
-        if proofs == 0 or (self.draws >= MIN_PROOFS and proofs < MIN_PROOF_SHARE * self.draws):
+        draws = self.draws - self.empty
+        proofs = draws - self.discarded - self.ill_conditioned
+        if (draws or not self.empty) and (proofs <= 0 or (draws >= MIN_PROOFS and proofs < MIN_PROOF_SHARE * draws)):
             raise NotEquivalent(
                 f"{pair.name}: {self.discarded} of {self.draws} draws were discarded, because the reference alone "
                 f"overflows, and {self.ill_conditioned} are ill-conditioned in {dtype}, or the reference computes "
