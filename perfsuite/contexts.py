@@ -548,6 +548,8 @@ def _in_threads(jobs: list[Callable[[], Result]]) -> list[Result]:
 
     def work(number: int) -> None:
         try:
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()  # torch warns where a product is a thread's first use of CUDA
             found[number] = jobs[number]()
             if torch.cuda.is_available():
                 torch.cuda.synchronize()

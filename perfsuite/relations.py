@@ -9,7 +9,7 @@ import torch
 EXPLAINED = 0.02
 """A relation holds where it leaves at most this share of the error unexplained."""
 FEWEST = 8
-"""The fewest elements: with fewer, many relations hold by chance."""
+"""The fewest different values: with fewer, many relations hold by chance."""
 OF_ROUNDING = 1 / 32
 """The least error, of a precision's eps, that is taken for its rounding: a single one is 0.15 of it."""
 MANY = 64
@@ -23,7 +23,7 @@ def relation(got: torch.Tensor, truth: torch.Tensor) -> str | None:
         return None
     g, t = got.detach().double(), truth.detach().double()
     finite = g.isfinite() & t.isfinite()
-    if not bool(finite.all()):
+    if not bool(finite.all()) or t.unique().numel() < FEWEST:
         return None
     error = float((g - t).norm())
     if error == 0.0:

@@ -79,8 +79,8 @@ head128, head128_causal = pair(128, False), pair(128, True)
 
 
 def ends(generator: torch.Generator, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Where sequences of 1 to 64 positions begin, and where the last one ends."""
-    lengths = torch.randint(1, 65, (shape[0] - 1,), generator=generator, device=generator.device)
+    """Where sequences of 2 to 64 positions begin, and where the last one ends. Of a single key, see `pair`."""
+    lengths = torch.randint(2, 65, (shape[0] - 1,), generator=generator, device=generator.device)
     return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(dtype)
 
 

@@ -52,6 +52,11 @@ def test_nothing_is_made_up(got: torch.Tensor) -> None:
     assert relation(got, TRUTH) is None
 
 
+def test_of_a_few_different_values_no_factor_is_said() -> None:
+    """A rounded value repeated is a constant factor by chance."""
+    assert relation(TRUTH.sign() * 0.999, TRUTH.sign()) is None
+
+
 @pytest.mark.parametrize(
     ("optimized", "says"),
     [

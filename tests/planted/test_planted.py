@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import statistics
 import time as clock_module
 from collections.abc import Iterator
@@ -92,9 +93,16 @@ def messages(planted: Planted, time: Time, monkeypatch: pytest.MonkeyPatch, exam
             yield str(error)
 
 
+TIMED_ALONE = pytest.mark.skipif(
+    "PYTEST_XDIST_WORKER" in os.environ, reason="it is timed on the GPU, which other processes use: run without -n"
+)
+
+
 def applicable(planted: list[Planted]) -> list[Any]:
-    marks: list[Any] = []
-    return [pytest.param(p, id=str(p), marks=[*marks, *([pytest.mark.gpu] if p.gpu else [])]) for p in planted]
+    def marks(p: Planted) -> list[Any]:
+        return [pytest.mark.gpu, *([TIMED_ALONE] if p.timed else [])] if p.gpu else []
+
+    return [pytest.param(p, id=str(p), marks=marks(p)) for p in planted]
 
 
 @pytest.mark.parametrize("planted", applicable(FAULTS))

@@ -107,7 +107,7 @@ def joined_thread(time: Time) -> Pair:
         worker.join()
         return out
 
-    return pair(optimized)
+    return pair(optimized, unsupported={"captured_graph": "a graph captures the work of one thread"})
 
 
 # --- 3: the harness's own clocks -----------------------------------------------------------------------------

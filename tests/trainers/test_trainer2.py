@@ -126,7 +126,7 @@ trainer2 = Pair(
     steps=(1, 3),
     rivals={"reduce_overhead": stateful(side(windows(Reference, compiled_step), devices=("cuda",)), settle=2)},
     workloads=[
-        Workload("launches", B=16, T=128, V=32000, D=256, **DEEP, window=8, speedup=3.5),
+        Workload("launches", B=16, T=128, V=32000, D=256, **DEEP, window=8, speedup=2.5),
         Workload("products", B=64, T=512, V=32000, D=512, **DEEP, window=1),
         Workload("cpu", B=4, T=8, V=50, D=256, blocks=1, window=1, graphs=0, clock="wall", device="cpu"),
     ],
