@@ -33,14 +33,13 @@ host's. On two H200s with 32 cores 24 processes did no more work a second than 1
 CONTEXT_BYTES, CONTEXTS_SHARE = 1 << 30, 0.125
 """The memory counted for the CUDA context of each waiting process, and the largest share of a GPU's memory for all.
 """
-MOST_TOGETHER = 8
-"""Processes that prepare beside each other on a GPU."""
+MOST_TOGETHER, CORES_EACH = 12, 4 / 3
+"""Processes that prepare beside each other on a GPU, and the cores for each. All that are ready time one after the
+other, so that few workloads with several processes each are timed in one round."""
 PEAKS_SPARE = 2.0
 """A process may hold more than the peak of one call: inputs of all sides, and what its allocator keeps."""
 MOST_AHEAD = 16
 """Processes that are started ahead, over all GPUs: each takes about a gigabyte of the host's memory."""
-STARTING_SHARE = 4
-"""One core in four starts processes ahead: each imports torch for seconds, and slows the proofs beside it."""
 SPARE_AHEAD = 2
 """More processes than a GPU has workloads, so that a workload that is not decided has another process at once."""
 FEWEST_AHEAD = 12
@@ -100,15 +99,15 @@ def for_timing(machine: Machine, locks: Path | None = None, beside: int = 1) -> 
     return [replace(lane, lock=file) for _ in range(beside) for lane, file in zip(lanes, files, strict=False)]
 
 
-def together(memory_bytes: int | None, peaks: Collection[int | None]) -> int:
-    """How many workloads with these peaks of memory may be prepared beside each other on one GPU.
+def together(memory_bytes: int | None, peaks: Collection[int | None], cores: int) -> int:
+    """How many workloads with these peaks of memory may be prepared beside each other on one GPU with so many cores.
 
     None is a peak that is not known. CONTEXTS_SHARE of the memory is left for the contexts of waiting processes.
     """
     known = sorted((p for p in peaks if p is not None), reverse=True)
     if memory_bytes is None or len(known) < len(peaks):
         return 1
-    most = max(1, min(MOST_TOGETHER, len(peaks)))
+    most = max(1, min(MOST_TOGETHER, int(cores / CORES_EACH), len(peaks)))
     free = (1 - CONTEXTS_SHARE) * memory_bytes
     return next(n for n in range(most, 0, -1) if n == 1 or PEAKS_SPARE * sum(known[:n]) <= free)
 
@@ -149,8 +148,8 @@ def started_ahead(machine: Machine, lanes: Sequence[Lane], memory_bytes: int | N
 
 
 def started_at_once(machine: Machine, busy: int) -> int:
-    """How many processes may start at the same time while so many cores are busy. None of them is needed soon."""
-    return min(machine.cores - busy, max(1, machine.cores // STARTING_SHARE))
+    """How many processes may start at the same time while so many cores are busy: each imports torch for seconds."""
+    return machine.cores - busy
 
 
 def _several_devices(machine: Machine) -> tuple[str, ...]:

@@ -227,13 +227,11 @@ class _Workload:
             return None
 
     def _wait_for_proof(self) -> Proof:
-        """Others may prepare and time while this process waits. When it goes on, none times."""
+        """Others may prepare meanwhile; none times before the last proof has ended."""
         found: list[Proof] = []
 
         def wait() -> None:
-            self.gpu.leave()
             found.append(self.journal.proof())
-            self.gpu.prepare()
 
         if not self._wait(wait):
             wait()

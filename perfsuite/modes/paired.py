@@ -266,7 +266,7 @@ class Paired(Control):
         entry = self.entries.get(id)
         if entry is None:
             return min(wanted, max(answer.processes, AT_ONCE))
-        beside = lanes.together(self.gpu_memory_bytes, [entry.peak_bytes()] * wanted) * max(1, self.machine.count)
+        beside = self._together([entry.peak_bytes()] * wanted) * max(1, self.machine.count)
         fitting = [n - done for n in (*stages.LOOKS, MOST_PROCESSES) if 0 < n - done <= min(wanted, beside)]
         return max(answer.processes, *fitting, 0)
 
@@ -309,8 +309,11 @@ class Paired(Control):
         if self.device != "cuda" or self.alone:
             return super().timing_lanes(tasks)
         entries = [self.entries.get(task.id) for task in tasks]
-        beside = lanes.together(self.gpu_memory_bytes, [e.peak_bytes() if e else None for e in entries])
+        beside = self._together([e.peak_bytes() if e else None for e in entries])
         return lanes.for_timing(self.machine, self.workers.folder, beside)
+
+    def _together(self, peaks: Collection[int | None]) -> int:
+        return lanes.together(self.gpu_memory_bytes, peaks, self.machine.cores // max(1, self.machine.count))
 
     def _sample(self, ids: Collection[str]) -> set[str]:
         """Drawn at random from the workloads whose code differs.

@@ -149,7 +149,7 @@ def test_both_processes_that_a_workload_needs_in_any_case_are_requested_at_once(
 
 
 @pytest.mark.parametrize(
-    ("device", "likely", "processes"), [("cpu", 3, 2), ("cuda", 1, 2), ("cuda", 3, 4), ("cuda", 99, 8)]
+    ("device", "likely", "processes"), [("cpu", 3, 2), ("cuda", 1, 2), ("cuda", 3, 4), ("cuda", 99, 12)]
 )
 def test_on_a_gpu_as_many_processes_follow_as_will_probably_decide(device: str, likely: int, processes: int) -> None:
     mode = Scripted(with_reference_of(0.1), [False])
