@@ -102,16 +102,17 @@ def enough_s(entry: Entry, promised: float | None) -> float:
     return AMPLE * promised * entry.sides["optimized"].seconds
 
 
-def is_doubtful(entry: Entry, promised: float | None, prior: Noise) -> bool:
+def is_doubtful(entry: Entry, promised: float | None, prior: Noise, *, slow_to_prepare: bool) -> bool:
     """Whether the promise would probably be in doubt after a few samples of the reference in one process.
 
-    `prior` is the noise of all workloads with the same clock.
+    Where a further process is `slow_to_prepare`, it is doubtful up to twice that error. `prior` is the noise of all
+    workloads with the same clock.
     """
     if promised is None:
         return False
     process = noise_of(entry.process_means(), prior).process
     error = FEW_FACTOR * t_quantile(1 - beta(1), process.dof) * math.sqrt(process.value)
-    return math.log(entry.speedup() / promised) < max(FEW_LEAST, error)
+    return math.log(entry.speedup() / promised) < max(FEW_LEAST, error * (2 if slow_to_prepare else 1))
 
 
 def reference_blocks(entry: Entry, promised: float | None) -> int:

@@ -343,8 +343,11 @@ class Paired(Control):
             entry,
             self._margin(id, entry),
             self.suite.of(entry.clock).paired,
-            slow_to_prepare=self.durations.of(Task(id=id)) >= SLOW_PROCESS_S,
+            slow_to_prepare=self._is_slow_to_prepare(id),
         )
+
+    def _is_slow_to_prepare(self, id: str) -> bool:
+        return self.durations.of(Task(id=id)) >= SLOW_PROCESS_S
 
     def _drawn(self, ids: Collection[str], size: int) -> set[str]:
         """So many of them at random, or all; from the half that take least where they are many."""
@@ -374,7 +377,8 @@ class Paired(Control):
 
     def _is_doubtful(self, id: str, entry: Entry) -> bool:
         """Whether few samples of the reference would probably leave the promise in doubt."""
-        return planning.is_doubtful(entry, self.promises(id).speedup, self.suite.of(entry.clock).ratio)
+        noise, slow = self.suite.of(entry.clock).ratio, self._is_slow_to_prepare(id)
+        return planning.is_doubtful(entry, self.promises(id).speedup, noise, slow_to_prepare=slow)
 
     def _tree(self, id: str) -> Tree | None:
         """The revision that joins the current one."""

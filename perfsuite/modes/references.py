@@ -47,16 +47,16 @@ def slowed(run: Paired, ids: Collection[str], *, sparse: bool = False, outside: 
                 found[id].append(outcome)
             elif isinstance(outcome, Failure):
                 run.notes.append(f"{id}: its reference was not timed alone: {outcome.message}")
-        beside = [_beside(run, i) for i in found if found[i] and attempt + 1 < alone.TRIES and why(i)]
+        beside = [_beside(run, i, outside) for i in found if found[i] and attempt + 1 < alone.TRIES and why(i)]
         for id, outcome in run.workers.run(beside, run.timing_lanes(beside)):
             if isinstance(outcome, Measurement):
                 again[id].append(outcome)
     return {i: text for i, times in found.items() if len(times) == alone.TRIES and (text := why(i))}
 
 
-def _beside(run: Paired, id: str) -> Task:
-    """The task that times both sides once more, the reference in full."""
-    return Task(id=id, limit_s=run.items[id].pair.time_limit, proof=run.proofs.get(id), thorough=True)
+def _beside(run: Paired, id: str, outside: bool) -> Task:
+    """The task that times both sides once more, the reference in full; with `outside` on the other clock, too."""
+    return Task(id=id, limit_s=run.items[id].pair.time_limit, proof=run.proofs.get(id), thorough=outside)
 
 
 def _task(run: Paired, id: str, outside: bool) -> Task:

@@ -501,6 +501,7 @@ def test_the_first_processes_time_the_reference_in_full_where_few_samples_would_
     monkeypatch.setattr(mode, "promises", lambda id: PromiseRecord(speedup=promised))
     monkeypatch.setattr(Scripted, "items", {ID: SimpleNamespace(pair=SimpleNamespace(time_limit=1.0))})
     monkeypatch.setattr(Scripted, "blocks", lambda self, id: None)
+    monkeypatch.setattr(Scripted, "_is_slow_to_prepare", lambda self, id: False)
     mode.proofs = {}
     mode.runs = {ID: [measurement(accepted=0.0)]} if run else {}
     assert [Paired._time_task(mode, ID, first=first).reference for first in (True, False)] == asked

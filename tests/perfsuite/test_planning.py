@@ -199,23 +199,25 @@ def test_the_reference_joins_as_few_blocks_as_its_promise_allows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("promised", "sd", "doubtful"),
+    ("promised", "sd", "slow", "doubtful"),
     [
-        (None, 9.0, False),
-        (1.0, 0.0, False),
-        (2 / 1.19, 0.0, True),  # exceeded by less than a fifth
-        (2 / 1.21, 0.0, False),
+        (None, 9.0, True, False),
+        (1.0, 0.0, False, False),
+        (2 / 1.19, 0.0, False, True),  # exceeded by less than a fifth
+        (2 / 1.21, 0.0, True, False),
         # Twice 2.25 standard deviations of a process are beyond 0.5.
-        (2 / math.exp(0.5), 0.105, False),
-        (2 / math.exp(0.5), 0.115, True),
+        (2 / math.exp(0.5), 0.105, False, False),
+        (2 / math.exp(0.5), 0.115, False, True),
+        (2 / math.exp(1.0), 0.105, True, False),
+        (2 / math.exp(1.0), 0.115, True, True),
     ],
 )
 def test_a_promise_is_doubtful_where_few_samples_would_not_confirm_it(
-    promised: float | None, sd: float, doubtful: bool
+    promised: float | None, sd: float, slow: bool, doubtful: bool
 ) -> None:
     made = entry([measurement(ratio=math.log(2))])  # one process: its noise is the prior's
     prior = Noise(process=Variance(value=sd**2, dof=math.inf), session=Variance(value=1.0, dof=math.inf))
-    assert is_doubtful(made, promised, prior) is doubtful
+    assert is_doubtful(made, promised, prior, slow_to_prepare=slow) is doubtful
 
 
 # --- how many further processes -------------------------------------------------------------------------------------
