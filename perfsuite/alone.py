@@ -33,10 +33,13 @@ def beside_s(runs: Sequence[Measurement], *, sparse: bool = False) -> float | No
     return least if least is not None and least <= LONGEST_S else None
 
 
-def has_moved(runs: Sequence[Measurement], accepted_s: float) -> bool:
-    """Whether it is so much slower than when it was accepted that a side may slow it."""
+def has_moved(runs: Sequence[Measurement], accepted: Sequence[float]) -> bool:
+    """Whether it is so much slower than in any process in which it was accepted that a side may slow it.
+
+    `accepted` has the seconds of each of those processes.
+    """
     beside = beside_s(runs, sparse=True)
-    return beside is not None and accepted_s < SHARES[runs[0].clock] * beside
+    return beside is not None and bool(accepted) and max(accepted) < SHARES[runs[0].clock] * beside
 
 
 def is_slowed(runs: Sequence[Measurement], alone: Sequence[Alone], *, sparse: bool = False) -> bool:

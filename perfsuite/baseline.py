@@ -121,6 +121,10 @@ class Entry:
         ]
         return [m for m in means if m]
 
+    def seconds_of(self, side: str) -> list[float]:
+        """Seconds of a call of the side, of each process that timed it."""
+        return [p.seconds[side] for s in self.sessions for p in s.processes if side in p.seconds]
+
     def anchors(self) -> dict[str, float]:
         """Seconds of each anchor kernel: the median over all processes that know it."""
         known = [p.anchors for s in self.sessions for p in s.processes]

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from perfsuite import guard, scrutiny
+from perfsuite import guard, machine_code, scrutiny
 from perfsuite.counting import LAUNCHES, SYNCS, detach_after_profiling
 from perfsuite.errors import in_one_line
 from perfsuite.execution import PlainMode
@@ -155,7 +155,7 @@ class _Seen:
             forms = [_form(a) for a in arguments]
             others = {k: _form(v) for k, v in sorted(options.items()) if k != "grid"}
             code = binary.asm.get("cubin", b"") if binary is not None else b""
-            machine = hashlib.sha256(code).hexdigest()[:16]
+            machine = machine_code.digest(code)
             shape = "computed" if callable(grid) else [int(n) for n in grid] if grid is not None else None
             self.lines.append(("triton", kernel.fn.__name__, machine, shape, forms, others))
             return binary

@@ -122,8 +122,8 @@ class Gate(Paired):
     def _slowed_references(self, ids: Collection[str]) -> dict[str, Verdict]:
         """NOT_TIMED for each workload whose reference is slower than when it was accepted, and only beside its
         optimized side."""
-        stored = {i: self.entries[i].sides.get(REFERENCE) for i in ids}
-        moved = [i for i, side in stored.items() if side and alone.has_moved(self.runs.get(i, ()), side.seconds)]
+        accepted = {i: self.entries[i].seconds_of(REFERENCE) for i in ids}
+        moved = [i for i, seconds in accepted.items() if alone.has_moved(self.runs.get(i, ()), seconds)]
         why = references.slowed(self, moved, sparse=True)
         return {i: failed(i, Failure(status=Status.NOT_TIMED, message=text)) for i, text in why.items()}
 

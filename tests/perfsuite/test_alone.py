@@ -29,6 +29,12 @@ def by_itself(seconds: float, outside_s: float | None = None) -> Alone:
 # --- the rule -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("accepted", "moved"), [([1e-3], True), ([1e-3, 2e-3, 1e-3], False), ([], False)])
+def test_it_has_moved_where_no_accepted_process_was_so_slow(accepted: list[float], moved: bool) -> None:
+    assert alone.has_moved([run(2.2e-3), run(2.1e-3)], accepted) == moved
+    assert not alone.has_moved([], accepted)
+
+
 @pytest.mark.parametrize(
     ("beside", "by_themselves", "slowed"),
     [
