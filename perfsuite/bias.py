@@ -7,13 +7,16 @@ as they are (an offset), and of errors away from zero (digits that are cut off l
 An error that all elements of a draw share, such as that of a norm which each is divided by, leans too, but to another
 side on another draw. So the mean of β over the draws is tested, and β of a single draw only where it has many elements
 and leans by more than a shared rounding can.
+
+In half precision, to which kernels round once, digits that are cut off are also found element by element: on every
+draw nearly all results are the next number in one direction, whether that is the nearest one or not.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -25,6 +28,16 @@ FEWEST_DRAWS = 8
 OF_REFERENCE = 3.0
 """Errors may lean by this multiple of how far the reference's errors lean."""
 STANDARD_ERRORS = 6.0
+NEAR = 1 / 256
+"""The distance of a truth to a number of the output's dtype, in units in the last place, below which it shows nothing:
+there rounding and cutting off are the same."""
+FEWEST_SHOWN, FEWEST_TELLING = 4, 2
+"""The elements of a draw that are not so near, and of those the ones whose nearest number lies in the other direction.
+"""
+CUT, OFTEN, REFERENCE_OFTEN = 0.9, 0.8, 0.4
+"""The least share of a draw's elements that are cut off, the least share of the draws on which they are, and the most
+on which the reference's are. A rounding that all elements of a draw share looks so by chance on one draw in five at
+most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +59,8 @@ HALF = Limits(mean=0.1, alone=1.0, of_error=0.05)
 
 Leaning: TypeAlias = tuple[float, float]
 """(β of all errors, β of errors away from zero)."""
+Cut: TypeAlias = dict[str, bool]
+"""Direction → whether digits are cut off in it; without those that do not show it."""
 WORDS = ("too large or too small by the same amount", "away from zero or towards it")
 
 
@@ -60,16 +75,48 @@ def leanings(truth: torch.Tensor, eps: float, *errors: torch.Tensor) -> list[Lea
     return [(float(error.mean()) / unit, float((error * sign).mean()) / unit) for error in errors]
 
 
+def cuts(truth: torch.Tensor, dtype: torch.dtype, *errors: torch.Tensor) -> list[Cut]:
+    """In which directions each of these errors looks like cut digits."""
+    unit = torch.ldexp(torch.full_like(truth, torch.finfo(dtype).eps), torch.frexp(truth).exponent - 1)
+    signed = truth / unit
+    shows = (signed - signed.round()).abs() > NEAR
+    if int(shows.sum()) < FEWEST_SHOWN:
+        return [{} for _ in errors]
+    signed, unit = signed[shows], unit[shows]
+    away, size = signed.sign(), signed.abs()
+    found = []
+    for error in errors:
+        units = error[shows] / unit
+        found.append(
+            _cut({"downwards": (units, signed), "upwards": (-units, -signed)})
+            | _cut({"towards zero": (units * away, size), "away from zero": (-units * away, -size)})
+        )
+    return found
+
+
+def _cut(downwards: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> Cut:
+    """Of (errors, truths) in units, turned so that cutting off goes downwards."""
+    found = {}
+    for name, (error, truth) in downwards.items():
+        telling = truth - truth.floor() > 1 / 2
+        if int(telling.sum()) >= FEWEST_TELLING:
+            below = ((error <= 0) & (error > -1)).double()
+            found[name] = min(float(below.mean()), float(below[telling].mean())) >= CUT
+    return found
+
+
 @dataclass(slots=True)
 class Draw:
     """How the errors of one output lean on one draw."""
 
-    side: Leaning
+    side: Leaning | None
     reference: Leaning
     error: float
     """The reference's own RMS error in the same units."""
     limits: Limits
     elements: int
+    cut: Cut = field(default_factory=dict)
+    reference_cut: Cut = field(default_factory=dict)
 
 
 def draw_of(
@@ -85,13 +132,21 @@ def draw_of(
 
     None where there are too few, or the truth is zero.
     """
+    half = dtype in (torch.bfloat16, torch.float16)
+    cut, reference_cut = cuts(truth, dtype, error, reference) if half else ({}, {})
     found = leanings(truth, eps, error, reference)
-    if found is None:
+    if found is None and not cut:
         return None
-    side, own = found
-    limits = HALF if dtype in (torch.bfloat16, torch.float16) else SINGLE
-    size = float(spread.square().mean().sqrt()) / (eps * float(truth.abs().mean()))
-    return Draw(side=side, reference=own, error=size, limits=limits, elements=truth.numel())
+    side, own = found or (None, (0.0, 0.0))
+    return Draw(
+        side=side,
+        reference=own,
+        error=float(spread.square().mean().sqrt()) / (eps * float(truth.abs().mean())) if found else 0.0,
+        limits=HALF if half else SINGLE,
+        elements=truth.numel(),
+        cut=cut,
+        reference_cut=reference_cut,
+    )
 
 
 @dataclass(slots=True)
@@ -112,23 +167,41 @@ class Biases:
     def found(self) -> Iterator[str]:
         """A message for each output whose errors lean to one side over all draws."""
         for name, draws in self.draws.items():
-            if len(draws) < FEWEST_DRAWS:
-                continue
-            common = draws[0].limits.mean + draws[0].limits.of_error * statistics.fmean(d.error for d in draws)
-            means, limits = [], []
-            for i in range(len(WORDS)):
-                each = [d.side[i] for d in draws]
-                own = statistics.fmean(d.reference[i] for d in draws)
-                chance = STANDARD_ERRORS * statistics.stdev(each) / math.sqrt(len(each))
-                means.append(statistics.fmean(each))
-                limits.append(common + OF_REFERENCE * abs(own) + chance)
-            if message := _beyond(name, means, limits, f"over {len(draws)} draws"):
+            if message := _leaning(name, draws) or _cutting(name, draws):
                 yield message
+
+
+def _leaning(name: str, every: Sequence[Draw]) -> str:
+    draws = [(d, d.side) for d in every if d.side is not None]
+    if len(draws) < FEWEST_DRAWS:
+        return ""
+    common = draws[0][0].limits.mean + draws[0][0].limits.of_error * statistics.fmean(d.error for d, _ in draws)
+    means, limits = [], []
+    for i in range(len(WORDS)):
+        each = [side[i] for _, side in draws]
+        own = statistics.fmean(d.reference[i] for d, _ in draws)
+        chance = STANDARD_ERRORS * statistics.stdev(each) / math.sqrt(len(each))
+        means.append(statistics.fmean(each))
+        limits.append(common + OF_REFERENCE * abs(own) + chance)
+    return _beyond(name, means, limits, f"over {len(draws)} draws")
+
+
+def _cutting(name: str, draws: Sequence[Draw]) -> str:
+    for direction in dict.fromkeys(direction for draw in draws for direction in draw.cut):
+        those = [d for d in draws if direction in d.cut]
+        count = sum(d.cut[direction] for d in those)
+        own = sum(d.reference_cut.get(direction, False) for d in those)
+        if count >= max(FEWEST_DRAWS, OFTEN * len(those)) and own <= REFERENCE_OFTEN * len(those):
+            return (
+                f"errors of {name} lean to one side: digits are cut off {direction} on {count} of {len(those)} draws "
+                f"instead of rounded to the nearest number"
+            )
+    return ""
 
 
 def alone(name: str, draw: Draw) -> str:
     """A message if the errors of this draw alone lean to one side; empty if they do not, or if there are too few."""
-    if draw.elements < MANY_ELEMENTS:
+    if draw.elements < MANY_ELEMENTS or draw.side is None:
         return ""
     most = draw.limits.alone + draw.limits.of_error * draw.error
     limits = [most + OF_REFERENCE * abs(own) for own in draw.reference]

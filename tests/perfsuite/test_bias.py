@@ -32,9 +32,12 @@ def growing_by(count: float) -> Function:
     return lambda x: square_plus(x) * (1 + count * EPS)
 
 
+def cut_to_half(x: torch.Tensor) -> torch.Tensor:
+    return (x.view(torch.int32) & ~0xFFFF).view(torch.float32).to(torch.bfloat16)
+
+
 def cut_off(x: torch.Tensor) -> torch.Tensor:
-    bits = square_plus(x.float()).view(torch.int32) & ~0xFFFF
-    return bits.view(torch.float32).to(torch.bfloat16)
+    return cut_to_half(square_plus(x.float()))
 
 
 def cut_off_by_steps(x: torch.Tensor) -> torch.Tensor:
@@ -103,6 +106,45 @@ def test_a_few_eps_in_each_element_are_found(side: Function, message: str, sizes
 def test_digits_that_are_cut_off_are_found(side: Function) -> None:
     with pytest.raises(NotEquivalent, match=r"lean to one side \(away from zero or towards it\)"):
         prove(pair_of(square_plus, side, "bfloat16"), SMALL)
+
+
+def floor_to_half(x: torch.Tensor) -> torch.Tensor:
+    rounded = x.to(torch.bfloat16)
+    return torch.where(rounded.float() > x, torch.nextafter(rounded, torch.full_like(rounded, -torch.inf)), rounded)
+
+
+@pytest.mark.parametrize(
+    ("reference", "side", "message"),
+    [
+        (lambda x: x.sum(-1), lambda x: cut_to_half(x.float().sum(-1)), "cut off towards zero on"),
+        (lambda x: x.sum(-1), lambda x: floor_to_half(x.float().sum(-1)), "cut off downwards on"),
+        # Nearly every answer is 1, or its neighbour.
+        (lambda x: (x / 64).exp(), lambda x: cut_to_half((x.float() / 64).exp()), "lean to one side"),
+    ],
+    ids=["few elements", "downwards", "near one number"],
+)
+def test_digits_that_are_cut_off_are_found_in_few_elements(reference: Function, side: Function, message: str) -> None:
+    with pytest.raises(NotEquivalent, match=message):
+        prove(pair_of(reference, side, "bfloat16"), [7, 5, 9, 8, 6, 11, 8, 7, 9, 10, 6, 8])
+
+
+def nearest_by_steps(x: torch.Tensor) -> torch.Tensor:
+    return (x.float() * x.float().square().mean().rsqrt().to(torch.bfloat16).float()).to(x.dtype)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_rounding_that_all_elements_share_is_no_cut(seed: int) -> None:
+    pair, tally = pair_of(normed, nearest_by_steps, "bfloat16"), Tally()
+    for number, n in enumerate([7, 5, 9, 8, 6, 11, 8, 7, 9, 10, 6, 8]):
+        equivalence.check_case(pair, case_of(n, "bfloat16", 100 * seed + number), "cpu", tally=tally)
+    assert not list(tally.biases.found())
+
+
+def test_elements_that_are_nearly_numbers_of_the_dtype_show_nothing() -> None:
+    truth = torch.arange(1, 9, dtype=torch.float64) / 8
+    assert bias.cuts(truth, torch.bfloat16, -truth) == [{}]
+    (found,) = bias.cuts(truth * (1 + 2**-9), torch.bfloat16, -truth * 2**-9)
+    assert found == {"upwards": False, "away from zero": False}
 
 
 @pytest.mark.parametrize(
