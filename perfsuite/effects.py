@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from perfsuite import execution, process_state
+from perfsuite import execution, marks, process_state, surroundings
 from perfsuite import inputs as make
 from perfsuite.errors import NotEquivalent
 from perfsuite.integrity.probe import Probe, bytes_of, same_leaf
@@ -79,6 +79,15 @@ def settings(probe: Probe) -> Effects:
     return {name: f"{words} for all that runs after it" for name, words in changed.items()}
 
 
+def process(probe: Probe) -> Effects:
+    """Environment variables, signal handlers, filters of warnings and the like, after a call that is not the first."""
+    with surroundings.kept():
+        _call_and_differentiate(probe)  # what is imported meanwhile may change them, too
+    with surroundings.kept() as changed:
+        _call_and_differentiate(probe)
+    return {name: f"changes {name} for all that runs after it" for name in changed}
+
+
 def generators(probe: Probe) -> Effects:
     """Random states that no argument names."""
     before = process_state.generators()
@@ -99,7 +108,7 @@ def named_generators(probe: Probe) -> Effects:
 
 
 def bindings(probe: Probe) -> Effects:
-    """Names that the reference's code looks up: a helper, a constant, a class."""
+    """What the reference's code looks up by name: a helper, a constant, a class, and what a list or a dict holds."""
     reference = as_side(probe.pair.reference).call
     before = process_state.bindings(reference)
     _call_and_differentiate(probe)
@@ -107,7 +116,7 @@ def bindings(probe: Probe) -> Effects:
     return {
         name: f"replaces {name}, which the reference uses"
         for name, value in before.items()
-        if after.get(name) is not value
+        if not process_state.is_same_binding(value, after.get(name))
     }
 
 
@@ -153,6 +162,25 @@ def _is_differentiated(probe: Probe) -> bool:
 
 
 # --- what was lent to the call --------------------------------------------------------------------------------------
+
+
+def lent_to_call(probe: Probe) -> Effects:
+    """Inputs that need a gradient, or none, after a call; modes, hooks and weights of modules."""
+    if probe.pair.is_stateful:
+        return {}
+    found: Effects = {}
+    own = probe.side.call if isinstance(probe.side.call, torch.nn.Module) else None
+    for grad_mode, differentiated in ((False, False), (True, False), (True, True)):
+        values = probe.drawn()
+        if differentiated and _is_differentiated(probe):
+            execution.require_gradients(probe.pair, values)
+        lent = values if own is None else {**values, "the module": own}
+        before = dict(marks.of(lent))
+        with execution.quiet(probe.side), torch.set_grad_enabled(grad_mode):
+            execution.callable_of(probe.side)(*values.values())
+        after = dict(marks.of(lent))
+        found |= {n: f"changes {n} from {was} to {after.get(n)}" for n, was in before.items() if after.get(n) != was}
+    return found
 
 
 def lent_to_backward(probe: Probe) -> Effects:
@@ -268,10 +296,12 @@ def _alive(probe: Probe, calls: int, *, collected: bool) -> list[int]:
 
 
 KINDS: tuple[Callable[[Probe], Effects], ...] = (
+    process,
     settings,
     generators,
     named_generators,
     bindings,
+    lent_to_call,
     lent_to_backward,
     shared_memory,
     held_memory,

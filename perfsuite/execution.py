@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from perfsuite import inputs as make
-from perfsuite import process_state
+from perfsuite import process_state, surroundings
 from perfsuite.errors import NotEquivalent, PairError
 from perfsuite.pair import Pair, Side
 from perfsuite.specs import ModuleSpec, TensorSpec
@@ -93,8 +93,8 @@ def settings_kept(side: Side | None = None) -> Iterator[dict[str, str]]:
 
 @contextmanager
 def leaving_nothing(pair: Pair) -> Iterator[None]:
-    """Around a whole proof: puts back what its sides leave changed; NotEquivalent where that is anything."""
-    with process_state.kept() as changed:
+    """Around a whole proof: puts back what its sides leave changed; NotEquivalent where that is anything of torch's."""
+    with surroundings.kept(), process_state.kept() as changed:
         yield
     if changed:
         what = next(iter(changed.values()))
@@ -502,8 +502,21 @@ def run_steps(
     given: Callable[[int], dict[str, Any]],
 ) -> dict[int, Leaves]:
     """Build the step and run it; the state after each of `steps`. `given(i)` are the inputs of step i, from 1."""
+    *_, states = stepping(make_step, pair, inputs, steps, given)
+    return states
+
+
+def stepping(
+    make_step: Callable[..., Any],
+    pair: Pair,
+    inputs: dict[str, Any],
+    steps: Sequence[int],
+    given: Callable[[int], dict[str, Any]],
+) -> Iterator[dict[int, Leaves]]:
+    """As `run_steps`, stopping after it has built the step and after each: the states so far."""
     step = make_step(*inputs.values())
     states: dict[int, Leaves] = {}
+    yield states
     for i in range(1, max(steps) + 1):
         returned = step(*given(i).values())
         if i in steps:
@@ -514,4 +527,4 @@ def run_steps(
                 else leaf
                 for name, leaf in leaves.items()
             }
-    return states
+        yield states

@@ -19,7 +19,7 @@ import threading
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -55,6 +55,8 @@ AUTOCAST = ("cpu", "cuda")
 PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 UNDECIDED = object()
 """The value of a setting that does not hold yet: whatever it is later is no change."""
+MOST_HELD = 1000
+"""A container of more is compared by identity."""
 TINY, HALF = 2.0**-1022, 0.5
 """Their product is subnormal."""
 
@@ -361,7 +363,8 @@ def unpatch(before: State, names: Collection[str]) -> None:
 def bindings(function: Any) -> dict[str, Any]:
     """What a Python function's code refers to by global names, and what that refers to in turn: "module.name" → object.
 
-    Functions of torch's and of the standard library are not followed.
+    Attributes of modules that the code names are included, and the defaults of functions. Functions of torch's and of
+    the standard library are not followed. Of a list, dict or set it is a copy.
     """
     found: dict[str, Any] = {}
     waiting = [_python(function)]
@@ -371,13 +374,38 @@ def bindings(function: Any) -> dict[str, Any]:
         if current is None or id(current) in seen:
             continue
         seen.add(id(current))
-        for name in names_in(current.__code__):
+        where = current.__globals__.get("__name__", "?")
+        found[f"the code of {where}.{current.__qualname__}"] = current.__code__
+        found[f"the defaults of {where}.{current.__qualname__}"] = (current.__defaults__, current.__kwdefaults__)
+        names = dict.fromkeys(names_in(current.__code__))
+        for name in names:
             if name not in current.__globals__:
                 continue
             value = current.__globals__[name]
-            found[f"{current.__globals__.get('__name__', '?')}.{name}"] = value
+            found[f"{where}.{name}"] = _copied_container(value)
             waiting += [_python(v) for v in _functions_of(value)]
+            if isinstance(value, ModuleType):
+                inner = {n: vars(value)[n] for n in names if n in vars(value)}
+                found |= {f"{value.__name__}.{n}": _copied_container(v) for n, v in inner.items()}
+                waiting += [_python(v) for each in inner.values() for v in _functions_of(each)]
     return found
+
+
+def is_same_binding(before: Any, after: Any) -> bool:
+    """Whether a name refers to the same object, or to a container that holds the same objects in the same places."""
+    if before is after:
+        return True
+    if type(before) is not type(after) or not isinstance(before, (list, dict, set, tuple)):
+        return False
+    if isinstance(before, set):
+        return len(before) == len(after) and {id(x) for x in before} == {id(x) for x in after}
+    if isinstance(before, dict):
+        return before.keys() == after.keys() and all(is_same_binding(v, after[k]) for k, v in before.items())
+    return len(before) == len(after) and all(map(is_same_binding, before, after))
+
+
+def _copied_container(value: Any) -> Any:
+    return value.copy() if type(value) in (list, dict, set) and len(value) <= MOST_HELD else value
 
 
 def _python(call: Any) -> FunctionType | None:

@@ -30,6 +30,7 @@ from perfsuite.integrity.memory import (
 )
 from perfsuite.integrity.outputs import lazy_output
 from perfsuite.integrity.probe import Probe
+from perfsuite.integrity.steps import overwritten_step_inputs, two_instances
 from perfsuite.pair import Pair, as_side
 from perfsuite.records import Case
 
@@ -44,11 +45,13 @@ __all__ = [
     "lazy_output",
     "nondeterminism",
     "out_of_bounds",
+    "overwritten_step_inputs",
     "partial_keys",
     "poisoned_memory",
     "private_buffer",
     "reused_memory",
     "touched_input",
+    "two_instances",
     "undeclared_mutation",
     "unseen_inputs",
     "unwritten_output",
@@ -61,6 +64,8 @@ CHECKS: tuple[Callable[[Probe], None], ...] = (
     undeclared_mutation,
     nondeterminism,  # what changes from call to call must not be laid at memory's door
     call_order,
+    two_instances,
+    overwritten_step_inputs,
     reused_memory,
     partial_keys,
     private_buffer,

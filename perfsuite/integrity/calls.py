@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import random
 import secrets
 import sys
 import threading
@@ -23,7 +25,7 @@ from perfsuite.integrity.memory import unwritten
 from perfsuite.integrity.probe import Probe, same_leaf
 from perfsuite.pair import Pair, Side, as_side
 from perfsuite.records import Case
-from perfsuite.specs import Integers, Sampled
+from perfsuite.specs import Integers, Sampled, ScalarSpec
 
 REPEATS = 3
 DRIFT_CALLS = 40
@@ -160,14 +162,17 @@ def partial_keys(probe: Probe) -> None:
         return  # wrong without it, too: equivalence says how
     names = _changeable(probe)
     step = -(-len(names) // MOST_ALONE) or 1
-    alone = [(name, (name,), _rolled) for name in names[probe.case.seed % step :: step]] if len(names) > 1 else []
+    alone = names[probe.case.seed % step :: step] if len(names) > 1 else []
     answers: list[Leaves] = []
-    for what, changed, change in (
-        ("one element of them", names, _last_changed),
-        ("their order", names, _rolled),
-        *alone,
+    rng = random.Random(probe.case.seed)
+    for what, values in (
+        ("one element of them", _changed(probe, names, _last_changed)),
+        ("one element of them", _changed(probe, names, functools.partial(_one_changed, rng))),
+        ("their order", _changed(probe, names, _rolled)),
+        *((name, _changed(probe, (name,), _rolled)) for name in alone),
+        *_other_numbers(probe, rng),
     ):
-        error = _error_on(probe, _changed(probe, changed, change), answers)
+        error = _error_on(probe, values, answers)
         if error is None:
             continue
         if memory := unwritten(probe):
@@ -197,6 +202,16 @@ def _changeable(probe: Probe) -> list[str]:
 def _changed(probe: Probe, names: Collection[str], change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
     """The draw's inputs, these with the change."""
     return {n: make.map_tensors(v, change) if n in names else v for n, v in probe.drawn().items()}
+
+
+def _other_numbers(probe: Probe, rng: random.Random) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(name, the draw's inputs with another value of this one), for each input that is a number by itself."""
+    for name, spec in probe.pair.inputs.items():
+        if isinstance(spec, ScalarSpec):
+            values = probe.drawn()
+            value = make.other_number(spec, values[name], probe.case.sizes, rng)
+            if value != values[name]:
+                yield name, values | {name: value}
 
 
 def _repeats(produced: Leaves, earlier: Leaves) -> bool:
@@ -241,6 +256,16 @@ def _last_changed(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     changed = tensor.detach().clone()
     changed[(-1,) * changed.dim()] = tensor.detach()[(0,) * tensor.dim()]
+    return changed
+
+
+def _one_changed(rng: random.Random, tensor: torch.Tensor) -> torch.Tensor:
+    """An element at any place takes the value of another one."""
+    if tensor.is_complex() or tensor.numel() < 2:
+        return tensor
+    changed = tensor.detach().clone()
+    at, other = (tuple(rng.randrange(n) for n in tensor.shape) for _ in range(2))
+    changed[at] = tensor.detach()[other]
     return changed
 
 

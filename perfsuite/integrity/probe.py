@@ -18,6 +18,9 @@ from perfsuite.pair import Pair, Side
 from perfsuite.records import Case
 from perfsuite.rule import NONE
 
+STEPS = (1, 2)
+"""The steps of a stateful pair after which its state is looked at."""
+
 
 @dataclass(slots=True)
 class Probe:
@@ -45,6 +48,10 @@ class Probe:
         drawn: dict[str, Any] = make.clone(self.inputs[used.seed])
         return drawn
 
+    def step_inputs(self, case: Case, step: int) -> dict[str, Any]:
+        """The inputs of a step of a stateful pair, from 1."""
+        return self._rounded(make.build_step(self.pair, case, self.device, step), case)
+
     def _rounded(self, values: dict[str, Any], case: Case) -> dict[str, Any]:
         rounded: dict[str, Any] = truths.rounded_to_precision(self.pair, case)(values)
         return rounded
@@ -67,13 +74,7 @@ class Probe:
         with execution.quiet(self.side):
             call = execution.callable_of(self.side)
             if self.pair.is_stateful:
-                states = execution.run_steps(
-                    call,
-                    self.pair,
-                    values,
-                    (1, 2),
-                    lambda i: given(self._rounded(make.build_step(self.pair, used, self.device, i), used)),
-                )
+                states = execution.run_steps(call, self.pair, values, STEPS, lambda i: given(self.step_inputs(used, i)))
                 return {n: leaf for state in states.values() for n, leaf in state.items()}
             produced = execution.run(call, self.pair, values, gradients=False, seed=used.seed)
         for path, tensor, version, shape, stride in versions:
@@ -94,7 +95,7 @@ class Probe:
         case = case or self.case
         key = case.seed, replicas, gradients
         if key not in self.known:
-            pair = replace(self.pair, steps=(1, 2)) if self.pair.is_stateful else self.pair
+            pair = replace(self.pair, steps=STEPS) if self.pair.is_stateful else self.pair
             self.known[key] = truths.establish(
                 pair, case, self.device, gradients=gradients, home=self.home, replicas=replicas
             )

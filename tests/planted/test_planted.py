@@ -14,9 +14,11 @@ import gradients  # noqa: F401 - registers its faults
 import leftovers
 import meaning  # noqa: F401 - registers its faults
 import pytest
+import steps  # noqa: F401 - registers its faults
 import test_harness
 import timing
 import torch
+import traces  # noqa: F401 - registers its faults
 from catalogue import FAULTS, HONEST, NUMBERS, Planted, Time
 from scale import count
 

@@ -7,9 +7,9 @@ import time as clock_module
 from typing import Any
 
 import torch
-from catalogue import SIZES, Time, fast, fault, honest, lasting, pair, timed_pair, wave
+from catalogue import SIZES, Time, X, fast, fault, honest, lasting, pair, timed_pair, wave
 
-from perfsuite import Pair, Workload, floats, stateful, tensor
+from perfsuite import Pair, Workload, floats, scalar, stateful, tensor
 
 
 class Lazy(torch.Tensor):
@@ -281,6 +281,33 @@ def by_sum(time: Time) -> Pair:
 )
 def by_first(time: Time) -> Pair:
     return pair(kept_by(lambda x: (x.shape, *x.flatten()[:8].tolist())))
+
+
+@fault(
+    5, "an answer kept by probed values", "keeps answers by a part of the values, or by their sum", stage="integrity"
+)
+def by_probes(time: Time) -> Pair:
+    def key(x: torch.Tensor) -> Any:
+        every = x.flatten().tolist()
+        return (x.shape, *(every[at * (len(every) - 1) // 4] for at in range(5) if every))
+
+    return pair(kept_by(key))
+
+
+@fault(
+    5, "an answer kept by all but a number", "where its inputs differ from earlier ones in s alone", stage="integrity"
+)
+def but_a_number(time: Time) -> Pair:
+    answers: dict[Any, torch.Tensor] = {}
+
+    def optimized(x: torch.Tensor, s: float) -> torch.Tensor:
+        found = (x.shape, *x.flatten().tolist())
+        if found not in answers:
+            answers[found] = x * s
+        return answers[found].clone()
+
+    inputs = {**X, "s": scalar(floats(0.5, 2))}
+    return pair(optimized, reference=lambda x, s: x * s, inputs=inputs, workloads=[])
 
 
 @fault(5, "an answer that is kept and handed out", "what a caller writes into it comes back", stage="integrity")

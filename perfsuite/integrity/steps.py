@@ -1,0 +1,91 @@
+"""Faults of stateful pairs that one instance, called by itself, does not show."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from perfsuite import execution, truths
+from perfsuite import inputs as make
+from perfsuite.errors import NotEquivalent, first_line
+from perfsuite.execution import Leaves
+from perfsuite.integrity.probe import STEPS, Probe
+from perfsuite.pair import Side, as_side
+from perfsuite.records import Case
+
+
+def two_instances(probe: Probe) -> None:
+    """Two instances, both built before either steps and then stepped in turn, must not share state."""
+    if not probe.pair.is_stateful:
+        return
+    cases = (probe.case, probe.other_case())
+
+    def in_turn(side: Side) -> list[tuple[Case, Leaves]]:
+        both = [_stepping(probe, side, case) for case in cases]
+        states: list[dict[int, Leaves]] = [{}, {}]
+        with execution.quiet(side):
+            for _ in range(1 + max(STEPS)):
+                states = [next(each) for each in both]
+        return [(case, _leaves(found)) for case, found in zip(cases, states, strict=True)]
+
+    _hold(probe, in_turn, "when two instances of it step in turn: they share state")
+
+
+def overwritten_step_inputs(probe: Probe) -> None:
+    """What a step was given may hold something else once it has returned."""
+    if not probe.pair.is_stateful or not probe.pair.step_inputs:
+        return
+    other = probe.other_case()
+
+    def overwriting(side: Side) -> list[tuple[Case, Leaves]]:
+        given: list[dict[str, Any]] = []
+
+        def noted(values: dict[str, Any]) -> dict[str, Any]:
+            given.append(values)
+            return values
+
+        states: dict[int, Leaves] = {}
+        with execution.quiet(side):
+            for number, found in enumerate(_stepping(probe, side, probe.case, noted)):
+                states = found
+                if given:
+                    make.copy_values(given.pop(), make.build_step(probe.pair, other, probe.device, number))
+        return [(probe.case, _leaves(states))]
+
+    _hold(probe, overwriting, "where the inputs of a step are overwritten after it: it keeps them, and no copy")
+
+
+def _stepping(
+    probe: Probe, side: Side, case: Case, noted: Callable[[dict[str, Any]], dict[str, Any]] = lambda values: values
+) -> Iterator[dict[int, Leaves]]:
+    values = probe.drawn(case)
+    execution.poison(probe.pair, values)
+    return execution.stepping(
+        execution.callable_of(side),
+        probe.pair,
+        values,
+        STEPS,
+        lambda i: noted(probe.step_inputs(case, i)),
+    )
+
+
+def _leaves(states: dict[int, Leaves]) -> Leaves:
+    return {name: leaf for state in states.values() for name, leaf in state.items()}
+
+
+def _hold(probe: Probe, run: Callable[[Side], list[tuple[Case, Leaves]]], words: str) -> None:
+    """NotEquivalent where the side is wrong when it is run so, and right plainly, and the reference is right so."""
+    try:
+        if not all(probe.is_right(leaves, case) for case, leaves in run(as_side(probe.pair.reference))):
+            return
+    except Exception:  # Discard among others: the reference does not support it
+        return
+    try:
+        for case, leaves in run(probe.side):
+            probe.judge(leaves, case)
+    except (NotEquivalent, truths.Discard) as error:
+        cases = (probe.case, probe.other_case())
+        if isinstance(error, NotEquivalent) and all(probe.is_right(probe.call(probe.drawn(c), c), c) for c in cases):
+            raise probe.fault(f"is wrong {words}: {error}") from None
+    except Exception as error:
+        raise probe.fault(f"raises {type(error).__name__} ({first_line(error)}) {words}") from None

@@ -1,0 +1,31 @@
+"""What tensors and modules carry besides their values: whether they need a gradient, modes, hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def of(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """(name in words, value) of each mark of the tensors and modules in a nested value."""
+    match value:
+        case torch.Tensor():
+            yield f"requires_grad of {path}", value.requires_grad
+            yield f"the number of hooks on {path}", len(value._backward_hooks or ())
+        case torch.nn.Module():
+            for name, module in value.named_modules():
+                inner = f"{path}.{name}" if name else path
+                yield f"the training mode of {inner}", module.training
+                yield f"the number of hooks on {inner}", sum(len(getattr(module, hooks)) for hooks in HOOKS)
+            for name, parameter in value.named_parameters():
+                yield f"requires_grad of {path}.{name}", parameter.requires_grad
+        case Mapping():
+            for key, inner_value in value.items():
+                yield from of(inner_value, f"{path}.{key}" if path else str(key))
+        case list() | tuple():
+            for number, inner_value in enumerate(value):
+                yield from of(inner_value, f"{path}[{number}]")

@@ -1,0 +1,72 @@
+"""What a call changes of Python and the process is named, and put back."""
+
+from __future__ import annotations
+
+import gc
+import locale
+import logging
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from perfsuite import marks, surroundings
+
+CHANGES: dict[str, Callable[[], Any]] = {
+    "environment variables": lambda: os.environ.pop("HOME", None),
+    "signal handlers": lambda: signal.signal(signal.SIGUSR1, signal.SIG_IGN),
+    "filters of warnings": lambda: warnings.simplefilter("ignore"),
+    "the level below which nothing is logged": lambda: logging.disable(logging.INFO),
+    "the level of the root logger": lambda: logging.root.setLevel(7),
+    "the locale": lambda: locale.setlocale(locale.LC_ALL, "C" if locale.setlocale(locale.LC_ALL) != "C" else "C.UTF-8"),
+    "Python's recursion limit": lambda: sys.setrecursionlimit(sys.getrecursionlimit() + 1),
+    "Python's module search path": lambda: sys.path.insert(0, "/nowhere"),
+    "Python's standard output": lambda: setattr(sys, "stdout", sys.__stderr__),
+    "Python's standard error": lambda: setattr(sys, "stderr", sys.__stdout__),
+    "what Python does with an error": lambda: setattr(sys, "excepthook", print),
+    "thresholds of garbage collection": lambda: gc.set_threshold(1_000_000),
+    "numpy's handling of errors": lambda: np.seterr(all="raise"),
+    "how torch prints tensors": lambda: torch.set_printoptions(precision=2),
+    "the order of torch's einsum": lambda: setattr(torch.backends.opt_einsum, "strategy", "greedy"),
+}
+
+
+def test_each_setting_has_a_change() -> None:
+    assert CHANGES.keys() == surroundings.SETTINGS.keys()
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_is_named_and_put_back(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/somewhere")
+    read, _ = surroundings.SETTINGS[name]
+    before = read()
+    with surroundings.kept() as changed:
+        CHANGES[name]()
+    assert changed == [name]
+    assert read() == before
+
+
+def test_variables_that_compilers_set_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    with surroundings.kept() as changed:
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/nowhere")
+    assert changed == []
+
+
+def test_marks_of_nested_inputs() -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False))
+    found = dict(marks.of({"net": net, "xs": [torch.ones(1), 3]}))
+    assert found == {
+        "the training mode of net": True,
+        "the number of hooks on net": 0,
+        "the training mode of net.0": True,
+        "the number of hooks on net.0": 0,
+        "requires_grad of net.0.weight": True,
+        "requires_grad of xs[0]": False,
+        "the number of hooks on xs[0]": 0,
+    }

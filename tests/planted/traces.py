@@ -1,0 +1,149 @@
+"""Faults 52 and 53: what a call leaves changed in the process, and on the tensors and modules that it was given."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import types
+import warnings
+from typing import Any
+
+import torch
+from catalogue import Time, fast, fault, honest, pair, wave
+
+from perfsuite import Pair, floats, module, size, tensor
+
+LATER = "for all that runs after it"
+
+
+def after(action: Any) -> Pair:
+    """A side that does this after its work."""
+
+    def optimized(x: torch.Tensor) -> torch.Tensor:
+        made = fast(x)
+        action(x)
+        return made
+
+    return pair(optimized)
+
+
+@fault(52, "warnings silenced", f"changes filters of warnings {LATER}", stage="effects")
+def silences_warnings(time: Time) -> Pair:
+    return after(lambda x: warnings.simplefilter("ignore"))
+
+
+@fault(52, "logging switched off", f"changes the level below which nothing is logged {LATER}", stage="effects")
+def switches_logging_off(time: Time) -> Pair:
+    return after(lambda x: logging.disable(logging.CRITICAL))
+
+
+@fault(52, "an environment variable", f"changes environment variables {LATER}", stage="effects")
+def sets_variable(time: Time) -> Pair:
+    return after(lambda x: os.environ.update(PLANTED="1"))
+
+
+@fault(52, "a signal ignored", f"changes signal handlers {LATER}", stage="effects")
+def ignores_signal(time: Time) -> Pair:
+    return after(lambda x: signal.signal(signal.SIGUSR2, signal.SIG_IGN))
+
+
+@honest(52, "warnings silenced for a while")
+def silences_for_a_while(time: Time) -> Pair:
+    def optimized(x: torch.Tensor) -> torch.Tensor:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return fast(x)
+
+    return pair(optimized)
+
+
+TOOLS = types.ModuleType("planted_tools")
+TOOLS.double = lambda x: 2 * x  # type: ignore[attr-defined]  # a module made here has any attributes
+SCALES = [2.0]
+
+
+def by_module(x: torch.Tensor) -> torch.Tensor:
+    doubled: torch.Tensor = TOOLS.double(x)
+    return doubled
+
+
+def by_list(x: torch.Tensor) -> torch.Tensor:
+    return x * SCALES[0]
+
+
+@fault(52, "a helper in a module replaced", "replaces planted_tools.double, which the reference uses", stage="effects")
+def replaces_in_a_module(time: Time) -> Pair:
+    def optimized(x: torch.Tensor) -> torch.Tensor:
+        TOOLS.double = lambda x: x + x  # type: ignore[attr-defined]  # as above
+        return x + x
+
+    return pair(optimized, reference=by_module)
+
+
+@fault(52, "a list replaced", "replaces traces.SCALES, which the reference uses", stage="effects")
+def appends(time: Time) -> Pair:
+    def optimized(x: torch.Tensor) -> torch.Tensor:
+        SCALES.append(1.0)
+        return x + x
+
+    return pair(optimized, reference=by_list)
+
+
+@honest(52, "a list that is read")
+def reads(time: Time) -> Pair:
+    return pair(lambda x: SCALES[0] * x, reference=by_list)
+
+
+# --- 53: marks on what was given -------------------------------------------------------------------------------------
+
+NETWORK = {
+    "x": tensor("m", 8, values=floats(-2, 2)),
+    "net": module(lambda: torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.0))),
+}
+
+
+def through(x: torch.Tensor, net: torch.nn.Module) -> torch.Tensor:
+    made: torch.Tensor = net(x)
+    return made
+
+
+def with_network(optimized: Any) -> Pair:
+    return pair(optimized, reference=through, inputs=NETWORK, sizes={"m": size(1, 9)}, workloads=[])
+
+
+@fault(53, "an input that needs a gradient since", "changes requires_grad of x from False to True", stage="effects")
+def marks_its_input(time: Time) -> Pair:
+    def optimized(x: torch.Tensor) -> torch.Tensor:
+        made = fast(x)
+        if torch.is_grad_enabled() and x.is_leaf:
+            x.requires_grad_()
+        return made.detach()
+
+    return pair(optimized, reference=lambda x: wave(x).detach())
+
+
+@fault(53, "a module left in evaluation", "changes the training mode of net from True to False", stage="effects")
+def leaves_evaluation(time: Time) -> Pair:
+    return with_network(lambda x, net: through(x, net.eval()))
+
+
+@fault(53, "a hook left on a module", "changes the number of hooks on net.0 from 0 to 1", stage="effects")
+def leaves_a_hook(time: Time) -> Pair:
+    def optimized(x: torch.Tensor, net: torch.nn.Module) -> torch.Tensor:
+        next(net.children()).register_forward_hook(lambda module, given, made: made)
+        return through(x, net)
+
+    return with_network(optimized)
+
+
+@honest(53, "a module put back in training")
+def puts_back(time: Time) -> Pair:
+    def optimized(x: torch.Tensor, net: torch.nn.Module) -> torch.Tensor:
+        handle = next(net.children()).register_forward_hook(lambda module, given, made: made)
+        made: torch.Tensor = net.eval()(x)
+        handle.remove()
+        net.train()
+        return made
+
+    return with_network(optimized)
