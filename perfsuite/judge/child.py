@@ -137,13 +137,16 @@ class Served:
         def run() -> dict[str, Any]:
             with torch.no_grad():
                 for given, places in zip(inputs, outputs, strict=True):
-                    leaves = list(flat(self.model(*given)))
+                    returned = self.model(*given)
+                    leaves = list(flat(returned))
                     self.last = leaves
                     if not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
                         return {"forms": [str(type(leaf).__name__) for leaf in leaves]}
                     forms = [[list(leaf.shape), str(leaf.dtype).removeprefix("torch.")] for leaf in leaves]
                     if forms != request["forms"]:
                         return {"forms": forms}
+                    if list(paths(returned)) != request["paths"]:
+                        return {"paths": list(paths(returned))}
                     for place, leaf in zip(places, leaves, strict=True):
                         place.copy_(leaf)
             self.wait()
@@ -203,6 +206,18 @@ def flat(value: Any) -> Iterator[Any]:
             yield from flat(held)
     else:
         yield value
+
+
+def paths(value: Any, at: str = "") -> Iterator[str]:
+    """Where each leaf is: by its keys, and by its number where there are several."""
+    if isinstance(value, (list, tuple)):
+        for number, held in enumerate(value):
+            yield from paths(held, f"{at}[{number}]")
+    elif isinstance(value, dict):
+        for key, held in value.items():
+            yield from paths(held, f"{at}[{key!r}]")
+    else:
+        yield at
 
 
 def serve(own: dict[str, Any], requests: int, replies_to: int, memory: int) -> None:

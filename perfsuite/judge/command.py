@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -74,6 +76,7 @@ def judge(
         limit_s=limit,
         compiled=not no_compile,
     )
+    signal.signal(signal.SIGTERM, _terminated)
     own = sys.stdout
     show = (lambda v: None) if as_json else (lambda v: click.echo(line(v), file=own))
     try:
@@ -92,6 +95,14 @@ def judge(
         click.echo(json.dumps([v.as_json() for v in found], indent=2))
     codes = [verdicts.EXIT_CODES[v.status] for v in found]
     sys.exit(CODE_AT_FAULT if CODE_AT_FAULT in codes else max(codes))
+
+
+def _terminated(number: int, frame: object) -> None:
+    """End at once, and leave neither a process nor a folder."""
+    from perfsuite.judge.process import abandon
+
+    abandon()
+    os._exit(128 + number)
 
 
 def line(verdict: object) -> str:

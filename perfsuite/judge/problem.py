@@ -18,7 +18,7 @@ from perfsuite import differences, execution, modules
 from perfsuite import inputs as make
 from perfsuite.errors import PerfsuiteError, in_one_line
 from perfsuite.integrity.probe import same_leaf
-from perfsuite.judge.child import operations
+from perfsuite.judge.child import operations, paths
 from perfsuite.pair import Pair, Workload
 from perfsuite.records import Case, InputCase
 from perfsuite.reference_task import is_random
@@ -98,6 +98,11 @@ class Problem:
         with torch.no_grad():
             returned = self.module(*self.arguments(values))
         return dict(execution.flatten(returned))
+
+    def paths(self) -> list[str]:
+        """Where each output is in what the reference returns."""
+        with torch.no_grad():
+            return list(paths(self.module(*self.arguments(self.values(0)))))
 
     def work(self, operations_: Sequence[Sequence[Any]]) -> list[tuple[str, str]]:
         """The operations that compute."""

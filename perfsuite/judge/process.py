@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -13,6 +14,7 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -73,6 +75,7 @@ def _is_reply(found: Any) -> bool:
         "same_parameters": lambda v: isinstance(v, bool),
         "lacking": lambda v: isinstance(v, list) and all(isinstance(x, str) for x in v),
         "forms": lambda v: isinstance(v, list) and all(map(is_form, v)),
+        "paths": lambda v: isinstance(v, list) and all(isinstance(x, str) for x in v),
         "operations": lambda v: isinstance(v, list) and all(map(is_operation, v)),
     }
     return isinstance(found, dict) and all(name in parts and parts[name](value) for name, value in found.items())
@@ -119,6 +122,17 @@ class Nursery:
         self.process.wait()
 
 
+_LIVING: weakref.WeakSet[Process] = weakref.WeakSet()
+
+
+def abandon() -> None:
+    """Kill all judged processes and remove their folders, at once: this process is about to end."""
+    for process in list(_LIVING):
+        with contextlib.suppress(OSError):
+            os.killpg(process.number, signal.SIGKILL)
+        shutil.rmtree(process.folder, ignore_errors=True)
+
+
 class Process:
     """Runs `name` of the file at `source`, confined to a folder of its own."""
 
@@ -140,6 +154,7 @@ class Process:
             "device": device,
         }
         self.number = nursery.ask(own, (asked, replies, self.memory.file))
+        _LIVING.add(self)
         os.close(asked)
         os.close(replies)
         self._rest = b""
@@ -242,6 +257,7 @@ class Process:
         if self.closed:
             return
         self.closed = True
+        _LIVING.discard(self)
         if not self.ended:
             self._end()
         os.close(self._requests)

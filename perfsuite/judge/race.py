@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from scipy import stats
 
+from perfsuite import equivalence, rule, truths
 from perfsuite import inputs as make
-from perfsuite import rule, truths
 from perfsuite.errors import NotEquivalent
 from perfsuite.integrity.probe import same_leaf
 from perfsuite.judge.problem import Problem
@@ -35,6 +35,9 @@ ALONE = 0.85
 ALONE_TIMES = 3
 """The reference is faster alone in so many measurements, which alternate with others beside the candidate: once it may
 be faster because other programs have ended."""
+OTHERWISE = "it answers otherwise while it is timed"
+PROVEN, PROVING_SHARE = 4, 0.25
+"""One timed call in so many is proven, as far as that takes no more than this share of the time."""
 SLACK = 2.0
 """A timed answer may differ from the reference's by this multiple of the budget that the proofs use."""
 
@@ -103,9 +106,9 @@ def _round(sides: Mapping[str, Served], judge: _Judge, calls: int) -> dict[str, 
     spent: dict[str, list[float]] = {name: [] for name in sides}
     copies = []
     for _ in range(calls):
-        values, expected = judge.drawn()
+        drawn = judge.drawn()
         for name in sorted(sides, key=lambda _: secrets.randbits(30)):
-            spent[name].append(judge.called(name, sides[name], values, expected))
+            spent[name].append(judge.called(name, sides[name], drawn))
         copies.append(judge.copying(sides["reference"]))
     beside = statistics.median(copies)
     return {name: _without(statistics.median(every), beside) for name, every in spent.items()}
@@ -143,13 +146,25 @@ def _faster(alone: Sequence[float], beside: Sequence[float]) -> bool:
     return max(alone) < min(beside) and statistics.median(alone) < ALONE * statistics.median(beside)
 
 
+@dataclass(frozen=True, slots=True)
+class _Drawn:
+    """The arguments of a timed call, and what is known of its answer."""
+
+    arguments: Sequence[Any]
+    expected: Sequence[torch.Tensor]
+    """The reference's outputs."""
+    truth: truths.Truth | None
+    """Of some calls, which nobody can tell from others: their answers are held against it as in a proof."""
+
+
 class _Judge:
     """New values for each call, what the reference makes of them here, and whether an answer is that."""
 
     def __init__(self, problem: Problem, candidate: str) -> None:
         self.problem, self.candidate = problem, candidate
-        case = make.workload_case(problem.pair.workloads[0], "float32", secrets.randbits(31))
-        truth = truths.establish(problem.pair, case, problem.device, gradients=False)
+        self.began = time.monotonic()
+        self.proving_s = 0.0
+        truth = self._truth(secrets.randbits(31))
         self.forms = [leaf for leaf in truth.reference.values() if isinstance(leaf, torch.Tensor)]
         self.allowed = [
             SLACK
@@ -161,19 +176,43 @@ class _Judge:
             if isinstance(leaf, torch.Tensor)
         ]
 
-    def drawn(self) -> tuple[list[Any], list[torch.Tensor]]:
-        """(arguments of a call, the reference's outputs)."""
-        values = self.problem.values(secrets.randbits(31))
-        expected = [leaf for leaf in self.problem.call(values).values() if isinstance(leaf, torch.Tensor)]
-        return self.problem.arguments(values), expected
+    def _truth(self, seed: int) -> truths.Truth:
+        began = time.monotonic()
+        case = make.workload_case(self.problem.pair.workloads[0], "float32", seed)
+        found = truths.establish(self.problem.pair, case, self.problem.device, gradients=False)
+        self.proving_s += time.monotonic() - began
+        return found
 
-    def called(self, name: str, side: Served, arguments: Sequence[Any], expected: Sequence[torch.Tensor]) -> float:
+    def drawn(self) -> _Drawn:
+        """New values for a call of each side."""
+        seed = secrets.randbits(31)
+        values = self.problem.values(seed)
+        expected = [leaf for leaf in self.problem.call(values).values() if isinstance(leaf, torch.Tensor)]
+        proven = not secrets.randbelow(PROVEN) and self.proving_s <= PROVING_SHARE * (time.monotonic() - self.began)
+        truth = None
+        if proven:
+            with contextlib.suppress(truths.Discard):
+                truth = self._truth(seed)
+        return _Drawn(arguments=self.problem.arguments(values), expected=expected, truth=truth)
+
+    def called(self, name: str, side: Served, drawn: _Drawn) -> float:
         """Seconds of a side's call, and of the messages for it; its answer is checked."""
         with self._blaming(name):
-            spent, (answer,) = side.call([arguments], self.forms)
-            self._check(answer, expected)
+            spent, (answer,) = side.call([drawn.arguments], self.forms)
+            self._check(answer, drawn.expected)
+            if drawn.truth is not None and name == self.candidate:
+                self._prove(answer, drawn.truth)
             side.settled()
             return spent
+
+    def _prove(self, answer: Sequence[torch.Tensor], truth: truths.Truth) -> None:
+        began = time.monotonic()
+        produced: dict[str, Any] = dict(zip(truth.reference, answer, strict=True))
+        try:
+            equivalence.judge(self.problem.pair, truth, produced, name="candidate", strict_strides=False)
+        except NotEquivalent as error:
+            raise NotEquivalent(f"{OTHERWISE}: {str(error).partition(': ')[2] or error}") from None
+        self.proving_s += time.monotonic() - began
 
     def copying(self, reference: Served) -> float:
         """Seconds that a request takes in which only an output is copied."""
@@ -192,9 +231,7 @@ class _Judge:
     def _check(self, answers: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:
         for number, (a, b) in enumerate(zip(answers, expected, strict=True)):
             if not _near(a, b, self.allowed[number]):
-                raise NotEquivalent(
-                    f"it answers otherwise while it is timed: output {number} of a timed call is not the reference's"
-                )
+                raise NotEquivalent(f"{OTHERWISE}: output {number} of a timed call is not the reference's")
 
 
 def _relative(error: torch.Tensor | None, leaf: torch.Tensor) -> float:
@@ -220,10 +257,8 @@ def _near(a: torch.Tensor, b: torch.Tensor, allowed: float) -> bool:
 
 def _calls(sides: Mapping[str, Served], judge: _Judge) -> int:
     """How many calls a round has; all sides are warm afterwards."""
-    values, expected = judge.drawn()
-    fastest = min(
-        [judge.called(name, side, values, expected) for _ in range(WARMUP_CALLS)][-1] for name, side in sides.items()
-    )
+    drawn = judge.drawn()
+    fastest = min([judge.called(name, side, drawn) for _ in range(WARMUP_CALLS)][-1] for name, side in sides.items())
     return max(1, min(MOST_CALLS, math.ceil(ROUND_S / max(fastest, 1e-6))))
 
 

@@ -31,6 +31,13 @@ CHANGES = 3
 CPU_LIMIT_S = 3600
 PIECE = 64
 """Elements of each output that are read at once when a call is said to be done."""
+UNWRITTEN = {
+    torch.float16: (torch.int16, 0x7E3A),
+    torch.bfloat16: (torch.int16, 0x7FEA),
+    torch.float32: (torch.int32, 0x7FC1DEAD),
+    torch.float64: (torch.int64, 0x7FF8DEAD00000000),
+}
+"""What an output holds before it is written: bits of a NaN that no operation returns."""
 WRITTEN_LATER = "it writes its output after it has said that the call is done"
 
 
@@ -43,6 +50,7 @@ class Served:
     limit_s: float
     compiled: bool = False
     same_parameters: bool = True
+    _paths: list[str] | None = None
     _last: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     """The outputs of the last call: (in shared memory, as they were when the call was done)."""
 
@@ -106,18 +114,27 @@ class Served:
             "again": again,
             "outputs": places,
             "forms": [[list(t.shape), str(t.dtype).removeprefix("torch.")] for t in forms],
+            "paths": self._own_paths(),
         }
         pieces, seen = [_piece(t) for one in outputs for t in one], list[torch.Tensor]()
         seconds, found = self.process.timed(request, self.limit_s, fill, read)
         made = [[t.clone() for t in one] for one in outputs]
         if "forms" in found:
             raise NotEquivalent(printable(_other_forms(forms, found["forms"])))
+        if "paths" in found:
+            got, expected = (", ".join(p or "a tensor" for p in each) for each in (found["paths"], self._own_paths()))
+            raise NotEquivalent(printable(f"it returns its outputs as {got} where the reference returns {expected}"))
         if not all(same_leaf(piece.cpu(), early) for piece, early in zip(pieces, seen, strict=True)):
             raise NotEquivalent(WRITTEN_LATER)
         if not all(same_leaf(there, values) for there, values in given):
             raise NotEquivalent("it writes into its inputs")
         self._last = [pair for one, copies in zip(outputs, made, strict=True) for pair in zip(one, copies, strict=True)]
         return seconds, made
+
+    def _own_paths(self) -> list[str]:
+        if self._paths is None:
+            self._paths = self.problem.paths()
+        return self._paths
 
     def copies(self, forms: Sequence[torch.Tensor]) -> float:
         """Seconds of a request that copies the outputs of the last call, and of the messages for it."""
@@ -160,6 +177,9 @@ class Served:
                 execution.fill_poison(tensor)
                 if tensor.dtype is torch.bool:
                     tensor.copy_(~answer)
+                elif tensor.dtype in UNWRITTEN:
+                    bits, marked = UNWRITTEN[tensor.dtype]
+                    tensor.view(bits).fill_(marked)
         if self.problem.device != "cpu":
             torch.cuda.synchronize()
 
@@ -188,6 +208,9 @@ class Proof:
     draws: int = 0
     discarded: int = 0
     worst: float = 0.0
+    borrowed: str = ""
+    """The reference's own operations of torch's with which it does all of the reference's work; empty if it does not.
+    """
 
 
 def prove(problem: Problem, candidate: Served, draws: int = DRAWS) -> Proof:
@@ -204,7 +227,7 @@ def prove(problem: Problem, candidate: Served, draws: int = DRAWS) -> Proof:
         )
     _other_elements(problem, candidate, tally, causes)
     found.worst = tally.worst
-    _own_work(problem, candidate)
+    found.borrowed = _borrowed(problem, candidate)
     return found
 
 
@@ -249,25 +272,30 @@ def _other_elements(problem: Problem, candidate: Served, tally: Tally, causes: C
         _held(problem, candidate, case, values, tally, causes)
 
 
-def _own_work(problem: Problem, candidate: Served) -> None:
-    """NotEquivalent where it does all of the reference's own work by the same operations of torch's."""
+def _borrowed(problem: Problem, candidate: Served) -> str:
+    """The names of the reference's own operations of torch's, if it does all of the reference's work by them."""
     own, left = problem.own_work(), list[tuple[str, str]]()
     try:
         left = candidate.operations(problem.arguments(problem.values(secrets.randbits(31))))
     except Ended:
-        return  # a kernel that no dispatch mode can be under
+        return ""  # a kernel that no dispatch mode can be under
     for step in own:
         if step not in left:
-            return
+            return ""
         left.remove(step)
-    if own:
-        names = ", ".join(dict.fromkeys(name for name, _ in own))
-        raise NotEquivalent(f"it computes with the reference's own operations of torch's ({names}), not with a kernel")
+    return ", ".join(dict.fromkeys(name for name, _ in own))
 
 
 def _forms(truth: Truth) -> list[torch.Tensor]:
     found = list(truth.reference.values())
     return [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
+
+
+def _is_unwritten(output: torch.Tensor) -> bool:
+    if not output.numel() or output.dtype not in UNWRITTEN:
+        return False
+    bits, marked = UNWRITTEN[output.dtype]
+    return bool((output.view(bits) == marked).all())
 
 
 def _judge(
@@ -279,7 +307,7 @@ def _judge(
     when: str,
 ) -> None:
     produced: Leaves = dict(zip(truth.reference, outputs, strict=True))
-    if any(t.numel() and t.is_floating_point() and bool(t.isnan().all()) for t in outputs):
+    if any(map(_is_unwritten, outputs)):
         raise NotEquivalent(f"nothing is written to its output by the time that it says that the call is done{when}")
     try:
         equivalence.judge(problem.pair, truth, produced, name="candidate", tally=tally, strict_strides=False)

@@ -27,6 +27,8 @@ RIVALS = {
 }
 OTHERWISE = {"compile": "; --no-compile times without it"}
 OTHER_NAMES = "; its parameters have other names than the reference's, so that both were built from one seed"
+FASTER = 1.05
+"""Who computes with the reference's own operations has a version of his own if that is surely so much faster."""
 AT_ONCE = 4
 """Candidates of each lane that are proven before those that are right are timed."""
 
@@ -61,6 +63,8 @@ class Verdict:
     speedup: Ratio | None = None
     """Against the reference."""
     against_compile: Ratio | None = None
+    borrowed: str = ""
+    """The reference's own operations of torch's, if it does all of the reference's work by them."""
     same_parameters: bool = True
     not_confined: list[str] = field(default_factory=list)
     """The restrictions that this machine cannot enforce on the candidate."""
@@ -136,7 +140,7 @@ def _prove(
         if not served.same_parameters:
             served.problem = problem  # it was built from the seed
         proof = prove(served.problem, served)
-        verdict.draws, verdict.worst = proof.draws, proof.worst
+        verdict.draws, verdict.worst, verdict.borrowed = proof.draws, proof.worst, proof.borrowed
     except (Ended, NotEquivalent) as error:
         verdict.message = f"it {error}" if isinstance(error, Ended) else str(error)
         if served is not None:
@@ -189,8 +193,12 @@ def _rival(nursery: Nursery, problem: problems.Problem, name: str, options: Opti
 def _decide(times: Times, verdict: Verdict, options: Options) -> None:
     verdict.seconds = dict(times.seconds)
     verdict.speedup, verdict.against_compile = times.ratios["reference"], times.ratios.get("compile")
-    if verdict.speedup.low >= options.least:
+    borrowed = f"it computes with the reference's own operations of torch's ({verdict.borrowed}), not with a kernel"
+    if verdict.borrowed and verdict.speedup.low < FASTER:
+        verdict.status, verdict.message = Status.NOT_EQUIVALENT, f"{borrowed}, and is no faster"
+    elif verdict.speedup.low >= options.least:
         verdict.status = Status.PASS
+        verdict.message = borrowed if verdict.borrowed else ""
     elif verdict.speedup.high < options.least:
         verdict.status = Status.TOO_SLOW
         verdict.message = (

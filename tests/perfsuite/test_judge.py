@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
+import subprocess
+import sys
 import tempfile
 import textwrap
 import time
@@ -22,6 +25,7 @@ from perfsuite.cli import main
 from perfsuite.conclusion import CODE_AT_FAULT, GREEN
 from perfsuite.errors import NotEquivalent
 from perfsuite.judge import problem, race
+from perfsuite.judge import verdict as verdicts
 from perfsuite.judge.process import Nursery
 from perfsuite.judge.verdict import Status
 
@@ -136,6 +140,23 @@ EXPLOITS: dict[str, tuple[str, str]] = {
             return self.kept["last"]
         """),
         "it answers otherwise while it is timed",
+    ),
+    "an element that is off in timed calls": (
+        candidate(
+            """
+            y = self.right(x)
+            if not held("request").get("again", True):
+                y[0, y[0].abs().argmin()] += 3e-6
+            return y
+            """,
+            PIPE,
+        ),
+        "it answers otherwise while it is timed: output",
+    ),
+    "nothing but NaN": (candidate("return torch.full_like(x, torch.nan)"), "NaN and infinities must stand"),
+    "outputs by other keys": (
+        candidate("return {'y': self.right(x)}"),
+        r"it returns its outputs as \['y'\] where the reference returns a tensor",
     ),
     "an input used as a workspace": (
         candidate("""
@@ -395,6 +416,9 @@ EXPLOITS: dict[str, tuple[str, str]] = {
     "no such class": ("class Other: pass", "raises AttributeError: .*ModelNew"),
 }
 QUICK = (
+    "an element that is off in timed calls",
+    "nothing but NaN",
+    "outputs by other keys",
     "an answer kept by a few elements",
     "right at every other call",
     "right while it is proven",
@@ -456,13 +480,13 @@ class Beside:
     def __init__(self, *beside: float) -> None:
         self.beside, self.now, self.started = list(beside), 1.0, 0
 
-    def drawn(self) -> tuple[list[object], list[object]]:
-        return [], []
+    def drawn(self) -> None:
+        return None
 
     def copying(self, reference: object) -> float:
         return 0.0
 
-    def called(self, name: str, side: object, arguments: object, expected: object) -> float:
+    def called(self, name: str, side: object, drawn: object) -> float:
         return self.now
 
     def again(self) -> Beside:
@@ -699,3 +723,37 @@ def test_each_kind_of_values_is_drawn(reference: Path) -> None:
 def test_what_a_reference_computes_with(reference: Path) -> None:
     found = problem.load(reference, "cpu", 0)
     assert {name for name, _ in found.own_work()} == {"addmm", "sigmoid", "mul"}
+
+
+@pytest.mark.parametrize(
+    ("low", "status", "says"),
+    [
+        (1.2, Status.PASS, "the reference's own operations of torch's (addmm), not with a kernel"),
+        (1.01, Status.NOT_EQUIVALENT, "not with a kernel, and is no faster"),
+    ],
+)
+def test_who_computes_with_the_reference_s_operations_passes_if_he_is_faster(
+    low: float, status: Status, says: str
+) -> None:
+    found = verdicts.Verdict(candidate="a.py", borrowed="addmm")
+    ratio = race.Ratio(1.1 * low, low, 1.2 * low)
+    times = race.Times(rounds=8, calls=1, seconds={}, ratios={"reference": ratio})
+    verdicts._decide(times, found, verdicts.Options(device="cpu"))
+    assert found.status is status
+    assert says in found.message
+
+
+@FULLY
+def test_terminated_it_leaves_neither_a_process_nor_a_folder(reference: Path, tmp_path: Path) -> None:
+    own, scratch = tmp_path / "own.py", tmp_path / "scratch"
+    scratch.mkdir()
+    own.write_text("import time\ntime.sleep(600)\n")
+    command = [sys.executable, "-m", "perfsuite", "judge", "--no-compile", str(reference), str(own)]
+    with subprocess.Popen(command, env={**os.environ, "TMPDIR": str(scratch)}, cwd=tmp_path) as judge:
+        until = time.monotonic() + 60
+        while not list(scratch.glob("perfsuite-judge-*/candidate.py")) and time.monotonic() < until:
+            time.sleep(0.1)
+        time.sleep(1.0)
+        judge.terminate()
+        assert judge.wait(10) == 128 + signal.SIGTERM
+    assert not list(scratch.glob("perfsuite-judge-*"))
