@@ -29,6 +29,8 @@ FEWEST = 2
 """Sizes from here on show what values and layouts do."""
 SPOILING = ("huge", "nonfinite")
 """With these in one input the answer is often not finite, whatever is in the others."""
+MOST_PLANNED = 0.75
+"""Planned draws replace at most this share of the random draws of a proof."""
 ATTEMPTS = 20
 """Random sizes are tried so often until they satisfy the pair's `where`."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from perfsuite.execution import Leaves
 from perfsuite.integrity.calls import comes_late
 from perfsuite.pair import Pair, Side
 from perfsuite.records import Case, InputCase
+from perfsuite.reference_task import task_of
 from perfsuite.specs import ConstantSpec, TensorSpec, symbols
 
 PRECISIONS = {"float16 or TF32": 2.0**-10, "bfloat16": 2.0**-7}
@@ -33,8 +35,16 @@ EXPANDED_WRITTEN = "more than one element of the written-to tensor refers to a s
 """Part of torch's message where an expanded tensor changes in place."""
 LEAF_WRITTEN = "a leaf Variable that requires grad is being used in an in-place operation"
 """Part of torch's message where an input changes in place that is differentiated."""
+CALL_THE_REFERENCE = frozenset({truths.establish.__code__, task_of.__code__})
+"""Functions that call a reference, and no other side."""
 FEWEST_ERRORS, LEAST_OF_A_SIGN = 16, 0.15
 """Fewer errors, or fewer of one sign, are not taken for rounding: a factor that is wrong by 1% fits bfloat16, too."""
+
+
+def is_of_reference(error: BaseException) -> bool:
+    """Whether it was raised where a proof calls the reference."""
+    calls = {frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)}
+    return not CALL_THE_REFERENCE.isdisjoint(calls)
 
 
 def remedy_of(error: BaseException) -> str:

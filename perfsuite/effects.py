@@ -52,6 +52,10 @@ def check(pair: Pair, case: Case, device: str, *, home: Path | None = None, impo
         Probe(pair=pair, side=as_side(side), name=name, case=case, device=device, home=home)
         for name, side in (("optimized", pair.optimized), ("reference", pair.reference))
     )
+    try:
+        reference.call(reference.drawn())
+    except Exception:  # it does not support the draw
+        return
     with execution.recompiling():
         for kind in KINDS:
             with process_state.kept(quick=True):

@@ -47,7 +47,6 @@ from perfsuite.facts import facts_of
 from perfsuite.left_out import is_left_out
 from perfsuite.pair import Pair, Side, as_side
 from perfsuite.records import REFERENCE, Case, Evidence
-from perfsuite.reference_task import task_of
 from perfsuite.speed import SpeedItem
 from perfsuite.tally import Tally
 
@@ -59,11 +58,8 @@ ANY_DRAW = (proofs.INTEGRITY, proofs.EFFECTS)
 """Those of them that edge sizes, layouts and special values matter to, after a few plain draws."""
 EVERY_KIND = ("equivalence", "gradients")
 """Those that draw every kind of inputs at least once."""
-MOST_PLANNED = 0.75
-"""Planned draws replace at most this share of the random draws of a proof."""
 PLAIN_ONLY = (proofs.CONTEXTS, proofs.OUTSIDE)
 """Those of them that plain draws are enough for."""
-CALL_THE_REFERENCE = frozenset({truths.establish.__code__, task_of.__code__})
 """These functions run the reference alone: an error that one of them raises is the reference's."""
 OTHER_PARAMETERS = ("positional argument", "keyword-only argument")
 """Parts of Python's message where a function is called with other arguments than it takes."""
@@ -312,19 +308,15 @@ class ProofItem(pytest.Function):
         except (Exception, SystemExit) as error:
             self.lacked_memory |= faults.lacks_memory(error)
             failure = NotEquivalent(self._raised(error), case)
-            if isinstance(error, SystemExit) or self._who(error) != REFERENCE:
+            if isinstance(error, SystemExit) or not diagnosis.is_of_reference(error):
                 raise failure from None
             self.tally.discard(failure)
-
-    def _who(self, error: BaseException) -> str:
-        calls = {frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)}
-        return "optimized side" if CALL_THE_REFERENCE.isdisjoint(calls) else REFERENCE
 
     def _raised(self, error: BaseException) -> str:
         frames = traceback.extract_tb(error.__traceback__)
         harness = Path(__file__).parent
         own = [f for f in frames if harness not in Path(f.filename).parents and "site-packages" not in f.filename]
-        who = self._who(error)
+        who = REFERENCE if diagnosis.is_of_reference(error) else "optimized side"
         where = f" at {_relative(own[-1].filename)}:{own[-1].lineno}" if own else ""
         if faults.lacks_memory(error):
             return f"{self.pair.name}: the {who} runs out of memory{where}: {first_line(error)}"
@@ -383,7 +375,7 @@ class ProofItem(pytest.Function):
             except NotEquivalent as error:
                 return error
             number += 1
-        self.distinct.most -= min(number, int(MOST_PLANNED * self.distinct.most))
+        self.distinct.most -= min(number, int(coverage.MOST_PLANNED * self.distinct.most))
         return None
 
     def _call_alone(self, case: Case) -> None:

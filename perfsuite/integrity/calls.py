@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import random
@@ -39,7 +40,12 @@ def unseen_inputs(probe: Probe) -> None:
     """Right also before anybody has worked out the answer: it is not found in memory, nor in a caller's frame."""
     # A seed that no earlier draw can have had: its answer could still lie in memory.
     fresh = probe.other_case(secrets.randbits(30))
-    produced = probe.call(probe.drawn(fresh), fresh)
+    try:
+        produced = probe.call(probe.drawn(fresh), fresh)
+    except Exception:
+        with contextlib.suppress(truths.Discard):
+            probe.truth(fresh)  # where the reference raises, too, that is what counts
+        raise
     try:
         right = probe.is_right(produced, fresh)
     except truths.Discard:

@@ -33,7 +33,7 @@ def fixed_draws() -> Iterator[None]:
 def test_a_good_pair_gives_evidence_of_every_proof() -> None:
     evidence = perfsuite.check(pair(dtypes=("float32", "float64")), examples=10, device="cpu")
     assert [e.dtype for e in evidence] == ["float32", "float64", "float32", "float64"]
-    assert all(e.draws == 10 for e in evidence)
+    assert all(e.draws >= 10 for e in evidence)
     assert all(e.pair == "p" for e in evidence)
     assert all(0 <= e.worst < 1 for e in evidence)
     assert len(perfsuite.check(pair(gradients=False), examples=10, device="cpu")) == 1
@@ -102,6 +102,25 @@ def test_an_error_of_the_declaration_stays_one() -> None:
         perfsuite.check(pair(lambda x: "text", gradients=False), examples=5, device="cpu")
 
 
+def test_every_kind_of_inputs_is_drawn() -> None:
+    """Random draws would seldom find a fault at one size."""
+
+    def optimized(x: torch.Tensor) -> torch.Tensor:
+        return x.exp() if x.shape[-1] != 17 else x.exp() * 2
+
+    for _ in range(5):
+        with pytest.raises(NotEquivalent, match="n=17"):
+            perfsuite.check(pair(optimized, gradients=False), examples=5, device="cpu")
+
+
+def test_a_draw_on_which_the_reference_raises_is_left_out() -> None:
+    def largest(x: torch.Tensor) -> torch.Tensor:
+        return x.amax(-1)  # of no elements it raises
+
+    (evidence,) = perfsuite.check(pair(largest, largest, gradients=False), examples=20, device="cpu")
+    assert evidence.draws >= 20
+
+
 def test_stateful_pairs() -> None:
     def step(x: torch.Tensor) -> Any:
         def descend(g: torch.Tensor) -> None:
@@ -117,7 +136,7 @@ def test_stateful_pairs() -> None:
         sizes={"m": perfsuite.size(0, 5), "n": perfsuite.size(0, 5)},
     )
     (evidence,) = perfsuite.check(of, examples=5, device="cpu")
-    assert evidence.draws == 5
+    assert evidence.draws >= 5
 
 
 def test_measure_times_the_workloads_of_this_device() -> None:
