@@ -384,7 +384,7 @@ def bindings(function: Any) -> dict[str, Any]:
             value = current.__globals__[name]
             found[f"{where}.{name}"] = _copied_container(value)
             waiting += [_python(v) for v in _functions_of(value)]
-            if isinstance(value, ModuleType):
+            if isinstance(value, ModuleType) and value.__name__.partition(".")[0] != "torch":  # see `functions`
                 inner = {n: vars(value)[n] for n in names if n in vars(value)}
                 found |= {f"{value.__name__}.{n}": _copied_container(v) for n, v in inner.items()}
                 waiting += [_python(v) for each in inner.values() for v in _functions_of(each)]

@@ -22,13 +22,13 @@ LAYOUTS = ("contiguous", "offset")
 """Its backward pass refuses tensors whose last dimension is not contiguous, which its forward pass copies."""
 VALUES = floats(-4, 4)
 QUERIES = floats(-1, 1)
-"""Scores of a few units. Where one key has nearly all the weight, the gradient of the query is a difference of almost
-equal numbers, one of which flash-attn rounds to half precision."""
+"""Queries and keys so small that no key has nearly all the weight: there the gradient of the query is a difference of
+almost equal numbers, one of which flash-attn rounds to half precision."""
 
 
 def different(generator: torch.Generator, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Keys that differ. For equal keys the gradient of the query is 0, and flash-attn returns rounding errors."""
-    return (8 * torch.rand(shape, generator=generator, device=generator.device) - 4).to(dtype)
+    return (2 * torch.rand(shape, generator=generator, device=generator.device) - 1).to(dtype)
 
 
 KEYS = sampled(different)

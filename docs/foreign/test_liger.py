@@ -97,7 +97,7 @@ dyt = rows(
     optimized=on_gpu(liger.liger_dyt),
     inputs={
         "x": matrix(),
-        "alpha": tensor(1, values=FINITE),  # the gradient of an infinite one takes the padding of a block into its sum
+        "alpha": tensor(1, values=FINITE),  # the gradient of an infinite one is NaN
         "gamma": tensor("columns"),
         "beta": tensor("columns"),
     },

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import subprocess
 import sys
@@ -122,6 +123,41 @@ def outer(x: int) -> int:
 
 def test_bindings_are_followed_through_the_projects_own_functions_and_classes() -> None:
     found = process_state.bindings(outer)
-    assert {f"{__name__}.{n}" for n in ("Helper", "inner", "HELD", "torch")} == found.keys()
+    names = {f"{__name__}.{n}" for n in ("Helper", "inner", "HELD", "torch")}
+    functions = [f"{__name__}.{n}" for n in ("outer", "inner", "Helper.run")]
+    assert found.keys() == names | {f"the {part} of {n}" for part in ("code", "defaults") for n in functions}
     assert found[f"{__name__}.HELD"] == HELD
     assert process_state.bindings(torch.relu) == {}
+
+
+def through_a_module(x: float) -> float:
+    return math.floor(x) + sum(LISTED)
+
+
+LISTED = [1, 2]
+
+
+def test_attributes_of_modules_and_what_containers_hold_are_bindings(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = process_state.bindings(through_a_module)
+    assert process_state.is_same_binding(before, process_state.bindings(through_a_module))
+    monkeypatch.setattr(math, "floor", int)
+    monkeypatch.setattr(f"{__name__}.LISTED", [1, 2])  # another list of the same
+    after = process_state.bindings(through_a_module)
+    assert [n for n in before if not process_state.is_same_binding(before[n], after[n])] == ["math.floor"]
+    LISTED.append(3)
+    assert not process_state.is_same_binding(before[f"{__name__}.LISTED"], LISTED)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "same"),
+    [
+        ({"a": 1}, {"a": 1}, True),
+        ({"a": 1}, {"b": 1}, False),
+        ({1, 2}, {1, 2}, True),
+        ({1, 2}, {1, 3}, False),
+        ((2.0,), (2.0, 3.0), False),
+        ([1], (1,), False),
+    ],
+)
+def test_containers_are_the_same_where_they_hold_the_same(before: object, after: object, same: bool) -> None:
+    assert process_state.is_same_binding(before, after) == same
