@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from perfsuite import execution, marks, process_state, surroundings
+from perfsuite import execution, marks, modules, process_state, surroundings
 from perfsuite import inputs as make
 from perfsuite.errors import NotEquivalent
 from perfsuite.integrity.probe import Probe, bytes_of, same_leaf
@@ -173,12 +173,13 @@ def lent_to_call(probe: Probe) -> Effects:
     if probe.pair.is_stateful:
         return {}
     found: Effects = {}
-    own = probe.side.call if isinstance(probe.side.call, torch.nn.Module) else None
     for grad_mode, differentiated in ((False, False), (True, False), (True, True)):
         values = probe.drawn()
         if differentiated and _is_differentiated(probe):
             execution.require_gradients(probe.pair, values)
-        lent = values if own is None else {**values, "the module": own}
+        lent = dict(values)
+        if isinstance(probe.side.call, modules.Sharing):
+            lent["its module"] = probe.side.call.sharing(values[modules.INPUT])
         before = dict(marks.of(lent))
         with execution.quiet(probe.side), torch.set_grad_enabled(grad_mode):
             execution.callable_of(probe.side)(*values.values())

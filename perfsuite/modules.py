@@ -133,10 +133,14 @@ class Sharing:
         """(the module that was given last, by a weak reference, and the copy that shares its parameters)."""
 
     def __call__(self, given: Any, *inputs: Any) -> Any:
+        return self.sharing(given)(*inputs)
+
+    def sharing(self, given: Any) -> Any:
+        """The copy that has the parameters of this module."""
         held = self._held  # once: another thread may call it with another module
         if held[0]() is not given:
             held = self._held = weakref.ref(given), self._sharing(given)
-        return held[1](*inputs)
+        return held[1]
 
     def _sharing(self, given: Any) -> Any:
         twin = copy.deepcopy(self.module).train(given.training)

@@ -137,6 +137,30 @@ def leaves_a_hook(time: Time) -> Pair:
     return with_network(optimized)
 
 
+class Linear(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.linear(x)
+        return made
+
+
+class Evaluating(Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.eval()
+        return super().forward(x)
+
+
+@fault(
+    53, "its own module in evaluation", "changes the training mode of its module from True to False", stage="effects"
+)
+def evaluates(time: Time) -> Pair:
+    inputs = {"x": tensor("m", 8, values=floats(-2, 2))}
+    return pair(Evaluating(), reference=Linear(), inputs=inputs, sizes={"m": size(1, 9)}, workloads=[])
+
+
 @honest(53, "a module put back in training")
 def puts_back(time: Time) -> Pair:
     def optimized(x: torch.Tensor, net: torch.nn.Module) -> torch.Tensor:
