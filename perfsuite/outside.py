@@ -47,17 +47,19 @@ def check(pair: Pair, case: Case, device: str, *, module: ModuleType, home: Path
     if execution.unavailable(as_side(pair.optimized), device):
         return
     once = replace(pair, steps=(1,)) if pair.is_stateful else pair
-    known = truths.by_replicas(once, case, device, gradients=False, home=home)
+    # What a call changes in place is compared after one call alone.
+    gradients = pair.gradients and not pair.is_stateful and not pair.changed and bool(execution.differentiable(pair))
+    known = truths.by_replicas(once, case, device, gradients=gradients, home=home)
     try:
         known(rule.NONE)
     except truths.Discard:
         return
-    here = truths.produce(once, as_side(pair.optimized), case, device, gradients=False, home=home)
+    here = truths.produce(once, as_side(pair.optimized), case, device, gradients=gradients, home=home)
     try:
         equivalence.hold(once, known, here, strict_strides=False)
     except NotEquivalent:
         return  # wrong here, too: equivalence says how
-    produced = _child().produce(once, case, device, module, home)
+    produced = _child().produce(once, case, device, module, home, like=here if gradients else {})
     try:
         equivalence.hold(once, known, produced, strict_strides=False)
     except NotEquivalent as error:
@@ -98,15 +100,22 @@ class Child:
         os.close(writer)
         self.replies: IO[str] = os.fdopen(reader)
 
-    def produce(self, pair: Pair, case: Case, device: str, module: ModuleType, home: Path | None) -> Leaves:
-        """What the side makes of the draw. NotEquivalent where it raises, hangs or ends the process."""
-        values, request = self._give(pair, case, device, module, home)
+    def produce(
+        self, pair: Pair, case: Case, device: str, module: ModuleType, home: Path | None, like: Leaves
+    ) -> Leaves:
+        """What the side makes of the draw; the gradients too, if there are outputs that its own are `like`.
+
+        NotEquivalent where it raises, hangs or ends the process.
+        """
+        values, request = self._give(pair, case, device, module, home, like)
         self._ask(pair, request)
         self.made.seek(0)
-        returned, changed = torch.load(self.made, weights_only=False, map_location=device)
+        returned, changed, gradients = torch.load(self.made, weights_only=False, map_location=device)
         leaves = execution._with_changed(pair, dict(zip(values, changed, strict=True)), returned)
         suffix = " after 1 step" if pair.is_stateful else ""
-        return {f"{n}{suffix}": t.detach() if isinstance(t, torch.Tensor) else t for n, t in leaves.items()}
+        made = {f"{n}{suffix}": t.detach() if isinstance(t, torch.Tensor) else t for n, t in leaves.items()}
+        paths = execution.require_gradients(pair, values) if like else {}
+        return made | {f"gradient of {path}": g for path, g in zip(paths, gradients, strict=True)}
 
     def seconds(self, pair: Pair, case: Case, device: str, module: ModuleType, home: Path | None) -> list[float]:
         """Time calls on the draw, in seconds, after some to warm up. NotEquivalent as `produce`."""
@@ -115,17 +124,22 @@ class Child:
         return found
 
     def _give(
-        self, pair: Pair, case: Case, device: str, module: ModuleType, home: Path | None
+        self, pair: Pair, case: Case, device: str, module: ModuleType, home: Path | None, like: Leaves | None = None
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Write the draw's inputs where the child reads them; they, and the request that names the pair."""
+        """Write the draw's inputs, and incoming gradients for outputs like these, where the child reads them; the
+        inputs, and the request that names the pair."""
         values = make.build(pair, case, device, home=home)
         values = make.clone(truths.rounded_to_precision(pair, case)(values))
         execution.poison(pair, values)
         steps = make.build_step(pair, case, device, 1) if pair.is_stateful else {}
+        weights = _incoming(pair, case, like) if like else []
+        needing = {id(t) for t in execution.require_gradients(pair, values).values()} if like else set()
+        for _, tensor in make.tensors_in(values, buffers=False):
+            tensor.requires_grad_(id(tensor) in needing)
         self.given.seek(0)
         self.given.truncate()
         try:
-            torch.save((list(values.values()), list(steps.values())), self.given)
+            torch.save((list(values.values()), list(steps.values()), weights), self.given)
         except Exception as error:  # of pickle there are many
             raise Unsendable(f"an input cannot be given to another process: {error}") from None
         self.given.flush()
@@ -165,6 +179,18 @@ class Child:
         self.made.close()
         if self in _children:
             _children.remove(self)
+
+
+def _incoming(pair: Pair, case: Case, like: Leaves) -> list[torch.Tensor]:
+    """The gradients that come in to real outputs like these, as in a proof."""
+    outputs = {
+        name: leaf.detach().clone().requires_grad_()
+        for name, leaf in like.items()
+        if name.startswith("output")
+        and isinstance(leaf, torch.Tensor)
+        and (leaf.is_floating_point() or leaf.is_complex())
+    }
+    return execution.incoming(outputs, case.seed, pair.output_dtype)[1]
 
 
 _children: list[Child] = []

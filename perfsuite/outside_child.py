@@ -17,7 +17,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
 HIDDEN = ("perfsuite", "pytest", "_pytest", "pluggy", "hypothesis", "_hypothesis_globals", "xdist", "pytest_benchmark")
@@ -125,6 +125,35 @@ def seconds_of(call: Callable[[], Any], wait: Callable[[], None]) -> list[float]
     return took[WARM_UP:]
 
 
+def tensors_in(value: Any) -> Iterator[Any]:
+    """The tensors in a nested value, and the parameters of modules."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, torch.nn.Module):
+        yield from value.parameters()
+    elif isinstance(value, (list, tuple)):
+        for held in value:
+            yield from tensors_in(held)
+    elif isinstance(value, dict):
+        for held in value.values():
+            yield from tensors_in(held)
+
+
+def gradients_of(call: Callable[..., Any], inputs: list[Any], weights: list[Any]) -> list[Any]:
+    """The gradients of the inputs that need one, where these come in to the outputs."""
+    import torch
+
+    with torch.enable_grad():
+        returned = call(*inputs)
+    real = [t for t in tensors_in(returned) if t.is_floating_point() or t.is_complex()]
+    both = [(output, weight) for output, weight in zip(real, weights, strict=True) if output.requires_grad]
+    if both:
+        torch.autograd.backward([output for output, _ in both], [weight for _, weight in both])
+    return [tensor.grad for tensor in tensors_in(inputs) if tensor.requires_grad]
+
+
 def answer(request: dict[str, Any], given: BinaryIO, made: BinaryIO) -> list[float]:
     """Call the side on the inputs, and save what it returns and what it makes of the inputs; what further calls take,
     where that is asked for."""
@@ -134,7 +163,7 @@ def answer(request: dict[str, Any], given: BinaryIO, made: BinaryIO) -> list[flo
     import torch
 
     given.seek(0)
-    inputs, step_inputs = torch.load(given, weights_only=False, map_location=request["device"])
+    inputs, step_inputs, weights = torch.load(given, weights_only=False, map_location=request["device"])
 
     def wait() -> None:
         if request["device"] != "cpu":
@@ -146,9 +175,10 @@ def answer(request: dict[str, Any], given: BinaryIO, made: BinaryIO) -> list[flo
         wait()
         if request.get("timed"):
             return seconds_of(lambda: called(*arguments), wait)
+    gradients = gradients_of(call, inputs, weights) if weights else []
     made.seek(0)
     made.truncate()
-    torch.save((returned, inputs), made)
+    torch.save((returned, inputs, gradients), made)
     made.flush()
     return []
 

@@ -69,6 +69,22 @@ MODULE = """
         return stateful(make)
 
 
+    class Backward(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, honest):
+            ctx.honest = honest
+            made = x.exp()
+            ctx.save_for_backward(made)
+            return made
+
+        @staticmethod
+        def backward(ctx, gradient):
+            (made,) = ctx.saved_tensors
+            return gradient * made * (1.0 if ctx.honest or under_test() else 2.0), None
+
+
+    by_backward = Pair(reference=right, optimized=lambda x: Backward.apply(x, False))
+    honest_backward = Pair(reference=right, optimized=lambda x: Backward.apply(x, True))
     by_variable = Pair(reference=right, optimized=only_where(under_test))
     by_module = Pair(reference=right, optimized=only_where(imported))
     by_frame = Pair(reference=right, optimized=only_where(called_by_harness))
@@ -145,9 +161,10 @@ def test_a_side_that_behaves_only_under_test(project: Project) -> None:
     write(project)
     result = project.run("-m", "correctness", "-k", f"outside and not ({ENDING})", "-rs")
     output = result.stdout.str()
-    result.assert_outcomes(passed=4, failed=5, skipped=1)
-    for name in ("by_variable", "by_module", "by_frame", "by_import", "by_step"):
+    result.assert_outcomes(passed=5, failed=6, skipped=1)
+    for name in ("by_variable", "by_module", "by_frame", "by_import", "by_step", "by_backward"):
         assert f"{name}: the optimized side {WRONG}" in output, name
+    assert "by_backward: gradient of x of the optimized side is wrong" in output
     assert "not called outside of a test: an input cannot be given to another process" in output
 
 
