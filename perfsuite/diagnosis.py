@@ -280,7 +280,11 @@ def _sizes(trial: _Trial, case: Case, gradients: bool) -> Iterator[str]:
         other = replace(bigger, seed=case.seed ^ 0x3C6EF35)
         if whole != sizes and trial.is_right(bigger, gradients) and trial.is_right(other, gradients):
             at = ", ".join(f"{n}={v}" for n, v in sizes.items())
-            yield f"it is right where sizes are multiples of {tile}, and wrong at {at}: off the tile's size"
+            beyond = replace(bigger, sizes={**bigger.sizes, **{n: v + 1 for n, v in whole.items()}})
+            if trial.is_right(beyond, gradients):
+                yield f"it is right at larger sizes, and wrong at {at}: a special case of these sizes"
+            else:
+                yield f"it is right where sizes are multiples of {tile}, and wrong at {at}: off the tile's size"
             return
 
 

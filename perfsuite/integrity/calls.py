@@ -52,6 +52,13 @@ def unseen_inputs(probe: Probe) -> None:
         return
     if right or not probe.is_right(probe.call(probe.drawn(fresh), fresh), fresh):
         return  # wrong with the answer in memory, too: equivalence says how
+    known = probe.other_case(secrets.randbits(30))
+    try:
+        probe.truth(known)
+    except truths.Discard:
+        return
+    if not probe.is_right(probe.call(probe.drawn(known), known), known):
+        return  # its first answer to new values is wrong also where the right one is in memory
     raise unwritten(probe) or probe.fault(
         "is right only once the reference has answered: it finds the expected answer in memory (through gc, or a "
         "caller's frame) instead of computing it"

@@ -72,6 +72,26 @@ def test_a_failure_names_it(optimized: Callable[[torch.Tensor], torch.Tensor], s
     assert says in str(caught.value)
 
 
+def without_a_tail(x: torch.Tensor) -> torch.Tensor:
+    made = x.exp()
+    made[..., x.shape[-1] // 16 * 16 :] = 0
+    return made
+
+
+@pytest.mark.parametrize(
+    ("optimized", "says"),
+    [
+        (lambda x: x.exp() * (2 if x.shape[-1] == 1 else 1), "right at larger sizes, and wrong at n=1: a special case"),
+        (without_a_tail, "off the tile's size"),
+    ],
+)
+def test_sizes_that_are_wrong_are_named(optimized: Callable[[torch.Tensor], torch.Tensor], says: str) -> None:
+    inputs = {"x": tensor("n", values=floats(-2, 2))}
+    with pytest.raises(NotEquivalent) as caught:
+        perfsuite.check(Pair(name="p", reference=torch.exp, optimized=optimized, inputs=inputs, gradients=False))
+    assert says in str(caught.value)
+
+
 def polar(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.hypot(x, y), torch.atan2(y, x)
 
