@@ -169,7 +169,7 @@ def _is_differentiated(probe: Probe) -> bool:
 
 
 def lent_to_call(probe: Probe) -> Effects:
-    """Inputs that need a gradient, or none, after a call; modes, hooks and weights of modules."""
+    """Whether inputs need a gradient after a call, and the modes and hooks of modules."""
     if probe.pair.is_stateful:
         return {}
     found: Effects = {}

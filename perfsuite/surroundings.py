@@ -5,6 +5,7 @@ Imports change these too, so they are compared around calls alone.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import locale
 import logging
@@ -46,6 +47,7 @@ def _set_handlers(before: Mapping[int, Any]) -> None:
 
 
 def _set_filters(before: Any) -> None:
+    warnings.resetwarnings()  # which makes Python look at them anew
     warnings.filters[:] = before  # type: ignore[index]  # a list, whatever typeshed calls it
 
 
@@ -96,4 +98,5 @@ def kept() -> Iterator[list[str]]:
         for name, (read, write) in SETTINGS.items():
             if read() != before[name]:
                 changed.append(name)
-                write(before[name])
+                with contextlib.suppress(ValueError):  # signal handlers are set in the main thread alone
+                    write(before[name])

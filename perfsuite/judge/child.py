@@ -138,15 +138,17 @@ class Served:
             with torch.no_grad():
                 for given, places in zip(inputs, outputs, strict=True):
                     returned = self.model(*given)
-                    leaves = list(flat(returned))
+                    named = dict(zip(paths(returned), flat(returned), strict=True))
+                    as_asked = sorted(named) == sorted(request["paths"])
+                    leaves = [named[path] for path in request["paths"]] if as_asked else [*named.values()]
                     self.last = leaves
                     if not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
                         return {"forms": [str(type(leaf).__name__) for leaf in leaves]}
                     forms = [[list(leaf.shape), str(leaf.dtype).removeprefix("torch.")] for leaf in leaves]
                     if forms != request["forms"]:
                         return {"forms": forms}
-                    if list(paths(returned)) != request["paths"]:
-                        return {"paths": list(paths(returned))}
+                    if not as_asked:
+                        return {"paths": [*named]}
                     for place, leaf in zip(places, leaves, strict=True):
                         place.copy_(leaf)
             self.wait()

@@ -472,6 +472,29 @@ def test_an_honest_candidate_is_proven_and_timed(nursery: Nursery, reference: Pa
     assert set(found.seconds) == {"reference", "candidate"}
 
 
+def test_outputs_by_keys_may_come_in_any_order(nursery: Nursery, tmp_path: Path) -> None:
+    reference = tmp_path / "reference.py"
+    model = """
+        import torch
+
+        class {name}(torch.nn.Module):
+            def forward(self, x):
+                return {returned}
+
+        def get_inputs():
+            return [torch.rand(8, 8)]
+    """
+    reference.write_text(textwrap.dedent(model.format(name="Model", returned="{'a': x.exp(), 'b': x.sin()}")))
+    for returned, says in (
+        ("{'b': x.sin(), 'a': x.exp()}", "own operations"),  # right, but no kernel
+        ("{'b': x.exp(), 'a': x.sin()}", "is wrong"),
+    ):
+        text = textwrap.dedent(model.format(name="ModelNew", returned=returned))
+        found = judged(nursery, reference, text)
+        assert found.status is Status.NOT_EQUIVALENT
+        assert says in found.message
+
+
 class Beside:
     """A judge by whose clock the reference takes so long beside each candidate that is started, and 1 s alone."""
 
