@@ -378,10 +378,12 @@ def measure(
     returns such a proof, on inputs of `seed`, once another process has ended it; it is called after the warm-up. There
     are at most `blocks`; `reference` limits the reference to one round in each of so many of them, and 0 leaves it out.
     `thorough` times rivals and the other clock, too; with such a limit, or not thorough, the reference's launches are
-    not counted on the wall clock. Without `new_values` the sides get none between the blocks. `report` gets the name of
-    the side that is about to run, so that a crash or a hang can be attributed. `alone` is called before any is timed,
-    and returns once nothing else uses the device; `beside` is called when all is timed, and others may use it again.
-    Both tell whether there may be others.
+    not counted on the wall clock. Without `new_values` the sides get none between the blocks, and unless `thorough` the
+    optimized side is not held against the device's limit: a workload's first process does both. `report` gets the name
+    of the side that is about to run, so that a crash or a hang can be attributed. `alone` is called before any is
+    timed, and returns once nothing else uses the device; `beside` is called when all is timed, and others may use it
+    again. Both tell whether there may be others.
+
     NotEquivalent where a side is not the same function; PairError where the workload cannot be timed as declared.
     """
     began = perf_counter()
@@ -496,7 +498,8 @@ class Session:
         with phases.time("limit"):
             if self.thorough:
                 self.other = {n: self.sampler.other_clock(n) for n in self.sampler.runners}
-            self.limit = self._limit()
+            # To measure the device's ceilings takes a tenth of a second of every process.
+            self.limit = self._limit() if self.new_values or self.thorough else None
             if self.limit is not None:
                 where = f"{bench.pair.name}: the optimized side"
                 self.limit = scrutiny.floor(self.limit, self._limit_again, self._on_device, bench.device, where)

@@ -204,8 +204,8 @@ def _facts(report: RunReport, row: Row, measurements: Sequence[Measurement]) -> 
         blocks = sum(len(m.log_ratios.get("reference", ())) for m in measurements)
         processes = f"{len(measurements)} process{'es' if len(measurements) > 1 else ''}"
         facts.append(("measured", f"{processes}, {blocks} blocks, {spent}, seed {first.seed}"))
-        if first.limit is not None:
-            facts.append(("limit", _limit(first.limit, row)))
+        if limits := [m.limit for m in measurements if m.limit is not None]:
+            facts.append(("limit", _limit(limits[0], row)))
         condition = _condition(measurements)
         if condition:
             facts.append(("device", condition))

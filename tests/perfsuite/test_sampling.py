@@ -1205,6 +1205,20 @@ def test_the_limit_is_the_cost_over_the_ceilings(
     assert asked == ([cost.precision] if cost.flops else [])
 
 
+def test_further_processes_of_a_workload_do_not_measure_the_ceilings(
+    time: Time, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(device: str) -> float:
+        raise AssertionError
+
+    monkeypatch.setattr(measuring.ceilings, "copy_bytes_per_s", never)
+    of, workload = pair(time, cost=Cost(bytes=lambda n: n)), Workload("w", n=5)
+    options: dict[str, Any] = {"workload_id": "p::speed[w]", "device": "cpu", "thorough": False}
+    assert measuring.measure(of, workload, new_values=False, **options).limit is None
+    with pytest.raises(AssertionError):
+        measuring.measure(of, workload, new_values=True, **options)
+
+
 @pytest.mark.parametrize(
     ("declared", "dtype", "precision"),
     [
