@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from perfsuite import equivalence, execution, process_state, truths
+from perfsuite import equivalence, execution, incoming, process_state, truths
 from perfsuite import inputs as make
 from perfsuite import many_elements as large
 from perfsuite.errors import NotEquivalent, first_line
@@ -267,7 +267,7 @@ def double_backward(probe: Probe) -> None:
         if not all(g is None or g.requires_grad for g in first):
             raise RuntimeError("a gradient without a graph: it cannot be differentiated, and says so")
         named = {f"gradient of {p}": g for p, g in zip(marked, first, strict=True) if g is not None}
-        again, directions = execution.incoming(named, seed)
+        again, directions = incoming.drawn(named, seed)
         if not again:
             second: Any = [None] * len(given)
         else:
@@ -478,7 +478,7 @@ def _marked(
     if not differentiate:
         needing = {n: isinstance(t, torch.Tensor) and t.requires_grad for n, t in leaves.items()}
         return _detached(leaves) | {f"{n} needs a gradient": True for n, needs in needing.items() if needs}
-    outputs, weights = execution.incoming(leaves, seed, pair.output_dtype)
+    outputs, weights = incoming.drawn(leaves, seed, pair.output_dtype)
     return _backward(leaves, outputs, {path: marked[path] for path in only}, weights)
 
 
@@ -487,7 +487,7 @@ def _graph(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: i
     marked = execution.require_gradients(pair, values)
     with torch.enable_grad():
         leaves = execution._with_changed(pair, values, call(*values.values()))
-    outputs, weights = execution.incoming(leaves, seed, pair.output_dtype)
+    outputs, weights = incoming.drawn(leaves, seed, pair.output_dtype)
     return leaves, outputs, marked, weights
 
 

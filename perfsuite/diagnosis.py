@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from perfsuite import equivalence, execution, forms, relations, truths
+from perfsuite import equivalence, forms, incoming, relations, truths
 from perfsuite import inputs as make
 from perfsuite.errors import NotEquivalent
 from perfsuite.execution import Leaves
@@ -99,13 +99,13 @@ def unstable(group: BaseExceptionGroup[BaseException]) -> NotEquivalent | None:
 
 
 class _Trial:
-    def __init__(self, pair: Pair, side: Side, device: str, home: Path | None, incoming: str | None = None) -> None:
-        self.pair, self.side, self.device, self.home, self.incoming = pair, side, device, home, incoming
+    def __init__(self, pair: Pair, side: Side, device: str, home: Path | None, kind: str | None = None) -> None:
+        self.pair, self.side, self.device, self.home, self.kind = pair, side, device, home, kind
         self._truths: dict[tuple[str, bool], truths.Truth] = {}
 
     def how(self, case: Case, gradients: bool) -> dict[str, Any]:
         """How the sides are called: with gradients as their proof does, or with `incoming` ones."""
-        way = truths.proven_way(case, gradients=gradients, kind=self.incoming)
+        way = truths.proven_way(case, gradients=gradients, kind=self.kind)
         return {"gradients": gradients, "way": way}
 
     def truth(self, case: Case, gradients: bool = False) -> truths.Truth:
@@ -176,10 +176,10 @@ def _causes(trial: _Trial, case: Case, gradients: bool) -> Iterator[str]:
 
 
 def _incoming(trial: _Trial, case: Case) -> Iterator[str]:
-    kind = truths.incoming_of(case)
-    plain = _Trial(trial.pair, trial.side, trial.device, trial.home, execution.PLAIN)
-    if kind != execution.PLAIN and plain.is_right(case, True):
-        what = "a gradient" if kind == execution.ONE_OUTPUT else f"{kind} ones"
+    kind = incoming.kind_of(case)
+    plain = _Trial(trial.pair, trial.side, trial.device, trial.home, incoming.PLAIN)
+    if kind != incoming.PLAIN and plain.is_right(case, True):
+        what = "a gradient" if kind == incoming.ONE_OUTPUT else f"{kind} ones"
         yield f"the gradient is right for plain incoming gradients, and wrong for {what}{_WHENCE.get(kind, '')}"
 
 
@@ -187,7 +187,7 @@ _WHENCE = {
     "expanded": ", as of a sum",
     "transposed": ", which are not contiguous",
     "large": ", as where a loss is scaled",
-    execution.ONE_OUTPUT: f" {execution.ONE_OUTPUT}",
+    incoming.ONE_OUTPUT: f" {incoming.ONE_OUTPUT}",
 }
 
 

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from perfsuite import execution, marks, modules, process_state, surroundings
+from perfsuite import execution, incoming, marks, modules, process_state, surroundings
 from perfsuite import inputs as make
 from perfsuite.errors import NotEquivalent
 from perfsuite.integrity.probe import Probe, bytes_of, same_leaf
@@ -204,7 +204,7 @@ def lent_to_backward(probe: Probe) -> Effects:
     }
     with execution.quiet(probe.side), torch.enable_grad():
         returned = execution.callable_of(probe.side)(*values.values())
-        outputs, weights = execution.incoming(dict(execution.flatten(returned)), probe.case.seed)
+        outputs, weights = incoming.drawn(dict(execution.flatten(returned)), probe.case.seed)
         before = [weight.clone() for weight in weights]
         if outputs and leaves:
             torch.autograd.grad(outputs, list(leaves.values()), weights, allow_unused=True)

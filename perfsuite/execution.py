@@ -14,8 +14,8 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from perfsuite import incoming, process_state, surroundings
 from perfsuite import inputs as make
-from perfsuite import process_state, surroundings
 from perfsuite.errors import NotEquivalent, PairError
 from perfsuite.pair import Pair, Side
 from perfsuite.specs import ModuleSpec, TensorSpec
@@ -205,55 +205,14 @@ def require_gradients(pair: Pair, inputs: Mapping[str, Any]) -> dict[str, torch.
     return marked
 
 
-def _transposed(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values with other strides than a contiguous tensor has."""
-    if tensor.ndim == 1:
-        return torch.stack([tensor, tensor], 1)[:, 0]
-    order = list(range(tensor.ndim))[::-1]
-    return tensor.permute(order).contiguous().permute(order)
-
-
-PLAIN, ONE_OUTPUT = "plain", "of one output alone"
-INCOMING: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    PLAIN: lambda g: g,
-    "expanded": lambda g: g.flatten()[:1].reshape([1] * g.ndim).expand_as(g) if g.numel() else g,
-    "transposed": _transposed,
-    "zero": torch.zeros_like,
-    "partly zero": lambda g: g.where(g.real > 0, 0.0),
-    "large": lambda g: g * 2.0**16,
-    ONE_OUTPUT: lambda g: g,
-}
-"""Kinds of incoming gradients → one of that kind, from one that is plain. A sum gives an expanded one, a transposed
-output a transposed one, and the scaling of a loss a large one."""
-
-
-def incoming(
-    outputs: Mapping[str, Leaf], seed: int, dtype: str | None = None, *, kind: str = PLAIN
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """(differentiable outputs, incoming gradients of this kind), the same on every side for one seed.
-
-    They are rounded to `dtype`, if one side's outputs are declared to be in it.
-    """
-    real = [
-        (n, o) for n, o in outputs.items() if isinstance(o, torch.Tensor) and (o.is_floating_point() or o.is_complex())
-    ]
-    if kind == ONE_OUTPUT and real:  # by its place among all: of one side's some may need no gradient
-        real = [real[seed // len(INCOMING) % len(real)]]
-    kept = [(n, o) for n, o in real if o.requires_grad]
-    weights = []
-    for name, output in kept:
-        large = output.numel() > make.DRAW_ON_DEVICE
-        source = output.device.type if large else "cpu"
-        generator = make.generator_for(seed, f"incoming {name}", source)
-        drawn = torch.randn(output.shape, generator=generator, device=source, dtype=torch.float32)
-        if dtype is not None:
-            drawn = drawn.to(make.dtype_of(dtype))
-        weights.append(INCOMING[kind](drawn.to(device=output.device, dtype=output.dtype)))
-    return [o for _, o in kept], weights
-
-
 def run(
-    call: Callable[..., Any], pair: Pair, inputs: dict[str, Any], *, gradients: bool, seed: int, kind: str = PLAIN
+    call: Callable[..., Any],
+    pair: Pair,
+    inputs: dict[str, Any],
+    *,
+    gradients: bool,
+    seed: int,
+    kind: str = incoming.PLAIN,
 ) -> Leaves:
     """Call the side; its outputs, then what it changed in place, then the gradients, by name.
 
@@ -266,7 +225,7 @@ def run(
         returned = call(*inputs.values())
     leaves = _with_changed(pair, inputs, returned)
     if gradients:
-        outputs, weights = incoming(leaves, seed, pair.output_dtype, kind=kind)
+        outputs, weights = incoming.drawn(leaves, seed, pair.output_dtype, kind=kind)
         if outputs:
             torch.autograd.backward(outputs, weights)
         for path, tensor in marked.items():

@@ -21,7 +21,7 @@ from typing import IO, Any
 
 import torch
 
-from perfsuite import equivalence, execution, process_state, rule, truths
+from perfsuite import equivalence, execution, incoming, process_state, rule, truths
 from perfsuite import inputs as make
 from perfsuite.errors import NotEquivalent
 from perfsuite.execution import Leaves
@@ -190,7 +190,7 @@ def _incoming(pair: Pair, case: Case, like: Leaves) -> list[torch.Tensor]:
         and isinstance(leaf, torch.Tensor)
         and (leaf.is_floating_point() or leaf.is_complex())
     }
-    return execution.incoming(outputs, case.seed, pair.output_dtype)[1]
+    return incoming.drawn(outputs, case.seed, pair.output_dtype)[1]
 
 
 _children: list[Child] = []

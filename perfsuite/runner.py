@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from perfsuite import execution, scrutiny
+from perfsuite import execution, incoming, scrutiny
 from perfsuite import inputs as make
 from perfsuite.clocks import CpuClock, CudaClock
 from perfsuite.errors import PairError
@@ -121,7 +121,7 @@ class Runner:
         if (self.long is not None and self.incoming is not None) or (self.called_once and self.direction == "both"):
             return
         sample = dict(execution.flatten(function(*self.arguments)))
-        outputs, self.incoming = execution.incoming(sample, self.case.seed, self.pair.output_dtype)
+        outputs, self.incoming = incoming.drawn(sample, self.case.seed, self.pair.output_dtype)
         if not outputs or not self.marked:
             raise PairError(
                 f"{self.pair.name}: direction={self.direction!r}, but no output depends on an input's gradient"
@@ -142,7 +142,7 @@ class Runner:
 
         def once() -> object:
             self.returned = function(*self.arguments)
-            outputs, drawn = execution.incoming(
+            outputs, drawn = incoming.drawn(
                 dict(execution.flatten(self.returned)), self.case.seed, self.pair.output_dtype
             )
             self.gradients = torch.autograd.grad(outputs, leaves, drawn, allow_unused=True)

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from perfsuite import differences, execution
+from perfsuite import differences, execution, incoming
 from perfsuite import inputs as make
 from perfsuite.errors import NotEquivalent, PairError
 from perfsuite.execution import Leaf, Leaves
@@ -56,30 +56,14 @@ class Truth:
     """The error is over as many replicas as the rule asks for."""
 
 
-INCOMING = (execution.PLAIN, *execution.INCOMING)
-"""Kinds of incoming gradients; one draw in four has plain ones."""
-NEEDS_ORDINARY = ("zero", "partly zero", "large", execution.ONE_OUTPUT)
-"""Those that are drawn with ORDINARY values alone: zero times infinity is NaN, which a kernel need not reproduce."""
-ORDINARY = ("normal", "sorted", "repeated")
-"""Regimes of values at which a gradient of zero is finite, and a large one, too."""
-
-
-def incoming_of(case: Case) -> str:
-    """The kind of incoming gradients with which the gradients of a draw are proven: its seed decides."""
-    kind = INCOMING[case.seed % len(INCOMING)]
-    if kind in NEEDS_ORDINARY and any(how.regime not in ORDINARY for how in case.inputs.values()):
-        return execution.PLAIN
-    return execution.PLAIN if kind == "large" and case.dtype == "float16" else kind
-
-
 def proven_way(case: Case, *, gradients: bool, kind: str | None = None) -> Way | None:
     """How a proof calls a side: with incoming gradients of this kind, or of the draw's own; None without gradients."""
-    return functools.partial(_run_with, kind or incoming_of(case)) if gradients else None
+    return functools.partial(_run_with, kind or incoming.kind_of(case)) if gradients else None
 
 
 def _run_with(kind: str, call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
     if kind == "expanded" and GRAD_OUTPUT in pair.consumes:  # it cannot be written to
-        kind = execution.PLAIN
+        kind = incoming.PLAIN
     return execution.run(call, pair, values, gradients=True, seed=seed, kind=kind)
 
 

@@ -1,0 +1,73 @@
+"""Gradients that come in to the outputs of a side: of which kinds they are, and the same for every side of one draw."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from perfsuite import inputs as make
+from perfsuite.records import Case
+
+
+def _transposed(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values with other strides than a contiguous tensor has."""
+    if tensor.ndim == 1:
+        return torch.stack([tensor, tensor], 1)[:, 0]
+    order = list(range(tensor.ndim))[::-1]
+    return tensor.permute(order).contiguous().permute(order)
+
+
+PLAIN, ONE_OUTPUT = "plain", "of one output alone"
+KINDS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    PLAIN: lambda g: g,
+    "expanded": lambda g: g.flatten()[:1].reshape([1] * g.ndim).expand_as(g) if g.numel() else g,
+    "transposed": _transposed,
+    "zero": torch.zeros_like,
+    "partly zero": lambda g: g.where(g.real > 0, 0.0),
+    "large": lambda g: g * 2.0**16,
+    ONE_OUTPUT: lambda g: g,
+}
+"""Kinds of incoming gradients → one of that kind, from one that is plain. A sum gives an expanded one, a transposed
+output a transposed one, and the scaling of a loss a large one."""
+
+DRAWN = (PLAIN, *KINDS)
+"""Kinds of incoming gradients; one draw in four has plain ones."""
+NEEDS_ORDINARY = ("zero", "partly zero", "large", ONE_OUTPUT)
+"""Those that are drawn with ORDINARY values alone: zero times infinity is NaN, which a kernel need not reproduce."""
+ORDINARY = ("normal", "sorted", "repeated")
+"""Regimes of values at which a gradient of zero is finite, and a large one, too."""
+
+
+def kind_of(case: Case) -> str:
+    """The kind of incoming gradients with which the gradients of a draw are proven: its seed decides."""
+    kind = DRAWN[case.seed % len(DRAWN)]
+    if kind in NEEDS_ORDINARY and any(how.regime not in ORDINARY for how in case.inputs.values()):
+        return PLAIN
+    return PLAIN if kind == "large" and case.dtype == "float16" else kind
+
+
+def drawn(
+    outputs: Mapping[str, Any], seed: int, dtype: str | None = None, *, kind: str = PLAIN
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """(differentiable outputs, incoming gradients of this kind), the same on every side for one seed.
+
+    They are rounded to `dtype`, if one side's outputs are declared to be in it.
+    """
+    real = [
+        (n, o) for n, o in outputs.items() if isinstance(o, torch.Tensor) and (o.is_floating_point() or o.is_complex())
+    ]
+    if kind == ONE_OUTPUT and real:  # by its place among all: of one side's some may need no gradient
+        real = [real[seed // len(KINDS) % len(real)]]
+    kept = [(n, o) for n, o in real if o.requires_grad]
+    weights = []
+    for name, output in kept:
+        large = output.numel() > make.DRAW_ON_DEVICE
+        source = output.device.type if large else "cpu"
+        generator = make.generator_for(seed, f"incoming {name}", source)
+        values = torch.randn(output.shape, generator=generator, device=source, dtype=torch.float32)
+        if dtype is not None:
+            values = values.to(make.dtype_of(dtype))
+        weights.append(KINDS[kind](values.to(device=output.device, dtype=output.dtype)))
+    return [o for _, o in kept], weights
