@@ -86,8 +86,9 @@ def momentum_by_instance(time: Time) -> Pair:
     return stepping(build)
 
 
-@fault(50, "the last gradient kept", "where the inputs of a step are overwritten after it", stage="integrity")
-def keeps_gradient(time: Time) -> Pair:
+def with_the_last(kept: Callable[[torch.Tensor], torch.Tensor]) -> Pair:
+    """Momentum of the gradients before, of which `kept` is what a step keeps."""
+
     def build(p: torch.Tensor) -> Step:
         m, last = torch.zeros_like(p), list[torch.Tensor]()
 
@@ -95,11 +96,16 @@ def keeps_gradient(time: Time) -> Pair:
             if last:
                 m.mul_(0.9).add_(last.pop())
             p.sub_(0.01 * (0.9 * m + g))
-            last.append(g)
+            last.append(kept(g))
 
         return step
 
     return stepping(build)
+
+
+@fault(50, "the last gradient kept", "where the inputs of a step are overwritten after it", stage="integrity")
+def keeps_gradient(time: Time) -> Pair:
+    return with_the_last(lambda g: g)
 
 
 @fault(50, "all gradients kept", "where the inputs of a step are overwritten after it", stage="integrity")
@@ -119,18 +125,7 @@ def keeps_gradients(time: Time) -> Pair:
 
 @honest(50, "a copy of the last gradient")
 def copies_gradient(time: Time) -> Pair:
-    def build(p: torch.Tensor) -> Step:
-        m, last = torch.zeros_like(p), list[torch.Tensor]()
-
-        def step(g: torch.Tensor) -> None:
-            if last:
-                m.mul_(0.9).add_(last.pop())
-            p.sub_(0.01 * (0.9 * m + g))
-            last.append(g.clone())
-
-        return step
-
-    return stepping(build)
+    return with_the_last(torch.clone)
 
 
 @fault(51, "a gradient of zeros left out", "after", stage="equivalence")
