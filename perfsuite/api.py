@@ -109,7 +109,7 @@ def _hold(
 
     Draws on which the reference raises are left out, and counted in the tally.
     """
-    left = examples - min(len(planned), int(coverage.MOST_PLANNED * examples))
+    left = examples - coverage.replaced(len(planned), examples)
 
     @hypothesis.settings(
         max_examples=min(left, pair.max_examples or left),
@@ -139,24 +139,15 @@ def _hold(
 
     try:
         with execution.leaving_nothing(pair):
-            failure = _first_failure(judge, planned)
+            failure, _ = coverage.first_failure(judge, planned)
             prove()
-            if failure is not None:  # no random draw fails, which would have been made small
+            if failure is not None:
                 raise failure
     except BaseExceptionGroup as group:
         found = diagnosis.unstable(group)
         if found is None:
             raise
         raise found from None
-
-
-def _first_failure(judge: Callable[[Case], None], cases: Sequence[Case]) -> NotEquivalent | None:
-    for case in cases:
-        try:
-            judge(case)
-        except NotEquivalent as error:
-            return error
-    return None
 
 
 def measure(pair: Pair, *, device: str | None = None) -> tuple[Measurement, ...]:

@@ -60,7 +60,7 @@ HALF = Limits(mean=0.1, alone=1.0, of_error=0.05)
 Leaning: TypeAlias = tuple[float, float]
 """(β of all errors, β of errors away from zero)."""
 Cut: TypeAlias = dict[str, bool]
-"""Direction → whether digits are cut off in it; without those that do not show it."""
+"""Direction → whether digits are cut off in it; directions for which no element shows it are left out."""
 WORDS = ("too large or too small by the same amount", "away from zero or towards it")
 
 
@@ -87,17 +87,24 @@ def cuts(truth: torch.Tensor, dtype: torch.dtype, *errors: torch.Tensor) -> list
     found = []
     for error in errors:
         units = error[shows] / unit
-        found.append(
-            _cut({"downwards": (units, signed), "upwards": (-units, -signed)})
-            | _cut({"towards zero": (units * away, size), "away from zero": (-units * away, -size)})
-        )
+        turned = {
+            "downwards": (units, signed),
+            "upwards": (-units, -signed),
+            "towards zero": (units * away, size),
+            "away from zero": (-units * away, -size),
+        }
+        found.append(_cut(turned))
     return found
 
 
-def _cut(downwards: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> Cut:
-    """Of (errors, truths) in units, turned so that cutting off goes downwards."""
+def _cut(turned: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> Cut:
+    """Say in which directions digits are cut off.
+
+    `turned` has the errors and the truth in units in the last place, with the signs with which that direction is
+    downwards.
+    """
     found = {}
-    for name, (error, truth) in downwards.items():
+    for name, (error, truth) in turned.items():
         telling = truth - truth.floor() > 1 / 2
         if int(telling.sum()) >= FEWEST_TELLING:
             below = ((error <= 0) & (error > -1)).double()

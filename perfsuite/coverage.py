@@ -6,10 +6,11 @@ Random draws leave out some of them in one run and others in the next. So a proo
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from perfsuite import inputs as make
+from perfsuite.errors import NotEquivalent
 from perfsuite.pair import Pair
 from perfsuite.records import Case, InputCase
 from perfsuite.specs import Integers, ScalarSpec, Size, TensorSpec, accepted
@@ -79,6 +80,24 @@ def draws(
             yield case
             held = kinds_in(pair, case)
             left = [k for k in left if k not in held]
+
+
+def replaced(planned: int, draws: int) -> int:
+    """How many of so many random draws of a proof the planned ones replace."""
+    return min(planned, int(MOST_PLANNED * draws))
+
+
+def first_failure(prove: Callable[[Case], None], cases: Iterable[Case]) -> tuple[NotEquivalent | None, int]:
+    """(the first failure, how many draws were right before it). A caller raises it if no random draw fails, which
+    would have been made small."""
+    number = 0
+    for case in cases:
+        try:
+            prove(case)
+        except NotEquivalent as error:
+            return error, number
+        number += 1
+    return None, number
 
 
 def _case(

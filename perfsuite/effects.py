@@ -112,7 +112,8 @@ def named_generators(probe: Probe) -> Effects:
 
 
 def bindings(probe: Probe) -> Effects:
-    """What the reference's code looks up by name: a helper, a constant, a class, and what a list or a dict holds."""
+    """The objects that the reference's code looks up by name, such as helpers and constants, and the items of lists and
+    dicts among them."""
     reference = as_side(probe.pair.reference).call
     before = process_state.bindings(reference)
     _call_and_differentiate(probe)

@@ -465,6 +465,11 @@ def run_steps(
     return states
 
 
+def of_all_steps(states: Mapping[int, Leaves]) -> Leaves:
+    """The states after several steps as one: their names say after how many steps."""
+    return {name: leaf for state in states.values() for name, leaf in state.items()}
+
+
 def stepping(
     make_step: Callable[..., Any],
     pair: Pair,

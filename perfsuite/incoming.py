@@ -55,14 +55,25 @@ def drawn(
 
     They are rounded to `dtype`, if one side's outputs are declared to be in it.
     """
-    real = [
-        (n, o) for n, o in outputs.items() if isinstance(o, torch.Tensor) and (o.is_floating_point() or o.is_complex())
-    ]
+    real = list(real_of(outputs).items())
     if kind == ONE_OUTPUT and real:  # by its place among all: of one side's some may need no gradient
         real = [real[seed // len(KINDS) % len(real)]]
-    kept = [(n, o) for n, o in real if o.requires_grad]
+    kept = {n: o for n, o in real if o.requires_grad}
+    return list(kept.values()), for_outputs(kept, seed, dtype, kind=kind)
+
+
+def real_of(outputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The outputs that can have a gradient: tensors of real or complex numbers."""
+    tensors = {name: o for name, o in outputs.items() if isinstance(o, torch.Tensor)}
+    return {name: t for name, t in tensors.items() if t.is_floating_point() or t.is_complex()}
+
+
+def for_outputs(
+    outputs: Mapping[str, torch.Tensor], seed: int, dtype: str | None = None, *, kind: str = PLAIN
+) -> list[torch.Tensor]:
+    """An incoming gradient of this kind for each of the outputs."""
     weights = []
-    for name, output in kept:
+    for name, output in outputs.items():
         large = output.numel() > make.DRAW_ON_DEVICE
         source = output.device.type if large else "cpu"
         generator = make.generator_for(seed, f"incoming {name}", source)
@@ -70,4 +81,4 @@ def drawn(
         if dtype is not None:
             values = values.to(make.dtype_of(dtype))
         weights.append(KINDS[kind](values.to(device=output.device, dtype=output.dtype)))
-    return [o for _, o in kept], weights
+    return weights

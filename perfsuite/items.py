@@ -60,7 +60,6 @@ EVERY_KIND = ("equivalence", "gradients")
 """Those that draw every kind of inputs at least once."""
 PLAIN_ONLY = (proofs.CONTEXTS, proofs.OUTSIDE)
 """Those of them that plain draws are enough for."""
-"""These functions run the reference alone: an error that one of them raises is the reference's."""
 OTHER_PARAMETERS = ("positional argument", "keyword-only argument")
 """Parts of Python's message where a function is called with other arguments than it takes."""
 SMALL_STEP_EXAMPLES = 8
@@ -360,23 +359,19 @@ class ProofItem(pytest.Function):
             self.first()
         failure = self._draw_every_kind()
         super().runtest()
-        if failure is not None:  # no random draw fails, which would have been made small
+        if failure is not None:
             raise failure
 
     def _draw_every_kind(self) -> NotEquivalent | None:
         """Prove draws that hold every kind of inputs; they count among the draws of the proof. The first failure."""
         if self.seed is None or self.pair.max_examples is not None:
             return None
-        number, sizes = 0, facts_of(self.pair).sizes
-        small = device() == "cpu"
-        for case in coverage.draws(self.pair, self.dtype, self.seed, small=small, compiles=lambda: sizes.compiles):
-            try:
-                self._prove(case)
-            except NotEquivalent as error:
-                return error
-            number += 1
-        self.distinct.most -= min(number, int(coverage.MOST_PLANNED * self.distinct.most))
-        return None
+        sizes, small = facts_of(self.pair).sizes, device() == "cpu"
+        cases = coverage.draws(self.pair, self.dtype, self.seed, small=small, compiles=lambda: sizes.compiles)
+        failure, number = coverage.first_failure(self._prove, cases)
+        if failure is None:
+            self.distinct.most -= coverage.replaced(number, self.distinct.most)
+        return failure
 
     def _call_alone(self, case: Case) -> None:
         """Call one side on the draw. What it gives is not judged: only whether it comes back matters."""

@@ -1,4 +1,4 @@
-"""What tensors and modules carry besides their values: whether they need a gradient, modes, hooks."""
+"""Properties of tensors and modules besides their values: whether they need a gradient, training modes, hooks."""
 
 from __future__ import annotations
 

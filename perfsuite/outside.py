@@ -103,7 +103,7 @@ class Child:
     def produce(
         self, pair: Pair, case: Case, device: str, module: ModuleType, home: Path | None, like: Leaves
     ) -> Leaves:
-        """What the side makes of the draw; the gradients too, if there are outputs that its own are `like`.
+        """Call the side on the draw; its outputs, and the gradients too, if `like` has the outputs that it gives here.
 
         NotEquivalent where it raises, hangs or ends the process.
         """
@@ -183,14 +183,8 @@ class Child:
 
 def _incoming(pair: Pair, case: Case, like: Leaves) -> list[torch.Tensor]:
     """The gradients that come in to real outputs like these, as in a proof."""
-    outputs = {
-        name: leaf.detach().clone().requires_grad_()
-        for name, leaf in like.items()
-        if name.startswith("output")
-        and isinstance(leaf, torch.Tensor)
-        and (leaf.is_floating_point() or leaf.is_complex())
-    }
-    return incoming.drawn(outputs, case.seed, pair.output_dtype)[1]
+    outputs = {name: leaf for name, leaf in like.items() if name.startswith("output")}
+    return incoming.for_outputs(incoming.real_of(outputs), case.seed, pair.output_dtype)
 
 
 _children: list[Child] = []

@@ -306,7 +306,7 @@ def run(
     with execution.settings_kept(side) as changed, execution.quiet(side):
         if pair.is_stateful:
             states = execution.run_steps(execution.callable_of(side), pair, values, pair.steps, given)
-            leaves = {name: leaf for state in states.values() for name, leaf in state.items()}
+            leaves = execution.of_all_steps(states)
         elif way is not None:
             leaves = way(execution.callable_of(side), pair, values, case.seed)
         else:

@@ -229,13 +229,8 @@ class _Workload:
     def _wait_for_proof(self) -> Proof:
         """Others may prepare meanwhile; none times before the last proof has ended."""
         found: list[Proof] = []
-
-        def wait() -> None:
-            found.append(self.journal.proof())
-
-        if not self._wait(wait):
-            wait()
-        return found[0]
+        self._wait(lambda: found.append(self.journal.proof()))
+        return found[0] if found else self.journal.proof()
 
     def _prove(self) -> Proof:
         from perfsuite import digests

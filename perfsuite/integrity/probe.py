@@ -75,7 +75,7 @@ class Probe:
             call = execution.callable_of(self.side)
             if self.pair.is_stateful:
                 states = execution.run_steps(call, self.pair, values, STEPS, lambda i: given(self.step_inputs(used, i)))
-                return {n: leaf for state in states.values() for n, leaf in state.items()}
+                return execution.of_all_steps(states)
             produced = execution.run(call, self.pair, values, gradients=False, seed=used.seed)
         for path, tensor, version, shape, stride in versions:
             if tensor._version != version and (tensor.shape, tensor.stride()) == (shape, stride):

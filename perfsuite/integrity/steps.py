@@ -26,13 +26,13 @@ def two_instances(probe: Probe) -> None:
         with execution.quiet(side):
             for _ in range(1 + max(STEPS)):
                 states = [next(each) for each in both]
-        return [(case, _leaves(found)) for case, found in zip(cases, states, strict=True)]
+        return [(case, execution.of_all_steps(found)) for case, found in zip(cases, states, strict=True)]
 
     _hold(probe, in_turn, "when two instances of it step in turn: they share state")
 
 
 def overwritten_step_inputs(probe: Probe) -> None:
-    """What a step was given may hold something else once it has returned."""
+    """The inputs of a step may be overwritten once it has returned: a side that needs them later keeps a copy."""
     if not probe.pair.is_stateful or not probe.pair.step_inputs:
         return
     other = probe.other_case()
@@ -50,7 +50,7 @@ def overwritten_step_inputs(probe: Probe) -> None:
                 states = found
                 if given:
                     make.copy_values(given.pop(), make.build_step(probe.pair, other, probe.device, number))
-        return [(probe.case, _leaves(states))]
+        return [(probe.case, execution.of_all_steps(states))]
 
     _hold(probe, overwriting, "where the inputs of a step are overwritten after it: it keeps them, and no copy")
 
@@ -67,10 +67,6 @@ def _stepping(
         STEPS,
         lambda i: noted(probe.step_inputs(case, i)),
     )
-
-
-def _leaves(states: dict[int, Leaves]) -> Leaves:
-    return {name: leaf for state in states.values() for name, leaf in state.items()}
 
 
 def _hold(probe: Probe, run: Callable[[Side], list[tuple[Case, Leaves]]], words: str) -> None:

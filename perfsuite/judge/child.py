@@ -137,8 +137,7 @@ class Served:
         def run() -> dict[str, Any]:
             with torch.no_grad():
                 for given, places in zip(inputs, outputs, strict=True):
-                    returned = self.model(*given)
-                    named = dict(zip(paths(returned), flat(returned), strict=True))
+                    named = dict(leaves_of(self.model(*given)))
                     as_asked = sorted(named) == sorted(request["paths"])
                     leaves = [named[path] for path in request["paths"]] if as_asked else [*named.values()]
                     self.last = leaves
@@ -200,26 +199,20 @@ def operations(torch: Any, call: Callable[[], Any]) -> list[list[Any]]:
 
 def flat(value: Any) -> Iterator[Any]:
     """The leaves of nested lists, tuples and dicts."""
-    if isinstance(value, (list, tuple)):
-        for held in value:
-            yield from flat(held)
-    elif isinstance(value, dict):
-        for held in value.values():
-            yield from flat(held)
-    else:
-        yield value
+    for _, leaf in leaves_of(value):
+        yield leaf
 
 
-def paths(value: Any, at: str = "") -> Iterator[str]:
-    """Where each leaf is: by its keys, and by its number where there are several."""
+def leaves_of(value: Any, at: str = "") -> Iterator[tuple[str, Any]]:
+    """(path, leaf) of each leaf of nested lists, tuples and dicts; its path has the numbers and keys to it."""
     if isinstance(value, (list, tuple)):
         for number, held in enumerate(value):
-            yield from paths(held, f"{at}[{number}]")
+            yield from leaves_of(held, f"{at}[{number}]")
     elif isinstance(value, dict):
         for key, held in value.items():
-            yield from paths(held, f"{at}[{key!r}]")
+            yield from leaves_of(held, f"{at}[{key!r}]")
     else:
-        yield at
+        yield at, value
 
 
 def serve(own: dict[str, Any], requests: int, replies_to: int, memory: int) -> None:

@@ -8,7 +8,7 @@ import importlib.util
 import random
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from perfsuite import differences, execution, modules
 from perfsuite import inputs as make
 from perfsuite.errors import PerfsuiteError, in_one_line
 from perfsuite.integrity.probe import same_leaf
-from perfsuite.judge.child import operations, paths
+from perfsuite.judge.child import leaves_of, operations
 from perfsuite.pair import Pair, Workload
 from perfsuite.records import Case, InputCase
 from perfsuite.reference_task import is_random
@@ -47,6 +47,8 @@ class Problem:
     device: str
     specs: Mapping[str, Any]
     """How each input is drawn."""
+    paths: tuple[str, ...] = ()
+    """Where each output is in what the reference returns."""
 
     def varied(self) -> Problem:
         """The same problem with weights near those that it was built with: a scale of 1 or a bias of 0 would not show
@@ -54,7 +56,8 @@ class Problem:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             twin = modules.spec_of(self.module).build()
-        return _problem(self.path, twin, self.specs, self.init, self.seed, self.device)
+        made = _problem(self.path, twin, self.specs, self.init, self.seed, self.device)
+        return replace(made, paths=self.paths)
 
     @property
     def state(self) -> dict[str, torch.Tensor]:
@@ -95,14 +98,12 @@ class Problem:
 
     def call(self, values: dict[str, Any]) -> execution.Leaves:
         """The outputs of the reference, by name."""
-        with torch.no_grad():
-            returned = self.module(*self.arguments(values))
-        return dict(execution.flatten(returned))
+        return dict(execution.flatten(self.returned(values)))
 
-    def paths(self) -> list[str]:
-        """Where each output is in what the reference returns."""
+    def returned(self, values: dict[str, Any]) -> Any:
+        """The reference's answer as it is."""
         with torch.no_grad():
-            return list(paths(self.module(*self.arguments(self.values(0)))))
+            return self.module(*self.arguments(values))
 
     def work(self, operations_: Sequence[Sequence[Any]]) -> list[tuple[str, str]]:
         """The operations that compute."""
@@ -134,7 +135,7 @@ def load(path: Path, device: str, seed: int) -> Problem:
         specs = modules.specs_of(list(template))
     problem = _problem(path, built.to(device), specs, init, seed, device)
     _examine(problem)
-    return problem
+    return replace(problem, paths=tuple(path for path, _ in leaves_of(problem.returned(problem.values(0)))))
 
 
 def _problem(

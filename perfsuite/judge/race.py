@@ -154,7 +154,7 @@ class _Drawn:
     expected: Sequence[torch.Tensor]
     """The reference's outputs."""
     truth: truths.Truth | None
-    """Of some calls, which nobody can tell from others: their answers are held against it as in a proof."""
+    """The truth, for a random part of the calls: a candidate's answers to these are compared with it as in a proof."""
 
 
 class _Judge:
@@ -185,14 +185,14 @@ class _Judge:
 
     def drawn(self) -> _Drawn:
         """New values for a call of each side."""
-        seed = secrets.randbits(31)
+        seed, truth = secrets.randbits(31), None
         values = self.problem.values(seed)
-        expected = [leaf for leaf in self.problem.call(values).values() if isinstance(leaf, torch.Tensor)]
         proven = not secrets.randbelow(PROVEN) and self.proving_s <= PROVING_SHARE * (time.monotonic() - self.began)
-        truth = None
         if proven:
             with contextlib.suppress(truths.Discard):
                 truth = self._truth(seed)
+        answer = self.problem.call(values) if truth is None else truth.reference
+        expected = [leaf for leaf in answer.values() if isinstance(leaf, torch.Tensor)]
         return _Drawn(arguments=self.problem.arguments(values), expected=expected, truth=truth)
 
     def called(self, name: str, side: Served, drawn: _Drawn) -> float:

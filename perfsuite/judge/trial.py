@@ -37,7 +37,7 @@ UNWRITTEN = {
     torch.float32: (torch.int32, 0x7FC1DEAD),
     torch.float64: (torch.int64, 0x7FF8DEAD00000000),
 }
-"""What an output holds before it is written: bits of a NaN that no operation returns."""
+"""Dtype → the bits that an output holds before it is written: a NaN that no operation returns."""
 WRITTEN_LATER = "it writes its output after it has said that the call is done"
 
 
@@ -50,7 +50,6 @@ class Served:
     limit_s: float
     compiled: bool = False
     same_parameters: bool = True
-    _paths: list[str] | None = None
     _last: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     """The outputs of the last call: (in shared memory, as they were when the call was done)."""
 
@@ -114,7 +113,7 @@ class Served:
             "again": again,
             "outputs": places,
             "forms": [[list(t.shape), str(t.dtype).removeprefix("torch.")] for t in forms],
-            "paths": self._own_paths(),
+            "paths": self.problem.paths,
         }
         pieces, seen = [_piece(t) for one in outputs for t in one], list[torch.Tensor]()
         seconds, found = self.process.timed(request, self.limit_s, fill, read)
@@ -122,7 +121,7 @@ class Served:
         if "forms" in found:
             raise NotEquivalent(printable(_other_forms(forms, found["forms"])))
         if "paths" in found:
-            got, expected = (", ".join(p or "a tensor" for p in each) for each in (found["paths"], self._own_paths()))
+            got, expected = (", ".join(p or "a tensor" for p in each) for each in (found["paths"], self.problem.paths))
             raise NotEquivalent(printable(f"it returns its outputs as {got} where the reference returns {expected}"))
         if not all(same_leaf(piece.cpu(), early) for piece, early in zip(pieces, seen, strict=True)):
             raise NotEquivalent(WRITTEN_LATER)
@@ -130,11 +129,6 @@ class Served:
             raise NotEquivalent("it writes into its inputs")
         self._last = [pair for one, copies in zip(outputs, made, strict=True) for pair in zip(one, copies, strict=True)]
         return seconds, made
-
-    def _own_paths(self) -> list[str]:
-        if self._paths is None:
-            self._paths = self.problem.paths()
-        return self._paths
 
     def copies(self, forms: Sequence[torch.Tensor]) -> float:
         """Seconds of a request that copies the outputs of the last call, and of the messages for it."""

@@ -1,4 +1,4 @@
-"""What a call changes of Python and the process is named, and put back."""
+"""Settings of Python and of the process that a call changes are named, and put back."""
 
 from __future__ import annotations
 
