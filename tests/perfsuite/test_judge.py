@@ -172,7 +172,10 @@ EXPLOITS: dict[str, tuple[str, str]] = {
         ),
         "its error is that of bfloat16",
     ),
-    "memory in which an answer may still be": (candidate("return torch.empty_like(x)"), "is wrong"),
+    "memory in which an answer may still be": (
+        candidate("return torch.empty_like(x).nan_to_num_()"),  # an address there may be a NaN
+        "is wrong",
+    ),
     "the reference, in other words": (
         candidate("""
             try:
