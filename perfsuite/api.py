@@ -11,6 +11,7 @@ import hypothesis
 import torch
 
 from perfsuite import (
+    ahead,
     contexts,
     coverage,
     diagnosis,
@@ -87,7 +88,9 @@ def _equivalence(pair: Pair, proof: proof_list.Proof, examples: int, device: str
     try:
         planned: list[Case] = []
         if pair.max_examples is None:
-            planned = list(coverage.draws(pair, proof.dtype, secrets.randbits(31), small=device == "cpu"))
+            seed, small = secrets.randbits(31), device == "cpu"
+            large = not small or not ahead.kernels_of(pair)
+            planned = list(coverage.draws(pair, proof.dtype, seed, small=small, large=large))
         _hold(pair, proof.dtype, examples, check, planned=planned, tally=tally)
     except NotEquivalent as error:
         raise diagnosis.explained(error, pair, side, device, gradients=gradients) from None

@@ -1,4 +1,5 @@
-"""The kinds of inputs that every proof draws at least once: each regime of values, each layout, each edge of a tile.
+"""The kinds of inputs that every proof draws at least once: each regime of values, each layout, each edge of a tile and
+each end or choice of a scalar.
 
 Random draws leave out some of them in one run and others in the next. So a proof begins with draws that hold them all.
 """
@@ -13,17 +14,28 @@ from perfsuite import inputs as make
 from perfsuite.errors import NotEquivalent
 from perfsuite.pair import Pair
 from perfsuite.records import Case, InputCase
-from perfsuite.specs import Integers, ScalarSpec, Size, TensorSpec, accepted
+from perfsuite.specs import Integers, ScalarSpec, Size, TensorSpec, accepted, symbols
 
 TILES = (16, 32, 64, 128)
+LARGE_TILE = 1024
+"""The most elements of a row that a kernel is often written to hold in one block."""
+PAST_LARGE = "more than a large tile"
+"""Of one size, while the others are small."""
 EDGES = {
     "empty": (0,),
     "one": (1,),
     "one less than a tile": tuple(n - 1 for n in TILES),
     "a tile": TILES,
     "one more than a tile": tuple(n + 1 for n in TILES),
+    PAST_LARGE: tuple(LARGE_TILE + step for step in (1, 2, 4, 8, 16, 32, 64, 128)),
 }
 """Kinds of sizes → the sizes of that kind."""
+ALONE = ("empty", "one", PAST_LARGE)
+"""Of one size while the others are plain: beside another of these the fault of one would not show."""
+LEAST, MOST = "least", "most"
+"""Ends of the numbers that a scalar may be."""
+MOST_ELEMENTS = 1 << 18
+"""A draw with a size past a large tile has no more elements than this in its inputs."""
 SMALL = 17
 """The smallest tile and one more."""
 FEWEST = 2
@@ -36,41 +48,61 @@ ATTEMPTS = 20
 """Random sizes are tried so often until they satisfy the pair's `where`."""
 
 Kind: TypeAlias = tuple[str, ...]
-"""("regime" or "layout", its name), or ("size", the symbol, its kind)."""
+"""("regime" or "layout", its name), ("size", the symbol, its kind), or ("scalar", the input, an end or a choice)."""
 
 
-def kinds(pair: Pair) -> list[Kind]:
-    """All that a proof of the pair has to draw."""
+def kinds(pair: Pair, *, large: bool = True) -> list[Kind]:
+    """All that a proof of the pair has to draw; without `large`, no sizes past a large tile."""
     found: dict[Kind, None] = {}
+    long = _tensor_symbols(pair) if large else set()
     for symbol in sorted(pair.symbols):
-        found.update(dict.fromkeys(("size", symbol, kind) for kind in EDGES if _sizes(pair, symbol, kind)))
+        edges = [kind for kind in EDGES if kind != PAST_LARGE or symbol in long]
+        found.update(dict.fromkeys(("size", symbol, kind) for kind in edges if _sizes(pair, symbol, kind)))
     for name, spec in _tensors(pair).items():
         found.update(dict.fromkeys(("regime", regime) for regime in make.regimes(spec)))
         found.update(dict.fromkeys(("layout", layout) for layout in make.layouts(pair, name, spec)))
+    for name, scalar in _scalars(pair).items():
+        found.update(dict.fromkeys(("scalar", name, end) for end in _ends(scalar)))
     return list(found)
 
 
 def kinds_in(pair: Pair, case: Case) -> set[Kind]:
-    """Those that a draw holds."""
+    """Those that a draw holds, as far as they show in it: not all do beside special values."""
     sizes = {symbol: case.sizes[symbol] for symbol in pair.symbols}
-    found: set[Kind] = {("size", s, kind) for s, n in sizes.items() for kind, edges in EDGES.items() if n in edges}
+    tensors = _tensors(pair)
+    regimes = {case.inputs.get(name, InputCase()).regime for name in tensors}
+    found: set[Kind] = set()
+    for symbol, n in sizes.items():
+        plain = all(other >= FEWEST for name, other in sizes.items() if name != symbol)
+        for kind in (kind for kind, edges in EDGES.items() if n in edges):
+            if kind == "empty" or (regimes <= {"normal"} and (plain or kind not in ALONE)):
+                found.add(("size", symbol, kind))
     if all(n >= FEWEST for n in sizes.values()):
-        for name in _tensors(pair):
-            how = case.inputs.get(name, InputCase())
-            found |= {("regime", how.regime), ("layout", how.layout)}
+        found |= {("regime", regime) for regime in regimes}
+        found |= {("layout", case.inputs.get(name, InputCase()).layout) for name in tensors}
+        if regimes <= {"normal"}:
+            scalars = _scalars(pair).items()
+            found |= {("scalar", n, e) for n, s in scalars for e in _ends(s) if case.sizes[n] == _end(s, e, sizes)}
     return found
 
 
 def draws(
-    pair: Pair, dtype: str, seed: int, *, small: bool = False, compiles: Callable[[], bool] = lambda: False
+    pair: Pair,
+    dtype: str,
+    seed: int,
+    *,
+    small: bool = False,
+    large: bool = True,
+    compiles: Callable[[], bool] = lambda: False,
 ) -> Iterator[Case]:
     """As few draws as hold all kinds; none that the pair's `where` rules out.
 
-    With `small` the tiles are small ones, where there are some: a kernel that is interpreted takes seconds for others.
+    With `small` the tiles are small ones, where there are some, and without `large` no size is past a large tile: a
+    kernel that is interpreted takes seconds for others.
     The first draw, and all from when `compiles` says so, have sizes that do not depend on the seed: a side that
     compiles for each size finds them in its cache in every proof and every run.
     """
-    left = kinds(pair)
+    left = kinds(pair, large=large)
     random_ = random.Random(seed)
     first = True
     while left:
@@ -105,16 +137,32 @@ def _case(
 ) -> Case | None:
     """A draw that holds some of `left`; what it was made for is taken away."""
     inputs, tried = _inputs(pair, left, random_)
-    wanted = {k[1]: k[2] for k in reversed(left) if k[0] == "size"}
-    if tried:  # of an empty tensor values and layouts show nothing
-        wanted = {symbol: kind for symbol, kind in wanted.items() if kind not in ("empty", "one")}
-    tried |= {("size", *k) for k in wanted.items()}
+    wanted, ends = {}, {}
+    if not any(kind[0] == "regime" for kind in tried):
+        wanted = _wanted_sizes(left, alone=not tried)
+        if not set(ALONE) & set(wanted.values()):
+            ends = {k[1]: k[2] for k in reversed(left) if k[0] == "scalar"}
+    tried |= {("size", *k) for k in wanted.items()} | {("scalar", *k) for k in ends.items()}
     left[:] = [k for k in left if k not in tried]
     source = random.Random(f"{pair.name} {sorted(wanted.items())}") if same_sizes else random_
-    sizes = _drawn_sizes(pair, wanted, source, small)
+    sizes = _drawn_sizes(pair, wanted, ends, source, small)
     if sizes is None:
         return None
     return Case(dtype=dtype, sizes=sizes, inputs=inputs, seed=random_.getrandbits(31))
+
+
+def _wanted_sizes(left: list[Kind], *, alone: bool) -> dict[str, str]:
+    """Symbol → the kind of its size in the next draw; with `alone`, one that stands alone as long as there is one."""
+    every = [(k[1], k[2]) for k in left if k[0] == "size"]
+    single = next((k for k in every if k[1] in ALONE), None)
+    if alone and single is not None:
+        return dict([single])
+    wanted: dict[str, str] = {}
+    for number, symbol in enumerate(dict(every)):
+        edges = [kind for name, kind in every if name == symbol and kind not in ALONE]
+        if edges:  # of two symbols different ones, where that is possible
+            wanted[symbol] = edges[number % len(edges)]
+    return wanted
 
 
 def _inputs(pair: Pair, left: list[Kind], random_: random.Random) -> tuple[dict[str, InputCase], set[Kind]]:
@@ -133,19 +181,28 @@ def _inputs(pair: Pair, left: list[Kind], random_: random.Random) -> tuple[dict[
     return {name: how for name, how in found.items() if how != InputCase()}, tried
 
 
-def _drawn_sizes(pair: Pair, wanted: Mapping[str, str], random_: random.Random, small: bool) -> dict[str, Any] | None:
-    """Sizes of these kinds, of which one is larger than small draws are; None where `where` allows none."""
+def _drawn_sizes(
+    pair: Pair, wanted: Mapping[str, str], ends: Mapping[str, str], random_: random.Random, small: bool
+) -> dict[str, Any] | None:
+    """Sizes of these kinds, of which one is larger than small draws are, and scalars, at these ends.
+
+    None where `where` allows none, or all would have too many elements.
+    """
+    long = [symbol for symbol, kind in wanted.items() if kind == PAST_LARGE]
     for _ in range(ATTEMPTS):
         sizes: dict[str, Any] = {}
         for symbol in sorted(pair.symbols):
             among = _sizes(pair, symbol, wanted.get(symbol, "")) or _plain(pair, symbol)
-            most = SMALL if small else make.SMALL_HIGH if _has_large(sizes) else max(among)
+            most = make.SMALL_HIGH if _has_large(sizes) else max(among)
+            if small or long:
+                most = max(among) if symbol in long else SMALL
             sizes[symbol] = random_.choice([n for n in among if n <= most] or among)
+        for name, spec in _scalars(pair).items():
+            sizes[name] = _end(spec, ends[name], sizes) if name in ends else _scalar(spec, sizes, random_)
         if pair.where is not None and not pair.where(**accepted(pair.where, sizes)):
             continue
-        for name, spec in {**pair.inputs, **pair.step_inputs}.items():
-            if isinstance(spec, ScalarSpec):
-                sizes[name] = _scalar(spec, sizes, random_)
+        if long and sum(make.elements(spec, sizes) for spec in _whole_tensors(pair)) > MOST_ELEMENTS:
+            continue
         return sizes
     return None
 
@@ -164,9 +221,29 @@ def _scalar(spec: ScalarSpec, sizes: Mapping[str, Any], random_: random.Random) 
     return random_.uniform(-1.0 if low is None else low, 1.0 if high is None else high)
 
 
+def _ends(spec: ScalarSpec) -> list[str]:
+    """What each proof draws of a scalar: each choice, or the ends of its range."""
+    if isinstance(spec.values, tuple):
+        return [repr(value) for value in spec.values]
+    if isinstance(spec.values, Integers):
+        return [LEAST, MOST]
+    return [end for end, bound in ((LEAST, spec.values.low), (MOST, spec.values.high)) if bound is not None]
+
+
+def _end(spec: ScalarSpec, end: str, sizes: Mapping[str, Any]) -> Any:
+    """The value that is meant."""
+    if isinstance(spec.values, tuple):
+        return next(value for value in spec.values if repr(value) == end)
+    if isinstance(spec.values, Integers):
+        least, ends = make.bounds(spec.values, sizes)
+        return least if end == LEAST else max(least, ends[0] - 1)
+    bound = spec.values.low if end == LEAST else spec.values.high
+    return None if bound is None else float(bound)
+
+
 def _sizes(pair: Pair, symbol: str, kind: str) -> list[int]:
     """The sizes of this kind that the symbol may have."""
-    size = pair.size_of(symbol) or Size(low=0, high=max(make.LARGE_EDGES))
+    size = pair.size_of(symbol) or Size(low=0, high=max(EDGES[PAST_LARGE]))
     return [n for n in EDGES.get(kind, ()) if size.low <= n <= size.high and n % size.multiple_of == 0]
 
 
@@ -180,6 +257,23 @@ def _plain(pair: Pair, symbol: str) -> Sequence[int]:
 
 def _range(size: Size) -> range:
     return range(-(-size.low // size.multiple_of) * size.multiple_of, size.high + 1, size.multiple_of)
+
+
+def _whole_tensors(pair: Pair) -> list[TensorSpec]:
+    """The inputs that are a tensor each."""
+    return [spec for spec in {**pair.inputs, **pair.step_inputs}.values() if isinstance(spec, TensorSpec)]
+
+
+def _tensor_symbols(pair: Pair) -> set[str]:
+    """Sizes of such tensors alone: of others not all sizes can be told, such as those of a module."""
+    every = {**pair.inputs, **pair.step_inputs}
+    others = {name: spec for name, spec in every.items() if not isinstance(spec, TensorSpec)}
+    return {dim for spec in _whole_tensors(pair) for dim in spec.dims if isinstance(dim, str)} - symbols(others)
+
+
+def _scalars(pair: Pair) -> dict[str, ScalarSpec]:
+    every = {**pair.inputs, **pair.step_inputs}
+    return {name: spec for name, spec in every.items() if isinstance(spec, ScalarSpec)}
 
 
 def _tensors(pair: Pair) -> dict[str, TensorSpec]:

@@ -18,6 +18,7 @@ import torch
 
 from perfsuite import equivalence, forms, incoming, relations, truths
 from perfsuite import inputs as make
+from perfsuite.coverage import LARGE_TILE
 from perfsuite.errors import NotEquivalent
 from perfsuite.execution import Leaves
 from perfsuite.integrity.calls import comes_late
@@ -273,6 +274,11 @@ def _same(a: Any, b: Any) -> bool:
 
 def _sizes(trial: _Trial, case: Case, gradients: bool) -> Iterator[str]:
     sizes = _dimensions(trial.pair, case)
+    for name in [n for n, v in sizes.items() if v > LARGE_TILE]:
+        shorter = replace(case, sizes={**case.sizes, name: LARGE_TILE})
+        if trial.is_right(shorter, gradients):
+            yield f"it is right at {name}={LARGE_TILE}, and wrong at {name}={sizes[name]}: more than a block holds"
+            return
     for tile in TILES:
         whole: dict[str, Any] = {n: max(tile, math.ceil(v / tile) * tile) for n, v in sizes.items()}
         bigger = replace(case, sizes={**case.sizes, **whole})

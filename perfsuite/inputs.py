@@ -319,6 +319,11 @@ def _hash(seed: int, name: str) -> int:
     return zlib.crc32(f"{seed} {name}".encode())
 
 
+def elements(spec: TensorSpec, sizes: Mapping[str, Any]) -> int:
+    """The number of elements at these sizes."""
+    return math.prod(_resolve(d, sizes) for d in spec.dims)
+
+
 def _tensor(spec: TensorSpec, name: str, case: Case, device: str, how: InputCase) -> torch.Tensor:
     shape = tuple(_resolve(d, case.sizes) for d in spec.dims)
     dtype = dtype_of(spec.dtype or case.dtype)

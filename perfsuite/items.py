@@ -58,6 +58,8 @@ ANY_DRAW = (proofs.INTEGRITY, proofs.EFFECTS)
 """Those of them that edge sizes, layouts and special values matter to, after a few plain draws."""
 EVERY_KIND = ("equivalence", "gradients")
 """Those that draw every kind of inputs at least once."""
+FORWARD_ONLY = ("equivalence", proofs.TRUTH)
+"""Kinds whose draws have no backward pass."""
 PLAIN_ONLY = (proofs.CONTEXTS, proofs.OUTSIDE)
 """Those of them that plain draws are enough for."""
 OTHER_PARAMETERS = ("positional argument", "keyword-only argument")
@@ -238,6 +240,7 @@ class ProofItem(pytest.Function):
         self.left_out: tuple[str, ...] = ()
         """Draws on which the reference faults."""
         self.kind = name.partition("[")[0]
+        self._gradients = pair.gradients and self.kind not in FORWARD_ONLY
         profile = parent.config.option.perfsuite_profile or ("ci" if os.environ.get("CI") else "dev")
         self.limit_s = pair.time_limit * EXAMPLES[profile] / EXAMPLES["dev"]
         node = f"{parent.nodeid}::{name}"
@@ -268,7 +271,7 @@ class ProofItem(pytest.Function):
         def prove_draws(case: Case) -> None:
             __tracebackhide__ = True
             if profile != "thorough":
-                case = facts_of(self.pair).sizes.settled(self.pair, case)
+                case = facts_of(self.pair).sizes.settled(self.pair, case, gradients=self._gradients)
             if self.kind in FEW:
                 self._prove(case)
                 return
@@ -297,7 +300,7 @@ class ProofItem(pytest.Function):
 
     def _judge(self, case: Case) -> None:
         try:
-            with facts_of(self.pair).sizes.noting(case):
+            with facts_of(self.pair).sizes.noting(case, gradients=self._gradients):
                 self.prove(case, self.tally)
         except (NotEquivalent, PairError) as error:
             error.case = case
@@ -367,7 +370,14 @@ class ProofItem(pytest.Function):
         if self.seed is None or self.pair.max_examples is not None:
             return None
         sizes, small = facts_of(self.pair).sizes, device() == "cpu"
-        cases = coverage.draws(self.pair, self.dtype, self.seed, small=small, compiles=lambda: sizes.compiles)
+        cases = coverage.draws(
+            self.pair,
+            self.dtype,
+            self.seed,
+            small=small,
+            large=not small or not ahead.kernels_of(self.pair),
+            compiles=lambda: sizes.compiles,
+        )
         failure, number = coverage.first_failure(self._prove, cases)
         if failure is None:
             self.distinct.most -= coverage.replaced(number, self.distinct.most)

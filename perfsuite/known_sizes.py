@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 
 from perfsuite import compiling
@@ -19,7 +19,8 @@ from perfsuite.pair import Pair
 from perfsuite.records import Case, InputCase
 
 BUDGET_S = 3.0
-"""Seconds of draws that compile, after which no new sizes and layouts are drawn."""
+"""Seconds of draws that compile, after which no new sizes and layouts are drawn: of forward calls, and again of those
+with a backward pass, whose kernels are others."""
 
 
 class KnownSizes:
@@ -29,23 +30,27 @@ class KnownSizes:
         self.budget_s = budget_s
         self.compiles = False
         """Whether any draw has compiled something, or read it from a cache."""
-        self.spent_s = 0.0
-        """The total time of the draws that compiled."""
-        self._known: dict[str, Case] = {}
-        self._settled: dict[str, Case] = {}
+        self.forward, self.backward = _Known(), _Known()
+        """Of all draws, and of those with a backward pass."""
+        self._settled: dict[tuple[str, bool], Case] = {}
 
-    def settled(self, pair: Pair, case: Case) -> Case:
-        """The draw itself, or with known sizes and layouts once new ones have cost the budget; the same each time."""
-        line = make.case_line(case)
-        if line not in self._settled:
-            self._settled[line] = self._chosen(pair, case)
-        return self._settled[line]
+    def settled(self, pair: Pair, case: Case, *, gradients: bool = False) -> Case:
+        """The draw itself, or with known sizes and layouts once new ones have cost the budget; the same each time.
 
-    def _chosen(self, pair: Pair, case: Case) -> Case:
-        if self.spent_s <= self.budget_s or _key(case) in self._known:
+        With `gradients` they are those of draws with a backward pass, as soon as these have cost the budget.
+        """
+        asked = make.case_line(case), gradients
+        if asked not in self._settled:
+            self._settled[asked] = self._chosen(pair, case, gradients)
+        return self._settled[asked]
+
+    def _chosen(self, pair: Pair, case: Case, gradients: bool) -> Case:
+        spent = [k for k in (self.backward, self.forward)[not gradients :] if k.spent_s > self.budget_s]
+        if not spent or _key(case) in spent[0].cases:
             return case
         plain, flat = _is_plain(pair, case), not case.inputs
-        among = [k for k in self._known.values() if (_is_plain(pair, k) or not plain) and (not k.inputs or not flat)]
+        every = spent[0].cases.values()
+        among = [k for k in every if (_is_plain(pair, k) or not plain) and (not k.inputs or not flat)]
         if not among:
             return case
         known = among[case.seed % len(among)]
@@ -60,7 +65,7 @@ class KnownSizes:
         return replace(case, sizes=sizes, inputs={n: how for n, how in inputs.items() if how != InputCase()})
 
     @contextmanager
-    def noting(self, case: Case) -> Iterator[None]:
+    def noting(self, case: Case, *, gradients: bool = False) -> Iterator[None]:
         """Around the proof of a draw: notes what it compiled, and that its sizes and layouts are known."""
         began, before = perf_counter(), compiling.so_far()
         try:
@@ -69,8 +74,17 @@ class KnownSizes:
             after = compiling.so_far()
             self.compiles |= after != before
             if (after.graphs, after.kernels) != (before.graphs, before.kernels):
-                self.spent_s += perf_counter() - began
-            self._known.setdefault(_key(case), case)
+                (self.backward if gradients else self.forward).spent_s += perf_counter() - began
+            for known in (self.forward, self.backward)[: 1 + gradients]:
+                known.cases.setdefault(_key(case), case)
+
+
+@dataclass(slots=True)
+class _Known:
+    cases: dict[str, Case] = field(default_factory=dict)
+    """By their sizes and layouts."""
+    spent_s: float = 0.0
+    """The total time of the draws that compiled."""
 
 
 def _key(case: Case) -> str:

@@ -12,13 +12,13 @@ import gc
 import math
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from perfsuite import execution, expressions
+from perfsuite import execution
 from perfsuite import inputs as make
 from perfsuite.cutoff import CutOff, cut_off
 from perfsuite.errors import in_one_line
@@ -77,7 +77,7 @@ def long_case(pair: Pair, case: Case) -> tuple[Case, str] | None:
         if not isinstance(dim, str) or dim not in pair.symbols or pair.size_of(dim) is not None:
             continue
         assert largest is not None
-        beside = _elements(largest, {**case.sizes, dim: 1})
+        beside = make.elements(largest, {**case.sizes, dim: 1})
         if not beside:
             continue
         sizes = {**case.sizes, dim: -(-(ELEMENTS + MORE) // beside)}
@@ -90,14 +90,10 @@ def _holds_tensors(spec: Any) -> bool:
     return not isinstance(spec, TensorSpec) and make.tensor_spec(spec) is not None
 
 
-def _elements(spec: TensorSpec, sizes: Mapping[str, Any]) -> int:
-    return math.prod(expressions.value(d, sizes) if isinstance(d, str) else d for d in spec.dims)
-
-
 def fits(pair: Pair, case: Case, device: str) -> bool:
     """Whether the memory is enough."""
     specs = [spec for spec in pair.inputs.values() if isinstance(spec, TensorSpec)]
-    needed = sum(make.dtype_of(s.dtype or case.dtype).itemsize * _elements(s, case.sizes) for s in specs)
+    needed = sum(make.dtype_of(s.dtype or case.dtype).itemsize * make.elements(s, case.sizes) for s in specs)
     return COPIES * needed <= free_bytes(device)
 
 

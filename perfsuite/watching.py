@@ -128,6 +128,20 @@ class Watch:
             if prove and not stateful:
                 prove_new(self.output, runner, values)
             runner.refill(old)
+        if stateful:
+            self._keep_in_step(len(times))
+
+    def _keep_in_step(self, calls: int) -> None:
+        """Call the sides that are compared with the optimized one as often as it was called here, untimed.
+
+        A step may vary in a fixed cycle, such as an evaluation every eighth: sides are compared at the same step.
+        """
+        for name, runner in self.sampler.runners.items():
+            if name == OPTIMIZED or name in self.sampler.few:
+                continue
+            with execution.quiet(runner.side), torch.set_grad_enabled(runner.grad_mode):
+                for _ in range(calls):
+                    self.sampler.once(name)
 
     def _first(self, runner: Runner) -> None:
         with execution.quiet(runner.side), torch.set_grad_enabled(runner.grad_mode):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from scratch import Project
 
-from perfsuite import Pair, coverage, floats, scalar, size, tensor
+from perfsuite import Pair, coverage, floats, integers, scalar, size, tensor
 from perfsuite import inputs as make
 from perfsuite.records import Case, InputCase
 
@@ -34,7 +34,7 @@ def test_all_kinds_are_in_the_draws(seed: int) -> None:
     held = set().union(*(coverage.kinds_in(of, case) for case in found))
     assert held >= set(coverage.kinds(of))
     assert {k[1] for k in held if k[0] == "regime"} == set(make.UNBOUNDED_REGIMES)
-    assert len(found) <= 14
+    assert len(found) <= 20
 
 
 def test_several_tensors_share_the_draws() -> None:
@@ -43,6 +43,46 @@ def test_several_tensors_share_the_draws() -> None:
     for case in three:
         spoiled = [how.regime for how in case.inputs.values() if how.regime in coverage.SPOILING]
         assert not spoiled or all(how.regime in ("normal", *spoiled) for how in case.inputs.values())
+
+
+def test_one_size_is_past_a_large_tile_while_the_others_are_small() -> None:
+    of = pair(x=tensor("n", "m"), y=tensor("m"))
+    for symbol, other in (("n", "m"), ("m", "n")):
+        (long,) = [case.sizes for case in drawn(of) if case.sizes[symbol] > 1024]
+        assert long[other] <= coverage.SMALL
+    assert max(case.sizes["n"] for case in coverage.draws(of, "float32", 0, large=False)) < 1024
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_each_end_and_choice_of_a_scalar_is_drawn_beside_ordinary_values(seed: int) -> None:
+    inputs = {
+        "x": tensor("n"),
+        "rate": scalar(floats(0.25, 0.75)),
+        "power": scalar(floats(0)),
+        "at": scalar(integers(0, "n")),
+        "mode": scalar((True, False)),
+    }
+    plain = [case for case in drawn(pair(**inputs), seed) if case.sizes["n"] > 1 and not case.inputs]
+    assert {0.25, 0.75} <= {case.sizes["rate"] for case in plain}
+    assert 0 in {case.sizes["power"] for case in plain}
+    assert {case.sizes["mode"] for case in plain} == {True, False}
+    assert 0 in {case.sizes["at"] for case in plain}
+    assert any(case.sizes["at"] == case.sizes["n"] - 1 for case in plain)
+
+
+def test_an_empty_size_and_one_stand_alone() -> None:
+    found = [case.sizes for case in drawn(pair(x=tensor("n", "m")))]
+    for n in (0, 1):
+        for symbol, other in (("n", "m"), ("m", "n")):
+            assert any(sizes[symbol] == n and sizes[other] > 1 for sizes in found)
+
+
+def test_no_size_is_past_a_large_tile_where_that_is_too_much() -> None:
+    square, declared = pair(x=tensor("n", "n")), pair(x=tensor("n"))
+    declared.sizes = {"n": size(0, 100)}
+    lists = pair(x=[tensor("n")] * 2, y=tensor("n"))
+    for of in (square, declared, lists):
+        assert all(case.sizes["n"] < 1024 for case in drawn(of))
 
 
 def test_values_of_an_empty_tensor_show_nothing() -> None:

@@ -47,7 +47,7 @@ def test_new_sizes_are_drawn_until_compiling_has_cost_the_budget(triton: Compile
         triton.compile()
     with known.noting(case(0)):
         triton.compile()
-    assert known.spent_s > 0
+    assert known.forward.spent_s > 0
     assert known.settled(PAIRS.one, case(7, seed=1, p=0.25)) == case(3, seed=1, p=0.25)
     assert {known.settled(PAIRS.one, case(1, seed=s)).sizes["n"] for s in range(9)} == {0, 3}
     assert known.settled(PAIRS.one, case(3, seed=5)) == case(3, seed=5)
@@ -73,12 +73,24 @@ def test_the_same_draw_has_the_same_sizes_however_often_it_is_asked_for(triton: 
     assert known.settled(PAIRS.one, case(9)) == first == case(9)
 
 
+def test_a_backward_pass_has_a_budget_and_known_sizes_of_its_own(triton: Compiler) -> None:
+    known = KnownSizes(budget_s=0.0)
+    with known.noting(case(3)):
+        triton.compile()
+    # No backward pass has compiled at 3 yet, but its forward call has.
+    assert known.settled(PAIRS.one, case(7), gradients=True) == case(3)
+    with known.noting(case(4), gradients=True):
+        triton.compile()
+    assert {known.settled(PAIRS.one, case(1, seed=s), gradients=True).sizes["n"] for s in range(9)} == {4}
+    assert {known.settled(PAIRS.one, case(1, seed=s)).sizes["n"] for s in range(9)} == {3, 4}
+
+
 def test_what_is_read_from_the_cache_costs_nothing(triton: Compiler) -> None:
     known = KnownSizes()
     with known.noting(case(3)):
         triton.compile(cache_hit=True)
     assert known.compiles
-    assert known.spent_s == 0
+    assert known.forward.spent_s == 0
 
 
 def test_a_side_that_does_not_compile_is_drawn_as_before() -> None:

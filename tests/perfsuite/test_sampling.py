@@ -551,6 +551,22 @@ def test_a_call_that_takes_too_long_for_the_profiler_is_not_counted(monkeypatch:
     assert counts == {"reference": unknown, "optimized": known, "slow": unknown, "quick": known}
 
 
+def test_steps_are_compared_at_the_same_step_of_their_cycle(time: Time, monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(x: torch.Tensor) -> Call:
+        numbers = itertools.count(1)
+
+        def step(y: torch.Tensor) -> torch.Tensor:
+            time.spend(0.01 * (1 + (next(numbers) % 8 == 0)))  # so slow that a sample is one call
+            return x + y
+
+        return step
+
+    monkeypatch.setattr(sampling, "ALLOCATE_BUDGET_S", 0.0)  # the steps are not built anew between blocks
+    of = pair(time, reference=stateful(build), optimized=stateful(build), step_inputs={"y": tensor("n")})
+    made = measuring.measure(of, Workload("w", n=5), workload_id="i", device="cpu", accepted=of, reference=3)
+    assert made.log_ratios["accepted"] == pytest.approx((0.0,) * len(made.log_ratios["accepted"]))
+
+
 @pytest.mark.parametrize(
     ("counted", "optimized", "accepted"),
     [

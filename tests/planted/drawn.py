@@ -8,7 +8,7 @@ import torch
 from catalogue import Time, fault, honest, pair
 from torch.nn import functional
 
-from perfsuite import Pair, floats, generator, size, tensor
+from perfsuite import Pair, floats, generator, scalar, size, tensor
 from perfsuite.specs import Spec
 
 LAYOUTS = ("contiguous", "rows", "permuted")
@@ -67,6 +67,61 @@ def normalized(time: Time) -> Pair:
         reference=lambda x: x / x.norm(dim=-1, keepdim=True),
         sizes={"n": size(2, 33)},
     )
+
+
+def in_blocks(x: torch.Tensor, most: int | None) -> torch.Tensor:
+    """Each row in blocks of 1,024 elements, at most so many of them."""
+    made = torch.zeros_like(x, memory_format=torch.contiguous_format)
+    for begin in range(0, x.shape[-1], 1024)[:most]:
+        made[..., begin : begin + 1024] = x[..., begin : begin + 1024].sin()
+    return made
+
+
+LONG_ROWS = {"reference": lambda x: x.sin().contiguous(), "inputs": {"x": tensor("m", "n", values=floats(-2, 2))}}
+
+
+@fault(47, "one block of 1,024 elements for each row", "right at n=1024, and wrong at n=1")
+def one_block(time: Time) -> Pair:
+    return pair(lambda x: in_blocks(x, 1), **LONG_ROWS)
+
+
+@fault(47, "one block of 1,024 elements for each column", "right at m=1024, and wrong at m=1")
+def one_block_of_columns(time: Time) -> Pair:
+    return pair(lambda x: in_blocks(x.T, 1).T.contiguous(), **LONG_ROWS)
+
+
+@honest(47, "as many blocks of 1,024 elements as a row has")
+def all_blocks(time: Time) -> Pair:
+    return pair(lambda x: in_blocks(x, None), **LONG_ROWS)
+
+
+RATES = {
+    "reference": lambda x, rate: x * (1 - rate),
+    "inputs": {"x": tensor("n", values=floats(-2, 2)), "rate": scalar(floats(0.125, 0.875))},
+}
+
+
+@fault(47, "the largest rate taken for none", "output of the optimized side is wrong")
+def largest_rate(time: Time) -> Pair:
+    return pair(lambda x, rate: x * (1 - rate) if rate < 0.875 else x.clone(), **RATES)
+
+
+@fault(47, "the smallest rate taken for none", "output of the optimized side is wrong")
+def smallest_rate(time: Time) -> Pair:
+    return pair(lambda x, rate: x * (1 - rate) if rate > 0.125 else x.clone(), **RATES)
+
+
+@honest(47, "the rate within its bounds")
+def bounded_rate(time: Time) -> Pair:
+    return pair(lambda x, rate: x * (1 - min(max(rate, 0.125), 0.875)), **RATES)
+
+
+@fault(47, "a single column taken for the whole", "output of the optimized side is wrong")
+def single_column(time: Time) -> Pair:
+    def side(x: torch.Tensor) -> torch.Tensor:
+        return x.sin().sum(1) if x.shape[1] != 1 or x.shape[0] < 2 else x.sin().sum(1).mean().expand(len(x)).clone()
+
+    return pair(side, reference=lambda x: x.sin().sum(1), inputs={"x": tensor("m", "n", values=floats(-2, 2))})
 
 
 BOTH: dict[str, Spec] = {"x": tensor("m", "n", values=floats(-2, 2)), "y": tensor("m", "n", values=floats(-2, 2))}
