@@ -100,13 +100,15 @@ def draws(
     With `small` the tiles are small ones, where there are some, and without `large` no size is past a large tile: a
     kernel that is interpreted takes seconds for others.
     The first draw, and all from when `compiles` says so, have sizes that do not depend on the seed: a side that
-    compiles for each size finds them in its cache in every proof and every run.
+    compiles for each size finds them in its cache in every proof and every run. Its sizes are few: all are empty, or
+    one, together.
     """
     left = kinds(pair, large=large)
     random_ = random.Random(seed)
     first = True
     while left:
-        case = _case(pair, dtype, left, random_, small, same_sizes=first or compiles())
+        few = compiles()
+        case = _case(pair, dtype, left, random_, small, same_sizes=first or few, few_sizes=few)
         first = False
         if case is not None:
             yield case
@@ -133,13 +135,20 @@ def first_failure(prove: Callable[[Case], None], cases: Iterable[Case]) -> tuple
 
 
 def _case(
-    pair: Pair, dtype: str, left: list[Kind], random_: random.Random, small: bool, *, same_sizes: bool
+    pair: Pair,
+    dtype: str,
+    left: list[Kind],
+    random_: random.Random,
+    small: bool,
+    *,
+    same_sizes: bool,
+    few_sizes: bool,
 ) -> Case | None:
     """A draw that holds some of `left`; what it was made for is taken away."""
     inputs, tried = _inputs(pair, left, random_)
     wanted, ends = {}, {}
     if not any(kind[0] == "regime" for kind in tried):
-        wanted = _wanted_sizes(left, alone=not tried)
+        wanted = _wanted_sizes(left, alone=not tried, few=few_sizes)
         if not set(ALONE) & set(wanted.values()):
             ends = {k[1]: k[2] for k in reversed(left) if k[0] == "scalar"}
     tried |= {("size", *k) for k in wanted.items()} | {("scalar", *k) for k in ends.items()}
@@ -151,12 +160,15 @@ def _case(
     return Case(dtype=dtype, sizes=sizes, inputs=inputs, seed=random_.getrandbits(31))
 
 
-def _wanted_sizes(left: list[Kind], *, alone: bool) -> dict[str, str]:
-    """Symbol → the kind of its size in the next draw; with `alone`, one that stands alone as long as there is one."""
+def _wanted_sizes(left: list[Kind], *, alone: bool, few: bool) -> dict[str, str]:
+    """Symbol → the kind of its size in the next draw.
+
+    With `alone`, one that stands alone as long as there is one; with `few`, all sizes that may be empty, or one.
+    """
     every = [(k[1], k[2]) for k in left if k[0] == "size"]
     single = next((k for k in every if k[1] in ALONE), None)
     if alone and single is not None:
-        return dict([single])
+        return dict(k for k in every if k[1] == single[1]) if few and single[1] != PAST_LARGE else dict([single])
     wanted: dict[str, str] = {}
     for number, symbol in enumerate(dict(every)):
         edges = [kind for name, kind in every if name == symbol and kind not in ALONE]

@@ -271,7 +271,8 @@ class ProofItem(pytest.Function):
         def prove_draws(case: Case) -> None:
             __tracebackhide__ = True
             if profile != "thorough":
-                case = facts_of(self.pair).sizes.settled(self.pair, case, gradients=self._gradients)
+                sizes, few = facts_of(self.pair).sizes, self.kind in FEW
+                case = sizes.settled(self.pair, case, gradients=self._gradients, few=few)
             if self.kind in FEW:
                 self._prove(case)
                 return

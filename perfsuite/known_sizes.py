@@ -18,7 +18,7 @@ from perfsuite.coverage import FEWEST
 from perfsuite.pair import Pair
 from perfsuite.records import Case, InputCase
 
-BUDGET_S = 3.0
+BUDGET_S = 1.5
 """Seconds of draws that compile, after which no new sizes and layouts are drawn: of forward calls, and again of those
 with a backward pass, whose kernels are others."""
 
@@ -34,22 +34,24 @@ class KnownSizes:
         """Of all draws, and of those with a backward pass."""
         self._settled: dict[tuple[str, bool], Case] = {}
 
-    def settled(self, pair: Pair, case: Case, *, gradients: bool = False) -> Case:
+    def settled(self, pair: Pair, case: Case, *, gradients: bool = False, few: bool = False) -> Case:
         """The draw itself, or with known sizes and layouts once new ones have cost the budget; the same each time.
 
-        With `gradients` they are those of draws with a backward pass, as soon as these have cost the budget.
+        With `gradients` they are those of draws with a backward pass, as soon as these have cost the budget. With
+        `few` a draw takes so many calls that nothing new is drawn where there are known ones and the side compiles.
         """
         asked = make.case_line(case), gradients
         if asked not in self._settled:
-            self._settled[asked] = self._chosen(pair, case, gradients)
+            self._settled[asked] = self._chosen(pair, case, gradients, few)
         return self._settled[asked]
 
-    def _chosen(self, pair: Pair, case: Case, gradients: bool) -> Case:
-        spent = [k for k in (self.backward, self.forward)[not gradients :] if k.spent_s > self.budget_s]
-        if not spent or _key(case) in spent[0].cases:
+    def _chosen(self, pair: Pair, case: Case, gradients: bool, few: bool) -> Case:
+        of_kind = (self.backward, self.forward)[not gradients :]
+        known_enough = [k for k in of_kind if k.spent_s > self.budget_s or (few and self.compiles and k.cases)]
+        if not known_enough or _key(case) in known_enough[0].cases:
             return case
         plain, flat = _is_plain(pair, case), not case.inputs
-        every = spent[0].cases.values()
+        every = known_enough[0].cases.values()
         among = [k for k in every if (_is_plain(pair, k) or not plain) and (not k.inputs or not flat)]
         if not among:
             return case

@@ -102,17 +102,24 @@ def enough_s(entry: Entry, promised: float | None) -> float:
     return AMPLE * promised * entry.sides["optimized"].seconds
 
 
-def is_doubtful(entry: Entry, promised: float | None, prior: Noise, *, slow_to_prepare: bool) -> bool:
-    """Whether the promise would probably be in doubt after a few samples of the reference in one process.
+def doubtful_processes(entry: Entry, promised: float | None, prior: Noise, *, slow_to_prepare: bool) -> int:
+    """How many processes have to sample the reference in full to confirm the promise, 6 at most; 0 where a few samples
+    in the first will probably do.
 
-    Where a further process is `slow_to_prepare`, it is doubtful up to twice that error. `prior` is the noise of all
+    Where a further process is `slow_to_prepare`, the errors of both are taken twice. `prior` is the noise of all
     workloads with the same clock.
     """
     if promised is None:
-        return False
+        return 0
     process = noise_of(entry.process_means(), prior).process
-    error = FEW_FACTOR * t_quantile(1 - beta(1), process.dof) * math.sqrt(process.value)
-    return math.log(entry.speedup() / promised) < max(FEW_LEAST, error * (2 if slow_to_prepare else 1))
+    exceeded, doubled = math.log(entry.speedup() / promised), 2 if slow_to_prepare else 1
+
+    def error(processes: int) -> float:
+        return doubled * t_quantile(1 - beta(processes), process.dof) * math.sqrt(process.value / processes)
+
+    if exceeded >= max(FEW_LEAST, FEW_FACTOR * error(1)):
+        return 0
+    return next((n for n in LOOKS if n < MOST_FIRST and exceeded >= error(n)), MOST_FIRST)
 
 
 def reference_blocks(entry: Entry, promised: float | None) -> int:

@@ -240,7 +240,7 @@ class Paired(Control):
                 self.failures.pop(id, None)
             self.workers.close()  # some may have begun to prepare while others were proven again
             self.alone = True
-            self._do([self._time_task(i, first=i not in self.runs) for i in apart])
+            self._do([task for i in apart for task in self._time_tasks(i, 1)])
             self.alone = False
 
     def _prove_again(self, ids: Collection[str]) -> None:
@@ -358,11 +358,12 @@ class Paired(Control):
         """The next processes of a workload. Only its first one times calls on new values, and samples the reference
         where that is enough."""
         first = id not in self.runs
-        return [self._time_task(id, first=first and n == 0) for n in range(processes)]
+        return [self._time_task(id, first=first and n == 0, number=n) for n in range(processes)]
 
-    def _time_task(self, id: str, *, first: bool) -> Task:
+    def _time_task(self, id: str, *, first: bool, number: int = 0) -> Task:
+        """One process, the given `number` of those that begin together."""
         reference, entry = self.reference(id, first=first), self.entry(id)
-        if reference is not None and entry and id not in self.runs and self._is_doubtful(id, entry):
+        if reference is not None and entry and id not in self.runs and number < self._doubtful_processes(id, entry):
             reference = planning.more_reference_blocks(entry)
         return Task(
             id=id,
@@ -375,10 +376,10 @@ class Paired(Control):
             new_values=first,
         )
 
-    def _is_doubtful(self, id: str, entry: Entry) -> bool:
-        """Whether few samples of the reference would probably leave the promise in doubt."""
+    def _doubtful_processes(self, id: str, entry: Entry) -> int:
+        """How many processes have to sample the reference in full: few samples would leave the promise in doubt."""
         noise, slow = self.suite.of(entry.clock).ratio, self._is_slow_to_prepare(id)
-        return planning.is_doubtful(entry, self.promises(id).speedup, noise, slow_to_prepare=slow)
+        return planning.doubtful_processes(entry, self.promises(id).speedup, noise, slow_to_prepare=slow)
 
     def _tree(self, id: str) -> Tree | None:
         """The revision that joins the current one."""

@@ -85,6 +85,15 @@ def test_a_backward_pass_has_a_budget_and_known_sizes_of_its_own(triton: Compile
     assert {known.settled(PAIRS.one, case(1, seed=s)).sizes["n"] for s in range(9)} == {3, 4}
 
 
+def test_a_proof_of_many_calls_a_draw_has_known_sizes_before_the_budget_is_spent(triton: Compiler) -> None:
+    known = KnownSizes(budget_s=9.0)
+    assert known.settled(PAIRS.one, case(5), few=True) == case(5)
+    with known.noting(case(3)):
+        triton.compile(cache_hit=True)
+    assert known.settled(PAIRS.one, case(7), few=True) == case(3)
+    assert known.settled(PAIRS.one, case(8)) == case(8)
+
+
 def test_what_is_read_from_the_cache_costs_nothing(triton: Compiler) -> None:
     known = KnownSizes()
     with known.noting(case(3)):
@@ -116,3 +125,11 @@ def test_planned_draws_have_the_same_sizes_in_every_run() -> None:
 
     first, second = sizes(1), sizes(2)
     assert set(first) == set(second)
+
+
+def test_planned_draws_of_a_side_that_compiles_are_empty_or_one_in_all_sizes() -> None:
+    of = Pair(name="p", reference=torch.add, optimized=torch.add, inputs={"x": tensor("n", "m")})
+    found = [c.sizes for c in coverage.draws(of, "float32", 1, compiles=lambda: True)]
+    assert {"n": 0, "m": 0} in found
+    assert {"n": 1, "m": 1} in found
+    assert sum(0 in sizes.values() for sizes in found) == 1

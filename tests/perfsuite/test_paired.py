@@ -62,7 +62,7 @@ class Scripted(Paired):
     def promises(self, id: str) -> PromiseRecord:
         return PromiseRecord(speedup=2.0)
 
-    def _time_task(self, id: str, *, first: bool) -> Task:
+    def _time_task(self, id: str, *, first: bool, number: int = 0) -> Task:
         return Task(id=id, reference=self.reference(id, first=first))
 
     def expected_s(self, task: Task) -> float:
@@ -205,7 +205,7 @@ class Early(Scripted):
     def _needed(self, ids: Collection[str]) -> dict[str, int]:
         return dict.fromkeys(self.twice, 2)
 
-    def _time_task(self, id: str, *, first: bool) -> Task:
+    def _time_task(self, id: str, *, first: bool, number: int = 0) -> Task:
         return Task(id=id, proof=self.proofs.get(id), reference=self.reference(id, first=first))
 
     def begun(self, *busy: str) -> tuple[list[str], list[str], int]:
@@ -428,7 +428,7 @@ class AtOnce(Crowded):
     def _sample(self, ids: Collection[str]) -> set[str]:
         return set(ids)
 
-    def _time_task(self, id: str, *, first: bool) -> Task:
+    def _time_task(self, id: str, *, first: bool, number: int = 0) -> Task:
         return Task(id=id, new_values=first)
 
     def work(self, tasks: Sequence[Task], *, further: Any = None, **given: Any) -> Any:
@@ -505,6 +505,7 @@ def test_the_first_processes_time_the_reference_in_full_where_few_samples_would_
     mode.proofs = {}
     mode.runs = {ID: [measurement(accepted=0.0)]} if run else {}
     assert [Paired._time_task(mode, ID, first=first).reference for first in (True, False)] == asked
+    assert Paired._time_task(mode, ID, first=False, number=6).reference == 0
     if promised:
         assert mode.prove_task(ID).reference == (FEW_BLOCKS if seconds < 1 else 1)
 

@@ -14,11 +14,11 @@ from perfsuite import planning
 from perfsuite.baseline import Entry
 from perfsuite.planning import (
     blocks_of,
+    doubtful_processes,
     enough_s,
     first_processes,
     further,
     is_ample,
-    is_doubtful,
     is_slow,
     more_reference_blocks,
     noise_parts,
@@ -199,25 +199,31 @@ def test_the_reference_joins_as_few_blocks_as_its_promise_allows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("promised", "sd", "slow", "doubtful"),
+    ("promised", "sd", "slow", "processes"),
     [
-        (None, 9.0, True, False),
-        (1.0, 0.0, False, False),
-        (2 / 1.19, 0.0, False, True),  # exceeded by less than a fifth
-        (2 / 1.21, 0.0, True, False),
+        (None, 9.0, True, 0),
+        (1.0, 0.0, False, 0),
+        (2 / 1.19, 0.0, False, 1),  # exceeded by less than a fifth
+        (2 / 1.21, 0.0, True, 0),
         # Twice 2.25 standard deviations of a process are beyond 0.5.
-        (2 / math.exp(0.5), 0.105, False, False),
-        (2 / math.exp(0.5), 0.115, False, True),
-        (2 / math.exp(1.0), 0.105, True, False),
-        (2 / math.exp(1.0), 0.115, True, True),
+        (2 / math.exp(0.5), 0.105, False, 0),
+        (2 / math.exp(0.5), 0.115, False, 1),
+        (2 / math.exp(1.0), 0.105, True, 0),
+        (2 / math.exp(1.0), 0.115, True, 1),
+        # The mean of two has an error of 2.5 by the root of two, of three 2.75 by the root of three.
+        (2 / math.exp(0.5), 0.25, False, 2),
+        (2 / math.exp(0.5), 0.3, False, 3),
+        (2 / math.exp(1.0), 0.3, True, 3),
+        (2 / math.exp(0.5), 9.0, False, 6),
+        (2.1, 0.0, False, 6),  # not reached when it was accepted
     ],
 )
-def test_a_promise_is_doubtful_where_few_samples_would_not_confirm_it(
-    promised: float | None, sd: float, slow: bool, doubtful: bool
+def test_so_many_processes_sample_the_reference_in_full_where_few_samples_would_not_confirm_a_promise(
+    promised: float | None, sd: float, slow: bool, processes: int
 ) -> None:
     made = entry([measurement(ratio=math.log(2))])  # one process: its noise is the prior's
     prior = Noise(process=Variance(value=sd**2, dof=math.inf), session=Variance(value=1.0, dof=math.inf))
-    assert is_doubtful(made, promised, prior, slow_to_prepare=slow) is doubtful
+    assert doubtful_processes(made, promised, prior, slow_to_prepare=slow) == processes
 
 
 # --- how many further processes -------------------------------------------------------------------------------------
