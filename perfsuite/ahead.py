@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import importlib
 import inspect
 import json
@@ -53,13 +54,16 @@ def _forks() -> Forks:
 
 def prepare() -> None:
     """In the server of the compiling processes: import what most of them need, and nothing of the project."""
-    for name in ("perfsuite.items", "pytest", "torch._dynamo", "torch.distributed.fsdp", "triton.language"):
+    modules = ("perfsuite.items", "perfsuite.modes", "pytest", "torch._dynamo", "torch.distributed.fsdp")
+    for name in (*modules, "triton.language"):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     with contextlib.suppress(ImportError):
         from triton.runtime.cache import triton_key
 
         triton_key()  # reads all of Triton, half a second's work
+    gc.collect()
+    gc.freeze()  # or each fork would look through all of torch again
 
 
 def _compiling(environment: Mapping[str, str]) -> dict[str, str]:
