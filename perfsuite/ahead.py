@@ -47,6 +47,11 @@ def kernels_of(pair: Pair) -> dict[str, Any]:
     return reachable.kernels(as_side(s).call for s in (pair.optimized, *pair.variants.values()))
 
 
+def is_interpreted(pair: Pair, device: str) -> bool:
+    """Whether the pair's kernels run in Triton's interpreter, which takes milliseconds for each block."""
+    return device == "cpu" and bool(kernels_of(pair))
+
+
 @functools.cache
 def _forks() -> Forks:
     return Forks("perfsuite.ahead:prepare", _compiling(os.environ))

@@ -61,7 +61,17 @@ def proofs(
         whole = functools.partial(check, pair, device=where)
         most = examples if proof.kind == proof_list.TRUTH else FEW_DRAWS
         for words, strategy in strategies.items():
-            yield f"{proof.kind}{words}", functools.partial(_hold, pair, proof.dtype, most, whole, strategy)
+            planned = _large_draws(pair, proof, where) if strategy is make.cases else []
+            hold = functools.partial(_hold, pair, proof.dtype, most, whole, strategy, planned=planned)
+            yield f"{proof.kind}{words}", hold
+
+
+def _large_draws(pair: Pair, proof: proof_list.Proof, device: str) -> list[Case]:
+    """Draws with a large size for integrity, and one for effects, where sizes may be large."""
+    most = {proof_list.INTEGRITY: None, proof_list.EFFECTS: 1}.get(proof.kind, 0)
+    if pair.max_examples is not None or ahead.is_interpreted(pair, device):
+        return []
+    return list(coverage.large_draws(pair, proof.dtype, secrets.randbits(31)))[:most]
 
 
 _PLAIN, _ANY = {"": make.plain_cases}, {"": make.plain_cases, ", any draw": make.cases}
@@ -89,7 +99,7 @@ def _equivalence(pair: Pair, proof: proof_list.Proof, examples: int, device: str
         planned: list[Case] = []
         if pair.max_examples is None:
             seed, small = secrets.randbits(31), device == "cpu"
-            large = not small or not ahead.kernels_of(pair)
+            large = not ahead.is_interpreted(pair, device)
             planned = list(coverage.draws(pair, proof.dtype, seed, small=small, large=large))
         _hold(pair, proof.dtype, examples, check, planned=planned, tally=tally)
     except NotEquivalent as error:

@@ -28,13 +28,17 @@ from perfsuite.execution import Leaves
 from perfsuite.integrity.probe import Probe, same_leaf
 from perfsuite.pair import CONTEXTS, GRAD_OUTPUT, Pair, Side, as_side
 from perfsuite.records import Case
-from perfsuite.rule import NONE
+from perfsuite.rule import NONE, eps_of
 from perfsuite.truths import Discard, Known, Truth, Way
 
 Result = TypeVar("Result")
 
 MOST_ALONE = 4
 """The number of differentiable inputs that are tried alone where there are more."""
+GRAPHS = 4
+"""Other calls whose graphs live at the same time."""
+SECOND_EPS = 4
+"""Second derivatives of an equal formula differ by more than its values do: by up to 1.8 times their budget."""
 THREAD_CALLS = 3
 MANY_STEPS = 300
 """Steps of a stateful pair. A fault that begins after the steps that its proof compares shows by then."""
@@ -207,18 +211,22 @@ def autocast(probe: Probe) -> None:
 
 
 def one_gradient_needed(probe: Probe) -> None:
-    """Where only one of several inputs needs a gradient."""
+    """Where only one of several inputs needs a gradient, and where all but one do."""
     paths = _differentiable(probe)
     if len(paths) < 2:
         return
     step = -(-len(paths) // MOST_ALONE)
     for path in paths[probe.case.seed % step :: step]:
-        _hold(
-            probe,
-            functools.partial(_marked, only=(path,), differentiate=True),
-            f"where only {path} needs a gradient",
-            known=functools.partial(_with_gradients, probe, {f"gradient of {p}" for p in paths if p != path}),
-        )
+        others = tuple(p for p in paths if p != path)
+        _hold_some(probe, (path,), others, f"where only {path} needs a gradient")
+        if len(others) > 1:
+            _hold_some(probe, others, (path,), f"where all inputs but {path} need a gradient")
+
+
+def _hold_some(probe: Probe, marked: Collection[str], others: Collection[str], words: str) -> None:
+    way = functools.partial(_marked, only=marked, differentiate=True)
+    known = functools.partial(_with_gradients, probe, {f"gradient of {path}" for path in others})
+    _hold(probe, way, words, known=known)
 
 
 def second_backward(probe: Probe) -> None:
@@ -239,20 +247,21 @@ def second_backward(probe: Probe) -> None:
 
 
 def two_graphs(probe: Probe) -> None:
-    """A backward pass after another call, on other values, as where a layer is used twice."""
+    """A backward pass after other calls, on other values, as where a layer is used several times; theirs come later."""
     if not _differentiable(probe):
         return
-    others = probe.drawn(probe.other_case())
+    others = [probe.drawn(probe.other_case(number)) for number in range(GRAPHS)]
 
     def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
         graph = _graph(call, pair, values, seed)
-        beside = _graph(call, pair, make.clone(others), seed)
+        beside = [_graph(call, pair, make.clone(given), seed) for given in others]
         found = _backward(*graph)
-        del beside  # its graph lived until here
+        for other in beside:
+            _backward(*other)
         return found
 
     known = functools.partial(_with_gradients, probe, set())
-    _hold(probe, way, "in a backward pass that comes after another call", known=known)
+    _hold(probe, way, "in a backward pass that comes after another call, and before theirs", known=known)
 
 
 def double_backward(probe: Probe) -> None:
@@ -278,7 +287,8 @@ def double_backward(probe: Probe) -> None:
             for (p, x), g in zip(marked.items(), second, strict=True)
         }
 
-    _hold(probe, way, "when its gradients are differentiated once more", refusable=True)
+    eps = SECOND_EPS * eps_of(probe.pair.precision or probe.case.dtype)
+    _hold(probe, way, "when its gradients are differentiated once more", eps=eps, refusable=True)
 
 
 # --- on a GPU -------------------------------------------------------------------------------------------------------
@@ -536,7 +546,7 @@ def _overwrite(value: Any) -> None:
     def other(tensor: torch.Tensor) -> torch.Tensor:
         made = tensor.detach().clone()
         if tensor.is_cuda:
-            execution.fill_poison(made)
+            make.fill_poison(made)
         return made
 
     make.copy_values(value, make.map_tensors(value, other))

@@ -19,45 +19,56 @@ from perfsuite.specs import Integers, ScalarSpec, Size, TensorSpec, accepted, sy
 TILES = (16, 32, 64, 128)
 LARGE_TILE = 1024
 """The most elements of a row that a kernel is often written to hold in one block."""
-PAST_LARGE = "more than a large tile"
+A_LARGE, PAST_LARGE = "a large tile", "more than two large tiles"
 """Of one size, while the others are small."""
+WHOLE = "whole tiles"
+"""Of all sizes together: kernels have a path without masks for it."""
 EDGES = {
     "empty": (0,),
     "one": (1,),
     "one less than a tile": tuple(n - 1 for n in TILES),
     "a tile": TILES,
     "one more than a tile": tuple(n + 1 for n in TILES),
-    PAST_LARGE: tuple(LARGE_TILE + step for step in (1, 2, 4, 8, 16, 32, 64, 128)),
+    A_LARGE: (LARGE_TILE,),
+    PAST_LARGE: tuple(2 * LARGE_TILE + step for step in (1, 2, 4, 8, 16, 32, 64, 128)),
 }
 """Kinds of sizes → the sizes of that kind."""
-ALONE = ("empty", "one", PAST_LARGE)
+LARGE = (A_LARGE, PAST_LARGE)
+ALONE = ("empty", "one", *LARGE)
 """Of one size while the others are plain: beside another of these the fault of one would not show."""
 LEAST, MOST = "least", "most"
 """Ends of the numbers that a scalar may be."""
 MOST_ELEMENTS = 1 << 18
-"""A draw with a size past a large tile has no more elements than this in its inputs."""
+"""A draw with a large size has no more elements than this in its inputs."""
+WHOLE_UP_TO = 64
+"""The largest of these tiles."""
 SMALL = 17
 """The smallest tile and one more."""
 FEWEST = 2
 """Sizes from here on show what values and layouts do."""
 SPOILING = ("huge", "nonfinite")
 """With these in one input the answer is often not finite, whatever is in the others."""
+MILD = ("normal", "sorted", "halves", "edges")
+"""Values with which a wrong layout shows."""
 MOST_PLANNED = 0.75
 """Planned draws replace at most this share of the random draws of a proof."""
 ATTEMPTS = 20
 """Random sizes are tried so often until they satisfy the pair's `where`."""
 
 Kind: TypeAlias = tuple[str, ...]
-"""("regime" or "layout", its name), ("size", the symbol, its kind), or ("scalar", the input, an end or a choice)."""
+"""("regime" or "layout", its name), ("size", the symbol, its kind), ("sizes", WHOLE), or ("scalar", the input, an
+end or a choice)."""
 
 
 def kinds(pair: Pair, *, large: bool = True) -> list[Kind]:
-    """All that a proof of the pair has to draw; without `large`, no sizes past a large tile."""
+    """All that a proof of the pair has to draw; without `large`, no large tile."""
     found: dict[Kind, None] = {}
     long = _tensor_symbols(pair) if large else set()
     for symbol in sorted(pair.symbols):
-        edges = [kind for kind in EDGES if kind != PAST_LARGE or symbol in long]
+        edges = [kind for kind in EDGES if kind not in LARGE or symbol in long]
         found.update(dict.fromkeys(("size", symbol, kind) for kind in edges if _sizes(pair, symbol, kind)))
+    if len(pair.symbols) > 1 and all(_sizes(pair, symbol, "a tile") for symbol in pair.symbols):
+        found["sizes", WHOLE] = None
     for name, spec in _tensors(pair).items():
         found.update(dict.fromkeys(("regime", regime) for regime in make.regimes(spec)))
         found.update(dict.fromkeys(("layout", layout) for layout in make.layouts(pair, name, spec)))
@@ -79,11 +90,25 @@ def kinds_in(pair: Pair, case: Case) -> set[Kind]:
                 found.add(("size", symbol, kind))
     if all(n >= FEWEST for n in sizes.values()):
         found |= {("regime", regime) for regime in regimes}
-        found |= {("layout", case.inputs.get(name, InputCase()).layout) for name in tensors}
+        if regimes <= set(MILD):
+            found |= _layouts_of_all(pair, case)
+        if regimes <= {"normal"} and all(n in TILES for n in sizes.values()):
+            found.add(("sizes", WHOLE))
         if regimes <= {"normal"}:
             scalars = _scalars(pair).items()
             found |= {("scalar", n, e) for n, s in scalars for e in _ends(s) if case.sizes[n] == _end(s, e, sizes)}
     return found
+
+
+def _layouts_of_all(pair: Pair, case: Case) -> set[Kind]:
+    """Those in which all tensors lie that may."""
+    found = {"contiguous"}
+    tensors = _tensors(pair).items()
+    for layout in {how.layout for how in case.inputs.values()}:
+        may = [name for name, spec in tensors if layout in make.layouts(pair, name, spec)]
+        if all(case.inputs.get(name, InputCase()).layout == layout for name in may):
+            found.add(layout)
+    return {("layout", layout) for layout in found}
 
 
 def draws(
@@ -97,8 +122,8 @@ def draws(
 ) -> Iterator[Case]:
     """As few draws as hold all kinds; none that the pair's `where` rules out.
 
-    With `small` the tiles are small ones, where there are some, and without `large` no size is past a large tile: a
-    kernel that is interpreted takes seconds for others.
+    With `small` the tiles are small ones, where there are some, and without `large` none is large: a kernel that is
+    interpreted takes seconds for others.
     The first draw, and all from when `compiles` says so, have sizes that do not depend on the seed: a side that
     compiles for each size finds them in its cache in every proof and every run. Its sizes are few: all are empty, or
     one, together.
@@ -114,6 +139,16 @@ def draws(
             yield case
             held = kinds_in(pair, case)
             left = [k for k in left if k not in held]
+
+
+def large_draws(pair: Pair, dtype: str, seed: int) -> Iterator[Case]:
+    """A plain draw for each size that may be large, in an order that depends on the seed."""
+    left = [kind for kind in kinds(pair) if kind[0] == "size" and kind[2] == PAST_LARGE]
+    random_ = random.Random(seed)
+    for _, symbol, kind in random_.sample(left, len(left)):
+        sizes = _drawn_sizes(pair, {symbol: kind}, {}, random_, False)
+        if sizes is not None:
+            yield Case(dtype=dtype, sizes=sizes, inputs={}, seed=random_.getrandbits(31))
 
 
 def replaced(planned: int, draws: int) -> int:
@@ -145,12 +180,19 @@ def _case(
     few_sizes: bool,
 ) -> Case | None:
     """A draw that holds some of `left`; what it was made for is taken away."""
-    inputs, tried = _inputs(pair, left, random_)
+    regimes, tried = _regimes(pair, left, random_)
     wanted, ends = {}, {}
-    if not any(kind[0] == "regime" for kind in tried):
-        wanted = _wanted_sizes(left, alone=not tried, few=few_sizes)
+    if not tried:
+        wanted = _wanted_sizes(pair, left, few=few_sizes)
         if not set(ALONE) & set(wanted.values()):
             ends = {k[1]: k[2] for k in reversed(left) if k[0] == "scalar"}
+    layout = ""
+    if set(regimes.values()) <= set(MILD) and not {"empty", "one"} & set(wanted.values()):
+        layout = next((k[1] for k in left if k[0] == "layout"), "")
+        tried |= {("layout", layout)} if layout else set()
+    inputs = _laid_out(pair, regimes, layout)
+    if set(wanted.values()) == {WHOLE}:
+        tried.add(("sizes", WHOLE))
     tried |= {("size", *k) for k in wanted.items()} | {("scalar", *k) for k in ends.items()}
     left[:] = [k for k in left if k not in tried]
     source = random.Random(f"{pair.name} {sorted(wanted.items())}") if same_sizes else random_
@@ -160,37 +202,45 @@ def _case(
     return Case(dtype=dtype, sizes=sizes, inputs=inputs, seed=random_.getrandbits(31))
 
 
-def _wanted_sizes(left: list[Kind], *, alone: bool, few: bool) -> dict[str, str]:
-    """Symbol → the kind of its size in the next draw.
+def _wanted_sizes(pair: Pair, left: list[Kind], *, few: bool) -> dict[str, str]:
+    """Symbol → the kind of its size in the next draw: one that stands alone, as long as there is one.
 
-    With `alone`, one that stands alone as long as there is one; with `few`, all sizes that may be empty, or one.
+    With `few`, all sizes that may be empty are so together, and all that may be one.
     """
     every = [(k[1], k[2]) for k in left if k[0] == "size"]
     single = next((k for k in every if k[1] in ALONE), None)
-    if alone and single is not None:
-        return dict(k for k in every if k[1] == single[1]) if few and single[1] != PAST_LARGE else dict([single])
+    if single is not None:
+        return dict(k for k in every if k[1] == single[1]) if few and single[1] not in LARGE else dict([single])
+    if ("sizes", WHOLE) in left:
+        return dict.fromkeys(pair.symbols, WHOLE)
     wanted: dict[str, str] = {}
     for number, symbol in enumerate(dict(every)):
-        edges = [kind for name, kind in every if name == symbol and kind not in ALONE]
-        if edges:  # of two symbols different ones, where that is possible
-            wanted[symbol] = edges[number % len(edges)]
+        edges = [kind for name, kind in every if name == symbol]
+        wanted[symbol] = edges[number % len(edges)]  # of two symbols different ones, where that is possible
     return wanted
 
 
-def _inputs(pair: Pair, left: list[Kind], random_: random.Random) -> tuple[dict[str, InputCase], set[Kind]]:
-    """(how each tensor is drawn, the kinds that are in it): of each tensor another regime and layout that is left."""
-    found: dict[str, InputCase] = {}
+def _regimes(pair: Pair, left: list[Kind], random_: random.Random) -> tuple[dict[str, str], set[Kind]]:
+    """(the regime of each tensor, the kinds that are in it): of each tensor another one that is left."""
+    found: dict[str, str] = {}
     tried: set[Kind] = set()
     tensors = list(_tensors(pair).items())
     for name, spec in random_.sample(tensors, len(tensors)):
-        open_ = [k for k in left if k not in tried]
-        regimes = [k for k in open_ if k[0] == "regime" and k[1] in make.regimes(spec)]
+        regimes = [k for k in left if k not in tried and k[0] == "regime" and k[1] in make.regimes(spec)]
         if any(k[1] in SPOILING for k in tried) or (tried and regimes and regimes[0][1] in SPOILING):
             regimes = []  # beside it, nothing else could be seen
-        chosen = [*regimes[:1], *[k for k in open_ if k[0] == "layout" and k[1] in make.layouts(pair, name, spec)][:1]]
-        tried.update(chosen)
-        found[name] = InputCase(**{k[0]: k[1] for k in chosen})
-    return {name: how for name, how in found.items() if how != InputCase()}, tried
+        tried.update(regimes[:1])
+        found[name] = regimes[0][1] if regimes else "normal"
+    return found, tried
+
+
+def _laid_out(pair: Pair, regimes: Mapping[str, str], layout: str) -> dict[str, InputCase]:
+    """How each tensor is drawn: all that may lie so in this layout."""
+    found = {}
+    for name, spec in _tensors(pair).items():
+        may = bool(layout) and layout in make.layouts(pair, name, spec)
+        found[name] = InputCase(layout=layout if may else "contiguous", regime=regimes[name])
+    return {name: how for name, how in found.items() if how != InputCase()}
 
 
 def _drawn_sizes(
@@ -200,13 +250,16 @@ def _drawn_sizes(
 
     None where `where` allows none, or all would have too many elements.
     """
-    long = [symbol for symbol, kind in wanted.items() if kind == PAST_LARGE]
+    long = [symbol for symbol, kind in wanted.items() if kind in LARGE]
     for _ in range(ATTEMPTS):
         sizes: dict[str, Any] = {}
         for symbol in sorted(pair.symbols):
-            among = _sizes(pair, symbol, wanted.get(symbol, "")) or _plain(pair, symbol)
+            kind = wanted.get(symbol, "")
+            among = _sizes(pair, symbol, "a tile" if kind == WHOLE else kind) or _plain(pair, symbol)
             most = make.SMALL_HIGH if _has_large(sizes) else max(among)
-            if small or long:
+            if kind == WHOLE:
+                most = SMALL if small else WHOLE_UP_TO
+            elif small or long:
                 most = max(among) if symbol in long else SMALL
             sizes[symbol] = random_.choice([n for n in among if n <= most] or among)
         for name, spec in _scalars(pair).items():

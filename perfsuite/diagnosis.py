@@ -143,6 +143,9 @@ def _causes(trial: _Trial, case: Case, gradients: bool) -> Iterator[str]:
     """The clauses that hold, the most telling first."""
     if _is_late(trial, case, gradients):
         yield "it is right a little later: a background thread or a stream that nobody waits for still writes it"
+    if trial.is_right(case, gradients):
+        yield "it is right when it is called again on the same draw: it depends on memory, order or time"
+        return
     lost = _truth_is_not_finite(trial, case, gradients)
     if gradients and lost and not _truth_is_not_finite(trial, case, False):
         yield (

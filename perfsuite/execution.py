@@ -182,17 +182,7 @@ def poison(pair: Pair, inputs: Mapping[str, Any]) -> None:
     """Fill the inputs that are outputs only, so that an element left unwritten is seen."""
     for name in pair.written:
         for _, tensor in make.tensors_in(inputs[name]):
-            fill_poison(tensor)
-
-
-def fill_poison(tensor: torch.Tensor) -> None:
-    """NaN in floating tensors, the largest value in whole ones."""
-    if tensor.is_floating_point() or tensor.is_complex():
-        tensor.fill_(float("nan"))
-    elif tensor.dtype is torch.bool:
-        tensor.fill_(True)
-    else:
-        tensor.fill_(torch.iinfo(tensor.dtype).max)
+            make.fill_poison(tensor)
 
 
 def require_gradients(pair: Pair, inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:

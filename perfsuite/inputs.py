@@ -24,6 +24,7 @@ from perfsuite.errors import PairError, PerfsuiteError
 from perfsuite.pair import Pair, Workload
 from perfsuite.records import Case, InputCase
 from perfsuite.specs import (
+    EXPANDED,
     LAYOUTS,
     Bound,
     ConstantSpec,
@@ -199,7 +200,7 @@ def layouts(pair: Pair, name: str, spec: TensorSpec) -> tuple[str, ...]:
     allowed = spec.layouts or LAYOUTS
     written = name in pair.changed or pair.adjust is not None
     # An expanded tensor has several elements in one place: writing into it has no meaning.
-    return tuple(layout for layout in allowed if not (written and layout == "expanded")) or ("contiguous",)
+    return tuple(layout for layout in allowed if not (written and layout in EXPANDED)) or ("contiguous",)
 
 
 def regimes(spec: TensorSpec) -> tuple[str, ...]:
@@ -327,37 +328,76 @@ def elements(spec: TensorSpec, sizes: Mapping[str, Any]) -> int:
 def _tensor(spec: TensorSpec, name: str, case: Case, device: str, how: InputCase) -> torch.Tensor:
     shape = tuple(_resolve(d, case.sizes) for d in spec.dims)
     dtype = dtype_of(spec.dtype or case.dtype)
-    if how.layout == "expanded" and shape and shape[0] > 1:
-        row = _values(spec, name, case, device, how.regime, (1, *shape[1:]), dtype)
-        return row.expand(shape)
+    dim = _expanded_dim(spec, how.layout, shape, _hash(case.seed, f"{name} expanded"))
+    if dim is not None:
+        once = _values(spec, name, case, device, how.regime, (*shape[:dim], 1, *shape[dim + 1 :]), dtype)
+        return once.expand(shape)
     data = _values(spec, name, case, device, how.regime, shape, dtype)
     return with_layout(data, how.layout, spec.align)
 
 
+def _expanded_dim(spec: TensorSpec, layout: str, shape: tuple[int, ...], number: int) -> int | None:
+    """The dimension along which a tensor is expanded; None where it is not, or the dimension has a single element.
+
+    It is always the first where values belong to others of their row: a matrix of the pair's making, bounds by column.
+    """
+    together = isinstance(spec.values, Sampled) or (
+        isinstance(spec.values, Integers) and isinstance(spec.values.high, tuple)
+    )
+    if layout not in EXPANDED:
+        return None
+    among = range(1) if layout == "expanded" or together else range(1, len(shape))
+    long = [dim for dim in among if dim < len(shape) and shape[dim] > 1]
+    return long[number % len(long)] if long else None
+
+
 def with_layout(data: torch.Tensor, layout: str, align: int = 0) -> torch.Tensor:
-    """The same values in another memory layout; with an offset, at a multiple of `align` bytes."""
+    """The same values in another memory layout; with an offset, at a multiple of `align` bytes.
+
+    The memory between the elements is poisoned: what reads it does not go unseen.
+    """
     if layout == "transposed" and data.ndim >= 2:
         return data.transpose(-1, -2).contiguous().transpose(-1, -2)
     if layout == "permuted" and data.ndim >= 3:
         return data.transpose(-2, -3).contiguous().transpose(-2, -3)
     if layout == "channels last" and data.ndim >= 3:
         return data.movedim(1, -1).contiguous().movedim(-1, 1)
-    if layout in ("rows", "permuted", "channels last") and data.ndim >= 2:
-        view = data.new_zeros((*data.shape[:-1], 3 * data.shape[-1]))[..., : data.shape[-1]]
+    if layout == "slice" and data.ndim >= 3:
+        view = _poisoned(data, (*data.shape[:-2], data.shape[-2] + 1, data.shape[-1]))[..., :-1, :]
         view.copy_(data)
         return view
-    if layout in ("strided", "transposed", "rows", "permuted", "channels last") and data.ndim >= 1:
-        wide = data.new_zeros((*data.shape[:-1], 2 * data.shape[-1]))
+    if layout in ("rows", "slice", "permuted", "channels last") and data.ndim >= 2:
+        view = _poisoned(data, (*data.shape[:-1], 3 * data.shape[-1]))[..., : data.shape[-1]]
+        view.copy_(data)
+        return view
+    if layout in ("strided", "transposed", "rows", "slice", "permuted", "channels last") and data.ndim >= 1:
+        wide = _poisoned(data, (*data.shape[:-1], 2 * data.shape[-1]))
         view = wide[..., ::2]
         view.copy_(data)
         return view
     if layout == "offset":
         skipped = max(1, align // data.element_size())
-        flat = data.new_zeros(data.numel() + skipped)
+        flat = _poisoned(data, (data.numel() + skipped,))
         view = flat[skipped:].view(data.shape)
         view.copy_(data)
         return view
     return data
+
+
+def _poisoned(like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    made = like.new_empty(shape)
+    fill_poison(made)
+    return made
+
+
+def fill_poison(tensor: torch.Tensor) -> None:
+    """NaN in floating tensors, the largest value in whole ones."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        tensor.fill_(float("nan"))
+    elif tensor.dtype is torch.bool:
+        tensor.fill_(True)
+    else:
+        tensor.fill_(torch.iinfo(tensor.dtype).max)
 
 
 def _values(

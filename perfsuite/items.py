@@ -6,6 +6,7 @@ import contextlib
 import faulthandler
 import functools
 import hashlib
+import itertools
 import os
 import secrets
 import shlex
@@ -246,6 +247,7 @@ class ProofItem(pytest.Function):
         node = f"{parent.nodeid}::{name}"
         # One for all sides of the pair, which are so proven on the same draws.
         self.seed = _seed(parent, f"{self.kind} {dtype}", profile) if self.kind in EVERY_KIND else None
+        self.large_seed = _seed(parent, f"{self.kind} {dtype}, large", profile)
         # Many faults need some elements to show: draws of every kind would be mostly tiny.
         self.first = self._test(profile, f"{node}, first", make.plain_cases) if self.kind in ANY_DRAW else None
         cases = make.plain_cases if self.kind in PLAIN_ONLY else make.cases
@@ -361,10 +363,22 @@ class ProofItem(pytest.Function):
             return
         if self.first is not None:
             self.first()
+            self._prove_large()
         failure = self._draw_every_kind()
         super().runtest()
         if failure is not None:
             raise failure
+
+    def _prove_large(self) -> None:
+        """Draws with a large size: what many blocks do together shows in no other. Of effects one is enough."""
+        if self._takes_large_sizes:
+            every = coverage.large_draws(self.pair, self.dtype, self.large_seed)
+            for case in every if self.kind == proofs.INTEGRITY else itertools.islice(every, 1):
+                self._prove(case)
+
+    @property
+    def _takes_large_sizes(self) -> bool:
+        return self.pair.max_examples is None and not ahead.is_interpreted(self.pair, device())
 
     def _draw_every_kind(self) -> NotEquivalent | None:
         """Prove draws that hold every kind of inputs; they count among the draws of the proof. The first failure."""
@@ -376,7 +390,7 @@ class ProofItem(pytest.Function):
             self.dtype,
             self.seed,
             small=small,
-            large=not small or not ahead.kernels_of(self.pair),
+            large=self._takes_large_sizes,
             compiles=lambda: sizes.compiles,
         )
         failure, number = coverage.first_failure(self._prove, cases)

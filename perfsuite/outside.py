@@ -162,6 +162,8 @@ class Child:
             self.close()
             raise NotEquivalent(f"{what} ends the process with exit code {self.process.returncode}")
         answered: dict[str, Any] = json.loads(reply)
+        if "missing" in answered:
+            raise Unsendable(str(answered["missing"]))
         if answered["error"]:
             self.close()
             raise NotEquivalent(f"{what} raises {answered['error']}")

@@ -39,6 +39,10 @@ def show() -> None:
     hidden.clear()
 
 
+class Missing(Exception):  # noqa: N818 - no fault of the side
+    """The pair cannot be found in this process."""
+
+
 class Again(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Who imports what is out of sight gets the same module: with a second copy there would be two of each class."""
 
@@ -105,7 +109,8 @@ def side_of(request: dict[str, Any]) -> tuple[Callable[..., Any], bool]:
 
     interpreter.quicken()
     pair = declared.find(module, request["pair"])
-    assert pair is not None, f"{request['module']} has no pair {request['pair']}"
+    if pair is None:
+        raise Missing(f"{request['module']} has no pair {request['pair']} where it is imported again")
     side = as_side(pair.optimized)
     call = side.call if side.stateful else execution.callable_of(side)
     hide()
@@ -196,6 +201,8 @@ def main() -> None:
     for line in sys.stdin:
         try:
             reply = {"error": "", "seconds": answer(json.loads(line), *files)}
+        except Missing as error:
+            reply = {"seconds": [], "error": "", "missing": str(error)}
         except BaseException as error:
             reply = {"seconds": [], "error": f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"}
         print(json.dumps(reply), file=replies, flush=True)

@@ -122,9 +122,11 @@ class GeneratorSpec:
 # A spec, or a tuple, list or dict of specs.
 Spec: TypeAlias = "TensorSpec | ScalarSpec | ListSpec | ModuleSpec | RecordedSpec | ConstantSpec | GeneratorSpec | Any"
 
-LAYOUTS = ("contiguous", "transposed", "strided", "offset", "expanded", "rows", "permuted", "channels last")
-"""How a drawn tensor lies in memory. "rows": a part of wider rows, as of a product that is split into three;
-"permuted": the two dimensions before the last in the other order."""
+EXPANDED = ("expanded", "inner expanded")
+LAYOUTS = ("contiguous", "transposed", "strided", "offset", *EXPANDED, "rows", "slice", "permuted", "channels last")
+"""How a drawn tensor lies in memory. "expanded": along the first dimension; "inner expanded": along another, as heads
+that share keys; "rows": a part of wider rows, as of a product that is split into three; "slice": all rows but the last,
+as in `logits[:, :-1]`; "permuted": the two dimensions before the last in the other order."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

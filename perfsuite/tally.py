@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from perfsuite.bias import Biases
-from perfsuite.errors import NotEquivalent
+from perfsuite.errors import NotEquivalent, first_line
 from perfsuite.pair import Pair
 from perfsuite.records import Evidence
 
@@ -53,11 +53,12 @@ class Tally:
         draws = self.draws - self.empty
         proofs = draws - self.discarded - self.ill_conditioned
         if (draws or not self.empty) and (proofs <= 0 or (draws >= MIN_PROOFS and proofs < MIN_PROOF_SHARE * draws)):
+            raised = f" or raises ({first_line(self.raised)})" if self.raised is not None else ""
             raise NotEquivalent(
                 f"{pair.name}: {self.discarded} of {self.draws} draws were discarded, because the reference alone "
-                f"overflows, and {self.ill_conditioned} are ill-conditioned in {dtype}, or the reference computes "
-                f"in less than {dtype} (in TF32, or rounded to half precision inside): too little is proven; bound the "
-                f"inputs with values=floats(low, high), let the reference compute in {dtype}, or declare "
+                f"overflows{raised}, and {self.ill_conditioned} are ill-conditioned in {dtype}, or the reference "
+                f"computes in less than {dtype} (in TF32, or rounded to half precision inside): too little is proven; "
+                f"bound the inputs with values=floats(low, high), let the reference compute in {dtype}, or declare "
                 f'precision="tf32" where products may be'
             )
         if self.draws >= MIN_PROOFS and self.answers_differ is False:

@@ -18,19 +18,23 @@ from perfsuite.errors import NotEquivalent
 from perfsuite.execution import Leaves
 from perfsuite.integrity.probe import Probe, bytes_of, same_leaf
 
-LATER_CALLS = 3
+LATER_CALLS = 9
 """A side may hand out a few buffers in turn."""
 
 
 def undeclared_mutation(probe: Probe) -> None:
     """An input that is not in `mutates` or `writes` must come back untouched, bit for bit, storage and all."""
     before: list[tuple[str, torch.Tensor, torch.Tensor, torch.Size, tuple[int, ...]]] = []
+    changed: list[tuple[str, torch.Tensor, torch.Tensor]] = []
 
     def remember(values: dict[str, Any]) -> dict[str, Any]:
-        before.extend(
-            (path, tensor, bytes_of(tensor.untyped_storage()).clone(), tensor.shape, tensor.stride())
-            for path, tensor in make.unchanging(probe.pair, values)
-        )
+        for path, tensor in make.unchanging(probe.pair, values):
+            _fill_gaps(tensor)
+            before.append((path, tensor, bytes_of(tensor.untyped_storage()).clone(), tensor.shape, tensor.stride()))
+        for name, value in values.items():
+            for path, tensor in make.changing(probe.pair, name, value):
+                _fill_gaps(tensor)
+                changed.append((path, tensor, _whole(tensor).clone()))
         return values
 
     probe.call(remember(probe.drawn()), given=lambda values: remember(make.clone(values)))
@@ -39,6 +43,30 @@ def undeclared_mutation(probe: Probe) -> None:
             raise probe.fault(f"reshapes its input {path} in place")
         if not torch.equal(bytes_of(tensor.untyped_storage()), storage):
             raise probe.fault(f"changes its input {path} in place, which the pair does not declare; add it to mutates=")
+    for path, tensor, storage in changed:
+        after = _whole(tensor).clone()
+        if after.numel() != storage.numel():
+            continue  # it has other memory now
+        # Of the elements themselves it may change each.
+        where = tensor.shape, tensor.stride(), tensor.storage_offset()
+        after.as_strided(*where).copy_(storage.as_strided(*where))
+        if not torch.equal(bytes_of(after.untyped_storage()), bytes_of(storage.untyped_storage())):
+            raise probe.fault(f"writes beside the elements of its input {path}, which it changes in place")
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor's memory, in one dimension."""
+    return tensor.detach().new_empty(0).set_(tensor.untyped_storage())
+
+
+def _fill_gaps(tensor: torch.Tensor) -> None:
+    """Ones between the elements, where there is room: what is added to NaN would not show."""
+    whole, elements = _whole(tensor), tensor.detach()
+    if not tensor.is_floating_point() or 0 in tensor.stride() or whole.numel() == tensor.numel():
+        return
+    kept = elements.clone()
+    whole.fill_(1)
+    elements.copy_(kept)
 
 
 def touched_input(probe: Probe) -> None:
@@ -213,7 +241,7 @@ def _fenced(tensor: torch.Tensor, what: str, fences: list[_Fence]) -> torch.Tens
     held = tensor.untyped_storage().nbytes() // size
     guard = GUARD_BYTES // size
     whole = torch.empty(held + 2 * guard, dtype=tensor.dtype, device=tensor.device)
-    execution.fill_poison(whole)
+    make.fill_poison(whole)
     whole[guard : guard + held] = tensor.detach().new_empty(0).set_(tensor.untyped_storage())[:held]
     sides = (whole[:guard], whole[guard + held :])
     fences.append(_Fence(what, sides, (bytes_of_tensor(sides[0]).clone(), bytes_of_tensor(sides[1]).clone())))

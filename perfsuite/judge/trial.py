@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from perfsuite import equivalence, execution, truths
+from perfsuite import equivalence, truths
 from perfsuite import inputs as make
 from perfsuite.errors import NotEquivalent, PerfsuiteError
 from perfsuite.execution import Leaves
@@ -168,7 +168,7 @@ class Served:
         """Fill them with what is no answer, before the process goes on: bools with the contrary of an answer."""
         for one in outputs:
             for tensor, answer in zip(one, answers, strict=True):
-                execution.fill_poison(tensor)
+                make.fill_poison(tensor)
                 if tensor.dtype is torch.bool:
                     tensor.copy_(~answer)
                 elif tensor.dtype in UNWRITTEN:

@@ -34,7 +34,7 @@ def test_all_kinds_are_in_the_draws(seed: int) -> None:
     held = set().union(*(coverage.kinds_in(of, case) for case in found))
     assert held >= set(coverage.kinds(of))
     assert {k[1] for k in held if k[0] == "regime"} == set(make.UNBOUNDED_REGIMES)
-    assert len(found) <= 20
+    assert len(found) <= 24
 
 
 def test_several_tensors_share_the_draws() -> None:
@@ -48,8 +48,9 @@ def test_several_tensors_share_the_draws() -> None:
 def test_one_size_is_past_a_large_tile_while_the_others_are_small() -> None:
     of = pair(x=tensor("n", "m"), y=tensor("m"))
     for symbol, other in (("n", "m"), ("m", "n")):
-        (long,) = [case.sizes for case in drawn(of) if case.sizes[symbol] > 1024]
-        assert long[other] <= coverage.SMALL
+        found = [case.sizes for case in drawn(of) if case.sizes[symbol] >= 1024]
+        assert [sizes[symbol] > 2048 for sizes in found] == [False, True]
+        assert all(sizes[other] <= coverage.SMALL for sizes in found)
     assert max(case.sizes["n"] for case in coverage.draws(of, "float32", 0, large=False)) < 1024
 
 
@@ -62,7 +63,8 @@ def test_each_end_and_choice_of_a_scalar_is_drawn_beside_ordinary_values(seed: i
         "at": scalar(integers(0, "n")),
         "mode": scalar((True, False)),
     }
-    plain = [case for case in drawn(pair(**inputs), seed) if case.sizes["n"] > 1 and not case.inputs]
+    every = [case for case in drawn(pair(**inputs), seed) if case.sizes["n"] > 1]
+    plain = [case for case in every if {how.regime for how in case.inputs.values()} <= {"normal"}]
     assert {0.25, 0.75} <= {case.sizes["rate"] for case in plain}
     assert 0 in {case.sizes["power"] for case in plain}
     assert {case.sizes["mode"] for case in plain} == {True, False}
@@ -75,6 +77,14 @@ def test_an_empty_size_and_one_stand_alone() -> None:
     for n in (0, 1):
         for symbol, other in (("n", "m"), ("m", "n")):
             assert any(sizes[symbol] == n and sizes[other] > 1 for sizes in found)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_all_tensors_lie_in_the_same_layout_once_and_all_sizes_are_whole_tiles(seed: int) -> None:
+    found = drawn(pair(x=tensor("n", "m"), y=tensor("m", "k")), seed)
+    for layout in make.LAYOUTS:
+        assert any({case.inputs.get(n, InputCase()).layout for n in "xy"} == {layout} for case in found)
+    assert any(all(n in coverage.TILES for n in case.sizes.values()) for case in found)
 
 
 def test_no_size_is_past_a_large_tile_where_that_is_too_much() -> None:

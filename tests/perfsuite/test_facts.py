@@ -63,7 +63,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
         own(pair, case, device, **given)
 
     monkeypatch.setattr(equivalence, "check_case", recording)
-    for profile, number in (("dev", 16), ("ci", 20)):  # what is tested holds for any number
+    for profile, number in (("dev", 20), ("ci", 24)):  # what is tested holds for any number
         monkeypatch.setitem(EXAMPLES, profile, count(quick=number, full=EXAMPLES[profile]))
     monkeypatch.setattr("perfsuite.guard.check", lambda: None)  # it would find both
     return found

@@ -32,7 +32,7 @@ from perfsuite.errors import PairError, PerfsuiteError
 from perfsuite.execution import flatten
 from perfsuite.pair import DTYPES
 from perfsuite.records import Case, InputCase
-from perfsuite.specs import LAYOUTS, Floats, TensorSpec
+from perfsuite.specs import EXPANDED, LAYOUTS, Floats, TensorSpec
 
 FIXED = settings(
     derandomize=True, deadline=None, database=None, max_examples=100, suppress_health_check=list(HealthCheck)
@@ -69,7 +69,7 @@ def draws(of: Pair, dtype: str = "float32", count: int = 100, seed: int = 0) -> 
 
 
 @pytest.mark.parametrize("dims", [("m", "n"), ("n",), (), ("m", "n", 3), (1, 1), (0, "n")], ids=str)
-@pytest.mark.parametrize("layout", [x for x in LAYOUTS if x != "expanded"])
+@pytest.mark.parametrize("layout", [x for x in LAYOUTS if x not in EXPANDED])
 def test_a_layout_changes_the_memory_and_not_the_values(layout: str, dims: tuple[Any, ...]) -> None:
     plain = built(tensor(*dims))
     other = built(tensor(*dims), InputCase(layout=layout))
@@ -91,6 +91,27 @@ def test_a_layout_changes_the_memory_and_not_the_values(layout: str, dims: tuple
         case "offset":
             assert other.storage_offset() == 1
             assert other.is_contiguous()
+        case "slice" if len(dims) > 2:
+            assert stride == ((other.shape[1] + 1) * other.shape[2], other.shape[2], 1)
+
+
+@pytest.mark.parametrize("layout", ["strided", "offset", "rows", "slice"])
+def test_what_lies_between_the_elements_is_poisoned(layout: str) -> None:
+    for dtype in (torch.float32, torch.int64):
+        drawn = built(tensor("m", "n", 3, dtype=str(dtype)[6:]), InputCase(layout=layout))
+        whole = drawn.new_empty(0).set_(drawn.untyped_storage())
+        assert whole.numel() > drawn.numel()
+        poison = whole.isnan() if dtype.is_floating_point else whole == torch.iinfo(dtype).max
+        assert int(poison.sum()) == whole.numel() - drawn.numel()
+
+
+def test_an_inner_dimension_is_expanded() -> None:
+    for seed in range(9):
+        strides = built(tensor("m", "n", 3), InputCase(layout="inner expanded"), seed=seed).stride()
+        assert strides[0] != 0
+        assert strides.count(0) == 1
+    bounds = integers(0, (2, 5, 9))
+    assert built(tensor("m", 3, dtype="int64", values=bounds), InputCase(layout="inner expanded")).stride() == (0, 1)
 
 
 def test_an_expanded_input_repeats_one_row_in_one_place() -> None:
@@ -116,19 +137,19 @@ def test_a_pair_may_adjust_what_is_drawn_before_any_side_sees_it() -> None:
         assert torch.equal(drawn["y"], before["y"])
     # Several elements in one place could not be written.
     layouts = {one.inputs.get("x", InputCase()).layout for one in draws(adjusted, count=200)}
-    assert layouts == set(LAYOUTS) - {"expanded"}
+    assert layouts == set(LAYOUTS) - set(EXPANDED)
 
 
 def test_layouts_may_be_restricted_and_written_inputs_are_never_expanded() -> None:
     of = pair(
-        inputs={"x": tensor("m"), "y": tensor("m", layouts=["offset"]), "z": tensor("m", layouts=["expanded"])},
+        inputs={"x": tensor("m"), "y": tensor("m", layouts=["offset"]), "z": tensor("m", layouts=EXPANDED)},
         mutates={"x": "changed", "z": "written"},
     )
     seen: dict[str, set[str]] = {"x": set(), "y": set(), "z": set()}
     for one in draws(of, count=200):
         for name, layouts in seen.items():
             layouts.add(one.inputs.get(name, InputCase()).layout)
-    assert seen == {"x": set(LAYOUTS) - {"expanded"}, "y": {"offset"}, "z": {"contiguous"}}
+    assert seen == {"x": set(LAYOUTS) - set(EXPANDED), "y": {"offset"}, "z": {"contiguous"}}
 
 
 # --- values --------------------------------------------------------------------------------------------------
@@ -470,7 +491,7 @@ def test_a_clone_keeps_strides_and_offset_in_fresh_memory(layout: str) -> None:
     assert twin.stride() == x.stride()
     assert twin.storage_offset() == x.storage_offset()
     assert twin.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
-    if layout != "expanded":
+    if layout not in EXPANDED:
         twin += 1
         assert not torch.equal(twin, x)
     wide = make.upcast({"x": x})["x"]

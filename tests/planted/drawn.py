@@ -80,12 +80,12 @@ def in_blocks(x: torch.Tensor, most: int | None) -> torch.Tensor:
 LONG_ROWS = {"reference": lambda x: x.sin().contiguous(), "inputs": {"x": tensor("m", "n", values=floats(-2, 2))}}
 
 
-@fault(47, "one block of 1,024 elements for each row", "right at n=1024, and wrong at n=1")
+@fault(47, "one block of 1,024 elements for each row", "right at n=1024, and wrong at n=2")
 def one_block(time: Time) -> Pair:
     return pair(lambda x: in_blocks(x, 1), **LONG_ROWS)
 
 
-@fault(47, "one block of 1,024 elements for each column", "right at m=1024, and wrong at m=1")
+@fault(47, "one block of 1,024 elements for each column", "right at m=1024, and wrong at m=2")
 def one_block_of_columns(time: Time) -> Pair:
     return pair(lambda x: in_blocks(x.T, 1).T.contiguous(), **LONG_ROWS)
 
@@ -93,6 +93,91 @@ def one_block_of_columns(time: Time) -> Pair:
 @honest(47, "as many blocks of 1,024 elements as a row has")
 def all_blocks(time: Time) -> Pair:
     return pair(lambda x: in_blocks(x, None), **LONG_ROWS)
+
+
+@fault(47, "a kernel without masks where all sizes are whole tiles", "output of the optimized side is wrong")
+def whole_tiles(time: Time) -> Pair:
+    def side(x: torch.Tensor) -> torch.Tensor:
+        whole = all(n and n % 16 == 0 for n in x.shape)
+        return x.sin().contiguous() + whole
+
+    return pair(side, **LONG_ROWS)
+
+
+@fault(47, "the last column of whole blocks of 256 left out", "output of the optimized side is wrong")
+def whole_blocks(time: Time) -> Pair:
+    def side(x: torch.Tensor) -> torch.Tensor:
+        made = x.sin().contiguous()
+        if x.shape[-1] and x.shape[-1] % 256 == 0:
+            made[..., -1] = 0
+        return made
+
+    return pair(side, **LONG_ROWS)
+
+
+@fault(47, "a sum in a workspace that only small sizes find zeroed", "")
+def workspace_of_long_rows(time: Time) -> Pair:
+    held: dict[int, torch.Tensor] = {}
+
+    def side(x: torch.Tensor) -> torch.Tensor:
+        if x.shape[-1] <= 512:
+            return x.sin().sum(-1)
+        sums = held.setdefault(x.shape[0], x.new_zeros(x.shape[0]))
+        sums += x.sin().sum(-1)
+        return sums.clone()
+
+    return pair(side, reference=lambda x: x.sin().sum(-1), inputs=LONG_ROWS["inputs"])
+
+
+@fault(47, "the output of long rows in one buffer", "overwrites output of an earlier call")
+def buffer_of_long_rows(time: Time) -> Pair:
+    held: dict[Any, torch.Tensor] = {}
+
+    def side(x: torch.Tensor) -> torch.Tensor:
+        if x.shape[-1] <= 512:
+            return x.sin().contiguous()
+        key = (tuple(x.shape), x.dtype)
+        return torch.sin(x, out=held.setdefault(key, torch.empty(x.shape, dtype=x.dtype, device=x.device)))
+
+    return pair(side, **LONG_ROWS)
+
+
+@fault(47, "whole tiles of rows summed, with what lies between them", "")
+def rows_with_gaps(time: Time) -> Pair:
+    def side(x: torch.Tensor) -> torch.Tensor:
+        if x.ndim and x.numel() and x.stride(-1) == 1 and x.stride(0) > x.shape[-1]:
+            wide = min(x.stride(0), -(-x.shape[-1] // 16) * 16)
+            return x.as_strided((x.shape[0], wide), x.stride()).sin().sum(-1)
+        return x.sin().sum(-1)
+
+    return pair(side, reference=lambda x: x.sin().sum(-1), inputs=LONG_ROWS["inputs"])
+
+
+@fault(47, "rows of a slice found as if none were left out", "wrong for slice x")
+def sliced_rows(time: Time) -> Pair:
+    def side(x: torch.Tensor) -> torch.Tensor:
+        sliced = x.numel() and 0 not in x.stride() and x.stride(-1) == 1 and x.stride(0) > x.shape[1] * x.stride(1)
+        return (memory_of(x, x.storage_offset()) if sliced else x).sin().contiguous()
+
+    return pair(side, **OF_ROWS | {"inputs": {"x": tensor("b", "m", "n", values=floats(-2, 2))}})
+
+
+@fault(47, "the last dimension taken to have memory of its own", "wrong for inner expanded x")
+def expanded_columns(time: Time) -> Pair:
+    def side(x: torch.Tensor) -> torch.Tensor:
+        return (memory_of(x, x.storage_offset()) if x.numel() and x.stride(-1) == 0 else x).sin().contiguous()
+
+    return pair(side, **LONG_ROWS)
+
+
+@fault(47, "two transposed inputs exchanged", "wrong for transposed x and transposed y")
+def both_transposed(time: Time) -> Pair:
+    def side(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        both = all(t.stride(0) == 1 != t.stride(1) and min(t.shape) > 1 for t in (x, y))
+        return (x @ y.T) * (2 if both else 1)
+
+    reference = {"reference": lambda x, y: x @ y.T}
+    return pair(side, **reference, inputs={n: tensor(n, "k", values=floats(-2, 2)) for n in ("x", "y")})
 
 
 RATES = {

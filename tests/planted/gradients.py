@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -153,6 +154,41 @@ def buffer_of_all_calls(time: Time) -> Pair:
             return gradient * ctx.factor
 
     return differentiated(Buffered.apply, unsupported={"two_threads": "its buffer is one for all threads"})
+
+
+@fault(46, "a ring of two inputs", "in a backward pass that comes after another call", stage="contexts")
+def ring_of_two(time: Time) -> Pair:
+    kept: dict[int, torch.Tensor] = {}
+    calls = itertools.count()
+
+    class Ring(Sine):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.place = next(calls) % 2
+            kept[ctx.place] = x.detach()
+            return x.sin()
+
+        @classmethod
+        @once_differentiable
+        def backward(cls, ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return gradient * kept[ctx.place].cos()
+
+    return differentiated(Ring.apply, unsupported={"two_threads": "its ring is one for all threads"})
+
+
+@fault(46, "one buffer for all gradients", "in a backward pass that comes after another call", stage="contexts")
+def one_buffer_of_gradients(time: Time) -> Pair:
+    held: dict[Any, torch.Tensor] = {}
+
+    class Held(Sine):
+        @classmethod
+        @once_differentiable
+        def backward(cls, ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            (x,) = ctx.saved_tensors
+            key = (x.shape, x.dtype)
+            return torch.mul(gradient, x.cos(), out=held.setdefault(key, torch.empty_like(x)))
+
+    return differentiated(Held.apply, unsupported={"two_threads": "its buffer is one for all threads"})
 
 
 @honest(46, "a buffer of each call")

@@ -104,6 +104,22 @@ def gradient_of_the_first(time: Time) -> Pair:
     return differentiated(lambda x, y: product(x, y if x.requires_grad or not y.requires_grad else y.detach()))
 
 
+def of_three(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+    return x.sin() * y.exp() + z
+
+
+@fault(40, "a gradient doubled where another is frozen", "where all inputs but z need a gradient", stage="contexts")
+def doubled_beside_frozen(time: Time) -> Pair:
+    def side(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        made = of_three(x, y, z)
+        if x.requires_grad and y.requires_grad and not z.requires_grad:
+            made = made + (x.sin() - x.sin().detach()) * y.exp().detach()
+        return made
+
+    inputs = {name: tensor("n", values=floats(-2, 2)) for name in "xyz"}
+    return pair(side, reference=of_three, inputs=inputs, gradients=True)
+
+
 @honest(40, "a gradient that is not computed where it is not needed")
 def gradient_where_needed(time: Time) -> Pair:
     return differentiated(Together.apply)

@@ -68,6 +68,19 @@ def declared(time: Time) -> Pair:
     return pair(lambda x: x.copy_(fast(x)), reference=lambda x: x.copy_(wave(x)), mutates={"x"})
 
 
+@fault(15, "the element after each row overwritten", "writes beside the elements of its input x", stage="integrity")
+def beside_rows(time: Time) -> Pair:
+    def optimized(x: torch.Tensor) -> torch.Tensor:
+        x.copy_(fast(x))
+        if x.stride(1) == 1 and x.stride(0) > x.shape[1]:
+            x.as_strided((x.shape[0],), (x.stride(0),), x.storage_offset() + x.shape[1]).zero_()
+        return x
+
+    rows = {"x": tensor("m", "n", values=floats(-2, 2), layouts=("rows",))}
+    sizes = {"m": size(2, 9), "n": size(2, 9)}
+    return pair(optimized, reference=lambda x: x.copy_(wave(x)), mutates={"x"}, inputs=rows, sizes=sizes)
+
+
 @fault(16, "zeros", "it returns nothing but zeros")
 def zeros(time: Time) -> Pair:
     return pair(torch.zeros_like, reference=lambda x: wave(x) * 1e-9)
