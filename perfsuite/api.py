@@ -61,14 +61,14 @@ def proofs(
         whole = functools.partial(check, pair, device=where)
         most = examples if proof.kind == proof_list.TRUTH else FEW_DRAWS
         for words, strategy in strategies.items():
-            planned = _large_draws(pair, proof, where) if strategy is make.cases else []
+            planned = _large_draws(pair, proof, where) if words == "" else []
             hold = functools.partial(_hold, pair, proof.dtype, most, whole, strategy, planned=planned)
             yield f"{proof.kind}{words}", hold
 
 
 def _large_draws(pair: Pair, proof: proof_list.Proof, device: str) -> list[Case]:
-    """Draws with a large size for integrity, and one for effects, where sizes may be large."""
-    most = {proof_list.INTEGRITY: None, proof_list.EFFECTS: 1}.get(proof.kind, 0)
+    """Draws with a large size for integrity, and one for contexts and effects, where sizes may be large."""
+    most = {proof_list.INTEGRITY: None, proof_list.CONTEXTS: 1, proof_list.EFFECTS: 1}.get(proof.kind, 0)
     if pair.max_examples is not None or ahead.is_interpreted(pair, device):
         return []
     return list(coverage.large_draws(pair, proof.dtype, secrets.randbits(31)))[:most]
@@ -98,9 +98,8 @@ def _equivalence(pair: Pair, proof: proof_list.Proof, examples: int, device: str
     try:
         planned: list[Case] = []
         if pair.max_examples is None:
-            seed, small = secrets.randbits(31), device == "cpu"
-            large = not ahead.is_interpreted(pair, device)
-            planned = list(coverage.draws(pair, proof.dtype, seed, small=small, large=large))
+            seed, small = secrets.randbits(31), ahead.is_interpreted(pair, device)
+            planned = list(coverage.draws(pair, proof.dtype, seed, small=small))
         _hold(pair, proof.dtype, examples, check, planned=planned, tally=tally)
     except NotEquivalent as error:
         raise diagnosis.explained(error, pair, side, device, gradients=gradients) from None

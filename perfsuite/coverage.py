@@ -41,7 +41,7 @@ LEAST, MOST = "least", "most"
 MOST_ELEMENTS = 1 << 18
 """A draw with a large size has no more elements than this in its inputs."""
 WHOLE_UP_TO = 64
-"""The largest of these tiles."""
+"""The tile that it is, where it may be: all smaller ones divide it."""
 SMALL = 17
 """The smallest tile and one more."""
 FEWEST = 2
@@ -60,10 +60,10 @@ Kind: TypeAlias = tuple[str, ...]
 end or a choice)."""
 
 
-def kinds(pair: Pair, *, large: bool = True) -> list[Kind]:
-    """All that a proof of the pair has to draw; without `large`, no large tile."""
+def kinds(pair: Pair, *, small: bool = False) -> list[Kind]:
+    """All that a proof of the pair has to draw; where sizes are `small`, no large tile."""
     found: dict[Kind, None] = {}
-    long = _tensor_symbols(pair) if large else set()
+    long = set() if small else _tensor_symbols(pair)
     for symbol in sorted(pair.symbols):
         edges = [kind for kind in EDGES if kind not in LARGE or symbol in long]
         found.update(dict.fromkeys(("size", symbol, kind) for kind in edges if _sizes(pair, symbol, kind)))
@@ -117,18 +117,16 @@ def draws(
     seed: int,
     *,
     small: bool = False,
-    large: bool = True,
     compiles: Callable[[], bool] = lambda: False,
 ) -> Iterator[Case]:
     """As few draws as hold all kinds; none that the pair's `where` rules out.
 
-    With `small` the tiles are small ones, where there are some, and without `large` none is large: a kernel that is
-    interpreted takes seconds for others.
+    With `small` the tiles are small ones, where there are some: a kernel that is interpreted takes seconds for others.
     The first draw, and all from when `compiles` says so, have sizes that do not depend on the seed: a side that
     compiles for each size finds them in its cache in every proof and every run. Its sizes are few: all are empty, or
     one, together.
     """
-    left = kinds(pair, large=large)
+    left = kinds(pair, small=small)
     random_ = random.Random(seed)
     first = True
     while left:
@@ -142,13 +140,15 @@ def draws(
 
 
 def large_draws(pair: Pair, dtype: str, seed: int) -> Iterator[Case]:
-    """A plain draw for each size that may be large, in an order that depends on the seed."""
+    """A draw for each size that may be large, in an order that depends on the seed; the first of rows with gaps."""
     left = [kind for kind in kinds(pair) if kind[0] == "size" and kind[2] == PAST_LARGE]
-    random_ = random.Random(seed)
+    random_, layout = random.Random(seed), "rows"
     for _, symbol, kind in random_.sample(left, len(left)):
         sizes = _drawn_sizes(pair, {symbol: kind}, {}, random_, False)
         if sizes is not None:
-            yield Case(dtype=dtype, sizes=sizes, inputs={}, seed=random_.getrandbits(31))
+            inputs = _laid_out(pair, dict.fromkeys(_tensors(pair), "normal"), layout)
+            yield Case(dtype=dtype, sizes=sizes, inputs=inputs, seed=random_.getrandbits(31))
+            layout = ""
 
 
 def replaced(planned: int, draws: int) -> int:
@@ -261,7 +261,8 @@ def _drawn_sizes(
                 most = SMALL if small else WHOLE_UP_TO
             elif small or long:
                 most = max(among) if symbol in long else SMALL
-            sizes[symbol] = random_.choice([n for n in among if n <= most] or among)
+            fitting = [n for n in among if n <= most] or among
+            sizes[symbol] = max(fitting) if kind == WHOLE else random_.choice(fitting)
         for name, spec in _scalars(pair).items():
             sizes[name] = _end(spec, ends[name], sizes) if name in ends else _scalar(spec, sizes, random_)
         if pair.where is not None and not pair.where(**accepted(pair.where, sizes)):
@@ -308,7 +309,9 @@ def _end(spec: ScalarSpec, end: str, sizes: Mapping[str, Any]) -> Any:
 
 def _sizes(pair: Pair, symbol: str, kind: str) -> list[int]:
     """The sizes of this kind that the symbol may have."""
-    size = pair.size_of(symbol) or Size(low=0, high=max(EDGES[PAST_LARGE]))
+    size = pair.size_of(symbol) or Size()
+    if symbol not in pair.sizes:
+        size = Size(low=size.low, high=max(EDGES[PAST_LARGE]))
     return [n for n in EDGES.get(kind, ()) if size.low <= n <= size.high and n % size.multiple_of == 0]
 
 

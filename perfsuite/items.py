@@ -59,6 +59,8 @@ ANY_DRAW = (proofs.INTEGRITY, proofs.EFFECTS)
 """Those of them that edge sizes, layouts and special values matter to, after a few plain draws."""
 EVERY_KIND = ("equivalence", "gradients")
 """Those that draw every kind of inputs at least once."""
+WITH_LARGE = (proofs.INTEGRITY, proofs.CONTEXTS, proofs.EFFECTS)
+"""Those of them that also take a draw with a large size."""
 FORWARD_ONLY = ("equivalence", proofs.TRUTH)
 """Kinds whose draws have no backward pass."""
 PLAIN_ONLY = (proofs.CONTEXTS, proofs.OUTSIDE)
@@ -363,6 +365,7 @@ class ProofItem(pytest.Function):
             return
         if self.first is not None:
             self.first()
+        if self.kind in WITH_LARGE:
             self._prove_large()
         failure = self._draw_every_kind()
         super().runtest()
@@ -370,29 +373,18 @@ class ProofItem(pytest.Function):
             raise failure
 
     def _prove_large(self) -> None:
-        """Draws with a large size: what many blocks do together shows in no other. Of effects one is enough."""
-        if self._takes_large_sizes:
+        """Draws with a large size: what many blocks do together shows in no other. Of most kinds one is enough."""
+        if self.pair.max_examples is None and not ahead.is_interpreted(self.pair, device()):
             every = coverage.large_draws(self.pair, self.dtype, self.large_seed)
             for case in every if self.kind == proofs.INTEGRITY else itertools.islice(every, 1):
                 self._prove(case)
-
-    @property
-    def _takes_large_sizes(self) -> bool:
-        return self.pair.max_examples is None and not ahead.is_interpreted(self.pair, device())
 
     def _draw_every_kind(self) -> NotEquivalent | None:
         """Prove draws that hold every kind of inputs; they count among the draws of the proof. The first failure."""
         if self.seed is None or self.pair.max_examples is not None:
             return None
-        sizes, small = facts_of(self.pair).sizes, device() == "cpu"
-        cases = coverage.draws(
-            self.pair,
-            self.dtype,
-            self.seed,
-            small=small,
-            large=self._takes_large_sizes,
-            compiles=lambda: sizes.compiles,
-        )
+        sizes, small = facts_of(self.pair).sizes, ahead.is_interpreted(self.pair, device())
+        cases = coverage.draws(self.pair, self.dtype, self.seed, small=small, compiles=lambda: sizes.compiles)
         failure, number = coverage.first_failure(self._prove, cases)
         if failure is None:
             self.distinct.most -= coverage.replaced(number, self.distinct.most)

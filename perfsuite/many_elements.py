@@ -74,7 +74,7 @@ def long_case(pair: Pair, case: Case) -> tuple[Case, str] | None:
         return None
     largest = max(tensors, key=lambda spec: len(spec.dims), default=None)
     for dim in largest.dims if largest is not None else ():
-        if not isinstance(dim, str) or dim not in pair.symbols or pair.size_of(dim) is not None:
+        if not isinstance(dim, str) or dim not in pair.symbols or dim in pair.sizes:
             continue
         assert largest is not None
         beside = make.elements(largest, {**case.sizes, dim: 1})

@@ -51,7 +51,7 @@ def test_one_size_is_past_a_large_tile_while_the_others_are_small() -> None:
         found = [case.sizes for case in drawn(of) if case.sizes[symbol] >= 1024]
         assert [sizes[symbol] > 2048 for sizes in found] == [False, True]
         assert all(sizes[other] <= coverage.SMALL for sizes in found)
-    assert max(case.sizes["n"] for case in coverage.draws(of, "float32", 0, large=False)) < 1024
+    assert max(case.sizes["n"] for case in coverage.draws(of, "float32", 0, small=True)) < 1024
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -85,6 +85,18 @@ def test_all_tensors_lie_in_the_same_layout_once_and_all_sizes_are_whole_tiles(s
     for layout in make.LAYOUTS:
         assert any({case.inputs.get(n, InputCase()).layout for n in "xy"} == {layout} for case in found)
     assert any(all(n in coverage.TILES for n in case.sizes.values()) for case in found)
+
+
+def test_a_least_size_is_no_bound_above() -> None:
+    assert any(case.sizes["n"] > 2048 for case in drawn(pair(x=tensor("n", least=2))))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_large_draws_have_each_size_once_and_gaps_first(seed: int) -> None:
+    found = list(coverage.large_draws(pair(x=tensor("n", "m")), "float32", seed))
+    assert sorted(symbol for case in found for symbol, n in case.sizes.items() if n > 2048) == ["m", "n"]
+    assert [case.inputs for case in found] == [{"x": InputCase(layout="rows")}, {}]
+    assert not list(coverage.large_draws(pair(x=tensor("n", "n")), "float32", seed))
 
 
 def test_no_size_is_past_a_large_tile_where_that_is_too_much() -> None:
