@@ -213,7 +213,7 @@ def regimes(spec: TensorSpec) -> tuple[str, ...]:
         case Floats() as values:
             if values.low is None and values.high is None:
                 return UNBOUNDED_REGIMES if values.nonfinite else UNBOUNDED_REGIMES[:-1]
-            return BOUNDED_REGIMES
+            return BOUNDED_REGIMES if values.bounded else (*BOUNDED_REGIMES, "mixed", "huge")
 
 
 def workload_case(workload: Workload, dtype: str, seed: int) -> Case:
@@ -496,6 +496,8 @@ def _floats(
         high = values.high if values.high is not None else low + 4.0
         real = torch.rand(shape, generator=generator, device=source, dtype=work) * (high - low) + low
     sign = torch.where(real < 0, -1.0, 1.0).to(work)
+    # With one bound the values lie as far beyond it as others lie from zero.
+    origin = next((bound for bound in (values.low, values.high) if bound is not None), 0.0)
     match regime:
         case "halves":  # few different values: ties, exact zeros, and what is rounded either way
             real = (2 * real).round() / 2
@@ -511,12 +513,13 @@ def _floats(
         case "tiny":
             real = real * info.tiny**0.25
         case "huge":
-            real = real * info.max**0.25
+            real = origin + (real - origin) * info.max**0.25
         case "denormal":
             real = real * info.tiny / 8
         case "mixed":
             decades = min(6.0, math.log10(info.max) / 2)
-            real = real * 10 ** ((torch.rand(shape, generator=generator, device=source, dtype=work) * 2 - 1) * decades)
+            scale = 10 ** ((torch.rand(shape, generator=generator, device=source, dtype=work) * 2 - 1) * decades)
+            real = origin + (real - origin) * scale
         case "edges":
             pick = torch.randint(0, 3, shape, generator=generator, device=source)
             middle = min(max(0.0, float(real.min())), float(real.max())) if real.numel() else 0.0

@@ -105,6 +105,15 @@ def test_what_lies_between_the_elements_is_poisoned(layout: str) -> None:
         assert int(poison.sum()) == whole.numel() - drawn.numel()
 
 
+@pytest.mark.parametrize(("low", "high"), [(0.3, None), (None, -0.1)])
+def test_values_with_one_bound_may_lie_far_beyond_it(low: float | None, high: float | None) -> None:
+    for regime in ("huge", "mixed"):
+        drawn = built(tensor("m", "n", values=floats(low, high)), InputCase(regime=regime))
+        assert bool((drawn >= low).all()) if low is not None else bool((drawn <= high).all())
+        assert float(drawn.abs().max()) > 1e4
+        assert drawn.isfinite().all()
+
+
 def test_an_inner_dimension_is_expanded() -> None:
     for seed in range(9):
         strides = built(tensor("m", "n", 3), InputCase(layout="inner expanded"), seed=seed).stride()

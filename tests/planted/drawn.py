@@ -180,6 +180,18 @@ def both_transposed(time: Time) -> Pair:
     return pair(side, **reference, inputs={n: tensor(n, "k", values=floats(-2, 2)) for n in ("x", "y")})
 
 
+@fault(47, "an exponential that overflows beyond 88", "")
+def overflowing_softplus(time: Time) -> Pair:
+    inputs = {"x": tensor("n", values=floats(0))}
+    return pair(lambda x: torch.log1p(torch.exp(x)), reference=functional.softplus, inputs=inputs)
+
+
+@honest(47, "an exponential of what is not positive")
+def guarded_softplus(time: Time) -> Pair:
+    inputs = {"x": tensor("n", values=floats(0))}
+    return pair(lambda x: x + torch.log1p(torch.exp(-x)), reference=functional.softplus, inputs=inputs)
+
+
 RATES = {
     "reference": lambda x, rate: x * (1 - rate),
     "inputs": {"x": tensor("n", values=floats(-2, 2)), "rate": scalar(floats(0.125, 0.875))},
