@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 
 from perfsuite import reachable
+from perfsuite.coverage import Extent
 from perfsuite.errors import PairError, PerfsuiteError
 from perfsuite.forks import Command, Forks
 from perfsuite.pair import Pair, Side, Workload, as_side
@@ -47,9 +48,10 @@ def kernels_of(pair: Pair) -> dict[str, Any]:
     return reachable.kernels(as_side(s).call for s in (pair.optimized, *pair.variants.values()))
 
 
-def is_interpreted(pair: Pair, device: str) -> bool:
-    """Whether the pair's kernels run in Triton's interpreter, which takes milliseconds for each block."""
-    return device == "cpu" and bool(kernels_of(pair))
+def extent(pair: Pair, device: str) -> Extent:
+    """How large the sizes of planned draws are: where kernels are interpreted each block takes milliseconds."""
+    on_cpu = device == "cpu"
+    return Extent(small=on_cpu, large=not on_cpu or not kernels_of(pair))
 
 
 @functools.cache

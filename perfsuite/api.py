@@ -19,6 +19,7 @@ from perfsuite import (
     equivalence,
     execution,
     guard,
+    incoming,
     integrity,
     interpreter,
     measuring,
@@ -61,15 +62,15 @@ def proofs(
         whole = functools.partial(check, pair, device=where)
         most = examples if proof.kind == proof_list.TRUTH else FEW_DRAWS
         for words, strategy in strategies.items():
-            planned = _large_draws(pair, proof, where) if words == "" else []
-            hold = functools.partial(_hold, pair, proof.dtype, most, whole, strategy, planned=planned)
+            last = _large_draws(pair, proof, where) if words == "" else []
+            hold = functools.partial(_hold, pair, proof.dtype, most, whole, strategy, last=last)
             yield f"{proof.kind}{words}", hold
 
 
 def _large_draws(pair: Pair, proof: proof_list.Proof, device: str) -> list[Case]:
     """Draws with a large size for integrity, and one for contexts and effects, where sizes may be large."""
     most = {proof_list.INTEGRITY: None, proof_list.CONTEXTS: 1, proof_list.EFFECTS: 1}.get(proof.kind, 0)
-    if pair.max_examples is not None or ahead.is_interpreted(pair, device):
+    if pair.max_examples is not None or not ahead.extent(pair, device).large:
         return []
     return list(coverage.large_draws(pair, proof.dtype, secrets.randbits(31)))[:most]
 
@@ -98,8 +99,9 @@ def _equivalence(pair: Pair, proof: proof_list.Proof, examples: int, device: str
     try:
         planned: list[Case] = []
         if pair.max_examples is None:
-            seed, small = secrets.randbits(31), ahead.is_interpreted(pair, device)
-            planned = list(coverage.draws(pair, proof.dtype, seed, small=small))
+            seed, extent = secrets.randbits(31), ahead.extent(pair, device)
+            planned = list(coverage.draws(pair, proof.dtype, seed, extent=extent))
+            planned = list(incoming.in_turn(planned)) if gradients else planned
         _hold(pair, proof.dtype, examples, check, planned=planned, tally=tally)
     except NotEquivalent as error:
         raise diagnosis.explained(error, pair, side, device, gradients=gradients) from None
@@ -115,11 +117,12 @@ def _hold(
     strategy: Callable[..., Any] = make.cases,
     *,
     planned: Sequence[Case] = (),
+    last: Sequence[Case] = (),
     tally: Tally | None = None,
 ) -> None:
-    """Run the check over the planned draws and then over others; a failing one of these shrinks. It ends the message.
+    """Run the check over the planned draws, then over others, a failing one of which shrinks, and over the last ones.
 
-    Draws on which the reference raises are left out, and counted in the tally.
+    The failing draw ends the message. Draws on which the reference raises are left out, and counted in the tally.
     """
     left = examples - coverage.replaced(len(planned), examples)
 
@@ -155,6 +158,8 @@ def _hold(
             prove()
             if failure is not None:
                 raise failure
+            for case in last:
+                judge(case)
     except BaseExceptionGroup as group:
         found = diagnosis.unstable(group)
         if found is None:

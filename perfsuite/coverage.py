@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from perfsuite import inputs as make
@@ -60,10 +61,23 @@ Kind: TypeAlias = tuple[str, ...]
 end or a choice)."""
 
 
-def kinds(pair: Pair, *, small: bool = False) -> list[Kind]:
-    """All that a proof of the pair has to draw; where sizes are `small`, no large tile."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Extent:
+    """How large the sizes are."""
+
+    small: bool = False
+    """The tiles are the smallest, where they may be: on a CPU others take longer, and show no more."""
+    large: bool = True
+    """There are large tiles, and whole ones of more than the smallest: not where a kernel is interpreted."""
+
+
+ANY = Extent()
+
+
+def kinds(pair: Pair, extent: Extent = ANY) -> list[Kind]:
+    """All that a proof of the pair has to draw."""
     found: dict[Kind, None] = {}
-    long = set() if small else _tensor_symbols(pair)
+    long = _tensor_symbols(pair) if extent.large else set()
     for symbol in sorted(pair.symbols):
         edges = [kind for kind in EDGES if kind not in LARGE or symbol in long]
         found.update(dict.fromkeys(("size", symbol, kind) for kind in edges if _sizes(pair, symbol, kind)))
@@ -116,22 +130,21 @@ def draws(
     dtype: str,
     seed: int,
     *,
-    small: bool = False,
+    extent: Extent = ANY,
     compiles: Callable[[], bool] = lambda: False,
 ) -> Iterator[Case]:
     """As few draws as hold all kinds; none that the pair's `where` rules out.
 
-    With `small` the tiles are small ones, where there are some: a kernel that is interpreted takes seconds for others.
     The first draw, and all from when `compiles` says so, have sizes that do not depend on the seed: a side that
     compiles for each size finds them in its cache in every proof and every run. Its sizes are few: all are empty, or
     one, together.
     """
-    left = kinds(pair, small=small)
+    left = kinds(pair, extent)
     random_ = random.Random(seed)
     first = True
     while left:
         few = compiles()
-        case = _case(pair, dtype, left, random_, small, same_sizes=first or few, few_sizes=few)
+        case = _case(pair, dtype, left, random_, extent, same_sizes=first or few, few_sizes=few)
         first = False
         if case is not None:
             yield case
@@ -144,7 +157,7 @@ def large_draws(pair: Pair, dtype: str, seed: int) -> Iterator[Case]:
     left = [kind for kind in kinds(pair) if kind[0] == "size" and kind[2] == PAST_LARGE]
     random_, layout = random.Random(seed), "rows"
     for _, symbol, kind in random_.sample(left, len(left)):
-        sizes = _drawn_sizes(pair, {symbol: kind}, {}, random_, False)
+        sizes = _drawn_sizes(pair, {symbol: kind}, {}, random_, ANY)
         if sizes is not None:
             inputs = _laid_out(pair, dict.fromkeys(_tensors(pair), "normal"), layout)
             yield Case(dtype=dtype, sizes=sizes, inputs=inputs, seed=random_.getrandbits(31))
@@ -174,7 +187,7 @@ def _case(
     dtype: str,
     left: list[Kind],
     random_: random.Random,
-    small: bool,
+    extent: Extent,
     *,
     same_sizes: bool,
     few_sizes: bool,
@@ -196,7 +209,7 @@ def _case(
     tried |= {("size", *k) for k in wanted.items()} | {("scalar", *k) for k in ends.items()}
     left[:] = [k for k in left if k not in tried]
     source = random.Random(f"{pair.name} {sorted(wanted.items())}") if same_sizes else random_
-    sizes = _drawn_sizes(pair, wanted, ends, source, small)
+    sizes = _drawn_sizes(pair, wanted, ends, source, extent)
     if sizes is None:
         return None
     return Case(dtype=dtype, sizes=sizes, inputs=inputs, seed=random_.getrandbits(31))
@@ -244,7 +257,7 @@ def _laid_out(pair: Pair, regimes: Mapping[str, str], layout: str) -> dict[str, 
 
 
 def _drawn_sizes(
-    pair: Pair, wanted: Mapping[str, str], ends: Mapping[str, str], random_: random.Random, small: bool
+    pair: Pair, wanted: Mapping[str, str], ends: Mapping[str, str], random_: random.Random, extent: Extent
 ) -> dict[str, Any] | None:
     """Sizes of these kinds, of which one is larger than small draws are, and scalars, at these ends.
 
@@ -258,8 +271,8 @@ def _drawn_sizes(
             among = _sizes(pair, symbol, "a tile" if kind == WHOLE else kind) or _plain(pair, symbol)
             most = make.SMALL_HIGH if _has_large(sizes) else max(among)
             if kind == WHOLE:
-                most = SMALL if small else WHOLE_UP_TO
-            elif small or long:
+                most = WHOLE_UP_TO if extent.large else SMALL
+            elif extent.small or long:
                 most = max(among) if symbol in long else SMALL
             fitting = [n for n in among if n <= most] or among
             sizes[symbol] = max(fitting) if kind == WHOLE else random_.choice(fitting)

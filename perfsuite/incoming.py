@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -46,6 +48,15 @@ def kind_of(case: Case) -> str:
     if kind in NEEDS_ORDINARY and any(how.regime not in ORDINARY for how in case.inputs.values()):
         return PLAIN
     return PLAIN if kind == "large" and case.dtype == "float16" else kind
+
+
+def in_turn(cases: Iterable[Case]) -> Iterator[Case]:
+    """The same draws, with seeds that take the kinds in turn, among those of ordinary values, and among the others."""
+    numbers = {True: itertools.count(), False: itertools.count()}
+    for case in cases:
+        ordinary = all(how.regime in ORDINARY for how in case.inputs.values()) and 0 not in case.sizes.values()
+        place = next(numbers[ordinary]) % len(DRAWN)
+        yield replace(case, seed=case.seed - case.seed % len(DRAWN) + place)
 
 
 def drawn(

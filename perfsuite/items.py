@@ -34,6 +34,7 @@ from perfsuite import (
     execution,
     faults,
     guard,
+    incoming,
     integrity,
     interpreter,
     outside,
@@ -374,7 +375,7 @@ class ProofItem(pytest.Function):
 
     def _prove_large(self) -> None:
         """Draws with a large size: what many blocks do together shows in no other. Of most kinds one is enough."""
-        if self.pair.max_examples is None and not ahead.is_interpreted(self.pair, device()):
+        if self.pair.max_examples is None and ahead.extent(self.pair, device()).large:
             every = coverage.large_draws(self.pair, self.dtype, self.large_seed)
             for case in every if self.kind == proofs.INTEGRITY else itertools.islice(every, 1):
                 self._prove(case)
@@ -383,8 +384,10 @@ class ProofItem(pytest.Function):
         """Prove draws that hold every kind of inputs; they count among the draws of the proof. The first failure."""
         if self.seed is None or self.pair.max_examples is not None:
             return None
-        sizes, small = facts_of(self.pair).sizes, ahead.is_interpreted(self.pair, device())
-        cases = coverage.draws(self.pair, self.dtype, self.seed, small=small, compiles=lambda: sizes.compiles)
+        sizes, extent = facts_of(self.pair).sizes, ahead.extent(self.pair, device())
+        cases = coverage.draws(self.pair, self.dtype, self.seed, extent=extent, compiles=lambda: sizes.compiles)
+        if self.kind == proofs.GRADIENTS:
+            cases = incoming.in_turn(cases)
         failure, number = coverage.first_failure(self._prove, cases)
         if failure is None:
             self.distinct.most -= coverage.replaced(number, self.distinct.most)

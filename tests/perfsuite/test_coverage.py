@@ -9,7 +9,7 @@ import pytest
 import torch
 from scratch import Project
 
-from perfsuite import Pair, coverage, floats, integers, scalar, size, tensor
+from perfsuite import Pair, coverage, floats, incoming, integers, scalar, size, tensor
 from perfsuite import inputs as make
 from perfsuite.records import Case, InputCase
 
@@ -51,7 +51,7 @@ def test_one_size_is_past_a_large_tile_while_the_others_are_small() -> None:
         found = [case.sizes for case in drawn(of) if case.sizes[symbol] >= 1024]
         assert [sizes[symbol] > 2048 for sizes in found] == [False, True]
         assert all(sizes[other] <= coverage.SMALL for sizes in found)
-    assert max(case.sizes["n"] for case in coverage.draws(of, "float32", 0, small=True)) < 1024
+    assert max(case.sizes["n"] for case in coverage.draws(of, "float32", 0, extent=coverage.Extent(large=False))) < 1024
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -152,3 +152,10 @@ def test_a_fault_at_one_regime_is_found_in_every_run(project: Project) -> None:
     for seed in range(4):
         result = project.run("-m", "correctness", "-k", "equivalence", f"--hypothesis-seed={seed}")
         result.assert_outcomes(failed=1)
+
+
+def test_planned_draws_of_gradients_take_the_kinds_of_incoming_ones_in_turn() -> None:
+    of = Pair(name="p", reference=torch.sin, optimized=torch.sin, inputs={"x": tensor("n", values=floats(-2, 2))})
+    for seed in range(5):
+        found = list(incoming.in_turn(coverage.draws(of, "float32", seed)))
+        assert {incoming.kind_of(case) for case in found if case.sizes["n"]} == set(incoming.KINDS)
