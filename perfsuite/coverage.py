@@ -40,7 +40,7 @@ ALONE = ("empty", "one", *LARGE)
 LEAST, MOST = "least", "most"
 """Ends of the numbers that a scalar may be."""
 MOST_ELEMENTS = 1 << 18
-"""A draw with a large size has no more elements than this in its inputs."""
+"""A draw with a large size, or with whole tiles, has no more elements than this in its inputs."""
 WHOLE_UP_TO = 64
 """The tile that it is, where it may be: all smaller ones divide it."""
 SMALL = 17
@@ -264,14 +264,15 @@ def _drawn_sizes(
     None where `where` allows none, or all would have too many elements.
     """
     long = [symbol for symbol, kind in wanted.items() if kind in LARGE]
-    for _ in range(ATTEMPTS):
+    bounded = bool(long) or WHOLE in wanted.values()
+    for attempt in range(ATTEMPTS):
         sizes: dict[str, Any] = {}
         for symbol in sorted(pair.symbols):
             kind = wanted.get(symbol, "")
             among = _sizes(pair, symbol, "a tile" if kind == WHOLE else kind) or _plain(pair, symbol)
             most = make.SMALL_HIGH if _has_large(sizes) else max(among)
             if kind == WHOLE:
-                most = WHOLE_UP_TO if extent.large else SMALL
+                most = max(SMALL, WHOLE_UP_TO >> attempt) if extent.large else SMALL
             elif extent.small or long:
                 most = max(among) if symbol in long else SMALL
             fitting = [n for n in among if n <= most] or among
@@ -280,7 +281,7 @@ def _drawn_sizes(
             sizes[name] = _end(spec, ends[name], sizes) if name in ends else _scalar(spec, sizes, random_)
         if pair.where is not None and not pair.where(**accepted(pair.where, sizes)):
             continue
-        if long and sum(make.elements(spec, sizes) for spec in _whole_tensors(pair)) > MOST_ELEMENTS:
+        if bounded and sum(make.elements(spec, sizes) for spec in _whole_tensors(pair)) > MOST_ELEMENTS:
             continue
         return sizes
     return None

@@ -87,6 +87,12 @@ def test_all_tensors_lie_in_the_same_layout_once_and_all_sizes_are_whole_tiles(s
     assert any(all(n in coverage.TILES for n in case.sizes.values()) for case in found)
 
 
+def test_whole_tiles_are_as_large_as_the_elements_allow() -> None:
+    for dims, tile in (("nm", 64), ("nmk", 64), ("nmkl", 16)):
+        found = [case.sizes for case in drawn(pair(x=tensor(*dims)))]
+        assert dict.fromkeys(dims, tile) in found
+
+
 def test_a_least_size_is_no_bound_above() -> None:
     assert any(case.sizes["n"] > 2048 for case in drawn(pair(x=tensor("n", least=2))))
 
