@@ -24,7 +24,6 @@ from typing import Any
 import pytest
 
 from perfsuite import reachable
-from perfsuite.coverage import Extent
 from perfsuite.errors import PairError, PerfsuiteError
 from perfsuite.forks import Command, Forks
 from perfsuite.pair import Pair, Side, Workload, as_side
@@ -46,12 +45,6 @@ LARGE = 1 << 16
 def kernels_of(pair: Pair) -> dict[str, Any]:
     """Triton kernels that the pair's sides can reach, by qualified name; empty where triton is not loaded."""
     return reachable.kernels(as_side(s).call for s in (pair.optimized, *pair.variants.values()))
-
-
-def extent(pair: Pair, device: str) -> Extent:
-    """How large the sizes of planned draws are: where kernels are interpreted each block takes milliseconds."""
-    on_cpu = device == "cpu"
-    return Extent(small=on_cpu, large=not on_cpu or not kernels_of(pair))
 
 
 @functools.cache

@@ -11,7 +11,6 @@ import hypothesis
 import torch
 
 from perfsuite import (
-    ahead,
     contexts,
     coverage,
     diagnosis,
@@ -19,10 +18,10 @@ from perfsuite import (
     equivalence,
     execution,
     guard,
-    incoming,
     integrity,
     interpreter,
     measuring,
+    planned,
 )
 from perfsuite import inputs as make
 from perfsuite import proofs as proof_list
@@ -62,17 +61,10 @@ def proofs(
         whole = functools.partial(check, pair, device=where)
         most = examples if proof.kind == proof_list.TRUTH else FEW_DRAWS
         for words, strategy in strategies.items():
-            last = _large_draws(pair, proof, where) if words == "" else []
+            seed = secrets.randbits(31)
+            last = [] if words else list(planned.large(pair, proof.kind, proof.dtype, seed, where))
             hold = functools.partial(_hold, pair, proof.dtype, most, whole, strategy, last=last)
             yield f"{proof.kind}{words}", hold
-
-
-def _large_draws(pair: Pair, proof: proof_list.Proof, device: str) -> list[Case]:
-    """Draws with a large size for integrity, and one for contexts and effects, where sizes may be large."""
-    most = {proof_list.INTEGRITY: None, proof_list.CONTEXTS: 1, proof_list.EFFECTS: 1}.get(proof.kind, 0)
-    if pair.max_examples is not None or not ahead.extent(pair, device).large:
-        return []
-    return list(coverage.large_draws(pair, proof.dtype, secrets.randbits(31)))[:most]
 
 
 _PLAIN, _ANY = {"": make.plain_cases}, {"": make.plain_cases, ", any draw": make.cases}
@@ -97,12 +89,8 @@ def _equivalence(pair: Pair, proof: proof_list.Proof, examples: int, device: str
         tally=tally,
     )
     try:
-        planned: list[Case] = []
-        if pair.max_examples is None:
-            seed, extent = secrets.randbits(31), ahead.extent(pair, device)
-            planned = list(coverage.draws(pair, proof.dtype, seed, extent=extent))
-            planned = list(incoming.in_turn(planned)) if gradients else planned
-        _hold(pair, proof.dtype, examples, check, planned=planned, tally=tally)
+        first = list(planned.every_kind(pair, proof.kind, proof.dtype, secrets.randbits(31), device))
+        _hold(pair, proof.dtype, examples, check, first=first, tally=tally)
     except NotEquivalent as error:
         raise diagnosis.explained(error, pair, side, device, gradients=gradients) from None
     tally.check(pair)
@@ -116,15 +104,16 @@ def _hold(
     check: Callable[[Case], None],
     strategy: Callable[..., Any] = make.cases,
     *,
-    planned: Sequence[Case] = (),
+    first: Sequence[Case] = (),
     last: Sequence[Case] = (),
     tally: Tally | None = None,
 ) -> None:
-    """Run the check over the planned draws, then over others, a failing one of which shrinks, and over the last ones.
+    """Run the check over the first draws, then over random ones, and over the last ones.
 
-    The failing draw ends the message. Draws on which the reference raises are left out, and counted in the tally.
+    A failing random draw shrinks. The failing draw ends the message. Draws on which the reference raises are left out,
+    and counted in the tally.
     """
-    left = examples - coverage.replaced(len(planned), examples)
+    left = examples - coverage.replaced(len(first), examples)
 
     @hypothesis.settings(
         max_examples=min(left, pair.max_examples or left),
@@ -154,7 +143,7 @@ def _hold(
 
     try:
         with execution.leaving_nothing(pair):
-            failure, _ = coverage.first_failure(judge, planned)
+            failure, _ = coverage.first_failure(judge, first)
             prove()
             if failure is not None:
                 raise failure

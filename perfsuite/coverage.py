@@ -21,9 +21,9 @@ TILES = (16, 32, 64, 128)
 LARGE_TILE = 1024
 """The most elements of a row that a kernel is often written to hold in one block."""
 A_LARGE, PAST_LARGE = "a large tile", "more than two large tiles"
-"""Of one size, while the others are small."""
+"""Kinds of large sizes. One size of a draw is large, and the others are small."""
 WHOLE = "whole tiles"
-"""Of all sizes together: kernels have a path without masks for it."""
+"""All sizes of a draw are multiples of a tile. Many kernels have a path without masks for this."""
 EDGES = {
     "empty": (0,),
     "one": (1,),
@@ -36,13 +36,13 @@ EDGES = {
 """Kinds of sizes → the sizes of that kind."""
 LARGE = (A_LARGE, PAST_LARGE)
 ALONE = ("empty", "one", *LARGE)
-"""Of one size while the others are plain: beside another of these the fault of one would not show."""
+"""Kinds that only one size of a draw has. A second size of these kinds could hide the fault of the first."""
 LEAST, MOST = "least", "most"
 """Ends of the numbers that a scalar may be."""
 MOST_ELEMENTS = 1 << 18
 """A draw with a large size, or with whole tiles, has no more elements than this in its inputs."""
 WHOLE_UP_TO = 64
-"""The tile that it is, where it may be: all smaller ones divide it."""
+"""The tile, where the pair allows it. All smaller tiles divide it."""
 SMALL = 17
 """The smallest tile and one more."""
 FEWEST = 2
@@ -92,7 +92,7 @@ def kinds(pair: Pair, extent: Extent = ANY) -> list[Kind]:
 
 
 def kinds_in(pair: Pair, case: Case) -> set[Kind]:
-    """Those that a draw holds, as far as they show in it: not all do beside special values."""
+    """The kinds that a draw holds. A kind does not count where special values could hide its fault."""
     sizes = {symbol: case.sizes[symbol] for symbol in pair.symbols}
     tensors = _tensors(pair)
     regimes = {case.inputs.get(name, InputCase()).regime for name in tensors}
@@ -115,7 +115,7 @@ def kinds_in(pair: Pair, case: Case) -> set[Kind]:
 
 
 def _layouts_of_all(pair: Pair, case: Case) -> set[Kind]:
-    """Those in which all tensors lie that may."""
+    """The layouts that all tensors have for which they are allowed."""
     found = {"contiguous"}
     tensors = _tensors(pair).items()
     for layout in {how.layout for how in case.inputs.values()}:
@@ -302,7 +302,7 @@ def _scalar(spec: ScalarSpec, sizes: Mapping[str, Any], random_: random.Random) 
 
 
 def _ends(spec: ScalarSpec) -> list[str]:
-    """What each proof draws of a scalar: each choice, or the ends of its range."""
+    """The values of a scalar that each proof draws: every choice, or the ends of its range."""
     if isinstance(spec.values, tuple):
         return [repr(value) for value in spec.values]
     if isinstance(spec.values, Integers):
@@ -347,7 +347,7 @@ def _whole_tensors(pair: Pair) -> list[TensorSpec]:
 
 
 def _tensor_symbols(pair: Pair) -> set[str]:
-    """Sizes of such tensors alone: of others not all sizes can be told, such as those of a module."""
+    """The sizes that only such tensors have. How large a module or a list becomes is not known beforehand."""
     every = {**pair.inputs, **pair.step_inputs}
     others = {name: spec for name, spec in every.items() if not isinstance(spec, TensorSpec)}
     return {dim for spec in _whole_tensors(pair) for dim in spec.dims if isinstance(dim, str)} - symbols(others)

@@ -637,8 +637,13 @@ def _clone_tensor(tensor: torch.Tensor) -> torch.Tensor:
         index = tuple(slice(0, 1) if s == 0 else slice(None) for s in tensor.stride())
         return tensor[index].clone().expand(tensor.shape)
     # The whole storage is copied, so that the view keeps its strides and offset.
-    whole = tensor.new_empty(0).set_(tensor.untyped_storage()).clone()
+    whole = memory_of(tensor).clone()
     return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor's storage, in one dimension: what lies between its elements, too."""
+    return tensor.detach().new_empty(0).set_(tensor.untyped_storage())
 
 
 def copy_values(into: Any, values: Any) -> None:

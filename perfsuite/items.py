@@ -6,7 +6,6 @@ import contextlib
 import faulthandler
 import functools
 import hashlib
-import itertools
 import os
 import secrets
 import shlex
@@ -34,10 +33,10 @@ from perfsuite import (
     execution,
     faults,
     guard,
-    incoming,
     integrity,
     interpreter,
     outside,
+    planned,
     proofs,
     sanitizer,
     scrutiny,
@@ -60,8 +59,6 @@ ANY_DRAW = (proofs.INTEGRITY, proofs.EFFECTS)
 """Those of them that edge sizes, layouts and special values matter to, after a few plain draws."""
 EVERY_KIND = ("equivalence", "gradients")
 """Those that draw every kind of inputs at least once."""
-WITH_LARGE = (proofs.INTEGRITY, proofs.CONTEXTS, proofs.EFFECTS)
-"""Those of them that also take a draw with a large size."""
 FORWARD_ONLY = ("equivalence", proofs.TRUTH)
 """Kinds whose draws have no backward pass."""
 PLAIN_ONLY = (proofs.CONTEXTS, proofs.OUTSIDE)
@@ -366,28 +363,21 @@ class ProofItem(pytest.Function):
             return
         if self.first is not None:
             self.first()
-        if self.kind in WITH_LARGE:
-            self._prove_large()
+        for case in planned.large(self.pair, self.kind, self.dtype, self.large_seed, device()):
+            self._prove(case)
         failure = self._draw_every_kind()
         super().runtest()
         if failure is not None:
             raise failure
 
-    def _prove_large(self) -> None:
-        """Draws with a large size: what many blocks do together shows in no other. Of most kinds one is enough."""
-        if self.pair.max_examples is None and ahead.extent(self.pair, device()).large:
-            every = coverage.large_draws(self.pair, self.dtype, self.large_seed)
-            for case in every if self.kind == proofs.INTEGRITY else itertools.islice(every, 1):
-                self._prove(case)
-
     def _draw_every_kind(self) -> NotEquivalent | None:
         """Prove draws that hold every kind of inputs; they count among the draws of the proof. The first failure."""
-        if self.seed is None or self.pair.max_examples is not None:
+        if self.seed is None:
             return None
-        sizes, extent = facts_of(self.pair).sizes, ahead.extent(self.pair, device())
-        cases = coverage.draws(self.pair, self.dtype, self.seed, extent=extent, compiles=lambda: sizes.compiles)
-        if self.kind == proofs.GRADIENTS:
-            cases = incoming.in_turn(cases)
+        sizes = facts_of(self.pair).sizes
+        cases = planned.every_kind(
+            self.pair, self.kind, self.dtype, self.seed, device(), compiles=lambda: sizes.compiles
+        )
         failure, number = coverage.first_failure(self._prove, cases)
         if failure is None:
             self.distinct.most -= coverage.replaced(number, self.distinct.most)

@@ -31,7 +31,7 @@ class KnownSizes:
         self.compiles = False
         """Whether any draw has compiled something, or read it from a cache."""
         self.forward, self.backward = _Known(), _Known()
-        """Of all draws, and of those with a backward pass."""
+        """The sizes of all draws, and the sizes of draws with a backward pass."""
         self._settled: dict[tuple[str, bool], Case] = {}
 
     def settled(self, pair: Pair, case: Case, *, gradients: bool = False, few: bool = False) -> Case:

@@ -34,7 +34,7 @@ def undeclared_mutation(probe: Probe) -> None:
         for name, value in values.items():
             for path, tensor in make.changing(probe.pair, name, value):
                 _fill_gaps(tensor)
-                changed.append((path, tensor, _whole(tensor).clone()))
+                changed.append((path, tensor, make.memory_of(tensor).clone()))
         return values
 
     probe.call(remember(probe.drawn()), given=lambda values: remember(make.clone(values)))
@@ -44,7 +44,7 @@ def undeclared_mutation(probe: Probe) -> None:
         if not torch.equal(bytes_of(tensor.untyped_storage()), storage):
             raise probe.fault(f"changes its input {path} in place, which the pair does not declare; add it to mutates=")
     for path, tensor, storage in changed:
-        after = _whole(tensor).clone()
+        after = make.memory_of(tensor).clone()
         if after.numel() != storage.numel():
             continue  # it has other memory now
         # Of the elements themselves it may change each.
@@ -54,14 +54,9 @@ def undeclared_mutation(probe: Probe) -> None:
             raise probe.fault(f"writes beside the elements of its input {path}, which it changes in place")
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a tensor's memory, in one dimension."""
-    return tensor.detach().new_empty(0).set_(tensor.untyped_storage())
-
-
 def _fill_gaps(tensor: torch.Tensor) -> None:
     """Ones between the elements, where there is room: what is added to NaN would not show."""
-    whole, elements = _whole(tensor), tensor.detach()
+    whole, elements = make.memory_of(tensor), tensor.detach()
     if not tensor.is_floating_point() or 0 in tensor.stride() or whole.numel() == tensor.numel():
         return
     kept = elements.clone()
@@ -242,7 +237,7 @@ def _fenced(tensor: torch.Tensor, what: str, fences: list[_Fence]) -> torch.Tens
     guard = GUARD_BYTES // size
     whole = torch.empty(held + 2 * guard, dtype=tensor.dtype, device=tensor.device)
     make.fill_poison(whole)
-    whole[guard : guard + held] = tensor.detach().new_empty(0).set_(tensor.untyped_storage())[:held]
+    whole[guard : guard + held] = make.memory_of(tensor)[:held]
     sides = (whole[:guard], whole[guard + held :])
     fences.append(_Fence(what, sides, (bytes_of_tensor(sides[0]).clone(), bytes_of_tensor(sides[1]).clone())))
     # `whole` lies between guards of its own where the step's inputs are made while the mode is on.
