@@ -25,6 +25,7 @@ from perfsuite.pair import Pair, Workload
 from perfsuite.records import Case, InputCase
 from perfsuite.specs import (
     EXPANDED,
+    MIDDLE_EXPANDED,
     LAYOUTS,
     Bound,
     ConstantSpec,
@@ -200,7 +201,8 @@ def layouts(pair: Pair, name: str, spec: TensorSpec) -> tuple[str, ...]:
     allowed = spec.layouts or LAYOUTS
     written = name in pair.changed or pair.adjust is not None
     # An expanded tensor has several elements in one place: writing into it has no meaning.
-    return tuple(layout for layout in allowed if not (written and layout in EXPANDED)) or ("contiguous",)
+    left_out = EXPANDED if written else () if len(spec.dims) > 2 else (MIDDLE_EXPANDED,)
+    return tuple(layout for layout in allowed if layout not in left_out) or ("contiguous",)
 
 
 def regimes(spec: TensorSpec) -> tuple[str, ...]:
@@ -328,7 +330,7 @@ def elements(spec: TensorSpec, sizes: Mapping[str, Any]) -> int:
 def _tensor(spec: TensorSpec, name: str, case: Case, device: str, how: InputCase) -> torch.Tensor:
     shape = tuple(_resolve(d, case.sizes) for d in spec.dims)
     dtype = dtype_of(spec.dtype or case.dtype)
-    dim = _expanded_dim(spec, how.layout, shape, _hash(case.seed, f"{name} expanded"))
+    dim = _expanded_dim(spec, how.layout, shape)
     if dim is not None:
         once = _values(spec, name, case, device, how.regime, (*shape[:dim], 1, *shape[dim + 1 :]), dtype)
         return once.expand(shape)
@@ -336,19 +338,23 @@ def _tensor(spec: TensorSpec, name: str, case: Case, device: str, how: InputCase
     return with_layout(data, how.layout, spec.align)
 
 
-def _expanded_dim(spec: TensorSpec, layout: str, shape: tuple[int, ...], number: int) -> int | None:
-    """The dimension along which a tensor is expanded; None where it is not, or the dimension has a single element.
+def _expanded_dim(spec: TensorSpec, layout: str, shape: tuple[int, ...]) -> int | None:
+    """The dimension along which a tensor is expanded; None where it is not, or no such dimension has two elements.
 
-    It is always the first where values belong to others of their row: a matrix of the pair's making, bounds by column.
+    It does not depend on the seed: other values at the same sizes lie in memory in the same way. It is always the first
+    where values belong to others of their row: a matrix of the pair's making, bounds by column.
     """
+    if layout not in EXPANDED:
+        return None
+    last = len(shape) - 1
     together = isinstance(spec.values, Sampled) or (
         isinstance(spec.values, Integers) and isinstance(spec.values.high, tuple)
     )
-    if layout not in EXPANDED:
-        return None
-    among = range(1) if layout == "expanded" or together else range(1, len(shape))
-    long = [dim for dim in among if dim < len(shape) and shape[dim] > 1]
-    return long[number % len(long)] if long else None
+    if layout == "expanded" or together:
+        among = range(min(1, len(shape)))
+    else:
+        among = range(1, last) if layout == MIDDLE_EXPANDED else range(last, 0, -1)
+    return next((dim for dim in among if shape[dim] > 1), None)
 
 
 def with_layout(data: torch.Tensor, layout: str, align: int = 0) -> torch.Tensor:

@@ -81,7 +81,7 @@ def test_an_empty_size_and_one_stand_alone() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_all_tensors_lie_in_the_same_layout_once_and_all_sizes_are_whole_tiles(seed: int) -> None:
-    found = drawn(pair(x=tensor("n", "m"), y=tensor("m", "k")), seed)
+    found = drawn(pair(x=tensor("n", "m", "k"), y=tensor("m", "k", 3)), seed)
     for layout in make.LAYOUTS:
         assert any({case.inputs.get(n, InputCase()).layout for n in "xy"} == {layout} for case in found)
     assert any(all(n in coverage.TILES for n in case.sizes.values()) for case in found)
