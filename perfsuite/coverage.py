@@ -49,6 +49,8 @@ FEWEST = 2
 """Sizes from here on show what values and layouts do."""
 SPOILING = ("huge", "nonfinite")
 """With these in one input the answer is often not finite, whatever is in the others."""
+TOGETHER = "offset"
+"""A regime that all inputs have that may: the difference of two of them is small, too."""
 MILD = ("normal", "sorted", "halves", "edges")
 """Values with which a wrong layout shows."""
 MOST_PLANNED = 0.75
@@ -238,6 +240,8 @@ def _regimes(pair: Pair, left: list[Kind], random_: random.Random) -> tuple[dict
     found: dict[str, str] = {}
     tried: set[Kind] = set()
     tensors = list(_tensors(pair).items())
+    if ("regime", TOGETHER) in left:
+        return {n: TOGETHER if TOGETHER in make.regimes(s) else "normal" for n, s in tensors}, {("regime", TOGETHER)}
     for name, spec in random_.sample(tensors, len(tensors)):
         regimes = [k for k in left if k not in tried and k[0] == "regime" and k[1] in make.regimes(spec)]
         if any(k[1] in SPOILING for k in tried) or (tried and regimes and regimes[0][1] in SPOILING):

@@ -25,8 +25,8 @@ from perfsuite.pair import Pair, Workload
 from perfsuite.records import Case, InputCase
 from perfsuite.specs import (
     EXPANDED,
-    MIDDLE_EXPANDED,
     LAYOUTS,
+    MIDDLE_EXPANDED,
     Bound,
     ConstantSpec,
     Dim,
@@ -57,13 +57,14 @@ UNBOUNDED_REGIMES = (
     "repeated",
     "zeros",
     "halves",
+    "offset",
     "mixed",
     "tiny",
     "huge",
     "denormal",
     "nonfinite",
 )
-BOUNDED_REGIMES = ("normal", "sorted", "repeated", "zeros", "halves", "edges", "tiny")
+BOUNDED_REGIMES = ("normal", "sorted", "repeated", "zeros", "halves", "offset", "edges", "tiny")
 INTEGER_REGIMES = ("normal", "sorted", "repeated", "edges")
 
 # Explaining a failing draw takes several times as long as shrinking it, and the one line that is printed says as much.
@@ -497,10 +498,12 @@ def _floats(
     work = torch.float64 if math.prod(shape) <= DRAW_ON_DEVICE else torch.float32
     if values.low is None and values.high is None:
         real = torch.randn(shape, generator=generator, device=source, dtype=work)
+        middle, offset, deviation = 0.0, 16.0, 2.0**-2
     else:
         low = values.low if values.low is not None else (values.high or 0.0) - 4.0
         high = values.high if values.high is not None else low + 4.0
         real = torch.rand(shape, generator=generator, device=source, dtype=work) * (high - low) + low
+        middle, offset, deviation = (low + high) / 2, (high - low) * 3 / 8, 2.0**-6
     sign = torch.where(real < 0, -1.0, 1.0).to(work)
     # With one bound the values lie as far beyond it as others lie from zero.
     origin = next((bound for bound in (values.low, values.high) if bound is not None), 0.0)
@@ -515,6 +518,8 @@ def _floats(
                 .repeat(-(-real.numel() // max(1, real.shape[-1] if real.ndim else 1)))[: real.numel()]
                 .reshape(shape)
             )
+        case "offset":  # small differences of large values: E[x²] − E[x]² loses its digits
+            real = middle + offset + (real - middle) * deviation
         # Far enough from the ends of the range that a few factors neither overflow nor underflow in any order.
         case "tiny":
             real = real * info.tiny**0.25

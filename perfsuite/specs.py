@@ -125,9 +125,12 @@ Spec: TypeAlias = "TensorSpec | ScalarSpec | ListSpec | ModuleSpec | RecordedSpe
 MIDDLE_EXPANDED = "middle expanded"
 EXPANDED = ("expanded", "inner expanded", MIDDLE_EXPANDED)
 LAYOUTS = ("contiguous", "transposed", "strided", "offset", *EXPANDED, "rows", "slice", "permuted", "channels last")
-"""How a drawn tensor lies in memory. "expanded": along the first dimension; "inner expanded": along the last;
-"middle expanded": along the first one between them, as heads that share keys; "rows": a part of wider rows, as of a product that is split into three; "slice": all rows but the last,
-as in `logits[:, :-1]`; "permuted": the two dimensions before the last in the other order."""
+"""How a drawn tensor lies in memory.
+
+"expanded" along the first dimension, "inner expanded" along the last, "middle expanded" along the first between them,
+as heads that share keys; "rows": a part of wider rows, as of a product that is split into three; "slice": all rows but
+the last, as in `logits[:, :-1]`; "permuted": the two dimensions before the last in the other order.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -195,6 +195,50 @@ def guarded_softplus(time: Time) -> Pair:
     return pair(lambda x: x + torch.log1p(torch.exp(-x)), reference=functional.softplus, inputs=inputs)
 
 
+COLUMNS: dict[str, Any] = {
+    "reference": lambda x: (x - x.mean(-1, keepdim=True)).square().mean(-1),
+    "inputs": {"x": tensor("m", "n", values=floats(-2, 2), layouts=("contiguous",))},
+    "sizes": {"n": size(2, 33)},
+}
+
+
+@fault(47, "a variance from two sums", "right for ordinary values, and wrong for offset ones")
+def variance_of_sums(time: Time) -> Pair:
+    return pair(lambda x: (x.square().mean(-1) - x.mean(-1).square()).clamp_min(0), **COLUMNS)
+
+
+@honest(47, "a variance from sums of what is left after a first value")
+def variance_of_shifted_sums(time: Time) -> Pair:
+    def side(x: torch.Tensor) -> torch.Tensor:
+        shifted = x - x[:, :1]
+        return (shifted.square().mean(-1) - shifted.mean(-1).square()).clamp_min(0)
+
+    return pair(side, **COLUMNS)
+
+
+DISTANCES: dict[str, Any] = {
+    "reference": lambda x, y: (x[:, None] - y).square().sum(-1),
+    "inputs": {name: tensor(name, "d", values=floats(-2, 2), layouts=("contiguous",)) for name in ("x", "y")},
+    "sizes": {"d": size(1, 33)},
+}
+
+
+@fault(47, "a distance from squares and a product", "right for ordinary values, and wrong for offset ones")
+def distance_of_squares(time: Time) -> Pair:
+    def side(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (x.square().sum(-1)[:, None] + y.square().sum(-1) - 2 * (x[:, None] * y).sum(-1)).clamp_min(0)
+
+    return pair(side, **DISTANCES)
+
+
+@honest(47, "a distance from differences, by columns")
+def distance_of_differences(time: Time) -> Pair:
+    def side(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return sum(((x[:, None, i] - y[:, i]) ** 2 for i in range(x.shape[1])), x.new_zeros(len(x), len(y)))
+
+    return pair(side, **DISTANCES)
+
+
 RATES = {
     "reference": lambda x, rate: x * (1 - rate),
     "inputs": {"x": tensor("n", values=floats(-2, 2)), "rate": scalar(floats(0.125, 0.875))},
