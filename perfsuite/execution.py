@@ -213,7 +213,7 @@ def run(
         _ready_for_backward(device)
     with torch.set_grad_enabled(gradients):
         returned = call(*inputs.values())
-    leaves = _with_changed(pair, inputs, returned)
+    leaves = with_changed(pair, inputs, returned)
     if gradients:
         outputs, weights = incoming.drawn(leaves, seed, pair.output_dtype, kind=kind)
         if outputs:
@@ -280,7 +280,7 @@ def _ready_for_backward(device: torch.device) -> None:
         torch.autograd.backward((x @ x).sum())
 
 
-def _with_changed(pair: Pair, inputs: Mapping[str, Any], returned: Any) -> Leaves:
+def with_changed(pair: Pair, inputs: Mapping[str, Any], returned: Any) -> Leaves:
     """The returned leaves, then the inputs changed in place; an input that is itself returned counts once."""
     names = sorted(pair.mutates, key=lambda name: (name in pair.written, name))
     changed = {path: tensor for name in names for path, tensor in make.changing(pair, name, inputs[name])}
@@ -474,7 +474,7 @@ def stepping(
     for i in range(1, max(steps) + 1):
         returned = step(*given(i).values())
         if i in steps:
-            leaves = _with_changed(pair, inputs, returned)
+            leaves = with_changed(pair, inputs, returned)
             states[i] = {
                 f"{name} after {i} step{'s' * (i > 1)}": leaf.detach().clone()
                 if isinstance(leaf, torch.Tensor)

@@ -652,21 +652,28 @@ def _clone_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
+def overlaps(tensor: torch.Tensor) -> bool:
+    """Whether several elements of an expanded tensor lie in one place."""
+    return any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True))
+
+
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
     """All of a tensor's storage, in one dimension: what lies between its elements, too."""
     return tensor.detach().new_empty(0).set_(tensor.untyped_storage())
 
 
-def copy_values(into: Any, values: Any) -> None:
-    """Other values in the same memory, tensor by tensor of two nested values of one form; states of generators too."""
+def copy_values(into: Any, values: Any, *, counted: bool = True) -> None:
+    """Other values in the same memory, tensor by tensor of two nested values of one form; states of generators too.
+
+    Not `counted`, torch's counters of versions stay as they are, as where a kernel of the user's own writes.
+    """
     for (_, tensor), (_, value) in zip(tensors_in(into), tensors_in(values), strict=True):
-        _copy_tensor(tensor, value)
+        _copy_tensor(tensor.detach() if counted else tensor.data, value)
     for generator, other in zip(generators_in(into), generators_in(values), strict=True):
         generator.set_state(other.get_state())
 
 
-def _copy_tensor(into: torch.Tensor, values: torch.Tensor) -> None:
-    target = into.detach()
+def _copy_tensor(target: torch.Tensor, values: torch.Tensor) -> None:
     # What is expanded is written to once.
     for dim, stride in enumerate(target.stride()):
         if not stride:

@@ -111,7 +111,7 @@ class Child:
         self._ask(pair, request)
         self.made.seek(0)
         returned, changed, gradients = torch.load(self.made, weights_only=False, map_location=device)
-        leaves = execution._with_changed(pair, dict(zip(values, changed, strict=True)), returned)
+        leaves = execution.with_changed(pair, dict(zip(values, changed, strict=True)), returned)
         suffix = " after 1 step" if pair.is_stateful else ""
         made = {f"{n}{suffix}": t.detach() if isinstance(t, torch.Tensor) else t for n, t in leaves.items()}
         paths = execution.require_gradients(pair, values) if like else {}

@@ -29,11 +29,20 @@ CONTEXTS = (
     "two_graphs",
     "second_backward",
     "double_backward",
+    "changed_before_backward",
+    "after_calls_without_gradients",
+    "one_tensor",
     "other_stream",
     "captured_graph",
     "many_elements",
+    "every_step",
+    "outside_changes",
+    "needing_gradients",
+    "same_step_tensors",
+    "step_layouts",
+    "step_sizes",
 )
-"""The other ways of calling a side that are tried (contexts.py)."""
+"""The other ways of calling a side that are tried (perfsuite.contexts)."""
 CHANGED, WRITTEN, BUFFERS = "changed", "written", "buffers"
 """The kinds of mutated inputs: changed in place; written as an output only; a module of which only buffers change."""
 TEMPLATE_DRAWS = 5

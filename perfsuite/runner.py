@@ -193,7 +193,7 @@ class Runner:
 
     def leaves(self) -> execution.Leaves:
         """What the last call produced: outputs, inputs changed in place, gradients."""
-        leaves = execution._with_changed(self.pair, self.inputs, self.returned)
+        leaves = execution.with_changed(self.pair, self.inputs, self.returned)
         if self.gradients is not None:
             leaves |= {f"gradient of {p}": g for p, g in zip(self.marked, self.gradients, strict=True)}
         return {n: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for n, leaf in leaves.items()}

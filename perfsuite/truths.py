@@ -23,8 +23,9 @@ from perfsuite.specs import TensorSpec
 
 Given: TypeAlias = Callable[[int], dict[str, Any]]
 """The inputs of a step of a stateful pair, by its number."""
-Way: TypeAlias = Callable[[Callable[..., Any], Pair, dict[str, Any], int], Leaves]
-"""Another way of calling a side than `execution.run`: (what to call, pair, inputs, seed) → leaves."""
+Way: TypeAlias = Callable[[Callable[..., Any], Pair, dict[str, Any], Any], Leaves]
+"""Another way of calling a side than `execution.run` or `run_steps`: (what to call, pair, inputs, seed) → leaves; of a
+stateful pair the fourth argument is `Given`."""
 
 
 class Discard(Exception):  # noqa: N818 - a draw set aside, not an error
@@ -304,7 +305,9 @@ def run(
 ) -> Leaves:
     execution.poison(pair, values)
     with execution.settings_kept(side) as changed, execution.quiet(side):
-        if pair.is_stateful:
+        if pair.is_stateful and way is not None:
+            leaves = way(execution.callable_of(side), pair, values, given)
+        elif pair.is_stateful:
             states = execution.run_steps(execution.callable_of(side), pair, values, pair.steps, given)
             leaves = execution.of_all_steps(states)
         elif way is not None:

@@ -27,6 +27,8 @@ def kernel_at_every_query(theta, coordinates):
 
 
 # Theta stays: what the cache is for.
+UNSUPPORTED = {"every_step": "what a step returns is the cache's own memory, valid until the next step"}
+
 rotor_cache = Pair(
     reference=stateful(reference),
     optimized=stateful(optimized),
@@ -43,6 +45,7 @@ rotor_cache = Pair(
     },
     variants={"triton": stateful(side(rotor_cache_triton, available=triton_reason))},
     steps=(1, 2, 17),
+    unsupported=UNSUPPORTED,
     workloads=[
         Workload("m2048", k=6, M=2048, n=8, W=16, device="cuda", repeat=16, speedup=4.0, host_syncs=0, launches=1),
         Workload("cpu", k=6, M=2048, n=8, W=16, clock="wall", device="cpu"),
@@ -64,6 +67,7 @@ rotor_cache_turning = Pair(
     sizes={"k": size(0, 34), "M": size(1, 66), "n": size(0, 18, multiple_of=2), "W": size(0, 40)},
     variants={"triton": stateful(side(rotor_cache_triton, available=triton_reason))},
     steps=(1, 2, 17),
+    unsupported=UNSUPPORTED,
     workloads=[
         Workload("m2048", k=6, M=2048, n=8, W=16, device="cuda", host_syncs=0),
         Workload("cpu", k=6, M=2048, n=8, W=16, clock="wall", device="cpu"),

@@ -234,7 +234,7 @@ def test_an_alignment_is_a_power_of_two() -> None:
 
 
 def test_the_ways_that_can_be_declared_are_those_that_are_tried() -> None:
-    assert tuple(way.__name__ for way in (*contexts.WAYS, *contexts.COSTLY)) == CONTEXTS
+    assert tuple(way.__name__ for way in (*contexts.WAYS, *contexts.COSTLY, *contexts.STATEFUL)) == CONTEXTS
 
 
 def test_inputs_without_their_specs_are_named() -> None:

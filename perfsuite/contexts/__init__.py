@@ -1,0 +1,138 @@
+"""Other ways of calling the optimized side: each must give what the reference gives when it is called so.
+
+A way that the reference does not support (it raises there) is left out. A side may refuse a second or a double backward
+pass by raising, as many kernels do; a wrong answer is a fault everywhere.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+from perfsuite import execution, process_state
+from perfsuite import many_elements as large
+from perfsuite.contexts.backward import (
+    after_calls_without_gradients,
+    changed_before_backward,
+    double_backward,
+    one_gradient_needed,
+    second_backward,
+    two_graphs,
+)
+from perfsuite.contexts.forward import (
+    autocast,
+    inference_mode,
+    no_gradient_needed,
+    one_tensor,
+    other_thread,
+    two_threads,
+)
+from perfsuite.contexts.gpu import captured_graph, other_stream
+from perfsuite.contexts.steps import (
+    every_step,
+    many_steps,
+    needing_gradients,
+    outside_changes,
+    same_step_tensors,
+    step_layouts,
+    step_sizes,
+)
+from perfsuite.errors import NotEquivalent
+from perfsuite.integrity.probe import Probe
+from perfsuite.pair import CONTEXTS, Pair, as_side
+from perfsuite.records import Case
+
+__all__ = ["COSTLY", "WAYS", "check"]
+
+COMPILED_CALL = os.path.join("torch", "_dynamo", "eval_frame.py")
+"""The file of torch's that calls what was compiled."""
+
+
+def many_elements(probe: Probe) -> None:
+    """On more elements than 32 bits can count."""
+    large.check(probe)
+
+
+WAYS: tuple[Callable[[Probe], None], ...] = (
+    inference_mode,
+    no_gradient_needed,
+    other_thread,
+    two_threads,
+    autocast,
+    one_gradient_needed,
+    two_graphs,
+    second_backward,
+    double_backward,
+    changed_before_backward,
+    after_calls_without_gradients,
+    one_tensor,
+    other_stream,
+    captured_graph,
+)
+COMPILED = (no_gradient_needed, one_gradient_needed)
+"""A side that compiles takes seconds for each way. On a CPU only these are tried, unless the profile is "thorough"."""
+COSTLY: tuple[Callable[[Probe], None], ...] = (many_elements,)
+STATEFUL: tuple[Callable[[Probe], None], ...] = (
+    every_step,
+    outside_changes,
+    needing_gradients,
+    same_step_tensors,
+    step_layouts,
+    step_sizes,
+)
+COSTLY_STATEFUL: tuple[Callable[[Probe], None], ...] = (many_steps,)
+
+
+def check(pair: Pair, case: Case, device: str, *, home: Path | None = None, thorough: bool = False) -> None:
+    """NotEquivalent, naming the way, where the optimized side is right when called plainly and wrong so.
+
+    With `thorough` also what costs much.
+    """
+    probe = Probe(pair=pair, side=as_side(pair.optimized), name="optimized", case=case, device=device, home=home)
+    if not pair.is_stateful and not probe.answers_rightly():
+        return  # equivalence says how
+    ways = WAYS
+    if pair.is_stateful:
+        ways = (*STATEFUL, *COSTLY_STATEFUL) if thorough else STATEFUL
+    elif _is_compiled(probe):
+        # torch.compile compiles, captures graphs and replays them in one thread at a time.
+        ways = tuple(way for way in (*WAYS, *COSTLY) if way is not two_threads) if thorough else COMPILED
+    elif thorough:
+        ways = (*WAYS, *COSTLY)
+    with execution.recompiling():
+        for way in ways:
+            if way.__name__ not in pair.unsupported:
+                with process_state.kept(quick=True):
+                    _try(way, probe)
+
+
+def _is_compiled(probe: Probe) -> bool:
+    """Whether a call runs what torch.compile made."""
+    entered = False
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal entered
+        if not entered and event == "call" and frame.f_code.co_filename.endswith(COMPILED_CALL):
+            # The same file keeps functions from being compiled, many of torch's own among them.
+            entered = type(frame.f_locals.get("self")).__name__ in ("OptimizeContext", "RunOnlyContext")
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        probe.call(probe.drawn())
+    finally:
+        sys.setprofile(before)
+    return entered
+
+
+def _try(way: Callable[[Probe], None], probe: Probe) -> None:
+    try:
+        way(probe)
+    except NotEquivalent as error:
+        if way.__name__ not in CONTEXTS:
+            raise
+        remedy = f"if the kernel does not support this, declare unsupported={{{way.__name__!r}: 'why'}}"
+        raise NotEquivalent(f"{error}; {remedy}", error.case) from None

@@ -1,0 +1,177 @@
+"""Ways of calling that differ in the backward pass."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from perfsuite import execution, incoming
+from perfsuite import inputs as make
+from perfsuite.contexts.calling import (
+    detached,
+    differentiable,
+    gradients_of,
+    graph_of,
+    hold,
+    truth_with_gradients,
+    where_only,
+)
+from perfsuite.execution import Leaves
+from perfsuite.integrity.probe import Probe
+from perfsuite.pair import GRAD_OUTPUT, Pair
+from perfsuite.records import Case
+from perfsuite.rule import eps_of
+from perfsuite.specs import Size, TensorSpec, accepted
+
+MOST_ALONE = 4
+"""The number of differentiable inputs that are tried alone where there are more."""
+GRAPHS = 4
+"""Other calls whose graphs live at the same time."""
+SELDOM = (37, 43, 47, 53, 59, 61)
+"""Sizes that few draws have."""
+SELDOM_ELEMENTS = 1 << 15
+"""So many elements have all inputs together at most, at such sizes."""
+SECOND_EPS = 4
+"""Second derivatives of an equal formula differ by more than its values do: by up to 1.8 times their budget."""
+
+
+def one_gradient_needed(probe: Probe) -> None:
+    """Where only one of several inputs needs a gradient, and where all but one do."""
+    paths = differentiable(probe)
+    if len(paths) < 2:
+        return
+    step = -(-len(paths) // MOST_ALONE)
+    for path in paths[probe.case.seed % step :: step]:
+        others = tuple(p for p in paths if p != path)
+        _hold_some(probe, (path,), others, f"where only {path} needs a gradient")
+        if len(others) > 1:
+            _hold_some(probe, others, (path,), f"where all inputs but {path} need a gradient")
+
+
+def _hold_some(probe: Probe, marked: Collection[str], others: Collection[str], words: str) -> None:
+    way = functools.partial(where_only, only=marked, differentiate=True)
+    known = functools.partial(truth_with_gradients, probe, {f"gradient of {path}" for path in others})
+    hold(probe, way, words, known=known)
+
+
+def second_backward(probe: Probe) -> None:
+    """A second backward pass through the same graph, which was retained."""
+    if not differentiable(probe) or set(probe.pair.consumes) - {GRAD_OUTPUT}:
+        return
+
+    def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
+        leaves, outputs, marked, weights = graph_of(call, pair, values, seed)
+        given = list(marked.values())
+        same = [weight.clone() for weight in weights]  # the first pass may use up what comes in to it
+        torch.autograd.grad(outputs, given, weights, retain_graph=True, allow_unused=True)
+        again = torch.autograd.grad(outputs, given, same, allow_unused=True)
+        return detached(leaves) | {f"gradient of {p}": g for p, g in zip(marked, again, strict=True)}
+
+    known = functools.partial(truth_with_gradients, probe, set())
+    hold(probe, way, "in a second backward pass with retain_graph=True", known=known, refusable=True)
+
+
+def two_graphs(probe: Probe) -> None:
+    """A backward pass after other calls, on other values, as where a layer is used several times; theirs come later."""
+    if not differentiable(probe):
+        return
+    others = [probe.drawn(probe.other_case(number)) for number in range(GRAPHS)]
+
+    def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
+        graph = graph_of(call, pair, values, seed)
+        beside = [graph_of(call, pair, make.clone(given), seed) for given in others]
+        found = gradients_of(*graph)
+        for other in beside:
+            gradients_of(*other)
+        return found
+
+    known = functools.partial(truth_with_gradients, probe, set())
+    hold(probe, way, "in a backward pass that comes after another call, and before theirs", known=known)
+
+
+def double_backward(probe: Probe) -> None:
+    """The gradients of its gradients."""
+    if not differentiable(probe):
+        return
+
+    def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
+        _, outputs, marked, weights = graph_of(call, pair, values, seed)
+        given = list(marked.values())
+        first = torch.autograd.grad(outputs, given, weights, create_graph=True, allow_unused=True)
+        if not all(g is None or g.requires_grad for g in first):
+            raise RuntimeError("a gradient without a graph: it cannot be differentiated, and says so")
+        named = {f"gradient of {p}": g for p, g in zip(marked, first, strict=True) if g is not None}
+        again, directions = incoming.drawn(named, seed)
+        if not again:
+            second: Any = [None] * len(given)
+        else:
+            second = torch.autograd.grad(again, given, directions, allow_unused=True)
+        # What is constant has no graph: its derivative is 0.
+        return {
+            f"second derivative of {p}": torch.zeros_like(x) if g is None else g
+            for (p, x), g in zip(marked.items(), second, strict=True)
+        }
+
+    eps = SECOND_EPS * eps_of(probe.pair.precision or probe.case.dtype)
+    hold(probe, way, "when its gradients are differentiated once more", eps=eps, refusable=True)
+
+
+def changed_before_backward(probe: Probe) -> None:
+    """Where its inputs, or its outputs, are written to between the call and the backward pass.
+
+    torch refuses where it needs their values; a side has to refuse, too, unless its gradients are those of the call.
+    """
+    if not differentiable(probe) or probe.pair.changed or probe.pair.consumes:
+        return
+    known = functools.partial(truth_with_gradients, probe, set())
+    for what in ("inputs", "outputs"):
+
+        def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int, what: str = what) -> Leaves:
+            leaves, outputs, marked, weights = graph_of(call, pair, values, seed)
+            kept = execution.copies_of(detached(leaves))
+            for _, tensor in make.tensors_in(values if what == "inputs" else leaves):
+                if tensor.is_floating_point() and not make.overlaps(tensor):
+                    tensor.detach().add_(1)
+            return gradients_of(kept, outputs, marked, weights)
+
+        words = f"where its {what} are written to before the backward pass, and does not refuse it"
+        hold(probe, way, words, known=known, refusable=True, reference_may_refuse=True)
+
+
+def after_calls_without_gradients(probe: Probe) -> None:
+    """Gradients after a call under torch.inference_mode(), the first at these sizes, and one under torch.no_grad()."""
+    if not differentiable(probe) or probe.pair.changed or probe.pair.consumes:
+        return
+    first = replace(probe, case=_seldom_drawn(probe.pair, probe.case), known={}, inputs={}, right={})
+    if any(True for _ in make.generators_in(list(first.drawn().values()))):
+        return
+
+    def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
+        with torch.inference_mode():
+            call(*make.clone(values).values())
+        with torch.no_grad():
+            call(*values.values())
+        return gradients_of(*graph_of(call, pair, values, seed))
+
+    known = functools.partial(truth_with_gradients, first, set())
+    hold(first, way, "with gradients after calls under inference_mode() and no_grad()", known=known)
+
+
+def _seldom_drawn(pair: Pair, case: Case) -> Case:
+    """The case at sizes that few draws have, as far as the pair allows them."""
+    sizes = dict(case.sizes)
+    for number, symbol in enumerate(sorted(pair.symbols)):
+        size = pair.size_of(symbol) or Size(high=max(SELDOM))
+        most = size.high if symbol in pair.sizes else max(SELDOM)
+        found = [n for n in SELDOM if size.low <= n <= most and n % size.multiple_of == 0]
+        if not found:
+            continue
+        tried = sizes | {symbol: found[(case.seed + number) % len(found)]}
+        elements = sum(make.elements(s, tried) for s in pair.inputs.values() if isinstance(s, TensorSpec))
+        if elements <= SELDOM_ELEMENTS and (pair.where is None or pair.where(**accepted(pair.where, tried))):
+            sizes = tried
+    return replace(case, sizes=sizes)

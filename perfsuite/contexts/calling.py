@@ -1,0 +1,200 @@
+"""Calling a side in another way than proofs do, and holding what it gives against the truth."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+
+from perfsuite import equivalence, execution, incoming, truths
+from perfsuite.errors import NotEquivalent, first_line
+from perfsuite.execution import Leaves
+from perfsuite.integrity.probe import Probe
+from perfsuite.pair import Pair, Side, as_side
+from perfsuite.records import REFERENCE
+from perfsuite.rule import NONE
+from perfsuite.truths import Discard, Known, Truth, Way
+
+Result = TypeVar("Result")
+
+
+def hold(
+    probe: Probe,
+    way: Way,
+    words: str,
+    *,
+    known: Known | None = None,
+    eps: float | None = None,
+    refusable: bool = False,
+    reference_may_refuse: bool = False,
+) -> None:
+    """Call the side in this way and hold it against the truth: of a plain call where none is given, unless `eps` says
+    that precision is lower in this way.
+
+    `refusable`: the side may raise. `reference_may_refuse`: the side is held against `known` also where the reference
+    raises; not where the reference gives something else.
+    """
+    reference = as_side(probe.pair.reference)
+    try:
+        try:
+            expected = call_in(probe, reference, way)
+        except Exception:
+            if not reference_may_refuse:
+                raise
+        else:
+            if reference_may_refuse and known is not None and not _is_right(probe, known, expected):
+                return
+        if known is None:
+            if eps is None and _is_plain(probe, expected):
+                known = functools.partial(probe.truth, None)
+            else:
+                known = truths.by_replicas(
+                    probe.pair, probe.case, probe.device, gradients=False, home=probe.home, eps=eps, way=way
+                )
+        known(NONE)
+    except Discard:
+        return
+    except Exception:  # the reference does not support it
+        return
+    try:
+        produced = call_in(probe, probe.side, way)
+    except NotEquivalent:
+        raise
+    except Exception as error:
+        if refusable:
+            return
+        raise probe.fault(f"raises {error_name(error)} {words}, where the reference does not") from None
+    judge(probe, known, produced, words)
+
+
+def judge(probe: Probe, known: Known, produced: Leaves, words: str) -> None:
+    try:
+        equivalence.hold(probe.pair, known, produced, name=probe.name, strict_strides=False)
+    except NotEquivalent as error:
+        raise probe.fault(f"is wrong {words}: {error}") from None
+
+
+def _is_right(probe: Probe, known: Known, produced: Leaves) -> bool:
+    try:
+        equivalence.hold(probe.pair, known, produced, name=REFERENCE, strict_strides=False)
+    except NotEquivalent:
+        return False
+    return True
+
+
+def _is_plain(probe: Probe, expected: Leaves) -> bool:
+    """Whether these are the names that a plain call gives."""
+    return sorted(expected) == sorted(probe.truth().reference)
+
+
+def call_in(probe: Probe, side: Side, way: Way) -> Leaves:
+    return truths.produce(probe.pair, side, probe.case, probe.device, gradients=False, home=probe.home, way=way)
+
+
+def plainly(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
+    with torch.no_grad():
+        return detached(execution.with_changed(pair, values, call(*values.values())))
+
+
+def where_only(
+    call: Callable[..., Any],
+    pair: Pair,
+    values: dict[str, Any],
+    seed: int,
+    *,
+    only: Collection[str],
+    differentiate: bool = False,
+) -> Leaves:
+    """Called with grad mode on, where these inputs alone need a gradient."""
+    marked = execution.require_gradients(pair, values)
+    for path, tensor in marked.items():
+        tensor.requires_grad_(path in only)
+    with torch.enable_grad():
+        leaves = execution.with_changed(pair, values, call(*values.values()))
+    if not differentiate:
+        needing = {n: isinstance(t, torch.Tensor) and t.requires_grad for n, t in leaves.items()}
+        return detached(leaves) | {f"{n} needs a gradient": True for n, needs in needing.items() if needs}
+    outputs, weights = incoming.drawn(leaves, seed, pair.output_dtype)
+    return gradients_of(leaves, outputs, {path: marked[path] for path in only}, weights)
+
+
+def graph_of(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Any:
+    """(leaves, outputs that need a gradient, marked inputs, incoming gradients)."""
+    marked = execution.require_gradients(pair, values)
+    with torch.enable_grad():
+        leaves = execution.with_changed(pair, values, call(*values.values()))
+    outputs, weights = incoming.drawn(leaves, seed, pair.output_dtype)
+    return leaves, outputs, marked, weights
+
+
+def gradients_of(
+    leaves: Leaves, outputs: list[torch.Tensor], marked: Mapping[str, torch.Tensor], weights: list[torch.Tensor]
+) -> Leaves:
+    """The leaves and the gradients of the marked inputs, of what `graph_of` gives."""
+    given = list(marked.values())
+    found = torch.autograd.grad(outputs, given, weights, allow_unused=True) if outputs else [None] * len(given)
+    return detached(leaves) | {f"gradient of {path}": g for path, g in zip(marked, found, strict=True)}
+
+
+def differentiable(probe: Probe) -> list[str]:
+    """The paths of the inputs whose gradients are compared."""
+    if not probe.pair.gradients or probe.pair.is_stateful:
+        return []
+    return list(execution.require_gradients(probe.pair, probe.drawn()))
+
+
+def truth_with_gradients(probe: Probe, left_out: set[str], replicas: int) -> Truth:
+    """The truth of a plain call and of its gradients, without these outputs."""
+    return _without(probe.truth(replicas=replicas, gradients=True), left_out)
+
+
+def _without(truth: Truth, names: set[str]) -> Truth:
+    def kept(leaves: Any) -> Any:
+        return {name: leaf for name, leaf in leaves.items() if name not in names}
+
+    return replace(
+        truth,
+        leaves=kept(truth.leaves),
+        reference=kept(truth.reference),
+        errors=kept(truth.errors),
+        moved=kept(truth.moved),
+        rounding=truth.rounding - names,
+    )
+
+
+def detached(leaves: Leaves) -> Leaves:
+    return {n: t.detach() if isinstance(t, torch.Tensor) else t for n, t in leaves.items()}
+
+
+def in_threads(jobs: list[Callable[[], Result]]) -> list[Result]:
+    """Each job's result, in threads of their own; raises what the first failing one raised."""
+    found: list[Any] = [RuntimeError("the thread did not end")] * len(jobs)
+
+    def work(number: int) -> None:
+        try:
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()  # torch warns where a product is a thread's first use of CUDA
+            found[number] = jobs[number]()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+        except BaseException as error:
+            found[number] = error
+
+    threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(len(jobs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for result in found:
+        if isinstance(result, BaseException):
+            raise result
+    return found
+
+
+def error_name(error: BaseException) -> str:
+    line = first_line(error)
+    return f"{type(error).__name__} ({line})" if line else type(error).__name__

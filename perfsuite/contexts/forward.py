@@ -1,0 +1,177 @@
+"""Ways of calling that have no backward pass, or one that is no different."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from perfsuite import execution, process_state, truths
+from perfsuite import inputs as make
+from perfsuite.contexts.calling import (
+    call_in,
+    differentiable,
+    error_name,
+    gradients_of,
+    graph_of,
+    hold,
+    in_threads,
+    judge,
+    plainly,
+    where_only,
+)
+from perfsuite.execution import Leaves
+from perfsuite.integrity.probe import Probe, same_leaf
+from perfsuite.pair import Pair, as_side
+from perfsuite.records import Case
+from perfsuite.specs import Size, TensorSpec, accepted
+from perfsuite.truths import Discard
+
+THREAD_CALLS = 3
+
+
+def inference_mode(probe: Probe) -> None:
+    """Under torch.inference_mode(), with inputs made before it and with inputs made inside it."""
+    for inside, words in ((False, "under torch.inference_mode()"), (True, "on inputs made under inference_mode()")):
+
+        def way(
+            call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int, inside: bool = inside
+        ) -> Leaves:
+            with torch.inference_mode():
+                given = make.clone(values) if inside else values
+                return execution.copies_of(execution.with_changed(pair, given, call(*given.values())))
+
+        hold(probe, way, words)
+
+
+def no_gradient_needed(probe: Probe) -> None:
+    """With grad mode on, where no input needs a gradient: the answer, and whether it needs one."""
+    hold(probe, functools.partial(where_only, only=()), "with grad mode on where no input needs a gradient")
+
+
+def other_thread(probe: Probe) -> None:
+    """In a thread that has called nothing before."""
+
+    def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
+        (leaves,) = in_threads([functools.partial(plainly, call, pair, values, seed)])
+        return leaves
+
+    hold(probe, way, "in another thread")
+
+
+def two_threads(probe: Probe) -> None:
+    """In two threads at the same time, each with inputs of its own."""
+    cases = (probe.case, probe.other_case())
+    try:
+        for case in cases:
+            probe.truth(case)
+    except Discard:
+        return
+    if not probe.is_right(probe.call(probe.drawn(cases[1]), cases[1]), cases[1]):
+        return  # plainly wrong there: equivalence says how
+    for side in (as_side(probe.pair.reference), probe.side):
+        call = execution.callable_of(side)
+        jobs = [[probe.drawn(case) for _ in range(THREAD_CALLS)] for case in cases]
+        together = threading.Barrier(2, timeout=60)
+
+        def work(drawn: list[dict[str, Any]], call: Any = call, barrier: threading.Barrier = together) -> list[Leaves]:
+            answers = []
+            for values in drawn:
+                barrier.wait()
+                answers.append(plainly(call, probe.pair, values, probe.case.seed))
+            return answers
+
+        for drawn in jobs:
+            for values in drawn:
+                execution.poison(probe.pair, values)
+        try:
+            # What one thread sets and puts back, another may have read meanwhile: of settings that is no fault.
+            with execution.quiet(side), process_state.kept():
+                both = in_threads([functools.partial(work, drawn) for drawn in jobs])
+        except Exception as error:
+            if side is not probe.side:
+                return
+            raise probe.fault(f"raises {error_name(error)} when two threads call it at the same time") from None
+        if side is not probe.side:
+            continue
+        for case, answers in zip(cases, both, strict=True):
+            for produced in answers:
+                known = functools.partial(probe.truth, case)
+                judge(probe, known, produced, "when two threads call it at the same time")
+
+
+def autocast(probe: Probe) -> None:
+    """Under torch.autocast to half precision: the reference's dtype, to the precision that it has there. The backward
+    pass comes after it."""
+    dtype = torch.bfloat16
+    device = torch.device(probe.device).type
+
+    def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
+        with torch.autocast(device, dtype=dtype):
+            return plainly(call, pair, values, seed)
+
+    reference = as_side(probe.pair.reference)
+    try:
+        plain = call_in(probe, reference, plainly)
+        under = call_in(probe, reference, way)
+    except Exception:
+        return
+    lower = any(not same_leaf(plain.get(name), leaf) for name, leaf in under.items())
+    words, eps = f"under torch.autocast({device!r}, torch.bfloat16)", torch.finfo(dtype).eps if lower else None
+    hold(probe, way, words, eps=eps)
+    if not differentiable(probe):
+        return
+
+    def backward(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
+        with torch.autocast(device, dtype=dtype):
+            graph = graph_of(call, pair, values, seed)
+        return gradients_of(*graph)
+
+    hold(probe, backward, f"in a backward pass after a call {words}", eps=eps)
+
+
+def one_tensor(probe: Probe) -> None:
+    """Where several inputs of the same kind are one tensor, as the query and the keys of self-attention."""
+    found = _of_one_kind(probe.pair, probe.case)
+    if found is None or probe.pair.is_stateful:
+        return
+    (first, *others), case = found
+    alike = replace(probe, case=case, known={}, inputs={}, right={})
+    with_gradients = bool(differentiable(alike))
+
+    def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
+        if any(values[name].shape != values[first].shape for name in others):
+            raise ValueError("not of one shape")
+        shared = values | dict.fromkeys(others, values[first])
+        if with_gradients:
+            return gradients_of(*graph_of(call, pair, shared, seed))
+        return plainly(call, pair, shared, seed)
+
+    known = truths.by_replicas(probe.pair, case, probe.device, gradients=False, home=probe.home, way=way)
+    hold(alike, way, f"where {' and '.join((first, *others))} are one tensor", known=known)
+
+
+def _of_one_kind(pair: Pair, case: Case) -> tuple[list[str], Case] | None:
+    """(inputs that may be one tensor, the case at sizes at which they have one shape); None where there are none."""
+    kinds: dict[Any, list[str]] = {}
+    for name, spec in pair.inputs.items():
+        if isinstance(spec, TensorSpec) and spec.dims and name not in {*pair.changed, *pair.consumes}:
+            kinds.setdefault((spec.values, spec.dtype, len(spec.dims), spec.differentiable), []).append(name)
+    several = [names for names in kinds.values() if len(names) > 1]
+    if not several:
+        return None
+    names, sizes = several[case.seed % len(several)], dict(case.sizes)
+    specs = [spec for name, spec in pair.inputs.items() if name in names and isinstance(spec, TensorSpec)]
+    for dims in zip(*(spec.dims for spec in specs), strict=True):
+        for symbol in (dim for dim in dims if dim in pair.symbols and isinstance(dim, str)):
+            sizes[symbol] = sizes[dims[0]] if dims[0] in sizes else sizes[symbol]
+    bounds = {symbol: pair.size_of(symbol) or Size(high=make.SMALL_HIGH) for symbol in pair.symbols}
+    if any(not (b.low <= sizes[s] <= b.high and sizes[s] % b.multiple_of == 0) for s, b in bounds.items()):
+        return None
+    if pair.where is not None and not pair.where(**accepted(pair.where, sizes)):
+        return None
+    return names, replace(case, sizes=sizes)

@@ -1,0 +1,163 @@
+"""Ways of stepping a stateful pair, as training does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from perfsuite import equivalence, execution, truths
+from perfsuite import inputs as make
+from perfsuite.contexts.calling import hold
+from perfsuite.execution import Leaves
+from perfsuite.integrity.probe import Probe
+from perfsuite.pair import Pair
+from perfsuite.rule import NONE
+from perfsuite.specs import EXPANDED, Integers, TensorSpec, symbols
+from perfsuite.truths import Discard, Given, Way
+
+MANY_STEPS = 300
+"""Steps of a stateful pair. A fault that begins after the steps that its proof compares shows by then."""
+STEPS = (1, 2, 3, 5, 8, 13)
+"""The steps after which states are compared here. What warms up before it captures a graph has done so by the last."""
+
+
+def every_step(probe: Probe) -> None:
+    """What each step returns, kept until the last one: no later step may write to it."""
+
+    def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], given: Given) -> Leaves:
+        step = call(*values.values())
+        returned = {i: step(*given(i).values()) for i in range(1, max(STEPS) + 1)}
+        return {f"{name} after {i} steps": leaf for i, r in returned.items() for name, leaf in execution.flatten(r)}
+
+    _hold(probe, way, "where what its steps return is kept")
+
+
+def outside_changes(probe: Probe) -> None:
+    """Where the tensors that it steps are written to between the steps, as by a checkpoint that is loaded."""
+
+    def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], given: Given) -> Leaves:
+        views = {path: tensor.view_as(tensor) for path, tensor in _stepped(pair, values)}
+
+        def halved(i: int) -> dict[str, Any]:
+            if i > 1:
+                for tensor in views.values():
+                    tensor.mul_(0.5)
+            return given(i)
+
+        leaves = _steps(call, pair, values, halved)
+        return leaves | {f"{path}, as seen by a view of it": tensor for path, tensor in views.items()}
+
+    _hold(probe, way, "where its tensors are written to between steps")
+
+
+def needing_gradients(probe: Probe) -> None:
+    """Where the tensors that it steps need gradients, as parameters do."""
+
+    def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], given: Given) -> Leaves:
+        for _, tensor in _stepped(pair, values):
+            tensor.requires_grad_()
+        with torch.enable_grad():
+            return _steps(call, pair, values, given)
+
+    _hold(probe, way, "where its tensors need gradients")
+
+
+def same_step_tensors(probe: Probe) -> None:
+    """Where each step gets the tensors of the first again, with other values in them, as gradients that are kept."""
+
+    def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], given: Given) -> Leaves:
+        held = given(1)
+
+        def same(i: int) -> dict[str, Any]:
+            if i > 1:
+                make.copy_values(held, given(i))
+            return held
+
+        return _steps(call, pair, values, same)
+
+    if probe.pair.step_inputs:
+        _hold(probe, way, "where every step gets the same tensors, with other values in them")
+
+
+def step_layouts(probe: Probe) -> None:
+    """Where the inputs of its steps lie in memory in other ways than those of its first."""
+    allowed = {
+        name: [layout for layout in make.layouts(probe.pair, name, spec) if layout not in EXPANDED]
+        for name, spec in probe.pair.step_inputs.items()
+        if isinstance(spec, TensorSpec) and name not in {*probe.pair.changed, *probe.pair.consumes}
+    }
+
+    def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], given: Given) -> Leaves:
+        def laid_out(i: int) -> dict[str, Any]:
+            built = given(i)
+            return built | {n: make.with_layout(built[n].contiguous(), of[i % len(of)]) for n, of in allowed.items()}
+
+        return _steps(call, pair, values, laid_out)
+
+    if allowed:
+        _hold(probe, way, "where the inputs of later steps lie in memory in other ways", refusable=True)
+
+
+def step_sizes(probe: Probe) -> None:
+    """Where the inputs of some steps are smaller, as the last batch of an epoch."""
+    pair = probe.pair
+    specs = {name: spec for name, spec in pair.step_inputs.items() if isinstance(spec, TensorSpec)}
+    bounds = {
+        bound
+        for spec in specs.values()
+        if isinstance(spec.values, Integers)
+        for bound in (
+            spec.values.low,
+            *(spec.values.high if isinstance(spec.values.high, tuple) else (spec.values.high,)),
+        )
+    }
+    others = {name: spec for name, spec in pair.step_inputs.items() if name not in specs}
+    free = {dim for spec in specs.values() for dim in spec.dims if isinstance(dim, str) and dim in pair.symbols}
+    free -= symbols(pair.inputs) | symbols(others) | {bound for bound in bounds if isinstance(bound, str)}
+
+    def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], given: Given) -> Leaves:
+        def smaller(i: int) -> dict[str, Any]:
+            built = given(i)
+            for name, spec in specs.items():
+                for dim, symbol in enumerate(spec.dims):
+                    if i % 2 == 0 and symbol in free:
+                        built[name] = built[name].narrow(dim, 0, (built[name].shape[dim] + 1) // 2).clone()
+            return built
+
+        return _steps(call, pair, values, smaller)
+
+    if free and not any(
+        symbol in str(dim) and dim != symbol for s in specs.values() for dim in s.dims for symbol in free
+    ):
+        _hold(probe, way, "where the inputs of some steps are smaller", refusable=True)
+
+
+def many_steps(probe: Probe) -> None:
+    """After many more steps than are usually compared."""
+    pair = replace(probe.pair, steps=(MANY_STEPS,))
+    known = truths.by_replicas(pair, probe.case, probe.device, most=1, gradients=False, home=probe.home)
+    try:
+        known(NONE)
+    except Discard:
+        return
+    produced = truths.produce(pair, probe.side, probe.case, probe.device, gradients=False, home=probe.home)
+    equivalence.hold(pair, known, produced, name=probe.name)
+
+
+def _hold(probe: Probe, way: Way, words: str, *, refusable: bool = False) -> None:
+    known = truths.by_replicas(probe.pair, probe.case, probe.device, gradients=False, home=probe.home, way=way)
+    hold(probe, way, words, known=known, refusable=refusable)
+
+
+def _steps(call: Callable[..., Any], pair: Pair, values: dict[str, Any], given: Given) -> Leaves:
+    return execution.of_all_steps(execution.run_steps(call, pair, values, STEPS, given))
+
+
+def _stepped(pair: Pair, values: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """(path, tensor) for every floating tensor that a step changes."""
+    for name in sorted(pair.changed):
+        if name in values:
+            yield from ((p, t) for p, t in make.changing(pair, name, values[name]) if t.is_floating_point())
