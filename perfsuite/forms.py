@@ -32,6 +32,10 @@ def judge_form(
     if isinstance(reference, torch.Tensor) != isinstance(got, torch.Tensor):
         raise NotEquivalent(f"{where} is {kind(got)} where the reference has {kind(reference)}")
     if not isinstance(reference, torch.Tensor) or not isinstance(got, torch.Tensor):
+        if type(got) is not type(reference):
+            raise NotEquivalent(
+                f"{where} is {kind(got)}, of type {_type(got)}, where the reference has a {_type(reference)}"
+            )
         return
     forms: tuple[tuple[str, object, object], ...] = (
         ("shape", tuple(reference.shape), tuple(got.shape)),
@@ -97,6 +101,10 @@ def same_values(one: Any, other: Any) -> bool:
 
 def kind(leaf: Leaf) -> str:
     return f"a tensor of {leaf.dtype}" if isinstance(leaf, torch.Tensor) else f"{leaf!r}"
+
+
+def _type(leaf: Leaf) -> str:
+    return type(leaf).__name__
 
 
 def is_real(leaf: Leaf) -> bool:

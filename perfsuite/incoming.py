@@ -21,7 +21,7 @@ def _transposed(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.permute(order).contiguous().permute(order)
 
 
-PLAIN, ONE_OUTPUT = "plain", "of one output alone"
+PLAIN, ONE_OUTPUT, SHARED = "plain", "of one output alone", "shared"
 KINDS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     PLAIN: lambda g: g,
     "expanded": lambda g: g.flatten()[:1].reshape([1] * g.ndim).expand_as(g) if g.numel() else g,
@@ -30,9 +30,10 @@ KINDS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "partly zero": lambda g: g.where(g.real > 0, 0.0),
     "large": lambda g: g * 2.0**16,
     ONE_OUTPUT: lambda g: g,
+    SHARED: lambda g: g,
 }
 """Kinds of incoming gradients → one of that kind, from one that is plain. A sum gives an expanded one, a transposed
-output a transposed one, and the scaling of a loss a large one."""
+output a transposed one, the scaling of a loss a large one, and the sum of two outputs gives both one tensor."""
 
 DRAWN = (PLAIN, *KINDS)
 """Kinds of incoming gradients; one draw in four has plain ones."""
@@ -83,7 +84,7 @@ def for_outputs(
     outputs: Mapping[str, torch.Tensor], seed: int, dtype: str | None = None, *, kind: str = PLAIN
 ) -> list[torch.Tensor]:
     """An incoming gradient of this kind for each of the outputs."""
-    weights = []
+    weights: list[torch.Tensor] = []
     for name, output in outputs.items():
         large = output.numel() > make.DRAW_ON_DEVICE
         source = output.device.type if large else "cpu"
@@ -91,5 +92,7 @@ def for_outputs(
         values = torch.randn(output.shape, generator=generator, device=source, dtype=torch.float32)
         if dtype is not None:
             values = values.to(make.dtype_of(dtype))
-        weights.append(KINDS[kind](values.to(device=output.device, dtype=output.dtype)))
+        made = KINDS[kind](values.to(device=output.device, dtype=output.dtype))
+        alike = (w for w in weights if (w.shape, w.dtype, w.device) == (made.shape, made.dtype, made.device))
+        weights.append(next(alike, made) if kind == SHARED else made)
     return weights

@@ -285,7 +285,10 @@ def _build(spec: Any, name: str, case: Case, device: str, home: Path | None, how
             return spec.value
         case ListSpec():
             count = _resolve(spec.count, case.sizes)
-            return [_build(spec.item, f"{name}.{i}", case, device, home, how) for i in range(count)]
+            # One item of several is contiguous: a side may look at one of them, and take the others to lie so, too.
+            plain = count % 2 * (count - 1) if count > 1 else None
+            hows = [replace(how, layout="contiguous") if i == plain else how for i in range(count)]
+            return [_build(spec.item, f"{name}.{i}", case, device, home, hows[i]) for i in range(count)]
         case ModuleSpec():
             return _module(spec, name, case, device)
         case GeneratorSpec():

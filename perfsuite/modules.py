@@ -83,6 +83,9 @@ def spec_of(reference: Any) -> ModuleSpec:
         torch: Any = sys.modules["torch"]
         twin = copy.deepcopy(reference)
         with torch.no_grad():
+            for buffer in _others(twin):
+                # One factor for all of it: what is sorted, or a mask, stays so.
+                buffer.mul_(1 + VARIED * float(2 * torch.rand(()) - 1))
             for tensor in [*twin.parameters(), *_statistics(twin)]:
                 if tensor.is_floating_point():
                     noise = VARIED * (2 * torch.rand(tensor.shape).to(tensor) - 1)
@@ -103,11 +106,21 @@ def changes_buffers(module: Any) -> bool:
 
 
 def _statistics(module: Any) -> Iterator[Any]:
-    """Running means and variances of its normalisations. Of other buffers nobody knows which values they may have."""
+    """Running means and variances of its normalisations."""
     torch: Any = sys.modules["torch"]
     for part in module.modules():
         if isinstance(part, torch.nn.modules.batchnorm._NormBase) and part.running_mean is not None:
             yield from (part.running_mean, part.running_var)
+
+
+def _others(module: Any) -> Iterator[Any]:
+    """Floating buffers that are stored with the module, but for those statistics."""
+    statistics = {id(tensor) for tensor in _statistics(module)}
+    for part in module.modules():
+        for name, buffer in part.named_buffers(recurse=False):
+            stored = name not in part._non_persistent_buffers_set
+            if stored and id(buffer) not in statistics and buffer.is_floating_point():
+                yield buffer
 
 
 class Own:

@@ -11,7 +11,19 @@ from typing import Any
 
 from perfsuite import modules
 from perfsuite.errors import PairError
-from perfsuite.specs import GeneratorSpec, ModuleSpec, RecordedSpec, ScalarSpec, Size, Spec, holds, least_of, symbols
+from perfsuite.specs import (
+    ANY_WHOLE,
+    GeneratorSpec,
+    ModuleSpec,
+    RecordedSpec,
+    ScalarSpec,
+    Size,
+    Spec,
+    holds,
+    least_of,
+    symbols,
+    tensors_of,
+)
 
 CLOCKS = ("device", "wall")
 DIRECTIONS = ("forward", "backward", "both")
@@ -32,6 +44,7 @@ CONTEXTS = (
     "changed_before_backward",
     "after_calls_without_gradients",
     "one_tensor",
+    "uneven_lists",
     "other_stream",
     "captured_graph",
     "many_elements",
@@ -41,6 +54,7 @@ CONTEXTS = (
     "same_step_tensors",
     "step_layouts",
     "step_sizes",
+    "uneven_step_lists",
 )
 """The other ways of calling a side that are tried (perfsuite.contexts)."""
 CHANGED, WRITTEN, BUFFERS = "changed", "written", "buffers"
@@ -305,6 +319,13 @@ class Pair:
         for name in every:
             if not name.isidentifier() or keyword.iskeyword(name):
                 raise PairError(f"input {name!r} is not a Python name; rename it")
+        for name, spec in every.items():
+            for leaf in () if name in self.written else tensors_of(spec):
+                if leaf.values is ANY_WHOLE and leaf.dtype != "bool":
+                    raise PairError(
+                        f"input {name!r} holds whole numbers of a range that is not given; give it, as "
+                        f'tensor("n", dtype={leaf.dtype!r}, values=integers(0, 10))'
+                    )
         for name, spec in self.step_inputs.items():
             if holds(spec, ScalarSpec):
                 raise PairError(

@@ -7,7 +7,8 @@ here imports torch, so that declaring a pair costs nothing.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -122,6 +123,8 @@ class GeneratorSpec:
 # A spec, or a tuple, list or dict of specs.
 Spec: TypeAlias = "TensorSpec | ScalarSpec | ListSpec | ModuleSpec | RecordedSpec | ConstantSpec | GeneratorSpec | Any"
 
+ANY_WHOLE = Integers()
+"""The values of a tensor of whole numbers, or bools, whose range was not given."""
 MIDDLE_EXPANDED = "middle expanded"
 EXPANDED = ("expanded", "inner expanded", MIDDLE_EXPANDED)
 LAYOUTS = ("contiguous", "transposed", "strided", "offset", *EXPANDED, "rows", "slice", "permuted", "channels last")
@@ -195,7 +198,7 @@ def tensor(
     if unknown:
         raise PairError(f"tensor: unknown layout {sorted(unknown)[0]!r}; choose from {', '.join(LAYOUTS)}")
     if values is None:
-        values = Integers() if dtype is not None and not dtype.startswith(("float", "bfloat")) else Floats()
+        values = Floats() if dtype is None or dtype.startswith(("float", "bfloat")) else ANY_WHOLE
     return TensorSpec(
         dims=dims,
         dtype=dtype,
@@ -290,6 +293,19 @@ def symbols(spec: Any) -> set[str]:
             return set().union(*(symbols(s) for s in spec.values()))
         case _:
             return set()
+
+
+def tensors_of(spec: Any) -> Iterator[TensorSpec]:
+    """Every tensor in a spec."""
+    match spec:
+        case TensorSpec():
+            yield spec
+        case ListSpec():
+            yield from tensors_of(spec.item)
+        case tuple() | list():
+            yield from itertools.chain.from_iterable(map(tensors_of, spec))
+        case Mapping():
+            yield from itertools.chain.from_iterable(map(tensors_of, spec.values()))
 
 
 def least_of(spec: Any, name: str) -> int:

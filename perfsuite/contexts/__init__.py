@@ -29,6 +29,7 @@ from perfsuite.contexts.forward import (
     one_tensor,
     other_thread,
     two_threads,
+    uneven_lists,
 )
 from perfsuite.contexts.gpu import captured_graph, other_stream
 from perfsuite.contexts.steps import (
@@ -39,6 +40,7 @@ from perfsuite.contexts.steps import (
     same_step_tensors,
     step_layouts,
     step_sizes,
+    uneven_step_lists,
 )
 from perfsuite.errors import NotEquivalent
 from perfsuite.integrity.probe import Probe
@@ -69,6 +71,7 @@ WAYS: tuple[Callable[[Probe], None], ...] = (
     changed_before_backward,
     after_calls_without_gradients,
     one_tensor,
+    uneven_lists,
     other_stream,
     captured_graph,
 )
@@ -82,6 +85,7 @@ STATEFUL: tuple[Callable[[Probe], None], ...] = (
     same_step_tensors,
     step_layouts,
     step_sizes,
+    uneven_step_lists,
 )
 COSTLY_STATEFUL: tuple[Callable[[Probe], None], ...] = (many_steps,)
 

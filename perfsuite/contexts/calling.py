@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -17,9 +17,11 @@ from perfsuite.integrity.probe import Probe
 from perfsuite.pair import Pair, Side, as_side
 from perfsuite.records import REFERENCE
 from perfsuite.rule import NONE
+from perfsuite.specs import ListSpec, Spec, TensorSpec, symbols
 from perfsuite.truths import Discard, Known, Truth, Way
 
 Result = TypeVar("Result")
+UNEVEN = "where the tensors in its lists differ in size"
 
 
 def hold(
@@ -198,3 +200,38 @@ def in_threads(jobs: list[Callable[[], Result]]) -> list[Result]:
 def error_name(error: BaseException) -> str:
     line = first_line(error)
     return f"{type(error).__name__} ({line})" if line else type(error).__name__
+
+
+def sizes_of_their_own(specs: Iterable[TensorSpec], others: Any) -> set[str]:
+    """The sizes that are whole dimensions of these tensors, and that nothing else depends on."""
+    given = list(specs)
+    dims = {dim for spec in given for dim in spec.dims if isinstance(dim, str) and dim.isidentifier()}
+    within = (symbols(replace(spec, dims=tuple(d for d in spec.dims if d not in dims))) for spec in given)
+    return dims.difference(symbols(others), *within)
+
+
+def smaller(tensor: torch.Tensor, spec: TensorSpec, sizes: Collection[str]) -> torch.Tensor:
+    """The first half of the tensor along the dimensions of these sizes, in memory of its own."""
+    for dim, size in enumerate(spec.dims):
+        if size in sizes:
+            tensor = tensor.narrow(dim, 0, (tensor.shape[dim] + 1) // 2)
+    return tensor.clone()
+
+
+def uneven(specs: Mapping[str, Spec], values: Mapping[str, Any], sizes: Collection[str]) -> dict[str, Any]:
+    """The same inputs, with every other item of each list smaller."""
+    made = dict(values)
+    for name, spec in specs.items():
+        if isinstance(spec, ListSpec) and isinstance(spec.item, TensorSpec):
+            made[name] = [t if i % 2 else smaller(t, spec.item, sizes) for i, t in enumerate(values[name])]
+    return made
+
+
+def sizes_of_items(pair: Pair) -> set[str]:
+    """The sizes that only the tensors in lists have."""
+    every = {**pair.inputs, **pair.step_inputs}
+    lists = {name: spec for name, spec in every.items() if isinstance(spec, ListSpec)}
+    items = [spec.item for spec in lists.values() if isinstance(spec.item, TensorSpec)]
+    others = [spec.item for spec in lists.values() if not isinstance(spec.item, TensorSpec)]
+    counts = [ListSpec(count=spec.count, item=()) for spec in lists.values()]
+    return sizes_of_their_own(items, [counts, others, *(spec for name, spec in every.items() if name not in lists)])

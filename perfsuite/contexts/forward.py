@@ -13,6 +13,7 @@ import torch
 from perfsuite import execution, process_state, truths
 from perfsuite import inputs as make
 from perfsuite.contexts.calling import (
+    UNEVEN,
     call_in,
     differentiable,
     error_name,
@@ -22,6 +23,8 @@ from perfsuite.contexts.calling import (
     in_threads,
     judge,
     plainly,
+    sizes_of_items,
+    uneven,
     where_only,
 )
 from perfsuite.execution import Leaves
@@ -153,6 +156,19 @@ def one_tensor(probe: Probe) -> None:
 
     known = truths.by_replicas(probe.pair, case, probe.device, gradients=False, home=probe.home, way=way)
     hold(alike, way, f"where {' and '.join((first, *others))} are one tensor", known=known)
+
+
+def uneven_lists(probe: Probe) -> None:
+    """Where the tensors in its lists differ in size, as the parameters of a model."""
+    sizes, with_gradients = sizes_of_items(probe.pair), bool(differentiable(probe))
+
+    def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
+        given = uneven(pair.inputs, values, sizes)
+        return gradients_of(*graph_of(call, pair, given, seed)) if with_gradients else plainly(call, pair, given, seed)
+
+    if sizes:
+        known = truths.by_replicas(probe.pair, probe.case, probe.device, gradients=False, home=probe.home, way=way)
+        hold(probe, way, UNEVEN, known=known, refusable=True)
 
 
 def _of_one_kind(pair: Pair, case: Case) -> tuple[list[str], Case] | None:

@@ -10,12 +10,12 @@ import torch
 
 from perfsuite import equivalence, execution, truths
 from perfsuite import inputs as make
-from perfsuite.contexts.calling import hold
+from perfsuite.contexts.calling import UNEVEN, hold, sizes_of_items, sizes_of_their_own, smaller, uneven
 from perfsuite.execution import Leaves
 from perfsuite.integrity.probe import Probe
 from perfsuite.pair import Pair
 from perfsuite.rule import NONE
-from perfsuite.specs import EXPANDED, Integers, TensorSpec, symbols
+from perfsuite.specs import EXPANDED, TensorSpec
 from perfsuite.truths import Discard, Given, Way
 
 MANY_STEPS = 300
@@ -103,36 +103,31 @@ def step_layouts(probe: Probe) -> None:
 
 def step_sizes(probe: Probe) -> None:
     """Where the inputs of some steps are smaller, as the last batch of an epoch."""
-    pair = probe.pair
-    specs = {name: spec for name, spec in pair.step_inputs.items() if isinstance(spec, TensorSpec)}
-    bounds = {
-        bound
-        for spec in specs.values()
-        if isinstance(spec.values, Integers)
-        for bound in (
-            spec.values.low,
-            *(spec.values.high if isinstance(spec.values.high, tuple) else (spec.values.high,)),
-        )
-    }
-    others = {name: spec for name, spec in pair.step_inputs.items() if name not in specs}
-    free = {dim for spec in specs.values() for dim in spec.dims if isinstance(dim, str) and dim in pair.symbols}
-    free -= symbols(pair.inputs) | symbols(others) | {bound for bound in bounds if isinstance(bound, str)}
+    specs = {name: spec for name, spec in probe.pair.step_inputs.items() if isinstance(spec, TensorSpec)}
+    others = {name: spec for name, spec in probe.pair.step_inputs.items() if name not in specs}
+    sizes = sizes_of_their_own(specs.values(), [probe.pair.inputs, others])
 
     def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], given: Given) -> Leaves:
-        def smaller(i: int) -> dict[str, Any]:
+        def some_smaller(i: int) -> dict[str, Any]:
             built = given(i)
-            for name, spec in specs.items():
-                for dim, symbol in enumerate(spec.dims):
-                    if i % 2 == 0 and symbol in free:
-                        built[name] = built[name].narrow(dim, 0, (built[name].shape[dim] + 1) // 2).clone()
-            return built
+            return built if i % 2 else built | {n: smaller(built[n], spec, sizes) for n, spec in specs.items()}
 
-        return _steps(call, pair, values, smaller)
+        return _steps(call, pair, values, some_smaller)
 
-    if free and not any(
-        symbol in str(dim) and dim != symbol for s in specs.values() for dim in s.dims for symbol in free
-    ):
+    if sizes:
         _hold(probe, way, "where the inputs of some steps are smaller", refusable=True)
+
+
+def uneven_step_lists(probe: Probe) -> None:
+    """Where the tensors in its lists differ in size, as the parameters of a model."""
+    sizes = sizes_of_items(probe.pair)
+
+    def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], given: Given) -> Leaves:
+        values.update(uneven(pair.inputs, values, sizes))
+        return _steps(call, pair, values, lambda i: uneven(pair.step_inputs, given(i), sizes))
+
+    if sizes:
+        _hold(probe, way, UNEVEN, refusable=True)
 
 
 def many_steps(probe: Probe) -> None:

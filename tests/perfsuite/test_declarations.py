@@ -288,3 +288,16 @@ def test_products_in_tf32_are_declared() -> None:
         check(pair(lambda x: x.to(torch.float8_e4m3fn).to(x.dtype), precision="tf32"))
     with pytest.raises(PairError, match=r"precision 'tf16' is not one of float64, .*, tf32"):
         pair(in_tf32, precision="tf16")
+
+
+def test_whole_numbers_need_a_range_unless_they_are_written_only() -> None:
+    def pair(dtype: str, **fields: Any) -> Pair:
+        return Pair(reference=abs, optimized=abs, inputs={"i": [tensor("n", dtype=dtype)]}, **fields)
+
+    with pytest.raises(
+        PairError, match=r"input 'i' holds whole numbers of a range that is not given; give it, as tens"
+    ):
+        pair("int32")
+    pair("bool")
+    pair("int32", mutates={"i": "written"})
+    Pair(reference=abs, optimized=abs, inputs={"i": tensor("n", dtype="int32", values=integers())})

@@ -846,6 +846,8 @@ FORMS: dict[str, tuple[Call, Call, str]] = {
     "broadcast": (lambda x: x * 0 + 1, lambda x: torch.ones(1).expand(3, 4), "is overlapping in memory"),
     "a number for a tensor": (lambda x: x.sum(), lambda x: float(x.sum()), "where the reference has a tensor of torch"),
     "a tensor for a number": (lambda x: 1.0, lambda x: torch.ones(()), "is a tensor of torch.float32 where the"),
+    "a whole number": (lambda x: float(len(x)), lambda x: len(x), "is 3, of type int, where the reference has a float"),
+    "a bool": (lambda x: len(x) > 2, lambda x: int(len(x) > 2), "is 1, of type int, where the reference has a bool"),
     "None": (torch.exp, lambda x: None, "is None where the reference has a value"),
     "not None": (lambda x: None, torch.exp, "is a tensor where the reference has None"),
     "too few": (lambda x: (x * 1, x * 2), lambda x: (x * 1,), "returns 1 output where the reference returns 2"),

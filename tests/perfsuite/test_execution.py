@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from perfsuite import Pair, compiled, execution, module, side, stateful, tensor
+from perfsuite import Pair, compiled, execution, incoming, integers, module, side, stateful, tensor
 from perfsuite import inputs as make
 from perfsuite.errors import PairError
 from perfsuite.pair import Side
 from perfsuite.records import Case
 
-INPUTS = {"x": tensor("n"), "i": tensor("n", dtype="int64"), "y": tensor("n", dtype="float32")}
+INPUTS = {"x": tensor("n"), "i": tensor("n", dtype="int64", values=integers()), "y": tensor("n", dtype="float32")}
 
 
 def pair(call: Any = torch.exp, inputs: Any = None, **fields: Any) -> Pair:
@@ -55,7 +55,11 @@ def test_changed_inputs_follow_the_outputs_and_count_once() -> None:
 
 
 def test_outputs_only_inputs_are_poisoned() -> None:
-    both = {"x": tensor("n"), "out": tensor("n"), "many": [tensor("n", dtype="int32"), tensor("n", dtype="bool")]}
+    both = {
+        "x": tensor("n"),
+        "out": tensor("n"),
+        "many": [tensor("n", dtype="int32", values=integers()), tensor("n", dtype="bool")],
+    }
     leaves = ran(pair(lambda x, out, many: None, both, mutates={"out": "written", "many": "written"}))
     out = leaves["out (in place)"]
     assert isinstance(out, torch.Tensor)
@@ -70,7 +74,7 @@ def test_which_inputs_are_differentiable() -> None:
             **INPUTS,
             "held": tensor("n", differentiable=False),
             "changed": tensor("n"),
-            "nest": [tensor("n"), tensor("n", dtype="int64")],
+            "nest": [tensor("n"), tensor("n", dtype="int64", values=integers())],
             "net": module(lambda n: torch.nn.Linear(n, n)),
         },
         mutates={"changed"},
@@ -92,10 +96,10 @@ def test_gradients_have_non_uniform_incoming_ones_that_repeat_by_seed() -> None:
     assert not output.requires_grad
     assert torch.equal(first, again)
     assert not torch.equal(first, torch.as_tensor(other))
-    incoming = first / output
-    assert incoming.unique().numel() == 50
-    assert (incoming < 0).any()
-    assert (incoming > 0).any()
+    came_in = first / output
+    assert came_in.unique().numel() == 50
+    assert (came_in < 0).any()
+    assert (came_in > 0).any()
 
 
 def test_two_outputs_have_different_incoming_gradients() -> None:
@@ -324,3 +328,13 @@ def test_in_place_operations_and_empty_tensors_are_handled() -> None:
 def test_a_unit_has_a_least_size() -> None:
     x = torch.ones(1000, dtype=torch.float64)
     assert float((redrawn(lambda: x.exp(), least=1e-6) / math.e - 1).abs().max()) > 5e-7
+
+
+def test_shared_incoming_gradients_are_one_tensor() -> None:
+    outputs = {"output[0]": torch.ones(3), "output[1]": torch.ones(3), "output[2]": torch.ones(4)}
+    first, second, other = incoming.for_outputs(outputs, 7, kind=incoming.SHARED)
+    assert first is second
+    assert other.shape == (4,)
+    plain = incoming.for_outputs(outputs, 7)
+    assert torch.equal(plain[0], first)
+    assert not torch.equal(plain[1], first)

@@ -98,11 +98,18 @@ def test_a_layout_changes_the_memory_and_not_the_values(layout: str, dims: tuple
 @pytest.mark.parametrize("layout", ["strided", "offset", "rows", "slice"])
 def test_what_lies_between_the_elements_is_poisoned(layout: str) -> None:
     for dtype in (torch.float32, torch.int64):
-        drawn = built(tensor("m", "n", 3, dtype=str(dtype)[6:]), InputCase(layout=layout))
+        values = integers(0, 9) if dtype == torch.int64 else floats()
+        drawn = built(tensor("m", "n", 3, dtype=str(dtype)[6:], values=values), InputCase(layout=layout))
         whole = drawn.new_empty(0).set_(drawn.untyped_storage())
         assert whole.numel() > drawn.numel()
         poison = whole.isnan() if dtype.is_floating_point else whole == torch.iinfo(dtype).max
         assert int(poison.sum()) == whole.numel() - drawn.numel()
+
+
+def test_one_tensor_of_a_list_is_contiguous_and_the_others_lie_in_the_layout() -> None:
+    for count, plain in ((1, set()), (2, {0}), (3, {2}), (4, {0})):
+        drawn = built(listof(count, tensor("n")), InputCase(layout="strided"))
+        assert {i for i, one in enumerate(drawn) if one.is_contiguous()} == plain
 
 
 @pytest.mark.parametrize(("low", "high"), [(0.3, None), (None, -0.1)])
@@ -526,7 +533,9 @@ def test_upcast_leaves_whole_numbers_and_is_always_a_copy() -> None:
 
 
 def test_jitter_moves_by_an_ulp_and_differs_by_name() -> None:
-    of = pair(inputs={"x": tensor("n"), "i": tensor("n", dtype="int64"), "l": listof(2, tensor("n"))})
+    of = pair(
+        inputs={"x": tensor("n"), "i": tensor("n", dtype="int64", values=integers()), "l": listof(2, tensor("n"))}
+    )
     values = make.build(of, case(n=500), "cpu")
     eps = torch.finfo(torch.float32).eps
     one, again, other = (make.jitter(of, values, 0, name, eps) for name in ("a", "a", "b"))

@@ -112,6 +112,37 @@ def test_a_wrong_module_is_rejected(candidate: Any, says: str) -> None:
         perfsuite.check(made(candidate), examples=20, device="cpu")
 
 
+class Shiftless(Model):
+    """Takes the buffer for what it is in a new module."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.linear(x) + 0.5)
+
+
+class Tabled(nn.Module):
+    """A sorted buffer, one of whole numbers, and one that is not stored."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("bounds", torch.arange(1.0, 9.0))
+        self.register_buffer("count", torch.tensor(3))
+        self.register_buffer("table", torch.ones(4), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.bucketize(x, self.bounds)
+
+
+def test_stored_buffers_differ_between_draws_by_one_factor_each() -> None:
+    with pytest.raises(NotEquivalent, match=r"is wrong|is inaccurate"):
+        perfsuite.check(made(Shiftless), examples=20, device="cpu")
+    made_anew = modules.spec_of(Tabled()).build()
+    factors = made_anew.bounds / torch.arange(1.0, 9.0)
+    assert torch.allclose(factors, factors[:1].expand(8))
+    assert factors[0] != 1
+    assert int(made_anew.count) == 3
+    assert torch.equal(made_anew.table, torch.ones(4))
+
+
 def test_modules_of_other_shapes_say_so() -> None:
     pair = Pair(reference=Model(5), optimized=ModelNew(6), inputs={"x": tensor("m", 5)})
     with pytest.raises(PairError, match=r"'linear.weight' has shape \(4, 6\) in the optimized module and \(4, 5\)"):

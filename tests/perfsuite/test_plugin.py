@@ -157,7 +157,8 @@ def test_a_function_and_a_list_of_other_things_are_no_pairs(project: Project) ->
 
 
 def test_a_pair_without_gradients_has_no_gradients_item(project: Project) -> None:
-    project.write("test_scale.py", TWO_LINES.replace('tensor("n")', 'tensor("n", dtype="int64")'))
+    without_gradients = TWO_LINES.replace('tensor("n")', 'tensor("n", dtype="bool")')
+    project.write("test_scale.py", without_gradients)
     names = [i.rpartition("::")[2] for i in collected(project.run("--collect-only", "-q"))]
     assert names == ["equivalence[float32]", *FEW, "speed[small]"]
     project.write("test_scale.py", TWO_LINES.replace("workloads=", "gradients=False,\n        workloads="))

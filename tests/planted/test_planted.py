@@ -9,6 +9,7 @@ import time as clock_module
 from collections.abc import Iterator
 from typing import Any
 
+import callers  # noqa: F401 - registers its faults
 import drawn  # noqa: F401 - registers its faults
 import gradients  # noqa: F401 - registers its faults
 import leftovers
@@ -19,6 +20,7 @@ import test_harness
 import timing
 import torch
 import traces  # noqa: F401 - registers its faults
+import training  # noqa: F401 - registers its faults
 from catalogue import FAULTS, HONEST, NUMBERS, Planted, Time
 from scale import count
 

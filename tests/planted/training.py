@@ -1,0 +1,244 @@
+"""Faults 54: steps that are wrong in ways of stepping that training has, and a proof's usual steps have not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from catalogue import Time, fault, honest, pair
+from steps import Step, momentum, stepping
+
+from perfsuite import Pair, floats, listof, size, stateful, tensor
+
+VALUES = floats(-2, 2)
+
+
+@fault(54, "a copy of the parameters", "where its tensors are written to between steps", stage="contexts")
+def own_copy(time: Time) -> Pair:
+    def build(p: torch.Tensor) -> Step:
+        own = p.clone()
+        inner = momentum(own)
+
+        def step(g: torch.Tensor) -> None:
+            inner(g)
+            p.copy_(own)
+
+        return step
+
+    return stepping(build)
+
+
+@fault(
+    54, "parameters in other memory after a step", "where its tensors are written to between steps", stage="contexts"
+)
+def other_memory(time: Time) -> Pair:
+    def build(p: torch.Tensor) -> Step:
+        m = torch.zeros_like(p)
+
+        def step(g: torch.Tensor) -> None:
+            m.mul_(0.9).add_(g)
+            p.data = p.data - 0.01 * m
+
+        return step
+
+    return stepping(build)
+
+
+@fault(54, "parameters written to with grad mode on", "where its tensors need gradients", stage="contexts")
+def with_grad_mode(time: Time) -> Pair:
+    return stepping(momentum, reference=without_gradients)
+
+
+@honest(54, "parameters written to through data")
+def through_data(time: Time) -> Pair:
+    return stepping(lambda p: momentum(p.data), reference=without_gradients)
+
+
+def without_gradients(p: torch.Tensor) -> Step:
+    return torch.no_grad()(momentum(p))
+
+
+def copying(is_new: Callable[[torch.Tensor, list[torch.Tensor]], bool]) -> Callable[[torch.Tensor], Step]:
+    """Momentum of a buffer that gradients are copied to where they are new."""
+
+    def build(p: torch.Tensor) -> Step:
+        buffer, last, m = torch.zeros_like(p), list[torch.Tensor](), torch.zeros_like(p)
+
+        def step(g: torch.Tensor) -> None:
+            if is_new(g, last):
+                buffer.copy_(g)
+            last[:] = [g]
+            p.sub_(0.01 * m.mul_(0.9).add_(buffer))
+
+        return step
+
+    return build
+
+
+@fault(54, "a gradient told by its tensor", "where every step gets the same tensors", stage="contexts")
+def told_by_tensor(time: Time) -> Pair:
+    return stepping(copying(lambda g, last: not last or g is not last[0]))
+
+
+@fault(54, "a gradient told by its address", "where every step gets the same tensors", stage="contexts")
+def told_by_address(time: Time) -> Pair:
+    return stepping(copying(lambda g, last: not last or g.data_ptr() != last[0].data_ptr()))
+
+
+@honest(54, "a gradient copied in every step")
+def always_copied(time: Time) -> Pair:
+    return stepping(copying(lambda g, last: True))
+
+
+@fault(
+    54, "the strides of the first step", "where the inputs of later steps lie in memory in other ways", stage="contexts"
+)
+def first_strides(time: Time) -> Pair:
+    def build(p: torch.Tensor) -> Step:
+        inner, strides = momentum(p), list[int]()
+
+        def step(g: torch.Tensor) -> None:
+            strides[:] = strides or g.stride()
+            held = g.untyped_storage().nbytes() // g.element_size() - g.storage_offset()
+            at = (torch.arange(len(g), device=g.device) * strides[0]).clamp(max=max(held - 1, 0))
+            inner(g.as_strided((held,), (1,))[at] if len(g) > 1 else g)
+
+        return step
+
+    return stepping(build)
+
+
+def summing(p: torch.Tensor) -> Step:
+    def step(batch: torch.Tensor) -> None:
+        p.add_(batch.sum(0), alpha=0.01)
+
+    return step
+
+
+def of_batches(optimized: Callable[[torch.Tensor], Step]) -> Pair:
+    return pair(
+        stateful(optimized),
+        reference=stateful(summing),
+        inputs={"p": tensor("d", values=VALUES)},
+        step_inputs={"batch": tensor("b", "d", values=VALUES)},
+        mutates={"p"},
+        sizes={"b": size(2, 17), "d": size(1, 17)},
+        workloads=[],
+    )
+
+
+@fault(
+    54, "a buffer for batches of the first one's size", "where the inputs of some steps are smaller", stage="contexts"
+)
+def first_batch(time: Time) -> Pair:
+    def build(p: torch.Tensor) -> Step:
+        buffer: list[torch.Tensor] = []
+        inner = summing(p)
+
+        def step(batch: torch.Tensor) -> None:
+            buffer[:] = buffer or [batch.clone()]
+            buffer[0][: len(batch)].copy_(batch)
+            inner(buffer[0])
+
+        return step
+
+    return of_batches(build)
+
+
+@honest(54, "a buffer that refuses a batch of another size")
+def refuses_batch(time: Time) -> Pair:
+    def build(p: torch.Tensor) -> Step:
+        buffer: list[torch.Tensor] = []
+
+        def step(batch: torch.Tensor) -> None:
+            buffer[:] = buffer or [torch.empty_like(batch)]
+            if buffer[0].shape != batch.shape:
+                raise ValueError(f"built for batches of {tuple(buffer[0].shape)}")
+            p.add_(0.01 * buffer[0].copy_(batch).sum(0))
+
+        return step
+
+    return of_batches(build)
+
+
+def returning(result: Callable[[torch.Tensor, int], torch.Tensor]) -> Callable[[torch.Tensor], Any]:
+    def build(p: torch.Tensor) -> Any:
+        number = [0]
+
+        def step(g: torch.Tensor) -> torch.Tensor:
+            number[0] += 1
+            p.sub_(0.01 * g)
+            return result(p, number[0])
+
+        return step
+
+    return build
+
+
+@fault(54, "one buffer for what its steps return", "where what its steps return is kept", stage="contexts")
+def one_buffer(time: Time) -> Pair:
+    buffers: dict[Any, torch.Tensor] = {}
+
+    def in_buffer(p: torch.Tensor, number: int) -> torch.Tensor:
+        return buffers.setdefault((p.shape, p.dtype), torch.empty_like(p)).copy_(2 * p)
+
+    return stepping(returning(in_buffer), reference=returning(lambda p, number: 2 * p))
+
+
+@fault(54, "the result of an earlier step in every third", "where what its steps return is kept", stage="contexts")
+def every_third(time: Time) -> Pair:
+    last: list[torch.Tensor] = []
+
+    def stale(p: torch.Tensor, number: int) -> torch.Tensor:
+        last[:] = last if number % 3 == 0 and last else [2 * p]
+        return last[0].clone()
+
+    return stepping(returning(stale), reference=returning(lambda p, number: 2 * p))
+
+
+@honest(54, "a result of its own in every step")
+def own_result(time: Time) -> Pair:
+    return stepping(returning(lambda p, number: p + p), reference=returning(lambda p, number: 2 * p))
+
+
+def of_lists(optimized: Callable[..., Any]) -> Pair:
+    def reference(ps: list[torch.Tensor]) -> Any:
+        def step(gs: list[torch.Tensor]) -> None:
+            for p, g in zip(ps, gs, strict=True):
+                p.sub_(0.01 * g)
+
+        return step
+
+    return pair(
+        stateful(optimized),
+        reference=stateful(reference),
+        inputs={"ps": listof("k", tensor("n", values=VALUES))},
+        step_inputs={"gs": listof("k", tensor("n", values=VALUES))},
+        mutates={"ps"},
+        sizes={"k": size(1, 5), "n": size(2, 17)},
+        workloads=[],
+    )
+
+
+@fault(54, "the size of the first parameter for all", "where the tensors in its lists differ in size", stage="contexts")
+def first_size(time: Time) -> Pair:
+    def build(ps: list[torch.Tensor]) -> Any:
+        def step(gs: list[torch.Tensor]) -> None:
+            for p, g in zip(ps, gs, strict=True):
+                p[: len(ps[0])].sub_(0.01 * g[: len(ps[0])])
+
+        return step
+
+    return of_lists(build)
+
+
+@honest(54, "all parameters in one operation")
+def in_one_operation(time: Time) -> Pair:
+    def build(ps: list[torch.Tensor]) -> Any:
+        def step(gs: list[torch.Tensor]) -> None:
+            torch._foreach_add_(ps, gs, alpha=-0.01)
+
+        return step
+
+    return of_lists(build)
