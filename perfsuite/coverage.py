@@ -49,9 +49,10 @@ FEWEST = 2
 """Sizes from here on show what values and layouts do."""
 SPOILING = ("huge", "nonfinite")
 """With these in one input the answer is often not finite, whatever is in the others."""
-TOGETHER = "offset"
-"""A regime that all inputs have that may: the difference of two of them is small, too."""
-MILD = ("normal", "sorted", "halves", "edges")
+HALVES = "halves"
+TOGETHER = ("offset", HALVES)
+"""Regimes that all inputs have that may: the difference of two of them is small, too, or they are equal."""
+MILD = ("normal", "sorted", HALVES, "edges")
 """Values with which a wrong layout shows."""
 MOST_PLANNED = 0.75
 """Planned draws replace at most this share of the random draws of a proof."""
@@ -199,7 +200,7 @@ def _case(
     wanted, ends = {}, {}
     if not tried:
         wanted = _wanted_sizes(pair, left, few=few_sizes)
-        if not set(ALONE) & set(wanted.values()):
+        if not set(ALONE) & set(wanted.values()) and HALVES not in regimes.values():
             ends = {k[1]: k[2] for k in reversed(left) if k[0] == "scalar"}
     layout = ""
     if set(regimes.values()) <= set(MILD) and not {"empty", "one"} & set(wanted.values()):
@@ -211,7 +212,7 @@ def _case(
     tried |= {("size", *k) for k in wanted.items()} | {("scalar", *k) for k in ends.items()}
     left[:] = [k for k in left if k not in tried]
     source = random.Random(f"{pair.name} {sorted(wanted.items())}") if same_sizes else random_
-    sizes = _drawn_sizes(pair, wanted, ends, source, extent)
+    sizes = _drawn_sizes(pair, wanted, ends, source, extent, halves=HALVES in regimes.values())
     if sizes is None:
         return None
     return Case(dtype=dtype, sizes=sizes, inputs=inputs, seed=random_.getrandbits(31))
@@ -240,8 +241,9 @@ def _regimes(pair: Pair, left: list[Kind], random_: random.Random) -> tuple[dict
     found: dict[str, str] = {}
     tried: set[Kind] = set()
     tensors = list(_tensors(pair).items())
-    if ("regime", TOGETHER) in left:
-        return {n: TOGETHER if TOGETHER in make.regimes(s) else "normal" for n, s in tensors}, {("regime", TOGETHER)}
+    together = next((k[1] for k in left if k[0] == "regime" and k[1] in TOGETHER), None)
+    if together is not None:
+        return {n: together if together in make.regimes(s) else "normal" for n, s in tensors}, {("regime", together)}
     for name, spec in random_.sample(tensors, len(tensors)):
         regimes = [k for k in left if k not in tried and k[0] == "regime" and k[1] in make.regimes(spec)]
         if any(k[1] in SPOILING for k in tried) or (tried and regimes and regimes[0][1] in SPOILING):
@@ -261,9 +263,15 @@ def _laid_out(pair: Pair, regimes: Mapping[str, str], layout: str) -> dict[str, 
 
 
 def _drawn_sizes(
-    pair: Pair, wanted: Mapping[str, str], ends: Mapping[str, str], random_: random.Random, extent: Extent
+    pair: Pair,
+    wanted: Mapping[str, str],
+    ends: Mapping[str, str],
+    random_: random.Random,
+    extent: Extent,
+    *,
+    halves: bool = False,
 ) -> dict[str, Any] | None:
-    """Sizes of these kinds, of which one is larger than small draws are, and scalars, at these ends.
+    """Sizes of these kinds, of which one is larger than small draws are, and scalars, at these ends, or in `halves`.
 
     None where `where` allows none, or all would have too many elements.
     """
@@ -282,7 +290,7 @@ def _drawn_sizes(
             fitting = [n for n in among if n <= most] or among
             sizes[symbol] = max(fitting) if kind == WHOLE else random_.choice(fitting)
         for name, spec in _scalars(pair).items():
-            sizes[name] = _end(spec, ends[name], sizes) if name in ends else _scalar(spec, sizes, random_)
+            sizes[name] = _end(spec, ends[name], sizes) if name in ends else _scalar(spec, sizes, random_, halves)
         if pair.where is not None and not pair.where(**accepted(pair.where, sizes)):
             continue
         if bounded and sum(make.elements(spec, sizes) for spec in _whole_tensors(pair)) > MOST_ELEMENTS:
@@ -295,14 +303,17 @@ def _has_large(sizes: Mapping[str, int]) -> bool:
     return any(n > make.SMALL_HIGH for n in sizes.values())
 
 
-def _scalar(spec: ScalarSpec, sizes: Mapping[str, Any], random_: random.Random) -> Any:
+def _scalar(spec: ScalarSpec, sizes: Mapping[str, Any], random_: random.Random, halves: bool) -> Any:
     if isinstance(spec.values, tuple):
         return random_.choice(spec.values)
     if isinstance(spec.values, Integers):
         least, ends = make.bounds(spec.values, sizes)
         return random_.randint(least, max(least, ends[0] - 1))
     low, high = spec.values.low, spec.values.high
-    return random_.uniform(-1.0 if low is None else low, 1.0 if high is None else high)
+    number = random_.uniform(-1.0 if low is None else low, 1.0 if high is None else high)
+    half = round(2 * number) / 2
+    within = (low is None or low <= half) and (high is None or half <= high)
+    return half if halves and within else number
 
 
 def _ends(spec: ScalarSpec) -> list[str]:

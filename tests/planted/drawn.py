@@ -195,6 +195,22 @@ def guarded_softplus(time: Time) -> Pair:
     return pair(lambda x: x + torch.log1p(torch.exp(-x)), reference=functional.softplus, inputs=inputs)
 
 
+BEYOND: dict[str, Any] = {
+    "reference": lambda x, least: torch.where(x > least, x + 3, 0.0),
+    "inputs": {"x": tensor("m", "n", values=floats(-2, 2)), "least": scalar(floats(0, 1))},
+}
+
+
+@fault(47, "a value equal to a threshold taken as beyond it", "right for ordinary values, and wrong for")
+def at_the_threshold(time: Time) -> Pair:
+    return pair(lambda x, least: torch.where(x >= least, x + 3, 0.0), **BEYOND)
+
+
+@honest(47, "a value equal to a threshold left out")
+def beyond_the_threshold(time: Time) -> Pair:
+    return pair(lambda x, least: (x + 3) * (x > least), **BEYOND)
+
+
 COLUMNS: dict[str, Any] = {
     "reference": lambda x: (x - x.mean(-1, keepdim=True)).square().mean(-1),
     "inputs": {"x": tensor("m", "n", values=floats(-2, 2), layouts=("contiguous",))},

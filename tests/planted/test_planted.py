@@ -20,7 +20,7 @@ import test_harness
 import timing
 import torch
 import traces  # noqa: F401 - registers its faults
-import training  # noqa: F401 - registers its faults
+import training_steps  # noqa: F401 - registers its faults
 from catalogue import FAULTS, HONEST, NUMBERS, Planted, Time
 from scale import count
 
