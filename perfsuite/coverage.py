@@ -242,7 +242,7 @@ def _regimes(pair: Pair, left: list[Kind], random_: random.Random) -> tuple[dict
     tried: set[Kind] = set()
     tensors = list(_tensors(pair).items())
     together = next((k[1] for k in left if k[0] == "regime" and k[1] in TOGETHER), None)
-    if together is not None:
+    if together is not None and ("regime", "normal") not in left:
         return {n: together if together in make.regimes(s) else "normal" for n, s in tensors}, {("regime", together)}
     for name, spec in random_.sample(tensors, len(tensors)):
         regimes = [k for k in left if k not in tried and k[0] == "regime" and k[1] in make.regimes(spec)]

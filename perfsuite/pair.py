@@ -43,6 +43,7 @@ CONTEXTS = (
     "double_backward",
     "changed_before_backward",
     "after_calls_without_gradients",
+    "after_other_dtype",
     "one_tensor",
     "uneven_lists",
     "other_stream",

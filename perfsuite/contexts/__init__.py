@@ -23,6 +23,7 @@ from perfsuite.contexts.backward import (
     two_graphs,
 )
 from perfsuite.contexts.forward import (
+    after_other_dtype,
     autocast,
     inference_mode,
     no_gradient_needed,
@@ -70,6 +71,7 @@ WAYS: tuple[Callable[[Probe], None], ...] = (
     double_backward,
     changed_before_backward,
     after_calls_without_gradients,
+    after_other_dtype,
     one_tensor,
     uneven_lists,
     other_stream,
@@ -77,6 +79,9 @@ WAYS: tuple[Callable[[Probe], None], ...] = (
 )
 COMPILED = (no_gradient_needed, one_gradient_needed)
 """A side that compiles takes seconds for each way. On a CPU only these are tried, unless the profile is "thorough"."""
+NOT_COMPILED = (two_threads, after_calls_without_gradients, after_other_dtype, one_tensor)
+"""torch.compile compiles, captures graphs and replays them in one thread at a time; for the others it compiles anew,
+which takes seconds."""
 COSTLY: tuple[Callable[[Probe], None], ...] = (many_elements,)
 STATEFUL: tuple[Callable[[Probe], None], ...] = (
     every_step,
@@ -102,8 +107,7 @@ def check(pair: Pair, case: Case, device: str, *, home: Path | None = None, thor
     if pair.is_stateful:
         ways = (*STATEFUL, *COSTLY_STATEFUL) if thorough else STATEFUL
     elif _is_compiled(probe):
-        # torch.compile compiles, captures graphs and replays them in one thread at a time.
-        ways = tuple(way for way in (*WAYS, *COSTLY) if way is not two_threads) if thorough else COMPILED
+        ways = tuple(way for way in (*WAYS, *COSTLY) if way not in NOT_COMPILED) if thorough else COMPILED
     elif thorough:
         ways = (*WAYS, *COSTLY)
     with execution.recompiling():

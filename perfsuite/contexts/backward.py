@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ import torch
 from perfsuite import execution, incoming
 from perfsuite import inputs as make
 from perfsuite.contexts.calling import (
+    at_seldom_sizes,
     detached,
     differentiable,
     gradients_of,
@@ -23,18 +23,12 @@ from perfsuite.contexts.calling import (
 from perfsuite.execution import Leaves
 from perfsuite.integrity.probe import Probe
 from perfsuite.pair import GRAD_OUTPUT, Pair
-from perfsuite.records import Case
 from perfsuite.rule import eps_of
-from perfsuite.specs import Size, TensorSpec, accepted
 
 MOST_ALONE = 4
 """The number of differentiable inputs that are tried alone where there are more."""
 GRAPHS = 4
 """Other calls whose graphs live at the same time."""
-SELDOM = (37, 43, 47, 53, 59, 61)
-"""Sizes that few draws have."""
-SELDOM_ELEMENTS = 1 << 15
-"""So many elements have all inputs together at most, at such sizes."""
 SECOND_EPS = 4
 """Second derivatives of an equal formula differ by more than its values do: by up to 1.8 times their budget."""
 
@@ -146,7 +140,7 @@ def after_calls_without_gradients(probe: Probe) -> None:
     """Gradients after a call under torch.inference_mode(), the first at these sizes, and one under torch.no_grad()."""
     if not differentiable(probe) or probe.pair.changed or probe.pair.consumes:
         return
-    first = replace(probe, case=_seldom_drawn(probe.pair, probe.case), known={}, inputs={}, right={})
+    first = at_seldom_sizes(probe)
     if any(True for _ in make.generators_in(list(first.drawn().values()))):
         return
 
@@ -159,19 +153,3 @@ def after_calls_without_gradients(probe: Probe) -> None:
 
     known = functools.partial(truth_with_gradients, first, set())
     hold(first, way, "with gradients after calls under inference_mode() and no_grad()", known=known)
-
-
-def _seldom_drawn(pair: Pair, case: Case) -> Case:
-    """The case at sizes that few draws have, as far as the pair allows them."""
-    sizes = dict(case.sizes)
-    for number, symbol in enumerate(sorted(pair.symbols)):
-        size = pair.size_of(symbol) or Size(high=max(SELDOM))
-        most = size.high if symbol in pair.sizes else max(SELDOM)
-        found = [n for n in SELDOM if size.low <= n <= most and n % size.multiple_of == 0]
-        if not found:
-            continue
-        tried = sizes | {symbol: found[(case.seed + number) % len(found)]}
-        elements = sum(make.elements(s, tried) for s in pair.inputs.values() if isinstance(s, TensorSpec))
-        if elements <= SELDOM_ELEMENTS and (pair.where is None or pair.where(**accepted(pair.where, tried))):
-            sizes = tried
-    return replace(case, sizes=sizes)

@@ -11,16 +11,21 @@ from typing import Any, TypeVar
 import torch
 
 from perfsuite import equivalence, execution, incoming, truths
+from perfsuite import inputs as make
 from perfsuite.errors import NotEquivalent, first_line
 from perfsuite.execution import Leaves
 from perfsuite.integrity.probe import Probe
 from perfsuite.pair import Pair, Side, as_side
-from perfsuite.records import REFERENCE
+from perfsuite.records import REFERENCE, Case
 from perfsuite.rule import NONE
-from perfsuite.specs import ListSpec, Spec, TensorSpec, symbols
+from perfsuite.specs import ListSpec, Size, Spec, TensorSpec, accepted, symbols
 from perfsuite.truths import Discard, Known, Truth, Way
 
 Result = TypeVar("Result")
+SELDOM = (37, 43, 47, 53, 59, 61)
+"""Sizes that few draws have."""
+SELDOM_ELEMENTS = 1 << 15
+"""So many elements have all inputs together at most, at such sizes."""
 UNEVEN = "where the tensors in its lists differ in size"
 
 
@@ -200,6 +205,30 @@ def in_threads(jobs: list[Callable[[], Result]]) -> list[Result]:
 def error_name(error: BaseException) -> str:
     line = first_line(error)
     return f"{type(error).__name__} ({line})" if line else type(error).__name__
+
+
+def on(probe: Probe, case: Case) -> Probe:
+    """The same side on another draw."""
+    return replace(probe, case=case, known={}, inputs={}, right={})
+
+
+def at_seldom_sizes(probe: Probe) -> Probe:
+    """The draw at sizes that few draws have, as far as the pair allows them: no earlier call had them.
+
+    They are the same in every run: what is compiled for a size is in a cache.
+    """
+    pair, case, sizes = probe.pair, probe.case, dict(probe.case.sizes)
+    for number, symbol in enumerate(sorted(pair.symbols)):
+        size = pair.size_of(symbol) or Size(high=max(SELDOM))
+        most = size.high if symbol in pair.sizes else max(SELDOM)
+        found = [n for n in SELDOM if size.low <= n <= most and n % size.multiple_of == 0]
+        if not found:
+            continue
+        tried = sizes | {symbol: found[number % len(found)]}
+        elements = sum(make.elements(s, tried) for s in pair.inputs.values() if isinstance(s, TensorSpec))
+        if elements <= SELDOM_ELEMENTS and (pair.where is None or pair.where(**accepted(pair.where, tried))):
+            sizes = tried
+    return on(probe, replace(case, sizes=sizes))
 
 
 def sizes_of_their_own(specs: Iterable[TensorSpec], others: Any) -> set[str]:

@@ -14,6 +14,7 @@ from perfsuite import execution, process_state, truths
 from perfsuite import inputs as make
 from perfsuite.contexts.calling import (
     UNEVEN,
+    at_seldom_sizes,
     call_in,
     differentiable,
     error_name,
@@ -22,6 +23,7 @@ from perfsuite.contexts.calling import (
     hold,
     in_threads,
     judge,
+    on,
     plainly,
     sizes_of_items,
     uneven,
@@ -137,13 +139,29 @@ def autocast(probe: Probe) -> None:
     hold(probe, backward, f"in a backward pass after a call {words}", eps=eps)
 
 
+def after_other_dtype(probe: Probe) -> None:
+    """After a call in another dtype, the first at these sizes: what that one keeps may be of its precision."""
+    others = [dtype for dtype in probe.pair.dtypes if dtype != probe.case.dtype]
+    if not others or probe.pair.changed:
+        return
+    first, other = at_seldom_sizes(probe), make.dtype_of(others[-1])
+
+    def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
+        own = {t.dtype for n, t in make.tensors_in(values) if t.is_floating_point()}
+        before = make.map_tensors(values, lambda t: t.to(other) if len(own) == 1 and t.dtype in own else t.clone())
+        plainly(call, pair, before, seed)
+        return plainly(call, pair, values, seed)
+
+    hold(first, way, f"after a call in {others[-1]}")
+
+
 def one_tensor(probe: Probe) -> None:
     """Where several inputs of the same kind are one tensor, as the query and the keys of self-attention."""
     found = _of_one_kind(probe.pair, probe.case)
     if found is None or probe.pair.is_stateful:
         return
     (first, *others), case = found
-    alike = replace(probe, case=case, known={}, inputs={}, right={})
+    alike = on(probe, case)
     with_gradients = bool(differentiable(alike))
 
     def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
