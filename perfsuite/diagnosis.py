@@ -18,10 +18,10 @@ import torch
 
 from perfsuite import equivalence, forms, incoming, relations, truths
 from perfsuite import inputs as make
-from perfsuite.coverage import LARGE_TILE
 from perfsuite.errors import NotEquivalent
 from perfsuite.execution import Leaves
 from perfsuite.integrity.calls import comes_late
+from perfsuite.kinds import LARGE_TILE
 from perfsuite.pair import Pair, Side
 from perfsuite.records import Case, InputCase
 from perfsuite.reference_task import task_of

@@ -14,7 +14,7 @@ from time import perf_counter
 
 from perfsuite import compiling
 from perfsuite import inputs as make
-from perfsuite.coverage import FEWEST
+from perfsuite.kinds import FEWEST
 from perfsuite.pair import Pair
 from perfsuite.records import Case, InputCase
 

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator
 
 from perfsuite import ahead, coverage, incoming, proofs
-from perfsuite.coverage import Extent
+from perfsuite.kinds import Extent
 from perfsuite.pair import Pair
 from perfsuite.records import Case
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from scratch import Project
 
-from perfsuite import Pair, coverage, floats, incoming, integers, scalar, size, tensor
+from perfsuite import Pair, coverage, floats, incoming, integers, kinds, scalar, size, tensor
 from perfsuite import inputs as make
 from perfsuite.records import Case, InputCase
 
@@ -31,8 +31,8 @@ def drawn(of: Pair, seed: int = 0) -> list[Case]:
 def test_all_kinds_are_in_the_draws(seed: int) -> None:
     of = pair(x=tensor("n", "m"), p=scalar(floats(0, 1)))
     found = drawn(of, seed)
-    held = set().union(*(coverage.kinds_in(of, case) for case in found))
-    assert held >= set(coverage.kinds(of))
+    held = set().union(*(kinds.kinds_in(of, case) for case in found))
+    assert held >= set(kinds.kinds(of))
     assert {k[1] for k in held if k[0] == "regime"} == set(make.UNBOUNDED_REGIMES)
     assert len(found) <= 24
 
@@ -51,7 +51,7 @@ def test_one_size_is_past_a_large_tile_while_the_others_are_small() -> None:
         found = [case.sizes for case in drawn(of) if case.sizes[symbol] >= 1024]
         assert [sizes[symbol] > 2048 for sizes in found] == [False, True]
         assert all(sizes[other] <= coverage.SMALL for sizes in found)
-    assert max(case.sizes["n"] for case in coverage.draws(of, "float32", 0, extent=coverage.Extent(large=False))) < 1024
+    assert max(case.sizes["n"] for case in coverage.draws(of, "float32", 0, extent=kinds.Extent(large=False))) < 1024
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -84,7 +84,7 @@ def test_all_tensors_lie_in_the_same_layout_once_and_all_sizes_are_whole_tiles(s
     found = drawn(pair(x=tensor("n", "m", "k"), y=tensor("m", "k", 3)), seed)
     for layout in make.LAYOUTS:
         assert any({case.inputs.get(n, InputCase()).layout for n in "xy"} == {layout} for case in found)
-    assert any(all(n in coverage.TILES for n in case.sizes.values()) for case in found)
+    assert any(all(n in kinds.TILES for n in case.sizes.values()) for case in found)
 
 
 def test_whole_tiles_are_as_large_as_the_elements_allow() -> None:
@@ -116,7 +116,7 @@ def test_no_size_is_past_a_large_tile_where_that_is_too_much() -> None:
 def test_values_of_an_empty_tensor_show_nothing() -> None:
     of = pair(x=tensor("n"))
     case = Case(dtype="float32", sizes={"n": 0}, inputs={"x": InputCase(regime="zeros")}, seed=0)
-    assert coverage.kinds_in(of, case) == {("size", "n", "empty")}
+    assert kinds.kinds_in(of, case) == {("size", "n", "empty")}
 
 
 def test_sizes_keep_to_what_is_declared() -> None:
@@ -130,7 +130,7 @@ def test_sizes_keep_to_what_is_declared() -> None:
     found = drawn(of)
     assert {case.sizes["n"] for case in found} <= {16, 32, 48, 64}
     assert {case.sizes["k"] for case in found} <= {3, 4, 5}
-    assert {k[2] for k in coverage.kinds(of) if k[0] == "size"} == {"a tile"}
+    assert {k[2] for k in kinds.kinds(of) if k[0] == "size"} == {"a tile"}
 
 
 def test_what_where_rules_out_is_left_out() -> None:

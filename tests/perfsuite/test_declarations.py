@@ -248,7 +248,8 @@ def test_a_way_of_calling_that_a_kernel_is_not_made_for_is_declared_with_its_rea
             return x @ x.t()
 
     def pair(**fields: Any) -> Pair:
-        return Pair(reference=lambda x: x @ x.t(), optimized=product, inputs={"x": tensor("m", "n", **SOME)}, **fields)
+        inputs, sizes = {"x": tensor("m", "n", **SOME)}, {"m": size(0, 33), "n": size(0, 33)}
+        return Pair(reference=lambda x: x @ x.t(), optimized=product, inputs=inputs, sizes=sizes, **fields)
 
     with pytest.raises(
         NotEquivalent,

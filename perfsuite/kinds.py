@@ -1,0 +1,161 @@
+"""The kinds of inputs that every proof draws at least once: each regime of values, each layout, each edge of a tile and
+each end or choice of a scalar; and which of them a draw holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from perfsuite import inputs as make
+from perfsuite.pair import Pair
+from perfsuite.records import Case, InputCase
+from perfsuite.specs import Integers, ScalarSpec, Size, TensorSpec, symbols
+
+TILES = (16, 32, 64, 128)
+LARGE_TILE = 1024
+"""The most elements of a row that a kernel is often written to hold in one block."""
+A_LARGE, PAST_LARGE = "a large tile", "more than two large tiles"
+"""Kinds of large sizes. One size of a draw is large, and the others are small."""
+WHOLE = "whole tiles"
+"""All sizes of a draw are multiples of a tile. Many kernels have a path without masks for this."""
+EDGES = {
+    "empty": (0,),
+    "one": (1,),
+    "one less than a tile": tuple(n - 1 for n in TILES),
+    "a tile": TILES,
+    "one more than a tile": tuple(n + 1 for n in TILES),
+    A_LARGE: (LARGE_TILE,),
+    PAST_LARGE: tuple(2 * LARGE_TILE + step for step in (1, 2, 4, 8, 16, 32, 64, 128)),
+}
+"""Kinds of sizes → the sizes of that kind."""
+LARGE = (A_LARGE, PAST_LARGE)
+ALONE = ("empty", "one", *LARGE)
+"""Kinds that only one size of a draw has. A second size of these kinds could hide the fault of the first."""
+LEAST, MOST = "least", "most"
+"""Ends of the numbers that a scalar may be."""
+FEWEST = 2
+"""Sizes from here on show what values and layouts do."""
+HALVES = "halves"
+MILD = ("normal", "sorted", HALVES, "edges")
+"""Values with which a wrong layout shows."""
+
+Kind: TypeAlias = tuple[str, ...]
+"""("regime" or "layout", its name), ("size", the symbol, its kind), ("sizes", WHOLE), or ("scalar", the input, an
+end or a choice)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Extent:
+    """How large the sizes are."""
+
+    small: bool = False
+    """The tiles are the smallest, where they may be: on a CPU others take longer, and show no more."""
+    large: bool = True
+    """There are large tiles, and whole ones of more than the smallest: not where a kernel is interpreted."""
+
+
+ANY = Extent()
+
+
+def kinds(pair: Pair, extent: Extent = ANY) -> list[Kind]:
+    """All that a proof of the pair has to draw."""
+    found: dict[Kind, None] = {}
+    long = _tensor_symbols(pair) if extent.large else set()
+    for symbol in sorted(pair.symbols):
+        edges = [kind for kind in EDGES if kind not in LARGE or symbol in long]
+        found.update(dict.fromkeys(("size", symbol, kind) for kind in edges if sizes_of_kind(pair, symbol, kind)))
+    if len(pair.symbols) > 1 and all(sizes_of_kind(pair, symbol, "a tile") for symbol in pair.symbols):
+        found["sizes", WHOLE] = None
+    for name, spec in drawn_tensors(pair).items():
+        found.update(dict.fromkeys(("regime", regime) for regime in make.regimes(spec)))
+        found.update(dict.fromkeys(("layout", layout) for layout in make.layouts(pair, name, spec)))
+    for name, scalar in drawn_scalars(pair).items():
+        found.update(dict.fromkeys(("scalar", name, end) for end in ends_of(scalar)))
+    return list(found)
+
+
+def kinds_in(pair: Pair, case: Case) -> set[Kind]:
+    """The kinds that a draw holds. A kind does not count where special values could hide its fault."""
+    sizes = {symbol: case.sizes[symbol] for symbol in pair.symbols}
+    tensors = drawn_tensors(pair)
+    regimes = {case.inputs.get(name, InputCase()).regime for name in tensors}
+    found: set[Kind] = set()
+    for symbol, n in sizes.items():
+        plain = all(other >= FEWEST for name, other in sizes.items() if name != symbol)
+        for kind in (kind for kind, edges in EDGES.items() if n in edges):
+            if kind == "empty" or (regimes <= {"normal"} and (plain or kind not in ALONE)):
+                found.add(("size", symbol, kind))
+    if all(n >= FEWEST for n in sizes.values()):
+        found |= {("regime", regime) for regime in regimes}
+        if regimes <= set(MILD):
+            found |= _layouts_of_all(pair, case)
+        if regimes <= {"normal"} and all(n in TILES for n in sizes.values()):
+            found.add(("sizes", WHOLE))
+        if regimes <= {"normal"}:
+            scalars = drawn_scalars(pair).items()
+            found |= {
+                ("scalar", n, e) for n, s in scalars for e in ends_of(s) if case.sizes[n] == end_value(s, e, sizes)
+            }
+    return found
+
+
+def _layouts_of_all(pair: Pair, case: Case) -> set[Kind]:
+    """The layouts that all tensors have for which they are allowed."""
+    found = {"contiguous"}
+    tensors = drawn_tensors(pair).items()
+    for layout in {how.layout for how in case.inputs.values()}:
+        may = [name for name, spec in tensors if layout in make.layouts(pair, name, spec)]
+        if all(case.inputs.get(name, InputCase()).layout == layout for name in may):
+            found.add(layout)
+    return {("layout", layout) for layout in found}
+
+
+def ends_of(spec: ScalarSpec) -> list[str]:
+    """The values of a scalar that each proof draws: every choice, or the ends of its range."""
+    if isinstance(spec.values, tuple):
+        return [repr(value) for value in spec.values]
+    if isinstance(spec.values, Integers):
+        return [LEAST, MOST]
+    return [end for end, bound in ((LEAST, spec.values.low), (MOST, spec.values.high)) if bound is not None]
+
+
+def end_value(spec: ScalarSpec, end: str, sizes: Mapping[str, Any]) -> Any:
+    """The value that is meant."""
+    if isinstance(spec.values, tuple):
+        return next(value for value in spec.values if repr(value) == end)
+    if isinstance(spec.values, Integers):
+        least, ends = make.bounds(spec.values, sizes)
+        return least if end == LEAST else max(least, ends[0] - 1)
+    bound = spec.values.low if end == LEAST else spec.values.high
+    return None if bound is None else float(bound)
+
+
+def sizes_of_kind(pair: Pair, symbol: str, kind: str) -> list[int]:
+    """The sizes of this kind that the symbol may have."""
+    size = pair.size_of(symbol) or Size()
+    if symbol not in pair.sizes:
+        size = Size(low=size.low, high=max(EDGES[PAST_LARGE]))
+    return [n for n in EDGES.get(kind, ()) if size.low <= n <= size.high and n % size.multiple_of == 0]
+
+
+def whole_tensors(pair: Pair) -> list[TensorSpec]:
+    """The inputs that are a tensor each."""
+    return [spec for spec in {**pair.inputs, **pair.step_inputs}.values() if isinstance(spec, TensorSpec)]
+
+
+def _tensor_symbols(pair: Pair) -> set[str]:
+    """The sizes that only such tensors have. How large a module or a list becomes is not known beforehand."""
+    every = {**pair.inputs, **pair.step_inputs}
+    others = {name: spec for name, spec in every.items() if not isinstance(spec, TensorSpec)}
+    return {dim for spec in whole_tensors(pair) for dim in spec.dims if isinstance(dim, str)} - symbols(others)
+
+
+def drawn_scalars(pair: Pair) -> dict[str, ScalarSpec]:
+    every = {**pair.inputs, **pair.step_inputs}
+    return {name: spec for name, spec in every.items() if isinstance(spec, ScalarSpec)}
+
+
+def drawn_tensors(pair: Pair) -> dict[str, TensorSpec]:
+    every = {**pair.inputs, **pair.step_inputs}
+    return {name: leaf for name, spec in every.items() if (leaf := make.tensor_spec(spec)) is not None}
