@@ -215,8 +215,11 @@ def regimes(spec: TensorSpec) -> tuple[str, ...]:
             return (*INTEGER_REGIMES, "outside") if spec.values.outside else INTEGER_REGIMES
         case Floats() as values:
             if values.low is None and values.high is None:
-                return UNBOUNDED_REGIMES if values.nonfinite else UNBOUNDED_REGIMES[:-1]
-            return BOUNDED_REGIMES if values.bounded else (*BOUNDED_REGIMES, "mixed", "huge")
+                every: tuple[str, ...] = UNBOUNDED_REGIMES
+            else:
+                every = BOUNDED_REGIMES if values.bounded else (*BOUNDED_REGIMES, "mixed", "huge")
+            left_out = {"nonfinite": not values.nonfinite, "offset": not values.offset}
+            return tuple(regime for regime in every if not left_out.get(regime))
 
 
 def workload_case(workload: Workload, dtype: str, seed: int) -> Case:

@@ -32,6 +32,7 @@ class Floats:
     low: float | None = None
     high: float | None = None
     nonfinite: bool = True
+    offset: bool = True
 
     @property
     def bounded(self) -> bool:
@@ -145,11 +146,17 @@ class Size:
     multiple_of: int = 1
 
 
-def floats(low: float | None = None, high: float | None = None, *, nonfinite: bool = True) -> Floats:
-    """Real values, in [low, high] where bounds are given."""
+def floats(
+    low: float | None = None, high: float | None = None, *, nonfinite: bool = True, offset: bool = True
+) -> Floats:
+    """Real values, in [low, high] where bounds are given.
+
+    Some draws have NaN and infinities, where nothing is bounded, and some have small differences of large values, in
+    which a variance from two sums loses its digits. `nonfinite=False` and `offset=False` leave these out.
+    """
     if low is not None and high is not None and not low <= high:
         raise PairError(f"floats({low}, {high}): the lower bound is above the upper one; swap them")
-    return Floats(low=low, high=high, nonfinite=nonfinite and low is None and high is None)
+    return Floats(low=low, high=high, nonfinite=nonfinite and low is None and high is None, offset=offset)
 
 
 def integers(
