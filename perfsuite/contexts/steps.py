@@ -21,7 +21,8 @@ from perfsuite.truths import Discard, Given, Way
 MANY_STEPS = 300
 """Steps of a stateful pair. A fault that begins after the steps that its proof compares shows by then."""
 STEPS = (1, 2, 3, 5, 8, 13)
-"""The steps after which states are compared here. What warms up before it captures a graph has done so by the last."""
+"""The steps after which states are compared here, as far as the pair's own go. What warms up before it captures a graph
+has done so by the last."""
 
 
 def every_step(probe: Probe) -> None:
@@ -29,7 +30,7 @@ def every_step(probe: Probe) -> None:
 
     def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], given: Given) -> Leaves:
         step = call(*values.values())
-        returned = {i: step(*given(i).values()) for i in range(1, max(STEPS) + 1)}
+        returned = {i: step(*given(i).values()) for i in range(1, _steps_of(pair)[-1] + 1)}
         return {f"{name} after {i} steps": leaf for i, r in returned.items() for name, leaf in execution.flatten(r)}
 
     _hold(probe, way, "where what its steps return is kept")
@@ -148,7 +149,11 @@ def _hold(probe: Probe, way: Way, words: str, *, refusable: bool = False) -> Non
 
 
 def _steps(call: Callable[..., Any], pair: Pair, values: dict[str, Any], given: Given) -> Leaves:
-    return execution.of_all_steps(execution.run_steps(call, pair, values, STEPS, given))
+    return execution.of_all_steps(execution.run_steps(call, pair, values, _steps_of(pair), given))
+
+
+def _steps_of(pair: Pair) -> list[int]:
+    return [i for i in STEPS if i <= max(2, *pair.steps)]
 
 
 def _stepped(pair: Pair, values: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
