@@ -15,9 +15,7 @@ from perfsuite.kinds import (
     ALONE,
     ANY,
     FEWEST,
-    HALVES,
     LARGE,
-    MILD,
     PAST_LARGE,
     WHOLE,
     Extent,
@@ -42,7 +40,7 @@ SMALL = 17
 """The smallest tile and one more."""
 SPOILING = ("huge", "nonfinite")
 """With these in one input the answer is often not finite, whatever is in the others."""
-TOGETHER = ("offset", HALVES)
+TOGETHER = ("offset", make.HALVES)
 """Regimes that all inputs have that may: the difference of two of them is small, too, or they are equal."""
 MOST_PLANNED = 0.75
 """Planned draws replace at most this share of the random draws of a proof."""
@@ -122,10 +120,10 @@ def _case(
     wanted, ends = {}, {}
     if not tried:
         wanted = _wanted_sizes(pair, left, few=few_sizes)
-        if not set(ALONE) & set(wanted.values()) and HALVES not in regimes.values():
+        if not set(ALONE) & set(wanted.values()) and make.HALVES not in regimes.values():
             ends = {k[1]: k[2] for k in reversed(left) if k[0] == "scalar"}
     layout = ""
-    if set(regimes.values()) <= set(MILD) and not {"empty", "one"} & set(wanted.values()):
+    if set(regimes.values()) <= set(make.MILD) and not {"empty", "one"} & set(wanted.values()):
         layout = next((k[1] for k in left if k[0] == "layout"), "")
         tried |= {("layout", layout)} if layout else set()
     inputs = _laid_out(pair, regimes, layout)
@@ -134,7 +132,7 @@ def _case(
     tried |= {("size", *k) for k in wanted.items()} | {("scalar", *k) for k in ends.items()}
     left[:] = [k for k in left if k not in tried]
     source = random.Random(f"{pair.name} {sorted(wanted.items())}") if same_sizes else random_
-    sizes = _drawn_sizes(pair, wanted, ends, source, extent, halves=HALVES in regimes.values())
+    sizes = _drawn_sizes(pair, wanted, ends, source, extent, halves=make.HALVES in regimes.values())
     if sizes is None:
         return None
     return Case(dtype=dtype, sizes=sizes, inputs=inputs, seed=random_.getrandbits(31))

@@ -36,9 +36,6 @@ LEAST, MOST = "least", "most"
 """Ends of the numbers that a scalar may be."""
 FEWEST = 2
 """Sizes from here on show what values and layouts do."""
-HALVES = "halves"
-MILD = ("normal", "sorted", HALVES, "edges")
-"""Values with which a wrong layout shows."""
 
 Kind: TypeAlias = tuple[str, ...]
 """("regime" or "layout", its name), ("size", the symbol, its kind), ("sizes", WHOLE), or ("scalar", the input, an
@@ -88,7 +85,7 @@ def kinds_in(pair: Pair, case: Case) -> set[Kind]:
                 found.add(("size", symbol, kind))
     if all(n >= FEWEST for n in sizes.values()):
         found |= {("regime", regime) for regime in regimes}
-        if regimes <= set(MILD):
+        if regimes <= set(make.MILD):
             found |= _layouts_of_all(pair, case)
         if regimes <= {"normal"} and all(n in TILES for n in sizes.values()):
             found.add(("sizes", WHOLE))

@@ -44,6 +44,7 @@ CONTEXTS = (
     "changed_before_backward",
     "after_calls_without_gradients",
     "after_other_dtype",
+    "uncounted_writes",
     "one_tensor",
     "uneven_lists",
     "other_stream",

@@ -47,9 +47,10 @@ CAP         Where K · RMS(e), without the movement of t, exceeds √(K · eps) 
 Where all is tiny the budget is K times the smallest normal number, since GPUs flush what is below it to zero, in each
 term of a sum; in float16, which they do not flush, it is C of the smallest steps. -0.0 is equal to 0.0 unless the pair
 says `signed_zeros=True`: right kernels differ in it, as x·(x > 0) and max(x, 0) do. NaN and ±inf must stand in the same
-places; integers and bools must be equal; dtype, shape, device and the class of strides must agree. Elements that the
-pair's `excuse` names, within rounding of a declared threshold, are left out and counted; more than EXCUSED_SHARE of all
-is a failure.
+places, of gradients only what is not finite; the gradient of an element that is NaN is not compared, since a function
+has no derivative there. Integers and bools must be equal; dtype, shape, device and the class of strides must agree.
+Elements that the pair's `excuse` names, within rounding of a declared threshold, are left out and counted; more than
+EXCUSED_SHARE of all is a failure.
 """
 
 from __future__ import annotations

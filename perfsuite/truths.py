@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -53,6 +53,8 @@ class Truth:
     declared_precision: bool = False
     shared: frozenset[tuple[str, str]] = frozenset()
     """Outputs of the reference's that have memory in common with another output or an input."""
+    undefined: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Name of a gradient → the elements at which its input is NaN, where a function has no derivative."""
     complete: bool = True
     """The error is over as many replicas as the rule asks for."""
 
@@ -129,6 +131,7 @@ def establish(
         plain=all(how.layout == "contiguous" for how in case.inputs.values()),
         declared_precision=pair.precision not in (None, TF32),
         shared=shared,
+        undefined=_undefined(draw.inputs),
         complete=number >= _replicas(truth, all_replicas),
     )
 
@@ -345,6 +348,15 @@ def _check_reference(pair: Pair, own: Leaves, truth: Leaves) -> None:
             raise PairError(f"{pair.name}: {name} of the reference has another shape in float64")
         if not differences.same_nonfinite(r, t64):
             raise Discard(name)
+
+
+def _undefined(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, value in inputs.items():
+        for path, tensor in make.tensors_in(value, name, buffers=False):
+            if tensor.is_floating_point() and bool((nowhere := tensor.detach().isnan()).any()):
+                found[f"gradient of {path}"] = found[f"second derivative of {path}"] = nowhere
+    return found
 
 
 def period_of(periods: Mapping[str, float], name: str) -> float | None:

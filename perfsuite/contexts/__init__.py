@@ -30,6 +30,7 @@ from perfsuite.contexts.forward import (
     one_tensor,
     other_thread,
     two_threads,
+    uncounted_writes,
     uneven_lists,
 )
 from perfsuite.contexts.gpu import captured_graph, other_stream
@@ -72,6 +73,7 @@ WAYS: tuple[Callable[[Probe], None], ...] = (
     changed_before_backward,
     after_calls_without_gradients,
     after_other_dtype,
+    uncounted_writes,
     one_tensor,
     uneven_lists,
     other_stream,

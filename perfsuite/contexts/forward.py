@@ -155,6 +155,23 @@ def after_other_dtype(probe: Probe) -> None:
     hold(first, way, f"after a call in {others[-1]}")
 
 
+def uncounted_writes(probe: Probe) -> None:
+    """Where other values were written to its inputs past torch's counters, as `.data` and kernels of one's own do."""
+    if probe.pair.changed:
+        return
+    before, after = probe.drawn(), on(probe, probe.other_case())
+    if not after.answers_rightly():
+        return  # plainly wrong there: equivalence says how
+
+    def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
+        held = make.clone(before)
+        plainly(call, pair, held, seed)
+        make.copy_values(held, values, counted=False)
+        return plainly(call, pair, held, seed)
+
+    hold(after, way, "where its inputs were written to past torch's counters of versions, as .data does")
+
+
 def one_tensor(probe: Probe) -> None:
     """Where several inputs of the same kind are one tensor, as the query and the keys of self-attention."""
     found = _of_one_kind(probe.pair, probe.case)

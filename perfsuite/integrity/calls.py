@@ -140,7 +140,7 @@ def _has_elements(leaves: Leaves) -> bool:
 
 
 def reused_memory(probe: Probe) -> None:
-    """Other values in the same tensors must get another answer: none is kept by address, identity or version."""
+    """Other values in the same tensors must get another answer: none is kept by address or identity."""
     other = probe.other_case()
     if probe.pair.is_stateful:
         return
@@ -152,7 +152,7 @@ def reused_memory(probe: Probe) -> None:
     values, later = probe.drawn(), probe.drawn(other)
     if not probe.is_right(probe.call(values)):
         return  # wrong without it, too: equivalence says how
-    make.copy_values(values, later, counted=False)
+    make.copy_values(values, later)
     produced = probe.call(values, other)
     try:
         probe.judge(produced, other)
@@ -163,7 +163,7 @@ def reused_memory(probe: Probe) -> None:
             return  # plainly wrong there
         stale = "the answer to the values before" if probe.is_right(produced) else f"a wrong answer: {error}"
         raise probe.fault(
-            f"gives, for other values in the same tensors, {stale}; it keeps answers by address, identity or version"
+            f"gives, for other values in the same tensors, {stale}; it keeps answers by address or identity"
         ) from None
 
 

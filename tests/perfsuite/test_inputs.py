@@ -431,6 +431,7 @@ def test_draws_cover_layouts_and_regimes_and_at_most_one_size_is_large() -> None
     seen = {(how.layout, how.regime) for one in found for how in one.inputs.values()}
     assert {layout for layout, _ in seen} == set(LAYOUTS)
     assert {regime for _, regime in seen} == set(make.UNBOUNDED_REGIMES)
+    assert all(regime in make.MILD for layout, regime in seen if layout in EXPANDED)
     assert any(not one.inputs for one in found)
     assert any(len(one.inputs) == 2 for one in found)
     assert all(sum(v > make.SMALL_HIGH for v in one.sizes.values()) <= 1 for one in found)

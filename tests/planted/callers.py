@@ -160,7 +160,7 @@ def prepared(weights: Any, is_current: Any) -> Any:
     return side
 
 
-@fault(57, "weights prepared once a version", "keeps answers by address, identity or version", stage="integrity")
+@fault(57, "weights prepared once a version", "past torch's counters of versions", stage="contexts")
 def by_version(time: Time) -> Pair:
     def is_current(known: Any, w: torch.Tensor) -> bool:
         return known[0] == w._version

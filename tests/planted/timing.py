@@ -334,7 +334,7 @@ def by_version(time: Time) -> Pair:
     return timed_pair(time, optimized)
 
 
-@fault(5, "an answer kept by address", "keeps answers by address, identity or version", stage="integrity")
+@fault(5, "an answer kept by address", "keeps answers by address or identity", stage="integrity")
 def by_address(time: Time) -> Pair:
     answers: dict[int, Any] = {}
 
