@@ -134,7 +134,9 @@ def _hold(
         except (PerfsuiteError, hypothesis.errors.HypothesisException):
             raise
         except Exception as error:
-            raised = f"{pair.name}: a side raises {type(error).__name__}: {error}{diagnosis.remedy_of(error)}"
+            raised = (
+                f"{pair.name}: a side raises {type(error).__name__}: {error}{diagnosis.remedy_of(error, pair, case)}"
+            )
             failure = NotEquivalent(f"{raised}\ndraw: {make.case_line(case)}", case)
             if not diagnosis.is_of_reference(error):
                 raise failure from error

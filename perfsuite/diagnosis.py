@@ -36,6 +36,8 @@ EXPANDED_WRITTEN = "more than one element of the written-to tensor refers to a s
 """Part of torch's message where an expanded tensor changes in place."""
 LEAF_WRITTEN = "a leaf Variable that requires grad is being used in an in-place operation"
 """Part of torch's message where an input changes in place that is differentiated."""
+MISPLACED = "storage_offset divisible by"
+"""Part of torch's message where data begins at a place that an operation does not support."""
 CALL_THE_REFERENCE = frozenset({truths.establish.__code__, task_of.__code__})
 """Functions that call a reference, and no other side."""
 FEWEST_ERRORS, LEAST_OF_A_SIGN = 16, 0.15
@@ -48,14 +50,21 @@ def is_of_reference(error: BaseException) -> bool:
     return not CALL_THE_REFERENCE.isdisjoint(calls)
 
 
-def remedy_of(error: BaseException) -> str:
-    """The declaration that is missing where a side changes its inputs and raises this error; empty for other errors."""
+def remedy_of(error: BaseException, pair: Pair, case: Case) -> str:
+    """The declaration that may be missing where a side raises this error on the draw; empty where none is known."""
     if EXPANDED_WRITTEN in str(error):
         return (
             '; name what a backward pass uses up: consumes={"grad_output"} for the incoming gradient, consumes={…} for '
             "an input; or what the sides change: mutates={…}"
         )
-    return "; name each input that the sides change in place: mutates={…}" if LEAF_WRITTEN in str(error) else ""
+    if LEAF_WRITTEN in str(error):
+        return "; name each input that the sides change in place: mutates={…}"
+    if MISPLACED in str(error):
+        return "; if its data must begin at a multiple of some bytes, declare it: tensor(…, align=16)"
+    empty = [name for name in sorted(pair.symbols) if case.sizes.get(name) == 0]
+    if empty and not is_of_reference(error):
+        return f"; if it is never called with {empty[0]}=0, declare it: tensor(…, least=1)"
+    return ""
 
 
 def explain(

@@ -312,12 +312,12 @@ class ProofItem(pytest.Function):
             raise
         except (Exception, SystemExit) as error:
             self.lacked_memory |= faults.lacks_memory(error)
-            failure = NotEquivalent(self._raised(error), case)
+            failure = NotEquivalent(self._raised(error, case), case)
             if isinstance(error, SystemExit) or not diagnosis.is_of_reference(error):
                 raise failure from None
             self.tally.discard(failure)
 
-    def _raised(self, error: BaseException) -> str:
+    def _raised(self, error: BaseException, case: Case) -> str:
         frames = traceback.extract_tb(error.__traceback__)
         harness = Path(__file__).parent
         own = [f for f in frames if harness not in Path(f.filename).parents and "site-packages" not in f.filename]
@@ -326,7 +326,7 @@ class ProofItem(pytest.Function):
         if faults.lacks_memory(error):
             return f"{self.pair.name}: the {who} runs out of memory{where}: {first_line(error)}"
         remedy = "; bound the sizes it is drawn at with sizes= or where=" if who == REFERENCE else ""
-        remedy = diagnosis.remedy_of(error) or remedy
+        remedy = diagnosis.remedy_of(error, self.pair, case) or remedy
         if isinstance(error, TypeError) and any(words in str(error) for words in OTHER_PARAMETERS):
             names, of_step = ", ".join(self.pair.inputs), ", ".join(self.pair.step_inputs)
             remedy = f"; a side is called with its inputs by position, in this order: {names}; wrap it if it is not so"
