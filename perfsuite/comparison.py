@@ -96,7 +96,8 @@ class _Compared:
             self.got = torch.where(undefined, self.truth, self.got)
         self.period = period_of(truth.periods, name)
         self.eps = max(truth.eps, torch.finfo(dtype).eps) if dtype else truth.eps
-        self.least = underflow(truth.reference[name])
+        # Where terms cancel in all elements, and in the reference exactly, what rounding leaves of them is no fault.
+        self.least = max(underflow(truth.reference[name]), K * self.eps * truth.terms.get(name, 0.0))
 
     @functools.cached_property
     def delta(self) -> torch.Tensor:

@@ -7,19 +7,16 @@ does not is a fault. What the first call of all leaves is found around the first
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import os
 import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from perfsuite import execution, incoming, marks, modules, process_state, surroundings
+from perfsuite import execution, held_memory, incoming, marks, modules, process_state, surroundings
 from perfsuite import inputs as make
 from perfsuite.errors import NotEquivalent
 from perfsuite.integrity.probe import Probe, bytes_of, same_leaf
@@ -29,10 +26,6 @@ from perfsuite.records import Case
 Effects: TypeAlias = dict[str, str]
 """Name → what is said of it, after "the optimized side"."""
 
-HELD_CALLS = 4
-"""Memory that each of the last two of so many calls adds to is not a cache that fills once."""
-CACHED_CALLS = 300
-"""A cache with a bound is full after so many calls, or it is none."""
 BUSY_S, BUSY_SHARE, WINDOWS = 0.04, 0.5, 3
 """How long other threads are watched, the share of it that a busy one computes, and how often in a row it does."""
 IDLE_S = 0.02
@@ -250,57 +243,6 @@ def _constant(tensor: torch.Tensor) -> torch.Tensor:
     return torch.full_like(tensor, float(tensor.detach()[(0,) * tensor.dim()]))
 
 
-# --- memory ---------------------------------------------------------------------------------------------------------
-
-
-class _Allocations(execution.PlainMode):
-    """Notes the storage of everything that is made anew, not of what an operation writes to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.noted: list[StorageWeakRef] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if any(returned.alias_info is not None for returned in func._schema.returns):
-            return result
-        for _, tensor in make.tensors_in(list(result) if isinstance(result, (tuple, list)) else [result]):
-            with contextlib.suppress(RuntimeError, NotImplementedError):  # what is traced meanwhile holds no memory
-                self.noted.append(StorageWeakRef.from_weakref(tensor.untyped_storage()._weak_ref()))
-        return result
-
-    def alive(self, *, collected: bool) -> int:
-        if collected:
-            gc.collect()
-        self.noted = [ref for ref in self.noted if not ref.expired()]
-        return len({ref.cdata for ref in self.noted})
-
-
-def held_memory(probe: Probe) -> Effects:
-    """Tensors that each call keeps for good."""
-    if probe.pair.is_stateful or probe.side.is_compiled:
-        return {}
-    # To collect cycles takes long, and many calls do: only what seems to grow is looked at so.
-    for calls, collected in ((HELD_CALLS, False), (HELD_CALLS, True), (CACHED_CALLS, True)):
-        counts = _alive(probe, calls, collected=collected)
-        if not counts[0] < counts[1] < counts[2]:
-            return {}
-    return {"held": f"keeps memory of every call: after {CACHED_CALLS} calls {counts[-1]} of its tensors live on"}
-
-
-def _alive(probe: Probe, calls: int, *, collected: bool) -> list[int]:
-    """How many of the tensors that were made meanwhile live on after each of the last three of so many calls."""
-    counts, mode = [], _Allocations()
-    for number in range(calls):
-        values = probe.drawn(probe.other_case(number))
-        with mode:
-            probe.call(values)
-        del values
-        if number >= calls - 3:
-            counts.append(mode.alive(collected=collected))
-    return counts
-
-
 KINDS: tuple[Callable[[Probe], Effects], ...] = (
     process,
     settings,
@@ -310,6 +252,6 @@ KINDS: tuple[Callable[[Probe], Effects], ...] = (
     lent_to_call,
     lent_to_backward,
     shared_memory,
-    held_memory,
+    held_memory.held_memory,
     threads,
 )

@@ -21,6 +21,7 @@ def _transposed(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.permute(order).contiguous().permute(order)
 
 
+LARGE = 2.0**16
 PLAIN, ONE_OUTPUT, SHARED = "plain", "of one output alone", "shared"
 KINDS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     PLAIN: lambda g: g,
@@ -28,7 +29,7 @@ KINDS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "transposed": _transposed,
     "zero": torch.zeros_like,
     "partly zero": lambda g: g.where(g.real > 0, 0.0),
-    "large": lambda g: g * 2.0**16,
+    "large": lambda g: g * LARGE,
     ONE_OUTPUT: lambda g: g,
     SHARED: lambda g: g,
 }

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 import torch
 
@@ -18,7 +18,19 @@ from perfsuite.execution import Leaf, Leaves
 from perfsuite.forms import is_real
 from perfsuite.pair import GRAD_OUTPUT, TF32, Pair, Side, as_side
 from perfsuite.records import Case
-from perfsuite.rule import FEW, FULL, MAX_REPLICAS, NEARNESS, NONE, REPLICAS, REPLICAS_UP_TO, SAMPLES, K, eps_of
+from perfsuite.rule import (
+    FEW,
+    FULL,
+    MAX_REPLICAS,
+    NEARNESS,
+    NONE,
+    REPLICAS,
+    REPLICAS_UP_TO,
+    SAMPLES,
+    TRUTH_EPS,
+    K,
+    eps_of,
+)
 from perfsuite.specs import TensorSpec
 
 Given: TypeAlias = Callable[[int], dict[str, Any]]
@@ -55,8 +67,12 @@ class Truth:
     """Outputs of the reference's that have memory in common with another output or an input."""
     undefined: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Name of a gradient → the elements at which its input is NaN, where a function has no derivative."""
+    terms: Mapping[str, float] = field(default_factory=dict)
+    """Name of a gradient that is 0 everywhere → the usual size of the terms of which it is the sum."""
     complete: bool = True
     """The error is over as many replicas as the rule asks for."""
+    few: bool = False
+    """These are few, since the inputs are large."""
 
 
 def proven_way(case: Case, *, gradients: bool, kind: str | None = None) -> Way | None:
@@ -74,7 +90,7 @@ Known: TypeAlias = Callable[[int], Truth]
 """Number of replicas → the truth of one draw, and the reference's error over so many."""
 
 
-def by_replicas(pair: Pair, case: Case, device: str, *, most: int = REPLICAS, **options: Any) -> Known:
+def by_replicas(pair: Pair, case: Case, device: str, *, most: int = MAX_REPLICAS, **options: Any) -> Known:
     """The truths of one draw with at most so many replicas, each established once; `options` are `establish`'s."""
 
     @functools.cache
@@ -98,12 +114,13 @@ def establish(
 ) -> Truth:
     """Truth, the reference and its error on this draw. Discard where the reference alone is not finite.
 
-    `replicas` is the fewest, and at most REPLICAS; an output of few elements takes more. `eps` is the working dtype's
-    unless given; `drawn` are other inputs of the case's sizes than its seed gives. The sides are called in another
-    `way` than usual.
+    `replicas` is the fewest; an output of few elements takes more, and where the inputs are large fewer are made, but
+    for MAX_REPLICAS. `eps` is the working dtype's unless given; `drawn` are other inputs of the case's sizes than its
+    seed gives. The sides are called in another `way` than usual.
     """
     draw = _Draw(pair, case, device, gradients=gradients, home=home, eps=eps, drawn=drawn, way=way)
-    all_replicas = FEW if sum(t.numel() for _, t in make.tensors_in(draw.inputs)) > REPLICAS_UP_TO else REPLICAS
+    large = replicas <= REPLICAS and sum(t.numel() for _, t in make.tensors_in(draw.inputs)) > REPLICAS_UP_TO
+    all_replicas = FEW if large else max(replicas, REPLICAS)
     truth, given = draw.truth(draw.inputs, draw.step), make.clone(draw.inputs)
     own = draw.own(given, draw.step)
     shared = frozenset() if pair.is_stateful else frozenset(execution.shared_memory(pair, own, given))
@@ -111,7 +128,7 @@ def establish(
     _check_reference(pair, own, truth)
     periods = {name: spec.period for name, spec in pair.inputs.items() if isinstance(spec, TensorSpec) and spec.period}
     spread = {n: _Spread(own[n], t, period_of(periods, n), draw) for n, t in truth.items() if is_real(t)}
-    scale = differences.largest_rms(t for _, t in make.tensors_in(draw.inputs) if t.is_floating_point())
+    scale = differences.largest_rms(t for _, t in make.tensors_in(draw.first_inputs()) if t.is_floating_point())
     number = 0 if replicas == NONE else _replicas(truth, min(replicas, all_replicas))
     for i in range(number):
         near_truth, near = draw.neighbour(i)
@@ -132,7 +149,9 @@ def establish(
         declared_precision=pair.precision not in (None, TF32),
         shared=shared,
         undefined=_undefined(draw.inputs),
+        terms=_terms(draw.inputs, truth, kind=way.args[0] if _is_proven(way) else incoming.PLAIN),
         complete=number >= _replicas(truth, all_replicas),
+        few=large,
     )
 
 
@@ -161,6 +180,11 @@ class _Draw:
         self.is_double = working == "float64"
         self.inputs = to_working(make.build(pair, case, device, home=home) if drawn is None else drawn)
         self.step: Given = functools.cache(lambda i: to_working(make.build_step(pair, case, device, i)))
+
+    def first_inputs(self) -> dict[str, Any]:
+        """The inputs, and those of the first step: a state often begins as zeros."""
+        of_step = self.step(1) if self.pair.step_inputs else {}
+        return {**self.inputs, **of_step}
 
     def truth(self, inputs: dict[str, Any], step: Given) -> Leaves:
         """In float64."""
@@ -357,6 +381,27 @@ def _undefined(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
             if tensor.is_floating_point() and bool((nowhere := tensor.detach().isnan()).any()):
                 found[f"gradient of {path}"] = found[f"second derivative of {path}"] = nowhere
     return found
+
+
+def _terms(inputs: Mapping[str, Any], truth: Leaves, *, kind: str) -> dict[str, float]:
+    """Incoming gradient times output over input, for each gradient that is 0 everywhere, but for roundings."""
+    incoming_size = incoming.LARGE if kind == "large" else 1.0
+    outputs = differences.largest_rms(
+        t for n, t in truth.items() if isinstance(t, torch.Tensor) and is_real(t) and not n.startswith("gradient of ")
+    )
+    found = {}
+    for name, value in inputs.items():
+        for path, tensor in make.tensors_in(value, name, buffers=False):
+            gradient = truth.get(f"gradient of {path}")
+            own = differences.rms(tensor.detach()) if isinstance(gradient, torch.Tensor) and gradient.numel() else 0.0
+            size = incoming_size * outputs / own if own else 0.0
+            if size and differences.rms(gradient) <= TRUTH_EPS * size:
+                found[f"gradient of {path}"] = size
+    return found
+
+
+def _is_proven(way: Way | None) -> TypeGuard[functools.partial[Leaves]]:
+    return isinstance(way, functools.partial) and way.func is _run_with
 
 
 def period_of(periods: Mapping[str, float], name: str) -> float | None:

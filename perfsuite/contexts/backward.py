@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -29,6 +29,8 @@ MOST_ALONE = 4
 """The number of differentiable inputs that are tried alone where there are more."""
 GRAPHS = 4
 """Other calls whose graphs live at the same time."""
+RAISING = "torch::autograd::Error"
+"""The name of the node with which torch refuses to differentiate twice."""
 SECOND_EPS = 4
 """Second derivatives of an equal formula differ by more than its values do: by up to 1.8 times their budget."""
 
@@ -70,14 +72,22 @@ def second_backward(probe: Probe) -> None:
 
 
 def two_graphs(probe: Probe) -> None:
-    """A backward pass after other calls, on other values, as where a layer is used several times; theirs come later."""
+    """A backward pass after other calls, as where a layer is used several times: one input is the same, and the others
+    have other values. Their backward passes come later."""
     if not differentiable(probe):
         return
     others = [probe.drawn(probe.other_case(number)) for number in range(GRAPHS)]
+    names = [name for name in probe.pair.inputs if name not in {*probe.pair.changed, *probe.pair.consumes}]
 
     def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
         graph = graph_of(call, pair, values, seed)
-        beside = [graph_of(call, pair, make.clone(given), seed) for given in others]
+        beside = []
+        for number, other in enumerate(others):
+            given = make.clone(other)
+            if names:  # as the weights of a layer that is used several times
+                shared = names[-1 - number % len(names)]
+                given[shared] = values[shared]
+            beside.append(graph_of(call, pair, given, seed))
         found = gradients_of(*graph)
         for other in beside:
             gradients_of(*other)
@@ -96,7 +106,7 @@ def double_backward(probe: Probe) -> None:
         _, outputs, marked, weights = graph_of(call, pair, values, seed)
         given = list(marked.values())
         first = torch.autograd.grad(outputs, given, weights, create_graph=True, allow_unused=True)
-        if not all(g is None or g.requires_grad for g in first):
+        if not all(g is None or g.requires_grad for g in first) or _refuses(first):
             raise RuntimeError("a gradient without a graph: it cannot be differentiated, and says so")
         named = {f"gradient of {p}": g for p, g in zip(marked, first, strict=True) if g is not None}
         again, directions = incoming.drawn(named, seed)
@@ -112,6 +122,23 @@ def double_backward(probe: Probe) -> None:
 
     eps = SECOND_EPS * eps_of(probe.pair.precision or probe.case.dtype)
     hold(probe, way, "when its gradients are differentiated once more", eps=eps, refusable=True)
+
+
+def _refuses(gradients: Iterable[torch.Tensor | None]) -> bool:
+    """Whether a backward pass through the graph of these would raise, as after once_differentiable.
+
+    torch.autograd.grad may end before it comes to the node that raises, and give no gradient instead.
+    """
+    left = [g.grad_fn for g in gradients if g is not None and g.grad_fn is not None]
+    seen = set(left)
+    while left:
+        node = left.pop()
+        if node.name() == RAISING:
+            return True
+        found = {n for n, _ in node.next_functions if n is not None} - seen
+        seen |= found
+        left += found
+    return False
 
 
 def changed_before_backward(probe: Probe) -> None:

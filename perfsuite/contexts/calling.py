@@ -239,20 +239,24 @@ def sizes_of_their_own(specs: Iterable[TensorSpec], others: Any) -> set[str]:
     return dims.difference(symbols(others), *within)
 
 
-def smaller(tensor: torch.Tensor, spec: TensorSpec, sizes: Collection[str]) -> torch.Tensor:
-    """The first half of the tensor along the dimensions of these sizes, in memory of its own."""
+def smaller(tensor: torch.Tensor, spec: TensorSpec, sizes: Collection[str], *, empty: bool = False) -> torch.Tensor:
+    """The first half of the tensor, or nothing of it, along the dimensions of these sizes; in memory of its own."""
     for dim, size in enumerate(spec.dims):
         if size in sizes:
-            tensor = tensor.narrow(dim, 0, (tensor.shape[dim] + 1) // 2)
+            tensor = tensor.narrow(dim, 0, 0 if empty else (tensor.shape[dim] + 1) // 2)
     return tensor.clone()
 
 
 def uneven(specs: Mapping[str, Spec], values: Mapping[str, Any], sizes: Collection[str]) -> dict[str, Any]:
-    """The same inputs, with every other item of each list smaller."""
+    """The same inputs, with every other item of each list smaller, and every fourth one empty where it may be."""
     made = dict(values)
     for name, spec in specs.items():
         if isinstance(spec, ListSpec) and isinstance(spec.item, TensorSpec):
-            made[name] = [t if i % 2 else smaller(t, spec.item, sizes) for i, t in enumerate(values[name])]
+            may = not spec.item.least
+            made[name] = [
+                t if i % 2 else smaller(t, spec.item, sizes, empty=may and i % 4 == 2)
+                for i, t in enumerate(values[name])
+            ]
     return made
 
 

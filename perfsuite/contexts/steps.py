@@ -84,7 +84,7 @@ def same_step_tensors(probe: Probe) -> None:
 
 
 def step_layouts(probe: Probe) -> None:
-    """Where the inputs of its steps lie in memory in other ways than those of its first."""
+    """Where the inputs of its steps lie in memory each in another way."""
     allowed = {
         name: [layout for layout in make.layouts(probe.pair, name, spec) if layout not in EXPANDED]
         for name, spec in probe.pair.step_inputs.items()
@@ -99,11 +99,11 @@ def step_layouts(probe: Probe) -> None:
         return _steps(call, pair, values, laid_out)
 
     if allowed:
-        _hold(probe, way, "where the inputs of later steps lie in memory in other ways", refusable=True)
+        _hold(probe, way, "where the inputs of its steps lie in memory each in another way", refusable=True)
 
 
 def step_sizes(probe: Probe) -> None:
-    """Where the inputs of some steps are smaller, as the last batch of an epoch."""
+    """Where the inputs of some steps are smaller, the first among them, as the last batch of an epoch."""
     specs = {name: spec for name, spec in probe.pair.step_inputs.items() if isinstance(spec, TensorSpec)}
     others = {name: spec for name, spec in probe.pair.step_inputs.items() if name not in specs}
     sizes = sizes_of_their_own(specs.values(), [probe.pair.inputs, others])
@@ -111,7 +111,7 @@ def step_sizes(probe: Probe) -> None:
     def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], given: Given) -> Leaves:
         def some_smaller(i: int) -> dict[str, Any]:
             built = given(i)
-            return built if i % 2 else built | {n: smaller(built[n], spec, sizes) for n, spec in specs.items()}
+            return built | {n: smaller(built[n], spec, sizes) for n, spec in specs.items()} if i % 2 else built
 
         return _steps(call, pair, values, some_smaller)
 

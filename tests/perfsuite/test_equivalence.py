@@ -1269,3 +1269,54 @@ def test_a_gradient_elsewhere_is_compared() -> None:
     case = case_of(inputs={"x": InputCase(regime="nonfinite")}, m=9, n=9)
     with pytest.raises(NotEquivalent, match="is wrong"):
         equivalence.check_case(of, case, "cpu", gradients=True)
+
+
+def contrastive(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    of_a, of_b = (functional.normalize(x, dim=-1) for x in (a, b))
+    return functional.cross_entropy(10 * of_a @ of_b.mT, torch.arange(len(a)))
+
+
+def fused_contrastive(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    of_a, of_b = (1 / x.square().sum(-1).sqrt() for x in (a, b))
+    logits = (a @ b.mT) * (10 * of_a)[:, None] * of_b
+    return (torch.logsumexp(logits, -1) - logits.diagonal()).mean()
+
+
+def test_a_gradient_whose_terms_cancel_everywhere_may_keep_their_roundings() -> None:
+    inputs = {name: tensor("n", "d", values=floats(0.1, 2)) for name in ("a", "b")}
+    of = pair_of(contrastive, fused_contrastive, inputs)
+    for seed in range(30):
+        equivalence.check_case(of, case_of(seed=8 * seed, n=7, d=1), "cpu", gradients=True)
+    wrong = pair_of(contrastive, lambda a, b: fused_contrastive(a, b) + 1e-4 * (b - b.detach()).sum(), inputs)
+    with pytest.raises(NotEquivalent, match="gradient of b of the optimized side is wrong"):
+        equivalence.check_case(wrong, case_of(n=7, d=1), "cpu", gradients=True)
+
+
+def test_a_state_of_zeros_leaves_the_movement_of_the_step_inputs() -> None:
+    of = pair_of(
+        stateful(lambda m: lambda x: x.var(0, correction=0)),
+        stateful(lambda m: lambda x: (x - x.mean(0)).square().mean(0)),
+        {"m": tensor("d", values=floats(-2, 2))},
+        step_inputs={"x": tensor("b", "d", values=floats(-2, 2), least=1)},
+        steps=(1,),
+    )
+    inputs = {"m": InputCase(regime="zeros"), "x": InputCase(regime="repeated")}
+    for seed in range(60):
+        equivalence.check_case(of, case_of(seed=seed, inputs=inputs, b=7, d=3), "cpu")
+
+
+def test_a_side_is_accused_on_large_inputs_only_by_as_many_replicas_as_there_are() -> None:
+    asked: list[int] = []
+    of = pair_of(torch.exp, torch.exp, {"x": tensor("n", values=floats(-2, 2))})
+    case = case_of(n=rule.REPLICAS_UP_TO + 1)
+
+    def known(replicas: int) -> truths.Truth:
+        asked.append(replicas)
+        return truths.establish(of, case, "cpu", gradients=False, replicas=replicas)
+
+    right = truths.produce(of, Side(call=torch.exp), case, "cpu", gradients=False)
+    equivalence.hold(of, known, right)
+    assert rule.MAX_REPLICAS not in asked
+    with pytest.raises(NotEquivalent):
+        equivalence.hold(of, known, {"output": right["output"] * 1.01})
+    assert asked[-1] == rule.MAX_REPLICAS

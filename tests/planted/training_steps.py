@@ -92,7 +92,10 @@ def always_copied(time: Time) -> Pair:
 
 
 @fault(
-    54, "the strides of the first step", "where the inputs of later steps lie in memory in other ways", stage="contexts"
+    54,
+    "the strides of the first step",
+    "where the inputs of its steps lie in memory each in another way",
+    stage="contexts",
 )
 def first_strides(time: Time) -> Pair:
     def build(p: torch.Tensor) -> Step:

@@ -1,0 +1,109 @@
+"""Memory that calls, backward passes and steps keep for good."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from perfsuite import execution
+from perfsuite import inputs as make
+from perfsuite.integrity.probe import Probe
+
+HELD_CALLS = 4
+"""Memory that each of the last two of so many calls adds to is not a cache that fills once."""
+CACHED_CALLS = 300
+"""A cache with a bound is full after so many calls, or it is none."""
+HELD_STEPS = 40
+"""The same for the steps of a stateful pair."""
+
+
+class _Allocations(execution.PlainMode):
+    """Notes the storage of everything that is made anew, not of what an operation writes to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: list[StorageWeakRef] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if any(returned.alias_info is not None for returned in func._schema.returns):
+            return result
+        for _, tensor in make.tensors_in(list(result) if isinstance(result, (tuple, list)) else [result]):
+            with contextlib.suppress(RuntimeError, NotImplementedError):  # what is traced meanwhile holds no memory
+                self.noted.append(StorageWeakRef.from_weakref(tensor.untyped_storage()._weak_ref()))
+        return result
+
+    def alive(self, *, collected: bool) -> int:
+        if collected:
+            gc.collect()
+        self.noted = [ref for ref in self.noted if not ref.expired()]
+        return len({ref.cdata for ref in self.noted})
+
+
+Prepare: TypeAlias = Callable[[int], Callable[[], object]]
+"""Number of a call → the call, with its inputs made."""
+
+
+def held_memory(probe: Probe) -> dict[str, str]:
+    """Tensors that each call, each training step or each step of a stateful pair keeps for good."""
+    if probe.side.is_compiled:
+        return {}
+    if probe.pair.is_stateful:
+        ways: list[tuple[str, int, Callable[[Probe], Prepare]]] = [("step", HELD_STEPS, _steps)]
+    else:
+        ways = [("call", CACHED_CALLS, _calls)]
+        if probe.pair.gradients and execution.differentiable(probe.pair):
+            ways.append(("call and its backward pass", CACHED_CALLS, _training))
+    for what, most, way in ways:
+        # To collect cycles takes long, and many calls do: only what seems to grow is looked at so.
+        for calls, collected in ((HELD_CALLS, False), (HELD_CALLS, True), (most, True)):
+            counts = _alive(way(probe), calls, collected=collected)
+            if not counts[0] < counts[1] < counts[2]:
+                break
+        else:
+            return {
+                f"held by {what}": f"keeps memory of every {what}: after {most} of them {counts[-1]} tensors live on"
+            }
+    return {}
+
+
+def _calls(probe: Probe) -> Prepare:
+    def prepare(number: int) -> Callable[[], object]:
+        return functools.partial(probe.call, probe.drawn(probe.other_case(number)))
+
+    return prepare
+
+
+def _training(probe: Probe) -> Prepare:
+    def prepare(number: int) -> Callable[[], object]:
+        values = probe.drawn(probe.other_case(number))
+        run = functools.partial(execution.run, execution.callable_of(probe.side), probe.pair, values)
+        return functools.partial(run, gradients=True, seed=probe.case.seed)
+
+    return prepare
+
+
+def _steps(probe: Probe) -> Prepare:
+    given = functools.partial(probe.step_inputs, probe.case)
+    call, never = execution.callable_of(probe.side), (1 + max(HELD_STEPS, HELD_CALLS),)
+    steps = execution.stepping(call, probe.pair, probe.drawn(), never, given)
+    next(steps)  # it builds the step
+    return lambda number: functools.partial(next, steps)
+
+
+def _alive(prepare: Prepare, calls: int, *, collected: bool) -> list[int]:
+    """How many of the tensors that were made meanwhile live on after each of the last three of so many calls."""
+    counts, mode = [], _Allocations()
+    for number in range(calls):
+        call = prepare(number)
+        with mode:
+            call()
+        del call
+        if number >= calls - 3:
+            counts.append(mode.alive(collected=collected))
+    return counts
