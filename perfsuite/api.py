@@ -27,7 +27,7 @@ from perfsuite import inputs as make
 from perfsuite import proofs as proof_list
 from perfsuite.errors import NotEquivalent, PerfsuiteError
 from perfsuite.pair import Pair, as_side
-from perfsuite.records import Case, Evidence, Measurement
+from perfsuite.records import REFERENCE, Case, Evidence, Measurement
 from perfsuite.tally import Tally
 
 FEW_DRAWS = 3
@@ -134,8 +134,9 @@ def _hold(
         except (PerfsuiteError, hypothesis.errors.HypothesisException):
             raise
         except Exception as error:
+            who = REFERENCE if diagnosis.is_of_reference(error) else "optimized side"
             raised = (
-                f"{pair.name}: a side raises {type(error).__name__}: {error}{diagnosis.remedy_of(error, pair, case)}"
+                f"{pair.name}: the {who} raises {type(error).__name__}: {error}{diagnosis.remedy_of(error, pair, case)}"
             )
             failure = NotEquivalent(f"{raised}\ndraw: {make.case_line(case)}", case)
             if not diagnosis.is_of_reference(error):

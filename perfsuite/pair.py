@@ -45,6 +45,7 @@ CONTEXTS = (
     "after_calls_without_gradients",
     "after_other_dtype",
     "uncounted_writes",
+    "rewritten_inputs",
     "one_tensor",
     "uneven_lists",
     "other_stream",

@@ -29,6 +29,7 @@ from perfsuite.contexts.forward import (
     no_gradient_needed,
     one_tensor,
     other_thread,
+    rewritten_inputs,
     two_threads,
     uncounted_writes,
     uneven_lists,
@@ -74,6 +75,7 @@ WAYS: tuple[Callable[[Probe], None], ...] = (
     after_calls_without_gradients,
     after_other_dtype,
     uncounted_writes,
+    rewritten_inputs,
     one_tensor,
     uneven_lists,
     other_stream,
@@ -81,7 +83,7 @@ WAYS: tuple[Callable[[Probe], None], ...] = (
 )
 COMPILED = (no_gradient_needed, one_gradient_needed)
 """A side that compiles takes seconds for each way. On a CPU only these are tried, unless the profile is "thorough"."""
-NOT_COMPILED = (two_threads, after_calls_without_gradients, after_other_dtype, one_tensor)
+NOT_COMPILED = (two_threads, after_calls_without_gradients, after_other_dtype, rewritten_inputs, one_tensor)
 """torch.compile compiles, captures graphs and replays them in one thread at a time; for the others it compiles anew,
 which takes seconds."""
 COSTLY: tuple[Callable[[Probe], None], ...] = (many_elements,)

@@ -24,6 +24,7 @@ from perfsuite.execution import Leaves
 from perfsuite.integrity.probe import Probe
 from perfsuite.pair import GRAD_OUTPUT, Pair
 from perfsuite.rule import eps_of
+from perfsuite.specs import ModuleSpec, holds
 
 MOST_ALONE = 4
 """The number of differentiable inputs that are tried alone where there are more."""
@@ -77,7 +78,9 @@ def two_graphs(probe: Probe) -> None:
     if not differentiable(probe):
         return
     others = [probe.drawn(probe.other_case(number)) for number in range(GRAPHS)]
-    names = [name for name in probe.pair.inputs if name not in {*probe.pair.changed, *probe.pair.consumes}]
+    kept = {n: spec for n, spec in probe.pair.inputs.items() if n not in {*probe.pair.changed, *probe.pair.consumes}}
+    # Modules first: between two calls with one module there is no call with another.
+    names = sorted(kept, key=lambda name: not holds(kept[name], ModuleSpec))
 
     def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
         graph = graph_of(call, pair, values, seed)
@@ -85,7 +88,7 @@ def two_graphs(probe: Probe) -> None:
         for number, other in enumerate(others):
             given = make.clone(other)
             if names:  # as the weights of a layer that is used several times
-                shared = names[-1 - number % len(names)]
+                shared = names[number % len(names)]
                 given[shared] = values[shared]
             beside.append(graph_of(call, pair, given, seed))
         found = gradients_of(*graph)

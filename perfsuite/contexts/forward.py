@@ -16,6 +16,7 @@ from perfsuite.contexts.calling import (
     UNEVEN,
     at_seldom_sizes,
     call_in,
+    detached,
     differentiable,
     error_name,
     gradients_of,
@@ -33,10 +34,13 @@ from perfsuite.execution import Leaves
 from perfsuite.integrity.probe import Probe, same_leaf
 from perfsuite.pair import Pair, as_side
 from perfsuite.records import Case
+from perfsuite.rule import eps_of
 from perfsuite.specs import Size, TensorSpec, accepted
 from perfsuite.truths import Discard
 
 THREAD_CALLS = 3
+MOST_REWRITTEN = 1 << 13
+"""The most elements of inputs that are rewritten in several modes."""
 
 
 def inference_mode(probe: Probe) -> None:
@@ -112,7 +116,11 @@ def two_threads(probe: Probe) -> None:
 def autocast(probe: Probe) -> None:
     """Under torch.autocast to half precision: the reference's dtype, to the precision that it has there. The backward
     pass comes after it."""
-    dtype = torch.bfloat16
+    for dtype in (torch.bfloat16, torch.float16):
+        _autocast(probe, dtype)
+
+
+def _autocast(probe: Probe, dtype: torch.dtype) -> None:
     device = torch.device(probe.device).type
 
     def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
@@ -126,7 +134,8 @@ def autocast(probe: Probe) -> None:
     except Exception:
         return
     lower = any(not same_leaf(plain.get(name), leaf) for name, leaf in under.items())
-    words, eps = f"under torch.autocast({device!r}, torch.bfloat16)", torch.finfo(dtype).eps if lower else None
+    words, own = f"under torch.autocast({device!r}, {dtype})", eps_of(probe.pair.precision or probe.case.dtype)
+    eps = max(torch.finfo(dtype).eps, own) if lower else None
     hold(probe, way, words, eps=eps)
     if not differentiable(probe):
         return
@@ -170,6 +179,58 @@ def uncounted_writes(probe: Probe) -> None:
         return plainly(call, pair, held, seed)
 
     hold(after, way, "where its inputs were written to past torch's counters of versions, as .data does")
+
+
+def rewritten_inputs(probe: Probe) -> None:
+    """Where its inputs get other values after a call, as weights do: as parameters that need gradients, under inference
+    mode, and under autocast. What the call before returned stays as it is."""
+    if probe.pair.changed:
+        return
+    before, after = probe.drawn(), on(probe, probe.other_case())
+    if sum(tensor.numel() for _, tensor in make.tensors_in(before)) > MOST_REWRITTEN:
+        return  # large draws show no more
+    device, half = torch.device(probe.device).type, torch.bfloat16
+    modes: dict[str, tuple[Callable[[], Any], float | None]] = {}
+    if inference_mode.__name__ not in probe.pair.unsupported:
+        modes["under torch.inference_mode()"] = torch.inference_mode, None
+    if autocast.__name__ not in probe.pair.unsupported:
+        modes["under autocast"] = functools.partial(torch.autocast, device, dtype=half), torch.finfo(half).eps
+    if differentiable(probe):
+        modes["and they are parameters that need gradients"] = (torch.enable_grad, None)
+    for words, (mode, eps) in modes.items():
+        training = mode is torch.enable_grad
+
+        def way(
+            call: Callable[..., Any],
+            pair: Pair,
+            values: dict[str, Any],
+            seed: int,
+            mode: Any = mode,
+            t: bool = training,
+        ) -> Leaves:
+            held = make.clone(values)
+            make.copy_values(held, before)
+            if t:
+                held = {n: torch.nn.Parameter(v) if n in _parameters(pair) else v for n, v in held.items()}
+            with torch.set_grad_enabled(t), mode():
+                first = detached(execution.with_changed(pair, held, call(*held.values())))
+            make.copy_values(held, values)
+            with torch.set_grad_enabled(t), mode():
+                if t:
+                    second = gradients_of(*graph_of(call, pair, held, seed))
+                else:
+                    second = execution.copies_of(execution.with_changed(pair, held, call(*held.values())))
+            return second | {f"{name} of the call before": leaf for name, leaf in first.items()}
+
+        known = truths.by_replicas(
+            probe.pair, after.case, probe.device, gradients=False, home=probe.home, eps=eps, way=way
+        )
+        hold(after, way, f"where its inputs get other values after a call {words}", known=known)
+
+
+def _parameters(pair: Pair) -> list[str]:
+    """The inputs that are a tensor each and can be parameters."""
+    return [name for name in execution.differentiable(pair) if isinstance(pair.inputs[name], TensorSpec)]
 
 
 def one_tensor(probe: Probe) -> None:

@@ -184,6 +184,7 @@ def partial_keys(probe: Probe) -> None:
         ("their order", _changed(probe, names, _rolled)),
         *((name, _changed(probe, (name,), _rolled)) for name in alone),
         *_other_numbers(probe, rng),
+        *_other_elements(probe),
     ):
         error = _error_on(probe, values, answers)
         if error is None:
@@ -224,6 +225,16 @@ def _other_numbers(probe: Probe, rng: random.Random) -> Iterator[tuple[str, dict
             values = probe.drawn()
             value = make.other_number(spec, values[name], probe.case.sizes, rng)
             if value != values[name]:
+                yield name, values | {name: value}
+
+
+def _other_elements(probe: Probe) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(name, the draw's inputs with another value of this one), for each input that is a tensor of one element."""
+    other = probe.drawn(probe.other_case())
+    for name, value in other.items():
+        if isinstance(value, torch.Tensor) and value.numel() == 1 and name not in probe.pair.changed:
+            values = probe.drawn()
+            if not forms.identical(value, values[name]):
                 yield name, values | {name: value}
 
 

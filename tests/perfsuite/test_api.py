@@ -73,7 +73,7 @@ def raising(x: torch.Tensor) -> torch.Tensor:
         (lambda x: torch.exp(x) * (1 + 1e-4), "output of the optimized side is wrong"),
         (lambda x: torch.exp(x.detach()) + 0 * x, "gradient of x of the optimized side is wrong"),
         (replaying(), "hands out a private static buffer"),
-        (raising, "p: a side raises ZeroDivisionError: boom"),
+        (raising, "p: the optimized side raises ZeroDivisionError: boom"),
     ],
     ids=["wrong", "gradient", "integrity", "raises"],
 )
