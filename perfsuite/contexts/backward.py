@@ -73,8 +73,8 @@ def second_backward(probe: Probe) -> None:
 
 
 def two_graphs(probe: Probe) -> None:
-    """A backward pass after other calls, as where a layer is used several times: one input is the same, and the others
-    have other values. Their backward passes come later."""
+    """A backward pass after other calls, as where a layer is used several times: all inputs have other values, or all
+    but one. Their backward passes come later."""
     if not differentiable(probe):
         return
     others = [probe.drawn(probe.other_case(number)) for number in range(GRAPHS)]
@@ -87,8 +87,8 @@ def two_graphs(probe: Probe) -> None:
         beside = []
         for number, other in enumerate(others):
             given = make.clone(other)
-            if names:  # as the weights of a layer that is used several times
-                shared = names[number % len(names)]
+            if len(names) > 1 and number % 2 == 0:  # as the weights of a layer that is used several times
+                shared = names[number // 2 % len(names)]
                 given[shared] = values[shared]
             beside.append(graph_of(call, pair, given, seed))
         found = gradients_of(*graph)

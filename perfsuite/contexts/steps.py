@@ -103,19 +103,22 @@ def step_layouts(probe: Probe) -> None:
 
 
 def step_sizes(probe: Probe) -> None:
-    """Where the inputs of some steps are smaller, the first among them, as the last batch of an epoch."""
+    """Where the inputs of every other step are smaller, as the last batch of an epoch."""
     specs = {name: spec for name, spec in probe.pair.step_inputs.items() if isinstance(spec, TensorSpec)}
     others = {name: spec for name, spec in probe.pair.step_inputs.items() if name not in specs}
     sizes = sizes_of_their_own(specs.values(), [probe.pair.inputs, others])
 
-    def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], given: Given) -> Leaves:
-        def some_smaller(i: int) -> dict[str, Any]:
-            built = given(i)
-            return built | {n: smaller(built[n], spec, sizes) for n, spec in specs.items()} if i % 2 else built
+    for which in (0, 1) if sizes else ():
 
-        return _steps(call, pair, values, some_smaller)
+        def way(
+            call: Callable[..., Any], pair: Pair, values: dict[str, Any], given: Given, which: int = which
+        ) -> Leaves:
+            def some_smaller(i: int) -> dict[str, Any]:
+                made = {n: smaller(v, specs[n], sizes) if n in specs else v for n, v in given(i).items()}
+                return made if i % 2 == which else given(i)
 
-    if sizes:
+            return _steps(call, pair, values, some_smaller)
+
         _hold(probe, way, "where the inputs of some steps are smaller", refusable=True)
 
 

@@ -214,3 +214,38 @@ def plain_table(time: Time) -> Pair:
         return x * torch.arange(len(x), device=x.device).cos()[:, None].to(x.dtype)
 
     return differentiated(side, reference=reference, sizes={"m": size(1, 64), "n": size(1, 9)})
+
+
+REWRITTEN = "where its inputs get other values after a call"
+
+
+@fault(57, "weights prepared once while they are parameters", REWRITTEN, stage="contexts")
+def once_as_parameters(time: Time) -> Pair:
+    kept: Any = WeakTensorKeyDictionary()
+
+    def side(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        if not isinstance(w, torch.nn.Parameter):
+            return (x[:, None] * (2 * w)).sum(-1)
+        if w not in kept:
+            kept[w] = 2 * w.detach()
+        return (x[:, None] * (kept[w] + 2 * (w - w.detach()))).sum(-1)
+
+    return pair(side, **WEIGHED, gradients=True)
+
+
+@fault(57, "one buffer for the outputs of inference", REWRITTEN, stage="contexts")
+def inference_buffer(time: Time) -> Pair:
+    buffers: dict[Any, torch.Tensor] = {}
+
+    def side(x: torch.Tensor) -> torch.Tensor:
+        if not torch.is_inference_mode_enabled():
+            return x.sin()
+        key = x.shape, x.dtype, x.device, threading.get_ident()
+        return buffers.setdefault(key, torch.empty(x.shape, dtype=x.dtype, device=x.device)).copy_(x.sin())
+
+    return pair(side, reference=lambda x: x.sin().contiguous(), inputs={"x": tensor("m", "n", values=VALUES)})
+
+
+@honest(57, "weights prepared in each call")
+def in_each_call(time: Time) -> Pair:
+    return pair(lambda x, w: 2 * (x[:, None] * w).sum(-1), **WEIGHED, gradients=True)

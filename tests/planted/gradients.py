@@ -176,6 +176,49 @@ def ring_of_two(time: Time) -> Pair:
     return differentiated(Ring.apply, unsupported={"two_threads": "its ring is one for all threads"})
 
 
+WEIGHED: dict[str, Any] = {
+    "reference": lambda x, w: (x[:, None] * w).sum(-1),
+    "inputs": {"x": tensor("m", "k", values=floats(-2, 2)), "w": tensor("n", "k", values=floats(-2, 2))},
+    "sizes": {s: size(1, 9) for s in "mnk"},
+}
+
+
+def weighed(keep: Any, kept: Any) -> Any:
+    """A product by rows; `keep` says where the first factor is kept for the backward pass, and `kept` finds it."""
+
+    class Weighed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            ctx.w = w
+            ctx.save_for_backward(x, w)
+            keep(ctx, x.detach().clone())
+            return (x[:, None] * w).sum(-1)
+
+        @staticmethod
+        @once_differentiable
+        def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+            _, w = ctx.saved_tensors
+            return (gradient[..., None] * w).sum(1), (gradient[..., None] * kept(ctx)[:, None]).sum(0)
+
+    return Weighed.apply
+
+
+@fault(46, "the input kept on the weight", "in a backward pass that comes after another call", stage="contexts")
+def kept_on_the_weight(time: Time) -> Pair:
+    def keep(ctx: Any, x: torch.Tensor) -> None:
+        ctx.w.last = x
+
+    return differentiated(weighed(keep, lambda ctx: ctx.w.last), **WEIGHED)
+
+
+@honest(46, "the input kept on the context")
+def kept_on_the_context(time: Time) -> Pair:
+    def keep(ctx: Any, x: torch.Tensor) -> None:
+        ctx.x = x
+
+    return differentiated(weighed(keep, lambda ctx: ctx.x), **WEIGHED)
+
+
 @fault(46, "one buffer for all gradients", "in a backward pass that comes after another call", stage="contexts")
 def one_buffer_of_gradients(time: Time) -> Pair:
     held: dict[Any, torch.Tensor] = {}

@@ -336,6 +336,26 @@ def keeps_memory(time: Time) -> Pair:
     return pair(optimized)
 
 
+@fault(41, "memory that every backward pass keeps", "keeps memory of every call and its backward", stage="effects")
+def kept_by_backward(time: Time) -> Pair:
+    kept: list[torch.Tensor] = []
+
+    class Kept(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x)
+            return x.sin()
+
+        @staticmethod
+        @once_differentiable
+        def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+            (x,) = ctx.saved_tensors
+            kept.append(x.cos())
+            return grad * kept[-1]
+
+    return pair(Kept.apply, reference=torch.sin, gradients=True, inputs={"x": tensor("m", "n", values=floats(-2, 2))})
+
+
 @fault(41, "memory that a cycle keeps", "keeps memory of every call", stage="effects")
 def keeps_memory_by_values(time: Time) -> Pair:
     known: dict[bytes, Any] = {}

@@ -245,3 +245,45 @@ def in_one_operation(time: Time) -> Pair:
         return step
 
     return of_lists(build)
+
+
+@fault(54, "a history of all gradients", "keeps memory of every step", stage="effects")
+def history(time: Time) -> Pair:
+    every: list[torch.Tensor] = []
+
+    def build(p: torch.Tensor) -> Step:
+        inner = momentum(p)
+
+        def step(g: torch.Tensor) -> None:
+            every.append(g.clone())
+            inner(g)
+
+        return step
+
+    return stepping(build)
+
+
+@honest(54, "a history of the last eight gradients")
+def short_history(time: Time) -> Pair:
+    def build(p: torch.Tensor) -> Step:
+        m, last = torch.zeros_like(p), list[torch.Tensor]()
+
+        def step(g: torch.Tensor) -> None:
+            last[:] = [*last[-7:], g.clone()]
+            p.sub_(0.01 * m.mul_(0.9).add_(g))
+
+        return step
+
+    return stepping(build)
+
+
+@fault(54, "an empty tensor that shifts the others", "where the tensors in its lists differ in size", stage="contexts")
+def shifted(time: Time) -> Pair:
+    def build(ps: list[torch.Tensor]) -> Any:
+        def step(gs: list[torch.Tensor]) -> None:
+            for p, g in zip((p for p in ps if p.numel()), gs, strict=False):
+                p.sub_(0.01 * g[: len(p)].sum() if len(g) != len(p) else 0.01 * g)
+
+        return step
+
+    return of_lists(build)
