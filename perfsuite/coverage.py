@@ -17,6 +17,9 @@ from perfsuite.kinds import (
     FEWEST,
     LARGE,
     PAST_LARGE,
+    RAGGED,
+    TILES,
+    TOGETHER_SIZES,
     WHOLE,
     Extent,
     Kind,
@@ -33,11 +36,11 @@ from perfsuite.records import Case, InputCase
 from perfsuite.specs import EXPANDED, Integers, ScalarSpec, Size, accepted
 
 MOST_ELEMENTS = 1 << 18
-"""A draw with a large size, or with whole tiles, has no more elements than this in its inputs."""
-WHOLE_UP_TO = 64
-"""The tile, where the pair allows it. All smaller tiles divide it."""
+"""A draw with a large size, or whose sizes are of a kind together, has no more elements than this in its inputs."""
 SMALL = 17
 """The smallest tile and one more."""
+UP_TO, LEAST_UP_TO = {WHOLE: 64, RAGGED: 128}, {WHOLE: SMALL, RAGGED: 32}
+"""Kinds of all sizes → the largest of them where the pair allows it, and where there are too many elements."""
 SPOILING = ("huge", "nonfinite")
 """With these in one input the answer is often not finite, whatever is in the others."""
 TOGETHER = ("offset", make.HALVES)
@@ -129,8 +132,7 @@ def _case(
         layout = next((k[1] for k in left if k[0] == "layout" and k[1] not in left_out), "")
         tried |= {("layout", layout)} if layout else set()
     inputs = _laid_out(pair, regimes, layout)
-    if set(wanted.values()) == {WHOLE}:
-        tried.add(("sizes", WHOLE))
+    tried |= {("sizes", kind) for kind in TOGETHER_SIZES if set(wanted.values()) == {kind}}
     tried |= {("size", *k) for k in wanted.items()} | {("scalar", *k) for k in ends.items()}
     left[:] = [k for k in left if k not in tried]
     source = random.Random(f"{pair.name} {sorted(wanted.items())}") if same_sizes else random_
@@ -149,8 +151,9 @@ def _wanted_sizes(pair: Pair, left: list[Kind], *, few: bool) -> dict[str, str]:
     single = next((k for k in every if k[1] in ALONE), None)
     if single is not None:
         return dict(k for k in every if k[1] == single[1]) if few and single[1] not in LARGE else dict([single])
-    if ("sizes", WHOLE) in left:
-        return dict.fromkeys(pair.symbols, WHOLE)
+    for together in TOGETHER_SIZES:
+        if ("sizes", together) in left:
+            return dict.fromkeys(pair.symbols, together)
     wanted: dict[str, str] = {}
     for number, symbol in enumerate(dict(every)):
         edges = [kind for name, kind in every if name == symbol]
@@ -198,19 +201,22 @@ def _drawn_sizes(
     None where `where` allows none, or all would have too many elements.
     """
     long = [symbol for symbol, kind in wanted.items() if kind in LARGE]
-    bounded = bool(long) or WHOLE in wanted.values()
+    together = bool(set(TOGETHER_SIZES) & set(wanted.values()))
+    bounded = bool(long) or together
     for attempt in range(ATTEMPTS):
         sizes: dict[str, Any] = {}
         for symbol in sorted(pair.symbols):
             kind = wanted.get(symbol, "")
-            among = sizes_of_kind(pair, symbol, "a tile" if kind == WHOLE else kind) or _plain(pair, symbol)
+            among = sizes_of_kind(pair, symbol, kind) or _plain(pair, symbol)
             most = make.SMALL_HIGH if _has_large(sizes) else max(among)
-            if kind == WHOLE:
-                most = max(SMALL, WHOLE_UP_TO >> attempt) if extent.large else SMALL
+            if together:
+                most = max(LEAST_UP_TO[kind], UP_TO[kind] >> attempt) if extent.large else LEAST_UP_TO[kind]
             elif extent.small or long:
                 most = max(among) if symbol in long else SMALL
             fitting = [n for n in among if n <= most] or among
-            sizes[symbol] = max(fitting) if kind == WHOLE else random_.choice(fitting)
+            sizes[symbol] = (
+                max(fitting) if kind == WHOLE else random_.choice(_largest(fitting) if together else fitting)
+            )
         for name, spec in drawn_scalars(pair).items():
             sizes[name] = end_value(spec, ends[name], sizes) if name in ends else _scalar(spec, sizes, random_, halves)
         if pair.where is not None and not pair.where(**accepted(pair.where, sizes)):
@@ -219,6 +225,12 @@ def _drawn_sizes(
             continue
         return sizes
     return None
+
+
+def _largest(sizes: Sequence[int]) -> Sequence[int]:
+    """Those above the largest tile that any of them is above."""
+    tile = max((tile for tile in TILES if tile < max(sizes)), default=0)
+    return [n for n in sizes if n > tile]
 
 
 def _has_large(sizes: Mapping[str, int]) -> bool:

@@ -19,6 +19,10 @@ A_LARGE, PAST_LARGE = "a large tile", "more than two large tiles"
 """Kinds of large sizes. One size of a draw is large, and the others are small."""
 WHOLE = "whole tiles"
 """All sizes of a draw are multiples of a tile. Many kernels have a path without masks for this."""
+RAGGED = "more than whole tiles"
+"""All sizes of a draw are more than a tile, and no multiple of one: tiles at a corner are cut off on both sides."""
+TOGETHER_SIZES = {WHOLE: TILES, RAGGED: (19, 27, 71, 83, 101, 115)}
+"""Kinds that all sizes of a draw have together → such sizes."""
 EDGES = {
     "empty": (0,),
     "one": (1,),
@@ -38,8 +42,8 @@ FEWEST = 2
 """Sizes from here on show what values and layouts do."""
 
 Kind: TypeAlias = tuple[str, ...]
-"""("regime" or "layout", its name), ("size", the symbol, its kind), ("sizes", WHOLE), or ("scalar", the input, an
-end or a choice)."""
+"""("regime" or "layout", its name), ("size", the symbol, its kind), ("sizes", one of TOGETHER_SIZES), or ("scalar", the
+input, an end or a choice)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,8 +66,9 @@ def kinds(pair: Pair, extent: Extent = ANY) -> list[Kind]:
     for symbol in sorted(pair.symbols):
         edges = [kind for kind in EDGES if kind not in LARGE or symbol in long]
         found.update(dict.fromkeys(("size", symbol, kind) for kind in edges if sizes_of_kind(pair, symbol, kind)))
-    if len(pair.symbols) > 1 and all(sizes_of_kind(pair, symbol, "a tile") for symbol in pair.symbols):
-        found["sizes", WHOLE] = None
+    for together in TOGETHER_SIZES if len(pair.symbols) > 1 else ():
+        if all(sizes_of_kind(pair, symbol, together) for symbol in pair.symbols):
+            found["sizes", together] = None
     for name, spec in drawn_tensors(pair).items():
         found.update(dict.fromkeys(("regime", regime) for regime in make.regimes(spec)))
         found.update(dict.fromkeys(("layout", layout) for layout in make.layouts(pair, name, spec)))
@@ -87,8 +92,8 @@ def kinds_in(pair: Pair, case: Case) -> set[Kind]:
         found |= {("regime", regime) for regime in regimes}
         if regimes <= set(make.MILD):
             found |= _layouts_of_all(pair, case)
-        if regimes <= {"normal"} and all(n in TILES for n in sizes.values()):
-            found.add(("sizes", WHOLE))
+        if regimes <= {"normal"}:
+            found |= {("sizes", kind) for kind, among in TOGETHER_SIZES.items() if set(sizes.values()) <= set(among)}
         if regimes <= {"normal"}:
             scalars = drawn_scalars(pair).items()
             found |= {
@@ -133,7 +138,11 @@ def sizes_of_kind(pair: Pair, symbol: str, kind: str) -> list[int]:
     size = pair.size_of(symbol) or Size()
     if symbol not in pair.sizes:
         size = Size(low=size.low, high=max(EDGES[PAST_LARGE]))
-    return [n for n in EDGES.get(kind, ()) if size.low <= n <= size.high and n % size.multiple_of == 0]
+    return [
+        n
+        for n in EDGES.get(kind, TOGETHER_SIZES.get(kind, ()))
+        if size.low <= n <= size.high and n % size.multiple_of == 0
+    ]
 
 
 def whole_tensors(pair: Pair) -> list[TensorSpec]:

@@ -84,7 +84,8 @@ def test_all_tensors_lie_in_the_same_layout_once_and_all_sizes_are_whole_tiles(s
     found = drawn(pair(x=tensor("n", "m", "k"), y=tensor("m", "k", 3)), seed)
     for layout in make.LAYOUTS:
         assert any({case.inputs.get(n, InputCase()).layout for n in "xy"} == {layout} for case in found)
-    assert any(all(n in kinds.TILES for n in case.sizes.values()) for case in found)
+    for sizes in kinds.TOGETHER_SIZES.values():
+        assert any(all(n in sizes for n in case.sizes.values()) for case in found)
 
 
 def test_whole_tiles_are_as_large_as_the_elements_allow() -> None:

@@ -211,6 +211,34 @@ def beyond_the_threshold(time: Time) -> Pair:
     return pair(lambda x, least: (x + 3) * (x > least), **BEYOND)
 
 
+PRODUCT: dict[str, Any] = {
+    "reference": torch.matmul,
+    "inputs": {"a": tensor("m", "k", values=floats(-2, 2)), "b": tensor("k", "n", values=floats(-2, 2))},
+    "unsupported": {"autocast": "it is written for one precision"},
+}
+
+
+def tiled(a: torch.Tensor, b: torch.Tensor, tile: int, last: int) -> torch.Tensor:
+    """The product by tiles; of those that are cut off on both sides, `last` columns at most."""
+    out = a.new_zeros(a.shape[0], b.shape[1])
+    for i in range(0, a.shape[0], tile):
+        for j in range(0, b.shape[1], tile):
+            rows, columns = out[i : i + tile, j : j + tile].shape
+            width = min(columns, last) if i and j and rows < tile and columns < tile else columns
+            out[i : i + tile, j : j + width] = a[i : i + tile] @ b[:, j : j + width]
+    return out
+
+
+@fault(47, "a tile at the corner cut off too early", "is wrong")
+def corner(time: Time) -> Pair:
+    return pair(lambda a, b: tiled(a, b, 64, 4), **PRODUCT)
+
+
+@honest(47, "a tile at the corner cut off where the matrix ends")
+def whole_corner(time: Time) -> Pair:
+    return pair(lambda a, b: tiled(a, b, 64, 64), **PRODUCT)
+
+
 COLUMNS: dict[str, Any] = {
     "reference": lambda x: (x - x.mean(-1, keepdim=True)).square().mean(-1),
     "inputs": {"x": tensor("m", "n", values=floats(-2, 2), layouts=("contiguous",))},
