@@ -189,6 +189,8 @@ def rewritten_inputs(probe: Probe) -> None:
     before, after = probe.drawn(), on(probe, probe.other_case())
     if sum(tensor.numel() for _, tensor in make.tensors_in(before)) > MOST_REWRITTEN:
         return  # large draws show no more
+    if not after.answers_rightly():
+        return  # plainly wrong there: equivalence says how
     device, half = torch.device(probe.device).type, torch.bfloat16
     modes: dict[str, tuple[Callable[[], Any], float | None]] = {}
     if inference_mode.__name__ not in probe.pair.unsupported:
