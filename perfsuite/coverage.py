@@ -128,7 +128,7 @@ def _case(
     layout = ""
     if set(regimes.values()) <= set(make.MILD) and not {"empty", "one"} & set(wanted.values()):
         # Of a long row of equal values the roundings add up in one direction.
-        left_out = EXPANDED if set(LARGE) & set(wanted.values()) else ()
+        left_out = EXPANDED if {*LARGE, *TOGETHER_SIZES} & set(wanted.values()) else ()
         layout = next((k[1] for k in left if k[0] == "layout" and k[1] not in left_out), "")
         tried |= {("layout", layout)} if layout else set()
     inputs = _laid_out(pair, regimes, layout)

@@ -15,7 +15,7 @@ from perfsuite.execution import Leaves
 from perfsuite.pair import Pair, Side, as_side
 from perfsuite.records import Case
 from perfsuite.reference_task import TASK_DRAWS, Task, task_of
-from perfsuite.rule import MAX_REPLICAS, NONE, REPLICAS, SURE, TRUTH_EPS
+from perfsuite.rule import CAREFUL, NEAR, NONE, REPLICAS, SURE, TRUTH_EPS
 from perfsuite.rule import C as C
 from perfsuite.rule import K as K
 from perfsuite.tally import Tally
@@ -114,21 +114,26 @@ def hold(
     tally: Tally | None = None,
     strict_strides: bool = True,
 ) -> Truth:
-    """`judge` with as many replicas as it takes: none where `produced` is surely within the budget by all, and
-    MAX_REPLICAS before a side is accused that is beyond it on large inputs.
+    """`judge` with as many replicas as it takes: none where `produced` is surely within the budget by all, and CAREFUL
+    before a side is accused whose error is near its budget.
 
     Returns the truth that decided.
     """
     truth = known(NONE)
-    if truth.complete or not _surely(pair, truth, produced, name, tally, strict_strides):
-        truth = truth if truth.complete else known(REPLICAS)
-        if truth.few:
-            # Of very many elements a badly conditioned one may have a larger error than two samples show.
-            try:
-                judge(pair, truth, produced, name=name, strict_strides=strict_strides)
-            except NotEquivalent:
-                truth = known(MAX_REPLICAS)
-        judge(pair, truth, produced, name=name, tally=tally, strict_strides=strict_strides)
+    if not truth.complete and _surely(pair, truth, produced, name, tally, strict_strides):
+        return truth
+    truth = truth if truth.complete else known(REPLICAS)
+    trial = Tally()
+    try:
+        judge(pair, truth, produced, name=name, tally=trial, strict_strides=strict_strides)
+    except NotEquivalent as error:
+        if error.excess > NEAR:
+            raise
+        # Of many elements over many draws some have a larger error than a few samples of it show.
+        truth, trial = known(CAREFUL), Tally()
+        judge(pair, truth, produced, name=name, tally=trial, strict_strides=strict_strides)
+    if tally is not None:
+        tally.take(trial)
     return truth
 
 
@@ -143,11 +148,8 @@ def _surely(pair: Pair, bare: Truth, produced: Leaves, name: str, tally: Tally |
         return False
     if trial.excused or trial.worst > SURE:
         return False
-    if tally is None:
-        return True
-    tally.elements += trial.elements
-    tally.worst = max(tally.worst, trial.worst)
-    tally.biases.add(trial.biases)
+    if tally is not None:
+        tally.take(trial)
     return True
 
 

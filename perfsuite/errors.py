@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 MOST_CHARACTERS = 300
@@ -24,6 +25,8 @@ class NotEquivalent(Exception):  # noqa: N818 - named as the verdict is
 
     case: Any
     """The draw that showed it, a `Case`, or None."""
+    excess: float = math.inf
+    """How many times its budget an error is; infinite for what has no budget."""
 
     def __init__(self, message: str, case: Any = None) -> None:
         super().__init__(message)

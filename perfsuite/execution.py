@@ -315,6 +315,8 @@ COMPOSED = frozenset(_COMPOSED.split())
 
 CONTRACTED = {"mm": 0, "bmm": 0, "mv": 0, "dot": 0, "vdot": 0, "addmm": 1, "baddbmm": 1, "addmv": 1}
 """The argument whose last dimension a product sums over."""
+SCANS = ("cumsum", "cumprod", "logcumsumexp")
+"""Operations that add up along their second argument; half of it on average."""
 MAX_DEPTH = 1024
 """A fast kernel adds up at most about this many terms one after the other; the rest it does in parallel."""
 
@@ -429,6 +431,8 @@ def _depth(name: str, args: Any, result: torch.Tensor) -> int:
     if name in CONTRACTED:
         return min(MAX_DEPTH, max(1, int(args[CONTRACTED[name]].shape[-1])))
     first = args[0] if args and type(args[0]) is torch.Tensor else None
+    if name in SCANS and first is not None and first.ndim and len(args) > 1:
+        return min(MAX_DEPTH, max(1, int(first.shape[args[1]]) // 2))
     if first is None:
         first = next((t for _, t in make.tensors_in(list(args))), result)
     return min(MAX_DEPTH, max(1, first.numel() // max(1, result.numel())))

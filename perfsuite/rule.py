@@ -80,6 +80,8 @@ SURE = (1 + MAX_REPLICAS) ** -0.5
 which the draw itself is one, is at least √(1/n) of each."""
 REPLICAS_UP_TO = 1 << 16
 """With inputs of more elements the reference's error is well known from one draw, and the fewest replicas are made."""
+CAREFUL, NEAR = 15, 4.0
+"""So many replicas are made before a side is accused whose error is within so many times its budget."""
 SAMPLES = 64
 """Replicas are added until the smallest output has this many samples of the reference's error, or MAX_REPLICAS."""
 TRUTH_EPS = 2.0**-42

@@ -38,6 +38,13 @@ class Tally:
     raised: NotEquivalent | None = None
     """How the reference raised first."""
 
+    def take(self, other: Tally) -> None:
+        """The errors that another one has of one more draw."""
+        self.elements += other.elements
+        self.excused += other.excused
+        self.worst = max(self.worst, other.worst)
+        self.biases.add(other.biases)
+
     def discard(self, raised: NotEquivalent) -> None:
         """The reference raises on the draw that is under way."""
         self.discarded += 1

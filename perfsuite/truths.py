@@ -19,6 +19,7 @@ from perfsuite.forms import is_real
 from perfsuite.pair import GRAD_OUTPUT, TF32, Pair, Side, as_side
 from perfsuite.records import Case
 from perfsuite.rule import (
+    CAREFUL,
     FEW,
     FULL,
     MAX_REPLICAS,
@@ -71,8 +72,6 @@ class Truth:
     """Name of a gradient that is 0 everywhere → the usual size of the terms of which it is the sum."""
     complete: bool = True
     """The error is over as many replicas as the rule asks for."""
-    few: bool = False
-    """These are few, since the inputs are large."""
 
 
 def proven_way(case: Case, *, gradients: bool, kind: str | None = None) -> Way | None:
@@ -90,7 +89,7 @@ Known: TypeAlias = Callable[[int], Truth]
 """Number of replicas → the truth of one draw, and the reference's error over so many."""
 
 
-def by_replicas(pair: Pair, case: Case, device: str, *, most: int = MAX_REPLICAS, **options: Any) -> Known:
+def by_replicas(pair: Pair, case: Case, device: str, *, most: int = CAREFUL, **options: Any) -> Known:
     """The truths of one draw with at most so many replicas, each established once; `options` are `establish`'s."""
 
     @functools.cache
@@ -115,7 +114,7 @@ def establish(
     """Truth, the reference and its error on this draw. Discard where the reference alone is not finite.
 
     `replicas` is the fewest; an output of few elements takes more, and where the inputs are large fewer are made, but
-    for MAX_REPLICAS. `eps` is the working dtype's unless given; `drawn` are other inputs of the case's sizes than its
+    for CAREFUL. `eps` is the working dtype's unless given; `drawn` are other inputs of the case's sizes than its
     seed gives. The sides are called in another `way` than usual.
     """
     draw = _Draw(pair, case, device, gradients=gradients, home=home, eps=eps, drawn=drawn, way=way)
@@ -151,7 +150,6 @@ def establish(
         undefined=_undefined(draw.inputs),
         terms=_terms(draw.inputs, truth, kind=way.args[0] if _is_proven(way) else incoming.PLAIN),
         complete=number >= _replicas(truth, all_replicas),
-        few=large,
     )
 
 
