@@ -14,7 +14,7 @@ from perfsuite.errors import NotEquivalent
 from perfsuite.execution import Leaf
 from perfsuite.forms import is_real, judge_form
 from perfsuite.pair import TF32, Pair
-from perfsuite.rule import MOVED, K, Norms, dtype_of_leaf, underflow
+from perfsuite.rule import MOVED_NORM, K, Norms, dtype_of_leaf, underflow
 from perfsuite.tally import Tally
 from perfsuite.truths import Truth, period_of
 
@@ -205,7 +205,7 @@ class _Compared:
         if self.considered is not None:
             large &= self.considered
         of_reference = differences.difference(self.reference, self.truth, self.period)
-        kept = (self.delta, of_reference, self.own.hypot(MOVED / K * self.moved), self.truth)
+        kept = (self.delta, of_reference, self.own.hypot(MOVED_NORM / K * self.moved), self.truth)
         if not large.all():
             kept = (kept[0][large], kept[1][large], kept[2][large], kept[3][large])
         return bias.draw_of(*kept, eps=self.eps, dtype=dtype)

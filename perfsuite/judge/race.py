@@ -170,7 +170,7 @@ class _Judge:
             SLACK
             * math.hypot(
                 rule.K_NORM * max(_relative(truth.errors.get(name), leaf), _eps(leaf)),
-                rule.MOVED * _relative(truth.moved.get(name), leaf),
+                rule.MOVED_NORM * _relative(truth.moved.get(name), leaf),
             )
             for name, leaf in truth.reference.items()
             if isinstance(leaf, torch.Tensor)
