@@ -161,7 +161,9 @@ class PairCollector(pytest.Collector):
 
     def _contexts(self, case: Case, tally: Tally) -> None:
         thorough = device() == "cuda" or self.config.option.perfsuite_profile == "thorough"
-        check = functools.partial(contexts.check, thorough=thorough and not tally.draws)
+        number = tally.number(make.case_line(case))
+        several = (self.pair.max_examples or contexts.TURNS) >= contexts.TURNS
+        check = functools.partial(contexts.check, thorough=thorough and not number, number=number if several else None)
         self._once_if_compiled(check, case, tally)
 
     def _effects(self, case: Case, tally: Tally) -> None:

@@ -37,6 +37,12 @@ class Tally:
     """Whether a draw made a side compile."""
     raised: NotEquivalent | None = None
     """How the reference raised first."""
+    numbers: dict[str, int] = field(default_factory=dict)
+    """The number of each draw, from 0, by the line that describes it."""
+
+    def number(self, line: str) -> int:
+        """The number of this draw, the same each time that it is proven."""
+        return self.numbers.setdefault(line, len(self.numbers))
 
     def take(self, other: Tally) -> None:
         """The errors that another one has of one more draw."""

@@ -149,7 +149,7 @@ def changed_before_backward(probe: Probe) -> None:
 
     torch refuses where it needs their values; a side has to refuse, too, unless its gradients are those of the call.
     """
-    if not differentiable(probe) or probe.pair.changed or probe.pair.consumes:
+    if not differentiable(probe) or probe.pair.consumes:
         return
     known = functools.partial(truth_with_gradients, probe, set())
     for what in ("inputs", "outputs"):
@@ -157,7 +157,8 @@ def changed_before_backward(probe: Probe) -> None:
         def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int, what: str = what) -> Leaves:
             leaves, outputs, marked, weights = graph_of(call, pair, values, seed)
             kept = execution.copies_of(detached(leaves))
-            for _, tensor in make.tensors_in(values if what == "inputs" else leaves):
+            inputs = {name: value for name, value in values.items() if name not in pair.changed}
+            for _, tensor in make.tensors_in(inputs if what == "inputs" else leaves):
                 if tensor.is_floating_point() and not make.overlaps(tensor):
                     tensor.detach().add_(1)
             return gradients_of(kept, outputs, marked, weights)
