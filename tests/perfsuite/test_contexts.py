@@ -13,6 +13,7 @@ from perfsuite.errors import NotEquivalent
 from perfsuite.integrity.probe import Probe
 from perfsuite.pair import as_side
 from perfsuite.records import Case
+from perfsuite.tally import Tally
 
 CASE = Case(dtype="float32", sizes={}, inputs={}, seed=0)
 
@@ -79,3 +80,21 @@ def test_what_a_captured_graph_does_not_compute_is_found(side: Callable[[torch.T
 @pytest.mark.parametrize("side", [other_kernel_in_capture, waits])
 def test_a_side_that_is_captured_or_refuses_is_right(side: Callable[[torch.Tensor], torch.Tensor]) -> None:
     contexts.check(pair_of(side), CASE, "cuda")
+
+
+def test_three_draws_take_every_way_that_depends_little_on_the_draw_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[list[str]] = []
+    monkeypatch.setattr(contexts, "_try", lambda way, probe: tried[-1].append(way.__name__))
+    for number in (0, 1, 2, None):
+        tried.append([])
+        contexts.check(pair_of(double), CASE, "cpu", number=number)
+    in_turn = {way.__name__ for way in contexts.IN_TURN if way in contexts.WAYS}
+    *several, every = tried
+    assert set(every) == {way.__name__ for way in contexts.WAYS}
+    assert all(set(every) - in_turn <= set(names) < set(every) for names in several)
+    assert sorted(name for names in several for name in names if name in in_turn) == sorted(in_turn)
+
+
+def test_a_draw_keeps_its_number() -> None:
+    tally = Tally()
+    assert [tally.number(line) for line in ("n=3", "n=5", "n=3", "n=7")] == [0, 1, 0, 2]
