@@ -85,20 +85,24 @@ def same_step_tensors(probe: Probe) -> None:
 
 def step_layouts(probe: Probe) -> None:
     """Where the inputs of its steps lie in memory each in another way."""
-    allowed = {
-        name: [layout for layout in make.layouts(probe.pair, name, spec) if layout not in EXPANDED]
+    specs = {
+        name: spec
         for name, spec in probe.pair.step_inputs.items()
-        if isinstance(spec, TensorSpec) and name not in {*probe.pair.changed, *probe.pair.consumes}
+        if isinstance(spec, TensorSpec) and name not in probe.pair.changed
     }
+    allowed = {n: [x for x in make.layouts(probe.pair, n, spec) if x not in EXPANDED] for n, spec in specs.items()}
 
     def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], given: Given) -> Leaves:
         def laid_out(i: int) -> dict[str, Any]:
             built = given(i)
-            return built | {n: make.with_layout(built[n].contiguous(), of[i % len(of)]) for n, of in allowed.items()}
+            for name, layouts in allowed.items():
+                plain, layout = built[name].contiguous(), layouts[i % len(layouts)]
+                built[name] = make.with_layout(plain, layout, specs[name].align)
+            return built
 
         return _steps(call, pair, values, laid_out)
 
-    if allowed:
+    if specs:
         _hold(probe, way, "where the inputs of its steps lie in memory each in another way", refusable=True)
 
 
