@@ -134,12 +134,13 @@ def _hold(
         except (PerfsuiteError, hypothesis.errors.HypothesisException):
             raise
         except Exception as error:
-            who = REFERENCE if diagnosis.is_of_reference(error) else "optimized side"
+            of_reference = diagnosis.is_of_reference(error)
+            who = REFERENCE if of_reference else "optimized side"
             raised = (
                 f"{pair.name}: the {who} raises {type(error).__name__}: {error}{diagnosis.remedy_of(error, pair, case)}"
             )
             failure = NotEquivalent(f"{raised}\ndraw: {make.case_line(case)}", case)
-            if not diagnosis.is_of_reference(error):
+            if not of_reference:
                 raise failure from error
             if tally is not None:
                 tally.discard(failure)

@@ -77,7 +77,7 @@ def strides_class(tensor: torch.Tensor) -> str:
     """How the tensor lies in memory: one of STRIDES."""
     if tensor.is_contiguous():
         return "contiguous"
-    if any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True)):
+    if make.overlaps(tensor):
         return "overlapping"
     if tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
         return "channels last"

@@ -94,7 +94,6 @@ def kinds_in(pair: Pair, case: Case) -> set[Kind]:
             found |= _layouts_of_all(pair, case)
         if regimes <= {"normal"}:
             found |= {("sizes", kind) for kind, among in TOGETHER_SIZES.items() if set(sizes.values()) <= set(among)}
-        if regimes <= {"normal"}:
             scalars = drawn_scalars(pair).items()
             found |= {
                 ("scalar", n, e) for n, s in scalars for e in ends_of(s) if case.sizes[n] == end_value(s, e, sizes)

@@ -61,6 +61,15 @@ def many_elements(probe: Probe) -> None:
     large.check(probe)
 
 
+OF_ONE_DRAW: tuple[Callable[[Probe], None], ...] = (
+    changed_before_backward,
+    after_calls_without_gradients,
+    after_other_dtype,
+    uncounted_writes,
+    rewritten_inputs,
+    one_tensor,
+    uneven_lists,
+)
 WAYS: tuple[Callable[[Probe], None], ...] = (
     inference_mode,
     no_gradient_needed,
@@ -71,13 +80,7 @@ WAYS: tuple[Callable[[Probe], None], ...] = (
     two_graphs,
     second_backward,
     double_backward,
-    changed_before_backward,
-    after_calls_without_gradients,
-    after_other_dtype,
-    uncounted_writes,
-    rewritten_inputs,
-    one_tensor,
-    uneven_lists,
+    *OF_ONE_DRAW,
     other_stream,
     captured_graph,
 )
@@ -96,16 +99,7 @@ STATEFUL: tuple[Callable[[Probe], None], ...] = (
     step_sizes,
     uneven_step_lists,
 )
-IN_TURN = (
-    changed_before_backward,
-    after_calls_without_gradients,
-    after_other_dtype,
-    uncounted_writes,
-    rewritten_inputs,
-    one_tensor,
-    uneven_lists,
-    *STATEFUL,
-)
+IN_TURN = (*OF_ONE_DRAW, *STATEFUL)
 """Ways that depend little on the draw: each draw of a proof takes one in TURNS of them."""
 TURNS = 3
 COSTLY_STATEFUL: tuple[Callable[[Probe], None], ...] = (many_steps,)

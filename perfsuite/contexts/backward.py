@@ -78,7 +78,7 @@ def two_graphs(probe: Probe) -> None:
     if not differentiable(probe):
         return
     others = [probe.drawn(probe.other_case(number)) for number in range(GRAPHS)]
-    kept = {n: spec for n, spec in probe.pair.inputs.items() if n not in {*probe.pair.changed, *probe.pair.consumes}}
+    kept = {n: spec for n, spec in probe.pair.inputs.items() if n not in probe.pair.changed}
     # Modules first: between two calls with one module there is no call with another.
     names = sorted(kept, key=lambda name: not holds(kept[name], ModuleSpec))
 

@@ -78,6 +78,12 @@ def hold(
     judge(probe, known, produced, words)
 
 
+def hold_anew(probe: Probe, way: Way, words: str, *, eps: float | None = None, refusable: bool = False) -> None:
+    """`hold` against a truth that is established in this way, too: a plain call gives something else."""
+    known = truths.by_replicas(probe.pair, probe.case, probe.device, gradients=False, home=probe.home, eps=eps, way=way)
+    hold(probe, way, words, known=known, refusable=refusable)
+
+
 def judge(probe: Probe, known: Known, produced: Leaves, words: str) -> None:
     try:
         equivalence.hold(probe.pair, known, produced, name=probe.name, strict_strides=False)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from perfsuite import execution, process_state, truths
+from perfsuite import execution, process_state
 from perfsuite import inputs as make
 from perfsuite.contexts.calling import (
     UNEVEN,
@@ -22,6 +22,7 @@ from perfsuite.contexts.calling import (
     gradients_of,
     graph_of,
     hold,
+    hold_anew,
     in_threads,
     judge,
     on,
@@ -224,10 +225,7 @@ def rewritten_inputs(probe: Probe) -> None:
                     second = execution.copies_of(execution.with_changed(pair, held, call(*held.values())))
             return second | {f"{name} of the call before": leaf for name, leaf in first.items()}
 
-        known = truths.by_replicas(
-            probe.pair, after.case, probe.device, gradients=False, home=probe.home, eps=eps, way=way
-        )
-        hold(after, way, f"where its inputs get other values after a call {words}", known=known)
+        hold_anew(after, way, f"where its inputs get other values after a call {words}", eps=eps)
 
 
 def _parameters(pair: Pair) -> list[str]:
@@ -252,8 +250,7 @@ def one_tensor(probe: Probe) -> None:
             return gradients_of(*graph_of(call, pair, shared, seed))
         return plainly(call, pair, shared, seed)
 
-    known = truths.by_replicas(probe.pair, case, probe.device, gradients=False, home=probe.home, way=way)
-    hold(alike, way, f"where {' and '.join((first, *others))} are one tensor", known=known)
+    hold_anew(alike, way, f"where {' and '.join((first, *others))} are one tensor")
 
 
 def uneven_lists(probe: Probe) -> None:
@@ -265,15 +262,14 @@ def uneven_lists(probe: Probe) -> None:
         return gradients_of(*graph_of(call, pair, given, seed)) if with_gradients else plainly(call, pair, given, seed)
 
     if sizes:
-        known = truths.by_replicas(probe.pair, probe.case, probe.device, gradients=False, home=probe.home, way=way)
-        hold(probe, way, UNEVEN, known=known, refusable=True)
+        hold_anew(probe, way, UNEVEN, refusable=True)
 
 
 def _of_one_kind(pair: Pair, case: Case) -> tuple[list[str], Case] | None:
     """(inputs that may be one tensor, the case at sizes at which they have one shape); None where there are none."""
     kinds: dict[Any, list[str]] = {}
     for name, spec in pair.inputs.items():
-        if isinstance(spec, TensorSpec) and spec.dims and name not in {*pair.changed, *pair.consumes}:
+        if isinstance(spec, TensorSpec) and spec.dims and name not in pair.changed:
             kinds.setdefault((spec.values, spec.dtype, len(spec.dims), spec.differentiable), []).append(name)
     several = [names for names in kinds.values() if len(names) > 1]
     if not several:

@@ -10,13 +10,13 @@ import torch
 
 from perfsuite import equivalence, execution, truths
 from perfsuite import inputs as make
-from perfsuite.contexts.calling import UNEVEN, hold, sizes_of_items, sizes_of_their_own, smaller, uneven
+from perfsuite.contexts.calling import UNEVEN, hold_anew, sizes_of_items, sizes_of_their_own, smaller, uneven
 from perfsuite.execution import Leaves
 from perfsuite.integrity.probe import Probe
 from perfsuite.pair import Pair
 from perfsuite.rule import NONE
 from perfsuite.specs import EXPANDED, TensorSpec
-from perfsuite.truths import Discard, Given, Way
+from perfsuite.truths import Discard, Given
 
 MANY_STEPS = 300
 """Steps of a stateful pair. A fault that begins after the steps that its proof compares shows by then."""
@@ -26,14 +26,14 @@ has done so by the last."""
 
 
 def every_step(probe: Probe) -> None:
-    """What each step returns, kept until the last one: no later step may write to it."""
+    """Where a caller keeps the result of every step until the last one: no later step may write to it."""
 
     def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], given: Given) -> Leaves:
         step = call(*values.values())
         returned = {i: step(*given(i).values()) for i in range(1, _steps_of(pair)[-1] + 1)}
         return {f"{name} after {i} steps": leaf for i, r in returned.items() for name, leaf in execution.flatten(r)}
 
-    _hold(probe, way, "where what its steps return is kept")
+    hold_anew(probe, way, "where the results of its steps are kept")
 
 
 def outside_changes(probe: Probe) -> None:
@@ -51,7 +51,7 @@ def outside_changes(probe: Probe) -> None:
         leaves = _steps(call, pair, values, halved)
         return leaves | {f"{path}, as seen by a view of it": tensor for path, tensor in views.items()}
 
-    _hold(probe, way, "where its tensors are written to between steps")
+    hold_anew(probe, way, "where its tensors are written to between steps")
 
 
 def needing_gradients(probe: Probe) -> None:
@@ -63,7 +63,7 @@ def needing_gradients(probe: Probe) -> None:
         with torch.enable_grad():
             return _steps(call, pair, values, given)
 
-    _hold(probe, way, "where its tensors need gradients")
+    hold_anew(probe, way, "where its tensors need gradients")
 
 
 def same_step_tensors(probe: Probe) -> None:
@@ -80,7 +80,7 @@ def same_step_tensors(probe: Probe) -> None:
         return _steps(call, pair, values, same)
 
     if probe.pair.step_inputs:
-        _hold(probe, way, "where every step gets the same tensors, with other values in them")
+        hold_anew(probe, way, "where every step gets the same tensors, with other values in them")
 
 
 def step_layouts(probe: Probe) -> None:
@@ -103,7 +103,7 @@ def step_layouts(probe: Probe) -> None:
         return _steps(call, pair, values, laid_out)
 
     if specs:
-        _hold(probe, way, "where the inputs of its steps lie in memory each in another way", refusable=True)
+        hold_anew(probe, way, "where the inputs of its steps lie in memory each in another way", refusable=True)
 
 
 def step_sizes(probe: Probe) -> None:
@@ -123,7 +123,7 @@ def step_sizes(probe: Probe) -> None:
 
             return _steps(call, pair, values, some_smaller)
 
-        _hold(probe, way, "where the inputs of some steps are smaller", refusable=True)
+        hold_anew(probe, way, "where the inputs of some steps are smaller", refusable=True)
 
 
 def uneven_step_lists(probe: Probe) -> None:
@@ -135,7 +135,7 @@ def uneven_step_lists(probe: Probe) -> None:
         return _steps(call, pair, values, lambda i: uneven(pair.step_inputs, given(i), sizes))
 
     if sizes:
-        _hold(probe, way, UNEVEN, refusable=True)
+        hold_anew(probe, way, UNEVEN, refusable=True)
 
 
 def many_steps(probe: Probe) -> None:
@@ -148,11 +148,6 @@ def many_steps(probe: Probe) -> None:
         return
     produced = truths.produce(pair, probe.side, probe.case, probe.device, gradients=False, home=probe.home)
     equivalence.hold(pair, known, produced, name=probe.name)
-
-
-def _hold(probe: Probe, way: Way, words: str, *, refusable: bool = False) -> None:
-    known = truths.by_replicas(probe.pair, probe.case, probe.device, gradients=False, home=probe.home, way=way)
-    hold(probe, way, words, known=known, refusable=refusable)
 
 
 def _steps(call: Callable[..., Any], pair: Pair, values: dict[str, Any], given: Given) -> Leaves:

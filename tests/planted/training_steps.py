@@ -76,13 +76,13 @@ def copying(is_new: Callable[[torch.Tensor, list[torch.Tensor]], bool]) -> Calla
     return build
 
 
-@fault(54, "a gradient told by its tensor", "where every step gets the same tensors", stage="contexts")
-def told_by_tensor(time: Time) -> Pair:
+@fault(54, "a gradient known by its tensor", "where every step gets the same tensors", stage="contexts")
+def known_by_tensor(time: Time) -> Pair:
     return stepping(copying(lambda g, last: not last or g is not last[0]))
 
 
-@fault(54, "a gradient told by its address", "where every step gets the same tensors", stage="contexts")
-def told_by_address(time: Time) -> Pair:
+@fault(54, "a gradient known by its address", "where every step gets the same tensors", stage="contexts")
+def known_by_address(time: Time) -> Pair:
     return stepping(copying(lambda g, last: not last or g.data_ptr() != last[0].data_ptr()))
 
 
@@ -179,7 +179,7 @@ def returning(result: Callable[[torch.Tensor, int], torch.Tensor]) -> Callable[[
     return build
 
 
-@fault(54, "one buffer for what its steps return", "where what its steps return is kept", stage="contexts")
+@fault(54, "one buffer for what its steps return", "where the results of its steps are kept", stage="contexts")
 def one_buffer(time: Time) -> Pair:
     buffers: dict[Any, torch.Tensor] = {}
 
@@ -189,7 +189,7 @@ def one_buffer(time: Time) -> Pair:
     return stepping(returning(in_buffer), reference=returning(lambda p, number: 2 * p))
 
 
-@fault(54, "the result of an earlier step in every third", "where what its steps return is kept", stage="contexts")
+@fault(54, "the result of an earlier step in every third", "where the results of its steps are kept", stage="contexts")
 def every_third(time: Time) -> Pair:
     last: list[torch.Tensor] = []
 
