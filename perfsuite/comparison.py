@@ -93,7 +93,7 @@ class _Compared:
         self.own, self.moved = truth.errors[name], truth.moved[name]
         undefined = truth.undefined.get(name)
         if undefined is not None and undefined.shape == self.got.shape:
-            self.got = torch.where(undefined, self.truth, self.got)
+            self.got = torch.where(undefined.to(self.got.device), self.truth, self.got)
         self.period = period_of(truth.periods, name)
         self.eps = max(truth.eps, torch.finfo(dtype).eps) if dtype else truth.eps
         # Where terms cancel in all elements, and in the reference exactly, what rounding leaves of them is no fault.
