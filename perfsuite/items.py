@@ -168,7 +168,8 @@ class PairCollector(pytest.Collector):
 
     def _effects(self, case: Case, tally: Tally) -> None:
         imported = self.parent.stash.get(IMPORTED, {}) if self.parent is not None else {}
-        self._once_if_compiled(functools.partial(effects.check, imported=imported), case, tally)
+        number = tally.number(make.case_line(case))
+        self._once_if_compiled(functools.partial(effects.check, imported=imported, number=number), case, tally)
 
     def _outside(self, case: Case, tally: Tally) -> None:
         module = self.getparent(pytest.Module)
