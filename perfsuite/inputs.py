@@ -517,7 +517,6 @@ def _floats(
         high = values.high if values.high is not None else low + 4.0
         real = torch.rand(shape, generator=generator, device=source, dtype=work) * (high - low) + low
         middle, offset, deviation = (low + high) / 2, (high - low) * 3 / 8, 2.0**-6
-    sign = torch.where(real < 0, -1.0, 1.0).to(work)
     # With one bound the values lie as far beyond it as others lie from zero.
     origin = next((bound for bound in (values.low, values.high) if bound is not None), 0.0)
     match regime:
@@ -555,7 +554,7 @@ def _floats(
             real = torch.where(hit, special[which], real)
     if values.low is not None or values.high is not None:
         if regime == "tiny" and not (values.low or 0.0) <= 0.0 <= (values.high or 0.0):
-            real = sign * 0 + low
+            real = torch.full_like(real, low)
         real = real.clamp(values.low, values.high)
     return real
 
@@ -568,11 +567,10 @@ def _module(spec: ModuleSpec, name: str, case: Case, device: str) -> torch.nn.Mo
 
 
 def _seed(seed: int) -> None:
-    """As torch.manual_seed, which takes a millisecond for the devices that are not there."""
+    """As torch.manual_seed, which takes a millisecond for the kinds of devices that are not there."""
+    torch.default_generator.manual_seed(seed)
     if torch.cuda.is_available():
-        torch.manual_seed(seed)
-    else:
-        torch.default_generator.manual_seed(seed)
+        torch.cuda.manual_seed_all(seed)
 
 
 def _recorded(spec: RecordedSpec, case: Case, device: str, home: Path | None) -> Any:
