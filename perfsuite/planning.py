@@ -102,12 +102,13 @@ def enough_s(entry: Entry, promised: float | None) -> float:
     return AMPLE * promised * entry.sides["optimized"].seconds
 
 
-def doubtful_processes(entry: Entry, promised: float | None, prior: Noise, *, slow_to_prepare: bool) -> int:
+def doubtful_processes(entry: Entry, promised: float | None, prior: Noise, *, first: int, slow_to_prepare: bool) -> int:
     """How many processes have to sample the reference in full to confirm the promise, 6 at most; 0 where a few samples
     in the first will probably do.
 
-    Where a further process is `slow_to_prepare`, the errors of both are taken twice. `prior` is the noise of all
-    workloads with the same clock.
+    The rule decides after so many `first` processes, at the level of that stage or of a later one. Where a further
+    process is `slow_to_prepare`, the errors of both are taken twice. `prior` is the noise of all workloads with the
+    same clock.
     """
     if promised is None:
         return 0
@@ -115,7 +116,8 @@ def doubtful_processes(entry: Entry, promised: float | None, prior: Noise, *, sl
     exceeded, doubled = math.log(entry.speedup() / promised), 2 if slow_to_prepare else 1
 
     def error(processes: int) -> float:
-        return doubled * t_quantile(1 - beta(processes), process.dof) * math.sqrt(process.value / processes)
+        level = beta(max(first, processes))
+        return doubled * t_quantile(1 - level, process.dof) * math.sqrt(process.value / processes)
 
     if exceeded >= max(FEW_LEAST, FEW_FACTOR * error(1)):
         return 0

@@ -379,7 +379,8 @@ class Paired(Control):
     def _doubtful_processes(self, id: str, entry: Entry) -> int:
         """How many processes have to sample the reference in full: few samples would leave the promise in doubt."""
         noise, slow = self.suite.of(entry.clock).ratio, self._is_slow_to_prepare(id)
-        return planning.doubtful_processes(entry, self.promises(id).speedup, noise, slow_to_prepare=slow)
+        promised, first = self.promises(id).speedup, self._first_processes(id)
+        return planning.doubtful_processes(entry, promised, noise, first=first, slow_to_prepare=slow)
 
     def _tree(self, id: str) -> Tree | None:
         """The revision that joins the current one."""

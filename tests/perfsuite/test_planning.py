@@ -223,7 +223,16 @@ def test_so_many_processes_sample_the_reference_in_full_where_few_samples_would_
 ) -> None:
     made = entry([measurement(ratio=math.log(2))])  # one process: its noise is the prior's
     prior = Noise(process=Variance(value=sd**2, dof=math.inf), session=Variance(value=1.0, dof=math.inf))
-    assert doubtful_processes(made, promised, prior, slow_to_prepare=slow) == processes
+    assert doubtful_processes(made, promised, prior, first=1, slow_to_prepare=slow) == processes
+
+
+def test_few_samples_are_to_confirm_a_promise_at_the_level_of_the_first_decision() -> None:
+    # Twice 2.25 standard deviations of a process after one process, 2.75 after three, 2.97 after four or more.
+    made = entry([measurement(ratio=math.log(2))])
+    prior = Noise(process=Variance(value=0.105**2, dof=math.inf), session=Variance(value=1.0, dof=math.inf))
+    promised = 2 / math.exp(0.5)
+    found = [doubtful_processes(made, promised, prior, first=n, slow_to_prepare=False) for n in (1, 3, 4, 6)]
+    assert found == [0, 1, 1, 1]
 
 
 # --- how many further processes -------------------------------------------------------------------------------------
