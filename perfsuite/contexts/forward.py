@@ -37,11 +37,12 @@ from perfsuite.pair import Pair, as_side
 from perfsuite.records import Case
 from perfsuite.rule import eps_of
 from perfsuite.specs import Size, TensorSpec, accepted
-from perfsuite.truths import Discard
+from perfsuite.truths import Discard, Way
 
 THREAD_CALLS = 3
 MOST_REWRITTEN = 1 << 13
 """The most elements of inputs that are rewritten in several modes."""
+REWRITTEN = "where its inputs get other values after a call"
 
 
 def inference_mode(probe: Probe) -> None:
@@ -201,31 +202,35 @@ def rewritten_inputs(probe: Probe) -> None:
     if differentiable(probe):
         modes["and they are parameters that need gradients"] = (torch.enable_grad, None)
     for words, (mode, eps) in modes.items():
-        training = mode is torch.enable_grad
+        way = _rewriting(probe, before, mode, words)
+        hold_anew(after, way, f"{REWRITTEN} {words}", eps=eps)
 
-        def way(
-            call: Callable[..., Any],
-            pair: Pair,
-            values: dict[str, Any],
-            seed: int,
-            mode: Any = mode,
-            t: bool = training,
-        ) -> Leaves:
-            held = make.clone(values)
-            make.copy_values(held, before)
-            if t:
-                held = {n: torch.nn.Parameter(v) if n in _parameters(pair) else v for n, v in held.items()}
-            with torch.set_grad_enabled(t), mode():
-                first = detached(execution.with_changed(pair, held, call(*held.values())))
-            make.copy_values(held, values)
-            with torch.set_grad_enabled(t), mode():
-                if t:
-                    second = gradients_of(*graph_of(call, pair, held, seed))
-                else:
-                    second = execution.copies_of(execution.with_changed(pair, held, call(*held.values())))
-            return second | {f"{name} of the call before": leaf for name, leaf in first.items()}
 
-        hold_anew(after, way, f"where its inputs get other values after a call {words}", eps=eps)
+def _rewriting(probe: Probe, before: dict[str, Any], mode: Callable[[], Any], words: str) -> Way:
+    """A call on these values `before`, and one on the values that are written into the same tensors, in this mode."""
+    training = mode is torch.enable_grad
+
+    def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
+        held = make.clone(values)
+        make.copy_values(held, before)
+        if training:
+            held = {n: torch.nn.Parameter(v) if n in _parameters(pair) else v for n, v in held.items()}
+        with torch.set_grad_enabled(training), mode():
+            first = detached(execution.with_changed(pair, held, call(*held.values())))
+        kept = execution.copies_of(first)
+        make.copy_values(held, values)
+        with torch.set_grad_enabled(training), mode():
+            if training:
+                second = gradients_of(*graph_of(call, pair, held, seed))
+            else:
+                second = execution.copies_of(execution.with_changed(pair, held, call(*held.values())))
+        # Where the reference gives views of its inputs, it raises this, too: then nothing is held.
+        for name, leaf in first.items():
+            if not same_leaf(leaf, kept[name]):
+                raise probe.fault(f"changes {name} that it returned, {REWRITTEN} {words}")
+        return second
+
+    return way
 
 
 def _parameters(pair: Pair) -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from perfsuite import Pair, Workload, contexts, tensor
+from perfsuite import Pair, Workload, contexts, floats, tensor
 from perfsuite.contexts import _is_compiled
 from perfsuite.errors import NotEquivalent
 from perfsuite.integrity.probe import Probe
@@ -98,3 +98,38 @@ def test_three_draws_take_every_way_that_depends_little_on_the_draw_once(monkeyp
 def test_a_draw_keeps_its_number() -> None:
     tally = Tally()
     assert [tally.number(line) for line in ("n=3", "n=5", "n=3", "n=7")] == [0, 1, 0, 2]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_an_inexact_first_answer_is_no_fault_of_the_second_call(seed: int) -> None:
+    # Its error is larger than the reference's; the rule allows it, with the errors that neighbours of the inputs show.
+    def reference(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.conv1d(x[:, None], w.flip(-1)[None, None], padding=len(w) - 1)[:, 0]
+
+    def by_transforms(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        n = x.shape[1] + len(w) - 1
+        return torch.fft.irfft(torch.fft.rfft(x, n) * torch.fft.rfft(w, n), n)
+
+    pair = Pair(
+        name="p",
+        reference=reference,
+        optimized=by_transforms,
+        inputs={"x": tensor("m", "n", values=floats(-2, 2)), "w": tensor("k", values=floats(-2, 2))},
+        gradients=False,
+        unsupported={"autocast": "torch has no such FFT"},
+        workloads=[Workload("w", m=5, n=1090, k=2)],
+    )
+    case = Case(dtype="float32", sizes={"m": 5, "n": 1090, "k": 2}, inputs={}, seed=seed)
+    contexts.check(pair, case, "cpu")
+
+
+def test_an_output_that_a_later_call_writes_to_is_found_in_the_mode_where_that_happens() -> None:
+    buffer = torch.empty(4)
+
+    def side(x: torch.Tensor) -> torch.Tensor:
+        return buffer.copy_(2 * x) if torch.is_inference_mode_enabled() else 2 * x
+
+    with pytest.raises(NotEquivalent, match="changes output that it returned, where its inputs get other values"):
+        contexts.forward.rewritten_inputs(
+            Probe(pair=pair_of(side), side=as_side(side), name="optimized", case=CASE, device="cpu", home=None)
+        )

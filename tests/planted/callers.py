@@ -9,6 +9,7 @@ import torch
 from catalogue import Time, fault, honest, pair
 from gradients import Sine, differentiated
 from torch.autograd.function import once_differentiable
+from torch.nn import functional
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from perfsuite import Pair, floats, listof, size, tensor
@@ -249,3 +250,19 @@ def inference_buffer(time: Time) -> Pair:
 @honest(57, "weights prepared in each call")
 def in_each_call(time: Time) -> Pair:
     return pair(lambda x, w: 2 * (x[:, None] * w).sum(-1), **WEIGHED, gradients=True)
+
+
+@honest(57, "a convolution by Fourier transforms, whose error is larger than the reference's")
+def by_transforms(time: Time) -> Pair:
+    def reference(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return functional.conv1d(x[:, None], w.flip(-1)[None, None], padding=len(w) - 1)[:, 0]
+
+    def side(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        n = x.shape[1] + len(w) - 1
+        return torch.fft.irfft(torch.fft.rfft(x, n) * torch.fft.rfft(w, n), n)
+
+    inputs = {"x": tensor("m", "n", values=VALUES, least=1), "w": tensor("k", values=VALUES, least=1)}
+    sizes = {"m": size(1, 32), "n": size(1, 1500), "k": size(1, 64)}
+    return pair(
+        side, reference=reference, inputs=inputs, sizes=sizes, unsupported={"autocast": "torch has no such FFT"}
+    )
