@@ -19,11 +19,13 @@ SMALL_NORM, LARGE_NORM = 1e-120, 1e150
 def as_double(leaf: Leaf) -> torch.Tensor:
     """In float64; on the CPU if it is small, since each of the many operations of a comparison waits for a GPU."""
     if isinstance(leaf, torch.Tensor):
-        leaf = leaf.detach()
-        if leaf.is_complex():
-            leaf = torch.view_as_real(leaf.resolve_conj())
+        leaf = _real(leaf.detach())
         return (leaf.cpu() if leaf.numel() <= COMPARED_ON_CPU else leaf).double()
     return torch.tensor(float(leaf or 0.0), dtype=torch.float64)
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def rms(leaf: Leaf) -> float:
@@ -42,7 +44,9 @@ def rms(leaf: Leaf) -> float:
 
 def largest_rms(tensors: Iterable[torch.Tensor]) -> float:
     """The largest RMS of any; each device is waited for once."""
-    some = [t.detach() for t in tensors if t.numel()]
+    some = [
+        torch.view_as_real(t.detach().resolve_conj()) if t.is_complex() else t.detach() for t in tensors if t.numel()
+    ]
     norms: dict[torch.device, list[torch.Tensor]] = {}
     for t in some:
         norm = torch.linalg.vector_norm(t, dtype=torch.float64) / math.sqrt(t.numel())

@@ -103,7 +103,8 @@ def _check_roundings(
         if float((x == y)[some].double().mean()) > UNMOVED:
             raise PairError(
                 f"{pair.name}: {name} of the reference does not move when its float64 inputs do, by up to one part in "
-                f"2^24: it is rounded to half precision inside; take out its casts, or declare precision="
+                f"2^24: it is rounded to half precision inside; take out its casts, or declare precision=; if it is a "
+                f"step function, as round() is, declare with excuse= which elements lie beside a step"
             )
     return looked
 

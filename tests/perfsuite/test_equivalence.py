@@ -937,6 +937,21 @@ def test_gradients(reference: Call, optimized: Call, match: str) -> None:
     rejected(pair_of(reference, optimized, inputs), match, case_of(n=5), gradients=True)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_complex_outputs_and_their_gradients_are_compared(seed: int) -> None:
+    inputs = {"r": tensor("n", values=floats(0, 3)), "t": tensor("n", values=floats(-3, 3))}
+
+    def polar(r: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        return torch.complex(r * t.cos(), r * t.sin())
+
+    same = pair_of(lambda r, t: r * torch.exp(1j * t), polar, inputs)
+    check(same, case_of(n=16, seed=seed), gradients=True)
+    turned = replace(same, optimized=lambda r, t: polar(r, -t))
+    rejected(turned, "output of the optimized side", case_of(n=16, seed=seed))
+    frozen = replace(same, optimized=lambda r, t: polar(r, t.detach()))
+    rejected(frozen, "gradient of t", case_of(n=16, seed=seed), gradients=True)
+
+
 def test_a_gradient_of_zeros_is_no_gradient() -> None:
     inputs = {"a": tensor("n"), "b": tensor("n")}
     pair = pair_of(lambda a, b: a * 1, lambda a, b: a + (b - b.detach()) * 0, inputs)
