@@ -130,7 +130,9 @@ def _hold(
         try:
             check(case)
         except NotEquivalent as error:
-            raise NotEquivalent(f"{error}\ndraw: {make.case_line(case)}", case) from None
+            failure = NotEquivalent(f"{error}\ndraw: {make.case_line(case)}", case)
+            failure.names_its_cause = error.names_its_cause
+            raise failure from None
         except (PerfsuiteError, hypothesis.errors.HypothesisException):
             raise
         except Exception as error:

@@ -6,6 +6,7 @@ sizes, precision) and sees whether the side is then right.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 import traceback
@@ -38,8 +39,10 @@ LEAF_WRITTEN = "a leaf Variable that requires grad is being used in an in-place 
 """Part of torch's message where an input changes in place that is differentiated."""
 MISPLACED = "storage_offset divisible by"
 """Part of torch's message where data begins at a place that an operation does not support."""
-CALL_THE_REFERENCE = frozenset({truths.establish.__code__, task_of.__code__})
+CALL_THE_REFERENCE = frozenset({inspect.unwrap(truths.establish).__code__, task_of.__code__})
 """Functions that call a reference, and no other side."""
+TIED = 1e-3
+"""A gradient that is the same but for which of equal values has it differs by no more, added up for each value."""
 FEWEST_ERRORS, LEAST_OF_A_SIGN = 16, 0.15
 """Fewer errors, or fewer of one sign, are not taken for rounding: a factor that is wrong by 1% fits bfloat16, too."""
 
@@ -63,7 +66,7 @@ def remedy_of(error: BaseException, pair: Pair, case: Case) -> str:
         return "; if its data must begin at a multiple of some bytes, declare it: tensor(…, align=16)"
     empty = [name for name in sorted(pair.symbols) if case.sizes.get(name) == 0]
     if empty and not is_of_reference(error):
-        return f"; if it is never called with {empty[0]}=0, declare it: tensor(…, least=1)"
+        return f"; if it is never called with {' or '.join(f'{n}=0' for n in empty)}, declare it: tensor(…, least=1)"
     return ""
 
 
@@ -93,7 +96,7 @@ def explained(
     home: Path | None = None,
 ) -> NotEquivalent:
     """The error with its likely cause in a line of its own, where one is found on its draw."""
-    if error.case is None:
+    if error.case is None or error.names_its_cause:
         return error
     cause = explain(pair, side, error.case, device, gradients=gradients, home=home)
     return error if cause is None else NotEquivalent(f"{error}\nlikely cause: {cause}", error.case)
@@ -163,6 +166,7 @@ def _causes(trial: _Trial, case: Case, gradients: bool) -> Iterator[str]:
         )
     if gradients:
         yield from _incoming(trial, case)
+        yield from _ties(trial, case)
     if gradients and trial.is_right(case):
         yield "the forward is right, the gradient is not"
     plain = replace(case, inputs={n: replace(how, layout="contiguous") for n, how in case.inputs.items()})
@@ -202,6 +206,32 @@ _WHENCE = {
     "large": ", as where a loss is scaled",
     incoming.ONE_OUTPUT: f" {incoming.ONE_OUTPUT}",
 }
+
+
+def _ties(trial: _Trial, case: Case) -> Iterator[str]:
+    """A gradient that goes to another one of several equal values."""
+    truth, produced = trial.truth(case, True), trial.produce(case, True)
+    drawn = make.build(trial.pair, case, trial.device, home=trial.home)
+    moved = []
+    for path, value in ((p, t.detach()) for name in drawn for p, t in make.tensors_in(drawn[name], name)):
+        name = f"gradient of {path}"
+        got, leaf = produced.get(name), truth.leaves.get(name)
+        if not isinstance(got, torch.Tensor) or not isinstance(leaf, torch.Tensor) or got.shape != leaf.shape:
+            continue
+        size = float(leaf.double().abs().sum())
+        if float((got.double() - leaf.double()).abs().sum()) <= TIED * size:
+            continue
+        values, which = value.unique(return_inverse=True)
+        off = values.new_zeros(len(values), dtype=torch.float64)
+        off.index_add_(0, which.flatten(), (got.double() - leaf.double()).flatten())
+        if len(values) == value.numel() or not float(off.abs().sum()) <= TIED * size:
+            return
+        moved.append(path)
+    if moved:
+        yield (
+            f"the gradient goes to another one of several equal values of {' and '.join(moved)} than the reference's: "
+            f"choose the same one, as the first of them"
+        )
 
 
 def _exchanged(trial: _Trial, case: Case, gradients: bool) -> Iterator[str]:

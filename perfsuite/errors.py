@@ -27,6 +27,8 @@ class NotEquivalent(Exception):  # noqa: N818 - named as the verdict is
     """The draw that showed it, a `Case`, or None."""
     excess: float = math.inf
     """How many times its budget an error is; infinite for what has no budget."""
+    names_its_cause: bool = False
+    """Whether the message says all, so that no likely cause is looked for."""
 
     def __init__(self, message: str, case: Any = None) -> None:
         super().__init__(message)
@@ -47,6 +49,10 @@ class MachineError(PerfsuiteError):
 
 class RevisionError(PerfsuiteError):
     """A revision cannot be loaded beside the current tree."""
+
+
+class HarnessFault(BaseException):
+    """perfsuite itself raised where it judges outputs: no side is to blame, and nothing is proven."""
 
 
 class TamperedError(PerfsuiteError):

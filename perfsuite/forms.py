@@ -103,6 +103,17 @@ def kind(leaf: Leaf) -> str:
     return f"a tensor of {leaf.dtype}" if isinstance(leaf, torch.Tensor) else f"{leaf!r}"
 
 
+def unusual_kind(tensor: torch.Tensor) -> str:
+    """What it is where its elements cannot be compared as those of a dense tensor; empty for a dense one."""
+    if tensor.is_nested:
+        return "nested"
+    if tensor.is_quantized:
+        return "quantized"
+    if tensor.is_meta:
+        return "meta"
+    return "" if tensor.layout is torch.strided else str(tensor.layout).removeprefix("torch._").removeprefix("torch.")
+
+
 def _type(leaf: Leaf) -> str:
     return type(leaf).__name__
 

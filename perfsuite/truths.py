@@ -15,7 +15,8 @@ from perfsuite import differences, execution, incoming
 from perfsuite import inputs as make
 from perfsuite.errors import NotEquivalent, PairError
 from perfsuite.execution import Leaf, Leaves
-from perfsuite.forms import is_real
+from perfsuite.forms import is_real, unusual_kind
+from perfsuite.own_faults import raises_harness_faults
 from perfsuite.pair import GRAD_OUTPUT, TF32, Pair, Side, as_side
 from perfsuite.records import Case
 from perfsuite.rule import (
@@ -99,6 +100,7 @@ def by_replicas(pair: Pair, case: Case, device: str, *, most: int = CAREFUL, **o
     return known
 
 
+@raises_harness_faults
 def establish(
     pair: Pair,
     case: Case,
@@ -360,6 +362,11 @@ def _check_reference(pair: Pair, own: Leaves, truth: Leaves) -> None:
     if list(own) != list(truth):
         raise PairError(f"{pair.name}: the reference returns other outputs in float64; it must not depend on the dtype")
     for name, leaf in own.items():
+        if isinstance(leaf, torch.Tensor) and (kind := unusual_kind(leaf)):
+            raise PairError(
+                f"{pair.name}: {name} of the reference is a {kind} tensor; only dense tensors are compared: let both "
+                f"sides return its values, as with to_dense()"
+            )
         t = truth[name]
         if is_real(leaf) != is_real(t):
             raise PairError(f"{pair.name}: {name} of the reference is of another kind in float64; take out its casts")

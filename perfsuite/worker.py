@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from perfsuite import faults, preload, revision
-from perfsuite.errors import NoisyError, PerfsuiteError, RevisionError, TamperedError, in_one_line
+from perfsuite.errors import HarnessFault, NoisyError, PerfsuiteError, RevisionError, TamperedError, in_one_line
 from perfsuite.observed import Observed
 from perfsuite.pair import Pair, as_side, module_of
 from perfsuite.records import Alone, Measurement, Proof, Ran, Status
@@ -165,6 +165,8 @@ class _Workload:
         except PerfsuiteError as error:
             raised = "the accepted side raises RevisionError: " if isinstance(error, RevisionError) else ""
             return Failure(status=Status.UNMEASURED, message=f"{raised}{error}")
+        except HarnessFault as error:
+            return Failure(status=Status.UNMEASURED, message=str(error))
         except (Exception, SystemExit) as error:
             if faults.lacks_memory(error):
                 return Failure(status=Status.UNMEASURED, message=f"the {self.phase} side runs out of device memory")

@@ -66,7 +66,7 @@ def judge(
     import torch
 
     from perfsuite.conclusion import CODE_AT_FAULT
-    from perfsuite.errors import PerfsuiteError
+    from perfsuite.errors import HarnessFault, PerfsuiteError
     from perfsuite.judge import verdict as verdicts
 
     options = verdicts.Options(
@@ -87,7 +87,7 @@ def judge(
     except PerfsuiteError as error:
         click.echo(f"perfsuite judge: {error}", err=True)
         sys.exit(4)
-    except Exception as error:
+    except (Exception, HarnessFault) as error:
         traceback.print_exc()
         click.echo(f"perfsuite judge failed with {type(error).__name__}; report this with the traceback", err=True)
         sys.exit(UNEXPECTED)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import perfsuite
-from perfsuite import Pair, contexts, floats, tensor
+from perfsuite import Pair, contexts, diagnosis, floats, tensor
 from perfsuite.errors import NotEquivalent
 from perfsuite.integrity import calls
 from perfsuite.integrity.probe import Probe
@@ -145,3 +145,33 @@ def test_a_plainly_wrong_side_is_not_accused_of_threads_or_of_order() -> None:
         probe = Probe(pair=pair, side=as_side(pair.optimized), name="optimized", case=case, device="cpu", home=None)
         calls.call_order(probe)
         calls.reused_memory(probe)
+
+
+def test_a_gradient_that_goes_to_another_of_equal_values_is_named() -> None:
+    def last_largest(x: torch.Tensor) -> torch.Tensor:
+        return x.flip(-1).max(-1).values
+
+    x = tensor("m", 5, values=floats(-1, 1), least=1)
+    pair = Pair(name="p", reference=lambda x: x.max(-1).values, optimized=last_largest, inputs={"x": x})
+    with pytest.raises(NotEquivalent, match="goes to another one of several equal values of x than the reference's"):
+        perfsuite.check(pair, examples=50)
+
+
+def test_no_cause_is_guessed_where_an_output_lies_in_the_memory_of_an_input() -> None:
+    pair = Pair(
+        name="p",
+        reference=lambda x: x.abs() if len(x) > 1 else x + 0,
+        optimized=lambda x: x.abs() if len(x) > 1 else x.view_as(x),
+        inputs={"x": tensor("n", values=floats(-1, 1))},
+        gradients=False,
+    )
+    with pytest.raises(NotEquivalent, match=r"in the memory of its input x.*return a copy") as caught:
+        perfsuite.check(pair, examples=50)
+    assert "likely cause" not in str(caught.value)
+
+
+def test_each_size_of_nothing_is_named_where_a_side_raises() -> None:
+    pair = Pair(name="p", reference=torch.abs, optimized=torch.abs, inputs={"x": tensor("m", "n")})
+    case = Case(dtype="float32", sizes={"m": 0, "n": 0}, inputs={}, seed=0)
+    remedy = diagnosis.remedy_of(IndexError("index 0 is out of bounds"), pair, case)
+    assert remedy == "; if it is never called with m=0 or n=0, declare it: tensor(…, least=1)"

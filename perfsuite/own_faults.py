@@ -1,0 +1,57 @@
+"""Tells errors of the harness from those of the sides that it calls."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+from perfsuite import faults
+from perfsuite.errors import HarnessFault, first_line
+
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+HARNESS = Path(__file__).parent
+JUDGES = frozenset(
+    {"bias.py", "comparison.py", "differences.py", "equivalence.py", "forms.py", "rule.py", "tally.py", "truths.py"}
+)
+"""Files of perfsuite that look at outputs; an error there, on those of the reference alone, is none of a side."""
+CALLS_A_SIDE = "truths.py", "run"
+"""The file and function through which all of them call a side."""
+INSTALLED = "site-packages"
+OF_THE_DEVICE = "CUDA"
+"""Part of the messages of errors that a kernel has caused and that show at any later operation."""
+
+
+def raises_harness_faults(judge: Callable[Given, Result]) -> Callable[Given, Result]:
+    """`judge`, which raises HarnessFault in place of an error of its own: it would be taken for one of a side."""
+
+    @wraps(judge)
+    def wrapped(*args: Given.args, **kwargs: Given.kwargs) -> Result:
+        try:
+            return judge(*args, **kwargs)
+        except Exception as error:
+            place = _own_place(error)
+            if place is None:
+                raise
+            what = f"{type(error).__name__}: {first_line(error)}"
+            raise HarnessFault(
+                f"perfsuite itself raises {what} at {place}: a bug of perfsuite; report it with this traceback"
+            ) from error
+
+    return wrapped
+
+
+def _own_place(error: Exception) -> str | None:
+    """Where a judge raised the error, or torch called by one; None where a side, or the device, is the cause."""
+    if type(error).__module__.startswith("perfsuite.") or isinstance(error, MemoryError):
+        return None
+    if faults.lacks_memory(error) or OF_THE_DEVICE in str(error):
+        return None
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if INSTALLED not in Path(f.filename).parts]
+    own = [(Path(f.filename).name, f.name) for f in frames if Path(f.filename).parent == HARNESS]
+    if not own or CALLS_A_SIDE in own or own[-1][0] not in JUDGES or Path(frames[-1].filename).parent != HARNESS:
+        return None
+    return f"{own[-1][0]}:{frames[-1].lineno}"
