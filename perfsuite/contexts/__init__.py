@@ -130,6 +130,7 @@ def check(
         ways = tuple(way for way in (*WAYS, *COSTLY) if way not in NOT_COMPILED) if thorough else COMPILED
     elif thorough:
         ways = (*WAYS, *COSTLY)
+    probe.number = number
     with execution.recompiling():
         for way in ways:
             its_turn = number is None or way not in IN_TURN or (IN_TURN.index(way) + number) % TURNS == 0

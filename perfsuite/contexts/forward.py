@@ -40,6 +40,7 @@ from perfsuite.specs import Size, TensorSpec, accepted
 from perfsuite.truths import Discard, Way
 
 THREAD_CALLS = 3
+HALF = (torch.bfloat16, torch.float16)
 MOST_REWRITTEN = 1 << 13
 """The most elements of inputs that are rewritten in several modes."""
 REWRITTEN = "where its inputs get other values after a call"
@@ -117,8 +118,8 @@ def two_threads(probe: Probe) -> None:
 
 def autocast(probe: Probe) -> None:
     """Under torch.autocast to half precision: the reference's dtype, to the precision that it has there. The backward
-    pass comes after it."""
-    for dtype in (torch.bfloat16, torch.float16):
+    pass comes after it. Of several draws each takes one of the two formats, in turn."""
+    for dtype in HALF if probe.number is None else (HALF[probe.number % len(HALF)],):
         _autocast(probe, dtype)
 
 

@@ -40,6 +40,8 @@ class Probe:
     """By the case's seed, the answer to it that was found right last."""
     touched: str | None = None
     """An undeclared input that a call has written to, as torch counts it, whatever it holds now."""
+    number: int | None = None
+    """The draw's number in a proof with several, each of which may try a part of the ways; None: all are tried."""
 
     def drawn(self, case: Case | None = None) -> dict[str, Any]:
         used = case or self.case

@@ -133,3 +133,20 @@ def test_an_output_that_a_later_call_writes_to_is_found_in_the_mode_where_that_h
         contexts.forward.rewritten_inputs(
             Probe(pair=pair_of(side), side=as_side(side), name="optimized", case=CASE, device="cpu", home=None)
         )
+
+
+def test_two_draws_take_both_formats_of_autocast() -> None:
+    tried: list[torch.dtype] = []
+
+    def side(x: torch.Tensor) -> torch.Tensor:
+        if torch.is_autocast_enabled("cpu"):
+            tried.append(torch.get_autocast_dtype("cpu"))
+        return 2 * x
+
+    for number in (0, 1, None):
+        probe = Probe(pair=pair_of(side), side=as_side(side), name="optimized", case=CASE, device="cpu", home=None)
+        probe.number = number
+        contexts.forward.autocast(probe)
+        seen = {0: {torch.bfloat16}, 1: {torch.float16}, None: {torch.bfloat16, torch.float16}}[number]
+        assert set(tried) == seen
+        tried.clear()
