@@ -14,7 +14,7 @@ from perfsuite.errors import NotEquivalent, PairError
 from perfsuite.execution import Leaves
 from perfsuite.pair import Pair, Side, as_side
 from perfsuite.records import Case
-from perfsuite.reference_task import TASK_DRAWS, Task, task_of
+from perfsuite.reference_task import Task, draws_of, task_of
 from perfsuite.rule import CAREFUL, NEAR, NONE, REPLICAS, SURE, TRUTH_EPS
 from perfsuite.rule import C as C
 from perfsuite.rule import K as K
@@ -83,7 +83,7 @@ def check_case(
     except Discard:
         tally.discarded += 1
         return
-    if not tally.answers_differ or (not tally.roundings and tally.draws <= TASK_DRAWS):
+    if not tally.answers_differ or (not tally.roundings and tally.draws <= draws_of(pair)):
         task = facts.task(pair, case, device, home=home)
         tally.fault = tally.fault or task.fault
         tally.roundings |= task.roundings

@@ -55,10 +55,20 @@ def task_of(pair: Pair, case: Case, device: str, home: Path | None) -> Task:
     if not any(leaf.numel() for leaf in here.values() if isinstance(leaf, torch.Tensor)):
         return Task()
     looked = False
-    if pair.precision is None and pair.excuse is None and not pair.is_stateful:
+    if shows_roundings(pair):
         looked = _check_roundings(pair, drawn, here, answer)
     differ = any(_differs(leaf, there.get(name)) for name, leaf in here.items())
     return Task(answers_differ=differ, roundings=looked)
+
+
+def shows_roundings(pair: Pair) -> bool:
+    """Whether the reference's roundings can be looked at."""
+    return pair.precision is None and pair.excuse is None and not pair.is_stateful
+
+
+def draws_of(pair: Pair) -> int:
+    """On how many draws of a proof at most the reference is looked at as a task."""
+    return TASK_DRAWS if shows_roundings(pair) else FEW_TASK_DRAWS
 
 
 def is_random(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -109,7 +119,8 @@ def _check_roundings(
     return looked
 
 
-TASK_DRAWS = 20
+TASK_DRAWS, FEW_TASK_DRAWS = 20, 4
+"""The most draws on which the reference is looked at, until one shows its roundings; and where none can."""
 BESIDE = 2.0**-24
 """Far above float64's own rounding; a value rounded to half precision stays as it is, but for one in 8,000."""
 UNMOVED = 0.95
