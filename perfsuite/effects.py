@@ -30,7 +30,7 @@ BUSY_S, BUSY_SHARE, WINDOWS = 0.04, 0.5, 3
 """How long other threads are watched, the share of it that a busy one computes, and how often in a row it does."""
 IDLE_S = 0.02
 """After a call a pool's threads may wait for more work for as long as this, without sleeping."""
-THREADS_EVERY = 3
+THREADS_EVERY = 5
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 

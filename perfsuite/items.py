@@ -157,7 +157,7 @@ class PairCollector(pytest.Collector):
 
     def _integrity(self, case: Case, tally: Tally) -> None:
         tally.draws += 1
-        integrity.check(self.pair, case, device(), home=self.home)
+        integrity.check(self.pair, case, device(), home=self.home, number=tally.number(make.case_line(case)))
 
     def _contexts(self, case: Case, tally: Tally) -> None:
         thorough = device() == "cuda" or self.config.option.perfsuite_profile == "thorough"

@@ -77,9 +77,13 @@ CHECKS: tuple[Callable[[Probe], None], ...] = (
 )
 
 
-def check(pair: Pair, case: Case, device: str, *, home: Path | None = None) -> None:
-    """Every check on the optimized side for one draw; NotEquivalent names the fault, PairError one of the reference."""
+def check(pair: Pair, case: Case, device: str, *, home: Path | None = None, number: int | None = None) -> None:
+    """Every check on the optimized side for one draw; NotEquivalent names the fault, PairError one of the reference.
+
+    `number` is that of the draw, of a proof with several: one in three waits for outputs that come late.
+    """
     probe = Probe(pair=pair, side=as_side(pair.optimized), name="optimized", case=case, device=device, home=home)
+    probe.number = number
     for fault in CHECKS:
         with process_state.kept(quick=True):  # what one leaves changed must not reach the next
             fault(probe)
