@@ -133,8 +133,9 @@ def bindings(probe: Probe) -> Effects:
 def threads(probe: Probe) -> Effects:
     """Threads that go on computing."""
     _call_and_differentiate(probe)
+    before = _ticks()
     time.sleep(IDLE_S)
-    busy = set(_ticks()) - {threading.get_native_id()}
+    busy = {n for n, ticks in _ticks().items() if ticks > before.get(n, 0)} - {threading.get_native_id()}
     for _ in range(WINDOWS):
         if not busy:
             return {}
