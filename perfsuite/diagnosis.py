@@ -26,11 +26,13 @@ from perfsuite.kinds import LARGE_TILE
 from perfsuite.pair import Pair, Side
 from perfsuite.records import Case, InputCase
 from perfsuite.reference_task import task_of
-from perfsuite.specs import ConstantSpec, TensorSpec, symbols
+from perfsuite.specs import ConstantSpec, TensorSpec, accepted, symbols
 
 PRECISIONS = {"float16 or TF32": 2.0**-10, "bfloat16": 2.0**-7}
 """Name → eps: where the error fits the budget of one of these, that is what was computed in."""
 TILES = (16, 32, 64)
+MOST_ELEMENTS = 1 << 20
+"""Of the inputs together, at sizes that are tried to find the cause: what a side makes of them may be far larger."""
 MOST_EXCHANGED = 8
 """Outputs, or inputs, of which any two may be exchanged."""
 EXPANDED_WRITTEN = "more than one element of the written-to tensor refers to a single memory location"
@@ -329,18 +331,41 @@ def _sizes(trial: _Trial, case: Case, gradients: bool) -> Iterator[str]:
             yield f"it is right at {name}={LARGE_TILE}, and wrong at {name}={sizes[name]}: more than a block holds"
             return
     for tile in TILES:
-        whole: dict[str, Any] = {n: max(tile, math.ceil(v / tile) * tile) for n, v in sizes.items()}
+        whole = _within(trial.pair, case, {n: max(tile, math.ceil(v / tile) * tile) for n, v in sizes.items()})
         bigger = replace(case, sizes={**case.sizes, **whole})
         # Twice, with other values: an answer that is kept by its size is right once.
         other = replace(bigger, seed=case.seed ^ 0x3C6EF35)
         if whole != sizes and trial.is_right(bigger, gradients) and trial.is_right(other, gradients):
             at = ", ".join(f"{n}={v}" for n, v in sizes.items())
-            beyond = replace(bigger, sizes={**bigger.sizes, **{n: v + 1 for n, v in whole.items()}})
+            past = _within(trial.pair, bigger, {n: v + 1 for n, v in whole.items()})
+            beyond = replace(bigger, sizes={**bigger.sizes, **past})
             if trial.is_right(beyond, gradients):
                 yield f"it is right at larger sizes, and wrong at {at}: a special case of these sizes"
             else:
                 yield f"it is right where sizes are multiples of {tile}, and wrong at {at}: off the tile's size"
             return
+
+
+def _within(pair: Pair, case: Case, wanted: Mapping[str, int]) -> dict[str, int]:
+    """These sizes, where the pair allows them, and the draw's where it does not; the draw's alone if the inputs had too
+    many elements."""
+    sizes = {n: v if _is_allowed(pair, n, v) else case.sizes[n] for n, v in wanted.items()}
+    every = {**case.sizes, **sizes}
+    tensors = (make.tensor_spec(spec) for spec in {**pair.inputs, **pair.step_inputs}.values())
+    elements = sum(make.elements(spec, every) for spec in tensors if spec is not None)
+    unwanted = pair.where is not None and not pair.where(**accepted(pair.where, every))
+    return {n: case.sizes[n] for n in wanted} if unwanted or elements > MOST_ELEMENTS else sizes
+
+
+def _is_allowed(pair: Pair, name: str, value: int) -> bool:
+    size = pair.sizes.get(name)
+    return size is None or (size.low <= value <= size.high and value % size.multiple_of == 0)
+
+
+def _most_allowed(pair: Pair, name: str, most: int) -> int:
+    """The largest size up to `most` that the pair allows; 0 where there is none."""
+    size = pair.sizes.get(name)
+    return most if size is None else min(most, size.high) // size.multiple_of * size.multiple_of
 
 
 def _dimensions(pair: Pair, case: Case) -> dict[str, int]:
@@ -404,7 +429,8 @@ def _both(truth: truths.Truth, produced: Leaves) -> Iterator[tuple[torch.Tensor,
 
 
 def _precision(trial: _Trial, case: Case, gradients: bool) -> Iterator[str]:
-    sizes = {n: max(TILES[0], v) for n, v in _dimensions(trial.pair, case).items()}
+    most = {n: _most_allowed(trial.pair, n, TILES[0]) for n in _dimensions(trial.pair, case)}
+    sizes = _within(trial.pair, case, {n: max(most[n], v) for n, v in _dimensions(trial.pair, case).items()})
     larger = replace(case, sizes={**case.sizes, **sizes})
     name = precision_of(trial.pair, trial.truth(case, gradients), trial.produce(case, gradients))
     truth, produced = trial.truth(larger, gradients), trial.produce(larger, gradients)

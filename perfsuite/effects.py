@@ -99,9 +99,10 @@ def process(probe: Probe) -> Effects:
 
 def generators(probe: Probe) -> Effects:
     """Random states that no argument names."""
-    before = process_state.generators()
-    _call_and_differentiate(probe)
-    after = process_state.generators()
+    with process_state.advanced_generators():
+        before = process_state.generators()
+        _call_and_differentiate(probe)
+        after = process_state.generators()
     return {name: f"advances or sets {name}" for name in after if after[name] != before.get(name, after[name])}
 
 

@@ -497,6 +497,31 @@ def generators() -> dict[str, Any]:
     return states
 
 
+@contextmanager
+def advanced_generators() -> Iterator[None]:
+    """All these generators have given a number more, until the block ends: a side that sets one to a constant, as by
+    torch.manual_seed, changes it again."""
+    numpy, cuda = sys.modules.get("numpy"), torch.cuda.is_available() and torch.cuda.is_initialized()
+    of_torch, of_python = torch.get_rng_state(), random.getstate()
+    of_gpus = torch.cuda.get_rng_state_all() if cuda else []
+    of_numpy = numpy.random.get_state() if numpy is not None else None
+    torch.rand(())
+    random.random()
+    for number in range(len(of_gpus)):
+        torch.rand((), device=f"cuda:{number}")
+    if numpy is not None:
+        numpy.random.random()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(of_torch)
+        random.setstate(of_python)
+        if of_gpus:
+            torch.cuda.set_rng_state_all(of_gpus)
+        if numpy is not None:
+            numpy.random.set_state(of_numpy)
+
+
 def _bytes(state: torch.Tensor) -> str:
     return str(hash(state.numpy().tobytes()))
 

@@ -22,6 +22,7 @@ from perfsuite.contexts.backward import (
     second_backward,
     two_graphs,
 )
+from perfsuite.contexts.calling import gradients_are_right
 from perfsuite.contexts.forward import (
     after_other_dtype,
     autocast,
@@ -128,8 +129,10 @@ def check(
     elif _is_compiled(probe):
         number = None  # its proof takes one draw
         ways = tuple(way for way in (*WAYS, *COSTLY) if way not in NOT_COMPILED) if thorough else COMPILED
-    elif thorough:
-        ways = (*WAYS, *COSTLY)
+    else:
+        if not gradients_are_right(probe):
+            return  # gradients says how
+        ways = (*WAYS, *COSTLY) if thorough else WAYS
     probe.number = number
     with execution.recompiling():
         for way in ways:

@@ -16,7 +16,7 @@ from perfsuite.errors import NotEquivalent, first_line
 from perfsuite.execution import Leaves
 from perfsuite.integrity.probe import Probe
 from perfsuite.pair import Pair, Side, as_side
-from perfsuite.records import REFERENCE, Case
+from perfsuite.records import Case
 from perfsuite.rule import NONE
 from perfsuite.specs import ListSpec, Size, Spec, TensorSpec, accepted, symbols
 from perfsuite.truths import Discard, Known, Truth, Way
@@ -93,7 +93,7 @@ def judge(probe: Probe, known: Known, produced: Leaves, words: str) -> None:
 
 def _is_right(probe: Probe, known: Known, produced: Leaves) -> bool:
     try:
-        equivalence.hold(probe.pair, known, produced, name=REFERENCE, strict_strides=False)
+        equivalence.hold(probe.pair, known, produced, name=probe.name, strict_strides=False)
     except NotEquivalent:
         return False
     return True
@@ -163,6 +163,22 @@ def differentiable(probe: Probe) -> list[str]:
 def truth_with_gradients(probe: Probe, left_out: set[str], replicas: int) -> Truth:
     """The truth of a plain call and of its gradients, without these outputs."""
     return _without(probe.truth(replicas=replicas, gradients=True), left_out)
+
+
+def gradients_are_right(probe: Probe) -> bool:
+    """Whether a plain call has the right gradients on the draw, or none are compared."""
+    if not differentiable(probe):
+        return True
+    known = functools.partial(truth_with_gradients, probe, set())
+    try:
+        known(NONE)
+    except Exception:  # Discard among others
+        return True
+    try:
+        produced = truths.produce(probe.pair, probe.side, probe.case, probe.device, gradients=True, home=probe.home)
+    except Exception:
+        return False
+    return _is_right(probe, known, produced)
 
 
 def _without(truth: Truth, names: set[str]) -> Truth:

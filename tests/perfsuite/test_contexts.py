@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -150,3 +152,17 @@ def test_two_draws_take_both_formats_of_autocast() -> None:
         seen = {0: {torch.bfloat16}, 1: {torch.float16}, None: {torch.bfloat16, torch.float16}}[number]
         assert set(tried) == seen
         tried.clear()
+
+
+def test_wrong_gradients_are_not_laid_to_a_way_of_calling() -> None:
+    class Wrong(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx: Any, *incoming: torch.Tensor) -> torch.Tensor:
+            return 3 * incoming[0]
+
+    pair = dataclasses.replace(pair_of(lambda x: Wrong.apply(x)), gradients=True)
+    contexts.check(pair, CASE, "cpu")  # gradients says it

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import perfsuite
-from perfsuite import Pair, contexts, diagnosis, floats, tensor
+from perfsuite import Pair, contexts, diagnosis, floats, size, tensor
 from perfsuite.errors import NotEquivalent
 from perfsuite.integrity import calls
 from perfsuite.integrity.probe import Probe
@@ -175,3 +175,31 @@ def test_each_size_of_nothing_is_named_where_a_side_raises() -> None:
     case = Case(dtype="float32", sizes={"m": 0, "n": 0}, inputs={}, seed=0)
     remedy = diagnosis.remedy_of(IndexError("index 0 is out of bounds"), pair, case)
     assert remedy == "; if it is never called with m=0 or n=0, declare it: tensor(…, least=1)"
+
+
+def test_no_size_beyond_the_declared_ones_is_tried_to_find_a_cause() -> None:
+    seen: list[tuple[int, ...]] = []
+
+    def wrong(x: torch.Tensor) -> torch.Tensor:
+        seen.append(tuple(x.shape))
+        return x + 1
+
+    inputs = {"x": tensor("a", "b", "c", "d", values=floats(-1, 1))}
+    pair = Pair(name="p", reference=torch.abs, optimized=wrong, inputs=inputs, sizes=dict.fromkeys("abcd", size(1, 4)))
+    with pytest.raises(NotEquivalent, match="wrong"):
+        perfsuite.check(pair, examples=10)
+    assert max(max(shape) for shape in seen) <= 4
+
+
+def test_few_elements_are_tried_to_find_a_cause() -> None:
+    elements: list[int] = []
+
+    def wrong(x: torch.Tensor) -> torch.Tensor:
+        elements.append(x.numel())
+        return x + 1
+
+    inputs = {"x": tensor("a", "b", "c", "d", values=floats(-1, 1))}
+    pair = Pair(name="p", reference=torch.abs, optimized=wrong, inputs=inputs, gradients=False)
+    case = Case(dtype="float32", sizes=dict.fromkeys("abcd", 3), inputs={}, seed=0)
+    diagnosis.explain(pair, as_side(wrong), case, "cpu")
+    assert max(elements) <= 2**20

@@ -285,6 +285,15 @@ def seeds(time: Time) -> Pair:
     return pair(lambda x: (torch.manual_seed(int(1e6 * clock.time()) % 2**31), fast(x))[1])
 
 
+@fault(41, "torch's random state set to a constant", "advances or sets torch's random state", stage="effects")
+def constant_seed(time: Time) -> Pair:
+    def side(x: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(1234)
+        return wave(x)
+
+    return pair(side)
+
+
 @fault(41, "numpy's random state advanced", "advances or sets numpy's random state", stage="effects")
 def draws_from_numpy(time: Time) -> Pair:
     return pair(lambda x: fast(x) + 0.0 * float(np.random.rand()))
