@@ -380,6 +380,26 @@ def put_back(time: Time) -> Pair:
     return pair(side, reference=with_noise, inputs=NUMBERS)
 
 
+@fault(48, "more numbers drawn than are used", "leaves source in another state", stage="effects")
+def drawn_in_blocks(time: Time) -> Pair:
+    def side(x: torch.Tensor, source: torch.Generator) -> torch.Tensor:
+        blocks = -(-x.numel() // 64) * 64
+        return x + torch.rand(blocks, generator=source, device=x.device)[: x.numel()].view(x.shape)
+
+    return pair(side, reference=with_noise, inputs=NUMBERS)
+
+
+@honest(48, "numbers drawn where none are needed")
+def drawn_without_need(time: Time) -> Pair:
+    def reference(x: torch.Tensor, source: torch.Generator, p: float) -> torch.Tensor:
+        return x if p == 0 else x * (torch.rand(x.shape, generator=source, device=x.device) >= p)
+
+    def side(x: torch.Tensor, source: torch.Generator, p: float) -> torch.Tensor:
+        return x * (torch.rand(x.shape, generator=source, device=x.device) >= p)
+
+    return pair(side, reference=reference, inputs=NUMBERS | {"p": scalar([0.0, 0.5])})
+
+
 @honest(48, "a generator that goes on")
 def goes_on(time: Time) -> Pair:
     return pair(
