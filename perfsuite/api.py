@@ -130,9 +130,8 @@ def _hold(
         try:
             check(case)
         except NotEquivalent as error:
-            failure = NotEquivalent(f"{error}\ndraw: {make.case_line(case)}", case)
-            failure.names_its_cause = error.names_its_cause
-            raise failure from None
+            message = f"{error}\ndraw: {make.case_line(case)}"
+            raise NotEquivalent(message, case, names_its_cause=error.names_its_cause) from None
         except (PerfsuiteError, hypothesis.errors.HypothesisException):
             raise
         except Exception as error:

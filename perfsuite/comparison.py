@@ -186,17 +186,17 @@ class _Compared:
         if worst > 1.0:
             at = _unravel(int(share.argmax()), share.shape)
             beyond = int((share > 1).sum())
-            raise _beyond(
-                worst,
+            raise NotEquivalent(
                 f"{self.where} is wrong{_place(at)}: {_item(self.got, at):.9g}, truth {_item(self.truth, at):.9g}, "
                 f"reference {_item(self.reference, at):.9g}; error {_item(self.error, at):.3g} is {worst:.3g} times "
                 f"its budget of {_item(self.budget, at):.3g} ({beyond} of {share.numel()} elements beyond budget)",
+                excess=worst,
             )
         if beyond_norm > 1.0:
-            raise _beyond(
-                beyond_norm,
+            raise NotEquivalent(
                 f"{self.where} is inaccurate as a whole: its RMS error {norm:.3g} is {beyond_norm:.3g} times its "
                 f"budget of {norm / beyond_norm:.3g} (the reference's own is {self.norms.error:.3g})",
+                excess=beyond_norm,
             )
 
     def leaning(self, dtype: torch.dtype) -> bias.Draw | None:
@@ -209,12 +209,6 @@ class _Compared:
         if not large.all():
             kept = (kept[0][large], kept[1][large], kept[2][large], kept[3][large])
         return bias.draw_of(*kept, eps=self.eps, dtype=dtype)
-
-
-def _beyond(excess: float, message: str) -> NotEquivalent:
-    error = NotEquivalent(message)
-    error.excess = excess
-    return error
 
 
 def _judge_exactly(where: str, reference: Leaf, got: Leaf, excuse: torch.Tensor | None, tally: Tally | None) -> None:

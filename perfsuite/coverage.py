@@ -33,7 +33,7 @@ from perfsuite.kinds import (
 )
 from perfsuite.pair import Pair
 from perfsuite.records import Case, InputCase
-from perfsuite.specs import EXPANDED, Integers, ScalarSpec, Size, accepted
+from perfsuite.specs import EXPANDED, Integers, ScalarSpec, Size
 
 MOST_ELEMENTS = 1 << 18
 """A draw with a large size, or whose sizes are of a kind together, has no more elements than this in its inputs."""
@@ -219,7 +219,7 @@ def _drawn_sizes(
             )
         for name, spec in drawn_scalars(pair).items():
             sizes[name] = end_value(spec, ends[name], sizes) if name in ends else _scalar(spec, sizes, random_, halves)
-        if pair.where is not None and not pair.where(**accepted(pair.where, sizes)):
+        if not pair.allows(sizes):
             continue
         if bounded and sum(make.elements(spec, sizes) for spec in whole_tensors(pair)) > MOST_ELEMENTS:
             continue
@@ -252,7 +252,7 @@ def _scalar(spec: ScalarSpec, sizes: Mapping[str, Any], random_: random.Random, 
 
 def _plain(pair: Pair, symbol: str) -> Sequence[int]:
     size = pair.size_of(symbol) or Size(low=0, high=make.SMALL_HIGH)
-    found = [n for n in make.PLAIN if size.low <= n <= size.high and n % size.multiple_of == 0]
+    found = [n for n in make.PLAIN if size.allows(n)]
     if len(found) > FEWEST:
         return found
     return [n for n in _range(size) if n] or _range(size)

@@ -26,13 +26,14 @@ from perfsuite.kinds import LARGE_TILE
 from perfsuite.pair import Pair, Side
 from perfsuite.records import Case, InputCase
 from perfsuite.reference_task import task_of
-from perfsuite.specs import ConstantSpec, TensorSpec, accepted, symbols
+from perfsuite.specs import ConstantSpec, TensorSpec, symbols
 
 PRECISIONS = {"float16 or TF32": 2.0**-10, "bfloat16": 2.0**-7}
 """Name → eps: where the error fits the budget of one of these, that is what was computed in."""
 TILES = (16, 32, 64)
 MOST_ELEMENTS = 1 << 20
-"""Of the inputs together, at sizes that are tried to find the cause: what a side makes of them may be far larger."""
+"""The search for a cause tries no sizes at which the inputs have more elements together. The memory of the sides may be
+many times that of their inputs."""
 MOST_EXCHANGED = 8
 """Outputs, or inputs, of which any two may be exchanged."""
 EXPANDED_WRITTEN = "more than one element of the written-to tensor refers to a single memory location"
@@ -44,7 +45,8 @@ MISPLACED = "storage_offset divisible by"
 CALL_THE_REFERENCE = frozenset({inspect.unwrap(truths.establish).__code__, task_of.__code__})
 """Functions that call a reference, and no other side."""
 TIED = 1e-3
-"""A gradient that is the same but for which of equal values has it differs by no more, added up for each value."""
+"""Gradients of equal values are added up. Two gradients that only choose different ones of these values then differ by
+less than this, relative to the sum of all sizes."""
 FEWEST_ERRORS, LEAST_OF_A_SIGN = 16, 0.15
 """Fewer errors, or fewer of one sign, are not taken for rounding: a factor that is wrong by 1% fits bfloat16, too."""
 
@@ -349,17 +351,12 @@ def _sizes(trial: _Trial, case: Case, gradients: bool) -> Iterator[str]:
 def _within(pair: Pair, case: Case, wanted: Mapping[str, int]) -> dict[str, int]:
     """These sizes, where the pair allows them, and the draw's where it does not; the draw's alone if the inputs had too
     many elements."""
-    sizes = {n: v if _is_allowed(pair, n, v) else case.sizes[n] for n, v in wanted.items()}
+    # What is not declared may have any size, beyond those that are drawn, too.
+    sizes = {n: v if n not in pair.sizes or pair.sizes[n].allows(v) else case.sizes[n] for n, v in wanted.items()}
     every = {**case.sizes, **sizes}
     tensors = (make.tensor_spec(spec) for spec in {**pair.inputs, **pair.step_inputs}.values())
     elements = sum(make.elements(spec, every) for spec in tensors if spec is not None)
-    unwanted = pair.where is not None and not pair.where(**accepted(pair.where, every))
-    return {n: case.sizes[n] for n in wanted} if unwanted or elements > MOST_ELEMENTS else sizes
-
-
-def _is_allowed(pair: Pair, name: str, value: int) -> bool:
-    size = pair.sizes.get(name)
-    return size is None or (size.low <= value <= size.high and value % size.multiple_of == 0)
+    return sizes if elements <= MOST_ELEMENTS and pair.allows(every) else {n: case.sizes[n] for n in wanted}
 
 
 def _most_allowed(pair: Pair, name: str, most: int) -> int:

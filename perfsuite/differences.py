@@ -44,9 +44,7 @@ def rms(leaf: Leaf) -> float:
 
 def largest_rms(tensors: Iterable[torch.Tensor]) -> float:
     """The largest RMS of any; each device is waited for once."""
-    some = [
-        torch.view_as_real(t.detach().resolve_conj()) if t.is_complex() else t.detach() for t in tensors if t.numel()
-    ]
+    some = [_real(t.detach()) for t in tensors if t.numel()]
     norms: dict[torch.device, list[torch.Tensor]] = {}
     for t in some:
         norm = torch.linalg.vector_norm(t, dtype=torch.float64) / math.sqrt(t.numel())

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TypeAlias
 
@@ -31,7 +31,8 @@ BUSY_S, BUSY_SHARE, WINDOWS = 0.04, 0.5, 3
 IDLE_S = 0.02
 """After a call a pool's threads may wait for more work for as long as this, without sleeping."""
 THREADS_EVERY = 5
-STILL = "still"
+"""Of so many draws one watches other threads: it waits for them, and depends little on the draw."""
+STILL = "still "
 """Begin of the names of generators that a call leaves as they were."""
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
@@ -48,13 +49,13 @@ def check(
     """NotEquivalent where the optimized side leaves behind what the reference does not.
 
     `imported` is what the import of the pair's module left changed. `number` is that of the draw, of a proof with
-    several: other threads are watched on one draw of THREADS_EVERY, since that waits and depends little on the draw.
+    several: one of THREADS_EVERY watches other threads.
     """
     for words in imported.values():
         raise NotEquivalent(f"{pair.name}: the import of its module {words} for all that runs after it; put it back")
 
     optimized, reference = (
-        Probe(pair=pair, side=as_side(side), name=name, case=case, device=device, home=home)
+        Probe(pair=pair, side=as_side(side), name=name, case=case, device=device, home=home, number=number)
         for name, side in (("optimized", pair.optimized), ("reference", pair.reference))
     )
     try:
@@ -63,23 +64,28 @@ def check(
         return
     with execution.recompiling():
         for kind in KINDS:
-            if kind is threads and (number or 0) % THREADS_EVERY:
-                continue
             with process_state.kept(quick=True):
                 found = kind(optimized)
             if not found:
                 continue
             try:
-                allowed = kind(reference)
+                left = kind(reference)
             except Exception:  # it does not support what this kind does
                 continue
-            if kind is threads:  # those that the optimized side left run on; the reference may leave others
-                allowed = found if allowed.keys() - found.keys() else {}
-            if kind is named_generators and any(name.startswith(STILL) for name in allowed):
-                continue  # the reference has drawn nothing here, as where p = 0: to draw does no harm
+            allowed = _allowed(kind, found, left)
             for name, words in found.items():
                 if name not in allowed:
                     raise optimized.fault(f"{words}, which the reference does not")
+
+
+def _allowed(kind: Callable[[Probe], Effects], found: Effects, left: Effects) -> Collection[str]:
+    """Which of the effects found the optimized side may leave, where the reference leaves those."""
+    if kind is threads:  # those that the optimized side left run on; the reference may leave others
+        return found if left.keys() - found.keys() else ()
+    if kind is named_generators:  # where the reference draws nothing, as with p = 0, to draw does no harm
+        still = tuple(f"{name.removeprefix(STILL)} " for name in left if name.startswith(STILL))
+        return {*left, *(name for name in found if name.startswith(still))}
+    return left
 
 
 # --- what changes for all that runs afterwards ----------------------------------------------------------------------
@@ -122,7 +128,7 @@ def named_generators(probe: Probe) -> Effects:
     for name, state in before.items():
         after = values[name].get_state()
         if torch.equal(after, state):
-            found[f"{STILL} {name}"] = f"leaves {name} as it was, so that the next call draws the same numbers again"
+            found[f"{STILL}{name}"] = f"leaves {name} as it was, so that the next call draws the same numbers again"
         else:
             end = f"{name} in state {hash(after.numpy().tobytes())}"
             found[end] = (
@@ -147,6 +153,8 @@ def bindings(probe: Probe) -> Effects:
 
 def threads(probe: Probe) -> Effects:
     """Threads that go on computing."""
+    if (probe.number or 0) % THREADS_EVERY:
+        return {}
     _call_and_differentiate(probe)
     before = _ticks()
     time.sleep(IDLE_S)

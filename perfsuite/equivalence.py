@@ -99,12 +99,11 @@ def check_case(
     tally.ill_conditioned += truth.ill_conditioned
     tally.empty += not any(leaf.numel() if torch.is_tensor(leaf) else 1 for leaf in truth.leaves.values())
     for output, other in sorted(shared - truth.shared):
-        error = NotEquivalent(
+        raise NotEquivalent(
             f"{pair.name}: the {side_name} side returns {output} in the memory of {other}; writing to one changes the "
-            f"other; return a copy where the reference does"
+            f"other; return a copy where the reference does",
+            names_its_cause=True,
         )
-        error.names_its_cause = True
-        raise error
 
 
 def hold(

@@ -25,14 +25,16 @@ class NotEquivalent(Exception):  # noqa: N818 - named as the verdict is
 
     case: Any
     """The draw that showed it, a `Case`, or None."""
-    excess: float = math.inf
+    excess: float
     """How many times its budget an error is; infinite for what has no budget."""
-    names_its_cause: bool = False
+    names_its_cause: bool
     """Whether the message says all, so that no likely cause is looked for."""
 
-    def __init__(self, message: str, case: Any = None) -> None:
+    def __init__(
+        self, message: str, case: Any = None, *, excess: float = math.inf, names_its_cause: bool = False
+    ) -> None:
         super().__init__(message)
-        self.case = case
+        self.case, self.excess, self.names_its_cause = case, excess, names_its_cause
 
 
 class NotTimed(NotEquivalent):

@@ -104,7 +104,7 @@ def kind(leaf: Leaf) -> str:
 
 
 def unusual_kind(tensor: torch.Tensor) -> str:
-    """What it is where its elements cannot be compared as those of a dense tensor; empty for a dense one."""
+    """The kind of a tensor that is not dense, so that its elements cannot be compared; empty for a dense tensor."""
     if tensor.is_nested:
         return "nested"
     if tensor.is_quantized:

@@ -105,7 +105,7 @@ def cases(draw: st.DrawFn, pair: Pair, dtype: str) -> Case:
     sizes: dict[str, Any] = {}
     for name in names:
         sizes[name] = draw(_size(pair.size_of(name), large=name == large))
-    _assume_where(pair, sizes)
+    assume(pair.allows(sizes))
     every = {**pair.inputs, **pair.step_inputs}
     inputs: dict[str, InputCase] = {}
     tensors = {name: leaf for name, spec in every.items() if (leaf := tensor_spec(spec)) is not None}
@@ -134,20 +134,15 @@ def cases(draw: st.DrawFn, pair: Pair, dtype: str) -> Case:
     return Case(dtype=dtype, sizes=sizes, inputs=inputs, seed=draw(SEEDS))
 
 
-def _assume_where(pair: Pair, sizes: Mapping[str, Any]) -> None:
-    if pair.where is not None:
-        assume(pair.where(**accepted(pair.where, sizes)))
-
-
 @st.composite
 def plain_cases(draw: st.DrawFn, pair: Pair, dtype: str) -> Case:
     """A strategy of cases with some elements in every dimension, plain layouts and values."""
     sizes: dict[str, Any] = {}
     for name in sorted(pair.symbols):
         size = pair.size_of(name) or Size(low=0, high=PLAIN[-1])
-        among = [s for s in PLAIN if size.low <= s <= size.high and s % size.multiple_of == 0]
+        among = [s for s in PLAIN if size.allows(s)]
         sizes[name] = draw(_among(tuple(among)) if among else _size(size, large=False))
-    _assume_where(pair, sizes)
+    assume(pair.allows(sizes))
     for name, spec in {**pair.inputs, **pair.step_inputs}.items():
         if isinstance(spec, ScalarSpec):
             sizes[name] = draw(_scalar(spec, sizes))

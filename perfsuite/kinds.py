@@ -137,11 +137,7 @@ def sizes_of_kind(pair: Pair, symbol: str, kind: str) -> list[int]:
     size = pair.size_of(symbol) or Size()
     if symbol not in pair.sizes:
         size = Size(low=size.low, high=max(EDGES[PAST_LARGE]))
-    return [
-        n
-        for n in EDGES.get(kind, TOGETHER_SIZES.get(kind, ()))
-        if size.low <= n <= size.high and n % size.multiple_of == 0
-    ]
+    return [n for n in EDGES.get(kind, TOGETHER_SIZES.get(kind, ())) if size.allows(n)]
 
 
 def whole_tensors(pair: Pair) -> list[TensorSpec]:

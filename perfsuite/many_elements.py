@@ -26,7 +26,7 @@ from perfsuite.execution import Leaves
 from perfsuite.integrity.probe import Probe
 from perfsuite.pair import Pair, Side, as_side
 from perfsuite.records import Case
-from perfsuite.specs import TensorSpec, accepted
+from perfsuite.specs import TensorSpec
 
 ELEMENTS = 1 << 31
 """Numbers of 32 bits with a sign end below it."""
@@ -81,7 +81,7 @@ def long_case(pair: Pair, case: Case) -> tuple[Case, str] | None:
         if not beside:
             continue
         sizes = {**case.sizes, dim: -(-(ELEMENTS + MORE) // beside)}
-        if pair.where is None or pair.where(**accepted(pair.where, sizes)):
+        if pair.allows(sizes):
             return replace(case, sizes=sizes, inputs={}), dim
     return None
 

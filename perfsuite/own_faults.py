@@ -14,10 +14,8 @@ from perfsuite.errors import HarnessFault, first_line
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
 HARNESS = Path(__file__).parent
-JUDGES = frozenset(
-    {"bias.py", "comparison.py", "differences.py", "equivalence.py", "forms.py", "rule.py", "tally.py", "truths.py"}
-)
-"""Files of perfsuite that look at outputs; an error there, on those of the reference alone, is none of a side."""
+JUDGES = frozenset({"differences.py", "forms.py", "rule.py", "truths.py"})
+"""Files of perfsuite that look at the outputs of the reference while its truth is established."""
 CALLS_A_SIDE = "truths.py", "run"
 """The file and function through which all of them call a side."""
 INSTALLED = "site-packages"
@@ -25,13 +23,13 @@ OF_THE_DEVICE = "CUDA"
 """Part of the messages of errors that a kernel has caused and that show at any later operation."""
 
 
-def raises_harness_faults(judge: Callable[Given, Result]) -> Callable[Given, Result]:
-    """`judge`, which raises HarnessFault in place of an error of its own: it would be taken for one of a side."""
+def raises_harness_faults(work: Callable[Given, Result]) -> Callable[Given, Result]:
+    """`work` raises HarnessFault instead of an error of its own, which would be taken for one of a side."""
 
-    @wraps(judge)
+    @wraps(work)
     def wrapped(*args: Given.args, **kwargs: Given.kwargs) -> Result:
         try:
-            return judge(*args, **kwargs)
+            return work(*args, **kwargs)
         except Exception as error:
             place = _own_place(error)
             if place is None:

@@ -19,6 +19,7 @@ from perfsuite.specs import (
     ScalarSpec,
     Size,
     Spec,
+    accepted,
     holds,
     least_of,
     symbols,
@@ -451,6 +452,10 @@ class Pair:
     def symbols(self) -> set[str]:
         """The names of the sizes that the inputs depend on."""
         return symbols(dict(self.inputs)) | symbols(dict(self.step_inputs))
+
+    def allows(self, sizes: Mapping[str, Any]) -> bool:
+        """Whether `where` holds for these sizes and scalars together."""
+        return self.where is None or bool(self.where(**accepted(self.where, sizes)))
 
     def size_of(self, name: str) -> Size | None:
         """The range that the size is drawn from; None where nothing is declared."""

@@ -499,8 +499,8 @@ def generators() -> dict[str, Any]:
 
 @contextmanager
 def advanced_generators() -> Iterator[None]:
-    """All these generators have given a number more, until the block ends: a side that sets one to a constant, as by
-    torch.manual_seed, changes it again."""
+    """In the block each of these generators has drawn one number more. A side that sets one to a constant, as by
+    torch.manual_seed, then changes its state, also if an earlier call has set it already."""
     numpy, cuda = sys.modules.get("numpy"), torch.cuda.is_available() and torch.cuda.is_initialized()
     of_torch, of_python = torch.get_rng_state(), random.getstate()
     of_gpus = torch.cuda.get_rng_state_all() if cuda else []

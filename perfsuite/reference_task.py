@@ -120,7 +120,8 @@ def _check_roundings(
 
 
 TASK_DRAWS, FEW_TASK_DRAWS = 20, 4
-"""The most draws on which the reference is looked at, until one shows its roundings; and where none can."""
+"""The task is looked at on so many draws at most: where its roundings can be seen, until one draw shows them; and where
+they cannot."""
 BESIDE = 2.0**-24
 """Far above float64's own rounding; a value rounded to half precision stays as it is, but for one in 8,000."""
 UNMOVED = 0.95

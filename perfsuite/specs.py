@@ -145,6 +145,10 @@ class Size:
     high: int = 33
     multiple_of: int = 1
 
+    def allows(self, value: int) -> bool:
+        """Whether the size may be this."""
+        return self.low <= value <= self.high and value % self.multiple_of == 0
+
 
 def floats(
     low: float | None = None, high: float | None = None, *, nonfinite: bool = True, offset: bool = True

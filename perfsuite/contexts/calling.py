@@ -18,7 +18,7 @@ from perfsuite.integrity.probe import Probe
 from perfsuite.pair import Pair, Side, as_side
 from perfsuite.records import Case
 from perfsuite.rule import NONE
-from perfsuite.specs import ListSpec, Size, Spec, TensorSpec, accepted, symbols
+from perfsuite.specs import ListSpec, Size, Spec, TensorSpec, symbols
 from perfsuite.truths import Discard, Known, Truth, Way
 
 Result = TypeVar("Result")
@@ -241,14 +241,15 @@ def at_seldom_sizes(probe: Probe) -> Probe:
     """
     pair, case, sizes = probe.pair, probe.case, dict(probe.case.sizes)
     for number, symbol in enumerate(sorted(pair.symbols)):
-        size = pair.size_of(symbol) or Size(high=max(SELDOM))
-        most = size.high if symbol in pair.sizes else max(SELDOM)
-        found = [n for n in SELDOM if size.low <= n <= most and n % size.multiple_of == 0]
+        size = pair.size_of(symbol) or Size()
+        if symbol not in pair.sizes:
+            size = replace(size, high=max(SELDOM))
+        found = [n for n in SELDOM if size.allows(n)]
         if not found:
             continue
         tried = sizes | {symbol: found[number % len(found)]}
         elements = sum(make.elements(s, tried) for s in pair.inputs.values() if isinstance(s, TensorSpec))
-        if elements <= SELDOM_ELEMENTS and (pair.where is None or pair.where(**accepted(pair.where, tried))):
+        if elements <= SELDOM_ELEMENTS and pair.allows(tried):
             sizes = tried
     return on(probe, replace(case, sizes=sizes))
 

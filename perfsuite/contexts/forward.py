@@ -36,7 +36,7 @@ from perfsuite.integrity.probe import Probe, same_leaf
 from perfsuite.pair import Pair, as_side
 from perfsuite.records import Case
 from perfsuite.rule import eps_of
-from perfsuite.specs import Size, TensorSpec, accepted
+from perfsuite.specs import Size, TensorSpec
 from perfsuite.truths import Discard, Way
 
 THREAD_CALLS = 3
@@ -286,8 +286,6 @@ def _of_one_kind(pair: Pair, case: Case) -> tuple[list[str], Case] | None:
         for symbol in (dim for dim in dims if dim in pair.symbols and isinstance(dim, str)):
             sizes[symbol] = sizes[dims[0]] if dims[0] in sizes else sizes[symbol]
     bounds = {symbol: pair.size_of(symbol) or Size(high=make.SMALL_HIGH) for symbol in pair.symbols}
-    if any(not (b.low <= sizes[s] <= b.high and sizes[s] % b.multiple_of == 0) for s, b in bounds.items()):
-        return None
-    if pair.where is not None and not pair.where(**accepted(pair.where, sizes)):
+    if not all(size.allows(sizes[symbol]) for symbol, size in bounds.items()) or not pair.allows(sizes):
         return None
     return names, replace(case, sizes=sizes)

@@ -82,8 +82,8 @@ def check(pair: Pair, case: Case, device: str, *, home: Path | None = None, numb
 
     `number` is that of the draw, of a proof with several: one in three waits for outputs that come late.
     """
-    probe = Probe(pair=pair, side=as_side(pair.optimized), name="optimized", case=case, device=device, home=home)
-    probe.number = number
+    side = as_side(pair.optimized)
+    probe = Probe(pair=pair, side=side, name="optimized", case=case, device=device, home=home, number=number)
     for fault in CHECKS:
         with process_state.kept(quick=True):  # what one leaves changed must not reach the next
             fault(probe)
