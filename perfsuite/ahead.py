@@ -25,7 +25,8 @@ import pytest
 
 from perfsuite import reachable
 from perfsuite.errors import PairError, PerfsuiteError
-from perfsuite.forks import Command, Forks
+from perfsuite.forks import Command, Forks, finish
+from perfsuite.machine import usable_cores
 from perfsuite.pair import Pair, Side, Workload, as_side
 from perfsuite.records import InputCase
 from perfsuite.workers import pytest_arguments
@@ -38,6 +39,8 @@ AHEAD = "PERFSUITE_AHEAD"
 """Environment variable of the compiling process: where it writes what it compiled."""
 MAX_SHARED_BYTES = 227 * 1024
 """Shared memory that one block may have on sm_90."""
+SPARE_CORES = 4
+"""With so many cores a pair's kernels are compiled while it is proven."""
 LARGE = 1 << 16
 """From so many elements on a tensor is not computed."""
 
@@ -70,30 +73,48 @@ def _compiling(environment: Mapping[str, str]) -> dict[str, str]:
     return {**environment, "TRITON_INTERPRET": "0"}
 
 
-def compile_in_fork(item: pytest.Item, seconds: float) -> None:
-    """Compile the item's pair in a process of its own; PerfsuiteError with the compiler's line where a kernel fails."""
-    with tempfile.TemporaryDirectory() as folder:
-        out, log = Path(folder) / "compiled.json", Path(folder) / "log.txt"
-        environment = {**_compiling(os.environ), AHEAD: str(out)}
-        # pytest would warn that it cannot rewrite what the server has imported.
-        arguments = [*pytest_arguments(item.config), "--assert=plain", item.nodeid]
-        try:
-            command = Command(
-                module="pytest", arguments=arguments, cwd=item.config.rootpath, environment=environment, log=log
-            )
-            code = _forks().run(command, seconds)
-        except subprocess.TimeoutExpired:
-            raise PerfsuiteError(f"its kernels did not compile for sm_90 within {seconds:g} s") from None
-        if not out.exists():
-            text = log.read_text(errors="replace") if log.exists() else ""
-            tail = [line for line in text.splitlines() if line.strip()][-4:]
-            raise PerfsuiteError(f"compiling for sm_90 ended with exit code {code}: {' | '.join(tail)[:600]}")
-        result = json.loads(out.read_text())
-    if result["error"]:
-        raise PerfsuiteError(result["error"])
-    if result["left out"]:
-        pytest.skip(result["left out"])
-    item.user_properties.append(("kernels", json.dumps(result["kernels"])))
+class Compiling:
+    """The compilation of an item's pair in a process of its own, from when this is made."""
+
+    def __init__(self, item: pytest.Item) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        self._out, self._log = Path(self._folder.name) / "compiled.json", Path(self._folder.name) / "log.txt"
+        self._command = Command(
+            module="pytest",
+            # pytest would warn that it cannot rewrite what the server has imported.
+            arguments=[*pytest_arguments(item.config), "--assert=plain", item.nodeid],
+            cwd=item.config.rootpath,
+            environment={**_compiling(os.environ), AHEAD: str(self._out)},
+            log=self._log,
+        )
+        self._fork = _forks().start(self._command) if hasattr(os, "fork") else None
+
+    def kernels(self, seconds: float) -> dict[str, Any]:
+        """What was compiled; PerfsuiteError with the compiler's line where a kernel fails, or after `seconds`.
+
+        Skips the item where its pair cannot be called without a GPU.
+        """
+        with self._folder:
+            try:
+                code = _forks().run(self._command, seconds) if self._fork is None else finish(self._fork, seconds)
+            except subprocess.TimeoutExpired:
+                raise PerfsuiteError(f"its kernels did not compile for sm_90 within {seconds:g} s") from None
+            if not self._out.exists():
+                text = self._log.read_text(errors="replace") if self._log.exists() else ""
+                tail = [line for line in text.splitlines() if line.strip()][-4:]
+                raise PerfsuiteError(f"compiling for sm_90 ended with exit code {code}: {' | '.join(tail)[:600]}")
+            result = json.loads(self._out.read_text())
+        if result["error"]:
+            raise PerfsuiteError(result["error"])
+        if result["left out"]:
+            pytest.skip(result["left out"])
+        kernels: dict[str, Any] = result["kernels"]
+        return kernels
+
+
+def beside_proofs(config: pytest.Config) -> bool:
+    """Whether kernels may be compiled while their pair is proven: this process proves, and there are idle cores."""
+    return AHEAD not in os.environ and not hasattr(config, "workerinput") and usable_cores() >= SPARE_CORES
 
 
 def compile_pair(pair: Pair, out: Path, project: Path) -> None:

@@ -101,6 +101,19 @@ class Fork:
             self._server.close()
 
 
+def finish(fork: Fork, seconds: float) -> int:
+    """Wait for the task's end; its exit code, negative for a signal.
+
+    Raises subprocess.TimeoutExpired after `seconds`; the task is then killed with all processes it has started.
+    """
+    try:
+        fork.begin(START_S)
+        return fork.wait(seconds)
+    except BaseException:
+        fork.kill()
+        raise
+
+
 class Forks:
     """A server that starts with the first task, or by `open`, and ends with this process.
 
@@ -147,13 +160,7 @@ class Forks:
             )
             with command.log.open("wb") as out:
                 return subprocess.run(line, cwd=cwd, env=env, stdout=out, stderr=out, timeout=seconds).returncode
-        fork = self.start(command)
-        try:
-            fork.begin(START_S)
-            return fork.wait(seconds)
-        except BaseException:
-            fork.kill()
-            raise
+        return finish(self.start(command), seconds)
 
     def is_preparing(self) -> bool:
         """Whether there is a server that is not ready yet."""

@@ -14,7 +14,7 @@ import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from perfsuite.errors import TamperedError
@@ -201,6 +201,8 @@ def is_harness(file: str) -> bool:
 
 
 def _is_own(found: Any, lines: set[int], file: str) -> bool:
+    if type(found) is FunctionType and not found.__dict__:  # most are: nothing is wrapped
+        return found.__code__.co_filename == file and found.__code__.co_firstlineno in lines
     for attribute in ("__func__", "fget", "func", "callback"):
         found = getattr(found, attribute, found)
     found = getattr(found, "__wrapped__", found)

@@ -6,6 +6,7 @@ import contextlib
 import faulthandler
 import functools
 import hashlib
+import json
 import os
 import secrets
 import shlex
@@ -92,6 +93,7 @@ class PairCollector(pytest.Collector):
         super().__init__(**kwargs)
         interpreter.quicken()
         self.pair, self.timed_only = pair, timed_only
+        self._kernels: KernelsItem | None = None
         bound = [n for n, v in vars(self.parent.obj).items() if v is pair]  # type: ignore[union-attr]  # it has a module
         if len(bound) > 1:
             raise self.CollectError(f"one pair is bound to two names, {bound[0]!r} and {bound[1]!r}; keep one")
@@ -123,7 +125,20 @@ class PairCollector(pytest.Collector):
         for proof in proofs.of(self.pair):
             yield self._item(proof)
         if ahead.kernels_of(self.pair):
-            yield KernelsItem.from_parent(self, name=ahead.KERNELS, pair=self.pair)
+            self._kernels = KernelsItem.from_parent(self, name=ahead.KERNELS, pair=self.pair)
+            yield self._kernels
+
+    def begin_kernels(self, items: list[pytest.Item], first: pytest.Item) -> None:
+        """Begin to compile the pair's kernels beside its proofs, of which `first` comes now.
+
+        Once; not where the run, of these `items`, times anything before the kernels' own item.
+        """
+        kernels, self._kernels = self._kernels, None
+        if kernels is None or kernels not in items or not ahead.beside_proofs(self.config):
+            return
+        before = items[items.index(first) : items.index(kernels)]
+        if all(isinstance(i, ProofItem) and i.parent is self for i in before):
+            kernels.begin()
 
     def _item(self, proof: proofs.Proof) -> pytest.Item:
         prove: Prove = {
@@ -452,8 +467,13 @@ class KernelsItem(pytest.Function):
 
     def __init__(self, *, name: str, parent: PairCollector, pair: Pair, **kwargs: Any) -> None:
         self.pair = pair
+        self._compiling: ahead.Compiling | None = None
         super().__init__(name=name, parent=parent, callobj=self._compile, **kwargs)
         self.add_marker(pytest.mark.correctness)
+
+    def begin(self) -> None:
+        """Begin to compile, in another process."""
+        self._compiling = ahead.Compiling(self)
 
     def _compile(self) -> None:
         __tracebackhide__ = True
@@ -461,7 +481,9 @@ class KernelsItem(pytest.Function):
         if out:
             ahead.compile_pair(self.pair, Path(out), self.config.rootpath)
         else:
-            ahead.compile_in_fork(self, self.pair.time_limit)
+            compiling, self._compiling = self._compiling or ahead.Compiling(self), None
+            kernels = compiling.kernels(self.pair.time_limit)
+            self.user_properties.append(("kernels", json.dumps(kernels)))
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
         if isinstance(excinfo.value, PerfsuiteError):

@@ -118,7 +118,7 @@ def identify(*, prefer: str | None = None) -> Machine:
         device_name=first.name if first else cpu,
         count=len(survey.gpus),
         cpu=cpu,
-        cores=_cores(),
+        cores=usable_cores(),
         memory_bytes=_memory_bytes(),
         driver=survey.driver,
         cuda=(torch_cuda() or survey.cuda) if first else None,
@@ -469,7 +469,7 @@ def _cpuinfo() -> dict[str, str]:
     return info
 
 
-def _cores() -> int:
+def usable_cores() -> int:
     try:
         return len(os.sched_getaffinity(0))
     except AttributeError:  # not on macOS

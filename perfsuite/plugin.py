@@ -192,6 +192,14 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
         raise pytest.UsageError(str(error)) from None
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> None:
+    """Where there are cores for both, a pair's kernels are compiled while it is proven."""
+    begin_kernels = getattr(item.parent, "begin_kernels", None)  # only a pair has it
+    if begin_kernels is not None and not WORKER:
+        begin_kernels(item.session.items, item)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     watch = item.config.stash.get(SANITIZED, None)

@@ -28,6 +28,17 @@ HEADER = """
     COMPILING = "PERFSUITE_AHEAD" in os.environ
 
 
+    def compiles_beside(expected):
+        # In a proof: whether the kernels of the pair are compiled meanwhile is as expected.
+        if COMPILING:
+            open("begun", "w").close()
+            return
+        deadline = time.monotonic() + 100 * expected
+        while not os.path.exists("begun") and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert os.path.exists("begun") is expected
+
+
     @triton.jit
     def triple_kernel(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
         at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -36,6 +47,7 @@ HEADER = """
 
 
     def triple(x):
+        x = x.contiguous()
         out = torch.empty_like(x)
         triple_kernel[(triton.cdiv(x.numel(), 128),)](x, out, x.numel(), BLOCK=128)
         return out
@@ -93,6 +105,24 @@ def test_a_module_that_cannot_be_imported_while_compiling_says_why(project: Proj
     result = project.run("-k", "kernels")
     result.assert_outcomes(failed=1)
     assert lines_with(result.stdout.str(), "works: compiling for sm_90 ended with exit code", "AssertionError: never")
+
+
+@pytest.mark.parametrize("spare", [True, False])
+def test_kernels_are_compiled_while_their_pair_is_proven_where_there_are_cores_for_both(
+    project: Project, spare: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    cores = 2 * ahead.SPARE_CORES if spare else 1
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
+    project.write("test_one.py", pairs(works=f"compiles_beside({spare})"))
+    project.run("-k", "equivalence or kernels").assert_outcomes(passed=2)
+
+
+def test_kernels_that_no_item_asks_for_are_not_compiled(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(2 * ahead.SPARE_CORES)))
+    project.write("test_one.py", pairs(works="compiles_beside(False)"))
+    project.run("-k", "equivalence").assert_outcomes(passed=1)
 
 
 # --- what is not computed between kernels ---------------------------------------------------------------------------
