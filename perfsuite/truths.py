@@ -287,15 +287,15 @@ def produce(
     settled: Callable[[], None] = lambda: None,
     shared: set[tuple[str, str]] | None = None,
     way: Way | None = None,
+    drawn: dict[str, Any] | None = None,
 ) -> Leaves:
     """What the side makes of the case's inputs in the case's dtype.
 
-    `settled` is called as soon as the side has returned, while its inputs still live. What has memory in common is
-    added to `shared`.
+    `drawn` are these inputs where the caller has them, which may be changed. `settled` is called as soon as the side
+    has returned, while its inputs still live. What has memory in common is added to `shared`.
     """
     rounded = rounded_to_precision(pair, case)
-    drawn = rounded(make.build(pair, case, device, home=home))
-    values = make.clone(drawn)
+    values = drawn if drawn is not None else make.clone(rounded(make.build(pair, case, device, home=home)))
     leaves = run(side, pair, values, case, gradients, lambda i: rounded(make.build_step(pair, case, device, i)), way)
     settled()
     if shared is not None and not pair.is_stateful:

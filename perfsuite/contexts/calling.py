@@ -38,13 +38,20 @@ def hold(
     eps: float | None = None,
     refusable: bool = False,
     reference_may_refuse: bool = False,
+    reference_first: bool = False,
 ) -> None:
     """Call the side in this way and hold it against the truth: of a plain call where none is given, unless `eps` says
     that precision is lower in this way.
 
+    Whether the reference supports it counts where the side is not right, and is tried only then, unless
+    `reference_first`: what it does not support could do harm, or its outputs may be other ones than in a plain call.
     `refusable`: the side may raise. `reference_may_refuse`: the side is held against `known` also where the reference
     raises; not where the reference gives something else.
     """
+    attempt = _Attempt(probe, way)
+    reference_first |= reference_may_refuse or (known is None and eps is not None)
+    if not reference_first and attempt.is_right(known or functools.partial(probe.truth, None)):
+        return
     reference = as_side(probe.pair.reference)
     try:
         try:
@@ -68,7 +75,7 @@ def hold(
     except Exception:  # the reference does not support it
         return
     try:
-        produced = call_in(probe, probe.side, way)
+        produced = attempt.answer()
     except NotEquivalent:
         raise
     except Exception as error:
@@ -76,6 +83,32 @@ def hold(
             return
         raise probe.fault(f"raises {error_name(error)} {words}, where the reference does not") from None
     judge(probe, known, produced, words)
+
+
+class _Attempt:
+    """One call of the side in this way, made when its answer is first asked for."""
+
+    def __init__(self, probe: Probe, way: Way) -> None:
+        self.probe, self.way = probe, way
+        self._answer: Leaves | Exception | None = None
+
+    def answer(self) -> Leaves:
+        """What the side gave; raises what it raised."""
+        if self._answer is None:
+            try:
+                self._answer = call_in(self.probe, self.probe.side, self.way)
+            except Exception as error:
+                self._answer = error
+        if isinstance(self._answer, Exception):
+            raise self._answer
+        return self._answer
+
+    def is_right(self, known: Known) -> bool:
+        """Whether it is the truth that is known, which it is not where there is none."""
+        try:
+            return _is_right(self.probe, known, self.answer())
+        except Exception:
+            return False
 
 
 def hold_anew(probe: Probe, way: Way, words: str, *, eps: float | None = None, refusable: bool = False) -> None:
@@ -105,7 +138,9 @@ def _is_plain(probe: Probe, expected: Leaves) -> bool:
 
 
 def call_in(probe: Probe, side: Side, way: Way) -> Leaves:
-    return truths.produce(probe.pair, side, probe.case, probe.device, gradients=False, home=probe.home, way=way)
+    return truths.produce(
+        probe.pair, side, probe.case, probe.device, gradients=False, home=probe.home, way=way, drawn=probe.drawn()
+    )
 
 
 def plainly(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
@@ -175,7 +210,9 @@ def gradients_are_right(probe: Probe) -> bool:
     except Exception:  # Discard among others
         return True
     try:
-        produced = truths.produce(probe.pair, probe.side, probe.case, probe.device, gradients=True, home=probe.home)
+        produced = truths.produce(
+            probe.pair, probe.side, probe.case, probe.device, gradients=True, home=probe.home, drawn=probe.drawn()
+        )
     except Exception:
         return False
     return _is_right(probe, known, produced)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,9 +31,10 @@ from perfsuite.contexts.calling import (
     uneven,
     where_only,
 )
+from perfsuite.errors import NotEquivalent
 from perfsuite.execution import Leaves
 from perfsuite.integrity.probe import Probe, same_leaf
-from perfsuite.pair import Pair, as_side
+from perfsuite.pair import Pair, Side, as_side
 from perfsuite.records import Case
 from perfsuite.rule import eps_of
 from perfsuite.specs import Size, TensorSpec
@@ -62,7 +63,8 @@ def inference_mode(probe: Probe) -> None:
 
 def no_gradient_needed(probe: Probe) -> None:
     """With grad mode on, where no input needs a gradient: the answer, and whether it needs one."""
-    hold(probe, functools.partial(where_only, only=()), "with grad mode on where no input needs a gradient")
+    way = functools.partial(where_only, only=())
+    hold(probe, way, "with grad mode on where no input needs a gradient", reference_first=True)
 
 
 def other_thread(probe: Probe) -> None:
@@ -85,35 +87,45 @@ def two_threads(probe: Probe) -> None:
         return
     if not probe.is_right(probe.call(probe.drawn(cases[1]), cases[1]), cases[1]):
         return  # plainly wrong there: equivalence says how
-    for side in (as_side(probe.pair.reference), probe.side):
-        call = execution.callable_of(side)
-        jobs = [[probe.drawn(case) for _ in range(THREAD_CALLS)] for case in cases]
-        together = threading.Barrier(2, timeout=60)
-
-        def work(drawn: list[dict[str, Any]], call: Any = call, barrier: threading.Barrier = together) -> list[Leaves]:
-            answers = []
-            for values in drawn:
-                barrier.wait()
-                answers.append(plainly(call, probe.pair, values, probe.case.seed))
-            return answers
-
-        for drawn in jobs:
-            for values in drawn:
-                execution.poison(probe.pair, values)
+    words = "when two threads call it at the same time"
+    try:
+        both = _at_the_same_time(probe, probe.side, cases)
+    except Exception as error:
+        fault = probe.fault(f"raises {error_name(error)} {words}")
+    else:
         try:
-            # What one thread sets and puts back, another may have read meanwhile: of settings that is no fault.
-            with execution.quiet(side), process_state.kept():
-                both = in_threads([functools.partial(work, drawn) for drawn in jobs])
-        except Exception as error:
-            if side is not probe.side:
-                return
-            raise probe.fault(f"raises {error_name(error)} when two threads call it at the same time") from None
-        if side is not probe.side:
-            continue
-        for case, answers in zip(cases, both, strict=True):
-            for produced in answers:
-                known = functools.partial(probe.truth, case)
-                judge(probe, known, produced, "when two threads call it at the same time")
+            for case, answers in zip(cases, both, strict=True):
+                for produced in answers:
+                    judge(probe, functools.partial(probe.truth, case), produced, words)
+            return
+        except NotEquivalent as error:
+            fault = error
+    try:
+        _at_the_same_time(probe, as_side(probe.pair.reference), cases)
+    except Exception:  # the reference does not support it
+        return
+    raise fault
+
+
+def _at_the_same_time(probe: Probe, side: Side, cases: Sequence[Case]) -> list[list[Leaves]]:
+    """What the side gives in a thread for each of these cases, several times."""
+    call = execution.callable_of(side)
+    jobs = [[probe.drawn(case) for _ in range(THREAD_CALLS)] for case in cases]
+    together = threading.Barrier(len(jobs), timeout=60)
+
+    def work(drawn: list[dict[str, Any]]) -> list[Leaves]:
+        answers = []
+        for values in drawn:
+            together.wait()
+            answers.append(plainly(call, probe.pair, values, probe.case.seed))
+        return answers
+
+    for drawn in jobs:
+        for values in drawn:
+            execution.poison(probe.pair, values)
+    # What one thread sets and puts back, another may have read meanwhile: of settings that is no fault.
+    with execution.quiet(side), process_state.kept():
+        return in_threads([functools.partial(work, drawn) for drawn in jobs])
 
 
 def autocast(probe: Probe) -> None:

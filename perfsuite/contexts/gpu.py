@@ -71,7 +71,8 @@ def captured_graph(probe: Probe) -> None:
             torch.cuda.synchronize()
             return execution.copies_of(leaves)
 
-    hold(probe, way, "when a CUDA graph that captured it is replayed", refusable=True)
+    words = "when a CUDA graph that captured it is replayed"
+    hold(probe, way, words, refusable=True, reference_first=True)
 
 
 @contextmanager

@@ -99,7 +99,13 @@ class Probe:
         if key not in self.known:
             pair = replace(self.pair, steps=STEPS) if self.pair.is_stateful else self.pair
             self.known[key] = truths.establish(
-                pair, case, self.device, gradients=gradients, home=self.home, replicas=replicas
+                pair,
+                case,
+                self.device,
+                gradients=gradients,
+                home=self.home,
+                replicas=replicas,
+                drawn=self.drawn(case),
             )
         return self.known[key]
 
