@@ -155,6 +155,12 @@ def establish(
     )
 
 
+def of_reference(pair: Pair, case: Case, device: str, drawn: dict[str, Any]) -> Leaves:
+    """What the reference gives in the working precision on these inputs, which may be changed."""
+    draw = _Draw(pair, case, device, gradients=False, home=None, eps=None, drawn=drawn, way=None)
+    return draw.own(draw.inputs, draw.step)
+
+
 class _Draw:
     """The inputs of a draw in the working precision, and the runs of the reference on them and on their neighbours."""
 
