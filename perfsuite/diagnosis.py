@@ -31,6 +31,8 @@ from perfsuite.specs import ConstantSpec, TensorSpec, symbols
 PRECISIONS = {"float16 or TF32": 2.0**-10, "bfloat16": 2.0**-7}
 """Name → eps: where the error fits the budget of one of these, that is what was computed in."""
 TILES = (16, 32, 64)
+BLOCKS = (LARGE_TILE, LARGE_TILE // 2, LARGE_TILE // 4)
+"""Elements of a row that a kernel may hold in one block."""
 MOST_ELEMENTS = 1 << 20
 """The search for a cause tries no sizes at which the inputs have more elements together. The memory of the sides may be
 many times that of their inputs."""
@@ -327,10 +329,10 @@ def _same(a: Any, b: Any) -> bool:
 
 def _sizes(trial: _Trial, case: Case, gradients: bool) -> Iterator[str]:
     sizes = _dimensions(trial.pair, case)
-    for name in [n for n, v in sizes.items() if v > LARGE_TILE]:
-        shorter = replace(case, sizes={**case.sizes, name: LARGE_TILE})
-        if trial.is_right(shorter, gradients):
-            yield f"it is right at {name}={LARGE_TILE}, and wrong at {name}={sizes[name]}: more than a block holds"
+    for name, block in [(n, block) for n, v in sizes.items() for block in BLOCKS if v > block]:
+        shorter = replace(case, sizes={**case.sizes, **_within(trial.pair, case, {name: block})})
+        if shorter != case and trial.is_right(shorter, gradients):
+            yield f"it is right at {name}={block}, and wrong at {name}={sizes[name]}: more than a block holds"
             return
     for tile in TILES:
         whole = _within(trial.pair, case, {n: max(tile, math.ceil(v / tile) * tile) for n, v in sizes.items()})

@@ -15,6 +15,7 @@ from perfsuite.specs import Integers, ScalarSpec, Size, TensorSpec, symbols
 TILES = (16, 32, 64, 128)
 LARGE_TILE = 1024
 """The most elements of a row that a kernel is often written to hold in one block."""
+UP_TO_HALF, PAST_HALF = "up to half a large tile", "more than half a large tile"
 A_LARGE, PAST_LARGE = "a large tile", "more than two large tiles"
 """Kinds of large sizes. One size of a draw is large, and the others are small."""
 WHOLE = "whole tiles"
@@ -29,11 +30,13 @@ EDGES = {
     "one less than a tile": tuple(n - 1 for n in TILES),
     "a tile": TILES,
     "one more than a tile": tuple(n + 1 for n in TILES),
+    UP_TO_HALF: (260, 300, 333, 384, 500, 511, 512),
+    PAST_HALF: (513, 600, 640, 777, 1000, 1023),
     A_LARGE: (LARGE_TILE,),
     PAST_LARGE: tuple(2 * LARGE_TILE + step for step in (1, 2, 4, 8, 16, 32, 64, 128)),
 }
 """Kinds of sizes → the sizes of that kind."""
-LARGE = (A_LARGE, PAST_LARGE)
+LARGE = (UP_TO_HALF, PAST_HALF, A_LARGE, PAST_LARGE)
 ALONE = ("empty", "one", *LARGE)
 """Kinds that only one size of a draw has. A second size of these kinds could hide the fault of the first."""
 LEAST, MOST = "least", "most"

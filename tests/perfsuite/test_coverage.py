@@ -34,7 +34,7 @@ def test_all_kinds_are_in_the_draws(seed: int) -> None:
     held = set().union(*(kinds.kinds_in(of, case) for case in found))
     assert held >= set(kinds.kinds(of))
     assert {k[1] for k in held if k[0] == "regime"} == set(make.UNBOUNDED_REGIMES)
-    assert len(found) <= 24
+    assert len(found) <= 28
 
 
 def test_several_tensors_share_the_draws() -> None:
@@ -48,10 +48,15 @@ def test_several_tensors_share_the_draws() -> None:
 def test_one_size_is_past_a_large_tile_while_the_others_are_small() -> None:
     of = pair(x=tensor("n", "m"), y=tensor("m"))
     for symbol, other in (("n", "m"), ("m", "n")):
-        found = [case.sizes for case in drawn(of) if case.sizes[symbol] >= 1024]
-        assert [sizes[symbol] > 2048 for sizes in found] == [False, True]
+        found = [case.sizes for case in drawn(of) if case.sizes[symbol] > 257]
+        assert [min(n for n in (512, 1023, 1024, 2176) if sizes[symbol] <= n) for sizes in found] == [
+            512,
+            1023,
+            1024,
+            2176,
+        ]
         assert all(sizes[other] <= coverage.SMALL for sizes in found)
-    assert max(case.sizes["n"] for case in coverage.draws(of, "float32", 0, extent=kinds.Extent(large=False))) < 1024
+    assert max(case.sizes["n"] for case in coverage.draws(of, "float32", 0, extent=kinds.Extent(large=False))) <= 257
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -69,11 +69,11 @@ def normalized(time: Time) -> Pair:
     )
 
 
-def in_blocks(x: torch.Tensor, most: int | None) -> torch.Tensor:
-    """Each row in blocks of 1,024 elements, at most so many of them."""
+def in_blocks(x: torch.Tensor, most: int | None, block: int = 1024) -> torch.Tensor:
+    """Each row in blocks of so many elements, at most so many of them."""
     made = torch.zeros_like(x, memory_format=torch.contiguous_format)
-    for begin in range(0, x.shape[-1], 1024)[:most]:
-        made[..., begin : begin + 1024] = x[..., begin : begin + 1024].sin()
+    for begin in range(0, x.shape[-1], block)[:most]:
+        made[..., begin : begin + block] = x[..., begin : begin + block].sin()
     return made
 
 
@@ -88,6 +88,16 @@ def one_block(time: Time) -> Pair:
 @fault(47, "one block of 1,024 elements for each column", "right at m=1024, and wrong at m=2")
 def one_block_of_columns(time: Time) -> Pair:
     return pair(lambda x: in_blocks(x.T, 1).T.contiguous(), **LONG_ROWS)
+
+
+@fault(47, "one block of 512 elements where that is more than half a row", "right at n=512, and wrong at n=")
+def one_block_of_most(time: Time) -> Pair:
+    return pair(lambda x: in_blocks(x, 1 if x.shape[-1] < 1024 else None, 512), **LONG_ROWS)
+
+
+@fault(47, "one block of 256 elements for rows of up to 512", "right at n=256, and wrong at n=")
+def one_block_of_a_half(time: Time) -> Pair:
+    return pair(lambda x: in_blocks(x, 1 if x.shape[-1] <= 512 else None, 256), **LONG_ROWS)
 
 
 @honest(47, "as many blocks of 1,024 elements as a row has")
