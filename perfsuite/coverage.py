@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from perfsuite import inputs as make
@@ -33,7 +34,7 @@ from perfsuite.kinds import (
 )
 from perfsuite.pair import Pair
 from perfsuite.records import Case, InputCase
-from perfsuite.specs import EXPANDED, Integers, ScalarSpec, Size
+from perfsuite.specs import EXPANDED, Integers, ScalarSpec, Size, symbols
 
 MOST_ELEMENTS = 1 << 18
 """A draw with a large size, or whose sizes are of a kind together, has no more elements than this in its inputs."""
@@ -203,16 +204,19 @@ def _drawn_sizes(
     long = [symbol for symbol, kind in wanted.items() if kind in LARGE]
     together = bool(set(TOGETHER_SIZES) & set(wanted.values()))
     bounded = bool(long) or together
+    counted = _bounds_of_integers(pair).difference(long) if long else ()
     for attempt in range(ATTEMPTS):
         sizes: dict[str, Any] = {}
         for symbol in sorted(pair.symbols):
             kind = wanted.get(symbol, "")
             among = sizes_of_kind(pair, symbol, kind) or _plain(pair, symbol)
+            if symbol in counted and attempt < ATTEMPTS // 2:
+                among = _most_different(pair, symbol) or among
             most = make.SMALL_HIGH if _has_large(sizes) else max(among)
             if together:
                 most = max(LEAST_UP_TO[kind], UP_TO[kind] >> attempt) if extent.large else LEAST_UP_TO[kind]
             elif extent.small or long:
-                most = max(among) if symbol in long else SMALL
+                most = max(among) if symbol in (*long, *counted) else SMALL
             fitting = [n for n in among if n <= most] or among
             sizes[symbol] = (
                 max(fitting) if kind == WHOLE else random_.choice(_largest(fitting) if together else fitting)
@@ -225,6 +229,19 @@ def _drawn_sizes(
             continue
         return sizes
     return None
+
+
+def _bounds_of_integers(pair: Pair) -> set[str]:
+    """The sizes that say how many different values a tensor of integers has."""
+    integers = [spec for spec in whole_tensors(pair) if isinstance(spec.values, Integers)]
+    return symbols([replace(spec, dims=()) for spec in integers])
+
+
+def _most_different(pair: Pair, symbol: str) -> list[int]:
+    """Numbers of different values beside a large size. Where few rows of a table are added up many times, the roundings
+    of each add up in one direction, in an honest sum in sequence, too."""
+    size = pair.size_of(symbol) or Size()
+    return [n for n in make.LARGE_EDGES[3:] if size.allows(n)]
 
 
 def _largest(sizes: Sequence[int]) -> Sequence[int]:

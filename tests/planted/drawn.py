@@ -8,7 +8,7 @@ import torch
 from catalogue import Time, fault, honest, pair
 from torch.nn import functional
 
-from perfsuite import Pair, floats, generator, scalar, size, tensor
+from perfsuite import Pair, floats, generator, integers, scalar, size, tensor
 from perfsuite.specs import Spec
 
 LAYOUTS = ("contiguous", "rows", "permuted")
@@ -103,6 +103,19 @@ def one_block_of_a_half(time: Time) -> Pair:
 @honest(47, "as many blocks of 1,024 elements as a row has")
 def all_blocks(time: Time) -> Pair:
     return pair(lambda x: in_blocks(x, None), **LONG_ROWS)
+
+
+@honest(47, "many rows of a table added up in sequence")
+def rows_of_a_table(time: Time) -> Pair:
+    inputs: dict[str, Spec] = {
+        "table": tensor("v", "d", least=1),
+        "index": tensor("b", "n", dtype="int64", least=1, values=integers(0, "v")),
+    }
+    return pair(
+        lambda table, index: functional.embedding_bag(index, table, mode="sum"),
+        reference=lambda table, index: table[index].sum(1),
+        inputs=inputs,
+    )
 
 
 @fault(47, "a kernel without masks where all sizes are whole tiles", "output of the optimized side is wrong")
