@@ -240,8 +240,8 @@ def _bounds_of_integers(pair: Pair) -> set[str]:
 def _most_different(pair: Pair, symbol: str) -> list[int]:
     """Numbers of different values beside a large size. Where few rows of a table are added up many times, the roundings
     of each add up in one direction, in an honest sum in sequence, too."""
-    size = pair.size_of(symbol) or Size()
-    return [n for n in make.LARGE_EDGES[3:] if size.allows(n)]
+    size = pair.sizes.get(symbol)
+    return [n for n in make.LARGE_EDGES[3:] if size is None or size.allows(n)]
 
 
 def _largest(sizes: Sequence[int]) -> Sequence[int]:
