@@ -180,6 +180,7 @@ def partial_keys(probe: Probe) -> None:
     step = -(-len(names) // MOST_ALONE) or 1
     alone = names[probe.case.seed % step :: step] if len(names) > 1 else []
     answers: list[Leaves] = []
+    numbers = {name for name, spec in probe.pair.inputs.items() if isinstance(spec, ScalarSpec)}
     rng = random.Random(probe.case.seed)
     for what, values in (
         ("one element of them", _changed(probe, names, _last_changed)),
@@ -200,6 +201,8 @@ def partial_keys(probe: Probe) -> None:
             return  # not because of what was changed
         if not any(_repeats(produced, answer) for answer in earlier):
             raise error
+        if what in numbers and _ignores(probe, what, values[what]):
+            raise probe.fault(f"gives the same answer whatever {what} is: {error}")
         raise probe.fault(
             f"gives a wrong answer where its inputs differ from earlier ones in {what} alone: it keeps answers "
             f"by a part of the values, or by their sum: {error}"
@@ -229,6 +232,12 @@ def _other_numbers(probe: Probe, rng: random.Random) -> Iterator[tuple[str, dict
             value = make.other_number(spec, values[name], probe.case.sizes, rng)
             if value != values[name]:
                 yield name, values | {name: value}
+
+
+def _ignores(probe: Probe, name: str, value: Any) -> bool:
+    """Whether it is wrong with this value of a number also on other inputs, with which it was not called before."""
+    other = replace(probe, case=probe.other_case(1), known={}, right={})
+    return _error_on(other, other.drawn() | {name: value}, []) is not None
 
 
 def _other_elements(probe: Probe) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from perfsuite import Pair, equivalence, floats, integrity, listof, rule, sampled, stateful, tensor, truths
+from perfsuite import Pair, equivalence, floats, integrity, listof, rule, sampled, scalar, stateful, tensor, truths
 from perfsuite import inputs as make
 from perfsuite.errors import NotEquivalent, PairError
 from perfsuite.integrity import Probe
@@ -400,6 +400,21 @@ def test_a_side_that_is_right_on_another_draw_only_does_not_drift() -> None:
     assert made.is_right(made.call(made.drawn(made.other_case())), made.other_case())
     with pytest.raises(NotEquivalent, match="output of the optimized side is wrong"):
         integrity.unwritten_output(made)
+
+
+OPTION: dict[str, Any] = {**X, "power": scalar((1, 2))}
+WITH_OPTION = Case(dtype="float32", sizes={"m": 5, "n": 7, "power": 2}, inputs={}, seed=3)
+
+
+def test_an_option_that_is_ignored_is_not_called_a_kept_answer() -> None:
+    def kept(x: torch.Tensor, power: int) -> torch.Tensor:
+        return answers.setdefault(float(x.sum()), x**power)
+
+    answers: dict[float, torch.Tensor] = {}
+    with pytest.raises(NotEquivalent, match="gives the same answer whatever power is"):
+        integrity.partial_keys(probe(pair(torch.pow, lambda x, power: x * x, OPTION), WITH_OPTION))
+    with pytest.raises(NotEquivalent, match="keeps answers by a part of the values"):
+        integrity.partial_keys(probe(pair(torch.pow, kept, OPTION), WITH_OPTION))
 
 
 def test_what_is_no_output_is_an_error_of_the_declaration() -> None:
