@@ -726,11 +726,16 @@ def jitter(pair: Pair, values: Mapping[str, Any], seed: int, name: str, eps: flo
 # --- one line that reproduces --------------------------------------------------------------------------------
 
 
+STEPS = " steps"
+"""End of the part of the line that says how many steps are taken at most."""
+
+
 def case_line(case: Case) -> str:
     """The case as one short line, e.g. "k=6,n=8;theta=strided/huge;seed=12"."""
     sizes = ",".join(f"{k}={v!r}" for k, v in case.sizes.items())
     inputs = [f"{k}={v.layout}/{v.regime}" for k, v in case.inputs.items()]
-    return ";".join([*([sizes] if sizes else []), *inputs, f"seed={case.seed}"])
+    steps = [] if case.steps is None else [f"{case.steps}{STEPS}"]
+    return ";".join([*([sizes] if sizes else []), *inputs, *steps, f"seed={case.seed}"])
 
 
 def _number(text: str) -> bool | int | float:
@@ -743,11 +748,13 @@ def parse_case(line: str, dtype: str) -> Case:
     """The case that `case_line` printed."""
     sizes: dict[str, Any] = {}
     inputs: dict[str, InputCase] = {}
-    seed = 0
+    seed, steps = 0, None
     try:
         for part in filter(None, line.split(";")):
             key, _, value = part.partition("=")
-            if "/" in value and "," not in part:
+            if part.endswith(STEPS):
+                steps = int(part.removesuffix(STEPS))
+            elif "/" in value and "," not in part:
                 layout, _, regime = value.partition("/")
                 inputs[key] = InputCase(layout=layout, regime=regime)
             elif key == "seed" and "," not in part:
@@ -760,4 +767,4 @@ def parse_case(line: str, dtype: str) -> Case:
         raise PerfsuiteError(
             f"--perfsuite-case {line!r} is not a case; copy the whole line that a failure printed"
         ) from None
-    return Case(dtype=dtype, sizes=sizes, inputs=inputs, seed=seed)
+    return Case(dtype=dtype, sizes=sizes, inputs=inputs, seed=seed, steps=steps)

@@ -18,7 +18,7 @@ from perfsuite.kinds import FEWEST
 from perfsuite.pair import Pair
 from perfsuite.records import Case, InputCase
 
-BUDGET_S = 1.5
+BUDGET_S = 1.0
 """Seconds of draws that compile, after which no new sizes and layouts are drawn: of forward calls, and again of those
 with a backward pass, whose kernels are others."""
 

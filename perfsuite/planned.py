@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from perfsuite import ahead, coverage, incoming, proofs
 from perfsuite.kinds import Extent
@@ -13,6 +14,10 @@ from perfsuite.records import Case
 WITH_LARGE = {proofs.INTEGRITY: None, proofs.CONTEXTS: 1, proofs.EFFECTS: 1}
 """Kinds of proofs that call the sides often on each draw → how many draws with a large size they take, or all (None).
 What many blocks do together shows in no other draw."""
+
+
+FEW_STEPS = 17
+"""A draw that holds kinds of inputs takes no more steps; the random draws take all."""
 
 
 def every_kind(
@@ -25,6 +30,8 @@ def every_kind(
     if pair.max_examples is not None:
         return iter(())
     cases = coverage.draws(pair, dtype, seed, extent=extent(pair, device), compiles=compiles)
+    if pair.is_stateful:
+        return (replace(case, steps=FEW_STEPS) for case in cases)
     return incoming.in_turn(cases) if proof == proofs.GRADIENTS else cases
 
 

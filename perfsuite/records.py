@@ -35,6 +35,8 @@ class Case:
     sizes: Mapping[str, Any]
     inputs: Mapping[str, InputCase]
     seed: int
+    steps: int | None = None
+    """The most steps of a stateful pair that are taken; None: all that the pair says."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias, TypeGuard
@@ -341,7 +341,7 @@ def run(
         if pair.is_stateful and way is not None:
             leaves = way(execution.callable_of(side), pair, values, given)
         elif pair.is_stateful:
-            states = execution.run_steps(execution.callable_of(side), pair, values, pair.steps, given)
+            states = execution.run_steps(execution.callable_of(side), pair, values, _steps(pair, case), given)
             leaves = execution.of_all_steps(states)
         elif way is not None:
             leaves = way(execution.callable_of(side), pair, values, case.seed)
@@ -354,6 +354,12 @@ def run(
         remedy = "after it; put it back, or set it for both sides"
         raise PairError(f"{text} {remedy}") if reference else NotEquivalent(f"{text} {remedy}")
     return leaves
+
+
+def _steps(pair: Pair, case: Case) -> Sequence[int]:
+    """After how many steps the states are compared."""
+    most = case.steps if case.steps is not None else max(pair.steps)
+    return [n for n in pair.steps if n <= most] or pair.steps[:1]
 
 
 def upcast(given: Given) -> Given:

@@ -9,8 +9,22 @@ import pytest
 import torch
 from scratch import Project
 
-from perfsuite import Pair, coverage, floats, incoming, integers, kinds, scalar, size, tensor
+from perfsuite import (
+    Pair,
+    coverage,
+    floats,
+    incoming,
+    integers,
+    kinds,
+    planned,
+    scalar,
+    size,
+    stateful,
+    tensor,
+    truths,
+)
 from perfsuite import inputs as make
+from perfsuite.pair import as_side
 from perfsuite.records import Case, InputCase
 
 pytest_plugins = ["pytester"]
@@ -171,3 +185,33 @@ def test_planned_draws_of_gradients_take_the_kinds_of_incoming_ones_in_turn() ->
     for seed in range(5):
         found = list(incoming.in_turn(coverage.draws(of, "float32", seed)))
         assert {incoming.kind_of(case) for case in found if case.sizes["n"]} == set(incoming.KINDS)
+
+
+def test_draws_of_every_kind_take_few_steps_of_a_stateful_pair() -> None:
+    of = Pair(
+        name="p",
+        reference=stateful(CountedSteps),
+        optimized=stateful(CountedSteps),
+        inputs={"x": tensor("n")},
+        step_inputs={"g": tensor("n")},
+        gradients=False,
+    )
+    (first, *_), whole = (
+        planned.every_kind(of, "equivalence", "float32", 0, "cpu"),
+        Case(dtype="float32", sizes={"n": 3}, inputs={}, seed=0),
+    )
+    assert [_compared(of, case) for case in (first, whole)] == [[1, 2, 17], [1, 2, 17, 100]]
+
+
+class CountedSteps:
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+    def __call__(self, g: torch.Tensor) -> torch.Tensor:
+        self.x = self.x + g
+        return self.x
+
+
+def _compared(of: Pair, case: Case) -> list[int]:
+    leaves = truths.produce(of, as_side(of.optimized), case, "cpu", gradients=False)
+    return sorted({int(name.split(" after ")[1].split()[0]) for name in leaves})

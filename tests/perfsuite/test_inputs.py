@@ -484,9 +484,12 @@ HOW = st.builds(InputCase, layout=st.sampled_from(LAYOUTS), regime=st.sampled_fr
     st.dictionaries(NAMES.filter(lambda n: n != "seed"), NUMBERS),
     st.dictionaries(NAMES, HOW),
     st.integers(0, 2**31 - 1),
+    st.none() | st.integers(1, 300),
 )
-def test_a_case_survives_its_line(sizes: dict[str, Any], inputs: dict[str, InputCase], seed: int) -> None:
-    whole = Case(dtype="float32", sizes=sizes, inputs=inputs, seed=seed)
+def test_a_case_survives_its_line(
+    sizes: dict[str, Any], inputs: dict[str, InputCase], seed: int, steps: int | None
+) -> None:
+    whole = Case(dtype="float32", sizes=sizes, inputs=inputs, seed=seed, steps=steps)
     line = make.case_line(whole)
     assert "\n" not in line
     assert make.parse_case(line, "float32") == whole
@@ -498,7 +501,7 @@ def test_a_drawn_case_survives_its_line(of: Pair) -> None:
         assert make.parse_case(make.case_line(one), "float32") == one
 
 
-@pytest.mark.parametrize("line", ["n=x", "seed=1.5", "n=3;seed=", "nonsense", "n"])
+@pytest.mark.parametrize("line", ["n=x", "seed=1.5", "n=3;seed=", "nonsense", "n", "x steps"])
 def test_a_line_that_is_no_case_is_refused(line: str) -> None:
     with pytest.raises(PerfsuiteError, match="is not a case; copy the whole line that a failure printed"):
         make.parse_case(line, "float32")
