@@ -39,7 +39,7 @@ class KnownFacts(Facts):
     def truth(
         self, pair: Pair, case: Case, device: str, *, gradients: bool, home: Path | None, replicas: int = REPLICAS
     ) -> Truth:
-        """As `establish`, from an earlier proof where there was one."""
+        """As `establish`, from an earlier proof where there was one: of another side, so not of a pair with one."""
         key = (*_key(case, device), str(gradients), str(replicas))
         if key in self._truths:
             kept = self._truths[key]
@@ -51,7 +51,7 @@ class KnownFacts(Facts):
         except Discard:
             self._truths[key] = None
             raise
-        written = _written(truth)
+        written = _written(truth) if pair.variants else b""
         if 0 < len(written) <= self._left:
             self._left -= len(written)
             self._truths[key] = written

@@ -155,7 +155,7 @@ def pair_of(reference: Callable[..., Any] = product, **options: Any) -> Pair:
         inputs=inputs,
         workloads=[Workload("w", m=2, n=2)],
         name="kept",
-        **options,
+        **{"variants": {"other": reference}, **options},
     )
 
 
@@ -199,6 +199,15 @@ def test_a_kept_truth_is_the_one_that_was_established(gradients: bool) -> None:
                 assert leaf == two[name]
     for part in ("ill_conditioned", "rounding", "eps", "periods", "excused", "plain", "declared_precision"):
         assert getattr(first, part) == getattr(again, part)
+
+
+def test_no_truth_is_kept_for_a_pair_with_one_side() -> None:
+    call, calls = counted(lambda x, y: x @ y)
+    pair, known = pair_of(call, variants={}), KnownFacts()
+    ask(known, pair, case_of())
+    runs = len(calls)
+    ask(known, pair, case_of())
+    assert len(calls) == 2 * runs
 
 
 def test_draws_that_differ_in_anything_have_truths_of_their_own() -> None:
