@@ -19,7 +19,7 @@ from perfsuite.rule import CAREFUL, NEAR, NONE, REPLICAS, SURE, TRUTH_EPS
 from perfsuite.rule import C as C
 from perfsuite.rule import K as K
 from perfsuite.tally import Tally
-from perfsuite.truths import Discard, Known, Truth
+from perfsuite.truths import Discard, Drawn, Known, Truth
 
 
 def judge(
@@ -43,11 +43,22 @@ class Facts:
     """What is known of a draw before any side is tried on it."""
 
     def truth(
-        self, pair: Pair, case: Case, device: str, *, gradients: bool, home: Path | None, replicas: int = REPLICAS
+        self,
+        pair: Pair,
+        case: Case,
+        device: str,
+        *,
+        gradients: bool,
+        home: Path | None,
+        replicas: int = REPLICAS,
+        drawn: Drawn | None = None,
     ) -> Truth:
-        """As `establish`."""
+        """As `establish`; `drawn` makes the inputs, where the caller has them."""
         way = truths.proven_way(case, gradients=gradients)
-        return truths.establish(pair, case, device, gradients=gradients, home=home, replicas=replicas, way=way)
+        inputs = drawn() if drawn is not None else None
+        return truths.establish(
+            pair, case, device, gradients=gradients, home=home, replicas=replicas, way=way, drawn=inputs
+        )
 
     def task(self, pair: Pair, case: Case, device: str, *, home: Path | None) -> Task:
         """What the draw says about the reference."""
@@ -74,9 +85,11 @@ def check_case(
     facts = facts or Facts()
     tally.draws += 1
 
+    drawn = truths.drawn_once(pair, case, device, home)
+
     @functools.cache
     def known(replicas: int) -> Truth:
-        return facts.truth(pair, case, device, gradients=gradients, home=home, replicas=replicas)
+        return facts.truth(pair, case, device, gradients=gradients, home=home, replicas=replicas, drawn=drawn)
 
     try:
         known(NONE)
@@ -94,7 +107,9 @@ def check_case(
     shared: set[tuple[str, str]] = set()
     side = side or as_side(pair.optimized)
     way = truths.proven_way(case, gradients=gradients)
-    produced = truths.produce(pair, side, case, device, gradients=gradients, home=home, shared=shared, way=way)
+    produced = truths.produce(
+        pair, side, case, device, gradients=gradients, home=home, shared=shared, way=way, drawn=drawn()
+    )
     truth = hold(pair, known, produced, name=side_name, tally=tally)
     tally.ill_conditioned += truth.ill_conditioned
     tally.empty += not any(leaf.numel() if torch.is_tensor(leaf) else 1 for leaf in truth.leaves.values())

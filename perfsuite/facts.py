@@ -20,7 +20,7 @@ from perfsuite.pair import Pair
 from perfsuite.records import Case
 from perfsuite.reference_task import Task
 from perfsuite.rule import REPLICAS
-from perfsuite.truths import Discard, Truth
+from perfsuite.truths import Discard, Drawn, Truth
 
 MOST_BYTES = 256 << 20
 """Of the truths of one pair; those of later draws are established anew."""
@@ -37,7 +37,15 @@ class KnownFacts(Facts):
         self.sizes = KnownSizes()
 
     def truth(
-        self, pair: Pair, case: Case, device: str, *, gradients: bool, home: Path | None, replicas: int = REPLICAS
+        self,
+        pair: Pair,
+        case: Case,
+        device: str,
+        *,
+        gradients: bool,
+        home: Path | None,
+        replicas: int = REPLICAS,
+        drawn: Drawn | None = None,
     ) -> Truth:
         """As `establish`, from an earlier proof where there was one: of another side, so not of a pair with one."""
         key = (*_key(case, device), str(gradients), str(replicas))
@@ -47,7 +55,7 @@ class KnownFacts(Facts):
                 raise Discard
             return _read(kept)
         try:
-            truth = super().truth(pair, case, device, gradients=gradients, home=home, replicas=replicas)
+            truth = super().truth(pair, case, device, gradients=gradients, home=home, replicas=replicas, drawn=drawn)
         except Discard:
             self._truths[key] = None
             raise

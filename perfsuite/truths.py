@@ -37,6 +37,8 @@ from perfsuite.specs import TensorSpec
 
 Given: TypeAlias = Callable[[int], dict[str, Any]]
 """The inputs of a step of a stateful pair, by its number."""
+Drawn: TypeAlias = Callable[[], dict[str, Any]]
+"""The inputs of a draw, for the caller to change."""
 Way: TypeAlias = Callable[[Callable[..., Any], Pair, dict[str, Any], Any], Leaves]
 """Another way of calling a side than `execution.run` or `run_steps`: (what to call, pair, inputs, seed) → leaves; of a
 stateful pair the fourth argument is `Given`."""
@@ -308,6 +310,17 @@ def produce(
         shared |= execution.shared_memory(pair, leaves, values)
     del values
     return leaves
+
+
+def drawn_once(pair: Pair, case: Case, device: str, home: Path | None) -> Drawn:
+    """The case's inputs, which are made at the first call; each call gives a copy."""
+
+    @functools.cache
+    def made() -> dict[str, Any]:
+        built: dict[str, Any] = rounded_to_precision(pair, case)(make.build(pair, case, device, home=home))
+        return built
+
+    return lambda: make.clone(made())
 
 
 def rounded_to_precision(pair: Pair, case: Case) -> Callable[[Any], Any]:
