@@ -71,6 +71,10 @@ def _is_unused_gradient(where: str, name: str, reference: Leaf, got: Leaf) -> bo
         given, message = got, f"{where} is a tensor where the reference has None"
     elif got is None and isinstance(reference, torch.Tensor):
         given, message = reference, f"{where} is None where the reference has a value"
+        if name.startswith("gradient of "):
+            message += (
+                "; if nobody needs it, declare gradients=False, or tensor(…, differentiable=False) for this input"
+            )
     else:
         return False
     if name.startswith("gradient of ") and not given.any():

@@ -56,7 +56,7 @@ def task_of(pair: Pair, case: Case, device: str, home: Path | None) -> Task:
         return Task()
     looked = False
     if shows_roundings(pair):
-        looked = _check_roundings(pair, drawn, here, answer)
+        looked = _check_roundings(pair, drawn, other, here, answer)
     differ = any(_differs(leaf, there.get(name)) for name, leaf in here.items())
     return Task(answers_differ=differ, roundings=looked)
 
@@ -91,11 +91,15 @@ def _differs(a: Leaf, b: Leaf) -> bool:
 
 
 def _check_roundings(
-    pair: Pair, drawn: dict[str, Any], here: Leaves, answer: Callable[[dict[str, Any], Case], Leaves]
+    pair: Pair,
+    drawn: dict[str, Any],
+    other: dict[str, Any],
+    here: Leaves,
+    answer: Callable[[dict[str, Any], Case], Leaves],
 ) -> bool:
     """In float64 every value of a reference moves with its inputs, unless it is rounded on the way.
 
-    Whether there were values enough to tell; PairError where they do not move.
+    Whether there were values enough to tell; PairError where they do not move. `other` are inputs of another draw.
     """
     case = Case(dtype="float64", sizes={}, inputs={}, seed=0)
     near = answer(make.jitter(pair, make.upcast(drawn), 0, "roundings", BESIDE), case)
@@ -111,12 +115,35 @@ def _check_roundings(
             continue
         looked = True
         if float((x == y)[some].double().mean()) > UNMOVED:
+            if not _depends_on_floats(name, drawn, other, here, lambda values: answer(values, case)):
+                continue  # whole numbers are not moved
             raise PairError(
                 f"{pair.name}: {name} of the reference does not move when its float64 inputs do, by up to one part in "
                 f"2^24: it is rounded to half precision inside; take out its casts, or declare precision=; if it is a "
                 f"step function, as round() is, declare with excuse= which elements lie beside a step"
             )
     return looked
+
+
+def _depends_on_floats(
+    name: str,
+    drawn: dict[str, Any],
+    other: dict[str, Any],
+    here: Leaves,
+    answer: Callable[[dict[str, Any]], Leaves],
+) -> bool:
+    """Whether an output is another one where the floating inputs are, and nothing else."""
+    theirs = {n: dict(make.tensors_in(value, n)) for n, value in other.items()}
+
+    def exchanged(n: str, value: Any) -> Any:
+        floating = bool(theirs[n]) and all(t.is_floating_point() for t in theirs[n].values())
+        return other[n] if floating else value
+
+    try:
+        there = answer({n: exchanged(n, value) for n, value in drawn.items()})
+    except Exception:  # the sizes of other values may be others
+        return True
+    return _differs(here[name], there.get(name))
 
 
 TASK_DRAWS, FEW_TASK_DRAWS = 20, 4

@@ -38,6 +38,7 @@ from perfsuite.contexts.forward import (
 from perfsuite.contexts.gpu import captured_graph, other_stream
 from perfsuite.contexts.steps import (
     every_step,
+    first_steps,
     many_steps,
     needing_gradients,
     outside_changes,
@@ -125,6 +126,7 @@ def check(
         return  # equivalence says how
     ways = WAYS
     if pair.is_stateful:
+        first_steps(probe)
         ways = (*STATEFUL, *COSTLY_STATEFUL) if thorough else STATEFUL
     elif _is_compiled(probe):
         number = None  # its proof takes one draw

@@ -10,19 +10,38 @@ import torch
 
 from perfsuite import equivalence, execution, truths
 from perfsuite import inputs as make
-from perfsuite.contexts.calling import UNEVEN, hold_anew, sizes_of_items, sizes_of_their_own, smaller, uneven
+from perfsuite.contexts.calling import (
+    UNEVEN,
+    call_in,
+    hold,
+    hold_anew,
+    sizes_of_items,
+    sizes_of_their_own,
+    smaller,
+    uneven,
+)
 from perfsuite.execution import Leaves
 from perfsuite.integrity.probe import Probe
 from perfsuite.pair import Pair
 from perfsuite.rule import NONE
 from perfsuite.specs import EXPANDED, TensorSpec
-from perfsuite.truths import Discard, Given
+from perfsuite.truths import Discard, Given, Known
 
 MANY_STEPS = 300
 """Steps of a stateful pair. A fault that begins after the steps that its proof compares shows by then."""
 STEPS = (1, 2, 3, 5, 8, 13)
 """The steps after which states are compared here, as far as the pair's own go. What warms up before it captures a graph
 has done so by the last."""
+
+
+def first_steps(probe: Probe) -> None:
+    """NotEquivalent where the first steps, taken plainly, are wrong."""
+    known = _known(probe)
+    try:
+        known(NONE)
+    except Exception:  # Discard among others
+        return
+    equivalence.hold(probe.pair, known, call_in(probe, probe.side, _steps), name=probe.name)
 
 
 def every_step(probe: Probe) -> None:
@@ -80,7 +99,9 @@ def same_step_tensors(probe: Probe) -> None:
         return _steps(call, pair, values, same)
 
     if probe.pair.step_inputs:
-        hold_anew(probe, way, "where every step gets the same tensors, with other values in them")
+        words = "where every step gets the same tensors, with other values in them"
+        # A reference that keeps them gives something else here.
+        hold(probe, way, words, known=_known(probe), reference_may_refuse=True)
 
 
 def step_layouts(probe: Probe) -> None:
@@ -152,6 +173,10 @@ def many_steps(probe: Probe) -> None:
 
 def _steps(call: Callable[..., Any], pair: Pair, values: dict[str, Any], given: Given) -> Leaves:
     return execution.of_all_steps(execution.run_steps(call, pair, values, _steps_of(pair), given))
+
+
+def _known(probe: Probe) -> Known:
+    return truths.by_replicas(probe.pair, probe.case, probe.device, gradients=False, home=probe.home, way=_steps)
 
 
 def _steps_of(pair: Pair) -> list[int]:

@@ -294,6 +294,10 @@ def _error_on(probe: Probe, values: dict[str, Any], answers: list[Leaves]) -> No
     return error
 
 
+def _shape(leaf: Any) -> Any:
+    return leaf.shape if isinstance(leaf, torch.Tensor) else type(leaf)
+
+
 def _nearly_true(probe: Probe, values: dict[str, Any]) -> truths.Truth | None:
     """The reference's own answer to these values, with the errors that it has on the draw: in half the time of a truth.
 
@@ -303,6 +307,8 @@ def _nearly_true(probe: Probe, values: dict[str, Any]) -> truths.Truth | None:
     if known.rounding or known.ill_conditioned:
         return None
     own = truths.of_reference(probe.pair, probe.case, probe.device, make.clone(values))
+    if any(_shape(leaf) != _shape(known.reference.get(name)) for name, leaf in own.items()):
+        return None
     return replace(known, leaves=own, reference=own, excused=None)
 
 
