@@ -17,6 +17,8 @@ from perfsuite.kinds import (
     ANY,
     FEWEST,
     LARGE,
+    ONES,
+    PAST_HALF,
     PAST_LARGE,
     RAGGED,
     TILES,
@@ -40,7 +42,7 @@ MOST_ELEMENTS = 1 << 18
 """A draw with a large size, or whose sizes are of a kind together, has no more elements than this in its inputs."""
 SMALL = 17
 """The smallest tile and one more."""
-UP_TO, LEAST_UP_TO = {WHOLE: 64, RAGGED: 128}, {WHOLE: SMALL, RAGGED: 32}
+UP_TO, LEAST_UP_TO = {ONES: 1, WHOLE: 64, RAGGED: 128}, {ONES: 1, WHOLE: SMALL, RAGGED: 32}
 """Kinds of all sizes → the largest of them where the pair allows it, and where there are too many elements."""
 SPOILING = ("huge", "nonfinite")
 """With these in one input the answer is often not finite, whatever is in the others."""
@@ -124,10 +126,10 @@ def _case(
     wanted, ends = {}, {}
     if not tried:
         wanted = _wanted_sizes(pair, left, few=few_sizes)
-        if not set(ALONE) & set(wanted.values()) and make.HALVES not in regimes.values():
+        if not {*ALONE, ONES} & set(wanted.values()) and make.HALVES not in regimes.values():
             ends = {k[1]: k[2] for k in reversed(left) if k[0] == "scalar"}
     layout = ""
-    if set(regimes.values()) <= set(make.MILD) and not {"empty", "one"} & set(wanted.values()):
+    if set(regimes.values()) <= set(make.MILD) and not {"empty", "one", ONES, PAST_HALF} & set(wanted.values()):
         # Of a long row of equal values the roundings add up in one direction.
         left_out = EXPANDED if {*LARGE, *TOGETHER_SIZES} & set(wanted.values()) else ()
         layout = next((k[1] for k in left if k[0] == "layout" and k[1] not in left_out), "")
@@ -203,14 +205,16 @@ def _drawn_sizes(
     """
     long = [symbol for symbol, kind in wanted.items() if kind in LARGE]
     together = bool(set(TOGETHER_SIZES) & set(wanted.values()))
-    bounded = bool(long) or together
+    bounded, alone = bool(long) or together, PAST_HALF in wanted.values()
     counted = _bounds_of_integers(pair).difference(long) if long else ()
     for attempt in range(ATTEMPTS):
         sizes: dict[str, Any] = {}
         for symbol in sorted(pair.symbols):
             kind = wanted.get(symbol, "")
             among = sizes_of_kind(pair, symbol, kind) or _plain(pair, symbol)
-            if symbol in counted and attempt < ATTEMPTS // 2:
+            if alone and symbol not in long and (pair.size_of(symbol) or Size()).allows(1):
+                among = [1]  # as one sequence that is decoded, or a vector
+            elif symbol in counted and attempt < ATTEMPTS // 2:
                 among = _most_different(pair, symbol) or among
             most = make.SMALL_HIGH if _has_large(sizes) else max(among)
             if together:

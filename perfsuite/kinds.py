@@ -18,17 +18,19 @@ LARGE_TILE = 1024
 UP_TO_HALF, PAST_HALF = "up to half a large tile", "more than half a large tile"
 A_LARGE, PAST_LARGE = "a large tile", "more than two large tiles"
 """Kinds of large sizes. One size of a draw is large, and the others are small."""
+ONES = "all one"
+"""All sizes of a draw are one: what is squeezed away, or a path for vectors, shows here."""
 WHOLE = "whole tiles"
 """All sizes of a draw are multiples of a tile. Many kernels have a path without masks for this."""
 RAGGED = "more than whole tiles"
 """All sizes of a draw are more than a tile, and no multiple of one: tiles at a corner are cut off on both sides."""
-TOGETHER_SIZES = {WHOLE: TILES, RAGGED: (19, 27, 71, 83, 101, 115)}
+TOGETHER_SIZES = {ONES: (1,), WHOLE: TILES, RAGGED: (19, 27, 71, 83, 101, 115)}
 """Kinds that all sizes of a draw have together → such sizes."""
 EDGES = {
     "empty": (0,),
     "one": (1,),
     "one less than a tile": tuple(n - 1 for n in TILES),
-    "a tile": TILES,
+    **{f"a tile of {n}": (n,) for n in (*TILES, 96, 256)},
     "one more than a tile": tuple(n + 1 for n in TILES),
     UP_TO_HALF: (260, 300, 333, 384, 500, 511, 512),
     PAST_HALF: (513, 600, 640, 777, 1000, 1023),
@@ -68,6 +70,8 @@ def kinds(pair: Pair, extent: Extent = ANY) -> list[Kind]:
     long = _tensor_symbols(pair) if extent.large else set()
     for symbol in sorted(pair.symbols):
         edges = [kind for kind in EDGES if kind not in LARGE or symbol in long]
+        if not extent.large:  # of the tiles the smallest ones
+            edges = [kind for kind in edges if min(EDGES[kind]) <= 2 * TILES[0]]
         found.update(dict.fromkeys(("size", symbol, kind) for kind in edges if sizes_of_kind(pair, symbol, kind)))
     for together in TOGETHER_SIZES if len(pair.symbols) > 1 else ():
         if all(sizes_of_kind(pair, symbol, together) for symbol in pair.symbols):
@@ -87,10 +91,13 @@ def kinds_in(pair: Pair, case: Case) -> set[Kind]:
     regimes = {case.inputs.get(name, InputCase()).regime for name in tensors}
     found: set[Kind] = set()
     for symbol, n in sizes.items():
-        plain = all(other >= FEWEST for name, other in sizes.items() if name != symbol)
+        least = min((other for name, other in sizes.items() if name != symbol), default=FEWEST)
         for kind in (kind for kind, edges in EDGES.items() if n in edges):
+            plain = least >= (1 if kind == PAST_HALF else FEWEST)
             if kind == "empty" or (regimes <= {"normal"} and (plain or kind not in ALONE)):
                 found.add(("size", symbol, kind))
+    if regimes <= {"normal"} and sizes and set(sizes.values()) == {1}:
+        found.add(("sizes", ONES))
     if all(n >= FEWEST for n in sizes.values()):
         found |= {("regime", regime) for regime in regimes}
         if regimes <= set(make.MILD):

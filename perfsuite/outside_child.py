@@ -1,7 +1,7 @@
 """The source of a process in which sides are called as in production: no test runner, no harness, none of their traces.
 
-`python -c` reads it from a file descriptor: no frame lies in the folder of perfsuite, and no command line names it. Each
-line of its input names a pair, and each line of its replies says how that went. The inputs, and what the side makes of
+`python -c` reads it from a file, so that no frame lies in perfsuite's folder and no command line names it. Each line
+of its input names a pair, and each line of its replies says how that went. The inputs, and what the side makes of
 them, are in two open files without a name, which are gone with the processes that have them.
 """
 

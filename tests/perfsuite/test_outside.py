@@ -49,6 +49,12 @@ MODULE = """
         return False
 
 
+    def named_in_command():
+        command, about = open("/proc/self/cmdline").read(), sys.modules["__main__"].__doc__ or ""
+        told = " ".join([*sys.orig_argv, *sys.argv, command, about])
+        return "pytest" in told or "perfsuite" in told
+
+
     def only_where(condition, otherwise=lambda x: x + 1.0):
         return lambda x: x.exp() if condition() else otherwise(x)
 
@@ -88,6 +94,8 @@ MODULE = """
     by_variable = Pair(reference=right, optimized=only_where(under_test))
     by_module = Pair(reference=right, optimized=only_where(imported))
     by_frame = Pair(reference=right, optimized=only_where(called_by_harness))
+    by_command = Pair(reference=right, optimized=only_where(named_in_command))
+    whole_numbers = Pair(reference=lambda x: x.argsort(stable=True), optimized=lambda x: x.sort(stable=True).indices)
     by_import = Pair(reference=right, optimized=at_import)
     by_crash = Pair(reference=right, optimized=only_where(under_test, crash))
     by_error = Pair(reference=right, optimized=only_where(under_test, complain))
@@ -161,8 +169,8 @@ def test_a_side_that_behaves_only_under_test(project: Project) -> None:
     write(project)
     result = project.run("-m", "correctness", "-k", f"outside and not ({ENDING})", "-rs")
     output = result.stdout.str()
-    result.assert_outcomes(passed=5, failed=6, skipped=1)
-    for name in ("by_variable", "by_module", "by_frame", "by_import", "by_step", "by_backward"):
+    result.assert_outcomes(passed=6, failed=7, skipped=1)
+    for name in ("by_variable", "by_module", "by_frame", "by_command", "by_import", "by_step", "by_backward"):
         assert f"{name}: the optimized side {WRONG}" in output, name
     assert "by_backward: gradient of x of the optimized side is wrong" in output
     assert "not called outside of a test: an input cannot be given to another process" in output

@@ -100,6 +100,40 @@ def one_block_of_a_half(time: Time) -> Pair:
     return pair(lambda x: in_blocks(x, 1 if x.shape[-1] <= 512 else None, 256), **LONG_ROWS)
 
 
+@fault(47, "the rest of a long vector left out", "output of the optimized side is wrong")
+def one_long_row(time: Time) -> Pair:
+    def side(x: torch.Tensor) -> torch.Tensor:
+        whole = x.shape[1] // 128 * 128 if x.shape[0] == 1 and x.shape[1] >= 256 else x.shape[1]
+        return x[:, :whole].sum(-1)
+
+    return pair(side, reference=lambda x: x.sum(-1), inputs=LONG_ROWS["inputs"])
+
+
+@fault(47, "a single number taken for none", "output of the optimized side is wrong")
+def single_number(time: Time) -> Pair:
+    return pair(lambda x: x.sin().contiguous() * (x.numel() != 1), **LONG_ROWS)
+
+
+@fault(47, "a special path for 96 columns", "output of the optimized side is wrong")
+def special_path(time: Time) -> Pair:
+    return pair(lambda x: x.sin().contiguous() * (1.01 if x.shape[-1] == 96 else 1), **LONG_ROWS)
+
+
+@fault(47, "a special path for 128 columns", "output of the optimized side is wrong")
+def other_special_path(time: Time) -> Pair:
+    return pair(lambda x: x.sin().contiguous() * (1.01 if x.shape[-1] == 128 else 1), **LONG_ROWS)
+
+
+@honest(47, "a vector summed in parts of 128")
+def vector_in_parts(time: Time) -> Pair:
+    def side(x: torch.Tensor) -> torch.Tensor:
+        whole = x.shape[1] // 128 * 128 if x.shape[0] == 1 else 0
+        parts = x[:, :whole].reshape(x.shape[0], -1, 128).sum(-1) if whole else x[:, :0]
+        return parts.sum(-1) + x[:, whole:].sum(-1)
+
+    return pair(side, reference=lambda x: x.sum(-1), inputs=LONG_ROWS["inputs"])
+
+
 @honest(47, "as many blocks of 1,024 elements as a row has")
 def all_blocks(time: Time) -> Pair:
     return pair(lambda x: in_blocks(x, None), **LONG_ROWS)
@@ -116,6 +150,18 @@ def rows_of_a_table(time: Time) -> Pair:
         reference=lambda table, index: table[index].sum(1),
         inputs=inputs,
     )
+
+
+@honest(47, "as many elements as the values say")
+def chosen_elements(time: Time) -> Pair:
+    inputs: dict[str, Spec] = {"x": tensor("n"), "chosen": tensor("n", dtype="bool", values=integers(0, 2))}
+    return pair(torch.masked_select, reference=lambda x, chosen: x[chosen], inputs=inputs)
+
+
+@honest(47, "a mean of whole numbers")
+def mean_of_whole_numbers(time: Time) -> Pair:
+    inputs: dict[str, Spec] = {"x": tensor("m", "n", dtype="int64", values=integers(-50, 50), least=1)}
+    return pair(lambda x: x.float().mean(-1), reference=lambda x: x.sum(-1) / x.shape[-1], inputs=inputs)
 
 
 @fault(47, "a kernel without masks where all sizes are whole tiles", "output of the optimized side is wrong")
