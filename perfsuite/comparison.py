@@ -53,6 +53,8 @@ def judge_output(
     if compared.is_empty():
         return
     compared.judge_errors(tally)
+    if not truth.declared_precision:
+        _judge_digits(where, reference, got)
     # Rounding adds up over steps, and a product in TF32 cuts digits off.
     if pair.is_stateful or pair.precision == TF32 or name in truth.rounding:
         return
@@ -230,6 +232,32 @@ def _judge_exactly(where: str, reference: Leaf, got: Leaf, excuse: torch.Tensor 
             f"{where} differs{_place(at)}: {got[tuple(at)].item()} instead of {reference[tuple(at)].item()} "
             f"(whole numbers and bools must be equal)"
         )
+
+
+FEWEST_DIGITS, MOST_BY_CHANCE = 64, 0.5
+"""So many different numbers in float16 show how many digits they have, and the share of the reference's that may have as
+few by chance."""
+
+
+def _judge_digits(where: str, reference: Leaf, got: Leaf) -> None:
+    """NotEquivalent where all elements in float16 have no more digits than bfloat16 has, and the reference's have."""
+    if not isinstance(got, torch.Tensor) or not isinstance(reference, torch.Tensor) or got.dtype != torch.float16:
+        return
+    share = _as_bfloat16(got)
+    if share == 1.0 and (usual := _as_bfloat16(reference)) is not None and usual < MOST_BY_CHANCE:
+        raise NotEquivalent(
+            f"{where} has the digits of bfloat16: each of its elements is a number of that format, of the reference's "
+            f'{usual:.0%}; declare precision="bfloat16" if that is meant'
+        )
+
+
+def _as_bfloat16(tensor: torch.Tensor) -> float | None:
+    """The share of the different numbers that bfloat16 has, too; None of few. Subnormal ones have few digits anyhow."""
+    normal = tensor.isfinite() & (tensor.abs() >= torch.finfo(tensor.dtype).tiny)
+    values = tensor.detach()[normal].unique()
+    if values.numel() < FEWEST_DIGITS:
+        return None
+    return float((values.bfloat16() == values).double().mean())
 
 
 def _excuse(excused: Any, name: str, leaf: Leaf) -> torch.Tensor | None:

@@ -44,8 +44,8 @@ SMALL = 17
 """The smallest tile and one more."""
 UP_TO, LEAST_UP_TO = {ONES: 1, WHOLE: 64, RAGGED: 128}, {ONES: 1, WHOLE: SMALL, RAGGED: 32}
 """Kinds of all sizes → the largest of them where the pair allows it, and where there are too many elements."""
-SPOILING = ("huge", "nonfinite")
-"""With these in one input the answer is often not finite, whatever is in the others."""
+SPOILING = ("huge", "nonfinite", make.OTHERS)
+"""With these in one input the answer is often not finite, or the same, whatever is in the others."""
 TOGETHER = ("offset", make.HALVES)
 """Regimes that all inputs have that may: the difference of two of them is small, too, or they are equal."""
 MOST_PLANNED = 0.75

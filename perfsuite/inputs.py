@@ -67,6 +67,8 @@ UNBOUNDED_REGIMES = (
 BOUNDED_REGIMES = ("normal", "sorted", "repeated", "zeros", "halves", "offset", "edges", "tiny")
 INTEGER_REGIMES = ("normal", "sorted", "repeated", "edges")
 HALVES = "halves"
+OTHERS = "others"
+"""Whole values all of which are among `also`, as labels that are ignored."""
 MILD = ("normal", "sorted", HALVES, "edges")
 """Values with which a wrong layout shows."""
 
@@ -213,8 +215,8 @@ def regimes(spec: TensorSpec) -> tuple[str, ...]:
     match spec.values:
         case Sampled():
             return ("normal",)
-        case Integers():
-            return (*INTEGER_REGIMES, "outside") if spec.values.outside else INTEGER_REGIMES
+        case Integers() as whole:
+            return (*INTEGER_REGIMES, *["outside"] * whole.outside, *[OTHERS] * bool(whole.also))
         case Floats() as values:
             if values.low is None and values.high is None:
                 every: tuple[str, ...] = UNBOUNDED_REGIMES
@@ -427,7 +429,7 @@ def _values(
     if isinstance(spec.values, Integers):
         low, high = bounds(spec.values, case.sizes)
         whole = _integers(generator, source, low, high, regime, shape, dtype)
-        whole = _with_others(whole, spec.values.also, generator, source)
+        whole = _with_others(whole, spec.values.also, generator, source, every=regime == OTHERS)
         return whole.to(device=device, dtype=dtype)
     real = _floats(generator, source, spec.values, regime, shape, dtype)
     made = real.to(device=device, dtype=dtype)
@@ -478,15 +480,17 @@ def _integers(
     return drawn
 
 
-def _with_others(whole: torch.Tensor, also: tuple[int, ...], generator: torch.Generator, source: str) -> torch.Tensor:
-    """One value in eight replaced by one of `also`."""
+def _with_others(
+    whole: torch.Tensor, also: tuple[int, ...], generator: torch.Generator, source: str, *, every: bool
+) -> torch.Tensor:
+    """One value in eight, or every one, replaced by one of `also`."""
     if not also:
         return whole
     others = torch.tensor(also, device=source)[
         torch.randint(0, len(also), whole.shape, generator=generator, device=source)
     ]
     chosen = torch.randint(0, 8, whole.shape, generator=generator, device=source) == 0
-    return torch.where(chosen, others, whole)
+    return others if every else torch.where(chosen, others, whole)
 
 
 def _floats(

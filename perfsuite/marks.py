@@ -15,11 +15,14 @@ def of(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     match value:
         case torch.Tensor():
             yield f"requires_grad of {path}", value.requires_grad
-            yield f"the number of hooks on {path}", len(value._backward_hooks or ())
+            after = getattr(value, "_post_accumulate_grad_hooks", None)
+            yield f"the number of hooks on {path}", len(value._backward_hooks or ()) + len(after or ())
         case torch.nn.Module():
             for name, module in value.named_modules():
                 inner = f"{path}.{name}" if name else path
                 yield f"the training mode of {inner}", module.training
+                saved = module._buffers.keys() - module._non_persistent_buffers_set
+                yield f"the names of what is saved of {inner}", sorted(saved | module._parameters.keys())
                 yield f"the number of hooks on {inner}", sum(len(getattr(module, hooks)) for hooks in HOOKS)
             for name, parameter in value.named_parameters():
                 yield f"requires_grad of {path}.{name}", parameter.requires_grad

@@ -5,13 +5,19 @@ Imports change these too, so they are compared around calls alone.
 
 from __future__ import annotations
 
+import atexit
+import builtins
 import contextlib
+import decimal
 import gc
 import locale
 import logging
 import os
 import signal
+import socket
 import sys
+import threading
+import tracemalloc
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,6 +28,8 @@ import torch
 Setting: TypeAlias = tuple[Callable[[], Any], Callable[[Any], object]]
 """How it is read, and how it is put back."""
 
+COMPILERS = ("torch._dynamo.config", "torch._inductor.config")
+"""Modules that hold the configuration of torch.compile."""
 OF_COMPILERS = ("CUDA_", "INDUCTOR", "KMP_", "OMP_", "PYTORCH_", "TORCH", "TRITON", "XLA_")
 """Prefixes of environment variables that compilers and libraries set when they first run."""
 
@@ -61,6 +69,68 @@ def _set_numpy_errors(before: Any) -> None:
         sys.modules["numpy"].seterr(**before)
 
 
+def _numpy_printing() -> Any:
+    numpy = sys.modules.get("numpy")
+    return dict(numpy.get_printoptions()) if numpy is not None else None
+
+
+def _set_numpy_printing(before: Any) -> None:
+    if before is not None:
+        sys.modules["numpy"].set_printoptions(**before)
+
+
+def _compiler_configuration() -> Mapping[str, Any]:
+    """Of what is imported of torch.compile."""
+    loaded = [sys.modules[name] for name in COMPILERS if name in sys.modules]
+    return {module.__name__: module.get_config_copy() for module in loaded}
+
+
+def _set_compiler_configuration(before: Mapping[str, Any]) -> None:
+    now = _compiler_configuration()
+    for name, configuration in before.items():
+        for option, value in configuration.items():
+            if now[name][option] != value:
+                setattr(sys.modules[name], option, value)
+
+
+def _saved_tensors_hooks() -> Any:
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def _pop_saved_tensors_hooks(before: Any) -> None:
+    while _saved_tensors_hooks() not in (None, before):
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
+def _mask_of_files() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _conversions() -> tuple[bool, bool]:
+    future = torch.__future__
+    return future.get_overwrite_module_params_on_conversion(), future.get_swap_module_params_on_conversion()
+
+
+def _set_conversions(before: tuple[bool, bool]) -> None:
+    torch.__future__.set_overwrite_module_params_on_conversion(before[0])
+    torch.__future__.set_swap_module_params_on_conversion(before[1])
+
+
+def _set_decimals(before: tuple[int, str]) -> None:
+    decimal.getcontext().prec, decimal.getcontext().rounding = before
+
+
+def _trace_memory(before: bool) -> None:
+    (tracemalloc.start if before else tracemalloc.stop)()
+
+
+def _remove_builtins(before: frozenset[str]) -> None:
+    for name in vars(builtins).keys() - before:
+        delattr(builtins, name)
+
+
 def _print_options() -> Mapping[str, Any]:
     return dict(vars(torch._tensor_str.PRINT_OPTS))
 
@@ -70,6 +140,10 @@ SETTINGS: Mapping[str, Setting] = {
     "signal handlers": (_handlers, _set_handlers),
     "filters of warnings": (lambda: list(warnings.filters), _set_filters),
     "the level below which nothing is logged": (lambda: logging.root.manager.disable, logging.disable),
+    "handlers of the root logger": (
+        lambda: list(logging.root.handlers),
+        lambda before: logging.root.handlers.__setitem__(slice(None), before),
+    ),
     "the level of the root logger": (lambda: logging.root.level, logging.root.setLevel),
     "the locale": (lambda: locale.setlocale(locale.LC_ALL), lambda before: locale.setlocale(locale.LC_ALL, before)),
     "Python's recursion limit": (sys.getrecursionlimit, sys.setrecursionlimit),
@@ -78,8 +152,34 @@ SETTINGS: Mapping[str, Setting] = {
     "Python's standard error": (lambda: sys.stderr, lambda before: setattr(sys, "stderr", before)),
     "what Python does with an error": (lambda: sys.excepthook, lambda before: setattr(sys, "excepthook", before)),
     "thresholds of garbage collection": (gc.get_threshold, lambda before: gc.set_threshold(*before)),
+    "the tracing of Python's memory": (tracemalloc.is_tracing, _trace_memory),
+    "the stack size of Python's threads": (threading.stack_size, threading.stack_size),
+    "Python's builtins": (lambda: frozenset(vars(builtins)), _remove_builtins),
+    "the precision of decimal numbers": (
+        lambda: (decimal.getcontext().prec, decimal.getcontext().rounding),
+        _set_decimals,
+    ),
+    "the timeout of new sockets": (socket.getdefaulttimeout, socket.setdefaulttimeout),
+    "the mask of new files": (_mask_of_files, os.umask),
+    "the process's priority": (
+        lambda: os.getpriority(os.PRIO_PROCESS, 0),
+        lambda before: os.setpriority(os.PRIO_PROCESS, 0, before),
+    ),
+    "functions that are called at exit": (atexit._ncallbacks, lambda before: None),
     "numpy's handling of errors": (_numpy_errors, _set_numpy_errors),
+    "how numpy prints arrays": (_numpy_printing, _set_numpy_printing),
     "how torch prints tensors": (_print_options, lambda before: vars(torch._tensor_str.PRINT_OPTS).update(before)),
+    "the configuration of torch.compile": (_compiler_configuration, _set_compiler_configuration),
+    "torch's hooks on saved tensors": (_saved_tensors_hooks, _pop_saved_tensors_hooks),
+    "torch's profiler": (
+        torch._C._autograd._profiler_enabled,
+        lambda before: None if before else torch._C._autograd._disable_profiler(),
+    ),
+    "how tensors are shared with other processes": (
+        torch.multiprocessing.get_sharing_strategy,
+        torch.multiprocessing.set_sharing_strategy,
+    ),
+    "how torch converts the parameters of modules": (_conversions, _set_conversions),
     "the order of torch's einsum": (
         lambda: torch.backends.opt_einsum.strategy,
         lambda before: setattr(torch.backends.opt_einsum, "strategy", before),
@@ -98,5 +198,6 @@ def kept() -> Iterator[list[str]]:
         for name, (read, write) in SETTINGS.items():
             if read() != before[name]:
                 changed.append(name)
-                with contextlib.suppress(ValueError):  # signal handlers are set in the main thread alone
+                # Signal handlers are set in the main thread alone, and a priority that was lowered is kept.
+                with contextlib.suppress(ValueError, OSError):
                     write(before[name])

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
+import builtins
+import decimal
 import gc
 import locale
 import logging
 import os
 import signal
+import socket
 import sys
+import threading
+import tracemalloc
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch._dynamo
 
 from perfsuite import marks, surroundings
 
@@ -31,14 +38,46 @@ CHANGES: dict[str, Callable[[], Any]] = {
     "Python's standard error": lambda: setattr(sys, "stderr", sys.__stdout__),
     "what Python does with an error": lambda: setattr(sys, "excepthook", print),
     "thresholds of garbage collection": lambda: gc.set_threshold(1_000_000),
+    "handlers of the root logger": lambda: logging.root.addHandler(logging.NullHandler()),
+    "the tracing of Python's memory": lambda: tracemalloc.start(),
+    "the stack size of Python's threads": lambda: threading.stack_size(1 << 20),
+    "Python's builtins": lambda: setattr(builtins, "wave", 1),
+    "the precision of decimal numbers": lambda: setattr(decimal.getcontext(), "prec", 5),
+    "the timeout of new sockets": lambda: socket.setdefaulttimeout(7.0),
+    "the mask of new files": lambda: os.umask(0o077),
     "numpy's handling of errors": lambda: np.seterr(all="raise"),
     "how torch prints tensors": lambda: torch.set_printoptions(precision=2),
+    "how numpy prints arrays": lambda: np.set_printoptions(precision=2),
+    "the configuration of torch.compile": lambda: setattr(torch._dynamo.config, "suppress_errors", True),
+    "torch's hooks on saved tensors": lambda: torch.autograd.graph.saved_tensors_hooks(print, print).__enter__(),
+    "torch's profiler": lambda: torch.autograd.profiler.profile().__enter__(),
+    "how tensors are shared with other processes": lambda: torch.multiprocessing.set_sharing_strategy("file_system"),
+    "how torch converts the parameters of modules": lambda: torch.__future__.set_overwrite_module_params_on_conversion(
+        True
+    ),
     "the order of torch's einsum": lambda: setattr(torch.backends.opt_einsum, "strategy", "greedy"),
 }
 
 
+LASTING = {"the process's priority", "functions that are called at exit"}
+"""These cannot be put back in a test."""
+
+
 def test_each_setting_has_a_change() -> None:
-    assert CHANGES.keys() == surroundings.SETTINGS.keys()
+    assert CHANGES.keys() == surroundings.SETTINGS.keys() - LASTING
+
+
+def test_a_lasting_change_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    priority = os.getpriority(os.PRIO_PROCESS, 0)
+    with surroundings.kept() as changed:
+        atexit.register(int)
+        monkeypatch.setattr(os, "getpriority", lambda which, who: priority + 1)
+        monkeypatch.setattr(os, "setpriority", refused)
+    assert set(changed) == LASTING
+
+
+def refused(*given: Any) -> None:
+    raise PermissionError
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -64,8 +103,10 @@ def test_marks_of_nested_inputs() -> None:
     assert found == {
         "the training mode of net": True,
         "the number of hooks on net": 0,
+        "the names of what is saved of net": [],
         "the training mode of net.0": True,
         "the number of hooks on net.0": 0,
+        "the names of what is saved of net.0": ["bias", "weight"],
         "requires_grad of net.0.weight": True,
         "requires_grad of xs[0]": False,
         "the number of hooks on xs[0]": 0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import sys
 import threading
@@ -307,6 +308,29 @@ def draws_from_python(time: Time) -> Pair:
 @honest(41, "a generator of its own")
 def own_generator(time: Time) -> Pair:
     return pair(lambda x: fast(x) + 0.0 * torch.rand((), generator=torch.Generator().manual_seed(1)).item())
+
+
+@fault(41, "hooks on all saved tensors", "changes torch's hooks on saved tensors", stage="effects")
+def hooks_saved_tensors(time: Time) -> Pair:
+    def side(x: torch.Tensor) -> torch.Tensor:
+        torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone).__enter__()
+        return fast(x)
+
+    return pair(side)
+
+
+@fault(41, "another handler of messages in every call", "changes handlers of the root logger", stage="effects")
+def adds_handlers(time: Time) -> Pair:
+    return pair(lambda x: (logging.getLogger().addHandler(logging.NullHandler()), fast(x))[1])
+
+
+@honest(41, "hooks on saved tensors that are taken away again")
+def hooks_own_saved_tensors(time: Time) -> Pair:
+    def side(x: torch.Tensor) -> torch.Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
+            return fast(x)
+
+    return pair(side)
 
 
 @fault(41, "an SDPA backend switched off", "sets torch's flash sdp enabled to False")

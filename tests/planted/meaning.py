@@ -155,6 +155,16 @@ def secret_bfloat16(time: Time) -> Pair:
     return pair(lambda x: fast(x.bfloat16()).to(x.dtype))
 
 
+@fault(20, "bfloat16 in secret where float16 is asked for", "has the digits of bfloat16")
+def secret_bfloat16_for_float16(time: Time) -> Pair:
+    return pair(lambda x: fast(x.float()).bfloat16().to(x.dtype), dtypes=("float16",))
+
+
+@honest(20, "float32 where float16 is asked for")
+def float32_for_float16(time: Time) -> Pair:
+    return pair(lambda x: fast(x.float()).to(x.dtype), dtypes=("float16",))
+
+
 @fault(20, "a float16 accumulator in secret", "its error is that of float16 or TF32")
 def secret_accumulator(time: Time) -> Pair:
     def optimized(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
