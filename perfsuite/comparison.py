@@ -235,8 +235,8 @@ def _judge_exactly(where: str, reference: Leaf, got: Leaf, excuse: torch.Tensor 
 
 
 FEWEST_DIGITS, MOST_BY_CHANCE = 64, 0.5
-"""So many different numbers in float16 show how many digits they have, and the share of the reference's that may have as
-few by chance."""
+"""So many different numbers in float16 show how many digits they have, and the share of the reference's that may have
+as few by chance."""
 
 
 def _judge_digits(where: str, reference: Leaf, got: Leaf) -> None:

@@ -42,6 +42,10 @@ EXPANDED_WRITTEN = "more than one element of the written-to tensor refers to a s
 """Part of torch's message where an expanded tensor changes in place."""
 LEAF_WRITTEN = "a leaf Variable that requires grad is being used in an in-place operation"
 """Part of torch's message where an input changes in place that is differentiated."""
+OUT_DIFFERENTIATED = "arguments don't support automatic differentiation"
+"""Part of torch's message where an operation with out= is differentiated."""
+NOT_DIFFERENTIABLE = "is not differentiable with respect to argument"
+"""Part of torch's message where an input of an operation has no gradient."""
 MISPLACED = "storage_offset divisible by"
 """Part of torch's message where data begins at a place that an operation does not support."""
 CALL_THE_REFERENCE = frozenset({inspect.unwrap(truths.establish).__code__, task_of.__code__})
@@ -68,6 +72,10 @@ def remedy_of(error: BaseException, pair: Pair, case: Case) -> str:
         )
     if LEAF_WRITTEN in str(error):
         return "; name each input that the sides change in place: mutates={…}"
+    if OUT_DIFFERENTIATED in str(error):
+        return "; if its gradients are not needed, declare gradients=False"
+    if NOT_DIFFERENTIABLE in str(error):
+        return "; an input that has no gradient is declared tensor(…, differentiable=False)"
     if MISPLACED in str(error):
         return "; if its data must begin at a multiple of some bytes, declare it: tensor(…, align=16)"
     empty = [name for name in sorted(pair.symbols) if case.sizes.get(name) == 0]

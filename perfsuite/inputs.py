@@ -205,8 +205,10 @@ def tensor_spec(spec: Any) -> TensorSpec | None:
 def layouts(pair: Pair, name: str, spec: TensorSpec) -> tuple[str, ...]:
     allowed = spec.layouts or LAYOUTS
     written = name in pair.changed or pair.adjust is not None
-    # An expanded tensor has several elements in one place: writing into it has no meaning.
-    left_out = EXPANDED if written else () if len(spec.dims) > 2 else (MIDDLE_EXPANDED,)
+    # An expanded tensor has several elements in one place: writing into it has no meaning, and values that depend on
+    # each other would not any more.
+    apart = written or (isinstance(spec.values, Sampled) and spec.layouts is None)
+    left_out = EXPANDED if apart else () if len(spec.dims) > 2 else (MIDDLE_EXPANDED,)
     return tuple(layout for layout in allowed if layout not in left_out) or ("contiguous",)
 
 

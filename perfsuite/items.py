@@ -343,7 +343,8 @@ class ProofItem(pytest.Function):
         where = f" at {_relative(own[-1].filename)}:{own[-1].lineno}" if own else ""
         if faults.lacks_memory(error):
             return f"{self.pair.name}: the {who} runs out of memory{where}: {first_line(error)}"
-        remedy = "; bound the sizes it is drawn at with sizes= or where=" if who == REFERENCE else ""
+        sized = who == REFERENCE and not isinstance(error, (TypeError, NameError, AttributeError))
+        remedy = "; bound the sizes it is drawn at with sizes= or where=" if sized else ""
         remedy = diagnosis.remedy_of(error, self.pair, case) or remedy
         if isinstance(error, TypeError) and any(words in str(error) for words in OTHER_PARAMETERS):
             names, of_step = ", ".join(self.pair.inputs), ", ".join(self.pair.step_inputs)

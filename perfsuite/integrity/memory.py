@@ -17,6 +17,8 @@ from perfsuite import inputs as make
 from perfsuite.errors import NotEquivalent
 from perfsuite.execution import Leaves
 from perfsuite.integrity.probe import Probe, bytes_of, same_leaf
+from perfsuite.pair import BUFFERS, Pair
+from perfsuite.specs import ModuleSpec, holds
 
 LATER_CALLS = 9
 """A side may hand out a few buffers in turn."""
@@ -42,7 +44,8 @@ def undeclared_mutation(probe: Probe) -> None:
         if tensor.shape != shape or tensor.stride() != stride:
             raise probe.fault(f"reshapes its input {path} in place")
         if not torch.equal(bytes_of(tensor.untyped_storage()), storage):
-            raise probe.fault(f"changes its input {path} in place, which the pair does not declare; add it to mutates=")
+            remedy = declaration_of_change(probe.pair, path)
+            raise probe.fault(f"changes its input {path} in place, which the pair does not declare; {remedy}")
     for path, tensor, storage in changed:
         after = make.memory_of(tensor).clone()
         if after.numel() != storage.numel():
@@ -52,6 +55,14 @@ def undeclared_mutation(probe: Probe) -> None:
         after.as_strided(*where).copy_(storage.as_strided(*where))
         if not torch.equal(bytes_of(after.untyped_storage()), bytes_of(storage.untyped_storage())):
             raise probe.fault(f"writes beside the elements of its input {path}, which it changes in place")
+
+
+def declaration_of_change(pair: Pair, path: str) -> str:
+    """How the pair says that a side changes what is at this path of its inputs."""
+    name, _, within = path.partition(".")
+    if within and holds(pair.inputs.get(name), ModuleSpec):
+        return f"declare mutates={{{name!r}: {BUFFERS!r}}}"
+    return "add it to mutates="
 
 
 def _fill_gaps(tensor: torch.Tensor) -> None:
@@ -70,9 +81,10 @@ def touched_input(probe: Probe) -> None:
     The last check: what is wrong in another way has a better name.
     """
     if probe.touched is not None:
+        remedy = declaration_of_change(probe.pair, probe.touched)
         raise probe.fault(
-            f"changes its input {probe.touched} in place, which the pair does not declare; add it to mutates= (it puts "
-            f"the values back, or changes them now and then)"
+            f"changes its input {probe.touched} in place, which the pair does not declare; {remedy} (it puts the "
+            f"values back, or changes them now and then)"
         )
 
 
