@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -165,7 +166,8 @@ def test_a_side_that_ends_or_raises_there(project: Project) -> None:
 
 
 @pytest.mark.usefixtures("high_precision")
-def test_a_side_that_behaves_only_under_test(project: Project) -> None:
+def test_a_side_that_behaves_only_under_test(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "pytest"])  # as where no xdist has started the process
     write(project)
     result = project.run("-m", "correctness", "-k", f"outside and not ({ENDING})", "-rs")
     output = result.stdout.str()
