@@ -252,9 +252,22 @@ def pytest_make_collect_report(
 
     before, bound = process_state.settings(), process_state.functions()
     report = yield
+    _say_in_one_line(collector, report)
     after = process_state.settings(before)
     collector.stash[IMPORTED] = process_state.differences(before, after) | process_state.patched(bound)
     return report
+
+
+def _say_in_one_line(collector: pytest.Collector, report: pytest.CollectReport) -> None:
+    """Where a declaration is wrong, its line and what to do about it are all that is shown."""
+    from perfsuite.errors import PairError
+
+    call = getattr(report, "call", None)
+    if call is None or call.excinfo is None or not isinstance(call.excinfo.value, PairError):
+        return
+    lines = [entry.lineno + 1 for entry in call.excinfo.traceback if entry.path == collector.path]
+    where = f"{collector.path.name}:{lines[-1]}: " if lines else ""
+    report.longrepr = f"{where}{call.excinfo.value}"
 
 
 def _declares_a_pair(collector: pytest.Collector) -> bool:

@@ -417,7 +417,10 @@ def calls_reference(probe: Probe) -> None:
     with _watched(function) as seen:
         probe.call(probe.drawn())
     if seen:
-        raise probe.fault(f"calls the reference itself ({seen[0]})")
+        raise probe.fault(
+            f"calls the reference itself ({seen[0]}); what both sides share on purpose is a function that the "
+            f"reference calls, and not the reference"
+        )
 
 
 def _function(call: Any) -> FunctionType | None:

@@ -70,7 +70,11 @@ def test_workloads(project: Project, workloads: str, words: list[str], arguments
 def test_declarations(project: Project, old: str, new: str, words: list[str]) -> None:
     text = TWO_LINES.replace("import Pair", "import Pair, stateful").replace(old, new)
     project.write("test_scale.py", text)
-    told(project.run(), *words, code=2)
+    result = project.run()
+    told(result, *words, code=2)
+    lines = lines_with(result.stdout.str(), *words)
+    assert all("test_scale.py:" in line or line.startswith("ERROR") for line in lines)
+    assert ": in __init__" not in result.stdout.str(), "no frames of a traceback"
 
 
 # --- an optimized side that misbehaves while it is proven -----------------------------------------------------------

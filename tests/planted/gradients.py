@@ -70,6 +70,23 @@ def made_contiguous(time: Time) -> Pair:
     return differentiated(of(lambda g: read_as_contiguous(g.contiguous())))
 
 
+@fault(45, "an input that only the backward pass reads as contiguous", "right where the inputs are contiguous")
+def contiguous_input(time: Time) -> Pair:
+    class Read(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x)
+            return x.sin()
+
+        @staticmethod
+        @once_differentiable
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            (x,) = ctx.saved_tensors
+            return gradient * read_as_contiguous(x).cos()
+
+    return differentiated(Read.apply)
+
+
 @fault(45, "a gradient divided by its largest element", "wrong for zero ones", stage="gradients")
 def zero_gradient(time: Time) -> Pair:
     return differentiated(of(lambda g: g / g.abs().max() * g.abs().max()))
