@@ -17,6 +17,7 @@ LARGE_TILE = 1024
 """The most elements of a row that a kernel is often written to hold in one block."""
 UP_TO_HALF, PAST_HALF = "up to half a large tile", "more than half a large tile"
 A_LARGE, PAST_LARGE = "a large tile", "more than two large tiles"
+UTMOST = "the most that is declared"
 """Kinds of large sizes. One size of a draw is large, and the others are small."""
 ONES = "all one"
 """All sizes of a draw are one: what is squeezed away, or a path for vectors, shows here."""
@@ -36,9 +37,10 @@ EDGES = {
     PAST_HALF: (513, 600, 640, 777, 1000, 1023),
     A_LARGE: (LARGE_TILE,),
     PAST_LARGE: tuple(2 * LARGE_TILE + step for step in (1, 2, 4, 8, 16, 32, 64, 128)),
+    UTMOST: (),
 }
 """Kinds of sizes → the sizes of that kind."""
-LARGE = (UP_TO_HALF, PAST_HALF, A_LARGE, PAST_LARGE)
+LARGE = (UP_TO_HALF, PAST_HALF, A_LARGE, PAST_LARGE, UTMOST)
 ALONE = ("empty", "one", *LARGE)
 """Kinds that only one size of a draw has. A second size of these kinds could hide the fault of the first."""
 LEAST, MOST = "least", "most"
@@ -92,7 +94,7 @@ def kinds_in(pair: Pair, case: Case) -> set[Kind]:
     found: set[Kind] = set()
     for symbol, n in sizes.items():
         least = min((other for name, other in sizes.items() if name != symbol), default=FEWEST)
-        for kind in (kind for kind, edges in EDGES.items() if n in edges):
+        for kind in (kind for kind in EDGES if n in sizes_of_kind(pair, symbol, kind)):
             plain = least >= (1 if kind == PAST_HALF else FEWEST)
             if kind == "empty" or (regimes <= {"normal"} and (plain or kind not in ALONE)):
                 found.add(("size", symbol, kind))
@@ -145,6 +147,9 @@ def end_value(spec: ScalarSpec, end: str, sizes: Mapping[str, Any]) -> Any:
 def sizes_of_kind(pair: Pair, symbol: str, kind: str) -> list[int]:
     """The sizes of this kind that the symbol may have."""
     size = pair.size_of(symbol) or Size()
+    if kind == UTMOST:
+        most = size.high // size.multiple_of * size.multiple_of
+        return [most] if symbol in pair.sizes and most > max(EDGES[PAST_LARGE]) else []
     if symbol not in pair.sizes:
         size = Size(low=size.low, high=max(EDGES[PAST_LARGE]))
     return [n for n in EDGES.get(kind, TOGETHER_SIZES.get(kind, ())) if size.allows(n)]

@@ -153,6 +153,20 @@ def test_sizes_keep_to_what_is_declared() -> None:
     assert {k[2] for k in kinds.kinds(of) if k[0] == "size"} == {f"a tile of {n}" for n in (16, 32, 64)}
 
 
+def test_the_most_that_is_declared_is_drawn_where_it_is_past_all_tiles() -> None:
+    few, many = (
+        Pair(
+            name="p",
+            reference=torch.sin,
+            optimized=torch.sin,
+            inputs={"x": tensor("n", "m")},
+            sizes={"n": size(1, most)},
+        )
+        for most in (2000, 8000)
+    )
+    assert [max(case.sizes["n"] for case in drawn(of)) for of in (few, many)] == [1024, 8000]
+
+
 def test_what_where_rules_out_is_left_out() -> None:
     of = pair(where=lambda n: n > 20, x=tensor("n"))
     found = drawn(of)
