@@ -28,8 +28,9 @@ import torch
 Setting: TypeAlias = tuple[Callable[[], Any], Callable[[Any], object]]
 """How it is read, and how it is put back."""
 
-COMPILERS = ("torch._dynamo.config", "torch._inductor.config")
-"""Modules that hold the configuration of torch.compile."""
+ABSENT = object()
+"""What a setting is of a module that nobody has imported; its import is no change."""
+DYNAMO, INDUCTOR = "torch._dynamo.config", "torch._inductor.config"
 OF_COMPILERS = ("CUDA_", "INDUCTOR", "KMP_", "OMP_", "PYTORCH_", "TORCH", "TRITON", "XLA_")
 """Prefixes of environment variables that compilers and libraries set when they first run."""
 
@@ -59,38 +60,28 @@ def _set_filters(before: Any) -> None:
     warnings.filters[:] = before  # type: ignore[index]  # a list, whatever typeshed calls it
 
 
-def _numpy_errors() -> Any:
+def _of_numpy(read: str) -> Any:
     numpy = sys.modules.get("numpy")
-    return dict(numpy.geterr()) if numpy is not None else None
+    return dict(getattr(numpy, read)()) if numpy is not None else ABSENT
 
 
-def _set_numpy_errors(before: Any) -> None:
-    if before is not None:
-        sys.modules["numpy"].seterr(**before)
+def _set_numpy_errors(before: Mapping[str, Any]) -> None:
+    sys.modules["numpy"].seterr(**before)
 
 
-def _numpy_printing() -> Any:
-    numpy = sys.modules.get("numpy")
-    return dict(numpy.get_printoptions()) if numpy is not None else None
+def _set_numpy_printing(before: Mapping[str, Any]) -> None:
+    sys.modules["numpy"].set_printoptions(**before)
 
 
-def _set_numpy_printing(before: Any) -> None:
-    if before is not None:
-        sys.modules["numpy"].set_printoptions(**before)
+def _configuration(module: str) -> Any:
+    return sys.modules[module].get_config_copy() if module in sys.modules else ABSENT
 
 
-def _compiler_configuration() -> Mapping[str, Any]:
-    """Of what is imported of torch.compile."""
-    loaded = [sys.modules[name] for name in COMPILERS if name in sys.modules]
-    return {module.__name__: module.get_config_copy() for module in loaded}
-
-
-def _set_compiler_configuration(before: Mapping[str, Any]) -> None:
-    now = _compiler_configuration()
-    for name, configuration in before.items():
-        for option, value in configuration.items():
-            if now[name][option] != value:
-                setattr(sys.modules[name], option, value)
+def _set_configuration(module: str, before: Mapping[str, Any]) -> None:
+    now = _configuration(module)
+    for option, value in before.items():
+        if now[option] != value:
+            setattr(sys.modules[module], option, value)
 
 
 def _saved_tensors_hooks() -> Any:
@@ -166,10 +157,17 @@ SETTINGS: Mapping[str, Setting] = {
         lambda before: os.setpriority(os.PRIO_PROCESS, 0, before),
     ),
     "functions that are called at exit": (atexit._ncallbacks, lambda before: None),
-    "numpy's handling of errors": (_numpy_errors, _set_numpy_errors),
-    "how numpy prints arrays": (_numpy_printing, _set_numpy_printing),
+    "numpy's handling of errors": (lambda: _of_numpy("geterr"), _set_numpy_errors),
+    "how numpy prints arrays": (lambda: _of_numpy("get_printoptions"), _set_numpy_printing),
     "how torch prints tensors": (_print_options, lambda before: vars(torch._tensor_str.PRINT_OPTS).update(before)),
-    "the configuration of torch.compile": (_compiler_configuration, _set_compiler_configuration),
+    "the configuration of torch.compile": (
+        lambda: _configuration(DYNAMO),
+        lambda before: _set_configuration(DYNAMO, before),
+    ),
+    "the configuration of Inductor": (
+        lambda: _configuration(INDUCTOR),
+        lambda before: _set_configuration(INDUCTOR, before),
+    ),
     "torch's hooks on saved tensors": (_saved_tensors_hooks, _pop_saved_tensors_hooks),
     "torch's profiler": (
         torch._C._autograd._profiler_enabled,
@@ -196,7 +194,7 @@ def kept() -> Iterator[list[str]]:
         yield changed
     finally:
         for name, (read, write) in SETTINGS.items():
-            if read() != before[name]:
+            if before[name] is not ABSENT and read() != before[name]:
                 changed.append(name)
                 # Signal handlers are set in the main thread alone, and a priority that was lowered is kept.
                 with contextlib.suppress(ValueError, OSError):

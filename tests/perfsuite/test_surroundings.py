@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 import torch._dynamo
+import torch._inductor.config
 
 from perfsuite import marks, surroundings
 
@@ -49,6 +50,7 @@ CHANGES: dict[str, Callable[[], Any]] = {
     "how torch prints tensors": lambda: torch.set_printoptions(precision=2),
     "how numpy prints arrays": lambda: np.set_printoptions(precision=2),
     "the configuration of torch.compile": lambda: setattr(torch._dynamo.config, "suppress_errors", True),
+    "the configuration of Inductor": lambda: setattr(torch._inductor.config, "max_autotune", True),
     "torch's hooks on saved tensors": lambda: torch.autograd.graph.saved_tensors_hooks(print, print).__enter__(),
     "torch's profiler": lambda: torch.autograd.profiler.profile().__enter__(),
     "how tensors are shared with other processes": lambda: torch.multiprocessing.set_sharing_strategy("file_system"),
@@ -74,6 +76,15 @@ def test_a_lasting_change_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(os, "getpriority", lambda which, who: priority + 1)
         monkeypatch.setattr(os, "setpriority", refused)
     assert set(changed) == LASTING
+
+
+@pytest.mark.parametrize("module", ["numpy", surroundings.DYNAMO])
+def test_the_import_of_a_module_is_no_change(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    imported = sys.modules[module]
+    monkeypatch.delitem(sys.modules, module)
+    with surroundings.kept() as changed:
+        sys.modules[module] = imported
+    assert changed == []
 
 
 def refused(*given: Any) -> None:
