@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -166,3 +167,45 @@ def test_wrong_gradients_are_not_laid_to_a_way_of_calling() -> None:
 
     pair = dataclasses.replace(pair_of(lambda x: Wrong.apply(x)), gradients=True)
     contexts.check(pair, CASE, "cpu")  # gradients says it
+
+
+def in_inference_mode(inside: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A side that computes something else under inference mode."""
+    return lambda x: inside(x) if torch.is_inference_mode_enabled() else 2 * x
+
+
+def refused(x: torch.Tensor) -> torch.Tensor:
+    raise RuntimeError("not under inference mode")
+
+
+@pytest.mark.parametrize("way", [contexts.inference_mode, contexts.two_threads])
+def test_whether_the_reference_supports_a_way_is_tried_where_the_side_is_not_right(
+    way: Callable[[Probe], None],
+) -> None:
+    calls = []
+
+    def counted(x: torch.Tensor) -> torch.Tensor:
+        calls.append(x)
+        return 2 * x
+
+    pair = dataclasses.replace(pair_of(double), reference=counted)
+    probe = Probe(pair=pair, side=as_side(double), name="optimized", case=CASE, device="cpu", home=None)
+    for case in (CASE, probe.other_case()):
+        probe.truth(case)
+    before = len(calls)
+    way(probe)
+    assert len(calls) == before
+    in_main = threading.main_thread()
+    wrong = {
+        contexts.inference_mode: in_inference_mode(lambda x: 3 * x),
+        contexts.two_threads: lambda x: (2 if threading.current_thread() is in_main else 3) * x,
+    }[way]
+    with pytest.raises(NotEquivalent):
+        way(dataclasses.replace(probe, side=as_side(wrong)))
+
+
+@pytest.mark.parametrize("side", [refused, lambda x: 3 * x])
+def test_what_the_reference_does_not_support_is_no_fault(side: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    pair = dataclasses.replace(pair_of(in_inference_mode(side)), reference=in_inference_mode(refused))
+    probe = Probe(pair=pair, side=as_side(pair.optimized), name="optimized", case=CASE, device="cpu", home=None)
+    contexts.inference_mode(probe)
