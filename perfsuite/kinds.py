@@ -30,9 +30,9 @@ TOGETHER_SIZES = {ONES: (1,), WHOLE: TILES, RAGGED: (19, 27, 71, 83, 101, 115)}
 EDGES = {
     "empty": (0,),
     "one": (1,),
-    "one less than a tile": tuple(n - 1 for n in TILES),
+    **{f"one less than a tile of {n}": (n - 1,) for n in TILES},
     **{f"a tile of {n}": (n,) for n in (*TILES, 96, 256)},
-    "one more than a tile": tuple(n + 1 for n in TILES),
+    **{f"one more than a tile of {n}": (n + 1,) for n in TILES},
     UP_TO_HALF: (260, 300, 333, 384, 500, 511, 512),
     PAST_HALF: (513, 600, 640, 777, 1000, 1023),
     A_LARGE: (LARGE_TILE,),
@@ -72,8 +72,8 @@ def kinds(pair: Pair, extent: Extent = ANY) -> list[Kind]:
     long = _tensor_symbols(pair) if extent.large else set()
     for symbol in sorted(pair.symbols):
         edges = [kind for kind in EDGES if kind not in LARGE or symbol in long]
-        if not extent.large:  # of the tiles the smallest ones
-            edges = [kind for kind in edges if min(EDGES[kind]) <= 2 * TILES[0]]
+        if not extent.large:  # of the tiles the smallest
+            edges = [kind for kind in edges if min(EDGES[kind]) <= TILES[0] + 1]
         found.update(dict.fromkeys(("size", symbol, kind) for kind in edges if sizes_of_kind(pair, symbol, kind)))
     for together in TOGETHER_SIZES if len(pair.symbols) > 1 else ():
         if all(sizes_of_kind(pair, symbol, together) for symbol in pair.symbols):
