@@ -105,12 +105,17 @@ def _terminated(number: int, frame: object) -> None:
     os._exit(128 + number)
 
 
+def printable(path: object) -> str:
+    """The path in one line, whatever characters its name has."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(path))
+
+
 def line(verdict: object) -> str:
     """A verdict for people."""
     from perfsuite.judge.verdict import Verdict
 
     assert isinstance(verdict, Verdict)
-    parts = [f"{verdict.status:<14}  {verdict.candidate}"]
+    parts = [f"{verdict.status:<14}  {printable(verdict.candidate)}"]
     if verdict.speedup is not None:
         of = verdict.speedup
         parts.append(f"{of.value:.2f}× the reference ({of.low:.2f} to {of.high:.2f})")

@@ -26,6 +26,8 @@ HERE = Path(__file__).parent
 SANDBOX = HERE / "sandbox.py"
 MOST_BYTES = 1 << 20
 """A reply is no longer."""
+SEND_LIMIT_S = 10.0
+"""Seconds in which a process has read its request."""
 ANSWER_LIMIT_S = 30.0
 """For each further answer of the process that starts others."""
 DOES_NOT_STOP = 2
@@ -224,8 +226,16 @@ class Process:
         return found
 
     def _send(self, line: bytes) -> None:
+        left = line + b"\n"
+        until = time.monotonic() + SEND_LIMIT_S
         try:
-            os.write(self._requests, line + b"\n")
+            while left:
+                # A process that fills its own pipe must not hold this one up.
+                _, ready, _ = select.select([], [self._requests], [], max(0.0, until - time.monotonic()))
+                if not ready:
+                    self._end()
+                    raise Ended("takes no request: it fills the pipe through which they come")
+                left = left[os.write(self._requests, left[: select.PIPE_BUF]) :]
         except BrokenPipeError:
             raise Ended(self._end()) from None
 

@@ -235,6 +235,8 @@ class _Judge:
 
 
 def _relative(error: torch.Tensor | None, leaf: torch.Tensor) -> float:
+    if leaf.is_complex():
+        leaf = torch.view_as_real(leaf.resolve_conj())
     if error is None or not leaf.is_floating_point() or not leaf.numel():
         return 0.0
     size = float(leaf.double().square().mean().sqrt())
@@ -242,10 +244,12 @@ def _relative(error: torch.Tensor | None, leaf: torch.Tensor) -> float:
 
 
 def _eps(leaf: torch.Tensor) -> float:
-    return torch.finfo(leaf.dtype).eps if leaf.is_floating_point() else 0.0
+    return torch.finfo(leaf.dtype).eps if leaf.is_floating_point() or leaf.is_complex() else 0.0
 
 
 def _near(a: torch.Tensor, b: torch.Tensor, allowed: float) -> bool:
+    if b.is_complex() and a.is_complex():
+        a, b = torch.view_as_real(a.resolve_conj()), torch.view_as_real(b.resolve_conj())
     if not b.is_floating_point():
         return same_leaf(a, b)
     finite = b.isfinite()

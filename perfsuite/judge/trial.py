@@ -100,7 +100,7 @@ class Served:
         def fill() -> None:
             for there, values in given:
                 make.copy_values(there, values)
-            self._poison(outputs, forms)
+            self._poison(outputs)
 
         def read() -> None:
             seen.extend(piece.cpu() for piece in pieces)
@@ -164,13 +164,13 @@ class Served:
             made.append([tensor for _, tensor in both])
         return made, places
 
-    def _poison(self, outputs: Sequence[Sequence[torch.Tensor]], answers: Sequence[torch.Tensor]) -> None:
-        """Fill them with what is no answer, before the process goes on: bools with the contrary of an answer."""
+    def _poison(self, outputs: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Fill them with what is no answer, before the process goes on: bools by chance, which tells nothing of one."""
         for one in outputs:
-            for tensor, answer in zip(one, answers, strict=True):
+            for tensor in one:
                 make.fill_poison(tensor)
                 if tensor.dtype is torch.bool:
-                    tensor.copy_(~answer)
+                    tensor.copy_(torch.rand(tensor.shape, device=tensor.device) < 0.5)
                 elif tensor.dtype in UNWRITTEN:
                     bits, marked = UNWRITTEN[tensor.dtype]
                     tensor.view(bits).fill_(marked)

@@ -102,7 +102,9 @@ def judge(
     refuse_where_unsupported()
     for path in candidates:
         if not path.is_file():
-            raise PerfsuiteError(f"{path}: no such file")
+            raise PerfsuiteError(
+                f"{str(path)!r}: no such file" if not str(path).isprintable() else f"{path}: no such file"
+            )
     problem = problems.load(reference, options.device, secrets.randbits(31))
     varied = problem.varied()
     beside = max(1, len(os.sched_getaffinity(0)) // 2) if options.device == "cpu" else 2
