@@ -24,8 +24,9 @@ from perfsuite import inputs as make
 from perfsuite.cli import main
 from perfsuite.conclusion import CODE_AT_FAULT, GREEN
 from perfsuite.errors import NotEquivalent
-from perfsuite.judge import problem, race
+from perfsuite.judge import problem, process, race
 from perfsuite.judge import verdict as verdicts
+from perfsuite.judge.command import printable
 from perfsuite.judge.process import Nursery
 from perfsuite.judge.verdict import Status
 
@@ -783,3 +784,32 @@ def test_terminated_it_leaves_neither_a_process_nor_a_folder(reference: Path, tm
         judge.terminate()
         assert judge.wait(10) == 128 + signal.SIGTERM
     assert not list(scratch.glob("perfsuite-judge-*"))
+
+
+def test_the_name_of_a_candidate_stays_in_one_line() -> None:
+    assert printable(Path("z.py  wrong\nPASS  good.py")) == "z.py  wrong\\nPASS  good.py"
+    assert printable("größe.py") == "größe.py"
+
+
+def test_complex_outputs_of_timed_calls_are_compared_as_numbers() -> None:
+    spectrum = torch.fft.fft(torch.arange(16.0))
+    assert race._near(spectrum * (1 + 1e-6), spectrum, 1e-5)
+    assert not race._near(spectrum * (1 + 1e-4), spectrum, 1e-5)
+    assert not race._near(spectrum.real, spectrum, 1e-5)
+
+
+def test_a_process_that_fills_its_own_pipe_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "SEND_LIMIT_S", 0.1)
+    reads, writes = os.pipe()
+    os.set_blocking(writes, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writes, b"x" * 4096)
+    os.set_blocking(writes, True)
+    full = object.__new__(process.Process)
+    full._requests = writes
+    monkeypatch.setattr(process.Process, "_end", lambda self: "ended")
+    with pytest.raises(process.Ended, match="fills the pipe"):
+        full._send(b"{}")
+    os.close(reads)
+    os.close(writes)
