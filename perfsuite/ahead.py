@@ -90,9 +90,10 @@ class Compiling:
         self._fork = _forks().start(self._command) if hasattr(os, "fork") else None
 
     def kernels(self, seconds: float) -> dict[str, Any]:
-        """What was compiled; PerfsuiteError with the compiler's line where a kernel fails, or after `seconds`.
+        """Wait for the end and return a record of each compiled kernel, by name.
 
-        Skips the item where its pair cannot be called without a GPU.
+        Raises PerfsuiteError with the compiler's line if a kernel does not compile, and after `seconds`. Skips the item
+        if its pair cannot be called without a GPU.
         """
         with self._folder:
             try:

@@ -243,21 +243,21 @@ def _judge_digits(where: str, reference: Leaf, got: Leaf) -> None:
     """NotEquivalent where all elements in float16 have no more digits than bfloat16 has, and the reference's have."""
     if not isinstance(got, torch.Tensor) or not isinstance(reference, torch.Tensor) or got.dtype != torch.float16:
         return
-    share = _as_bfloat16(got)
-    if share == 1.0 and (usual := _as_bfloat16(reference)) is not None and usual < MOST_BY_CHANCE:
+    values = _normal(got)
+    if (values.bfloat16() != values).any() or values.unique().numel() < FEWEST_DIGITS:
+        return
+    usual = _normal(reference).unique()
+    share = float((usual.bfloat16() == usual).double().mean())
+    if usual.numel() >= FEWEST_DIGITS and share < MOST_BY_CHANCE:
         raise NotEquivalent(
             f"{where} has the digits of bfloat16: each of its elements is a number of that format, of the reference's "
-            f'{usual:.0%}; declare precision="bfloat16" if that is meant'
+            f'{share:.0%}; declare precision="bfloat16" if that is meant'
         )
 
 
-def _as_bfloat16(tensor: torch.Tensor) -> float | None:
-    """The share of the different numbers that bfloat16 has, too; None of few. Subnormal ones have few digits anyhow."""
-    normal = tensor.isfinite() & (tensor.abs() >= torch.finfo(tensor.dtype).tiny)
-    values = tensor.detach()[normal].unique()
-    if values.numel() < FEWEST_DIGITS:
-        return None
-    return float((values.bfloat16() == values).double().mean())
+def _normal(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements that are finite and not subnormal, which have few digits in any format."""
+    return tensor.detach()[tensor.isfinite() & (tensor.abs() >= torch.finfo(tensor.dtype).tiny)]
 
 
 def _excuse(excused: Any, name: str, leaf: Leaf) -> torch.Tensor | None:

@@ -31,7 +31,7 @@ BUSY_S, BUSY_SHARE, WINDOWS = 0.04, 0.5, 3
 IDLE_S = 0.02
 """After a call a pool's threads may wait for more work for as long as this, without sleeping."""
 THREADS_EVERY = 5
-"""Of so many draws one watches other threads: it waits for them, and depends little on the draw."""
+"""Other threads are watched on one draw in so many: that takes time, and its result depends little on the draw."""
 STILL = "still "
 """Begin of the names of generators that a call leaves as they were."""
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")

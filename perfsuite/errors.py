@@ -77,6 +77,11 @@ def first_line(error: BaseException) -> str:
     return " ".join(lines[:shown])[:MOST_CHARACTERS]
 
 
+def printable(name: object) -> str:
+    """The name in one line, with characters that cannot be printed as Python escapes them."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(name))
+
+
 def in_one_line(error: BaseException) -> str:
     """Its type, and the first line of its message."""
     line = first_line(error)

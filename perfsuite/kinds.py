@@ -18,7 +18,7 @@ LARGE_TILE = 1024
 UP_TO_HALF, PAST_HALF = "up to half a large tile", "more than half a large tile"
 A_LARGE, PAST_LARGE = "a large tile", "more than two large tiles"
 UTMOST = "the most that is declared"
-"""Kinds of large sizes. One size of a draw is large, and the others are small."""
+"""Kinds of large sizes. One size of a draw is large, and the others are small; with PAST_HALF they are one."""
 ONES = "all one"
 """All sizes of a draw are one: what is squeezed away, or a path for vectors, shows here."""
 WHOLE = "whole tiles"

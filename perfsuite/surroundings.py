@@ -29,7 +29,7 @@ Setting: TypeAlias = tuple[Callable[[], Any], Callable[[Any], object]]
 """How it is read, and how it is put back."""
 
 ABSENT = object()
-"""What a setting is of a module that nobody has imported; its import is no change."""
+"""The value of a setting whose module is not imported. To import the module later is no change of the setting."""
 DYNAMO, INDUCTOR = "torch._dynamo.config", "torch._inductor.config"
 OF_COMPILERS = ("CUDA_", "INDUCTOR", "KMP_", "OMP_", "PYTORCH_", "TORCH", "TRITON", "XLA_")
 """Prefixes of environment variables that compilers and libraries set when they first run."""

@@ -158,7 +158,7 @@ def establish(
 
 
 def of_reference(pair: Pair, case: Case, device: str, drawn: dict[str, Any]) -> Leaves:
-    """What the reference gives in the working precision on these inputs, which may be changed."""
+    """Run the reference in the working precision on these inputs, which it may change; return its outputs."""
     draw = _Draw(pair, case, device, gradients=False, home=None, eps=None, drawn=drawn, way=None)
     return draw.own(draw.inputs, draw.step)
 

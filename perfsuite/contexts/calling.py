@@ -93,7 +93,7 @@ class _Attempt:
         self._answer: Leaves | Exception | None = None
 
     def answer(self) -> Leaves:
-        """What the side gave; raises what it raised."""
+        """Return the side's answer, or raise the side's error."""
         if self._answer is None:
             try:
                 self._answer = call_in(self.probe, self.probe.side, self.way)
@@ -104,7 +104,7 @@ class _Attempt:
         return self._answer
 
     def is_right(self, known: Known) -> bool:
-        """Whether it is the truth that is known, which it is not where there is none."""
+        """Whether the answer is right; False if the side raises, or the truth cannot be established."""
         try:
             return _is_right(self.probe, known, self.answer())
         except Exception:

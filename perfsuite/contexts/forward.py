@@ -108,7 +108,10 @@ def two_threads(probe: Probe) -> None:
 
 
 def _at_the_same_time(probe: Probe, side: Side, cases: Sequence[Case]) -> list[list[Leaves]]:
-    """What the side gives in a thread for each of these cases, several times."""
+    """Call the side THREAD_CALLS times in one thread for each case, in all threads at the same time.
+
+    Returns the answers of each thread, in the order of the cases.
+    """
     call = execution.callable_of(side)
     jobs = [[probe.drawn(case) for _ in range(THREAD_CALLS)] for case in cases]
     together = threading.Barrier(len(jobs), timeout=60)

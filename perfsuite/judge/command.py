@@ -105,13 +105,9 @@ def _terminated(number: int, frame: object) -> None:
     os._exit(128 + number)
 
 
-def printable(path: object) -> str:
-    """The path in one line, whatever characters its name has."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(path))
-
-
 def line(verdict: object) -> str:
     """A verdict for people."""
+    from perfsuite.errors import printable
     from perfsuite.judge.verdict import Verdict
 
     assert isinstance(verdict, Verdict)

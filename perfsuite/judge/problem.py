@@ -16,7 +16,7 @@ import torch
 
 from perfsuite import differences, execution, modules
 from perfsuite import inputs as make
-from perfsuite.errors import PerfsuiteError, in_one_line
+from perfsuite.errors import PerfsuiteError, in_one_line, printable
 from perfsuite.integrity.probe import same_leaf
 from perfsuite.judge.child import leaves_of, operations
 from perfsuite.pair import Pair, Workload
@@ -183,7 +183,7 @@ def _examine(problem: Problem) -> None:
 
 def _imported(path: Path) -> Any:
     if not path.is_file():
-        raise PerfsuiteError(f"{path}: no such file")
+        raise PerfsuiteError(f"{printable(path)}: no such file")
     name = f"perfsuite_reference_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:

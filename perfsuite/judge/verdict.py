@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from perfsuite.conclusion import CODE_AT_FAULT, GREEN, UNDECIDED
-from perfsuite.errors import NotEquivalent, PerfsuiteError
+from perfsuite.errors import NotEquivalent, PerfsuiteError, printable
 from perfsuite.judge import problem as problems
 from perfsuite.judge.process import Ended, Nursery, refuse_where_unsupported
 from perfsuite.judge.race import Ratio, Times, Unusable, race
@@ -102,9 +102,7 @@ def judge(
     refuse_where_unsupported()
     for path in candidates:
         if not path.is_file():
-            raise PerfsuiteError(
-                f"{str(path)!r}: no such file" if not str(path).isprintable() else f"{path}: no such file"
-            )
+            raise PerfsuiteError(f"{printable(path)}: no such file")
     problem = problems.load(reference, options.device, secrets.randbits(31))
     varied = problem.varied()
     beside = max(1, len(os.sched_getaffinity(0)) // 2) if options.device == "cpu" else 2

@@ -23,10 +23,9 @@ from scale import FULLY
 from perfsuite import inputs as make
 from perfsuite.cli import main
 from perfsuite.conclusion import CODE_AT_FAULT, GREEN
-from perfsuite.errors import NotEquivalent
+from perfsuite.errors import NotEquivalent, printable
 from perfsuite.judge import problem, process, race
 from perfsuite.judge import verdict as verdicts
-from perfsuite.judge.command import printable
 from perfsuite.judge.process import Nursery
 from perfsuite.judge.verdict import Status
 

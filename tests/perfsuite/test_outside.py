@@ -51,9 +51,9 @@ MODULE = """
 
 
     def named_in_command():
-        command, about = open("/proc/self/cmdline").read(), sys.modules["__main__"].__doc__ or ""
-        told = " ".join([*sys.orig_argv, *sys.argv, command, about])
-        return "pytest" in told or "perfsuite" in told
+        command, doc = open("/proc/self/cmdline").read(), sys.modules["__main__"].__doc__ or ""
+        text = " ".join([*sys.orig_argv, *sys.argv, command, doc])
+        return "pytest" in text or "perfsuite" in text
 
 
     def only_where(condition, otherwise=lambda x: x + 1.0):
