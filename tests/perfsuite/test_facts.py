@@ -76,8 +76,10 @@ def test_each_proof_draws_its_number_of_distinct_cases_and_all_sides_the_same(
     project.write("test_dot.py", THREE_SIDES)
     project.run("-m", "correctness", f"--perfsuite-profile={profile}", "-k", "not wrong").assert_outcomes(passed=8)
     assert set(drawn) == {f"{kind} {side}" for kind in ("equivalence", "gradients") for side in ("optimized", "other")}
+    # The planned draws, up to 40 of two sizes, leave at least a quarter of the random ones.
+    most = max(1.5 * EXAMPLES[profile], 40 + EXAMPLES[profile] / 4)
     for cases in drawn.values():
-        assert EXAMPLES[profile] <= len(set(cases)) == len(cases) < 2 * EXAMPLES[profile]
+        assert EXAMPLES[profile] <= len(set(cases)) == len(cases) < most
     for kind in ("equivalence", "gradients"):
         assert drawn[f"{kind} optimized"] == drawn[f"{kind} other"]
     # But for the smallest, with which Hypothesis begins.
