@@ -22,6 +22,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeAlias
+from unittest import mock
 
 import torch
 
@@ -33,6 +34,10 @@ ABSENT = object()
 DYNAMO, INDUCTOR = "torch._dynamo.config", "torch._inductor.config"
 OF_COMPILERS = ("CUDA_", "INDUCTOR", "KMP_", "OMP_", "PYTORCH_", "TORCH", "TRITON", "XLA_")
 """Prefixes of environment variables that compilers and libraries set when they first run."""
+
+REGISTER = atexit.register
+OF_TORCH: list[Callable[..., Any]] = []
+"""Functions of torch registered at exit inside `kept`: a DataLoader registers one for each worker that it keeps."""
 
 
 def _environment() -> Mapping[str, str]:
@@ -91,6 +96,12 @@ def _saved_tensors_hooks() -> Any:
 def _pop_saved_tensors_hooks(before: Any) -> None:
     while _saved_tensors_hooks() not in (None, before):
         torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
+def _register(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
+    if str(getattr(function, "__module__", "")).startswith("torch."):
+        OF_TORCH.append(function)
+    return REGISTER(function, *args, **kwargs)
 
 
 def _mask_of_files() -> int:
@@ -156,7 +167,7 @@ SETTINGS: Mapping[str, Setting] = {
         lambda: os.getpriority(os.PRIO_PROCESS, 0),
         lambda before: os.setpriority(os.PRIO_PROCESS, 0, before),
     ),
-    "functions that are called at exit": (atexit._ncallbacks, lambda before: None),
+    "functions that are called at exit": (lambda: atexit._ncallbacks() - len(OF_TORCH), lambda before: None),
     "numpy's handling of errors": (lambda: _of_numpy("geterr"), _set_numpy_errors),
     "how numpy prints arrays": (lambda: _of_numpy("get_printoptions"), _set_numpy_printing),
     "how torch prints tensors": (_print_options, lambda before: vars(torch._tensor_str.PRINT_OPTS).update(before)),
@@ -191,7 +202,8 @@ def kept() -> Iterator[list[str]]:
     before = {name: read() for name, (read, _) in SETTINGS.items()}
     changed: list[str] = []
     try:
-        yield changed
+        with mock.patch.object(atexit, "register", _register):
+            yield changed
     finally:
         for name, (read, write) in SETTINGS.items():
             if before[name] is not ABSENT and read() != before[name]:

@@ -78,6 +78,14 @@ def test_a_lasting_change_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(changed) == LASTING
 
 
+def test_a_function_that_torch_registers_at_exit_is_no_change() -> None:
+    function = torch.utils.data.get_worker_info
+    with surroundings.kept() as changed:
+        atexit.register(function)
+    atexit.unregister(function)
+    assert changed == []
+
+
 @pytest.mark.parametrize("module", ["numpy", surroundings.DYNAMO])
 def test_the_import_of_a_module_is_no_change(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     imported = sys.modules[module]
