@@ -1,8 +1,14 @@
-"""Counts compilations by torch.compile and Triton, to see whether a call has compiled."""
+"""Counts compilations by torch.compile and Triton, to see whether a call has compiled.
+
+It also keeps torch from writing traces of them.
+"""
 
 from __future__ import annotations
 
+import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +51,20 @@ def so_far() -> Compiled:
         kernels=kernels.made if kernels else 0,
         read=kernels.read if kernels else 0,
     )
+
+
+@contextmanager
+def untraced() -> Iterator[None]:
+    """Inside, torch writes no trace of what it compiles.
+
+    It writes one where the logger of traces has a handler, and pytest adds one to each logger that does not propagate.
+    """
+    logger = logging.getLogger("torch.__trace")
+    handlers, logger.handlers = logger.handlers, []
+    try:
+        yield
+    finally:
+        logger.handlers = handlers
 
 
 def _listener() -> _Kernels | None:

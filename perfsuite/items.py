@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import hypothesis
@@ -44,6 +45,7 @@ from perfsuite import (
     truths,
 )
 from perfsuite import inputs as make
+from perfsuite.compiling import untraced
 from perfsuite.errors import NotEquivalent, PairError, PerfsuiteError, first_line
 from perfsuite.facts import facts_of
 from perfsuite.left_out import is_left_out
@@ -93,7 +95,7 @@ class PairCollector(pytest.Collector):
         super().__init__(**kwargs)
         interpreter.quicken()
         self.pair, self.timed_only = pair, timed_only
-        self._kernels: KernelsItem | None = None
+        self._beside: dict[pytest.Item, Callable[[], None]] = {}
         bound = [n for n, v in vars(self.parent.obj).items() if v is pair]  # type: ignore[union-attr]  # it has a module
         if len(bound) > 1:
             raise self.CollectError(f"one pair is bound to two names, {bound[0]!r} and {bound[1]!r}; keep one")
@@ -102,6 +104,12 @@ class PairCollector(pytest.Collector):
     @property
     def home(self) -> Path:
         return self.path.parent
+
+    @property
+    def _module(self) -> ModuleType:
+        module = self.getparent(pytest.Module)
+        assert module is not None
+        return module.obj  # type: ignore[no-any-return]  # pytest's is not typed
 
     def collect(self) -> Iterator[pytest.Item]:
         try:
@@ -125,20 +133,23 @@ class PairCollector(pytest.Collector):
         for proof in proofs.of(self.pair):
             yield self._item(proof)
         if ahead.kernels_of(self.pair):
-            self._kernels = KernelsItem.from_parent(self, name=ahead.KERNELS, pair=self.pair)
-            yield self._kernels
+            kernels = KernelsItem.from_parent(self, name=ahead.KERNELS, pair=self.pair)
+            self._beside[kernels] = kernels.begin
+            yield kernels
 
-    def begin_kernels(self, items: list[pytest.Item], first: pytest.Item) -> None:
-        """Begin to compile the pair's kernels beside its proofs, of which `first` comes now.
+    def begin_beside(self, items: list[pytest.Item], first: pytest.Item) -> None:
+        """Begin what can run beside the pair's proofs, of which `first` comes now, in other processes: to compile its
+        kernels, and to import its module where no test is running.
 
-        Once; not where the run, of these `items`, times anything before the kernels' own item.
+        Once; not where the run, of these `items`, times anything before the item concerned.
         """
-        kernels, self._kernels = self._kernels, None
-        if kernels is None or kernels not in items or not ahead.beside_proofs(self.config):
+        beside, self._beside = self._beside, {}
+        if not beside or not ahead.beside_proofs(self.config):
             return
-        before = items[items.index(first) : items.index(kernels)]
-        if all(isinstance(i, ProofItem) and i.parent is self for i in before):
-            kernels.begin()
+        for item in [item for item in beside if item in items]:
+            before = items[items.index(first) : items.index(item)]
+            if all(isinstance(i, ProofItem) and i.parent is self for i in before):
+                beside[item]()
 
     def _item(self, proof: proofs.Proof) -> pytest.Item:
         prove: Prove = {
@@ -155,6 +166,8 @@ class PairCollector(pytest.Collector):
         unavailable = execution.unavailable(proof.side, device()) if proof.side is not None else None
         if unavailable:
             item.add_marker(pytest.mark.skip(reason=unavailable))
+        elif proof.kind == proofs.OUTSIDE:
+            self._beside[item] = self._prepare_outside
         return item
 
     def _equivalence(self, proof: proofs.Proof, case: Case, tally: Tally) -> None:
@@ -186,10 +199,11 @@ class PairCollector(pytest.Collector):
         number = tally.number(make.case_line(case))
         self._once_if_compiled(functools.partial(effects.check, imported=imported, number=number), case, tally)
 
+    def _prepare_outside(self) -> None:
+        outside.prepare(self.pair, device(), module=self._module)
+
     def _outside(self, case: Case, tally: Tally) -> None:
-        module = self.getparent(pytest.Module)
-        assert module is not None
-        check = functools.partial(outside.check, module=module.obj)
+        check = functools.partial(outside.check, module=self._module)
         self._once_if_compiled(check, case, tally)
 
     def _once_if_compiled(self, check: Callable[..., None], case: Case, tally: Tally) -> None:
@@ -359,7 +373,7 @@ class ProofItem(pytest.Function):
     def runtest(self) -> None:
         __tracebackhide__ = True
         # Our line says how to reproduce a failure; Hypothesis would add its own, about a test that is not the user's.
-        with time_limit(self.limit_s * sanitizer.slower()), with_reporter(lambda message: None):
+        with time_limit(self.limit_s * sanitizer.slower()), with_reporter(lambda message: None), untraced():
             try:
                 if self.alone:
                     self._call_alone(make.parse_case(self.only, self.dtype))

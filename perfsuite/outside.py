@@ -70,6 +70,12 @@ def check(pair: Pair, case: Case, device: str, *, module: ModuleType, home: Path
         ) from None
 
 
+def prepare(pair: Pair, device: str, *, module: ModuleType) -> None:
+    """Begin to import the pair's module where no test is running, and return at once."""
+    with contextlib.suppress(Unsendable):  # `check` says so
+        _child().prepare({**_place(pair, module), "device": device})
+
+
 def seconds(pair: Pair, case: Case, device: str, *, module: ModuleType, home: Path | None = None) -> float:
     """Median seconds of a call of the optimized side, without gradients, in a process in which no test is running.
 
@@ -115,6 +121,15 @@ class Child:
         os.close(source)
         os.close(writer)
         self.replies: IO[str] = os.fdopen(reader)
+        self.preparing = False
+        """Whether the reply to a request to prepare has not been read."""
+
+    def prepare(self, request: dict[str, Any]) -> None:
+        """Have the process import the pair's module. Whatever goes wrong goes wrong again when the side is called."""
+        if not self.preparing:
+            with contextlib.suppress(BrokenPipeError):
+                self._send({**request, "prepare": True})
+                self.preparing = True
 
     def produce(
         self, pair: Pair, case: Case, device: str, module: ModuleType, home: Path | None, like: Leaves
@@ -164,12 +179,12 @@ class Child:
 
     def _ask(self, pair: Pair, request: dict[str, Any]) -> dict[str, Any]:
         what = f"{pair.name}: where no test is running, the optimized side"
-        assert self.process.stdin is not None
         try:
-            here = {"sys_path": sys.path, "settings": _settings()}
-            print(json.dumps({**request, **here}), file=self.process.stdin, flush=True)
-            ready, _, _ = select.select([self.replies], [], [], LIMIT_S)
-            reply = self.replies.readline() if ready else None
+            if self.preparing:
+                self._reply()
+                self.preparing = False
+            self._send(request)
+            reply = self._reply()
         except BrokenPipeError:
             reply = ""
         if reply is None:
@@ -185,6 +200,16 @@ class Child:
             self.close()
             raise NotEquivalent(f"{what} raises {answered['error']}")
         return answered
+
+    def _send(self, request: dict[str, Any]) -> None:
+        assert self.process.stdin is not None
+        here = {"sys_path": sys.path, "settings": _settings()}
+        print(json.dumps({**request, **here}), file=self.process.stdin, flush=True)
+
+    def _reply(self) -> str | None:
+        """The next line; empty where the process has ended, None where there is none in time."""
+        ready, _, _ = select.select([self.replies], [], [], LIMIT_S)
+        return self.replies.readline() if ready else None
 
     def close(self) -> None:
         """End the process and remove the folder."""

@@ -194,10 +194,10 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> None:
-    """Where there are cores for both, a pair's kernels are compiled while it is proven."""
-    begin_kernels = getattr(item.parent, "begin_kernels", None)  # only a pair has it
-    if begin_kernels is not None and not WORKER:
-        begin_kernels(item.session.items, item)
+    """Where there are cores for both, a pair's other processes begin while it is proven."""
+    begin_beside = getattr(item.parent, "begin_beside", None)  # only a pair has it
+    if begin_beside is not None and not WORKER:
+        begin_beside(item.session.items, item)
 
 
 @pytest.hookimpl(wrapper=True)

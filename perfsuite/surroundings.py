@@ -36,7 +36,7 @@ OF_COMPILERS = ("CUDA_", "INDUCTOR", "KMP_", "OMP_", "PYTORCH_", "TORCH", "TRITO
 """Prefixes of environment variables that compilers and libraries set when they first run."""
 
 REGISTER = atexit.register
-OF_TORCH: list[Callable[..., Any]] = []
+of_torch: list[Callable[..., Any]] = []
 """Functions of torch registered at exit inside `kept`: a DataLoader registers one for each worker that it keeps."""
 
 
@@ -100,7 +100,7 @@ def _pop_saved_tensors_hooks(before: Any) -> None:
 
 def _register(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
     if str(getattr(function, "__module__", "")).startswith("torch."):
-        OF_TORCH.append(function)
+        of_torch.append(function)
     return REGISTER(function, *args, **kwargs)
 
 
@@ -167,7 +167,7 @@ SETTINGS: Mapping[str, Setting] = {
         lambda: os.getpriority(os.PRIO_PROCESS, 0),
         lambda before: os.setpriority(os.PRIO_PROCESS, 0, before),
     ),
-    "functions that are called at exit": (lambda: atexit._ncallbacks() - len(OF_TORCH), lambda before: None),
+    "functions that are called at exit": (lambda: atexit._ncallbacks() - len(of_torch), lambda before: None),
     "numpy's handling of errors": (lambda: _of_numpy("geterr"), _set_numpy_errors),
     "how numpy prints arrays": (lambda: _of_numpy("get_printoptions"), _set_numpy_printing),
     "how torch prints tensors": (_print_options, lambda before: vars(torch._tensor_str.PRINT_OPTS).update(before)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 import time
@@ -12,6 +13,8 @@ import pytest
 import torch
 from scale import FULLY
 from scratch import Project
+
+from perfsuite import ahead
 
 pytest_plugins = ["pytester"]
 
@@ -201,3 +204,38 @@ def test_no_process_and_no_file_is_left(project: Project, tmp_path: Path, isolat
         assert time.monotonic() < end, left
         time.sleep(0.05)
     assert not [p for p in set(Path(tempfile.gettempdir()).iterdir()) - before if "outside" in p.name]
+
+
+PREPARED = """
+    import os, pathlib, time
+    import torch
+    from perfsuite import Pair, Workload, tensor
+
+    notes = pathlib.Path(__file__).with_name("imported")
+    notes.mkdir(exist_ok=True)
+    (notes / str(os.getpid())).touch()
+
+
+    def reference(x):
+        if "equivalence" in os.environ["PYTEST_CURRENT_TEST"]:
+            end = time.monotonic() + 60 * {spare}
+            while len(list(notes.iterdir())) < 2 and time.monotonic() < end:
+                time.sleep(0.01)
+            assert len(list(notes.iterdir())) == 1 + {spare}
+        return x.exp()
+
+
+    one = Pair(
+        reference=reference, optimized=lambda x: x.exp(), inputs={{"x": tensor("n")}}, workloads=[Workload("w", n=8)]
+    )
+"""
+
+
+@pytest.mark.parametrize("spare", [0, 1])
+def test_the_module_is_imported_there_while_the_pair_is_proven_where_there_are_cores_for_both(
+    project: Project, monkeypatch: pytest.MonkeyPatch, spare: int
+) -> None:
+    cores = 2 * ahead.SPARE_CORES if spare else 1
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
+    project.write(f"test_{cores}_cores.py", PREPARED.format(spare=spare))  # the process knows modules by their names
+    project.run("-m", "correctness", "-k", "equivalence or outside").assert_outcomes(passed=2)
