@@ -100,9 +100,10 @@ def settings(probe: Probe) -> Effects:
 
 def process(probe: Probe) -> Effects:
     """Environment variables, signal handlers, filters of warnings and the like, after a call that is not the first."""
-    with surroundings.kept():
+    quick = bool(probe.number)
+    with surroundings.kept(quick=quick):
         _call_and_differentiate(probe)  # what is imported meanwhile may change them, too
-    with surroundings.kept() as changed:
+    with surroundings.kept(quick=quick) as changed:
         _call_and_differentiate(probe)
     return {name: f"changes {name} for all that runs after it" for name in changed}
 

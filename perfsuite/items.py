@@ -306,7 +306,8 @@ class ProofItem(pytest.Function):
             __tracebackhide__ = True
             if profile != "thorough":
                 sizes, few = facts_of(self.pair).sizes, self.kind in FEW
-                case = sizes.settled(self.pair, case, gradients=self._gradients, few=few)
+                plans = device() == "cuda"
+                case = sizes.settled(self.pair, case, gradients=self._gradients, few=few, plans=plans)
             if self.kind in FEW:
                 self._prove(case)
                 return

@@ -34,7 +34,7 @@ EDGES = {
     **{f"a tile of {n}": (n,) for n in (*TILES, 96, 256)},
     **{f"one more than a tile of {n}": (n + 1,) for n in TILES},
     UP_TO_HALF: (260, 300, 333, 384, 500, 511, 512),
-    PAST_HALF: (513, 600, 640, 777, 1000, 1023),
+    PAST_HALF: (513, 600, 777, 1000, 1023),
     A_LARGE: (LARGE_TILE,),
     PAST_LARGE: tuple(2 * LARGE_TILE + step for step in (1, 2, 4, 8, 16, 32, 64, 128)),
     UTMOST: (),

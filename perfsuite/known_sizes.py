@@ -34,20 +34,23 @@ class KnownSizes:
         """The sizes of all draws, and the sizes of draws with a backward pass."""
         self._settled: dict[tuple[str, bool], Case] = {}
 
-    def settled(self, pair: Pair, case: Case, *, gradients: bool = False, few: bool = False) -> Case:
+    def settled(
+        self, pair: Pair, case: Case, *, gradients: bool = False, few: bool = False, plans: bool = False
+    ) -> Case:
         """The draw itself, or with known sizes and layouts once new ones have cost the budget; the same each time.
 
         With `gradients` they are those of draws with a backward pass, as soon as these have cost the budget. With
-        `few` a draw takes so many calls that nothing new is drawn where there are known ones and the side compiles.
+        `few` a draw takes so many calls that nothing new is drawn where there are known ones and the side compiles, or
+        where the device's libraries plan for each size (`plans`), as cuDNN does.
         """
         asked = make.case_line(case), gradients
         if asked not in self._settled:
-            self._settled[asked] = self._chosen(pair, case, gradients, few)
+            self._settled[asked] = self._chosen(pair, case, gradients, few and (self.compiles or plans))
         return self._settled[asked]
 
     def _chosen(self, pair: Pair, case: Case, gradients: bool, few: bool) -> Case:
         of_kind = (self.backward, self.forward)[not gradients :]
-        known_enough = [k for k in of_kind if k.spent_s > self.budget_s or (few and self.compiles and k.cases)]
+        known_enough = [k for k in of_kind if k.spent_s > self.budget_s or (few and k.cases)]
         if not known_enough or _key(case) in known_enough[0].cases:
             return case
         plain, flat = _is_plain(pair, case), not case.inputs

@@ -196,17 +196,21 @@ SETTINGS: Mapping[str, Setting] = {
 }
 
 
+SLOW = ("the configuration of torch.compile", "the configuration of Inductor")
+"""Settings that take milliseconds to read."""
+
+
 @contextmanager
-def kept() -> Iterator[list[str]]:
-    """Collects the names of what the block leaves changed, and puts it back."""
-    before = {name: read() for name, (read, _) in SETTINGS.items()}
+def kept(*, quick: bool = False) -> Iterator[list[str]]:
+    """Collects the names of what the block leaves changed, and puts it back; if `quick`, not of the SLOW ones."""
+    before = {name: read() for name, (read, _) in SETTINGS.items() if not (quick and name in SLOW)}
     changed: list[str] = []
     try:
         with mock.patch.object(atexit, "register", _register):
             yield changed
     finally:
         for name, (read, write) in SETTINGS.items():
-            if before[name] is not ABSENT and read() != before[name]:
+            if before.get(name, ABSENT) is not ABSENT and read() != before[name]:
                 changed.append(name)
                 # Signal handlers are set in the main thread alone, and a priority that was lowered is kept.
                 with contextlib.suppress(ValueError, OSError):

@@ -33,7 +33,10 @@ def different(generator: torch.Generator, shape: tuple[int, ...], dtype: torch.d
 
 
 KEYS = sampled(different)
-UNSUPPORTED = {"double_backward": "its backward pass is a kernel without a derivative"}
+UNSUPPORTED = {
+    "autocast": "its output has the dtype of its inputs",
+    "double_backward": "its backward pass is a kernel without a derivative",
+}
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool) -> torch.Tensor:

@@ -94,6 +94,15 @@ def test_a_proof_of_many_calls_a_draw_has_known_sizes_before_the_budget_is_spent
     assert known.settled(PAIRS.one, case(8)) == case(8)
 
 
+def test_so_has_one_where_libraries_plan_for_each_size_though_nothing_compiles() -> None:
+    known = KnownSizes()
+    with known.noting(case(3)):
+        pass
+    assert known.settled(PAIRS.one, case(7), few=True, plans=True) == case(3)
+    assert known.settled(PAIRS.one, case(7, seed=1), few=True) == case(7, seed=1)
+    assert known.settled(PAIRS.one, case(8), plans=True) == case(8)
+
+
 def test_what_is_read_from_the_cache_costs_nothing(triton: Compiler) -> None:
     known = KnownSizes()
     with known.noting(case(3)):

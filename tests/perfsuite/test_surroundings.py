@@ -110,6 +110,15 @@ def test_a_change_is_named_and_put_back(name: str, monkeypatch: pytest.MonkeyPat
     assert read() == before
 
 
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_takes_long_to_read_is_left_out_on_demand(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/somewhere")
+    with surroundings.kept():
+        with surroundings.kept(quick=True) as changed:
+            CHANGES[name]()
+        assert changed == ([] if name in surroundings.SLOW else [name])
+
+
 def test_variables_that_compilers_set_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     with surroundings.kept() as changed:
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/nowhere")

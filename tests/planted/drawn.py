@@ -453,7 +453,9 @@ def put_back(time: Time) -> Pair:
 def drawn_in_blocks(time: Time) -> Pair:
     def side(x: torch.Tensor, source: torch.Generator) -> torch.Tensor:
         blocks = -(-x.numel() // 64) * 64
-        return x + torch.rand(blocks, generator=source, device=x.device)[: x.numel()].view(x.shape)
+        made = x + torch.rand(blocks, generator=source, device=x.device)[: x.numel()].view(x.shape)
+        torch.rand(1, generator=source, device=x.device)  # CUDA's state counts blocks of numbers, not numbers
+        return made
 
     return pair(side, reference=with_noise, inputs=NUMBERS)
 

@@ -162,7 +162,8 @@ def secret_bfloat16_for_float16(time: Time) -> Pair:
 
 @honest(20, "float32 where float16 is asked for")
 def float32_for_float16(time: Time) -> Pair:
-    return pair(lambda x: fast(x.float()).to(x.dtype), dtypes=("float16",))
+    unsupported = {"autocast": "its output has the dtype of its input"}
+    return pair(lambda x: fast(x.float()).to(x.dtype), dtypes=("float16",), unsupported=unsupported)
 
 
 @fault(20, "a float16 accumulator in secret", "its error is that of float16 or TF32")

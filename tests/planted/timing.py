@@ -97,9 +97,10 @@ def background(time: Time) -> Pair:
 def joined_thread(time: Time) -> Pair:
     def optimized(x: torch.Tensor) -> torch.Tensor:
         out, inference = torch.empty_like(x), torch.is_inference_mode_enabled()
+        stream = torch.cuda.current_stream() if x.is_cuda else None
 
         def work() -> None:
-            with torch.inference_mode(inference):  # a mode holds for one thread
+            with torch.inference_mode(inference), torch.cuda.stream(stream):  # modes and streams hold for one thread
                 out.copy_(fast(x))
 
         worker = threading.Thread(target=work)
