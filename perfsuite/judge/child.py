@@ -266,37 +266,101 @@ def fork(own: dict[str, Any], files: list[int], beside: socket.socket) -> int:
         os._exit(0)
 
 
+END_LIMIT_S = 5.0
+"""Processes that fork faster than they are killed are killed for so long."""
+
+
 def end(pid: int) -> int:
     """Kill a process and all of its session's; how it had ended: its exit code, or minus the signal."""
+    slow_stops.pop(pid, None)
     ended, status = os.waitpid(pid, os.WNOHANG)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
+    until = time.monotonic() + END_LIMIT_S
+    with contextlib.suppress(ProcessLookupError):  # until there is none of them
+        while time.monotonic() < until:
+            os.killpg(pid, signal.SIGKILL)
+            if not ended:
+                ended, status = os.waitpid(pid, 0)
+            with contextlib.suppress(ChildProcessError):
+                while os.waitpid(-pid, os.WNOHANG)[0]:
+                    pass
+            time.sleep(1e-4)
     if not ended:
-        _, status = os.waitpid(pid, 0)
+        ended, status = os.waitpid(pid, 0)
     return os.waitstatus_to_exitcode(status)
 
 
 STOP_LIMIT_S = 5.0
 """A process that keeps running for so long after SIGSTOP is reported."""
+STANDING = "TZX"
+"""States of processes that do not run: stopped, or ended."""
+
+
+SLOW_STOP_S, MOST_SLOW_STOPS = 0.2, 5
+"""A process that more of its stops than this took so long is reported, too: its own processes continue it."""
+slow_stops: dict[int, int] = {}
 
 
 def stop(pid: int) -> int:
-    """Stop a process and all of its session's; 0 once it stands still, 1 if it has ended, 2 if it keeps running."""
-    until, pause = time.monotonic() + STOP_LIMIT_S, 0.0
+    """Stop a process and all of its session's; 0 once they stand still, 1 if it has ended, 2 if one keeps running."""
+    began = time.monotonic()
+    found = stop_within(pid, began + STOP_LIMIT_S)
+    slow_stops[pid] = slow_stops.get(pid, 0) + (time.monotonic() - began > SLOW_STOP_S and len([*session_of(pid)]) > 1)
+    return 2 if slow_stops[pid] > MOST_SLOW_STOPS else found
+
+
+def stop_within(pid: int, until: float) -> int:
+    """As `stop`."""
+    pause, stopped = 0.0, False
     while time.monotonic() < until:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGSTOP)
         # Not waitpid, after which nobody would learn how it has ended.
         found = os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT | os.WNOHANG)
-        if found is None:
-            time.sleep(pause)
-            pause = min(0.01, pause + 2e-5)
-        elif found.si_code == os.CLD_STOPPED:
-            os.waitpid(pid, os.WUNTRACED)
-            return 0
-        else:
+        if found is not None and found.si_code != os.CLD_STOPPED:
             return 1
+        if found is not None:
+            # It may have been continued meanwhile by a process that it has forked.
+            stopped = os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG) is not None or stopped
+        # Twice: one that was looked at may have been continued by one that was not.
+        if stopped and all(state_of(member)[0] in STANDING for _ in range(2) for member in session_of(pid)):
+            return 0
+        time.sleep(pause)
+        pause = min(0.01, pause + 2e-5)
     return 2
+
+
+def session_of(pid: int) -> Iterator[int]:
+    """A process and its descendants, also those whose parents have ended: this process has adopted them."""
+    left = [pid, *(child for child in children_of(os.getpid()) if child != pid and state_of(child)[1] == pid)]
+    while left:
+        yield left[-1]
+        left += children_of(left.pop())
+
+
+def children_of(pid: int) -> list[int]:
+    """Those of each of its threads; none where it has ended, or where the kernel does not say."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{thread}/children") as file:
+                found += map(int, file.read().split())
+    return found
+
+
+def state_of(pid: int) -> tuple[str, int]:
+    """The letter of its state, and the number of its group."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            state, _, group = file.read().rpartition(")")[2].split()[:3]
+    except OSError:  # it has ended
+        return "X", 0
+    return state, int(group)
+
+
+def adopt() -> None:
+    """Become the parent of all descendants whose own has ended."""
+    child_subreaper = 36
+    ctypes.CDLL(None).prctl(child_subreaper, 1, 0, 0, 0)
 
 
 def main() -> None:
@@ -305,18 +369,24 @@ def main() -> None:
     del sys.argv[1:]
     import torch  # noqa: F401 - for all that are forked
 
+    adopt()
+    forked: set[int] = set()
     while True:
         line, files, _, _ = socket.recv_fds(beside, 1 << 20, 3)
         if not line:
-            return
+            break
         request = json.loads(line)
         if "end" in request:
             found = end(request["end"])
+            forked.discard(request["end"])
         elif "stop" in request:
             found = stop(request["stop"])
         else:
             found = fork({**request, "sandbox": sandbox}, files, beside)
+            forked.add(found)
         beside.send(str(found).encode())
+    for pid in forked:  # the process that asked has ended in another way than it should
+        end(pid)
 
 
 if __name__ == "__main__":

@@ -573,11 +573,27 @@ def test_a_reference_that_torch_compiles_to_another_function_accuses_nobody(nurs
     )
 
 
-def test_nothing_is_left(reference: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: Any) -> None:
+CONTINUING = """
+if not self.kept:
+    self.kept["helpers"] = 2
+    for _ in range(2):
+        if os.fork() == 0:
+            while True:
+                os.killpg(0, signal.SIGCONT)
+return self.right(x)
+"""
+
+
+@pytest.mark.parametrize(
+    "body", ["os.fork() or time.sleep(60)\nreturn self.right(x)", pytest.param(CONTINUING, marks=FULLY)]
+)
+def test_no_process_that_a_candidate_forks_is_left_or_holds_the_judge_up(
+    reference: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: Any, body: str
+) -> None:
     own = tmp_path_factory.mktemp("folders")  # others judge beside this one
     monkeypatch.setattr(tempfile, "tempdir", str(own))
     nursery = Nursery()
-    found = judged(nursery, reference, candidate("os.fork() or time.sleep(60)\nreturn self.right(x)"))
+    found = judged(nursery, reference, candidate(body, "import signal"))
     nursery.close()
     assert found.status is not Status.PASS
     assert not list(own.iterdir())
