@@ -20,7 +20,8 @@ from perfsuite.errors import NotEquivalent
 from perfsuite.integrity.probe import same_leaf
 from perfsuite.judge.problem import Problem
 from perfsuite.judge.process import Ended
-from perfsuite.judge.trial import Served
+from perfsuite.judge.trial import NOT_FOR_REFERENCE, Served
+from perfsuite.records import Case
 
 ROUND_S = 0.02
 """A round has as many calls of each side as the fastest side does in this time."""
@@ -104,8 +105,10 @@ def _round(sides: Mapping[str, Served], judge: _Judge, calls: int) -> dict[str, 
     Each call is a request of its own. Calls whose inputs are there together could be done in one launch.
     """
     spent: dict[str, list[float]] = {name: [] for name in sides}
-    copies = []
-    for _ in range(calls):
+    copies, unlike = [], secrets.randbelow(calls)
+    for number in range(calls):
+        if number == unlike and judge.candidate in sides:
+            judge.unlike(sides[judge.candidate])
         drawn = judge.drawn()
         for name in sorted(sides, key=lambda _: secrets.randbits(30)):
             spent[name].append(judge.called(name, sides[name], drawn))
@@ -164,6 +167,8 @@ class _Judge:
         self.problem, self.candidate = problem, candidate
         self.began = time.monotonic()
         self.proving_s = 0.0
+        self.kinds: list[Case] = []
+        """Draws of other kinds of values that are still to be tried."""
         truth = self._truth(secrets.randbits(31))
         self.forms = [leaf for leaf in truth.reference.values() if isinstance(leaf, torch.Tensor)]
         self.allowed = [
@@ -187,13 +192,34 @@ class _Judge:
         """New values for a call of each side."""
         seed, truth = secrets.randbits(31), None
         values = self.problem.values(seed)
-        proven = not secrets.randbelow(PROVEN) and self.proving_s <= PROVING_SHARE * (time.monotonic() - self.began)
-        if proven:
+        if not secrets.randbelow(PROVEN) and self._has_time_to_prove():
             with contextlib.suppress(truths.Discard):
                 truth = self._truth(seed)
         answer = self.problem.call(values) if truth is None else truth.reference
         expected = [leaf for leaf in answer.values() if isinstance(leaf, torch.Tensor)]
         return _Drawn(arguments=self.problem.arguments(values), expected=expected, truth=truth)
+
+    def _has_time_to_prove(self) -> bool:
+        return self.proving_s <= PROVING_SHARE * (time.monotonic() - self.began)
+
+    def unlike(self, side: Served) -> None:
+        """A call of the candidate that is not timed, on values as proofs draw them: nothing tells it from others."""
+        if not self._has_time_to_prove():
+            return
+        began = time.monotonic()
+        problem = self.problem
+        self.kinds = self.kinds or problem.cases(1, secrets.randbits(31))
+        case = self.kinds.pop()
+        values = make.clone(make.build(problem.pair, case, problem.device))
+        try:
+            truth = truths.establish(problem.pair, case, problem.device, gradients=False, drawn=make.clone(values))
+        except NOT_FOR_REFERENCE:
+            return
+        finally:
+            self.proving_s += time.monotonic() - began
+        _, (answer,) = side.call([problem.arguments(values)], self.forms)
+        self._prove(answer, truth)
+        side.settled()
 
     def called(self, name: str, side: Served, drawn: _Drawn) -> float:
         """Seconds of a side's call, and of the messages for it; its answer is checked."""

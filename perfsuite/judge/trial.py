@@ -38,6 +38,8 @@ UNWRITTEN = {
     torch.float64: (torch.int64, 0x7FF8DEAD00000000),
 }
 """Dtype → the bits that an output holds before it is written: a NaN that no operation returns."""
+NOT_FOR_REFERENCE = (Discard, RuntimeError, ValueError, IndexError, ArithmeticError)
+"""Raised where the reference refuses a draw, or is not finite on it."""
 WRITTEN_LATER = "it writes its output after it has said that the call is done"
 
 
@@ -236,7 +238,7 @@ def _held(
     """Hold two calls on the same values against the truth. False where the reference alone is not finite."""
     try:
         truth = truths.establish(problem.pair, case, problem.device, gradients=False, drawn=make.clone(values))
-    except (Discard, RuntimeError, ValueError, IndexError, ArithmeticError):  # it refuses such inputs
+    except NOT_FOR_REFERENCE:
         return False
     forms = _forms(truth)
     arguments = problem.arguments(values)

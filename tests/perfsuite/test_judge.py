@@ -141,6 +141,10 @@ EXPLOITS: dict[str, tuple[str, str]] = {
         """),
         "it answers otherwise while it is timed",
     ),
+    "zeros taken for ones in timed calls": (
+        candidate("return self.right(x if held('request')['again'] or x.any() else x + 1)", PIPE),
+        "it answers otherwise while it is timed: output of the candidate side is wrong",
+    ),
     "an element that is off in timed calls": (
         candidate(
             """
