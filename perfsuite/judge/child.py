@@ -384,7 +384,10 @@ def main() -> None:
         else:
             found = fork({**request, "sandbox": sandbox}, files, beside)
             forked.add(found)
-        beside.send(str(found).encode())
+        try:
+            beside.send(str(found).encode())
+        except OSError:
+            break
     for pid in forked:  # the process that asked has ended in another way than it should
         end(pid)
 

@@ -130,8 +130,9 @@ _LIVING: weakref.WeakSet[Process] = weakref.WeakSet()
 def abandon() -> None:
     """Kill all judged processes and remove their folders, at once: this process is about to end."""
     for process in list(_LIVING):
-        with contextlib.suppress(OSError):
-            os.killpg(process.number, signal.SIGKILL)
+        if process.number:
+            with contextlib.suppress(OSError):
+                os.killpg(process.number, signal.SIGKILL)
         shutil.rmtree(process.folder, ignore_errors=True)
 
 
@@ -143,7 +144,9 @@ class Process:
     ) -> None:
         self.nursery, self.name, self.memory = nursery, name, HostMemory()
         self.device_memory: Arena = self.memory if device == "cpu" else DeviceMemory()
+        self.number = 0
         self.folder = Path(tempfile.mkdtemp(prefix="perfsuite-judge-"))
+        _LIVING.add(self)
         self.path = self.folder / "candidate.py"
         shutil.copyfile(source, self.path)
         asked, self._requests = os.pipe()
@@ -156,7 +159,6 @@ class Process:
             "device": device,
         }
         self.number = nursery.ask(own, (asked, replies, self.memory.file))
-        _LIVING.add(self)
         os.close(asked)
         os.close(replies)
         self._rest = b""

@@ -21,7 +21,6 @@ from perfsuite.integrity.probe import same_leaf
 from perfsuite.judge.problem import Problem
 from perfsuite.judge.process import Ended
 from perfsuite.judge.trial import NOT_FOR_REFERENCE, Served
-from perfsuite.records import Case
 
 ROUND_S = 0.02
 """A round has as many calls of each side as the fastest side does in this time."""
@@ -39,6 +38,8 @@ be faster because other programs have ended."""
 OTHERWISE = "it answers otherwise while it is timed"
 PROVEN, PROVING_SHARE = 4, 0.25
 """One timed call in so many is proven, as far as that takes no more than this share of the time."""
+UNLIKE_SHARE = 0.1
+"""Once each kind of values was tried, more calls that are not timed take no more than this share of the time."""
 SLACK = 2.0
 """A timed answer may differ from the reference's by this multiple of the budget that the proofs use."""
 
@@ -87,7 +88,7 @@ def race(
             took[name].append(spent)
         rounds = len(took[candidate])
         ratios = {name: _ratio(took[name], took[candidate]) for name in sides if name != candidate}
-        if rounds >= FEWEST_ROUNDS and (time.monotonic() > until or all(map(_is_narrow, ratios.values()))):
+        if rounds >= judge.rounds and (time.monotonic() > until or all(map(_is_narrow, ratios.values()))):
             sides[candidate].close()
             if ratios["reference"].high >= 1:  # else it is too slow, whatever it does to the reference
                 _same_alone(sides["reference"], judge, took["reference"], calls, again)
@@ -166,9 +167,11 @@ class _Judge:
     def __init__(self, problem: Problem, candidate: str) -> None:
         self.problem, self.candidate = problem, candidate
         self.began = time.monotonic()
-        self.proving_s = 0.0
-        self.kinds: list[Case] = []
+        self.proving_s = self.unlike_s = 0.0
+        self.kinds = problem.cases(1, secrets.randbits(31))
         """Draws of other kinds of values that are still to be tried."""
+        self.rounds = max(FEWEST_ROUNDS, len(self.kinds))
+        """So many are made at least: each tries one of these draws."""
         truth = self._truth(secrets.randbits(31))
         self.forms = [leaf for leaf in truth.reference.values() if isinstance(leaf, torch.Tensor)]
         self.allowed = [
@@ -192,23 +195,21 @@ class _Judge:
         """New values for a call of each side."""
         seed, truth = secrets.randbits(31), None
         values = self.problem.values(seed)
-        if not secrets.randbelow(PROVEN) and self._has_time_to_prove():
+        proven = not secrets.randbelow(PROVEN) and self.proving_s <= PROVING_SHARE * (time.monotonic() - self.began)
+        if proven:
             with contextlib.suppress(truths.Discard):
                 truth = self._truth(seed)
         answer = self.problem.call(values) if truth is None else truth.reference
         expected = [leaf for leaf in answer.values() if isinstance(leaf, torch.Tensor)]
         return _Drawn(arguments=self.problem.arguments(values), expected=expected, truth=truth)
 
-    def _has_time_to_prove(self) -> bool:
-        return self.proving_s <= PROVING_SHARE * (time.monotonic() - self.began)
-
     def unlike(self, side: Served) -> None:
         """A call of the candidate that is not timed, on values as proofs draw them: nothing tells it from others."""
-        if not self._has_time_to_prove():
-            return
-        began = time.monotonic()
-        problem = self.problem
-        self.kinds = self.kinds or problem.cases(1, secrets.randbits(31))
+        began, problem = time.monotonic(), self.problem
+        if not self.kinds:
+            if self.unlike_s > UNLIKE_SHARE * (began - self.began):
+                return
+            self.kinds = problem.cases(1, secrets.randbits(31))
         case = self.kinds.pop()
         values = make.clone(make.build(problem.pair, case, problem.device))
         try:
@@ -216,7 +217,7 @@ class _Judge:
         except NOT_FOR_REFERENCE:
             return
         finally:
-            self.proving_s += time.monotonic() - began
+            self.unlike_s += time.monotonic() - began
         _, (answer,) = side.call([problem.arguments(values)], self.forms)
         self._prove(answer, truth)
         side.settled()
