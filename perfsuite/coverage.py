@@ -15,6 +15,7 @@ from perfsuite.errors import NotEquivalent
 from perfsuite.kinds import (
     ALONE,
     ANY,
+    APART,
     FEWEST,
     LARGE,
     ONES,
@@ -73,6 +74,8 @@ def draws(
     first = True
     while left:
         few = compiles()
+        if few:  # what is compiled is so for the strides of each input
+            left = [kind for kind in left if kind[0] != APART]
         case = _case(pair, dtype, left, random_, extent, same_sizes=first or few, few_sizes=few)
         first = False
         if case is not None:
@@ -128,13 +131,17 @@ def _case(
         wanted = _wanted_sizes(pair, left, few=few_sizes)
         if not {*ALONE, ONES} & set(wanted.values()) and make.HALVES not in regimes.values():
             ends = {k[1]: k[2] for k in reversed(left) if k[0] == "scalar"}
-    layout = ""
+    layout = only = ""
     if set(regimes.values()) <= set(make.MILD) and not {"empty", "one", ONES, PAST_HALF} & set(wanted.values()):
         # Of a long row of equal values the roundings add up in one direction.
         left_out = EXPANDED if {*LARGE, *TOGETHER_SIZES} & set(wanted.values()) else ()
         layout = next((k[1] for k in left if k[0] == "layout" and k[1] not in left_out), "")
-        tried |= {("layout", layout)} if layout else set()
-    inputs = _laid_out(pair, regimes, layout)
+        if layout:
+            tried.add(("layout", layout))
+        else:
+            only, layout = next((k[1:] for k in left if k[0] == APART and k[2] not in left_out), ("", ""))
+            tried |= {(APART, only, layout)} if only else set()
+    inputs = _laid_out(pair, regimes, layout, only)
     tried |= {("sizes", kind) for kind in TOGETHER_SIZES if set(wanted.values()) == {kind}}
     tried |= {("size", *k) for k in wanted.items()} | {("scalar", *k) for k in ends.items()}
     left[:] = [k for k in left if k not in tried]
@@ -181,11 +188,11 @@ def _regimes(pair: Pair, left: list[Kind], random_: random.Random) -> tuple[dict
     return found, tried
 
 
-def _laid_out(pair: Pair, regimes: Mapping[str, str], layout: str) -> dict[str, InputCase]:
-    """How each tensor is drawn: all that may lie so in this layout."""
+def _laid_out(pair: Pair, regimes: Mapping[str, str], layout: str, only: str = "") -> dict[str, InputCase]:
+    """How each tensor is drawn: all that may lie so in this layout, or `only` one."""
     found = {}
     for name, spec in drawn_tensors(pair).items():
-        may = bool(layout) and layout in make.layouts(pair, name, spec)
+        may = bool(layout) and layout in make.layouts(pair, name, spec) and only in ("", name)
         found[name] = InputCase(layout=layout if may else "contiguous", regime=regimes[name])
     return {name: how for name, how in found.items() if how != InputCase()}
 

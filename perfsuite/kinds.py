@@ -48,9 +48,14 @@ LEAST, MOST = "least", "most"
 FEWEST = 2
 """Sizes from here on show what values and layouts do."""
 
+APART, APART_LAYOUTS = "apart", ("transposed", "rows", "expanded")
+"""One input has such a layout while the others are contiguous: a kernel may use the strides of one for all."""
+MOST_APART = 3
+"""Of more inputs, only the first of these layouts."""
+
 Kind: TypeAlias = tuple[str, ...]
-"""("regime" or "layout", its name), ("size", the symbol, its kind), ("sizes", one of TOGETHER_SIZES), or ("scalar", the
-input, an end or a choice)."""
+"""("regime" or "layout", its name), (APART, the input, its layout), ("size", the symbol, its kind), ("sizes", one of
+TOGETHER_SIZES), or ("scalar", the input, an end or a choice)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,6 +86,8 @@ def kinds(pair: Pair, extent: Extent = ANY) -> list[Kind]:
     for name, spec in drawn_tensors(pair).items():
         found.update(dict.fromkeys(("regime", regime) for regime in make.regimes(spec)))
         found.update(dict.fromkeys(("layout", layout) for layout in make.layouts(pair, name, spec)))
+    if len(drawn_tensors(pair)) > 1:
+        found.update(dict.fromkeys((APART, *both) for both in layouts_apart(pair)))
     for name, scalar in drawn_scalars(pair).items():
         found.update(dict.fromkeys(("scalar", name, end) for end in ends_of(scalar)))
     return list(found)
@@ -104,6 +111,8 @@ def kinds_in(pair: Pair, case: Case) -> set[Kind]:
         found |= {("regime", regime) for regime in regimes}
         if regimes <= set(make.MILD):
             found |= _layouts_of_all(pair, case)
+            others = [(name, how.layout) for name, how in case.inputs.items() if how.layout != "contiguous"]
+            found |= {(APART, *both) for both in others if len(others) == 1}
         if regimes <= {"normal"}:
             found |= {("sizes", kind) for kind, among in TOGETHER_SIZES.items() if set(sizes.values()) <= set(among)}
             scalars = drawn_scalars(pair).items()
@@ -111,6 +120,14 @@ def kinds_in(pair: Pair, case: Case) -> set[Kind]:
                 ("scalar", n, e) for n, s in scalars for e in ends_of(s) if case.sizes[n] == end_value(s, e, sizes)
             }
     return found
+
+
+def layouts_apart(pair: Pair) -> list[tuple[str, str]]:
+    """(an input, a layout that it has while the others are contiguous)."""
+    tensors = drawn_tensors(pair)
+    wanted = APART_LAYOUTS if len(tensors) <= MOST_APART else APART_LAYOUTS[:1]
+    may = {name: make.layouts(pair, name, spec) for name, spec in tensors.items()}
+    return [(name, layout) for layout in wanted for name in tensors if {layout, "contiguous"} <= {*may[name]}]
 
 
 def _layouts_of_all(pair: Pair, case: Case) -> set[Kind]:

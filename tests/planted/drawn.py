@@ -252,6 +252,16 @@ def both_transposed(time: Time) -> Pair:
     return pair(side, **reference, inputs={n: tensor(n, "k", values=floats(-2, 2)) for n in ("x", "y")})
 
 
+@fault(47, "a transposed input beside a contiguous one", "wrong for transposed x")
+def one_transposed(time: Time) -> Pair:
+    def side(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        alone = y.is_contiguous() and x.stride(0) == 1 != x.stride(1) and min(*x.shape, *y.shape) > 1
+        return (x @ y.T) * (2 if alone else 1)
+
+    reference = {"reference": lambda x, y: x @ y.T}
+    return pair(side, **reference, inputs={n: tensor(n, "k", values=floats(-2, 2)) for n in ("x", "y")})
+
+
 @fault(47, "an exponential that overflows beyond 88", "right for ordinary values, and wrong for")
 def overflowing_softplus(time: Time) -> Pair:
     inputs = {"x": tensor("n", values=floats(0))}
