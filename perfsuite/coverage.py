@@ -63,7 +63,7 @@ def draws(
     extent: Extent = ANY,
     compiles: Callable[[], bool] = lambda: False,
 ) -> Iterator[Case]:
-    """As few draws as hold all kinds; none that the pair's `where` rules out.
+    """As few draws as hold all kinds, and of those APART what these have room for; none that `where` rules out.
 
     The first draw, and all from when `compiles` says so, have sizes that do not depend on the seed: a side that
     compiles for each size finds them in its cache in every proof and every run. Its sizes are few: all are empty, or
@@ -72,7 +72,7 @@ def draws(
     left = kinds(pair, extent)
     random_ = random.Random(seed)
     first = True
-    while left:
+    while any(kind[0] != APART for kind in left):  # for these no draws are added: they are in the random ones, too
         few = compiles()
         if few:  # what is compiled is so for the strides of each input
             left = [kind for kind in left if kind[0] != APART]
