@@ -39,6 +39,7 @@ CONTEXTS = (
     "two_threads",
     "autocast",
     "one_gradient_needed",
+    "two_gradients_needed",
     "two_graphs",
     "second_backward",
     "double_backward",

@@ -20,6 +20,7 @@ from perfsuite.contexts.backward import (
     double_backward,
     one_gradient_needed,
     second_backward,
+    two_gradients_needed,
     two_graphs,
 )
 from perfsuite.contexts.calling import gradients_are_right
@@ -79,6 +80,7 @@ WAYS: tuple[Callable[[Probe], None], ...] = (
     two_threads,
     autocast,
     one_gradient_needed,
+    two_gradients_needed,
     two_graphs,
     second_backward,
     double_backward,
@@ -88,7 +90,14 @@ WAYS: tuple[Callable[[Probe], None], ...] = (
 )
 COMPILED = (no_gradient_needed, one_gradient_needed)
 """A side that compiles takes seconds for each way. On a CPU only these are tried, unless the profile is "thorough"."""
-NOT_COMPILED = (two_threads, after_calls_without_gradients, after_other_dtype, rewritten_inputs, one_tensor)
+NOT_COMPILED = (
+    two_gradients_needed,
+    two_threads,
+    after_calls_without_gradients,
+    after_other_dtype,
+    rewritten_inputs,
+    one_tensor,
+)
 """torch.compile compiles, captures graphs and replays them in one thread at a time; for the others it compiles anew,
 which takes seconds."""
 COSTLY: tuple[Callable[[Probe], None], ...] = (many_elements,)

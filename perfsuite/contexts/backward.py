@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import random
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
@@ -47,6 +48,16 @@ def one_gradient_needed(probe: Probe) -> None:
         _hold_some(probe, (path,), others, f"where only {path} needs a gradient")
         if len(others) > 1:
             _hold_some(probe, others, (path,), f"where all inputs but {path} need a gradient")
+
+
+def two_gradients_needed(probe: Probe) -> None:
+    """Where only two of four or more inputs need a gradient, other ones on each draw."""
+    paths = differentiable(probe)
+    if len(paths) < 4:
+        return
+    both = random.Random(probe.case.seed).sample(paths, 2)
+    others = tuple(path for path in paths if path not in both)
+    _hold_some(probe, both, others, f"where only {' and '.join(both)} need a gradient")
 
 
 def _hold_some(probe: Probe, marked: Collection[str], others: Collection[str], words: str) -> None:

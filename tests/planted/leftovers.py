@@ -121,6 +121,21 @@ def doubled_beside_frozen(time: Time) -> Pair:
     return pair(side, reference=of_three, inputs=inputs, gradients=True)
 
 
+@fault(40, "a gradient doubled where two others are frozen", " need a gradient", stage="contexts")
+def doubled_beside_two_frozen(time: Time) -> Pair:
+    def reference(w: torch.Tensor, x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        return of_three(w, x, y) * z
+
+    def side(w: torch.Tensor, x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        made = reference(w, x, y, z)
+        if sum(t.requires_grad for t in (w, x, y, z)) == 2:
+            made = made + (made - made.detach())
+        return made
+
+    inputs = {name: tensor("n", values=floats(-2, 2)) for name in "wxyz"}
+    return pair(side, reference=reference, inputs=inputs, gradients=True)
+
+
 @honest(40, "a gradient that is not computed where it is not needed")
 def gradient_where_needed(time: Time) -> Pair:
     return differentiated(Together.apply)
