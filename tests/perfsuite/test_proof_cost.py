@@ -1,0 +1,51 @@
+"""Where the seconds of proofs went, in a table."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from scratch import ROOT, Project
+
+pytest_plugins = ["pytester"]
+
+PAIR = """
+    import torch
+    from perfsuite import Pair, Workload, tensor
+
+    one = Pair(
+        reference=torch.sin, optimized=torch.sin, inputs={"x": tensor("n")}, workloads=[Workload("w", n=8)],
+        max_examples=1,
+    )
+"""
+
+
+def cost(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "tools/proof_cost.py"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd)
+
+
+def test_the_seconds_of_each_pair_are_printed_and_kept(project: Project, tmp_path: Path) -> None:
+    project.write("test_one.py", PAIR)
+    log = tmp_path / "log"
+    done = cost("--log", str(log), "test_one.py", "-k", "equivalence or effects", cwd=project.path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert "| pair: seconds | all | effects | equivalence |" in lines
+    assert lines[-1].startswith("Pairs: 1, median: ")
+    again = cost("--read", str(log), cwd=tmp_path)
+    assert again.stdout.splitlines() == lines[-len(again.stdout.splitlines()) :]
+
+
+def test_the_median_is_that_of_the_pairs(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("".join(f"{n}.0\ttest_a.py::pair{n}::equivalence[float32]\n" for n in (1, 2, 9)))
+    assert cost("--read", str(log), cwd=tmp_path).stdout.splitlines()[-1] == "Pairs: 3, median: 2.00 s, together: 12 s."
+
+
+def test_a_file_that_is_no_log_is_named_in_a_line(tmp_path: Path) -> None:
+    done = cost("--read", str(tmp_path / "none"), cwd=tmp_path)
+    assert done.returncode == 4
+    assert len(done.stderr.splitlines()) == 1
+    assert "none" in done.stderr
