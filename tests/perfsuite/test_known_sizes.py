@@ -103,6 +103,18 @@ def test_so_has_one_where_libraries_plan_for_each_size_though_nothing_compiles()
     assert known.settled(PAIRS.one, case(8), plans=True) == case(8)
 
 
+def test_such_a_proof_has_none_of_the_large_sizes_where_it_may() -> None:
+    known = KnownSizes()
+    for n in (2056, 3, 1024):
+        with known.noting(case(n)):
+            pass
+    assert {known.settled(PAIRS.one, case(7, seed=s), few=True, plans=True).sizes["n"] for s in range(9)} == {3}
+    large = KnownSizes()
+    with large.noting(case(1024)):
+        pass
+    assert large.settled(PAIRS.one, case(7), few=True, plans=True).sizes["n"] == 1024
+
+
 def test_what_is_read_from_the_cache_costs_nothing(triton: Compiler) -> None:
     known = KnownSizes()
     with known.noting(case(3)):
