@@ -19,6 +19,8 @@ UP_TO_HALF, PAST_HALF = "up to half a large tile", "more than half a large tile"
 A_LARGE, PAST_LARGE = "a large tile", "more than two large tiles"
 UTMOST = "the most that is declared"
 """Kinds of large sizes. One size of a draw is large, and the others are small; with PAST_HALF they are one."""
+LAST, MOST_LAST = "the most that is declared, if that is little", 256
+"""A size that the pair bounds to at most so many elements, at its bound."""
 ONES = "all one"
 """All sizes of a draw are one: what is squeezed away, or a path for vectors, shows here."""
 WHOLE = "whole tiles"
@@ -33,6 +35,7 @@ EDGES = {
     **{f"one less than a tile of {n}": (n - 1,) for n in TILES},
     **{f"a tile of {n}": (n,) for n in (*TILES, 96, 256)},
     **{f"one more than a tile of {n}": (n + 1,) for n in TILES},
+    LAST: (),
     UP_TO_HALF: (260, 300, 333, 384, 500, 511, 512),
     PAST_HALF: (513, 600, 777, 1000, 1023),
     A_LARGE: (LARGE_TILE,),
@@ -78,7 +81,7 @@ def kinds(pair: Pair, extent: Extent = ANY) -> list[Kind]:
     for symbol in sorted(pair.symbols):
         edges = [kind for kind in EDGES if kind not in LARGE or symbol in long]
         if not extent.large:  # of the tiles the smallest
-            edges = [kind for kind in edges if min(EDGES[kind]) <= TILES[0] + 1]
+            edges = [kind for kind in edges if min(sizes_of_kind(pair, symbol, kind), default=0) <= TILES[0] + 1]
         found.update(dict.fromkeys(("size", symbol, kind) for kind in edges if sizes_of_kind(pair, symbol, kind)))
     for together in TOGETHER_SIZES if len(pair.symbols) > 1 else ():
         if all(sizes_of_kind(pair, symbol, together) for symbol in pair.symbols):
@@ -164,9 +167,10 @@ def end_value(spec: ScalarSpec, end: str, sizes: Mapping[str, Any]) -> Any:
 def sizes_of_kind(pair: Pair, symbol: str, kind: str) -> list[int]:
     """The sizes of this kind that the symbol may have."""
     size = pair.size_of(symbol) or Size()
-    if kind == UTMOST:
+    if kind in (UTMOST, LAST):
         most = size.high // size.multiple_of * size.multiple_of
-        return [most] if symbol in pair.sizes and most > max(EDGES[PAST_LARGE]) else []
+        fits = most > max(EDGES[PAST_LARGE]) if kind == UTMOST else FEWEST <= most <= MOST_LAST
+        return [most] if symbol in pair.sizes and fits else []
     if symbol not in pair.sizes:
         size = Size(low=size.low, high=max(EDGES[PAST_LARGE]))
     return [n for n in EDGES.get(kind, TOGETHER_SIZES.get(kind, ())) if size.allows(n)]

@@ -150,7 +150,8 @@ def test_sizes_keep_to_what_is_declared() -> None:
     found = drawn(of)
     assert {case.sizes["n"] for case in found} <= {16, 32, 48, 64}
     assert {case.sizes["k"] for case in found} <= {3, 4, 5}
-    assert {k[2] for k in kinds.kinds(of) if k[0] == "size"} == {f"a tile of {n}" for n in (16, 32, 64)}
+    assert {k[2] for k in kinds.kinds(of) if k[0] == "size"} == {*(f"a tile of {n}" for n in (16, 32, 64)), kinds.LAST}
+    assert 5 in {case.sizes["k"] for case in found if case.sizes["n"] >= 16}
 
 
 def test_the_most_that_is_declared_is_drawn_where_it_is_past_all_tiles() -> None:

@@ -252,6 +252,12 @@ def both_transposed(time: Time) -> Pair:
     return pair(side, **reference, inputs={n: tensor(n, "k", values=floats(-2, 2)) for n in ("x", "y")})
 
 
+@fault(47, "the largest size that is declared, left out", "output of the optimized side is wrong")
+def largest_left_out(time: Time) -> Pair:
+    sizes = {"n": size(16, 80, multiple_of=16)}
+    return pair(lambda x: x.sin().contiguous() * (x.shape[-1] != 80), sizes=sizes, **LONG_ROWS)
+
+
 @fault(47, "a transposed input beside a contiguous one", "wrong for transposed x")
 def one_transposed(time: Time) -> Pair:
     def side(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
