@@ -342,7 +342,8 @@ def _sizes(trial: _Trial, case: Case, gradients: bool) -> Iterator[str]:
     sizes = _dimensions(trial.pair, case)
     for name, block in [(n, block) for n, v in sizes.items() for block in BLOCKS if v > block]:
         shorter = replace(case, sizes={**case.sizes, **_within(trial.pair, case, {name: block})})
-        if shorter != case and trial.is_right(shorter, gradients):
+        longer = replace(case, sizes={**case.sizes, **_within(trial.pair, case, {name: block + 1})})
+        if shorter != case and trial.is_right(shorter, gradients) and not trial.is_right(longer, gradients):
             yield f"it is right at {name}={block}, and wrong at {name}={sizes[name]}: more than a block holds"
             return
     for tile in TILES:
@@ -354,8 +355,12 @@ def _sizes(trial: _Trial, case: Case, gradients: bool) -> Iterator[str]:
             at = ", ".join(f"{n}={v}" for n, v in sizes.items())
             past = _within(trial.pair, bigger, {n: v + 1 for n, v in whole.items()})
             beyond = replace(bigger, sizes={**bigger.sizes, **past})
+            near = replace(
+                case, sizes={**case.sizes, **_within(trial.pair, case, {n: v + 1 for n, v in sizes.items()})}
+            )
             if trial.is_right(beyond, gradients):
-                yield f"it is right at larger sizes, and wrong at {at}: a special case of these sizes"
+                special = near != case and trial.is_right(near, gradients)
+                yield f"it is right at larger sizes, and wrong at {at}{': a special case of these sizes' * special}"
             else:
                 yield f"it is right where sizes are multiples of {tile}, and wrong at {at}: off the tile's size"
             return
