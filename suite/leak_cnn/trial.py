@@ -45,8 +45,6 @@ SIZES = {
     "c3": size(1, 5),
     "h": size(1, 9),
 }
-FEW_ELEMENTS = 2**12
-"""Of segments: up to so many a CPU is done sooner than a GPU, which plans each convolution of new sizes."""
 FEW = {"N": 2, "H": 32, "c1": 4, "c2": 4, "c3": 4, "h": 8}
 """So few values that hardly ever one lies within a rounding of a ReLU's 0 or of a tie."""
 
@@ -113,9 +111,6 @@ def write_over(items: torch.Tensor, where: torch.Tensor) -> None:
 
 def _near(weights: Weights, x: torch.Tensor) -> torch.Tensor:
     """[N] bool."""
-    device = x.device
-    if x.numel() <= FEW_ELEMENTS:
-        weights, x = {name: w.cpu() for name, w in weights.items()}, x.cpu()
     near = torch.zeros(len(x), dtype=torch.bool, device=x.device)
     for name in ("conv1", "conv2", "conv3"):
         weight, bias = weights[f"{name}.weight"], weights[f"{name}.bias"]
@@ -137,4 +132,4 @@ def _near(weights: Weights, x: torch.Tensor) -> torch.Tensor:
 
     head(weights, x, activation=kept)
     scale = hidden[0].abs().max() if hidden[0].numel() else 0.0
-    return (near | (hidden[0].abs() <= ROUNDING * scale).any(1)).to(device)
+    return near | (hidden[0].abs() <= ROUNDING * scale).any(1)
