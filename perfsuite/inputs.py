@@ -244,8 +244,27 @@ def build(pair: Pair, case: Case, device: str, *, home: Path | None = None) -> d
     }
     if pair.adjust is not None:
         with torch.no_grad():
-            pair.adjust(*values.values())
+            if device == "cpu" or not _adjusted_on_cpu(pair, values):
+                pair.adjust(*values.values())
     return values
+
+
+ADJUSTED_ON_CPU = 1 << 14
+"""Inputs of so few elements are adjusted on the CPU: a GPU takes longer to begin, and cuDNN plans for each size."""
+
+
+def _adjusted_on_cpu(pair: Pair, values: dict[str, Any]) -> bool:
+    """Adjust copies on the CPU and copy them back; False, with nothing changed, where that is not possible."""
+    assert pair.adjust is not None
+    if sum(tensor.numel() for _, tensor in tensors_in(values)) > ADJUSTED_ON_CPU:
+        return False
+    copies = map_tensors(values, lambda tensor: tensor.detach().to("cpu", copy=True))
+    try:
+        pair.adjust(*copies.values())
+    except Exception:  # a function of the user's may need the device, and says again there what is wrong
+        return False
+    copy_values(values, copies)
+    return True
 
 
 def with_objects_of(

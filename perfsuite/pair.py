@@ -256,7 +256,8 @@ class Pair:
     precision    a lower working precision that the optimized side declares, e.g. "bfloat16"; "tf32" where products
                  of float32 are in TF32
     excuse       inputs (float64) → bool mask of output elements within rounding of a threshold
-    adjust       called with the drawn inputs before any side sees them: changes in place what lies at such a threshold
+    adjust       called with the drawn inputs before any side sees them: changes in place what lies at such a threshold;
+                 where they are few elements it is called on the CPU
     steps        for stateful sides: after how many steps the states are compared
     strides      "reference" (the optimized side's outputs lie in memory as the reference's do), or "any"
     unsupported  ways of calling (CONTEXTS) that the optimized side is not made for → why; they are not tried

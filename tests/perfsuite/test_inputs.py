@@ -163,6 +163,38 @@ def test_a_pair_may_adjust_what_is_drawn_before_any_side_sees_it() -> None:
     assert layouts == set(LAYOUTS) - set(EXPANDED)
 
 
+def test_few_elements_of_a_device_are_adjusted_on_the_cpu() -> None:
+    def positive(x: torch.Tensor, net: torch.nn.Module, others: list[torch.Tensor]) -> None:
+        for each in (x, *net.parameters(), *others):
+            each.abs_()
+
+    def net(m: int) -> torch.nn.Module:
+        return torch.nn.Linear(m, 3)
+
+    inputs = {"x": tensor("m", "n"), "net": module(net), "others": listof(2, tensor("n"))}
+    adjusted, plain = pair(inputs=inputs, adjust=positive), pair(inputs=inputs)
+    directly, values = (make.build(of, case(), "cpu") for of in (adjusted, plain))
+    values["x"] = values["x"].t().contiguous().t()
+    kept = dict(make.tensors_in(values))
+    with torch.no_grad():
+        assert make._adjusted_on_cpu(adjusted, values)
+    assert all(t is kept[path] for path, t in make.tensors_in(values))
+    both = zip(make.tensors_in(values), make.tensors_in(directly), strict=True)
+    assert all(torch.equal(a, b) for (_, a), (_, b) in both)
+
+
+def test_inputs_are_adjusted_on_the_device_where_they_are_many_or_the_cpu_cannot() -> None:
+    def refused(x: torch.Tensor) -> None:
+        x.zero_()
+        raise RuntimeError("CUDA alone")
+
+    of = pair(inputs={"x": tensor("m", "n")}, adjust=refused)
+    values = {"x": torch.ones(3, 3)}
+    assert not make._adjusted_on_cpu(of, values)
+    assert not make._adjusted_on_cpu(of, {"x": torch.ones(make.ADJUSTED_ON_CPU + 1)})
+    assert (values["x"] == 1).all()
+
+
 def test_layouts_may_be_restricted_and_written_inputs_are_never_expanded() -> None:
     of = pair(
         inputs={"x": tensor("m"), "y": tensor("m", layouts=["offset"]), "z": tensor("m", layouts=EXPANDED)},
