@@ -24,7 +24,7 @@ from statistics import fmean, median
 from typing import Any
 
 from perfsuite.blocks import process_mean
-from perfsuite.errors import BaselineError, PerfsuiteError
+from perfsuite.errors import BaselineError, PerfsuiteError, printable
 from perfsuite.folders import SCRATCH, own_folder
 from perfsuite.records import OPTIMIZED, REFERENCE, Limit, Machine, Measurement, PromiseRecord, Ran, from_json, to_json
 
@@ -791,4 +791,4 @@ def _short(value: object, most: int = TOLD) -> str:
 
 def _one_line(text: str) -> str:
     """What a damaged file says, as a terminal can show it: no line breaks, escapes or halves of a character."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in " ".join(text.split()))
+    return printable(" ".join(text.split()))

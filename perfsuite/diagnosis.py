@@ -341,8 +341,7 @@ def _same(a: Any, b: Any) -> bool:
 def _sizes(trial: _Trial, case: Case, gradients: bool) -> Iterator[str]:
     sizes = _dimensions(trial.pair, case)
     for name, block in [(n, block) for n, v in sizes.items() for block in BLOCKS if v > block]:
-        shorter = replace(case, sizes={**case.sizes, **_within(trial.pair, case, {name: block})})
-        longer = replace(case, sizes={**case.sizes, **_within(trial.pair, case, {name: block + 1})})
+        shorter, longer = (_at(trial.pair, case, {name: size}) for size in (block, block + 1))
         if shorter != case and trial.is_right(shorter, gradients) and not trial.is_right(longer, gradients):
             yield f"it is right at {name}={block}, and wrong at {name}={sizes[name]}: more than a block holds"
             return
@@ -353,17 +352,19 @@ def _sizes(trial: _Trial, case: Case, gradients: bool) -> Iterator[str]:
         other = replace(bigger, seed=case.seed ^ 0x3C6EF35)
         if whole != sizes and trial.is_right(bigger, gradients) and trial.is_right(other, gradients):
             at = ", ".join(f"{n}={v}" for n, v in sizes.items())
-            past = _within(trial.pair, bigger, {n: v + 1 for n, v in whole.items()})
-            beyond = replace(bigger, sizes={**bigger.sizes, **past})
-            near = replace(
-                case, sizes={**case.sizes, **_within(trial.pair, case, {n: v + 1 for n, v in sizes.items()})}
-            )
+            beyond = _at(trial.pair, bigger, {n: v + 1 for n, v in whole.items()})
             if trial.is_right(beyond, gradients):
+                near = _at(trial.pair, case, {n: v + 1 for n, v in sizes.items()})
                 special = near != case and trial.is_right(near, gradients)
                 yield f"it is right at larger sizes, and wrong at {at}{': a special case of these sizes' * special}"
             else:
                 yield f"it is right where sizes are multiples of {tile}, and wrong at {at}: off the tile's size"
             return
+
+
+def _at(pair: Pair, case: Case, wanted: Mapping[str, int]) -> Case:
+    """The draw at these sizes, as far as `_within` allows them."""
+    return replace(case, sizes={**case.sizes, **_within(pair, case, wanted)})
 
 
 def _within(pair: Pair, case: Case, wanted: Mapping[str, int]) -> dict[str, int]:

@@ -109,7 +109,7 @@ class PairCollector(pytest.Collector):
     def _module(self) -> ModuleType:
         module = self.getparent(pytest.Module)
         assert module is not None
-        return module.obj  # type: ignore[no-any-return]  # pytest's is not typed
+        return module.obj  # type: ignore[no-any-return]  # pytest does not type Module.obj
 
     def collect(self) -> Iterator[pytest.Item]:
         try:
@@ -146,10 +146,12 @@ class PairCollector(pytest.Collector):
         beside, self._beside = self._beside, {}
         if not beside or not ahead.beside_proofs(self.config):
             return
-        for item in [item for item in beside if item in items]:
+        for item, begin in beside.items():
+            if item not in items:
+                continue
             before = items[items.index(first) : items.index(item)]
             if all(isinstance(i, ProofItem) and i.parent is self for i in before):
-                beside[item]()
+                begin()
 
     def _item(self, proof: proofs.Proof) -> pytest.Item:
         prove: Prove = {

@@ -54,7 +54,7 @@ FEWEST = 2
 APART, APART_LAYOUTS = "apart", ("transposed", "rows", "expanded")
 """One input has such a layout while the others are contiguous: a kernel may use the strides of one for all."""
 MOST_APART = 3
-"""Of more inputs, only the first of these layouts."""
+"""A pair with more tensors than this has only the first of these layouts drawn."""
 
 Kind: TypeAlias = tuple[str, ...]
 """("regime" or "layout", its name), (APART, the input, its layout), ("size", the symbol, its kind), ("sizes", one of
@@ -89,8 +89,7 @@ def kinds(pair: Pair, extent: Extent = ANY) -> list[Kind]:
     for name, spec in drawn_tensors(pair).items():
         found.update(dict.fromkeys(("regime", regime) for regime in make.regimes(spec)))
         found.update(dict.fromkeys(("layout", layout) for layout in make.layouts(pair, name, spec)))
-    if len(drawn_tensors(pair)) > 1:
-        found.update(dict.fromkeys((APART, *both) for both in layouts_apart(pair)))
+    found.update(dict.fromkeys((APART, *both) for both in _layouts_apart(pair)))
     for name, scalar in drawn_scalars(pair).items():
         found.update(dict.fromkeys(("scalar", name, end) for end in ends_of(scalar)))
     return list(found)
@@ -125,9 +124,11 @@ def kinds_in(pair: Pair, case: Case) -> set[Kind]:
     return found
 
 
-def layouts_apart(pair: Pair) -> list[tuple[str, str]]:
-    """(an input, a layout that it has while the others are contiguous)."""
+def _layouts_apart(pair: Pair) -> list[tuple[str, str]]:
+    """(an input, a layout that it has while the others are contiguous); none where there are no others."""
     tensors = drawn_tensors(pair)
+    if len(tensors) < 2:
+        return []
     wanted = APART_LAYOUTS if len(tensors) <= MOST_APART else APART_LAYOUTS[:1]
     may = {name: make.layouts(pair, name, spec) for name, spec in tensors.items()}
     return [(name, layout) for layout in wanted for name in tensors if {layout, "contiguous"} <= {*may[name]}]

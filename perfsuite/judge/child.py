@@ -267,25 +267,25 @@ def fork(own: dict[str, Any], files: list[int], beside: socket.socket) -> int:
 
 
 END_LIMIT_S = 5.0
-"""Processes that fork faster than they are killed are killed for so long."""
+"""Seconds for which a session's processes are killed, if they fork faster than that."""
 
 
 def end(pid: int) -> int:
     """Kill a process and all of its session's; how it had ended: its exit code, or minus the signal."""
     slow_stops.pop(pid, None)
     ended, status = os.waitpid(pid, os.WNOHANG)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+    if not ended:
+        _, status = os.waitpid(pid, 0)
     until = time.monotonic() + END_LIMIT_S
-    with contextlib.suppress(ProcessLookupError):  # until there is none of them
+    with contextlib.suppress(ProcessLookupError):  # raised once none of them is left
         while time.monotonic() < until:
             os.killpg(pid, signal.SIGKILL)
-            if not ended:
-                ended, status = os.waitpid(pid, 0)
             with contextlib.suppress(ChildProcessError):
                 while os.waitpid(-pid, os.WNOHANG)[0]:
                     pass
             time.sleep(1e-4)
-    if not ended:
-        ended, status = os.waitpid(pid, 0)
     return os.waitstatus_to_exitcode(status)
 
 
@@ -293,10 +293,8 @@ STOP_LIMIT_S = 5.0
 """A process that keeps running for so long after SIGSTOP is reported."""
 STANDING = "TZX"
 """States of processes that do not run: stopped, or ended."""
-
-
 SLOW_STOP_S, MOST_SLOW_STOPS = 0.2, 5
-"""A process that more of its stops than this took so long is reported, too: its own processes continue it."""
+"""A process is reported, too, if more of its stops than this take so long: processes that it has forked continue it."""
 slow_stops: dict[int, int] = {}
 
 

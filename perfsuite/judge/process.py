@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from perfsuite.errors import MOST_CHARACTERS, PerfsuiteError
+from perfsuite.errors import MOST_CHARACTERS, PerfsuiteError, printable
 from perfsuite.judge.memory import Arena, DeviceMemory, HostMemory
 
 HERE = Path(__file__).parent
@@ -49,12 +49,12 @@ class Ended(Exception):  # noqa: N818 - what it did, in words
     """The process raised, hung or ended: its message says which."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(printable(message))
+        super().__init__(shortened(message))
 
 
-def printable(text: str) -> str:
+def shortened(text: str) -> str:
     """A candidate's text in one line of at most MOST_CHARACTERS, its control characters escaped."""
-    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[: 2 * MOST_CHARACTERS])
+    shown = printable(text[: 2 * MOST_CHARACTERS])
     return shown if len(shown) <= MOST_CHARACTERS else f"{shown[:MOST_CHARACTERS]}…"
 
 

@@ -20,7 +20,7 @@ from perfsuite.errors import NotEquivalent
 from perfsuite.integrity.probe import same_leaf
 from perfsuite.judge.problem import Problem
 from perfsuite.judge.process import Ended
-from perfsuite.judge.trial import NOT_FOR_REFERENCE, Served
+from perfsuite.judge.trial import Served, truth_of
 
 ROUND_S = 0.02
 """A round has as many calls of each side as the fastest side does in this time."""
@@ -38,8 +38,8 @@ be faster because other programs have ended."""
 OTHERWISE = "it answers otherwise while it is timed"
 PROVEN, PROVING_SHARE = 4, 0.25
 """One timed call in so many is proven, as far as that takes no more than this share of the time."""
-UNLIKE_SHARE = 0.1
-"""Once each kind of values was tried, more calls that are not timed take no more than this share of the time."""
+UNTIMED_SHARE = 0.1
+"""Once each kind of values was tried, further untimed calls are proven for at most this share of the time."""
 SLACK = 2.0
 """A timed answer may differ from the reference's by this multiple of the budget that the proofs use."""
 
@@ -106,10 +106,10 @@ def _round(sides: Mapping[str, Served], judge: _Judge, calls: int) -> dict[str, 
     Each call is a request of its own. Calls whose inputs are there together could be done in one launch.
     """
     spent: dict[str, list[float]] = {name: [] for name in sides}
-    copies, unlike = [], secrets.randbelow(calls)
+    copies, untimed = [], secrets.randbelow(calls)
     for number in range(calls):
-        if number == unlike and judge.candidate in sides:
-            judge.unlike(sides[judge.candidate])
+        if number == untimed and judge.candidate in sides:
+            judge.prove_untimed(sides[judge.candidate])
         drawn = judge.drawn()
         for name in sorted(sides, key=lambda _: secrets.randbits(30)):
             spent[name].append(judge.called(name, sides[name], drawn))
@@ -167,11 +167,11 @@ class _Judge:
     def __init__(self, problem: Problem, candidate: str) -> None:
         self.problem, self.candidate = problem, candidate
         self.began = time.monotonic()
-        self.proving_s = self.unlike_s = 0.0
+        self.proving_s = self.untimed_s = 0.0
         self.kinds = problem.cases(1, secrets.randbits(31))
-        """Draws of other kinds of values that are still to be tried."""
+        """Draws for untimed calls: one of each kind of values."""
         self.rounds = max(FEWEST_ROUNDS, len(self.kinds))
-        """So many are made at least: each tries one of these draws."""
+        """The fewest rounds: each has one of these draws."""
         truth = self._truth(secrets.randbits(31))
         self.forms = [leaf for leaf in truth.reference.values() if isinstance(leaf, torch.Tensor)]
         self.allowed = [
@@ -203,24 +203,21 @@ class _Judge:
         expected = [leaf for leaf in answer.values() if isinstance(leaf, torch.Tensor)]
         return _Drawn(arguments=self.problem.arguments(values), expected=expected, truth=truth)
 
-    def unlike(self, side: Served) -> None:
-        """A call of the candidate that is not timed, on values as proofs draw them: nothing tells it from others."""
+    def prove_untimed(self, side: Served) -> None:
+        """Prove a call that is not timed, on a proof's values. The candidate cannot tell it from a timed one."""
         began, problem = time.monotonic(), self.problem
         if not self.kinds:
-            if self.unlike_s > UNLIKE_SHARE * (began - self.began):
+            if self.untimed_s > UNTIMED_SHARE * (began - self.began):
                 return
             self.kinds = problem.cases(1, secrets.randbits(31))
         case = self.kinds.pop()
         values = make.clone(make.build(problem.pair, case, problem.device))
-        try:
-            truth = truths.establish(problem.pair, case, problem.device, gradients=False, drawn=make.clone(values))
-        except NOT_FOR_REFERENCE:
-            return
-        finally:
-            self.unlike_s += time.monotonic() - began
-        _, (answer,) = side.call([problem.arguments(values)], self.forms)
-        self._prove(answer, truth)
-        side.settled()
+        truth = truth_of(problem, case, values)
+        self.untimed_s += time.monotonic() - began
+        if truth is not None:
+            _, (answer,) = side.call([problem.arguments(values)], self.forms)
+            self._prove(answer, truth)
+            side.settled()
 
     def called(self, name: str, side: Served, drawn: _Drawn) -> float:
         """Seconds of a side's call, and of the messages for it; its answer is checked."""

@@ -17,7 +17,7 @@ from perfsuite.execution import Leaves
 from perfsuite.integrity.probe import same_leaf
 from perfsuite.judge.causes import Causes
 from perfsuite.judge.problem import Problem
-from perfsuite.judge.process import Ended, Nursery, Process, printable
+from perfsuite.judge.process import Ended, Nursery, Process, shortened
 from perfsuite.records import Case
 from perfsuite.tally import Tally
 from perfsuite.truths import Discard, Truth
@@ -38,8 +38,6 @@ UNWRITTEN = {
     torch.float64: (torch.int64, 0x7FF8DEAD00000000),
 }
 """Dtype → the bits that an output holds before it is written: a NaN that no operation returns."""
-NOT_FOR_REFERENCE = (Discard, RuntimeError, ValueError, IndexError, ArithmeticError)
-"""Raised where the reference refuses a draw, or is not finite on it."""
 WRITTEN_LATER = "it writes its output after it has said that the call is done"
 
 
@@ -121,10 +119,10 @@ class Served:
         seconds, found = self.process.timed(request, self.limit_s, fill, read)
         made = [[t.clone() for t in one] for one in outputs]
         if "forms" in found:
-            raise NotEquivalent(printable(_other_forms(forms, found["forms"])))
+            raise NotEquivalent(shortened(_other_forms(forms, found["forms"])))
         if "paths" in found:
             got, expected = (", ".join(p or "a tensor" for p in each) for each in (found["paths"], self.problem.paths))
-            raise NotEquivalent(printable(f"it returns its outputs as {got} where the reference returns {expected}"))
+            raise NotEquivalent(shortened(f"it returns its outputs as {got} where the reference returns {expected}"))
         if not all(same_leaf(piece.cpu(), early) for piece, early in zip(pieces, seen, strict=True)):
             raise NotEquivalent(WRITTEN_LATER)
         if not all(same_leaf(there, values) for there, values in given):
@@ -227,6 +225,14 @@ def prove(problem: Problem, candidate: Served, draws: int = DRAWS) -> Proof:
     return found
 
 
+def truth_of(problem: Problem, case: Case, values: dict[str, Any]) -> Truth | None:
+    """The truth on these inputs of a draw; None if the reference refuses them, or is not finite on them."""
+    try:
+        return truths.establish(problem.pair, case, problem.device, gradients=False, drawn=make.clone(values))
+    except (Discard, RuntimeError, ValueError, IndexError, ArithmeticError):
+        return None
+
+
 def _held(
     problem: Problem,
     candidate: Served,
@@ -236,9 +242,8 @@ def _held(
     causes: Causes,
 ) -> bool:
     """Hold two calls on the same values against the truth. False where the reference alone is not finite."""
-    try:
-        truth = truths.establish(problem.pair, case, problem.device, gradients=False, drawn=make.clone(values))
-    except NOT_FOR_REFERENCE:
+    truth = truth_of(problem, case, values)
+    if truth is None:
         return False
     forms = _forms(truth)
     arguments = problem.arguments(values)

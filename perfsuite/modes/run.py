@@ -56,7 +56,7 @@ def _turn(item: pytest.Item) -> int:
         return 2
     side = as_side(item.pair.optimized)
     try:
-        source = inspect.getsource(inspect.getmodule(side.call))  # type: ignore[arg-type]  # None is a TypeError
+        source = inspect.getsource(inspect.getmodule(side.call))  # type: ignore[arg-type]  # of None it raises TypeError
     except (OSError, TypeError):
         source = ""
     return int(side.compile is not None or "torch.compile" in source)

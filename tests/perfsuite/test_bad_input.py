@@ -21,7 +21,7 @@ from perfsuite.workers import JOB, Task
 pytest_plugins = ["pytester"]
 
 
-def told(result: pytest.RunResult, *words: str, code: int = 1) -> str:
+def assert_says(result: pytest.RunResult, *words: str, code: int = 1) -> str:
     """The run ended with this code, and one line holds all these words."""
     output = result.stdout.str() + result.stderr.str()
     assert result.ret == code, output
@@ -53,7 +53,7 @@ WORKLOAD = 'Workload("small", n=64, clock="wall")'
 def test_workloads(project: Project, workloads: str, words: list[str], arguments: list[str]) -> None:
     project.write("test_scale.py", TWO_LINES.replace(WORKLOAD, workloads))
     result = project.run(*arguments)
-    told(result, *words, code=2)
+    assert_says(result, *words, code=2)
     assert result.stdout.str().count(words[0]) <= 2  # once, and in pytest's summary
 
 
@@ -71,7 +71,7 @@ def test_declarations(project: Project, old: str, new: str, words: list[str]) ->
     text = TWO_LINES.replace("import Pair", "import Pair, stateful").replace(old, new)
     project.write("test_scale.py", text)
     result = project.run()
-    told(result, *words, code=2)
+    assert_says(result, *words, code=2)
     lines = lines_with(result.stdout.str(), *words)
     assert all("test_scale.py:" in line or line.startswith("ERROR") for line in lines)
     assert ": in __init__" not in result.stdout.str(), "no frames of a traceback"
@@ -107,7 +107,7 @@ def test_an_optimized_side_that(project: Project, name: str) -> None:
         text = text.replace("workloads=", "time_limit=0.5, workloads=")
     project.write("test_scale.py", text)
     result = project.run("-k", "equivalence", "--perfsuite-profile=dev")  # `ci` allows twice the time
-    told(result, *words)
+    assert_says(result, *words)
     result.assert_outcomes(failed=1)
     assert lines_with(result.stdout.str(), "reproduce: pytest ")
 
@@ -115,12 +115,12 @@ def test_an_optimized_side_that(project: Project, name: str) -> None:
 def test_a_side_that_takes_its_inputs_by_keyword_is_told_their_order(project: Project) -> None:
     project.write("test_scale.py", TWO_LINES.replace("def fast(x)", "def fast(*, x)"))
     words = ("scale: the optimized side raises TypeError", "called with its inputs by position, in this order: x")
-    told(project.run("-k", "equivalence"), *words)
+    assert_says(project.run("-k", "equivalence"), *words)
 
 
 def test_a_reference_that_raises_is_named(project: Project) -> None:
     project.write("test_scale.py", TWO_LINES.replace("return x + x + x", "raise ValueError('n is odd')"))
-    told(project.run("-k", "equivalence"), "scale: the reference raises ValueError", "n is odd", "sizes=")
+    assert_says(project.run("-k", "equivalence"), "scale: the reference raises ValueError", "n is odd", "sizes=")
 
 
 # --- and while it is timed ------------------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ def test_a_timed_side_that(project: Project, name: str) -> None:
 def test_a_job_that_is_none(project: Project) -> None:
     project.monkeypatch.setenv("PERFSUITE_JOB", str(project.path / "gone.json"))
     project.write("test_scale.py", TWO_LINES)
-    told(project.run(), "PERFSUITE_JOB", "not a job file", "unset PERFSUITE_JOB", code=4)
+    assert_says(project.run(), "PERFSUITE_JOB", "not a job file", "unset PERFSUITE_JOB", code=4)
 
 
 def test_a_workload_that_is_gone_when_it_is_to_be_measured(project: Project) -> None:
@@ -250,7 +250,7 @@ def test_a_damaged_baseline(project: Project, name: str) -> None:
     before = path.read_bytes()
     workers = project.measured(times())
 
-    told(project.gate(), "ERROR", path.name, *words, code=4)
+    assert_says(project.gate(), "ERROR", path.name, *words, code=4)
     accepted = project.cli("accept", "--reason", "again")
     assert accepted.exit_code == 4
     assert lines_with(accepted.output, path.name, *words), accepted.output
@@ -426,8 +426,8 @@ def test_a_machine_that_cannot_be_named(project: Project, monkeypatch: pytest.Mo
     project.commit()
     project.measured(times())
     monkeypatch.setattr(machine, "identify", unknown)
-    told(project.gate("--perfsuite-report=out"), "there is a GPU here", code=4)
-    told(project.run("-m", "perf"), "there is a GPU here", code=10)
+    assert_says(project.gate("--perfsuite-report=out"), "there is a GPU here", code=4)
+    assert_says(project.run("-m", "perf"), "there is a GPU here", code=10)
     for command in (["accept", "--reason", "x"], ["compare", "HEAD"]):
         done = project.cli(*command)
         assert done.exit_code == 4, done.output

@@ -519,7 +519,7 @@ class Beside:
     def called(self, name: str, side: object, drawn: object) -> float:
         return self.now
 
-    def unlike(self, side: object) -> None:
+    def prove_untimed(self, side: object) -> None:
         return None
 
     def again(self) -> Beside:
