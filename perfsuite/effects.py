@@ -26,8 +26,9 @@ from perfsuite.records import Case
 Effects: TypeAlias = dict[str, str]
 """Name → what is said of it, after "the optimized side"."""
 
-BUSY_S, BUSY_SHARE, WINDOWS = 0.04, 0.5, 3
-"""How long other threads are watched, the share of it that a busy one computes, and how often in a row it does."""
+BUSY_S, BUSY_SHARE, WINDOWS = 0.04, 0.2, 3
+"""How long other threads are watched, the share of it that a busy one computes even where it waits for a core, and how
+often in a row it does."""
 IDLE_S = 0.02
 """After a call a pool's threads may wait for more work for as long as this, without sleeping."""
 THREADS_EVERY = 5

@@ -103,6 +103,24 @@ def leaving_nothing(pair: Pair) -> Iterator[None]:
         )
 
 
+FEW_THREADS = 4
+
+
+@contextmanager
+def few_threads(device: str) -> Iterator[None]:
+    """Operators of the CPU use few threads while a GPU's are proven: theirs are small, and to wake more takes longer
+    than what these save."""
+    threads = torch.get_num_threads()
+    if device == "cpu" or threads <= FEW_THREADS:
+        yield
+        return
+    torch.set_num_threads(FEW_THREADS)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def _is_known(side: Side) -> bool:
     """Whether it was called often enough; notes that it is called now."""
     try:

@@ -376,7 +376,12 @@ class ProofItem(pytest.Function):
     def runtest(self) -> None:
         __tracebackhide__ = True
         # Our line says how to reproduce a failure; Hypothesis would add its own, about a test that is not the user's.
-        with time_limit(self.limit_s * sanitizer.slower()), with_reporter(lambda message: None), untraced():
+        with (
+            time_limit(self.limit_s * sanitizer.slower()),
+            with_reporter(lambda message: None),
+            untraced(),
+            execution.few_threads(device()),
+        ):
             try:
                 if self.alone:
                     self._call_alone(make.parse_case(self.only, self.dtype))

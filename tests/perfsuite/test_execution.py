@@ -338,3 +338,15 @@ def test_shared_incoming_gradients_are_one_tensor() -> None:
     plain = incoming.for_outputs(outputs, 7)
     assert torch.equal(plain[0], first)
     assert not torch.equal(plain[1], first)
+
+
+@pytest.mark.parametrize(("device", "threads", "inside"), [("cuda", 8, 4), ("cuda", 2, 2), ("cpu", 8, 8)])
+def test_a_gpu_s_proofs_use_few_threads_of_the_cpu(device: str, threads: int, inside: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with execution.few_threads(device):
+            assert torch.get_num_threads() == inside
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
