@@ -10,6 +10,7 @@ import torch
 
 from perfsuite import bias, differences
 from perfsuite import inputs as make
+from perfsuite.differences import Doubles
 from perfsuite.errors import NotEquivalent
 from perfsuite.execution import Leaf
 from perfsuite.forms import is_real, judge_form
@@ -20,9 +21,20 @@ from perfsuite.truths import Truth, period_of
 
 
 def judge_output(
-    pair: Pair, truth: Truth, name: str, got: Leaf, side: str, tally: Tally | None, *, strict_strides: bool
+    pair: Pair,
+    truth: Truth,
+    name: str,
+    got: Leaf,
+    doubles: Doubles,
+    side: str,
+    tally: Tally | None,
+    *,
+    strict_strides: bool,
 ) -> None:
-    """NotEquivalent where this output of a side is beyond the budget of the truth; the figures go into `tally`."""
+    """NotEquivalent where this output of a side is beyond the budget of the truth; the figures go into `tally`.
+
+    `doubles` are the side's outputs in float64.
+    """
     reference = truth.reference[name]
     where = f"{pair.name}: {name} of the {side} side"
     if _is_unused_gradient(where, name, reference, got):
@@ -38,16 +50,14 @@ def judge_output(
         strides=strict_strides and pair.strides != "any",
         plain=truth.plain,
     )
-    excuse = _excuse(truth.excused, name, got)
     if not is_real(reference):
-        _judge_exactly(where, reference, got, excuse, tally)
+        _judge_exactly(where, reference, got, _excuse(truth.excused, name, got), tally)
         return
-    compared = _Compared(where, truth, name, got, dtype)
+    compared = _Compared(where, _yardstick(truth, name, dtype), doubles[name])
     compared.judge_nonfinite()
     if pair.signed_zeros:
         compared.judge_zeros()
-    if excuse is not None:
-        compared.excuse(excuse, tally)
+    compared.excuse(tally)
     if tally is not None:
         tally.elements += compared.got.numel()
     if compared.is_empty():
@@ -88,64 +98,110 @@ DERIVATIVES = ("gradient of ", "second derivative of ")
 """Begins of the names of outputs that are derivatives."""
 
 
-class _Compared:
-    """A real output beside its truth, both in float64, and the budget of each element."""
+class Yardstick:
+    """A real output of the truth in float64, and the budget of each of its elements: the same for whatever is held
+    against it."""
 
-    def __init__(self, where: str, truth: Truth, name: str, got: Leaf, dtype: torch.dtype | None) -> None:
-        self.where, self.is_rounding = where, name in truth.rounding
+    def __init__(self, truth: Truth, name: str, dtype: torch.dtype | None) -> None:
+        self.is_rounding = name in truth.rounding
         self.is_derivative = name.startswith(DERIVATIVES)
-        self.got = differences.as_double(got)
-        self.truth, self.reference = map(differences.as_double, (truth.leaves[name], truth.reference[name]))
+        self.truth, self.reference = (of[name] for of in truth.doubles)
         self.own, self.moved = truth.errors[name], truth.moved[name]
-        undefined = truth.undefined.get(name)
-        if undefined is not None and undefined.shape == self.got.shape:
-            self.got = torch.where(undefined.to(self.got.device), self.truth, self.got)
+        self.undefined = truth.undefined.get(name)
+        mask = _excuse(truth.excused, name, truth.leaves[name])
+        self.excusable = mask.to(self.truth.device) if mask is not None and mask.any() else None
+        """The elements that the pair excuses; None: no element."""
         self.period = period_of(truth.periods, name)
         self.eps = max(truth.eps, torch.finfo(dtype).eps) if dtype else truth.eps
         # Where terms cancel in all elements, and in the reference exactly, what rounding leaves of them is no fault.
         self.least = max(underflow(truth.reference[name]), K * self.eps * truth.terms.get(name, 0.0))
 
     @functools.cached_property
+    def finite(self) -> torch.Tensor | None:
+        """Which elements are finite; None: all."""
+        return differences.finite(self.truth)
+
+    @functools.cached_property
+    def size(self) -> torch.Tensor:
+        """The size of each element of the truth; 0 where it is not finite."""
+        return differences.finite_size(self.truth, self.finite)
+
+    @functools.cached_property
+    def norms(self) -> Norms:
+        """Over all elements that are finite."""
+        return self.norms_of(self.truth, self.own, self.moved)
+
+    @functools.cached_property
+    def budget(self) -> torch.Tensor:
+        """Of each element."""
+        return self.norms.of_elements(self.own, self.moved, self.size)
+
+    @functools.cached_property
+    def leans(self) -> torch.Tensor:
+        """The elements whose errors may lean: what is flushed to zero leans by all of its size."""
+        large = self.size > self.least / self.eps
+        return large if self.finite is None else large & self.finite
+
+    @functools.cached_property
+    def beside_errors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What the errors of a side are looked at beside: those of the reference, their usual sizes, the truth."""
+        of_reference = differences.difference(self.reference, self.truth, self.period)
+        return of_reference, self.own.hypot(MOVED_NORM / K * self.moved), self.truth
+
+    def norms_of(self, truth: torch.Tensor, own: torch.Tensor, moved: torch.Tensor) -> Norms:
+        """Over some elements."""
+        rms = differences.rms
+        return Norms(eps=self.eps, truth=rms(truth), error=rms(own), moved=rms(moved), least=self.least)
+
+
+def _yardstick(truth: Truth, name: str, dtype: torch.dtype | None) -> Yardstick:
+    """Kept with the truth, unless it is large: tens of answers are held against some."""
+    key = name, dtype
+    if key not in truth.yardsticks:
+        made = Yardstick(truth, name, dtype)
+        if made.truth.numel() > differences.COMPARED_ON_CPU:
+            return made
+        truth.yardsticks[key] = made
+    kept: Yardstick = truth.yardsticks[key]
+    return kept
+
+
+class _Compared:
+    """A real output, in float64, beside its truth."""
+
+    def __init__(self, where: str, by: Yardstick, got: torch.Tensor) -> None:
+        self.where, self.by, self.got = where, by, got
+        if by.undefined is not None and by.undefined.shape == self.got.shape:
+            self.got = torch.where(by.undefined.to(self.got.device), by.truth, self.got)
+        self.excused: torch.Tensor | None = None
+        """The elements that are left out."""
+
+    @functools.cached_property
     def delta(self) -> torch.Tensor:
-        return differences.difference(self.got, self.truth, self.period)
+        return differences.difference(self.got, self.by.truth, self.by.period)
 
     @functools.cached_property
     def error(self) -> torch.Tensor:
         return self.delta.abs()
 
-    @functools.cached_property
-    def size(self) -> torch.Tensor:
-        """The size of each element of the truth; 0 where it is not finite."""
-        return differences.finite_size(self.truth, self.considered)
-
-    @functools.cached_property
+    @property
     def considered(self) -> torch.Tensor | None:
         """The elements that are judged; None: all."""
-        return differences.finite(self.truth)
-
-    @functools.cached_property
-    def norms(self) -> Norms:
-        """Over all elements that are finite."""
-        return self._norms(self.truth, self.own, self.moved)
-
-    @functools.cached_property
-    def budget(self) -> torch.Tensor:
-        return self.norms.of_elements(self.own, self.moved, self.size)
-
-    def _norms(self, truth: torch.Tensor, own: torch.Tensor, moved: torch.Tensor) -> Norms:
-        rms = differences.rms
-        return Norms(eps=self.eps, truth=rms(truth), error=rms(own), moved=rms(moved), least=self.least)
+        if self.excused is None:
+            return self.by.finite
+        return ~self.excused if self.by.finite is None else self.by.finite & ~self.excused
 
     def is_empty(self) -> bool:
         """Whether there is no element to judge."""
-        return not self.got.numel() or (self.considered is not None and not self.considered.any())
+        considered = self.considered
+        return not self.got.numel() or (considered is not None and not considered.any())
 
     def judge_nonfinite(self) -> None:
         """NotEquivalent where NaN or an infinity stands in another place."""
-        o, t = self.got, self.truth
+        o, t = self.got, self.by.truth
         if differences.same_nonfinite(o, t):
             return
-        if self.is_derivative:  # whether it is NaN or infinite depends on the order of its factors
+        if self.by.is_derivative:  # whether it is NaN or infinite depends on the order of its factors
             wrong = o.isfinite() != t.isfinite()
         else:
             wrong = (o.isnan() != t.isnan()) | (o.isinf() != t.isinf()) | (o.isinf() & t.isinf() & (o != t))
@@ -159,7 +215,7 @@ class _Compared:
 
     def judge_zeros(self) -> None:
         """NotEquivalent where a zero has another sign than in the truth, and in the reference's own answer."""
-        got, truth, reference = self.got, self.truth, self.reference
+        got, truth, reference = self.got, self.by.truth, self.by.reference
         zero = (truth == 0) & (got == 0)
         wrong = zero & (truth.signbit() == reference.signbit()) & (truth.signbit() != got.signbit())
         if wrong.any():
@@ -169,23 +225,26 @@ class _Compared:
                 f"counts, as signed_zeros=True says ({int(wrong.sum())} of {got.numel()} elements)"
             )
 
-    def excuse(self, mask: torch.Tensor, tally: Tally | None) -> None:
+    def excuse(self, tally: Tally | None) -> None:
         """Leave out what the pair excuses and is beyond its budget."""
-        considered = self.truth.isfinite()
-        near = mask.to(considered.device) & considered & (self.error > self.budget)
-        self.considered = considered & ~near
-        _count_excused(tally, near, 0)
+        if self.by.excusable is None:
+            return
+        beyond = self.by.excusable & self.by.truth.isfinite() & (self.error > self.by.budget)
+        if beyond.any():
+            self.excused = beyond
+            _count_excused(tally, beyond, 0)
 
     def judge_errors(self, tally: Tally | None) -> None:
         """NotEquivalent where an element, or the output as a whole, is beyond its budget."""
-        share, norms, error, truth = self.error / self.budget, self.norms, self.error, self.truth
-        if self.considered is not None:
-            share = torch.where(self.considered, share, 0.0)
-            error, truth, own, moved = (x[self.considered] for x in (error, truth, self.own, self.moved))
-            norms = self._norms(truth, own, moved)
+        by, considered, error = self.by, self.considered, self.error
+        share, norms, truth = error / by.budget, by.norms, by.truth
+        if considered is not None:
+            share = torch.where(considered, share, 0.0)
+            error, truth, own, moved = (x[considered] for x in (error, truth, by.own, by.moved))
+            norms = by.norms_of(truth, own, moved)
         worst, norm, count = float(share.max()), differences.rms(error), error.numel()
         if norm > norms.budget(count):
-            count = 1 if self.is_rounding else truth.unique().numel()
+            count = 1 if by.is_rounding else truth.unique().numel()
         beyond_norm = norm / norms.budget(count)
         if tally is not None:
             tally.worst = max(tally.worst, worst, beyond_norm)
@@ -193,28 +252,25 @@ class _Compared:
             at = _unravel(int(share.argmax()), share.shape)
             beyond = int((share > 1).sum())
             raise NotEquivalent(
-                f"{self.where} is wrong{_place(at)}: {_item(self.got, at):.9g}, truth {_item(self.truth, at):.9g}, "
-                f"reference {_item(self.reference, at):.9g}; error {_item(self.error, at):.3g} is {worst:.3g} times "
-                f"its budget of {_item(self.budget, at):.3g} ({beyond} of {share.numel()} elements beyond budget)",
+                f"{self.where} is wrong{_place(at)}: {_item(self.got, at):.9g}, truth {_item(by.truth, at):.9g}, "
+                f"reference {_item(by.reference, at):.9g}; error {_item(self.error, at):.3g} is {worst:.3g} times "
+                f"its budget of {_item(by.budget, at):.3g} ({beyond} of {share.numel()} elements beyond budget)",
                 excess=worst,
             )
         if beyond_norm > 1.0:
             raise NotEquivalent(
                 f"{self.where} is inaccurate as a whole: its RMS error {norm:.3g} is {beyond_norm:.3g} times its "
-                f"budget of {norm / beyond_norm:.3g} (the reference's own is {self.norms.error:.3g})",
+                f"budget of {norm / beyond_norm:.3g} (the reference's own is {by.norms.error:.3g})",
                 excess=beyond_norm,
             )
 
     def leaning(self, dtype: torch.dtype) -> bias.Draw | None:
         """How the errors lean, of an output in this dtype; None where there are too few."""
-        large = self.size > self.least / self.eps  # what is flushed to zero leans by all of its size
-        if self.considered is not None:
-            large &= self.considered
-        of_reference = differences.difference(self.reference, self.truth, self.period)
-        kept = (self.delta, of_reference, self.own.hypot(MOVED_NORM / K * self.moved), self.truth)
-        if not large.all():
-            kept = (kept[0][large], kept[1][large], kept[2][large], kept[3][large])
-        return bias.draw_of(*kept, eps=self.eps, dtype=dtype)
+        leans = self.by.leans if self.excused is None else self.by.leans & ~self.excused
+        kept = (self.delta, *self.by.beside_errors)
+        if not leans.all():
+            kept = (kept[0][leans], kept[1][leans], kept[2][leans], kept[3][leans])
+        return bias.draw_of(*kept, eps=self.by.eps, dtype=dtype)
 
 
 def _judge_exactly(where: str, reference: Leaf, got: Leaf, excuse: torch.Tensor | None, tally: Tally | None) -> None:
@@ -266,9 +322,10 @@ def _excuse(excused: Any, name: str, leaf: Leaf) -> torch.Tensor | None:
     if mask is None or not isinstance(leaf, torch.Tensor):
         return None
     try:
-        return torch.as_tensor(mask, device=leaf.device).expand(leaf.shape)
+        elements = torch.as_tensor(mask, device=leaf.device).expand(leaf.shape)
     except RuntimeError:
         return None
+    return elements.unsqueeze(-1) if leaf.is_complex() else elements  # both parts of a complex number
 
 
 def _count_excused(tally: Tally | None, near: torch.Tensor, elements: int) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
@@ -24,6 +25,50 @@ def as_double(leaf: Leaf) -> torch.Tensor:
     return torch.tensor(float(leaf or 0.0), dtype=torch.float64)
 
 
+class Doubles:
+    """Leaves by name, each `as_double`. All that are small and on a GPU come to the CPU at once: each copy waits."""
+
+    def __init__(
+        self,
+        leaves: Mapping[str, Leaf],
+        *,
+        copied: Callable[[torch.Tensor], bool] = lambda leaf: leaf.is_cuda,
+    ) -> None:
+        self._leaves, self._copied = leaves, copied
+        self._doubles: dict[str, torch.Tensor] | None = None
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if self._doubles is None:
+            self._doubles = self._together()
+        if name not in self._doubles:
+            self._doubles[name] = as_double(self._leaves[name])
+        return self._doubles[name]
+
+    def _together(self) -> dict[str, torch.Tensor]:
+        groups: dict[tuple[torch.device, torch.dtype], dict[str, torch.Tensor]] = defaultdict(dict)
+        for name, leaf in self._leaves.items():
+            if isinstance(leaf, torch.Tensor) and _is_ordinary(leaf) and self._copied(leaf):
+                values = _real(leaf.detach())
+                groups[values.device, values.dtype][name] = values
+        found: dict[str, torch.Tensor] = {}
+        for group in groups.values():
+            counts = [values.numel() for values in group.values()]
+            if len(group) > 1 and sum(counts) <= COMPARED_ON_CPU:
+                parts = as_double(torch.cat([values.reshape(-1) for values in group.values()])).split(counts)
+                found |= {n: part.view(v.shape) for (n, v), part in zip(group.items(), parts, strict=True)}
+        return found
+
+
+def _is_ordinary(leaf: torch.Tensor) -> bool:
+    """Whether it can be copied together with others."""
+    return (
+        leaf.layout == torch.strided
+        and not leaf.is_nested
+        and not leaf.is_quantized
+        and (leaf.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64) or leaf.is_complex())
+    )
+
+
 def _real(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
@@ -36,21 +81,28 @@ def rms(leaf: Leaf) -> float:
     norm = float(torch.linalg.vector_norm(values))
     if SMALL_NORM < norm < LARGE_NORM:
         return norm / math.sqrt(values.numel())
+    if not norm and not values.any():
+        return 0.0
     finite = values[values.isfinite()]
     largest = float(finite.abs().max()) if finite.numel() else 0.0
     # Scaled, since float64's own squares overflow above 1e154 and underflow below 1e-154.
     return largest * math.sqrt(float(((finite / largest) ** 2).mean())) if largest else 0.0
 
 
-def largest_rms(tensors: Iterable[torch.Tensor]) -> float:
-    """The largest RMS of any; each device is waited for once."""
-    some = [_real(t.detach()) for t in tensors if t.numel()]
-    norms: dict[torch.device, list[torch.Tensor]] = {}
-    for t in some:
-        norm = torch.linalg.vector_norm(t, dtype=torch.float64) / math.sqrt(t.numel())
-        norms.setdefault(t.device, []).append(norm)
-    largest = max((float(torch.stack(each).max()) for each in norms.values()), default=0.0)
-    return largest if math.isfinite(largest) else max(map(rms, some))
+def norms(tensors: Iterable[torch.Tensor]) -> list[float]:
+    """The 2-norm of each in float64, NaN where an element is; each device is waited for once."""
+    found: dict[torch.device, list[torch.Tensor]] = defaultdict(list)
+    every = list(tensors)
+    for tensor in every:
+        found[tensor.device].append(torch.linalg.vector_norm(_real(tensor.detach()), dtype=torch.float64))
+    known = {device: iter(torch.stack(each).tolist()) for device, each in found.items()}
+    return [next(known[tensor.device]) for tensor in every]
+
+
+def rms_of(tensor: torch.Tensor, norm: float) -> float:
+    """`rms` of a tensor with this 2-norm; its elements are looked at only where the norm does not say."""
+    usual = SMALL_NORM < norm < LARGE_NORM
+    return norm / math.sqrt(tensor.numel()) if usual else rms(tensor)
 
 
 def is_finite(values: torch.Tensor) -> bool:

@@ -10,6 +10,7 @@ import torch
 
 from perfsuite import truths
 from perfsuite.comparison import judge_output
+from perfsuite.differences import Doubles
 from perfsuite.errors import NotEquivalent, PairError
 from perfsuite.execution import Leaves
 from perfsuite.pair import Pair, Side, as_side
@@ -35,8 +36,9 @@ def judge(
     expected, got = list(truth.reference), list(produced)
     if sorted(expected) != sorted(got):  # a dict's keys may come in another order
         raise NotEquivalent(_structure_message(pair, name, expected, got))
-    for leaf_name in expected:
-        judge_output(pair, truth, leaf_name, produced[leaf_name], name, tally, strict_strides=strict_strides)
+    doubles = Doubles(produced)
+    for leaf in expected:
+        judge_output(pair, truth, leaf, produced[leaf], doubles, name, tally, strict_strides=strict_strides)
 
 
 class Facts:

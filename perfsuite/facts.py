@@ -81,7 +81,9 @@ def _written(truth: Truth) -> bytes:
     """Nothing where an output cannot be written, such as a tensor of a kind of its own."""
     stream = io.BytesIO()
     with contextlib.suppress(Exception):
-        torch.save({field.name: getattr(truth, field.name) for field in dataclasses.fields(Truth)}, stream)
+        torch.save(
+            {field.name: getattr(truth, field.name) for field in dataclasses.fields(Truth) if field.init}, stream
+        )
         return stream.getvalue()
     return b""
 

@@ -13,8 +13,9 @@ import torch
 
 from perfsuite import differences, execution, incoming
 from perfsuite import inputs as make
+from perfsuite.differences import Doubles
 from perfsuite.errors import NotEquivalent, PairError
-from perfsuite.execution import Leaf, Leaves
+from perfsuite.execution import Leaves
 from perfsuite.forms import is_real, unusual_kind
 from perfsuite.own_faults import raises_harness_faults
 from perfsuite.pair import GRAD_OUTPUT, TF32, Pair, Side, as_side
@@ -75,6 +76,13 @@ class Truth:
     """Name of a gradient that is 0 everywhere → the usual size of the terms of which it is the sum."""
     complete: bool = True
     """The error is over as many replicas as the rule asks for."""
+    yardsticks: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """What `comparison` has derived from the rest, by output."""
+    doubles: tuple[Doubles, Doubles] = field(init=False, repr=False, compare=False)
+    """`leaves` and `reference` in float64."""
+
+    def __post_init__(self) -> None:
+        self.doubles = Doubles(self.leaves), Doubles(self.reference)
 
 
 def proven_way(case: Case, *, gradients: bool, kind: str | None = None) -> Way | None:
@@ -128,17 +136,21 @@ def establish(
     own = draw.own(given, draw.step)
     shared = frozenset() if pair.is_stateful else frozenset(execution.shared_memory(pair, own, given))
     del given
-    _check_reference(pair, own, truth)
+    doubles = exact, plain = Doubles(truth), Doubles(own)
+    _check_reference(pair, own, truth, doubles)
     periods = {name: spec.period for name, spec in pair.inputs.items() if isinstance(spec, TensorSpec) and spec.period}
-    spread = {n: _Spread(own[n], t, period_of(periods, n), draw) for n, t in truth.items() if is_real(t)}
-    scale = differences.largest_rms(t for _, t in make.tensors_in(draw.first_inputs()) if t.is_floating_point())
+    spread = {n: _Spread(plain[n], exact[n], period_of(periods, n), draw) for n, t in truth.items() if is_real(t)}
+    norms = _norms_of_floats(draw.first_inputs())
+    scale = max((differences.rms_of(tensor, norm) for tensor, norm in norms.values()), default=0.0)
     number = 0 if replicas == NONE else _replicas(truth, min(replicas, all_replicas))
     for i in range(number):
         near_truth, near = draw.neighbour(i)
+        of_truth, of_reference = Doubles(near_truth), Doubles(near)
         for name, errors in spread.items():
-            errors.add(near.get(name), near_truth.get(name), scale)
+            if is_real(near.get(name)) and is_real(near_truth.get(name)):
+                errors.add(of_reference[name], of_truth[name], scale)
     rounding = frozenset(name for name, errors in spread.items() if errors.ill_conditioned())
-    return Truth(
+    found = Truth(
         leaves=truth,
         reference=own,
         errors=_running_maximum({name: errors.error() for name, errors in spread.items()}, pair),
@@ -151,10 +163,12 @@ def establish(
         plain=all(how.layout == "contiguous" for how in case.inputs.values()),
         declared_precision=pair.precision not in (None, TF32),
         shared=shared,
-        undefined=_undefined(draw.inputs),
-        terms=_terms(draw.inputs, truth, kind=way.args[0] if _is_proven(way) else incoming.PLAIN),
+        undefined=_undefined(norms),
+        terms=_terms(draw.inputs, truth, exact, norms, kind=way.args[0] if _is_proven(way) else incoming.PLAIN),
         complete=number >= _replicas(truth, all_replicas),
     )
+    found.doubles = doubles
+    return found
 
 
 def of_reference(pair: Pair, case: Case, device: str, drawn: dict[str, Any]) -> Leaves:
@@ -216,21 +230,18 @@ class _Draw:
 class _Spread:
     """The reference's error in one output, gathered over the replicas."""
 
-    def __init__(self, own: Leaf, truth: Leaf, period: float | None, draw: _Draw) -> None:
-        self.truth, self.period, self.eps = differences.as_double(truth), period, draw.eps
+    def __init__(self, own: torch.Tensor, truth: torch.Tensor, period: float | None, draw: _Draw) -> None:
+        self.truth, self.period, self.eps = truth, period, draw.eps
         self.roundings = draw.nearness.inputs / draw.nearness.rounding
         self.rms_t = differences.rms(truth)
-        self.own = differences.difference(differences.as_double(own), self.truth, period).abs()
+        self.own = differences.difference(own, self.truth, period).abs()
         self.moved = torch.zeros_like(self.own)
         self.size_t = differences.finite_size(self.truth, differences.finite(self.truth))
         # In float64 the reference is its own truth: only the neighbours tell of its error.
         self.samples, self.moves = 0 if draw.is_double else 1, 0
 
-    def add(self, reference: Leaf, truth: Leaf, scale: float) -> None:
+    def add(self, r: torch.Tensor, t: torch.Tensor, scale: float) -> None:
         """A neighbour's reference and truth; `scale` is the size of the inputs."""
-        if not is_real(reference) or not is_real(truth):
-            return
-        r, t = differences.as_double(reference), differences.as_double(truth)
         if r.shape != self.truth.shape or t.shape != self.truth.shape:
             return
         # Roots of sums of squares throughout: the squares of float64's own errors would underflow.
@@ -383,7 +394,7 @@ def copied(given: Given) -> Given:
     return lambda i: make.clone(given(i))
 
 
-def _check_reference(pair: Pair, own: Leaves, truth: Leaves) -> None:
+def _check_reference(pair: Pair, own: Leaves, truth: Leaves, doubles: tuple[Doubles, Doubles]) -> None:
     if list(own) != list(truth):
         raise PairError(f"{pair.name}: the reference returns other outputs in float64; it must not depend on the dtype")
     for name, leaf in own.items():
@@ -397,35 +408,49 @@ def _check_reference(pair: Pair, own: Leaves, truth: Leaves) -> None:
             raise PairError(f"{pair.name}: {name} of the reference is of another kind in float64; take out its casts")
         if not is_real(leaf):
             continue
-        r, t64 = differences.as_double(leaf), differences.as_double(t)
+        t64, r = (of[name] for of in doubles)
         if r.shape != t64.shape:
             raise PairError(f"{pair.name}: {name} of the reference has another shape in float64")
         if not differences.same_nonfinite(r, t64):
             raise Discard(name)
 
 
-def _undefined(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def _norms_of_floats(inputs: Mapping[str, Any]) -> dict[str, tuple[torch.Tensor, float]]:
+    """Path of each floating tensor in the inputs → (the tensor, its 2-norm)."""
+    every = (tensor for name, value in inputs.items() for tensor in make.tensors_in(value, name))
+    floats = {path: tensor for path, tensor in every if tensor.is_floating_point()}
+    return dict(zip(floats, zip(floats.values(), differences.norms(floats.values()), strict=True), strict=True))
+
+
+def _undefined(norms: Mapping[str, tuple[torch.Tensor, float]]) -> dict[str, torch.Tensor]:
     found = {}
-    for name, value in inputs.items():
-        for path, tensor in make.tensors_in(value, name, buffers=False):
-            if tensor.is_floating_point() and bool((nowhere := tensor.detach().isnan()).any()):
-                found[f"gradient of {path}"] = found[f"second derivative of {path}"] = nowhere
+    for path, (tensor, norm) in norms.items():
+        if math.isnan(norm):
+            found[f"gradient of {path}"] = found[f"second derivative of {path}"] = tensor.detach().isnan()
     return found
 
 
-def _terms(inputs: Mapping[str, Any], truth: Leaves, *, kind: str) -> dict[str, float]:
+def _terms(
+    inputs: Mapping[str, Any],
+    truth: Leaves,
+    exact: Doubles,
+    norms: Mapping[str, tuple[torch.Tensor, float]],
+    *,
+    kind: str,
+) -> dict[str, float]:
     """Incoming gradient times output over input, for each gradient that is 0 everywhere, but for roundings."""
     incoming_size = incoming.LARGE if kind == "large" else 1.0
-    outputs = differences.largest_rms(
-        t for n, t in truth.items() if isinstance(t, torch.Tensor) and is_real(t) and not n.startswith("gradient of ")
-    )
+    returned = [n for n, t in truth.items() if isinstance(t, torch.Tensor) and is_real(t)]
+    outputs = max((differences.rms(exact[n]) for n in returned if not n.startswith("gradient of ")), default=0.0)
     found = {}
     for name, value in inputs.items():
         for path, tensor in make.tensors_in(value, name, buffers=False):
             gradient = truth.get(f"gradient of {path}")
-            own = differences.rms(tensor.detach()) if isinstance(gradient, torch.Tensor) and gradient.numel() else 0.0
+            if not isinstance(gradient, torch.Tensor) or not gradient.numel():
+                continue
+            own = differences.rms_of(*norms[path]) if path in norms else differences.rms(tensor.detach())
             size = incoming_size * outputs / own if own else 0.0
-            if size and differences.rms(gradient) <= TRUTH_EPS * size:
+            if size and differences.rms(exact[f"gradient of {path}"]) <= TRUTH_EPS * size:
                 found[f"gradient of {path}"] = size
     return found
 
