@@ -453,8 +453,8 @@ def _values(
         whole = _with_others(whole, spec.values.also, generator, source, every=regime == OTHERS)
         return whole.to(device=device, dtype=dtype)
     real = _floats(generator, source, spec.values, regime, shape, dtype)
-    made = real.to(device=device, dtype=dtype)
-    return made if regime == "nonfinite" else _within(made, spec.values)
+    made = real.to(dtype)
+    return (made if regime == "nonfinite" else _within(made, spec.values)).to(device)
 
 
 def _within(tensor: torch.Tensor, values: Floats) -> torch.Tensor:
