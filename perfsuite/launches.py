@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from perfsuite import guard, machine_code, scrutiny
+from perfsuite import guard, machine_code, process_state, scrutiny
 from perfsuite.counting import LAUNCHES, SYNCS, detach_after_profiling
 from perfsuite.errors import in_one_line
 from perfsuite.execution import PlainMode
@@ -100,7 +100,7 @@ class _Seen:
                 yield
             finally:
                 sys.settrace(before[1])
-                sys.setprofile(before[0])
+                process_state.set_profile(before[0])
 
     def _is_own(self, file: str) -> bool:
         if file not in self._own:

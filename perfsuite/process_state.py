@@ -60,6 +60,15 @@ MOST_HELD = 1000
 TINY, HALF = 2.0**-1022, 0.5
 """Their product is subnormal."""
 
+
+def set_profile(function: Any) -> None:
+    """As `sys.setprofile`, also given what `sys.getprofile` returns for a profiler in C, which is no function."""
+    if function is None or callable(function):
+        sys.setprofile(function)
+    elif enable := getattr(function, "enable", None):  # of cProfile
+        enable()
+
+
 _WRITERS: dict[str, Callable[[Any], Any]] = {
     "torch's grad mode": torch.set_grad_enabled,
     # A device that is set is a function mode, also where it is the processor.
@@ -69,7 +78,7 @@ _WRITERS: dict[str, Callable[[Any], Any]] = {
     "torch's flushing of subnormal numbers": torch.set_flush_denormal,
     "Python's garbage collection": lambda on: gc.enable() if on else gc.disable(),
     "Python's trace function": sys.settrace,
-    "Python's profile function": sys.setprofile,
+    "Python's profile function": set_profile,
     "the trace function of new threads": threading.settrace,
     "the profile function of new threads": threading.setprofile,
     "Python's switch interval": sys.setswitchinterval,

@@ -168,7 +168,7 @@ def _is_compiled(probe: Probe) -> bool:
     try:
         probe.call(probe.drawn())
     finally:
-        sys.setprofile(before)
+        process_state.set_profile(before)
     return entered
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from perfsuite import equivalence, execution, forms, modules, rule, truths
+from perfsuite import equivalence, execution, forms, modules, process_state, rule, truths
 from perfsuite import inputs as make
 from perfsuite.errors import NotEquivalent
 from perfsuite.execution import Leaves
@@ -456,5 +456,5 @@ def _watched(function: FunctionType) -> Iterator[list[str]]:
     try:
         yield seen
     finally:
-        sys.setprofile(before)
+        process_state.set_profile(before)
         threading.setprofile(None)

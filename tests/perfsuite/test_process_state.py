@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cProfile
 import math
 import random
 import subprocess
@@ -161,3 +162,16 @@ def test_attributes_of_modules_and_what_containers_hold_are_bindings(monkeypatch
 )
 def test_containers_are_the_same_where_they_hold_the_same(before: object, after: object, same: bool) -> None:
     assert process_state.is_same_binding(before, after) == same
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="cProfile is no profile function since Python 3.12")
+def test_a_profiler_in_c_goes_on_after_another_profile_function() -> None:
+    profiler = cProfile.Profile()
+    profiler.enable()
+    before = sys.getprofile()
+    sys.setprofile(lambda frame, event, argument: None)
+    process_state.set_profile(before)
+    math.sqrt(2.0)
+    assert sys.getprofile() is before
+    profiler.disable()
+    assert any("sqrt" in str(entry.code) for entry in profiler.getstats())
