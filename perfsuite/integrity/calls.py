@@ -10,12 +10,13 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from time import perf_counter
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -31,7 +32,13 @@ from perfsuite.specs import Integers, Sampled, ScalarSpec
 
 REPEATS = 3
 DRIFT_CALLS, FEW_CALLS, DRIFT_EVERY = 40, 10, 3
-"""Calls after which the answer is looked at again, on one of DRIFT_EVERY draws and on the others."""
+"""Calls whose answers are looked at again, on one of DRIFT_EVERY draws and on the others."""
+MOST_CALLS, DRIFT_S = 300, 0.05
+"""On the first draw there are so many calls, unless they take longer."""
+HELD_BYTES = 64 << 20
+"""Of the answers of these calls that are kept."""
+ODD_ANSWERS = 3
+"""So many that differ from the first are held against the truth."""
 MOST_ALONE = 4
 """The number of inputs that are changed alone where there are more."""
 LATE_S, LATE_EVERY = 0.02, 3
@@ -338,20 +345,65 @@ def _rolled(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def drift(probe: Probe) -> None:
-    """The answer after many calls must be as right as the first."""
+    """The answers of many calls must be as right as the first, and in memory of their own while a caller holds them."""
     if probe.pair.is_stateful:
         return  # its answers are meant to change; the steps of its proof are compared
     if not probe.answers_rightly():
         return  # wrong from the start: equivalence says how
-    calls = FEW_CALLS if (probe.number or 0) % DRIFT_EVERY else DRIFT_CALLS
-    for _ in range(calls):
+    held: list[Leaves] = []
+    calls, room, ends = 0, HELD_BYTES, perf_counter() + DRIFT_S
+    least = FEW_CALLS if (probe.number or 0) % DRIFT_EVERY else DRIFT_CALLS
+    most = least if probe.number else MOST_CALLS
+    while calls < least or (calls < most and perf_counter() < ends):
         produced = probe.call(probe.drawn())
-    try:
-        probe.judge(produced)
-    except NotEquivalent as error:
-        if memory := unwritten(probe):
-            raise memory from None
-        raise probe.fault(f"drifts: right at first, after {calls} calls it is not: {error}") from None
+        calls += 1
+        room -= sum(leaf.untyped_storage().nbytes() for leaf in produced.values() if isinstance(leaf, torch.Tensor))
+        if room >= 0:
+            held.append(produced)
+    if name := _handed_out_again(held):
+        raise probe.fault(
+            f"returns {name} in the memory of an earlier call's outputs, which the caller still has: it hands out "
+            f"private buffers in turn; return a copy"
+        )
+    for call, answer in (*_odd(held), (calls, produced)):
+        try:
+            probe.judge(answer)
+        except NotEquivalent as error:
+            if memory := unwritten(probe):
+                raise memory from None
+            raise probe.fault(f"drifts: right at first, after {call} calls it is not: {error}") from None
+
+
+def _handed_out_again(held: Sequence[Leaves]) -> str | None:
+    """The first output that lies in the memory of another call's; all of them are alive."""
+    taken = set[int]()
+    for leaves in held:
+        of_call = {
+            leaf.untyped_storage().data_ptr(): name
+            for name, leaf in leaves.items()
+            if isinstance(leaf, torch.Tensor) and leaf.numel()
+        }
+        for memory in of_call.keys() & taken:
+            return of_call[memory]
+        taken |= of_call.keys()
+    return None
+
+
+def _odd(held: Sequence[Leaves]) -> list[tuple[int, Leaves]]:
+    """(its number, the answer) of the first calls whose answers have other bits than the first one's."""
+    odd = set[int]()
+    for name, first in held[0].items() if held else ():
+        if not isinstance(first, torch.Tensor) or not first.numel():
+            continue
+        alike = {i: leaf.detach() for i, leaves in enumerate(held) if _is_alike(leaf := leaves.get(name), first)}
+        raw = torch.stack(list(alike.values())).reshape(len(alike), -1).view(torch.uint8)
+        differs = (raw != raw[0]).any(1).tolist()
+        odd |= {i for i, other in zip(alike, differs, strict=True) if other} | set(range(len(held))) - alike.keys()
+    return [(i + 1, held[i]) for i in sorted(odd)[:ODD_ANSWERS]]
+
+
+def _is_alike(leaf: execution.Leaf, first: torch.Tensor) -> TypeGuard[torch.Tensor]:
+    return isinstance(leaf, torch.Tensor) and (leaf.shape, leaf.dtype) == (first.shape, first.dtype)
 
 
 def late_output(probe: Probe) -> None:

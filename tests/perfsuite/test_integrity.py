@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -89,6 +90,22 @@ def alternating_buffers() -> Call:
     return call
 
 
+def many_buffers() -> Call:
+    """So many buffers in turn that a few calls do not show it."""
+    held: list[torch.Tensor] = []
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        held.append(held.pop(0) if len(held) == 30 else torch.empty_like(x))
+        return torch.exp(x, out=held[-1])
+
+    return call
+
+
+def seldom_wrong() -> Call:
+    calls = itertools.count(1)
+    return lambda x: torch.exp(x) if next(calls) % 30 else torch.zeros_like(x)
+
+
 def unwritten(x: torch.Tensor) -> torch.Tensor:
     out = torch.empty_like(x)
     out[:-1] = torch.exp(x[:-1])
@@ -162,6 +179,12 @@ FAULTS: dict[str, tuple[Callable[[Probe], None], Call, str]] = {
         alternating_buffers(),
         "hands out a private static buffer; return a copy",
     ),
+    "many private buffers in turn": (
+        integrity.drift,
+        many_buffers(),
+        "returns output in the memory of an earlier call's outputs, which the caller still has",
+    ),
+    "an answer of thirty": (integrity.drift, seldom_wrong(), "drifts: right at first, after 29 calls it is not"),
     "unwritten": (
         integrity.unwritten_output,
         unwritten,
@@ -200,6 +223,8 @@ def test_every_planted_fault_is_found_by_the_whole_check(name: str) -> None:
     fresh: dict[str, Callable[[], Call]] = {
         "private buffer": private_buffer,
         "private buffers in turn": alternating_buffers,
+        "many private buffers in turn": many_buffers,
+        "an answer of thirty": seldom_wrong,
         "race": racing,
         "one call late": late,
         "replayed by shape": lambda: replayed(lambda x: x.shape),

@@ -344,6 +344,41 @@ def drifts(time: Time) -> Pair:
     return pair(optimized)
 
 
+@fault(24, "every hundredth answer", "drifts: right at first", stage="integrity")
+def every_hundredth(time: Time) -> Pair:
+    calls = [0]
+
+    def optimized(x: torch.Tensor) -> torch.Tensor:
+        calls[0] += 1
+        return fast(x) if calls[0] % 100 else torch.zeros_like(x)
+
+    return pair(optimized)
+
+
+@fault(24, "sixty buffers in turn", "hands out private buffers in turn", stage="integrity")
+def sixty_buffers(time: Time) -> Pair:
+    held: dict[Any, list[torch.Tensor]] = {}
+
+    def optimized(x: torch.Tensor) -> torch.Tensor:
+        ring = held.setdefault((x.shape, x.dtype), [])
+        ring.append(ring.pop(0) if len(ring) == 60 else torch.empty(x.shape, dtype=x.dtype, device=x.device))
+        return ring[-1].copy_(fast(x))
+
+    return pair(optimized)
+
+
+@honest(24, "a pool of buffers that only the call uses")
+def pooled(time: Time) -> Pair:
+    held: dict[Any, torch.Tensor] = {}
+
+    def optimized(x: torch.Tensor) -> torch.Tensor:
+        key = (x.shape, x.dtype, threading.get_ident())
+        buffer = held.setdefault(key, torch.empty(x.shape, dtype=x.dtype, device=x.device))
+        return fast(buffer.copy_(x))
+
+    return pair(optimized)
+
+
 @honest(24, "a count of calls")
 def counts(time: Time) -> Pair:
     calls = [0]

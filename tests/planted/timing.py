@@ -412,7 +412,7 @@ def varying(time: Time) -> Pair:
     return timed_pair(time, optimized)
 
 
-@fault(7, "other answers after sixty calls", "drifts: right at first", "after 40 calls it is not", stage="integrity")
+@fault(7, "other answers after sixty calls", "drifts: right at first", stage="integrity")
 def after_calls(time: Time) -> Pair:
     calls = [0]
 
