@@ -46,6 +46,7 @@ CONTEXTS = (
     "changed_before_backward",
     "after_calls_without_gradients",
     "after_other_dtype",
+    "other_default_dtype",
     "uncounted_writes",
     "rewritten_inputs",
     "one_tensor",

@@ -30,6 +30,7 @@ from perfsuite.contexts.forward import (
     inference_mode,
     no_gradient_needed,
     one_tensor,
+    other_default_dtype,
     other_thread,
     rewritten_inputs,
     two_threads,
@@ -68,6 +69,7 @@ OF_ONE_DRAW: tuple[Callable[[Probe], None], ...] = (
     changed_before_backward,
     after_calls_without_gradients,
     after_other_dtype,
+    other_default_dtype,
     uncounted_writes,
     rewritten_inputs,
     one_tensor,
@@ -95,6 +97,7 @@ NOT_COMPILED = (
     two_threads,
     after_calls_without_gradients,
     after_other_dtype,
+    other_default_dtype,
     rewritten_inputs,
     one_tensor,
 )

@@ -182,6 +182,26 @@ def after_other_dtype(probe: Probe) -> None:
     hold(first, way, f"after a call in {others[-1]}")
 
 
+def other_default_dtype(probe: Probe) -> None:
+    """While torch's default dtype is bfloat16, as where a model is built in it: what a side makes without a dtype then
+    has fewer digits. Not where the reference's answer depends on it."""
+
+    def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            return plainly(call, pair, values, seed)
+        finally:
+            torch.set_default_dtype(before)
+
+    try:
+        if not probe.is_right(call_in(probe, as_side(probe.pair.reference), way)):
+            return
+    except Exception:  # the reference does not support it
+        return
+    hold(probe, way, "while torch's default dtype is bfloat16")
+
+
 def uncounted_writes(probe: Probe) -> None:
     """Where other values were written to its inputs past torch's counters, as `.data` and kernels of one's own do."""
     if probe.pair.changed:

@@ -148,6 +148,33 @@ def of_one_thread(time: Time) -> Pair:
     return pair(lambda x: fast(x) * getattr(local, "scale", 0.9))
 
 
+@fault(40, "sums in the default dtype", "while torch's default dtype is bfloat16", stage="contexts")
+def sums_in_the_default_dtype(time: Time) -> Pair:
+    def optimized(x: torch.Tensor) -> torch.Tensor:
+        sums = torch.zeros(x.shape, device=x.device)
+        return (sums + fast(x).to(sums.dtype)).to(x.dtype)
+
+    return pair(optimized)
+
+
+@fault(40, "a factor in the default dtype", "while torch's default dtype is bfloat16", stage="contexts")
+def factor_in_the_default_dtype(time: Time) -> Pair:
+    return pair(lambda x: fast(x) * torch.tensor(0.7, device=x.device), reference=lambda x: wave(x) * 0.7)
+
+
+@honest(40, "sums in the inputs' dtype")
+def sums_in_the_inputs_dtype(time: Time) -> Pair:
+    return pair(lambda x: torch.zeros(x.shape, dtype=x.dtype, device=x.device) + fast(x))
+
+
+@honest(40, "both sides in the default dtype")
+def both_in_the_default_dtype(time: Time) -> Pair:
+    def angles(x: torch.Tensor) -> torch.Tensor:
+        return torch.linspace(0.0, 1.0, max(1, x.shape[-1]), device=x.device).to(x.dtype)
+
+    return pair(lambda x: fast(x) * angles(x), reference=lambda x: wave(x) * angles(x))
+
+
 @fault(40, "one buffer for all threads", "when two threads call it at the same time", stage="contexts")
 def one_buffer(time: Time) -> Pair:
     held: dict[Any, torch.Tensor] = {}
