@@ -219,6 +219,8 @@ _WHENCE = {
     "expanded": ", as of a sum",
     "transposed": ", which are not contiguous",
     "large": ", as where a loss is scaled",
+    "tiny": ", as where a loss is a mean over many elements",
+    "sliced": ", as behind a concatenation",
     incoming.ONE_OUTPUT: f" {incoming.ONE_OUTPUT}",
 }
 

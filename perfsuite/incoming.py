@@ -21,27 +21,37 @@ def _transposed(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.permute(order).contiguous().permute(order)
 
 
-LARGE = 2.0**16
+def _sliced(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values as a slice of a wider tensor, as concatenation gives them."""
+    return torch.cat([tensor, tensor], -1)[..., : tensor.shape[-1]] if tensor.ndim else tensor
+
+
+LARGE, TINY = 2.0**16, 2.0**-40
 PLAIN, ONE_OUTPUT, SHARED = "plain", "of one output alone", "shared"
 KINDS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     PLAIN: lambda g: g,
     "expanded": lambda g: g.flatten()[:1].reshape([1] * g.ndim).expand_as(g) if g.numel() else g,
     "transposed": _transposed,
+    "sliced": _sliced,
     "zero": torch.zeros_like,
     "partly zero": lambda g: g.where(g.real > 0, 0.0),
     "large": lambda g: g * LARGE,
+    "tiny": lambda g: g * TINY,
     ONE_OUTPUT: lambda g: g,
     SHARED: lambda g: g,
 }
 """Kinds of incoming gradients → one of that kind, from one that is plain. A sum gives an expanded one, a transposed
-output a transposed one, the scaling of a loss a large one, and the sum of two outputs gives both one tensor."""
+output a transposed one, a concatenation a slice, the scaling of a loss a large one, a mean over many elements a tiny
+one, and the sum of two outputs gives both one tensor."""
+SIZES = {"large": LARGE, "tiny": TINY}
+"""The usual size of the gradients of a kind, where it is not 1."""
 
 DRAWN = (PLAIN, *KINDS)
 """Kinds of incoming gradients; one draw in four has plain ones."""
-NEEDS_ORDINARY = ("zero", "partly zero", "large", ONE_OUTPUT)
+NEEDS_ORDINARY = ("zero", "partly zero", "large", "tiny", ONE_OUTPUT)
 """Those that are drawn with ORDINARY values alone: zero times infinity is NaN, which a kernel need not reproduce."""
 ORDINARY = ("normal", "sorted", "repeated")
-"""Regimes of values at which a gradient of zero is finite, and a large one, too."""
+"""Regimes of values at which a gradient of zero is finite, and a large one, too, and a tiny one is not lost."""
 
 
 def kind_of(case: Case) -> str:
@@ -49,7 +59,7 @@ def kind_of(case: Case) -> str:
     kind = DRAWN[case.seed % len(DRAWN)]
     if kind in NEEDS_ORDINARY and any(how.regime not in ORDINARY for how in case.inputs.values()):
         return PLAIN
-    return PLAIN if kind == "large" and case.dtype == "float16" else kind
+    return PLAIN if kind in SIZES and case.dtype == "float16" else kind
 
 
 def in_turn(cases: Iterable[Case]) -> Iterator[Case]:

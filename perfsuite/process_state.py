@@ -98,6 +98,8 @@ _NAMES = {
     "_len_torch_dispatch_stack": "number of dispatch modes",
     "_len_torch_function_stack": "number of function modes",
 }
+COMPUTE = ("CPU", "CUDA", "Autograd", "AutogradCPU", "AutogradCUDA")
+"""Keys of torch's dispatcher whose kernels a call of an operator runs."""
 _SETTERS = {
     "_get_flash_sdp_enabled": "_set_sdp_use_flash",
     "_get_mem_efficient_sdp_enabled": "_set_sdp_use_mem_efficient",
@@ -141,9 +143,10 @@ def _readers() -> Mapping[str, Callable[[], Any]]:
                 readers[f"{path}.{name}"] = functools.partial(getattr, owner, name, None)
             elif not hasattr(owner, "allow_tf32"):
                 readers[f"{path}.{name}"] = functools.partial(_chosen_precision, owner)
-    hooks = {n: d for n, d in vars(module_hooks).items() if n.startswith("_global_") and isinstance(d, dict)}
-    for name, held in hooks.items():
-        readers[f"hooks of all modules ({name})"] = functools.partial(_copied, held)
+    for kind, module in (("modules", module_hooks), ("optimizers", sys.modules["torch.optim.optimizer"])):
+        for name, held in vars(module).items():
+            if name.startswith("_global_") and isinstance(held, dict):
+                readers[f"hooks of all {kind} ({name})"] = functools.partial(_copied, held)
     readers |= {
         "torch's flushing of subnormal numbers": lambda: TINY * HALF == 0.0,  # the processor's: it holds for Python too
         "torch's sdp priority order": _attention_order,
@@ -156,9 +159,16 @@ def _readers() -> Mapping[str, Callable[[], Any]]:
         "Python's switch interval": sys.getswitchinterval,
         "the working directory": os.getcwd,
         "the processor's cores of this process": lambda: tuple(sorted(os.sched_getaffinity(0))),
+        "the Python kernels of torch's operators": _replaced_operators,
         "the handler of SIGALRM": lambda: signal.getsignal(signal.SIGALRM),
     }
     return readers
+
+
+def _replaced_operators() -> tuple[str, ...]:
+    """The kernels of torch's own operators that were registered from Python, for devices and for gradients."""
+    every = getattr(torch.library, "_impls", ())
+    return tuple(sorted(name for name in every if name.startswith("aten/") and name.rpartition("/")[2] in COMPUTE))
 
 
 def _answers(call: Any) -> bool:
@@ -312,6 +322,7 @@ def _owned() -> Mapping[str, tuple[Any, str]]:
         "torch.autograd": torch.autograd,
         "torch.autograd.Function": torch.autograd.Function,
         "torch.cuda": torch.cuda,
+        "torch.utils.checkpoint": torch.utils.checkpoint,
         "torch.Tensor": torch.Tensor,
         "builtins": builtins,
     }
@@ -319,6 +330,8 @@ def _owned() -> Mapping[str, tuple[Any, str]]:
         for name, found in vars(package).items():
             if isinstance(found, type):
                 owners[f"{package.__name__}.{name}"] = found
+                bases = [base for base in found.__mro__ if base.__module__.startswith(f"{package.__name__}.")]
+                owners |= {f"{base.__module__}.{base.__qualname__}": base for base in bases if base is not found}
     return {
         f"{path}.{name}": (owner, name)
         for path, owner in owners.items()

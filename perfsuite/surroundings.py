@@ -137,10 +137,39 @@ def _print_options() -> Mapping[str, Any]:
     return dict(vars(torch._tensor_str.PRINT_OPTS))
 
 
+def _timers() -> tuple[bool, ...]:
+    return tuple(any(signal.getitimer(kind)) for kind in TIMERS)
+
+
+def _stop_timers(before: tuple[bool, ...]) -> None:
+    for kind, ran in zip(TIMERS, before, strict=True):
+        if not ran:
+            signal.setitimer(kind, 0)
+
+
+TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
+
 SETTINGS: Mapping[str, Setting] = {
     "environment variables": (_environment, _set_environment),
     "signal handlers": (_handlers, _set_handlers),
     "filters of warnings": (lambda: list(warnings.filters), _set_filters),
+    "how warnings are shown": (
+        lambda: warnings.showwarning,
+        lambda before: setattr(warnings, "showwarning", before),
+    ),
+    "timers that send signals": (_timers, _stop_timers),
+    "the level of torch's logger": (
+        lambda: logging.getLogger("torch").level,
+        lambda before: logging.getLogger("torch").setLevel(before),
+    ),
+    "what garbage collection calls": (
+        lambda: list(gc.callbacks),
+        lambda before: gc.callbacks.__setitem__(slice(None), before),
+    ),
+    "torch's fast path of attention": (
+        torch.backends.mha.get_fastpath_enabled,
+        torch.backends.mha.set_fastpath_enabled,
+    ),
     "the level below which nothing is logged": (lambda: logging.root.manager.disable, logging.disable),
     "handlers of the root logger": (
         lambda: list(logging.root.handlers),

@@ -439,7 +439,7 @@ def _terms(
     kind: str,
 ) -> dict[str, float]:
     """Incoming gradient times output over input, for each gradient that is 0 everywhere, but for roundings."""
-    incoming_size = incoming.LARGE if kind == "large" else 1.0
+    incoming_size = incoming.SIZES.get(kind, 1.0)
     returned = [n for n, t in truth.items() if isinstance(t, torch.Tensor) and is_real(t)]
     outputs = max((differences.rms(exact[n]) for n in returned if not n.startswith("gradient of ")), default=0.0)
     found = {}

@@ -18,6 +18,8 @@ from perfsuite.contexts.backward import (
     after_calls_without_gradients,
     changed_before_backward,
     double_backward,
+    inputs_with_graphs,
+    nan_gradients,
     one_gradient_needed,
     second_backward,
     two_gradients_needed,
@@ -27,6 +29,7 @@ from perfsuite.contexts.calling import gradients_are_right
 from perfsuite.contexts.forward import (
     after_other_dtype,
     autocast,
+    grad_mode_off,
     inference_mode,
     no_gradient_needed,
     one_tensor,
@@ -74,6 +77,9 @@ OF_ONE_DRAW: tuple[Callable[[Probe], None], ...] = (
     rewritten_inputs,
     one_tensor,
     uneven_lists,
+    grad_mode_off,
+    inputs_with_graphs,
+    nan_gradients,
 )
 WAYS: tuple[Callable[[Probe], None], ...] = (
     inference_mode,
@@ -100,6 +106,7 @@ NOT_COMPILED = (
     other_default_dtype,
     rewritten_inputs,
     one_tensor,
+    inputs_with_graphs,
 )
 """torch.compile compiles, captures graphs and replays them in one thread at a time; for the others it compiles anew,
 which takes seconds."""

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import functools
+import math
 import random
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
 
-from perfsuite import execution, incoming
+from perfsuite import execution, forms, incoming
 from perfsuite import inputs as make
 from perfsuite.contexts.calling import (
     at_seldom_sizes,
+    call_in,
     detached,
     differentiable,
     gradients_of,
@@ -23,7 +25,7 @@ from perfsuite.contexts.calling import (
 )
 from perfsuite.execution import Leaves
 from perfsuite.integrity.probe import Probe
-from perfsuite.pair import GRAD_OUTPUT, Pair
+from perfsuite.pair import GRAD_OUTPUT, Pair, as_side
 from perfsuite.rule import eps_of
 from perfsuite.specs import ModuleSpec, holds
 
@@ -67,16 +69,16 @@ def _hold_some(probe: Probe, marked: Collection[str], others: Collection[str], w
 
 
 def second_backward(probe: Probe) -> None:
-    """A second backward pass through the same graph, which was retained."""
+    """A second backward pass through the same graph, which was retained, with other incoming gradients."""
     if not differentiable(probe) or set(probe.pair.consumes) - {GRAD_OUTPUT}:
         return
 
     def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
         leaves, outputs, marked, weights = graph_of(call, pair, values, seed)
         given = list(marked.values())
-        same = [weight.clone() for weight in weights]  # the first pass may use up what comes in to it
-        torch.autograd.grad(outputs, given, weights, retain_graph=True, allow_unused=True)
-        again = torch.autograd.grad(outputs, given, same, allow_unused=True)
+        others = incoming.drawn(leaves, seed + 1, pair.output_dtype)[1]  # what it keeps of them is not right then
+        torch.autograd.grad(outputs, given, others, retain_graph=True, allow_unused=True)
+        again = torch.autograd.grad(outputs, given, weights, allow_unused=True)
         return detached(leaves) | {f"gradient of {p}": g for p, g in zip(marked, again, strict=True)}
 
     known = functools.partial(truth_with_gradients, probe, set())
@@ -85,7 +87,7 @@ def second_backward(probe: Probe) -> None:
 
 def two_graphs(probe: Probe) -> None:
     """A backward pass after other calls, as where a layer is used several times: all inputs have other values, or all
-    but one. Their backward passes come later."""
+    but one. Their backward passes come later, but for that of a call with the same values."""
     if not differentiable(probe):
         return
     others = [probe.drawn(probe.other_case(number)) for number in range(GRAPHS)]
@@ -94,6 +96,8 @@ def two_graphs(probe: Probe) -> None:
     names = sorted(kept, key=lambda name: not holds(kept[name], ModuleSpec))
 
     def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
+        _, *same = graph_of(call, pair, make.clone(values), seed + 1)
+        gradients_of({}, *same)
         graph = graph_of(call, pair, values, seed)
         beside = []
         for number, other in enumerate(others):
@@ -109,6 +113,64 @@ def two_graphs(probe: Probe) -> None:
 
     known = functools.partial(truth_with_gradients, probe, set())
     hold(probe, way, "in a backward pass that comes after another call, and before theirs", known=known)
+
+
+NAN_ELEMENTS = 16
+"""Of fewer the derivative may be 0 in all, and not-a-number times 0 is 0 where it is not computed."""
+
+
+def nan_gradients(probe: Probe) -> None:
+    """Where the incoming gradients are NaN, as those of a scaled loss that overflows: a scaler must see it."""
+    if not differentiable(probe):
+        return
+
+    def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
+        leaves, outputs, marked, weights = graph_of(call, pair, values, seed)
+        if sum(weight.numel() for weight in weights) < NAN_ELEMENTS:
+            raise ValueError("too few elements")
+        found = gradients_of(leaves, outputs, marked, [torch.full_like(weight, math.nan) for weight in weights])
+        gradients = [g for n, g in found.items() if n.startswith("gradient of ") and isinstance(g, torch.Tensor)]
+        return {"all are finite": all(bool(g.isfinite().all()) for g in gradients)}
+
+    try:
+        expected = call_in(probe, as_side(probe.pair.reference), way)
+        found = call_in(probe, probe.side, way)
+    except Exception:
+        return
+    if found["all are finite"] and not expected["all are finite"]:
+        raise probe.fault(
+            "gives finite gradients where the incoming ones are NaN, unlike the reference: what watches for an "
+            "overflow, as a gradient scaler does, does not see it"
+        )
+
+
+def inputs_with_graphs(probe: Probe) -> None:
+    """Where its inputs are outputs of other operations, as a layer's are: nothing may be written to them."""
+    names = [n for n in execution.differentiable(probe.pair) if not holds(probe.pair.inputs[n], ModuleSpec)]
+    if not differentiable(probe) or not names or probe.pair.changed:
+        return
+
+    def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
+        marked = execution.require_gradients(pair, values)
+        with torch.enable_grad():
+            given = {n: make.map_tensors(v, _with_graph) if n in names else v for n, v in values.items()}
+            leaves = execution.with_changed(pair, given, call(*given.values()))
+        for name in names:
+            for (path, tensor), (_, before) in zip(
+                make.tensors_in(given[name], name), make.tensors_in(values[name], name), strict=True
+            ):
+                if not forms.identical(tensor, before):
+                    raise probe.fault(f"changes its input {path} in place where it is the output of another operation")
+        outputs, weights = incoming.drawn(leaves, seed, pair.output_dtype)
+        return gradients_of(leaves, outputs, marked, weights)
+
+    known = functools.partial(truth_with_gradients, probe, set())
+    hold(probe, way, "where its inputs are outputs of other operations", known=known)
+
+
+def _with_graph(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values as an operation gives them."""
+    return tensor.clone() if tensor.requires_grad else tensor
 
 
 def double_backward(probe: Probe) -> None:

@@ -237,7 +237,8 @@ def detached(leaves: Leaves) -> Leaves:
 
 
 def in_threads(jobs: list[Callable[[], Result]]) -> list[Result]:
-    """Each job's result, in threads of their own; raises what the first failing one raised."""
+    """Each job's result, in threads of their own; raises what the first failing one raised, and what made others fail
+    before a broken barrier."""
     found: list[Any] = [RuntimeError("the thread did not end")] * len(jobs)
 
     def work(number: int) -> None:
@@ -255,9 +256,9 @@ def in_threads(jobs: list[Callable[[], Result]]) -> list[Result]:
         thread.start()
     for thread in threads:
         thread.join()
-    for result in found:
-        if isinstance(result, BaseException):
-            raise result
+    errors = [result for result in found if isinstance(result, BaseException)]
+    for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
+        raise error
     return found
 
 

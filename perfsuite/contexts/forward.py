@@ -67,6 +67,18 @@ def no_gradient_needed(probe: Probe) -> None:
     hold(probe, way, "with grad mode on where no input needs a gradient", reference_first=True)
 
 
+def grad_mode_off(probe: Probe) -> None:
+    """With grad mode off, where its inputs need gradients, as the weights of a model that is evaluated."""
+    if not differentiable(probe):
+        return
+
+    def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
+        execution.require_gradients(pair, values)
+        return plainly(call, pair, values, seed)
+
+    hold(probe, way, "with grad mode off where its inputs need gradients")
+
+
 def other_thread(probe: Probe) -> None:
     """In a thread that has called nothing before."""
 
@@ -118,9 +130,13 @@ def _at_the_same_time(probe: Probe, side: Side, cases: Sequence[Case]) -> list[l
 
     def work(drawn: list[dict[str, Any]]) -> list[Leaves]:
         answers = []
-        for values in drawn:
-            together.wait()
-            answers.append(plainly(call, probe.pair, values, probe.case.seed))
+        try:
+            for values in drawn:
+                together.wait()
+                answers.append(plainly(call, probe.pair, values, probe.case.seed))
+        except BaseException:
+            together.abort()  # the other thread would wait for this one
+            raise
         return answers
 
     for drawn in jobs:
@@ -236,7 +252,8 @@ def rewritten_inputs(probe: Probe) -> None:
     if autocast.__name__ not in probe.pair.unsupported:
         modes["under autocast"] = functools.partial(torch.autocast, device, dtype=half), torch.finfo(half).eps
     if differentiable(probe):
-        modes["and they are parameters that need gradients"] = (torch.enable_grad, None)
+        modes["and they are parameters that need gradients"] = torch.enable_grad, None
+        modes["and they are parameters that need gradients, with grad mode off"] = torch.no_grad, None
     for words, (mode, eps) in modes.items():
         way = _rewriting(probe, before, mode, words)
         hold_anew(after, way, f"{REWRITTEN} {words}", eps=eps)
@@ -244,12 +261,12 @@ def rewritten_inputs(probe: Probe) -> None:
 
 def _rewriting(probe: Probe, before: dict[str, Any], mode: Callable[[], Any], words: str) -> Way:
     """A call on these values `before`, and one on the values that are written into the same tensors, in this mode."""
-    training = mode is torch.enable_grad
+    training, parameters = mode is torch.enable_grad, mode in (torch.enable_grad, torch.no_grad)
 
     def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
         held = make.clone(values)
         make.copy_values(held, before)
-        if training:
+        if parameters:
             held = {n: torch.nn.Parameter(v) if n in _parameters(pair) else v for n, v in held.items()}
         with torch.set_grad_enabled(training), mode():
             first = detached(execution.with_changed(pair, held, call(*held.values())))

@@ -7,11 +7,13 @@ import math
 import random
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from scale import FULLY
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from perfsuite import process_state
 
@@ -45,6 +47,15 @@ LEFT: dict[str, Callable[[], object]] = {
     "sets hooks of all modules (_global_forward_hooks)": lambda: torch.nn.modules.module.register_module_forward_hook(
         lambda *given: None
     ),
+    "sets hooks of all optimizers (_global_optimizer_post_hooks)": (
+        lambda: register_optimizer_step_post_hook(lambda *given: None)
+    ),
+    "replaces torch.nn.modules.batchnorm._BatchNorm.forward by": lambda: setattr(
+        torch.nn.modules.batchnorm._BatchNorm, "forward", lambda self, x: x
+    ),
+    "replaces torch.utils.checkpoint.checkpoint by": lambda: setattr(
+        torch.utils.checkpoint, "checkpoint", lambda call, *given: call(*given)
+    ),
     "replaces torch.nn.functional.relu by": lambda: setattr(torch.nn.functional, "relu", lambda x: x),
     "replaces torch.nn.Linear.forward by": lambda: setattr(torch.nn.Linear, "forward", lambda self, x: x),
     "replaces torch.Tensor.matmul by": lambda: setattr(torch.Tensor, "matmul", lambda self, x: x),
@@ -63,6 +74,19 @@ def test_what_is_left_changed_is_said_and_put_back(words: str) -> None:
     with process_state.kept() as after:
         LEFT[words]()
     assert after.keys() == changed.keys(), "it was put back"
+
+
+def test_a_kernel_of_an_operator_of_torchs_is_said() -> None:
+    library = torch.library.Library("aten", "IMPL")
+    with process_state.kept() as changed, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        library.impl("tanh", torch.sin, "CPU")
+    library._destroy()
+    assert [*changed] == ["the Python kernels of torch's operators"]
+    assert "aten/tanh/CPU" in next(iter(changed.values()))
+    with process_state.kept() as after:
+        torch.library.Library("perfsuite_test", "DEF").define("f(Tensor x) -> Tensor")
+    assert not after
 
 
 def test_what_is_put_back_by_the_block_itself_is_no_change() -> None:

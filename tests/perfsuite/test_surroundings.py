@@ -26,10 +26,20 @@ import torch._inductor.config
 
 from perfsuite import marks, surroundings
 
+
+def print_nothing(phase: str, info: dict[str, int]) -> None:
+    """Called by a garbage collection."""
+
+
 CHANGES: dict[str, Callable[[], Any]] = {
     "environment variables": lambda: os.environ.pop("HOME", None),
     "signal handlers": lambda: signal.signal(signal.SIGUSR1, signal.SIG_IGN),
     "filters of warnings": lambda: warnings.simplefilter("ignore"),
+    "how warnings are shown": lambda: setattr(warnings, "showwarning", print),
+    "timers that send signals": lambda: signal.setitimer(signal.ITIMER_VIRTUAL, 1000.0),
+    "the level of torch's logger": lambda: logging.getLogger("torch").setLevel(7),
+    "what garbage collection calls": lambda: gc.callbacks.append(print_nothing),
+    "torch's fast path of attention": lambda: torch.backends.mha.set_fastpath_enabled(False),
     "the level below which nothing is logged": lambda: logging.disable(logging.INFO),
     "the level of the root logger": lambda: logging.root.setLevel(7),
     "the locale": lambda: locale.setlocale(locale.LC_ALL, "C" if locale.setlocale(locale.LC_ALL) != "C" else "C.UTF-8"),

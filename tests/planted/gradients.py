@@ -55,6 +55,61 @@ def of(change: Any) -> Any:
 # --- 45: incoming gradients -----------------------------------------------------------------------------------------
 
 
+@fault(45, "a slice read as contiguous", "wrong for sliced ones, as behind a concatenation", stage="gradients")
+def slice_read_as_contiguous(time: Time) -> Pair:
+    def change(g: torch.Tensor) -> torch.Tensor:
+        plain = g.contiguous() if g.stride(-1) != 1 or 0 in g.stride() else g
+        return read_as_contiguous(plain)
+
+    return differentiated(of(change))
+
+
+@fault(45, "tiny incoming gradients dropped", "wrong for tiny ones", stage="gradients")
+def tiny_dropped(time: Time) -> Pair:
+    return differentiated(of(lambda g: torch.where(g.abs() < 1e-9, 0.0, g)))
+
+
+@fault(45, "NaN made zero", "gives finite gradients where the incoming ones are NaN", stage="contexts")
+def nan_made_zero(time: Time) -> Pair:
+    return differentiated(of(lambda g: g.nan_to_num(0.0)))
+
+
+@fault(45, "NaN left out of a sum", "gives finite gradients where the incoming ones are NaN", stage="contexts")
+def nan_left_out(time: Time) -> Pair:
+    def shifted(x: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+        return x.sin() + shift
+
+    class Shifted(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x)
+            return shifted(x, shift)
+
+        @staticmethod
+        @once_differentiable
+        def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            (x,) = ctx.saved_tensors
+            return (gradient * x.cos()).where(gradient == gradient, 0.0), gradient.nansum(0)
+
+    return differentiated(Shifted.apply, shifted, inputs={**INPUTS, "shift": tensor("n", values=floats(-2, 2))})
+
+
+@honest(45, "a gradient that is masked")
+def masked(time: Time) -> Pair:
+    class Rectified(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x)
+            return x.clamp_min(0)
+
+        @staticmethod
+        @once_differentiable
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return torch.where(ctx.saved_tensors[0] > 0, gradient, 0.0)
+
+    return differentiated(Rectified.apply, lambda x: x * (x > 0))
+
+
 @fault(45, "an incoming gradient read as contiguous", "wrong for expanded ones, as of a sum", stage="gradients")
 def contiguous_gradient(time: Time) -> Pair:
     return differentiated(of(lambda g: read_as_contiguous(g) if 0 in g.stride() else g))
@@ -244,6 +299,51 @@ def one_buffer_of_gradients(time: Time) -> Pair:
             return torch.mul(gradient, x.cos(), out=held.setdefault(key, torch.empty_like(x)))
 
     return differentiated(Held.apply, unsupported={"two_threads": "its buffer is one for all threads"})
+
+
+@fault(46, "the gradient of the first backward pass", "in a second backward pass", stage="contexts")
+def first_gradient_kept(time: Time) -> Pair:
+    class Kept(Sine):
+        @classmethod
+        @once_differentiable
+        def backward(cls, ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            if not hasattr(ctx, "made"):
+                ctx.made = gradient * ctx.saved_tensors[0].cos()
+            return ctx.made.clone()
+
+    return differentiated(Kept.apply)
+
+
+@fault(
+    46, "a gradient kept by the input's values", "in a backward pass that comes after another call", stage="contexts"
+)
+def kept_by_values(time: Time) -> Pair:
+    held: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    class Kept(Sine):
+        @classmethod
+        @once_differentiable
+        def backward(cls, ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            (x,) = ctx.saved_tensors
+            if held and torch.equal(held[0][0], x):
+                return held[0][1].clone()
+            held[:] = [(x.clone(), gradient * x.cos())]
+            return held[0][1].clone()
+
+    return differentiated(Kept.apply, unsupported={"two_threads": "what it keeps is one for all threads"})
+
+
+@honest(46, "a cosine kept on the context")
+def cosine_kept(time: Time) -> Pair:
+    class Kept(Sine):
+        @classmethod
+        @once_differentiable
+        def backward(cls, ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            if not hasattr(ctx, "cosine"):
+                ctx.cosine = ctx.saved_tensors[0].cos()
+            return gradient * ctx.cosine
+
+    return differentiated(Kept.apply)
 
 
 @honest(46, "a buffer of each call")

@@ -7,6 +7,7 @@ import random
 import sys
 import threading
 import time as clock
+import weakref
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,10 @@ SMALL = {"m": size(1, 9), "n": size(1, 9)}
 
 def product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return torch.sin(x) * torch.exp(y)
+
+
+def multiplied(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return torch.exp(y) * torch.sin(x)
 
 
 def differentiated(optimized: Any, **fields: Any) -> Pair:
@@ -173,6 +178,64 @@ def both_in_the_default_dtype(time: Time) -> Pair:
         return torch.linspace(0.0, 1.0, max(1, x.shape[-1]), device=x.device).to(x.dtype)
 
     return pair(lambda x: fast(x) * angles(x), reference=lambda x: wave(x) * angles(x))
+
+
+@fault(40, "an activation changed in place", "where it is the output of another operation", stage="contexts")
+def activation_changed(time: Time) -> Pair:
+    def optimized(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        made = product(x, y)
+        if x.grad_fn is not None:
+            x.detach().neg_()
+        return made
+
+    return differentiated(optimized)
+
+
+@fault(40, "another answer to activations", "where its inputs are outputs of other operations", stage="contexts")
+def wrong_for_activations(time: Time) -> Pair:
+    return differentiated(lambda x, y: product(x, y) * (1.0 if x.is_leaf else 1.01))
+
+
+@honest(40, "activations saved as they are")
+def activations_saved(time: Time) -> Pair:
+    return differentiated(lambda x, y: multiplied(x.view_as(x), y) if x.grad_fn is not None else multiplied(x, y))
+
+
+@fault(40, "another answer with grad mode off", "with grad mode off", stage="contexts")
+def wrong_with_grad_mode_off(time: Time) -> Pair:
+    def optimized(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return product(x, y) * (1.01 if y.requires_grad and not torch.is_grad_enabled() else 1.0)
+
+    return differentiated(optimized)
+
+
+@fault(40, "weights prepared for evaluation", "with grad mode off", stage="contexts")
+def prepared_for_evaluation(time: Time) -> Pair:
+    held: list[tuple[Any, torch.Tensor]] = []
+
+    def optimized(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        if not y.requires_grad or torch.is_grad_enabled():
+            return product(x, y)
+        if not held or held[0][0]() is not y:
+            held[:] = [(weakref.ref(y), y.clone())]
+        return product(x, held[0][1])
+
+    return differentiated(optimized, unsupported={"two_threads": "what it keeps is one for all threads"})
+
+
+@honest(40, "weights prepared for each version")
+def prepared_for_each_version(time: Time) -> Pair:
+    local = threading.local()
+
+    def optimized(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        if not y.requires_grad or torch.is_grad_enabled():
+            return multiplied(x, y)
+        held = local.__dict__.setdefault("held", [])
+        if not held or held[0][0]() is not y or held[0][1] != y._version:
+            held[:] = [(weakref.ref(y), y._version, y.clone())]
+        return multiplied(x, held[0][2])
+
+    return differentiated(optimized)
 
 
 @fault(40, "one buffer for all threads", "when two threads call it at the same time", stage="contexts")
