@@ -253,13 +253,13 @@ class _Compared:
             beyond = int((share > 1).sum())
             raise NotEquivalent(
                 f"{self.where} is wrong{_place(at)}: {_item(self.got, at):.9g}, truth {_item(by.truth, at):.9g}, "
-                f"reference {_item(by.reference, at):.9g}; error {_item(self.error, at):.3g} is {worst:.3g} times "
+                f"reference {_item(by.reference, at):.9g}; error {_item(self.error, at):.3g} is {_times(worst)} times "
                 f"its budget of {_item(by.budget, at):.3g} ({beyond} of {share.numel()} elements beyond budget)",
                 excess=worst,
             )
         if beyond_norm > 1.0:
             raise NotEquivalent(
-                f"{self.where} is inaccurate as a whole: its RMS error {norm:.3g} is {beyond_norm:.3g} times its "
+                f"{self.where} is inaccurate as a whole: its RMS error {norm:.3g} is {_times(beyond_norm)} times its "
                 f"budget of {norm / beyond_norm:.3g} (the reference's own is {by.norms.error:.3g})",
                 excess=beyond_norm,
             )
@@ -336,6 +336,11 @@ def _count_excused(tally: Tally | None, near: torch.Tensor, elements: int) -> No
 
 def _item(tensor: torch.Tensor, at: list[int]) -> float:
     return float(tensor[tuple(at)]) if at else float(tensor)
+
+
+def _times(excess: float) -> str:
+    """More than 1 also where it is rounded."""
+    return f"{excess:.3g}" if excess >= 1.005 else f"{max(excess, 1.001):.3f}"
 
 
 def _place(at: list[int]) -> str:

@@ -401,7 +401,9 @@ def with_layout(data: torch.Tensor, layout: str, align: int = 0) -> torch.Tensor
     if layout == "channels last" and data.ndim >= 3:
         return data.movedim(1, -1).contiguous().movedim(-1, 1)
     if layout == "slice" and data.ndim >= 3:
-        view = _poisoned(data, (*data.shape[:-2], data.shape[-2] + 1, data.shape[-1]))[..., :-1, :]
+        dim = 1 + data.numel() % (data.ndim - 2)  # any but the first and the last
+        shape = [n + (d == dim) for d, n in enumerate(data.shape)]
+        view = _poisoned(data, tuple(shape)).narrow(dim, 0, data.shape[dim])
         view.copy_(data)
         return view
     if layout in ("rows", "slice", "permuted", "channels last") and data.ndim >= 2:
@@ -414,7 +416,7 @@ def with_layout(data: torch.Tensor, layout: str, align: int = 0) -> torch.Tensor
         view.copy_(data)
         return view
     if layout == "offset":
-        skipped = max(1, align // data.element_size())
+        skipped = max(1, align // data.element_size()) * (1 + data.numel() % 3)
         flat = _poisoned(data, (data.numel() + skipped,))
         view = flat[skipped:].view(data.shape)
         view.copy_(data)
@@ -514,6 +516,10 @@ def _with_others(
     return others if every else torch.where(chosen, others, whole)
 
 
+LARGE_ACTIVATION = 2.0**9
+"""In float16 the square of such values is infinite, and they are usual."""
+
+
 def _floats(
     generator: torch.Generator,
     source: str,
@@ -556,7 +562,10 @@ def _floats(
         case "tiny":
             real = real * info.tiny**0.25
         case "huge":
-            real = origin + (real - origin) * info.max**0.25
+            factor = info.max**0.25
+            if dtype == torch.float16 and torch.rand((), generator=generator, device=source) < 0.5:
+                factor = LARGE_ACTIVATION
+            real = origin + (real - origin) * factor
         case "denormal":
             real = real * info.tiny / 8
         case "mixed":
@@ -568,8 +577,9 @@ def _floats(
             middle = min(max(0.0, float(real.min())), float(real.max())) if real.numel() else 0.0
             real = torch.where(pick == 0, real.new_tensor(low), torch.where(pick == 1, real.new_tensor(high), middle))
         case "nonfinite":
-            special = torch.tensor([math.nan, math.inf, -math.inf], dtype=work, device=source)
-            which = torch.randint(0, 3, shape, generator=generator, device=source)
+            special = torch.tensor([math.nan, math.inf, -math.inf, math.nan], dtype=work, device=source)
+            special[3] = -special[3]  # as ∞ − ∞ gives it on many processors: other bits
+            which = torch.randint(0, 4, shape, generator=generator, device=source)
             hit = torch.rand(shape, generator=generator, device=source, dtype=work) < 0.15
             real = torch.where(hit, special[which], real)
     if values.low is not None or values.high is not None:

@@ -30,7 +30,7 @@ from perfsuite.integrity.memory import (
 )
 from perfsuite.integrity.outputs import lazy_output
 from perfsuite.integrity.probe import Probe
-from perfsuite.integrity.steps import overwritten_step_inputs, two_instances
+from perfsuite.integrity.steps import overwritten_step_inputs, several_instances
 from perfsuite.pair import Pair, as_side
 from perfsuite.records import Case
 
@@ -50,8 +50,8 @@ __all__ = [
     "poisoned_memory",
     "private_buffer",
     "reused_memory",
+    "several_instances",
     "touched_input",
-    "two_instances",
     "undeclared_mutation",
     "unseen_inputs",
     "unwritten_output",
@@ -64,7 +64,7 @@ CHECKS: tuple[Callable[[Probe], None], ...] = (
     undeclared_mutation,
     nondeterminism,  # what changes from call to call must not be laid at memory's door
     call_order,
-    two_instances,
+    several_instances,
     overwritten_step_inputs,
     reused_memory,
     partial_keys,

@@ -39,7 +39,10 @@ def undeclared_mutation(probe: Probe) -> None:
                 changed.append((path, tensor, make.memory_of(tensor).clone()))
         return values
 
-    probe.call(remember(probe.drawn()), given=lambda values: remember(make.clone(values)))
+    values = probe.drawn()
+    held = dict(make.unchanging(probe.pair, values))
+    probe.call(remember(values), given=lambda values: remember(make.clone(values)))
+    _check_same_tensors(probe, held, dict(make.unchanging(probe.pair, values)))
     for path, tensor, storage, shape, stride in before:
         if tensor.shape != shape or tensor.stride() != stride:
             raise probe.fault(f"reshapes its input {path} in place")
@@ -55,6 +58,17 @@ def undeclared_mutation(probe: Probe) -> None:
         after.as_strided(*where).copy_(storage.as_strided(*where))
         if not torch.equal(bytes_of(after.untyped_storage()), bytes_of(storage.untyped_storage())):
             raise probe.fault(f"writes beside the elements of its input {path}, which it changes in place")
+
+
+def _check_same_tensors(probe: Probe, before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> None:
+    """NotEquivalent where a list or a module among the inputs holds other tensors than before the call."""
+    for path in (*before, *after):
+        if path not in after:
+            raise probe.fault(f"removes {path} from its input, which the caller still has")
+        if path not in before:
+            raise probe.fault(f"adds {path} to its input, which the caller still has")
+        if before[path] is not after[path]:
+            raise probe.fault(f"replaces {path} in its input by another tensor, which the caller's optimizer lacks")
 
 
 def declaration_of_change(pair: Pair, path: str) -> str:

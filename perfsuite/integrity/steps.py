@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from perfsuite import execution, truths
@@ -13,22 +14,26 @@ from perfsuite.integrity.probe import STEPS, Probe
 from perfsuite.pair import Side, as_side
 from perfsuite.records import Case
 
+INSTANCES = 9
 
-def two_instances(probe: Probe) -> None:
-    """Two instances, both built before either steps and then stepped in turn, must not share state."""
+
+def several_instances(probe: Probe) -> None:
+    """Instances that are all built before any steps, and then step in turn, must not share state. On the first draw
+    there are more than two: a side may have a few slots that they take in turn."""
     if not probe.pair.is_stateful:
         return
     cases = (probe.case, probe.other_case())
+    beside = [probe.other_case(number) for number in range(1, 1 if probe.number else INSTANCES - 1)]
 
     def in_turn(side: Side) -> list[tuple[Case, Leaves]]:
-        both = [_stepping(probe, side, case) for case in cases]
-        states: list[dict[int, Leaves]] = [{}, {}]
+        every = [_stepping(probe, side, case) for case in (*cases, *beside)]
+        states: list[dict[int, Leaves]] = []
         with execution.quiet(side):
             for _ in range(1 + max(STEPS)):
-                states = [next(each) for each in both]
-        return [(case, execution.of_all_steps(found)) for case, found in zip(cases, states, strict=True)]
+                states = [next(each) for each in every]
+        return [(case, execution.of_all_steps(found)) for case, found in zip(cases, states, strict=False)]
 
-    _hold(probe, in_turn, "when two instances of it step in turn: they share state")
+    _hold(probe, in_turn, "when several instances of it step in turn: they share state")
 
 
 def overwritten_step_inputs(probe: Probe) -> None:
@@ -71,8 +76,9 @@ def _stepping(
 
 def _hold(probe: Probe, run: Callable[[Side], list[tuple[Case, Leaves]]], words: str) -> None:
     """NotEquivalent where the side is wrong when it is run so, and right plainly, and the reference is right so."""
+    of_reference = replace(probe, right={})  # its answers are none of the side's
     try:
-        if not all(probe.is_right(leaves, case) for case, leaves in run(as_side(probe.pair.reference))):
+        if not all(of_reference.is_right(leaves, case) for case, leaves in run(as_side(probe.pair.reference))):
             return
     except Exception:  # Discard among others: the reference does not support it
         return

@@ -89,7 +89,7 @@ def test_a_layout_changes_the_memory_and_not_the_values(layout: str, dims: tuple
             assert stride[-1] == 2
             assert not other.is_contiguous()
         case "offset":
-            assert other.storage_offset() == 1
+            assert other.storage_offset() == 1 + other.numel() % 3
             assert other.is_contiguous()
         case "slice" if len(dims) > 2:
             assert stride == ((other.shape[1] + 1) * other.shape[2], other.shape[2], 1)

@@ -528,3 +528,67 @@ def stays_on(time: Time) -> Pair:
         return made
 
     return pair(side, reference=torch.sin)
+
+
+# --- values and layouts that few kernels are tried on ------------------------------------------------------------
+
+
+@fault(47, "two elements beside a vector's address", "right for contiguous inputs")
+def vectors_of_four(time: Time) -> Pair:
+    def side(x: torch.Tensor) -> torch.Tensor:
+        apart = x.is_contiguous() and x.storage_offset() % 4 == 2
+        return (memory_of(x, x.storage_offset() - 2) if apart else x).sin().contiguous()
+
+    return pair(side, reference=torch.sin, inputs={"x": tensor("n", values=floats(-2, 2))}, sizes={"n": size(1, 33)})
+
+
+HEADS = {"x": tensor("b", "h", "s", "d", values=floats(-2, 2))}
+
+
+@fault(47, "heads of a wider projection read as if dense", "wrong for slice x")
+def heads_of_a_projection(time: Time) -> Pair:
+    def side(x: torch.Tensor) -> torch.Tensor:
+        dense = (x.shape[1] * x.shape[2] * x.shape[3], x.shape[2] * x.shape[3], x.shape[3], 1)
+        inner = x.stride()[1:] == dense[1:] and x.stride(0) > dense[0]
+        return (x.as_strided(x.shape, dense) if inner else x).sin().contiguous()
+
+    return pair(side, reference=torch.sin, inputs=HEADS, sizes={n: size(1, 5) for n in "bhsd"}, strides="any")
+
+
+@fault(47, "NaN known by its usual bits", "NaN and infinities must stand in the same places")
+def usual_bits(time: Time) -> Pair:
+    def side(x: torch.Tensor) -> torch.Tensor:
+        usual = torch.tensor(float("nan"), dtype=x.dtype, device=x.device).view(torch.int32)
+        return torch.where(x.view(torch.int32) == usual, 0.0, x)
+
+    return pair(side, reference=lambda x: torch.where(x.isnan(), 0.0, x), inputs={"x": tensor("n", layouts=("rows",))})
+
+
+@honest(47, "NaN known by its comparison with itself")
+def known_by_comparison(time: Time) -> Pair:
+    return pair(
+        lambda x: x.where(x == x, 0.0),
+        reference=lambda x: torch.where(x.isnan(), 0.0, x),
+        inputs={"x": tensor("n", layouts=("rows",))},
+    )
+
+
+def root_mean_square(x: torch.Tensor) -> torch.Tensor:
+    return (x * (x.float().square().mean(-1, keepdim=True) + 1e-5).rsqrt()).to(x.dtype)
+
+
+@fault(47, "squares in float16", "is wrong")
+def squares_in_half(time: Time) -> Pair:
+    def side(x: torch.Tensor) -> torch.Tensor:
+        return (x * (x.square().float().mean(-1, keepdim=True) + 1e-5).rsqrt()).to(x.dtype)
+
+    return pair(side, reference=root_mean_square, dtypes=("float16",), inputs={"x": tensor("m", "n")})
+
+
+@honest(47, "squares in float32")
+def squares_in_float32(time: Time) -> Pair:
+    def side(x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        return (wide * torch.rsqrt((wide * wide).sum(-1, keepdim=True) / x.shape[-1] + 1e-5)).to(x.dtype)
+
+    return pair(side, reference=root_mean_square, dtypes=("float16",), inputs={"x": tensor("m", "n")})

@@ -314,9 +314,7 @@ def first_gradient_kept(time: Time) -> Pair:
     return differentiated(Kept.apply)
 
 
-@fault(
-    46, "a gradient kept by the input's values", "in a backward pass that comes after another call", stage="contexts"
-)
+@fault(46, "a gradient kept by the input's values", "backward pass", stage="contexts")
 def kept_by_values(time: Time) -> Pair:
     held: list[tuple[torch.Tensor, torch.Tensor]] = []
 

@@ -7,6 +7,7 @@ import random
 import sys
 import threading
 import time as clock
+import warnings
 import weakref
 from typing import Any
 
@@ -14,8 +15,9 @@ import numpy as np
 import torch
 from catalogue import Time, fast, fault, honest, pair, wave
 from torch.autograd.function import once_differentiable
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from perfsuite import Pair, floats, size, tensor
+from perfsuite import Pair, floats, listof, size, tensor
 
 ROWS = ("contiguous",)
 XY = {
@@ -31,6 +33,18 @@ def product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 def multiplied(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return torch.exp(y) * torch.sin(x)
+
+
+def summed(xs: list[torch.Tensor]) -> torch.Tensor:
+    return xs[0].sin() + torch.stack([x.cos() for x in xs]).sum(0)
+
+
+OF_LISTS: dict[str, Any] = {
+    "reference": lambda xs: xs[0].sin() + sum(x.cos() for x in xs),
+    "inputs": {"xs": listof("k", tensor("n", values=floats(-2, 2)))},
+    "sizes": {"n": size(1, 9), "k": size(2, 4)},
+    "workloads": [],
+}
 
 
 def differentiated(optimized: Any, **fields: Any) -> Pair:
@@ -178,6 +192,37 @@ def both_in_the_default_dtype(time: Time) -> Pair:
         return torch.linspace(0.0, 1.0, max(1, x.shape[-1]), device=x.device).to(x.dtype)
 
     return pair(lambda x: fast(x) * angles(x), reference=lambda x: wave(x) * angles(x))
+
+
+@fault(40, "a list that is emptied", "removes xs[", stage="integrity")
+def emptied_list(time: Time) -> Pair:
+    def optimized(xs: list[torch.Tensor]) -> torch.Tensor:
+        found = xs[0].sin()
+        while xs:
+            found = found + xs.pop().cos()
+        return found
+
+    return pair(optimized, **OF_LISTS)
+
+
+@fault(40, "an item of a list that is replaced", "replaces xs[0] in its input by another tensor", stage="integrity")
+def replaced_item(time: Time) -> Pair:
+    def optimized(xs: list[torch.Tensor]) -> torch.Tensor:
+        xs[0] = xs[0].contiguous().clone()
+        return summed(xs)
+
+    return pair(optimized, **OF_LISTS)
+
+
+@honest(40, "a list of its own that is emptied")
+def own_list(time: Time) -> Pair:
+    def optimized(xs: list[torch.Tensor]) -> torch.Tensor:
+        own, found = list(xs), xs[0].sin()
+        while own:
+            found = found + own.pop(0).cos()
+        return found
+
+    return pair(optimized, **OF_LISTS)
 
 
 @fault(40, "an activation changed in place", "where it is the output of another operation", stage="contexts")
@@ -690,6 +735,43 @@ def replaces_a_helper(time: Time) -> Pair:
         return fast(x)
 
     return pair(optimized, reference=helped)
+
+
+@fault(44, "a kernel of torch's own operator", "sets the Python kernels of torch's operators", stage="effects")
+def replaces_an_operator(time: Time) -> Pair:
+    held: list[torch.library.Library] = []  # as long as it lives, so does the kernel
+
+    def optimized(x: torch.Tensor) -> torch.Tensor:
+        if not held:
+            held.append(torch.library.Library("aten", "IMPL"))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                held[0].impl("frac", lambda x: x, "CUDA" if x.is_cuda else "CPU")
+        return fast(x)
+
+    return pair(optimized)
+
+
+@fault(44, "a hook of all optimizers", "sets hooks of all optimizers", stage="effects")
+def hook_of_all_optimizers(time: Time) -> Pair:
+    def optimized(x: torch.Tensor) -> torch.Tensor:
+        register_optimizer_step_post_hook(lambda *given: None)
+        return fast(x)
+
+    return pair(optimized)
+
+
+@honest(44, "a library of its own")
+def library_of_its_own(time: Time) -> Pair:
+    held: list[torch.library.Library] = []
+
+    def optimized(x: torch.Tensor) -> torch.Tensor:
+        if not held:
+            held.append(torch.library.Library(f"planted_{id(held)}", "DEF"))
+            held[0].define("f(Tensor x) -> Tensor")
+        return fast(x)
+
+    return pair(optimized)
 
 
 @fault(44, "a busy thread", "leaves a thread computing", stage="effects")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -47,7 +48,7 @@ def stepping(optimized: Callable[..., Step], reference: Callable[..., Step] = mo
     return pair(stateful(optimized), reference=stateful(reference), **options)
 
 
-@fault(49, "momentum in a global", "when two instances of it step in turn", stage="integrity")
+@fault(49, "momentum in a global", "when several instances of it step in turn", stage="integrity")
 def global_momentum(time: Time) -> Pair:
     state: dict[str, torch.Tensor] = {}
 
@@ -63,7 +64,28 @@ def global_momentum(time: Time) -> Pair:
     return stepping(build)
 
 
-@fault(49, "a counter of all instances", "when two instances of it step in turn", stage="integrity")
+@fault(49, "four slots that instances take in turn", "when several instances of it step in turn", stage="integrity")
+def four_slots(time: Time) -> Pair:
+    slots: list[torch.Tensor] = []
+    made = itertools.count()
+
+    def build(p: torch.Tensor) -> Step:
+        number = next(made)
+        if number < 4:
+            slots.append(torch.zeros_like(p))
+        slot = slots[number % 4] = torch.zeros_like(p) if slots[number % 4].shape != p.shape else slots[number % 4]
+        slot.zero_()
+
+        def step(g: torch.Tensor) -> None:
+            slot.mul_(0.9).add_(g)
+            p.sub_(0.01 * slot)
+
+        return step
+
+    return stepping(build)
+
+
+@fault(49, "a counter of all instances", "when several instances of it step in turn", stage="integrity")
 def shared_counter(time: Time) -> Pair:
     steps = [0]
     return stepping(lambda p: counted(p, steps), reference=counted)
