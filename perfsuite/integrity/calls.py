@@ -39,6 +39,8 @@ HELD_BYTES = 64 << 20
 """Of the answers of these calls that are kept."""
 ODD_ANSWERS = 3
 """So many that differ from the first are held against the truth."""
+NEARBY, NEARBY_EVERY = 2.0**-13, 3
+"""How far inputs are moved to others that are the same in half precision, and on one of how many draws."""
 MOST_ALONE = 4
 """The number of inputs that are changed alone where there are more."""
 LATE_S, LATE_EVERY = 0.02, 3
@@ -194,6 +196,7 @@ def partial_keys(probe: Probe) -> None:
         ("one element of them", _changed(probe, names, functools.partial(_one_changed, rng))),
         ("their order", _changed(probe, names, _rolled)),
         *((name, _changed(probe, (name,), _rolled)) for name in alone),
+        *_nearby(probe),
         *_other_numbers(probe, rng),
         *_other_elements(probe),
     ):
@@ -229,6 +232,12 @@ def _changeable(probe: Probe) -> list[str]:
 def _changed(probe: Probe, names: Collection[str], change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
     """The draw's inputs, these with the change."""
     return {n: make.map_tensors(v, change) if n in names else v for n, v in probe.drawn().items()}
+
+
+def _nearby(probe: Probe) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The draw's inputs moved by less than the digits of half precision."""
+    if probe.case.dtype in ("float32", "float64") and not (probe.number or 0) % NEARBY_EVERY:
+        yield "their last digits", make.jitter(probe.pair, probe.drawn(), probe.case.seed, "nearby", NEARBY)
 
 
 def _other_numbers(probe: Probe, rng: random.Random) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -277,6 +277,16 @@ def by_sum(time: Time) -> Pair:
     return pair(kept_by(lambda x: (x.shape, round(float(x.double().sum()), 2))))
 
 
+@fault(5, "an answer kept by values in bfloat16", "differ from earlier ones in their last digits", stage="integrity")
+def kept_by_half_precision(time: Time) -> Pair:
+    return pair(kept_by(lambda x: (x.shape, *x.bfloat16().flatten().tolist())))
+
+
+@honest(5, "an answer kept by all values")
+def kept_by_all(time: Time) -> Pair:
+    return pair(kept_by(lambda x: (x.shape, *x.flatten().tolist())))
+
+
 @fault(
     5, "an answer kept by the first values", "keeps answers by a part of the values, or by their sum", stage="integrity"
 )
