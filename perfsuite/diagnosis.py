@@ -190,7 +190,10 @@ def _causes(trial: _Trial, case: Case, gradients: bool) -> Iterator[str]:
         special = sorted({how.regime for how in case.inputs.values() if how.regime != "normal"})
         yield f"it is right for ordinary values, and wrong for {' and '.join(special)} ones{_remedy(special)}"
     if gradients and trial.is_right(case):
-        yield "the forward is right, the gradient is not"
+        if _outputs_stay_right(trial, case):
+            yield "the forward is right, the gradient is not"
+        else:
+            yield "its outputs are right when the call returns, and its backward pass writes to them"
     if lost:
         yield (
             "the truth itself is NaN or infinite on this draw: write the reference so that it is finite there, declare "
@@ -205,6 +208,14 @@ def _causes(trial: _Trial, case: Case, gradients: bool) -> Iterator[str]:
     yield from _related(trial, case, gradients)
     if not trial.pair.is_stateful:  # of a state that begins to differ a little any formula may be the cause
         yield from _precision(trial, case, gradients)
+
+
+def _outputs_stay_right(trial: _Trial, case: Case) -> bool:
+    """Whether the outputs are right after a backward pass."""
+    truth, produced = trial.truth(case, True), trial.produce(case, True)
+    gradients = [name for name in truth.reference if name.startswith("gradient of ")]
+    outputs = {name: leaf for name, leaf in produced.items() if name not in gradients}
+    return _agrees(trial.pair, truth.without(gradients), outputs)
 
 
 def _incoming(trial: _Trial, case: Case) -> Iterator[str]:

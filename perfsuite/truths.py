@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias, TypeGuard
 
@@ -80,6 +80,21 @@ class Truth:
     """What `comparison` has derived from the rest, by output."""
     doubles: tuple[Doubles, Doubles] = field(init=False, repr=False, compare=False)
     """`leaves` and `reference` in float64."""
+
+    def without(self, names: Collection[str]) -> Truth:
+        """The truth of the other outputs alone."""
+
+        def kept(leaves: dict[str, Any]) -> dict[str, Any]:
+            return {name: leaf for name, leaf in leaves.items() if name not in names}
+
+        return replace(
+            self,
+            leaves=kept(self.leaves),
+            reference=kept(self.reference),
+            errors=kept(self.errors),
+            moved=kept(self.moved),
+            rounding=self.rounding.difference(names),
+        )
 
     def __post_init__(self) -> None:
         self.doubles = Doubles(self.leaves), Doubles(self.reference)

@@ -197,7 +197,7 @@ def differentiable(probe: Probe) -> list[str]:
 
 def truth_with_gradients(probe: Probe, left_out: set[str], replicas: int) -> Truth:
     """The truth of a plain call and of its gradients, without these outputs."""
-    return _without(probe.truth(replicas=replicas, gradients=True), left_out)
+    return probe.truth(replicas=replicas, gradients=True).without(left_out)
 
 
 def gradients_are_right(probe: Probe) -> bool:
@@ -216,20 +216,6 @@ def gradients_are_right(probe: Probe) -> bool:
     except Exception:
         return False
     return _is_right(probe, known, produced)
-
-
-def _without(truth: Truth, names: set[str]) -> Truth:
-    def kept(leaves: Any) -> Any:
-        return {name: leaf for name, leaf in leaves.items() if name not in names}
-
-    return replace(
-        truth,
-        leaves=kept(truth.leaves),
-        reference=kept(truth.reference),
-        errors=kept(truth.errors),
-        moved=kept(truth.moved),
-        rounding=truth.rounding - names,
-    )
 
 
 def detached(leaves: Leaves) -> Leaves:

@@ -533,7 +533,7 @@ def stays_on(time: Time) -> Pair:
 # --- values and layouts that few kernels are tried on ------------------------------------------------------------
 
 
-@fault(47, "two elements beside a vector's address", "right for contiguous inputs")
+@fault(47, "two elements beside a vector's address", "contiguous")
 def vectors_of_four(time: Time) -> Pair:
     def side(x: torch.Tensor) -> torch.Tensor:
         apart = x.is_contiguous() and x.storage_offset() % 4 == 2

@@ -301,6 +301,23 @@ def one_buffer_of_gradients(time: Time) -> Pair:
     return differentiated(Held.apply, unsupported={"two_threads": "its buffer is one for all threads"})
 
 
+@fault(46, "an output that its backward pass overwrites", "its backward pass writes to them", stage="gradients")
+def output_overwritten(time: Time) -> Pair:
+    class Exponential(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            made = x.exp()
+            ctx.made = made.detach()
+            return made
+
+        @staticmethod
+        @once_differentiable
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return ctx.made.mul_(gradient)  # type: ignore[no-any-return]  # a tensor on the context
+
+    return differentiated(Exponential.apply, torch.exp)
+
+
 @fault(46, "the gradient of the first backward pass", "in a second backward pass", stage="contexts")
 def first_gradient_kept(time: Time) -> Pair:
     class Kept(Sine):
