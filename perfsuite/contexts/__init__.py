@@ -120,7 +120,7 @@ STATEFUL: tuple[Callable[[Probe], None], ...] = (
     step_sizes,
     uneven_step_lists,
 )
-IN_TURN = (*OF_ONE_DRAW, *STATEFUL)
+IN_TURN = (*OF_ONE_DRAW, *STATEFUL, other_thread, double_backward, other_stream, captured_graph)
 """Ways that depend little on the draw: each draw of a proof takes one in TURNS of them."""
 TURNS = 3
 COSTLY_STATEFUL: tuple[Callable[[Probe], None], ...] = (many_steps,)
