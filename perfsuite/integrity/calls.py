@@ -196,7 +196,7 @@ def partial_keys(probe: Probe) -> None:
         ("one element of them", _changed(probe, names, functools.partial(_one_changed, rng))),
         ("their order", _changed(probe, names, _rolled)),
         *((name, _changed(probe, (name,), _rolled)) for name in alone),
-        *_nearby(probe),
+        *_nearby(probe, names),
         *_other_numbers(probe, rng),
         *_other_elements(probe),
     ):
@@ -234,10 +234,13 @@ def _changed(probe: Probe, names: Collection[str], change: Callable[[torch.Tenso
     return {n: make.map_tensors(v, change) if n in names else v for n, v in probe.drawn().items()}
 
 
-def _nearby(probe: Probe) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The draw's inputs moved by less than the digits of half precision."""
-    if probe.case.dtype in ("float32", "float64") and not (probe.number or 0) % NEARBY_EVERY:
-        yield "their last digits", make.jitter(probe.pair, probe.drawn(), probe.case.seed, "nearby", NEARBY)
+def _nearby(probe: Probe, names: Collection[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The draw's inputs, these moved by less than the digits of half precision."""
+    full = probe.case.dtype in ("float32", "float64") and probe.pair.precision is None
+    if full and not (probe.number or 0) % NEARBY_EVERY:
+        values = probe.drawn()
+        moved = make.jitter(probe.pair, values, probe.case.seed, "nearby", NEARBY)
+        yield "their last digits", {n: moved[n] if n in names else v for n, v in values.items()}
 
 
 def _other_numbers(probe: Probe, rng: random.Random) -> Iterator[tuple[str, dict[str, Any]]]:

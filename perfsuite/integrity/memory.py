@@ -7,7 +7,7 @@ import functools
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from perfsuite import inputs as make
 from perfsuite.errors import NotEquivalent
 from perfsuite.execution import Leaves
 from perfsuite.integrity.probe import Probe, bytes_of, same_leaf
-from perfsuite.pair import BUFFERS, Pair
+from perfsuite.pair import BUFFERS, Pair, as_side
 from perfsuite.specs import ModuleSpec, holds
 
 LATER_CALLS = 9
@@ -40,9 +40,10 @@ def undeclared_mutation(probe: Probe) -> None:
         return values
 
     values = probe.drawn()
-    held = dict(make.unchanging(probe.pair, values))
+    held = _held(probe.pair, values)
     probe.call(remember(values), given=lambda values: remember(make.clone(values)))
-    _check_same_tensors(probe, held, dict(make.unchanging(probe.pair, values)))
+    if (exchanged := _exchanged(held, _held(probe.pair, values))) and not _reference_exchanges(probe):
+        raise probe.fault(exchanged)
     for path, tensor, storage, shape, stride in before:
         if tensor.shape != shape or tensor.stride() != stride:
             raise probe.fault(f"reshapes its input {path} in place")
@@ -60,15 +61,29 @@ def undeclared_mutation(probe: Probe) -> None:
             raise probe.fault(f"writes beside the elements of its input {path}, which it changes in place")
 
 
-def _check_same_tensors(probe: Probe, before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> None:
-    """NotEquivalent where a list or a module among the inputs holds other tensors than before the call."""
+def _held(pair: Pair, values: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Path → tensor, of the lists and the modules' parameters among the inputs that no call may change."""
+    unchanging = {name: value for name, value in values.items() if name not in pair.changed}
+    return {path: t for name, value in unchanging.items() for path, t in make.tensors_in(value, name, buffers=False)}
+
+
+def _exchanged(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> str:
+    """What is said of a call after which an input holds other tensors; empty where it holds the same ones."""
     for path in (*before, *after):
         if path not in after:
-            raise probe.fault(f"removes {path} from its input, which the caller still has")
+            return f"removes {path} from its input, which the caller still has"
         if path not in before:
-            raise probe.fault(f"adds {path} to its input, which the caller still has")
+            return f"adds {path} to its input, which the caller still has"
         if before[path] is not after[path]:
-            raise probe.fault(f"replaces {path} in its input by another tensor, which the caller's optimizer lacks")
+            return f"replaces {path} in its input by another tensor; the caller may hold the one before"
+    return ""
+
+
+def _reference_exchanges(probe: Probe) -> bool:
+    values = probe.drawn()
+    held = _held(probe.pair, values)
+    replace(probe, side=as_side(probe.pair.reference), right={}).call(values)
+    return bool(_exchanged(held, _held(probe.pair, values)))
 
 
 def declaration_of_change(pair: Pair, path: str) -> str:

@@ -31,7 +31,8 @@ def several_instances(probe: Probe) -> None:
         with execution.quiet(side):
             for _ in range(1 + max(STEPS)):
                 states = [next(each) for each in every]
-        return [(case, execution.of_all_steps(found)) for case, found in zip(cases, states, strict=False)]
+        judged = zip(cases, states, strict=False)  # not those beside them
+        return [(case, execution.of_all_steps(found)) for case, found in judged]
 
     _hold(probe, in_turn, "when several instances of it step in turn: they share state")
 
