@@ -41,6 +41,10 @@ from perfsuite.specs import EXPANDED, Integers, ScalarSpec, Size, symbols
 
 MOST_ELEMENTS = 1 << 18
 """A draw with a large size, or whose sizes are of a kind together, has no more elements than this in its inputs."""
+MOST_OF_TILES = 1 << 22
+"""A draw whose sizes are at tiles' edges, each by itself, has no more than this."""
+FEW = 5
+"""Beside several sizes at tiles' edges the others are no larger, where all would have too many elements."""
 SMALL = 17
 """The smallest tile and one more."""
 UP_TO, LEAST_UP_TO = {ONES: 1, WHOLE: 64, RAGGED: 128}, {ONES: 1, WHOLE: SMALL, RAGGED: 32}
@@ -167,8 +171,19 @@ def _wanted_sizes(pair: Pair, left: list[Kind], *, few: bool) -> dict[str, str]:
     wanted: dict[str, str] = {}
     for number, symbol in enumerate(dict(every)):
         edges = [kind for name, kind in every if name == symbol]
-        wanted[symbol] = edges[number % len(edges)]  # of two symbols different ones, where that is possible
+        kind = edges[number % len(edges)]  # of two symbols different ones, where that is possible
+        if not wanted or _least_elements(pair, {**wanted, symbol: kind}) <= MOST_OF_TILES:
+            wanted[symbol] = kind
     return wanted
+
+
+def _least_elements(pair: Pair, wanted: Mapping[str, str]) -> float:
+    """The elements of all inputs at the smallest sizes of these kinds, beside FEW of the others."""
+    least = {s: min([FEW, *_plain(pair, s)], key=lambda n: abs(n - FEW)) for s in pair.symbols if s not in wanted}
+    least |= {symbol: min(sizes_of_kind(pair, symbol, kind), default=1) for symbol, kind in wanted.items()}
+    if not pair.allows({**least}):
+        return 0.0
+    return sum(make.elements(spec, least) for spec in whole_tensors(pair))
 
 
 def _regimes(pair: Pair, left: list[Kind], random_: random.Random) -> tuple[dict[str, str], set[Kind]]:
@@ -229,6 +244,8 @@ def _drawn_sizes(
             elif extent.small or long:
                 most = max(among) if symbol in (*long, *counted) else SMALL
             fitting = [n for n in among if n <= most] or among
+            if not bounded and attempt >= ATTEMPTS // 2:
+                fitting = [min(fitting)] if kind else [n for n in fitting if n <= FEW] or [min(fitting)]
             sizes[symbol] = (
                 max(fitting) if kind == WHOLE else random_.choice(_largest(fitting) if together else fitting)
             )
@@ -236,7 +253,8 @@ def _drawn_sizes(
             sizes[name] = end_value(spec, ends[name], sizes) if name in ends else _scalar(spec, sizes, random_, halves)
         if not pair.allows(sizes):
             continue
-        if bounded and sum(make.elements(spec, sizes) for spec in whole_tensors(pair)) > MOST_ELEMENTS:
+        limit = MOST_ELEMENTS if bounded else MOST_OF_TILES
+        if sum(make.elements(spec, sizes) for spec in whole_tensors(pair)) > limit:
             continue
         return sizes
     return None

@@ -42,6 +42,8 @@ EXPANDED_WRITTEN = "more than one element of the written-to tensor refers to a s
 """Part of torch's message where an expanded tensor changes in place."""
 LEAF_WRITTEN = "a leaf Variable that requires grad is being used in an in-place operation"
 """Part of torch's message where an input changes in place that is differentiated."""
+WRITTEN_BEFORE_BACKWARD = "has been modified by an inplace operation"
+"""Part of torch's message where a tensor that the backward pass needs was changed."""
 OUT_DIFFERENTIATED = "arguments don't support automatic differentiation"
 """Part of torch's message where an operation with out= is differentiated."""
 NOT_DIFFERENTIABLE = "is not differentiable with respect to argument"
@@ -72,7 +74,7 @@ def remedy_of(error: BaseException, pair: Pair, case: Case) -> str:
         )
     if LEAF_WRITTEN in str(error):
         return "; name each input that the sides change in place: mutates={…}"
-    if OUT_DIFFERENTIATED in str(error):
+    if OUT_DIFFERENTIATED in str(error) or WRITTEN_BEFORE_BACKWARD in str(error):
         return "; if its gradients are not needed, declare gradients=False"
     if NOT_DIFFERENTIABLE in str(error):
         return "; an input that has no gradient is declared tensor(…, differentiable=False)"

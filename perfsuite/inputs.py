@@ -448,6 +448,12 @@ def _values(
     generator = generator_for(case.seed, name, source)
     if isinstance(spec.values, Sampled):
         made = spec.values.make(generator, shape, dtype)
+        if not isinstance(made, torch.Tensor) or tuple(made.shape) != shape:
+            found = f"shape {tuple(made.shape)}" if isinstance(made, torch.Tensor) else f"a {type(made).__name__}"
+            raise PairError(
+                f"input {name.partition('@')[0]!r}: the function in values=sampled(…) gives {found} where a tensor of "
+                f"shape {shape} is asked for; make it of the shape that it is given"
+            )
         return made.to(device=device, dtype=dtype)
     if isinstance(spec.values, Integers):
         low, high = bounds(spec.values, case.sizes)

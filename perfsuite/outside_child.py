@@ -201,7 +201,6 @@ def main() -> None:
     reply_to, given, made = map(int, sys.argv[1:])
     del sys.argv[1:]
     sys.argv[0] = "train.py"  # as of a training script
-    sys.modules["__main__"].__file__ = os.path.abspath(sys.argv[0])
     replies, files = os.fdopen(reply_to, "w"), (os.fdopen(given, "rb", buffering=0), os.fdopen(made, "r+b"))
     for line in sys.stdin:
         try:

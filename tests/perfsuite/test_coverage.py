@@ -24,6 +24,7 @@ from perfsuite import (
     truths,
 )
 from perfsuite import inputs as make
+from perfsuite.kinds import whole_tensors
 from perfsuite.pair import as_side
 from perfsuite.records import Case, InputCase
 
@@ -230,3 +231,14 @@ class CountedSteps:
 def _compared(of: Pair, case: Case) -> list[int]:
     leaves = truths.produce(of, as_side(of.optimized), case, "cpu", gradients=False)
     return sorted({int(name.split(" after ")[1].split()[0]) for name in leaves})
+
+
+@pytest.mark.parametrize("dims", ["abc", "abcd", "abcde"])
+def test_draws_of_many_sizes_are_not_too_large(dims: str) -> None:
+    of = pair(x=tensor(*dims))
+    cases = [*coverage.draws(of, "float32", 1)]
+    assert all(
+        make.elements(spec, case.sizes) <= coverage.MOST_OF_TILES for case in cases for spec in whole_tensors(of)
+    )
+    for symbol in dims:  # each is past a large tile all the same
+        assert any(case.sizes[symbol] > 128 for case in cases)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -601,3 +602,16 @@ def test_leaf_spec_is_found_in_nests() -> None:
         assert make.tensor_spec(nest) == leaf
     assert make.tensor_spec(constant(1)) is None
     assert dict(flatten({"a": [1, None]})) == {"output['a'][0]": 1, "output['a'][1]": None}
+
+
+@pytest.mark.parametrize(
+    ("make_values", "found"),
+    [
+        (lambda generator, shape, dtype: torch.zeros(2, *shape, dtype=dtype), "shape (2, 4)"),
+        (lambda generator, shape, dtype: [0.0] * 4, "a list"),
+    ],
+)
+def test_a_function_that_makes_values_of_another_shape_is_named(make_values: Any, found: str) -> None:
+    of = pair({"x": tensor("n", values=sampled(make_values))})
+    with pytest.raises(PairError, match=re.escape(f"input 'x': the function in values=sampled(…) gives {found}")):
+        make.build(of, case(n=4), "cpu")
