@@ -612,6 +612,6 @@ def test_leaf_spec_is_found_in_nests() -> None:
     ],
 )
 def test_a_function_that_makes_values_of_another_shape_is_named(make_values: Any, found: str) -> None:
-    of = pair({"x": tensor("n", values=sampled(make_values))})
+    of = pair(inputs={"x": tensor("n", values=sampled(make_values))})
     with pytest.raises(PairError, match=re.escape(f"input 'x': the function in values=sampled(…) gives {found}")):
         make.build(of, case(n=4), "cpu")
