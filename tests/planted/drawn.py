@@ -549,10 +549,10 @@ HEADS = {"x": tensor("b", "h", "s", "d", values=floats(-2, 2))}
 def heads_of_a_projection(time: Time) -> Pair:
     def side(x: torch.Tensor) -> torch.Tensor:
         dense = (x.shape[1] * x.shape[2] * x.shape[3], x.shape[2] * x.shape[3], x.shape[3], 1)
-        inner = x.stride()[1:] == dense[1:] and x.stride(0) > dense[0]
+        inner = x.stride()[2:] == dense[2:] and x.stride(0) > dense[0]
         return (x.as_strided(x.shape, dense) if inner else x).sin().contiguous()
 
-    return pair(side, reference=torch.sin, inputs=HEADS, sizes={n: size(1, 5) for n in "bhsd"}, strides="any")
+    return pair(side, reference=torch.sin, inputs=HEADS, sizes={n: size(2, 5) for n in "bhsd"}, strides="any")
 
 
 @fault(47, "NaN known by its usual bits", "NaN and infinities must stand in the same places")
