@@ -177,13 +177,16 @@ def _wanted_sizes(pair: Pair, left: list[Kind], *, few: bool) -> dict[str, str]:
     return wanted
 
 
-def _least_elements(pair: Pair, wanted: Mapping[str, str]) -> float:
-    """The elements of all inputs at the smallest sizes of these kinds, beside FEW of the others."""
-    least = {s: min([FEW, *_plain(pair, s)], key=lambda n: abs(n - FEW)) for s in pair.symbols if s not in wanted}
+def _least_elements(pair: Pair, wanted: Mapping[str, str]) -> int:
+    """The elements of all inputs at the smallest sizes of these kinds; the other sizes are about FEW."""
+    least = {s: min(_plain(pair, s), key=lambda n: abs(n - FEW), default=FEW) for s in pair.symbols}
     least |= {symbol: min(sizes_of_kind(pair, symbol, kind), default=1) for symbol, kind in wanted.items()}
-    if not pair.allows({**least}):
-        return 0.0
-    return sum(make.elements(spec, least) for spec in whole_tensors(pair))
+    return _elements(pair, least)
+
+
+def _elements(pair: Pair, sizes: Mapping[str, Any]) -> int:
+    """The elements of all inputs that are a tensor each, at these sizes."""
+    return sum(make.elements(spec, sizes) for spec in whole_tensors(pair))
 
 
 def _regimes(pair: Pair, left: list[Kind], random_: random.Random) -> tuple[dict[str, str], set[Kind]]:
@@ -253,8 +256,7 @@ def _drawn_sizes(
             sizes[name] = end_value(spec, ends[name], sizes) if name in ends else _scalar(spec, sizes, random_, halves)
         if not pair.allows(sizes):
             continue
-        limit = MOST_ELEMENTS if bounded else MOST_OF_TILES
-        if sum(make.elements(spec, sizes) for spec in whole_tensors(pair)) > limit:
+        if _elements(pair, sizes) > (MOST_ELEMENTS if bounded else MOST_OF_TILES):
             continue
         return sizes
     return None

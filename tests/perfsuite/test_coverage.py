@@ -242,3 +242,9 @@ def test_draws_of_many_sizes_are_not_too_large(dims: str) -> None:
     )
     for symbol in dims:  # each is past a large tile all the same
         assert any(case.sizes[symbol] > 128 for case in cases)
+
+
+def test_the_bound_of_elements_does_not_ask_where_for_scalars() -> None:
+    inputs: dict[str, Any] = {"x": tensor(*"abcd"), "p": scalar(floats(0, 1))}
+    of = pair(where=lambda a, p: p <= 1 and a >= 0, **inputs)
+    assert [*coverage.draws(of, "float32", 1)]
