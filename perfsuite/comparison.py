@@ -53,7 +53,7 @@ def judge_output(
     if not is_real(reference):
         _judge_exactly(where, reference, got, _excuse(truth.excused, name, got), tally)
         return
-    compared = _Compared(where, _yardstick(truth, name, dtype), doubles[name])
+    compared = _Compared(where, _expected(truth, name, dtype), doubles[name])
     compared.judge_nonfinite()
     if pair.signed_zeros:
         compared.judge_zeros()
@@ -98,9 +98,11 @@ DERIVATIVES = ("gradient of ", "second derivative of ")
 """Begins of the names of outputs that are derivatives."""
 
 
-class Yardstick:
-    """A real output of the truth in float64, and the budget of each of its elements: the same for whatever is held
-    against it."""
+class _Expected:
+    """A real output of the truth in float64, and the error budget of each of its elements.
+
+    It depends on the truth alone, so that all answers to one draw are compared with the same one.
+    """
 
     def __init__(self, truth: Truth, name: str, dtype: torch.dtype | None) -> None:
         self.is_rounding = name in truth.rounding
@@ -133,48 +135,46 @@ class Yardstick:
 
     @functools.cached_property
     def budget(self) -> torch.Tensor:
-        """Of each element."""
+        """The error budget of each element."""
         return self.norms.of_elements(self.own, self.moved, self.size)
 
     @functools.cached_property
     def leans(self) -> torch.Tensor:
-        """The elements whose errors may lean: what is flushed to zero leans by all of its size."""
+        """The elements whose errors are tested for a bias. What is flushed to zero is off by its whole size."""
         large = self.size > self.least / self.eps
         return large if self.finite is None else large & self.finite
 
     @functools.cached_property
     def beside_errors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What the errors of a side are looked at beside: those of the reference, their usual sizes, the truth."""
+        """The reference's errors, their usual sizes, and the truth: a side's errors are compared with these."""
         of_reference = differences.difference(self.reference, self.truth, self.period)
         return of_reference, self.own.hypot(MOVED_NORM / K * self.moved), self.truth
 
     def norms_of(self, truth: torch.Tensor, own: torch.Tensor, moved: torch.Tensor) -> Norms:
-        """Over some elements."""
+        """The norms over some of the elements."""
         rms = differences.rms
         return Norms(eps=self.eps, truth=rms(truth), error=rms(own), moved=rms(moved), least=self.least)
 
 
-def _yardstick(truth: Truth, name: str, dtype: torch.dtype | None) -> Yardstick:
-    """Kept with the truth, unless it is large: tens of answers are held against some."""
+def _expected(truth: Truth, name: str, dtype: torch.dtype | None) -> _Expected:
+    """The output of the truth to compare with, which the truth keeps unless it is large: one truth may serve for tens
+    of answers."""
     key = name, dtype
-    if key not in truth.yardsticks:
-        made = Yardstick(truth, name, dtype)
-        if made.truth.numel() > differences.COMPARED_ON_CPU:
-            return made
-        truth.yardsticks[key] = made
-    kept: Yardstick = truth.yardsticks[key]
-    return kept
+    found: _Expected = truth.expected.get(key) or _Expected(truth, name, dtype)
+    if found.truth.numel() <= differences.COMPARED_ON_CPU:
+        truth.expected[key] = found
+    return found
 
 
 class _Compared:
     """A real output, in float64, beside its truth."""
 
-    def __init__(self, where: str, by: Yardstick, got: torch.Tensor) -> None:
+    def __init__(self, where: str, by: _Expected, got: torch.Tensor) -> None:
         self.where, self.by, self.got = where, by, got
         if by.undefined is not None and by.undefined.shape == self.got.shape:
             self.got = torch.where(by.undefined.to(self.got.device), by.truth, self.got)
         self.excused: torch.Tensor | None = None
-        """The elements that are left out."""
+        """The elements that are not judged, because the pair excuses them."""
 
     @functools.cached_property
     def delta(self) -> torch.Tensor:
@@ -339,7 +339,7 @@ def _item(tensor: torch.Tensor, at: list[int]) -> float:
 
 
 def _times(excess: float) -> str:
-    """More than 1 also where it is rounded."""
+    """The number in three digits; one a little above 1 is not rounded to 1."""
     return f"{excess:.3g}" if excess >= 1.005 else f"{max(excess, 1.001):.3f}"
 
 

@@ -76,12 +76,15 @@ def _real(tensor: torch.Tensor) -> torch.Tensor:
 def rms(leaf: Leaf) -> float:
     """Its root mean square, over its finite elements only where some are not."""
     values = as_double(leaf)
-    if not values.numel():
-        return 0.0
-    norm = float(torch.linalg.vector_norm(values))
+    return rms_of(values, float(torch.linalg.vector_norm(values)))
+
+
+def rms_of(tensor: torch.Tensor, norm: float) -> float:
+    """`rms` of a tensor with this 2-norm; its elements are looked at only where the norm does not say."""
     if SMALL_NORM < norm < LARGE_NORM:
-        return norm / math.sqrt(values.numel())
-    if not norm and not values.any():
+        return norm / math.sqrt(tensor.numel())
+    values = as_double(tensor)
+    if not values.any():
         return 0.0
     finite = values[values.isfinite()]
     largest = float(finite.abs().max()) if finite.numel() else 0.0
@@ -97,12 +100,6 @@ def norms(tensors: Iterable[torch.Tensor]) -> list[float]:
         found[tensor.device].append(torch.linalg.vector_norm(_real(tensor.detach()), dtype=torch.float64))
     known = {device: iter(torch.stack(each).tolist()) for device, each in found.items()}
     return [next(known[tensor.device]) for tensor in every]
-
-
-def rms_of(tensor: torch.Tensor, norm: float) -> float:
-    """`rms` of a tensor with this 2-norm; its elements are looked at only where the norm does not say."""
-    usual = SMALL_NORM < norm < LARGE_NORM
-    return norm / math.sqrt(tensor.numel()) if usual else rms(tensor)
 
 
 def is_finite(values: torch.Tensor) -> bool:

@@ -51,7 +51,7 @@ DRAWN = (PLAIN, *KINDS)
 NEEDS_ORDINARY = ("zero", "partly zero", "large", "tiny", ONE_OUTPUT)
 """Those that are drawn with ORDINARY values alone: zero times infinity is NaN, which a kernel need not reproduce."""
 ORDINARY = ("normal", "sorted", "repeated")
-"""Regimes of values at which a gradient of zero is finite, and a large one, too, and a tiny one is not lost."""
+"""Regimes of values at which gradients are finite for incoming ones that are zero or large, and not 0 for tiny ones."""
 
 
 def kind_of(case: Case) -> str:

@@ -523,7 +523,7 @@ def _with_others(
 
 
 LARGE_ACTIVATION = 2.0**9
-"""In float16 the square of such values is infinite, and they are usual."""
+"""A usual size of activations in float16, at which their squares overflow."""
 
 
 def _floats(

@@ -114,7 +114,7 @@ _SETTERS = {
 
 
 def settings(names: Collection[str] | None = None) -> dict[str, Any]:
-    """The settings, modes and hooks that hold for every call in this thread: these, or all, which takes 0.3 ms."""
+    """The settings, modes and hooks that hold for every call in this thread: these, or all, which takes 0.4 ms."""
     found: dict[str, Any] = {}
     readers = _readers()
     for name in readers if names is None else names:

@@ -76,8 +76,8 @@ class Truth:
     """Name of a gradient that is 0 everywhere → the usual size of the terms of which it is the sum."""
     complete: bool = True
     """The error is over as many replicas as the rule asks for."""
-    yardsticks: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """What `comparison` has derived from the rest, by output."""
+    expected: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """A cache of `comparison`: the output's name and dtype → what answers are compared with."""
     doubles: tuple[Doubles, Doubles] = field(init=False, repr=False, compare=False)
     """`leaves` and `reference` in float64."""
 

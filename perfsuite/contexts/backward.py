@@ -87,7 +87,7 @@ def second_backward(probe: Probe) -> None:
 
 def two_graphs(probe: Probe) -> None:
     """A backward pass after other calls, as where a layer is used several times: all inputs have other values, or all
-    but one. Their backward passes come later, but for that of a call with the same values."""
+    but one. Their backward passes come later. An earlier call with the same values has had its own before."""
     if not differentiable(probe):
         return
     others = [probe.drawn(probe.other_case(number)) for number in range(GRAPHS)]
@@ -116,7 +116,8 @@ def two_graphs(probe: Probe) -> None:
 
 
 NAN_ELEMENTS = 16
-"""Of fewer the derivative may be 0 in all, and not-a-number times 0 is 0 where it is not computed."""
+"""The incoming gradients have at least so many elements. With fewer the derivative may be 0 at every one of them, where
+a side may rightly return 0."""
 
 
 def nan_gradients(probe: Probe) -> None:
@@ -169,7 +170,7 @@ def inputs_with_graphs(probe: Probe) -> None:
 
 
 def _with_graph(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values as an operation gives them."""
+    """A copy that is the output of an operation, if the tensor needs a gradient."""
     return tensor.clone() if tensor.requires_grad else tensor
 
 

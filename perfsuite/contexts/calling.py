@@ -223,8 +223,8 @@ def detached(leaves: Leaves) -> Leaves:
 
 
 def in_threads(jobs: list[Callable[[], Result]]) -> list[Result]:
-    """Each job's result, in threads of their own; raises what the first failing one raised, and what made others fail
-    before a broken barrier."""
+    """Each job's result, in threads of their own. Raises the first error; one that is not a broken barrier comes before
+    those that are, since it has broken the barrier."""
     found: list[Any] = [RuntimeError("the thread did not end")] * len(jobs)
 
     def work(number: int) -> None:

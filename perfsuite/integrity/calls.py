@@ -34,11 +34,11 @@ REPEATS = 3
 DRIFT_CALLS, FEW_CALLS, DRIFT_EVERY = 40, 10, 3
 """Calls whose answers are looked at again, on one of DRIFT_EVERY draws and on the others."""
 MOST_CALLS, DRIFT_S = 300, 0.05
-"""On the first draw there are so many calls, unless they take longer."""
+"""The first draw is called so many times, unless that takes longer."""
 HELD_BYTES = 64 << 20
-"""Of the answers of these calls that are kept."""
+"""The answers of these calls are kept up to so many bytes."""
 ODD_ANSWERS = 3
-"""So many that differ from the first are held against the truth."""
+"""The first so many answers that differ from the first one are compared with the truth."""
 NEARBY, NEARBY_EVERY = 2.0**-13, 3
 """How far inputs are moved to others that are the same in half precision, and on one of how many draws."""
 MOST_ALONE = 4
@@ -235,7 +235,7 @@ def _changed(probe: Probe, names: Collection[str], change: Callable[[torch.Tenso
 
 
 def _nearby(probe: Probe, names: Collection[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The draw's inputs, these moved by less than the digits of half precision."""
+    """The draw's inputs, of which those in `names` are moved by less than the digits of half precision."""
     full = probe.case.dtype in ("float32", "float64") and probe.pair.precision is None
     if full and not (probe.number or 0) % NEARBY_EVERY:
         values = probe.drawn()
@@ -402,7 +402,7 @@ def _handed_out_again(held: Sequence[Leaves]) -> str | None:
 
 
 def _odd(held: Sequence[Leaves]) -> list[tuple[int, Leaves]]:
-    """(its number, the answer) of the first calls whose answers have other bits than the first one's."""
+    """(number of the call, its answer) for the first answers whose bits differ from those of the first call's."""
     odd = set[int]()
     for name, first in held[0].items() if held else ():
         if not isinstance(first, torch.Tensor) or not first.numel():

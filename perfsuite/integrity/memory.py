@@ -7,7 +7,7 @@ import functools
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from perfsuite import inputs as make
 from perfsuite.errors import NotEquivalent
 from perfsuite.execution import Leaves
 from perfsuite.integrity.probe import Probe, bytes_of, same_leaf
-from perfsuite.pair import BUFFERS, Pair, as_side
+from perfsuite.pair import BUFFERS, Pair
 from perfsuite.specs import ModuleSpec, holds
 
 LATER_CALLS = 9
@@ -68,7 +68,7 @@ def _held(pair: Pair, values: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def _exchanged(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> str:
-    """What is said of a call after which an input holds other tensors; empty where it holds the same ones."""
+    """Describe the first tensor that a call has removed, added or replaced; empty if the inputs hold the same ones."""
     for path in (*before, *after):
         if path not in after:
             return f"removes {path} from its input, which the caller still has"
@@ -82,7 +82,7 @@ def _exchanged(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) 
 def _reference_exchanges(probe: Probe) -> bool:
     values = probe.drawn()
     held = _held(probe.pair, values)
-    replace(probe, side=as_side(probe.pair.reference), right={}).call(values)
+    probe.of_reference().call(values)
     return bool(_exchanged(held, _held(probe.pair, values)))
 
 

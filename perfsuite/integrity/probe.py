@@ -14,7 +14,7 @@ from perfsuite import equivalence, execution, forms, truths
 from perfsuite import inputs as make
 from perfsuite.errors import NotEquivalent
 from perfsuite.execution import Leaf, Leaves
-from perfsuite.pair import Pair, Side
+from perfsuite.pair import Pair, Side, as_side
 from perfsuite.records import Case
 from perfsuite.rule import NONE
 
@@ -42,6 +42,10 @@ class Probe:
     """An undeclared input that a call has written to, as torch counts it, whatever it holds now."""
     number: int | None = None
     """The draw's number in a proof with several, each of which may try a part of the ways; None: all are tried."""
+
+    def of_reference(self) -> Probe:
+        """The same for the reference. Its right answers are not noted as the side's."""
+        return replace(self, side=as_side(self.pair.reference), name="reference", right={})
 
     def drawn(self, case: Case | None = None) -> dict[str, Any]:
         used = case or self.case

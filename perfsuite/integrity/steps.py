@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 from perfsuite import execution, truths
@@ -11,10 +10,11 @@ from perfsuite import inputs as make
 from perfsuite.errors import NotEquivalent, first_line
 from perfsuite.execution import Leaves
 from perfsuite.integrity.probe import STEPS, Probe
-from perfsuite.pair import Side, as_side
+from perfsuite.pair import Side
 from perfsuite.records import Case
 
 INSTANCES = 9
+"""The instances that step in turn on the first draw."""
 
 
 def several_instances(probe: Probe) -> None:
@@ -23,7 +23,8 @@ def several_instances(probe: Probe) -> None:
     if not probe.pair.is_stateful:
         return
     cases = (probe.case, probe.other_case())
-    beside = [probe.other_case(number) for number in range(1, 1 if probe.number else INSTANCES - 1)]
+    others = 0 if probe.number else INSTANCES - len(cases)
+    beside = [probe.other_case(number) for number in range(1, 1 + others)]
 
     def in_turn(side: Side) -> list[tuple[Case, Leaves]]:
         every = [_stepping(probe, side, case) for case in (*cases, *beside)]
@@ -77,9 +78,9 @@ def _stepping(
 
 def _hold(probe: Probe, run: Callable[[Side], list[tuple[Case, Leaves]]], words: str) -> None:
     """NotEquivalent where the side is wrong when it is run so, and right plainly, and the reference is right so."""
-    of_reference = replace(probe, right={})  # its answers are none of the side's
+    reference = probe.of_reference()
     try:
-        if not all(of_reference.is_right(leaves, case) for case, leaves in run(as_side(probe.pair.reference))):
+        if not all(reference.is_right(leaves, case) for case, leaves in run(reference.side)):
             return
     except Exception:  # Discard among others: the reference does not support it
         return
