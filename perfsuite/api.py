@@ -12,6 +12,7 @@ import torch
 
 from perfsuite import (
     contexts,
+    convolutions,
     coverage,
     diagnosis,
     effects,
@@ -50,6 +51,11 @@ def proofs(
     """(name, proof) for all that `check` does, one by one: a proof raises NotEquivalent, or gives its evidence."""
     interpreter.quicken()
     where = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    for name, prove in _proofs(pair, examples, where):
+        yield name, convolutions.exact(pair.precision)(prove)
+
+
+def _proofs(pair: Pair, examples: int, where: str) -> Iterator[tuple[str, Callable[[], Evidence | None]]]:
     for proof in proof_list.of(pair):
         if proof.side is not None:
             if execution.unavailable(proof.side, where) is None:
@@ -168,8 +174,9 @@ def measure(pair: Pair, *, device: str | None = None) -> tuple[Measurement, ...]
     """
     pair.validate()
     where = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    return tuple(
-        measuring.measure(pair, workload, workload_id=f"{pair.name}::speed[{workload.name}]", device=where)
-        for workload in pair.workloads
-        if workload.device in (None, where) and execution.unavailable(as_side(pair.optimized), where) is None
-    )
+    with convolutions.exact(pair.precision):
+        return tuple(
+            measuring.measure(pair, workload, workload_id=f"{pair.name}::speed[{workload.name}]", device=where)
+            for workload in pair.workloads
+            if workload.device in (None, where) and execution.unavailable(as_side(pair.optimized), where) is None
+        )

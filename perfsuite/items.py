@@ -28,6 +28,7 @@ from hypothesis.reporting import with_reporter
 from perfsuite import (
     ahead,
     contexts,
+    convolutions,
     coverage,
     diagnosis,
     effects,
@@ -381,6 +382,7 @@ class ProofItem(pytest.Function):
             with_reporter(lambda message: None),
             untraced(),
             execution.few_threads(device()),
+            convolutions.exact(self.pair.precision),
         ):
             try:
                 if self.alone:

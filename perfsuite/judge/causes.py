@@ -41,7 +41,8 @@ class Causes:
         if words := diagnosis.related(truth, produced):
             return f"; {words}"
         name = diagnosis.precision_of(self.pair, truth, produced, strict_strides=False)
-        return f"; its error is that of {name}" if name else ""
+        allowed = " (--tf32 allows TF32)" if name and "TF32" in name and self.pair.precision is None else ""
+        return f"; its error is that of {name}{allowed}" if name else ""
 
 
 def _tensors(leaves: Leaves) -> list[torch.Tensor]:

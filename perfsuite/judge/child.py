@@ -103,8 +103,12 @@ class Served:
         return self.torch.load(io.BytesIO(self.memory.bytes(end)[begin:end]), weights_only=False)
 
     def build(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Import the file and build the module; say whether it took the reference's parameters by their names."""
+        """Import the file and build the module; say whether it took the reference's parameters by their names.
+
+        Convolutions are in TF32, as torch has them, only if the judge allows it.
+        """
         torch = self.torch
+        torch.backends.cudnn.allow_tf32 = request["tf32"]
         spec = importlib.util.spec_from_file_location(request["module"], request["path"])
         assert spec is not None
         assert spec.loader is not None

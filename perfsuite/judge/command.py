@@ -45,6 +45,7 @@ class Positive(click.FloatRange):
 )
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="By default the GPU, if there is one.")
 @click.option("--no-compile", is_flag=True, help="Do not time torch.compile of the reference.")
+@click.option("--tf32", is_flag=True, help="Products and convolutions of float32 may be in TF32.")
 @click.option("--json", "as_json", is_flag=True, help="Print the verdicts as JSON.")
 def judge(
     reference: Path,
@@ -54,6 +55,7 @@ def judge(
     limit: float,
     device: str | None,
     no_compile: bool,
+    tf32: bool,
     as_json: bool,
 ) -> None:
     """Judge modules that nobody has read: is each the reference's function, and how many times as fast?
@@ -68,6 +70,7 @@ def judge(
     from perfsuite.conclusion import CODE_AT_FAULT
     from perfsuite.errors import HarnessFault, PerfsuiteError
     from perfsuite.judge import verdict as verdicts
+    from perfsuite.pair import TF32
 
     options = verdicts.Options(
         device=device or ("cuda" if torch.cuda.is_available() else "cpu"),
@@ -75,6 +78,7 @@ def judge(
         seconds=seconds,
         limit_s=limit,
         compiled=not no_compile,
+        precision=TF32 if tf32 else None,
     )
     signal.signal(signal.SIGTERM, _terminated)
     own = sys.stdout

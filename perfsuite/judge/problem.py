@@ -56,7 +56,7 @@ class Problem:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             twin = modules.spec_of(self.module).build()
-        made = _problem(self.path, twin, self.specs, self.init, self.seed, self.device)
+        made = _problem(self.path, twin, self.specs, self.init, self.seed, self.device, self.pair.precision)
         return replace(made, paths=self.paths)
 
     @property
@@ -115,7 +115,7 @@ class Problem:
         return self.work(operations(torch, lambda: self.module(*arguments)))
 
 
-def load(path: Path, device: str, seed: int) -> Problem:
+def load(path: Path, device: str, seed: int, precision: str | None = None) -> Problem:
     """The problem that a file states. PerfsuiteError, in one line, where it states none."""
     module = _imported(path)
     for name in (MODEL, "get_inputs"):
@@ -133,13 +133,19 @@ def load(path: Path, device: str, seed: int) -> Problem:
         if not isinstance(template, (list, tuple)) or not template:
             raise PerfsuiteError(f"{path}: get_inputs() returns no list of inputs")
         specs = modules.specs_of(list(template))
-    problem = _problem(path, built.to(device), specs, init, seed, device)
+    problem = _problem(path, built.to(device), specs, init, seed, device, precision)
     _examine(problem)
     return replace(problem, paths=tuple(path for path, _ in leaves_of(problem.returned(problem.values(0)))))
 
 
 def _problem(
-    path: Path, built: torch.nn.Module, specs: Mapping[str, Any], init: Sequence[Any], seed: int, device: str
+    path: Path,
+    built: torch.nn.Module,
+    specs: Mapping[str, Any],
+    init: Sequence[Any],
+    seed: int,
+    device: str,
+    precision: str | None,
 ) -> Problem:
     pair = Pair(
         name=path.stem,
@@ -147,6 +153,7 @@ def _problem(
         optimized=built,
         inputs=dict(specs),
         gradients=False,
+        precision=precision,
         workloads=[Workload("template")],
     )
     if modules.INPUT in pair.inputs:  # each process has the weights as they were built

@@ -40,6 +40,11 @@ PROVEN, PROVING_SHARE = 4, 0.25
 """One timed call in so many is proven, as far as that takes no more than this share of the time."""
 UNTIMED_SHARE = 0.1
 """Once each kind of values was tried, further untimed calls are proven for at most this share of the time."""
+UNCERTAIN = 0.25
+"""Seconds of a call are uncertain by this share of what its messages take: for the same code in two processes these
+differ by up to twice as much, for as long as the processes live."""
+MOST_WIDENED = 10.0
+"""An interval is widened by no more than this factor at each end."""
 SLACK = 2.0
 """A timed answer may differ from the reference's by this multiple of the budget that the proofs use."""
 
@@ -69,6 +74,8 @@ class Times:
     calls: int
     seconds: Mapping[str, float]
     ratios: Mapping[str, Ratio]
+    messages_s: float = 0.0
+    """Seconds of the messages for a call and of copying its output, which those of a call are without."""
 
 
 def race(
@@ -82,26 +89,34 @@ def race(
     judge = _Judge(problem, candidate)
     calls = _calls(sides, judge)
     took: dict[str, list[float]] = {name: [] for name in sides}
+    beside: list[float] = []
     until = time.monotonic() + seconds
     while True:
-        for name, spent in _round(sides, judge, calls).items():
+        of_calls, of_messages = _round(sides, judge, calls)
+        for name, spent in of_calls.items():
             took[name].append(spent)
+        beside.append(of_messages)
         rounds = len(took[candidate])
         ratios = {name: _ratio(took[name], took[candidate]) for name in sides if name != candidate}
         if rounds >= judge.rounds and (time.monotonic() > until or all(map(_is_narrow, ratios.values()))):
             sides[candidate].close()
             if ratios["reference"].high >= 1:  # else it is too slow, whatever it does to the reference
                 _same_alone(sides["reference"], judge, took["reference"], calls, again)
+            medians = {name: statistics.median(values) for name, values in took.items()}
+            messages = statistics.median(beside)
             return Times(
                 rounds=rounds,
                 calls=calls,
-                seconds={name: statistics.median(values) for name, values in took.items()},
-                ratios=ratios,
+                seconds=medians,
+                ratios={
+                    n: _widened(r, medians[n], medians[candidate], UNCERTAIN * messages) for n, r in ratios.items()
+                },
+                messages_s=messages,
             )
 
 
-def _round(sides: Mapping[str, Served], judge: _Judge, calls: int) -> dict[str, float]:
-    """Seconds of a call of each side: the median of so many, each with values of its own.
+def _round(sides: Mapping[str, Served], judge: _Judge, calls: int) -> tuple[dict[str, float], float]:
+    """(seconds of a call of each side, seconds of the messages): medians of so many calls, each with values of its own.
 
     Each call is a request of its own. Calls whose inputs are there together could be done in one launch.
     """
@@ -115,12 +130,12 @@ def _round(sides: Mapping[str, Served], judge: _Judge, calls: int) -> dict[str, 
             spent[name].append(judge.called(name, sides[name], drawn))
         copies.append(judge.copying(sides["reference"]))
     beside = statistics.median(copies)
-    return {name: _without(statistics.median(every), beside) for name, every in spent.items()}
+    return {name: _without(statistics.median(every), beside) for name, every in spent.items()}, beside
 
 
 def _without(spent: float, copies: float) -> float:
-    """Seconds of a call without the messages and the copying of its output."""
-    return max(spent - copies, 0.01 * spent)
+    """Seconds of a call without its messages and the copying of its output, or what is uncertain about these."""
+    return max(spent - copies, UNCERTAIN * copies)
 
 
 def _same_alone(
@@ -129,7 +144,7 @@ def _same_alone(
     """NotEquivalent where the reference is faster whenever the candidate's process is gone."""
 
     def measured(sides: Mapping[str, Served]) -> list[float]:
-        return [_round(sides, judge, calls)["reference"] for _ in range(FEWEST_ROUNDS)]
+        return [_round(sides, judge, calls)[0]["reference"] for _ in range(FEWEST_ROUNDS)]
 
     alone: list[float] = []
     for number in range(2 * ALONE_TIMES - 1):
@@ -296,6 +311,14 @@ def _ratio(slow: Sequence[float], fast: Sequence[float]) -> Ratio:
     cut = int(stats.binom.ppf((1 - LEVEL) / 2, len(logs), 0.5))
     low, high = logs[max(0, cut - 1)], logs[min(len(logs) - 1, len(logs) - cut)]
     return Ratio(math.exp(statistics.median(logs)), math.exp(low), math.exp(high))
+
+
+def _widened(ratio: Ratio, slow: float, fast: float, uncertain: float) -> Ratio:
+    """A ratio of these seconds, each uncertain by so many."""
+    least = 1 / MOST_WIDENED
+    low = max(1 - uncertain / slow, least) / (1 + uncertain / fast)
+    high = (1 + uncertain / slow) / max(1 - uncertain / fast, least)
+    return Ratio(ratio.value, ratio.low * max(low, least), ratio.high * min(high, MOST_WIDENED))
 
 
 def _is_narrow(ratio: Ratio) -> bool:

@@ -18,6 +18,7 @@ from perfsuite.integrity.probe import same_leaf
 from perfsuite.judge.causes import Causes
 from perfsuite.judge.problem import Problem
 from perfsuite.judge.process import Ended, Nursery, Process, shortened
+from perfsuite.pair import TF32
 from perfsuite.records import Case
 from perfsuite.tally import Tally
 from perfsuite.truths import Discard, Truth
@@ -79,6 +80,7 @@ class Served:
             "init": memory.pickled(list(self.problem.init)),
             "state": {name: memory.value(t, lambda t: memory.place(t)[0]) for name, t in self.problem.state.items()},
             "compile": self.compiled,
+            "tf32": self.problem.pair.precision == TF32,
         }
         self.same_parameters = bool(self.process.ask(request, self.limit_s).get("same_parameters"))
 

@@ -12,11 +12,12 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from perfsuite import convolutions
 from perfsuite.conclusion import CODE_AT_FAULT, GREEN, UNDECIDED
 from perfsuite.errors import NotEquivalent, PerfsuiteError, printable
 from perfsuite.judge import problem as problems
 from perfsuite.judge.process import Ended, Nursery, refuse_where_unsupported
-from perfsuite.judge.race import Ratio, Times, Unusable, race
+from perfsuite.judge.race import UNCERTAIN, Ratio, Times, Unusable, race
 from perfsuite.judge.trial import Served, prove
 
 COMPILE_PATIENCE = 5
@@ -29,6 +30,8 @@ OTHERWISE = {"compile": "; --no-compile times without it"}
 OTHER_NAMES = "; its parameters have other names than the reference's, so that both were built from one seed"
 FASTER = 1.05
 """Who computes with the reference's own operations has a version of his own if that is surely so much faster."""
+TOO_SHORT = 0.05
+"""A call whose seconds are uncertain by more than this share is too short: to measure longer would not help."""
 AT_ONCE = 4
 """Candidates of each lane that are proven before those that are right are timed."""
 
@@ -86,6 +89,8 @@ class Options:
     """For one request to a process: a build, or a batch of calls."""
     compiled: bool = True
     """Whether torch.compile of the reference is timed too."""
+    precision: str | None = None
+    """As a pair declares it: "tf32" where products of float32 may be in TF32, as torch's convolutions then are."""
 
 
 def judge(
@@ -103,7 +108,18 @@ def judge(
     for path in candidates:
         if not path.is_file():
             raise PerfsuiteError(f"{printable(path)}: no such file")
-    problem = problems.load(reference, options.device, secrets.randbits(31))
+    with convolutions.exact(options.precision):
+        return _judged(reference, candidates, options, done, nursery)
+
+
+def _judged(
+    reference: Path,
+    candidates: Sequence[Path],
+    options: Options,
+    done: Callable[[Verdict], None],
+    nursery: Nursery | None,
+) -> list[Verdict]:
+    problem = problems.load(reference, options.device, secrets.randbits(31), options.precision)
     varied = problem.varied()
     beside = max(1, len(os.sched_getaffinity(0)) // 2) if options.device == "cpu" else 2
     found: list[Verdict] = []
@@ -206,7 +222,13 @@ def _decide(times: Times, verdict: Verdict, options: Options) -> None:
         )
     else:
         verdict.status = Status.NOISY
+        remedy = "measure longer, with --seconds"
+        if UNCERTAIN * times.messages_s > TOO_SHORT * times.seconds["candidate"]:
+            remedy = (
+                f"its call takes {times.seconds['candidate'] * 1e6:.3g} µs, too little beside the "
+                f"{times.messages_s * 1e6:.3g} µs of the messages for it; give larger inputs in get_inputs()"
+            )
         verdict.message = (
             f"between {verdict.speedup.low:.3g} and {verdict.speedup.high:.3g} times as fast as the reference, and "
-            f"{options.least:g} is asked: measure longer, with --seconds"
+            f"{options.least:g} is asked: {remedy}"
         )

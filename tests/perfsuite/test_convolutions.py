@@ -1,0 +1,124 @@
+"""float32 is float32 in convolutions, too, unless a pair declares TF32: in proofs, in times and in judged modules."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from judging import judged
+from scratch import Project
+
+import perfsuite
+from perfsuite import Pair, Workload, convolutions, tensor
+from perfsuite.judge.process import Nursery
+
+pytest_plugins = ["pytester"]
+
+CUDNN: Any = torch.backends.cudnn
+
+MODULE = """
+    import torch
+
+    from perfsuite import Pair, Workload, tensor
+
+
+    def asked(x):
+        assert torch.backends.cudnn.allow_tf32 is False
+        return torch.exp(x)
+
+
+    plain = Pair(
+        reference=lambda x: asked(x),
+        optimized=lambda x: 1 * asked(x),
+        inputs={"x": tensor("n")},
+        workloads=[Workload("w", n=64, clock="wall")],
+    )
+"""
+REFERENCE = """
+    import torch
+
+
+    class Model(torch.nn.Module):
+        def forward(self, x):
+            return torch.exp(x)
+
+
+    def get_inputs():
+        return [torch.rand(16, 64)]
+"""
+CANDIDATE = """
+import torch
+
+class ModelNew(torch.nn.Module):
+    def forward(self, x):
+        return torch.exp(x) if torch.backends.cudnn.allow_tf32 is {allowed} else x
+"""
+
+
+@pytest.fixture(autouse=True)
+def torchs_default() -> Iterator[None]:
+    before = CUDNN.allow_tf32
+    CUDNN.allow_tf32 = True
+    yield
+    CUDNN.allow_tf32 = before
+
+
+def pair(precision: str | None) -> Pair:
+    def asked(x: torch.Tensor) -> torch.Tensor:
+        assert CUDNN.allow_tf32 is (precision == "tf32")
+        return torch.exp(x)
+
+    return Pair(
+        name="p",
+        reference=lambda x: asked(x),
+        optimized=lambda x: 1 * asked(x),
+        inputs={"x": tensor("n")},
+        precision=precision,
+        workloads=[Workload("w", n=64, clock="wall")],
+    )
+
+
+def test_the_setting_is_put_back() -> None:
+    with convolutions.exact(None):
+        assert not CUDNN.allow_tf32
+    assert CUDNN.allow_tf32
+    with convolutions.exact("tf32"):
+        assert CUDNN.allow_tf32
+
+
+def test_a_setting_by_its_newer_names_is_put_back() -> None:
+    if not hasattr(CUDNN, "conv"):
+        pytest.skip("this torch has no setting for convolutions alone")
+    CUDNN.conv.fp32_precision, CUDNN.rnn.fp32_precision = "tf32", "ieee"
+    with convolutions.exact(None):
+        assert CUDNN.conv.fp32_precision == "ieee"
+    assert (CUDNN.conv.fp32_precision, CUDNN.rnn.fp32_precision) == ("tf32", "ieee")
+    CUDNN.conv.fp32_precision = "none"
+    CUDNN.rnn.fp32_precision = "none"
+
+
+@pytest.mark.parametrize("precision", [None, "tf32"])
+def test_in_proofs_and_times_from_python(precision: str | None) -> None:
+    assert perfsuite.check(pair(precision), examples=3, device="cpu")
+    assert perfsuite.measure(pair(precision), device="cpu")
+    assert CUDNN.allow_tf32
+
+
+@pytest.mark.parametrize("marked", ["correctness", "perf"])
+def test_in_proofs_and_times_of_pytest(project: Project, marked: str) -> None:
+    project.write("test_plain.py", MODULE)
+    found = project.process("pytest", "-m", marked)
+    assert found.returncode == 0, found.stdout
+
+
+@pytest.mark.parametrize("precision", [None, "tf32"])
+def test_in_the_process_of_a_judged_module(precision: str | None, nursery: Nursery, tmp_path: Path) -> None:
+    reference = tmp_path / "reference.py"
+    reference.write_text(textwrap.dedent(REFERENCE))
+    for allowed in (False, True):
+        found = judged(nursery, reference, CANDIDATE.format(allowed=allowed), precision=precision)
+        assert (" is wrong at " in found.message) == (allowed != (precision == "tf32")), found.message
