@@ -22,6 +22,8 @@ refused = chunks.IS_NVIDIA_HOPPER and chunks.TRITON_ABOVE_3_4_0 and not chunks.T
 
 # Few heads, keys and values: each combination is tuned and compiled for itself.
 SIZES = {"batch": size(1, 3), "length": size(1, 97), "heads": size(1, 2), "k": size(1, 2), "v": size(1, 2)}
+TUNED = {"k": size(2, 2), "v": size(2, 2)}
+"""Chunked kernels are tuned for minutes for each number of keys and of values."""
 WORKLOAD = Workload("w", batch=4, length=2048, heads=16, k=4, v=4)
 GATES = floats(-1, 0)
 """Logarithms of decays."""
@@ -75,7 +77,7 @@ LONGER = {"sizes": SIZES | {"length": size(2, 97)}}
 def pair(reference: Callable[..., Any], optimized: Any, *, chunked: bool, **further: Any) -> Pair:
     """Chunked kernels multiply matrices on tensor cores; the others go step by step in float32."""
     keys, options = further.pop("keys", floats(-2, 2)), further.pop("options", {})
-    sizes = options.pop("sizes", SIZES)
+    sizes = options.pop("sizes", SIZES) | (TUNED if chunked else {})
     return Pair(
         reference=reference,
         optimized=optimized,

@@ -122,3 +122,25 @@ def test_in_the_process_of_a_judged_module(precision: str | None, nursery: Nurse
     for allowed in (False, True):
         found = judged(nursery, reference, CANDIDATE.format(allowed=allowed), precision=precision)
         assert (" is wrong at " in found.message) == (allowed != (precision == "tf32")), found.message
+
+
+def unfolded(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """A convolution as a product, which torch computes in float32."""
+    columns = torch.nn.functional.unfold(x, 3)
+    size = x.shape[-1] - 2
+    return (weight.flatten(1) @ columns).view(x.shape[0], -1, size, size)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_a_convolution_on_a_gpu_is_that_of_float32() -> None:
+    shapes = {"x": tensor("b", 32, "n", "n", least=1), "weight": tensor(32, 32, 3, 3)}
+    sizes = {"b": perfsuite.size(1, 4), "n": perfsuite.size(3, 20)}
+    both = Pair(
+        name="conv",
+        reference=torch.nn.functional.conv2d,
+        optimized=unfolded,
+        inputs=shapes,
+        sizes=sizes,
+        gradients=False,
+    )
+    assert perfsuite.check(both, examples=5, device="cuda")
