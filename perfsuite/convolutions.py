@@ -1,4 +1,5 @@
-"""float32 in a convolution: unless told otherwise, torch lets cuDNN round its factors to TF32, which have 10 bits."""
+"""Computes float32 convolutions in float32. By default PyTorch lets cuDNN round their inputs to TF32, which keeps only
+10 bits of the mantissa."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ def exact(precision: str | None) -> Iterator[None]:
 
 
 def _is_readable(settings: Any) -> bool:
-    """Whether torch answers for both kinds together: not where a project has set them apart by their newer names."""
+    """Whether PyTorch can read the older setting: it raises once a project has set a newer one, such as
+    `cudnn.conv.fp32_precision`. Until then the newer ones stay unset, so that the project can read the older one."""
     try:
         return isinstance(settings.allow_tf32, bool)
     except RuntimeError:

@@ -76,18 +76,18 @@ LONGER = {"sizes": SIZES | {"length": size(2, 97)}}
 
 def pair(reference: Callable[..., Any], optimized: Any, *, chunked: bool, **further: Any) -> Pair:
     """Chunked kernels multiply matrices on tensor cores; the others go step by step in float32."""
-    keys, options = further.pop("keys", floats(-2, 2)), further.pop("options", {})
-    sizes = options.pop("sizes", SIZES) | (TUNED if chunked else {})
+    keys = further.pop("keys", floats(-2, 2))
+    options = {"sizes": SIZES} | ({"precision": "tf32"} if chunked else {}) | further.pop("options", {})
+    options["sizes"] = options["sizes"] | (TUNED if chunked else {})
     return Pair(
         reference=reference,
         optimized=optimized,
         inputs={"q": heads("k"), "k": heads("k", values=keys), "v": heads("v"), **further},
-        sizes=sizes,
         workloads=[WORKLOAD],
         strides="any",
         max_examples=15,
         unsupported=UNSUPPORTED,
-        **({"precision": "tf32"} if chunked else {}) | options,
+        **options,
     )
 
 

@@ -90,13 +90,16 @@ def _waits_refused() -> Iterator[None]:
 
 @contextmanager
 def _capturing(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> Iterator[None]:
-    """torch.cuda.graph, which leaves its stream the current one where the capture fails."""
-    before = torch.cuda.current_stream()
+    """torch.cuda.graph; where the capture fails, that leaves its stream current and the random generator unusable."""
+    before, generator = torch.cuda.current_stream(), torch.cuda.default_generators[torch.cuda.current_device()]
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=EMPTY_GRAPH)  # its answer shows it
             with torch.cuda.graph(graph, stream=stream):
                 yield
+    except BaseException:
+        generator.graphsafe_set_state(generator.clone_state())  # a copy is in no capture
+        raise
     finally:
         torch.cuda.set_stream(before)
 

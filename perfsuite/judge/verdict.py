@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import secrets
@@ -108,23 +109,13 @@ def judge(
     for path in candidates:
         if not path.is_file():
             raise PerfsuiteError(f"{printable(path)}: no such file")
-    with convolutions.exact(options.precision):
-        return _judged(reference, candidates, options, done, nursery)
-
-
-def _judged(
-    reference: Path,
-    candidates: Sequence[Path],
-    options: Options,
-    done: Callable[[Verdict], None],
-    nursery: Nursery | None,
-) -> list[Verdict]:
-    problem = problems.load(reference, options.device, secrets.randbits(31), options.precision)
-    varied = problem.varied()
-    beside = max(1, len(os.sched_getaffinity(0)) // 2) if options.device == "cpu" else 2
-    found: list[Verdict] = []
-    given, nursery = nursery, nursery or Nursery()
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(convolutions.exact(options.precision))
+        problem = problems.load(reference, options.device, secrets.randbits(31), options.precision)
+        varied = problem.varied()
+        beside = max(1, len(os.sched_getaffinity(0)) // 2) if options.device == "cpu" else 2
+        nursery = nursery or stack.enter_context(contextlib.closing(Nursery()))
+        found: list[Verdict] = []
         # Nothing is timed beside a proof, and no more processes wait for it than these.
         for first in range(0, len(candidates), AT_ONCE * beside):
             some = candidates[first : first + AT_ONCE * beside]
@@ -132,16 +123,11 @@ def _judged(
                 proven = list(pool.map(lambda path: _prove(nursery, problem, varied, path, options), some))
             for verdict, served in proven:
                 if served is not None:
-                    try:
+                    with contextlib.closing(served):
                         _time(nursery, served.problem, served, verdict, options)
-                    finally:
-                        served.close()
                 found.append(verdict)
                 done(verdict)
-    finally:
-        if given is None:
-            nursery.close()
-    return found
+        return found
 
 
 def _prove(

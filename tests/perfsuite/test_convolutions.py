@@ -91,8 +91,6 @@ def test_the_setting_is_put_back() -> None:
 
 
 def test_a_setting_by_its_newer_names_is_put_back() -> None:
-    if not hasattr(CUDNN, "conv"):
-        pytest.skip("this torch has no setting for convolutions alone")
     CUDNN.conv.fp32_precision, CUDNN.rnn.fp32_precision = "tf32", "ieee"
     with convolutions.exact(None):
         assert CUDNN.conv.fp32_precision == "ieee"

@@ -498,6 +498,7 @@ def test_outputs_by_keys_may_come_in_any_order(nursery: Nursery, tmp_path: Path)
     ):
         text = textwrap.dedent(model.format(name="ModelNew", returned=returned))
         found = judged(nursery, reference, text)
+        assert found.status is Status.NOT_EQUIVALENT
         assert says in found.message
 
 

@@ -162,9 +162,11 @@ def test_an_exploit_is_rejected_by_name(nursery: Nursery, reference: Path, name:
 
 @ON_GPU
 def test_an_honest_kernel_is_proven_and_timed(nursery: Nursery, reference: Path) -> None:
+    # So many rows that a call of the reference is long beside its messages.
+    reference.write_text(reference.read_text().replace("torch.rand(16, ", "torch.rand(128, "))
     found = judged(nursery, reference, textwrap.dedent(HONEST), **ON_CUDA | {"seconds": 3.0})
     assert found.status is Status.PASS, found
     assert found.speedup is not None
-    assert found.speedup.low > 1
+    assert found.speedup.low > 3
     assert found.same_parameters
     assert not found.not_confined
