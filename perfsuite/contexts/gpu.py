@@ -58,7 +58,7 @@ def captured_graph(probe: Probe) -> None:
             with torch.cuda.stream(aside):
                 for _ in range(WARMUP_CALLS):  # what is compiled or allocated at a first call cannot be captured
                     call(*make.clone(others).values())
-                with _waits_refused():  # else the capture would fail, after which torch's generator raises
+                with _waits_refused():  # a wait raises here, and not within the capture
                     call(*make.clone(others).values())
             torch.cuda.synchronize()
             _overwrite(held)
