@@ -7,10 +7,12 @@ does not is a fault. What the first call of all leaves is found around the first
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TypeAlias
 
@@ -35,6 +37,8 @@ THREADS_EVERY = 5
 """Other threads are watched on one draw in so many: that takes time, and its result depends little on the draw."""
 STILL = "still "
 """Begin of the names of generators that a call leaves as they were."""
+TURN_S = 1e-4
+"""A thread of Python computes for as long as this while another waits, as the watch does."""
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
@@ -158,18 +162,31 @@ def threads(probe: Probe) -> Effects:
     if (probe.number or 0) % THREADS_EVERY:
         return {}
     _call_and_differentiate(probe)
-    before = _ticks()
-    time.sleep(IDLE_S)
-    busy = {n for n, ticks in _ticks().items() if ticks > before.get(n, 0)} - {threading.get_native_id()}
-    for _ in range(WINDOWS):
-        if not busy:
-            return {}
-        first = _ticks()
-        time.sleep(BUSY_S)
-        last = _ticks()
-        busy = {n for n in busy if (last.get(n, 0) - first.get(n, 0)) * TICK_S >= BUSY_SHARE * BUSY_S}
-    names = {thread.native_id: thread.name for thread in threading.enumerate()}
+    with _short_turns():
+        before = _ticks()
+        time.sleep(IDLE_S)
+        busy = {n for n, ticks in _ticks().items() if ticks > before.get(n, 0)} - {threading.get_native_id()}
+        for _ in range(WINDOWS):
+            if not busy:
+                return {}
+            first = _ticks()
+            time.sleep(BUSY_S)
+            last = _ticks()
+            busy = {n for n in busy if (last.get(n, 0) - first.get(n, 0)) * TICK_S >= BUSY_SHARE * BUSY_S}
+        names = {thread.native_id: thread.name for thread in threading.enumerate()}
     return {f"thread {n}": f"leaves a thread computing ({names.get(n, 'not one of Python')})" for n in busy}
+
+
+@contextlib.contextmanager
+def _short_turns() -> Iterator[None]:
+    """Python's threads give way to each other soon: a busy one keeps the interpreter for a whole turn at each file that
+    is read, and the watch would last longer than it."""
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(TURN_S)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(usual)
 
 
 def _ticks() -> dict[int, int]:
