@@ -50,6 +50,7 @@ def proofs(
 ) -> Iterator[tuple[str, Callable[[], Evidence | None]]]:
     """(name, proof) for all that `check` does, one by one: a proof raises NotEquivalent, or gives its evidence."""
     interpreter.quicken()
+    pair.validate_functions()
     where = device or ("cuda" if torch.cuda.is_available() else "cpu")
     for name, prove in _proofs(pair, examples, where):
         yield name, convolutions.exact(pair.precision)(prove)

@@ -17,7 +17,7 @@ from perfsuite.forms import is_real, judge_form
 from perfsuite.pair import TF32, Pair
 from perfsuite.rule import MOVED_NORM, K, Norms, dtype_of_leaf, underflow
 from perfsuite.tally import Tally
-from perfsuite.truths import Truth, period_of
+from perfsuite.truths import DERIVATIVES, Truth, period_of
 
 
 def judge_output(
@@ -92,10 +92,6 @@ def _is_unused_gradient(where: str, name: str, reference: Leaf, got: Leaf) -> bo
     if name.startswith("gradient of ") and not given.any():
         return True
     raise NotEquivalent(message)
-
-
-DERIVATIVES = ("gradient of ", "second derivative of ")
-"""Begins of the names of outputs that are derivatives."""
 
 
 class _Expected:

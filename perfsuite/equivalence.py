@@ -180,7 +180,9 @@ def check_truth(pair: Pair, case: Case, device: str, *, gradients: bool = False)
         truth = truths.establish(plain, case, device, gradients=gradients, eps=TRUTH_EPS)
     except Discard:
         return
-    cheap = truths.produce(plain, Side(call=pair.truth, stateful=pair.is_stateful), case, device, gradients=gradients)
+    side = Side(call=pair.truth, stateful=pair.is_stateful)
+    with truths.told_of_truth(pair):
+        cheap = truths.produce(plain, side, case, device, gradients=gradients)
     try:
         judge(plain, truth, cheap, name="truth=", strict_strides=False)
     except NotEquivalent as error:

@@ -12,6 +12,8 @@ class DeviceFault(BaseException):
     """The GPU can no longer be used by this process; not an Exception, so that nothing repeats or swallows it."""
 
 
+OF_THE_DEVICE = "CUDA"
+"""Part of the messages of errors that a kernel has caused and that show at any later operation."""
 LACKS_MEMORY = ("out of memory", "ALLOC_FAILED")
 """Parts of the messages of out-of-memory errors that libraries raise as a plain RuntimeError."""
 CROWDED_SHARE = 0.05
@@ -26,6 +28,11 @@ def lacks_memory(error: BaseException) -> bool:
     if torch is not None and isinstance(error, torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in LACKS_MEMORY)
+
+
+def is_of_device(error: BaseException) -> bool:
+    """Whether a device is the cause: an earlier kernel, or too little memory."""
+    return lacks_memory(error) or OF_THE_DEVICE in str(error)
 
 
 def is_crowded() -> bool:

@@ -133,6 +133,7 @@ def cases(draw: st.DrawFn, pair: Pair, dtype: str) -> Case:
             layout = "contiguous"
         if layout != "contiguous" or regime != "normal":
             inputs[name] = InputCase(layout=layout, regime=regime)
+    assume(pair.allows(sizes))  # once more, with the scalars
     return Case(dtype=dtype, sizes=sizes, inputs=inputs, seed=draw(SEEDS))
 
 
@@ -148,6 +149,7 @@ def plain_cases(draw: st.DrawFn, pair: Pair, dtype: str) -> Case:
     for name, spec in {**pair.inputs, **pair.step_inputs}.items():
         if isinstance(spec, ScalarSpec):
             sizes[name] = draw(_scalar(spec, sizes))
+    assume(pair.allows(sizes))  # once more, with the scalars
     return Case(dtype=dtype, sizes=sizes, inputs={}, seed=draw(SEEDS))
 
 
@@ -245,7 +247,7 @@ def build(pair: Pair, case: Case, device: str, *, home: Path | None = None) -> d
     if pair.adjust is not None:
         with torch.no_grad():
             if device == "cpu" or not _adjusted_on_cpu(pair, values):
-                pair.adjust(*values.values())
+                pair.adjusted(values)
     return values
 
 
@@ -255,12 +257,11 @@ ADJUSTED_ON_CPU = 1 << 14
 
 def _adjusted_on_cpu(pair: Pair, values: dict[str, Any]) -> bool:
     """Adjust copies on the CPU and copy them back; False, with nothing changed, where that is not possible."""
-    assert pair.adjust is not None
     if sum(tensor.numel() for _, tensor in tensors_in(values)) > ADJUSTED_ON_CPU:
         return False
     copies = map_tensors(values, lambda tensor: tensor.detach().to("cpu", copy=True))
     try:
-        pair.adjust(*copies.values())
+        pair.adjusted(copies)
     except Exception:  # a function of the user's may need the device, and says again there what is wrong
         return False
     copy_values(values, copies)

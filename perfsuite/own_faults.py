@@ -19,8 +19,6 @@ JUDGES = frozenset({"differences.py", "forms.py", "rule.py", "truths.py"})
 CALLS_A_SIDE = "truths.py", "run"
 """The file and function through which all of them call a side."""
 INSTALLED = "site-packages"
-OF_THE_DEVICE = "CUDA"
-"""Part of the messages of errors that a kernel has caused and that show at any later operation."""
 
 
 def raises_harness_faults(work: Callable[Given, Result]) -> Callable[Given, Result]:
@@ -46,7 +44,7 @@ def _own_place(error: Exception) -> str | None:
     """Where a judge raised the error, or torch called by one; None where a side, or the device, is the cause."""
     if type(error).__module__.startswith("perfsuite.") or isinstance(error, MemoryError):
         return None
-    if faults.lacks_memory(error) or OF_THE_DEVICE in str(error):
+    if faults.is_of_device(error):
         return None
     frames = [f for f in traceback.extract_tb(error.__traceback__) if INSTALLED not in Path(f.filename).parts]
     own = [(Path(f.filename).name, f.name) for f in frames if Path(f.filename).parent == HARNESS]

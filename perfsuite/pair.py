@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from perfsuite import modules
+from perfsuite import declared_functions, modules
 from perfsuite.errors import PairError
 from perfsuite.specs import (
     ANY_WHOLE,
@@ -460,8 +460,28 @@ class Pair:
         return symbols(dict(self.inputs)) | symbols(dict(self.step_inputs))
 
     def allows(self, sizes: Mapping[str, Any]) -> bool:
-        """Whether `where` holds for these sizes and scalars together."""
-        return self.where is None or bool(self.where(**accepted(self.where, sizes)))
+        """Whether `where` holds for these sizes and scalars together; True while one that it names is not drawn yet."""
+        if self.where is None or not sizes.keys() >= set(declared_functions.required(self.where)):
+            return True
+        given = accepted(self.where, sizes)
+        with declared_functions.of_pair(self.name, "where", ", ".join(f"{n}={v}" for n, v in given.items())):
+            return bool(self.where(**given))
+
+    def adjusted(self, values: Mapping[str, Any]) -> None:
+        """`adjust` changes these inputs in place."""
+        if self.adjust is not None:
+            with declared_functions.of_pair(self.name, "adjust", self._by_position()):
+                self.adjust(*values.values())
+
+    def excused(self, values: Mapping[str, Any]) -> Any:
+        """What `excuse` makes of these inputs; None without one."""
+        if self.excuse is None:
+            return None
+        with declared_functions.of_pair(self.name, "excuse", f"{self._by_position()} in float64"):
+            return self.excuse(*values.values())
+
+    def _by_position(self) -> str:
+        return f"the inputs ({', '.join(self.inputs)}) by position"
 
     def size_of(self, name: str) -> Size | None:
         """The range that the size is drawn from; None where nothing is declared."""
@@ -475,6 +495,15 @@ class Pair:
     def is_recorded(self) -> bool:
         return any(isinstance(s, RecordedSpec) for s in self.inputs.values())
 
+    def validate_functions(self) -> None:
+        """Raise PairError where `adjust`, `excuse`, `truth` or `where` cannot be called as they are."""
+        for role, call in (("adjust", self.adjust), ("excuse", self.excuse), ("truth", self.truth)):
+            if call is not None:
+                declared_functions.check_positional(self.name, role, call, list(self.inputs))
+        if self.where is not None:
+            scalars = {name for name, spec in self.inputs.items() if isinstance(spec, ScalarSpec)}
+            declared_functions.check_named(self.name, "where", self.where, self.symbols | scalars)
+
     def validate(self) -> None:
         """Raise PairError for what can only be known once the whole pair is there: its workloads."""
         if not self.workloads:
@@ -484,6 +513,7 @@ class Pair:
             )
         seen: set[str] = set()
         scalars = {k for k, v in self.inputs.items() if isinstance(v, ScalarSpec)}
+        self.validate_functions()
         for workload in self.workloads:
             if workload.name in seen:
                 raise PairError(f"pair {self.name!r} has two workloads called {workload.name!r}; rename one")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias, TypeGuard
 
 import torch
 
-from perfsuite import differences, execution, incoming
+from perfsuite import declared_functions, differences, execution, incoming
 from perfsuite import inputs as make
 from perfsuite.differences import Doubles
 from perfsuite.errors import NotEquivalent, PairError
@@ -36,6 +37,8 @@ from perfsuite.rule import (
 )
 from perfsuite.specs import TensorSpec
 
+DERIVATIVES = ("gradient of ", "second derivative of ")
+"""How the names of leaves begin that are no outputs of a side, but derivatives of its inputs."""
 Given: TypeAlias = Callable[[int], dict[str, Any]]
 """The inputs of a step of a stateful pair, by its number."""
 Drawn: TypeAlias = Callable[[], dict[str, Any]]
@@ -174,7 +177,7 @@ def establish(
         rounding=rounding,
         eps=draw.eps,
         periods=periods,
-        excused=pair.excuse(*make.upcast(draw.inputs).values()) if pair.excuse is not None else None,
+        excused=_excused(draw, truth),
         plain=all(how.layout == "contiguous" for how in case.inputs.values()),
         declared_precision=pair.precision not in (None, TF32),
         shared=shared,
@@ -184,6 +187,41 @@ def establish(
     )
     found.doubles = doubles
     return found
+
+
+def _excused(draw: _Draw, truth: Leaves) -> Any:
+    """The mask, or the masks by output, of the elements that the pair excuses; PairError for one of no output."""
+    masks = draw.pair.excused(make.upcast(draw.inputs))
+    if masks is None or draw.pair.is_stateful or (draw.way is not None and not _is_proven(draw.way)):
+        return masks  # the outputs of these have further names
+    pair, derivatives = draw.pair.name, tuple(f"{kind}{name}" for kind in DERIVATIVES for name in draw.pair.inputs)
+    shapes = {name: tuple(leaf.shape) for name, leaf in truth.items() if isinstance(leaf, torch.Tensor)}
+    if not isinstance(masks, Mapping):
+        of_inputs = [tuple(tensor.shape) for _, tensor in make.tensors_in(draw.inputs)]  # a mask of gradients
+        if shapes and not any(_fits(masks, shape) for shape in (*shapes.values(), *of_inputs)):
+            of_all = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+            raise PairError(f"{pair}: excuse= returns a mask of shape {_shape(masks)}, which fits no output: {of_all}")
+        return masks
+    for name, mask in masks.items():
+        if name not in truth and not str(name).startswith(derivatives):
+            raise PairError(
+                f"{pair}: excuse= returns a mask of {name!r}, which is no output; the outputs are {', '.join(truth)}"
+            )
+        if mask is not None and name in shapes and not _fits(mask, shapes[name]):
+            raise PairError(
+                f"{pair}: excuse= returns a mask of shape {_shape(mask)} for {name}, which has shape {shapes[name]}"
+            )
+    return masks
+
+
+def _fits(mask: Any, shape: Sequence[int]) -> bool:
+    """Whether the mask can be expanded to this shape."""
+    own = _shape(mask)
+    return len(own) <= len(shape) and all(m in (1, n) for m, n in zip(reversed(own), reversed(shape), strict=False))
+
+
+def _shape(mask: Any) -> tuple[int, ...]:
+    return tuple(torch.as_tensor(mask).shape)
 
 
 def of_reference(pair: Pair, case: Case, device: str, drawn: dict[str, Any]) -> Leaves:
@@ -224,8 +262,16 @@ class _Draw:
         return {**self.inputs, **of_step}
 
     def truth(self, inputs: dict[str, Any], step: Given) -> Leaves:
-        """In float64."""
-        return run(self.exact, self.pair, make.upcast(inputs), self.case, self.gradients, upcast(step), self.way)
+        """In float64. PairError where `truth` raises and the reference does not."""
+        given = (self.pair, make.upcast(inputs), self.case, self.gradients, upcast(step), self.way)
+        if self.pair.truth is None:
+            return run(self.exact, *given)
+        try:
+            with told_of_truth(self.pair):
+                return run(self.exact, *given)
+        except PairError:
+            self.own(make.clone(inputs), step)  # where it raises, too, the draw is one that it does not support
+            raise
 
     def own(self, inputs: dict[str, Any], step: Given) -> Leaves:
         """In the working precision, on inputs that may be changed."""
@@ -240,6 +286,11 @@ class _Draw:
         # The neighbour's inputs are made by now: only the reference itself runs with its roundings redrawn.
         with execution.redrawn_roundings(self.case.seed + number, self.nearness.results, self.least):
             return truth, self.own(near, step)
+
+
+def told_of_truth(pair: Pair) -> AbstractContextManager[None]:
+    """What is raised in it is told as a mistake in the pair's `truth`."""
+    return declared_functions.of_pair(pair.name, "truth", "what the reference is called with, in float64")
 
 
 class _Spread:
@@ -410,8 +461,10 @@ def copied(given: Given) -> Given:
 
 
 def _check_reference(pair: Pair, own: Leaves, truth: Leaves, doubles: tuple[Doubles, Doubles]) -> None:
+    exact = "in float64" if pair.truth is None else "than truth= returns; let truth= return what the reference does"
     if list(own) != list(truth):
-        raise PairError(f"{pair.name}: the reference returns other outputs in float64; it must not depend on the dtype")
+        remedy = "in float64; it must not depend on the dtype" if pair.truth is None else exact
+        raise PairError(f"{pair.name}: the reference returns other outputs {remedy}")
     for name, leaf in own.items():
         if isinstance(leaf, torch.Tensor) and (kind := unusual_kind(leaf)):
             raise PairError(
@@ -420,12 +473,13 @@ def _check_reference(pair: Pair, own: Leaves, truth: Leaves, doubles: tuple[Doub
             )
         t = truth[name]
         if is_real(leaf) != is_real(t):
-            raise PairError(f"{pair.name}: {name} of the reference is of another kind in float64; take out its casts")
+            remedy = "in float64; take out its casts" if pair.truth is None else exact
+            raise PairError(f"{pair.name}: {name} of the reference is of another kind {remedy}")
         if not is_real(leaf):
             continue
         t64, r = (of[name] for of in doubles)
         if r.shape != t64.shape:
-            raise PairError(f"{pair.name}: {name} of the reference has another shape in float64")
+            raise PairError(f"{pair.name}: {name} of the reference has another shape {exact}")
         if not differences.same_nonfinite(r, t64):
             raise Discard(name)
 

@@ -1,0 +1,81 @@
+"""The functions that a pair declares beside its sides, such as `adjust=`: a mistake in one is told as the pair's."""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from perfsuite import faults
+from perfsuite.errors import PairError, PerfsuiteError, in_one_line
+
+
+@contextmanager
+def of_pair(pair: str, role: str, given: str) -> Iterator[None]:
+    """PairError for what a declared function raises: it names the pair, the function's role, what it was given, and the
+    line."""
+    try:
+        yield
+    except PerfsuiteError:
+        raise
+    except Exception as error:
+        if faults.is_of_device(error):
+            raise
+        raise PairError(
+            f"{pair}: {role}= raises {in_one_line(error)}{_place(error)}; correct it: it is called with {given}"
+        ) from error
+
+
+def check_positional(pair: str, role: str, call: Callable[..., Any], inputs: Sequence[str]) -> None:
+    """PairError where it cannot be called with so many inputs."""
+    signature = _signature(call)
+    if signature is None:
+        return
+    try:
+        signature.bind(*inputs)
+    except TypeError as error:
+        raise PairError(
+            f"pair {pair!r}: {role}= cannot be called with the inputs ({', '.join(inputs)}) by position: {error}"
+        ) from None
+
+
+def check_named(pair: str, role: str, call: Callable[..., Any], known: Collection[str]) -> None:
+    """PairError where it needs a parameter that has none of the known names."""
+    for name in required(call):
+        if name not in known:
+            raise PairError(
+                f"pair {pair!r}: {role}= names {name!r}, which is no size and no scalar of its inputs; they are "
+                f"{', '.join(sorted(known)) or 'none'}"
+            )
+
+
+def required(call: Callable[..., Any]) -> list[str]:
+    """The names of the parameters without a default."""
+    signature = _signature(call)
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = signature.parameters.values() if signature is not None else ()
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in several]
+
+
+def _signature(call: Callable[..., Any]) -> inspect.Signature | None:
+    """None where Python knows none, as of some functions written in C."""
+    try:
+        return inspect.signature(call)
+    except (TypeError, ValueError):
+        return None
+
+
+def _place(error: Exception) -> str:
+    """The innermost line of the user's that raised it."""
+    own = Path(__file__).parent
+    frames = [Path(f.filename) for f in traceback.extract_tb(error.__traceback__)]
+    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__)]
+    users = [
+        f" at {file.name}:{line}"
+        for file, line in zip(frames, lines, strict=True)
+        if own not in file.parents and "site-packages" not in file.parts
+    ]
+    return users[-1] if users else ""

@@ -1,0 +1,96 @@
+"""A mistake in adjust=, excuse=, truth= or where= is told in one line that names it, and blames no side."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import perfsuite
+from perfsuite import Pair, floats, scalar, tensor
+from perfsuite.errors import PairError
+
+
+def sine(x: torch.Tensor) -> torch.Tensor:
+    return x.sin()
+
+
+def pair(**fields: Any) -> Pair:
+    given: dict[str, Any] = {"reference": sine, "optimized": torch.sin, "inputs": {"x": tensor("m", "n")}}
+    return Pair(**{**given, "gradients": False, **fields})
+
+
+def refused(of: Pair, match: str) -> None:
+    with pytest.raises(PairError, match=match) as error:
+        perfsuite.check(of, examples=5, device="cpu")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("role", ["adjust", "excuse", "truth"])
+def test_a_function_of_other_inputs_is_named(role: str) -> None:
+    call: dict[str, Any] = {role: lambda x, y: x}
+    refused(pair(**call), rf"{role}= cannot be called with the inputs \(x\) by position: missing .*'y'")
+
+
+def test_a_condition_on_what_is_no_size_is_named() -> None:
+    refused(pair(where=lambda m, q: m > q), "where= names 'q', which is no size and no scalar of its inputs; .* m, n")
+
+
+@pytest.mark.parametrize("role", ["adjust", "excuse", "truth"])
+def test_what_a_function_raises_is_told_as_its_own(role: str) -> None:
+    call: dict[str, Any] = {role: lambda x: x.sine()}
+    refused(pair(**call), rf"{role}= raises AttributeError: .*'sine' at test_declared_functions.py:\d+; correct it")
+
+
+def test_what_a_condition_raises_is_told_with_the_sizes() -> None:
+    refused(pair(where=lambda m: m > "a"), r"where= raises TypeError: .* at test_declared_functions.py:\d+; .* m=\d+")
+
+
+def test_a_truth_that_lacks_what_the_reference_lacks_is_not_accused() -> None:
+    def at_least_one(x: torch.Tensor) -> torch.Tensor:
+        return x.amax().expand(1)
+
+    of = pair(reference=at_least_one, optimized=at_least_one, truth=at_least_one)
+    with pytest.raises(RuntimeError, match="amax"):  # as on draws without elements
+        at_least_one(torch.empty(0))
+    perfsuite.check(of, examples=5, device="cpu")
+
+
+def test_a_truth_of_another_shape_is_named() -> None:
+    refused(pair(truth=lambda x: x.sin().sum()), "another shape than truth= returns")
+
+
+@pytest.mark.parametrize(
+    ("mask", "words"),
+    [
+        (lambda x: {"result": x > 0}, "excuse= returns a mask of 'result', which is no output; the outputs are output"),
+        (lambda x: torch.ones(77, dtype=torch.bool), r"a mask of shape \(77,\), which fits no output: output \("),
+        (lambda x: {"output": torch.ones(77, dtype=torch.bool)}, r"of shape \(77,\) for output, which has shape \("),
+    ],
+)
+def test_a_mask_of_no_output_is_named(mask: Any, words: str) -> None:
+    refused(pair(excuse=mask), words)
+
+
+def test_masks_of_gradients_and_of_one_output_are_taken() -> None:
+    """Also in the proofs that compare no gradients, and where the mask has the shape of an input alone."""
+
+    def total(x: torch.Tensor) -> torch.Tensor:
+        return x.sin().sum(-1)
+
+    fields: dict[str, Any] = {"reference": total, "optimized": total, "gradients": True}
+    for mask in (lambda x: x.isnan(), lambda x: {"gradient of x": x.isnan(), "output": None}):
+        perfsuite.check(pair(**fields, excuse=mask), examples=5, device="cpu")
+
+
+def test_a_condition_may_name_a_scalar() -> None:
+    inputs = {"x": tensor("m", "n"), "p": scalar(floats(0, 1))}
+
+    def scaled(x: torch.Tensor, p: float) -> torch.Tensor:
+        return x * p
+
+    of = pair(reference=scaled, optimized=scaled, inputs=inputs, where=lambda m, p: p < 0.75 or m > 3)
+    perfsuite.check(of, examples=5, device="cpu")
+    assert of.allows({"m": 1})  # the scalar is not drawn yet
+    assert not of.allows({"m": 1, "p": 0.9})
