@@ -190,7 +190,7 @@ def establish(
 
 
 def _excused(draw: _Draw, truth: Leaves) -> Any:
-    """The mask, or the masks by output, of the elements that the pair excuses; PairError for one of no output."""
+    """The mask, or the masks by output, of the elements that the pair excuses; PairError where none is of an output."""
     masks = draw.pair.excused(make.upcast(draw.inputs))
     if masks is None or draw.pair.is_stateful or (draw.way is not None and not _is_proven(draw.way)):
         return masks  # the outputs of these have further names
@@ -202,11 +202,10 @@ def _excused(draw: _Draw, truth: Leaves) -> Any:
             of_all = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
             raise PairError(f"{pair}: excuse= returns a mask of shape {_shape(masks)}, which fits no output: {of_all}")
         return masks
+    if masks and not any(name in truth or str(name).startswith(derivatives) for name in masks):
+        outputs = ", ".join(name for name in truth if not name.startswith(DERIVATIVES))
+        raise PairError(f"{pair}: excuse= returns a mask of {next(iter(masks))!r}, which is no output: {outputs}")
     for name, mask in masks.items():
-        if name not in truth and not str(name).startswith(derivatives):
-            raise PairError(
-                f"{pair}: excuse= returns a mask of {name!r}, which is no output; the outputs are {', '.join(truth)}"
-            )
         if mask is not None and name in shapes and not _fits(mask, shapes[name]):
             raise PairError(
                 f"{pair}: excuse= returns a mask of shape {_shape(mask)} for {name}, which has shape {shapes[name]}"

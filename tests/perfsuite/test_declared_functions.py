@@ -64,7 +64,7 @@ def test_a_truth_of_another_shape_is_named() -> None:
 @pytest.mark.parametrize(
     ("mask", "words"),
     [
-        (lambda x: {"result": x > 0}, "excuse= returns a mask of 'result', which is no output; the outputs are output"),
+        (lambda x: {"result": x > 0}, "excuse= returns a mask of 'result', which is no output: output$"),
         (lambda x: torch.ones(77, dtype=torch.bool), r"a mask of shape \(77,\), which fits no output: output \("),
         (lambda x: {"output": torch.ones(77, dtype=torch.bool)}, r"of shape \(77,\) for output, which has shape \("),
     ],
