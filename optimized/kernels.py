@@ -16,8 +16,11 @@ try:
     import triton.language as tl
 
     jit = triton.jit
+    # Triton's interpreter is wrong in bfloat16.
+    INTERPRETED = bool(triton.knobs.runtime.interpret)
 except ImportError:
     triton = None
+    INTERPRETED = False
     # Enough for kernel modules to be imported: constants with a `.value`, annotations.
     tl = SimpleNamespace(constexpr=lambda value: SimpleNamespace(value=value))
 

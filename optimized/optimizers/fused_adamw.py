@@ -4,14 +4,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from optimized.addresses import Addresses, are_aligned
 from optimized.kernels import ceil_div, jit, launching, tl, use_triton
 
 # 8 values a thread: with four arrays, eight 16-byte loads in flight, and registers for a fully occupied
 # multiprocessor.
 BLOCK = 2048
 NUM_WARPS = 8
-# Vector accesses need addresses that are multiples of this many bytes.
-ALIGNMENT = 16
 
 
 def adamw(
@@ -97,7 +96,6 @@ class _TritonAdamW:
             if p.stride() != m.stride() and p.numel()
         }
         self.live = [i for i, p in enumerate(self.params) if p.numel()]
-        self.sent: list[int] | None = None
         if not self.live:
             return
         device = self.params[self.live[0]].device
@@ -111,7 +109,8 @@ class _TritonAdamW:
         moments = [t[i].data_ptr() for t in (self.first, self.second) for i in self.live]
         self.sizes = torch.tensor(sizes, dtype=torch.int64, device=device)
         self.moments = torch.tensor(moments, dtype=torch.int64, device=device)
-        self.moments_aligned = _aligned(moments)
+        self.moments_aligned = are_aligned(moments)
+        self.addresses = Addresses(device)
         # beta ** step in float64: in float32 1 - beta ** step would lose most of its digits at the first steps.
         self.powers = torch.ones(2, dtype=torch.float64, device=device)
         self.factors = torch.tensor(self.betas, dtype=torch.float64, device=device)
@@ -128,12 +127,12 @@ class _TritonAdamW:
             p, grad, m = self.params[i], grads[i], self.first[i]
             updated.append(self.copies[i].copy_(p) if i in self.copies else p)
             dense.append(grad if grad.stride() == m.stride() else torch.empty_like(m).copy_(grad))
-        self._send([t.data_ptr() for tensors in (updated, dense) for t in tensors])
+        self.addresses.send([*updated, *dense])
         beta1, beta2 = self.betas
         self.powers.mul_(self.factors)
         with launching(self.powers):
             _adamw_kernel[(self.owner.shape[0],)](
-                self.addresses,
+                self.addresses.table,
                 self.moments,
                 self.sizes,
                 self.owner,
@@ -148,26 +147,11 @@ class _TritonAdamW:
                 1 - beta2,
                 self.eps,
                 BLOCK=BLOCK,
-                ALIGNED=self.aligned,
+                ALIGNED=self.moments_aligned and self.addresses.aligned,
                 num_warps=NUM_WARPS,
             )
         for i, copy in self.copies.items():
             self.params[i].copy_(copy)
-
-    def _send(self, addresses: list[int]) -> None:
-        """Bring the device's table up to date, if a tensor has moved since the last step."""
-        if addresses == self.sent:
-            return
-        device = self.powers.device
-        # From pinned memory, which the allocator keeps until the copy is done: the host does not wait.
-        host = torch.tensor(addresses, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self.addresses = host.to(device, non_blocking=True)
-        self.aligned = self.moments_aligned and _aligned(addresses)
-        self.sent = addresses
-
-
-def _aligned(addresses: list[int]) -> bool:
-    return all(address % ALIGNMENT == 0 for address in addresses)
 
 
 @jit

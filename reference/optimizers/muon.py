@@ -1,0 +1,58 @@
+"""Muon, one matrix and one operation at a time (ups, technique 002.8)."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+ITERATIONS = 5
+EPS = 1e-7
+
+
+def muon(
+    params: Sequence[torch.Tensor],
+    lr: float = 1.4e-3,
+    momentum: float = 0.95,
+    weight_decay: float = 0.03,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Callable[[Sequence[torch.Tensor]], None]:
+    """Build `step(grads)`, which sets each parameter's `.grad` and updates the parameters in place.
+
+    Muon with Nesterov momentum and decoupled weight decay (Jordan, 2024), momenta starting at 0:
+    `m += (1 - momentum) * (g - m)`; of `g + momentum * (m - g)` the orthogonalized matrix o is taken;
+    `p *= 1 - lr * weight_decay`, then `p -= lr * sqrt(max(1, rows / columns)) * o`.
+
+    params  matrices [rows, columns], changed in place
+    dtype   what float32 matrices are orthogonalized in; torch.optim.Muon does so in bfloat16
+    grads   one for each parameter, of its shape
+
+    Source: ups, technique 002.8.
+    """
+    momenta = [torch.zeros_like(p) for p in params]
+
+    @torch.no_grad()
+    def step(grads: Sequence[torch.Tensor]) -> None:
+        for p, grad, m in zip(params, grads, momenta, strict=True):
+            p.grad = grad
+            if not p.numel():
+                continue
+            m.add_((1 - momentum) * (grad - m))
+            update = grad + momentum * (m - grad)
+            update = orthogonalized(update.to(dtype) if p.dtype == torch.float32 else update)
+            rows, columns = p.shape
+            p.mul_(1 - lr * weight_decay)
+            p.sub_(lr * max(1.0, rows / columns) ** 0.5 * update.to(p.dtype))
+
+    return step
+
+
+def orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
+    """The matrix [rows, columns] with singular values near 1, by five steps of a Newton–Schulz iteration."""
+    tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if tall else matrix
+    x = x / x.norm().clamp(min=EPS)
+    a, b, c = COEFFICIENTS
+    for _ in range(ITERATIONS):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.T if tall else x
