@@ -14,8 +14,10 @@ from optimized.kernels import INTERPRETED, ceil_div, jit, launching, tl, use_tri
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
 EPS = 1e-7
-# Elements of a matrix that one program updates.
-BLOCK = 2048
+# One program updates so many rows and columns of a matrix.
+SQUARE = 64
+# Matrices begin at multiples of so many elements.
+VECTOR = 16
 # Of the products: the largest tile, and how many terms of its sums are taken at a time.
 LARGEST_TILE, DEPTH = 128, 64
 # A product's tile has at least so many rows and columns.
@@ -83,7 +85,7 @@ def orthogonalized(matrices: torch.Tensor) -> torch.Tensor:
     """Each of the matrices [count, rows, columns] with singular values near 1, by five steps of a Newton–Schulz
     iteration."""
     tall = matrices.shape[1] > matrices.shape[2]
-    x = wide(matrices)
+    x = matrices.mT if tall else matrices
     x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=EPS)
     a, b, c = COEFFICIENTS
     for _ in range(ITERATIONS):
@@ -99,19 +101,8 @@ def muon_triton(
     weight_decay: float = 0.03,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Callable[[Sequence[torch.Tensor]], None]:
-    """`muon` by Triton kernels for the float32 parameters of one device."""
-    params = list(params)
-    places = _by_shape(params)
-    groups = [_Group([params[i] for i in at], lr, momentum, weight_decay, dtype) for at in places]
-
-    @torch.no_grad()
-    def step(grads: Sequence[torch.Tensor]) -> None:
-        for p, grad in zip(params, grads, strict=True):
-            p.grad = grad
-        for group, at in zip(groups, places, strict=True):
-            group.step([grads[i] for i in at])
-
-    return step
+    """`muon` by Triton kernels for the float32 parameters of one device, whatever their shapes."""
+    return _TritonMuon(list(params), lr, momentum, weight_decay, dtype)
 
 
 def _by_shape(params: Sequence[torch.Tensor]) -> list[list[int]]:
@@ -128,224 +119,302 @@ def _rate(lr: float, p: torch.Tensor) -> float:
     return lr * max(1.0, rows / columns) ** 0.5
 
 
-class _Group:
-    """The parameters of one shape, with their momenta and the memory of the iteration."""
+class _TritonMuon:
+    """The step, with its tables: of each matrix, and of each program's matrix and tile."""
 
     def __init__(self, params: list[torch.Tensor], lr: float, momentum: float, weight_decay: float, dtype: torch.dtype):
-        self.params, self.rate, self.momentum = params, _rate(lr, params[0]), momentum
-        self.decay = 1 - lr * weight_decay
-        count, (rows, columns), device = len(params), params[0].shape, params[0].device
-        self.momenta = torch.zeros(count, rows, columns, device=device)
-        self.addresses = Addresses(device)
+        self.params, self.momentum, self.decay = params, momentum, 1 - lr * weight_decay
+        self.live = [i for i, p in enumerate(params) if p.numel()]
+        if not self.live:
+            return
+        matrices = [params[i] for i in self.live]
+        device, shapes = matrices[0].device, [tuple(p.shape) for p in matrices]
+        least = [min(shape) for shape in shapes]
+        most = [max(shape) for shape in shapes]
+        self.count = len(shapes)
+        self.tile = min(LARGEST_TILE, max(LEAST_TILE, 1 << (max(least) - 1).bit_length()))
+        # Vector accesses of rows: in float32 four elements, in half precision eight.
+        self.vectors = all(n % 8 == 0 for shape in shapes for n in shape)
+
+        def on_device(values: Sequence[float], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.tensor(values, dtype=dtype).to(device)
+
+        sizes = [n * m for n, m in zip(least, most, strict=True)]
+        squares = [n * n for n in least]
+        self.shapes = on_device([n for shape in shapes for n in shape])
+        # Each matrix begins at a multiple of what a vector access reads.
+        self.first, total = _places(sizes)
+        self.first_of_squares, total_of_squares = _places(squares)
+        self.first, self.first_of_squares = on_device(self.first), on_device(self.first_of_squares)
+        self.rates = on_device([_rate(lr, p) for p in matrices], torch.float32)
         dtype = torch.float32 if INTERPRETED else dtype
-        self.x, self.next_x = (torch.empty(count, rows, columns, dtype=dtype, device=device) for _ in range(2))
-        least = min(rows, columns)
-        self.gram, self.polynomial = (torch.empty(count, least, least, dtype=dtype, device=device) for _ in range(2))
-        self.squares = torch.empty(count, ceil_div(rows * columns, BLOCK), device=device)
+        self.momenta = torch.zeros(total, device=device)
+        self.x, self.next_x = (torch.empty(total, dtype=dtype, device=device) for _ in range(2))
+        self.gram, self.polynomial = (torch.empty(total_of_squares, dtype=dtype, device=device) for _ in range(2))
+        self.elements = _tiles(shapes, SQUARE, device)
+        self.products = _tiles(list(zip(least, most, strict=True)), self.tile, device)
+        self.symmetric = _tiles([(n, n) for n in least], self.tile, device, upper=True)
+        per_matrix = [ceil_div(rows, SQUARE) * ceil_div(columns, SQUARE) for rows, columns in shapes]
+        self.sums = torch.zeros(self.count, max(per_matrix), device=device)
+        self.addresses = Addresses(device)
 
-    def step(self, grads: list[torch.Tensor]) -> None:
+    @torch.no_grad()
+    def __call__(self, grads: Sequence[torch.Tensor]) -> None:
+        for p, grad in zip(self.params, grads, strict=True):
+            p.grad = grad
+        if not self.live:
+            return
         # Held until the last launch, so that no temporary's memory is reused before.
-        dense = [grad.contiguous() for grad in grads]
-        updated = [p.contiguous() for p in self.params]
+        dense = [grads[i].contiguous() for i in self.live]
+        updated = [self.params[i].contiguous() for i in self.live]
         self.addresses.send([*dense, *updated])
-        count, blocks = self.squares.shape
-        size = self.momenta[0].numel()
         with launching(self.momenta):
-            _momentum_kernel[(blocks, count)](
+            self._orthogonalize()
+            _update_kernel[(len(self.elements),)](
                 self.addresses.table,
-                self.momenta,
+                self.elements,
+                self.shapes,
+                self.first,
                 self.x,
-                self.squares,
-                size,
-                self.momentum,
-                1 - self.momentum,
-                BLOCK=BLOCK,
-                ALIGNED=self.addresses.aligned and size % BLOCK == 0,
-                num_warps=8,
-            )
-            result = self._orthogonalized()
-            _update_kernel[(blocks, count)](
-                self.addresses.table,
-                result,
-                count,
-                size,
+                self.rates,
+                self.count,
                 self.decay,
-                self.rate,
-                BLOCK=BLOCK,
-                ALIGNED=self.addresses.aligned and size % BLOCK == 0,
+                TILE=SQUARE,
+                ALIGNED=self.addresses.aligned and self.vectors,
                 num_warps=8,
             )
-        for p, copy in zip(self.params, updated, strict=True):
-            if copy is not p and copy.data_ptr() != p.data_ptr():
-                p.copy_(copy)
+        for i, copy in zip(self.live, updated, strict=True):
+            if copy is not self.params[i]:
+                self.params[i].copy_(copy)
 
-    def _orthogonalized(self) -> torch.Tensor:
-        scale = 1 / self.squares.sum(1).sqrt_().clamp_(min=EPS)
+    def _orthogonalize(self) -> None:
+        """Update the momenta, and leave in `x` what they are orthogonalized to."""
+        _momentum_kernel[(len(self.elements),)](
+            self.addresses.table,
+            self.elements,
+            self.shapes,
+            self.first,
+            self.momenta,
+            self.x,
+            self.sums,
+            self.sums.shape[1],
+            self.momentum,
+            1 - self.momentum,
+            TILE=SQUARE,
+            ALIGNED=self.addresses.aligned and self.vectors,
+            num_warps=8,
+        )
+        scale = 1 / self.sums.sum(1).sqrt_().clamp_(min=EPS)
         a, b, c = COEFFICIENTS
-        x, following = self.x, self.next_x
         for number in range(ITERATIONS):
-            by = scale if number == 0 else None
-            symmetric_product(wide(x), self.gram, scale=by)
-            symmetric_product(self.gram, self.polynomial, alpha=c, beta=b)
-            product_and_sum(self.polynomial, wide(x), wide(following), beta=a, scale=by)
-            x, following = following, x
-        return x
+            self._symmetric(self.x, self.gram, scale if number == 0 else None)
+            self._symmetric(self.gram, self.polynomial, None, alpha=c, beta=b)
+            self._product(scale if number == 0 else None, beta=a)
+            self.x, self.next_x = self.next_x, self.x
+
+    def _symmetric(
+        self,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        scale: torch.Tensor | None,
+        alpha: float = 1.0,
+        beta: float = 0.0,
+    ) -> None:
+        """out = alpha · (s x) (s x)ᵀ + beta · x for each matrix, s being its scale; with a beta, x is symmetric."""
+        squares = beta != 0.0
+        _symmetric_kernel[(len(self.symmetric),)](
+            self.symmetric,
+            self.shapes,
+            self.first_of_squares if squares else self.first,
+            self.first_of_squares,
+            x,
+            out,
+            x if scale is None else scale,
+            alpha,
+            beta,
+            TILE=self.tile,
+            DEPTH=DEPTH,
+            SCALED=scale is not None,
+            SQUARES=squares,
+            VECTORS=self.vectors,
+            num_warps=NUM_WARPS,
+            num_stages=NUM_STAGES,
+        )
+
+    def _product(self, scale: torch.Tensor | None, beta: float) -> None:
+        """next_x = s · (polynomial x + beta · x) for each matrix, s being its scale."""
+        _product_kernel[(len(self.products),)](
+            self.products,
+            self.shapes,
+            self.first,
+            self.first_of_squares,
+            self.polynomial,
+            self.x,
+            self.next_x,
+            self.x if scale is None else scale,
+            beta,
+            TILE=self.tile,
+            DEPTH=DEPTH,
+            SCALED=scale is not None,
+            VECTORS=self.vectors,
+            num_warps=NUM_WARPS,
+            num_stages=NUM_STAGES,
+        )
 
 
-def wide(matrices: torch.Tensor) -> torch.Tensor:
-    """The matrices, or their transposes if they have more rows than columns."""
-    return matrices.mT if matrices.shape[1] > matrices.shape[2] else matrices
+def _places(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Where each matrix begins, and where the last one ends: at multiples of VECTOR elements."""
+    places, total = [], 0
+    for size in sizes:
+        places.append(total)
+        total += ceil_div(size, VECTOR) * VECTOR
+    return places, total
 
 
-def _tile(rows: int) -> int:
-    return min(LARGEST_TILE, max(LEAST_TILE, 1 << (rows - 1).bit_length()))
+def _tiles(shapes: Sequence[tuple[int, int]], tile: int, device: torch.device, *, upper: bool = False) -> torch.Tensor:
+    """(matrix, row, column) of each tile, int32; only those on and above the diagonal where these suffice."""
+    found = [
+        (matrix, i, j)
+        for matrix, (rows, columns) in enumerate(shapes)
+        for i in range(ceil_div(rows, tile))
+        for j in range(i if upper else 0, ceil_div(columns, tile))
+    ]
+    return torch.tensor(found, dtype=torch.int32).to(device)
 
 
-def symmetric_product(
-    x: torch.Tensor, out: torch.Tensor, *, scale: torch.Tensor | None = None, alpha: float = 1.0, beta: float = 0.0
-) -> None:
-    """out = alpha · (s x) (s x)ᵀ + beta · x for each matrix, s being its scale; with a beta, x must be symmetric.
-
-    x      [count, rows, columns]
-    out    [count, rows, rows], contiguous
-    scale  [count] float32, or None for 1
-    """
-    count, rows, columns = x.shape
-    tile = _tile(rows)
-    tiles = ceil_div(rows, tile)
-    _symmetric_kernel[(tiles * (tiles + 1) // 2, count)](
-        x,
-        out,
-        x if scale is None else scale,
-        rows,
-        columns,
-        *x.stride(),
-        alpha,
-        beta,
-        TILE=tile,
-        DEPTH=DEPTH,
-        SCALED=scale is not None,
-        ADDS=beta != 0.0,
-        num_warps=NUM_WARPS,
-        num_stages=NUM_STAGES,
-    )
-
-
-def product_and_sum(
-    p: torch.Tensor, x: torch.Tensor, out: torch.Tensor, *, beta: float, scale: torch.Tensor | None = None
-) -> None:
-    """out = s · (p x + beta · x) for each matrix, s being its scale.
-
-    p      [count, rows, rows], contiguous
-    x      [count, rows, columns]
-    out    as x, with the same strides
-    scale  [count] float32, or None for 1
-    """
-    count, rows, columns = x.shape
-    tile = _tile(rows)
-    _product_kernel[(ceil_div(rows, tile) * ceil_div(columns, tile), count)](
-        p,
-        x,
-        out,
-        x if scale is None else scale,
-        rows,
-        columns,
-        *x.stride(),
-        beta,
-        TILE=tile,
-        DEPTH=DEPTH,
-        SCALED=scale is not None,
-        num_warps=NUM_WARPS,
-        num_stages=NUM_STAGES,
-    )
+@jit
+def _tile_of(tiles_ptr, shapes_ptr):
+    """This program's matrix, its tile's row and column, and the matrix's shape."""
+    tiles_ptr += tl.program_id(0) * 3
+    matrix = tl.load(tiles_ptr)
+    rows = tl.load(shapes_ptr + 2 * matrix).to(tl.int32)
+    columns = tl.load(shapes_ptr + 2 * matrix + 1).to(tl.int32)
+    return matrix, tl.load(tiles_ptr + 1), tl.load(tiles_ptr + 2), rows, columns
 
 
 @jit
 def _momentum_kernel(
     addresses_ptr,
+    tiles_ptr,
+    shapes_ptr,
+    first_ptr,
     momenta_ptr,
     x_ptr,
-    squares_ptr,
-    size,
+    sums_ptr,
+    sums_of_each,
     momentum,
     one_minus_momentum,
-    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    matrix = tl.program_id(1)
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    # A mask would split the vector accesses: whole blocks go without.
-    mask = None if ALIGNED else at < size
+    matrix, i, j, rows, columns = _tile_of(tiles_ptr, shapes_ptr)
+    first = tl.multiple_of(tl.load(first_ptr + matrix), 16)
     g_ptr = tl.load(addresses_ptr + matrix).to(tl.pointer_type(tl.float32))
+    stride = columns
     if ALIGNED:
         g_ptr = tl.multiple_of(g_ptr, 16)
-    first = matrix.to(tl.int64) * size
-    g = tl.load(g_ptr + at, mask=mask, other=None if ALIGNED else 0.0)
-    m = tl.load(momenta_ptr + first + at, mask=mask, other=None if ALIGNED else 0.0)
+        stride = tl.multiple_of(stride, 8)
+    row = i * TILE + tl.arange(0, TILE)[:, None]
+    column = j * TILE + tl.arange(0, TILE)[None, :]
+    mask = (row < rows) & (column < columns)
+    at = row * stride + column
+    g = tl.load(g_ptr + at, mask=mask, other=0.0)
+    m = tl.load(momenta_ptr + first + at, mask=mask, other=0.0)
     m += one_minus_momentum * (g - m)
     update = g + momentum * (m - g)
     tl.store(momenta_ptr + first + at, m, mask=mask)
-    tl.store(x_ptr + first + at, update.to(x_ptr.dtype.element_ty), mask=mask)
-    tl.store(squares_ptr + matrix * tl.num_programs(0) + tl.program_id(0), tl.sum(update * update, 0))
+    place = i * tl.cdiv(columns, TILE) + j
+    tl.store(sums_ptr + matrix * sums_of_each + place, tl.sum(tl.sum(update * update, 1), 0))
+    # x is wide: a matrix with more rows than columns is transposed.
+    rounded = update.to(x_ptr.dtype.element_ty)
+    if rows > columns:
+        stride = rows
+        if ALIGNED:
+            stride = tl.multiple_of(stride, 8)
+        tl.store(x_ptr + first + tl.trans(column) * stride + tl.trans(row), tl.trans(rounded), mask=tl.trans(mask))
+    else:
+        tl.store(x_ptr + first + at, rounded, mask=mask)
 
 
 @jit
-def _update_kernel(addresses_ptr, x_ptr, count, size, decay, rate, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
-    matrix = tl.program_id(1)
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = None if ALIGNED else at < size
+def _update_kernel(
+    addresses_ptr,
+    tiles_ptr,
+    shapes_ptr,
+    first_ptr,
+    x_ptr,
+    rates_ptr,
+    count,
+    decay,
+    TILE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    matrix, i, j, rows, columns = _tile_of(tiles_ptr, shapes_ptr)
+    first = tl.multiple_of(tl.load(first_ptr + matrix), 16)
     p_ptr = tl.load(addresses_ptr + count + matrix).to(tl.pointer_type(tl.float32))
+    stride = columns
     if ALIGNED:
         p_ptr = tl.multiple_of(p_ptr, 16)
+        stride = tl.multiple_of(stride, 8)
+    row = i * TILE + tl.arange(0, TILE)[:, None]
+    column = j * TILE + tl.arange(0, TILE)[None, :]
+    mask = (row < rows) & (column < columns)
+    at = row * stride + column
+    if rows > columns:
+        turned = rows
+        if ALIGNED:
+            turned = tl.multiple_of(turned, 8)
+        update = tl.trans(
+            tl.load(x_ptr + first + tl.trans(column) * turned + tl.trans(row), mask=tl.trans(mask), other=0.0)
+        )
+    else:
+        update = tl.load(x_ptr + first + at, mask=mask, other=0.0)
     p = tl.load(p_ptr + at, mask=mask)
-    update = tl.load(x_ptr + matrix.to(tl.int64) * size + at, mask=mask).to(tl.float32)
-    tl.store(p_ptr + at, p * decay - rate * update, mask=mask)
+    tl.store(p_ptr + at, p * decay - tl.load(rates_ptr + matrix) * update.to(tl.float32), mask=mask)
 
 
 @jit
 def _symmetric_kernel(
+    tiles_ptr,
+    shapes_ptr,
+    first_ptr,
+    first_out_ptr,
     x_ptr,
     out_ptr,
     scale_ptr,
-    rows,
-    columns,
-    stride_matrix,
-    stride_row,
-    stride_column,
     alpha,
     beta,
     TILE: tl.constexpr,
     DEPTH: tl.constexpr,
     SCALED: tl.constexpr,
-    ADDS: tl.constexpr,
+    SQUARES: tl.constexpr,
+    VECTORS: tl.constexpr,
 ):
-    # Tiles (i, j) with i ≤ j, in the order (0, 0), (0, 1), (1, 1), (0, 2), …
-    number = tl.program_id(0)
-    j = ((tl.sqrt(8.0 * number + 1.0) - 1.0) / 2.0).to(tl.int32)
-    i = number - j * (j + 1) // 2
-    matrix = tl.program_id(1).to(tl.int64)
-    x_ptr += matrix * stride_matrix
-    out_ptr += matrix * rows * rows
+    matrix, i, j, one, other = _tile_of(tiles_ptr, shapes_ptr)
+    rows = tl.minimum(one, other)
+    columns = rows if SQUARES else tl.maximum(one, other)
+    if VECTORS:
+        rows, columns = tl.multiple_of(rows, 8), tl.multiple_of(columns, 8)
+    x_ptr += tl.multiple_of(tl.load(first_ptr + matrix), 16)
+    out_ptr += tl.multiple_of(tl.load(first_out_ptr + matrix), 16)
     at_i = i * TILE + tl.arange(0, TILE)
     at_j = j * TILE + tl.arange(0, TILE)
     depth = tl.arange(0, DEPTH)
-    left = x_ptr + at_i[:, None] * stride_row + depth[None, :] * stride_column
-    right = x_ptr + at_j[None, :] * stride_row + depth[:, None] * stride_column
+    left = x_ptr + at_i[:, None] * columns + depth[None, :]
+    right = x_ptr + at_j[None, :] * columns + depth[:, None]
     total = tl.zeros((TILE, TILE), tl.float32)
     for k in range(0, columns, DEPTH):
         inside = depth < columns - k
-        a = tl.load(left, mask=(at_i[:, None] < rows) & inside[None, :], other=0.0)
-        b = tl.load(right, mask=(at_j[None, :] < rows) & inside[:, None], other=0.0)
+        a = tl.load(left + k, mask=(at_i[:, None] < rows) & inside[None, :], other=0.0)
+        b = tl.load(right + k, mask=(at_j[None, :] < rows) & inside[:, None], other=0.0)
         total = tl.dot(a, b, total, input_precision="ieee")
-        left += DEPTH * stride_column
-        right += DEPTH * stride_column
     if SCALED:
         scale = tl.load(scale_ptr + matrix)
         total = total * scale * scale
     total *= alpha
     place = at_i[:, None] * rows + at_j[None, :]
     mask = (at_i[:, None] < rows) & (at_j[None, :] < rows)
-    if ADDS:
+    if SQUARES:
         total += beta * tl.load(x_ptr + place, mask=mask, other=0.0).to(tl.float32)
     result = total.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + place, result, mask=mask)
@@ -355,41 +424,40 @@ def _symmetric_kernel(
 
 @jit
 def _product_kernel(
+    tiles_ptr,
+    shapes_ptr,
+    first_ptr,
+    first_p_ptr,
     p_ptr,
     x_ptr,
     out_ptr,
     scale_ptr,
-    rows,
-    columns,
-    stride_matrix,
-    stride_row,
-    stride_column,
     beta,
     TILE: tl.constexpr,
     DEPTH: tl.constexpr,
     SCALED: tl.constexpr,
+    VECTORS: tl.constexpr,
 ):
-    across = tl.cdiv(columns, TILE)
-    i = tl.program_id(0) // across
-    j = tl.program_id(0) % across
-    matrix = tl.program_id(1).to(tl.int64)
-    p_ptr += matrix * rows * rows
-    x_ptr += matrix * stride_matrix
-    out_ptr += matrix * stride_matrix
+    matrix, i, j, one, other = _tile_of(tiles_ptr, shapes_ptr)
+    rows, columns = tl.minimum(one, other), tl.maximum(one, other)
+    if VECTORS:
+        rows, columns = tl.multiple_of(rows, 8), tl.multiple_of(columns, 8)
+    first = tl.multiple_of(tl.load(first_ptr + matrix), 16)
+    p_ptr += tl.multiple_of(tl.load(first_p_ptr + matrix), 16)
+    x_ptr += first
+    out_ptr += first
     at_i = i * TILE + tl.arange(0, TILE)
     at_j = j * TILE + tl.arange(0, TILE)
     depth = tl.arange(0, DEPTH)
     left = p_ptr + at_i[:, None] * rows + depth[None, :]
-    right = x_ptr + depth[:, None] * stride_row + at_j[None, :] * stride_column
+    right = x_ptr + depth[:, None] * columns + at_j[None, :]
     total = tl.zeros((TILE, TILE), tl.float32)
     for k in range(0, rows, DEPTH):
         inside = depth < rows - k
-        a = tl.load(left, mask=(at_i[:, None] < rows) & inside[None, :], other=0.0)
-        b = tl.load(right, mask=inside[:, None] & (at_j[None, :] < columns), other=0.0)
+        a = tl.load(left + k, mask=(at_i[:, None] < rows) & inside[None, :], other=0.0)
+        b = tl.load(right + k * columns, mask=inside[:, None] & (at_j[None, :] < columns), other=0.0)
         total = tl.dot(a, b, total, input_precision="ieee")
-        left += DEPTH
-        right += DEPTH * stride_row
-    place = at_i[:, None] * stride_row + at_j[None, :] * stride_column
+    place = at_i[:, None] * columns + at_j[None, :]
     mask = (at_i[:, None] < rows) & (at_j[None, :] < columns)
     total += beta * tl.load(x_ptr + place, mask=mask, other=0.0).to(tl.float32)
     if SCALED:

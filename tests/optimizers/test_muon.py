@@ -1,12 +1,13 @@
 import functools
 
+import pytest
 import torch
 
 from optimized.kernels import triton_reason
 from optimized.optimizers.muon import muon as optimized
 from optimized.optimizers.muon import muon_torch, muon_triton
 from perfsuite import Cost, Pair, Workload, compiled, floats, listof, side, size, stateful, tensor
-from reference.optimizers.muon import ITERATIONS
+from reference.optimizers.muon import COEFFICIENTS, ITERATIONS
 from reference.optimizers.muon import muon as reference
 
 
@@ -116,3 +117,91 @@ muon_operator = Pair(
         precision="bfloat16",
     ),
 )
+
+
+SIDES = [reference, optimized, muon_torch]
+if triton_reason() is None and not torch.cuda.is_available():
+    SIDES.append(muon_triton)
+# Wide, tall and square, of one tile and of several, with rows that begin at vectors and with others.
+SHAPES = [(8, 8), (5, 130), (130, 5), (0, 3), (144, 160), (160, 144), (1, 1), (129, 129)]
+
+
+def iterated(signs, singular):
+    """The signs, times what the iteration makes of these singular values of a matrix of norm 1."""
+    a, b, c = COEFFICIENTS
+    for _ in range(ITERATIONS):
+        singular = [a * s + b * s**3 + c * s**5 for s in singular]
+    return torch.tensor(signs) * torch.tensor(singular)
+
+
+def drawn(seed, shapes=SHAPES):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+@pytest.mark.parametrize("call", SIDES)
+def test_two_steps_by_hand(call):
+    params = [torch.zeros(2, 2), torch.ones(4, 1)]
+    grads = [torch.diag(torch.tensor([3.0, -4.0])), torch.tensor([[0.0], [0.0], [5.0], [0.0]])]
+    step = call(params, lr=0.5, momentum=0.75, weight_decay=0.5, dtype=torch.float32)
+    step(grads)
+    # Of a matrix with one singular value the sign is left, times what the iteration makes of 1.
+    update = torch.diag(iterated([1.0, -1.0], [0.6, 0.8]))
+    torch.testing.assert_close(params[0], -0.5 * update)
+    # Twice as far, for there are four times as many rows as columns.
+    torch.testing.assert_close(params[1].flatten(), 0.75 - torch.eye(4)[2] * 0.5 * 2 * iterated([1.0], [1.0]))
+    assert params[0].grad is grads[0]
+    # The momentum is g/4; with -g/2 it becomes g/16, and the update -g/2 + 3/4 · (g/16 + g/2) = -5/64 g.
+    step([-grad / 2 for grad in grads])
+    torch.testing.assert_close(params[0], -0.5 * 0.75 * update + 0.5 * update)
+
+
+@pytest.mark.parametrize("call", SIDES)
+def test_each_matrix_is_updated_as_if_it_were_alone(call):
+    params, alone = drawn(0), drawn(0)
+    step, steps = call(params, lr=0.1, dtype=torch.float32), [reference([p], 0.1, dtype=torch.float32) for p in alone]
+    for seed in (1, 2):
+        grads = drawn(seed)
+        step(grads)
+        for of_one, grad in zip(steps, grads, strict=True):
+            of_one([grad])
+    for p, e in zip(params, alone, strict=True):
+        torch.testing.assert_close(p, e, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("call", SIDES)
+def test_a_matrix_of_zeros_stays(call):
+    params = [torch.zeros(3, 4)]
+    call(params)([torch.zeros(3, 4)])
+    assert params[0].eq(0).all()
+
+
+@pytest.mark.parametrize("call", SIDES)
+def test_parameters_may_move_and_have_gaps(call):
+    params = [torch.nn.Parameter(torch.ones(6, 8)), torch.nn.Parameter(torch.ones(6, 8)[::2, ::2])]
+    expected = [p.detach().clone() for p in params]
+    step, plain = call(params, 0.1, dtype=torch.float32), reference(expected, 0.1, dtype=torch.float32)
+    for seed in (1, 2):
+        grads = drawn(seed, [(6, 8), (3, 4)])
+        step(grads)
+        plain(grads)
+        params[0].data = params[0].data.clone()
+    for p, e in zip(params, expected, strict=True):
+        assert p.requires_grad
+        torch.testing.assert_close(p.detach(), e, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("call", SIDES)
+@pytest.mark.parametrize("count", [1, 3])
+def test_there_is_one_gradient_for_each_parameter(call, count):
+    with pytest.raises(ValueError, match="zip"):
+        call([torch.ones(2, 2), torch.ones(3, 2)])([torch.ones(2, 2), torch.ones(3, 2), torch.ones(3, 2)][:count])
+
+
+@pytest.mark.interpreted
+def test_the_kernels_write_within_their_tensors(fences):
+    params = [fences.around(p) for p in drawn(0)]
+    step = muon_triton(params)
+    for seed in (1, 2):
+        step([fences.around(grad) for grad in drawn(seed)])
+    assert fences.intact()

@@ -1,0 +1,25 @@
+"""An exponential moving average of all weights in one launch (ups)."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+
+def ema(averages: Sequence[torch.Tensor], decay: float = 0.999) -> Callable[[Sequence[torch.Tensor]], None]:
+    """Build `step(params)`, which moves each average towards its parameter: `a += (1 - decay) * (p - a)`.
+
+    averages  tensors of any shapes, changed in place; they begin as copies of the parameters
+    params    one for each average, of its shape
+
+    Source: ups, the averaged weights of its operator.
+    """
+    averages = list(averages)
+
+    @torch.no_grad()
+    def step(params: Sequence[torch.Tensor]) -> None:
+        if len(params) != len(averages):
+            raise ValueError(f"{len(params)} parameters for {len(averages)} averages; give one for each")
+        if averages:
+            torch._foreach_lerp_(averages, list(params), 1 - decay)
+
+    return step

@@ -1,0 +1,22 @@
+"""An exponential moving average of the weights, one tensor at a time (ups)."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+
+def ema(averages: Sequence[torch.Tensor], decay: float = 0.999) -> Callable[[Sequence[torch.Tensor]], None]:
+    """Build `step(params)`, which moves each average towards its parameter: `a = decay * a + (1 - decay) * p`.
+
+    averages  tensors of any shapes, changed in place; they begin as copies of the parameters
+    params    one for each average, of its shape
+
+    Source: ups, the averaged weights of its operator.
+    """
+
+    @torch.no_grad()
+    def step(params: Sequence[torch.Tensor]) -> None:
+        for average, p in zip(averages, params, strict=True):
+            average.copy_(decay * average + (1 - decay) * p)
+
+    return step

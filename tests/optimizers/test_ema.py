@@ -1,0 +1,56 @@
+import pytest
+import torch
+
+from optimized.optimizers.ema import ema as optimized
+from perfsuite import Cost, Pair, Workload, compiled, floats, listof, side, size, stateful, tensor
+from reference.optimizers.ema import ema as reference
+
+
+def averaged_model(averages, decay=0.999):
+    """What PyTorch's AveragedModel does."""
+    update = torch.optim.swa_utils.get_ema_multi_avg_fn(decay)
+    return lambda params: update(list(averages), list(params), 1) if averages else None
+
+
+ema = Pair(
+    reference=stateful(reference),
+    optimized=stateful(optimized),
+    inputs={"averages": listof("count", tensor("rows", "columns", values=floats(-4, 4)))},
+    step_inputs={"params": listof("count", tensor("rows", "columns", values=floats(-4, 4)))},
+    mutates={"averages"},
+    sizes={"count": size(0, 3), "rows": size(0, 49), "columns": size(0, 49)},
+    rivals={
+        "torch": stateful(averaged_model),
+        "compile": compiled(stateful(side(reference, devices=("cuda",)))),
+    },
+    workloads=[
+        # 21 M parameters, as many as the operator of ups has.
+        Workload("ups", count=96, rows=384, columns=576, device="cuda", speedup=3.0, host_syncs=0),
+        Workload("cpu", count=8, rows=64, columns=64, clock="wall", device="cpu"),
+    ],
+    # The averages and the parameters read, the averages written.
+    cost=Cost(bytes=lambda count, rows, columns: 12 * count * rows * columns),
+)
+
+
+@pytest.mark.parametrize("call", [reference, optimized])
+def test_two_steps_by_hand(call):
+    averages = [torch.tensor([1.0, 2.0])]
+    step = call(averages, decay=0.75)
+    step([torch.tensor([5.0, 2.0])])
+    step([torch.tensor([2.0, 6.0])])
+    torch.testing.assert_close(averages[0], torch.tensor([2.0, 3.0]))
+
+
+@pytest.mark.parametrize("call", [reference, optimized])
+def test_averages_of_weights_have_no_gradient(call):
+    averages = [torch.zeros(3)]
+    call(averages)([torch.nn.Parameter(torch.ones(3))])
+    assert not averages[0].requires_grad
+
+
+@pytest.mark.parametrize("call", [reference, optimized])
+@pytest.mark.parametrize("count", [1, 3])
+def test_there_is_one_parameter_for_each_average(call, count):
+    with pytest.raises(ValueError, match=r"zip|one for each"):
+        call([torch.ones(2), torch.ones(2)])([torch.ones(2)] * count)
