@@ -293,6 +293,14 @@ def _tile_of(tiles_ptr, shapes_ptr):
 
 
 @jit
+def _elements_of(i, j, rows, columns, TILE: tl.constexpr):
+    """Rows, columns and mask of the elements of a tile."""
+    row = i * TILE + tl.arange(0, TILE)[:, None]
+    column = j * TILE + tl.arange(0, TILE)[None, :]
+    return row, column, (row < rows) & (column < columns)
+
+
+@jit
 def _momentum_kernel(
     addresses_ptr,
     tiles_ptr,
@@ -314,9 +322,7 @@ def _momentum_kernel(
     if ALIGNED:
         g_ptr = tl.multiple_of(g_ptr, 16)
         stride = tl.multiple_of(stride, 8)
-    row = i * TILE + tl.arange(0, TILE)[:, None]
-    column = j * TILE + tl.arange(0, TILE)[None, :]
-    mask = (row < rows) & (column < columns)
+    row, column, mask = _elements_of(i, j, rows, columns, TILE)
     at = row * stride + column
     g = tl.load(g_ptr + at, mask=mask, other=0.0)
     m = tl.load(momenta_ptr + first + at, mask=mask, other=0.0)
@@ -356,9 +362,7 @@ def _update_kernel(
     if ALIGNED:
         p_ptr = tl.multiple_of(p_ptr, 16)
         stride = tl.multiple_of(stride, 8)
-    row = i * TILE + tl.arange(0, TILE)[:, None]
-    column = j * TILE + tl.arange(0, TILE)[None, :]
-    mask = (row < rows) & (column < columns)
+    row, column, mask = _elements_of(i, j, rows, columns, TILE)
     at = row * stride + column
     if rows > columns:
         turned = rows

@@ -34,28 +34,28 @@ def flat(make, dtype=torch.bfloat16):
     return made
 
 
-def pair(dtype, workloads):
-    return Pair(
-        reference=stateful(flat(reference, dtype)),
-        optimized=stateful(flat(optimized, dtype)),
-        inputs={"params": blocks(floats(-1, 1))},
-        step_inputs={"grads": blocks(floats(-4, 4))},
-        mutates={"params"},
-        sizes={"depth": size(0, 2), "width": size(0, 17)},
-        steps=(1, 2, 5),
-        workloads=workloads,
-    )
+FIELDS = {
+    "inputs": {"params": blocks(floats(-1, 1))},
+    "step_inputs": {"grads": blocks(floats(-4, 4))},
+    "mutates": {"params"},
+    "sizes": {"depth": size(0, 2), "width": size(0, 17)},
+    "steps": (1, 2, 5),
+}
+CPU = Workload("cpu", depth=2, width=32, clock="wall", device="cpu")
 
-
-hybrid_muon_adamw = pair(
-    torch.bfloat16,
-    [
-        Workload("ups", depth=12, width=384, device="cuda", speedup=5.0, host_syncs=0),
-        Workload("cpu", depth=2, width=32, clock="wall", device="cpu"),
-    ],
+hybrid_muon_adamw = Pair(
+    reference=stateful(flat(reference)),
+    optimized=stateful(flat(optimized)),
+    workloads=[Workload("ups", depth=12, width=384, device="cuda", speedup=5.0, host_syncs=0), CPU],
+    **FIELDS,
 )
 # In bfloat16 the error of the matrices is large; in float32 small mistakes show, too.
-hybrid_muon_adamw_float32 = pair(torch.float32, [Workload("cpu", depth=2, width=32, clock="wall", device="cpu")])
+hybrid_muon_adamw_float32 = Pair(
+    reference=stateful(flat(reference, torch.float32)),
+    optimized=stateful(flat(optimized, torch.float32)),
+    workloads=[CPU],
+    **FIELDS,
+)
 
 
 @pytest.mark.parametrize("call", [reference, optimized])
