@@ -28,6 +28,7 @@ from perfsuite import inputs as make
 from perfsuite import proofs as proof_list
 from perfsuite.errors import NotEquivalent, PerfsuiteError
 from perfsuite.pair import Pair, as_side
+from perfsuite.ranks import group
 from perfsuite.records import REFERENCE, Case, Evidence, Measurement
 from perfsuite.tally import Tally
 
@@ -53,7 +54,12 @@ def proofs(
     pair.validate_functions()
     where = device or ("cuda" if torch.cuda.is_available() else "cpu")
     for name, prove in _proofs(pair, examples, where):
-        yield name, convolutions.exact(pair.precision)(prove)
+        yield name, functools.partial(_proven, pair, where, prove)
+
+
+def _proven(pair: Pair, device: str, prove: Callable[[], Evidence | None]) -> Evidence | None:
+    with convolutions.exact(pair.precision), group.alone(pair, device):
+        return prove()
 
 
 def _proofs(pair: Pair, examples: int, where: str) -> Iterator[tuple[str, Callable[[], Evidence | None]]]:
@@ -161,8 +167,8 @@ def _hold(
                 raise failure
             for case in last:
                 judge(case)
-    except BaseExceptionGroup as group:
-        found = diagnosis.unstable(group)
+    except BaseExceptionGroup as errors:
+        found = diagnosis.unstable(errors)
         if found is None:
             raise
         raise found from None
@@ -175,7 +181,7 @@ def measure(pair: Pair, *, device: str | None = None) -> tuple[Measurement, ...]
     """
     pair.validate()
     where = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    with convolutions.exact(pair.precision):
+    with convolutions.exact(pair.precision), group.alone(pair, where):
         return tuple(
             measuring.measure(pair, workload, workload_id=f"{pair.name}::speed[{workload.name}]", device=where)
             for workload in pair.workloads

@@ -19,7 +19,7 @@ import torch
 from hypothesis import Phase, assume
 from hypothesis import strategies as st
 
-from perfsuite import expressions, module_copies
+from perfsuite import expressions, module_copies, rank_parts
 from perfsuite.errors import PairError, PerfsuiteError
 from perfsuite.pair import Pair, Workload
 from perfsuite.records import Case, InputCase
@@ -248,7 +248,12 @@ def build(pair: Pair, case: Case, device: str, *, home: Path | None = None) -> d
         with torch.no_grad():
             if device == "cpu" or not _adjusted_on_cpu(pair, values):
                 pair.adjusted(values)
-    return values
+    return _parted(pair, pair.inputs, values)
+
+
+def _parted(pair: Pair, specs: Mapping[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    """The inputs, with the same part for all ranks where the pair asks for that."""
+    return rank_parts.equal(specs, values, pair.at_ranks) if pair.equal_parts else values
 
 
 ADJUSTED_ON_CPU = 1 << 14
@@ -293,10 +298,11 @@ def build_step(pair: Pair, case: Case, device: str, step: int) -> dict[str, Any]
     In one step of four of a proof's draw they are zeros, if the values allow it: gradients of a batch without an error.
     """
     zeros = bool(case.inputs) and step > 1 and _hash(case.seed, f"zeros@{step}") % 4 == 0
-    return {
+    values = {
         name: _build(spec, f"{name}@{step}", case, device, None, _of_step(spec, case.inputs.get(name), zeros))
         for name, spec in pair.step_inputs.items()
     }
+    return _parted(pair, pair.step_inputs, values)
 
 
 def _of_step(spec: Any, how: InputCase | None, zeros: bool) -> InputCase:

@@ -51,13 +51,15 @@ from perfsuite.errors import NotEquivalent, PairError, PerfsuiteError, first_lin
 from perfsuite.facts import facts_of
 from perfsuite.left_out import is_left_out
 from perfsuite.pair import Pair, Side, as_side
+from perfsuite.ranks import group
+from perfsuite.ranks import proof as ranks_proof
 from perfsuite.records import REFERENCE, Case, Evidence
 from perfsuite.speed import SpeedItem
 from perfsuite.tally import Tally
 
 EXAMPLES = {"dev": 25, "ci": 50, "thorough": 500}
 FEW_EXAMPLES = {"dev": 3, "ci": 5, "thorough": 30}
-FEW = (proofs.INTEGRITY, proofs.CONTEXTS, proofs.EFFECTS, proofs.OUTSIDE)
+FEW = (proofs.INTEGRITY, proofs.CONTEXTS, proofs.EFFECTS, proofs.OUTSIDE, proofs.RANKS)
 """Items of which a draw takes many calls, and a handful of draws shows what there is."""
 ANY_DRAW = (proofs.INTEGRITY, proofs.EFFECTS)
 """Those of them that edge sizes, layouts and special values matter to, after a few plain draws."""
@@ -65,7 +67,7 @@ EVERY_KIND = ("equivalence", "gradients")
 """Those that draw every kind of inputs at least once."""
 FORWARD_ONLY = ("equivalence", proofs.TRUTH)
 """Kinds whose draws have no backward pass."""
-PLAIN_ONLY = (proofs.CONTEXTS, proofs.OUTSIDE)
+PLAIN_ONLY = (proofs.CONTEXTS, proofs.OUTSIDE, proofs.RANKS)
 """Those of them that plain draws are enough for."""
 OTHER_PARAMETERS = ("positional argument", "keyword-only argument")
 """Parts of Python's message where a function is called with other arguments than it takes."""
@@ -155,18 +157,27 @@ class PairCollector(pytest.Collector):
                 begin()
 
     def _item(self, proof: proofs.Proof) -> pytest.Item:
-        prove: Prove = {
+        kinds: dict[str, Prove] = {
             proofs.INTEGRITY: self._integrity,
             proofs.CONTEXTS: self._contexts,
             proofs.EFFECTS: self._effects,
             proofs.OUTSIDE: self._outside,
+            proofs.RANKS: functools.partial(self._ranks, proof.ranks),
             proofs.TRUTH: self._truth,
-        }.get(proof.kind) or functools.partial(self._equivalence, proof)
+        }
+        prove = kinds.get(proof.kind) or functools.partial(self._equivalence, proof)
         item: ProofItem = ProofItem.from_parent(
-            self, name=proof.name, pair=self.pair, dtype=proof.dtype, prove=prove, side=proof.side
+            self,
+            name=proof.name,
+            pair=self.pair if proof.ranks == 1 else self.pair.at(proof.ranks),
+            dtype=proof.dtype,
+            prove=prove,
+            side=proof.side,
         )
         item.add_marker(pytest.mark.correctness)
         unavailable = execution.unavailable(proof.side, device()) if proof.side is not None else None
+        if proof.kind == proofs.RANKS:
+            unavailable = group.lacking(proof.ranks, device())
         if unavailable:
             item.add_marker(pytest.mark.skip(reason=unavailable))
         elif proof.kind == proofs.OUTSIDE:
@@ -208,6 +219,13 @@ class PairCollector(pytest.Collector):
     def _outside(self, case: Case, tally: Tally) -> None:
         check = functools.partial(outside.check, module=self._module)
         self._once_if_compiled(check, case, tally)
+
+    def _ranks(self, ranks: int, case: Case, tally: Tally) -> None:
+        tally.draws += 1
+        try:
+            ranks_proof.check(self.pair.at(ranks), case, device(), module=self._module, home=self.home, tally=tally)
+        except ranks_proof.RanksApart as error:  # a smaller draw would take as long
+            raise Hang(str(error).removeprefix(f"{self.pair.name}: ")) from None
 
     def _once_if_compiled(self, check: Callable[..., None], case: Case, tally: Tally) -> None:
         """A side that compiles does so anew for each draw, which takes seconds: one shows as much as several."""
@@ -383,6 +401,7 @@ class ProofItem(pytest.Function):
             untraced(),
             execution.few_threads(device()),
             convolutions.exact(self.pair.precision),
+            group.alone(self.pair, device()),
         ):
             try:
                 if self.alone:

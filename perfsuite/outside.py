@@ -26,6 +26,7 @@ from perfsuite import inputs as make
 from perfsuite.errors import NotEquivalent
 from perfsuite.execution import Leaves
 from perfsuite.pair import Pair, as_side
+from perfsuite.ranks import group
 from perfsuite.records import Case
 
 TRACES = ("PYTEST", "HYPOTHESIS", "PERFSUITE", "XDIST")
@@ -73,7 +74,7 @@ def check(pair: Pair, case: Case, device: str, *, module: ModuleType, home: Path
 def prepare(pair: Pair, device: str, *, module: ModuleType) -> None:
     """Begin to import the pair's module where no test is running, and return at once."""
     with contextlib.suppress(Unsendable):  # `check` says so
-        _child().prepare({**_place(pair, module), "device": device})
+        _child().prepare({**_place(pair, module), **_on(pair, device)})
 
 
 def seconds(pair: Pair, case: Case, device: str, *, module: ModuleType, home: Path | None = None) -> float:
@@ -175,7 +176,7 @@ class Child:
         except Exception as error:  # of pickle there are many
             raise Unsendable(f"an input cannot be given to another process: {error}") from None
         self.given.flush()
-        return values, {**_place(pair, module), "device": device}
+        return values, {**_place(pair, module), **_on(pair, device)}
 
     def _ask(self, pair: Pair, request: dict[str, Any]) -> dict[str, Any]:
         what = f"{pair.name}: where no test is running, the optimized side"
@@ -250,6 +251,11 @@ def _close() -> None:
 def _settings() -> dict[str, Any]:
     """Those of this process that can be sent: a conftest may have changed them, and the child has none."""
     return {n: v for n, v in process_state.settings().items() if isinstance(v, (bool, int, float, str))}
+
+
+def _on(pair: Pair, device: str) -> dict[str, str]:
+    """The device, and the backend of the process group where the pair needs one."""
+    return {"device": device, "backend": group.backend(device) if pair.ranks else ""}
 
 
 def _place(pair: Pair, module: ModuleType) -> dict[str, str]:

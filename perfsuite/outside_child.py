@@ -167,6 +167,9 @@ def answer(request: dict[str, Any], given: BinaryIO, made: BinaryIO) -> list[flo
     call, stateful = side_of(request)
     import torch
 
+    if request.get("backend") and not torch.distributed.is_initialized():
+        store = torch.distributed.HashStore()  # type: ignore[attr-defined]  # torch's stubs leave it out
+        torch.distributed.init_process_group(request["backend"], store=store, rank=0, world_size=1)
     if request.get("prepare"):
         torch.empty(1, device=request["device"])
         return []

@@ -13,6 +13,7 @@ from perfsuite import declared_functions, modules
 from perfsuite.errors import PairError
 from perfsuite.specs import (
     ANY_WHOLE,
+    RANKS,
     GeneratorSpec,
     ModuleSpec,
     RecordedSpec,
@@ -267,6 +268,9 @@ class Pair:
     unsupported  ways of calling (CONTEXTS) that the optimized side is not made for → why; they are not tried
     max_examples draws a proof takes at most, for a pair whose draws are dear
     output_dtype the dtype of the optimized side's outputs, where it is not the reference's
+    ranks        numbers of processes of torch.distributed that both sides are proven in, too, e.g. (2, 4): each is a
+                 rank of the default group, over NCCL on GPUs and gloo on CPUs, and gets its part of what is `by_rank`.
+                 The truth is the reference in a group of one, on all inputs
     signed_zeros whether -0.0 is another answer than 0.0
     time_limit   seconds one item may take before it counts as hanging; more where a profile draws more than "dev"
     """
@@ -297,6 +301,11 @@ class Pair:
     max_examples: int | None = None
     signed_zeros: bool = False
     output_dtype: str | None = None
+    ranks: Sequence[int] = ()
+    at_ranks: int = 1
+    """The number of processes it is called in; set by `at`."""
+    equal_parts: bool = False
+    """Whether all of them get the same part of what is `by_rank`; set by `at`."""
     name: str = "pair"
 
     def __post_init__(self) -> None:
@@ -321,6 +330,7 @@ class Pair:
                 raise PairError(f'mutates={{{name!r}: "{BUFFERS}"}}: it is no module and has none; say "{CHANGED}"')
         if isinstance(self.workloads, Workload):
             self.workloads = (self.workloads,)
+        self._check_ranks()
         every = {**self.inputs, **self.step_inputs}
         roles = (("mutates", set(self.mutates)), ("consumes", self.consumes - {GRAD_OUTPUT}))
         for role, named in roles:
@@ -368,6 +378,23 @@ class Pair:
                 raise PairError(f"a rival or variant may not be called {name!r}; choose another name")
         if self.is_stateful != as_side(self.optimized).stateful:
             raise PairError("one side is stateful(...) and the other is not; wrap both")
+
+    def _check_ranks(self) -> None:
+        for number in self.ranks:
+            if not isinstance(number, int) or isinstance(number, bool) or number < 2:
+                raise PairError(f"ranks={tuple(self.ranks)!r}: give numbers of processes, each 2 or more, as (2, 4)")
+        if self.ranks and self.gradients and not self.is_stateful:
+            raise PairError(
+                "a pair with ranks= is compared by its outputs: make its sides stateful, or gradients=False"
+            )
+        if not self.ranks and RANKS in self.symbols:
+            raise PairError("an input depends on the size ranks: say in how many processes, as Pair(ranks=(2, 4))")
+        for workload in self.workloads if self.ranks else ():
+            workload.sizes.setdefault(RANKS, 1)
+
+    def at(self, ranks: int, *, equal_parts: bool = False) -> Pair:
+        """The same pair, called in so many processes, which get `equal_parts` of the inputs or each their own."""
+        return replace(self, at_ranks=ranks, equal_parts=equal_parts)
 
     @classmethod
     def from_modules(
@@ -485,6 +512,8 @@ class Pair:
 
     def size_of(self, name: str) -> Size | None:
         """The range that the size is drawn from; None where nothing is declared."""
+        if name == RANKS:
+            return Size(low=self.at_ranks, high=self.at_ranks)
         declared = self.sizes.get(name)
         least = max((least_of(spec, name) for spec in (*self.inputs.values(), *self.step_inputs.values())), default=0)
         if not least or (declared is not None and declared.low >= least):

@@ -9,13 +9,14 @@ from perfsuite import execution
 from perfsuite.pair import Pair, Side, as_side
 from perfsuite.records import OPTIMIZED
 
-EQUIVALENCE, GRADIENTS, INTEGRITY, CONTEXTS, EFFECTS, OUTSIDE, TRUTH = (
+EQUIVALENCE, GRADIENTS, INTEGRITY, CONTEXTS, EFFECTS, OUTSIDE, RANKS, TRUTH = (
     "equivalence",
     "gradients",
     "integrity",
     "contexts",
     "effects",
     "outside",
+    "ranks",
     "truth",
 )
 
@@ -28,10 +29,14 @@ class Proof:
     dtype: str
     side_name: str = OPTIMIZED
     side: Side | None = None
+    ranks: int = 1
+    """The number of processes in which both sides are called."""
 
     @property
     def name(self) -> str:
         """As in the node id of its item, e.g. "gradients[bfloat16-triton]"."""
+        if self.kind == RANKS:
+            return f"{self.kind}[{self.ranks}]"
         if self.side is None:
             return self.kind
         return f"{self.kind}[{self.dtype}{'' if self.side_name == OPTIMIZED else f'-{self.side_name}'}]"
@@ -49,5 +54,7 @@ def of(pair: Pair) -> Iterator[Proof]:
                 yield Proof(kind, dtype, name, side)
     for kind in (INTEGRITY, CONTEXTS, EFFECTS, OUTSIDE):
         yield Proof(kind, pair.dtypes[0])
+    for ranks in pair.ranks:
+        yield Proof(RANKS, pair.dtypes[0], ranks=ranks)
     if pair.truth is not None:
         yield Proof(TRUTH, "float64")

@@ -75,6 +75,7 @@ class TensorSpec:
     differentiable: bool = True
     align: int = 0
     least: int = 0
+    by_rank: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,6 +127,8 @@ Spec: TypeAlias = "TensorSpec | ScalarSpec | ListSpec | ModuleSpec | RecordedSpe
 
 ANY_WHOLE = Integers()
 """The values of a tensor of whole numbers, or bools, whose range was not given."""
+RANKS = "ranks"
+"""The size that is the number of processes a pair is called in."""
 MIDDLE_EXPANDED = "middle expanded"
 EXPANDED = ("expanded", "inner expanded", MIDDLE_EXPANDED)
 LAYOUTS = ("contiguous", "transposed", "strided", "offset", *EXPANDED, "rows", "slice", "permuted", "channels last")
@@ -191,6 +194,7 @@ def tensor(
     differentiable: bool = True,
     align: int = 0,
     least: int = 0,
+    by_rank: int | None = None,
 ) -> TensorSpec:
     """A tensor input of shape `dims`, each an int, the name of a size shared between inputs, or what follows from such
     sizes, as "2*half".
@@ -198,13 +202,19 @@ def tensor(
     `dtype` None follows the precision under test; `period` compares it on a circle (when it is an output too);
     `layouts` restricts the memory layouts drawn; `differentiable=False` keeps it out of the gradient check. Where the
     data begins is drawn too: at a multiple of `align` bytes (a power of two), or else of one element. With `least=1`
-    no size of it is drawn as 0.
+    no size of it is drawn as 0. In a pair with `ranks=` each process gets an equal part of dimension `by_rank`, as of
+    `tensor("ranks * batch", "width", by_rank=0)`; other inputs are the same in all of them.
     """
     for dim in dims:
         if isinstance(dim, str):
             expressions.names(dim)
     if align < 0 or align & (align - 1):
         raise PairError(f"tensor: align={align} is no power of two; give the bytes that the kernel requires, e.g. 16")
+    if by_rank is not None and not (0 <= by_rank < len(dims) and RANKS in _names(dims[by_rank])):
+        raise PairError(
+            f"tensor: by_rank={by_rank} must be the place of a dimension that is a multiple of the number of ranks, as "
+            f'tensor("ranks * batch", by_rank=0)'
+        )
     unknown = set(layouts or ()) - set(LAYOUTS)
     if unknown:
         raise PairError(f"tensor: unknown layout {sorted(unknown)[0]!r}; choose from {', '.join(LAYOUTS)}")
@@ -219,7 +229,12 @@ def tensor(
         differentiable=differentiable,
         align=align,
         least=least,
+        by_rank=by_rank,
     )
+
+
+def _names(dim: Dim) -> set[str]:
+    return set(expressions.names(dim)) if isinstance(dim, str) else set()
 
 
 def scalar(values: Floats | Integers | Sequence[bool | int | float]) -> ScalarSpec:

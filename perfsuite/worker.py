@@ -150,10 +150,12 @@ class _Workload:
 
         from perfsuite import convolutions
         from perfsuite.errors import NotEquivalent, NotTimed
+        from perfsuite.ranks import group
 
         try:
             # A warning inside a timed call is the user's own affair; it must not turn into an error here.
-            with warnings.catch_warnings(), convolutions.exact(self.item.pair.precision):
+            pair = self.item.pair
+            with warnings.catch_warnings(), convolutions.exact(pair.precision), group.alone(pair, self.device):
                 warnings.simplefilter("ignore")
                 kinds: dict[str, Callable[[], Outcome]] = {PROVE: self._prove, ALONE: self._reference_alone}
                 return kinds.get(self.task.kind, self._time)()

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils import dlpack
 
 from perfsuite import execution, forms, truths
 from perfsuite import inputs as make
@@ -281,9 +282,10 @@ def _fenced(tensor: torch.Tensor, what: str, fences: list[_Fence]) -> torch.Tens
     whole[guard : guard + held] = make.memory_of(tensor)[:held]
     sides = (whole[:guard], whole[guard + held :])
     fences.append(_Fence(what, sides, (bytes_of_tensor(sides[0]).clone(), bytes_of_tensor(sides[1]).clone())))
-    # `whole` lies between guards of its own where the step's inputs are made while the mode is on.
-    offset = whole.storage_offset() + guard + tensor.storage_offset()
-    return whole.as_strided(tensor.shape, tensor.stride(), offset)
+    # A storage of its own, which begins after the guard: of new memory, code may take for granted that it is at 0.
+    capsule = dlpack.to_dlpack(whole[guard : guard + held])  # type: ignore[attr-defined]  # torch's stubs leave it out
+    inner = dlpack.from_dlpack(capsule)
+    return inner.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 def bytes_of_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,47 @@
+"""Which part of the inputs each process of a group gets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from perfsuite.specs import ListSpec, TensorSpec
+
+Change = Callable[[torch.Tensor, int], torch.Tensor]
+"""(tensor, the dimension that it is parted along) → what takes its place."""
+
+
+def of_rank(specs: Mapping[str, Any], values: Mapping[str, Any], rank: int, ranks: int) -> dict[str, Any]:
+    """The inputs of one rank: views of its part of what is `by_rank`, and all of the others."""
+    return {
+        name: _changed(specs[name], value, lambda t, dim: part(t, dim, rank, ranks)) for name, value in values.items()
+    }
+
+
+def equal(specs: Mapping[str, Any], values: Mapping[str, Any], ranks: int) -> dict[str, Any]:
+    """The inputs with the part of the first rank in the place of every rank's."""
+
+    def repeated(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        return torch.cat([part(tensor, dim, 0, ranks)] * ranks, dim)
+
+    return {name: _changed(specs[name], value, repeated) for name, value in values.items()}
+
+
+def part(tensor: torch.Tensor, dim: int, rank: int, ranks: int) -> torch.Tensor:
+    """The rank's part of the tensor along this dimension: a view."""
+    length = tensor.shape[dim] // ranks
+    return tensor.narrow(dim, rank * length, length)
+
+
+def _changed(spec: Any, value: Any, change: Change) -> Any:
+    if isinstance(spec, TensorSpec):
+        return value if spec.by_rank is None else change(value, spec.by_rank)
+    if isinstance(spec, ListSpec):
+        return [_changed(spec.item, held, change) for held in value]
+    if isinstance(spec, (list, tuple)):
+        return type(value)(_changed(s, v, change) for s, v in zip(spec, value, strict=True))
+    if isinstance(spec, dict):
+        return {key: _changed(spec[key], held, change) for key, held in value.items()}
+    return value

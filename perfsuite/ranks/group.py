@@ -1,0 +1,287 @@
+"""Processes of torch.distributed that call sides together, started by torch's elastic launcher.
+
+A group is started when it is first needed and answers many calls. A rank that raises alone, hangs or ends takes the
+group with it, which the next call starts again.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing import connection
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from perfsuite import process_state
+from perfsuite.errors import MachineError
+from perfsuite.execution import Leaves
+from perfsuite.pair import Pair
+from perfsuite.records import Case
+
+START_S = 120.0
+"""For all ranks to start: on a busy machine torch takes long to be imported."""
+COLLECTIVE_S = 15.0
+"""For a collective of torch.distributed, after which it raises in the ranks that wait."""
+GRACE_S = 5.0
+"""For the other ranks to raise what one has raised."""
+CALL_S = 300.0
+"""For a call of all ranks. Kernels may be compiled in it."""
+APART_S = 20.0
+"""For the last rank to return after the first has."""
+STACK_S = 1.0
+"""For the ranks to write where they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One call of a side by all ranks."""
+
+    module: str
+    path: str
+    pair: str
+    side: str
+    case: Case
+    equal_parts: bool
+    sys_path: list[str]
+    settings: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Raised:
+    """What a side raised in one rank."""
+
+    kind: str
+    text: str
+    place: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}{f' at {self.place}' if self.place else ''}: {self.text}"
+
+
+Reply: TypeAlias = "Leaves | Raised"
+
+
+class RanksFailed(Exception):  # noqa: N818 - told as a verdict on the side
+    """The ranks did not all answer: words that follow the side's name."""
+
+
+def backend(device: str) -> str:
+    """The process group's backends: NCCL for tensors on GPUs, gloo for others."""
+    return "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+
+
+@contextmanager
+def alone(pair: Pair, device: str) -> Iterator[None]:
+    """A default process group of this process alone, for a pair with ranks; it stays as it is if there is one."""
+    if not pair.ranks or dist.is_initialized():
+        yield
+        return
+    store = dist.HashStore()  # type: ignore[attr-defined]  # torch's stubs leave it out
+    dist.init_process_group(backend(device), store=store, rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def lacking(ranks: int, device: str) -> str | None:
+    """Why so many ranks cannot run on this machine; None if they can."""
+    if not dist.is_available():
+        return "torch is built without torch.distributed"
+    have = torch.cuda.device_count()
+    if device == "cuda" and have < ranks:
+        return f"needs {ranks} CUDA devices; {have} here"
+    return None
+
+
+class Group:
+    """So many ranks on one kind of device."""
+
+    def __init__(self, ranks: int, device: str, collective_s: float = COLLECTIVE_S) -> None:
+        self.ranks, self.device = ranks, device
+        self.folder = tempfile.TemporaryDirectory(prefix="perfsuite-ranks-")
+        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - until `close`
+        self.pids: dict[int, int] = {}
+        self.connections: dict[int, connection.Connection] = {}
+        address = str(Path(self.folder.name) / "socket")
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        # Ranks of one machine find each other over its loopback interface, whatever its name resolves to.
+        environment = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", **os.environ}
+        with connection.Listener(address, "AF_UNIX", backlog=ranks) as listener:
+            self.launcher = subprocess.Popen(
+                [*command, "-m", "perfsuite.ranks.process", address, self.folder.name, device, f"{collective_s}"],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=self.log,
+                stderr=self.log,
+                start_new_session=True,
+            )
+            try:
+                self._accept(listener)
+            except BaseException:
+                self.close()
+                raise
+
+    def _accept(self, listener: connection.Listener) -> None:
+        """Take the connections of all ranks."""
+        socket: Any = listener._listener._socket  # type: ignore[attr-defined]  # a Listener has no time limit
+        until = time.monotonic() + START_S
+        while len(self.connections) < self.ranks:
+            socket.settimeout(1.0)
+            if self.launcher.poll() is not None or time.monotonic() > until:
+                raise MachineError(f"{self.ranks} processes of torch.distributed do not start: {self._last_line()}")
+            with contextlib.suppress(TimeoutError):
+                accepted = listener.accept()
+                rank, pid = accepted.recv()
+                self.connections[rank], self.pids[rank] = accepted, pid
+
+    def call(self, pair: Pair, side: str, case: Case, module: ModuleType) -> list[Leaves]:
+        """What each rank makes of the case, by rank; RanksFailed where not all of them return."""
+        settings = {n: v for n, v in process_state.settings().items() if isinstance(v, (bool, int, float, str))}
+        place = (module.__name__, str(module.__file__), pair.name)
+        request = Request(*place, side, case, pair.equal_parts, sys_path=list(sys.path), settings=settings)
+        for one in self.connections.values():
+            with contextlib.suppress(BrokenPipeError):  # its end shows where its reply is awaited
+                one.send(request)
+        replies = self._replies()
+        raised = {rank: reply for rank, reply in replies.items() if isinstance(reply, Raised)}
+        if not raised:
+            return [leaves for _, leaves in sorted(replies.items()) if not isinstance(leaves, Raised)]
+        alike = len(raised) == self.ranks and len({(r.kind, r.place) for r in raised.values()}) == 1
+        if alike and not _is_of_waiting(raised[0]):
+            raise RanksFailed(f"raises {raised[0]}")
+        self.close()  # the ranks may have gone different ways
+        raise RanksFailed(_apart(raised, [rank for rank in replies if rank not in raised], self.ranks))
+
+    def _replies(self) -> dict[int, Reply]:
+        """The replies by rank; RanksFailed where a rank ends or does not reply."""
+        replies: dict[int, Reply] = {}
+        until = time.monotonic() + CALL_S
+        while len(replies) < self.ranks:
+            open_ = {one: rank for rank, one in self.connections.items() if rank not in replies}
+            ready = connection.wait(list(open_), max(0.0, until - time.monotonic()))
+            if not ready:
+                if any(isinstance(reply, Raised) for reply in replies.values()):
+                    return replies
+                raise RanksFailed(self._hanging(replies))
+            for one in ready:
+                rank = open_[one]  # type: ignore[index]  # wait gives back what it was given
+                try:
+                    content = self.connections[rank].recv_bytes()
+                except (EOFError, ConnectionResetError):
+                    raise RanksFailed(self._ended(rank)) from None
+                replies[rank] = torch.load(io.BytesIO(content), weights_only=False)
+                most = GRACE_S if isinstance(replies[rank], Raised) else APART_S
+                until = min(until, time.monotonic() + most)
+        return replies
+
+    def _hanging(self, replies: dict[int, Reply]) -> str:
+        """Which ranks have not returned, and where they are. Ends the group."""
+        missing = [rank for rank in range(self.ranks) if rank not in replies]
+        for rank in missing:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pids[rank], signal.SIGUSR1)
+        time.sleep(STACK_S)
+        where = [f"rank {rank}{_place(Path(self.folder.name) / str(rank))}" for rank in missing]
+        returned = f" while {_named(sorted(replies))} returned" if replies else ""
+        self.close()
+        return f"hangs: {', '.join(where)} did not return{returned}"
+
+    def _ended(self, rank: int) -> str:
+        """How the rank's process ended. Ends the group."""
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it ends the other ranks, and says why
+            self.launcher.wait(GRACE_S)
+        found = re.search(rf"exitcode: (-?\d+)\) local_rank: {rank} ", self._text())
+        self.close()
+        code = int(found[1]) if found else None
+        if code is None:
+            return f"ends the process of rank {rank}"
+        if code < 0:
+            return f"ends the process of rank {rank} by {signal.Signals(-code).name}"
+        return f"ends the process of rank {rank} with exit code {code}"
+
+    def _text(self) -> str:
+        self.log.seek(0)
+        return self.log.read()
+
+    def _last_line(self) -> str:
+        lines = [line for line in self._text().splitlines() if line.strip()]
+        return lines[-1].strip() if lines else "its launcher says nothing"
+
+    def close(self) -> None:
+        """End all ranks."""
+        for pid in [*self.pids.values(), self.launcher.pid]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.launcher.wait()
+        for one in self.connections.values():
+            one.close()
+        self.log.close()
+        self.folder.cleanup()
+        for key in [key for key, group in _groups.items() if group is self]:
+            del _groups[key]
+
+
+def _apart(raised: dict[int, Raised], returned: list[int], ranks: int) -> str:
+    """What is said where ranks have gone different ways: who raises, who waits in vain, who returned."""
+    waiting = [rank for rank in sorted(raised) if _is_of_waiting(raised[rank])]
+    itself = [rank for rank in sorted(raised) if rank not in waiting]
+    if itself:
+        others = [rank for rank in range(ranks) if rank not in itself]
+        wait = f", while {_named(others)} {'goes' if len(others) == 1 else 'go'} on" if others else ""
+        return f"raises {raised[itself[0]]} on {_named(itself)}{wait}"
+    where = ", ".join(f"{_named([rank])} at {raised[rank].place or 'a place of torch'}" for rank in waiting)
+    end = f", while {_named(returned)} returned" if returned else ": they wait for different ones"
+    return f"waits in vain for the other ranks in a collective, {where}{end}"
+
+
+def _named(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def _is_of_waiting(raised: Raised) -> bool:
+    """Whether a collective gave up because another rank did not come to it."""
+    words = ("timed out", "timeout", "connection closed", "connection reset", "peer")
+    return any(word in raised.text.lower() for word in words)
+
+
+def _place(stack: Path) -> str:
+    """Where a rank is: the innermost line of the user's in what it wrote."""
+    for line in stack.read_text().splitlines():
+        found = re.match(r'\s+File "(.+)", line (\d+)', line)
+        if found and "site-packages" not in found[1] and str(Path(__file__).parents[1]) not in found[1]:
+            return f" at {Path(found[1]).name}:{found[2]}"
+    return ""
+
+
+_groups: dict[tuple[int, str], Group] = {}
+
+
+def group_of(ranks: int, device: str) -> Group:
+    """This process's group of so many ranks, started when it is first asked for."""
+    key = (ranks, device)
+    if key not in _groups:
+        _groups[key] = Group(ranks, device)
+    return _groups[key]
+
+
+@atexit.register
+def close_all() -> None:
+    """End all groups of this process."""
+    for group in list(_groups.values()):
+        group.close()

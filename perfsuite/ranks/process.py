@@ -1,0 +1,117 @@
+"""One rank: a process that torch's elastic launcher starts, and that calls sides until its connection ends.
+
+torchrun --standalone --nproc-per-node=2 -m perfsuite.ranks.process SOCKET STACKS
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib.util
+import io
+import os
+import signal
+import sys
+import traceback
+from contextlib import suppress
+from datetime import timedelta
+from multiprocessing.connection import Client
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from perfsuite import convolutions, declared, interpreter, process_state, rank_parts, truths
+from perfsuite import inputs as make
+from perfsuite.errors import first_line
+from perfsuite.execution import Leaves
+from perfsuite.pair import Pair, as_side
+from perfsuite.ranks.group import Raised, Request, backend
+from perfsuite.records import OPTIMIZED, REFERENCE
+
+HARNESS = Path(__file__).parents[1]
+
+
+def main() -> None:
+    """Answer until there is no further request."""
+    rank, ranks, device = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), sys.argv[3]
+    with (Path(sys.argv[2]) / str(rank)).open("w") as stacks, Client(sys.argv[1]) as connection:
+        # Where each rank is, if it does not answer.
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
+        connection.send((rank, os.getpid()))
+        if device == "cuda":
+            torch.cuda.set_device(rank)
+        else:
+            torch.set_num_threads(1)
+        dist.init_process_group(backend(device), timeout=timedelta(seconds=float(sys.argv[4])))
+        interpreter.quicken()
+        with suppress(EOFError):
+            while True:
+                connection.send_bytes(_saved(_answer(connection.recv(), rank, ranks, device)))
+    os._exit(0)  # the other ranks may be gone, and what waits for them would never end
+
+
+def _answer(request: Request, rank: int, ranks: int, device: str) -> Leaves | Raised:
+    try:
+        return _produce(request, rank, ranks, device)
+    except Exception as error:
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_users(f.filename)]
+        place = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+        return Raised(kind=type(error).__name__, text=first_line(error), place=place)
+
+
+def _is_users(filename: str) -> bool:
+    path = Path(filename)
+    return HARNESS not in path.parents and "site-packages" not in path.parts
+
+
+def _produce(request: Request, rank: int, ranks: int, device: str) -> Leaves:
+    sys.path[:] = request.sys_path
+    now = process_state.settings(request.settings)
+    process_state.restore(request.settings, [n for n, value in request.settings.items() if now[n] != value])
+    pair = _pair(request).at(ranks, equal_parts=request.equal_parts)
+    sides = {OPTIMIZED: pair.optimized, REFERENCE: pair.reference, **pair.variants}
+    case, home = request.case, Path(request.path).parent
+    rounded = truths.rounded_to_precision(pair, case)
+
+    def given(step: int) -> dict[str, Any]:
+        return rank_parts.of_rank(pair.step_inputs, rounded(make.build_step(pair, case, device, step)), rank, ranks)
+
+    values = rank_parts.of_rank(pair.inputs, rounded(make.build(pair, case, device, home=home)), rank, ranks)
+    with convolutions.exact(pair.precision):
+        return truths.run(as_side(sides[request.side]), pair, values, case, False, given)
+
+
+def _pair(request: Request) -> Pair:
+    module = sys.modules.get(request.module) or _imported(request)
+    pair = declared.find(module, request.pair)
+    if pair is None:
+        raise LookupError(f"{request.module} has no pair {request.pair} where it is imported again")
+    pair.name = request.pair
+    return pair
+
+
+def _imported(request: Request) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(request.module, request.path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[request.module] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[request.module]
+        raise
+    return module
+
+
+def _saved(answer: Leaves | Raised) -> bytes:
+    if isinstance(answer, dict):
+        answer = {n: t.detach().cpu() if isinstance(t, torch.Tensor) else t for n, t in answer.items()}
+    file = io.BytesIO()
+    torch.save(answer, file)
+    return file.getvalue()
+
+
+if __name__ == "__main__":
+    main()

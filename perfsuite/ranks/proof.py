@@ -1,0 +1,122 @@
+"""Whether a pair is the same function in several processes as in one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from perfsuite import equivalence, rule, truths
+from perfsuite.errors import NotEquivalent, PairError
+from perfsuite.execution import Leaves
+from perfsuite.integrity.probe import same_leaf
+from perfsuite.pair import Pair
+from perfsuite.ranks import group, parts
+from perfsuite.records import OPTIMIZED, REFERENCE, Case
+from perfsuite.tally import Tally
+
+
+class RanksApart(NotEquivalent):
+    """A side does not return in all ranks. To try it on other draws takes long each time."""
+
+
+def check(
+    pair: Pair, case: Case, device: str, *, module: ModuleType, home: Path | None = None, tally: Tally | None = None
+) -> None:
+    """NotEquivalent where the optimized side, called in `pair.at_ranks` processes, is not what the reference is in one.
+
+    PairError where the reference itself is another function there; RanksApart where one of them does not return. The
+    calling process must have a process group of its own (`group.alone`).
+    """
+    known = truths.by_replicas(pair, case, device, gradients=False, home=home)
+    try:
+        truth = known(rule.NONE)
+    except truths.Discard:
+        if tally is not None:
+            tally.discarded += 1
+        return
+    calls = _Calls(case, device, module)
+    for side in (REFERENCE, OPTIMIZED):
+        who = f"{pair.name}: the {side}{' side' if side == OPTIMIZED else ''} in {pair.at_ranks} processes"
+        try:
+            of_ranks = calls.of(pair, side)
+        except group.RanksFailed as error:
+            raise RanksApart(f"{who} {error}", case) from None
+        for rank, whole in enumerate(parts.whole(of_ranks, truth.leaves)):
+            try:
+                _hold(pair, known, whole, side, tally)
+            except NotEquivalent as error:
+                cause = _cause(pair, case, device, home, calls) if side == OPTIMIZED else ""
+                raise _verdict(side, f"{error}, on rank {rank} of {pair.at_ranks}{cause}", case) from None
+    if (found := _disagreement(calls.produced)) is not None:
+        name, rank = found
+        raise NotEquivalent(
+            f"{pair.name}: {name} of the optimized side differs between rank 0 and rank {rank} of {pair.at_ranks}, "
+            f"which the reference leaves equal to the bit: ranks that differ drift apart",
+            case,
+        )
+
+
+def _verdict(side: str, words: str, case: Case) -> Exception:
+    if side == REFERENCE:
+        return PairError(f"{words}; in several processes it must be the function that it is in one")
+    return NotEquivalent(words, case)
+
+
+class _Calls:
+    """What the ranks make of one case."""
+
+    def __init__(self, case: Case, device: str, module: ModuleType) -> None:
+        self.case, self.device, self.module = case, device, module
+        self.produced: dict[str, list[Leaves]] = {}
+        """By side: the results on the case's own inputs, by rank."""
+
+    def of(self, pair: Pair, side: str) -> list[Leaves]:
+        """What the side returns in each rank; RanksFailed where it does not."""
+        of_ranks = group.group_of(pair.at_ranks, self.device).call(pair, side, self.case, self.module)
+        found = [
+            {name: leaf.to(self.device) if isinstance(leaf, torch.Tensor) else leaf for name, leaf in leaves.items()}
+            for leaves in of_ranks
+        ]
+        if not pair.equal_parts:
+            self.produced[side] = found
+        return found
+
+
+def _cause(pair: Pair, case: Case, device: str, home: Path | None, calls: _Calls) -> str:
+    """The likely cause of a wrong result, from whether the ranks agree and from equal parts of the inputs in all."""
+    if _disagreement(calls.produced) is not None:
+        return (
+            "; the ranks' results differ, which the reference leaves equal: likely a collective is missing, or waited "
+            "for too late"
+        )
+    alike = pair.at(pair.at_ranks, equal_parts=True)
+    try:
+        known = truths.by_replicas(alike, case, device, gradients=False, home=home)
+        truth = known(rule.NONE)
+        for whole in parts.whole(calls.of(alike, OPTIMIZED), truth.leaves):
+            _hold(alike, known, whole, OPTIMIZED, None)
+    except NotEquivalent:
+        return (
+            "; so it is where all ranks have equal parts of the inputs: likely a sum over the ranks is divided by "
+            "their number twice, or not at all"
+        )
+    except (truths.Discard, group.RanksFailed):
+        return ""
+    return "; where all ranks have equal parts of the inputs it is right: likely it is made of some ranks' parts alone"
+
+
+def _hold(pair: Pair, known: truths.Known, whole: Leaves, name: str, tally: Tally | None) -> None:
+    equivalence.hold(pair, known, whole, name=name, tally=tally, strict_strides=False)
+
+
+def _disagreement(produced: dict[str, list[Leaves]]) -> tuple[str, int] | None:
+    """A result that differs between rank 0 and another in the optimized side, and between no ranks in the reference."""
+    reference, optimized = produced[REFERENCE], produced[OPTIMIZED]
+    for name, leaf in reference[0].items():
+        if name in optimized[0] and all(same_leaf(leaves[name], leaf) for leaves in reference):
+            for rank, leaves in enumerate(optimized):
+                if name in leaves and not same_leaf(leaves[name], optimized[0][name]):
+                    return name, rank
+    return None

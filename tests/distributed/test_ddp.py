@@ -1,0 +1,38 @@
+from optimized.distributed.ddp import ddp as optimized
+from perfsuite import Pair, Workload, floats, size, stateful, tensor
+from reference.distributed.ddp import ddp as reference
+
+BOUNDED = floats(-2, 2)
+
+
+def weight(*dims):
+    """Parameters are contiguous: DistributedDataParallel warns of others."""
+    return tensor(*dims, values=floats(-1, 1), layouts=("contiguous",))
+
+
+ddp = Pair(
+    reference=stateful(reference),
+    optimized=stateful(optimized),
+    inputs={
+        "weights": [
+            weight("hidden", "features"),
+            weight("hidden", "hidden"),
+            weight("outputs", "hidden"),
+        ]
+    },
+    step_inputs={
+        "inputs": tensor("micro", "ranks * rows", "features", values=BOUNDED, by_rank=1),
+        "targets": tensor("micro", "ranks * rows", "outputs", values=BOUNDED, by_rank=1),
+    },
+    mutates={"weights"},
+    sizes={
+        "micro": size(1, 3),
+        "rows": size(1, 9),
+        "features": size(1, 17),
+        "hidden": size(1, 17),
+        "outputs": size(1, 9),
+    },
+    steps=(1, 2, 7),
+    ranks=(2, 4),
+    workloads=[Workload("cpu", micro=2, rows=16, features=32, hidden=64, outputs=8, clock="wall", device="cpu")],
+)

@@ -1,0 +1,185 @@
+"""Data-parallel updates that are wrong in several processes, or are made otherwise and right.
+
+Rank processes import this file, and find the pairs by name. In one process all of them are right.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from perfsuite import Pair, floats, size, tensor
+
+RATE = 0.25
+Update = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+def gradients(a: torch.Tensor, b: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of this rank's rows alone."""
+    return (x * a).mean(0), (x * x * b).mean(0)
+
+
+def plain(a: torch.Tensor, b: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two weights after a step: their gradients are the means over the rows of all ranks."""
+    of_a, of_b = gradients(a, b, x)
+    dist.all_reduce(of_a)
+    dist.all_reduce(of_b)
+    ranks = dist.get_world_size()
+    return a - RATE * of_a / ranks, b - RATE * of_b / ranks
+
+
+def pair(optimized: Update) -> Pair:
+    values = floats(-2, 2)
+    return Pair(
+        reference=plain,
+        optimized=optimized,
+        inputs={
+            "a": tensor("n", values=values),
+            "b": tensor("n", values=values),
+            "x": tensor("ranks * rows", "n", values=values, by_rank=0),
+        },
+        gradients=False,
+        sizes={"n": size(1, 9), "rows": size(1, 5)},
+        ranks=(2,),
+    )
+
+
+def reduced(reduce: Callable[[torch.Tensor, torch.Tensor], Any], divide: float = 1.0) -> Update:
+    """An update whose two gradients are made the sum over the ranks by `reduce`, and divided by their number."""
+
+    def update(a: torch.Tensor, b: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        of_a, of_b = gradients(a, b, x)
+        found = reduce(of_a, of_b)
+        of_a, of_b = found if found is not None else (of_a, of_b)
+        ranks = dist.get_world_size() ** divide
+        return a - RATE * of_a / ranks, b - RATE * of_b / ranks
+
+    return update
+
+
+def each(*gradients: torch.Tensor) -> None:
+    for gradient in gradients:
+        dist.all_reduce(gradient)
+
+
+def missing_on_one_rank(of_a: torch.Tensor, of_b: torch.Tensor) -> None:
+    dist.all_reduce(of_a)
+    if dist.get_rank() != 1:
+        dist.all_reduce(of_b)
+
+
+def left_out(of_a: torch.Tensor, of_b: torch.Tensor) -> None:
+    dist.all_reduce(of_a)
+
+
+def waited_for_too_late(of_a: torch.Tensor, of_b: torch.Tensor) -> Any:
+    dist.all_reduce(of_a)
+    received = of_b.clone()
+    work = dist.all_reduce(received, async_op=True)
+    used = of_b * dist.get_world_size()
+    work.wait()
+    return of_a, used
+
+
+def of_the_first_rank(of_a: torch.Tensor, of_b: torch.Tensor) -> Any:
+    for gradient in (of_a, of_b):
+        dist.broadcast(gradient, 0)
+    return of_a * dist.get_world_size(), of_b * dist.get_world_size()
+
+
+def rounded_at_random(of_a: torch.Tensor, of_b: torch.Tensor) -> Any:
+    """Each rank rounds with random numbers of its own, as of a dropout or stochastic rounding without a common seed."""
+    each(of_a, of_b)
+    generator = torch.Generator(of_a.device).manual_seed(dist.get_rank())
+    noise = torch.rand(of_a.shape, generator=generator, device=of_a.device, dtype=of_a.dtype)
+    return of_a * (1 + 16 * torch.finfo(of_a.dtype).eps * (noise > 0.5)), of_b
+
+
+def in_two_orders(of_a: torch.Tensor, of_b: torch.Tensor) -> None:
+    each(*((of_a, of_b) if dist.get_rank() == 0 else (of_b, of_a)))
+
+
+def raises_on_one_rank(of_a: torch.Tensor, of_b: torch.Tensor) -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("no gradient here")
+    each(of_a, of_b)
+
+
+def dies_on_one_rank(of_a: torch.Tensor, of_b: torch.Tensor) -> None:
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    each(of_a, of_b)
+
+
+def exits_on_one_rank(of_a: torch.Tensor, of_b: torch.Tensor) -> None:
+    if dist.get_rank() == 1:
+        os._exit(3)
+    each(of_a, of_b)
+
+
+def hangs_on_one_rank(of_a: torch.Tensor, of_b: torch.Tensor) -> None:
+    each(of_a, of_b)
+    while dist.get_rank() == 1:
+        time.sleep(0.1)
+
+
+def in_one_bucket(of_a: torch.Tensor, of_b: torch.Tensor) -> Any:
+    bucket = torch.cat([of_a, of_b])
+    dist.all_reduce(bucket)
+    return bucket.split([len(of_a), len(of_b)])
+
+
+def waited_for(of_a: torch.Tensor, of_b: torch.Tensor) -> None:
+    for work in [dist.all_reduce(gradient, async_op=True) for gradient in (of_a, of_b)]:
+        work.wait()
+
+
+def gathered(of_a: torch.Tensor, of_b: torch.Tensor) -> Any:
+    found = []
+    for gradient in (of_a, of_b):
+        parts = [torch.empty_like(gradient) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, gradient)
+        found.append(torch.stack(parts).sum(0))
+    return found
+
+
+def sent_by_the_first_rank(of_a: torch.Tensor, of_b: torch.Tensor) -> None:
+    for gradient in (of_a, of_b):
+        dist.reduce(gradient, 0)
+        dist.broadcast(gradient, 0)
+
+
+def with_a_common_seed(of_a: torch.Tensor, of_b: torch.Tensor) -> Any:
+    each(of_a, of_b)
+    generator = torch.Generator(of_a.device).manual_seed(7)
+    noise = torch.rand(of_a.shape, generator=generator, device=of_a.device, dtype=of_a.dtype)
+    return of_a * (1 + 16 * torch.finfo(of_a.dtype).eps * (noise > 0.5)), of_b
+
+
+WRONG = {
+    "missing_on_one_rank": pair(reduced(missing_on_one_rank)),
+    "left_out": pair(reduced(left_out)),
+    "waited_for_too_late": pair(reduced(waited_for_too_late)),
+    "of_the_first_rank": pair(reduced(of_the_first_rank)),
+    "not_averaged": pair(reduced(each, divide=0)),
+    "averaged_twice": pair(reduced(each, divide=2)),
+    "rounded_at_random": pair(reduced(rounded_at_random)),
+    "in_two_orders": pair(reduced(in_two_orders)),
+    "raises_on_one_rank": pair(reduced(raises_on_one_rank)),
+    "dies_on_one_rank": pair(reduced(dies_on_one_rank)),
+    "exits_on_one_rank": pair(reduced(exits_on_one_rank)),
+    "hangs_on_one_rank": pair(reduced(hangs_on_one_rank)),
+}
+RIGHT = {
+    "in_one_bucket": pair(reduced(in_one_bucket)),
+    "waited_for": pair(reduced(waited_for)),
+    "gathered": pair(reduced(gathered)),
+    "sent_by_the_first_rank": pair(reduced(sent_by_the_first_rank)),
+    "with_a_common_seed": pair(reduced(with_a_common_seed)),
+}

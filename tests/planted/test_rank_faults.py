@@ -1,0 +1,73 @@
+"""Faults of several processes: each is named, and no look-alike is accused."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+import rank_faults
+
+from perfsuite.errors import NotEquivalent
+from perfsuite.ranks import group, proof
+from perfsuite.records import Case
+
+COLLECTIVE_S = 2.0
+"""How long a collective waits for the other ranks in these tests."""
+ENDS_S = 30.0
+"""Within this time a group has ended whose ranks went different ways."""
+DIFFERENT = "on rank 0 of 2; the ranks' results differ, .*: likely a collective is missing, or waited for too late"
+DIVISION = "so it is where all ranks have equal parts .* divided by their number twice, or not at all"
+WORDS = {
+    "missing_on_one_rank": r"waits in vain for the other ranks in a collective, rank 0 at rank_faults.py:\d+, while "
+    "rank 1 returned",
+    "left_out": DIFFERENT,
+    "waited_for_too_late": DIFFERENT,
+    "of_the_first_rank": "equal parts of the inputs it is right: likely it is made of some ranks' parts alone",
+    "not_averaged": DIVISION,
+    "averaged_twice": DIVISION,
+    "rounded_at_random": r"output\[0\] of the optimized side differs between rank 0 and rank 1 of 2",
+    "in_two_orders": "is wrong at",
+    "raises_on_one_rank": r"raises ValueError at rank_faults.py:\d+: no gradient here on rank 1",
+    "dies_on_one_rank": "ends the process of rank 1 by SIGKILL",
+    "exits_on_one_rank": "ends the process of rank 1 with exit code 3",
+    "hangs_on_one_rank": r"hangs: rank 1 at rank_faults.py:\d+ did not return while rank 0 returned",
+}
+CASE = Case(dtype="float32", sizes={"n": 5, "rows": 3, "ranks": 2}, inputs={}, seed=1)
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group that gives up soon, in the place of the usual one."""
+    monkeypatch.setattr(group, "APART_S", 2 * COLLECTIVE_S)
+    if (2, "cpu") not in group._groups:
+        group._groups[2, "cpu"] = group.Group(2, "cpu", COLLECTIVE_S)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def closed() -> Iterator[None]:
+    group.close_all()
+    yield
+    group.close_all()
+
+
+def check(name: str) -> None:
+    family, _, key = name.partition("-")
+    pair = getattr(rank_faults, family)[key]
+    pair.name = name
+    with group.alone(pair, "cpu"):
+        proof.check(pair.at(2), CASE, "cpu", module=rank_faults)
+
+
+@pytest.mark.parametrize("name", rank_faults.WRONG)
+def test_a_fault_is_named(name: str) -> None:
+    began = time.monotonic()
+    with pytest.raises(NotEquivalent, match=WORDS[name]) as found:
+        check(f"WRONG-{name}")
+    assert "\n" not in str(found.value)
+    assert time.monotonic() - began < ENDS_S
+
+
+@pytest.mark.parametrize("name", rank_faults.RIGHT)
+def test_a_look_alike_is_not_accused(name: str) -> None:
+    check(f"RIGHT-{name}")
