@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from multiprocessing import connection
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -73,7 +73,8 @@ class Raised:
         return f"{self.kind}{f' at {self.place}' if self.place else ''}: {self.text}"
 
 
-Reply: TypeAlias = "Leaves | Raised"
+Reply: TypeAlias = "Leaves | Raised | None"
+"""None: the rank is prepared."""
 
 
 class RanksFailed(Exception):  # noqa: N818 - told as a verdict on the side
@@ -152,24 +153,40 @@ class Group:
 
     def call(self, pair: Pair, side: str, case: Case, module: ModuleType) -> list[Leaves]:
         """What each rank makes of the case, by rank; RanksFailed where not all of them return."""
+        try:
+            return self._call(pair, side, case, module)
+        except RanksFailed:
+            raise
+        except BaseException:  # as of a time limit: the ranks are still at it
+            self.close()
+            raise
+
+    def _call(self, pair: Pair, side: str, case: Case, module: ModuleType) -> list[Leaves]:
         settings = {n: v for n, v in process_state.settings().items() if isinstance(v, (bool, int, float, str))}
         place = (module.__name__, str(module.__file__), pair.name)
         request = Request(*place, side, case, pair.equal_parts, sys_path=list(sys.path), settings=settings)
-        for one in self.connections.values():
-            with contextlib.suppress(BrokenPipeError):  # its end shows where its reply is awaited
-                one.send(request)
-        replies = self._replies()
-        raised = {rank: reply for rank, reply in replies.items() if isinstance(reply, Raised)}
-        if not raised:
-            return [leaves for _, leaves in sorted(replies.items()) if not isinstance(leaves, Raised)]
+        # Once all have imported the pair's module and made the inputs they call the side together: no rank waits in a
+        # collective for the preparations of another.
+        for message in (request, None):
+            for one in self.connections.values():
+                with contextlib.suppress(BrokenPipeError):  # its end shows where its reply is awaited
+                    one.send(message)
+            replies = self._replies(START_S if message is request else APART_S)
+            raised = {rank: reply for rank, reply in replies.items() if isinstance(reply, Raised)}
+            if raised:
+                self._fail(replies, raised)
+        return [leaves for _, leaves in sorted(replies.items()) if isinstance(leaves, dict)]
+
+    def _fail(self, replies: dict[int, Reply], raised: dict[int, Raised]) -> NoReturn:
+        """RanksFailed for what the ranks raised; the group ends unless all of them raised the same."""
         alike = len(raised) == self.ranks and len({(r.kind, r.place) for r in raised.values()}) == 1
         if alike and not _is_of_waiting(raised[0]):
             raise RanksFailed(f"raises {raised[0]}")
         self.close()  # the ranks may have gone different ways
         raise RanksFailed(_apart(raised, [rank for rank in replies if rank not in raised], self.ranks))
 
-    def _replies(self) -> dict[int, Reply]:
-        """The replies by rank; RanksFailed where a rank ends or does not reply."""
+    def _replies(self, apart_s: float) -> dict[int, Reply]:
+        """The replies by rank; RanksFailed where a rank ends, or does not reply for so long after the first."""
         replies: dict[int, Reply] = {}
         until = time.monotonic() + CALL_S
         while len(replies) < self.ranks:
@@ -186,7 +203,7 @@ class Group:
                 except (EOFError, ConnectionResetError):
                     raise RanksFailed(self._ended(rank)) from None
                 replies[rank] = torch.load(io.BytesIO(content), weights_only=False)
-                most = GRACE_S if isinstance(replies[rank], Raised) else APART_S
+                most = min(GRACE_S, apart_s) if isinstance(replies[rank], Raised) else apart_s
                 until = min(until, time.monotonic() + most)
         return replies
 
@@ -225,9 +242,10 @@ class Group:
 
     def close(self) -> None:
         """End all ranks."""
-        for pid in [*self.pids.values(), self.launcher.pid]:
+        for pid in self.pids.values():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        self.launcher.kill()
         self.launcher.wait()
         for one in self.connections.values():
             one.close()

@@ -12,9 +12,10 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from multiprocessing.connection import Client
+from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -48,17 +49,23 @@ def main() -> None:
         interpreter.quicken()
         with suppress(EOFError):
             while True:
-                connection.send_bytes(_saved(_answer(connection.recv(), rank, ranks, device)))
+                _answer(connection, rank, ranks, device)
     os._exit(0)  # the other ranks may be gone, and what waits for them would never end
 
 
-def _answer(request: Request, rank: int, ranks: int, device: str) -> Leaves | Raised:
+def _answer(connection: Connection, rank: int, ranks: int, device: str) -> None:
+    """Take a request, prepare it, and call the side once all ranks are prepared."""
     try:
-        return _produce(request, rank, ranks, device)
+        call = _prepared(connection.recv(), rank, ranks, device)
+        connection.send_bytes(_saved(None))
+        connection.recv()
+        connection.send_bytes(_saved(call()))
+    except EOFError:
+        raise
     except Exception as error:
         frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_users(f.filename)]
         place = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
-        return Raised(kind=type(error).__name__, text=first_line(error), place=place)
+        connection.send_bytes(_saved(Raised(kind=type(error).__name__, text=first_line(error), place=place)))
 
 
 def _is_users(filename: str) -> bool:
@@ -66,7 +73,8 @@ def _is_users(filename: str) -> bool:
     return HARNESS not in path.parents and "site-packages" not in path.parts
 
 
-def _produce(request: Request, rank: int, ranks: int, device: str) -> Leaves:
+def _prepared(request: Request, rank: int, ranks: int, device: str) -> Callable[[], Leaves]:
+    """The call, with the pair's module imported and the inputs made."""
     sys.path[:] = request.sys_path
     now = process_state.settings(request.settings)
     process_state.restore(request.settings, [n for n, value in request.settings.items() if now[n] != value])
@@ -79,8 +87,8 @@ def _produce(request: Request, rank: int, ranks: int, device: str) -> Leaves:
         return rank_parts.of_rank(pair.step_inputs, rounded(make.build_step(pair, case, device, step)), rank, ranks)
 
     values = rank_parts.of_rank(pair.inputs, rounded(make.build(pair, case, device, home=home)), rank, ranks)
-    with convolutions.exact(pair.precision):
-        return truths.run(as_side(sides[request.side]), pair, values, case, False, given)
+    side = as_side(sides[request.side])
+    return convolutions.exact(pair.precision)(lambda: truths.run(side, pair, values, case, False, given))
 
 
 def _pair(request: Request) -> Pair:
@@ -105,7 +113,7 @@ def _imported(request: Request) -> ModuleType:
     return module
 
 
-def _saved(answer: Leaves | Raised) -> bytes:
+def _saved(answer: Leaves | Raised | None) -> bytes:
     if isinstance(answer, dict):
         answer = {n: t.detach().cpu() if isinstance(t, torch.Tensor) else t for n, t in answer.items()}
     file = io.BytesIO()

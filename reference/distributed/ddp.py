@@ -23,7 +23,8 @@ def ddp(weights: Sequence[torch.Tensor], lr: float = 0.1) -> Callable[[torch.Ten
         gradients = [torch.zeros_like(w) for w in weights]
         for x, target in zip(inputs, targets, strict=True):
             leaves = [w.detach().requires_grad_() for w in weights]
-            loss = (network(leaves, x) - target).square().mean()
+            with torch.enable_grad():
+                loss = (network(leaves, x) - target).square().mean()
             for total, gradient in zip(gradients, torch.autograd.grad(loss, leaves), strict=True):
                 dist.all_reduce(gradient)
                 total.add_(gradient / (dist.get_world_size() * len(inputs)))

@@ -1,0 +1,180 @@
+"""Pairs in several processes: which part each rank gets, what is declared wrongly, and what pytest says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import perfsuite
+from perfsuite import Pair, listof, rank_parts, tensor
+from perfsuite import inputs as make
+from perfsuite.errors import PairError
+from perfsuite.pair import Size
+from perfsuite.ranks import group, parts
+from perfsuite.records import Case
+
+pytest_plugins = ["pytester"]
+
+ROWS = {"w": tensor("n"), "x": tensor("ranks * m", "n", by_rank=0), "y": [tensor("n", "ranks * m", by_rank=1)]}
+
+
+def mean(w: torch.Tensor, x: torch.Tensor, y: Any) -> torch.Tensor:
+    return w + x.mean(0)
+
+
+def pair(**fields: Any) -> Pair:
+    given: dict[str, Any] = {"reference": mean, "optimized": mean, "inputs": ROWS, "gradients": False, "ranks": (2, 3)}
+    return Pair(**{**given, **fields})
+
+
+# --- parts ----------------------------------------------------------------------------------------------------------
+
+
+def test_each_rank_gets_its_part_and_all_of_what_is_shared() -> None:
+    of = pair().at(3)
+    values = make.build(of, Case(dtype="float32", sizes={"m": 2, "n": 5, "ranks": 3}, inputs={}, seed=0), "cpu")
+    every = [rank_parts.of_rank(ROWS, values, rank, 3) for rank in range(3)]
+    assert [tuple(one["x"].shape) for one in every] == [(2, 5)] * 3
+    assert all(torch.equal(one["w"], values["w"]) for one in every)
+    assert torch.equal(torch.cat([one["x"] for one in every]), values["x"])
+    assert torch.equal(torch.cat([one["y"][0] for one in every], 1), values["y"][0])
+
+
+def test_equal_parts_are_those_of_the_first_rank() -> None:
+    case = Case(dtype="float32", sizes={"m": 2, "n": 5, "ranks": 3}, inputs={}, seed=0)
+    usual, alike = (make.build(of, case, "cpu") for of in (pair().at(3), pair().at(3, equal_parts=True)))
+    assert torch.equal(alike["x"], usual["x"][:2].repeat(3, 1))
+    assert torch.equal(alike["y"][0], usual["y"][0][:, :2].repeat(1, 3))
+    assert torch.equal(alike["w"], usual["w"])
+
+
+def test_parts_in_lists_and_dicts_are_found() -> None:
+    spec = {"x": {"a": listof(2, tensor("ranks * m", by_rank=0)), "b": (tensor("n"),)}}
+    value = {"x": {"a": [torch.arange(4), torch.arange(4, 8)], "b": (torch.arange(3),)}}
+    found = rank_parts.of_rank(spec, value, 1, 2)["x"]
+    assert [t.tolist() for t in found["a"]] == [[2, 3], [6, 7]]
+    assert found["b"][0].tolist() == [0, 1, 2]
+
+
+def test_the_ranks_parts_of_an_output_are_put_together() -> None:
+    truth = {"sum": torch.zeros(3), "rows": torch.zeros(4, 3), "columns": torch.zeros(3, 4), "number": 1.0}
+    ranks: Any = [
+        {"sum": torch.full((3,), r), "rows": torch.full((2, 3), r), "columns": torch.full((3, 2), r), "number": r}
+        for r in (0.0, 1.0)
+    ]
+    first, second = parts.whole(ranks, truth)
+    assert first["rows"].tolist() == second["rows"].tolist() == [[0.0] * 3] * 2 + [[1.0] * 3] * 2
+    assert first["columns"].tolist() == [[0.0, 0.0, 1.0, 1.0]] * 3
+    assert second["sum"].tolist() == [1.0] * 3
+    assert second["number"] == 1.0
+
+
+def test_what_fits_in_no_way_stays_as_it_is() -> None:
+    ranks: Any = [{"rows": torch.zeros(2, 3)}, {"rows": torch.zeros(3, 3)}]
+    assert [tuple(leaves["rows"].shape) for leaves in parts.whole(ranks, {"rows": torch.zeros(4, 3)})] == [
+        (2, 3),
+        (3, 3),
+    ]
+
+
+# --- declarations ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("declare", "words"),
+    [
+        (lambda: tensor("m", "n", by_rank=0), r"by_rank=0 must be the place of a dimension that is a multiple"),
+        (lambda: tensor("ranks * m", by_rank=1), r"by_rank=1 must be the place"),
+        (lambda: pair(ranks=(1,)), r"ranks=\(1,\): give numbers of processes, each 2 or more"),
+        (lambda: pair(ranks=("two",)), r"ranks=\('two',\): give numbers of processes"),
+        (lambda: pair(gradients=True), "is compared by its outputs: make its sides stateful, or gradients=False"),
+        (lambda: pair(ranks=()), r"depends on the size ranks: say in how many processes, as Pair\(ranks=\(2, 4\)\)"),
+    ],
+)
+def test_a_wrong_declaration_is_named(declare: Any, words: str) -> None:
+    with pytest.raises(PairError, match=words):
+        declare()
+
+
+def test_the_number_of_ranks_is_a_size_that_is_not_drawn() -> None:
+    of = pair(workloads=[perfsuite.Workload("w", m=2, n=2)])
+    of.validate()
+    assert of.workloads[0].sizes["ranks"] == 1
+    assert (of.size_of("ranks"), of.at(3).size_of("ranks")) == (Size(low=1, high=1), Size(low=3, high=3))
+
+
+def test_a_machine_with_too_few_gpus_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert group.lacking(4, "cuda") == "needs 4 CUDA devices; 2 here"
+    assert group.lacking(2, "cuda") is None
+    assert group.lacking(4, "cpu") is None
+
+
+# --- one process ----------------------------------------------------------------------------------------------------
+
+
+def test_in_one_process_a_pair_with_ranks_has_a_group_of_its_own() -> None:
+    def counts(w: torch.Tensor, x: torch.Tensor, y: Any) -> torch.Tensor:
+        return w * dist.get_world_size()
+
+    assert not dist.is_initialized()
+    perfsuite.check(pair(optimized=counts, reference=lambda w, x, y: w * 1), examples=3, device="cpu")
+    assert not dist.is_initialized()
+    with group.alone(pair(), "cpu"), group.alone(pair(), "cpu"):
+        assert dist.get_world_size() == 1
+    with group.alone(pair(ranks=(), inputs={"x": tensor("n")}), "cpu"):
+        assert not dist.is_initialized()
+
+
+# --- pytest ---------------------------------------------------------------------------------------------------------
+
+MODULE = """
+import os, torch
+import torch.distributed as dist
+from perfsuite import Pair, Workload, floats, size, tensor
+
+def reference(x):
+    total = x.sum(0)
+    dist.all_reduce(total)
+    return total
+
+def optimized(x):
+    total = x.sum(0)
+    {body}
+    return total
+
+totals = Pair(
+    reference={reference},
+    optimized=optimized,
+    inputs={{"x": tensor("ranks * rows", "n", values=floats(-2, 2), by_rank=0)}},
+    gradients=False,
+    sizes={{"rows": size(1, 5), "n": size(1, 9)}},
+    ranks=(2,),
+    workloads=[Workload("w", rows=4, n=8)],
+)
+"""
+
+
+def run(project: Any, body: str, reference: str = "reference") -> str:
+    project.write("test_totals.py", MODULE.format(body=body, reference=reference))
+    done = project.process("pytest", "-q", "-m", "correctness", "-k", "ranks", "test_totals.py")
+    return str(done.stdout + done.stderr)
+
+
+def test_a_pair_is_proven_in_two_processes(project: Any) -> None:
+    output = run(project, "dist.all_reduce(total)")
+    assert "1 passed" in output
+
+
+def test_a_rank_that_ends_is_named_once_and_soon(project: Any) -> None:
+    output = run(project, "dist.all_reduce(total) if dist.get_rank() == 0 else os._exit(7)")
+    assert "totals: the optimized side in 2 processes ends the process of rank 1 with exit code 7" in output
+    assert "test_totals.py::totals::ranks[2]" in output
+
+
+def test_a_reference_that_is_another_function_there_is_named(project: Any) -> None:
+    output = run(project, "dist.all_reduce(total)", reference="lambda x: x.sum(0)")
+    assert "in several processes it must be the function that it is in one" in output
