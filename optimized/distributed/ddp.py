@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from optimized.tanh_network import TanhNetwork
+
 
 def ddp(weights: Sequence[torch.Tensor], lr: float = 0.1) -> Callable[[torch.Tensor, torch.Tensor], None]:
     """Build `step(inputs, targets)`: one step of SGD on the mean squared error of a network, in all ranks together.
@@ -20,7 +22,7 @@ def ddp(weights: Sequence[torch.Tensor], lr: float = 0.1) -> Callable[[torch.Ten
 
     Source: eigenstate_lm, technique 004.15.
     """
-    network = Network(weights)
+    network = TanhNetwork(weights)
     device = weights[0].device
     parallel = DistributedDataParallel(
         network,
@@ -41,17 +43,3 @@ def ddp(weights: Sequence[torch.Tensor], lr: float = 0.1) -> Callable[[torch.Ten
         optimizer.step()
 
     return step
-
-
-class Network(torch.nn.Module):
-    """Linear layers with tanh between them; its parameters lie in the memory of the weights."""
-
-    def __init__(self, weights: Sequence[torch.Tensor]):
-        super().__init__()
-        self.weights = torch.nn.ParameterList([torch.nn.Parameter(w.detach()) for w in weights])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[rows, in] to [rows, out]."""
-        for i, w in enumerate(self.weights):
-            x = (torch.tanh(x) if i else x) @ w.T
-        return x

@@ -207,17 +207,13 @@ def out_of_bounds(probe: Probe) -> None:
     """Inputs and what the side allocates lie between guards: none may be written to, and none may be read."""
     if not probe.answers_rightly():
         return  # wrong without guards, too: equivalence says how
-    fences: list[_Fence] = []
-
-    def fence(values: dict[str, Any]) -> dict[str, Any]:
-        return {
-            name: make.map_tensors(value, functools.partial(_fenced, what=f"its input {name}", fences=fences))
-            for name, value in values.items()
-        }
-
-    values = fence(probe.drawn())
-    with _Guarded(fences):
-        produced = probe.call(values, given=fence)
+    try:
+        fences, produced = _between_guards(probe)
+    except RuntimeError as error:
+        if NOT_RESIZABLE not in str(error):
+            raise
+        # Some sides free memory by setting the size of its storage to 0, which that between guards does not allow.
+        fences, produced = _between_guards(probe, allocated=False)
     for guard in fences:
         if not guard.stands():
             raise probe.fault(f"writes outside of {guard.what}: the memory beside it has changed")
@@ -229,6 +225,21 @@ def out_of_bounds(probe: Probe) -> None:
         raise probe.fault(
             f"reads outside of its tensors: with NaN in the memory beside them, which it should not see, {error}"
         ) from None
+
+
+def _between_guards(probe: Probe, *, allocated: bool = True) -> tuple[list[_Fence], Leaves]:
+    """The guards around the inputs, and around what the side allocates, after a call; what it returned."""
+    fences: list[_Fence] = []
+
+    def fence(values: dict[str, Any]) -> dict[str, Any]:
+        return {
+            name: make.map_tensors(value, functools.partial(_fenced, what=f"its input {name}", fences=fences))
+            for name, value in values.items()
+        }
+
+    values = fence(probe.drawn())
+    with _Guarded(fences) if allocated else contextlib.nullcontext():
+        return fences, probe.call(values, given=fence)
 
 
 def unwritten(probe: Probe) -> NotEquivalent | None:
@@ -254,6 +265,8 @@ def _holds_nan(leaves: Leaves) -> bool:
     return any(_has_nan(leaf) for leaf in leaves.values())
 
 
+NOT_RESIZABLE = "resize storage that is not resizable"
+"""Part of torch's message where memory has another owner."""
 GUARD_BYTES = 4096
 """Enough for a whole tile's row past the end, and a multiple of every alignment."""
 
@@ -283,8 +296,9 @@ def _fenced(tensor: torch.Tensor, what: str, fences: list[_Fence]) -> torch.Tens
     sides = (whole[:guard], whole[guard + held :])
     fences.append(_Fence(what, sides, (bytes_of_tensor(sides[0]).clone(), bytes_of_tensor(sides[1]).clone())))
     # A storage of its own, which begins after the guard: of new memory, code may take for granted that it is at 0.
-    capsule = dlpack.to_dlpack(whole[guard : guard + held])  # type: ignore[attr-defined]  # torch's stubs leave it out
-    inner = dlpack.from_dlpack(capsule)
+    held_bytes = bytes_of_tensor(whole[guard : guard + held])
+    capsule = dlpack.to_dlpack(held_bytes)  # type: ignore[attr-defined]  # torch's stubs leave it out
+    inner = dlpack.from_dlpack(capsule).view(tensor.dtype)
     return inner.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 

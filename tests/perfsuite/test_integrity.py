@@ -562,3 +562,27 @@ def test_a_pair_with_a_working_precision_is_called_on_the_values_that_its_truth_
     probe(stepping).call(probe(stepping).drawn())
     assert seen
     assert all(not finer(x).any() for x in seen)
+
+
+def test_memory_between_guards_begins_at_0_of_a_storage_of_its_own() -> None:
+    """DistributedDataParallel takes that for granted of its buckets."""
+
+    def at_the_beginning(x: torch.Tensor) -> torch.Tensor:
+        made = torch.empty_like(x)
+        made.as_strided(x.shape, x.stride(), 0).copy_(x.sin())
+        return made
+
+    integrity.check(pair(torch.sin, at_the_beginning, gradients=False), CASE, "cpu")
+
+
+def test_memory_whose_storage_is_resized_is_not_fenced() -> None:
+    """`fully_shard` frees a layer so, and allocates it again."""
+
+    def resized(x: torch.Tensor) -> torch.Tensor:
+        made = torch.empty_like(x)
+        size = made.untyped_storage().nbytes()
+        made.untyped_storage().resize_(0)
+        made.untyped_storage().resize_(size)
+        return made.copy_(x.sin())
+
+    integrity.check(pair(torch.sin, resized, gradients=False), CASE, "cpu")
