@@ -122,7 +122,9 @@ class Group:
         address = str(Path(self.folder.name) / "socket")
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         # Ranks of one machine find each other over its loopback interface, whatever its name resolves to.
-        environment = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", **os.environ}
+        usual = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+        # A collective of NCCL's that gives up raises, as gloo's does; else the process is aborted.
+        environment = {**usual, **os.environ, "TORCH_NCCL_BLOCKING_WAIT": "1"}
         with connection.Listener(address, "AF_UNIX", backlog=ranks) as listener:
             self.launcher = subprocess.Popen(
                 [*command, "-m", "perfsuite.ranks.process", address, self.folder.name, device, f"{collective_s}"],

@@ -1,6 +1,7 @@
 """One rank: a process that torch's elastic launcher starts, and that calls sides until its connection ends.
 
-torchrun --standalone --nproc-per-node=2 -m perfsuite.ranks.process SOCKET STACKS
+Started as `torchrun --standalone --nproc-per-node=2 -m perfsuite.ranks.process SOCKET STACKS DEVICE SECONDS`: where the
+parent listens, the folder for stacks, "cpu" or "cuda", and how long a collective waits for the other ranks.
 """
 
 from __future__ import annotations
@@ -92,7 +93,9 @@ def _prepared(request: Request, rank: int, ranks: int, device: str) -> Callable[
 
 
 def _pair(request: Request) -> Pair:
-    module = sys.modules.get(request.module) or _imported(request)
+    module = sys.modules.get(request.module)
+    if module is None or module.__file__ != request.path:  # test modules of two folders may have one name
+        module = _imported(request)
     pair = declared.find(module, request.pair)
     if pair is None:
         raise LookupError(f"{request.module} has no pair {request.pair} where it is imported again")
