@@ -11,9 +11,11 @@ from scale import FULLY
 from scratch import SMALL, TWO_LINES, Project, lines_with, times
 
 from perfsuite.conclusion import UNDECIDED
-from perfsuite.items import FEW
 
 pytest_plugins = ["pytester"]
+
+OF_ALL_PAIRS = ("integrity", "contexts", "effects", "outside")
+"""Items that a pair has, whatever it declares."""
 
 
 def collected(result: pytest.RunResult) -> list[str]:
@@ -160,10 +162,10 @@ def test_a_pair_without_gradients_has_no_gradients_item(project: Project) -> Non
     without_gradients = TWO_LINES.replace('tensor("n")', 'tensor("n", dtype="bool")')
     project.write("test_scale.py", without_gradients)
     names = [i.rpartition("::")[2] for i in collected(project.run("--collect-only", "-q"))]
-    assert names == ["equivalence[float32]", *FEW, "speed[small]"]
+    assert names == ["equivalence[float32]", *OF_ALL_PAIRS, "speed[small]"]
     project.write("test_scale.py", TWO_LINES.replace("workloads=", "gradients=False,\n        workloads="))
     names = [i.rpartition("::")[2] for i in collected(project.run("--collect-only", "-q"))]
-    assert names == ["equivalence[float32]", *FEW, "speed[small]"]
+    assert names == ["equivalence[float32]", *OF_ALL_PAIRS, "speed[small]"]
 
 
 def test_one_pair_under_two_names_is_refused(project: Project) -> None:
@@ -218,7 +220,7 @@ STATEFUL = """
 def test_a_stateful_pair(project: Project) -> None:
     project.write("test_sums.py", STATEFUL)
     names = [i.rpartition("::")[2] for i in collected(project.run("--collect-only", "-q"))]
-    assert names == ["equivalence[float32]", *FEW, "speed[small]"]
+    assert names == ["equivalence[float32]", *OF_ALL_PAIRS, "speed[small]"]
     project.run("-m", "correctness").assert_outcomes(passed=5)
 
 
@@ -474,7 +476,7 @@ def test_a_triton_kernel_adds_an_item(project: Project) -> None:
     pytest.importorskip("triton")
     project.write("test_triple.py", KERNEL)
     names = [i.rpartition("::")[2] for i in collected(project.run("--collect-only", "-q", "-m", "correctness"))]
-    assert names == ["equivalence[float32]", *FEW, "kernels[sm_90]"]
+    assert names == ["equivalence[float32]", *OF_ALL_PAIRS, "kernels[sm_90]"]
 
 
 def test_perfsuite_run_leaves_the_compilation_for_another_device_out_and_says_so(project: Project) -> None:
