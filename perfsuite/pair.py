@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import keyword
 import sys
@@ -145,6 +146,12 @@ class Workload:
         self.promises = Promises(speedup=speedup, peak_bytes=peak_bytes, host_syncs=host_syncs, launches=launches)
         self.sizes = {**(sizes or {}), **named}
         self.marks = tuple(marks)
+
+    def with_sizes(self, **sizes: int | float) -> Workload:
+        """The same workload with further sizes."""
+        changed = copy.copy(self)
+        changed.sizes = {**self.sizes, **sizes}
+        return changed
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{k}={v}" for k, v in self.sizes.items())
@@ -380,17 +387,21 @@ class Pair:
             raise PairError("one side is stateful(...) and the other is not; wrap both")
 
     def _check_ranks(self) -> None:
-        for number in self.ranks:
-            if not isinstance(number, int) or isinstance(number, bool) or number < 2:
-                raise PairError(f"ranks={tuple(self.ranks)!r}: give numbers of processes, each 2 or more, as (2, 4)")
+        numbers = list(self.ranks) if isinstance(self.ranks, (list, tuple)) else [0]
+        if any(not isinstance(n, int) or isinstance(n, bool) or n < 2 for n in numbers) or len(set(numbers)) < len(
+            numbers
+        ):
+            raise PairError(f"ranks={self.ranks!r}: give different numbers of processes, each 2 or more, as (2, 4)")
+        if RANKS in self.sizes:
+            raise PairError(f"sizes={{{RANKS!r}: …}}: this size is the number of processes; say ranks=(2, 4)")
         if self.ranks and self.gradients and not self.is_stateful:
             raise PairError(
                 "a pair with ranks= is compared by its outputs: make its sides stateful, or gradients=False"
             )
         if not self.ranks and RANKS in self.symbols:
             raise PairError("an input depends on the size ranks: say in how many processes, as Pair(ranks=(2, 4))")
-        for workload in self.workloads if self.ranks else ():
-            workload.sizes.setdefault(RANKS, 1)
+        if RANKS in self.symbols:
+            self.workloads = [w if RANKS in w.sizes else w.with_sizes(**{RANKS: 1}) for w in self.workloads]
 
     def at(self, ranks: int, *, equal_parts: bool = False) -> Pair:
         """The same pair, called in so many processes, which get `equal_parts` of the inputs or each their own."""
@@ -526,8 +537,11 @@ class Pair:
 
     def validate_functions(self) -> None:
         """Raise PairError where `adjust`, `excuse`, `truth` or `where` cannot be called as they are."""
-        for role, call in (("adjust", self.adjust), ("excuse", self.excuse), ("truth", self.truth)):
-            if call is not None:
+        roles = (("adjust", self.adjust), ("excuse", self.excuse), ("truth", self.truth), ("where", self.where))
+        for role, call in roles:
+            if call is not None and not callable(call):
+                raise PairError(f"pair {self.name!r}: {role}={call!r} is no function")
+            if call is not None and role != "where":
                 declared_functions.check_positional(self.name, role, call, list(self.inputs))
         if self.where is not None:
             scalars = {name for name, spec in self.inputs.items() if isinstance(spec, ScalarSpec)}

@@ -14,10 +14,16 @@ Change = Callable[[torch.Tensor, int], torch.Tensor]
 
 
 def of_rank(specs: Mapping[str, Any], values: Mapping[str, Any], rank: int, ranks: int) -> dict[str, Any]:
-    """The inputs of one rank: views of its part of what is `by_rank`, and all of the others."""
-    return {
-        name: _changed(specs[name], value, lambda t, dim: part(t, dim, rank, ranks)) for name, value in values.items()
-    }
+    """The inputs of one rank: its part of what is `by_rank`, and all of the others.
+
+    A part of a contiguous whole is a tensor of its own, as each rank would have made it; of others it is a view.
+    """
+
+    def own(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        view = part(tensor, dim, rank, ranks)
+        return view.clone(memory_format=torch.contiguous_format) if tensor.is_contiguous() else view
+
+    return {name: _changed(specs[name], value, own) for name, value in values.items()}
 
 
 def equal(specs: Mapping[str, Any], values: Mapping[str, Any], ranks: int) -> dict[str, Any]:

@@ -210,10 +210,11 @@ def tensor(
             expressions.names(dim)
     if align < 0 or align & (align - 1):
         raise PairError(f"tensor: align={align} is no power of two; give the bytes that the kernel requires, e.g. 16")
-    if by_rank is not None and not (0 <= by_rank < len(dims) and RANKS in _names(dims[by_rank])):
+    place = range(len(dims))
+    if by_rank is not None and (type(by_rank) is not int or by_rank not in place or RANKS not in _names(dims[by_rank])):
         raise PairError(
-            f"tensor: by_rank={by_rank} must be the place of a dimension that is a multiple of the number of ranks, as "
-            f'tensor("ranks * batch", by_rank=0)'
+            f"tensor: by_rank={by_rank!r} must be the place of a dimension that is a multiple of the number of ranks, "
+            f'as tensor("ranks * batch", by_rank=0)'
         )
     unknown = set(layouts or ()) - set(LAYOUTS)
     if unknown:

@@ -220,7 +220,11 @@ def _fits(mask: Any, shape: Sequence[int]) -> bool:
 
 
 def _shape(mask: Any) -> tuple[int, ...]:
-    return tuple(torch.as_tensor(mask).shape)
+    try:
+        return tuple(torch.as_tensor(mask).shape)
+    except (TypeError, ValueError, RuntimeError):
+        kind = type(mask).__name__
+        raise PairError(f"excuse= returns a {kind}; return a mask, a tensor of bool, or a dict of masks") from None
 
 
 def of_reference(pair: Pair, case: Case, device: str, drawn: dict[str, Any]) -> Leaves:

@@ -10,10 +10,9 @@ import torch
 from perfsuite.execution import Leaves
 
 
-def whole(of_ranks: Sequence[Leaves], truth: Leaves) -> list[Leaves]:
-    """For each rank, the outputs as the truth has them: an output of which each rank has a part is put together."""
-    parts = {name: joined for name, t in truth.items() if (joined := _joined(of_ranks, name, t)) is not None}
-    return [{name: parts.get(name, leaf) for name, leaf in leaves.items()} for leaves in of_ranks]
+def joined(of_ranks: Sequence[Leaves], truth: Leaves) -> Leaves:
+    """The outputs of which each rank has a part, put together in the order of the ranks."""
+    return {name: whole for name, t in truth.items() if (whole := _joined(of_ranks, name, t)) is not None}
 
 
 def _joined(of_ranks: Sequence[Leaves], name: str, truth: Any) -> torch.Tensor | None:

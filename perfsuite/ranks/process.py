@@ -10,8 +10,10 @@ import faulthandler
 import importlib.util
 import io
 import os
+import select
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -41,6 +43,7 @@ def main() -> None:
     with (Path(sys.argv[2]) / str(rank)).open("w") as stacks, Client(sys.argv[1]) as connection:
         # Where each rank is, if it does not answer.
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
+        threading.Thread(target=_end_with, args=(connection.fileno(),), daemon=True).start()
         connection.send((rank, os.getpid()))
         if device == "cuda":
             torch.cuda.set_device(rank)
@@ -52,6 +55,14 @@ def main() -> None:
             while True:
                 _answer(connection, rank, ranks, device)
     os._exit(0)  # the other ranks may be gone, and what waits for them would never end
+
+
+def _end_with(socket: int) -> None:
+    """End this process when the other end of the socket is gone, also in the middle of a call."""
+    poll = select.poll()
+    poll.register(socket, select.POLLRDHUP)
+    poll.poll()
+    os._exit(1)
 
 
 def _answer(connection: Connection, rank: int, ranks: int, device: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from types import ModuleType
 
@@ -19,6 +20,10 @@ from perfsuite.tally import Tally
 
 class RanksApart(NotEquivalent):
     """A side does not return in all ranks. To try it on other draws takes long each time."""
+
+
+class OnRank(NotEquivalent):
+    """What one rank has, and not the parts of several, is wrong."""
 
 
 def check(
@@ -43,12 +48,14 @@ def check(
             of_ranks = calls.of(pair, side)
         except group.RanksFailed as error:
             raise RanksApart(f"{who} {error}", case) from None
-        for rank, whole in enumerate(parts.whole(of_ranks, truth.leaves)):
-            try:
-                _hold(pair, known, whole, side, tally)
-            except NotEquivalent as error:
-                cause = _cause(pair, case, device, home, calls) if side == OPTIMIZED else ""
-                raise _verdict(side, f"{error}, on rank {rank} of {pair.at_ranks}{cause}", case) from None
+        try:
+            _check_forms(pair, calls.produced)
+            _hold(pair, known, of_ranks, truth, side, tally)
+        except OnRank as error:
+            cause = _cause(pair, case, device, home, calls) if side == OPTIMIZED else ""
+            raise _verdict(side, f"{error}{cause}", case) from None
+        except NotEquivalent as error:
+            raise _verdict(side, str(error), case) from None
     if (found := _disagreement(calls.produced)) is not None:
         name, rank = found
         raise NotEquivalent(
@@ -95,8 +102,7 @@ def _cause(pair: Pair, case: Case, device: str, home: Path | None, calls: _Calls
     try:
         known = truths.by_replicas(alike, case, device, gradients=False, home=home)
         truth = known(rule.NONE)
-        for whole in parts.whole(calls.of(alike, OPTIMIZED), truth.leaves):
-            _hold(alike, known, whole, OPTIMIZED, None)
+        _hold(alike, known, calls.of(alike, OPTIMIZED), truth, OPTIMIZED, None)
     except NotEquivalent:
         return (
             "; so it is where all ranks have equal parts of the inputs: likely a sum over the ranks is divided by "
@@ -107,8 +113,39 @@ def _cause(pair: Pair, case: Case, device: str, home: Path | None, calls: _Calls
     return "; where all ranks have equal parts of the inputs it is right: likely it is made of some ranks' parts alone"
 
 
-def _hold(pair: Pair, known: truths.Known, whole: Leaves, name: str, tally: Tally | None) -> None:
-    equivalence.hold(pair, known, whole, name=name, tally=tally, strict_strides=False)
+def _hold(
+    pair: Pair, known: truths.Known, of_ranks: list[Leaves], truth: truths.Truth, side: str, tally: Tally | None
+) -> None:
+    """NotEquivalent where the ranks' parts together, or what one of them has alone (OnRank), is not the truth."""
+    together = parts.joined(of_ranks, truth.leaves)
+    if together:
+        others = set(truth.leaves) - set(together)
+        whole = functools.cache(lambda replicas: known(replicas).without(others))
+        try:
+            equivalence.hold(pair, whole, together, name=side, tally=tally, strict_strides=False)
+        except NotEquivalent as error:
+            raise NotEquivalent(f"{error}, in the parts of {pair.at_ranks} ranks together") from None
+    alone = functools.cache(lambda replicas: known(replicas).without(together))
+    for rank, leaves in enumerate(of_ranks):
+        own = {name: leaf for name, leaf in leaves.items() if name not in together}
+        try:
+            equivalence.hold(pair, alone, own, name=side, tally=tally, strict_strides=False)
+        except NotEquivalent as error:
+            raise OnRank(f"{error}, on rank {rank} of {pair.at_ranks}") from None
+
+
+def _check_forms(pair: Pair, produced: dict[str, list[Leaves]]) -> None:
+    """NotEquivalent where a rank has another part of an output than the reference has there."""
+    if OPTIMIZED not in produced:
+        return
+    for rank, (plain, fast) in enumerate(zip(produced[REFERENCE], produced[OPTIMIZED], strict=True)):
+        for name, leaf in plain.items():
+            got = fast.get(name)
+            if isinstance(leaf, torch.Tensor) and isinstance(got, torch.Tensor) and got.shape != leaf.shape:
+                raise NotEquivalent(
+                    f"{pair.name}: {name} of the optimized side has shape {tuple(got.shape)} on rank {rank} of "
+                    f"{pair.at_ranks}, where that of the reference has {tuple(leaf.shape)}"
+                )
 
 
 def _disagreement(produced: dict[str, list[Leaves]]) -> tuple[str, int] | None:

@@ -43,6 +43,10 @@ def test_what_a_function_raises_is_told_as_its_own(role: str) -> None:
     refused(pair(**call), rf"{role}= raises AttributeError: .*'sine' at test_declared_functions.py:\d+; correct it")
 
 
+def test_what_is_no_function_is_named() -> None:
+    refused(pair(where=3), "where=3 is no function")
+
+
 def test_what_a_condition_raises_is_told_with_the_sizes() -> None:
     refused(pair(where=lambda m: m > "a"), r"where= raises TypeError: .* at test_declared_functions.py:\d+; .* m=\d+")
 
@@ -65,6 +69,7 @@ def test_a_truth_of_another_shape_is_named() -> None:
     ("mask", "words"),
     [
         (lambda x: {"result": x > 0}, "excuse= returns a mask of 'result', which is no output: output$"),
+        (lambda x: "no", "excuse= returns a str; return a mask, a tensor of bool, or a dict of masks"),
         (lambda x: torch.ones(77, dtype=torch.bool), r"a mask of shape \(77,\), which fits no output: output \("),
         (lambda x: {"output": torch.ones(77, dtype=torch.bool)}, r"of shape \(77,\) for output, which has shape \("),
     ],

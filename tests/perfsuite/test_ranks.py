@@ -41,6 +41,7 @@ def test_each_rank_gets_its_part_and_all_of_what_is_shared() -> None:
     assert all(torch.equal(one["w"], values["w"]) for one in every)
     assert torch.equal(torch.cat([one["x"] for one in every]), values["x"])
     assert torch.equal(torch.cat([one["y"][0] for one in every], 1), values["y"][0])
+    assert all(one["y"][0].is_contiguous() for one in every)
 
 
 def test_equal_parts_are_those_of_the_first_rank() -> None:
@@ -65,19 +66,15 @@ def test_the_ranks_parts_of_an_output_are_put_together() -> None:
         {"sum": torch.full((3,), r), "rows": torch.full((2, 3), r), "columns": torch.full((3, 2), r), "number": r}
         for r in (0.0, 1.0)
     ]
-    first, second = parts.whole(ranks, truth)
-    assert first["rows"].tolist() == second["rows"].tolist() == [[0.0] * 3] * 2 + [[1.0] * 3] * 2
-    assert first["columns"].tolist() == [[0.0, 0.0, 1.0, 1.0]] * 3
-    assert second["sum"].tolist() == [1.0] * 3
-    assert second["number"] == 1.0
+    found = parts.joined(ranks, truth)
+    assert found.keys() == {"rows", "columns"}
+    assert found["rows"].tolist() == [[0.0] * 3] * 2 + [[1.0] * 3] * 2
+    assert found["columns"].tolist() == [[0.0, 0.0, 1.0, 1.0]] * 3
 
 
-def test_what_fits_in_no_way_stays_as_it_is() -> None:
+def test_what_fits_in_no_way_is_not_put_together() -> None:
     ranks: Any = [{"rows": torch.zeros(2, 3)}, {"rows": torch.zeros(3, 3)}]
-    assert [tuple(leaves["rows"].shape) for leaves in parts.whole(ranks, {"rows": torch.zeros(4, 3)})] == [
-        (2, 3),
-        (3, 3),
-    ]
+    assert not parts.joined(ranks, {"rows": torch.zeros(4, 3)})
 
 
 # --- declarations ---------------------------------------------------------------------------------------------------
@@ -88,8 +85,15 @@ def test_what_fits_in_no_way_stays_as_it_is() -> None:
     [
         (lambda: tensor("m", "n", by_rank=0), r"by_rank=0 must be the place of a dimension that is a multiple"),
         (lambda: tensor("ranks * m", by_rank=1), r"by_rank=1 must be the place"),
-        (lambda: pair(ranks=(1,)), r"ranks=\(1,\): give numbers of processes, each 2 or more"),
-        (lambda: pair(ranks=("two",)), r"ranks=\('two',\): give numbers of processes"),
+        (lambda: tensor("ranks * m", by_rank=True), r"by_rank=True must be the place"),
+        (lambda: pair(ranks=(1,)), r"ranks=\(1,\): give different numbers of processes, each 2 or more"),
+        (lambda: pair(ranks=("two",)), r"ranks=\('two',\): give different numbers of processes"),
+        (lambda: pair(ranks=2), "ranks=2: give different numbers of processes"),
+        (lambda: pair(ranks=(2, 2)), r"ranks=\(2, 2\): give different numbers of processes"),
+        (
+            lambda: pair(sizes={"ranks": Size(low=1, high=9)}),
+            r"this size is the number of processes; say ranks=\(2, 4\)",
+        ),
         (lambda: pair(gradients=True), "is compared by its outputs: make its sides stateful, or gradients=False"),
         (lambda: pair(ranks=()), r"depends on the size ranks: say in how many processes, as Pair\(ranks=\(2, 4\)\)"),
     ],
@@ -103,6 +107,9 @@ def test_the_number_of_ranks_is_a_size_that_is_not_drawn() -> None:
     of = pair(workloads=[perfsuite.Workload("w", m=2, n=2)])
     of.validate()
     assert of.workloads[0].sizes["ranks"] == 1
+    shared = [perfsuite.Workload("w", m=2, n=2)]
+    pair(workloads=shared)
+    assert "ranks" not in shared[0].sizes
     assert (of.size_of("ranks"), of.at(3).size_of("ranks")) == (Size(low=1, high=1), Size(low=3, high=3))
 
 

@@ -176,10 +176,36 @@ WRONG = {
     "exits_on_one_rank": pair(reduced(exits_on_one_rank)),
     "hangs_on_one_rank": pair(reduced(hangs_on_one_rank)),
 }
+
+
+def rows(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+def all_rows(x: torch.Tensor) -> torch.Tensor:
+    """Every rank has the rows of all."""
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, x)
+    return torch.cat(parts) * 2
+
+
+def wrong_on_one_rank(x: torch.Tensor) -> torch.Tensor:
+    return x * (2 + dist.get_rank())
+
+
+def of_rows(optimized: Callable[[torch.Tensor], torch.Tensor]) -> Pair:
+    inputs = {"x": tensor("ranks * rows", "n", values=floats(-2, 2), by_rank=0)}
+    sizes = {"n": size(1, 9), "rows": size(1, 5)}
+    return Pair(reference=rows, optimized=optimized, inputs=inputs, gradients=False, sizes=sizes, ranks=(2,))
+
+
+WRONG["all_rows"] = of_rows(all_rows)
+WRONG["wrong_on_one_rank"] = of_rows(wrong_on_one_rank)
 RIGHT = {
     "in_one_bucket": pair(reduced(in_one_bucket)),
     "waited_for": pair(reduced(waited_for)),
     "gathered": pair(reduced(gathered)),
     "sent_by_the_first_rank": pair(reduced(sent_by_the_first_rank)),
+    "rows": of_rows(lambda x: x + x),
     "with_a_common_seed": pair(reduced(with_a_common_seed)),
 }

@@ -31,6 +31,8 @@ WORDS = {
     "raises_on_one_rank": r"raises ValueError at rank_faults.py:\d+: no gradient here on rank 1",
     "dies_on_one_rank": "ends the process of rank 1 by SIGKILL",
     "exits_on_one_rank": "ends the process of rank 1 with exit code 3",
+    "all_rows": r"output of the .* has shape \(6, 5\) on rank 0 of 2, where that of the reference has \(3, ",
+    "wrong_on_one_rank": r"is wrong at \[[345], \d\].*, in the parts of 2 ranks together$",
     "hangs_on_one_rank": r"hangs: rank 1 at rank_faults.py:\d+ did not return while rank 0 returned",
 }
 CASE = Case(dtype="float32", sizes={"n": 5, "rows": 3, "ranks": 2}, inputs={}, seed=1)
