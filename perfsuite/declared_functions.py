@@ -1,21 +1,20 @@
-"""The functions that a pair declares beside its sides, such as `adjust=`: a mistake in one is told as the pair's."""
+"""Checks the functions that a pair declares, such as `adjust=`, and reports their errors as errors of the pair."""
 
 from __future__ import annotations
 
 import inspect
-import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from perfsuite import faults
-from perfsuite.errors import PairError, PerfsuiteError, in_one_line
+from perfsuite.errors import PairError, PerfsuiteError, in_one_line, users_frame
 
 
 @contextmanager
 def of_pair(pair: str, role: str, given: str) -> Iterator[None]:
-    """PairError for what a declared function raises: it names the pair, the function's role, what it was given, and the
+    """Convert an error of a declared function to a PairError that names the pair, the function, its arguments and the
     line."""
     try:
         yield
@@ -69,13 +68,5 @@ def _signature(call: Callable[..., Any]) -> inspect.Signature | None:
 
 
 def _place(error: Exception) -> str:
-    """The innermost line of the user's that raised it."""
-    own = Path(__file__).parent
-    frames = [Path(f.filename) for f in traceback.extract_tb(error.__traceback__)]
-    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__)]
-    users = [
-        f" at {file.name}:{line}"
-        for file, line in zip(frames, lines, strict=True)
-        if own not in file.parents and "site-packages" not in file.parts
-    ]
-    return users[-1] if users else ""
+    frame = users_frame(error)
+    return f" at {Path(frame.filename).name}:{frame.lineno}" if frame is not None else ""

@@ -181,7 +181,7 @@ def check_truth(pair: Pair, case: Case, device: str, *, gradients: bool = False)
     except Discard:
         return
     side = Side(call=pair.truth, stateful=pair.is_stateful)
-    with truths.told_of_truth(pair):
+    with truths.blaming_truth(pair):
         cheap = truths.produce(plain, side, case, device, gradients=gradients)
     try:
         judge(plain, truth, cheap, name="truth=", strict_strides=False)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import traceback
+from pathlib import Path
 from typing import Any
 
 MOST_CHARACTERS = 300
@@ -75,6 +77,18 @@ def first_line(error: BaseException) -> str:
     while lines[shown - 1].endswith(":") and shown < len(lines):
         shown += 1
     return " ".join(lines[:shown])[:MOST_CHARACTERS]
+
+
+def users_frame(error: BaseException) -> traceback.FrameSummary | None:
+    """The innermost frame of the error's traceback that is in the user's code, neither in perfsuite nor in an installed
+    package; None if there is none."""
+    harness = Path(__file__).parent
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if harness not in Path(frame.filename).parents and "site-packages" not in Path(frame.filename).parts
+    ]
+    return frames[-1] if frames else None
 
 
 def printable(name: object) -> str:

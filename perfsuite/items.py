@@ -12,7 +12,6 @@ import secrets
 import shlex
 import signal
 import sys
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -47,7 +46,7 @@ from perfsuite import (
 )
 from perfsuite import inputs as make
 from perfsuite.compiling import untraced
-from perfsuite.errors import NotEquivalent, PairError, PerfsuiteError, first_line
+from perfsuite.errors import NotEquivalent, PairError, PerfsuiteError, first_line, users_frame
 from perfsuite.facts import facts_of
 from perfsuite.left_out import is_left_out
 from perfsuite.pair import Pair, Side, as_side
@@ -372,11 +371,9 @@ class ProofItem(pytest.Function):
             self.tally.discard(failure)
 
     def _raised(self, error: BaseException, case: Case) -> str:
-        frames = traceback.extract_tb(error.__traceback__)
-        harness = Path(__file__).parent
-        own = [f for f in frames if harness not in Path(f.filename).parents and "site-packages" not in f.filename]
         who = REFERENCE if diagnosis.is_of_reference(error) else "optimized side"
-        where = f" at {_relative(own[-1].filename)}:{own[-1].lineno}" if own else ""
+        frame = users_frame(error)
+        where = f" at {_relative(frame.filename)}:{frame.lineno}" if frame is not None else ""
         if faults.lacks_memory(error):
             return f"{self.pair.name}: the {who} runs out of memory{where}: {first_line(error)}"
         sized = who == REFERENCE and not isinstance(error, (TypeError, NameError, AttributeError))

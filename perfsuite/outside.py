@@ -204,7 +204,7 @@ class Child:
 
     def _send(self, request: dict[str, Any]) -> None:
         assert self.process.stdin is not None
-        here = {"sys_path": sys.path, "settings": _settings()}
+        here = {"sys_path": sys.path, "settings": process_state.sendable_settings()}
         print(json.dumps({**request, **here}), file=self.process.stdin, flush=True)
 
     def _reply(self) -> str | None:
@@ -246,11 +246,6 @@ def _child() -> Child:
 def _close() -> None:
     for child in list(_children):
         child.close()
-
-
-def _settings() -> dict[str, Any]:
-    """Those of this process that can be sent: a conftest may have changed them, and the child has none."""
-    return {n: v for n, v in process_state.settings().items() if isinstance(v, (bool, int, float, str))}
 
 
 def _on(pair: Pair, device: str) -> dict[str, str]:

@@ -83,8 +83,7 @@ def take_settings(wanted: dict[str, Any]) -> None:
     show()
     from perfsuite import process_state
 
-    now = process_state.settings(wanted)
-    process_state.restore(wanted, [name for name in wanted if now[name] != wanted[name]])
+    process_state.take(wanted)
     hide()
 
 

@@ -387,10 +387,9 @@ class Pair:
             raise PairError("one side is stateful(...) and the other is not; wrap both")
 
     def _check_ranks(self) -> None:
-        numbers = list(self.ranks) if isinstance(self.ranks, (list, tuple)) else [0]
-        if any(not isinstance(n, int) or isinstance(n, bool) or n < 2 for n in numbers) or len(set(numbers)) < len(
-            numbers
-        ):
+        given = isinstance(self.ranks, (list, tuple))
+        numbers = [n for n in self.ranks if type(n) is int and n > 1] if given else []
+        if not given or len(set(numbers)) < len(self.ranks):
             raise PairError(f"ranks={self.ranks!r}: give different numbers of processes, each 2 or more, as (2, 4)")
         if RANKS in self.sizes:
             raise PairError(f"sizes={{{RANKS!r}: …}}: this size is the number of processes; say ranks=(2, 4)")
@@ -512,7 +511,7 @@ class Pair:
                 self.adjust(*values.values())
 
     def excused(self, values: Mapping[str, Any]) -> Any:
-        """What `excuse` makes of these inputs; None without one."""
+        """Call `excuse` on these inputs; None if the pair has no `excuse`."""
         if self.excuse is None:
             return None
         with declared_functions.of_pair(self.name, "excuse", f"{self._by_position()} in float64"):

@@ -262,6 +262,17 @@ def _shown(value: Any) -> str:
     return "none" if value == () else str(value)
 
 
+def sendable_settings() -> State:
+    """The settings that can be sent to another process, which has not read this one's conftest files."""
+    return {n: v for n, v in settings().items() if isinstance(v, (bool, int, float, str))}
+
+
+def take(wanted: State) -> None:
+    """Set what differs from these settings, which another process sent."""
+    now = settings(wanted)
+    restore(wanted, [name for name in wanted if now[name] != wanted[name]])
+
+
 def restore(before: State, names: Collection[str]) -> None:
     """Put these settings back as far as torch lets them be set."""
     for name in names:

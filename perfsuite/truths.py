@@ -270,7 +270,7 @@ class _Draw:
         if self.pair.truth is None:
             return run(self.exact, *given)
         try:
-            with told_of_truth(self.pair):
+            with blaming_truth(self.pair):
                 return run(self.exact, *given)
         except PairError:
             self.own(make.clone(inputs), step)  # where it raises, too, the draw is one that it does not support
@@ -291,8 +291,8 @@ class _Draw:
             return truth, self.own(near, step)
 
 
-def told_of_truth(pair: Pair) -> AbstractContextManager[None]:
-    """What is raised in it is told as a mistake in the pair's `truth`."""
+def blaming_truth(pair: Pair) -> AbstractContextManager[None]:
+    """Report an error that is raised inside as an error of the pair's `truth`."""
     return declared_functions.of_pair(pair.name, "truth", "what the reference is called with, in float64")
 
 

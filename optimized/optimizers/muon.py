@@ -62,9 +62,9 @@ def muon_torch(
 ) -> Callable[[Sequence[torch.Tensor]], None]:
     """`muon` by batched products of torch's, on any device and dtype."""
     params = list(params)
-    groups = [[params[i] for i in at] for at in _by_shape(params)]
-    momenta = [[torch.zeros_like(p) for p in group] for group in groups]
     places = _by_shape(params)
+    groups = [[params[i] for i in at] for at in places]
+    momenta = [[torch.zeros_like(p) for p in group] for group in groups]
 
     @torch.no_grad()
     def step(grads: Sequence[torch.Tensor]) -> None:
@@ -143,9 +143,9 @@ class _TritonMuon:
         squares = [n * n for n in least]
         self.shapes = on_device([n for shape in shapes for n in shape])
         # Each matrix begins at a multiple of what a vector access reads.
-        self.first, total = _places(sizes)
-        self.first_of_squares, total_of_squares = _places(squares)
-        self.first, self.first_of_squares = on_device(self.first), on_device(self.first_of_squares)
+        places, total = _places(sizes)
+        places_of_squares, total_of_squares = _places(squares)
+        self.first, self.first_of_squares = on_device(places), on_device(places_of_squares)
         self.rates = on_device([_rate(lr, p) for p in matrices], torch.float32)
         dtype = torch.float32 if INTERPRETED else dtype
         self.momenta = torch.zeros(total, device=device)

@@ -296,9 +296,7 @@ def _fenced(tensor: torch.Tensor, what: str, fences: list[_Fence]) -> torch.Tens
     sides = (whole[:guard], whole[guard + held :])
     fences.append(_Fence(what, sides, (bytes_of_tensor(sides[0]).clone(), bytes_of_tensor(sides[1]).clone())))
     # A storage that begins after the first guard: of new memory, code may take for granted that it is at 0.
-    from_there = bytes_of_tensor(whole[guard:])
-    capsule = dlpack.to_dlpack(from_there)  # type: ignore[attr-defined]  # torch's stubs leave it out
-    inner = dlpack.from_dlpack(capsule).view(tensor.dtype)
+    inner = dlpack.from_dlpack(bytes_of_tensor(whole[guard:])).view(tensor.dtype)
     return inner.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 

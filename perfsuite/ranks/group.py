@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import connection
@@ -58,12 +58,12 @@ class Request:
     case: Case
     equal_parts: bool
     sys_path: list[str]
-    settings: dict[str, Any]
+    settings: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Raised:
-    """What a side raised in one rank."""
+    """An error that a side raised in one rank."""
 
     kind: str
     text: str
@@ -77,7 +77,7 @@ Reply: TypeAlias = "Leaves | Raised | None"
 """None: the rank is prepared."""
 
 
-class RanksFailed(Exception):  # noqa: N818 - told as a verdict on the side
+class RanksFailed(Exception):  # noqa: N818 - reported as a verdict on the side
     """The ranks did not all answer: words that follow the side's name."""
 
 
@@ -154,7 +154,7 @@ class Group:
                 self.connections[rank], self.pids[rank] = accepted, pid
 
     def call(self, pair: Pair, side: str, case: Case, module: ModuleType) -> list[Leaves]:
-        """What each rank makes of the case, by rank; RanksFailed where not all of them return."""
+        """Call the side in all ranks; return the outputs by rank. RanksFailed if a rank does not return."""
         try:
             return self._call(pair, side, case, module)
         except RanksFailed:
@@ -164,7 +164,7 @@ class Group:
             raise
 
     def _call(self, pair: Pair, side: str, case: Case, module: ModuleType) -> list[Leaves]:
-        settings = {n: v for n, v in process_state.settings().items() if isinstance(v, (bool, int, float, str))}
+        settings = process_state.sendable_settings()
         place = (module.__name__, str(module.__file__), pair.name)
         request = Request(*place, side, case, pair.equal_parts, sys_path=list(sys.path), settings=settings)
         # Once all have imported the pair's module and made the inputs they call the side together: no rank waits in a
@@ -258,7 +258,7 @@ class Group:
 
 
 def _apart(raised: dict[int, Raised], returned: list[int], ranks: int) -> str:
-    """What is said where ranks have gone different ways: who raises, who waits in vain, who returned."""
+    """A message for ranks that ended differently: which raised, which waited in vain, which returned."""
     waiting = [rank for rank in sorted(raised) if _is_of_waiting(raised[rank])]
     itself = [rank for rank in sorted(raised) if rank not in waiting]
     if itself:

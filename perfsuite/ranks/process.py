@@ -14,7 +14,6 @@ import select
 import signal
 import sys
 import threading
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -28,13 +27,11 @@ import torch.distributed as dist
 
 from perfsuite import convolutions, declared, interpreter, process_state, rank_parts, truths
 from perfsuite import inputs as make
-from perfsuite.errors import first_line
+from perfsuite.errors import first_line, users_frame
 from perfsuite.execution import Leaves
 from perfsuite.pair import Pair, as_side
 from perfsuite.ranks.group import Raised, Request, backend
 from perfsuite.records import OPTIMIZED, REFERENCE
-
-HARNESS = Path(__file__).parents[1]
 
 
 def main() -> None:
@@ -75,21 +72,15 @@ def _answer(connection: Connection, rank: int, ranks: int, device: str) -> None:
     except EOFError:
         raise
     except Exception as error:
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_users(f.filename)]
-        place = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+        frame = users_frame(error)
+        place = f"{Path(frame.filename).name}:{frame.lineno}" if frame is not None else ""
         connection.send_bytes(_saved(Raised(kind=type(error).__name__, text=first_line(error), place=place)))
-
-
-def _is_users(filename: str) -> bool:
-    path = Path(filename)
-    return HARNESS not in path.parents and "site-packages" not in path.parts
 
 
 def _prepared(request: Request, rank: int, ranks: int, device: str) -> Callable[[], Leaves]:
     """The call, with the pair's module imported and the inputs made."""
     sys.path[:] = request.sys_path
-    now = process_state.settings(request.settings)
-    process_state.restore(request.settings, [n for n, value in request.settings.items() if now[n] != value])
+    process_state.take(request.settings)
     pair = _pair(request).at(ranks, equal_parts=request.equal_parts)
     sides = {OPTIMIZED: pair.optimized, REFERENCE: pair.reference, **pair.variants}
     case, home = request.case, Path(request.path).parent

@@ -23,7 +23,7 @@ class RanksApart(NotEquivalent):
 
 
 class OnRank(NotEquivalent):
-    """What one rank has, and not the parts of several, is wrong."""
+    """An output is wrong on one rank, which holds all of it."""
 
 
 def check(
@@ -72,7 +72,7 @@ def _verdict(side: str, words: str, case: Case) -> Exception:
 
 
 class _Calls:
-    """What the ranks make of one case."""
+    """Calls both sides in all ranks on one case, and keeps their outputs."""
 
     def __init__(self, case: Case, device: str, module: ModuleType) -> None:
         self.case, self.device, self.module = case, device, module
@@ -80,7 +80,7 @@ class _Calls:
         """By side: the results on the case's own inputs, by rank."""
 
     def of(self, pair: Pair, side: str) -> list[Leaves]:
-        """What the side returns in each rank; RanksFailed where it does not."""
+        """Return the side's outputs by rank. RanksFailed if a rank does not return."""
         of_ranks = group.group_of(pair.at_ranks, self.device).call(pair, side, self.case, self.module)
         found = [
             {name: leaf.to(self.device) if isinstance(leaf, torch.Tensor) else leaf for name, leaf in leaves.items()}
