@@ -24,6 +24,7 @@ except ImportError:  # Windows
     resource = None  # type: ignore[assignment]  # a module elsewhere, and mypy knows no other
 
 from perfsuite.errors import MachineError
+from perfsuite.peers import ALONE, Peers
 
 # A stream holds about 1024 pending launches; past that the host waits and its latency shows.
 QUEUE_DEPTH = 800
@@ -67,7 +68,8 @@ class CpuClock:
     waiting: frozenset[str] = frozenset()
     """Nothing is queued here that a call could wait for."""
 
-    def __init__(self) -> None:
+    def __init__(self, peers: Peers = ALONE) -> None:
+        self.peers = peers
         self._now = perf_counter_ns
         """Bound before any side runs: one that replaces the timer in a call, and puts it back, replaces nothing."""
         self.work: list[float] = []
@@ -87,13 +89,14 @@ class CpuClock:
         work: list[float] = []
         for _ in range(calls):
             reset()
+            self.peers.meet()
             before = usage()
             start = self._now()
             call()
             times.append(self._now() - start)
             work += worked(before, times[-1])
-        self.work = work
-        return middle(times) * 1e-9
+        self.work = self.peers.work(work, calls)
+        return middle(self.peers.slowest(times)) * 1e-9
 
     def synchronize(self) -> None:
         """Nothing is asynchronous here."""
@@ -108,7 +111,8 @@ class CudaClock:
 
     kinds = ("device", "wall")
 
-    def __init__(self) -> None:
+    def __init__(self, peers: Peers = ALONE) -> None:
+        self.peers = peers
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         l2_bytes = int(getattr(properties, "L2_cache_size", 64 << 20)) or (64 << 20)
         self._flush = torch.zeros(FLUSH_L2_MULTIPLE * l2_bytes // 4, dtype=torch.float32, device="cuda")
@@ -173,14 +177,15 @@ class CudaClock:
             reset()
             self.flush()
             self._sync()
+            self.peers.meet()
             before = usage()
             start = self._now()
             call()
             self._sync()
             times.append(self._now() - start)
             work += worked(before, times[-1])
-        self.work = work
-        return middle(times) * 1e-9
+        self.work = self.peers.work(work, calls)
+        return middle(self.peers.slowest(times)) * 1e-9
 
     def after_last_event(self, reset: Callable[[], None], call: Callable[[], object]) -> float:
         """Seconds from the completion of an event recorded after the call until the whole device is idle."""
@@ -192,7 +197,7 @@ class CudaClock:
         end.synchronize()
         start = self._now()
         self._sync()
-        return (self._now() - start) * 1e-9
+        return self.peers.slowest([(self._now() - start) * 1e-9])[0]
 
     def _device(
         self, reset: Callable[[], None], call: Callable[[], object], calls: int, launches: int, key: str
@@ -212,11 +217,13 @@ class CudaClock:
             for start, end in zip(starts, ends, strict=True):
                 reset()
                 self.flush()
+                self.peers.line_up()
                 start.record()
                 call()
                 end.record()
             took = (self._now() - began) * 1e-9
-            hidden = hide and not gate.query()
+            hidden = self.peers.all(hide and not gate.query())
+            (took,) = self.peers.slowest([took])
             self._sync()
             self._enqueue_s[key] = max(took, 0.8 * self._enqueue_s.get(key, 0.0))
             tried.append((spin_s, took))
@@ -225,7 +232,7 @@ class CudaClock:
         if hide and not hidden and _waits(tried):
             self.waiting.add(key)
         self.unhidden += not hidden
-        self.work = [s.elapsed_time(e) * 1e-3 for s, e in zip(starts, ends, strict=True)]
+        self.work = self.peers.slowest([s.elapsed_time(e) * 1e-3 for s, e in zip(starts, ends, strict=True)])
         return middle(self.work)
 
     def even_work(self, seconds: float, calls: int) -> list[float]:
@@ -252,6 +259,6 @@ def _waits(tried: Sequence[tuple[float, float]]) -> bool:
     return len(tried) == ATTEMPTS
 
 
-def clock_for(device: str) -> CpuClock | CudaClock:
-    """The clock of that device."""
-    return CudaClock() if torch.device(device).type == "cuda" else CpuClock()
+def clock_for(device: str, peers: Peers = ALONE) -> CpuClock | CudaClock:
+    """The clock of that device; of several processes it tells each the time of the slowest."""
+    return CudaClock(peers) if torch.device(device).type == "cuda" else CpuClock(peers)

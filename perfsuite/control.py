@@ -11,17 +11,18 @@ from contextlib import AbstractContextManager, closing
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from statistics import median
 from time import monotonic
 from typing import Any
 
 import pytest
 from _pytest.skipping import evaluate_skip_marks
 
-from perfsuite import baseline, benchmarks, conclusion, declared, lanes, machine, revision, sharding, turns
+from perfsuite import benchmarks, conclusion, declared, lanes, machine, revision, sharding, turns
+from perfsuite.baseline import Entry
+from perfsuite.baselines import Baselines
 from perfsuite.errors import PerfsuiteError
 from perfsuite.folders import SCRATCH
-from perfsuite.progress import Progress, measurements
+from perfsuite.progress import Progress, measurements, proofs_on, shown
 from perfsuite.records import Machine, Measurement, Proof, Status, Verdict
 from perfsuite.report import units
 from perfsuite.report.model import Correctness, RunReport
@@ -66,7 +67,6 @@ class Control:
         self._progress: Progress | None = None
         self.durations = lanes.Durations(self.scratch)
         self._machine: Machine | None = None
-        self._baseline: baseline.Baseline | None = None
         if not self.beside and getattr(config.option, "numprocesses", None):
             raise pytest.UsageError(BESIDE)
 
@@ -83,22 +83,18 @@ class Control:
     def device(self) -> str:
         return "cuda" if self.machine.count else "cpu"
 
-    @property
-    def baselines(self) -> Path:
-        return self.root / (self.config.option.perfsuite_baselines or "baselines")
-
-    @property
-    def baseline_path(self) -> Path:
-        return self.baselines / f"{self.machine.device}.json"
+    @functools.cached_property
+    def baselines(self) -> Baselines:
+        return Baselines(self.root / (self.config.option.perfsuite_baselines or "baselines"), self.machine)
 
     @property
     def scratch(self) -> Path:
         return self.root / SCRATCH
 
     @property
-    def entries(self) -> Mapping[str, baseline.Entry]:
+    def entries(self) -> Mapping[str, Entry]:
         """What is accepted on this machine, as far as the run has read it."""
-        return self._baseline.entries if self._baseline else {}
+        return self.baselines.entries
 
     @property
     def progress(self) -> Progress:
@@ -122,11 +118,6 @@ class Control:
         self.notes += declared.unsupported(proof.pair for proof in proofs)
         self.items = {i.nodeid: i for i in selected if isinstance(i, SpeedItem)}
 
-    def load_baseline(self) -> None:
-        """Read what is accepted here, if there is anything. BaselineError for a damaged file."""
-        if self.baseline_path.exists():
-            self._baseline = baseline.load(self.baseline_path)
-
     def measurable(self) -> list[str]:
         return [i for i, item in self.items.items() if self.inapplicable(item) is None]
 
@@ -135,6 +126,8 @@ class Control:
         wanted = item.workload.device
         if wanted is not None and wanted != self.device:
             return f"the workload is for {wanted}; this machine measures on {self.device}"
+        if self.device == "cuda" and item.workload.ranks > self.machine.count:
+            return f"the workload is for {item.workload.ranks} GPUs; this machine has {self.machine.count}"
         skip = evaluate_skip_marks(item)
         return f"it is skipped: {skip.reason}" if skip else None
 
@@ -181,8 +174,32 @@ class Control:
         """Do the tasks in workers and keep what came of them: (id, outcome) as each ends.
 
         The lanes are those for timing, or where nothing is timed (`everywhere`) one for each core. Meanwhile processes
-        that will time `ahead` are started on the cores that are left. `further` is as `Workers.run` has it.
+        that will time `ahead` are started on the cores that are left. `further` is as `Workers.run` has it. What needs
+        several GPUs is done last, one task at a time.
         """
+        for part in self.parts(tasks):
+            yield from self._work(part, everywhere, [i for i in ahead if not self.needs_all_gpus(i)], further)
+
+    def needs_all_gpus(self, id: str) -> bool:
+        """Whether this item calls its sides in several processes, each with a GPU of its own."""
+        return self.device == "cuda" and self.ranks_of(id) > 1
+
+    def ranks_of(self, id: str) -> int:
+        """The number of processes that call the sides of a selected item."""
+        return self.items[id].workload.ranks if id in self.items else 1
+
+    def parts(self, tasks: Sequence[Task]) -> list[list[Task]]:
+        """The tasks for one GPU each, then those for all GPUs; none is left out."""
+        parts = ([t for t in tasks if self.needs_all_gpus(t.id) == all_gpus] for all_gpus in (False, True))
+        return [part for part in parts if part]
+
+    def _work(
+        self,
+        tasks: Sequence[Task],
+        everywhere: bool,
+        ahead: Sequence[str],
+        further: Callable[[str], Sequence[Task]] | None,
+    ) -> Generator[tuple[str, Outcome]]:
         kinds = {task.id: task.kind for task in tasks}
         lost = dict.fromkeys(kinds)
         began, what = monotonic(), "proofs" if everywhere else "timing"
@@ -220,12 +237,18 @@ class Control:
         """Asked of the driver once: the lanes are planned again for every round, and as each proof ends."""
         return machine.gpu_memory_bytes()
 
+    def lanes_for(self, tasks: Sequence[Task], everywhere: bool = False) -> list[Lane]:
+        """The lanes for tasks of one of the `parts`: those for timing, or one for each core."""
+        if tasks and all(self.needs_all_gpus(task.id) for task in tasks):
+            return [lanes.ALL_GPUS]
+        return lanes.for_proving(tasks, self.machine) if everywhere else self.timing_lanes(tasks)
+
     def timing_lanes(self, tasks: Sequence[Task]) -> list[Lane]:
         """The lanes for tasks that time."""
         return lanes.for_timing(self.machine)
 
     def _planned(self, tasks: Sequence[Task], everywhere: bool) -> tuple[list[Task], list[Lane]]:
-        chosen = lanes.for_proving(tasks, self.machine) if everywhere else self.timing_lanes(tasks)
+        chosen = self.lanes_for(tasks, everywhere)
         return lanes.ordered(tasks, chosen, self._proof_and_timing_s if everywhere else self.expected_s), chosen
 
     def _proof_and_timing_s(self, task: Task) -> float:
@@ -251,13 +274,13 @@ class Control:
         seconds = sum(lanes.seconds_of(*p, self.expected_s) for p in (first, then, self._planned(after, False)))
         parts = []
         if timed and proving:
-            parts.append(_on_cores(*first))
+            parts.append(proofs_on(*first))
         elif timed:
             gpus = len(devices_of(first[1]))
             on = f" on each of {gpus} GPUs" if gpus > 1 else ""
             parts.append(f"{measurements([t.id for t in timed])} timed one at a time{on}")
         if proofs:
-            parts.append(_on_cores(*then))
+            parts.append(proofs_on(*then))
         self.progress.expect(f"{', then '.join(parts)}: about {units.duration(seconds)}", len(timed))
 
     def keep(self, id: str, outcome: Outcome) -> None:
@@ -409,22 +432,6 @@ def failed(id: str, failure: Failure) -> Verdict:
     """The verdict on a workload that has no measurement."""
     moved = "optimized" if failure.message.startswith("the optimized side ") else None
     return Verdict(id=id, status=failure.status, message=f"{failure.status} {id}: {failure.message}", moved=moved)
-
-
-def shown(outcome: Outcome) -> str:
-    """What progress says of a task's outcome; empty for what pytest itself reports."""
-    if isinstance(outcome, Proof):
-        return f"proven in {outcome.seconds:.1f} s" + (f"; {outcome.unloaded}" if outcome.unloaded else "")
-    if isinstance(outcome, Failure):
-        return f"{outcome.status}: {outcome.message}"
-    if not isinstance(outcome, Measurement):
-        return ""
-    times = [f"{name} {units.seconds(median(side.blocks_s))}" for name, side in outcome.sides.items() if side.blocks_s]
-    return ", ".join(times)
-
-
-def _on_cores(tasks: Sequence[Task], chosen: Sequence[Lane]) -> str:
-    return f"{units.count(len(tasks), 'proof')} on {units.count(len(chosen), 'core')}"
 
 
 def margin_from(text: str) -> float:

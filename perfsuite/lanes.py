@@ -46,6 +46,10 @@ FEWEST_AHEAD = 12
 """For few workloads: each process times a workload once, and one that is hard to decide takes so many."""
 
 
+ALL_GPUS = Lane()
+"""The lane of what several processes call together: its process sees every GPU, and nothing runs beside it."""
+
+
 class Durations:
     """What each task took the last time, in a file of the project's folder for such things."""
 

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
+import itertools
 import os
 import platform
 import re
@@ -150,6 +151,20 @@ def measured_devices(device: str) -> tuple[str, ...]:
     except Exception:  # as in survey_gpus
         uuids = []
     return tuple(filter(None, uuids)) or ("gpu",)
+
+
+def links(count: int) -> dict[str, str]:
+    """How the first visible GPUs are joined in pairs, as {"0-1": "NVLink"}; empty where NVML cannot say."""
+    found: dict[str, str] = {}
+    try:
+        with _nvml() as nvml:
+            handles = _visible_handles(nvml)[:count]
+            for (i, one), (j, other) in itertools.combinations(enumerate(handles), 2):
+                by_nvlink = nvml.nvmlDeviceGetP2PStatus(one, other, nvml.NVML_P2P_CAPS_INDEX_NVLINK)
+                found[f"{i}-{j}"] = "NVLink" if by_nvlink == nvml.NVML_P2P_STATUS_OK else "PCIe or host"
+    except Exception:  # as in survey_gpus
+        return {}
+    return found
 
 
 def cores_near_gpus() -> tuple[frozenset[int], ...]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import math
 import random
-import secrets
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -25,6 +24,7 @@ from perfsuite.counting import COUNTED_S, count_calls
 from perfsuite.cutoff import cut_off
 from perfsuite.errors import NotEquivalent, PairError, RevisionError
 from perfsuite.pair import Pair, Side, Workload, as_side
+from perfsuite.peers import ALONE, Peers
 from perfsuite.proving import COPIED_BYTES, NO_MEMORY, OutputCheck, digest, prove_sides, unequal
 from perfsuite.records import (
     ACCEPTED,
@@ -36,12 +36,13 @@ from perfsuite.records import (
     Evidence,
     Limit,
     Measurement,
+    ProcessGroup,
     Proof,
     SideRecord,
 )
 from perfsuite.runner import LONG_S, Call, Clock, Runner
 from perfsuite.sampling import BLOCKS, Sampler
-from perfsuite.watching import FRESH_BLOCKS, NewValues, Watch, check_timed, judge_copied, prove_new
+from perfsuite.watching import FRESH_BLOCKS, NewValues, Watch, check_timed, drawn_anew, judge_copied, prove_new
 
 RIVAL_BLOCKS, RIVAL_QUADS = 2, 4
 """Rivals are timed against the optimized side afterwards: what is gated must not depend on which rivals there are."""
@@ -101,12 +102,17 @@ class Bench:
     report: Report
     accepted: Pair | None = None
     phases: Phases = field(default_factory=Phases)
+    peers: Peers = ALONE
+    """The other processes that time the workload with this one."""
+    checked_by: Callable[..., OutputCheck] = OutputCheck
     l2_bytes: int | None = None
     case: Case = field(init=False)
     timed: Pair = field(init=False)
     sides: dict[str, Side] = field(init=False)
     masters: dict[str, dict[str, Any]] = field(init=False)
-    step_master: dict[str, Any] = field(init=False)
+    step_master: dict[str, Any] = field(default_factory=dict, init=False)
+    counted_here: dict[str, Counts] = field(default_factory=dict, init=False)
+    """What a call of each side costs in this process."""
     made: list[Runner] = field(default_factory=list, init=False)
     """The runners since the last `released`."""
 
@@ -122,8 +128,10 @@ class Bench:
         self.timed = replace(pair, steps=(1, 2)) if pair.is_stateful else pair
         self.sides = {REFERENCE: as_side(pair.reference), OPTIMIZED: as_side(pair.optimized)}
         with self.phases.time("inputs"):
-            master = make.build(pair, self.case, self.device, home=self.home)
-            self.step_master = make.build_step(pair, self.case, self.device, 1) if pair.is_stateful else {}
+            master = self.peers.part(pair.inputs, make.build(pair, self.case, self.device, home=self.home))
+            if pair.is_stateful:
+                whole = make.build_step(pair, self.case, self.device, 1)
+                self.step_master = self.peers.part(pair.step_inputs, whole)
             self.masters = {REFERENCE: master, OPTIMIZED: master}
             if self.accepted is not None:
                 self.sides[ACCEPTED] = as_side(self.accepted.optimized)
@@ -148,7 +156,7 @@ class Bench:
 
     def check(self) -> OutputCheck:
         """A check of the sides' outputs against the float64 truth."""
-        return OutputCheck(
+        return self.checked_by(
             self.timed,
             self.case,
             self.masters[OPTIMIZED],
@@ -156,6 +164,14 @@ class Bench:
             gradients=self.gradients,
             home=self.home,
         )
+
+    def clock(self) -> Clock:
+        """A new clock of the device."""
+        return clock_for(self.device, self.peers)
+
+    def rng(self) -> random.Random:
+        """A new source of random orders, the same in all processes that time the workload together."""
+        return random.Random(self.peers.bits(64))
 
     def runner(self, name: str, side: Side) -> Runner:
         """A side on its own copy of the inputs."""
@@ -227,7 +243,7 @@ def prove(
             skipped |= {n: why for n, why in left_out.items() if why != NO_MEMORY}
             rivals = {n: s for n, s in rivals.items() if n not in left_out}
             evidence = tally.evidence(bench.timed, bench.case.dtype, bench.device)
-    clock, rng = clock_for(bench.device), random.Random(secrets.randbits(64))
+    clock, rng = bench.clock(), bench.rng()
     # To establish the truth has called the reference, too.
     with_reference = with_reference and check.seconds <= SLOW_TRUTH_S
     called = {n: s for n, s in bench.sides.items() if with_reference or n != REFERENCE} | rivals
@@ -237,7 +253,7 @@ def prove(
         with bench.phases.time("warm-up"):
             _warm_up(runners, bench, clock, rng, trust if accepted_bits else None)
         with bench.phases.time("counting"):
-            counts = _counted({n: r for n, r in runners.items() if n not in uncounted}, clock, bench.report)
+            counts = _counted({n: r for n, r in runners.items() if n not in uncounted}, clock, bench)
             if same_code and OPTIMIZED in counts:
                 counts[ACCEPTED] = counts[OPTIMIZED]
         with bench.phases.time("new values"):
@@ -265,7 +281,7 @@ def launched(bench: Bench, top: Path) -> tuple[str, str]:
     """(digest of what the optimized side launches, ""), or ("", why there is none); see launches.py."""
     if torch.device(bench.device).type != "cuda" or bench.workload.clock != "device":
         return "", "its host code is timed, too"
-    clock, rng = clock_for(bench.device), random.Random(0)
+    clock, rng = bench.clock(), random.Random(0)
     runner = bench.runner(OPTIMIZED, bench.sides[OPTIMIZED])
     before = scrutiny.compilations()
     with bench.released(), bench.phases.time("launches"):
@@ -281,7 +297,7 @@ def reference_alone(bench: Bench, kind: str, counts: Counts | None, alone: Calla
     `kind` is the clock; `counts` are the reference's own, by which the clock knows how many calls it may queue. `alone`
     is called before anything is timed, and waits until no other process uses the device.
     """
-    clock, rng = clock_for(bench.device), random.Random(secrets.randbits(64))
+    clock, rng = bench.clock(), bench.rng()
     # The sampler compares with the optimized side: here the reference stands in its place.
     runner = bench.runner(REFERENCE, bench.sides[REFERENCE])
     with bench.released():
@@ -346,10 +362,10 @@ def _prove_new_values(bench: Bench, check: OutputCheck, runner: Runner) -> None:
     """Other values in the memory of the proven ones, unless the reference is slow or the inputs are constant."""
     if bench.pair.is_stateful or not 0 < check.seconds <= NEW_VALUES_S:
         return
-    values = make.build(bench.pair, replace(bench.case, seed=secrets.randbits(31)), bench.device, home=bench.home)
+    drawn = drawn_anew(bench.pair, bench.case, bench.device, bench.home, bench.peers)
     with execution.quiet(runner.side), torch.set_grad_enabled(runner.grad_mode):
-        runner.refill(values)
-        prove_new(check, runner, values)
+        runner.refill(drawn.values)
+        prove_new(check, runner, drawn)
 
 
 def measure(
@@ -370,6 +386,8 @@ def measure(
     report: Report = lambda phase: None,
     alone: Callable[[], bool] = lambda: False,
     beside: Callable[[], bool] = lambda: False,
+    peers: Peers = ALONE,
+    checked_by: Callable[..., OutputCheck] = OutputCheck,
 ) -> Measurement:
     """Time one workload's sides against each other.
 
@@ -382,13 +400,24 @@ def measure(
     optimized side is not held against the device's limit: a workload's first process does both. `report` gets the name
     of the side that is about to run, so that a crash or a hang can be attributed. `alone` is called before any is
     timed, and returns once nothing else uses the device; `beside` is called when all is timed, and others may use it
-    again. Both tell whether there may be others.
+    again. Both tell whether there may be others. `peers` are the processes that time the workload with this one, and
+    `checked_by` makes what holds outputs against the truth.
 
     NotEquivalent where a side is not the same function; PairError where the workload cannot be timed as declared.
     """
     began = perf_counter()
-    chosen = proof.seed if proof else secrets.randbits(31) if seed is None else seed
-    bench = Bench(pair=pair, workload=workload, device=device, home=home, seed=chosen, report=report, accepted=accepted)
+    chosen = proof.seed if proof else peers.bits(31) if seed is None else seed
+    bench = Bench(
+        pair=pair,
+        workload=workload,
+        device=device,
+        home=home,
+        seed=chosen,
+        report=report,
+        accepted=accepted,
+        peers=peers,
+        checked_by=checked_by,
+    )
     session = Session(bench, proof, wait_for_proof, reference, thorough, new_values, alone, beside)
     with bench.released():
         session.run(blocks)
@@ -418,7 +447,7 @@ class Session:
         """(digest of what the first call gave, side, its name): they are compared once the proof is there."""
         self.long: Call | None = None
         """The only call of a reference that is so long that one is enough."""
-        self.rng = random.Random(secrets.randbits(64))
+        self.rng = bench.rng()
         self.evidence: Evidence | None = None
         self.counts: dict[str, Counts] = {}
         self.proof: Proof | None = None
@@ -449,7 +478,7 @@ class Session:
         if not self.wait_for_proof:
             with phases.time("proof"):
                 self._prove()
-        self.clock = clock_for(bench.device)
+        self.clock = bench.clock()
         timed = {n: s for n, s in bench.sides.items() if not (n == REFERENCE and self.reference == 0)}
         slow_truth = self.proof is not None and self.proof.truth_s > SLOW_TRUTH_S
         deferred = REFERENCE in timed and (self.reference == 1 or slow_truth)
@@ -531,10 +560,8 @@ class Session:
         try:
             if self.proof is None:
                 self._note_first(runner)
-            elif self.bench.pair.is_stateful:
-                self.check.first_step(runner.leaves(), runner.name, runner.side)
             else:
-                self.check.check(runner.leaves(), runner.name)
+                self.check.first(runner.leaves(), runner.name, runner.side)
         except NotEquivalent as error:
             if runner.name not in self.rivals:
                 raise
@@ -565,7 +592,7 @@ class Session:
             uncounted.pop(REFERENCE, None)
         if uncounted:
             with self.bench.phases.time("counting"):
-                self.counts |= _counted(uncounted, self.clock, self.bench.report)
+                self.counts |= _counted(uncounted, self.clock, self.bench)
 
     def _call_reference(self) -> None:
         """Call the reference once. If that takes long, it is its only sample; if not, prepare it like the others."""
@@ -600,7 +627,7 @@ class Session:
     def _new_values_for(self, blocks: int) -> NewValues:
         """New inputs for the calls that are timed between blocks; with a proof they are drawn in advance."""
         bench = self.bench
-        values = NewValues(bench.timed, bench.case, bench.device, bench.home)
+        values = NewValues(bench.timed, bench.case, bench.device, bench.home, bench.peers)
         if self.proof is not None:
             with bench.phases.time("new values"):
                 values.draw_ahead(1 + min(blocks, FRESH_BLOCKS[True]))
@@ -633,7 +660,8 @@ class Session:
             check_timed(self.check, still, beside)
 
     def _limit(self) -> Limit | None:
-        return _limit(self.bench.pair, self.bench.workload, self.bench.case.dtype, self.bench.device)
+        found = _limit(self.bench.pair, self.bench.workload, self.bench.case.dtype, self.bench.device)
+        return self.bench.peers.same(found)
 
     def _limit_again(self) -> Limit | None:
         ceilings.forget()
@@ -687,7 +715,21 @@ class Session:
             seconds=seconds,
             phases=bench.phases.seconds,
             evidence=self.evidence,
+            group=self._group(),
         )
+
+    def _group(self) -> ProcessGroup | None:
+        """What a call of each side costs in this process, where several call the sides together."""
+        ranks = self.bench.workload.ranks
+        if ranks == 1:
+            return None
+        here = {
+            name: replace(
+                self.bench.counted_here.get(name, Counts()), peak_bytes=runner.last.peak_bytes if runner.last else None
+            )
+            for name, runner in self.sampler.runners.items()
+        }
+        return ProcessGroup(ranks=ranks, backend="", by_rank=(here,))
 
     def _side(self, name: str, runner: Runner) -> SideRecord:
         counts = self.counts.get(name, Counts())
@@ -719,11 +761,14 @@ def _warm_up(
         runner.warm_up(clock, after_first or (lambda runner: None))
 
 
-def _counted(runners: Mapping[str, Runner], clock: Clock, report: Report) -> dict[str, Counts]:
-    """Host syncs and launches of one call of each side; empty counts where it takes too long for the profiler."""
+def _counted(runners: Mapping[str, Runner], clock: Clock, bench: Bench) -> dict[str, Counts]:
+    """Host syncs and launches of one call of each side; empty counts where it takes too long for the profiler.
+
+    Of several processes the most that one of them makes.
+    """
     if not isinstance(clock, CudaClock):
         return {}
-    report("profiler")
+    bench.report("profiler")
     quick = {n: r for n, r in runners.items() if n == OPTIMIZED or (r.last and r.last.seconds <= COUNTED_S)}
 
     def counted(some: Mapping[str, Runner]) -> dict[str, tuple[int, int]]:
@@ -733,12 +778,15 @@ def _counted(runners: Mapping[str, Runner], clock: Clock, report: Report) -> dic
     found = counted(quick)
     both = {n: quick[n] for n in (ACCEPTED, OPTIMIZED) if n in quick}
     for _ in range(RECOUNTS):
-        if len(both) < 2 or not _more(*(Counts(host_syncs=found[n][0], launches=found[n][1]) for n in both)):
+        more = len(both) > 1 and _more(*(Counts(host_syncs=found[n][0], launches=found[n][1]) for n in both))
+        if not bench.peers.any(more):
             break
         again = counted(both)
         for name, of in ((ACCEPTED, max), (OPTIMIZED, min)):
             found[name] = (of(found[name][0], again[name][0]), of(found[name][1], again[name][1]))
-    return {n: Counts(host_syncs=found[n][0], launches=found[n][1]) if n in found else Counts() for n in runners}
+    bench.counted_here |= {n: Counts(host_syncs=c[0], launches=c[1]) for n, c in found.items()}
+    most = {n: [int(count) for count in bench.peers.slowest(c)] for n, c in found.items()}
+    return {n: Counts(host_syncs=most[n][0], launches=most[n][1]) if n in most else Counts() for n in runners}
 
 
 def _more(accepted: Counts, optimized: Counts) -> bool:

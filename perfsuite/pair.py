@@ -93,13 +93,26 @@ class Workload:
     call to synchronised completion). `direction` is "forward", "backward" or "both". `device` restricts the
     workload to one kind of device, "cpu" or "cuda"; elsewhere it is skipped with that reason. `repeat` calls in a
     row are timed as one, as in a training loop: for calls so short that a cold cache and the timer's own overhead
-    would be most of what is measured; figures stay a call. `margin` is the relative slowdown that matters, e.g. 0.1:
+    would be most of what is measured; figures stay a call. `ranks` processes of torch.distributed call the sides
+    together, each on a device of its own (docs/ranks.md). `margin` is the relative slowdown that matters, e.g. 0.1:
     the gate finds what is as slow as that or slower; by default, what the device resolves. Remaining keywords are the
     sizes, and the values of scalar inputs; those that are called as one of these parameters go into `sizes`. `marks`
     are pytest's, e.g. `pytest.mark.skipif(…)`.
     """
 
-    __slots__ = ("clock", "device", "direction", "dtype", "margin", "marks", "name", "promises", "repeat", "sizes")
+    __slots__ = (
+        "clock",
+        "device",
+        "direction",
+        "dtype",
+        "margin",
+        "marks",
+        "name",
+        "promises",
+        "ranks",
+        "repeat",
+        "sizes",
+    )
 
     def __init__(
         self,
@@ -110,6 +123,7 @@ class Workload:
         dtype: str | None = None,
         device: str | None = None,
         repeat: int = 1,
+        ranks: int = 1,
         margin: float | None = None,
         speedup: float | None = None,
         peak_bytes: int | None = None,
@@ -136,7 +150,15 @@ class Workload:
             raise PairError(f"workload {name!r}: repeat={repeat!r} must be 1 or more")
         if repeat > 1 and direction == "backward":
             raise PairError(f"workload {name!r}: a backward pass cannot be repeated; use direction='both'")
+        if type(ranks) is not int or ranks < 1:
+            raise PairError(f"workload {name!r}: ranks={ranks!r} must be the number of processes, 1 or more")
+        if ranks > 1 and direction != "forward":
+            raise PairError(
+                f"workload {name!r}: ranks={ranks} with direction={direction!r}; several processes are timed forward "
+                "only: make the sides steps that compute their own gradients"
+            )
         self.name = name
+        self.ranks = ranks
         self.margin = margin
         self.repeat = repeat
         self.clock = clock
@@ -400,7 +422,12 @@ class Pair:
         if not self.ranks and RANKS in self.symbols:
             raise PairError("an input depends on the size ranks: say in how many processes, as Pair(ranks=(2, 4))")
         if RANKS in self.symbols:
-            self.workloads = [w if RANKS in w.sizes else w.with_sizes(**{RANKS: 1}) for w in self.workloads]
+            self.workloads = [w.with_sizes(**{RANKS: w.ranks}) for w in self.workloads]
+        if not self.ranks and (many := next((w for w in self.workloads if w.ranks > 1), None)) is not None:
+            raise PairError(
+                f"workload {many.name!r}: ranks={many.ranks}, and the pair is not proven in several processes: say "
+                f"Pair(ranks=({many.ranks},))"
+            )
 
     def at(self, ranks: int, *, equal_parts: bool = False) -> Pair:
         """The same pair, called in so many processes, which get `equal_parts` of the inputs or each their own."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from statistics import median
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
+from perfsuite.records import Measurement, Proof
 from perfsuite.report import terminal, units
+from perfsuite.workers import Failure, Lane, Outcome, Task
 
 
 class Progress:
@@ -89,3 +92,20 @@ def measurements(ids: Sequence[str]) -> str:
     workloads = len(set(ids))
     several = f"{len(ids)} measurements of " if len(ids) > workloads else ""
     return f"{several}{units.count(workloads, 'workload')}"
+
+
+def proofs_on(tasks: Sequence[Task], chosen: Sequence[Lane]) -> str:
+    """ "12 proofs on 2 cores"."""
+    return f"{units.count(len(tasks), 'proof')} on {units.count(len(chosen), 'core')}"
+
+
+def shown(outcome: Outcome) -> str:
+    """What is said of a task's outcome; empty for what pytest itself reports."""
+    if isinstance(outcome, Proof):
+        return f"proven in {outcome.seconds:.1f} s" + (f"; {outcome.unloaded}" if outcome.unloaded else "")
+    if isinstance(outcome, Failure):
+        return f"{outcome.status}: {outcome.message}"
+    if not isinstance(outcome, Measurement):
+        return ""
+    times = [f"{name} {units.seconds(median(side.blocks_s))}" for name, side in outcome.sides.items() if side.blocks_s]
+    return ", ".join(times)

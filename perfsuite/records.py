@@ -98,6 +98,32 @@ class Condition:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Counts:
+    """What one call of a side costs besides time; None where it cannot be counted."""
+
+    host_syncs: int | None = None
+    launches: int | None = None
+    peak_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProcessGroup:
+    """The processes of torch.distributed that called a workload's sides together."""
+
+    ranks: int
+    backend: str
+    """"nccl" or "gloo"."""
+    version: str = ""
+    """NCCL's; empty for gloo."""
+    variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """The environment variables of NCCL, gloo and torch's use of them."""
+    links: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """How the devices of two ranks are joined, as {"0-1": "NVLink"}."""
+    by_rank: tuple[Mapping[str, Counts], ...] = ()
+    """What a call of each side costs in each rank."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Measurement:
     """One workload timed in one process.
 
@@ -131,6 +157,8 @@ class Measurement:
     phases: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Seconds of each phase of this measurement, by name: "inputs", "proof", "warm-up", "timing" and others."""
     evidence: Evidence | None = None
+    group: ProcessGroup | None = None
+    """The processes that called the sides together; None for one process."""
 
 
 def complete(measurements: Iterable[Measurement], side: str) -> tuple[list[Measurement], bool]:
@@ -138,15 +166,6 @@ def complete(measurements: Iterable[Measurement], side: str) -> tuple[list[Measu
     timed = [m for m in measurements if side in m.sides]
     whole = [m for m in timed if side not in m.at_least]
     return whole or timed, bool(timed) and not whole
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Counts:
-    """What one call of a side costs besides time; None where it cannot be counted."""
-
-    host_syncs: int | None = None
-    launches: int | None = None
-    peak_bytes: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -211,6 +211,7 @@ class Runner:
         on_cuda = isinstance(clock, CudaClock)
         self.reset()
         clock.synchronize()
+        clock.peers.meet()
         held = 0
         if on_cuda:
             sleep(RELEASE_S)
@@ -219,7 +220,7 @@ class Runner:
         called = perf_counter()
         self.call()
         clock.synchronize()
-        took = perf_counter() - called
+        (took,) = clock.peers.slowest([perf_counter() - called])
         return Call(took, torch.cuda.max_memory_allocated() - held if on_cuda else None)
 
     def warm_up(self, clock: Clock, after_first: Callable[[Runner], None] = lambda runner: None) -> None:
@@ -240,6 +241,6 @@ class Runner:
             calls[-1], peak_bytes=max((c.peak_bytes for c in settled if c.peak_bytes is not None), default=None)
         )
         # Every call: a single one may have been held up.
-        is_long = min(c.seconds for c in calls) > LONG_S and scrutiny.compilations() == before
-        if is_long and not self.pair.is_stateful:
+        is_long = min(c.seconds for c in calls) > LONG_S and not self.pair.is_stateful
+        if is_long and clock.peers.all(scrutiny.compilations() == before):
             self.long = self.last

@@ -82,9 +82,8 @@ class Sampler:
         """Sides sampled in the first quad of so many blocks."""
         self.slow: set[str] = set()
         self.blocks, self.quads = BLOCKS, QUADS
-        self.allocating_s = sum(
-            r.allocate_s + r.side.settle * (r.last.seconds if r.last else 0.0) for r in runners.values()
-        )
+        once_s = sum(r.allocate_s + r.side.settle * (r.last.seconds if r.last else 0.0) for r in runners.values())
+        (self.allocating_s,) = clock.peers.slowest([once_s])
         """Seconds to allocate the inputs of all sides once, including the calls that a side needs to settle."""
         self.allocated_s = 0.0
         self.small = make.bytes_in(dict(masters[OPTIMIZED])) <= SMALL_BYTES
@@ -112,7 +111,7 @@ class Sampler:
                     self._block(done, self.quads)
                     if monitor is not None:
                         monitor.sample()
-                        if monitor.throttled() and discarded < EXTRA_BLOCKS:
+                        if self.clock.peers.any(monitor.throttled()) and discarded < EXTRA_BLOCKS:
                             self.blocks_s, self.log_ratios = kept
                             discarded += 1
                             continue
@@ -186,9 +185,10 @@ class Sampler:
 
     def compiling(self) -> dict[str, str]:
         """The sides that compiled inside timed calls, each with that as the reason not to trust its time."""
+        counts = self.clock.peers.slowest(list(self.compiled.values()))
         return {
-            name: f"compiles inside timed calls ({count} times): its time is not that of the function"
-            for name, count in self.compiled.items()
+            name: f"compiles inside timed calls ({count:.0f} times): its time is not that of the function"
+            for name, count in zip(self.compiled, counts, strict=True)
             if count and name != OPTIMIZED
         }
 
@@ -244,7 +244,7 @@ class Sampler:
                     runner.reset()
                     runner.call()
         self.clock.synchronize()
-        took = perf_counter() - began
+        (took,) = self.clock.peers.slowest([perf_counter() - began])
         self.allocating_s, self.allocated_s = max(self.allocating_s, took), self.allocated_s + took
 
     def _joins(self, name: str, block: int, number: int) -> bool:

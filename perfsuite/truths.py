@@ -118,6 +118,13 @@ Known: TypeAlias = Callable[[int], Truth]
 """Number of replicas → the truth of one draw, and the reference's error over so many."""
 
 
+def overflows(pair: Pair) -> str:
+    """The message for a reference that overflows on a workload's inputs."""
+    return (
+        f"{pair.name}: the reference overflows on the workload's own inputs; bound them with values=floats(low, high)"
+    )
+
+
 def by_replicas(pair: Pair, case: Case, device: str, *, most: int = CAREFUL, **options: Any) -> Known:
     """The truths of one draw with at most so many replicas, each established once; `options` are `establish`'s."""
 

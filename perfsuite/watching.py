@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
-from typing import Any
 
 import torch
 
-from perfsuite import equivalence, execution, forms, guard, rule, scrutiny, truths
+from perfsuite import execution, forms, guard, scrutiny
 from perfsuite import inputs as make
 from perfsuite.clocks import CpuClock
 from perfsuite.errors import NotEquivalent, PairError
 from perfsuite.pair import Pair
-from perfsuite.proving import OutputCheck
+from perfsuite.peers import ALONE, Peers
+from perfsuite.proving import Drawn, OutputCheck
 from perfsuite.records import ACCEPTED, OPTIMIZED, REFERENCE, Case
 from perfsuite.runner import Runner
 from perfsuite.sampling import Sampler
@@ -37,17 +36,18 @@ REPLAY_PAIRS = 8
 class NewValues:
     """Inputs that no side can have seen. Some may be drawn in advance, within limits of time and memory."""
 
-    def __init__(self, pair: Pair, case: Case, device: str, home: Path | None) -> None:
-        self.pair, self.case, self.device, self.home = pair, case, device, home
-        self._ahead: list[dict[str, Any]] = []
+    def __init__(self, pair: Pair, case: Case, device: str, home: Path | None, peers: Peers = ALONE) -> None:
+        self.pair, self.case, self.device, self.home, self.peers = pair, case, device, home, peers
+        self._ahead: list[Drawn] = []
 
     def draw_ahead(self, count: int) -> None:
         """Draw `count` sets of inputs; fewer, but at least two, where FRESH_S or FRESH_BYTES is reached."""
         began = perf_counter()
         while len(self._ahead) < count:
             self._ahead.append(self._draw())
-            full = make.bytes_in(self._ahead) >= FRESH_BYTES or perf_counter() - began >= FRESH_S
-            if full and len(self._ahead) > 1:
+            held = make.bytes_in([drawn.values for drawn in self._ahead])
+            full = held >= FRESH_BYTES or perf_counter() - began >= FRESH_S
+            if self.peers.any(full) and len(self._ahead) > 1:
                 break
 
     @property
@@ -55,15 +55,20 @@ class NewValues:
         """The number of sets drawn in advance that are not used yet."""
         return len(self._ahead)
 
-    def take(self) -> dict[str, Any]:
+    def take(self) -> Drawn:
         """A set drawn in advance, or else a new one."""
         return self._ahead.pop() if self._ahead else self._draw()
 
-    def _draw(self) -> dict[str, Any]:
-        case = replace(self.case, seed=secrets.randbits(31))
-        if self.pair.is_stateful:
-            return make.build_step(self.pair, case, self.device, 1)
-        return make.build(self.pair, case, self.device, home=self.home)
+    def _draw(self) -> Drawn:
+        return drawn_anew(self.pair, self.case, self.device, self.home, self.peers)
+
+
+def drawn_anew(pair: Pair, case: Case, device: str, home: Path | None, peers: Peers) -> Drawn:
+    """Values that differ from the case's own by their seed; of a stateful pair those of a step."""
+    case = replace(case, seed=peers.bits(31))
+    if pair.is_stateful:
+        return Drawn(case, peers.part(pair.step_inputs, make.build_step(pair, case, device, 1)))
+    return Drawn(case, peers.part(pair.inputs, make.build(pair, case, device, home=home)))
 
 
 class Watch:
@@ -86,7 +91,7 @@ class Watch:
         self.values = values
         self.pair = check.pair
         self.fresh: list[tuple[float, float]] = []
-        self.warm = values.take() if values else {}
+        self.warm = values.take().values if values else {}
         """New values for the calls whose times are not kept."""
         self.where = f"{self.pair.name}: the optimized side"
         self.judged = sampler.rng.randrange(min(sampler.blocks, FRESH_BLOCKS[proven_before]))
@@ -107,8 +112,9 @@ class Watch:
         if block == 0:
             self._first(runner)
 
-    def _time_new_values(self, runner: Runner, values: dict[str, Any], block: int | None = None) -> None:
+    def _time_new_values(self, runner: Runner, drawn: Drawn, block: int | None = None) -> None:
         """Time a call on values that it cannot have seen, and the same again."""
+        values = drawn.values
         stateful = self.pair.is_stateful
         old = runner.step_master if stateful else dict(self.sampler.masters[OPTIMIZED])
         pairs = zip(make.tensors_in(values), make.tensors_in(old), strict=True)
@@ -126,7 +132,7 @@ class Watch:
             self.fresh.append((times[-2], times[-1]))
             prove = not self.proven_before and block == self.judged and REFERENCE not in self.sampler.few
             if prove and not stateful:
-                prove_new(self.output, runner, values)
+                prove_new(self.output, runner, drawn)
             runner.refill(old)
         if stateful:
             self._keep_in_step(len(times))
@@ -186,19 +192,12 @@ class Watch:
                 raise NotEquivalent(f"{text}: its time is not that of the function")
 
 
-def prove_new(output: OutputCheck, runner: Runner, values: dict[str, Any]) -> None:
-    """The side must also be right on `values`, which now lie in the memory of those that it was proven with."""
-    known = truths.by_replicas(
-        output.pair, output.case, runner.device, most=rule.FEW, gradients=runner.grad_mode, drawn=values
-    )
-    try:
-        known(rule.NONE)
-    except truths.Discard:
-        return
+def prove_new(output: OutputCheck, runner: Runner, drawn: Drawn) -> None:
+    """The side must also be right on new values, which now lie in the memory of those that it was proven with."""
     runner.reset()
     runner.call()
     try:
-        equivalence.hold(output.pair, known, runner.leaves(), name="timed optimized", strict_strides=False)
+        output.hold_new(runner.leaves(), drawn)
     except NotEquivalent as error:
         raise NotEquivalent(
             f"{error}; it was right on the values it was proven with, and is not on new ones in the same memory"

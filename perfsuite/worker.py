@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from time import perf_counter
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -151,6 +151,7 @@ class _Workload:
         from perfsuite import convolutions
         from perfsuite.errors import NotEquivalent, NotTimed
         from perfsuite.ranks import group
+        from perfsuite.ranks.group import RanksFailed
 
         try:
             # A warning inside a timed call is the user's own affair; it must not turn into an error here.
@@ -168,6 +169,8 @@ class _Workload:
         except PerfsuiteError as error:
             raised = "the accepted side raises RevisionError: " if isinstance(error, RevisionError) else ""
             return Failure(status=Status.UNMEASURED, message=f"{raised}{error}")
+        except RanksFailed as error:
+            return Failure(status=Status.UNMEASURED, message=f"the {self.phase} side {error}")
         except HarnessFault as error:
             return Failure(status=Status.UNMEASURED, message=str(error))
         except (Exception, SystemExit) as error:
@@ -180,10 +183,20 @@ class _Workload:
                 with contextlib.suppress(RuntimeError):
                     torch.cuda.empty_cache()
 
+    def _in_ranks(self) -> Any:
+        """What does the task in processes of its own, for a workload of several."""
+        from perfsuite.rank_timing.parent import RankTiming
+
+        module = self.item.getparent(pytest.Module)
+        assert module is not None
+        return RankTiming(self.item.pair, self.item.workload, module.obj, self.device, self.report)
+
     def _time(self) -> Measurement:
         from perfsuite import measuring, sampling
 
         task = self.task
+        if self.item.workload.ranks > 1:
+            return cast("Measurement", self._in_ranks().measure(task))
         return measuring.measure(
             self.item.pair,
             self.item.workload,
@@ -208,6 +221,8 @@ class _Workload:
         from perfsuite.records import REFERENCE
 
         began = perf_counter()
+        if self.item.workload.ranks > 1:
+            return cast("Alone", self._in_ranks().reference_alone(self.task, lambda: perf_counter() - began))
         self.report(REFERENCE)
         bench = self._bench(secrets.randbits(31), None)
         counts = self.task.proof.counts.get(REFERENCE) if self.task.proof else None
@@ -242,7 +257,7 @@ class _Workload:
 
         if self.task.note_ran:
             self.item.config.stash[OBSERVED].begin()
-        if self.task.launched and (traced := self._traced()):
+        if self.task.launched and self.item.workload.ranks == 1 and (traced := self._traced()):
             return traced
         proof, top = self._proof(), revision.top_or(self.item.config.rootpath)
         if self.task.same_code and not digests.loads(self.task.same_code, top):
@@ -264,17 +279,20 @@ class _Workload:
             return Proof(id=self.item.nodeid, seed=seed, unloaded=unloaded, seconds=perf_counter() - began)
         bench = self._bench(seed, accepted)
         bench.phases = phases
-        proof = measuring.prove(
-            bench,
-            self.item.nodeid,
-            with_reference=task.reference not in (0, 1),
-            slow=task.slow,
-            same_code=bool(task.same_code),
-            enough_s=task.enough_s,
-            with_rivals=task.thorough,
-            # What it launches and syncs matters to the device clock alone; of many launches the profiler takes seconds.
-            uncounted=() if task.reference is None or bench.workload.clock == "device" else (REFERENCE,),
-        )
+        if bench.workload.ranks > 1:
+            proof = cast("Proof", self._in_ranks().prove(replace(task, seed=seed)))
+        else:
+            proof = measuring.prove(
+                bench,
+                self.item.nodeid,
+                with_reference=task.reference not in (0, 1),
+                slow=task.slow,
+                same_code=bool(task.same_code),
+                enough_s=task.enough_s,
+                with_rivals=task.thorough,
+                # What it launches and syncs matters to the device clock alone; of many the profiler takes seconds.
+                uncounted=() if task.reference is None or bench.workload.clock == "device" else (REFERENCE,),
+            )
         with phases.time("digests"):
             ran = self._ran(bench) if task.note_ran else None
         return replace(proof, ran=ran, phases=dict(phases.seconds), seconds=perf_counter() - began)
@@ -293,6 +311,8 @@ class _Workload:
         module = self.item.getparent(pytest.Module)
         assert module is not None
         ran = digests.ran([module.obj], executed.files, executed.compiled, observed)
+        if bench.workload.ranks > 1:  # each rank launches its own
+            return replace(ran, untraced="several processes call it")
         launched, untraced = measuring.launched(bench, observed.top)
         return replace(ran, launched=launched, untraced=untraced)
 

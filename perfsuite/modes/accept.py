@@ -7,6 +7,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 
 from perfsuite import baseline, changed, digests, gate, revision
+from perfsuite.baseline import Entry
 from perfsuite.control import failed
 from perfsuite.errors import BaselineError
 from perfsuite.modes import references
@@ -31,7 +32,7 @@ class Accept(Whole):
             self.refuse("nothing to accept: no timed item of a pair was selected; see `perfsuite list`")
             return
         before = self._state()
-        self.load_baseline()  # a damaged file is reported before the minutes of measuring
+        self.baselines.load()  # a damaged file is reported before the minutes of measuring
         ids = self.measurable()
         if not ids:
             self.refuse(f"nothing to accept: none of {len(self.items)} selected workloads is for {self.machine.device}")
@@ -73,7 +74,9 @@ class Accept(Whole):
 
     def _state(self) -> revision.State:
         """What git says of the tree; BaselineError where its code could not be loaded again, unless that is wanted."""
-        found = revision.state(self.root, ignored=self.baselines)  # another shard's figures may wait for their commit
+        found = revision.state(
+            self.root, ignored=self.baselines.folder
+        )  # another shard's figures may wait for their commit
         allowed = self.arguments.get("dirty") == "yes"
         if found.dirty and not allowed:
             raise BaselineError(
@@ -152,13 +155,11 @@ class Accept(Whole):
             return
         prune = self.arguments.get("prune") == "yes"
         drop = [i for i in self.entries if i not in self.known and self.in_scope(i)] if prune else []
-        old, new = baseline.update(
-            self.baseline_path,
-            lambda before: baseline.merge(before, entries, machine=self.machine, more=self.more, drop=drop),
-        )
-        self.notes += baseline.describe_changes(old, new)
-        self.notes += self._margins(new, [e.id for e in entries])
-        self.notes.append(f"wrote {self.baseline_path}")
+        by_ranks: dict[int, list[Entry]] = {}
+        for entry in entries:
+            by_ranks.setdefault(self.ranks_of(entry.id), []).append(entry)
+        after = self.baselines.update(by_ranks, more=self.more, drop=drop, note=self.notes.append)
+        self.notes += self._margins(after, [e.id for e in entries])
         self._kept.forget()
 
     def _ran(self, id: str) -> Ran | None:
@@ -172,15 +173,15 @@ class Accept(Whole):
             packages=tuple(digests.packages()),
         )
 
-    def _margins(self, new: baseline.Baseline, ids: Sequence[str]) -> list[str]:
+    def _margins(self, accepted: Mapping[str, Entry], ids: Sequence[str]) -> list[str]:
         """A line for each workload of which the gate will only find a slowdown beyond the usual margin."""
-        suite = suite_noise(new.entries)
-        sizes = {i: gate.margin_of(new.entries[i], suite, selected=len(new.entries)) for i in sorted(ids)}
+        suite = suite_noise(accepted)
+        sizes = {i: gate.margin_of(accepted[i], suite, selected=len(accepted)) for i in sorted(ids)}
         return [
             f"{i}: only a slowdown of {size:.1%} or more will be found; declare margin={size:.3g} if that is enough, "
             "or reduce its noise: a longer workload, or the device clock in place of the wall clock"
             for i, size in sizes.items()
-            if size > gate.MARGIN_USUAL and self.margin(i) is None and "reference" not in new.entries[i].few
+            if size > gate.MARGIN_USUAL and self.margin(i) is None and "reference" not in accepted[i].few
         ]
 
     def prove_task(self, id: str) -> Task:

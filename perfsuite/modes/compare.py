@@ -20,7 +20,7 @@ class Compare(Whole):
         if not ids:
             self.refuse("nothing to compare: no timed item of a pair for this machine was selected")
             return
-        self.load_baseline()
+        self.baselines.load()
         with revision.extracted([full], self.root, self.scratch / "revisions") as (trees, refused):
             if refused:
                 raise refused[full]

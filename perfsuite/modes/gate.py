@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from datetime import date
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,16 +41,15 @@ class Gate(Paired):
     def collected(self, every: Sequence[pytest.Item], selected: list[pytest.Item]) -> None:
         super().collected(every, selected)
         try:
-            self.load_baseline()
+            self.baselines.load()
             known = {*self.known, *self.entries}
-            self.waivers = waivers.load(self.baselines / "waivers.toml", today=date.today(), known_ids=known)
+            self.waivers = waivers.load(self.baselines.folder / "waivers.toml", today=date.today(), known_ids=known)
         except PerfsuiteError as error:
             self.problems.append(str(error))  # for the report, which is written all the same
             raise pytest.UsageError(str(error)) from None
-        if self._baseline is not None:
-            self.wrong_machine, notes = baseline.compare_machines(self._baseline.machine, self.machine)
-            self.notes += notes
-        elif others := sorted(p.stem for p in self.baselines.glob("*.json")):
+        self.wrong_machine, notes = self.baselines.compared()
+        self.notes += notes
+        if not self.baselines.files and (others := sorted(p.stem for p in self.baselines.folder.glob("*.json"))):
             self.notes.append(f"no baseline for {self.machine.device}; there are: {', '.join(others)}")
         self.problems += self._missing()
         if not self.items and self.shard is not None:
@@ -195,11 +195,13 @@ class Gate(Paired):
         ]
         for _ in self.work(tasks):
             pass
-        path = self.baseline_path
+        texts = {i: self._lacking(self.baselines.path(self.ranks_of(i))) for i in ids}
+        return {i: Verdict(id=i, status=Status.NO_BASELINE, message=f"NO_BASELINE {i}: {texts[i]}") for i in ids}
+
+    def _lacking(self, path: Path) -> str:
         where = path.relative_to(self.root) if self.root in path.parents else path
         what = f"it is not in {where}" if path.exists() else f"there is no {where}"
-        text = f"{what}; accept it with `perfsuite accept -k … --reason …`"
-        return {i: Verdict(id=i, status=Status.NO_BASELINE, message=f"NO_BASELINE {i}: {text}") for i in ids}
+        return f"{what}; accept it with `perfsuite accept -k … --reason …`"
 
     def entry(self, id: str) -> Entry | None:
         return self.entries.get(id)

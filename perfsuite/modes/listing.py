@@ -33,7 +33,7 @@ class List(Control):
             others = f" (and {len(self.broken) - 1} more)" if len(self.broken) > 1 else ""
             raise session.Interrupted(f"{self.broken[0]}{others}; fix it first")
         try:
-            self.load_baseline()
+            self.baselines.load()
         except PerfsuiteError as error:
             self.problems.append(str(error))
             print(error, file=sys.stderr)

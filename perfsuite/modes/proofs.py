@@ -49,6 +49,10 @@ class Proofs(Control):
         if self.isolated:
             bytecode.keep_during(self.config)
 
+    def ranks_of(self, id: str) -> int:
+        pair = getattr(self.isolated.get(id), "pair", None)
+        return pair.at_ranks if pair is not None else super().ranks_of(id)
+
     def close(self) -> None:
         super().close()
         if self._proofs is not None:

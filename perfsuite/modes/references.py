@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -13,7 +13,7 @@ from perfsuite.modes.paired import Paired
 from perfsuite.pair import as_side, module_of
 from perfsuite.records import Alone, Measurement
 from perfsuite.report import units
-from perfsuite.workers import ALONE, Failure, Lane, Task, devices_of
+from perfsuite.workers import ALONE, Failure, Lane, Outcome, Task, devices_of
 
 
 def slowed(run: Paired, ids: Collection[str], *, sparse: bool = False, outside: bool = False) -> dict[str, str]:
@@ -36,19 +36,18 @@ def slowed(run: Paired, ids: Collection[str], *, sparse: bool = False, outside: 
             return alone.message(runs, times, sparse=sparse)
         return alone.outside_message(runs, times) if alone.is_slower_outside(runs, times) else ""
 
-    lanes = _lanes(run) if found else []
     for attempt in range(alone.TRIES):
         tasks = [_task(run, i, outside) for i in found if attempt == 0 or why(i)]
         if tasks and not attempt:
             count = units.count(len(tasks), "reference")
             run.progress.say(f"{count} timed alone, to see whether an optimized side slows one")
-        for id, outcome in run.workers.run(tasks, lanes):
+        for id, outcome in _done(run, tasks, absent=True):
             if isinstance(outcome, Alone):
                 found[id].append(outcome)
             elif isinstance(outcome, Failure):
                 run.notes.append(f"{id}: its reference was not timed alone: {outcome.message}")
         beside = [_beside(run, i, outside) for i in found if found[i] and attempt + 1 < alone.TRIES and why(i)]
-        for id, outcome in run.workers.run(beside, run.timing_lanes(beside)):
+        for id, outcome in _done(run, beside):
             if isinstance(outcome, Measurement):
                 again[id].append(outcome)
     return {i: text for i, times in found.items() if len(times) == alone.TRIES and (text := why(i))}
@@ -65,12 +64,18 @@ def _task(run: Paired, id: str, outside: bool) -> Task:
     return Task(id=id, kind=ALONE, limit_s=limit_s, proof=proof, clock=clock, outside=outside)
 
 
-def _lanes(run: Paired) -> Sequence[Lane]:
-    """Lanes whose processes run nothing that only an optimized side needs."""
+def _done(run: Paired, tasks: Sequence[Task], *, absent: bool = False) -> Iterator[tuple[str, Outcome]]:
+    """What came of the tasks, none of which the run keeps; in processes where the optimized sides are `absent`."""
+    for part in run.parts(tasks):
+        lanes = run.lanes_for(part)
+        yield from run.workers.run(part, _without_optimized(run, devices_of(lanes)) if absent else lanes)
 
+
+def _without_optimized(run: Paired, lanes: Sequence[Lane]) -> Sequence[Lane]:
+    """These lanes, for processes that run nothing that only an optimized side needs."""
     pairs = {item.pair.name: item for item in run.known.values()}.values()
     sides = [(module_of(as_side(i.pair.optimized)), module_of(as_side(i.pair.reference))) for i in pairs]
     modules = [m.obj for i in pairs if (m := i.getparent(pytest.Module)) is not None]
     files = digests.only_optimized(sides, modules, revision.top_or(run.root))
     variables = {absent.ABSENT: os.pathsep.join(map(str, files))} if files else {}
-    return [replace(lane, environment={**lane.environment, **variables}) for lane in devices_of(run.timing_lanes(()))]
+    return [replace(lane, environment={**lane.environment, **variables}) for lane in lanes]

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import connection
@@ -27,7 +27,7 @@ from typing import Any, NoReturn, TypeAlias
 import torch
 import torch.distributed as dist
 
-from perfsuite import process_state
+from perfsuite import errors, process_state
 from perfsuite.errors import MachineError
 from perfsuite.execution import Leaves
 from perfsuite.pair import Pair
@@ -73,8 +73,32 @@ class Raised:
         return f"{self.kind}{f' at {self.place}' if self.place else ''}: {self.text}"
 
 
-Reply: TypeAlias = "Leaves | Raised | None"
-"""None: the rank is prepared."""
+@dataclass(frozen=True, slots=True)
+class Verdict(Raised):
+    """What perfsuite itself found in one rank: the name of an error of its own, with its text."""
+
+    def error(self, where: str) -> BaseException:
+        """The error, with words on where it was found."""
+        made: BaseException = getattr(errors, self.kind)(f"{self.text}{where}")
+        return made
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """What rank 0 is about to do: the name of a side, or of what runs no side alone. It awaits no answer."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """What came of a request, in one rank."""
+
+    outcome: Any
+
+
+Reply: TypeAlias = Any
+"""What a rank sends: outputs, Raised, None where it is prepared, or a message of a conversation."""
 
 
 class RanksFailed(Exception):  # noqa: N818 - reported as a verdict on the side
@@ -113,8 +137,11 @@ def lacking(ranks: int, device: str) -> str | None:
 class Group:
     """So many ranks on one kind of device."""
 
-    def __init__(self, ranks: int, device: str, collective_s: float = COLLECTIVE_S) -> None:
+    def __init__(self, ranks: int, device: str, collective_s: float = COLLECTIVE_S, *, blocking: bool = True) -> None:
+        """With `blocking` the host waits for each collective of NCCL's, and raises where it gives up: not for timing.
+        Without, the process of a rank that waits in vain is aborted."""
         self.ranks, self.device = ranks, device
+        self.on_phase: Callable[[str], None] = lambda name: None
         self.folder = tempfile.TemporaryDirectory(prefix="perfsuite-ranks-")
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - until `close`
         self.pids: dict[int, int] = {}
@@ -123,8 +150,7 @@ class Group:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         # Ranks of one machine find each other over its loopback interface, whatever its name resolves to.
         usual = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-        # A collective of NCCL's that gives up raises, as gloo's does; else the process is aborted.
-        environment = {**usual, **os.environ, "TORCH_NCCL_BLOCKING_WAIT": "1"}
+        environment = {**usual, **os.environ, "TORCH_NCCL_BLOCKING_WAIT": str(int(blocking))}
         with connection.Listener(address, "AF_UNIX", backlog=ranks) as listener:
             self.launcher = subprocess.Popen(
                 [*command, "-m", "perfsuite.ranks.process", address, self.folder.name, device, f"{collective_s}"],
@@ -170,14 +196,44 @@ class Group:
         # Once all have imported the pair's module and made the inputs they call the side together: no rank waits in a
         # collective for the preparations of another.
         for message in (request, None):
-            for one in self.connections.values():
-                with contextlib.suppress(BrokenPipeError):  # its end shows where its reply is awaited
-                    one.send(message)
+            self._send(message)
             replies = self._replies(START_S if message is request else APART_S)
             raised = {rank: reply for rank, reply in replies.items() if isinstance(reply, Raised)}
             if raised:
                 self._fail(replies, raised)
         return [leaves for _, leaves in sorted(replies.items()) if isinstance(leaves, dict)]
+
+    def converse(self, request: Any, answer: Callable[[list[Any]], Any], limit_s: float) -> list[Any]:
+        """Send the request to all ranks, and answer what they send until all have Ended; return the outcomes by rank.
+
+        All ranks send at the same points. `answer` gets what they sent, by rank, and returns what each is sent.
+        RanksFailed if a rank does not go on; a Verdict of a rank is raised.
+        """
+        message = request
+        try:
+            while True:
+                self._send(message)
+                replies = self._replies(APART_S, limit_s)
+                raised = {rank: reply for rank, reply in replies.items() if isinstance(reply, Raised)}
+                for rank, reply in raised.items():
+                    if isinstance(reply, Verdict):
+                        raise reply.error(f" (on rank {rank} of {self.ranks})" if len(raised) == 1 else "")
+                if raised:
+                    self._fail(replies, raised)
+                found = [reply for _, reply in sorted(replies.items())]
+                if all(isinstance(reply, Ended) for reply in found):
+                    return [reply.outcome for reply in found]
+                message = answer(found)
+        except RanksFailed:
+            raise
+        except BaseException:
+            self.close()
+            raise
+
+    def _send(self, message: Any) -> None:
+        for one in self.connections.values():
+            with contextlib.suppress(BrokenPipeError):  # its end shows where its reply is awaited
+                one.send(message)
 
     def _fail(self, replies: dict[int, Reply], raised: dict[int, Raised]) -> NoReturn:
         """RanksFailed for what the ranks raised; the group ends unless all of them raised the same."""
@@ -187,15 +243,16 @@ class Group:
         self.close()  # the ranks may have gone different ways
         raise RanksFailed(_apart(raised, [rank for rank in replies if rank not in raised], self.ranks))
 
-    def _replies(self, apart_s: float) -> dict[int, Reply]:
+    def _replies(self, apart_s: float, limit_s: float = CALL_S) -> dict[int, Reply]:
         """The replies by rank; RanksFailed where a rank ends, or does not reply for so long after the first."""
         replies: dict[int, Reply] = {}
-        until = time.monotonic() + CALL_S
+        until = time.monotonic() + limit_s
         while len(replies) < self.ranks:
             open_ = {one: rank for rank, one in self.connections.items() if rank not in replies}
             ready = connection.wait(list(open_), max(0.0, until - time.monotonic()))
             if not ready:
-                if any(isinstance(reply, Raised) for reply in replies.values()):
+                raised = [reply for reply in replies.values() if isinstance(reply, Raised)]
+                if any(not _is_of_waiting(reply) for reply in raised):
                     return replies
                 raise RanksFailed(self._hanging(replies))
             for one in ready:
@@ -204,7 +261,11 @@ class Group:
                     content = self.connections[rank].recv_bytes()
                 except (EOFError, ConnectionResetError):
                     raise RanksFailed(self._ended(rank)) from None
-                replies[rank] = torch.load(io.BytesIO(content), weights_only=False)
+                reply = torch.load(io.BytesIO(content), weights_only=False)
+                if isinstance(reply, Phase):
+                    self.on_phase(reply.name)
+                    continue
+                replies[rank] = reply
                 most = min(GRACE_S, apart_s) if isinstance(replies[rank], Raised) else apart_s
                 until = min(until, time.monotonic() + most)
         return replies
@@ -217,15 +278,19 @@ class Group:
                 os.kill(self.pids[rank], signal.SIGUSR1)
         time.sleep(STACK_S)
         where = [f"rank {rank}{_place(Path(self.folder.name) / str(rank))}" for rank in missing]
-        returned = f" while {_named(sorted(replies))} returned" if replies else ""
+        waiting = sorted(rank for rank, reply in replies.items() if isinstance(reply, Raised))
+        others = f" while {_named(sorted(replies))} {'waits' if waiting else 'returned'}" if replies else ""
         self.close()
-        return f"hangs: {', '.join(where)} did not return{returned}"
+        return f"hangs: {', '.join(where)} did not return{others}"
 
     def _ended(self, rank: int) -> str:
         """How the rank's process ended. Ends the group."""
         with contextlib.suppress(subprocess.TimeoutExpired):  # it ends the other ranks, and says why
             self.launcher.wait(GRACE_S)
         found = re.search(rf"exitcode: (-?\d+)\) local_rank: {rank} ", self._text())
+        if re.search(r"\[Rank \d+\] Watchdog caught collective operation timeout", self._text()):
+            waits = Raised(kind="", text="timed out", place="")
+            return self._hanging({rank: waits})
         self.close()
         code = int(found[1]) if found else None
         if code is None:
@@ -247,6 +312,7 @@ class Group:
         for pid in self.pids.values():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        self.pids.clear()
         self.launcher.kill()
         self.launcher.wait()
         for one in self.connections.values():

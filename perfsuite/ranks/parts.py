@@ -1,13 +1,31 @@
-"""The outputs of ranks, put together as one process has them."""
+"""What a side gives in one rank, and the outputs of all ranks put together as one process has them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from perfsuite import inputs as make
+from perfsuite import rank_parts, truths
 from perfsuite.execution import Leaves
+from perfsuite.pair import Pair, Side
+from perfsuite.records import Case
+
+
+def prepared(
+    pair: Pair, side: Side, case: Case, device: str, *, rank: int, ranks: int, home: Path | None
+) -> Callable[[], Leaves]:
+    """A call of the side on this rank's part of the case's inputs, which are made now."""
+    rounded = truths.rounded_to_precision(pair, case)
+
+    def given(step: int) -> dict[str, Any]:
+        return rank_parts.of_rank(pair.step_inputs, rounded(make.build_step(pair, case, device, step)), rank, ranks)
+
+    values = rank_parts.of_rank(pair.inputs, rounded(make.build(pair, case, device, home=home)), rank, ranks)
+    return lambda: truths.run(side, pair, values, case, False, given)
 
 
 def joined(of_ranks: Sequence[Leaves], truth: Leaves) -> Leaves:

@@ -25,12 +25,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from perfsuite import convolutions, declared, interpreter, process_state, rank_parts, truths
-from perfsuite import inputs as make
-from perfsuite.errors import first_line, users_frame
+from perfsuite import convolutions, declared, interpreter, process_state
+from perfsuite.errors import HarnessFault, NotEquivalent, PerfsuiteError, first_line, users_frame
 from perfsuite.execution import Leaves
 from perfsuite.pair import Pair, as_side
-from perfsuite.ranks.group import Raised, Request, backend
+from perfsuite.ranks import parts
+from perfsuite.ranks.group import Ended, Raised, Request, Verdict, backend
 from perfsuite.records import OPTIMIZED, REFERENCE
 
 
@@ -63,67 +63,84 @@ def _end_with(socket: int) -> None:
 
 
 def _answer(connection: Connection, rank: int, ranks: int, device: str) -> None:
-    """Take a request, prepare it, and call the side once all ranks are prepared."""
+    """Take a request and answer it: call a side once all ranks are prepared, or do what the request itself says."""
+    request = connection.recv()
+    calls = isinstance(request, Request)
     try:
-        call = _prepared(connection.recv(), rank, ranks, device)
-        connection.send_bytes(_saved(None))
-        connection.recv()
-        connection.send_bytes(_saved(call()))
+        if calls:
+            call = _prepared(request, rank, ranks, device)
+            send(connection, None)
+            connection.recv()
+            send(connection, call())
+        else:
+            send(connection, Ended(request.outcome(connection, rank, ranks, device)))
     except EOFError:
         raise
     except Exception as error:
-        frame = users_frame(error)
-        place = f"{Path(frame.filename).name}:{frame.lineno}" if frame is not None else ""
-        connection.send_bytes(_saved(Raised(kind=type(error).__name__, text=first_line(error), place=place)))
+        is_verdict = not calls and isinstance(error, (PerfsuiteError, NotEquivalent))
+        send(connection, _verdict(error) if is_verdict else _raised(error))
+    except HarnessFault as error:
+        send(connection, _verdict(error))
+
+
+def _verdict(error: BaseException) -> Verdict:
+    return Verdict(kind=type(error).__name__, text=str(error), place="")
+
+
+def _raised(error: Exception) -> Raised:
+    frame = users_frame(error)
+    place = f"{Path(frame.filename).name}:{frame.lineno}" if frame is not None else ""
+    return Raised(kind=type(error).__name__, text=first_line(error), place=place)
 
 
 def _prepared(request: Request, rank: int, ranks: int, device: str) -> Callable[[], Leaves]:
     """The call, with the pair's module imported and the inputs made."""
     sys.path[:] = request.sys_path
     process_state.take(request.settings)
-    pair = _pair(request).at(ranks, equal_parts=request.equal_parts)
+    pair = pair_of(request.module, request.path, request.pair)[0].at(ranks, equal_parts=request.equal_parts)
     sides = {OPTIMIZED: pair.optimized, REFERENCE: pair.reference, **pair.variants}
-    case, home = request.case, Path(request.path).parent
-    rounded = truths.rounded_to_precision(pair, case)
-
-    def given(step: int) -> dict[str, Any]:
-        return rank_parts.of_rank(pair.step_inputs, rounded(make.build_step(pair, case, device, step)), rank, ranks)
-
-    values = rank_parts.of_rank(pair.inputs, rounded(make.build(pair, case, device, home=home)), rank, ranks)
-    side = as_side(sides[request.side])
-    return convolutions.exact(pair.precision)(lambda: truths.run(side, pair, values, case, False, given))
+    side, home = as_side(sides[request.side]), Path(request.path).parent
+    call = parts.prepared(pair, side, request.case, device, rank=rank, ranks=ranks, home=home)
+    return convolutions.exact(pair.precision)(call)
 
 
-def _pair(request: Request) -> Pair:
-    module = sys.modules.get(request.module)
-    if module is None or module.__file__ != request.path:  # test modules of two folders may have one name
-        module = _imported(request)
-    pair = declared.find(module, request.pair)
+def pair_of(module_name: str, path: str, name: str) -> tuple[Pair, ModuleType]:
+    """The pair of that name, and the module that declares it, imported from its file."""
+    module = sys.modules.get(module_name)
+    if module is None or module.__file__ != path:  # test modules of two folders may have one name
+        module = _imported(module_name, path)
+    pair = declared.find(module, name)
     if pair is None:
-        raise LookupError(f"{request.module} has no pair {request.pair} where it is imported again")
-    pair.name = request.pair
-    return pair
+        raise LookupError(f"{module_name} has no pair {name} where it is imported again")
+    pair.name = name
+    return pair, module
 
 
-def _imported(request: Request) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(request.module, request.path)
+def _imported(name: str, path: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
-    module = sys.modules[request.module] = importlib.util.module_from_spec(spec)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
     except BaseException:
-        del sys.modules[request.module]
+        del sys.modules[name]
         raise
     return module
 
 
-def _saved(answer: Leaves | Raised | None) -> bytes:
+def send(connection: Connection, answer: Any) -> None:
+    """Send outputs, or anything else that can be pickled, to the process that asks."""
     if isinstance(answer, dict):
-        answer = {n: t.detach().cpu() if isinstance(t, torch.Tensor) else t for n, t in answer.items()}
+        answer = on_cpu(answer)
     file = io.BytesIO()
     torch.save(answer, file)
-    return file.getvalue()
+    connection.send_bytes(file.getvalue())
+
+
+def on_cpu(leaves: Leaves) -> Leaves:
+    """The outputs with all tensors in the host's memory."""
+    return {n: t.detach().cpu() if isinstance(t, torch.Tensor) else t for n, t in leaves.items()}
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ def check(
             raise RanksApart(f"{who} {error}", case) from None
         try:
             _check_forms(pair, calls.produced)
-            _hold(pair, known, of_ranks, truth, side, tally)
+            hold(pair, known, of_ranks, truth, side, tally)
         except OnRank as error:
             cause = _cause(pair, case, device, home, calls) if side == OPTIMIZED else ""
             raise _verdict(side, f"{error}{cause}", case) from None
@@ -102,7 +102,7 @@ def _cause(pair: Pair, case: Case, device: str, home: Path | None, calls: _Calls
     try:
         known = truths.by_replicas(alike, case, device, gradients=False, home=home)
         truth = known(rule.NONE)
-        _hold(alike, known, calls.of(alike, OPTIMIZED), truth, OPTIMIZED, None)
+        hold(alike, known, calls.of(alike, OPTIMIZED), truth, OPTIMIZED, None)
     except NotEquivalent:
         return (
             "; so it is where all ranks have equal parts of the inputs: likely a sum over the ranks is divided by "
@@ -113,7 +113,7 @@ def _cause(pair: Pair, case: Case, device: str, home: Path | None, calls: _Calls
     return "; where all ranks have equal parts of the inputs it is right: likely it is made of some ranks' parts alone"
 
 
-def _hold(
+def hold(
     pair: Pair, known: truths.Known, of_ranks: list[Leaves], truth: truths.Truth, side: str, tally: Tally | None
 ) -> None:
     """NotEquivalent where the ranks' parts together, or what one of them has alone (OnRank), is not the truth."""

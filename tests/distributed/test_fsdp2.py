@@ -21,5 +21,8 @@ fsdp2 = Pair(
     sizes={"rows": size(1, 9), "features": size(1, 17), "hidden": size(1, 17), "outputs": size(1, 9)},
     steps=(1, 2, 7),
     ranks=(2, 4),
-    workloads=[Workload("cpu", rows=16, features=32, hidden=64, outputs=8, clock="wall", device="cpu")],
+    workloads=[
+        Workload("dp2", ranks=2, rows=8192, features=1024, hidden=4096, outputs=1024, device="cuda"),
+        Workload("cpu", rows=16, features=32, hidden=64, outputs=8, clock="wall", device="cpu"),
+    ],
 )

@@ -27,6 +27,7 @@ from perfsuite import (
     floats,
     guard,
     measuring,
+    peers,
     proving,
     runner,
     sampling,
@@ -41,6 +42,7 @@ from perfsuite.errors import NotEquivalent, PairError
 from perfsuite.integrity import calls
 from perfsuite.measuring import RIVAL_BLOCKS
 from perfsuite.pair import Side
+from perfsuite.peers import ALONE, Peers
 from perfsuite.records import Condition, Counts, Measurement, Proof, from_json, to_json
 from perfsuite.rule import REPLICAS_UP_TO
 from perfsuite.sampling import BLOCKS, BLOCKS_LEAST, EXTRA_BLOCKS, FEW_BLOCKS, QUADS
@@ -72,7 +74,7 @@ def time(monkeypatch: pytest.MonkeyPatch) -> Time:
     monkeypatch.setattr(clocks, "interruptions", lambda: 0)
     monkeypatch.setattr(guard, "check", lambda: None)  # it would find the two
     numbers = random.Random(7)
-    monkeypatch.setattr(measuring.secrets, "randbits", numbers.getrandbits)
+    monkeypatch.setattr(peers.secrets, "randbits", numbers.getrandbits)
     return made
 
 
@@ -239,7 +241,7 @@ def test_what_takes_long_to_build_is_built_anew_until_the_budget_is_spent(
 
 @pytest.fixture
 def no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(device: str) -> None:
+    def refuse(device: str, peers: Peers) -> None:
         raise AssertionError("timed before it was proven")
 
     monkeypatch.setattr(measuring, "clock_for", refuse)
@@ -539,6 +541,10 @@ class FakeCuda(clocks.CudaClock):
         pass
 
 
+def counting_bench() -> Any:
+    return SimpleNamespace(report=lambda phase: None, peers=ALONE, counted_here={})
+
+
 def test_a_call_that_takes_too_long_for_the_profiler_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = {"reference": 9.0, "optimized": 9.0, "slow": 1.1, "quick": 1.0}
     runners: Any = {
@@ -546,7 +552,7 @@ def test_a_call_that_takes_too_long_for_the_profiler_is_not_counted(monkeypatch:
         for name, s in seconds.items()
     }
     monkeypatch.setattr(measuring, "count_calls", lambda sides: dict.fromkeys(sides, (0, 5)))
-    counts = measuring._counted(runners, FakeCuda(), lambda phase: None)
+    counts = measuring._counted(runners, FakeCuda(), counting_bench())
     known, unknown = Counts(host_syncs=0, launches=5), Counts()
     assert counts == {"reference": unknown, "optimized": known, "slow": unknown, "quick": known}
 
@@ -592,7 +598,7 @@ def test_more_launches_than_accepted_are_counted_again(
         name: SimpleNamespace(grad_mode=False, reset=None, call=name, last=runner.Call(0.1, None))
         for name in ("optimized", "accepted")
     }
-    counts = measuring._counted(runners, FakeCuda(), lambda phase: None)
+    counts = measuring._counted(runners, FakeCuda(), counting_bench())
     assert counts == {
         name: Counts(host_syncs=syncs, launches=launches)
         for name, (syncs, launches) in (("optimized", optimized), ("accepted", accepted))
@@ -1130,6 +1136,7 @@ def test_calls_that_settle_a_new_step_are_not_timed(time: Time, warm_s: float) -
 
 class FakeClock:
     waiting: frozenset[str] = frozenset()
+    peers: Peers = ALONE
 
     def __init__(self, time: Time) -> None:
         self.time = time
@@ -1184,7 +1191,7 @@ class FakeMonitor:
 def test_blocks_under_throttling_are_set_aside_and_counted(
     time: Time, monkeypatch: pytest.MonkeyPatch, throttles: list[bool], aside: int
 ) -> None:
-    monkeypatch.setattr(measuring, "clock_for", lambda device: FakeClock(time))
+    monkeypatch.setattr(measuring, "clock_for", lambda device, peers: FakeClock(time))
     monkeypatch.setattr(sampling, "Monitor", FakeMonitor)
     monkeypatch.setattr(FakeMonitor, "throttles", iter(throttles))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)

@@ -1,0 +1,73 @@
+"""A device's baseline files: `<device>.json`, and `<device>-x2.json` for workloads that two processes call together."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+
+from perfsuite import baseline
+from perfsuite.baseline import Baseline, Entry
+from perfsuite.records import Machine
+
+
+class Baselines:
+    """The files of one folder that are of this machine, as far as they have been read."""
+
+    def __init__(self, folder: Path, machine: Machine) -> None:
+        self.folder, self.machine = folder, machine
+        self.files: dict[int, Baseline] = {}
+        """By the number of processes."""
+
+    def path(self, ranks: int) -> Path:
+        """The file of the workloads that so many processes call."""
+        return self.folder / f"{self.machine.device}{f'-x{ranks}' if ranks > 1 else ''}.json"
+
+    def load(self) -> None:
+        """Read each file that this machine can measure: not those for more GPUs than it has. BaselineError for a
+        damaged one."""
+        numbers = [1, *sorted(self._numbers())]
+        self.files = {n: baseline.load(path) for n in numbers if (path := self.path(n)).exists()}
+
+    def _numbers(self) -> set[int]:
+        names = re.compile(rf"{re.escape(self.machine.device)}-x(\d+)")
+        found = {int(match[1]) for path in self.folder.glob("*.json") if (match := names.fullmatch(path.stem))}
+        return {n for n in found if n > 1 and n <= (self.machine.count or n)}
+
+    @property
+    def entries(self) -> Mapping[str, Entry]:
+        """All that is accepted, from every file that was read."""
+        return {id: entry for file in self.files.values() for id, entry in file.entries.items()}
+
+    def compared(self) -> tuple[list[str], list[str]]:
+        """`baseline.compare_machines` of every file that was read."""
+        found = [baseline.compare_machines(file.machine, self.machine) for file in self.files.values()]
+        errors, notes = ([line for each in found for line in each[i]] for i in (0, 1))
+        return list(dict.fromkeys(errors)), list(dict.fromkeys(notes))
+
+    def update(
+        self, entries: Mapping[int, Sequence[Entry]], *, more: bool, drop: Collection[str], note: Callable[[str], None]
+    ) -> dict[str, Entry]:
+        """Write these entries, by number of processes, into their files, without the ids in `drop` → all entries.
+
+        A workload that is accepted for one number leaves the files of the others. `note` gets a line for each change
+        and for each file.
+        """
+        after: dict[str, Entry] = {}
+        for number in sorted({*entries, *self.files}):
+            own = entries.get(number, ())
+            moved = {e.id for n, others in entries.items() if n != number for e in others}
+            gone = {*drop, *moved}
+            if not own and not gone.intersection(self.files[number].entries):
+                after |= self.files[number].entries
+                continue
+
+            def change(before: Baseline | None, own: Sequence[Entry] = own, gone: Collection[str] = gone) -> Baseline:
+                return baseline.merge(before, own, machine=self.machine, more=more, drop=gone)
+
+            old, new = baseline.update(self.path(number), change)
+            for line in baseline.describe_changes(old, new):
+                note(line)
+            note(f"wrote {self.path(number)}")
+            after |= new.entries
+        return after

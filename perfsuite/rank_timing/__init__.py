@@ -1,0 +1,1 @@
+"""Workloads that several processes of torch.distributed call together."""

@@ -1,0 +1,142 @@
+"""In the process that has a task: start ranks, hold their outputs against the truth, and join what came of it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from time import perf_counter
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from perfsuite import machine, process_state, rule, truths
+from perfsuite.errors import MachineError, NotEquivalent, PairError
+from perfsuite.execution import Leaves
+from perfsuite.pair import Pair, Workload
+from perfsuite.rank_timing.check import Judge, Judged
+from perfsuite.rank_timing.request import TimeRequest
+from perfsuite.ranks import group
+from perfsuite.ranks import proof as ranks_proof
+from perfsuite.records import OPTIMIZED, Alone, Case, Evidence, Measurement, ProcessGroup, Proof, SideRecord
+from perfsuite.tally import Tally
+from perfsuite.workers import Task
+
+VARIABLES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "TORCH_DISTRIBUTED_", "TORCH_SYMM_MEM_")
+"""How the environment variables begin that change how ranks communicate."""
+
+
+class RankTiming:
+    """One task on one workload, done in processes of its own: a group times a workload once."""
+
+    def __init__(
+        self, pair: Pair, workload: Workload, module: ModuleType, device: str, report: Callable[[str], None]
+    ) -> None:
+        self.pair, self.workload, self.module, self.device = pair.at(workload.ranks), workload, module, device
+        self.home = Path(str(module.__file__)).parent
+        self.report = report
+        self.timed = replace(self.pair, steps=(1, 2)) if pair.is_stateful else self.pair
+        self.tally: Tally | None = Tally(draws=1)
+        """Takes the errors of the first outputs of the optimized side."""
+        self.evidence: Evidence | None = None
+        self.seed: int | None = None
+        """That of the workload's own case."""
+        self.own: truths.Known | None = None
+
+    def prove(self, task: Task) -> Proof:
+        """The proof of all ranks' outputs."""
+        proofs: list[Proof] = self._in_ranks(task)
+        digests = tuple(f"{rank} {d}" for rank, proof in enumerate(proofs) for d in proof.digests)
+        return replace(proofs[0], digests=digests, evidence=self.evidence)
+
+    def measure(self, task: Task) -> Measurement:
+        """The measurement, of which a call's time is the slowest rank's."""
+        found: list[Measurement] = self._in_ranks(task)
+        return replace(
+            found[0],
+            sides={name: _most([m.sides[name] for m in found]) for name in found[0].sides},
+            evidence=task.proof.evidence if task.proof else self.evidence,
+            group=self._group(found),
+        )
+
+    def reference_alone(self, task: Task, seconds: Callable[[], float]) -> Alone:
+        """The reference's times where no other side is called; `seconds` says how long it took."""
+        blocks: list[tuple[float, ...]] = self._in_ranks(task)
+        return Alone(id=task.id, blocks_s=blocks[0], seconds=seconds())
+
+    def _in_ranks(self, task: Task) -> list[Any]:
+        """What came of the task, by rank."""
+        lacking = group.lacking(self.workload.ranks, self.device)
+        if lacking:
+            raise MachineError(lacking)
+        request = TimeRequest(
+            module=self.module.__name__,
+            path=str(self.module.__file__),
+            pair=str(self.pair.name),
+            workload=self.workload.name,
+            task=task,
+            sys_path=list(sys.path),
+            settings=process_state.sendable_settings(),
+        )
+        ranks = group.Group(self.workload.ranks, self.device, blocking=False)
+        ranks.on_phase = self.report
+        try:
+            return ranks.converse(request, self._judged, task.limit_s)
+        finally:
+            ranks.close()
+
+    def _judged(self, asked: Sequence[Judge]) -> Judged:
+        """Hold the outputs of all ranks against the truth of the case."""
+        judge = asked[0]
+        began = perf_counter()
+        known = self._known(judge.case)
+        try:
+            truth = known(rule.NONE)
+        except truths.Discard:
+            if judge.case.seed != self.seed:  # new values, of which others will do
+                return Judged(text="", truth_s=0.0)
+            raise PairError(truths.overflows(self.pair)) from None
+        took = perf_counter() - began
+        tally = self.tally if judge.name == OPTIMIZED else None
+        outputs = [_on(self.device, one.leaves) for one in asked]
+        try:
+            ranks_proof.hold(self.timed, known, outputs, truth, judge.name, tally)
+        except NotEquivalent as error:
+            return Judged(text=str(error), truth_s=took)
+        if tally is not None:
+            self.tally = None
+            self.evidence = tally.evidence(self.timed, judge.case.dtype, self.device)
+        return Judged(text="", truth_s=took)
+
+    def _known(self, case: Case) -> truths.Known:
+        """The truth of the workload's own case, kept, or of another, which is not asked for again."""
+        self.seed = case.seed if self.seed is None else self.seed
+        if case.seed != self.seed:
+            return truths.by_replicas(self.timed, case, self.device, most=rule.FEW, gradients=False, home=self.home)
+        if self.own is None:
+            self.own = truths.by_replicas(self.timed, case, self.device, gradients=False, home=self.home)
+        return self.own
+
+    def _group(self, found: Sequence[Measurement]) -> ProcessGroup:
+        nccl = self.device == "cuda"
+        return ProcessGroup(
+            ranks=self.workload.ranks,
+            backend="nccl" if nccl else "gloo",
+            version=".".join(map(str, torch.cuda.nccl.version())) if nccl else "",
+            variables={k: v for k, v in sorted(os.environ.items()) if k.startswith(VARIABLES)},
+            links=machine.links(self.workload.ranks) if nccl else {},
+            by_rank=tuple(counts for m in found if m.group is not None for counts in m.group.by_rank),
+        )
+
+
+def _most(sides: Sequence[SideRecord]) -> SideRecord:
+    """The side as rank 0 timed it, with the memory of the rank that took most."""
+    peaks = [side.peak_bytes for side in sides if side.peak_bytes is not None]
+    return replace(sides[0], peak_bytes=max(peaks, default=None))
+
+
+def _on(device: str, leaves: Leaves) -> Leaves:
+    return {n: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf for n, leaf in leaves.items()}
