@@ -177,7 +177,7 @@ def _hold(
 def measure(pair: Pair, *, device: str | None = None) -> tuple[Measurement, ...]:
     """Time every workload of the pair in this process, each after its proof on the very inputs timed.
 
-    Workloads for another kind of device are left out.
+    Workloads for another kind of device, or for several processes, are left out.
     """
     pair.validate()
     where = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -185,5 +185,7 @@ def measure(pair: Pair, *, device: str | None = None) -> tuple[Measurement, ...]
         return tuple(
             measuring.measure(pair, workload, workload_id=f"{pair.name}::speed[{workload.name}]", device=where)
             for workload in pair.workloads
-            if workload.device in (None, where) and execution.unavailable(as_side(pair.optimized), where) is None
+            if workload.device in (None, where)
+            and workload.ranks == 1
+            and execution.unavailable(as_side(pair.optimized), where) is None
         )

@@ -26,7 +26,18 @@ from typing import Any
 from perfsuite.blocks import process_mean
 from perfsuite.errors import BaselineError, PerfsuiteError, printable
 from perfsuite.folders import SCRATCH, own_folder
-from perfsuite.records import OPTIMIZED, REFERENCE, Limit, Machine, Measurement, PromiseRecord, Ran, from_json, to_json
+from perfsuite.records import (
+    OPTIMIZED,
+    REFERENCE,
+    Limit,
+    Machine,
+    Measurement,
+    ProcessGroup,
+    PromiseRecord,
+    Ran,
+    from_json,
+    to_json,
+)
 
 SCHEMA = 2
 """2: the digests cover all that is written; those of schema 1 left out pytest-benchmark's own fields."""
@@ -112,6 +123,8 @@ class Entry:
     """Seconds a call in each block of "reference" and "optimized", over all sessions."""
     ran: Ran | None = None
     """Digests of the code and data that the optimized side ran; None where they were not recorded."""
+    group: ProcessGroup | None = None
+    """The processes that called the sides together, as the first measurement found them; None for one process."""
 
     def process_means(self, other: str = "reference") -> list[list[float]]:
         """Process means of the log-ratio to `other`, by session; sessions without it are left out."""
@@ -207,6 +220,7 @@ def entry_from(
         sessions=(session,),
         blocks_s={side: tuple(b for m in measurements for b in m.sides[side].blocks_s) for side in SIDES},
         ran=ran,
+        group=first.group,
     )
     return _rounded(entry)
 

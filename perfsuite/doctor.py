@@ -347,12 +347,14 @@ def _baseline(folder: Path) -> Finding:
     if not path.exists():
         detail = f"{name} does not exist: the gate has nothing to compare with on this device"
         return Finding(name="baseline", status="warn", detail=detail, remedy="perfsuite accept --reason '…'")
+    further = sorted(path.name for path in path.parent.glob(f"{device}-x*.json"))
     try:
         entries = len(json.loads(path.read_text())["benchmarks"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         detail = f"{name} cannot be read: {_first_line(str(error)) or type(error).__name__}"
         return Finding(name="baseline", status="warn", detail=detail, remedy=f"git checkout -- {name}")
-    return Finding(name="baseline", status="ok", detail=f"{name}, {entries} entries")
+    others = f"; for several processes {', '.join(further)}" if further else ""
+    return Finding(name="baseline", status="ok", detail=f"{name}, {entries} entries{others}")
 
 
 def _writable(folder: Path, purpose: str) -> Finding:

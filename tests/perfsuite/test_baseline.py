@@ -39,7 +39,7 @@ from perfsuite.baseline import (
     update,
 )
 from perfsuite.errors import BaselineError
-from perfsuite.records import Limit, PromiseRecord, Ran
+from perfsuite.records import Counts, Limit, ProcessGroup, PromiseRecord, Ran
 
 PROCESSES = 3
 
@@ -86,6 +86,21 @@ def refused(path: Path) -> str:
 
 def test_round_trip(path: Path) -> None:
     assert load(path) == book(make(2), make(0), make(1))
+
+
+def test_processes_that_call_together_are_kept(path: Path) -> None:
+    of_rank = {"optimized": Counts(host_syncs=0, launches=3, peak_bytes=1 << 20), "reference": Counts()}
+    group = ProcessGroup(
+        ranks=2,
+        backend="nccl",
+        version="2.28.3",
+        variables={"NCCL_NVLS_ENABLE": "0"},
+        links={"0-1": "NVLink"},
+        by_rank=(of_rank, of_rank),
+    )
+    made = dataclasses.replace(make(1), group=group)
+    save(path, book(made))
+    assert load(path).entries[made.id].group == group
 
 
 def test_entry_has_what_was_measured() -> None:

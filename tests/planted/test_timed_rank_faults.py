@@ -1,0 +1,75 @@
+"""Workloads that two processes call together: a call's time is the slowest rank's, and what fails there is named."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import timed_rank_faults
+from scale import FULLY
+
+from perfsuite.errors import NotEquivalent
+from perfsuite.rank_timing.parent import RankTiming
+from perfsuite.ranks import group
+from perfsuite.ranks.group import RanksFailed
+from perfsuite.records import OPTIMIZED, REFERENCE, Measurement, Proof
+from perfsuite.workers import PROVE, Task
+
+ENDS_S = 60.0
+"""The ranks' start and their first calls, and the 30 s within which a group has ended after a fault."""
+
+
+def timing(name: str) -> RankTiming:
+    pair = timed_rank_faults.totals[name]
+    pair.name = f"totals-{name}"
+    return RankTiming(pair, pair.workloads[0], timed_rank_faults, "cpu", lambda phase: None)
+
+
+def measured(name: str, proof: Proof | None = None) -> Measurement:
+    with group.alone(timed_rank_faults.totals[name], "cpu"):
+        return timing(name).measure(Task(id=name, limit_s=ENDS_S, blocks=4, proof=proof, thorough=False))
+
+
+def test_a_call_takes_as_long_as_the_slowest_rank() -> None:
+    with group.alone(timed_rank_faults.totals["slow"], "cpu"):
+        proof = timing("slow").prove(Task(id="slow", kind=PROVE, seed=5))
+    assert {digest.partition(" ")[0] for digest in proof.digests} == {"0", "1"}
+    assert proof.evidence is not None
+    found = measured("slow", proof)
+    assert min(found.sides[OPTIMIZED].blocks_s) >= timed_rank_faults.SLEEP_S
+    assert (found.seed, found.sizes["ranks"], found.evidence) == (5, 2, proof.evidence)
+    assert found.group is not None
+    assert (found.group.ranks, found.group.backend, len(found.group.by_rank)) == (2, "gloo", 2)
+    assert all(set(counts) == {REFERENCE, OPTIMIZED} for counts in found.group.by_rank)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        pytest.param("wrong", r"output of the optimized side is wrong at \[\d+\].*, on rank 1 of 2$", marks=FULLY),
+        ("goes_wrong", r"output of the timed optimized side is wrong at .*, on rank 1 of 2; it was right before"),
+    ],
+)
+def test_outputs_that_are_wrong_on_one_rank_are_named(name: str, words: str) -> None:
+    with pytest.raises(NotEquivalent, match=words):
+        measured(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (
+            "raises",
+            r"^raises ValueError at timed_rank_faults.py:\d+: no gradient here on rank 1, while rank 0 goes on$",
+        ),
+        pytest.param("dies", "^ends the process of rank 1 by SIGKILL$", marks=FULLY),
+        pytest.param(
+            "hangs", r"^hangs: rank 1 at timed_rank_faults.py:\d+ did not return while rank 0 waits$", marks=FULLY
+        ),
+    ],
+)
+def test_a_rank_that_fails_while_timed_is_named(name: str, words: str) -> None:
+    began = time.monotonic()
+    with pytest.raises(RanksFailed, match=words):
+        measured(name)
+    assert time.monotonic() - began < ENDS_S

@@ -1,0 +1,93 @@
+"""Sides that several processes call while they are timed: what is wrong shows in one rank, or after some calls."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from perfsuite import Pair, Workload, floats, tensor
+
+SLEEP_S = 0.02
+"""More than all else that a call does."""
+
+
+def total(x: torch.Tensor) -> torch.Tensor:
+    """The sum of all ranks' rows."""
+    found = x.sum(0)
+    dist.all_reduce(found)
+    return found
+
+
+def late(then: Callable[[], Any]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Right, but after ten calls rank 1 does something else first."""
+    calls = 0
+
+    def optimized(x: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls > 10 and dist.get_rank() == 1:
+            then()
+        return total(x)
+
+    return optimized
+
+
+def slow_on_one_rank(x: torch.Tensor) -> torch.Tensor:
+    """Sleeps on rank 1."""
+    found = total(x)
+    if dist.get_rank() == 1:
+        time.sleep(SLEEP_S)
+    return found
+
+
+def wrong_on_one_rank(x: torch.Tensor) -> torch.Tensor:
+    """Wrong on rank 1."""
+    return total(x) + 0.01 * dist.get_rank()
+
+
+def goes_wrong() -> Callable[[torch.Tensor], torch.Tensor]:
+    """Wrong on rank 1 after ten calls."""
+    calls = 0
+
+    def optimized(x: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return total(x) + 0.01 * (calls > 10 and dist.get_rank() == 1)
+
+    return optimized
+
+
+def raises() -> None:
+    raise ValueError("no gradient here")
+
+
+def hangs() -> None:
+    time.sleep(600)
+
+
+SIDES = {
+    "slow": slow_on_one_rank,
+    "wrong": wrong_on_one_rank,
+    "goes_wrong": goes_wrong(),
+    "raises": late(raises),
+    "dies": late(lambda: os.kill(os.getpid(), signal.SIGKILL)),
+    "hangs": late(hangs),
+}
+
+totals = {
+    name: Pair(
+        reference=total,
+        optimized=optimized,
+        inputs={"x": tensor("ranks * rows", "n", values=floats(-2, 2), by_rank=0)},
+        gradients=False,
+        ranks=(2,),
+        workloads=[Workload("w", ranks=2, rows=8, n=16, clock="wall")],
+    )
+    for name, optimized in SIDES.items()
+}
