@@ -43,7 +43,7 @@ class Parts:
 
     def save(self, name: str, array: Array) -> None:
         """Replaces the file whole."""
-        temporary = self.folder / f"{name}.tmp"
+        temporary = self.folder / f"{name}.{os.getpid()}.tmp"  # workers of a run that was killed may still write
         with temporary.open("wb") as file:
             numpy.save(file, array)
         os.replace(temporary, self.folder / f"{name}.npy")
