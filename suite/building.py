@@ -19,6 +19,10 @@ from perfsuite.errors import PerfsuiteError
 Array = numpy.ndarray[Any, Any]
 
 
+class StoppedError(PerfsuiteError):
+    """The making stopped, and the same command goes on from the parts."""
+
+
 class Watcher(Protocol):
     """Who shows how far it is."""
 
@@ -69,6 +73,8 @@ def parts_beside(out: Path) -> Iterator[Parts]:
             parts = Parts(folder)
             try:
                 yield parts
+            except StoppedError:
+                raise
             except PerfsuiteError:  # nothing to go on from: other options or recordings are needed
                 parts.clear()
                 raise
