@@ -6,7 +6,8 @@ import contextlib
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Generator, Sequence
+import threading
+from collections.abc import Callable, Generator, Iterator, Sequence
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from typing import Any
@@ -39,7 +40,8 @@ def each(work: Callable[[int], None], tasks: Sequence[int], workers: int) -> Gen
         for _ in range(min(workers, len(tasks))):
             here, there = context.Pipe()
             process = context.Process(target=_serve, args=(there, work, os.getpid()), daemon=True)
-            process.start()
+            with _interrupts_ignored():
+                process.start()
             there.close()  # else its end would not be noticed here
             processes[here] = process
             here.send(next(left))
@@ -58,6 +60,19 @@ def each(work: Callable[[int], None], tasks: Sequence[int], workers: int) -> Gen
             if process.is_alive():
                 process.kill()
                 process.join()
+
+
+@contextlib.contextmanager
+def _interrupts_ignored() -> Iterator[None]:
+    """A process that is started meanwhile ignores Ctrl-C, which reaches all processes: this one ends the others."""
+    if threading.current_thread() is not threading.main_thread():  # only that one may change it
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _received(end: Connection, process: Any) -> int:
@@ -82,7 +97,7 @@ def _serve(end: Connection, work: Callable[[int], None], parent: int) -> None:
     """In a worker: do the tasks that arrive until there are no more."""
     os.environ[orphans.PARENT] = str(parent)
     orphans.die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent ends this one
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.suppress(EOFError, OSError):
         while True:
             task = end.recv()

@@ -30,20 +30,28 @@ MOST_STEPS = 300
 
 
 def coefficient(seed: int, index: int, cells: int) -> Array:
-    """a of a sample at the cells' centres, 1 where a Gaussian random field is positive and 0.1 elsewhere.
+    """a of a sample at the cells' centres, float64 [cells, cells]: 1 where its `field` is positive, 0.1 elsewhere."""
+    return numpy.where(field(seed, index, cells) > 0, HIGH, LOW)
 
-    float64 [cells, cells]. The field depends on the seed and the index alone; more cells resolve the same field finer.
+
+def field(seed: int, index: int, cells: int) -> Array:
+    """A Gaussian random field at the cells' centres, float64 [cells, cells]: Σ w c_m(x) c_n(y) / (pi² (m² + n²) + TAU²)
+    with w ~ N(0, 1), c_0 = 1 and c_m(x) = sqrt(2) cos(m pi x).
+
+    It depends on the seed and the index alone; more cells resolve the same field finer. It has no constant part, so
+    that neither value of a prevails in most samples.
     """
     white = numpy.random.default_rng([seed, index]).standard_normal((MODES, MODES))
     square = (math.pi * numpy.arange(MODES)) ** 2
     spectrum = white / (square[:, None] + square + TAU**2)
-    spectrum[0, 0] = 0.0  # a field without a mean, so that neither value of a prevails in most samples
-    spectrum[1:] /= math.sqrt(2)  # dctn counts cosines twice; normalised, they have sqrt(2) of the constant's weight
+    spectrum[0, 0] = 0.0
+    spectrum[1:] /= math.sqrt(2)  # dctn gives cosines the weight 2, and the constant 1
     spectrum[:, 1:] /= math.sqrt(2)
     kept = min(MODES, cells)
     padded = numpy.zeros((cells, cells))
     padded[:kept, :kept] = spectrum[:kept, :kept]
-    return numpy.where(fft.dctn(padded, type=3) > 0, HIGH, LOW)
+    summed: Array = fft.dctn(padded, type=3)
+    return summed
 
 
 def solve(a: Array, source: Array | float) -> Array:

@@ -207,6 +207,19 @@ def test_darcy_without_a_solution_is_not_hidden() -> None:
         darcy.solve(numpy.full((8, 8), numpy.nan), 1.0)
 
 
+@pytest.mark.parametrize("n", [8, 65])
+def test_the_field_is_its_sum_of_cosines(n: int) -> None:
+    kept = min(n, 64)
+    white = numpy.random.default_rng([7, 3]).standard_normal((64, 64))[:kept, :kept]
+    m = numpy.arange(kept)
+    cosines = numpy.where(m > 0, math.sqrt(2), 1) * numpy.cos(math.pi * m * advection.centres(n)[:, None])
+    weights = white / (math.pi**2 * (m[:, None] ** 2 + m**2) + 9)
+    weights[0, 0] = 0
+    wanted = cosines @ weights @ cosines.T
+    assert numpy.abs(darcy.field(7, 3, n) - wanted).max() < 1e-14
+    assert numpy.array_equal(darcy.coefficient(7, 3, n), numpy.where(wanted > 0, 1.0, 0.1))
+
+
 def test_coefficients() -> None:
     fine = darcy.coefficient(1, 2, 192)
     assert numpy.array_equal(fine[1::3, 1::3], darcy.coefficient(1, 2, 64)), "more cells resolve the same field"
@@ -339,6 +352,16 @@ def test_interrupted_anywhere_it_goes_on_to_the_same_bytes(task: str, monkeypatc
         Path("a.hdf5").unlink()
 
 
+def test_other_blocks_are_no_parts_of_this_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another version may divide the samples otherwise."""
+    whole = build(Path("whole.hdf5"), SMALL["darcy2d"], Quiet())
+    monkeypatch.setattr(pde_build, "BLOCK", 3)
+    with pytest.raises(KeyboardInterrupt):
+        build(Path("a.hdf5"), SMALL["darcy2d"], Quiet(2))
+    monkeypatch.setattr(pde_build, "BLOCK", 2)
+    assert build(Path("a.hdf5"), SMALL["darcy2d"], Quiet()).sha256 == whole.sha256
+
+
 KILLED = """
 import os, signal, sys
 from pathlib import Path
@@ -384,34 +407,65 @@ def test_a_killed_run_is_gone_on_from(task: str, moment: int, monkeypatch: pytes
     assert sorted(os.listdir()) == ["a.hdf5", "whole.hdf5"]
 
 
-ORPHANED = """
-import multiprocessing, os, signal
+INTERRUPTED = """
+import os, signal
 from pathlib import Path
 from suite.ups import pde_build, recipe
 
-class Killed:
+class Interrupted:
     say = None
 
     def progress(self, *told):
-        print(*[process.pid for process in multiprocessing.active_children()], flush=True)
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.killpg(0, signal.SIGINT)  # as a terminal does for Ctrl-C
 
 pde_build.BLOCK = 1
-made = recipe.Recipe(task="darcy2d", samples=999, seed=0, beta=1.0, size=8)
-pde_build.build(Path("a.hdf5"), made, Killed(), workers=2)
+made = recipe.Recipe(task="darcy2d", samples=7, seed=0, beta=1.0, size=8)
+try:
+    pde_build.build(Path("a.hdf5"), made, Interrupted(), workers=2)
+except KeyboardInterrupt:
+    print("interrupted")
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a worker finishes its block first")
+def test_workers_say_nothing_when_the_run_is_interrupted() -> None:
+    whole = build(Path("whole.hdf5"), SMALL["darcy2d"], Quiet())
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED], env=environment(), capture_output=True, text=True, start_new_session=True
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "interrupted\n", "")
+    assert list(Path("a.hdf5.parts").glob("part-samples-*.npy"))
+    assert build(Path("a.hdf5"), SMALL["darcy2d"], Quiet()).sha256 == whole.sha256
+
+
+ORPHANED = """
+import multiprocessing, os, signal, time
+from suite import parallel
+
+def killed(ends):
+    print(*[process.pid for process in multiprocessing.active_children()], flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+parallel.connection.wait = killed
+list(parallel.each(time.sleep, [3600, 3600], 2))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a worker finishes its task first")
 def test_workers_end_with_the_run() -> None:
-    done = subprocess.run([sys.executable, "-c", ORPHANED], env=environment(), capture_output=True, text=True)
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    workers = done.stdout.split()
+    """While they work: they would sleep for an hour."""
+    with Path("pids").open("w") as pids:  # a pipe would be read until the workers have ended
+        done = subprocess.run([sys.executable, "-c", ORPHANED], env=environment(), stdout=pids)
+    assert done.returncode == -signal.SIGKILL
+    workers = Path("pids").read_text().split()
     assert len(workers) == 2
-    deadline = time.monotonic() + 60
-    while any(alive(pid) for pid in workers):
-        assert time.monotonic() < deadline, "a worker outlived the run"
-        time.sleep(0.01)
+    try:
+        deadline = time.monotonic() + 60
+        while any(map(alive, workers)):
+            assert time.monotonic() < deadline, "a worker outlived the run"
+            time.sleep(0.01)
+    finally:
+        for pid in filter(alive, workers):
+            os.kill(int(pid), signal.SIGKILL)
 
 
 def alive(pid: str) -> bool:
