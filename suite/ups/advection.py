@@ -3,7 +3,7 @@
 The solution is known, u(x, t) = u0(x - beta t), and is evaluated in float64 at the cell centres. PDEBench stores the
 cell averages of a second-order finite-volume scheme instead. Over a cell of 1/1024, average and centre value of a wave
 differ by (k/1024)²/24 at most: 1e-4 of its amplitude for k = 16 pi.
-source: ups, technique 002 (data); Takamoto et al., PDEBench (2022), appendix D.1
+source: ups, technique 002 (data); Takamoto et al., PDEBench (2022)
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FRAME_S = 0.01
 """Between two frames; the last is at t = 2."""
 WAVES = 2
 MOST_PERIODS = 8
-"""A wave has 1 to so many periods in [0, 1]."""
+"""A wave has 1 to so many periods in [0, 1]: the default of PDEBench's generator, whose advection data reach 8, too."""
 RARE = 0.1
 """The probability of the absolute value, and of the window."""
 EDGE = 0.01
