@@ -44,12 +44,13 @@ def each(work: Callable[[int], None], tasks: Sequence[int], workers: int) -> Gen
                 process.start()
             there.close()  # else its end would not be noticed here
             processes[here] = process
-            here.send(next(left))
+            with contextlib.suppress(OSError):  # it has ended: `wait` tells
+                here.send(next(left))
         for _ in tasks:
             ready = connection.wait(list(processes))[0]
             assert isinstance(ready, Connection)
             yield _received(ready, processes[ready])
-            with contextlib.suppress(StopIteration):
+            with contextlib.suppress(StopIteration, OSError):
                 ready.send(next(left))
     finally:
         for end in processes:
@@ -97,7 +98,7 @@ def _serve(end: Connection, work: Callable[[int], None], parent: int) -> None:
     """In a worker: do the tasks that arrive until there are no more."""
     os.environ[orphans.PARENT] = str(parent)
     orphans.die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a thread that started this one could not have it ignored
     with contextlib.suppress(EOFError, OSError):
         while True:
             task = end.recv()
