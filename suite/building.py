@@ -19,6 +19,10 @@ from perfsuite.errors import PerfsuiteError
 Array = numpy.ndarray[Any, Any]
 
 
+class StoppedError(PerfsuiteError):
+    """The making stopped, and the same command goes on from the parts."""
+
+
 class Watcher(Protocol):
     """Who shows how far it is."""
 
@@ -43,7 +47,7 @@ class Parts:
 
     def save(self, name: str, array: Array) -> None:
         """Replaces the file whole."""
-        temporary = self.folder / f"{name}.tmp"
+        temporary = self.folder / f"{name}.{os.getpid()}.tmp"  # workers of a run that was killed may still write
         with temporary.open("wb") as file:
             numpy.save(file, array)
         os.replace(temporary, self.folder / f"{name}.npy")
@@ -69,6 +73,8 @@ def parts_beside(out: Path) -> Iterator[Parts]:
             parts = Parts(folder)
             try:
                 yield parts
+            except StoppedError:
+                raise
             except PerfsuiteError:  # nothing to go on from: other options or recordings are needed
                 parts.clear()
                 raise

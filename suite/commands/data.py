@@ -132,6 +132,61 @@ def pack(out: str, folder: str | None, vocabulary: int, tokenizer: str | None, o
         tell(f"{found.digest}  {shown(out)}")
 
 
+@data.command("pde")
+@click.argument("out", type=click.Path())
+@click.option("--task", default="", metavar="NAME", help="advection1d or darcy2d.")
+@click.option("--samples", type=int, default=1000, show_default=True, metavar="N", help="Of each file.")
+@click.option(
+    "--beta",
+    "betas",
+    multiple=True,
+    metavar="BETA",
+    help="Speed of advection, .1 .2 .4 .7 1 2 4 7, or source of Darcy flow, .01 .1 1 10 100; more than once, or 'all', "
+    "makes a file each in the folder OUT.  [default: 1]",
+)
+@click.option("--points", type=int, metavar="N", help="Cells of advection1d.  [default: 1024]")
+@click.option("--resolution", type=int, metavar="N", help="Cells of darcy2d in each direction.  [default: 128]")
+@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Of all that is drawn.")
+@click.option("--workers", type=int, default=1, show_default=True, metavar="N", help="Processes that make samples.")
+@click.option("--overwrite", is_flag=True, help="Replace the files that are there.")
+def pde(
+    out: str,
+    task: str,
+    samples: int,
+    betas: tuple[str, ...],
+    points: int | None,
+    resolution: int | None,
+    seed: int,
+    workers: int,
+    overwrite: bool,
+) -> None:
+    """Make data of partial differential equations for the trainer ups, in the HDF5 file OUT, as PDEBench lays it out.
+
+    advection1d: u_t + beta u_x = 0, periodic on [0, 1], the exact solution in 201 frames up to t = 2. 1000 samples of
+    1024 points take 0.8 GB.
+
+    darcy2d: div(a grad u) = -beta on the unit square with u = 0 at its boundary; a is 1 or 0.1. 1000 samples of
+    128 x 128 take 0.13 GB.
+
+    A sample depends on the seed and its index alone. The same options give the same bytes, with any number of workers.
+    A run that was stopped is gone on from when it is called again; until then, what it has done lies in OUT.parts.
+    Of several betas, each file has the name that PDEBench gives it, and parts of its own.
+    """
+    with in_one_line("interrupted; the same command goes on from here", "lower --workers, or free memory"):
+        from suite.ups import pde_build
+        from suite.ups.recipe import recipes
+
+        made = recipes(task=task, samples=samples, seed=seed, betas=betas, points=points, resolution=resolution)
+        targets = pde_build.targets(Path(out), made)
+        for path, recipe in targets:
+            pde_build.check(path, recipe, workers=workers, overwrite=overwrite)
+        for path, recipe in targets:
+            with Bar(units={"making": "samples", "writing": "samples"}) as bar:
+                built = pde_build.build(path, recipe, bar, workers=workers, overwrite=overwrite)
+            tell(f"{'kept' if built.kept else 'wrote'} {shown(path)}: {recipe.told}", err=True)
+            tell(f"{built.sha256}  {shown(path)}")
+
+
 def _counted(counts: Mapping[str, Mapping[str, int]]) -> str:
     return "; ".join(
         f"{sum(found.values())} files for {split} ({', '.join(f'{n} {name}' for name, n in sorted(found.items()))})"

@@ -18,8 +18,9 @@ import numpy
 
 from perfsuite.errors import PerfsuiteError
 from perfsuite.report.files import probe
+from suite import hdf5
 from suite.building import Parts, Watcher, digest_of, digest_of_file, parts_beside
-from suite.leak_cnn import features, sounds, storage
+from suite.leak_cnn import features, sounds
 from suite.leak_cnn.classes import CLASSES
 from suite.leak_cnn.features import SAMPLE_RATE, SAMPLES, SPLITS, Array
 from suite.leak_cnn.sources import Folder, Recipe, Source, Synthetic, printable
@@ -45,7 +46,7 @@ class Built:
 
 def build(out: Path, recipe: Recipe, watcher: Watcher, *, overwrite: bool = False) -> Built:
     """Make the set `out`; PerfsuiteError where that cannot be done, or `out` is there and is something else."""
-    storage.library()
+    hdf5.library()
     _refuse(out, recipe, overwrite)
     try:
         with parts_beside(out) as parts:
@@ -56,7 +57,7 @@ def build(out: Path, recipe: Recipe, watcher: Watcher, *, overwrite: bool = Fals
             kept = out.exists() and not overwrite
             if not kept:
                 _made(out, recipe, source, settings, parts, watcher)
-            elif storage.attributes(out).get("recipe") != digest_of(settings):
+            elif hdf5.attributes(out).get("recipe") != digest_of(settings):
                 raise _other(out, "other recordings")
             parts.clear()
         return Built(
@@ -83,7 +84,7 @@ def _refuse(out: Path, recipe: Recipe, overwrite: bool) -> None:
     if out.is_dir():
         raise PerfsuiteError(f"{out} is a folder; name the file to write, e.g. {out / 'leak.h5'}")
     if out.exists() and not overwrite:
-        found = storage.attributes(out)
+        found = hdf5.attributes(out)
         if found.get("format") != FORMAT:
             raise PerfsuiteError(f"{out} exists and is no {FORMAT} data set; name another file, or give --overwrite")
         for name, value in _chosen(recipe).items():
@@ -155,7 +156,7 @@ def _made(out: Path, recipe: Recipe, source: Source, settings: dict[str, Any], p
         "split_names": numpy.array(SPLITS, dtype="S"),
     }
     whole = parts.folder / "part-whole.h5"
-    storage.write(whole, content, _described(settings))
+    hdf5.write(whole, content, _described(settings))
     os.replace(whole, out)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 from torch.utils.data import Dataset
 
 from perfsuite.errors import PerfsuiteError, first_line
+from suite import hdf5
 from suite.leak_cnn import storage
 from suite.leak_cnn.classes import CLASSES, LEAK
 from suite.leak_cnn.features import (
@@ -135,14 +135,14 @@ def open_data(path: str | Path) -> LeakAudio:
     if not path.is_file():
         raise PerfsuiteError(f"data: there is no file {path}; make it with `perfsuite data leak-audio {path}`")
     try:
-        with storage.library().File(path, "r") as file:
-            attributes = storage.attributes_of(file)
+        with hdf5.library().File(path, "r") as file:
+            attributes = hdf5.attributes_of(file)
             if attributes.get("format") != storage.FORMAT:
                 raise _wrong(path, f"is no {storage.FORMAT} data set")
             content = _content(path, file, attributes)
     except (OSError, RuntimeError, KeyError, ValueError, TypeError) as error:
         raise _wrong(path, f"is damaged, or no HDF5 file: {_first_line(error)}") from None
-    if storage.content_digest(content) != attributes.get("digest"):
+    if hdf5.content_digest(content) != attributes.get("digest"):
         raise _wrong(path, "is damaged: its content is not what was written")
     return LeakAudio(
         path=str(path),
@@ -167,17 +167,16 @@ def read_split(data: LeakAudio, split: str) -> Split:
     )
 
 
-class Segments(Dataset[Example]):
+class Segments(hdf5.Reader, Dataset[Example]):
     """Segments of a split, read from the file one by one: (mels float16 [32, 1], label int64 [], leak float32 []).
 
     Each process opens the file for itself when it first reads, so that this may be sent to others.
     """
 
     def __init__(self, data: LeakAudio, split: str) -> None:
+        super().__init__()
         self.data = data
         self.split = split
-        self._file: Any = None
-        self._process = 0
 
     def __len__(self) -> int:
         return self.data.segments(self.split)
@@ -188,23 +187,11 @@ class Segments(Dataset[Example]):
         place, segment = divmod(index % len(self), SEGMENTS)
         file = self.data.files[self.split][place]
         label = self.data.labels[file]
-        mels = self._features()[file, segment // SHORTS, segment % SHORTS]
+        mels = self._opened()["features"][file, segment // SHORTS, segment % SHORTS]
         return torch.from_numpy(mels), label, (label == LEAK).float()
 
-    def _features(self) -> Any:
-        if self._file is None or self._process != os.getpid():  # a handle that came through a fork is the parent's
-            self._file = storage.opened(self.data.path, self.data.digest)
-            self._process = os.getpid()
-        return self._file["features"]
-
-    def close(self) -> None:
-        """Let go of the file; the next item opens it again."""
-        if self._file is not None and self._process == os.getpid():
-            self._file.close()
-        self._file = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_file": None}
+    def _open(self) -> Any:
+        return storage.opened(self.data.path, self.data.digest)
 
 
 def _wrong(path: Path, what: str) -> PerfsuiteError:

@@ -26,9 +26,10 @@ from scale import FULLY
 from training import ROOT, environment
 
 from perfsuite.errors import PerfsuiteError
+from suite import hdf5
 from suite.commands.data import Bar, data
 from suite.leak_cnn import build as building
-from suite.leak_cnn import recordings, sources, storage
+from suite.leak_cnn import recordings, sources
 from suite.leak_cnn.build import Built, build
 from suite.leak_cnn.classes import CLASSES, LEAK
 from suite.leak_cnn.dataset import Segments, open_data, read_split
@@ -119,7 +120,7 @@ def one_line(done: Result, *words: str) -> None:
 def test_the_entry_point_names_the_command() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["entry-points"]["perfsuite.commands"]["data"] == "suite.commands.data:data"
-    assert list(data.commands) == ["leak-audio", "pack"]
+    assert list(data.commands) == ["leak-audio", "pack", "pde"]
 
 
 def test_it_costs_no_torch_and_no_sound() -> None:
@@ -278,7 +279,7 @@ def test_a_killed_run_is_gone_on_from(folder: Path, moment: int, monkeypatch: py
 def test_damaged_parts_are_made_anew(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = build(Path("whole.h5"), small(folder, reuse=20), Quiet())
     with monkeypatch.context() as patch:
-        patch.setattr(storage, "write", lambda *given: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(hdf5, "write", lambda *given: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             build(Path("a.h5"), small(folder, reuse=20), Quiet())
     for part in Path("a.h5.parts").glob("*.npy"):
@@ -729,7 +730,7 @@ def sealed(path: Path, change: Callable[[Any], None]) -> None:
     """Changed, and with the digest of what is there now: as another program might write it."""
     changed(path, change)
     with h5py.File(path, "r+") as file:
-        file.attrs["digest"] = storage.content_digest({name: file[name][()] for name in file})
+        file.attrs["digest"] = hdf5.content_digest({name: file[name][()] for name in file})
 
 
 @pytest.mark.parametrize(

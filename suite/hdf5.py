@@ -1,0 +1,127 @@
+"""HDF5 files of data sets: their attributes, their digest, and bytes that are those of their content."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+
+from perfsuite.errors import PerfsuiteError
+from suite.building import Array
+
+
+def library() -> Any:
+    """h5py; PerfsuiteError where it is not there."""
+    try:
+        import h5py
+    except ImportError:
+        raise PerfsuiteError(
+            "the data set needs the package h5py, which is not installed; pip install 'perfsuite[train]'"
+        ) from None
+    return h5py
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blocks:
+    """A dataset that is too large for memory, as blocks of rows in their order."""
+
+    shape: tuple[int, ...]
+    dtype: numpy.dtype[Any]
+    read: Callable[[], Iterator[Array]]
+    """A fresh iterator over all blocks; it is called more than once."""
+
+
+Content = Mapping[str, Array | Blocks]
+"""Datasets by their names."""
+
+
+def attributes(path: Path) -> dict[str, Any]:
+    """Of the file; none where it is no HDF5 file. Lists for arrays."""
+    try:
+        with library().File(path, "r") as file:
+            return attributes_of(file)
+    except (OSError, RuntimeError, KeyError, ValueError):
+        return {}
+
+
+def attributes_of(file: Any) -> dict[str, Any]:
+    """Of an open file."""
+    return {name: _plain(value) for name, value in file.attrs.items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, bytes):
+        return value.decode(errors="replace")
+    return value.tolist() if isinstance(value, numpy.ndarray | numpy.generic) else value
+
+
+def content_digest(content: Content) -> str:
+    """Of the datasets by their names: what a reader holds the file against."""
+    digest = hashlib.sha256()
+    for name in sorted(content):
+        array = content[name]
+        digest.update(f"{name} {array.dtype.str} {array.shape}\n".encode())
+        for block in _blocks(array):
+            digest.update(block.tobytes())
+    return digest.hexdigest()
+
+
+def write(path: Path, content: Content, attributes: Mapping[str, Any]) -> None:
+    """An HDF5 file that has no time in it, so that its bytes are those of its content."""
+    with library().File(path, "w", libver="v110") as file:
+        for name, array in content.items():
+            if isinstance(array, Blocks):
+                _write_blocks(file, name, array)
+            else:
+                file.create_dataset(name, data=array, track_times=False)
+        for name, value in {**attributes, "digest": content_digest(content)}.items():
+            file.attrs[name] = numpy.bytes_(value.encode()) if isinstance(value, str) else value
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
+
+
+def _write_blocks(file: Any, name: str, blocks: Blocks) -> None:
+    dataset = file.create_dataset(name, shape=blocks.shape, dtype=blocks.dtype, track_times=False)
+    row = 0
+    for block in blocks.read():
+        dataset[row : row + len(block)] = block
+        row += len(block)
+
+
+def _blocks(array: Array | Blocks) -> Iterator[Array]:
+    if isinstance(array, Blocks):
+        yield from map(numpy.ascontiguousarray, array.read())
+    else:
+        yield numpy.ascontiguousarray(array)
+
+
+class Reader:
+    """A file that each process opens for itself when it first reads, so that the reader may be sent to others."""
+
+    def __init__(self) -> None:
+        self._file: Any = None
+        self._process = 0
+
+    def _open(self) -> Any:
+        """Open the file; PerfsuiteError where it is no longer the one that was checked."""
+        raise NotImplementedError
+
+    def _opened(self) -> Any:
+        if self._file is None or self._process != os.getpid():  # a handle that came through a fork is the parent's
+            self._file = self._open()
+            self._process = os.getpid()
+        return self._file
+
+    def close(self) -> None:
+        """Let go of the file; the next item opens it again."""
+        if self._file is not None and self._process == os.getpid():
+            self._file.close()
+        self._file = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_file": None}

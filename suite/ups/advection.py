@@ -1,0 +1,101 @@
+"""Samples of the 1-D advection equation u_t + beta u_x = 0, periodic on [0, 1].
+
+The solution is known, u(x, t) = u0(x - beta t), and is evaluated in float64 at the cell centres. PDEBench stores the
+cell averages of a second-order finite-volume scheme instead. Over a cell of 1/1024, average and centre value of a wave
+differ by (k/1024)²/24 at most: 1e-4 of its amplitude for k = 16 pi.
+source: ups, technique 002 (data); Takamoto et al., PDEBench (2022)
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy
+
+from suite.building import Array
+
+BETAS = (0.1, 0.2, 0.4, 0.7, 1.0, 2.0, 4.0, 7.0)
+"""The speeds of PDEBench's files."""
+FRAMES = 201
+FRAME_S = 0.01
+"""Between two frames; the last is at t = 2."""
+WAVES = 2
+MOST_PERIODS = 8
+"""A wave has 1 to so many periods in [0, 1]: the default of PDEBench's generator, whose advection data reach 8, too."""
+RARE = 0.1
+"""The probability of the absolute value, and of the window."""
+EDGE = 0.01
+"""Width of the window's edges."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Initial:
+    """An initial condition: sign · |Σ A sin(2 pi n x + phi)| · window, with or without the absolute value and window.
+
+    PDEBench multiplies by a random sign, and takes the absolute value and the window in one sample of ten each.
+    """
+
+    periods: tuple[int, ...]
+    amplitudes: tuple[float, ...]
+    phases: tuple[float, ...]
+    absolute: bool
+    sign: float
+    window: tuple[float, float] | None
+    """Where the window begins and ends."""
+
+
+def drawn(seed: int, index: int) -> Initial:
+    """The initial condition of a sample, which depends on nothing but the seed and its index.
+
+    It is the same for each beta, as in PDEBench, which has one seed for all its files.
+    """
+    random = numpy.random.default_rng([seed, index])
+    periods = random.integers(1, MOST_PERIODS, WAVES, endpoint=True)
+    amplitudes = random.uniform(0.0, 1.0, WAVES)
+    phases = random.uniform(0.0, 2 * math.pi, WAVES)
+    absolute, windowed = random.random(2) < RARE
+    sign = random.choice([1.0, -1.0])
+    left, right = random.uniform(0.1, 0.45), random.uniform(0.55, 0.9)
+    return Initial(
+        periods=tuple(periods.tolist()),
+        amplitudes=tuple(amplitudes.tolist()),
+        phases=tuple(phases.tolist()),
+        absolute=bool(absolute),
+        sign=float(sign),
+        window=(float(left), float(right)) if windowed else None,
+    )
+
+
+def centres(cells: int) -> Array:
+    """The centres of equal cells of [0, 1], float64 [cells]."""
+    return (numpy.arange(cells) + 0.5) / cells
+
+
+def times() -> Array:
+    """The times of the frames, in s, float64 [201]."""
+    return numpy.arange(FRAMES) * FRAME_S
+
+
+def stored_times() -> Array:
+    """What PDEBench stores as t-coordinate: the times of the frames and one time more, 2.01; float64 [202]."""
+    return numpy.arange(FRAMES + 1) * FRAME_S
+
+
+def solution(initial: Initial, beta: float, points: int) -> Array:
+    """The exact solution at the frames' times and the cells' centres, float64 [201, points]."""
+    x, shift = centres(points), beta * times()
+    u = numpy.zeros((FRAMES, points))
+    for periods, amplitude, phase in zip(initial.periods, initial.amplitudes, initial.phases, strict=True):
+        # sin(k (x - beta t) + phi) by the addition theorem: two products an element instead of a sine
+        k = 2 * math.pi * periods
+        u += (amplitude * numpy.cos(k * shift))[:, None] * numpy.sin(k * x + phase)
+        u -= (amplitude * numpy.sin(k * shift))[:, None] * numpy.cos(k * x + phase)
+    if initial.absolute:
+        u = numpy.abs(u)
+    u *= initial.sign
+    if initial.window is not None:
+        left, right = initial.window
+        origin = numpy.mod(x - shift[:, None], 1.0)
+        u *= 0.5 * (numpy.tanh((origin - left) / EDGE) - numpy.tanh((origin - right) / EDGE))
+    return u

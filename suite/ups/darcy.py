@@ -1,0 +1,109 @@
+"""Samples of 2-D Darcy flow: div(a grad u) = -beta on the unit square, with u = 0 at its boundary.
+
+Cell-centred finite volumes with fluxes between two cells. a is constant in each cell, so that a face between two cells
+has the harmonic mean of theirs, and u is second-order accurate also where a jumps. At the boundary, half a cell from a
+centre, u is 0.
+source: ups, technique 002 (data); a as in Li et al., Fourier Neural Operator (2021)
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy
+from scipy import fft
+
+from suite.building import Array
+
+BETAS = (0.01, 0.1, 1.0, 10.0, 100.0)
+"""The sources of PDEBench's files."""
+LOW, HIGH = 0.1, 1.0
+"""The two values of a."""
+MODES = 64
+"""Cosines in each direction. The last have 1/500 of the first's amplitude, whatever the resolution is."""
+TAU = 3.0
+"""The field's covariance is (-Laplacian + TAU²)^-2, with reflecting boundaries."""
+TOLERANCE = 1e-12
+"""Of the residual's norm, relative to the source's. The file's float32 resolves 1e-7."""
+MOST_STEPS = 300
+"""About 40 are needed: a ranges over a factor of 10, which bounds the condition number at every resolution."""
+
+
+def coefficient(seed: int, index: int, cells: int) -> Array:
+    """a of a sample at the cells' centres, float64 [cells, cells]: 1 where its `field` is positive, 0.1 elsewhere."""
+    return numpy.where(field(seed, index, cells) > 0, HIGH, LOW)
+
+
+def field(seed: int, index: int, cells: int) -> Array:
+    """A Gaussian random field at the cells' centres, float64 [cells, cells]: Σ w c_m(x) c_n(y) / (pi² (m² + n²) + TAU²)
+    with w ~ N(0, 1), c_0 = 1 and c_m(x) = sqrt(2) cos(m pi x).
+
+    It depends on the seed and the index alone; more cells resolve the same field finer. It has no constant part, so
+    that neither value of a prevails in most samples.
+    """
+    white = numpy.random.default_rng([seed, index]).standard_normal((MODES, MODES))
+    square = (math.pi * numpy.arange(MODES)) ** 2
+    spectrum = white / (square[:, None] + square + TAU**2)
+    spectrum[0, 0] = 0.0
+    spectrum[1:] /= math.sqrt(2)  # dctn gives cosines the weight 2, and the constant 1
+    spectrum[:, 1:] /= math.sqrt(2)
+    kept = min(MODES, cells)
+    padded = numpy.zeros((cells, cells))
+    padded[:kept, :kept] = spectrum[:kept, :kept]
+    summed: Array = fft.dctn(padded, type=3)
+    return summed
+
+
+def solve(a: Array, source: Array | float) -> Array:
+    """u at the cells' centres where div(a grad u) = -source; float64 [n, n], as a is.
+
+    source  at the cells' centres, [n, n] or a number
+    Conjugate gradients, preconditioned by the solution for a = 1, which a sine transform gives.
+    """
+    cells = len(a)
+    fluxes = _conductances(a)
+    right = numpy.broadcast_to(source, a.shape) / cells**2
+    u = numpy.zeros_like(a)
+    residual = right.copy()
+    wanted = TOLERANCE * _norm(right)
+    eigenvalues = 4 * numpy.sin(math.pi * numpy.arange(1, cells + 1) / (2 * cells)) ** 2
+    inverse = 1 / (eigenvalues[:, None] + eigenvalues)
+    direction = numpy.zeros_like(a)
+    before = 1.0
+    for _ in range(MOST_STEPS):
+        if _norm(residual) <= wanted:
+            return u
+        step = fft.idstn(fft.dstn(residual, type=2) * inverse, type=2)
+        now = float((residual * step).sum())
+        direction = step + now / before * direction
+        applied = _applied(fluxes, direction)
+        length = now / float((direction * applied).sum())
+        u += length * direction
+        residual -= length * applied
+        before = now
+    raise ArithmeticError(f"no solution after {MOST_STEPS} steps: the coefficient is not positive, or not finite")
+
+
+def _conductances(a: Array) -> tuple[Array, Array]:
+    """Of the faces in each direction, [n + 1, n] and [n, n + 1]: the flux for a difference of 1 in u."""
+    cells = len(a)
+    along_x, along_y = numpy.empty((cells + 1, cells)), numpy.empty((cells, cells + 1))
+    for faces, values in ((along_x, a), (along_y.T, a.T)):
+        faces[1:-1] = 2 * values[1:] * values[:-1] / (values[1:] + values[:-1])
+        faces[0], faces[-1] = 2 * values[0], 2 * values[-1]  # the boundary is half a cell away
+    return along_x, along_y
+
+
+def _applied(fluxes: tuple[Array, Array], u: Array) -> Array:
+    """-div(a grad u) · h²."""
+    along_x, along_y = fluxes
+    flow_x, flow_y = along_x.copy(), along_y.copy()
+    for flow, values in ((flow_x, u), (flow_y.T, u.T)):
+        flow[1:-1] *= values[1:] - values[:-1]
+        flow[0] *= values[0]
+        flow[-1] *= -values[-1]
+    return flow_x[:-1] - flow_x[1:] + flow_y[:, :-1] - flow_y[:, 1:]
+
+
+def _norm(array: Array) -> float:
+    return math.sqrt(float((array * array).sum()))

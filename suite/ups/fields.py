@@ -1,0 +1,145 @@
+"""Batches of fields for a trainer of ups: which samples train, what is subtracted and divided by, and the query points.
+
+source: ups, technique 002 (data)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy
+import torch
+
+from perfsuite.errors import PerfsuiteError
+from suite.batching import permutation
+from suite.building import Array
+from suite.ups.pdebench import Examples, PdeFile, open_pde
+
+SPLITS = ("train", "validation")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Normalisation:
+    """z = (u - mean) / std."""
+
+    mean: float
+    std: float
+
+    def apply(self, u: torch.Tensor) -> torch.Tensor:
+        """Of any shape."""
+        return (u - self.mean) / self.std
+
+    def undo(self, z: torch.Tensor) -> torch.Tensor:
+        """The inverse of `apply`."""
+        return z * self.std + self.mean
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """B examples of one task."""
+
+    task: str
+    before: torch.Tensor
+    """float32 [B, cells…], normalised: u at a time, or the coefficient a."""
+    after: torch.Tensor
+    """float32 [B, cells…], normalised: u at the next time, or the solution u."""
+    times: torch.Tensor
+    """Of `before`, in s, float32 [B]; 0 for Darcy flow."""
+    points: torch.Tensor
+    """The cells' centres, to query a decoder at, float32 [N, dimensions]. Row i is of `before.flatten(1)[:, i]`."""
+
+
+class Fields:
+    """The examples of one file for training and validation.
+
+    A sample, with all its frames, is in one split; which one follows from the seed and the number of samples.
+    """
+
+    def __init__(self, path: str | Path, *, validation: float = 0.1, seed: int = 0) -> None:
+        """PerfsuiteError where the file is wrong, or has too few samples.
+
+        validation  the part of the samples to validate on; each split has one at least
+        Reads the whole of the training samples, for their mean and standard deviation.
+        """
+        self.file: PdeFile = open_pde(path)
+        if not 0 < validation < 1:
+            raise PerfsuiteError(f"validation: {validation} is out of range; give more than 0 and less than 1")
+        if self.file.samples < len(SPLITS):
+            raise PerfsuiteError(
+                f"data: {path} has {self.file.samples} sample, where training and validation need one each; "
+                "make more with `perfsuite data pde --samples`"
+            )
+        order = permutation(self.file.samples, seed, 0, "cpu").tolist()
+        held = min(max(round(validation * len(order)), 1), len(order) - 1)
+        self.samples: dict[str, list[int]] = {"train": sorted(order[held:]), "validation": sorted(order[:held])}
+        self._examples = Examples(self.file)
+        self.before, self.after = self._normalisations()
+        grid = numpy.meshgrid(*self.file.coordinates, indexing="ij")
+        self.points = torch.from_numpy(numpy.stack([axis.reshape(-1) for axis in grid], axis=1).astype(numpy.float32))
+
+    def count(self, split: str) -> int:
+        """Examples of a split."""
+        return len(self.samples[split]) * self._examples.of_a_sample
+
+    def batch(self, split: str, indices: Sequence[int]) -> Batch:
+        """The examples of these indices, 0 to count(split) - 1, on the CPU; IndexError for others."""
+        examples = [self._examples[self._place(split, index)] for index in indices]
+        before = torch.from_numpy(numpy.stack([e.before for e in examples]))
+        after = torch.from_numpy(numpy.stack([e.after for e in examples]))
+        return Batch(
+            task=self.file.task,
+            before=self.before.apply(before),
+            after=self.after.apply(after),
+            times=torch.tensor([e.time for e in examples], dtype=torch.float32),
+            points=self.points,
+        )
+
+    def close(self) -> None:
+        """Let go of the file; the next batch opens it again."""
+        self._examples.close()
+
+    def _place(self, split: str, index: int) -> int:
+        """Of an example among all of the file."""
+        if not 0 <= index < self.count(split):
+            raise IndexError(index)
+        sample, frame = divmod(index, self._examples.of_a_sample)
+        return self.samples[split][sample] * self._examples.of_a_sample + frame
+
+    def _normalisations(self) -> tuple[Normalisation, Normalisation]:
+        """Of what goes in and what comes out; the same for advection, where both are u."""
+        before, after = _Moments(), _Moments()
+        one = self.file.task == "advection1d"
+        for sample in self.samples["train"]:
+            ins, outs = self._examples.fields(sample)
+            before.add(ins)
+            if not one:
+                after.add(outs)
+        first = before.normalisation(self.file.path)
+        return (first, first) if one else (first, after.normalisation(self.file.path))
+
+
+class _Moments:
+    """Mean and variance of arrays that arrive one by one, in float64 (Chan, Golub and LeVeque, 1979)."""
+
+    def __init__(self) -> None:
+        self.count, self.mean, self.squares = 0, 0.0, 0.0
+
+    def add(self, array: Array) -> None:
+        values = array.astype(numpy.float64)
+        mean = float(values.mean())
+        off = mean - self.mean
+        total = self.count + values.size
+        self.squares += float(((values - mean) ** 2).sum()) + off**2 * self.count * values.size / total
+        self.mean += off * values.size / total
+        self.count = total
+
+    def normalisation(self, path: str) -> Normalisation:
+        std = math.sqrt(self.squares / self.count)
+        if std == 0:
+            raise PerfsuiteError(
+                f"data: {path} has the same value everywhere in its training samples; name a file with fields that vary"
+            )
+        return Normalisation(mean=self.mean, std=std)

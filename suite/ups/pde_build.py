@@ -1,0 +1,222 @@
+"""Makes files of PDE samples in PDEBench's layout: blocks of samples → parts beside the file → one HDF5 file.
+
+Everything follows from the recipe: the same again gives the same bytes, with any number of processes. What was done
+lies beside the file until it is whole, so that a run that is killed is gone on from.
+source: ups, technique 002 (data)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+
+from perfsuite.errors import PerfsuiteError
+from perfsuite.report.files import probe
+from suite import hdf5, parallel
+from suite.building import Array, Parts, Watcher, digest_of, digest_of_file, parts_beside
+from suite.configuration import ConfigurationError
+from suite.hdf5 import Blocks
+from suite.ups import advection, darcy
+from suite.ups.recipe import Recipe, file_name
+
+FORMAT = "perfsuite-pde"
+VERSION = 1
+BLOCK = 32
+"""Samples that are made and kept together: 26 MB of advection, 4 MB of Darcy flow."""
+DESCRIBED = {
+    "advection1d": {
+        "equation": "u_t + beta u_x = 0, periodic on [0, 1]",
+        "values": "the exact solution at the cells' centres",
+    },
+    "darcy2d": {
+        "equation": "div(nu grad u) = -beta on the unit square, u = 0 at its boundary",
+        "values": "at the cells' centres, by cell-centred finite volumes with harmonic means of nu",
+    },
+}
+"""Task → attributes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Built:
+    """A finished file."""
+
+    path: Path
+    sha256: str
+    """Of the file."""
+    recipe: Recipe
+    kept: bool
+    """It was there, and is the one that was asked for."""
+
+
+def targets(out: Path, recipes: list[Recipe]) -> list[tuple[Path, Recipe]]:
+    """The file of each recipe: `out` where there is one recipe; files with PDEBench's names in the folder `out` where
+    there are more. ConfigurationError where `out` is a folder and should be a file, or the other way round."""
+    if len(recipes) == 1:
+        recipe = recipes[0]
+        if out.is_dir():
+            example = out / file_name(recipe.task, recipe.beta)
+            raise ConfigurationError(f"{out} is a folder; name the file to write, e.g. {example}")
+        return [(out, recipe)]
+    if out.exists() and not out.is_dir():
+        raise ConfigurationError(f"{out} is a file, and {len(recipes)} betas make a file each; name a folder")
+    return [(out / file_name(recipe.task, recipe.beta), recipe) for recipe in recipes]
+
+
+def check(out: Path, recipe: Recipe, *, workers: int, overwrite: bool) -> None:
+    """Before minutes are spent: PerfsuiteError where `out` is something else, or cannot be written."""
+    hdf5.library()
+    if not 1 <= workers <= parallel.MOST:
+        raise ConfigurationError(f"--workers {workers}: give 1 to {parallel.MOST}")
+    if out.is_dir():
+        raise ConfigurationError(f"{out} is a folder; name another, or move it away")
+    if out.exists() and not overwrite:
+        found = hdf5.attributes(out)
+        if found.get("format") != FORMAT:
+            raise ConfigurationError(
+                f"{out} exists and was not made by `perfsuite data pde`; name another file, or give --overwrite"
+            )
+        for name, value in _settings(recipe).items():
+            if found.get(name) != value:
+                raise ConfigurationError(
+                    f"{out} exists and has {name} {found.get(name)}, not {value}; "
+                    "name another file, or give --overwrite"
+                )
+    try:
+        probe(out.parent)
+    except OSError as error:
+        raise ConfigurationError(f"cannot write {out}: {error.strerror or error}; name another file") from None
+
+
+def build(out: Path, recipe: Recipe, watcher: Watcher, *, workers: int = 1, overwrite: bool = False) -> Built:
+    """Make the file `out`; PerfsuiteError where that cannot be done, or `out` is there and is something else."""
+    check(out, recipe, workers=workers, overwrite=overwrite)
+    try:
+        with parts_beside(out) as parts:
+            kept = out.exists() and not overwrite
+            if kept:
+                _verify(out, recipe)
+            else:
+                _made(out, recipe, parts, watcher, workers)
+            parts.clear()
+        return Built(path=out, sha256=digest_of_file(out), recipe=recipe, kept=kept)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise PerfsuiteError(f"cannot write {out}: {reason}; name another file, or make room") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MakeBlock:
+    """Makes the samples of a block and saves them as a part; goes to other processes."""
+
+    recipe: Recipe
+    folder: Path
+    size: int
+    """Samples of a block; the last may have fewer."""
+
+    def __call__(self, block: int) -> None:
+        samples = [sample(self.recipe, index) for index in self._samples(block)]
+        Parts(self.folder).save(self.name(block), numpy.stack(samples))
+
+    def name(self, block: int) -> str:
+        """Of the block's part. The block size is in it: another would give other blocks."""
+        return f"part-samples-{digest_of(_settings(self.recipe))[:32]}-{self.size}-{block}"
+
+    def blocks(self) -> range:
+        """All blocks."""
+        return range(-(-self.recipe.samples // self.size))
+
+    def load(self, block: int) -> Array | None:
+        """The saved part; None where it is missing or damaged."""
+        return Parts(self.folder).load(self.name(block))
+
+    def _samples(self, block: int) -> range:
+        return range(block * self.size, min((block + 1) * self.size, self.recipe.samples))
+
+
+def sample(recipe: Recipe, index: int) -> Array:
+    """float32: the frames [201, points] of advection; (nu, u), [2, n, n], of Darcy flow."""
+    if recipe.task == "advection1d":
+        initial = advection.drawn(recipe.seed, index)
+        return advection.solution(initial, recipe.beta, recipe.size).astype(numpy.float32)
+    a = darcy.coefficient(recipe.seed, index, recipe.size)
+    return numpy.stack([a, darcy.solve(a, recipe.beta)]).astype(numpy.float32)
+
+
+def _made(out: Path, recipe: Recipe, parts: Parts, watcher: Watcher, workers: int) -> None:
+    make = MakeBlock(recipe=recipe, folder=parts.folder, size=BLOCK)
+    lacking = [block for block in make.blocks() if make.load(block) is None]
+    done = len(make.blocks()) - len(lacking)
+    with contextlib.closing(parallel.each(make, lacking, workers)) as finished:
+        for told, _ in enumerate(finished, done + 1):
+            watcher.progress("making", min(told * BLOCK, recipe.samples), recipe.samples)
+    whole = parts.folder / "part-whole.h5"
+    hdf5.write(whole, _content(make, watcher), _attributes(recipe))
+    os.replace(whole, out)
+
+
+def _content(make: MakeBlock, watcher: Watcher) -> hdf5.Content:
+    """The datasets of PDEBench's layout, in the order of their names."""
+    recipe = make.recipe
+    x = advection.centres(recipe.size).astype(numpy.float32)
+
+    def blocks() -> Iterator[Array]:
+        for block in make.blocks():
+            watcher.progress("writing", block * make.size, recipe.samples)
+            found = make.load(block)
+            if found is None:
+                raise OSError(None, f"{make.folder} has lost what was just written there")
+            yield found
+
+    n = recipe.size
+    if recipe.task == "advection1d":
+        shape = (recipe.samples, advection.FRAMES, n)
+        return {
+            "t-coordinate": advection.stored_times().astype(numpy.float32),
+            "tensor": _float32(shape, blocks),
+            "x-coordinate": x,
+        }
+    return {
+        "nu": _float32((recipe.samples, n, n), lambda: (block[:, 0] for block in blocks())),
+        "tensor": _float32((recipe.samples, 1, n, n), lambda: (block[:, 1:] for block in blocks())),
+        "x-coordinate": x,
+        "y-coordinate": x,
+    }
+
+
+def _float32(shape: tuple[int, ...], read: Any) -> Blocks:
+    return Blocks(shape=shape, dtype=numpy.dtype(numpy.float32), read=read)
+
+
+def _settings(recipe: Recipe) -> dict[str, Any]:
+    """Of a recipe, what a file's attributes tell; `beta` is PDEBench's own attribute."""
+    return {"format_version": VERSION, **asdict(recipe)}
+
+
+def _attributes(recipe: Recipe) -> dict[str, Any]:
+    return {"format": FORMAT, **_settings(recipe), **DESCRIBED[recipe.task]}
+
+
+def _verify(out: Path, recipe: Recipe) -> None:
+    """ConfigurationError where a file with the right attributes does not have the content that was written."""
+    try:
+        with hdf5.library().File(out, "r") as file:
+            content = {name: _dataset(file[name]) for name in file}
+            whole = hdf5.content_digest(content) == hdf5.attributes_of(file).get("digest")
+    except (OSError, RuntimeError, KeyError, ValueError):
+        whole = False
+    if not whole:
+        raise ConfigurationError(f"{out} exists and is damaged; give --overwrite to make it again")
+
+
+def _dataset(dataset: Any) -> Blocks:
+    def read() -> Iterator[Array]:
+        for row in range(0, len(dataset), BLOCK):
+            yield dataset[row : row + BLOCK]
+
+    return Blocks(shape=dataset.shape, dtype=dataset.dtype, read=read)
