@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from scale import FULLY
 from scratch import TWO_LINES, Project, times
 
 from perfsuite import bytecode, plugin
@@ -126,6 +127,7 @@ def test_a_gate_keeps_copies_while_it_lasts(forbidden: None, project: Project) -
     assert not list(project.path.glob("__pycache__"))
 
 
+@FULLY
 def test_proofs_in_workers_keep_copies_from_the_start_once_a_run_has_left_its_folder(
     forbidden: None, project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:

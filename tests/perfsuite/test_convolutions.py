@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from judging import judged
+from scale import FULLY
 from scratch import Project
 
 import perfsuite
@@ -106,7 +107,7 @@ def test_in_proofs_and_times_from_python(precision: str | None) -> None:
     assert CUDNN.allow_tf32
 
 
-@pytest.mark.parametrize("marked", ["correctness", "perf"])
+@pytest.mark.parametrize("marked", [pytest.param("correctness", marks=FULLY), "perf"])
 def test_in_proofs_and_times_of_pytest(project: Project, marked: str) -> None:
     project.write("test_plain.py", MODULE)
     found = project.process("pytest", "-m", marked)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any
 
 import pytest
 import rank_faults
+from scale import FULLY
 
 from perfsuite.errors import NotEquivalent
 from perfsuite.ranks import group, proof
@@ -35,6 +37,15 @@ WORDS = {
     "wrong_on_one_rank": r"is wrong at \[[345], \d\].*, in the parts of 2 ranks together$",
     "hangs_on_one_rank": r"hangs: rank 1 at rank_faults.py:\d+ did not return while rank 0 returned",
 }
+USUAL_WRONG = (
+    "missing_on_one_rank",
+    "left_out",
+    "averaged_twice",
+    "rounded_at_random",
+    "raises_on_one_rank",
+    "all_rows",
+)
+USUAL_RIGHT = ("in_one_bucket", "rows", "with_a_common_seed")
 CASE = Case(dtype="float32", sizes={"n": 5, "rows": 3, "ranks": 2}, inputs={}, seed=1)
 
 
@@ -61,7 +72,12 @@ def check(name: str) -> None:
         proof.check(pair.at(2), CASE, "cpu", module=rank_faults)
 
 
-@pytest.mark.parametrize("name", rank_faults.WRONG)
+def some(names: Iterable[str], usual: Collection[str]) -> list[Any]:
+    """Parameters for these names, of which make test-all alone runs all."""
+    return [pytest.param(name, marks=[] if name in usual else FULLY) for name in names]
+
+
+@pytest.mark.parametrize("name", some(rank_faults.WRONG, USUAL_WRONG))
 def test_a_fault_is_named(name: str) -> None:
     began = time.monotonic()
     with pytest.raises(NotEquivalent, match=WORDS[name]) as found:
@@ -70,6 +86,6 @@ def test_a_fault_is_named(name: str) -> None:
     assert time.monotonic() - began < ENDS_S
 
 
-@pytest.mark.parametrize("name", rank_faults.RIGHT)
+@pytest.mark.parametrize("name", some(rank_faults.RIGHT, USUAL_RIGHT))
 def test_a_look_alike_is_not_accused(name: str) -> None:
     check(f"RIGHT-{name}")
