@@ -8,11 +8,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from optimized.compilation import fullgraph_model as compiled
 from optimized.compilation.compiled_function import compile_quietly, replay_begins
 from optimized.compilation.fullgraph_model import fullgraph_model as optimized
+from optimized.compilation.fullgraph_model import fullgraph_operator as optimized_operator
 from perfsuite import Pair, Workload, floats, integers, module, side, size, tensor
 from perfsuite import compiled as compiled_side
 from reference.compilation.fullgraph_model import fullgraph_model as reference
+from reference.compilation.fullgraph_model import fullgraph_operator as reference_operator
 from suite.leak_cnn.costs import TRAINING, training_cost
 from suite.leak_cnn.trial import Network, near_a_threshold, off_thresholds, on_network
+from suite.ups.trial import OPERATOR, STEP, operator, operator_cost
 
 EAGER = side(on_network(reference), devices=("cuda",))
 
@@ -54,6 +57,22 @@ fullgraph_model = Pair(
         Workload("cpu", N=2, c1=4, c2=4, c3=4, h=8, clock="wall", direction="both", device="cpu"),
     ],
     cost=training_cost(),
+)
+
+fullgraph_operator = Pair(
+    reference=reference_operator,
+    optimized=optimized_operator,
+    inputs=STEP,
+    # One shape, for each is compiled.
+    sizes={name: size(n, n) for name, n in {"B": 2, "T": 3, "L": 4, "heads": 2, "head_width": 4, "depth": 1}.items()},
+    max_examples=10,
+    unsupported={"two_graphs": "a replay writes over what the one before it kept for its backward pass"},
+    rivals={"compile": compiled_side(side(reference_operator, devices=("cuda",)))},
+    workloads=[
+        Workload("ups_both", **OPERATOR, clock="wall", direction="both", device="cuda", speedup=1.1),
+        Workload("cpu", B=2, T=8, L=8, heads=2, head_width=8, depth=1, clock="wall", direction="both", device="cpu"),
+    ],
+    cost=operator_cost(),
 )
 
 
