@@ -1,4 +1,4 @@
-"""The network and its loss as one compiled graph (leak_cnn, technique 001.5)."""
+"""A network as one compiled graph (leak_cnn, technique 001.5; ups, technique 002.1a)."""
 
 import functools
 from collections.abc import Callable
@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from optimized.compilation.compiled_function import compile_if_possible, replay_begins
 from suite.leak_cnn.model import Weights
 from suite.leak_cnn.step import training_loss
+from suite.ups.model import Operator
 
 
 def fullgraph_model(
@@ -34,12 +35,43 @@ def fullgraph_model(
     if _get_current_dispatch_mode() is not None:
         return training_loss(weights, *batch)
     if not segments.is_cuda:
-        return _compiled(False)(weights, *batch)
+        return _compiled(training_loss, False)(weights, *batch)
     replay_begins()
-    return _compiled(True)(weights, *batch).clone()
+    return _compiled(training_loss, True)(weights, *batch).clone()
+
+
+def fullgraph_operator(
+    operator: Operator, latents: torch.Tensor, dt: torch.Tensor, scales: torch.Tensor
+) -> torch.Tensor:
+    """Step latents in time by the operator, [B, T, L], on CUDA compiled for each shape and depth at its first call.
+
+    Operators of the same sizes share the compiled code. Its launches are replayed as CUDA graphs; the result is a
+    copy, and the gradients are in the graph's own memory until the next call. Where nothing can be compiled a warning
+    says why, once, and the operator runs as it is. So it does on a CPU, where there are no launches to save, and where
+    each shape takes up to a minute to compile. The source claims 1.36× over an eager operator, together with NCCL
+    settings.
+
+    operator  with L wide latents and any depth
+    latents   [B, T, L]
+    dt        [B]
+    scales    [depth, 2, B], drop-path multipliers of the sublayers
+
+    Source: ups, technique 002.1a.
+    """
+    if _get_current_dispatch_mode() is not None or not latents.is_cuda:
+        return step_operator(operator, latents, dt, scales)
+    replay_begins()
+    compiled = _compiled(step_operator, True)
+    return compiled(operator, latents.contiguous(), dt.contiguous(), scales.contiguous()).clone()
+
+
+def step_operator(operator: Operator, latents: torch.Tensor, dt: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """The function that is compiled; arguments as `fullgraph_operator`'s."""
+    stepped: torch.Tensor = operator(latents, dt, scales)
+    return stepped
 
 
 @functools.cache
-def _compiled(graphs: bool) -> Callable[..., torch.Tensor]:
+def _compiled(function: Callable[..., torch.Tensor], graphs: bool) -> Callable[..., torch.Tensor]:
     options = {"triton.cudagraphs": True} if graphs else None
-    return compile_if_possible(training_loss, "fullgraph_model", fullgraph=True, dynamic=False, options=options)
+    return compile_if_possible(function, "fullgraph_model", fullgraph=True, dynamic=False, options=options)

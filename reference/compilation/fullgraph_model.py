@@ -1,9 +1,10 @@
-"""The network and its loss, operation by operation (leak_cnn, technique 001.5)."""
+"""A network, operation by operation (leak_cnn, technique 001.5; ups, technique 002.1a)."""
 
 import torch
 
 from suite.leak_cnn.model import Weights
 from suite.leak_cnn.step import training_loss
+from suite.ups.model import Operator
 
 
 def fullgraph_model(
@@ -19,3 +20,19 @@ def fullgraph_model(
     Source: leak_cnn, technique 001.5.
     """
     return training_loss(weights, segments, labels, class_weights)
+
+
+def fullgraph_operator(
+    operator: Operator, latents: torch.Tensor, dt: torch.Tensor, scales: torch.Tensor
+) -> torch.Tensor:
+    """Step latents in time by the operator, run eagerly: [B, T, L].
+
+    operator  with L wide latents and any depth
+    latents   [B, T, L]
+    dt        [B]
+    scales    [depth, 2, B], drop-path multipliers of the sublayers
+
+    Source: ups, technique 002.1a.
+    """
+    stepped: torch.Tensor = operator(latents, dt, scales)
+    return stepped

@@ -1,9 +1,10 @@
-"""The network with every activation kept for the backward (leak_cnn, technique 001.F3)."""
+"""A network with every activation kept for the backward (leak_cnn, technique 001.F3; ups, technique 002.2)."""
 
 import torch
 
 from suite.leak_cnn.model import Weights
 from suite.leak_cnn.step import training_loss
+from suite.ups.model import Operator
 
 
 def activation_checkpoint(
@@ -19,3 +20,19 @@ def activation_checkpoint(
     Source: leak_cnn, technique 001.F3.
     """
     return training_loss(weights, segments, labels, class_weights)
+
+
+def activation_checkpoint_operator(
+    operator: Operator, latents: torch.Tensor, dt: torch.Tensor, scales: torch.Tensor
+) -> torch.Tensor:
+    """Step latents in time by the operator: [B, T, L].
+
+    operator  with L wide latents and any depth
+    latents   [B, T, L]
+    dt        [B]
+    scales    [depth, 2, B], drop-path multipliers of the sublayers
+
+    Source: ups, technique 002.2.
+    """
+    stepped: torch.Tensor = operator(latents, dt, scales)
+    return stepped

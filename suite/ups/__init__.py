@@ -1,1 +1,1 @@
-"""Data of the trainer ups: advection and Darcy flow, generated here or read from PDEBench's files."""
+"""ups: the data sets, the model and the losses of a neural operator on latents of PDE fields."""

@@ -3,16 +3,19 @@ import warnings
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from optimized.compilation import fullgraph_model as compiled
 from optimized.compilation.compiled_function import compile_quietly, replay_begins
 from optimized.compilation.fullgraph_model import fullgraph_model as optimized
+from optimized.compilation.fullgraph_model import fullgraph_operator as optimized_operator
 from perfsuite import Pair, Workload, floats, integers, module, side, size, tensor
 from perfsuite import compiled as compiled_side
 from reference.compilation.fullgraph_model import fullgraph_model as reference
+from reference.compilation.fullgraph_model import fullgraph_operator as reference_operator
 from suite.leak_cnn.costs import TRAINING, training_cost
 from suite.leak_cnn.trial import Network, near_a_threshold, off_thresholds, on_network
+from suite.ups.trial import OPERATOR, STEP, operator, operator_cost
 
 EAGER = side(on_network(reference), devices=("cuda",))
 
@@ -54,6 +57,38 @@ fullgraph_model = Pair(
         Workload("cpu", N=2, c1=4, c2=4, c3=4, h=8, clock="wall", direction="both", device="cpu"),
     ],
     cost=training_cost(),
+)
+
+
+@functools.cache
+def captured():
+    """What is compiled, as one graph of forward and backward; run by PyTorch's operators, for nothing is generated."""
+    return torch.compile(compiled.step_operator, backend="aot_eager", fullgraph=True, dynamic=False)
+
+
+def captured_operator(operator, *inputs):
+    if _get_current_dispatch_mode() is not None:
+        return compiled.step_operator(operator, *inputs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # tracing looks at the `.grad` of inputs that are no leaves
+        return captured()(operator, *(t.contiguous() for t in inputs))
+
+
+fullgraph_operator = Pair(
+    reference=reference_operator,
+    optimized=optimized_operator,
+    inputs=STEP,
+    # One shape, for each is compiled.
+    sizes={name: size(n, n) for name, n in {"B": 2, "T": 3, "L": 4, "heads": 2, "head_width": 4, "depth": 1}.items()},
+    max_examples=6,
+    unsupported={"two_graphs": "a replay writes over what the one before it kept for its backward pass"},
+    rivals={"compile": compiled_side(side(reference_operator, devices=("cuda",)))},
+    variants={"captured": captured_operator},
+    workloads=[
+        Workload("ups_both", **OPERATOR, clock="wall", direction="both", device="cuda", speedup=1.1),
+        Workload("cpu", B=2, T=8, L=8, heads=2, head_width=8, depth=1, clock="wall", direction="both", device="cpu"),
+    ],
+    cost=operator_cost(),
 )
 
 
@@ -142,3 +177,55 @@ def test_there_is_no_break_in_the_graph():
         warnings.simplefilter("ignore")  # of what the compiler's modules import
         found = torch._dynamo.explain(compiled.training_loss)(*drawn())
     assert (found.graph_count, found.graph_break_count) == (1, 0)
+
+
+def test_operators_of_the_same_sizes_share_the_compiled_code(monkeypatch):
+    compilations, graphs = [], []
+
+    def counting(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    def compile_(function, **options):
+        compilations.append(options)
+        return whole(function, backend=counting, fullgraph=options["fullgraph"], dynamic=options["dynamic"])
+
+    whole = torch.compile
+    monkeypatch.setattr(torch, "compile", compile_)
+    monkeypatch.setattr(compiled, "replay_begins", lambda: None)
+    compiled._compiled.cache_clear()
+    inputs = torch.randn(2, 3, 4), torch.rand(2), torch.ones(1, 2, 2)
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        model = operator(4, 2, 4, 1)
+        found = compiled._compiled(compiled.step_operator, True)(model, *inputs)
+        torch.testing.assert_close(found, reference_operator(model, *inputs))
+    compiled._compiled.cache_clear()
+    assert len(graphs) == 1
+    assert [(o["options"], o["fullgraph"]) for o in compilations] == [({"triton.cudagraphs": True}, True)]
+
+
+@pytest.mark.usefixtures("compilations")
+def test_on_cuda_the_step_is_a_copy_of_the_graphs_own(monkeypatch):
+    owns = []
+
+    def compile_(function, **options):
+        def replay(*arguments):
+            owns.append(function(*arguments).detach())
+            return owns[-1]
+
+        return replay
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    monkeypatch.setattr(compiled, "replay_begins", lambda: None)
+    model, latents = operator(4, 2, 4, 1), torch.randn(2, 3, 4)
+    found = optimized_operator(model, latents.as_subclass(OnCuda), torch.rand(2), torch.ones(1, 2, 2))
+    assert torch.equal(found, owns[0])
+    assert found.data_ptr() != owns[0].data_ptr()
+
+
+def test_on_a_cpu_the_operator_runs_as_it_is(compilations):
+    asked, _ = compilations
+    inputs = operator(4, 2, 4, 1), torch.randn(2, 3, 4), torch.rand(2), torch.ones(1, 2, 2)
+    assert torch.equal(optimized_operator(*inputs), reference_operator(*inputs))
+    assert not asked

@@ -1,0 +1,94 @@
+"""The losses of ups that need no decoder, what the inverse losses are given, and the sum of all.
+
+loss = MSE(ẑ, z) + λ_enc · MSE(D(z₀)(x_q), u(x_q)) + λ_dec · MSE(E(D(z₀)), stop(z₀)) + spectral and boundary errors,
+each with its weight. The first one and the last two are of the operator's latents. The inverse losses depend on the
+cached latents z₀ and on the encoder and decoder alone, so that no gradient of theirs reaches the operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from suite.ups.config import UpsConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InverseTask:
+    """A task's part of a batch, for the inverse losses."""
+
+    encode: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    """As `suite.ups.model.Encoder`."""
+    decode: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    """As `suite.ups.model.Decoder`."""
+    latents: torch.Tensor
+    """[B, T, latent width], cached."""
+    field: torch.Tensor
+    """[B, *grid, C], what the latents were made of."""
+    points: torch.Tensor
+    """[*grid, d], its coordinates."""
+    queries: torch.Tensor
+    """[Q] int64: places in the flattened grid."""
+
+
+def query_indices(points: int, queries: int, generator: torch.Generator | None = None) -> torch.Tensor:
+    """Draw `queries` different places of `points`, int64 [queries]; all places in order where there are no more."""
+    if points <= queries:
+        return torch.arange(points)
+    return torch.randperm(points, generator=generator)[:queries]
+
+
+def spectral_error(predicted: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """The mean squared error of the amplitudes of the latents' Fourier series along the tokens, 0-d.
+
+    predicted, target  [B, T, latent width]
+    """
+    found, wanted = (torch.fft.rfft(z, dim=1).abs() for z in (predicted, target))
+    return functional.mse_loss(found, wanted)
+
+
+def boundary_tokens(tokens: Sequence[int]) -> torch.Tensor:
+    """Which tokens lie at the boundary of their grid, bool [T].
+
+    tokens  along each dimension, e.g. (128,) or (16, 8)
+    """
+    at_boundary = torch.zeros(tuple(tokens), dtype=torch.bool)
+    for axis, count in enumerate(tokens):
+        at_boundary.index_fill_(axis, torch.tensor([0, count - 1]), True)
+    return at_boundary.flatten()
+
+
+def boundary_error(predicted: torch.Tensor, target: torch.Tensor, at_boundary: torch.Tensor) -> torch.Tensor:
+    """The mean squared error of the tokens at the boundary, 0-d.
+
+    The source does not define the term. It is taken of the latent tokens, for the operator has no field.
+
+    predicted, target  [B, T, latent width]
+    at_boundary        [T] bool, as `boundary_tokens` makes it
+    """
+    return functional.mse_loss(predicted[:, at_boundary], target[:, at_boundary])
+
+
+def ups_loss(
+    config: UpsConfig,
+    predicted: torch.Tensor,
+    target: torch.Tensor,
+    at_boundary: torch.Tensor,
+    inverse: tuple[torch.Tensor, torch.Tensor],
+) -> torch.Tensor:
+    """Sum all losses of a batch with their weights, 0-d.
+
+    predicted, target  [B, T, latent width], after the step
+    inverse            the two terms of `inverse_losses`
+    """
+    at_queries, again = inverse
+    return (
+        functional.mse_loss(predicted, target)
+        + config.lambda_enc * at_queries
+        + config.lambda_dec * again
+        + config.spectral * spectral_error(predicted, target)
+        + config.boundary * boundary_error(predicted, target, at_boundary)
+    )

@@ -1,0 +1,251 @@
+"""The model of ups: a transformer that steps latent tokens in time, and an encoder and decoder for each task.
+
+The modules are plain PyTorch. What a technique replaces is a parameter: the attention function, and how a sublayer is
+called. No module draws random numbers in its forward: drop-path multipliers are an input, so that compiled, recomputed
+and resumed runs drop the same sublayers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from suite.ups.config import UpsConfig
+
+FREQUENCIES = (1, 2, 4, 8)
+"""Periods per unit length of the Fourier features of coordinates and time steps."""
+EPSILON = 1e-6
+"""Of the RMS norm of queries and keys. PyTorch's default depends on the dtype."""
+
+Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(q, k, v), each [B, heads, tokens, head width] → [B, heads, query tokens, head width]."""
+Call = Callable[..., torch.Tensor]
+"""(sublayer, *arguments) → the sublayer's result."""
+
+
+def fourier_features(points: torch.Tensor) -> torch.Tensor:
+    """Sine and cosine of each coordinate at the four frequencies: [..., d] → [..., 8 d]."""
+    scaled = torch.stack([2 * math.pi * frequency * points for frequency in FREQUENCIES], -1).flatten(-2)
+    return torch.cat((scaled.sin(), scaled.cos()), -1)
+
+
+def drop_path_rates(depth: int, last: float) -> list[float]:
+    """The drop probability of each block, linear from 0 in the first block to `last` in the last one."""
+    return [last * block / max(depth - 1, 1) for block in range(depth)]
+
+
+def drop_path_scales(rates: Sequence[float], batch: int, generator: torch.Generator | None = None) -> torch.Tensor:
+    """Draw the multipliers of all sublayers, float32 [depth, 2, batch] on the CPU: 0 or 1 / (1 - rate)."""
+    kept = 1 - torch.tensor(rates, dtype=torch.float64)[:, None, None]
+    drawn = torch.rand(len(rates), 2, batch, generator=generator, dtype=torch.float64)
+    return ((drawn < kept) / kept).float()
+
+
+class Block(nn.Module):
+    """A pre-LN transformer block: attention with RMS-normalized queries and keys, then a GELU MLP.
+
+    Both sublayers read the normalized tokens plus the embedding of the time step.
+    """
+
+    def __init__(self, width: int, heads: int, mlp_ratio: int = 4) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.query_norm = nn.RMSNorm(width // heads, EPSILON)
+        self.key_norm = nn.RMSNorm(width // heads, EPSILON)
+        self.project = nn.Linear(width, width)
+        self.norm2 = nn.LayerNorm(width)
+        self.expand = nn.Linear(width, mlp_ratio * width)
+        self.contract = nn.Linear(mlp_ratio * width, width)
+
+    def attend(
+        self,
+        x: torch.Tensor,
+        time: torch.Tensor,
+        scale: torch.Tensor | None = None,
+        attention: Attention = functional.scaled_dot_product_attention,
+    ) -> torch.Tensor:
+        """Add the attention sublayer: x [B, T, D], time [B, D], scale [B] → [B, T, D]."""
+        q, k, v = split_heads(self.qkv(self.norm1(x) + time[:, None]), 3 * self.heads).chunk(3, 1)
+        mixed = attention(self.query_norm(q), self.key_norm(k), v)
+        return x + scaled(self.project(join_heads(mixed)), scale)
+
+    def feed(self, x: torch.Tensor, time: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        """Add the MLP sublayer; shapes as `attend`'s."""
+        wide = functional.gelu(self.expand(self.norm2(x) + time[:, None]))
+        return x + scaled(self.contract(wide), scale)
+
+
+class Operator(nn.Module):
+    """The latent operator: latent tokens and a time step → the latent tokens after that step.
+
+    It has 21,445,120 parameters at the default sizes.
+    """
+
+    def __init__(
+        self, latent_width: int = 128, width: int = 384, depth: int = 12, heads: int = 8, mlp_ratio: int = 4
+    ) -> None:
+        super().__init__()
+        self.take = nn.Linear(latent_width, width)
+        self.time1 = nn.Linear(1 + 2 * len(FREQUENCIES), latent_width)
+        self.time2 = nn.Linear(latent_width, width)
+        self.blocks = nn.ModuleList(Block(width, heads, mlp_ratio) for _ in range(depth))
+        self.norm = nn.LayerNorm(width)
+        self.give = nn.Linear(width, latent_width)
+
+    def embed_time(self, dt: torch.Tensor) -> torch.Tensor:
+        """Embed the time steps by a two-layer MLP on dt and its Fourier features: [B] → [B, D]."""
+        features = torch.cat((dt[:, None], fourier_features(dt[:, None])), -1)
+        embedded: torch.Tensor = self.time2(functional.gelu(self.time1(features)))
+        return embedded
+
+    def forward(
+        self,
+        latents: torch.Tensor,
+        dt: torch.Tensor,
+        scales: torch.Tensor | None = None,
+        attention: Attention = functional.scaled_dot_product_attention,
+        call: Call = lambda sublayer, *arguments: sublayer(*arguments),
+    ) -> torch.Tensor:
+        """Return the latents after `dt`, [B, T, latent width].
+
+        latents    [B, T, latent width]
+        dt         [B]
+        scales     [depth, 2, B], as `drop_path_scales` draws them; None drops nothing
+        attention  of each block, on [B, heads, T, head width]
+        call       how each sublayer is called
+        """
+        x, time = self.take(latents), self.embed_time(dt)
+        for number, block in enumerate(self.blocks):
+            first, second = (None, None) if scales is None else scales[number]
+            x = call(block.attend, x, time, first, attention)
+            x = call(block.feed, x, time, second)
+        stepped: torch.Tensor = latents + self.give(self.norm(x))
+        return stepped
+
+
+class Encoder(nn.Module):
+    """The grid encoder of a task: patches of one point, a linear layer, and the mean over the points of each token.
+
+    Each point's features are the field's channels and the Fourier features of its coordinates: 9 for one channel on a
+    line.
+
+    tokens  tokens along each dimension of the grid, e.g. (128,) or (16, 8)
+    """
+
+    def __init__(self, tokens: Sequence[int], channels: int = 1, latent_width: int = 128) -> None:
+        super().__init__()
+        self.tokens = tuple(tokens)
+        self.embed = nn.Linear(channels + 2 * len(FREQUENCIES) * len(self.tokens), latent_width)
+
+    def forward(self, field: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
+        """Encode a field: [B, *grid, C] at points [*grid, d] → latents [B, tokens, latent width].
+
+        ValueError where a dimension of the grid is no multiple of its tokens.
+        """
+        grid = points.shape[:-1]
+        if len(grid) != len(self.tokens) or any(n % t for n, t in zip(grid, self.tokens, strict=True)):
+            raise ValueError(f"a grid of {tuple(grid)} does not divide into tokens of {self.tokens}")
+        position = fourier_features(points).expand(len(field), *grid, -1)
+        x: torch.Tensor = self.embed(torch.cat((field, position), -1))
+        for axis, count in enumerate(self.tokens, start=1):
+            x = x.unflatten(axis, (count, -1)).mean(axis + 1)
+        return x.flatten(1, -2)
+
+
+class CrossAttention(nn.Module):
+    """A pre-LN layer in which query points attend to latent tokens."""
+
+    def __init__(self, width: int, latent_width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm = nn.LayerNorm(width)
+        self.query = nn.Linear(width, width)
+        self.key_value = nn.Linear(latent_width, 2 * width)
+        self.project = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
+        """x [B, Q, D], latents [B, T, latent width] → [B, Q, D]."""
+        q = split_heads(self.query(self.norm(x)), self.heads)
+        k, v = split_heads(self.key_value(latents), 2 * self.heads).chunk(2, 1)
+        attended: torch.Tensor = x + self.project(join_heads(functional.scaled_dot_product_attention(q, k, v)))
+        return attended
+
+
+class Decoder(nn.Module):
+    """The decoder of a task: values of the field at any points, each point independent of the others.
+
+    dims  of a point
+    """
+
+    def __init__(
+        self,
+        dims: int,
+        channels: int = 1,
+        latent_width: int = 128,
+        width: int = 384,
+        depth: int = 3,
+        heads: int = 8,
+    ) -> None:
+        super().__init__()
+        self.embed = nn.Linear(2 * len(FREQUENCIES) * dims, width)
+        self.layers = nn.ModuleList(CrossAttention(width, latent_width, heads) for _ in range(depth))
+        self.norm = nn.LayerNorm(width)
+        self.hidden = nn.Linear(width, width)
+        self.values = nn.Linear(width, channels)
+
+    def forward(self, latents: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
+        """Decode latents [B, T, latent width] at points [Q, d] → values [B, Q, C]."""
+        x = self.embed(fourier_features(points)).expand(len(latents), -1, -1)
+        for layer in self.layers:
+            x = layer(x, latents)
+        values: torch.Tensor = self.values(functional.gelu(self.hidden(self.norm(x))))
+        return values
+
+
+def make_operator(config: UpsConfig) -> Operator:
+    """Build the operator of a configuration, its first weights drawn from the global generator as `torch.nn` does."""
+    return Operator(config.latent_width, config.width, config.depth, config.heads, config.mlp_ratio)
+
+
+def make_decoder(config: UpsConfig, dims: int, channels: int = 1) -> Decoder:
+    """Build a task's decoder; weights as `make_operator`'s."""
+    return Decoder(dims, channels, config.latent_width, config.decoder_width, config.decoder_depth, config.heads)
+
+
+def make_encoder(config: UpsConfig, tokens: Sequence[int], channels: int = 1) -> Encoder:
+    """Build a task's encoder; weights as `make_operator`'s.
+
+    ValueError where `tokens`, the tokens along each dimension, are not `config.tokens` in all.
+    """
+    if math.prod(tokens) != config.tokens:
+        raise ValueError(
+            f"tokens {tuple(tokens)} are {math.prod(tokens)} in all; the configuration has {config.tokens}"
+        )
+    return Encoder(tokens, channels, config.latent_width)
+
+
+def parameters(module: nn.Module) -> int:
+    """Count a module's parameters."""
+    return sum(p.numel() for p in module.parameters())
+
+
+def split_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """[B, T, heads · d] → [B, heads, T, d]."""
+    split: torch.Tensor = x.unflatten(-1, (heads, -1)).transpose(1, 2)
+    return split
+
+
+def join_heads(x: torch.Tensor) -> torch.Tensor:
+    """[B, heads, T, d] → [B, T, heads · d]."""
+    return x.transpose(1, 2).flatten(2)
+
+
+def scaled(x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    """Multiply each sample of x [B, T, D] by its entry of scale [B]; None multiplies nothing."""
+    return x if scale is None else x * scale[:, None, None]
