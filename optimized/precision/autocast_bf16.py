@@ -30,13 +30,12 @@ def autocast_bf16(
 Step = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 
 
-def autocast_step(weights: Weights, lr: float = 0.1) -> Step:
+def sgd_step(weights: Weights, lr: float = 0.1) -> Step:
     """Build `step(segments, labels, class_weights)`: SGD under autocast to bfloat16, without a gradient scaler.
 
     A step changes the weights in place and returns the loss, 0-d, and the gradient by each weight. The host does not
-    wait. bfloat16 has 8 bits where float16 has 11: this is the function of float16 with a scaler within bfloat16's own
-    roundings, and not beyond. Where a gradient is not finite, as for segments that are not, a step is made all the
-    same; a scaler would leave it out. The source claims 1.10x over float16.
+    wait. Where a gradient is not finite, as for segments that are not, a step is made all the same; the scaler that
+    float16 needs would leave it out. The source claims 1.10x over float16 with one.
 
     weights        name → tensor, `suite.leak_cnn.model.shapes`
     segments       [N, 1, H, 1]
