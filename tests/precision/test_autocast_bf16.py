@@ -35,8 +35,8 @@ class Float16Step:
         self.leaves = {name: weight.detach().requires_grad_() for name, weight in weights.items()}
         self.device = self.leaves["conv1.weight"].device.type
         self.optimizer = torch.optim.SGD(self.leaves.values(), lr=lr)
-        # A power of two rounds nothing. torch's own first scale, 65536, overflows in the first steps, which are then left
-        # out. This one does not grow while the step is proven and timed.
+        # A power of two rounds nothing. torch's own first scale, 65536, overflows in the first steps, which are then
+        # left out. This one does not grow while the step is proven and timed.
         self.scaler = torch.amp.GradScaler(self.device, init_scale=1024.0, growth_interval=1 << 30)
 
     def __call__(self, segments, labels, class_weights):
