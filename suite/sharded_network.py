@@ -21,16 +21,18 @@ class ShardedNetwork:
     """
 
     def __init__(self, weights: Sequence[torch.Tensor], lr: float = 0.1) -> None:
-        layers = []
+        layers: list[torch.nn.Module] = []
         for weight in weights:
             layer = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
             layer.weight = torch.nn.Parameter(weight.detach().clone(memory_format=torch.contiguous_format))
-            layers.append(fully_shard(layer))
-        self.model = fully_shard(torch.nn.Sequential(*layers))
+            fully_shard(layer)
+            layers.append(layer)
+        self.model = torch.nn.Sequential(*layers)
+        fully_shard(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr)
         for p in self.model.parameters():
             assert isinstance(p, DTensor)
-            moments = {key: torch.zeros_like(p.detach().to_local()) for key in MOMENTS}
+            moments = {key: torch.zeros_like(p.to_local().detach()) for key in MOMENTS}
             self.optimizer.state[p] = {
                 "step": torch.tensor(0.0),
                 **{key: _sharded_as(p, local) for key, local in moments.items()},
@@ -49,7 +51,7 @@ class ShardedNetwork:
 
         The rows are those of `torch.chunk`: of n ranks and fewer rows the last ones have none.
         """
-        found = {}
+        found: dict[str, torch.Tensor] = {}
         for name, p in self.model.named_parameters():
             state = self.optimizer.state[p]
             found |= {name: _local(p)} | {f"{key} of {name}": _local(state[key]) for key in MOMENTS}
@@ -62,4 +64,4 @@ def _sharded_as(p: DTensor, local: torch.Tensor) -> DTensor:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor).clone()
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().clone()

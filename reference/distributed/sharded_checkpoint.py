@@ -58,7 +58,7 @@ def load(model: torch.nn.Module, optimizer: torch.optim.Optimizer, path: Path) -
             raise CheckpointError(f"{path} is of another model, whose {name} has shape {shapes}; load another")
     for name, p in parameters.items():
         assert isinstance(p, DTensor)
-        p.detach().to_local().copy_(_shard(content[name]["weight"], p))
+        p.to_local().detach().copy_(_shard(content[name]["weight"], p))
         optimizer.state[p] = {
             key: DTensor.from_local(_shard(value, p), p.device_mesh, p.placements, shape=p.shape, stride=p.stride())
             if value.shape == p.shape and key != "step"
