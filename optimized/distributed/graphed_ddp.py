@@ -30,7 +30,8 @@ def graphed_ddp(weights: Sequence[torch.Tensor], lr: float = 0.1, momentum: floa
     runs eagerly, and `step.reason` says so.
 
     The all-reduces are in a process group of their own, without NCCL's watch for errors: where a rank is missing the
-    others wait for ever. NCCL 2.9.6 or newer can be captured.
+    others wait for ever. NCCL 2.9.6 or newer can be captured. Let go of the step before the process group is destroyed:
+    NCCL waits for graphs that have its collectives.
 
     weights  of linear layers without biases, [out, in] each, with tanh between them; changed in place
     inputs   [rows, in]

@@ -38,12 +38,18 @@ def save(model: torch.nn.Module, optimizer: torch.optim.Optimizer, path: Path) -
         dcp.save(_state(model, optimizer), checkpoint_id=temporary)
     except CheckpointException as error:
         raise CheckpointError(f"cannot write {path}: {_cause(error)}; free space there, or name another") from None
+    failure = [""]
     if dist.get_rank() == 0:
-        if path.exists():
-            os.replace(path, old)
-        os.replace(temporary, path)
+        try:
+            if path.exists():
+                os.replace(path, old)
+            os.replace(temporary, path)
+        except OSError as error:
+            failure = [first_line(error)]
         shutil.rmtree(old, ignore_errors=True)
-    dist.barrier()
+    dist.broadcast_object_list(failure)
+    if failure[0]:
+        raise CheckpointError(f"cannot write {path}: {failure[0]}; name another")
 
 
 def load(model: torch.nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:

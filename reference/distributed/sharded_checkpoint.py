@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from perfsuite.errors import first_line
 from suite.runtime import archive
 from suite.runtime.errors import CheckpointError
 
@@ -20,17 +21,26 @@ def save(model: torch.nn.Module, optimizer: torch.optim.Optimizer, path: Path) -
     model      its parameters are DTensors, sharded by `fully_shard`
     optimizer  of these parameters; each has a state, as after a step
 
+    CheckpointError in one line, in all ranks, where rank 0 cannot write.
+
     Source: ups, technique 002.7.
     """
     content: dict[str, Any] = {}
     for name, p in model.named_parameters():
         state = {key: _whole(value) for key, value in optimizer.state[p].items()}
         content[name] = {"weight": _whole(p.detach()), "state": state}
+    failure = [""]
     if dist.get_rank() == 0:
         temporary = path.with_name(f".{path.name}.tmp")
-        torch.save(content, temporary)
-        os.replace(temporary, path)
-    dist.barrier()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.save(content, temporary)
+            os.replace(temporary, path)
+        except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
+            failure = [first_line(error) or type(error).__name__]
+    dist.broadcast_object_list(failure)
+    if failure[0]:
+        raise CheckpointError(f"cannot write {path}: {failure[0]}; free space there, or name another")
 
 
 def load(model: torch.nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:

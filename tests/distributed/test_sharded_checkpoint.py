@@ -1,13 +1,21 @@
 import contextlib
+import os
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
+import pytest
+import torch
 import torch.distributed as dist
 
 from optimized.distributed import sharded_checkpoint as optimized
 from perfsuite import Pair, Workload, floats, size, stateful, tensor
 from reference.distributed import sharded_checkpoint as reference
+from suite.runtime.errors import CheckpointError
 from suite.sharded_network import ShardedNetwork
+
+ROOT = Path(__file__).parents[2]
 
 
 @contextlib.contextmanager
@@ -55,3 +63,126 @@ sharded_checkpoint = Pair(
     ranks=(2, 4),
     workloads=[Workload("cpu", features=256, hidden=512, outputs=64, clock="wall", device="cpu")],
 )
+
+
+def test_what_some_ranks_have_saved_others_load(tmp_path):
+    # Of 4, 2 and 1 ranks, each loads what the others have saved.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(Path(__file__).with_name("reshard.py")), str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    saved = sorted(p.name for p in tmp_path.glob("*-by-*"))
+    assert saved == [f"{side}-by-{ranks}" for side in ("optimized", "reference") for ranks in (1, 2, 4)]
+    # Each rank has written its own file, the reference's rank 0 all.
+    assert len(list((tmp_path / "optimized-by-2").glob("*.distcp"))) == 2
+    assert (tmp_path / "reference-by-2").is_file()
+
+
+@pytest.fixture
+def alone():
+    """A process group of this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def network(*shapes):
+    made = ShardedNetwork([torch.ones(shape) for shape in shapes])
+    made.step([torch.ones(shape) for shape in shapes])
+    return made
+
+
+SIDES = [reference, optimized]
+
+
+def largest(path):
+    """The file that has the tensors."""
+    return max(path.rglob("*"), key=lambda p: p.stat().st_size) if path.is_dir() else path
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize(
+    ("harm", "says"),
+    [
+        (
+            lambda path: path.rename(path.with_name("elsewhere")),
+            r"cannot read .*c: No such file|no checkpoint in .*c: No",
+        ),
+        (lambda path: largest(path).unlink(), "cannot read .*: No such file or directory"),
+        (
+            lambda path: os.truncate(largest(path), 1000),
+            "is damaged, or no checkpoint; load another|cut off; load another",
+        ),
+        (
+            lambda path: os.truncate(largest(path), 0),
+            "is damaged, or no checkpoint; load another|cut off; load another",
+        ),
+    ],
+)
+def test_what_is_missing_or_cut_off_is_said_in_one_line(side, harm, says, alone, tmp_path):
+    saved, path = network((4, 3), (2, 4)), tmp_path / "c"
+    side.save(saved.model, saved.optimizer, path)
+    harm(path)
+    other = network((4, 3), (2, 4))
+    before = other.shards()
+    with pytest.raises(CheckpointError, match=says) as raised:
+        side.load(other.model, other.optimizer, path)
+    assert "\n" not in str(raised.value)
+    assert all(torch.equal(shard, before[name]) for name, shard in other.shards().items())
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize(
+    ("shapes", "says"),
+    [
+        (((4, 3), (3, 4)), r"another model, whose 1.weight has shape \(2, 4\) in place of \(3, 4\); load another"),
+        (((4, 3),), "another model, whose parameters have other names"),
+        (((4, 3), (2, 4), (2, 2)), "another model, whose parameters have other names"),
+    ],
+)
+def test_another_model_is_named(side, shapes, says, alone, tmp_path):
+    saved, other = network((4, 3), (2, 4)), network(*shapes)
+    side.save(saved.model, saved.optimizer, tmp_path / "c")
+    with pytest.raises(CheckpointError, match=says):
+        side.load(other.model, other.optimizer, tmp_path / "c")
+
+
+@pytest.mark.parametrize("content", [b"", b"no pickle", b"\x80\x04N."])
+def test_a_list_of_contents_that_is_damaged_is_named(content, alone, tmp_path):
+    saved, path = network((4, 3)), tmp_path / "c"
+    optimized.save(saved.model, saved.optimizer, path)
+    (path / ".metadata").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"c is damaged: its \.metadata cannot be read; load another"):
+        optimized.load(saved.model, saved.optimizer, path)
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_a_checkpoint_is_replaced_and_an_optimizer_without_a_state_gets_one(side, alone, tmp_path):
+    saved, path = network((4, 3)), tmp_path / "c"
+    side.save(saved.model, saved.optimizer, path)
+    saved.step([torch.full((4, 3), 2.0)])
+    side.save(saved.model, saved.optimizer, path)
+    assert [p.name for p in tmp_path.iterdir()] == ["c"]
+    other = network((4, 3))
+    other.optimizer = torch.optim.AdamW(other.model.parameters(), lr=0.1)
+    side.load(other.model, other.optimizer, path)
+    assert all(torch.equal(shard, other.shards()[name]) for name, shard in saved.shards().items())
+    assert other.shards()["steps of 0.weight"] == 2
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("fails", ["mkdir", "replace"])
+def test_where_it_cannot_write_is_said_in_one_line(side, fails, alone, tmp_path, monkeypatch):
+    saved, path = network((4, 3)), tmp_path / "file" / "c"
+    if fails == "mkdir":
+        (tmp_path / "file").touch()
+    else:
+        path.parent.mkdir()
+
+        def full(*_):
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(os, "replace", full)
+    says = "Not a directory|File exists" if fails == "mkdir" else "No space left on device"
+    with pytest.raises(CheckpointError, match=rf"cannot write .*c: .*({says}).*; (free space there, or )?name another"):
+        side.save(saved.model, saved.optimizer, path)
