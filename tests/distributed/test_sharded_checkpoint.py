@@ -9,9 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from optimized.distributed import sharded_checkpoint as optimized
+from optimized.distributed.sharded_checkpoint import load as optimized_load
+from optimized.distributed.sharded_checkpoint import save as optimized_save
 from perfsuite import Pair, Workload, floats, size, stateful, tensor
-from reference.distributed import sharded_checkpoint as reference
+from reference.distributed.sharded_checkpoint import load as reference_load
+from reference.distributed.sharded_checkpoint import save as reference_save
 from suite.runtime.errors import CheckpointError
 from suite.sharded_network import ShardedNetwork
 
@@ -28,7 +30,7 @@ def shared_folder():
         dist.barrier()  # before rank 0 removes it
 
 
-def checkpointed(side):
+def checkpointed(save, load):
     """Steps of a network, each of which is saved and loaded into another network; returned is what that one has."""
 
     def make(weights):
@@ -38,8 +40,8 @@ def checkpointed(side):
         def step(gradients):
             network.step(gradients)
             with shared_folder() as folder:
-                side.save(network.model, network.optimizer, folder / "checkpoint")
-                side.load(other.model, other.optimizer, folder / "checkpoint")
+                save(network.model, network.optimizer, folder / "checkpoint")
+                load(other.model, other.optimizer, folder / "checkpoint")
             return other.shards()
 
         return step
@@ -52,8 +54,8 @@ def layers(bound):
 
 
 sharded_checkpoint = Pair(
-    reference=stateful(checkpointed(reference)),
-    optimized=stateful(checkpointed(optimized)),
+    reference=stateful(checkpointed(reference_save, reference_load)),
+    optimized=stateful(checkpointed(optimized_save, optimized_load)),
     inputs={"weights": layers(1)},
     step_inputs={"gradients": layers(4)},
     sizes={"features": size(1, 17), "hidden": size(1, 17), "outputs": size(1, 9)},
@@ -92,7 +94,10 @@ def network(*shapes):
     return made
 
 
-SIDES = [reference, optimized]
+SIDES = [
+    pytest.param(reference_save, reference_load, id="reference"),
+    pytest.param(optimized_save, optimized_load, id="optimized"),
+]
 
 
 def largest(path):
@@ -100,7 +105,7 @@ def largest(path):
     return max(path.rglob("*"), key=lambda p: p.stat().st_size) if path.is_dir() else path
 
 
-@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize(("save", "load"), SIDES)
 @pytest.mark.parametrize(
     ("harm", "says"),
     [
@@ -119,19 +124,19 @@ def largest(path):
         ),
     ],
 )
-def test_what_is_missing_or_cut_off_is_said_in_one_line(side, harm, says, alone, tmp_path):
+def test_what_is_missing_or_cut_off_is_said_in_one_line(save, load, harm, says, alone, tmp_path):
     saved, path = network((4, 3), (2, 4)), tmp_path / "c"
-    side.save(saved.model, saved.optimizer, path)
+    save(saved.model, saved.optimizer, path)
     harm(path)
     other = network((4, 3), (2, 4))
     before = other.shards()
     with pytest.raises(CheckpointError, match=says) as raised:
-        side.load(other.model, other.optimizer, path)
+        load(other.model, other.optimizer, path)
     assert "\n" not in str(raised.value)
     assert all(torch.equal(shard, before[name]) for name, shard in other.shards().items())
 
 
-@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize(("save", "load"), SIDES)
 @pytest.mark.parametrize(
     ("shapes", "says"),
     [
@@ -140,39 +145,39 @@ def test_what_is_missing_or_cut_off_is_said_in_one_line(side, harm, says, alone,
         (((4, 3), (2, 4), (2, 2)), "another model, whose parameters have other names"),
     ],
 )
-def test_another_model_is_named(side, shapes, says, alone, tmp_path):
+def test_another_model_is_named(save, load, shapes, says, alone, tmp_path):
     saved, other = network((4, 3), (2, 4)), network(*shapes)
-    side.save(saved.model, saved.optimizer, tmp_path / "c")
+    save(saved.model, saved.optimizer, tmp_path / "c")
     with pytest.raises(CheckpointError, match=says):
-        side.load(other.model, other.optimizer, tmp_path / "c")
+        load(other.model, other.optimizer, tmp_path / "c")
 
 
 @pytest.mark.parametrize("content", [b"", b"no pickle", b"\x80\x04N."])
 def test_a_list_of_contents_that_is_damaged_is_named(content, alone, tmp_path):
     saved, path = network((4, 3)), tmp_path / "c"
-    optimized.save(saved.model, saved.optimizer, path)
+    optimized_save(saved.model, saved.optimizer, path)
     (path / ".metadata").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"c is damaged: its \.metadata cannot be read; load another"):
-        optimized.load(saved.model, saved.optimizer, path)
+        optimized_load(saved.model, saved.optimizer, path)
 
 
-@pytest.mark.parametrize("side", SIDES)
-def test_a_checkpoint_is_replaced_and_an_optimizer_without_a_state_gets_one(side, alone, tmp_path):
+@pytest.mark.parametrize(("save", "load"), SIDES)
+def test_a_checkpoint_is_replaced_and_an_optimizer_without_a_state_gets_one(save, load, alone, tmp_path):
     saved, path = network((4, 3)), tmp_path / "c"
-    side.save(saved.model, saved.optimizer, path)
+    save(saved.model, saved.optimizer, path)
     saved.step([torch.full((4, 3), 2.0)])
-    side.save(saved.model, saved.optimizer, path)
+    save(saved.model, saved.optimizer, path)
     assert [p.name for p in tmp_path.iterdir()] == ["c"]
     other = network((4, 3))
     other.optimizer = torch.optim.AdamW(other.model.parameters(), lr=0.1)
-    side.load(other.model, other.optimizer, path)
+    load(other.model, other.optimizer, path)
     assert all(torch.equal(shard, other.shards()[name]) for name, shard in saved.shards().items())
     assert other.shards()["steps of 0.weight"] == 2
 
 
-@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("save", [reference_save, optimized_save])
 @pytest.mark.parametrize("fails", ["mkdir", "replace"])
-def test_where_it_cannot_write_is_said_in_one_line(side, fails, alone, tmp_path, monkeypatch):
+def test_where_it_cannot_write_is_said_in_one_line(save, fails, alone, tmp_path, monkeypatch):
     saved, path = network((4, 3)), tmp_path / "file" / "c"
     if fails == "mkdir":
         (tmp_path / "file").touch()
@@ -185,4 +190,4 @@ def test_where_it_cannot_write_is_said_in_one_line(side, fails, alone, tmp_path,
         monkeypatch.setattr(os, "replace", full)
     says = "Not a directory|File exists" if fails == "mkdir" else "No space left on device"
     with pytest.raises(CheckpointError, match=rf"cannot write .*c: .*({says}).*; (free space there, or )?name another"):
-        side.save(saved.model, saved.optimizer, path)
+        save(saved.model, saved.optimizer, path)
