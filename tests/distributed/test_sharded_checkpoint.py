@@ -61,7 +61,7 @@ sharded_checkpoint = Pair(
     sizes={"features": size(1, 17), "hidden": size(1, 17), "outputs": size(1, 9)},
     steps=(1, 2),
     gradients=False,
-    max_examples=2,
+    max_examples=1,  # each step writes and reads files
     ranks=(2, 4),
     workloads=[Workload("cpu", features=256, hidden=512, outputs=64, clock="wall", device="cpu")],
 )
