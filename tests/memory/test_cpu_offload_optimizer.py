@@ -19,18 +19,24 @@ def torchao():
 
 
 def by_torchao(params):
-    """Its hooks copy each gradient as soon as a backward pass has it."""
+    """Its hooks copy each gradient as soon as a backward pass has it. It knows contiguous parameters alone."""
     from torchao.optim import CPUOffloadOptimizer
 
-    params = [torch.nn.Parameter(p) for p in params]
-    optimizer = CPUOffloadOptimizer(params, torch.optim.AdamW) if params else None
+    live = [i for i, p in enumerate(params) if p.numel()]
+    own = [torch.nn.Parameter(params[i].contiguous()) for i in live]
+    optimizer = CPUOffloadOptimizer(own, torch.optim.AdamW) if live else None
 
     def step(grads):
-        if optimizer is not None:
-            with torch.enable_grad():
-                torch.autograd.backward(params, list(grads))
-            optimizer.step()
-            optimizer.zero_grad()
+        if optimizer is None:
+            return
+        with torch.enable_grad():
+            torch.autograd.backward(own, [grads[i].contiguous() for i in live])
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for i, p in zip(live, own, strict=True):
+                if not params[i].is_contiguous():
+                    params[i].copy_(p)
 
     return step
 
