@@ -248,6 +248,11 @@ def cuda_graph_step(step: Callable[..., Any], **options: Any) -> CudaGraphStep:
     return CudaGraphStep(step, **options)
 
 
+def aside(call: Callable[[], Any], device: torch.device) -> Any:
+    """Run the call on the CUDA stream on which steps warm up and are captured; the current one waits for it."""
+    return _shared().aside(call, device)
+
+
 _SHARED: list[CudaGraphs] = []
 
 

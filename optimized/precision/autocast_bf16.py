@@ -1,4 +1,6 @@
-"""The network under autocast to bfloat16 (leak_cnn, technique 001.F2)."""
+"""The network under autocast to bfloat16 (leak_cnn, technique 001.F2; ups, technique 002.6)."""
+
+from collections.abc import Callable
 
 import torch
 
@@ -23,3 +25,36 @@ def autocast_bf16(
     with torch.autocast(segments.device.type, dtype=torch.bfloat16):
         classes, leak = forward(weights, segments)
     return leak_cnn_loss(classes.to(class_weights.dtype), leak.to(class_weights.dtype), labels, class_weights)
+
+
+Step = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+
+
+def sgd_step(weights: Weights, lr: float = 0.1) -> Step:
+    """Build `step(segments, labels, class_weights)`: SGD under autocast to bfloat16, without a gradient scaler.
+
+    A step changes the weights in place and returns the loss, 0-d, and the gradient by each weight. The host does not
+    wait. Where a gradient is not finite, as for segments that are not, a step is made all the same; the scaler that
+    float16 needs would leave it out. The source claims 1.10x over float16 with one.
+
+    weights        name → tensor, `suite.leak_cnn.model.shapes`
+    segments       [N, 1, H, 1]
+    labels         [N] int64
+    class_weights  [5]
+
+    Source: ups, technique 002.6.
+    """
+    leaves = {name: weight.detach().requires_grad_() for name, weight in weights.items()}
+    optimizer = torch.optim.SGD(leaves.values(), lr=lr)
+
+    def step(
+        segments: torch.Tensor, labels: torch.Tensor, class_weights: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        optimizer.zero_grad()
+        with torch.enable_grad():
+            loss = autocast_bf16(leaves, segments, labels, class_weights)
+            loss.backward()
+        optimizer.step()
+        return loss.detach(), {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+
+    return step

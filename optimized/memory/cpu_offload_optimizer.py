@@ -1,0 +1,162 @@
+"""AdamW with its state in host memory, updated by the CPU (ups, technique 002.5)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+
+def cpu_offload_optimizer(
+    params: Sequence[torch.Tensor],
+    lr: float = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 1e-2,
+) -> Callable[[Sequence[torch.Tensor]], None]:
+    """Build `step(grads)`, which sets each parameter's `.grad` and updates the parameters in place.
+
+    No state stays on a GPU. Gradients and parameters are copied to pinned host memory, torch's fused AdamW of the CPU
+    updates each parameter as soon as its copies are there, and the parameter is copied back while the CPU works on the
+    next one. The host waits for the copies from the device; work that is queued after the step waits for the copies to
+    it. Parameters of the CPU take the same way, without pinned memory and streams.
+
+    The parameter on the device is the one that counts: it is read in each step, so that a change by others, such as a
+    checkpoint that is loaded, takes effect. Copies in the two directions overlap, so that reading it costs little.
+    Parameters in float16 and bfloat16 have a float32 master copy, which keeps what their own dtype rounds away; an
+    element of it follows the parameter's where others have changed that.
+
+    Each element takes 16 bytes of host memory in float32 and 18 in a lower precision.
+
+    params  tensors of any shapes, changed in place
+    grads   one for each parameter, of its shape
+
+    Source: ups, technique 002.5, which takes torchao's CPUOffloadOptimizer.
+    """
+    return OffloadedAdamW(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+
+class OffloadedAdamW:
+    """The step of `cpu_offload_optimizer`; `transfers` are the streams that copy, for a device."""
+
+    def __init__(
+        self,
+        params: Sequence[torch.Tensor],
+        options: dict[str, Any],
+        transfers: Callable[[torch.device], Any] | None = None,
+    ) -> None:
+        self.params = list(params)
+        self.hosts = [_Host(p, options) for p in self.params]
+        devices = dict.fromkeys(p.device for p in self.params)
+        self.transfers = {device: (transfers or _transfers)(device) for device in devices}
+
+    @torch.no_grad()
+    def __call__(self, grads: Sequence[torch.Tensor]) -> None:
+        for p, grad in zip(self.params, grads, strict=True):
+            p.grad = grad
+        for transfers in self.transfers.values():
+            transfers.begin()
+        arrivals = []
+        for p, grad, host in zip(self.params, grads, self.hosts, strict=True):
+            transfers = self.transfers[p.device]
+            arrivals.append(transfers.fetch([(host.grad, grad), (host.fetched, p)]))
+        for p, host, arrival in zip(self.params, self.hosts, arrivals, strict=True):
+            arrival.synchronize()
+            host.update()
+            self.transfers[p.device].send(p, host.sent)
+        for transfers in self.transfers.values():
+            transfers.end()
+
+
+class _Host:
+    """A parameter's buffers and state in host memory.
+
+    grad, fetched  what is copied from the device, in its dtype
+    param          what AdamW updates, in float32 or float64
+    sent           what is copied to the device, in its dtype; it stays as it is until the next step
+    """
+
+    def __init__(self, p: torch.Tensor, options: dict[str, Any]) -> None:
+        wide = torch.promote_types(p.dtype, torch.float32)
+        self.grad, self.fetched = _buffer(p, p.dtype), _buffer(p, p.dtype)
+        # In the parameter's own dtype AdamW works in the buffer of the copies.
+        self.param = self.fetched if wide == p.dtype else _buffer(p, wide)
+        self.sent = self.fetched if wide == p.dtype else _buffer(p, p.dtype)
+        self.is_first = True
+        self.optimizer = torch.optim.AdamW([self.param], fused=True, **options)
+
+    def update(self) -> None:
+        """One step of AdamW on what was fetched, to `sent`."""
+        if self.param is not self.fetched:
+            theirs = self.fetched.to(self.param.dtype)
+            # In the first step all of it is new. NaN differs from itself, and is taken over.
+            others = torch.ones_like(theirs, dtype=torch.bool) if self.is_first else self.fetched != self.sent
+            torch.where(others, theirs, self.param, out=self.param)
+            self.is_first = False
+        self.param.grad = self.grad.to(self.param.dtype)
+        self.optimizer.step()
+        self.param.grad = None
+        if self.sent is not self.param:
+            self.sent.copy_(self.param)
+
+
+class _Here:
+    """Copies within host memory: each is done at once."""
+
+    def begin(self) -> None:
+        pass
+
+    def fetch(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> _Here:
+        for to, source in pairs:
+            to.copy_(source)
+        return self
+
+    def send(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        to.copy_(source)
+
+    def synchronize(self) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+
+class _Streams:
+    """Copies between a GPU and pinned memory, on a stream for each direction."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.from_device, self.to_device = torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+    def begin(self) -> None:
+        """What was queued before the step, such as the backward pass and the last step's copies, comes first."""
+        current = torch.cuda.current_stream(self.device)
+        self.from_device.wait_stream(current)
+        # A step on another stream than the last one: its copies must not overtake those from the same buffers.
+        self.from_device.wait_stream(self.to_device)
+        self.to_device.wait_stream(current)
+
+    def fetch(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.cuda.Event:
+        """Queue the copies to host memory; the event tells when they are there."""
+        with torch.cuda.stream(self.from_device):
+            for to, source in pairs:
+                to.copy_(source, non_blocking=True)
+        return self.from_device.record_event()
+
+    def send(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        """Queue the copy to the device."""
+        with torch.cuda.stream(self.to_device):
+            to.copy_(source, non_blocking=True)
+
+    def end(self) -> None:
+        """What is queued after the step comes after its copies."""
+        torch.cuda.current_stream(self.device).wait_stream(self.to_device)
+
+
+def _transfers(device: torch.device) -> _Here | _Streams:
+    return _Streams(device) if device.type == "cuda" else _Here()
+
+
+def _buffer(p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(p.shape, dtype=dtype, pin_memory=p.is_cuda)

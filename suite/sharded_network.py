@@ -1,0 +1,67 @@
+"""A small network whose weights and optimizer are sharded over the ranks, to be saved and loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""The tensors that AdamW keeps for each parameter, beside its number of steps."""
+
+
+class ShardedNetwork:
+    """Linear layers sharded by `fully_shard`, and AdamW over them.
+
+    The optimizer has a state from the beginning, so that one can be loaded into it.
+
+    weights  of the layers, [out, in] each, the same in every rank; the network has copies of its own
+    """
+
+    def __init__(self, weights: Sequence[torch.Tensor], lr: float = 0.1) -> None:
+        layers: list[torch.nn.Module] = []
+        for weight in weights:
+            layer = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+            layer.weight = torch.nn.Parameter(weight.detach().clone(memory_format=torch.contiguous_format))
+            fully_shard(layer)
+            layers.append(layer)
+        self.model = torch.nn.Sequential(*layers)
+        fully_shard(self.model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr)
+        for p in self.model.parameters():
+            assert isinstance(p, DTensor)
+            moments = {key: torch.zeros_like(p.to_local().detach()) for key in MOMENTS}
+            self.optimizer.state[p] = {
+                "step": torch.tensor(0.0),
+                **{key: _sharded_as(p, local) for key, local in moments.items()},
+            }
+
+    def step(self, gradients: Sequence[torch.Tensor]) -> None:
+        """A step of AdamW on gradients that every rank has in full."""
+        for p, gradient in zip(self.model.parameters(), gradients, strict=True):
+            assert isinstance(p, DTensor)
+            p.grad = distribute_tensor(gradient, p.device_mesh, p.placements, src_data_rank=None)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def shards(self) -> dict[str, torch.Tensor]:
+        """Copies of this rank's rows of each weight and of its moments, and each weight's number of steps.
+
+        The rows are those of `torch.chunk`: of n ranks and fewer rows the last ones have none.
+        """
+        found: dict[str, torch.Tensor] = {}
+        for name, p in self.model.named_parameters():
+            state = self.optimizer.state[p]
+            found |= {name: _local(p)} | {f"{key} of {name}": _local(state[key]) for key in MOMENTS}
+            found[f"steps of {name}"] = torch.tensor(int(state["step"]))
+        return found
+
+
+def _sharded_as(p: DTensor, local: torch.Tensor) -> DTensor:
+    return DTensor.from_local(local, p.device_mesh, p.placements, shape=p.shape, stride=p.stride())
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().clone()

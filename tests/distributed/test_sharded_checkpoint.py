@@ -1,0 +1,193 @@
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from optimized.distributed.sharded_checkpoint import load as optimized_load
+from optimized.distributed.sharded_checkpoint import save as optimized_save
+from perfsuite import Pair, Workload, floats, size, stateful, tensor
+from reference.distributed.sharded_checkpoint import load as reference_load
+from reference.distributed.sharded_checkpoint import save as reference_save
+from suite.runtime.errors import CheckpointError
+from suite.sharded_network import ShardedNetwork
+
+ROOT = Path(__file__).parents[2]
+
+
+@contextlib.contextmanager
+def shared_folder():
+    """A new folder of rank 0's that all ranks know."""
+    with contextlib.ExitStack() as stack:
+        names = [stack.enter_context(tempfile.TemporaryDirectory())] if dist.get_rank() == 0 else [None]
+        dist.broadcast_object_list(names)
+        yield Path(names[0])
+        dist.barrier()  # before rank 0 removes it
+
+
+def checkpointed(save, load):
+    """Steps of a network, each of which is saved and loaded into another network; returned is what that one has."""
+
+    def make(weights):
+        network = ShardedNetwork(weights)
+        other = ShardedNetwork([w.new_zeros(w.shape) for w in weights])
+
+        def step(gradients):
+            network.step(gradients)
+            with shared_folder() as folder:
+                save(network.model, network.optimizer, folder / "checkpoint")
+                load(other.model, other.optimizer, folder / "checkpoint")
+            return other.shards()
+
+        return step
+
+    return make
+
+
+def layers(bound):
+    return [tensor(*shape, values=floats(-bound, bound)) for shape in (("hidden", "features"), ("outputs", "hidden"))]
+
+
+sharded_checkpoint = Pair(
+    reference=stateful(checkpointed(reference_save, reference_load)),
+    optimized=stateful(checkpointed(optimized_save, optimized_load)),
+    inputs={"weights": layers(1)},
+    step_inputs={"gradients": layers(4)},
+    sizes={"features": size(1, 17), "hidden": size(1, 17), "outputs": size(1, 9)},
+    steps=(1, 2),
+    gradients=False,
+    max_examples=1,  # each step writes and reads files
+    ranks=(2, 4),
+    workloads=[Workload("cpu", features=256, hidden=512, outputs=64, clock="wall", device="cpu")],
+)
+
+
+def test_what_some_ranks_have_saved_others_load(tmp_path):
+    # Of 4, 2 and 1 ranks, each loads what the others have saved.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(Path(__file__).with_name("reshard.py")), str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    saved = sorted(p.name for p in tmp_path.glob("*-by-*"))
+    assert saved == [f"{side}-by-{ranks}" for side in ("optimized", "reference") for ranks in (1, 2, 4)]
+    # Each rank has written its own file, the reference's rank 0 all.
+    assert len(list((tmp_path / "optimized-by-2").glob("*.distcp"))) == 2
+    assert (tmp_path / "reference-by-2").is_file()
+
+
+@pytest.fixture
+def alone():
+    """A process group of this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def network(*shapes):
+    made = ShardedNetwork([torch.ones(shape) for shape in shapes])
+    made.step([torch.ones(shape) for shape in shapes])
+    return made
+
+
+SIDES = [
+    pytest.param(reference_save, reference_load, id="reference"),
+    pytest.param(optimized_save, optimized_load, id="optimized"),
+]
+
+
+def largest(path):
+    """The file that has the tensors."""
+    return max(path.rglob("*"), key=lambda p: p.stat().st_size) if path.is_dir() else path
+
+
+@pytest.mark.parametrize(("save", "load"), SIDES)
+@pytest.mark.parametrize(
+    ("harm", "says"),
+    [
+        (
+            lambda path: path.rename(path.with_name("elsewhere")),
+            r"cannot read .*c: No such file|no checkpoint in .*c: No",
+        ),
+        (lambda path: largest(path).unlink(), "cannot read .*: No such file or directory"),
+        (
+            lambda path: os.truncate(largest(path), 1000),
+            "is damaged, or no checkpoint; load another|cut off; load another",
+        ),
+        (
+            lambda path: os.truncate(largest(path), 0),
+            "is damaged, or no checkpoint; load another|cut off; load another",
+        ),
+    ],
+)
+def test_what_is_missing_or_cut_off_is_said_in_one_line(save, load, harm, says, alone, tmp_path):
+    saved, path = network((4, 3), (2, 4)), tmp_path / "c"
+    save(saved.model, saved.optimizer, path)
+    harm(path)
+    other = network((4, 3), (2, 4))
+    before = other.shards()
+    with pytest.raises(CheckpointError, match=says) as raised:
+        load(other.model, other.optimizer, path)
+    assert "\n" not in str(raised.value)
+    assert all(torch.equal(shard, before[name]) for name, shard in other.shards().items())
+
+
+@pytest.mark.parametrize(("save", "load"), SIDES)
+@pytest.mark.parametrize(
+    ("shapes", "says"),
+    [
+        (((4, 3), (3, 4)), r"another model, whose 1.weight has shape \(2, 4\) in place of \(3, 4\); load another"),
+        (((4, 3),), "another model, whose parameters have other names"),
+        (((4, 3), (2, 4), (2, 2)), "another model, whose parameters have other names"),
+    ],
+)
+def test_another_model_is_named(save, load, shapes, says, alone, tmp_path):
+    saved, other = network((4, 3), (2, 4)), network(*shapes)
+    save(saved.model, saved.optimizer, tmp_path / "c")
+    with pytest.raises(CheckpointError, match=says):
+        load(other.model, other.optimizer, tmp_path / "c")
+
+
+@pytest.mark.parametrize("content", [b"", b"no pickle", b"\x80\x04N."])
+def test_a_list_of_contents_that_is_damaged_is_named(content, alone, tmp_path):
+    saved, path = network((4, 3)), tmp_path / "c"
+    optimized_save(saved.model, saved.optimizer, path)
+    (path / ".metadata").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"c is damaged: its \.metadata cannot be read; load another"):
+        optimized_load(saved.model, saved.optimizer, path)
+
+
+@pytest.mark.parametrize(("save", "load"), SIDES)
+def test_a_checkpoint_is_replaced_and_an_optimizer_without_a_state_gets_one(save, load, alone, tmp_path):
+    saved, path = network((4, 3)), tmp_path / "c"
+    save(saved.model, saved.optimizer, path)
+    saved.step([torch.full((4, 3), 2.0)])
+    save(saved.model, saved.optimizer, path)
+    assert [p.name for p in tmp_path.iterdir()] == ["c"]
+    other = network((4, 3))
+    other.optimizer = torch.optim.AdamW(other.model.parameters(), lr=0.1)
+    load(other.model, other.optimizer, path)
+    assert all(torch.equal(shard, other.shards()[name]) for name, shard in saved.shards().items())
+    assert other.shards()["steps of 0.weight"] == 2
+
+
+@pytest.mark.parametrize("save", [reference_save, optimized_save])
+@pytest.mark.parametrize("fails", ["mkdir", "replace"])
+def test_where_it_cannot_write_is_said_in_one_line(save, fails, alone, tmp_path, monkeypatch):
+    saved, path = network((4, 3)), tmp_path / "file" / "c"
+    if fails == "mkdir":
+        (tmp_path / "file").touch()
+    else:
+        path.parent.mkdir()
+
+        def full(*_):
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(os, "replace", full)
+    says = "Not a directory|File exists" if fails == "mkdir" else "No space left on device"
+    with pytest.raises(CheckpointError, match=rf"cannot write .*c: .*({says}).*; (free space there, or )?name another"):
+        save(saved.model, saved.optimizer, path)
