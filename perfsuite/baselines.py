@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -14,10 +15,16 @@ from perfsuite.records import Machine
 class Baselines:
     """The files of one folder that are of this machine, as far as they have been read."""
 
-    def __init__(self, folder: Path, machine: Machine) -> None:
-        self.folder, self.machine = folder, machine
+    def __init__(self, folder: Path, identify: Callable[[], Machine]) -> None:
+        """`identify` says which machine this is, once that is needed: it may raise MachineError."""
+        self.folder, self.identify = folder, identify
         self.files: dict[int, Baseline] = {}
         """By the number of processes."""
+
+    @functools.cached_property
+    def machine(self) -> Machine:
+        """This machine."""
+        return self.identify()
 
     def path(self, ranks: int) -> Path:
         """The file of the workloads that so many processes call."""

@@ -85,7 +85,7 @@ class Control:
 
     @functools.cached_property
     def baselines(self) -> Baselines:
-        return Baselines(self.root / (self.config.option.perfsuite_baselines or "baselines"), self.machine)
+        return Baselines(self.root / (self.config.option.perfsuite_baselines or "baselines"), lambda: self.machine)
 
     @property
     def scratch(self) -> Path:

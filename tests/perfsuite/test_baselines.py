@@ -23,11 +23,15 @@ TWO = replace(MACHINE, count=2)
 
 def stored(folder: Path, *numbers: int) -> None:
     for number in numbers:
-        baseline.save(Baselines(folder, TWO).path(number), Baseline(machine=TWO))
+        baseline.save(Baselines(folder, lambda: TWO).path(number), Baseline(machine=TWO))
+
+
+def machine_with(folder: Path, **fields: Any) -> Baselines:
+    return Baselines(folder, lambda: replace(TWO, **fields))
 
 
 def test_each_number_of_processes_has_a_file(tmp_path: Path) -> None:
-    paths = [Baselines(tmp_path, TWO).path(number) for number in (1, 2, 12)]
+    paths = [Baselines(tmp_path, lambda: TWO).path(number) for number in (1, 2, 12)]
     assert [path.name.removeprefix(TWO.device) for path in paths] == [".json", "-x2.json", "-x12.json"]
 
 
@@ -35,14 +39,14 @@ def test_a_machine_reads_what_it_can_measure(tmp_path: Path) -> None:
     stored(tmp_path, 1, 2, 4)
     (tmp_path / f"{TWO.device}-x2-old.json").write_text("no baseline")
     for count, numbers in ((1, [1]), (2, [1, 2]), (4, [1, 2, 4]), (0, [1, 2, 4])):
-        found = Baselines(tmp_path, replace(TWO, count=count))
+        found = machine_with(tmp_path, count=count)
         found.load()
         assert sorted(found.files) == numbers
 
 
 def test_every_file_is_held_against_the_machine(tmp_path: Path) -> None:
     stored(tmp_path, 1, 2)
-    other = Baselines(tmp_path, replace(TWO, device_name="another", torch="9"))
+    other = machine_with(tmp_path, device_name="another", torch="9")
     other.load()
     errors, notes = other.compared()
     assert len(errors) == 1

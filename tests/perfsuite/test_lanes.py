@@ -276,7 +276,7 @@ def test_what_takes_long_to_prove_and_then_to_time_is_proven_first(
             durations.note(kind, id, took)
     run: Any = Run.__new__(Run)
     run.durations, run.runs, run.items, run.isolated = durations, {}, {}, {}
-    run.baselines = Baselines(tmp_path, TWO)
+    run.baselines = Baselines(tmp_path, lambda: TWO)
     monkeypatch.setattr(Run, "machine", TWO)
     monkeypatch.setattr(lanes, "measured_devices", lambda device: ("GPU-a", "GPU-b"))
     for kind, everywhere, order in ((PROVE, True, "acb"), (TIME, False, "acb"), (PROVE, False, "bca")):
@@ -302,7 +302,7 @@ def test_proofs_of_a_pair_that_took_long_to_time_are_expected_to_take_long(tmp_p
     durations.note(ITEMS, "a.py::known::equivalence", 7.0)
     timed = {"a.py::slow::speed[cpu]": [SimpleNamespace(seconds=9.0), SimpleNamespace(seconds=4.0)]}
     run: Any = Run.__new__(Run)
-    run.durations, run.runs, run.baselines = durations, timed, Baselines(tmp_path, TWO)
+    run.durations, run.runs, run.baselines = durations, timed, Baselines(tmp_path, lambda: TWO)
     quick, slow, known = (Task(id=f"a.py::{n}::equivalence", kind=ITEMS) for n in ("quick", "slow", "known"))
     usual = lanes.USUAL_S["items"]
     assert [run.expected_s(t) for t in (quick, slow, known)] == [usual, usual + 9.0, 7.0]

@@ -12,6 +12,7 @@ import torch
 from perfsuite import Pair, floats, runner, tensor
 from perfsuite.clocks import CudaClock
 from perfsuite.pair import Side
+from perfsuite.peers import ALONE
 from perfsuite.records import Case
 from perfsuite.runner import Call, Runner
 
@@ -54,5 +55,6 @@ def test_a_call_does_not_begin_before_the_last_one_has_let_go_of_its_memory(monk
     )
     monkeypatch.setattr(torch, "cuda", fake)
     clock = CudaClock.__new__(CudaClock)
+    clock.peers = ALONE
     monkeypatch.setattr(CudaClock, "synchronize", lambda self: None)
     assert side.once(clock).peak_bytes == 900
