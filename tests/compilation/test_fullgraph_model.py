@@ -206,21 +206,23 @@ def test_operators_of_the_same_sizes_share_the_compiled_code(monkeypatch):
 
 
 @pytest.mark.usefixtures("compilations")
-def test_on_cuda_the_step_is_a_copy_of_the_graphs_own(monkeypatch):
-    owns = []
+def test_on_cuda_the_step_is_replayed_and_copied(monkeypatch):
+    began, owns = [], []
 
     def compile_(function, **options):
         def replay(*arguments):
+            assert len(began) == len(owns) + 1
             owns.append(function(*arguments).detach())
             return owns[-1]
 
         return replay
 
     monkeypatch.setattr(torch, "compile", compile_)
-    monkeypatch.setattr(compiled, "replay_begins", lambda: None)
-    model, latents = operator(4, 2, 4, 1), torch.randn(2, 3, 4)
-    found = optimized_operator(model, latents.as_subclass(OnCuda), torch.rand(2), torch.ones(1, 2, 2))
-    assert torch.equal(found, owns[0])
+    monkeypatch.setattr(compiled, "replay_begins", lambda: began.append(1))
+    torch.manual_seed(0)
+    model, latents, dt, scales = operator(4, 2, 4, 1), torch.randn(2, 3, 4), torch.rand(2), torch.rand(1, 2, 2)
+    found = optimized_operator(model, latents.as_subclass(OnCuda), dt, scales)
+    torch.testing.assert_close(torch.Tensor(found), reference_operator(model, latents, dt, scales).detach())
     assert found.data_ptr() != owns[0].data_ptr()
 
 
