@@ -126,8 +126,8 @@ class Control:
         wanted = item.workload.device
         if wanted is not None and wanted != self.device:
             return f"the workload is for {wanted}; this machine measures on {self.device}"
-        if self.device == "cuda" and item.workload.ranks > self.machine.count:
-            return f"the workload is for {item.workload.ranks} GPUs; this machine has {self.machine.count}"
+        if (ranks := item.workload.ranks) > 1 and 0 < self.machine.count < ranks:
+            return f"the workload is for {ranks} GPUs; this machine has {self.machine.count}"
         skip = evaluate_skip_marks(item)
         return f"it is skipped: {skip.reason}" if skip else None
 
