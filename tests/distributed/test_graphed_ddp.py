@@ -48,6 +48,7 @@ graphed_ddp = Pair(
     ranks=(2, 4),
     workloads=[
         Workload("alone", rows=64, features=256, hidden=512, outputs=64, clock="wall", device="cuda", host_syncs=0),
+        Workload("dp2", ranks=2, rows=64, features=256, hidden=512, outputs=64, clock="wall", device="cuda"),
         Workload("cpu", rows=16, features=32, hidden=64, outputs=8, clock="wall", device="cpu"),
     ],
 )

@@ -26,7 +26,10 @@ nccl_settings = Pair(
     sizes={"examples": size(1, 9), "rows": size(0, 17), "columns": size(0, 17)},
     gradients=False,
     ranks=(2, 4),
-    workloads=[Workload("cpu", examples=4, rows=64, columns=64, clock="wall", device="cpu")],
+    workloads=[
+        Workload("dp2", ranks=2, examples=1, rows=4096, columns=4096, device="cuda"),
+        Workload("cpu", examples=4, rows=64, columns=64, clock="wall", device="cpu"),
+    ],
 )
 
 
