@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """The tensors that AdamW keeps for each parameter, beside its number of steps."""
@@ -15,7 +16,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 class ShardedNetwork:
     """Linear layers sharded by `fully_shard`, and AdamW over them.
 
-    The optimizer has a state from the beginning, so that one can be loaded into it.
+    The optimizer has a state from the beginning, so that one can be loaded into it. `step` works on the shards alone,
+    since the harness does not follow operations on DTensors.
 
     weights  of the layers, [out, in] each, the same in every rank; the network has copies of its own
     """
@@ -29,6 +31,7 @@ class ShardedNetwork:
             layers.append(layer)
         self.model = torch.nn.Sequential(*layers)
         fully_shard(self.model)
+        self.lr = lr
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr)
         for p in self.model.parameters():
             assert isinstance(p, DTensor)
@@ -39,12 +42,18 @@ class ShardedNetwork:
             }
 
     def step(self, gradients: Sequence[torch.Tensor]) -> None:
-        """A step of AdamW on gradients that every rank has in full."""
+        """A step of Adam on gradients that every rank has in full: each rank updates its shards."""
+        beta1, beta2 = 0.9, 0.999
         for p, gradient in zip(self.model.parameters(), gradients, strict=True):
             assert isinstance(p, DTensor)
-            p.grad = distribute_tensor(gradient, p.device_mesh, p.placements, src_data_rank=None)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+            state = self.optimizer.state[p]
+            state["step"] += 1
+            own, shard = p.to_local().detach(), shard_of(gradient)
+            first, second = (state[key].to_local() for key in MOMENTS)
+            first.mul_(beta1).add_((1 - beta1) * shard)
+            second.mul_(beta2).add_((1 - beta2) * shard * shard)
+            corrected = (second / (1 - beta2 ** state["step"].item())).sqrt()
+            own.sub_(self.lr * first / (1 - beta1 ** state["step"].item()) / (corrected + 1e-8))
 
     def shards(self) -> dict[str, torch.Tensor]:
         """Copies of this rank's rows of each weight and of its moments, and each weight's number of steps.
@@ -57,6 +66,12 @@ class ShardedNetwork:
             found |= {name: _local(p)} | {f"{key} of {name}": _local(state[key]) for key in MOMENTS}
             found[f"steps of {name}"] = torch.tensor(int(state["step"]))
         return found
+
+
+def shard_of(whole: torch.Tensor) -> torch.Tensor:
+    """This rank's rows."""
+    shards, rank = whole.chunk(dist.get_world_size()), dist.get_rank()
+    return shards[rank] if rank < len(shards) else whole[:0]
 
 
 def _sharded_as(p: DTensor, local: torch.Tensor) -> DTensor:

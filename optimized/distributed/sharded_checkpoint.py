@@ -1,5 +1,6 @@
 """A checkpoint of a sharded network to which every rank writes its shards alone (ups, technique 002.7)."""
 
+import contextlib
 import os
 import shutil
 from pathlib import Path
@@ -20,7 +21,8 @@ def save(model: torch.nn.Module, optimizer: torch.optim.Optimizer, path: Path) -
     """Write the weights and the optimizer's state to a folder, in place of what is there; called by all ranks.
 
     Each rank writes a file of its own shards by `torch.distributed.checkpoint`; nothing is gathered but what lies
-    where. All ranks must see the same folder. The folder gets its name once all files are written.
+    where. All ranks must see the same folder. The folder gets its name once all files are written: a run that is killed
+    at any moment leaves a whole checkpoint.
 
     model      its parameters are DTensors, sharded by `fully_shard`
     optimizer  of these parameters; each has a state, as after a step
@@ -29,8 +31,9 @@ def save(model: torch.nn.Module, optimizer: torch.optim.Optimizer, path: Path) -
 
     Source: ups, technique 002.7.
     """
-    temporary, old = path.with_name(f".{path.name}.tmp"), path.with_name(f".{path.name}.old")
+    temporary, old = path.with_name(f".{path.name}.tmp"), _old(path)
     if dist.get_rank() == 0:
+        _put_back(path)
         for left in (temporary, old):
             shutil.rmtree(left, ignore_errors=True)
     dist.barrier()
@@ -41,12 +44,13 @@ def save(model: torch.nn.Module, optimizer: torch.optim.Optimizer, path: Path) -
     failure = [""]
     if dist.get_rank() == 0:
         try:
-            if path.exists():
+            if path.is_dir():
                 os.replace(path, old)
             os.replace(temporary, path)
+            shutil.rmtree(old, ignore_errors=True)
         except OSError as error:
             failure = [first_line(error)]
-        shutil.rmtree(old, ignore_errors=True)
+            _put_back(path)
     dist.broadcast_object_list(failure)
     if failure[0]:
         raise CheckpointError(f"cannot write {path}: {failure[0]}; name another")
@@ -62,6 +66,8 @@ def load(model: torch.nn.Module, optimizer: torch.optim.Optimizer, path: Path) -
 
     Source: ups, technique 002.7.
     """
+    if not path.exists() and _old(path).exists():
+        path = _old(path)
     state = _state(model, optimizer)
     metadata = _metadata(path)
     _check_model(path, metadata, state)
@@ -71,6 +77,18 @@ def load(model: torch.nn.Module, optimizer: torch.optim.Optimizer, path: Path) -
     except CheckpointException as error:
         raise CheckpointError(f"cannot read {path}: {_cause(error)}; load another") from None
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+
+def _old(path: Path) -> Path:
+    """Where a checkpoint is while another one takes its name."""
+    return path.with_name(f".{path.name}.old")
+
+
+def _put_back(path: Path) -> None:
+    """Give the earlier checkpoint its name again, where no other has got it."""
+    if _old(path).exists() and not path.exists():
+        with contextlib.suppress(OSError):
+            os.replace(_old(path), path)
 
 
 def _state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

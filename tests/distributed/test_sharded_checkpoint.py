@@ -194,3 +194,39 @@ def test_where_it_cannot_write_is_said_in_one_line(save, fails, alone, tmp_path,
     says = "Not a directory|File exists" if fails == "mkdir" else "No space left on device"
     with pytest.raises(CheckpointError, match=rf"cannot write .*c: .*({says}).*; (free space there, or )?name another"):
         save(saved.model, saved.optimizer, path)
+
+
+def test_a_checkpoint_stays_where_no_other_takes_its_name(alone, tmp_path, monkeypatch):
+    saved, path = network((4, 3)), tmp_path / "c"
+    optimized_save(saved.model, saved.optimizer, path)
+    before = saved.shards()
+    saved.step([torch.full((4, 3), 2.0)])
+    replace = os.replace
+
+    def failing(source, to):
+        if str(source).endswith(".tmp") and to == path:
+            raise OSError(28, "No space left on device")
+        replace(source, to)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", failing)
+        with pytest.raises(CheckpointError, match="No space left on device"):
+            optimized_save(saved.model, saved.optimizer, path)
+    other = network((4, 3))
+    optimized_load(other.model, other.optimizer, path)
+    assert all(torch.equal(shard, other.shards()[name]) for name, shard in before.items())
+
+
+def test_a_run_that_was_killed_while_it_renamed_leaves_the_earlier_checkpoint(alone, tmp_path):
+    saved, path, old = network((4, 3)), tmp_path / "c", tmp_path / ".c.old"
+    optimized_save(saved.model, saved.optimizer, path)
+    path.rename(old)
+    other = network((4, 3))
+    other.step([torch.ones(4, 3)])
+    optimized_load(other.model, other.optimizer, path)
+    assert all(torch.equal(shard, other.shards()[name]) for name, shard in saved.shards().items())
+    other.step([torch.ones(4, 3)])
+    optimized_save(other.model, other.optimizer, path)
+    assert [p.name for p in tmp_path.iterdir()] == ["c"]
+    optimized_load(saved.model, saved.optimizer, path)
+    assert all(torch.equal(shard, saved.shards()[name]) for name, shard in other.shards().items())
