@@ -388,7 +388,8 @@ class _RedrawnRoundings(PlainMode):
 
     def _redraw(self, tensor: torch.Tensor, depth: int) -> None:
         count = tensor.numel()
-        if not count or not tensor.dtype.is_floating_point or 0 in tensor.stride():
+        plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)  # a DTensor has no element of its own
+        if not plain or not count or not tensor.dtype.is_floating_point or 0 in tensor.stride():
             return
         key = tensor.device, tensor.dtype, depth
         if key not in self.spans:

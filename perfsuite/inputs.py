@@ -585,7 +585,7 @@ def _floats(
             decades = min(6.0, math.log10(info.max) / 2)
             scale = 10 ** ((torch.rand(shape, generator=generator, device=source, dtype=work) * 2 - 1) * decades)
             real = origin + (real - origin) * scale
-        case "edges":
+        case "edges" if values.low is not None or values.high is not None:  # one of a list may have bounds
             pick = torch.randint(0, 3, shape, generator=generator, device=source)
             middle = min(max(0.0, float(real.min())), float(real.max())) if real.numel() else 0.0
             real = torch.where(pick == 0, real.new_tensor(low), torch.where(pick == 1, real.new_tensor(high), middle))

@@ -285,7 +285,10 @@ class _Fence:
 
 def _fenced(tensor: torch.Tensor, what: str, fences: list[_Fence]) -> torch.Tensor:
     """The same values, strides and offset, in a storage that has a guard before and one after it."""
-    if not tensor.numel() or tensor.layout is not torch.strided or tensor.is_meta or tensor.dtype.is_complex:
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)  # a DTensor has no memory of its own
+    if not plain or not tensor.numel() or tensor.layout is not torch.strided or tensor.is_meta:
+        return tensor
+    if tensor.dtype.is_complex:
         return tensor
     size = tensor.element_size()
     held = tensor.untyped_storage().nbytes() // size

@@ -15,11 +15,10 @@ import torch
 
 from perfsuite import machine, process_state, rule, truths
 from perfsuite.errors import MachineError, NotEquivalent, PairError
-from perfsuite.execution import Leaves
 from perfsuite.pair import Pair, Workload
 from perfsuite.rank_timing.check import Judge, Judged
 from perfsuite.rank_timing.request import TimeRequest
-from perfsuite.ranks import group
+from perfsuite.ranks import group, parts
 from perfsuite.ranks import proof as ranks_proof
 from perfsuite.records import OPTIMIZED, Alone, Case, Evidence, Measurement, ProcessGroup, Proof, SideRecord
 from perfsuite.tally import Tally
@@ -101,7 +100,7 @@ class RankTiming:
             raise PairError(truths.overflows(self.pair)) from None
         took = perf_counter() - began
         tally = self.tally if judge.name == OPTIMIZED else None
-        outputs = [_on(self.device, one.leaves) for one in asked]
+        outputs = [parts.placed_as(one.leaves, truth.leaves, self.device) for one in asked]
         try:
             ranks_proof.hold(self.timed, known, outputs, truth, judge.name, tally)
         except NotEquivalent as error:
@@ -136,7 +135,3 @@ def _most(sides: Sequence[SideRecord]) -> SideRecord:
     """The side as rank 0 timed it, with the memory of the rank that took most."""
     peaks = [side.peak_bytes for side in sides if side.peak_bytes is not None]
     return replace(sides[0], peak_bytes=max(peaks, default=None))
-
-
-def _on(device: str, leaves: Leaves) -> Leaves:
-    return {n: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf for n, leaf in leaves.items()}

@@ -28,6 +28,17 @@ def prepared(
     return lambda: truths.run(side, pair, values, case, False, given)
 
 
+def placed_as(leaves: Leaves, truth: Leaves, device: str) -> Leaves:
+    """The outputs of another process, which sends them from the host, on the devices of the truth's; others on this
+    one."""
+
+    def place(name: str) -> torch.device | str:
+        like = truth.get(name)
+        return like.device if isinstance(like, torch.Tensor) else device
+
+    return {n: leaf.to(place(n)) if isinstance(leaf, torch.Tensor) else leaf for n, leaf in leaves.items()}
+
+
 def joined(of_ranks: Sequence[Leaves], truth: Leaves) -> Leaves:
     """The outputs of which each rank has a part, put together in the order of the ranks."""
     return {name: whole for name, t in truth.items() if (whole := _joined(of_ranks, name, t)) is not None}

@@ -41,7 +41,7 @@ def check(
         if tally is not None:
             tally.discarded += 1
         return
-    calls = _Calls(case, device, module)
+    calls = _Calls(case, device, module, truth.leaves)
     for side in (REFERENCE, OPTIMIZED):
         who = f"{pair.name}: the {side}{' side' if side == OPTIMIZED else ''} in {pair.at_ranks} processes"
         try:
@@ -74,18 +74,15 @@ def _verdict(side: str, words: str, case: Case) -> Exception:
 class _Calls:
     """Calls both sides in all ranks on one case, and keeps their outputs."""
 
-    def __init__(self, case: Case, device: str, module: ModuleType) -> None:
-        self.case, self.device, self.module = case, device, module
+    def __init__(self, case: Case, device: str, module: ModuleType, truth: Leaves) -> None:
+        self.case, self.device, self.module, self.truth = case, device, module, truth
         self.produced: dict[str, list[Leaves]] = {}
         """By side: the results on the case's own inputs, by rank."""
 
     def of(self, pair: Pair, side: str) -> list[Leaves]:
         """Return the side's outputs by rank. RanksFailed if a rank does not return."""
         of_ranks = group.group_of(pair.at_ranks, self.device).call(pair, side, self.case, self.module)
-        found = [
-            {name: leaf.to(self.device) if isinstance(leaf, torch.Tensor) else leaf for name, leaf in leaves.items()}
-            for leaves in of_ranks
-        ]
+        found = [parts.placed_as(leaves, self.truth, self.device) for leaves in of_ranks]
         if not pair.equal_parts:
             self.produced[side] = found
         return found

@@ -287,6 +287,12 @@ def test_whole_numbers_hold_bounds_by_name_and_by_column(regime: str, dtype: str
         assert (x < torch.tensor([7, 7, 4])).all()
 
 
+def test_one_tensor_of_a_list_may_have_bounds() -> None:
+    bounded, free = built([tensor(40, values=floats(-4, 3)), tensor(40)], InputCase(regime="edges"))
+    assert set(bounded.unique().tolist()) == {-4.0, 0.0, 3.0}
+    assert len(free.unique()) == 40
+
+
 def test_whole_numbers_reach_their_bounds() -> None:
     x = built(tensor(500, dtype="int64", values=integers(-3, 3)))
     assert set(x.tolist()) == {-3, -2, -1, 0, 1, 2}

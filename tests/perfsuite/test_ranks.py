@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 import perfsuite
 from perfsuite import Pair, listof, rank_parts, tensor
@@ -134,6 +135,23 @@ def test_in_one_process_a_pair_with_ranks_has_a_group_of_its_own() -> None:
         assert dist.get_world_size() == 1
     with group.alone(pair(ranks=(), inputs={"x": tensor("n")}), "cpu"):
         assert not dist.is_initialized()
+
+
+def test_distributed_tensors_are_proven() -> None:
+    """They have no memory of their own to be fenced, and their roundings are those of their parts."""
+
+    def plain(x: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(x) + x * 3 / 7
+
+    def sharded(x: torch.Tensor) -> torch.Tensor:
+        parts = distribute_tensor(x, init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(0)])
+        whole: torch.Tensor = (torch.zeros_like(parts) + parts * 3 / 7).full_tensor()
+        return whole
+
+    inputs = {"x": tensor("n", values=perfsuite.floats(-1, 1))}
+    for sides in ({"reference": plain, "optimized": sharded}, {"reference": sharded, "optimized": plain}):
+        made = pair(inputs=inputs, sizes={"n": Size(low=1, high=9)}, **sides)
+        assert perfsuite.check(made, examples=3, device="cpu")
 
 
 # --- pytest ---------------------------------------------------------------------------------------------------------
