@@ -107,7 +107,10 @@ inverse_losses = Pair(
 
 
 def with_gradients(call):
-    """Batch after batch of one task: the two losses, and the gradient of their sum by each weight."""
+    """Batch after batch of one task: the two losses, and the gradient of their sum by the weights of each module.
+
+    It is a vector for each module: by the biases of the keys it is 0, of which only rounding errors are left.
+    """
 
     def make(encoder, decoder, frequency):
         count = itertools.count()
@@ -119,9 +122,13 @@ def with_gradients(call):
             losses = call([InverseTask(encode=encode, decode=decode, **task)], next(count), frequency)
             leaves = [leaf for of_module in weights for leaf in of_module.values()]
             total = losses[0] + losses[1]
-            if not total.requires_grad:
-                return losses, [torch.zeros_like(leaf) for leaf in leaves]
-            return [loss.detach() for loss in losses], list(torch.autograd.grad(total, leaves))
+            if total.requires_grad:
+                gradients = torch.autograd.grad(total, leaves)
+            else:
+                gradients = [torch.zeros_like(leaf) for leaf in leaves]
+            vectors = [gradient.flatten() for gradient in gradients]
+            first = len(weights[0])
+            return [loss.detach() for loss in losses], torch.cat(vectors[:first]), torch.cat(vectors[first:])
 
         return step
 
