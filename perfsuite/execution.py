@@ -350,6 +350,14 @@ class PlainMode(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch has not typed it
 
 
+class OutsideCompiled(PlainMode):
+    """A mode that compiled functions run beside, as they are."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # else torch.compile would trace into the mode
+
+
 class _RedrawnRoundings(PlainMode):
     def __init__(self, seed: int, units: float, least: float) -> None:
         super().__init__()

@@ -22,7 +22,7 @@ HELD_STEPS = 40
 """The same for the steps of a stateful pair."""
 
 
-class _Allocations(execution.PlainMode):
+class _Allocations(execution.OutsideCompiled):
     """Notes the storage of everything that is made anew, not of what an operation writes to."""
 
     def __init__(self) -> None:

@@ -311,7 +311,7 @@ ALLOCATES = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new
 ALLOCATES_FILLED = frozenset({"zeros", "zeros_like", "new_zeros", "ones", "ones_like", "full", "full_like", "new_full"})
 
 
-class _Guarded(execution.PlainMode):
+class _Guarded(execution.OutsideCompiled):
     """What the side allocates gets guards."""
 
     def __init__(self, fences: list[_Fence]) -> None:

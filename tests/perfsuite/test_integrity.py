@@ -586,3 +586,8 @@ def test_memory_whose_storage_is_resized_is_not_fenced() -> None:
         return made.copy_(x.sin())
 
     integrity.check(pair(torch.sin, resized, gradients=False), CASE, "cpu")
+
+
+def test_what_a_side_compiles_in_one_graph_is_not_traced_with_the_guards() -> None:
+    compiled = torch.compile(lambda x: torch.zeros_like(x) + 2 * x, backend="eager", fullgraph=True)
+    integrity.check(pair(lambda x: 2 * x, lambda x: compiled(x), gradients=False), CASE, "cpu")
