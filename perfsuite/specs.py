@@ -211,7 +211,7 @@ def tensor(
     if align < 0 or align & (align - 1):
         raise PairError(f"tensor: align={align} is no power of two; give the bytes that the kernel requires, e.g. 16")
     place = range(len(dims))
-    if by_rank is not None and (type(by_rank) is not int or by_rank not in place or RANKS not in _names(dims[by_rank])):
+    if by_rank is not None and not (type(by_rank) is int and by_rank in place and _is_multiple_of_ranks(dims[by_rank])):
         raise PairError(
             f"tensor: by_rank={by_rank!r} must be the place of a dimension that is a multiple of the number of ranks, "
             f'as tensor("ranks * batch", by_rank=0)'
@@ -234,8 +234,12 @@ def tensor(
     )
 
 
-def _names(dim: Dim) -> set[str]:
-    return set(expressions.names(dim)) if isinstance(dim, str) else set()
+def _is_multiple_of_ranks(dim: Dim) -> bool:
+    """Whether the dimension divides into equal parts whatever the other sizes are. Tried with some that do not."""
+    if not isinstance(dim, str) or RANKS not in expressions.names(dim):
+        return False
+    tried = [{**dict.fromkeys(expressions.names(dim), size), RANKS: n} for size in (7, 11) for n in (2, 3, 5)]
+    return all(expressions.value(dim, sizes) % sizes[RANKS] == 0 for sizes in tried)
 
 
 def scalar(values: Floats | Integers | Sequence[bool | int | float]) -> ScalarSpec:

@@ -86,6 +86,7 @@ def test_what_fits_in_no_way_is_not_put_together() -> None:
     [
         (lambda: tensor("m", "n", by_rank=0), r"by_rank=0 must be the place of a dimension that is a multiple"),
         (lambda: tensor("ranks * m", by_rank=1), r"by_rank=1 must be the place"),
+        (lambda: tensor("ranks + m", by_rank=0), r"by_rank=0 must be the place of a dimension that is a multiple"),
         (lambda: tensor("ranks * m", by_rank=True), r"by_rank=True must be the place"),
         (lambda: pair(ranks=(1,)), r"ranks=\(1,\): give different numbers of processes, each 2 or more"),
         (lambda: pair(ranks=("two",)), r"ranks=\('two',\): give different numbers of processes"),
