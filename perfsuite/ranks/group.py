@@ -74,6 +74,11 @@ class Raised:
 
 
 @dataclass(frozen=True, slots=True)
+class Found(Raised):
+    """What a side did wrong in one rank: words that follow its name."""
+
+
+@dataclass(frozen=True, slots=True)
 class Verdict(Raised):
     """What perfsuite itself found in one rank: the name of an error of its own, with its text."""
 
@@ -236,7 +241,10 @@ class Group:
                 one.send(message)
 
     def _fail(self, replies: dict[int, Reply], raised: dict[int, Raised]) -> NoReturn:
-        """RanksFailed for what the ranks raised; the group ends unless all of them raised the same."""
+        """RanksFailed for what the ranks raised; the group ends unless all of them raised the same, or all answered."""
+        for rank, reply in raised.items():
+            if isinstance(reply, Found) and len(replies) == self.ranks:
+                raise RanksFailed(reply.text if len(raised) == self.ranks else f"{reply.text} (on rank {rank})")
         alike = len(raised) == self.ranks and len({(r.kind, r.place) for r in raised.values()}) == 1
         if alike and not _is_of_waiting(raised[0]):
             raise RanksFailed(f"raises {raised[0]}")

@@ -8,24 +8,40 @@ from typing import Any
 
 import torch
 
+from perfsuite import forms, rank_parts, truths
 from perfsuite import inputs as make
-from perfsuite import rank_parts, truths
 from perfsuite.execution import Leaves
 from perfsuite.pair import Pair, Side
 from perfsuite.records import Case
 
 
+class ChangedInputError(Exception):
+    """A side has changed an input that it must leave as it is."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(f"changes its input {path} in place, which the pair does not declare; add it to mutates=")
+
+
 def prepared(
     pair: Pair, side: Side, case: Case, device: str, *, rank: int, ranks: int, home: Path | None
 ) -> Callable[[], Leaves]:
-    """A call of the side on this rank's part of the case's inputs, which are made now."""
+    """A call of the side on this rank's part of the case's inputs, which are made now. It raises ChangedInputError."""
     rounded = truths.rounded_to_precision(pair, case)
 
     def given(step: int) -> dict[str, Any]:
         return rank_parts.of_rank(pair.step_inputs, rounded(make.build_step(pair, case, device, step)), rank, ranks)
 
     values = rank_parts.of_rank(pair.inputs, rounded(make.build(pair, case, device, home=home)), rank, ranks)
-    return lambda: truths.run(side, pair, values, case, False, given)
+
+    def call() -> Leaves:
+        before = make.clone(values)
+        leaves = truths.run(side, pair, values, case, False, given)
+        for (path, now), (_, was) in zip(make.unchanging(pair, values), make.unchanging(pair, before), strict=True):
+            if not forms.identical(now, was):
+                raise ChangedInputError(path)
+        return leaves
+
+    return call
 
 
 def placed_as(leaves: Leaves, truth: Leaves, device: str) -> Leaves:

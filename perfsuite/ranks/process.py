@@ -30,7 +30,7 @@ from perfsuite.errors import HarnessFault, NotEquivalent, PerfsuiteError, first_
 from perfsuite.execution import Leaves
 from perfsuite.pair import Pair, as_side
 from perfsuite.ranks import parts
-from perfsuite.ranks.group import Ended, Raised, Request, Verdict, backend
+from perfsuite.ranks.group import Ended, Found, Raised, Request, Verdict, backend
 from perfsuite.records import OPTIMIZED, REFERENCE
 
 
@@ -88,6 +88,8 @@ def _verdict(error: BaseException) -> Verdict:
 
 
 def _raised(error: Exception) -> Raised:
+    if isinstance(error, parts.ChangedInputError):
+        return Found(kind="", text=str(error), place="")
     frame = users_frame(error)
     place = f"{Path(frame.filename).name}:{frame.lineno}" if frame is not None else ""
     return Raised(kind=type(error).__name__, text=first_line(error), place=place)

@@ -193,6 +193,14 @@ def wrong_on_one_rank(x: torch.Tensor) -> torch.Tensor:
     return x * (2 + dist.get_rank())
 
 
+def writes_an_input(x: torch.Tensor) -> torch.Tensor:
+    """Where there are several ranks the second writes its rows."""
+    result = x * 2
+    if dist.get_rank() == 1:
+        x.zero_()
+    return result
+
+
 def of_rows(optimized: Callable[[torch.Tensor], torch.Tensor]) -> Pair:
     inputs = {"x": tensor("ranks * rows", "n", values=floats(-2, 2), by_rank=0)}
     sizes = {"n": size(1, 9), "rows": size(1, 5)}
@@ -201,6 +209,7 @@ def of_rows(optimized: Callable[[torch.Tensor], torch.Tensor]) -> Pair:
 
 WRONG["all_rows"] = of_rows(all_rows)
 WRONG["wrong_on_one_rank"] = of_rows(wrong_on_one_rank)
+WRONG["writes_an_input"] = of_rows(writes_an_input)
 RIGHT = {
     "in_one_bucket": pair(reduced(in_one_bucket)),
     "waited_for": pair(reduced(waited_for)),

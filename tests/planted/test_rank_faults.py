@@ -35,6 +35,7 @@ WORDS = {
     "exits_on_one_rank": "ends the process of rank 1 with exit code 3",
     "all_rows": r"output of the .* has shape \(6, 5\) on rank 0 of 2, where that of the reference has \(3, ",
     "wrong_on_one_rank": r"is wrong at \[[345], \d\].*, in the parts of 2 ranks together$",
+    "writes_an_input": r"changes its input x in place, which the pair does not declare; .*mutates= \(on rank 1\)$",
     "hangs_on_one_rank": r"hangs: rank 1 at rank_faults.py:\d+ did not return while rank 0 returned",
 }
 USUAL_WRONG = (
@@ -43,7 +44,7 @@ USUAL_WRONG = (
     "averaged_twice",
     "rounded_at_random",
     "raises_on_one_rank",
-    "all_rows",
+    "writes_an_input",
 )
 USUAL_RIGHT = ("in_one_bucket", "rows", "with_a_common_seed")
 CASE = Case(dtype="float32", sizes={"n": 5, "rows": 3, "ranks": 2}, inputs={}, seed=1)
