@@ -120,14 +120,11 @@ def with_gradients(call):
             weights = [leaves_of(encoder), leaves_of(decoder)]
             encode, decode = with_weights(encoder, weights[0]), with_weights(decoder, weights[1])
             losses = call([InverseTask(encode=encode, decode=decode, **task)], next(count), frequency)
-            leaves = [leaf for of_module in weights for leaf in of_module.values()]
             total = losses[0] + losses[1]
-            if total.requires_grad:
-                gradients = torch.autograd.grad(total, leaves)
-            else:
-                gradients = [torch.zeros_like(leaf) for leaf in leaves]
-            vectors = [gradient.flatten() for gradient in gradients]
-            first = len(weights[0])
+            if not total.requires_grad:
+                return losses, *(torch.zeros(elements(own), device=total.device, dtype=total.dtype) for own in weights)
+            found = torch.autograd.grad(total, [leaf for own in weights for leaf in own.values()])
+            first, vectors = len(weights[0]), [gradient.flatten() for gradient in found]
             return [loss.detach() for loss in losses], torch.cat(vectors[:first]), torch.cat(vectors[first:])
 
         return step
@@ -137,6 +134,10 @@ def with_gradients(call):
 
 def leaves_of(module):
     return {name: p.detach().requires_grad_() for name, p in module.named_parameters()}
+
+
+def elements(weights):
+    return sum(weight.numel() for weight in weights.values())
 
 
 def with_weights(module, weights):
