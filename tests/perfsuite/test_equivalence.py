@@ -13,7 +13,7 @@ import hypothesis
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase
-from scale import count
+from scale import FULLY, count
 from torch.nn import functional
 
 from perfsuite import (
@@ -669,7 +669,13 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+def families() -> list[Any]:
+    """One precision of each family; make test-all runs the others, too."""
+    other = ("in float16", "in float64", ", fused")
+    return [pytest.param(name, marks=FULLY if any(words in name for words in other) else ()) for name in FAMILIES]
+
+
+@pytest.mark.parametrize("name", families())
 def test_honest_kernels_pass_and_faulty_ones_do_not(name: str) -> None:
     family = FAMILIES[name]
     wrong, caught, tally = judge_family(family, seed=1)
