@@ -32,7 +32,7 @@ def show(
                 "clock": item.workload.clock,
                 "direction": item.workload.direction,
                 "device": item.workload.device or "any",
-                "sizes": item.workload.sizes,
+                "sizes": item.workload.described,
                 "promised_speedup": item.promises.speedup,
                 "accepted_s": entry.sides["optimized"].seconds if entry else None,
                 "runs_here": inapplicable(item) is None,

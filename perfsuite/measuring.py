@@ -702,7 +702,7 @@ class Session:
             clock=kind,
             direction=workload.direction,
             dtype=bench.case.dtype,
-            sizes={**workload.sizes, **({"repeat": workload.repeat} if workload.repeat > 1 else {})},
+            sizes=workload.described,
             seed=bench.seed,
             sides=sides,
             log_ratios=ratios,

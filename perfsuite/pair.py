@@ -169,6 +169,12 @@ class Workload:
         self.sizes = {**(sizes or {}), **named}
         self.marks = tuple(marks)
 
+    @property
+    def described(self) -> dict[str, int | float]:
+        """The sizes as records and tables show them: with the repeats and the processes, if there are several."""
+        several = {"repeat": self.repeat, "ranks": self.ranks}
+        return {**self.sizes, **{name: count for name, count in several.items() if count > 1}}
+
     def with_sizes(self, **sizes: int | float) -> Workload:
         """The same workload with further sizes."""
         changed = copy.copy(self)
