@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+
+from optimized.optimizers.fused_adamw import moments_of, torch_state
 
 
 def cpu_offload_optimizer(
@@ -14,7 +16,7 @@ def cpu_offload_optimizer(
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
     weight_decay: float = 1e-2,
-) -> Callable[[Sequence[torch.Tensor]], None]:
+) -> OffloadedAdamW:
     """Build `step(grads)`, which sets each parameter's `.grad` and updates the parameters in place.
 
     No state stays on a GPU. Gradients and parameters are copied to pinned host memory, torch's fused AdamW of the CPU
@@ -48,6 +50,7 @@ class OffloadedAdamW:
     ) -> None:
         self.params = list(params)
         self.hosts = [_Host(p, options) for p in self.params]
+        self.steps = 0
         devices = dict.fromkeys(p.device for p in self.params)
         self.transfers = {device: (transfers or _transfers)(device) for device in devices}
 
@@ -55,6 +58,7 @@ class OffloadedAdamW:
     def __call__(self, grads: Sequence[torch.Tensor]) -> None:
         for p, grad in zip(self.params, grads, strict=True):
             p.grad = grad
+        self.steps += 1
         for transfers in self.transfers.values():
             transfers.begin()
         arrivals = []
@@ -67,6 +71,20 @@ class OffloadedAdamW:
             self.transfers[p.device].send(p, host.sent)
         for transfers in self.transfers.values():
             transfers.end()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copies of both moments of each parameter, in host memory, and the steps made.
+
+        Without the master copies of parameters in a lower precision: these follow the parameters.
+        """
+        moments = [moments_of(host.optimizer.state.get(host.param, {}), host.param) for host in self.hosts]
+        return {"first": [m for m, _ in moments], "second": [v for _, v in moments], "steps": self.steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take on a state, by copying."""
+        self.steps = state["steps"]
+        for host, first, second in zip(self.hosts, state["first"], state["second"], strict=True):
+            host.optimizer.state[host.param] = torch_state(host.param, self.steps, first, second, fused=True)
 
 
 class _Host:

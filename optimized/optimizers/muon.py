@@ -4,7 +4,10 @@ The Newton–Schulz iteration multiplies a matrix by its transpose, and a symmet
 only the tiles on one side of the diagonal are computed.
 """
 
-from collections.abc import Callable, Sequence
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -31,7 +34,7 @@ def muon(
     momentum: float = 0.95,
     weight_decay: float = 0.03,
     dtype: torch.dtype = torch.bfloat16,
-) -> Callable[[Sequence[torch.Tensor]], None]:
+) -> TorchMuon | _TritonMuon:
     """Build `step(grads)`, which sets each parameter's `.grad` and updates the parameters in place.
 
     Muon with Nesterov momentum and decoupled weight decay (Jordan, 2024), momenta starting at 0:
@@ -59,26 +62,42 @@ def muon_torch(
     momentum: float = 0.95,
     weight_decay: float = 0.03,
     dtype: torch.dtype = torch.bfloat16,
-) -> Callable[[Sequence[torch.Tensor]], None]:
+) -> TorchMuon:
     """`muon` by batched products of torch's, on any device and dtype."""
-    params = list(params)
-    places = _by_shape(params)
-    groups = [[params[i] for i in at] for at in places]
-    momenta = [[torch.zeros_like(p) for p in group] for group in groups]
+    return TorchMuon(list(params), lr, momentum, weight_decay, dtype)
+
+
+class TorchMuon:
+    """The step of `muon_torch`, and its state."""
+
+    def __init__(
+        self, params: list[torch.Tensor], lr: float, momentum: float, weight_decay: float, dtype: torch.dtype
+    ) -> None:
+        self.params, self.dtype = params, dtype
+        self.lr, self.momentum, self.weight_decay = lr, momentum, weight_decay
+        self.places = _by_shape(params)
+        self.momenta = [torch.zeros_like(p) for p in params]
 
     @torch.no_grad()
-    def step(grads: Sequence[torch.Tensor]) -> None:
-        for p, grad in zip(params, grads, strict=True):
+    def __call__(self, grads: Sequence[torch.Tensor]) -> None:
+        for p, grad in zip(self.params, grads, strict=True):
             p.grad = grad
-        for group, held, at in zip(groups, momenta, places, strict=True):
-            given = [grads[i] for i in at]
-            torch._foreach_lerp_(held, given, 1 - momentum)
-            update, own = torch.stack(torch._foreach_lerp(given, held, momentum)), group[0].dtype
-            update = orthogonalized(update.to(dtype) if own == torch.float32 else update)
-            torch._foreach_mul_(group, 1 - lr * weight_decay)
-            torch._foreach_add_(group, list(update.to(own)), alpha=-_rate(lr, group[0]))
+        for at in self.places:
+            group, held, given = ([tensors[i] for i in at] for tensors in (self.params, self.momenta, grads))
+            torch._foreach_lerp_(held, given, 1 - self.momentum)
+            update, own = torch.stack(torch._foreach_lerp(given, held, self.momentum)), group[0].dtype
+            update = orthogonalized(update.to(self.dtype) if own == torch.float32 else update)
+            torch._foreach_mul_(group, 1 - self.lr * self.weight_decay)
+            torch._foreach_add_(group, list(update.to(own)), alpha=-_rate(self.lr, group[0]))
 
-    return step
+    def state_dict(self) -> dict[str, Any]:
+        """Copies of the momenta, one for each matrix; the reference reads them, too."""
+        return {"momenta": [m.clone() for m in self.momenta]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take on a state, by copying."""
+        for own, given in zip(self.momenta, state["momenta"], strict=True):
+            own.copy_(given)
 
 
 def orthogonalized(matrices: torch.Tensor) -> torch.Tensor:
@@ -100,7 +119,7 @@ def muon_triton(
     momentum: float = 0.95,
     weight_decay: float = 0.03,
     dtype: torch.dtype = torch.bfloat16,
-) -> Callable[[Sequence[torch.Tensor]], None]:
+) -> _TritonMuon:
     """`muon` by Triton kernels for the float32 parameters of one device, whatever their shapes."""
     return _TritonMuon(list(params), lr, momentum, weight_decay, dtype)
 
@@ -144,6 +163,7 @@ class _TritonMuon:
         self.shapes = on_device([n for shape in shapes for n in shape])
         # Each matrix begins at a multiple of what a vector access reads.
         places, total = _places(sizes)
+        self.spans = dict(zip(self.live, places, strict=True))
         places_of_squares, total_of_squares = _places(squares)
         self.first, self.first_of_squares = on_device(places), on_device(places_of_squares)
         self.rates = on_device([_rate(lr, p) for p in matrices], torch.float32)
@@ -186,6 +206,22 @@ class _TritonMuon:
         for i, copy in zip(self.live, updated, strict=True):
             if copy is not self.params[i]:
                 self.params[i].copy_(copy)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copies of the momenta, one for each matrix; the reference reads them, too."""
+        return {"momenta": [self._momentum(i).clone() for i in range(len(self.params))]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take on a state, by copying."""
+        for i, given in enumerate(state["momenta"]):
+            self._momentum(i).copy_(given)
+
+    def _momentum(self, i: int) -> torch.Tensor:
+        """A view of a matrix's momentum."""
+        p = self.params[i]
+        if not p.numel():
+            return torch.zeros_like(p)
+        return self.momenta[self.spans[i] : self.spans[i] + p.numel()].view(p.shape)
 
     def _orthogonalize(self) -> None:
         """Update the momenta, and leave in `x` what they are orthogonalized to."""
