@@ -16,6 +16,7 @@ from optimized.kernels import INTERPRETED, ceil_div, jit, launching, tl, use_tri
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
+MOMENTUM = 0.95
 EPS = 1e-7
 # One program updates so many rows and columns of a matrix.
 SQUARE = 64
@@ -31,7 +32,7 @@ NUM_WARPS, NUM_STAGES = 8, 3
 def muon(
     params: Sequence[torch.Tensor],
     lr: float = 1.4e-3,
-    momentum: float = 0.95,
+    momentum: float = MOMENTUM,
     weight_decay: float = 0.03,
     dtype: torch.dtype = torch.bfloat16,
 ) -> TorchMuon | _TritonMuon:
@@ -59,7 +60,7 @@ def muon(
 def muon_torch(
     params: Sequence[torch.Tensor],
     lr: float = 1.4e-3,
-    momentum: float = 0.95,
+    momentum: float = MOMENTUM,
     weight_decay: float = 0.03,
     dtype: torch.dtype = torch.bfloat16,
 ) -> TorchMuon:
@@ -75,7 +76,7 @@ class TorchMuon:
     ) -> None:
         self.params, self.dtype = params, dtype
         self.lr, self.momentum, self.weight_decay = lr, momentum, weight_decay
-        self.places = _by_shape(params)
+        self.places = places_by_shape(params)
         self.momenta = [torch.zeros_like(p) for p in params]
 
     @torch.no_grad()
@@ -84,11 +85,7 @@ class TorchMuon:
             p.grad = grad
         for at in self.places:
             group, held, given = ([tensors[i] for i in at] for tensors in (self.params, self.momenta, grads))
-            torch._foreach_lerp_(held, given, 1 - self.momentum)
-            update, own = torch.stack(torch._foreach_lerp(given, held, self.momentum)), group[0].dtype
-            update = orthogonalized(update.to(self.dtype) if own == torch.float32 else update)
-            torch._foreach_mul_(group, 1 - self.lr * self.weight_decay)
-            torch._foreach_add_(group, list(update.to(own)), alpha=-_rate(self.lr, group[0]))
+            momentum_step(group, held, given, self.lr, self.momentum, self.weight_decay, self.dtype)
 
     def state_dict(self) -> dict[str, Any]:
         """Copies of the momenta, one for each matrix; the reference reads them, too."""
@@ -98,6 +95,23 @@ class TorchMuon:
         """Take on a state, by copying."""
         for own, given in zip(self.momenta, state["momenta"], strict=True):
             own.copy_(given)
+
+
+def momentum_step(
+    group: list[torch.Tensor],
+    momenta: list[torch.Tensor],
+    grads: list[torch.Tensor],
+    lr: float,
+    momentum: float,
+    weight_decay: float,
+    dtype: torch.dtype,
+) -> None:
+    """Step matrices of one shape, which are changed in place, as their momenta are; arguments as `muon`'s."""
+    torch._foreach_lerp_(momenta, grads, 1 - momentum)
+    update, own = torch.stack(torch._foreach_lerp(grads, momenta, momentum)), group[0].dtype
+    update = orthogonalized(update.to(dtype) if own == torch.float32 else update)
+    torch._foreach_mul_(group, 1 - lr * weight_decay)
+    torch._foreach_add_(group, list(update.to(own)), alpha=-_rate(lr, group[0]))
 
 
 def orthogonalized(matrices: torch.Tensor) -> torch.Tensor:
@@ -116,7 +130,7 @@ def orthogonalized(matrices: torch.Tensor) -> torch.Tensor:
 def muon_triton(
     params: Sequence[torch.Tensor],
     lr: float = 1.4e-3,
-    momentum: float = 0.95,
+    momentum: float = MOMENTUM,
     weight_decay: float = 0.03,
     dtype: torch.dtype = torch.bfloat16,
 ) -> _TritonMuon:
@@ -124,7 +138,7 @@ def muon_triton(
     return _TritonMuon(list(params), lr, momentum, weight_decay, dtype)
 
 
-def _by_shape(params: Sequence[torch.Tensor]) -> list[list[int]]:
+def places_by_shape(params: Sequence[torch.Tensor]) -> list[list[int]]:
     """The places of the parameters with elements, together with those of the same shape."""
     places: dict[torch.Size, list[int]] = {}
     for i, p in enumerate(params):
