@@ -136,7 +136,7 @@ class Trainer:
     def _pass(self, micro: MicroBatch, scale: float, sums: dict[str, torch.Tensor]) -> torch.Tensor:
         """Add a micro-batch's gradients to `sums`, by the weights' names; its share of the step's loss, 0-d."""
         names = self.groups["operator"]
-        if self.maker.has_inverse(micro.number):
+        if self.config.has_inverse(micro.number):
             names = [*names, *self.groups["coders"]]
         loss = self._loss(micro) / self.config.accumulation
         # Of a compiled operator they lie in the graph's own memory until the next call.
@@ -158,7 +158,10 @@ class Trainer:
         tasks = [self.networks.inverse_task(part, self.points[part.task]) for part in parts]
         with autocast(config, self.device):
             predicted = self._operator(self.networks.operator, before, dt, scales.to(self.device, non_blocking=True))
-            inverse = self._inverse(tasks, micro.number, config.inverse_loss_frequency, self._at_queries)
+            if config.inverse_losses and not config.has_inverse(micro.number):
+                inverse = (before.new_zeros(()), before.new_zeros(()))
+            else:
+                inverse = self._inverse(tasks, micro.number, config.inverse_loss_frequency, self._at_queries)
         sizes = [(len(part.before), self.boundaries[part.task]) for part in parts]
         return mixed_loss(config, predicted.float(), after, sizes, inverse)
 

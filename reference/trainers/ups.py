@@ -80,11 +80,12 @@ class Trainer:
         check_step(batch, self.steps)
         self.networks.zero_grad()
         scale, total = self.scale.value, 0.0
-        for number in range(self.steps * config.accumulation, (self.steps + 1) * config.accumulation):
+        numbers = range(self.steps * config.accumulation, (self.steps + 1) * config.accumulation)
+        for number in numbers:
             loss = self._loss(self.feed.batch(number)) / config.accumulation
             (loss * scale).backward()
             total += loss.item()
-        norm = self._optimize()
+        norm = self._optimize(inverse=any(map(config.has_inverse, numbers)))
         self.steps += 1
         found = Report(step=self.steps, loss=total, norm=norm, scale=scale)
         self._reports.send(torch.zeros(0, device=self.device), lambda _: found)
@@ -121,16 +122,17 @@ class Trainer:
         return mixed_loss(config, predicted.to(self.dtype), after, sizes, inverse)
 
     @torch.no_grad()
-    def _optimize(self) -> float | None:
+    def _optimize(self, *, inverse: bool) -> float | None:
         """Step the weights that have gradients, and their averages; the gradients' norm, where they are clipped."""
-        grads = {name: weight.grad for name, weight in self.weights.items() if weight.grad is not None}
+        names = [*self.groups["operator"], *(self.groups["coders"] if inverse else [])]
+        grads = {name: grad for name in names if (grad := self.weights[name].grad) is not None}
         finite, norm = self.scale.undo(list(grads.values())), None
         if finite:
             if self.config.grad_clip is not None:
                 norm = float(clip_grad_norm(list(grads.values()), self.config.grad_clip))
-            for name, names in self.groups.items():
-                if all(n in grads for n in names):
-                    self.optimizers[name]([grads[n] for n in names])
+            for group, own in self.groups.items():
+                if group == "operator" or inverse:
+                    self.optimizers[group]([grads[n] for n in own])
             self.average(list(self.weights.values()))
         self.scale.update(finite=finite)
         return norm

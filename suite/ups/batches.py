@@ -204,10 +204,6 @@ class Maker:
         rates = drop_path_rates(self.config.depth, self.config.drop_path)
         return drop_path_scales(rates, sum(self.counts), self._generator(number, self.given.rank))
 
-    def has_inverse(self, number: int) -> bool:
-        """Whether this micro-batch has the inverse losses."""
-        return number % self.config.inverse_loss_frequency == 0
-
     def rows(self, place: int, number: int) -> torch.Tensor:
         """The rows of a task's latents in a micro-batch, int64 [B]."""
         task, count = self.given.tasks[place], self.counts[place]
@@ -231,7 +227,7 @@ class Maker:
 
     def _part(self, place: int, number: int) -> TaskPart:
         task, rows = self.given.tasks[place], self.rows(place, number)
-        wanted = rows if self.every or self.has_inverse(number) else rows[:0]
+        wanted = rows if self.every or self.config.has_inverse(number) else rows[:0]
         field = self.fields(place, wanted) if len(wanted) else torch.empty(0, *task.fields.grid, 1)
         return TaskPart(
             task=task.task,
@@ -265,7 +261,7 @@ class Feed:
             return self._maker[number]
         if number != self._next:
             loader: DataLoader[MicroBatch] = DataLoader(
-                self._maker,  # type: ignore[arg-type]  # by number, without an end
+                self._maker,
                 batch_size=None,
                 sampler=itertools.count(number),  # type: ignore[arg-type]  # without an end
                 num_workers=config.num_workers,
@@ -278,7 +274,7 @@ class Feed:
         return next(self._made)
 
 
-def _as_it_is(batch: MicroBatch) -> MicroBatch:
+def _as_it_is(batch: Any) -> Any:
     return batch
 
 
@@ -391,7 +387,8 @@ def files_of(data: Data) -> dict[str, Path]:
         if len(files) > 1:
             option = "--advection" if task == "advection1d" else "--darcy"
             raise PerfsuiteError(f"data: {folder} has {len(files)} files {pattern}; name one with {option}")
-        found |= {task: path for path in files}
+        if files:
+            found[task] = files[0]
     if not found:
         raise PerfsuiteError(
             f"data: {folder} has no file {' or '.join(PATTERNS.values())}; make one with `perfsuite data pde`"

@@ -30,7 +30,7 @@ class Resident:
     def _part(self, place: int, number: int) -> TaskPart:
         maker, task = self._maker, self._maker.given.tasks[place]
         rows = maker.rows(place, number).to(self._device)
-        with_fields = maker.every or maker.has_inverse(number)
+        with_fields = maker.every or maker.config.has_inverse(number)
         return TaskPart(
             task=task.task,
             before=self._latents[place][rows],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -43,4 +44,5 @@ def sent(part: TaskPart, device: torch.device, dtype: torch.dtype = torch.float3
         return held.to(device, to, non_blocking=True)
 
     values = {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
-    return TaskPart(**{name: moved(v) if isinstance(v, torch.Tensor) else v for name, v in values.items()})
+    changed: dict[str, Any] = {name: moved(v) for name, v in values.items() if isinstance(v, torch.Tensor)}
+    return dataclasses.replace(part, **changed)
