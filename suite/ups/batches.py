@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader
 
-from perfsuite.errors import PerfsuiteError
 from suite.batching import check_identity, mixed, permutation, whole
 from suite.building import digest_of
-from suite.configuration import need
+from suite.configuration import ConfigurationError, need
 from suite.ups.latents import Latents, latents_of
 from suite.ups.losses import boundary_tokens, query_indices
 from suite.ups.model import drop_path_rates, drop_path_scales
@@ -261,9 +260,9 @@ class Feed:
             return self._maker[number]
         if number != self._next:
             loader: DataLoader[MicroBatch] = DataLoader(
-                self._maker,
+                self._maker,  # type: ignore[arg-type]  # by number, without an end
                 batch_size=None,
-                sampler=itertools.count(number),  # type: ignore[arg-type]  # without an end
+                sampler=itertools.count(number),
                 num_workers=config.num_workers,
                 prefetch_factor=config.prefetch_factor,
                 collate_fn=_as_it_is,
@@ -369,7 +368,7 @@ def mixture_of(data: Data, rank: int = 0, ranks: int = 1) -> Mixture:
     try:
         mixture.counts(data.batch_size)
     except ValueError as error:
-        raise PerfsuiteError(str(error)) from None
+        raise ConfigurationError(str(error)) from None
     return mixture
 
 
@@ -377,20 +376,24 @@ def files_of(data: Data) -> dict[str, Path]:
     """Task → file, for the tasks that are named; empty where none is. PerfsuiteError where a folder has none."""
     named = {"advection1d": data.advection, "darcy2d": data.darcy}
     if data.data is None:
-        return {task: Path(path) for task, path in named.items() if path is not None}
+        files = {task: Path(path) for task, path in named.items() if path is not None}
+        for path in files.values():
+            if not path.exists():
+                raise ConfigurationError(f"data: there is no file {path}; make it with `perfsuite data pde {path}`")
+        return files
     folder = Path(data.data)
     if not folder.is_dir():
-        raise PerfsuiteError(f"data: {folder} is no folder; name one, or files with --advection and --darcy")
+        raise ConfigurationError(f"data: {folder} is no folder; name one, or files with --advection and --darcy")
     found: dict[str, Path] = {}
     for task, pattern in PATTERNS.items():
         files = sorted(folder.glob(pattern))
         if len(files) > 1:
             option = "--advection" if task == "advection1d" else "--darcy"
-            raise PerfsuiteError(f"data: {folder} has {len(files)} files {pattern}; name one with {option}")
+            raise ConfigurationError(f"data: {folder} has {len(files)} files {pattern}; name one with {option}")
         if files:
             found[task] = files[0]
     if not found:
-        raise PerfsuiteError(
+        raise ConfigurationError(
             f"data: {folder} has no file {' or '.join(PATTERNS.values())}; make one with `perfsuite data pde`"
         )
     return found

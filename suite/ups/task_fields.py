@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy
@@ -151,11 +151,6 @@ def synthetic(task: str, *, samples: int, cells: int, frames: int, validation: f
         digest=digest_of({**settings, "validation": validation}),
         read=_InMemory(normalised.float()),
     )
-
-
-def limited(fields: TaskFields, samples: int) -> TaskFields:
-    """The same with so many training samples at most; 0 keeps all."""
-    return replace(fields, train=fields.train[:samples]) if samples else fields
 
 
 def token_grid(task: str, tokens: int) -> tuple[int, ...]:
