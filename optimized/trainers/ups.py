@@ -22,10 +22,11 @@ from suite.techniques import implementation
 from suite.ups.batches import Feed, Maker, MicroBatch, Mixture, TaskPart
 from suite.ups.config import TrainConfig
 from suite.ups.losses import mixed_loss
-from suite.ups.networks import Networks, grouped
+from suite.ups.networks import grouped
 from suite.ups.report import Report, Throughput
 from suite.ups.resident import Resident
 from suite.ups.scaler import LossScale
+from suite.ups.stages import draw, networks_of
 from suite.ups.state import restore, state_of
 from suite.ups.step import autocast, check_step, note_what_is_ignored, sent
 
@@ -49,13 +50,13 @@ class Trainer:
         self._choose()
         self.maker = Maker(given=given, config=config, every=not config.inverse_losses)
         self.source = Resident(self.maker, self.device) if config.resident_latents else Feed(self.maker)
-        self.networks = Networks(config, given).to(self.device)
-        self.weights = self.networks.weights()
+        own = networks_of(config, self.maker, self.device)
+        self.networks, self.refiner, self.weights = own.networks, own.refiner, own.weights
         self.averages = {name: weight.detach().clone() for name, weight in self.weights.items()}
         self.points = {t.task: t.fields.points.to(self.device) for t in given.tasks}
         self.boundaries = {t.task: t.at_boundary.to(self.device) for t in given.tasks}
         low = torch.bfloat16 if config.muon_in_bfloat16 else torch.float32
-        self.groups = dict(zip(("operator", "coders"), grouped(self.weights), strict=True))
+        self.groups = grouped(self.weights)
         self.optimizers = {
             name: self._optimizer([self.weights[n] for n in names], config.learning_rate, config.weight_decay, low)
             for name, names in self.groups.items()
@@ -135,9 +136,8 @@ class Trainer:
 
     def _pass(self, micro: MicroBatch, scale: float, sums: dict[str, torch.Tensor]) -> torch.Tensor:
         """Add a micro-batch's gradients to `sums`, by the weights' names; its share of the step's loss, 0-d."""
-        names = self.groups["operator"]
-        if self.config.has_inverse(micro.number):
-            names = [*names, *self.groups["coders"]]
+        inverse = self.config.has_inverse(micro.number)
+        names = [n for group, own in self.groups.items() if group != "coders" or inverse for n in own]
         loss = self._loss(micro) / self.config.accumulation
         # Of a compiled operator they lie in the graph's own memory until the next call.
         found = torch.autograd.grad(loss if scale == 1 else loss * scale, [self.weights[n] for n in names])
@@ -154,6 +154,9 @@ class Trainer:
         config = self.config
         parts: list[TaskPart] = [sent(part, self.device) for part in micro.parts]
         before, after, dt = (torch.cat([getattr(p, name) for p in parts]) for name in ("before", "after", "dt"))
+        if self.refiner is not None:
+            with autocast(config, self.device):
+                return self.refiner.loss(before, after, dt, draw(self.maker, micro.number, before), self.averages)
         scales = micro.scales if self.device.type == "cpu" else micro.scales.pin_memory()
         tasks = [self.networks.inverse_task(part, self.points[part.task]) for part in parts]
         with autocast(config, self.device):

@@ -30,9 +30,10 @@ from suite.runtime.reports import Reports
 from suite.ups.batches import Feed, Maker, MicroBatch, Mixture
 from suite.ups.config import TrainConfig
 from suite.ups.losses import mixed_loss
-from suite.ups.networks import Networks, grouped
+from suite.ups.networks import grouped
 from suite.ups.report import Report, Throughput
 from suite.ups.scaler import LossScale
+from suite.ups.stages import draw, networks_of
 from suite.ups.state import restore, state_of
 from suite.ups.step import autocast, check_step, note_what_is_ignored, sent
 
@@ -53,14 +54,15 @@ class Trainer:
     ) -> None:
         self.config, self.given, self.device, self.dtype = config, given, torch.device(device), dtype
         note_what_is_ignored(config)
-        self.feed = Feed(Maker(given=given, config=config, every=True))
-        self.networks = Networks(config, given).to(self.device, dtype)
-        self.weights = self.networks.weights()
+        self.maker = Maker(given=given, config=config, every=True)
+        self.feed = Feed(self.maker)
+        parts = networks_of(config, self.maker, self.device, dtype)
+        self.networks, self.refiner, self.weights = parts.networks, parts.refiner, parts.weights
         self.averages = {name: weight.detach().clone() for name, weight in self.weights.items()}
         self.points = {t.task: t.fields.points.to(self.device, dtype) for t in given.tasks}
         self.boundaries = {t.task: t.at_boundary.to(self.device) for t in given.tasks}
         low = torch.bfloat16 if config.muon_in_bfloat16 else torch.float32
-        self.groups = dict(zip(("operator", "coders"), grouped(self.weights), strict=True))
+        self.groups = grouped(self.weights)
         self.optimizers = {
             name: hybrid_muon_adamw([self.weights[n] for n in names], config.learning_rate, config.weight_decay, low)
             for name, names in self.groups.items()
@@ -78,7 +80,8 @@ class Trainer:
         """
         config = self.config
         check_step(batch, self.steps)
-        self.networks.zero_grad()
+        for weight in self.weights.values():
+            weight.grad = None
         scale, total = self.scale.value, 0.0
         numbers = range(self.steps * config.accumulation, (self.steps + 1) * config.accumulation)
         for number in numbers:
@@ -114,6 +117,9 @@ class Trainer:
         config = self.config
         parts = [sent(part, self.device, self.dtype) for part in micro.parts]
         before, after, dt = (torch.cat([getattr(p, name) for p in parts]) for name in ("before", "after", "dt"))
+        if self.refiner is not None:
+            with autocast(config, self.device):
+                return self.refiner.loss(before, after, dt, draw(self.maker, micro.number, before), self.averages)
         tasks = [self.networks.inverse_task(part, self.points[part.task]) for part in parts]
         with autocast(config, self.device):
             predicted = self.networks.operator(before, dt, micro.scales.to(self.device, self.dtype))
@@ -124,15 +130,15 @@ class Trainer:
     @torch.no_grad()
     def _optimize(self, *, inverse: bool) -> float | None:
         """Step the weights that have gradients, and their averages; the gradients' norm, where they are clipped."""
-        names = [*self.groups["operator"], *(self.groups["coders"] if inverse else [])]
-        grads = {name: grad for name in names if (grad := self.weights[name].grad) is not None}
+        groups = {group: names for group, names in self.groups.items() if group != "coders" or inverse}
+        found = ((name, self.weights[name].grad) for names in groups.values() for name in names)
+        grads = {name: grad for name, grad in found if grad is not None}
         finite, norm = self.scale.undo(list(grads.values())), None
         if finite:
             if self.config.grad_clip is not None:
                 norm = float(clip_grad_norm(list(grads.values()), self.config.grad_clip))
-            for group, own in self.groups.items():
-                if group == "operator" or inverse:
-                    self.optimizers[group]([grads[n] for n in own])
+            for group, names in groups.items():
+                self.optimizers[group]([grads[n] for n in names])
             self.average(list(self.weights.values()))
         self.scale.update(finite=finite)
         return norm

@@ -41,6 +41,7 @@ def _evaluate(
     from suite.commands.train import device_called
     from suite.ups import evaluation
     from suite.ups.batches import Data, mixture_of
+    from suite.ups.stages import opened
 
     if name != TRAINER:
         raise configuration.ConfigurationError(f"{name}: only {TRAINER} can be evaluated; name it")
@@ -48,10 +49,10 @@ def _evaluate(
         raise configuration.ConfigurationError(f"--rollout {rollout}: give 1 or more")
     (data,) = configuration.read([Data], None, fields)
     there = device_called(device)
-    file, found, config = evaluation.opened(Path(checkpoint))
+    file, found, config = opened(Path(checkpoint))
     given = mixture_of(evaluation.data_for(config, data))
-    networks = evaluation.averaged(config, given, found.trainer, there)
-    scores, examples = evaluation.evaluate(networks, given, there, rollout)
+    networks, step = evaluation.averaged(config, given, found.trainer, there)
+    scores, examples = evaluation.evaluate(networks, given, there, rollout, step)
     folder = Path(out) if out is not None else file.parent / "evaluation"
     same_data = found.trainer.get("data") == given.digest
     about = {"checkpoint": str(file), "windows": found.windows, "data_of_the_training": same_data}

@@ -201,7 +201,7 @@ class Maker:
     def scales(self, number: int) -> torch.Tensor:
         """The drop-path multipliers of a micro-batch, float32 [depth, 2, B]."""
         rates = drop_path_rates(self.config.depth, self.config.drop_path)
-        return drop_path_scales(rates, sum(self.counts), self._generator(number, self.given.rank))
+        return drop_path_scales(rates, sum(self.counts), self.generator(number, self.given.rank))
 
     def rows(self, place: int, number: int) -> torch.Tensor:
         """The rows of a task's latents in a micro-batch, int64 [B]."""
@@ -217,7 +217,7 @@ class Maker:
     def queries(self, place: int, number: int) -> torch.Tensor:
         """The query points of a task in a micro-batch, int64 [Q]; the same on all ranks."""
         points = self.given.tasks[place].fields.points.shape[:-1].numel()
-        return query_indices(points, self.config.num_queries, self._generator(number, -1 - place))
+        return query_indices(points, self.config.num_queries, self.generator(number, -1 - place))
 
     def fields(self, place: int, rows: torch.Tensor) -> torch.Tensor:
         """The fields of some rows, float32 [B, *grid, 1]."""
@@ -237,7 +237,8 @@ class Maker:
             queries=self.queries(place, number),
         )
 
-    def _generator(self, number: int, stream: int) -> torch.Generator:
+    def generator(self, number: int, stream: int) -> torch.Generator:
+        """The generator of what is drawn for a micro-batch: one for each stream, on the CPU."""
         word = mixed(mixed(mixed(self.config.seed) + number & 2**64 - 1) + stream & 2**64 - 1)
         return torch.Generator().manual_seed(word & 2**63 - 1)
 

@@ -18,15 +18,15 @@ import torch
 from perfsuite.errors import PerfsuiteError
 from perfsuite.report.files import write
 from suite import plotting
-from suite.naming import shown
-from suite.runtime import Checkpoint, Store, checkpoints
-from suite.runtime.weights import check_weights
 from suite.ups.batches import Data, Mixture, TaskData
 from suite.ups.config import TrainConfig
 from suite.ups.networks import Networks
+from suite.ups.stages import Refiner, take
 
 EPSILON = 1e-8
 """Added to the mean square of the target."""
+NOISE_SEED = 0
+"""Of the residuals that a stage after the operator's draws."""
 SAMPLES = 16
 """Samples that are predicted at once."""
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -64,20 +64,6 @@ def nrmse(error: float, target: float) -> float:
     return math.sqrt(error / (target + EPSILON))
 
 
-def opened(path: Path) -> tuple[Path, Checkpoint, TrainConfig]:
-    """(file, checkpoint, configuration) of a checkpoint of ups, or of the last one in a folder."""
-    file = Store(path).latest() if path.is_dir() else path
-    found = checkpoints.load(file, "ups")
-    known = {f.name for f in dataclasses.fields(TrainConfig)}
-    given = found.trainer.get("config")
-    if not isinstance(given, Mapping) or not known & given.keys():
-        raise PerfsuiteError(f"{shown(file)} is damaged: it has no configuration; name another")
-    try:
-        return file, found, TrainConfig(**{name: value for name, value in given.items() if name in known})
-    except (TypeError, ValueError) as error:
-        raise PerfsuiteError(f"{shown(file)} is damaged: {error}; name another") from None
-
-
 def data_for(config: TrainConfig, data: Data) -> Data:
     """The same data, with what a checkpoint's latents were made by."""
     return dataclasses.replace(
@@ -90,16 +76,27 @@ def data_for(config: TrainConfig, data: Data) -> Data:
     )
 
 
-def averaged(config: TrainConfig, given: Mixture, state: Mapping[str, Any], device: torch.device) -> Networks:
-    """The networks with the averages of their weights; PerfsuiteError where the data's tasks are others."""
-    networks = Networks(config, given).to(device).requires_grad_(False)
+def averaged(
+    config: TrainConfig, given: Mixture, state: Mapping[str, Any], device: torch.device
+) -> tuple[Networks, Step]:
+    """(networks, step in time) with averaged weights; PerfsuiteError where the data's tasks are others."""
     try:
-        check_weights(networks.weights(), state["averages"])
+        if config.stage == "operator":
+            networks = Networks(config, given).to(device).requires_grad_(False)
+            take(networks.weights(), state["averages"])
+            return networks.eval(), networks.operator
+        refiner = Refiner(config, given, begin=False).to(device).requires_grad_(False)
+        take(refiner.weights(), state["averages"])
+        take(refiner.kept(), state["kept"])
     except (KeyError, ValueError) as error:
         raise PerfsuiteError(f"the checkpoint does not fit these data: {error}; name those of its training") from None
-    for name, weight in networks.weights().items():
-        weight.copy_(state["averages"][name])
-    return networks.eval()
+    generator = torch.Generator().manual_seed(NOISE_SEED)
+
+    def step(z: torch.Tensor, dt: torch.Tensor) -> torch.Tensor:
+        noise = torch.randn(z.shape, generator=generator).to(z)
+        return refiner.refine(refiner.frozen.operator(z, dt), noise)
+
+    return refiner.frozen.eval(), step
 
 
 @torch.no_grad()

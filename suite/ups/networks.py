@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import cast
 
 import torch
@@ -13,7 +14,7 @@ from suite.ups.latents import frozen_encoder
 from suite.ups.losses import InverseTask
 from suite.ups.model import Decoder, Encoder, make_decoder, make_operator
 
-OPERATOR = "operator"
+CODERS = ("encoders", "decoders")
 
 
 class Networks(nn.Module):
@@ -59,7 +60,10 @@ class Networks(nn.Module):
         return cast("Decoder", self.decoders[task])
 
 
-def grouped(weights: dict[str, torch.Tensor]) -> tuple[list[str], list[str]]:
-    """(names of the operator's weights, of the encoders' and decoders')."""
-    first = [name for name in weights if name.startswith(f"{OPERATOR}.")]
-    return first, [name for name in weights if name not in set(first)]
+def grouped(weights: Iterable[str]) -> dict[str, list[str]]:
+    """Optimizer → the names of its weights: encoders and decoders have one of their own, `coders`."""
+    groups: dict[str, list[str]] = {}
+    for name in weights:
+        first = name.partition(".")[0]
+        groups.setdefault("coders" if first in CODERS else first, []).append(name)
+    return groups

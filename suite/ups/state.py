@@ -17,6 +17,7 @@ def state_of(trainer: Any) -> dict[str, Any]:
 
     weights     name → tensor, `suite.ups.networks.Networks.weights`
     averages    the same of their exponential moving averages
+    kept        name → tensor that is not trained, in the stages after the operator's
     optimizers  group of weights → Muon's and AdamW's state
     scale       of the loss
     steps       made so far, by which the examples of the next are found
@@ -24,6 +25,7 @@ def state_of(trainer: Any) -> dict[str, Any]:
     return {
         "weights": copies(trainer.weights),
         "averages": copies(trainer.averages),
+        "kept": copies(trainer.refiner.kept()) if trainer.refiner is not None else {},
         "optimizers": {name: optimizer.state_dict() for name, optimizer in trainer.optimizers.items()},
         "scale": trainer.scale.state_dict(),
         "steps": trainer.steps,
@@ -40,7 +42,10 @@ def restore(trainer: Any, state: Mapping[str, Any]) -> None:
     stage = state["config"].get("stage")
     if stage != trainer.config.stage:
         raise ValueError(f"it is of the stage {stage}, and this is {trainer.config.stage}")
-    for own, given in ((trainer.weights, state["weights"]), (trainer.averages, state["averages"])):
+    pairs = [(trainer.weights, state["weights"]), (trainer.averages, state["averages"])]
+    if trainer.refiner is not None:
+        pairs.append((trainer.refiner.kept(), state["kept"]))
+    for own, given in pairs:
         check_weights(own, given)
         with torch.no_grad():
             for name, weight in given.items():

@@ -81,7 +81,8 @@ def test_errors_are_those_of_the_decoded_fields_in_their_own_units(given):
 def test_the_averages_are_used(given):
     networks = Networks(SMALL, given)
     averages = {name: weight.detach() + 1 for name, weight in networks.weights().items()}
-    found = evaluation.averaged(SMALL, given, {"averages": averages}, CPU)
+    found, step = evaluation.averaged(SMALL, given, {"averages": averages}, CPU)
+    assert step is found.operator
     assert all(torch.equal(weight, averages[name]) for name, weight in found.weights().items())
 
 

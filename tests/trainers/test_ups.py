@@ -25,6 +25,7 @@ from reference.trainers.ups import Trainer as Reference
 from suite import configuration, trainers
 from suite.commands.train import train
 from suite.runtime import Options, fit
+from suite.ups import evaluation, stages
 from suite.ups import latents as latents_module
 from suite.ups.batches import Data, Feed, Maker, load, mixture_of
 from suite.ups.config import TECHNIQUES, TRADES, TrainConfig, without_techniques
@@ -470,3 +471,96 @@ def test_the_configurations_have_the_source_s_values():
     assert [n for n in range(9) if four.has_inverse(n)] == [0, 4, 8]
     careful = of("conservative")
     assert (careful.inverse_loss_frequency, careful.num_queries, careful.use_fsdp2) == (2, 1536, False)
+
+
+# --- the stages after the operator's --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Stage → the folder of a run of three steps, each from the one before."""
+    folders = {}
+    for stage in ("operator", "diffusion", "consistency"):
+        folders[stage] = tmp_path_factory.mktemp(stage)
+        loaded = load(dataclasses.replace(DATA, steps=3))
+        trainer = made(Optimized, loaded.given, at_stage(stage, folders))
+        fit(trainer, loaded.batches, Options(folder=str(folders[stage])), name="ups")
+    return folders
+
+
+def at_stage(stage, folders):
+    before = {"diffusion": "operator", "consistency": "diffusion"}.get(stage)
+    init = None if before is None else str(folders[before])
+    return dataclasses.replace(SMALL, stage=stage, init=init, ema_decay=0.5)
+
+
+@pytest.mark.parametrize("stage", ["diffusion", "consistency"])
+def test_both_learn_the_same_at_each_stage(stage, runs, given):
+    config = at_stage(stage, runs)
+    truth = curve(made(Reference, given, config, dtype=torch.float64))
+    compared = [curve(made(Reference, given, config))]
+    compared += [curve(a_rounding_away(made(Reference, given, config), seed)) for seed in range(NEIGHBOURS)]
+    found = curve(made(Optimized, given, config))
+    assert share_of_rule(found, truth, deviation_of(compared, truth), torch.float32) <= 1
+    assert len(set(truth.tolist())) == STEPS
+
+
+@pytest.mark.parametrize("stage", ["diffusion", "consistency"])
+def test_a_stage_trains_the_denoiser_alone_and_resumes_bit_for_bit(stage, runs, given):
+    config = at_stage(stage, runs)
+    trainer = made(Optimized, given, config)
+    before = trainer.state_dict()
+    for _ in range(4):
+        trainer.train_window({})
+    after = trainer.state_dict()
+    assert same(before["kept"], after["kept"])
+    assert not any(torch.equal(before["weights"][name], weight) for name, weight in after["weights"].items())
+    resumed = made(Optimized, given, config)
+    resumed.load_state_dict(through_a_file(trained(Reference, given, config, 0)))
+    resumed.load_state_dict(through_a_file(trained(Optimized, given, config, 2)))
+    for _ in range(2):
+        resumed.train_window({})
+    assert same(resumed.state_dict(), after)
+
+
+def test_the_diffusion_starts_from_the_averaged_operator_and_the_student_from_its_teacher(runs, given):
+    operator = stages.opened(runs["operator"])[1].trainer["averages"]
+    diffusion = made(Optimized, given, at_stage("diffusion", runs)).refiner
+    assert all(torch.equal(weight, operator[name]) for name, weight in diffusion.frozen.weights().items())
+    assert diffusion.residual_scale != 1
+    student = made(Optimized, given, at_stage("consistency", runs)).refiner
+    averages = stages.opened(runs["diffusion"])[1].trainer["averages"]
+    for network in (student.denoiser, student.teacher):
+        assert all(torch.equal(p, averages[f"denoiser.{name}"]) for name, p in network.named_parameters())
+    assert torch.equal(student.residual_scale, diffusion.residual_scale)
+
+
+def test_steps_of_ddim_with_the_true_v_end_at_the_residual():
+    generator = torch.Generator().manual_seed(0)
+    residual, noise = torch.randn(2, 3, 4, 5, generator=generator, dtype=torch.float64)
+    x = noise
+    for number in range(stages.LEVELS, 0, -1):
+        level = torch.full((3,), number / stages.LEVELS, dtype=torch.float64)
+        alpha, sigma = stages.schedule(level)
+        v = alpha * noise - sigma * residual
+        torch.testing.assert_close(alpha * residual + sigma * noise, x)
+        torch.testing.assert_close(stages.cleaned(x, v, level), residual)
+        x = stages.ddim(x, v, level, level - 1 / stages.LEVELS)
+    torch.testing.assert_close(x, residual)
+
+
+def test_a_stage_of_the_wrong_checkpoint_is_refused_in_a_line(runs, given):
+    with pytest.raises(PerfsuiteError, match="is of the stage operator, and consistency starts from diffusion"):
+        made(Optimized, given, dataclasses.replace(SMALL, stage="consistency", init=str(runs["operator"])))
+    with pytest.raises(PerfsuiteError, match="does not fit: "):
+        made(Optimized, given, dataclasses.replace(SMALL, stage="diffusion", init=str(runs["operator"]), width=32))
+    with pytest.raises(PerfsuiteError, match="no checkpoint"):
+        made(Optimized, given, dataclasses.replace(SMALL, stage="diffusion", init="nowhere"))
+
+
+@pytest.mark.parametrize("stage", ["operator", "diffusion", "consistency"])
+def test_every_stage_can_be_evaluated(stage, runs, given):
+    _, found, config = stages.opened(runs[stage])
+    networks, step = evaluation.averaged(config, given, found.trainer, torch.device("cpu"))
+    scores, _ = evaluation.evaluate(networks, given, torch.device("cpu"), 2, step)
+    assert all(0 < score.nrmse < 10 for score in scores)
