@@ -387,12 +387,12 @@ def files_of(data: Data) -> dict[str, Path]:
         raise ConfigurationError(f"data: {folder} is no folder; name one, or files with --advection and --darcy")
     found: dict[str, Path] = {}
     for task, pattern in PATTERNS.items():
-        files = sorted(folder.glob(pattern))
-        if len(files) > 1:
+        matching = sorted(folder.glob(pattern))
+        if len(matching) > 1:
             option = "--advection" if task == "advection1d" else "--darcy"
-            raise ConfigurationError(f"data: {folder} has {len(files)} files {pattern}; name one with {option}")
-        if files:
-            found[task] = files[0]
+            raise ConfigurationError(f"data: {folder} has {len(matching)} files {pattern}; name one with {option}")
+        if matching:
+            found[task] = matching[0]
     if not found:
         raise ConfigurationError(
             f"data: {folder} has no file {' or '.join(PATTERNS.values())}; make one with `perfsuite data pde`"

@@ -137,8 +137,12 @@ class TrainConfig(UpsConfig):
         need(not first or self.init is None, "init", self.init, "the operator stage has none before it; leave it out")
 
     def has_inverse(self, number: int) -> bool:
-        """Whether a micro-batch, counted from 0, has the inverse losses; none has where both weights are 0."""
-        return (self.lambda_enc > 0 or self.lambda_dec > 0) and number % self.inverse_loss_frequency == 0
+        """Whether a micro-batch, counted from 0, has the inverse losses.
+
+        None has where both weights are 0, or in the stages after the operator's.
+        """
+        weighted = self.stage == "operator" and (self.lambda_enc > 0 or self.lambda_dec > 0)
+        return weighted and number % self.inverse_loss_frequency == 0
 
 
 TECHNIQUES = (

@@ -30,7 +30,7 @@ from suite.runtime import Checkpoint, Store, checkpoints
 from suite.runtime.weights import check_weights
 from suite.ups.batches import Maker, MicroBatch, Mixture
 from suite.ups.config import TrainConfig
-from suite.ups.model import Operator
+from suite.ups.model import Block, Operator
 from suite.ups.networks import Networks
 
 DEPTH = 4
@@ -54,6 +54,7 @@ class Denoiser(Operator):
         """noisy, predicted [B, T, latent width], level [B] → v [B, T, latent width]."""
         x, time = self.take(torch.cat((noisy, predicted), -1)), self.embed_time(level)
         for block in self.blocks:
+            assert isinstance(block, Block)
             x = block.feed(block.attend(x, time), time)
         v: torch.Tensor = self.give(self.norm(x))
         return v

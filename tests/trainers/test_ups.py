@@ -523,6 +523,16 @@ def test_a_stage_trains_the_denoiser_alone_and_resumes_bit_for_bit(stage, runs, 
     assert same(resumed.state_dict(), after)
 
 
+@pytest.mark.parametrize("stage", ["diffusion", "consistency"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_stage_in_half_precision_learns_nearly_the_same(precision, stage, runs, given):
+    config = at_stage(stage, runs)
+    expected = curve(made(Reference, given, config), 3)
+    for kind in (Reference, Optimized):
+        found = curve(made(kind, given, dataclasses.replace(config, precision=precision)), 3)
+        torch.testing.assert_close(found, expected, rtol=0.05, atol=0)
+
+
 def test_the_diffusion_starts_from_the_averaged_operator_and_the_student_from_its_teacher(runs, given):
     operator = stages.opened(runs["operator"])[1].trainer["averages"]
     diffusion = made(Optimized, given, at_stage("diffusion", runs)).refiner
