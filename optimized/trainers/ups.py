@@ -138,9 +138,10 @@ class Trainer:
         """Add a micro-batch's gradients to `sums`, by the weights' names; its share of the step's loss, 0-d."""
         inverse = self.config.has_inverse(micro.number)
         names = [n for group, own in self.groups.items() if group != "coders" or inverse for n in own]
-        loss = self._loss(micro) / self.config.accumulation
-        # Of a compiled operator they lie in the graph's own memory until the next call.
-        found = torch.autograd.grad(loss if scale == 1 else loss * scale, [self.weights[n] for n in names])
+        with torch.enable_grad():
+            loss = self._loss(micro) / self.config.accumulation
+            # Of a compiled operator they lie in the graph's own memory until the next call.
+            found = torch.autograd.grad(loss if scale == 1 else loss * scale, [self.weights[n] for n in names])
         held = [n for n in names if n in sums]
         if held:
             grads = dict(zip(names, found, strict=True))

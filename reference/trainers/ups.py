@@ -85,8 +85,9 @@ class Trainer:
         scale, total = self.scale.value, 0.0
         numbers = range(self.steps * config.accumulation, (self.steps + 1) * config.accumulation)
         for number in numbers:
-            loss = self._loss(self.feed.batch(number)) / config.accumulation
-            (loss * scale).backward()
+            with torch.enable_grad():
+                loss = self._loss(self.feed.batch(number)) / config.accumulation
+                (loss * scale).backward()
             total += loss.item()
         norm = self._optimize(inverse=any(map(config.has_inverse, numbers)))
         self.steps += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import random
@@ -20,7 +21,7 @@ from states import same, through_a_file
 from optimized.memory.cpu_offload_optimizer import offloaded_hybrid
 from optimized.optimizers.hybrid_muon_adamw import hybrid_muon_adamw
 from optimized.trainers.ups import Trainer as Optimized
-from perfsuite import PerfsuiteError
+from perfsuite import Cost, Pair, PerfsuiteError, Workload, floats, integers, scalar, size, stateful, tensor
 from reference.trainers.ups import Trainer as Reference
 from suite import configuration, trainers
 from suite.commands.train import train
@@ -90,6 +91,117 @@ def known(given):
 def share(found, known):
     """The largest error, as a share of what the rule allows."""
     return share_of_rule(found, *known, torch.float32)
+
+
+# --- the pair -------------------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=8)
+def pair_data(tokens, latent_width):
+    """A few samples; the order of the examples follows from a trainer's own seed."""
+    data = dataclasses.replace(DATA, tokens=tokens, latent_width=latent_width, batch_size=2)
+    return mixture_of(data)
+
+
+def steps(kind):
+    """A pair's side: steps from given weights of the first layer. What each lost, and how large the operator is."""
+
+    def make(weight, tokens, heads, depth, batch_size, accumulation, frequency, queries, decoder_depth, rate, seed):
+        config = dataclasses.replace(
+            SMALL,
+            tokens=tokens,
+            latent_width=weight.shape[1],
+            width=len(weight),
+            decoder_width=len(weight),
+            decoder_depth=decoder_depth,
+            heads=heads,
+            depth=depth,
+            batch_size=2 * batch_size,
+            accumulation=accumulation,
+            inverse_loss_frequency=frequency,
+            num_queries=queries,
+            learning_rate=rate,
+            seed=seed,
+        )
+        options = {"dtype": weight.dtype} if kind is Reference else {}
+        trainer = kind(config, pair_data(tokens, weight.shape[1]), weight.device, **options)
+        with torch.no_grad():
+            trainer.weights["operator.take.weight"].copy_(weight)
+        matrices = [w for name, w in trainer.weights.items() if name.startswith("operator.") and w.ndim == 2]
+
+        def step():
+            trainer.train_window({})
+            loss = torch.tensor([trainer.last_report().loss], dtype=weight.dtype, device=weight.device)
+            return loss, torch.stack([w.detach().square().mean().sqrt() for w in matrices])
+
+        return step
+
+    return make
+
+
+def flops(L, W, tokens, depth, batch_size, accumulation):
+    """Six of each token and weight of the operator's blocks."""
+    return 6 * accumulation * 2 * batch_size * tokens * (depth * 12 * W**2 + 2 * L * W)
+
+
+ups = Pair(
+    reference=stateful(steps(Reference)),
+    optimized=stateful(steps(Optimized), settle=2),
+    inputs={
+        "weight": tensor("W", "L", values=floats(-0.5, 0.5), differentiable=False),
+        "tokens": scalar(integers(4, 9)),
+        "heads": scalar(integers(1, 2)),
+        "depth": scalar(integers(1, 2)),
+        "batch_size": scalar(integers(1, 2)),
+        "accumulation": scalar(integers(1, 2)),
+        "frequency": scalar(integers(1, 3)),
+        "queries": scalar(integers(1, 20)),
+        "decoder_depth": scalar(integers(1, 2)),
+        "rate": scalar(floats(1e-4, 1e-2)),
+        "seed": scalar(integers(0, 1000)),
+    },
+    gradients=False,
+    sizes={"L": size(2, 9), "W": size(8, 16, multiple_of=4)},
+    steps=(1, 2),
+    workloads=[
+        Workload(
+            "source",
+            L=128,
+            heads=8,
+            W=384,
+            tokens=128,
+            depth=12,
+            decoder_depth=3,
+            batch_size=4,
+            accumulation=3,
+            frequency=4,
+            queries=1024,
+            rate=1.4e-3,
+            seed=0,
+            clock="wall",
+            device="cuda",
+        ),
+        Workload(
+            "cpu",
+            L=8,
+            heads=2,
+            W=16,
+            tokens=8,
+            depth=2,
+            decoder_depth=1,
+            batch_size=2,
+            accumulation=2,
+            frequency=4,
+            queries=8,
+            rate=1e-3,
+            seed=0,
+            clock="wall",
+            device="cpu",
+        ),
+    ],
+    cost=Cost(flops=flops, precision="float32"),
+    time_limit=600,
+)
 
 
 # --- the same curve -------------------------------------------------------------------------------------------------
