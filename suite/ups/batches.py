@@ -94,8 +94,8 @@ class TaskData:
 
     @property
     def at_boundary(self) -> torch.Tensor:
-        """Which tokens lie at the boundary, bool [tokens]."""
-        return boundary_tokens(self.tokens)
+        """The places of the tokens at the boundary, int64: for a mask the host would wait for the device."""
+        return boundary_tokens(self.tokens).nonzero().flatten()
 
     def count(self, split: str = "train") -> int:
         """Examples of a split."""

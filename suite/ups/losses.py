@@ -67,7 +67,7 @@ def boundary_error(predicted: torch.Tensor, target: torch.Tensor, at_boundary: t
     The source does not define the term. It is taken of the latent tokens, for the operator has no field.
 
     predicted, target  [B, T, latent width]
-    at_boundary        [T] bool, as `boundary_tokens` makes it
+    at_boundary        [T] bool, as `boundary_tokens` makes it, or the places of its ones, int64
     """
     return functional.mse_loss(predicted[:, at_boundary], target[:, at_boundary])
 
@@ -104,7 +104,7 @@ def mixed_loss(
     """Sum all losses of a batch of several tasks, 0-d; each task's errors count by its examples.
 
     predicted, target  [B, T, latent width], task after task
-    parts              examples and boundary tokens, as `boundary_tokens` makes them, of each task
+    parts              examples of each task, and its tokens at the boundary as for `boundary_error`
     inverse            the two terms of `inverse_losses`, of the whole batch
     """
     none = (torch.zeros_like(inverse[0]), torch.zeros_like(inverse[1]))

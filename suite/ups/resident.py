@@ -29,7 +29,9 @@ class Resident:
 
     def _part(self, place: int, number: int) -> TaskPart:
         maker, task = self._maker, self._maker.given.tasks[place]
-        rows = maker.rows(place, number).to(self._device)
+        rows = maker.rows(place, number)
+        if self._device.type == "cuda":  # from pageable memory the copy would wait for all that is queued
+            rows = rows.pin_memory().to(self._device, non_blocking=True)
         with_fields = maker.every or maker.config.has_inverse(number)
         return TaskPart(
             task=task.task,
