@@ -89,6 +89,17 @@ TRAINERS: dict[str, Entry] = {
         checks="suite.claims.eigenstate_lm:CHECKS",
         setting="suite.claims.eigenstate_lm:setting",
     ),
+    "ups": Entry(
+        config="suite.ups.config:TrainConfig",
+        reference="reference.trainers.ups:Trainer",
+        optimized="optimized.trainers.ups:Trainer",
+        data_config="suite.ups.batches:Data",
+        data="suite.ups.batches:load",
+        techniques="suite.ups.config:TECHNIQUES",
+        claims="suite.ups.config:CLAIMS",
+        ablated="suite.ups.batches:for_ablation",
+        finish="suite.ups.report:finish",
+    ),
 }
 
 

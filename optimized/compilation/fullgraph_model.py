@@ -41,7 +41,12 @@ def fullgraph_model(
 
 
 def fullgraph_operator(
-    operator: Operator, latents: torch.Tensor, dt: torch.Tensor, scales: torch.Tensor
+    operator: Operator,
+    latents: torch.Tensor,
+    dt: torch.Tensor,
+    scales: torch.Tensor,
+    step: Callable[..., torch.Tensor] | None = None,
+    graphs: bool = True,
 ) -> torch.Tensor:
     """Step latents in time by the operator, [B, T, L], on CUDA compiled for each shape and depth at its first call.
 
@@ -55,13 +60,17 @@ def fullgraph_operator(
     latents   [B, T, L]
     dt        [B]
     scales    [depth, 2, B], drop-path multipliers of the sublayers
+    step      what is compiled, with the same first four arguments; None: `step_operator`
+    graphs    whether launches are replayed as CUDA graphs
 
     Source: ups, technique 002.1a.
     """
     if _get_current_dispatch_mode() is not None or not latents.is_cuda:
-        return step_operator(operator, latents, dt, scales)
+        return (step or step_operator)(operator, latents, dt, scales)
+    compiled = _compiled(step or step_operator, graphs)
+    if not graphs:
+        return compiled(operator, latents.contiguous(), dt.contiguous(), scales.contiguous())
     replay_begins()
-    compiled = _compiled(step_operator, True)
     return compiled(operator, latents.contiguous(), dt.contiguous(), scales.contiguous()).clone()
 
 

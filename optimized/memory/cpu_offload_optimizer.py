@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+
+from optimized.optimizers.fused_adamw import moments_of, torch_state
+from optimized.optimizers.muon import MOMENTUM, momentum_step, places_by_shape
 
 
 def cpu_offload_optimizer(
@@ -14,7 +17,7 @@ def cpu_offload_optimizer(
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
     weight_decay: float = 1e-2,
-) -> Callable[[Sequence[torch.Tensor]], None]:
+) -> OffloadedAdamW:
     """Build `step(grads)`, which sets each parameter's `.grad` and updates the parameters in place.
 
     No state stays on a GPU. Gradients and parameters are copied to pinned host memory, torch's fused AdamW of the CPU
@@ -48,6 +51,7 @@ class OffloadedAdamW:
     ) -> None:
         self.params = list(params)
         self.hosts = [_Host(p, options) for p in self.params]
+        self.steps = 0
         devices = dict.fromkeys(p.device for p in self.params)
         self.transfers = {device: (transfers or _transfers)(device) for device in devices}
 
@@ -55,6 +59,7 @@ class OffloadedAdamW:
     def __call__(self, grads: Sequence[torch.Tensor]) -> None:
         for p, grad in zip(self.params, grads, strict=True):
             p.grad = grad
+        self.steps += 1
         for transfers in self.transfers.values():
             transfers.begin()
         arrivals = []
@@ -67,6 +72,81 @@ class OffloadedAdamW:
             self.transfers[p.device].send(p, host.sent)
         for transfers in self.transfers.values():
             transfers.end()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copies of both moments of each parameter, in host memory, and the steps made.
+
+        Without the master copies of parameters in a lower precision: these follow the parameters.
+        """
+        moments = [moments_of(host.optimizer.state.get(host.param, {}), host.param) for host in self.hosts]
+        return {"first": [m for m, _ in moments], "second": [v for _, v in moments], "steps": self.steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take on a state, by copying."""
+        self.steps = state["steps"]
+        for host, first, second in zip(self.hosts, state["first"], state["second"], strict=True):
+            host.optimizer.state[host.param] = torch_state(host.param, self.steps, first, second, fused=True)
+
+
+def offloaded_hybrid(
+    params: Sequence[torch.Tensor],
+    lr: float = 1.4e-3,
+    weight_decay: float = 0.03,
+    dtype: torch.dtype = torch.bfloat16,
+) -> OffloadedHybrid:
+    """Build `step(grads)` as `hybrid_muon_adamw`, whose state stays in host memory.
+
+    AdamW is `cpu_offload_optimizer`. Muon's momenta are copied to the device for each step, all matrices of a shape
+    at a time, and back: a CPU takes too long for the products.
+
+    params  tensors of any shapes, changed in place
+    dtype   what Muon orthogonalizes float32 matrices in
+    grads   one for each parameter, of its shape
+
+    Source: ups, technique 002.5.
+    """
+    return OffloadedHybrid(params, lr, weight_decay, dtype)
+
+
+class OffloadedHybrid:
+    """The step of `offloaded_hybrid`, and its state."""
+
+    def __init__(self, params: Sequence[torch.Tensor], lr: float, weight_decay: float, dtype: torch.dtype) -> None:
+        self.matrices = [i for i, p in enumerate(params) if p.dim() == 2]
+        self.others = [i for i, p in enumerate(params) if p.dim() != 2]
+        self.lr, self.weight_decay, self.dtype = lr, weight_decay, dtype
+        self.params = [params[i] for i in self.matrices]
+        self.places = places_by_shape(self.params)
+        self.momenta = [_buffer(p, p.dtype).zero_() for p in self.params]
+        self.adamw = cpu_offload_optimizer([params[i] for i in self.others], lr, weight_decay=weight_decay)
+
+    @torch.no_grad()
+    def __call__(self, grads: Sequence[torch.Tensor]) -> None:
+        given = [grads[i] for i in self.matrices]
+        for at in self.places:
+            group = [self.params[i] for i in at]
+            held = [self.momenta[i].to(p.device, non_blocking=True) for i, p in zip(at, group, strict=True)]
+            momentum_step(group, held, [given[i] for i in at], self.lr, MOMENTUM, self.weight_decay, self.dtype)
+            for i, momentum in zip(at, held, strict=True):
+                self.momenta[i].copy_(momentum, non_blocking=True)
+        self.adamw([grads[i] for i in self.others])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copies of both optimizers' states in host memory; `hybrid_muon_adamw` reads them, too."""
+        self._wait()
+        return {"muon": {"momenta": [m.clone() for m in self.momenta]}, "adamw": self.adamw.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take on a state, by copying."""
+        self._wait()
+        for own, given in zip(self.momenta, state["muon"]["momenta"], strict=True):
+            own.copy_(given)
+        self.adamw.load_state_dict(state["adamw"])
+
+    def _wait(self) -> None:
+        """Until all copies to host memory are there."""
+        for device in {p.device for p in self.params if p.is_cuda}:
+            torch.cuda.synchronize(device)
 
 
 class _Host:

@@ -1,6 +1,9 @@
 """AdamW over all parameters in one kernel (leak_cnn, technique 001.2; ups, technique 002.8a)."""
 
-from collections.abc import Callable, Sequence
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -19,7 +22,7 @@ def adamw(
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
     weight_decay: float = 1e-2,
-) -> Callable[[Sequence[torch.Tensor]], None]:
+) -> TorchAdamW | _TritonAdamW:
     """Build `step(grads)`, which sets each parameter's `.grad` and updates the parameters in place.
 
     AdamW with decoupled weight decay (Loshchilov and Hutter, 2019), moments starting at 0:
@@ -46,27 +49,69 @@ def adamw_torch(
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
     weight_decay: float = 1e-2,
-) -> Callable[[Sequence[torch.Tensor]], None]:
+) -> TorchAdamW:
     """`adamw` by torch's own `fused=True`, on any device and dtype."""
-    options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-    # fused=True walks the memory of contiguous tensors; given any other it is silently wrong on the CPU.
-    flat = [p for p in params if p.is_contiguous()]
-    strided = [p for p in params if not p.is_contiguous()]
-    optimizers = []
-    if flat:
-        optimizers.append(torch.optim.AdamW(flat, fused=True, **options))
-    if strided:
-        optimizers.append(torch.optim.AdamW(strided, foreach=True, **options))
+    return TorchAdamW(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
-    def step(grads: Sequence[torch.Tensor]) -> None:
-        for p, grad in zip(params, grads, strict=True):
+
+class TorchAdamW:
+    """The step of `adamw_torch`, and its state."""
+
+    def __init__(self, params: Sequence[torch.Tensor], options: dict[str, Any]) -> None:
+        self.params = list(params)
+        # fused=True walks the memory of contiguous tensors; given any other it is silently wrong on the CPU.
+        flat = [p for p in self.params if p.is_contiguous()]
+        strided = [p for p in self.params if not p.is_contiguous()]
+        self.optimizers = []
+        if flat:
+            self.optimizers.append(torch.optim.AdamW(flat, fused=True, **options))
+        if strided:
+            self.optimizers.append(torch.optim.AdamW(strided, foreach=True, **options))
+        self.steps = 0
+
+    def __call__(self, grads: Sequence[torch.Tensor]) -> None:
+        self.steps += 1
+        for p, grad in zip(self.params, grads, strict=True):
             # The fused kernel compares strides also where they mean nothing, along a dimension of one.
             same = p.stride() == grad.stride() or not p.is_contiguous()
             p.grad = grad if same else torch.empty_like(p).copy_(grad)
-        for optimizer in optimizers:
+        for optimizer in self.optimizers:
             optimizer.step()
 
-    return step
+    def state_dict(self) -> dict[str, Any]:
+        """Copies of both moments of each parameter, and the steps made; the reference reads them, too."""
+        merged = {p: state for optimizer in self.optimizers for p, state in optimizer.state.items()}
+        moments = [moments_of(merged.get(p, {}), p) for p in self.params]
+        return {"first": [m for m, _ in moments], "second": [v for _, v in moments], "steps": self.steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take on a state, by copying."""
+        self.steps = state["steps"]
+        moments = dict(zip(self.params, zip(state["first"], state["second"], strict=True), strict=True))
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                for p in group["params"]:
+                    optimizer.state[p] = torch_state(p, self.steps, *moments[p], fused=bool(group["fused"]))
+
+
+def moments_of(state: Mapping[str, Any], p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Copy both moments of a parameter from torch.optim.AdamW's state of it; zeros before its first step."""
+    if not state:
+        return torch.zeros_like(p), torch.zeros_like(p)
+    return state["exp_avg"].clone(), state["exp_avg_sq"].clone()
+
+
+def torch_state(
+    p: torch.Tensor, steps: int, first: torch.Tensor, second: torch.Tensor, *, fused: bool
+) -> dict[str, torch.Tensor]:
+    """Build torch.optim.AdamW's state of a parameter, by copying; empty before the first step."""
+    if not steps:
+        return {}
+    return {
+        "step": torch.tensor(float(steps), dtype=torch.float32, device=p.device if fused else "cpu"),
+        "exp_avg": torch.empty_like(p).copy_(first),
+        "exp_avg_sq": torch.empty_like(p).copy_(second),
+    }
 
 
 def adamw_triton(
@@ -75,7 +120,7 @@ def adamw_triton(
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
     weight_decay: float = 1e-2,
-) -> Callable[[Sequence[torch.Tensor]], None]:
+) -> _TritonAdamW:
     """`adamw` as one Triton kernel for all float32 parameters of one device."""
     return _TritonAdamW(params, lr, betas, eps, weight_decay)
 
@@ -88,6 +133,7 @@ class _TritonAdamW:
         self.lr, self.betas, self.eps, self.weight_decay = lr, betas, eps, weight_decay
         self.first = [torch.zeros_like(p) for p in self.params]
         self.second = [torch.zeros_like(p) for p in self.params]
+        self.steps = 0
         # Moments take a dense parameter's strides, so that all four arrays are walked in memory order. A parameter
         # with gaps has none to share: a dense copy of it is updated, and copied back.
         self.copies = {
@@ -119,6 +165,7 @@ class _TritonAdamW:
     def __call__(self, grads: Sequence[torch.Tensor]) -> None:
         for p, grad in zip(self.params, grads, strict=True):
             p.grad = grad
+        self.steps += 1
         if not self.live:
             return
         # Both lists are held until the launch, so that no temporary's memory is reused before.
@@ -152,6 +199,21 @@ class _TritonAdamW:
             )
         for i, copy in self.copies.items():
             self.params[i].copy_(copy)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copies of both moments of each parameter, and the steps made; the reference reads them, too."""
+        moments = {"first": [m.clone() for m in self.first], "second": [v.clone() for v in self.second]}
+        return {**moments, "steps": self.steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take on a state, by copying."""
+        for own, given in zip((*self.first, *self.second), (*state["first"], *state["second"]), strict=True):
+            own.copy_(given)
+        self.steps = state["steps"]
+        if self.live:
+            self.powers.fill_(1.0)
+            for _ in range(self.steps):  # multiplied as the steps did, so that they round alike
+                self.powers.mul_(self.factors)
 
 
 @jit

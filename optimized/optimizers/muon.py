@@ -4,7 +4,10 @@ The Newton–Schulz iteration multiplies a matrix by its transpose, and a symmet
 only the tiles on one side of the diagonal are computed.
 """
 
-from collections.abc import Callable, Sequence
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -13,6 +16,7 @@ from optimized.kernels import INTERPRETED, ceil_div, jit, launching, tl, use_tri
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
+MOMENTUM = 0.95
 EPS = 1e-7
 # One program updates so many rows and columns of a matrix.
 SQUARE = 64
@@ -28,10 +32,10 @@ NUM_WARPS, NUM_STAGES = 8, 3
 def muon(
     params: Sequence[torch.Tensor],
     lr: float = 1.4e-3,
-    momentum: float = 0.95,
+    momentum: float = MOMENTUM,
     weight_decay: float = 0.03,
     dtype: torch.dtype = torch.bfloat16,
-) -> Callable[[Sequence[torch.Tensor]], None]:
+) -> TorchMuon | _TritonMuon:
     """Build `step(grads)`, which sets each parameter's `.grad` and updates the parameters in place.
 
     Muon with Nesterov momentum and decoupled weight decay (Jordan, 2024), momenta starting at 0:
@@ -56,29 +60,58 @@ def muon(
 def muon_torch(
     params: Sequence[torch.Tensor],
     lr: float = 1.4e-3,
-    momentum: float = 0.95,
+    momentum: float = MOMENTUM,
     weight_decay: float = 0.03,
     dtype: torch.dtype = torch.bfloat16,
-) -> Callable[[Sequence[torch.Tensor]], None]:
+) -> TorchMuon:
     """`muon` by batched products of torch's, on any device and dtype."""
-    params = list(params)
-    places = _by_shape(params)
-    groups = [[params[i] for i in at] for at in places]
-    momenta = [[torch.zeros_like(p) for p in group] for group in groups]
+    return TorchMuon(list(params), lr, momentum, weight_decay, dtype)
+
+
+class TorchMuon:
+    """The step of `muon_torch`, and its state."""
+
+    def __init__(
+        self, params: list[torch.Tensor], lr: float, momentum: float, weight_decay: float, dtype: torch.dtype
+    ) -> None:
+        self.params, self.dtype = params, dtype
+        self.lr, self.momentum, self.weight_decay = lr, momentum, weight_decay
+        self.places = places_by_shape(params)
+        self.momenta = [torch.zeros_like(p) for p in params]
 
     @torch.no_grad()
-    def step(grads: Sequence[torch.Tensor]) -> None:
-        for p, grad in zip(params, grads, strict=True):
+    def __call__(self, grads: Sequence[torch.Tensor]) -> None:
+        for p, grad in zip(self.params, grads, strict=True):
             p.grad = grad
-        for group, held, at in zip(groups, momenta, places, strict=True):
-            given = [grads[i] for i in at]
-            torch._foreach_lerp_(held, given, 1 - momentum)
-            update, own = torch.stack(torch._foreach_lerp(given, held, momentum)), group[0].dtype
-            update = orthogonalized(update.to(dtype) if own == torch.float32 else update)
-            torch._foreach_mul_(group, 1 - lr * weight_decay)
-            torch._foreach_add_(group, list(update.to(own)), alpha=-_rate(lr, group[0]))
+        for at in self.places:
+            group, held, given = ([tensors[i] for i in at] for tensors in (self.params, self.momenta, grads))
+            momentum_step(group, held, given, self.lr, self.momentum, self.weight_decay, self.dtype)
 
-    return step
+    def state_dict(self) -> dict[str, Any]:
+        """Copies of the momenta, one for each matrix; the reference reads them, too."""
+        return {"momenta": [m.clone() for m in self.momenta]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take on a state, by copying."""
+        for own, given in zip(self.momenta, state["momenta"], strict=True):
+            own.copy_(given)
+
+
+def momentum_step(
+    group: list[torch.Tensor],
+    momenta: list[torch.Tensor],
+    grads: list[torch.Tensor],
+    lr: float,
+    momentum: float,
+    weight_decay: float,
+    dtype: torch.dtype,
+) -> None:
+    """Step matrices of one shape, which are changed in place, as their momenta are; arguments as `muon`'s."""
+    torch._foreach_lerp_(momenta, grads, 1 - momentum)
+    update, own = torch.stack(torch._foreach_lerp(grads, momenta, momentum)), group[0].dtype
+    update = orthogonalized(update.to(dtype) if own == torch.float32 else update)
+    torch._foreach_mul_(group, 1 - lr * weight_decay)
+    torch._foreach_add_(group, list(update.to(own)), alpha=-_rate(lr, group[0]))
 
 
 def orthogonalized(matrices: torch.Tensor) -> torch.Tensor:
@@ -97,15 +130,15 @@ def orthogonalized(matrices: torch.Tensor) -> torch.Tensor:
 def muon_triton(
     params: Sequence[torch.Tensor],
     lr: float = 1.4e-3,
-    momentum: float = 0.95,
+    momentum: float = MOMENTUM,
     weight_decay: float = 0.03,
     dtype: torch.dtype = torch.bfloat16,
-) -> Callable[[Sequence[torch.Tensor]], None]:
+) -> _TritonMuon:
     """`muon` by Triton kernels for the float32 parameters of one device, whatever their shapes."""
     return _TritonMuon(list(params), lr, momentum, weight_decay, dtype)
 
 
-def _by_shape(params: Sequence[torch.Tensor]) -> list[list[int]]:
+def places_by_shape(params: Sequence[torch.Tensor]) -> list[list[int]]:
     """The places of the parameters with elements, together with those of the same shape."""
     places: dict[torch.Size, list[int]] = {}
     for i, p in enumerate(params):
@@ -144,6 +177,7 @@ class _TritonMuon:
         self.shapes = on_device([n for shape in shapes for n in shape])
         # Each matrix begins at a multiple of what a vector access reads.
         places, total = _places(sizes)
+        self.spans = dict(zip(self.live, places, strict=True))
         places_of_squares, total_of_squares = _places(squares)
         self.first, self.first_of_squares = on_device(places), on_device(places_of_squares)
         self.rates = on_device([_rate(lr, p) for p in matrices], torch.float32)
@@ -186,6 +220,22 @@ class _TritonMuon:
         for i, copy in zip(self.live, updated, strict=True):
             if copy is not self.params[i]:
                 self.params[i].copy_(copy)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copies of the momenta, one for each matrix; the reference reads them, too."""
+        return {"momenta": [self._momentum(i).clone() for i in range(len(self.params))]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take on a state, by copying."""
+        for i, given in enumerate(state["momenta"]):
+            self._momentum(i).copy_(given)
+
+    def _momentum(self, i: int) -> torch.Tensor:
+        """A view of a matrix's momentum."""
+        p = self.params[i]
+        if not p.numel():
+            return torch.zeros_like(p)
+        return self.momenta[self.spans[i] : self.spans[i] + p.numel()].view(p.shape)
 
     def _orthogonalize(self) -> None:
         """Update the momenta, and leave in `x` what they are orthogonalized to."""

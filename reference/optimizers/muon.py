@@ -1,6 +1,7 @@
 """Muon, one matrix and one operation at a time (ups, technique 002.8)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -15,7 +16,7 @@ def muon(
     momentum: float = 0.95,
     weight_decay: float = 0.03,
     dtype: torch.dtype = torch.bfloat16,
-) -> Callable[[Sequence[torch.Tensor]], None]:
+) -> "Muon":
     """Build `step(grads)`, which sets each parameter's `.grad` and updates the parameters in place.
 
     Muon with Nesterov momentum and decoupled weight decay (Jordan, 2024), momenta starting at 0:
@@ -28,22 +29,41 @@ def muon(
 
     Source: ups, technique 002.8.
     """
-    momenta = [torch.zeros_like(p) for p in params]
+    return Muon(params, lr, momentum, weight_decay, dtype)
+
+
+class Muon:
+    """The step of `muon`, and its state."""
+
+    def __init__(
+        self, params: Sequence[torch.Tensor], lr: float, momentum: float, weight_decay: float, dtype: torch.dtype
+    ) -> None:
+        self.params, self.dtype = list(params), dtype
+        self.lr, self.momentum, self.weight_decay = lr, momentum, weight_decay
+        self.momenta = [torch.zeros_like(p) for p in self.params]
 
     @torch.no_grad()
-    def step(grads: Sequence[torch.Tensor]) -> None:
-        for p, grad, m in zip(params, grads, momenta, strict=True):
+    def __call__(self, grads: Sequence[torch.Tensor]) -> None:
+        lr, momentum = self.lr, self.momentum
+        for p, grad, m in zip(self.params, grads, self.momenta, strict=True):
             p.grad = grad
             if not p.numel():
                 continue
             m.add_((1 - momentum) * (grad - m))
             update = grad + momentum * (m - grad)
-            update = orthogonalized(update.to(dtype) if p.dtype == torch.float32 else update)
+            update = orthogonalized(update.to(self.dtype) if p.dtype == torch.float32 else update)
             rows, columns = p.shape
-            p.mul_(1 - lr * weight_decay)
+            p.mul_(1 - lr * self.weight_decay)
             p.sub_(lr * max(1.0, rows / columns) ** 0.5 * update.to(p.dtype))
 
-    return step
+    def state_dict(self) -> dict[str, Any]:
+        """Copies of the momenta, one for each matrix; the optimized side reads them, too."""
+        return {"momenta": [m.clone() for m in self.momenta]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take on a state, by copying."""
+        for own, given in zip(self.momenta, state["momenta"], strict=True):
+            own.copy_(given)
 
 
 def orthogonalized(matrix: torch.Tensor) -> torch.Tensor:

@@ -97,6 +97,10 @@ class Fields:
             points=self.points,
         )
 
+    def raw(self, sample: int) -> tuple[Array, Array]:
+        """All values of a sample of the file, float32, not normalised: those that go in and those that come out."""
+        return self._examples.fields(sample)
+
     def close(self) -> None:
         """Let go of the file; the next batch opens it again."""
         self._examples.close()

@@ -67,7 +67,7 @@ def boundary_error(predicted: torch.Tensor, target: torch.Tensor, at_boundary: t
     The source does not define the term. It is taken of the latent tokens, for the operator has no field.
 
     predicted, target  [B, T, latent width]
-    at_boundary        [T] bool, as `boundary_tokens` makes it
+    at_boundary        [T] bool, as `boundary_tokens` makes it, or the places of its ones, int64
     """
     return functional.mse_loss(predicted[:, at_boundary], target[:, at_boundary])
 
@@ -92,3 +92,27 @@ def ups_loss(
         + config.spectral * spectral_error(predicted, target)
         + config.boundary * boundary_error(predicted, target, at_boundary)
     )
+
+
+def mixed_loss(
+    config: UpsConfig,
+    predicted: torch.Tensor,
+    target: torch.Tensor,
+    parts: Sequence[tuple[int, torch.Tensor]],
+    inverse: tuple[torch.Tensor, torch.Tensor],
+) -> torch.Tensor:
+    """Sum all losses of a batch of several tasks, 0-d; each task's errors count by its examples.
+
+    predicted, target  [B, T, latent width], task after task
+    parts              examples of each task, and its tokens at the boundary as for `boundary_error`
+    inverse            the two terms of `inverse_losses`, of the whole batch
+    """
+    none = (torch.zeros_like(inverse[0]), torch.zeros_like(inverse[1]))
+    total = config.lambda_enc * inverse[0] + config.lambda_dec * inverse[1]
+    first = 0
+    for count, at_boundary in parts:
+        own = slice(first, first + count)
+        share = count / len(predicted)
+        total = total + share * ups_loss(config, predicted[own], target[own], at_boundary, none)
+        first += count
+    return total

@@ -72,7 +72,7 @@ class Block(nn.Module):
     ) -> torch.Tensor:
         """Add the attention sublayer: x [B, T, D], time [B, D], scale [B] → [B, T, D]."""
         q, k, v = split_heads(self.qkv(self.norm1(x) + time[:, None]), 3 * self.heads).chunk(3, 1)
-        mixed = attention(self.query_norm(q), self.key_norm(k), v)
+        mixed = attention(normalized(q, self.query_norm), normalized(k, self.key_norm), v)
         return x + scaled(self.project(join_heads(mixed)), scale)
 
     def feed(self, x: torch.Tensor, time: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
@@ -244,6 +244,12 @@ def split_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
 def join_heads(x: torch.Tensor) -> torch.Tensor:
     """[B, heads, T, d] → [B, T, heads · d]."""
     return x.transpose(1, 2).flatten(2)
+
+
+def normalized(x: torch.Tensor, norm: nn.RMSNorm) -> torch.Tensor:
+    """Apply a norm in the dtype of x, to which its weight is cast: under autocast a fused kernel wants one dtype."""
+    assert norm.weight is not None
+    return functional.rms_norm(x, norm.normalized_shape, norm.weight.to(x.dtype), norm.eps)
 
 
 def scaled(x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:

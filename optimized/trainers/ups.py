@@ -1,0 +1,190 @@
+"""ups from the optimized modules, a switch for each (source: ups).
+
+The same function as the plain trainer beside it, step for step. Except in float16, nothing in a step waits for the
+device, and a step's report is read when it has come.
+
+Source: ups, technique 002.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from optimized.compilation.fullgraph_model import fullgraph_operator
+from optimized.memory.activation_checkpoint import activation_checkpoint_operator
+from optimized.memory.cpu_offload_optimizer import offloaded_hybrid
+from suite.runtime.reports import Reports
+from suite.techniques import implementation
+from suite.ups.batches import Feed, Maker, MicroBatch, Mixture, TaskPart
+from suite.ups.config import TrainConfig
+from suite.ups.losses import mixed_loss
+from suite.ups.networks import grouped
+from suite.ups.report import Report, Throughput
+from suite.ups.resident import Resident
+from suite.ups.scaler import LossScale
+from suite.ups.stages import draw, networks_of
+from suite.ups.state import restore, state_of
+from suite.ups.step import autocast, check_step, note_what_is_ignored, sent
+
+AHEAD = 2
+"""Steps that the device may still be at when the host goes on to the next."""
+
+
+class Trainer:
+    """The optimized trainer; it reads and writes the plain trainer's checkpoints.
+
+    given  the data, as `suite.ups.batches.load` opens them
+
+    ValueError where a batch does not divide into the tasks' shares.
+    """
+
+    window_name = "step"
+
+    def __init__(self, config: TrainConfig, given: Mixture, device: torch.device | str) -> None:
+        self.config, self.given, self.device = config, given, torch.device(device)
+        note_what_is_ignored(config)
+        self._choose()
+        self.maker = Maker(given=given, config=config, every=not config.inverse_losses)
+        self.source = Resident(self.maker, self.device) if config.resident_latents else Feed(self.maker)
+        own = networks_of(config, self.maker, self.device)
+        self.networks, self.refiner, self.weights = own.networks, own.refiner, own.weights
+        self.averages = {name: weight.detach().clone() for name, weight in self.weights.items()}
+        self.points = {t.task: t.fields.points.to(self.device) for t in given.tasks}
+        self.boundaries = {t.task: t.at_boundary.to(self.device) for t in given.tasks}
+        low = torch.bfloat16 if config.muon_in_bfloat16 else torch.float32
+        self.groups = grouped(self.weights)
+        self.optimizers = {
+            name: self._optimizer([self.weights[n] for n in names], config.learning_rate, config.weight_decay, low)
+            for name, names in self.groups.items()
+        }
+        self.average = self._ema(list(self.averages.values()), config.ema_decay)
+        self.scale = LossScale(float16=config.precision == "fp16")
+        self.steps = 0
+        self.throughput = Throughput(config.batch_size * config.accumulation, self.device)
+        self._reports: Reports[Report] = Reports(self.device, Report.stays)
+
+    def train_window(self, batch: Mapping[str, torch.Tensor]) -> None:
+        """A step on the examples that come next, by the number of steps made.
+
+        `batch["step"]` may say that number, from 0; ValueError where it is another.
+        """
+        config = self.config
+        check_step(batch, self.steps)
+        scale = self.scale.value
+        total = torch.zeros((), device=self.device)
+        sums: dict[str, torch.Tensor] = {}
+        for number in range(self.steps * config.accumulation, (self.steps + 1) * config.accumulation):
+            total += self._pass(self.source.batch(number), scale, sums)
+        norm = self._optimize(sums)
+        self.steps += 1
+        step, clipped = self.steps, norm is not None
+
+        def read(whole: torch.Tensor) -> Report:
+            values = whole.tolist()
+            return Report(step=step, loss=values[0], norm=values[1] if clipped else None, scale=scale)
+
+        self._reports.send(torch.stack((total, total if norm is None else norm)), read)
+        self._reports.wait(AHEAD)
+
+    def metrics(self) -> Mapping[str, float] | None:
+        """Of the last step whose report has come: see `suite.ups.report.Report`; None before one. Never waits."""
+        return self._told(self._reports.latest())
+
+    def last_metrics(self) -> Mapping[str, float] | None:
+        """Wait for the last step's report; its metrics."""
+        return self._told(self._reports.wait())
+
+    def last_report(self) -> Report | None:
+        """Wait for the last step's report."""
+        return self._reports.wait()
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that training has changed."""
+        return state_of(self)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there. ValueError where a shape, or the stage, is another."""
+        restore(self, state)
+
+    def _told(self, report: Report | None) -> Mapping[str, float] | None:
+        self.throughput.add(report, self._reports.seconds)
+        return None if report is None else {**report.metrics(), **self.throughput.metrics()}
+
+    def _choose(self) -> None:
+        """The implementation of each technique that the configuration asks for."""
+        config = self.config
+
+        def of(module: str, function: str, on: bool) -> Callable[..., Any]:
+            return implementation(module, function, optimized=on)
+
+        self._inverse = of("losses.inverse_losses", "inverse_losses", config.inverse_losses)
+        self._at_queries = of("losses.query_sampling", "query_sampling", config.query_sampling)
+        self._clip = of("optimizers.clip_grad_norm", "clip_grad_norm", config.fused_clip)
+        self._ema = of("optimizers.ema", "ema", config.fused_optimizers)
+        self._optimizer: Callable[..., Any] = offloaded_hybrid
+        if not config.cpu_offload_optimizer:
+            self._optimizer = of("optimizers.hybrid_muon_adamw", "hybrid_muon_adamw", config.fused_optimizers)
+        checkpointed = activation_checkpoint_operator if config.activation_checkpoint else None
+        graphs = config.compile_mode == "reduce-overhead"
+        self._operator: Callable[..., torch.Tensor] = checkpointed or _eager
+        if config.compile:
+            self._operator = functools.partial(fullgraph_operator, step=checkpointed, graphs=graphs)
+
+    def _pass(self, micro: MicroBatch, scale: float, sums: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Add a micro-batch's gradients to `sums`, by the weights' names; its share of the step's loss, 0-d."""
+        inverse = self.config.has_inverse(micro.number)
+        names = [n for group, own in self.groups.items() if group != "coders" or inverse for n in own]
+        with torch.enable_grad():
+            loss = self._loss(micro) / self.config.accumulation
+            # Of a compiled operator they lie in the graph's own memory until the next call.
+            found = torch.autograd.grad(loss if scale == 1 else loss * scale, [self.weights[n] for n in names])
+        held = [n for n in names if n in sums]
+        if held:
+            grads = dict(zip(names, found, strict=True))
+            torch._foreach_add_([sums[n] for n in held], [grads[n] for n in held])
+        copied = self.config.accumulation > 1
+        sums |= {n: g.clone() if copied else g for n, g in zip(names, found, strict=True) if n not in sums}
+        return loss.detach()
+
+    def _loss(self, micro: MicroBatch) -> torch.Tensor:
+        """The loss of a micro-batch, 0-d."""
+        config = self.config
+        parts: list[TaskPart] = [sent(part, self.device) for part in micro.parts]
+        before, after, dt = (torch.cat([getattr(p, name) for p in parts]) for name in ("before", "after", "dt"))
+        if self.refiner is not None:
+            with autocast(config, self.device):
+                return self.refiner.loss(before, after, dt, draw(self.maker, micro.number, before), self.averages)
+        scales = micro.scales if self.device.type == "cpu" else micro.scales.pin_memory()
+        tasks = [self.networks.inverse_task(part, self.points[part.task]) for part in parts]
+        with autocast(config, self.device):
+            predicted = self._operator(self.networks.operator, before, dt, scales.to(self.device, non_blocking=True))
+            if config.inverse_losses and not config.has_inverse(micro.number):
+                inverse = (before.new_zeros(()), before.new_zeros(()))
+            else:
+                inverse = self._inverse(tasks, micro.number, config.inverse_loss_frequency, self._at_queries)
+        sizes = [(len(part.before), self.boundaries[part.task]) for part in parts]
+        return mixed_loss(config, predicted.float(), after, sizes, inverse)
+
+    @torch.no_grad()
+    def _optimize(self, grads: dict[str, torch.Tensor]) -> torch.Tensor | None:
+        """Step the weights that have gradients, and their averages; the gradients' norm, where they are clipped."""
+        finite, norm = self.scale.undo(list(grads.values())), None
+        if finite:
+            if self.config.grad_clip is not None:
+                norm = self._clip(list(grads.values()), self.config.grad_clip)
+            for name, names in self.groups.items():
+                if names[0] in grads:
+                    self.optimizers[name]([grads[n] for n in names])
+            self.average(list(self.weights.values()))
+        self.scale.update(finite=finite)
+        return norm
+
+
+def _eager(*arguments: Any) -> torch.Tensor:
+    operator, *given = arguments
+    stepped: torch.Tensor = operator(*given)
+    return stepped

@@ -1,0 +1,422 @@
+"""The data of ups: latents and fields of both tasks, and which examples are in a micro-batch.
+
+The examples, query points and drop-path multipliers of a micro-batch follow from its number and the seed, so that any
+trainer, process or resumed run makes the same ones.
+source: ups, technique 002 (data)
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from suite.batching import check_identity, mixed, permutation, whole
+from suite.building import digest_of
+from suite.configuration import ConfigurationError, need
+from suite.ups.latents import Latents, latents_of
+from suite.ups.losses import boundary_tokens, query_indices
+from suite.ups.model import drop_path_rates, drop_path_scales
+from suite.ups.recipe import TASKS
+from suite.ups.task_fields import TaskFields, from_file, synthetic, token_grid
+
+if TYPE_CHECKING:
+    from suite.ups.config import TrainConfig
+
+PATTERNS = {"advection1d": "*Advection*.hdf5", "darcy2d": "*DarcyFlow*.hdf5"}
+"""Of the files in a folder, as PDEBench names them."""
+LARGEST_DENOMINATOR = 1000
+"""Of the share of advection in a batch, which is a ratio of whole numbers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """Fields of a configuration that concern the data."""
+
+    data: str | None = None
+    """A folder with PDEBench's files, one of each task or of one alone; null: fields made in memory."""
+    advection: str | None = None
+    """A file of advection1d."""
+    darcy: str | None = None
+    """A file of darcy2d."""
+    latents: str | None = None
+    """The folder of the latents' cache; null: that of each file."""
+    validation: float = 0.1
+    """The share of the samples to validate on."""
+    advection_share: float = 0.5
+    """Of a batch, where there are both tasks."""
+    synthetic: int = 16
+    """Samples of each task that are made in memory where no file is named."""
+    synthetic_frames: int = 11
+    """Of each of these samples of advection."""
+    steps: int | None = None
+    """Of the training, at whose end the run ends; null: as `epochs` says."""
+    epochs: int = 40
+    """Times that all training examples are passed."""
+    batch_size: int = 8
+    accumulation: int = 3
+    tokens: int = 128
+    latent_width: int = 128
+    seed: int = 0
+    """Of the splits, the frozen encoders and the order of the examples."""
+
+    def __post_init__(self) -> None:
+        for name, least in {"synthetic": 2, "synthetic_frames": 2, "epochs": 1}.items():
+            need(getattr(self, name) >= least, name, getattr(self, name), f"use {least} or more")
+        need(self.steps is None or self.steps >= 1, "steps", self.steps, "use 1 or more, or null")
+        need(0 < self.validation < 1, "validation", self.validation, "use more than 0 and less than 1")
+        need(0 < self.advection_share < 1, "advection_share", self.advection_share, "use more than 0 and less than 1")
+        named = self.advection is not None or self.darcy is not None
+        need(not (named and self.data is not None), "data", self.data, "name a folder, or files, and not both")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskData:
+    """A task's fields and latents."""
+
+    fields: TaskFields
+    latents: Latents
+    tokens: tuple[int, ...]
+    """Along each dimension."""
+
+    @property
+    def task(self) -> str:
+        """The task's name."""
+        return self.fields.task
+
+    @property
+    def at_boundary(self) -> torch.Tensor:
+        """The places of the tokens at the boundary, int64: for a mask the host would wait for the device."""
+        return boundary_tokens(self.tokens).nonzero().flatten()
+
+    def count(self, split: str = "train") -> int:
+        """Examples of a split."""
+        return len(getattr(self.fields, split)) * (self.fields.states - 1)
+
+    def rows(self, indices: Sequence[int], split: str = "train") -> torch.Tensor:
+        """The rows of the latents before the step, int64; those after it are one further."""
+        samples = getattr(self.fields, split)
+        places = (divmod(index, self.fields.states - 1) for index in indices)
+        return torch.tensor([samples[sample] * self.fields.states + state for sample, state in places])
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskPart:
+    """The examples of one task in a micro-batch."""
+
+    task: str
+    before: torch.Tensor
+    """float32 [B, tokens, latent width]."""
+    after: torch.Tensor
+    """As `before`."""
+    dt: torch.Tensor
+    """float32 [B], in s."""
+    field: torch.Tensor
+    """float32 [B, *grid, 1]: what `before` was encoded from; of no example where the batch has no inverse losses."""
+    queries: torch.Tensor
+    """int64 [Q], places in the flattened grid."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """The examples of both tasks that are passed at once."""
+
+    number: int
+    """From 0."""
+    parts: tuple[TaskPart, ...]
+    scales: torch.Tensor
+    """float32 [depth, 2, B]: drop-path multipliers of the operator's sublayers, in the order of the parts."""
+
+    def __len__(self) -> int:
+        return sum(len(part.before) for part in self.parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixture:
+    """The tasks of a training. A trainer is given it."""
+
+    tasks: tuple[TaskData, ...]
+    share: Fraction = Fraction(1, 2)
+    """Of advection in a batch, where there are both tasks."""
+    rank: int = 0
+    ranks: int = 1
+    """Processes that train together; each has examples of its own."""
+
+    def counts(self, batch_size: int) -> tuple[int, ...]:
+        """Examples of each task in a micro-batch; ValueError where they are no whole numbers."""
+        if len(self.tasks) == 1:
+            return (batch_size,)
+        first = self.share * batch_size
+        need(
+            first.denominator == 1,
+            "batch_size",
+            batch_size,
+            f"a share of {float(self.share):g} of advection1d is no whole number of examples; "
+            f"use a multiple of {self.share.denominator}, or another advection_share",
+        )
+        return (int(first), batch_size - int(first))
+
+    def examples(self) -> int:
+        """Training examples of all tasks."""
+        return sum(task.count() for task in self.tasks)
+
+    def task(self, name: str) -> TaskData:
+        """The task of that name."""
+        return next(task for task in self.tasks if task.task == name)
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Of the data of all tasks."""
+        return digest_of([task.fields.digest for task in self.tasks])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Maker:
+    """Makes the micro-batches of a configuration by their number.
+
+    ValueError where a batch does not divide into the tasks' shares.
+    """
+
+    given: Mixture
+    config: TrainConfig
+    every: bool = False
+    """Whether batches without inverse losses have fields, too."""
+    counts: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "counts", self.given.counts(self.config.batch_size))
+
+    def __getitem__(self, number: int) -> MicroBatch:
+        parts = [self._part(place, number) for place in range(len(self.given.tasks))]
+        return MicroBatch(number=number, parts=tuple(parts), scales=self.scales(number))
+
+    def scales(self, number: int) -> torch.Tensor:
+        """The drop-path multipliers of a micro-batch, float32 [depth, 2, B]."""
+        rates = drop_path_rates(self.config.depth, self.config.drop_path)
+        return drop_path_scales(rates, sum(self.counts), self.generator(number, self.given.rank))
+
+    def rows(self, place: int, number: int) -> torch.Tensor:
+        """The rows of a task's latents in a micro-batch, int64 [B]."""
+        task, count = self.given.tasks[place], self.counts[place]
+        first = (number * self.given.ranks + self.given.rank) * count
+        examples = task.count()
+        indices = []
+        for at in range(first, first + count):
+            epoch, position = divmod(at, examples)
+            indices.append(_order(examples, mixed(self.config.seed + place), epoch)[position])
+        return task.rows(indices)
+
+    def queries(self, place: int, number: int) -> torch.Tensor:
+        """The query points of a task in a micro-batch, int64 [Q]; the same on all ranks."""
+        points = self.given.tasks[place].fields.points.shape[:-1].numel()
+        return query_indices(points, self.config.num_queries, self.generator(number, -1 - place))
+
+    def fields(self, place: int, rows: torch.Tensor) -> torch.Tensor:
+        """The fields of some rows, float32 [B, *grid, 1]."""
+        fields = self.given.tasks[place].fields
+        return torch.stack([fields.at(*divmod(row, fields.states)) for row in rows.tolist()]).unsqueeze(-1)
+
+    def _part(self, place: int, number: int) -> TaskPart:
+        task, rows = self.given.tasks[place], self.rows(place, number)
+        wanted = rows if self.every or self.config.has_inverse(number) else rows[:0]
+        field = self.fields(place, wanted) if len(wanted) else torch.empty(0, *task.fields.grid, 1)
+        return TaskPart(
+            task=task.task,
+            before=task.latents.rows[rows],
+            after=task.latents.rows[rows + 1],
+            dt=torch.full((len(rows),), task.fields.dt),
+            field=field,
+            queries=self.queries(place, number),
+        )
+
+    def generator(self, number: int, stream: int) -> torch.Generator:
+        """The generator of what is drawn for a micro-batch: one for each stream, on the CPU."""
+        word = mixed(mixed(mixed(self.config.seed) + number & 2**64 - 1) + stream & 2**64 - 1)
+        return torch.Generator().manual_seed(word & 2**63 - 1)
+
+
+class Feed:
+    """The micro-batches in order, made here or ahead of time by workers that stay.
+
+    Asked for any number but the next, it begins anew there.
+    """
+
+    def __init__(self, maker: Maker) -> None:
+        self._maker = maker
+        self._next = -1
+        self._made: Iterator[MicroBatch] = iter(())
+
+    def batch(self, number: int) -> MicroBatch:
+        """Micro-batch `number`, from 0, on the CPU."""
+        config = self._maker.config
+        if not config.num_workers:
+            return self._maker[number]
+        if number != self._next:
+            loader: DataLoader[MicroBatch] = DataLoader(
+                self._maker,  # type: ignore[arg-type]  # by number, without an end
+                batch_size=None,
+                sampler=itertools.count(number),
+                num_workers=config.num_workers,
+                prefetch_factor=config.prefetch_factor,
+                collate_fn=_as_it_is,
+                multiprocessing_context="forkserver",
+            )
+            self._made = iter(loader)
+        self._next = number + 1
+        return next(self._made)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+@functools.lru_cache(maxsize=4)
+def _order(examples: int, seed: int, epoch: int) -> list[int]:
+    """Of an epoch, sorted once and not at each of its batches."""
+    order: list[int] = permutation(examples, seed, epoch, "cpu").tolist()
+    return order
+
+
+class Steps:
+    """{"step": its number, int64 [] on the CPU}, from 0 to `total` - 1: which examples are a step's follows from it."""
+
+    unit = "examples"
+
+    def __init__(self, given: Mixture, data: Data) -> None:
+        self.given, self.data = given, data
+        self.count = data.batch_size * data.accumulation
+        epoch = max(given.examples() // (self.count * given.ranks), 1)
+        self.total = data.steps if data.steps is not None else data.epochs * epoch
+        self.step = 0
+
+    def __iter__(self) -> Steps:
+        return self
+
+    def __next__(self) -> dict[str, torch.Tensor]:
+        if self.step >= self.total:
+            raise StopIteration
+        self.step += 1
+        return {"step": torch.tensor(self.step - 1)}
+
+    @property
+    def ended(self) -> str | None:
+        """Why no step comes any more, if so."""
+        if self.step < self.total:
+            return None
+        return f"all {self.total} steps were made before; raise steps or epochs to go on"
+
+    def items(self, batch: Mapping[str, torch.Tensor]) -> int:
+        """Examples that a step trains on, of this process."""
+        return self.count
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, and what it is a position in."""
+        return {"step": self.step, **self._identity()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a position; PerfsuiteError where it is one in other data, ValueError where it is none."""
+        check_identity(state, self._identity())
+        self.step = whole(state, "step")
+
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "batch_size x accumulation": self.count,
+            "advection_share": self.data.advection_share,
+            "ranks": self.given.ranks,
+            "seed": self.data.seed,
+            "digest": self.given.digest,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """What a trainer gets, and a line that says where it is from."""
+
+    batches: Steps
+    given: Mixture
+    told: str
+
+
+def load(data: Data, rank: int = 0, ranks: int = 1) -> Loaded:
+    """Open the data that the fields of `data` describe; PerfsuiteError where there is none, or it is wrong."""
+    given = mixture_of(data, rank, ranks)
+    parts = [f"{task.count():,} training examples of {task.fields.name}" for task in given.tasks]
+    told = f"data: {' and '.join(parts)}"
+    return Loaded(batches=Steps(given, data), given=given, told=told)
+
+
+def mixture_of(data: Data, rank: int = 0, ranks: int = 1) -> Mixture:
+    """Open the tasks, with their latents, which are encoded if there are none."""
+    files = files_of(data)
+    if files:
+        opened = [from_file(path, task, validation=data.validation, seed=data.seed) for task, path in files.items()]
+    else:
+        opened = [_made(task, data) for task in TASKS]
+    tasks = []
+    for fields in opened:
+        latents = latents_of(fields, data.tokens, data.latent_width, data.seed, data.latents)
+        tasks.append(TaskData(fields=fields, latents=latents, tokens=token_grid(fields.task, data.tokens)))
+    share = Fraction(data.advection_share).limit_denominator(LARGEST_DENOMINATOR)
+    mixture = Mixture(tasks=tuple(tasks), share=share, rank=rank, ranks=ranks)
+    try:
+        mixture.counts(data.batch_size)
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from None
+    return mixture
+
+
+def files_of(data: Data) -> dict[str, Path]:
+    """Task → file, for the tasks that are named; empty where none is. PerfsuiteError where a folder has none."""
+    named = {"advection1d": data.advection, "darcy2d": data.darcy}
+    if data.data is None:
+        files = {task: Path(path) for task, path in named.items() if path is not None}
+        for path in files.values():
+            if not path.exists():
+                raise ConfigurationError(f"data: there is no file {path}; make it with `perfsuite data pde {path}`")
+        return files
+    folder = Path(data.data)
+    if not folder.is_dir():
+        raise ConfigurationError(f"data: {folder} is no folder; name one, or files with --advection and --darcy")
+    found: dict[str, Path] = {}
+    for task, pattern in PATTERNS.items():
+        matching = sorted(folder.glob(pattern))
+        if len(matching) > 1:
+            option = "--advection" if task == "advection1d" else "--darcy"
+            raise ConfigurationError(f"data: {folder} has {len(matching)} files {pattern}; name one with {option}")
+        if matching:
+            found[task] = matching[0]
+    if not found:
+        raise ConfigurationError(
+            f"data: {folder} has no file {' or '.join(PATTERNS.values())}; make one with `perfsuite data pde`"
+        )
+    return found
+
+
+def for_ablation(
+    config: TrainConfig, data: Data, device: torch.device
+) -> tuple[Mixture, Iterator[Mapping[str, torch.Tensor]]]:
+    """(data, batches without end), for `perfsuite ablate`: each trainer goes by its own count of steps."""
+    return mixture_of(data), itertools.repeat({})
+
+
+def _made(task: str, data: Data) -> TaskFields:
+    # A grid of two cells a token: small, and its fields are not constant in a token.
+    line = task == "advection1d"
+    cells = 2 * max(token_grid(task, data.tokens)) if line else 2 * _plane(token_grid(task, data.tokens))
+    frames = data.synthetic_frames
+    return synthetic(
+        task, samples=data.synthetic, cells=cells, frames=frames, validation=data.validation, seed=data.seed
+    )
+
+
+def _plane(tokens: tuple[int, ...]) -> int:
+    """Cells of a square grid that divides into tokens; 2 of them are a token's side at least."""
+    return math.lcm(*tokens)

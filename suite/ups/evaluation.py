@@ -1,0 +1,210 @@
+"""How far the predictions of a trained operator are from the fields, by task and by step of a rollout.
+
+source: ups, technique 002 (NRMSE)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from perfsuite.errors import PerfsuiteError
+from perfsuite.report.files import write
+from suite import plotting
+from suite.ups.batches import Data, Mixture, TaskData
+from suite.ups.config import TrainConfig
+from suite.ups.networks import Networks
+from suite.ups.stages import Refiner, take
+
+EPSILON = 1e-8
+"""Added to the mean square of the target."""
+NOISE_SEED = 0
+"""Of the residuals that a stage after the operator's draws."""
+SAMPLES = 16
+"""Samples that are predicted at once."""
+Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""(latents [B, T, latent width], dt [B]) → the latents after that step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Score:
+    """Errors over all validation samples of a task, at a step of the rollout."""
+
+    task: str
+    step: int
+    """From 1."""
+    samples: int
+    nrmse: float
+    """Of the decoded fields, in their own units."""
+    latent_nrmse: float
+    """Of the latents."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    """The first validation sample of a task, at the last step of the rollout."""
+
+    task: str
+    step: int
+    field: torch.Tensor
+    """[*grid], in its own units."""
+    prediction: torch.Tensor
+    """As `field`."""
+
+
+def nrmse(error: float, target: float) -> float:
+    """sqrt(error / (target + 1e-8)) of two mean squares."""
+    return math.sqrt(error / (target + EPSILON))
+
+
+def data_for(config: TrainConfig, data: Data) -> Data:
+    """The same data, with what a checkpoint's latents were made by."""
+    return dataclasses.replace(
+        data,
+        tokens=config.tokens,
+        latent_width=config.latent_width,
+        seed=config.seed,
+        batch_size=config.batch_size,
+        accumulation=config.accumulation,
+    )
+
+
+def averaged(
+    config: TrainConfig, given: Mixture, state: Mapping[str, Any], device: torch.device
+) -> tuple[Networks, Step]:
+    """(networks, step in time) with averaged weights; PerfsuiteError where the data's tasks are others."""
+    try:
+        if config.stage == "operator":
+            networks = Networks(config, given).to(device).requires_grad_(False)
+            take(networks.weights(), state["averages"])
+            return networks.eval(), networks.operator
+        refiner = Refiner(config, given, begin=False).to(device).requires_grad_(False)
+        take(refiner.weights(), state["averages"])
+        take(refiner.kept(), state["kept"])
+    except (KeyError, ValueError) as error:
+        raise PerfsuiteError(f"the checkpoint does not fit these data: {error}; name those of its training") from None
+    generator = torch.Generator().manual_seed(NOISE_SEED)
+
+    def step(z: torch.Tensor, dt: torch.Tensor) -> torch.Tensor:
+        noise = torch.randn(z.shape, generator=generator).to(z)
+        return refiner.refine(refiner.frozen.operator(z, dt), noise)
+
+    return refiner.frozen.eval(), step
+
+
+@torch.no_grad()
+def evaluate(
+    networks: Networks, given: Mixture, device: torch.device, rollout: int, step: Step | None = None
+) -> tuple[list[Score], list[Example]]:
+    """Predict all validation samples from their first states on, step by step.
+
+    rollout  steps at most; a task with fewer states has fewer
+    step     a step in time; None: the operator's
+    """
+    scores, examples = [], []
+    for task in given.tasks:
+        steps = min(rollout, task.fields.states - 1)
+        sums = torch.zeros(steps, 4, dtype=torch.float64)
+        cells = math.prod(task.fields.grid)
+        for first in range(0, len(task.fields.validation), SAMPLES):
+            samples = task.fields.validation[first : first + SAMPLES]
+            found = _rolled(networks, task, samples, steps, device, step or networks.operator)
+            for number, (prediction, field, z, target) in enumerate(found):
+                pairs = ((prediction, field), (z, target))
+                squares = [
+                    [(a - b).square().sum(dtype=torch.float64), b.square().sum(dtype=torch.float64)] for a, b in pairs
+                ]
+                sums[number] += torch.stack([s for pair in squares for s in pair]).cpu()
+            if not first:
+                prediction, field = found[-1][:2]
+                examples.append(
+                    Example(task=task.task, step=steps, field=field[0].cpu(), prediction=prediction[0].cpu())
+                )
+        count = len(task.fields.validation)
+        for number, (error, square, latent_error, latent_square) in enumerate(sums.tolist(), start=1):
+            scores.append(
+                Score(
+                    task=task.task,
+                    step=number,
+                    samples=count,
+                    nrmse=nrmse(error / (count * cells), square / (count * cells)),
+                    latent_nrmse=nrmse(
+                        latent_error / (count * task.latents.rows[0].numel()),
+                        latent_square / (count * task.latents.rows[0].numel()),
+                    ),
+                )
+            )
+    return scores, examples
+
+
+def _rolled(
+    networks: Networks, task: TaskData, samples: tuple[int, ...], steps: int, device: torch.device, step: Step
+) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """(decoded prediction, field, predicted latents, latents) of each step; fields in their own units."""
+    first = torch.tensor(samples) * task.fields.states
+    states = torch.stack([task.fields.read(sample) for sample in samples])
+    points = task.fields.points.to(device).flatten(0, -2)
+    dt = torch.full((len(samples),), task.fields.dt, device=device)
+    normalisation = task.fields.normalisations[1]
+    z = task.latents.rows[first].to(device)
+    found = []
+    for number in range(1, steps + 1):
+        z = step(z, dt)
+        decoded = networks.decoder(task.task)(z, points).reshape(len(samples), *task.fields.grid)
+        field = states[:, number].to(device)
+        target = task.latents.rows[first + number].to(device)
+        found.append((normalisation.undo(decoded), normalisation.undo(field), z, target))
+    return found
+
+
+def as_markdown(scores: list[Score], checkpoint: str) -> str:
+    """A table of the scores."""
+    lines = [
+        f"NRMSE of {checkpoint}, over the validation samples, with averaged weights.",
+        "",
+        "| task | step | samples | NRMSE | of the latents |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
+    lines += [f"| {s.task} | {s.step} | {s.samples} | {s.nrmse:.4f} | {s.latent_nrmse:.4f} |" for s in scores]
+    return "\n".join(lines) + "\n"
+
+
+def save(scores: list[Score], examples: list[Example], folder: Path, about: Mapping[str, Any]) -> list[Path]:
+    """Write evaluation.json, evaluation.md and a picture of each task; the files."""
+    content = {**about, "scores": [dataclasses.asdict(score) for score in scores]}
+    files = [
+        write(folder / "evaluation.json", json.dumps(content, indent=1) + "\n"),
+        write(folder / "evaluation.md", as_markdown(scores, str(about["checkpoint"]))),
+    ]
+    plots = plotting.pyplot("pictures need matplotlib: pip install 'perfsuite[train]'")
+    with plotting.style(plots):
+        for example in examples:
+            path = folder / f"{example.task}.svg"
+            plotting.save(plots, _drawn(plots, example), path)
+            files.append(path)
+    return files
+
+
+def _drawn(plots: Any, example: Example) -> Any:
+    """The field, its prediction and the error, side by side."""
+    error = example.prediction - example.field
+    parts = {"field": example.field, "prediction": example.prediction, "error": error}
+    figure, axes = plots.subplots(1, 3, figsize=(9, 3), layout="constrained")
+    bounds = (float(example.field.min()), float(example.field.max()))
+    for axis, (name, values) in zip(axes, parts.items(), strict=True):
+        axis.set_title(f"{example.task}, step {example.step}: {name}")
+        if values.ndim == 1:
+            axis.plot(((torch.arange(len(values)) + 0.5) / len(values)).numpy(), values.numpy(), linewidth=0.8)
+            axis.set_xlabel("x")
+        else:
+            low, high = bounds if name != "error" else (None, None)
+            picture = axis.imshow(values.T.numpy(), origin="lower", extent=(0, 1, 0, 1), vmin=low, vmax=high)
+            figure.colorbar(picture, ax=axis, shrink=0.8)
+    return figure

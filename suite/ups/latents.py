@@ -1,0 +1,140 @@
+"""Latents of all fields, encoded once by a frozen encoder and kept in a memory-mapped file.
+
+The cache of a data file is two files: the latents as NumPy's .npy, and an index in JSON that is written last, so that
+latents without an index are none. The name has a key of the file's digest, the encoder and the normalisation.
+source: ups, technique 002 (data)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+
+from perfsuite.errors import PerfsuiteError
+from perfsuite.report.files import write
+from suite.building import digest_of, digest_of_file
+from suite.ups.model import Encoder
+from suite.ups.task_fields import TaskFields, check_grid, token_grid
+
+TASK_SEEDS = {"advection1d": 0, "darcy2d": 1}
+"""By which the tasks' encoders differ."""
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Latents:
+    """The latents of all states of a task."""
+
+    rows: torch.Tensor
+    """float32 [samples · states, tokens, latent width]; row `sample · states + state`."""
+    mapped: Path | None = None
+    """The file that they are mapped from. Another process maps it for itself."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Latents, (self.rows,)) if self.mapped is None else (_open, (self.mapped,))
+
+
+def _open(array: Path) -> Latents:
+    return Latents(_mapped(array), array)
+
+
+def frozen_encoder(task: str, tokens: int, latent_width: int, seed: int) -> Encoder:
+    """Build a task's encoder, float32 on the CPU, its weights drawn from the seed and the task alone."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed * len(TASK_SEEDS) + TASK_SEEDS[task] & 2**63 - 1)
+        return Encoder(token_grid(task, tokens), 1, latent_width).requires_grad_(False)
+
+
+def key_of(fields: TaskFields, tokens: int, latent_width: int, seed: int) -> str:
+    """The digest of all that latents depend on."""
+    encoder = {"tokens": tokens, "latent_width": latent_width, "seed": seed, "task": fields.task}
+    normalised = [asdict(n) for n in fields.normalisations]
+    return digest_of({"format": FORMAT, "data": fields.digest, "encoder": encoder, "normalisation": normalised})
+
+
+def latents_of(fields: TaskFields, tokens: int, latent_width: int, seed: int, folder: str | None = None) -> Latents:
+    """Give the latents of all states, on the CPU.
+
+    For fields of a file they are mapped from the cache, which is made where there is
+    none; others are encoded in memory.
+
+    folder  of the cache; None: the file's own
+
+    PerfsuiteError where the grid does not divide into the tokens, or the cache is damaged or cannot be written.
+    """
+    check_grid(fields, tokens)
+    encoder = frozen_encoder(fields.task, tokens, latent_width, seed)
+    if fields.path is None:
+        encoded = torch.empty(fields.samples * fields.states, tokens, latent_width)
+        _encode(fields, encoder, encoded)
+        return Latents(encoded)
+    key = key_of(fields, tokens, latent_width, seed)
+    place = Path(folder) if folder is not None else fields.path.parent
+    array = place / f"{fields.path.stem}.latents-{key[:16]}.npy"
+    index = array.with_suffix(".json")
+    shape = [fields.samples * fields.states, tokens, latent_width]
+    if not index.exists():
+        _make(fields, encoder, array, index, shape, key)
+    _check(array, index, shape, key)
+    return Latents(_mapped(array), array)
+
+
+def _encode(fields: TaskFields, encoder: Encoder, out: torch.Tensor) -> None:
+    with torch.no_grad():
+        for sample in range(fields.samples):
+            first = sample * fields.states
+            out[first : first + fields.states] = encoder(fields.read(sample).unsqueeze(-1), fields.points)
+
+
+def _make(fields: TaskFields, encoder: Encoder, array: Path, index: Path, shape: list[int], key: str) -> None:
+    temporary: str | None = None
+    try:
+        array.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=array.parent, prefix=f".{array.name}.")
+        os.close(handle)
+        mapped = numpy.lib.format.open_memmap(temporary, mode="w+", dtype=numpy.float32, shape=tuple(shape))
+        _encode(fields, encoder, torch.from_numpy(mapped))
+        mapped.flush()
+        del mapped
+        digest = digest_of_file(Path(temporary))
+        os.chmod(temporary, 0o644)  # mkstemp's 0600 would hide it from other users
+        os.replace(temporary, array)
+        temporary = None
+    except OSError as error:
+        reason = error.strerror or error
+        raise PerfsuiteError(f"cannot write {array}: {reason}; name another folder with --latents") from None
+    finally:
+        if temporary is not None:
+            with suppress(OSError):
+                os.unlink(temporary)
+    write(index, json.dumps({"key": key, "shape": shape, "sha256": digest}) + "\n")
+
+
+def _mapped(array: Path) -> torch.Tensor:
+    # Copy-on-write, since torch wants writable memory; nothing is written.
+    return torch.from_numpy(numpy.load(array, mmap_mode="c"))
+
+
+def _check(array: Path, index: Path, shape: list[int], key: str) -> None:
+    """PerfsuiteError where the array's bytes are not those that were written for this key."""
+    try:
+        known = json.loads(index.read_text(encoding="utf-8"))
+        if not isinstance(known, dict) or not {"key", "shape", "sha256"} <= known.keys():
+            raise ValueError("its index has not the fields of one")
+        if known["key"] != key or known["shape"] != shape:
+            raise ValueError("it is of other data, or of another encoder")
+        if digest_of_file(array) != known["sha256"]:
+            raise ValueError("its bytes are not those that were written")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise PerfsuiteError(
+            f"latents: {array} cannot be used: {reason}; delete {index} and it is made again"
+        ) from None

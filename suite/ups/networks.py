@@ -1,0 +1,69 @@
+"""The networks of a training: the operator, and an encoder and a decoder for each task."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import cast
+
+import torch
+from torch import nn
+
+from suite.ups.batches import Mixture, TaskPart
+from suite.ups.config import UpsConfig
+from suite.ups.latents import frozen_encoder
+from suite.ups.losses import InverseTask
+from suite.ups.model import Decoder, Encoder, make_decoder, make_operator
+
+CODERS = ("encoders", "decoders")
+
+
+class Networks(nn.Module):
+    """All networks that are trained.
+
+    The encoders begin as copies of the frozen ones. The cached latents stay those of the frozen ones.
+    """
+
+    def __init__(self, config: UpsConfig, given: Mixture) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(config.seed)
+            self.operator = make_operator(config)
+            self.decoders = nn.ModuleDict({t.task: make_decoder(config, len(t.fields.grid)) for t in given.tasks})
+        self.encoders = nn.ModuleDict(
+            {
+                t.task: frozen_encoder(t.task, config.tokens, config.latent_width, config.seed).requires_grad_()
+                for t in given.tasks
+            }
+        )
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Name → parameter; those of the operator come first, and their names begin with `operator.`."""
+        return dict(self.named_parameters())
+
+    def inverse_task(self, part: TaskPart, points: torch.Tensor) -> InverseTask:
+        """A part of a batch, for the inverse losses; points [*grid, d]."""
+        return InverseTask(
+            encode=self.encoders[part.task],
+            decode=self.decoders[part.task],
+            latents=part.before,
+            field=part.field,
+            points=points,
+            queries=part.queries,
+        )
+
+    def encoder(self, task: str) -> Encoder:
+        """A task's encoder."""
+        return cast("Encoder", self.encoders[task])
+
+    def decoder(self, task: str) -> Decoder:
+        """A task's decoder."""
+        return cast("Decoder", self.decoders[task])
+
+
+def grouped(weights: Iterable[str]) -> dict[str, list[str]]:
+    """Optimizer → the names of its weights: encoders and decoders have one of their own, `coders`."""
+    groups: dict[str, list[str]] = {}
+    for name in weights:
+        first = name.partition(".")[0]
+        groups.setdefault("coders" if first in CODERS else first, []).append(name)
+    return groups

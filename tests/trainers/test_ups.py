@@ -1,0 +1,688 @@
+"""The two ups trainers learn the same, step for step; their data, caches, configurations and checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import json
+import random
+from pathlib import Path
+
+import h5py
+import numpy
+import pytest
+import torch
+from click.testing import CliRunner
+from curves import NEIGHBOURS, a_rounding_away, deviation_of, share_of_rule
+from scale import count
+from states import same, through_a_file
+
+from optimized.memory.cpu_offload_optimizer import offloaded_hybrid
+from optimized.optimizers.hybrid_muon_adamw import hybrid_muon_adamw
+from optimized.trainers.ups import Trainer as Optimized
+from perfsuite import Cost, Pair, PerfsuiteError, Workload, floats, integers, scalar, size, stateful, tensor
+from reference.trainers.ups import Trainer as Reference
+from suite import configuration, trainers
+from suite.commands.train import train
+from suite.runtime import Options, fit
+from suite.ups import evaluation, stages
+from suite.ups import latents as latents_module
+from suite.ups.batches import Data, Feed, Maker, load, mixture_of
+from suite.ups.config import TECHNIQUES, TRADES, TrainConfig, without_techniques
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = 5
+SMALL = TrainConfig(
+    tokens=8,
+    latent_width=8,
+    width=16,
+    depth=2,
+    heads=2,
+    decoder_width=16,
+    decoder_depth=1,
+    drop_path=0.3,
+    batch_size=4,
+    accumulation=2,
+    inverse_loss_frequency=3,
+    num_queries=8,
+    grad_clip=0.5,
+    learning_rate=1e-2,
+    # In bfloat16 the matrices' rounding would hide small mistakes.
+    muon_in_bfloat16=False,
+)
+DATA = Data(tokens=8, latent_width=8, batch_size=4, accumulation=2, synthetic=4, synthetic_frames=5, steps=STEPS)
+
+
+@pytest.fixture(scope="module")
+def given():
+    return load(DATA).given
+
+
+def made(kind, given, config=SMALL, **options):
+    return kind(config, given, "cpu", **options)
+
+
+def trained(kind, given, config=SMALL, steps=STEPS):
+    trainer = made(kind, given, config)
+    for _ in range(steps):
+        trainer.train_window({})
+    return trainer
+
+
+def curve(trainer, steps=STEPS):
+    """[steps]: what each lost."""
+    losses = []
+    for _ in range(steps):
+        trainer.train_window({})
+        losses.append(trainer.last_report().loss)
+    return torch.tensor(losses, dtype=torch.float64)
+
+
+@pytest.fixture(scope="module")
+def known(given):
+    """(truth, what float32 rounding makes of it up to each step)."""
+    truth = curve(made(Reference, given, dtype=torch.float64))
+    runs = [curve(made(Reference, given))]
+    runs += [curve(a_rounding_away(made(Reference, given), seed)) for seed in range(NEIGHBOURS)]
+    return truth, deviation_of(runs, truth)
+
+
+def share(found, known):
+    """The largest error, as a share of what the rule allows."""
+    return share_of_rule(found, *known, torch.float32)
+
+
+# --- the pair -------------------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=8)
+def pair_data(tokens, latent_width):
+    """A few samples; the order of the examples follows from a trainer's own seed."""
+    data = dataclasses.replace(DATA, tokens=tokens, latent_width=latent_width, batch_size=2)
+    return mixture_of(data)
+
+
+def steps(kind):
+    """A pair's side: steps from given weights of the first layer. What each lost, and how large the operator is."""
+
+    def make(weight, tokens, heads, depth, batch_size, accumulation, frequency, queries, decoder_depth, rate, seed):
+        config = dataclasses.replace(
+            SMALL,
+            tokens=tokens,
+            latent_width=weight.shape[1],
+            width=len(weight),
+            decoder_width=len(weight),
+            decoder_depth=decoder_depth,
+            heads=heads,
+            depth=depth,
+            batch_size=2 * batch_size,
+            accumulation=accumulation,
+            inverse_loss_frequency=frequency,
+            num_queries=queries,
+            learning_rate=rate,
+            seed=seed,
+        )
+        options = {"dtype": weight.dtype} if kind is Reference else {}
+        trainer = kind(config, pair_data(tokens, weight.shape[1]), weight.device, **options)
+        with torch.no_grad():
+            trainer.weights["operator.take.weight"].copy_(weight)
+        matrices = [w for name, w in trainer.weights.items() if name.startswith("operator.") and w.ndim == 2]
+
+        def step():
+            trainer.train_window({})
+            loss = torch.tensor([trainer.last_report().loss], dtype=weight.dtype, device=weight.device)
+            return loss, torch.stack([w.detach().square().mean().sqrt() for w in matrices])
+
+        return step
+
+    return make
+
+
+def flops(L, W, tokens, depth, batch_size, accumulation):
+    """Six of each token and weight of the operator's blocks."""
+    return 6 * accumulation * 2 * batch_size * tokens * (depth * 12 * W**2 + 2 * L * W)
+
+
+ups = Pair(
+    reference=stateful(steps(Reference)),
+    optimized=stateful(steps(Optimized), settle=2),
+    inputs={
+        "weight": tensor("W", "L", values=floats(-0.5, 0.5), differentiable=False),
+        "tokens": scalar(integers(4, 9)),
+        "heads": scalar(integers(1, 2)),
+        "depth": scalar(integers(1, 2)),
+        "batch_size": scalar(integers(1, 2)),
+        "accumulation": scalar(integers(1, 2)),
+        "frequency": scalar(integers(1, 3)),
+        "queries": scalar(integers(1, 20)),
+        "decoder_depth": scalar(integers(1, 2)),
+        "rate": scalar(floats(1e-4, 1e-2)),
+        "seed": scalar(integers(0, 1000)),
+    },
+    gradients=False,
+    sizes={"L": size(2, 9), "W": size(8, 16, multiple_of=4)},
+    steps=(1, 2),
+    workloads=[
+        Workload(
+            "source",
+            L=128,
+            heads=8,
+            W=384,
+            tokens=128,
+            depth=12,
+            decoder_depth=3,
+            batch_size=4,
+            accumulation=3,
+            frequency=4,
+            queries=1024,
+            rate=1.4e-3,
+            seed=0,
+            clock="wall",
+            device="cuda",
+        ),
+        Workload(
+            "cpu",
+            L=8,
+            heads=2,
+            W=16,
+            tokens=8,
+            depth=2,
+            decoder_depth=1,
+            batch_size=2,
+            accumulation=2,
+            frequency=4,
+            queries=8,
+            rate=1e-3,
+            seed=0,
+            clock="wall",
+            device="cpu",
+        ),
+    ],
+    cost=Cost(flops=flops, precision="float32"),
+    time_limit=600,
+)
+
+
+# --- the same curve -------------------------------------------------------------------------------------------------
+
+
+def test_both_learn_the_same(given, known):
+    assert share(curve(made(Optimized, given)), known) <= 1
+
+
+def test_the_curve_is_no_constant(given, known):
+    assert known[0][-1] < 0.9 * known[0][0]
+    trainer = made(Reference, given)
+    before = {name: weight.detach().clone() for name, weight in trainer.weights.items()}
+    trainer.train_window({})
+    assert not any(torch.equal(weight, before[name]) for name, weight in trainer.weights.items())
+
+
+@pytest.mark.parametrize("name", [*TECHNIQUES, *TRADES])
+@pytest.mark.parametrize("alone", [False, True])
+def test_each_switch_changes_nothing(name, alone, given, known):
+    config = without_techniques(SMALL) if alone else SMALL
+    config = dataclasses.replace(config, **{name: alone or not getattr(config, name)})
+    assert share(curve(made(Optimized, given, config)), known) <= 1
+
+
+def test_with_matrices_in_bfloat16_both_learn_the_same(given):
+    config = dataclasses.replace(SMALL, muon_in_bfloat16=True)
+    truth = curve(made(Reference, given, config, dtype=torch.float64))
+    runs = [curve(a_rounding_away(made(Reference, given, config), seed)) for seed in range(NEIGHBOURS)]
+    found = curve(made(Optimized, given, config))
+    assert share_of_rule(found, truth, deviation_of(runs, truth), torch.float32) <= 1
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_in_half_precision_both_learn_the_same_and_nothing_is_nan(precision, given, known):
+    config = dataclasses.replace(SMALL, precision=precision)
+    ends = [curve(made(kind, given, config)) for kind in (Reference, Optimized)]
+    assert torch.stack(ends).isfinite().all()
+    torch.testing.assert_close(ends[0], ends[1], rtol=0.02, atol=0)
+    torch.testing.assert_close(ends[1], known[0], rtol=0.05, atol=0)
+    trainer = trained(Optimized, given, config)
+    assert all(w.isfinite().all() for w in (*trainer.weights.values(), *trainer.averages.values()))
+
+
+@pytest.mark.parametrize("kind", [Reference, Optimized])
+def test_a_step_whose_gradients_overflow_is_left_out_and_the_scale_halved(kind, given):
+    trainer = made(kind, given, dataclasses.replace(SMALL, precision="fp16"))
+    trainer.scale.value = 2.0**120
+    before = {name: weight.detach().clone() for name, weight in trainer.weights.items()}
+    trainer.train_window({})
+    assert all(torch.equal(weight, before[name]) for name, weight in trainer.weights.items())
+    assert trainer.scale.value == 2.0**119
+
+
+@pytest.mark.parametrize("kind", [Reference, Optimized])
+def test_only_batches_of_the_schedule_change_encoders_and_decoders(kind, given):
+    """Micro-batches 0, 3, 6 and 9 have the inverse losses: of steps of two, the first four but the third have one."""
+    trainer = made(kind, given)
+    changed = []
+    for _ in range(5):
+        before = {name: trainer.weights[name].detach().clone() for name in trainer.groups["coders"]}
+        trainer.train_window({})
+        changed.append(any(not torch.equal(trainer.weights[name], w) for name, w in before.items()))
+    assert changed == [True, True, False, True, True]
+
+
+@pytest.mark.parametrize("kind", [Reference, Optimized])
+def test_without_inverse_losses_encoders_and_decoders_stay(kind, given):
+    config = dataclasses.replace(SMALL, lambda_enc=0.0, lambda_dec=0.0)
+    trainer = made(kind, given, config)
+    before = {name: trainer.weights[name].detach().clone() for name in trainer.groups["coders"]}
+    trainer.train_window({})
+    assert all(torch.equal(trainer.weights[name], weight) for name, weight in before.items())
+
+
+def test_without_inverse_losses_nothing_is_decoded(given, monkeypatch):
+    config = dataclasses.replace(SMALL, lambda_enc=0.0, lambda_dec=0.0)
+    trainer = made(Optimized, given, config)
+    monkeypatch.setattr(trainer.networks.decoder("darcy2d"), "forward", None)
+    trainer.train_window({})
+    other = made(Optimized, given)
+    monkeypatch.setattr(other.networks.decoder("darcy2d"), "forward", None)
+    with pytest.raises(TypeError):
+        other.train_window({})
+
+
+def test_checkpointing_leaves_the_curve_bit_for_bit(given):
+    plain, checkpointed = (
+        curve(made(Optimized, given, dataclasses.replace(SMALL, activation_checkpoint=on))) for on in (False, True)
+    )
+    assert torch.equal(plain, checkpointed)
+
+
+def test_offloaded_state_lies_on_the_cpu_and_the_weights_change(given):
+    trainer = made(Optimized, given, dataclasses.replace(SMALL, cpu_offload_optimizer=True))
+    assert all(type(o).__name__ == "OffloadedHybrid" for o in trainer.optimizers.values())
+    before = {name: weight.detach().clone() for name, weight in trainer.weights.items()}
+    trainer.train_window({})
+    assert not any(torch.equal(weight, before[name]) for name, weight in trainer.weights.items())
+
+
+def test_the_offloaded_step_is_the_one_beside_the_device():
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(4, 6), (6,), (4, 6), (5, 2)]
+    draw = lambda: [torch.randn(shape, generator=generator) for shape in shapes]  # noqa: E731
+    first = draw()
+    sides = [[p.clone() for p in first] for _ in range(2)]
+    steps = [hybrid_muon_adamw(sides[0]), offloaded_hybrid(sides[1])]
+    for _ in range(3):
+        grads = draw()
+        for step in steps:
+            step([g.clone() for g in grads])
+    assert all(map(torch.equal, *sides))
+    assert same(steps[0].state_dict(), steps[1].state_dict())
+
+
+def test_averages_follow_the_weights(given):
+    trainer = made(Optimized, given)
+    first = {name: a.clone() for name, a in trainer.averages.items()}
+    trainer.train_window({})
+    for name, average in trainer.averages.items():
+        expected = first[name] + (1 - SMALL.ema_decay) * (trainer.weights[name].detach() - first[name])
+        torch.testing.assert_close(average, expected)
+
+
+def test_sharding_is_ignored_in_a_line(given):
+    config = dataclasses.replace(SMALL, use_fsdp2=True)
+    for kind in (Reference, Optimized):
+        with pytest.warns(RuntimeWarning, match=r"^use_fsdp2: a single process trains, so that nothing is sharded$"):
+            made(kind, given, config)
+
+
+# --- checkpoints ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("first", "second"), [*itertools.product((Reference, Optimized), repeat=2)])
+def test_each_goes_on_from_the_other_s_checkpoint(first, second, given):
+    target = made(second, given)
+    target.load_state_dict(through_a_file(trained(first, given, steps=3)))
+    found = curve(target, 3)
+    undisturbed = trained(second, given, steps=3)
+    torch.testing.assert_close(found, curve(undisturbed, 3), rtol=1e-4, atol=0)
+    if first is second:
+        assert same(target.state_dict(), undisturbed.state_dict())
+
+
+@pytest.mark.parametrize("kind", [Reference, Optimized])
+@pytest.mark.parametrize(
+    "changes", [{}, {"precision": "fp16"}, {"cpu_offload_optimizer": True, "resident_latents": False}]
+)
+def test_stopped_at_random_steps_and_resumed_it_is_the_same_bit_for_bit(kind, changes, given):
+    config = dataclasses.replace(SMALL, **changes)
+    expected = trained(kind, given, config, 8).state_dict()
+    rng = random.Random(0)
+    for stop in [rng.randrange(1, 8) for _ in range(count(quick=2, full=20))]:
+        resumed = made(kind, given, config)
+        resumed.load_state_dict(through_a_file(trained(kind, given, config, stop)))
+        for _ in range(8 - stop):
+            resumed.train_window({})
+        assert same(resumed.state_dict(), expected)
+
+
+@pytest.mark.parametrize("kind", [Reference, Optimized])
+def test_a_run_that_is_resumed_ends_in_the_same_bits(kind, tmp_path):
+    ends = []
+    for name, parts in (("whole", [6]), ("parts", [2, 6])):
+        options = [Options(folder=str(tmp_path / name), windows=windows) for windows in parts]
+        for number, part in enumerate(options):
+            loaded = load(dataclasses.replace(DATA, steps=6))
+            trainer = made(kind, loaded.given)
+            resume = next((tmp_path / name).glob("*.pt")) if number else None
+            fit(trainer, loaded.batches, part, name="ups", resume=resume)
+        ends.append(trainer.state_dict())
+    assert same(*ends)
+
+
+def test_a_checkpoint_of_another_depth_or_stage_is_refused(given):
+    state = made(Reference, given).state_dict()
+    with pytest.raises(ValueError, match="only in the checkpoint, or only here"):
+        made(Reference, given, dataclasses.replace(SMALL, depth=1)).load_state_dict(state)
+    state["config"]["stage"] = "diffusion"
+    with pytest.raises(ValueError, match="it is of the stage diffusion, and this is operator"):
+        made(Reference, given).load_state_dict(state)
+
+
+# --- the data -------------------------------------------------------------------------------------------------------
+
+
+def files(folder, samples=3, cells=16):
+    """A file of each task, in PDEBench's layout."""
+    rng = numpy.random.default_rng(0)
+    x = ((numpy.arange(cells) + 0.5) / cells).astype("f4")
+    with h5py.File(folder / "1D_Advection_Sols_beta1.0.hdf5", "w") as file:
+        file["tensor"] = rng.standard_normal((samples, 4, cells)).astype("f4")
+        file["t-coordinate"], file["x-coordinate"] = numpy.arange(5, dtype="f4") / 100, x
+        file.attrs["beta"] = 1.0
+    with h5py.File(folder / "2D_DarcyFlow_beta1.0_Train.hdf5", "w") as file:
+        file["nu"] = rng.standard_normal((samples, cells, cells)).astype("f4")
+        file["tensor"] = rng.standard_normal((samples, 1, cells, cells)).astype("f4")
+        file["x-coordinate"] = file["y-coordinate"] = x
+        file.attrs["beta"] = 1.0
+    return dataclasses.replace(DATA, data=str(folder))
+
+
+def test_latents_are_encoded_once_and_then_mapped(tmp_path, monkeypatch):
+    data = files(tmp_path)
+    first = mixture_of(data)
+    assert sorted(p.suffix for p in tmp_path.iterdir()) == [".hdf5", ".hdf5", ".json", ".json", ".npy", ".npy"]
+    monkeypatch.setattr(latents_module, "_encode", None)  # would be called
+    second = mixture_of(data)
+    for one, other in zip(first.tasks, second.tasks, strict=True):
+        assert torch.equal(one.latents.rows, other.latents.rows)
+        assert other.latents.mapped is not None
+    for kind in (Reference, Optimized):
+        assert torch.isfinite(curve(made(kind, second), 2)).all()
+
+
+def test_latents_are_the_frozen_encoder_s_of_the_normalised_fields(tmp_path):
+    for task in mixture_of(files(tmp_path)).tasks:
+        encoder = latents_module.frozen_encoder(task.task, 8, 8, 0)
+        for sample, state in itertools.product(range(3), range(task.fields.states)):
+            field = task.fields.at(sample, state)
+            found = task.latents.rows[sample * task.fields.states + state]
+            torch.testing.assert_close(found, encoder(field[None, ..., None], task.fields.points)[0])
+        values = torch.stack([task.fields.read(sample)[0] for sample in task.fields.train])
+        assert values.mean().abs() < 0.5
+        assert 0.5 < values.std() < 1.5
+
+
+def test_another_encoder_has_a_cache_of_its_own(tmp_path):
+    data = files(tmp_path)
+    first = mixture_of(data)
+    other = mixture_of(dataclasses.replace(data, seed=1))
+    assert len(list(tmp_path.glob("*.npy"))) == 4
+    assert not torch.equal(first.tasks[0].latents.rows, other.tasks[0].latents.rows)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        (lambda array, index: array.write_bytes(array.read_bytes()[:-1]), "its bytes are not those that were written"),
+        (lambda array, index: array.write_bytes(array.read_bytes()[:-1] + b"x"), "its bytes are not those"),
+        (lambda array, index: array.unlink(), "No such file"),
+        (lambda array, index: index.write_text("{"), "cannot be used: Expecting"),
+        (lambda array, index: index.write_text("{}"), "its index has not the fields of one"),
+        (
+            lambda array, index: index.write_text(json.dumps({**json.loads(index.read_text()), "key": "of another"})),
+            "it is of other data, or of another encoder",
+        ),
+    ],
+)
+def test_a_damaged_cache_is_refused_in_a_line(spoil, told, tmp_path):
+    data = files(tmp_path)
+    mixture_of(data)
+    array = next(tmp_path.glob("1D*.npy"))
+    spoil(array, array.with_suffix(".json"))
+    with pytest.raises(PerfsuiteError, match=told) as raised:
+        mixture_of(data)
+    assert "\n" not in str(raised.value)
+    array.with_suffix(".json").unlink()
+    mixture_of(data)
+
+
+def test_a_cache_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
+    data = files(tmp_path)
+
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(latents_module, "_encode", full)
+    with pytest.raises(PerfsuiteError, match="No space left on device; name another folder with --latents"):
+        mixture_of(data)
+    assert {p.suffix for p in tmp_path.iterdir()} == {".hdf5"}
+
+
+def test_an_epoch_has_each_example_once(given):
+    maker = Maker(given=given, config=SMALL)
+    for place, task in enumerate(given.tasks):
+        examples, each = task.count(), maker.counts[place]
+        batches = examples // each
+        rows = torch.cat([maker.rows(place, number) for number in range(batches)]).tolist()
+        assert len(set(rows)) == len(rows) == batches * each
+        trained_on = {s * task.fields.states + f for s in task.fields.train for f in range(task.fields.states - 1)}
+        assert set(rows) <= trained_on
+
+
+def test_ranks_have_parts_of_their_own_and_the_same_query_points(given):
+    makers = [Maker(given=dataclasses.replace(given, rank=rank, ranks=2), config=SMALL) for rank in range(2)]
+    whole = Maker(given=given, config=dataclasses.replace(SMALL, batch_size=8))
+    for number in range(2):
+        parts = torch.cat([maker.rows(0, number) for maker in makers])
+        assert torch.equal(parts, whole.rows(0, number))
+        assert torch.equal(makers[0].queries(1, number), makers[1].queries(1, number))
+        assert not torch.equal(makers[0].scales(number), makers[1].scales(number))
+
+
+def test_batches_have_both_tasks_in_their_share(given):
+    batch = Maker(given=given, config=SMALL)[0]
+    assert [(part.task, len(part.before)) for part in batch.parts] == [("advection1d", 2), ("darcy2d", 2)]
+    assert batch.scales.shape == (2, 2, 4)
+
+
+def test_workers_make_the_same_batches(given):
+    config = dataclasses.replace(SMALL, num_workers=1, prefetch_factor=2)
+    maker = Maker(given=given, config=config)
+    feed = Feed(maker)
+    for number in (0, 1, 5):
+        found, expected = feed.batch(number), maker[number]
+        assert torch.equal(found.scales, expected.scales)
+        for one, other in zip(found.parts, expected.parts, strict=True):
+            for field in dataclasses.fields(one)[1:]:
+                assert torch.equal(getattr(one, field.name), getattr(other, field.name))
+
+
+def test_a_position_in_other_data_is_refused(given):
+    state = load(DATA).batches.state_dict()
+    with pytest.raises(PerfsuiteError, match="the data has changed since the checkpoint was written"):
+        load(dataclasses.replace(DATA, synthetic=5)).batches.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--batch_size", "3"], "a share of 0.5 of advection1d is no whole number of examples; use a multiple of 2"),
+        (["--stage", "fourth"], "--stage wants one of operator, diffusion, consistency, got 'fourth'"),
+        (["--stage", "diffusion"], "name the stage before's checkpoint with --init"),
+        (["--data", "nowhere"], "data: nowhere is no folder"),
+        (["--advection", "nowhere.hdf5"], "data: there is no file nowhere.hdf5"),
+        (["--data", "."], "has no file *Advection*.hdf5 or *DarcyFlow*.hdf5"),
+        (["--precision", "fp8"], "--precision wants one of float32, fp16, bf16, got 'fp8'"),
+        (["--inverse_loss_frequency", "0"], "inverse_loss_frequency=0: use 1 or more"),
+        (["--grad_clip", "0"], "grad_clip=0.0: use a number above 0, or null"),
+    ],
+)
+def test_a_mistake_is_told_in_a_line(options, told, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = str(ROOT / "configs/ups/tiny.yaml")
+    result = CliRunner().invoke(train, ["ups", "--config", config, "--device", "cpu", *options])
+    assert result.exit_code == 2
+    assert told in result.output
+    assert "Traceback" not in result.output
+
+
+def test_cells_that_do_not_divide_into_tokens_are_refused(tmp_path):
+    data = dataclasses.replace(files(tmp_path, cells=12), tokens=8)
+    with pytest.raises(PerfsuiteError, match=r"tokens=8: .* has 12 cells, which do not divide into 8 tokens"):
+        mixture_of(data)
+
+
+def test_it_runs_at_once(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = str(ROOT / "configs/ups/tiny.yaml")
+    result = CliRunner().invoke(train, ["ups", "--config", config, "--device", "cpu", "--steps", "3"])
+    assert result.exit_code == 0, result.output
+    assert "3 steps" in result.output
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs/ups").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_configuration_is_one(path):
+    chosen, _, data = configuration.read([trainers.config_of("ups"), Options, trainers.data_config_of("ups")], path)
+    assert (chosen.batch_size, chosen.accumulation) == (data.batch_size, data.accumulation)
+    assert path.stem == "tiny" or chosen.depth == 12
+
+
+def test_the_configurations_have_the_source_s_values():
+    def of(name):
+        kinds = [trainers.config_of("ups"), trainers.data_config_of("ups")]
+        chosen, _ = configuration.read(kinds, ROOT / f"configs/ups/{name}.yaml")
+        return chosen
+
+    baseline = of("4gpu_baseline")
+    assert (baseline.batch_size, baseline.accumulation, baseline.precision) == (8, 3, "fp16")
+    assert (baseline.inverse_loss_frequency, baseline.num_queries) == (1, 2048)
+    assert baseline == without_techniques(baseline)
+    four, two = of("4gpu_optimized"), of("2gpu_optimized")
+    assert (four.batch_size, four.accumulation, four.use_fsdp2, four.cpu_offload_optimizer) == (24, 2, True, True)
+    assert (two.batch_size, two.accumulation, two.use_fsdp2) == (30, 2, False)
+    assert not any(map(two.has_inverse, range(9)))
+    assert [n for n in range(9) if four.has_inverse(n)] == [0, 4, 8]
+    careful = of("conservative")
+    assert (careful.inverse_loss_frequency, careful.num_queries, careful.use_fsdp2) == (2, 1536, False)
+
+
+# --- the stages after the operator's --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Stage → the folder of a run of three steps, each from the one before."""
+    folders = {}
+    for stage in ("operator", "diffusion", "consistency"):
+        folders[stage] = tmp_path_factory.mktemp(stage)
+        loaded = load(dataclasses.replace(DATA, steps=3))
+        trainer = made(Optimized, loaded.given, at_stage(stage, folders))
+        fit(trainer, loaded.batches, Options(folder=str(folders[stage])), name="ups")
+    return folders
+
+
+def at_stage(stage, folders):
+    before = {"diffusion": "operator", "consistency": "diffusion"}.get(stage)
+    init = None if before is None else str(folders[before])
+    return dataclasses.replace(SMALL, stage=stage, init=init, ema_decay=0.5)
+
+
+@pytest.mark.parametrize("stage", ["diffusion", "consistency"])
+def test_both_learn_the_same_at_each_stage(stage, runs, given):
+    config = at_stage(stage, runs)
+    truth = curve(made(Reference, given, config, dtype=torch.float64))
+    compared = [curve(made(Reference, given, config))]
+    compared += [curve(a_rounding_away(made(Reference, given, config), seed)) for seed in range(NEIGHBOURS)]
+    found = curve(made(Optimized, given, config))
+    assert share_of_rule(found, truth, deviation_of(compared, truth), torch.float32) <= 1
+    assert len(set(truth.tolist())) == STEPS
+
+
+@pytest.mark.parametrize("stage", ["diffusion", "consistency"])
+def test_a_stage_trains_the_denoiser_alone_and_resumes_bit_for_bit(stage, runs, given):
+    config = at_stage(stage, runs)
+    trainer = made(Optimized, given, config)
+    before = trainer.state_dict()
+    for _ in range(4):
+        trainer.train_window({})
+    after = trainer.state_dict()
+    assert same(before["kept"], after["kept"])
+    assert not any(torch.equal(before["weights"][name], weight) for name, weight in after["weights"].items())
+    resumed = made(Optimized, given, config)
+    resumed.load_state_dict(through_a_file(trained(Reference, given, config, 0)))
+    resumed.load_state_dict(through_a_file(trained(Optimized, given, config, 2)))
+    for _ in range(2):
+        resumed.train_window({})
+    assert same(resumed.state_dict(), after)
+
+
+@pytest.mark.parametrize("stage", ["diffusion", "consistency"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_stage_in_half_precision_learns_nearly_the_same(precision, stage, runs, given):
+    config = at_stage(stage, runs)
+    expected = curve(made(Reference, given, config), 3)
+    for kind in (Reference, Optimized):
+        found = curve(made(kind, given, dataclasses.replace(config, precision=precision)), 3)
+        torch.testing.assert_close(found, expected, rtol=0.05, atol=0)
+
+
+def test_the_diffusion_starts_from_the_averaged_operator_and_the_student_from_its_teacher(runs, given):
+    operator = stages.opened(runs["operator"])[1].trainer["averages"]
+    diffusion = made(Optimized, given, at_stage("diffusion", runs)).refiner
+    assert all(torch.equal(weight, operator[name]) for name, weight in diffusion.frozen.weights().items())
+    assert diffusion.residual_scale != 1
+    student = made(Optimized, given, at_stage("consistency", runs)).refiner
+    averages = stages.opened(runs["diffusion"])[1].trainer["averages"]
+    for network in (student.denoiser, student.teacher):
+        assert all(torch.equal(p, averages[f"denoiser.{name}"]) for name, p in network.named_parameters())
+    assert torch.equal(student.residual_scale, diffusion.residual_scale)
+
+
+def test_steps_of_ddim_with_the_true_v_end_at_the_residual():
+    generator = torch.Generator().manual_seed(0)
+    residual, noise = torch.randn(2, 3, 4, 5, generator=generator, dtype=torch.float64)
+    x = noise
+    for number in range(stages.LEVELS, 0, -1):
+        level = torch.full((3,), number / stages.LEVELS, dtype=torch.float64)
+        alpha, sigma = stages.schedule(level)
+        v = alpha * noise - sigma * residual
+        torch.testing.assert_close(alpha * residual + sigma * noise, x)
+        torch.testing.assert_close(stages.cleaned(x, v, level), residual)
+        x = stages.ddim(x, v, level, level - 1 / stages.LEVELS)
+    torch.testing.assert_close(x, residual)
+
+
+def test_a_stage_of_the_wrong_checkpoint_is_refused_in_a_line(runs, given):
+    with pytest.raises(PerfsuiteError, match="is of the stage operator, and consistency starts from diffusion"):
+        made(Optimized, given, dataclasses.replace(SMALL, stage="consistency", init=str(runs["operator"])))
+    with pytest.raises(PerfsuiteError, match="does not fit: "):
+        made(Optimized, given, dataclasses.replace(SMALL, stage="diffusion", init=str(runs["operator"]), width=32))
+    with pytest.raises(PerfsuiteError, match="no checkpoint"):
+        made(Optimized, given, dataclasses.replace(SMALL, stage="diffusion", init="nowhere"))
+
+
+@pytest.mark.parametrize("stage", ["operator", "diffusion", "consistency"])
+def test_every_stage_can_be_evaluated(stage, runs, given):
+    _, found, config = stages.opened(runs[stage])
+    networks, step = evaluation.averaged(config, given, found.trainer, torch.device("cpu"))
+    scores, _ = evaluation.evaluate(networks, given, torch.device("cpu"), 2, step)
+    assert all(0 < score.nrmse < 10 for score in scores)
