@@ -198,6 +198,7 @@ def _drawn(plots: Any, example: Example) -> Any:
     parts = {"field": example.field, "prediction": example.prediction, "error": error}
     figure, axes = plots.subplots(1, 3, figsize=(9, 3), layout="constrained")
     bounds = (float(example.field.min()), float(example.field.max()))
+    axes[1].sharey(axes[0])
     for axis, (name, values) in zip(axes, parts.items(), strict=True):
         axis.set_title(f"{example.task}, step {example.step}: {name}")
         if values.ndim == 1:
