@@ -20,6 +20,8 @@ class Baselines:
         self.folder, self.identify = folder, identify
         self.files: dict[int, Baseline] = {}
         """By the number of processes."""
+        self.entries: Mapping[str, Entry] = {}
+        """All that is accepted, from every file that was read."""
 
     @functools.cached_property
     def machine(self) -> Machine:
@@ -35,16 +37,12 @@ class Baselines:
         damaged one."""
         numbers = [1, *sorted(self._numbers())]
         self.files = {n: baseline.load(path) for n in numbers if (path := self.path(n)).exists()}
+        self.entries = {id: entry for file in self.files.values() for id, entry in file.entries.items()}
 
     def _numbers(self) -> set[int]:
         names = re.compile(rf"{re.escape(self.machine.device)}-x(\d+)")
         found = {int(match[1]) for path in self.folder.glob("*.json") if (match := names.fullmatch(path.stem))}
         return {n for n in found if n > 1 and n <= (self.machine.count or n)}
-
-    @property
-    def entries(self) -> Mapping[str, Entry]:
-        """All that is accepted, from every file that was read."""
-        return {id: entry for file in self.files.values() for id, entry in file.entries.items()}
 
     def compared(self) -> tuple[list[str], list[str]]:
         """`baseline.compare_machines` of every file that was read."""

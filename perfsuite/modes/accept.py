@@ -74,9 +74,8 @@ class Accept(Whole):
 
     def _state(self) -> revision.State:
         """What git says of the tree; BaselineError where its code could not be loaded again, unless that is wanted."""
-        found = revision.state(
-            self.root, ignored=self.baselines.folder
-        )  # another shard's figures may wait for their commit
+        # Another shard's figures may wait for their commit.
+        found = revision.state(self.root, ignored=self.baselines.folder)
         allowed = self.arguments.get("dirty") == "yes"
         if found.dirty and not allowed:
             raise BaselineError(
