@@ -112,7 +112,7 @@ class Bench:
     masters: dict[str, dict[str, Any]] = field(init=False)
     step_master: dict[str, Any] = field(default_factory=dict, init=False)
     counted_here: dict[str, Counts] = field(default_factory=dict, init=False)
-    """What a call of each side costs in this process."""
+    """The cost of a call of each side in this process."""
     made: list[Runner] = field(default_factory=list, init=False)
     """The runners since the last `released`."""
 
@@ -719,7 +719,7 @@ class Session:
         )
 
     def _group(self) -> ProcessGroup | None:
-        """What a call of each side costs in this process, where several call the sides together."""
+        """The cost of a call of each side in this process, where several call the sides together."""
         ranks = self.bench.workload.ranks
         if ranks == 1:
             return None

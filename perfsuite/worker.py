@@ -184,7 +184,7 @@ class _Workload:
                     torch.cuda.empty_cache()
 
     def _in_ranks(self) -> Any:
-        """What does the task in processes of its own, for a workload of several."""
+        """The task in processes of its own, for a workload of several."""
         from perfsuite.rank_timing.parent import RankTiming
 
         module = self.item.getparent(pytest.Module)

@@ -30,7 +30,7 @@ class Judge:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """What came of it: what is wrong, or an empty text; and how long it took to establish the truth."""
+    """The verdict: the fault, or an empty text; and how long it took to establish the truth."""
 
     text: str
     truth_s: float

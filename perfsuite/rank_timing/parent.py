@@ -1,4 +1,4 @@
-"""In the process that has a task: start ranks, hold their outputs against the truth, and join what came of it."""
+"""In the process that has a task: start ranks, hold their outputs against the truth, and join their results."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class RankTiming:
         return Alone(id=task.id, blocks_s=blocks[0], seconds=seconds())
 
     def _in_ranks(self, task: Task) -> list[Any]:
-        """What came of the task, by rank."""
+        """Do the task in ranks; return their results."""
         lacking = group.lacking(self.workload.ranks, self.device)
         if lacking:
             raise MachineError(lacking)

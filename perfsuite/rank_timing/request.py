@@ -38,7 +38,7 @@ class TimeRequest:
     settings: Mapping[str, Any]
 
     def outcome(self, connection: Connection, rank: int, ranks: int, device: str) -> Any:
-        """What came of the task in this rank: a Proof, a Measurement, or seconds of the reference in each block."""
+        """Do the task in this rank; return a Proof, a Measurement, or seconds of the reference in each block."""
         sys.path[:] = self.sys_path
         process_state.take(self.settings)
         return _Timing(self, connection, rank, ranks, device).outcome()

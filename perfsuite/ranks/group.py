@@ -75,12 +75,12 @@ class Raised:
 
 @dataclass(frozen=True, slots=True)
 class Found(Raised):
-    """What a side did wrong in one rank: words that follow its name."""
+    """A fault of a side in one rank: words that follow its name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict(Raised):
-    """What perfsuite itself found in one rank: the name of an error of its own, with its text."""
+    """A finding of perfsuite itself in one rank: the name of an error of its own, with its text."""
 
     def error(self, where: str) -> BaseException:
         """The error, with words on where it was found."""
@@ -90,20 +90,20 @@ class Verdict(Raised):
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """What rank 0 is about to do: the name of a side, or of what runs no side alone. It awaits no answer."""
+    """The next phase of rank 0: the name of a side, or of work that runs no side alone. It awaits no answer."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """What came of a request, in one rank."""
+    """The outcome of a request in one rank."""
 
     outcome: Any
 
 
 Reply: TypeAlias = Any
-"""What a rank sends: outputs, Raised, None where it is prepared, or a message of a conversation."""
+"""A message of a rank: outputs, Raised, None where it is prepared, or one of a conversation."""
 
 
 class RanksFailed(Exception):  # noqa: N818 - reported as a verdict on the side
@@ -287,7 +287,8 @@ class Group:
         time.sleep(STACK_S)
         where = [f"rank {rank}{_place(Path(self.folder.name) / str(rank))}" for rank in missing]
         waiting = sorted(rank for rank, reply in replies.items() if isinstance(reply, Raised))
-        others = f" while {_named(sorted(replies))} {'waits' if waiting else 'returned'}" if replies else ""
+        verb = "returned" if not waiting else "waits" if len(replies) == 1 else "wait"
+        others = f" while {_named(sorted(replies))} {verb}" if replies else ""
         self.close()
         return f"hangs: {', '.join(where)} did not return{others}"
 

@@ -1,4 +1,4 @@
-"""What a side gives in one rank, and the outputs of all ranks put together as one process has them."""
+"""The outputs of a side in one rank, and those of all ranks put together as one process has them."""
 
 from __future__ import annotations
 
