@@ -1,5 +1,6 @@
 import importlib.util
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -117,3 +118,11 @@ def test_a_machine_without_triton_imports_the_kernels(monkeypatch):
 @pytest.mark.parametrize(("a", "b", "expected"), [(0, 4, 0), (1, 4, 1), (4, 4, 1), (5, 4, 2), (8, 4, 2), (9, 1, 9)])
 def test_ceil_div(a, b, expected):
     assert kernels.ceil_div(a, b) == expected
+
+
+def test_annotations_of_kernels_are_no_strings():
+    """Triton's interpreter would no longer recognise `tl.constexpr`."""
+    sources = {path.name: path.read_text() for path in Path(kernels.__file__).parent.rglob("*.py")}
+    with_kernels = [name for name, text in sources.items() if "\n@jit\n" in text]
+    assert "muon.py" in with_kernels
+    assert not [name for name in with_kernels if "from __future__ import annotations" in sources[name]]

@@ -1,7 +1,5 @@
 """AdamW over all parameters in one kernel (leak_cnn, technique 001.2; ups, technique 002.8a)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,7 +20,7 @@ def adamw(
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
     weight_decay: float = 1e-2,
-) -> TorchAdamW | _TritonAdamW:
+) -> "TorchAdamW | _TritonAdamW":
     """Build `step(grads)`, which sets each parameter's `.grad` and updates the parameters in place.
 
     AdamW with decoupled weight decay (Loshchilov and Hutter, 2019), moments starting at 0:
@@ -49,7 +47,7 @@ def adamw_torch(
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
     weight_decay: float = 1e-2,
-) -> TorchAdamW:
+) -> "TorchAdamW":
     """`adamw` by torch's own `fused=True`, on any device and dtype."""
     return TorchAdamW(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
@@ -120,7 +118,7 @@ def adamw_triton(
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
     weight_decay: float = 1e-2,
-) -> _TritonAdamW:
+) -> "_TritonAdamW":
     """`adamw` as one Triton kernel for all float32 parameters of one device."""
     return _TritonAdamW(params, lr, betas, eps, weight_decay)
 

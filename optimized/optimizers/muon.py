@@ -4,8 +4,6 @@ The Newton–Schulz iteration multiplies a matrix by its transpose, and a symmet
 only the tiles on one side of the diagonal are computed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -35,7 +33,7 @@ def muon(
     momentum: float = MOMENTUM,
     weight_decay: float = 0.03,
     dtype: torch.dtype = torch.bfloat16,
-) -> TorchMuon | _TritonMuon:
+) -> "TorchMuon | _TritonMuon":
     """Build `step(grads)`, which sets each parameter's `.grad` and updates the parameters in place.
 
     Muon with Nesterov momentum and decoupled weight decay (Jordan, 2024), momenta starting at 0:
@@ -63,7 +61,7 @@ def muon_torch(
     momentum: float = MOMENTUM,
     weight_decay: float = 0.03,
     dtype: torch.dtype = torch.bfloat16,
-) -> TorchMuon:
+) -> "TorchMuon":
     """`muon` by batched products of torch's, on any device and dtype."""
     return TorchMuon(list(params), lr, momentum, weight_decay, dtype)
 
@@ -133,7 +131,7 @@ def muon_triton(
     momentum: float = MOMENTUM,
     weight_decay: float = 0.03,
     dtype: torch.dtype = torch.bfloat16,
-) -> _TritonMuon:
+) -> "_TritonMuon":
     """`muon` by Triton kernels for the float32 parameters of one device, whatever their shapes."""
     return _TritonMuon(list(params), lr, momentum, weight_decay, dtype)
 
