@@ -16,7 +16,8 @@ def query_sampling(
     """Return the mean squared error of the decoded field at the query points, 0-d.
 
     The decoder's cost is proportional to the number of query points. The source expects a gain from 1024 points
-    instead of 2048: on a grid of 1024 points both are all points, and nothing is gained.
+    instead of 2048: on a grid of 1024 points both are all points, and nothing is gained. Nor is anything where the
+    whole grid is decoded for another loss, as `inverse_losses` does.
 
     decode   (latents, points [N, d]) → [B, N, C]; no point may depend on another
     latents  [B, T, latent width]

@@ -32,7 +32,7 @@ query_sampling = Pair(
         "points": tensor("rows", "columns", 2, values=floats(0, 1), differentiable=False),
         "queries": tensor("Q", dtype="int64", values=integers(0, "rows * columns")),
     },
-    max_examples=40,
+    max_examples=12,
     sizes={
         "B": size(1, 3),
         "T": size(1, 5),

@@ -36,7 +36,7 @@ activation_checkpoint_operator = Pair(
         "head_width": size(4, 5),
         "depth": size(1, 2),
     },
-    max_examples=20,
+    max_examples=12,
     rivals={"compile": compiled(side(reference_operator, devices=("cuda",)))},
     workloads=[
         Workload("ups_both", **OPERATOR, direction="both", device="cuda"),
