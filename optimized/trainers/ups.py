@@ -122,7 +122,9 @@ class Trainer:
             return implementation(module, function, optimized=on)
 
         self._inverse = of("losses.inverse_losses", "inverse_losses", config.inverse_losses)
-        self._at_queries = of("losses.query_sampling", "query_sampling", config.query_sampling)
+        self._at_queries: Callable[..., torch.Tensor] | None = None
+        if not (config.inverse_losses and config.query_sampling):  # both together decode the grid once
+            self._at_queries = of("losses.query_sampling", "query_sampling", config.query_sampling)
         self._clip = of("optimizers.clip_grad_norm", "clip_grad_norm", config.fused_clip)
         self._ema = of("optimizers.ema", "ema", config.fused_optimizers)
         self._optimizer: Callable[..., Any] = offloaded_hybrid
