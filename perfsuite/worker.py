@@ -277,11 +277,12 @@ class _Workload:
         if unloaded:
             # The other revision may have registered its functions in the place of the current ones.
             return Proof(id=self.item.nodeid, seed=seed, unloaded=unloaded, seconds=perf_counter() - began)
-        bench = self._bench(seed, accepted)
-        bench.phases = phases
-        if bench.workload.ranks > 1:
+        if self.item.workload.ranks > 1:
             proof = cast("Proof", self._in_ranks().prove(replace(task, seed=seed)))
+            bench = self._bench(seed, None) if task.note_ran else None
         else:
+            bench = self._bench(seed, accepted)
+            bench.phases = phases
             proof = measuring.prove(
                 bench,
                 self.item.nodeid,
