@@ -100,7 +100,7 @@ def proofs_on(tasks: Sequence[Task], chosen: Sequence[Lane]) -> str:
 
 
 def shown(outcome: Outcome) -> str:
-    """What is said of a task's outcome; empty for what pytest itself reports."""
+    """A line on a task's outcome; empty where pytest itself reports it."""
     if isinstance(outcome, Proof):
         return f"proven in {outcome.seconds:.1f} s" + (f"; {outcome.unloaded}" if outcome.unloaded else "")
     if isinstance(outcome, Failure):

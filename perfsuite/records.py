@@ -99,7 +99,7 @@ class Condition:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Counts:
-    """What one call of a side costs besides time; None where it cannot be counted."""
+    """The cost of one call of a side besides time; None where it cannot be counted."""
 
     host_syncs: int | None = None
     launches: int | None = None
@@ -120,7 +120,7 @@ class ProcessGroup:
     links: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """How the devices of two ranks are joined, as {"0-1": "NVLink"}."""
     by_rank: tuple[Mapping[str, Counts], ...] = ()
-    """What a call of each side costs in each rank."""
+    """The cost of a call of each side in each rank."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -85,7 +85,7 @@ TRAINERS: dict[str, Entry] = {
         techniques="suite.eigenstate_lm.config:TECHNIQUES",
         claims="suite.eigenstate_lm.config:CLAIMS",
         ablated="suite.eigenstate_lm.data:for_ablation",
-        finish="suite.eigenstate_lm.report:finish",
+        finish="suite.stepping:finish",
         checks="suite.claims.eigenstate_lm:CHECKS",
         setting="suite.claims.eigenstate_lm:setting",
     ),
@@ -98,7 +98,7 @@ TRAINERS: dict[str, Entry] = {
         techniques="suite.ups.config:TECHNIQUES",
         claims="suite.ups.config:CLAIMS",
         ablated="suite.ups.batches:for_ablation",
-        finish="suite.ups.report:finish",
+        finish="suite.stepping:finish",
     ),
 }
 

@@ -98,7 +98,7 @@ def _state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
 
 
 def _metadata(path: Path) -> Metadata:
-    """What lies where in the folder's files."""
+    """The index of the folder's files: which shard lies where."""
     try:
         metadata = dcp.FileSystemReader(path).read_metadata()
     except OSError as error:

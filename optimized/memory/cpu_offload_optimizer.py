@@ -210,7 +210,7 @@ class _Streams:
         self.from_device, self.to_device = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
     def begin(self) -> None:
-        """What was queued before the step, such as the backward pass and the last step's copies, comes first."""
+        """Make the copies wait for the work queued before the step: the backward pass, the last step's copies."""
         current = torch.cuda.current_stream(self.device)
         self.from_device.wait_stream(current)
         # A step on another stream than the last one: its copies must not overtake those from the same buffers.
@@ -230,7 +230,7 @@ class _Streams:
             to.copy_(source, non_blocking=True)
 
     def end(self) -> None:
-        """What is queued after the step comes after its copies."""
+        """Make the work queued after the step wait for its copies."""
         torch.cuda.current_stream(self.device).wait_stream(self.to_device)
 
 

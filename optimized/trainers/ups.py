@@ -91,12 +91,12 @@ class Trainer:
         self._reports.wait(AHEAD)
 
     def metrics(self) -> Mapping[str, float] | None:
-        """Of the last step whose report has come: see `suite.ups.report.Report`; None before one. Never waits."""
-        return self._told(self._reports.latest())
+        """Return the metrics of the last step whose report has come, or None, without waiting."""
+        return self._metrics_of(self._reports.latest())
 
     def last_metrics(self) -> Mapping[str, float] | None:
         """Wait for the last step's report; its metrics."""
-        return self._told(self._reports.wait())
+        return self._metrics_of(self._reports.wait())
 
     def last_report(self) -> Report | None:
         """Wait for the last step's report."""
@@ -110,7 +110,7 @@ class Trainer:
         """Go on from there. ValueError where a shape, or the stage, is another."""
         restore(self, state)
 
-    def _told(self, report: Report | None) -> Mapping[str, float] | None:
+    def _metrics_of(self, report: Report | None) -> Mapping[str, float] | None:
         self.throughput.add(report, self._reports.seconds)
         return None if report is None else {**report.metrics(), **self.throughput.metrics()}
 

@@ -65,7 +65,7 @@ def _task(run: Paired, id: str, outside: bool) -> Task:
 
 
 def _done(run: Paired, tasks: Sequence[Task], *, absent: bool = False) -> Iterator[tuple[str, Outcome]]:
-    """What came of the tasks, none of which the run keeps; in processes where the optimized sides are `absent`."""
+    """Do the tasks and yield their outcomes; the run keeps none. With `absent`, no optimized side is there."""
     for part in run.parts(tasks):
         lanes = run.lanes_for(part)
         yield from run.workers.run(part, _without_optimized(run, devices_of(lanes)) if absent else lanes)

@@ -95,7 +95,7 @@ class Trainer:
         self._reports.send(torch.zeros(0, device=self.device), lambda _: found)
 
     def metrics(self) -> Mapping[str, float] | None:
-        """Of the last step: see `suite.ups.report.Report`; None before one."""
+        """Return the metrics of the last step (`suite.ups.report.Report`); None before one."""
         report = self.last_report()
         return None if report is None else {**report.metrics(), **self.throughput.metrics()}
 

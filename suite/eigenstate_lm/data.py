@@ -18,10 +18,11 @@ import torch
 
 from perfsuite.errors import PerfsuiteError
 from suite import packed_text, text, text_pack
-from suite.batching import check_identity, permutation, whole
+from suite.batching import permutation
 from suite.eigenstate_lm.model import VOCABULARY
 from suite.packed_text import PackedText
 from suite.progress import Bar
+from suite.stepping import NumberedSteps
 from suite.techniques import implementation
 
 if TYPE_CHECKING:
@@ -138,8 +139,8 @@ def next_rows(config: TrainConfig, given: Text, step: int, batch: Mapping[str, t
     return rows_of(step, len(given), config.sequences, config.seed)
 
 
-class Steps:
-    """{"step": its number, int64 [] on the CPU}, from 0 to `total` - 1.
+class Steps(NumberedSteps):
+    """The numbers of the steps.
 
     Which sequences are a step's follows from its number and the seed (`rows_of`), so that either trainer finds them by
     itself. PerfsuiteError where there are fewer than a step takes.
@@ -148,45 +149,20 @@ class Steps:
     unit = "tokens"
 
     def __init__(self, given: Text, count: int, total: int, seed: int) -> None:
-        self.given, self.count, self.total, self.seed = given, count, total, seed
+        super().__init__(total)
+        self.given, self.count, self.seed = given, count, seed
         if len(given) < count:
             raise PerfsuiteError(
                 f"batch_size: a step takes {count} sequences (batch_size x accumulation), and {given.pack.path} has "
                 f"{len(given)} of {given.length} tokens; lower accumulation, batch_size or sequence_length, "
                 "or pack more text"
             )
-        self.step = 0
-
-    def __iter__(self) -> Steps:
-        return self
-
-    def __next__(self) -> dict[str, torch.Tensor]:
-        if self.step >= self.total:
-            raise StopIteration
-        self.step += 1
-        return {"step": torch.tensor(self.step - 1)}
-
-    @property
-    def ended(self) -> str | None:
-        """Why no step comes any more, if so."""
-        if self.step < self.total:
-            return None
-        return f"all {self.total} steps were made before; raise steps to go on"
 
     def items(self, batch: Mapping[str, torch.Tensor]) -> int:
         """Tokens that a step trains on."""
         return self.count * self.given.length
 
-    def state_dict(self) -> dict[str, Any]:
-        """The position, and what it is a position in."""
-        return {"step": self.step, **self._identity()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a position; PerfsuiteError where it is one in other data, ValueError where it is none."""
-        check_identity(state, self._identity())
-        self.step = whole(state, "step")
-
-    def _identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, Any]:
         return {
             "sequence_length": self.given.length,
             "batch_size x accumulation": self.count,

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from dataclasses import dataclass
-from pathlib import Path
-from statistics import median
-from typing import Any
 
 import torch
 
 from perfsuite import ceilings
 from suite.eigenstate_lm.config import TrainConfig
 from suite.runtime.display import quantity
-
-REMEMBERED = 50
-"""Steps of whose times the median is told."""
+from suite.stepping import StepSeconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,36 +41,28 @@ class Report:
         return not math.isfinite(self.loss)
 
 
-class Throughput:
+class Throughput(StepSeconds):
     """Tokens a second, the share of the device's arithmetic that they take, and the memory in use at most.
 
     The device's most is measured here once, by a matrix product in the precision of the trainer's own.
     """
 
     def __init__(self, config: TrainConfig, vocabulary: int, device: torch.device) -> None:
+        super().__init__()
         self._tokens, self._flops = config.tokens, config.flops(vocabulary)
         self._device = device
         self._most: float | None = None
-        self._step: int | None = None
-        self._seconds: deque[float] = deque(maxlen=REMEMBERED)
         if device.type == "cuda":
             with torch.random.fork_rng(devices=[device]):  # what is dropped must not depend on it
                 self._most = ceilings.matmul_flops_per_s(str(device), config.precision)
             torch.cuda.reset_peak_memory_stats(device)  # the product's matrices are none of the trainer's
 
-    def add(self, report: Report | None, seconds: float | None) -> None:
-        """The last step's report, if it is new, and how long after the one before it came."""
-        if report is None or report.step == self._step:
-            return
-        self._step = report.step
-        if seconds is not None and seconds > 0:
-            self._seconds.append(seconds)
-
     def metrics(self) -> dict[str, float]:
         """tokens_per_second; on a GPU also mfu (model FLOPs utilisation, 0 to 1) and peak_gib. Empty before a step."""
-        if not self._seconds:
+        seconds = self.median_s()
+        if seconds is None:
             return {}
-        rate = self._tokens / median(self._seconds)
+        rate = self._tokens / seconds
         found = {"tokens_per_second": rate}
         if self._most is not None:
             found["mfu"] = rate * self._flops / self._most
@@ -93,9 +79,3 @@ class Throughput:
             told += f", {100 * found['mfu']:.1f}% of the {self._most / 1e12:.0f} TFLOP/s that a matrix product reaches"
             told += f", peak memory {found['peak_gib']:.1f} GiB"
         return told
-
-
-def finish(trainer: Any, folder: Path) -> str | None:
-    """At the end of a run: how fast it was."""
-    found: str | None = trainer.throughput.told()
-    return found

@@ -78,7 +78,7 @@ def times() -> Array:
 
 
 def stored_times() -> Array:
-    """What PDEBench stores as t-coordinate: the times of the frames and one time more, 2.01; float64 [202]."""
+    """The t-coordinate as PDEBench stores it: the times of the frames and one time more, 2.01; float64 [202]."""
     return numpy.arange(FRAMES + 1) * FRAME_S
 
 

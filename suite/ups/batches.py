@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader
 
-from suite.batching import check_identity, mixed, permutation, whole
+from suite.batching import mixed, permutation
 from suite.building import digest_of
 from suite.configuration import ConfigurationError, need
+from suite.stepping import NumberedSteps
 from suite.ups.latents import Latents, latents_of
 from suite.ups.losses import boundary_tokens, query_indices
 from suite.ups.model import drop_path_rates, drop_path_scales
@@ -32,9 +33,9 @@ if TYPE_CHECKING:
     from suite.ups.config import TrainConfig
 
 PATTERNS = {"advection1d": "*Advection*.hdf5", "darcy2d": "*DarcyFlow*.hdf5"}
-"""Of the files in a folder, as PDEBench names them."""
+"""Patterns of the names that PDEBench gives its files."""
 LARGEST_DENOMINATOR = 1000
-"""Of the share of advection in a batch, which is a ratio of whole numbers."""
+"""The largest denominator of the share of advection in a batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,48 +286,23 @@ def _order(examples: int, seed: int, epoch: int) -> list[int]:
     return order
 
 
-class Steps:
-    """{"step": its number, int64 [] on the CPU}, from 0 to `total` - 1: which examples are a step's follows from it."""
+class Steps(NumberedSteps):
+    """The numbers of the steps, by which a trainer makes its micro-batches."""
 
     unit = "examples"
+    raised_by = "steps or epochs"
 
     def __init__(self, given: Mixture, data: Data) -> None:
         self.given, self.data = given, data
         self.count = data.batch_size * data.accumulation
         epoch = max(given.examples() // (self.count * given.ranks), 1)
-        self.total = data.steps if data.steps is not None else data.epochs * epoch
-        self.step = 0
-
-    def __iter__(self) -> Steps:
-        return self
-
-    def __next__(self) -> dict[str, torch.Tensor]:
-        if self.step >= self.total:
-            raise StopIteration
-        self.step += 1
-        return {"step": torch.tensor(self.step - 1)}
-
-    @property
-    def ended(self) -> str | None:
-        """Why no step comes any more, if so."""
-        if self.step < self.total:
-            return None
-        return f"all {self.total} steps were made before; raise steps or epochs to go on"
+        super().__init__(data.steps if data.steps is not None else data.epochs * epoch)
 
     def items(self, batch: Mapping[str, torch.Tensor]) -> int:
-        """Examples that a step trains on, of this process."""
+        """Count the examples that a step trains on, of this process."""
         return self.count
 
-    def state_dict(self) -> dict[str, Any]:
-        """The position, and what it is a position in."""
-        return {"step": self.step, **self._identity()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a position; PerfsuiteError where it is one in other data, ValueError where it is none."""
-        check_identity(state, self._identity())
-        self.step = whole(state, "step")
-
-    def _identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, Any]:
         return {
             "batch_size x accumulation": self.count,
             "advection_share": self.data.advection_share,

@@ -81,7 +81,7 @@ class TrainConfig(UpsConfig):
 
     # --- steps
     stage: Literal["operator", "diffusion", "consistency"] = "operator"
-    """What is trained. Each stage after the first starts from the checkpoint of the one before, `init`."""
+    """The part that is trained. Each stage after the first starts from the checkpoint of the one before, `init`."""
     init: str | None = None
     """A checkpoint of the stage before: a file, or the folder of a run, whose last one is taken."""
     batch_size: int = 8
@@ -163,7 +163,7 @@ CLAIMS = {
     "activation_checkpoint": "1.45× with a batch of 16",
     "cpu_offload_optimizer": "1.23× with a batch of 20",
 }
-"""What the source expected of each."""
+"""The source's expectation of each technique."""
 
 
 def without_techniques(config: TrainConfig) -> TrainConfig:

@@ -29,7 +29,7 @@ class Normalisation:
     std: float
 
     def apply(self, u: torch.Tensor) -> torch.Tensor:
-        """Of any shape."""
+        """Normalise a tensor of any shape."""
         return (u - self.mean) / self.std
 
     def undo(self, z: torch.Tensor) -> torch.Tensor:

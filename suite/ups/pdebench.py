@@ -63,7 +63,7 @@ class PdeFile:
 
 
 class Example(NamedTuple):
-    """What goes in and what comes out."""
+    """The input and output of one prediction."""
 
     before: Array
     """float32 [cells…]: u at a time, or the coefficient a."""

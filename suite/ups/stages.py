@@ -214,7 +214,7 @@ def take(own: Mapping[str, torch.Tensor], given: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Parts:
-    """What a stage trains, in the same form for all stages."""
+    """The networks and weights that a stage trains, in the same form for all stages."""
 
     networks: Networks
     refiner: Refiner | None

@@ -1,0 +1,91 @@
+"""Batches that are a step's number alone, and the seconds from one step's report to the next."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any, Protocol
+
+import torch
+
+from suite.batching import check_identity, whole
+
+REMEMBERED = 50
+"""The median is taken over the seconds of at most so many steps."""
+
+
+class NumberedSteps(ABC):
+    """{"step": its number, int64 [] on the CPU}, from 0 to `total` - 1: a trainer finds a step's examples by it."""
+
+    raised_by = "steps"
+    """The fields of the configuration that allow more of them."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.step = 0
+
+    def __iter__(self) -> NumberedSteps:
+        return self
+
+    def __next__(self) -> dict[str, torch.Tensor]:
+        if self.step >= self.total:
+            raise StopIteration
+        self.step += 1
+        return {"step": torch.tensor(self.step - 1)}
+
+    @property
+    def ended(self) -> str | None:
+        """Why no step comes any more, if so."""
+        if self.step < self.total:
+            return None
+        return f"all {self.total} steps were made before; raise {self.raised_by} to go on"
+
+    @abstractmethod
+    def identity(self) -> dict[str, Any]:
+        """The data and settings that the position is a position in."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, and what it is a position in."""
+        return {"step": self.step, **self.identity()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a position; PerfsuiteError where it is one in other data, ValueError where it is none."""
+        check_identity(state, self.identity())
+        self.step = whole(state, "step")
+
+
+class Numbered(Protocol):
+    """A report that says which step it is of."""
+
+    @property
+    def step(self) -> int:
+        """The step's number."""
+
+
+class StepSeconds:
+    """The seconds from one step's report to the next."""
+
+    def __init__(self) -> None:
+        self._step: int | None = None
+        self._seconds: deque[float] = deque(maxlen=REMEMBERED)
+
+    def add(self, report: Numbered | None, seconds: float | None) -> None:
+        """Take the last step's report, if it is new, and how long after the one before it came."""
+        if report is None or report.step == self._step:
+            return
+        self._step = report.step
+        if seconds is not None and seconds > 0:
+            self._seconds.append(seconds)
+
+    def median_s(self) -> float | None:
+        """Seconds a step; None before the second one."""
+        return median(self._seconds) if self._seconds else None
+
+
+def finish(trainer: Any, folder: Path) -> str | None:
+    """Say at the end of a run how fast it was."""
+    found: str | None = trainer.throughput.told()
+    return found
