@@ -4,7 +4,7 @@ The Newton–Schulz iteration multiplies a matrix by its transpose, and a symmet
 only the tiles on one side of the diagonal are computed.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,8 @@ EPS = 1e-7
 SQUARE = 64
 # Matrices begin at multiples of so many elements.
 VECTOR = 16
+# Rows and columns are padded with zeros to multiples of so many: 16 bytes in half precision, for vector accesses.
+PADDED_TO = 8
 # Of the products: the largest tile, and how many terms of its sums are taken at a time.
 LARGEST_TILE, DEPTH = 128, 64
 # A product's tile has at least so many rows and columns.
@@ -160,19 +162,18 @@ class _TritonMuon:
             return
         matrices = [params[i] for i in self.live]
         device, shapes = matrices[0].device, [tuple(p.shape) for p in matrices]
-        least = [min(shape) for shape in shapes]
-        most = [max(shape) for shape in shapes]
+        padded = [(_padded(rows), _padded(columns)) for rows, columns in shapes]
+        least = [min(shape) for shape in padded]
+        most = [max(shape) for shape in padded]
         self.count = len(shapes)
         self.tile = min(LARGEST_TILE, max(LEAST_TILE, 1 << (max(least) - 1).bit_length()))
-        # Vector accesses of rows: in float32 four elements, in half precision eight.
-        self.vectors = all(n % 8 == 0 for shape in shapes for n in shape)
 
         def on_device(values: Sequence[float], dtype: torch.dtype = torch.int64) -> torch.Tensor:
             return torch.tensor(values, dtype=dtype).to(device)
 
         sizes = [n * m for n, m in zip(least, most, strict=True)]
         squares = [n * n for n in least]
-        self.shapes = on_device([n for shape in shapes for n in shape])
+        self.shapes = on_device([n for shape in zip(shapes, padded, strict=True) for pair in shape for n in pair])
         # Each matrix begins at a multiple of what a vector access reads.
         places, total = _places(sizes)
         self.spans = dict(zip(self.live, places, strict=True))
@@ -183,10 +184,15 @@ class _TritonMuon:
         self.momenta = torch.zeros(total, device=device)
         self.x, self.next_x = (torch.empty(total, dtype=dtype, device=device) for _ in range(2))
         self.gram, self.polynomial = (torch.empty(total_of_squares, dtype=dtype, device=device) for _ in range(2))
-        self.elements = _tiles(shapes, SQUARE, device)
+        # A parameter's own rows begin at multiples of 16 bytes or they do not.
+        in_vectors = [columns % PADDED_TO == 0 for _, columns in shapes]
+        self.elements = [
+            (_tiles(padded, SQUARE, device, [i for i, found in enumerate(in_vectors) if found == vectors]), vectors)
+            for vectors in sorted(set(in_vectors))
+        ]
         self.products = _tiles(list(zip(least, most, strict=True)), self.tile, device)
         self.symmetric = _tiles([(n, n) for n in least], self.tile, device, upper=True)
-        per_matrix = [ceil_div(rows, SQUARE) * ceil_div(columns, SQUARE) for rows, columns in shapes]
+        per_matrix = [ceil_div(rows, SQUARE) * ceil_div(columns, SQUARE) for rows, columns in padded]
         self.sums = torch.zeros(self.count, max(per_matrix), device=device)
         self.addresses = Addresses(device)
 
@@ -202,19 +208,20 @@ class _TritonMuon:
         self.addresses.send([*dense, *updated])
         with launching(self.momenta):
             self._orthogonalize()
-            _update_kernel[(len(self.elements),)](
-                self.addresses.table,
-                self.elements,
-                self.shapes,
-                self.first,
-                self.x,
-                self.rates,
-                self.count,
-                self.decay,
-                TILE=SQUARE,
-                ALIGNED=self.addresses.aligned and self.vectors,
-                num_warps=8,
-            )
+            for tiles, vectors in self.elements:
+                _update_kernel[(len(tiles),)](
+                    self.addresses.table,
+                    tiles,
+                    self.shapes,
+                    self.first,
+                    self.x,
+                    self.rates,
+                    self.count,
+                    self.decay,
+                    TILE=SQUARE,
+                    ALIGNED=self.addresses.aligned and vectors,
+                    num_warps=8,
+                )
         for i, copy in zip(self.live, updated, strict=True):
             if copy is not self.params[i]:
                 self.params[i].copy_(copy)
@@ -233,25 +240,28 @@ class _TritonMuon:
         p = self.params[i]
         if not p.numel():
             return torch.zeros_like(p)
-        return self.momenta[self.spans[i] : self.spans[i] + p.numel()].view(p.shape)
+        rows, columns = p.shape
+        stride = _padded(columns)
+        return self.momenta[self.spans[i] : self.spans[i] + rows * stride].view(rows, stride)[:, :columns]
 
     def _orthogonalize(self) -> None:
         """Update the momenta, and leave in `x` what they are orthogonalized to."""
-        _momentum_kernel[(len(self.elements),)](
-            self.addresses.table,
-            self.elements,
-            self.shapes,
-            self.first,
-            self.momenta,
-            self.x,
-            self.sums,
-            self.sums.shape[1],
-            self.momentum,
-            1 - self.momentum,
-            TILE=SQUARE,
-            ALIGNED=self.addresses.aligned and self.vectors,
-            num_warps=8,
-        )
+        for tiles, vectors in self.elements:
+            _momentum_kernel[(len(tiles),)](
+                self.addresses.table,
+                tiles,
+                self.shapes,
+                self.first,
+                self.momenta,
+                self.x,
+                self.sums,
+                self.sums.shape[1],
+                self.momentum,
+                1 - self.momentum,
+                TILE=SQUARE,
+                ALIGNED=self.addresses.aligned and vectors,
+                num_warps=8,
+            )
         scale = 1 / self.sums.sum(1).sqrt_().clamp_(min=EPS)
         a, b, c = COEFFICIENTS
         for number in range(ITERATIONS):
@@ -284,7 +294,6 @@ class _TritonMuon:
             DEPTH=DEPTH,
             SCALED=scale is not None,
             SQUARES=squares,
-            VECTORS=self.vectors,
             num_warps=NUM_WARPS,
             num_stages=NUM_STAGES,
         )
@@ -304,7 +313,6 @@ class _TritonMuon:
             TILE=self.tile,
             DEPTH=DEPTH,
             SCALED=scale is not None,
-            VECTORS=self.vectors,
             num_warps=NUM_WARPS,
             num_stages=NUM_STAGES,
         )
@@ -319,11 +327,24 @@ def _places(sizes: Sequence[int]) -> tuple[list[int], int]:
     return places, total
 
 
-def _tiles(shapes: Sequence[tuple[int, int]], tile: int, device: torch.device, *, upper: bool = False) -> torch.Tensor:
-    """(matrix, row, column) of each tile, int32; only those on and above the diagonal where these suffice."""
+def _padded(size: int) -> int:
+    return ceil_div(size, PADDED_TO) * PADDED_TO
+
+
+def _tiles(
+    shapes: Sequence[tuple[int, int]],
+    tile: int,
+    device: torch.device,
+    only: Iterable[int] | None = None,
+    *,
+    upper: bool = False,
+) -> torch.Tensor:
+    """(matrix, row, column) of each tile, int32, of all matrices or of some; `upper` leaves out those below the
+    diagonal."""
     found = [
         (matrix, i, j)
-        for matrix, (rows, columns) in enumerate(shapes)
+        for matrix in (range(len(shapes)) if only is None else only)
+        for rows, columns in [shapes[matrix]]
         for i in range(ceil_div(rows, tile))
         for j in range(i if upper else 0, ceil_div(columns, tile))
     ]
@@ -332,12 +353,22 @@ def _tiles(shapes: Sequence[tuple[int, int]], tile: int, device: torch.device, *
 
 @jit
 def _tile_of(tiles_ptr, shapes_ptr):
-    """This program's matrix, its tile's row and column, and the matrix's shape."""
+    """This program's matrix, its tile's row and column, and the matrix's padded shape."""
     tiles_ptr += tl.program_id(0) * 3
     matrix = tl.load(tiles_ptr)
-    rows = tl.load(shapes_ptr + 2 * matrix).to(tl.int32)
-    columns = tl.load(shapes_ptr + 2 * matrix + 1).to(tl.int32)
+    rows = tl.multiple_of(tl.load(shapes_ptr + 4 * matrix + 2).to(tl.int32), 8)
+    columns = tl.multiple_of(tl.load(shapes_ptr + 4 * matrix + 3).to(tl.int32), 8)
     return matrix, tl.load(tiles_ptr + 1), tl.load(tiles_ptr + 2), rows, columns
+
+
+@jit
+def _shape_of(matrix, shapes_ptr, ALIGNED: tl.constexpr):
+    """The shape of a parameter."""
+    rows = tl.load(shapes_ptr + 4 * matrix).to(tl.int32)
+    columns = tl.load(shapes_ptr + 4 * matrix + 1).to(tl.int32)
+    if ALIGNED:
+        columns = tl.multiple_of(columns, 8)
+    return rows, columns
 
 
 @jit
@@ -364,15 +395,15 @@ def _momentum_kernel(
     ALIGNED: tl.constexpr,
 ):
     matrix, i, j, rows, columns = _tile_of(tiles_ptr, shapes_ptr)
+    own_rows, own_columns = _shape_of(matrix, shapes_ptr, ALIGNED)
     first = tl.multiple_of(tl.load(first_ptr + matrix), 16)
     g_ptr = tl.load(addresses_ptr + matrix).to(tl.pointer_type(tl.float32))
-    stride = columns
     if ALIGNED:
         g_ptr = tl.multiple_of(g_ptr, 16)
-        stride = tl.multiple_of(stride, 8)
     row, column, mask = _elements_of(i, j, rows, columns, TILE)
-    at = row * stride + column
-    g = tl.load(g_ptr + at, mask=mask, other=0.0)
+    # x's padding is written, too: gradients that are not finite have left other values than 0 there.
+    g = tl.load(g_ptr + row * own_columns + column, mask=(row < own_rows) & (column < own_columns), other=0.0)
+    at = row * columns + column
     m = tl.load(momenta_ptr + first + at, mask=mask, other=0.0)
     m += one_minus_momentum * (g - m)
     update = g + momentum * (m - g)
@@ -382,10 +413,7 @@ def _momentum_kernel(
     # x is wide: a matrix with more rows than columns is transposed.
     rounded = update.to(x_ptr.dtype.element_ty)
     if rows > columns:
-        stride = rows
-        if ALIGNED:
-            stride = tl.multiple_of(stride, 8)
-        tl.store(x_ptr + first + tl.trans(column) * stride + tl.trans(row), tl.trans(rounded), mask=tl.trans(mask))
+        tl.store(x_ptr + first + tl.trans(column) * rows + tl.trans(row), tl.trans(rounded), mask=tl.trans(mask))
     else:
         tl.store(x_ptr + first + at, rounded, mask=mask)
 
@@ -404,23 +432,20 @@ def _update_kernel(
     ALIGNED: tl.constexpr,
 ):
     matrix, i, j, rows, columns = _tile_of(tiles_ptr, shapes_ptr)
+    own_rows, own_columns = _shape_of(matrix, shapes_ptr, ALIGNED)
     first = tl.multiple_of(tl.load(first_ptr + matrix), 16)
     p_ptr = tl.load(addresses_ptr + count + matrix).to(tl.pointer_type(tl.float32))
-    stride = columns
     if ALIGNED:
         p_ptr = tl.multiple_of(p_ptr, 16)
-        stride = tl.multiple_of(stride, 8)
     row, column, mask = _elements_of(i, j, rows, columns, TILE)
-    at = row * stride + column
     if rows > columns:
-        turned = rows
-        if ALIGNED:
-            turned = tl.multiple_of(turned, 8)
         update = tl.trans(
-            tl.load(x_ptr + first + tl.trans(column) * turned + tl.trans(row), mask=tl.trans(mask), other=0.0)
+            tl.load(x_ptr + first + tl.trans(column) * rows + tl.trans(row), mask=tl.trans(mask), other=0.0)
         )
     else:
-        update = tl.load(x_ptr + first + at, mask=mask, other=0.0)
+        update = tl.load(x_ptr + first + row * columns + column, mask=mask, other=0.0)
+    at = row * own_columns + column
+    mask = (row < own_rows) & (column < own_columns)
     p = tl.load(p_ptr + at, mask=mask)
     tl.store(p_ptr + at, p * decay - tl.load(rates_ptr + matrix) * update.to(tl.float32), mask=mask)
 
@@ -440,13 +465,10 @@ def _symmetric_kernel(
     DEPTH: tl.constexpr,
     SCALED: tl.constexpr,
     SQUARES: tl.constexpr,
-    VECTORS: tl.constexpr,
 ):
     matrix, i, j, one, other = _tile_of(tiles_ptr, shapes_ptr)
-    rows = tl.minimum(one, other)
-    columns = rows if SQUARES else tl.maximum(one, other)
-    if VECTORS:
-        rows, columns = tl.multiple_of(rows, 8), tl.multiple_of(columns, 8)
+    rows = tl.multiple_of(tl.minimum(one, other), 8)
+    columns = rows if SQUARES else tl.multiple_of(tl.maximum(one, other), 8)
     x_ptr += tl.multiple_of(tl.load(first_ptr + matrix), 16)
     out_ptr += tl.multiple_of(tl.load(first_out_ptr + matrix), 16)
     at_i = i * TILE + tl.arange(0, TILE)
@@ -488,12 +510,9 @@ def _product_kernel(
     TILE: tl.constexpr,
     DEPTH: tl.constexpr,
     SCALED: tl.constexpr,
-    VECTORS: tl.constexpr,
 ):
     matrix, i, j, one, other = _tile_of(tiles_ptr, shapes_ptr)
-    rows, columns = tl.minimum(one, other), tl.maximum(one, other)
-    if VECTORS:
-        rows, columns = tl.multiple_of(rows, 8), tl.multiple_of(columns, 8)
+    rows, columns = tl.multiple_of(tl.minimum(one, other), 8), tl.multiple_of(tl.maximum(one, other), 8)
     first = tl.multiple_of(tl.load(first_ptr + matrix), 16)
     p_ptr += tl.multiple_of(tl.load(first_p_ptr + matrix), 16)
     x_ptr += first

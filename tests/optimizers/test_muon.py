@@ -83,26 +83,33 @@ muon_float32 = Pair(
 
 
 def of_blocks(make):
-    """Takes the matrices of each transformer block together, as `operator_blocks` has them."""
+    """Takes the matrices of each transformer block together, as `operator_matrices` has them."""
 
-    def made(blocks):
-        step = make([matrix for block in blocks for matrix in block])
-        return lambda grads: step([matrix for block in grads for matrix in block])
+    def flat(matrices):
+        return [matrices["time"], *(matrix for block in matrices["blocks"] for matrix in block)]
+
+    def made(matrices):
+        step = make(flat(matrices))
+        return lambda grads: step(flat(grads))
 
     return made
 
 
-def operator_blocks(values):
-    """The projections into and out of attention, and the two of the FFN."""
+def operator_matrices(values):
+    """The embedding of time steps, and of each block the projections into and out of attention and the FFN's two.
+
+    Rows of the first one do not begin at multiples of 16 bytes.
+    """
     shapes = (("3 * width", "width"), ("width", "width"), ("4 * width", "width"), ("width", "4 * width"))
-    return listof("depth", [tensor(*shape, values=values) for shape in shapes])
+    blocks = listof("depth", [tensor(*shape, values=values) for shape in shapes])
+    return {"time": tensor("width", 9, values=values), "blocks": blocks}
 
 
 muon_operator = Pair(
     reference=stateful(of_blocks(reference)),
     optimized=stateful(of_blocks(optimized)),
-    inputs={"params": operator_blocks(floats(-1, 1))},
-    step_inputs={"grads": operator_blocks(floats(-4, 4))},
+    inputs={"params": operator_matrices(floats(-1, 1))},
+    step_inputs={"grads": operator_matrices(floats(-4, 4))},
     mutates={"params"},
     sizes={"depth": size(0, 2), "width": size(0, 17)},
     steps=(1, 2, 5),
@@ -112,8 +119,8 @@ muon_operator = Pair(
         Workload("cpu", depth=2, width=32, clock="wall", device="cpu"),
     ],
     cost=Cost(
-        bytes=lambda depth, width: BYTES_PER_PARAMETER * depth * 12 * width**2,
-        flops=lambda depth, width: depth * sum(products(width, n * width) for n in (1, 3, 4, 4)),
+        bytes=lambda depth, width: BYTES_PER_PARAMETER * (depth * 12 * width**2 + 9 * width),
+        flops=lambda depth, width: depth * sum(products(width, n * width) for n in (1, 3, 4, 4)) + products(width, 9),
         precision="bfloat16",
     ),
 )
@@ -167,6 +174,21 @@ def test_each_matrix_is_updated_as_if_it_were_alone(call):
             of_one([grad])
     for p, e in zip(params, alone, strict=True):
         torch.testing.assert_close(p, e, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("call", SIDES)
+def test_a_step_after_one_that_was_not_finite_is_right_where_the_state_was_restored(call):
+    params, alone = drawn(0), drawn(0)
+    step = call(params, lr=0.1, dtype=torch.float32)
+    before = step.state_dict()
+    step([torch.full_like(grad, torch.nan) for grad in drawn(1)])
+    step.load_state_dict(before)
+    for p, e in zip(params, alone, strict=True):
+        p.copy_(e)
+    step(drawn(1))
+    call(alone, lr=0.1, dtype=torch.float32)(drawn(1))
+    for p, e in zip(params, alone, strict=True):
+        torch.testing.assert_close(p, e, atol=0, rtol=0)
 
 
 @pytest.mark.parametrize("call", SIDES)
