@@ -46,6 +46,8 @@ class Entry:
     random tokens."""
     finish: str | Callable[[Any, Path], str | None] | None = None
     """(trainer, the run's folder), at a run's end → a line for the user, or None."""
+    ranks: bool = False
+    """Whether several ranks may train together. `data` is then called with the rank and their number besides."""
     checks: str | Any = None
     """How its source's claims are measured, `suite.claims.record.Checks`; None where none is."""
     setting: str | Callable[..., Any] = ""
@@ -99,6 +101,7 @@ TRAINERS: dict[str, Entry] = {
         claims="suite.ups.config:CLAIMS",
         ablated="suite.ups.batches:for_ablation",
         finish="suite.stepping:finish",
+        ranks=True,
     ),
 }
 

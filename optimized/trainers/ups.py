@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from optimized.compilation.fullgraph_model import fullgraph_operator
+from optimized.distributed.flat_gradients import FlatGradients
 from optimized.memory.activation_checkpoint import activation_checkpoint_operator
 from optimized.memory.cpu_offload_optimizer import offloaded_hybrid
 from suite.runtime.reports import Reports
@@ -22,7 +23,7 @@ from suite.techniques import implementation
 from suite.ups.batches import Feed, Maker, MicroBatch, Mixture, TaskPart
 from suite.ups.config import TrainConfig
 from suite.ups.losses import mixed_loss
-from suite.ups.networks import grouped
+from suite.ups.networks import CODERS, grouped
 from suite.ups.report import Report, Throughput
 from suite.ups.resident import Resident
 from suite.ups.scaler import LossScale
@@ -64,7 +65,10 @@ class Trainer:
         self.average = self._ema(list(self.averages.values()), config.ema_decay)
         self.scale = LossScale(float16=config.precision == "fp16")
         self.steps = 0
-        self.throughput = Throughput(config.batch_size * config.accumulation, self.device)
+        self.throughput = Throughput(config.batch_size * config.accumulation * given.ranks, self.device)
+        self.gradients = FlatGradients(
+            {name: [self.weights[n] for n in names] for name, names in self.groups.items()}, given.ranks
+        )
         self._reports: Reports[Report] = Reports(self.device, Report.stays)
 
     def train_window(self, batch: Mapping[str, torch.Tensor]) -> None:
@@ -76,10 +80,14 @@ class Trainer:
         check_step(batch, self.steps)
         scale = self.scale.value
         total = torch.zeros((), device=self.device)
-        sums: dict[str, torch.Tensor] = {}
-        for number in range(self.steps * config.accumulation, (self.steps + 1) * config.accumulation):
-            total += self._pass(self.source.batch(number), scale, sums)
-        norm = self._optimize(sums)
+        numbers = range(self.steps * config.accumulation, (self.steps + 1) * config.accumulation)
+        for number in numbers:
+            total += self._pass(self.source.batch(number), scale)
+        trained = [name for name in self.groups if name != CODERS or any(map(config.has_inverse, numbers))]
+        for name in trained:
+            self.gradients.begin(name, total)
+        norm = self._optimize(trained)
+        total = self.gradients.number(trained[0]).clone()
         self.steps += 1
         step, clipped = self.steps, norm is not None
 
@@ -136,20 +144,18 @@ class Trainer:
         if config.compile:
             self._operator = functools.partial(fullgraph_operator, step=checkpointed, graphs=graphs)
 
-    def _pass(self, micro: MicroBatch, scale: float, sums: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Add a micro-batch's gradients to `sums`, by the weights' names; its share of the step's loss, 0-d."""
+    def _pass(self, micro: MicroBatch, scale: float) -> torch.Tensor:
+        """Add a micro-batch's gradients to those of the step; its share of the step's loss, 0-d."""
         inverse = self.config.has_inverse(micro.number)
-        names = [n for group, own in self.groups.items() if group != "coders" or inverse for n in own]
+        groups = {name: names for name, names in self.groups.items() if name != CODERS or inverse}
         with torch.enable_grad():
-            loss = self._loss(micro) / self.config.accumulation
-            # Of a compiled operator they lie in the graph's own memory until the next call.
-            found = torch.autograd.grad(loss if scale == 1 else loss * scale, [self.weights[n] for n in names])
-        held = [n for n in names if n in sums]
-        if held:
-            grads = dict(zip(names, found, strict=True))
-            torch._foreach_add_([sums[n] for n in held], [grads[n] for n in held])
-        copied = self.config.accumulation > 1
-        sums |= {n: g.clone() if copied else g for n, g in zip(names, found, strict=True) if n not in sums}
+            loss = self._loss(micro) / (self.config.accumulation * self.given.ranks)
+            weights = [self.weights[n] for names in groups.values() for n in names]
+            found = list(torch.autograd.grad(loss if scale == 1 else loss * scale, weights))
+        # They are copied: those of a compiled operator lie in the graph's own memory until the next call.
+        for name, names in groups.items():
+            self.gradients.add(name, found[: len(names)])
+            del found[: len(names)]
         return loss.detach()
 
     def _loss(self, micro: MicroBatch) -> torch.Tensor:
@@ -172,15 +178,17 @@ class Trainer:
         return mixed_loss(config, predicted.float(), after, sizes, inverse)
 
     @torch.no_grad()
-    def _optimize(self, grads: dict[str, torch.Tensor]) -> torch.Tensor | None:
-        """Step the weights that have gradients, and their averages; the gradients' norm, where they are clipped."""
-        finite, norm = self.scale.undo(list(grads.values())), None
+    def _optimize(self, trained: list[str]) -> torch.Tensor | None:
+        """Step the weights of these groups, and their averages; the gradients' norm, where they are clipped."""
+        finite, norm = True, None
+        if self.scale.active or self.config.grad_clip is not None:  # by all gradients together
+            grads = [g for name in trained for g in self.gradients.finished(name)]
+            finite = self.scale.undo(grads)
+            if finite and self.config.grad_clip is not None:
+                norm = self._clip(grads, self.config.grad_clip)
         if finite:
-            if self.config.grad_clip is not None:
-                norm = self._clip(list(grads.values()), self.config.grad_clip)
-            for name, names in self.groups.items():
-                if names[0] in grads:
-                    self.optimizers[name]([grads[n] for n in names])
+            for name in trained:
+                self.optimizers[name](self.gradients.finished(name))
             self.average(list(self.weights.values()))
         self.scale.update(finite=finite)
         return norm

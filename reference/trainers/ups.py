@@ -10,16 +10,20 @@ What the source leaves open is decided here:
 * Batches are counted by micro-batches, in the schedule of the inverse losses as in the order of the examples.
 * The learning rate is constant.
 * In float16 a step whose gradients are not finite changes nothing but the scale, as `GradScaler` has it.
+* Several ranks train by `DistributedDataParallel`, which averages the gradients of each micro-batch over them.
 
 Source: ups, technique 002.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from reference.losses.inverse_losses import inverse_losses
 from reference.losses.query_sampling import query_sampling
@@ -30,7 +34,7 @@ from suite.runtime.reports import Reports
 from suite.ups.batches import Feed, Maker, MicroBatch, Mixture
 from suite.ups.config import TrainConfig
 from suite.ups.losses import mixed_loss
-from suite.ups.networks import grouped
+from suite.ups.networks import CODERS, grouped
 from suite.ups.report import Report, Throughput
 from suite.ups.scaler import LossScale
 from suite.ups.stages import draw, networks_of
@@ -70,7 +74,8 @@ class Trainer:
         self.average = ema(list(self.averages.values()), config.ema_decay)
         self.scale = LossScale(float16=config.precision == "fp16")
         self.steps = 0
-        self.throughput = Throughput(config.batch_size * config.accumulation, self.device)
+        self.throughput = Throughput(config.batch_size * config.accumulation * given.ranks, self.device)
+        self.parallel = self._in_parallel()
         self._reports: Reports[Report] = Reports(self.device, Report.stays)
 
     def train_window(self, batch: Mapping[str, torch.Tensor]) -> None:
@@ -86,9 +91,9 @@ class Trainer:
         numbers = range(self.steps * config.accumulation, (self.steps + 1) * config.accumulation)
         for number in numbers:
             with torch.enable_grad():
-                loss = self._loss(self.feed.batch(number)) / config.accumulation
+                loss = self.parallel(self.feed.batch(number)) / config.accumulation
                 (loss * scale).backward()
-            total += loss.item()
+            total += self._of_all_ranks(loss.detach()).item()
         norm = self._optimize(inverse=any(map(config.has_inverse, numbers)))
         self.steps += 1
         found = Report(step=self.steps, loss=total, norm=norm, scale=scale)
@@ -113,6 +118,25 @@ class Trainer:
         """Go on from there. ValueError where a shape, or the stage, is another."""
         restore(self, state)
 
+    def _in_parallel(self) -> nn.Module:
+        """What computes the loss of a micro-batch; of several ranks it averages their gradients, too."""
+        whole = _Loss(self.networks if self.refiner is None else self.refiner, self._loss)
+        if self.given.ranks == 1:
+            return whole
+        every = all(map(self.config.has_inverse, range(self.config.inverse_loss_frequency)))
+        return DistributedDataParallel(
+            whole,
+            device_ids=[self.device.index] if self.device.type == "cuda" else None,
+            # Without inverse losses the encoders and decoders have no gradients.
+            find_unused_parameters=self.refiner is None and not every,
+        )
+
+    def _of_all_ranks(self, loss: torch.Tensor) -> torch.Tensor:
+        """The mean of a loss over the ranks."""
+        if self.given.ranks > 1:
+            dist.all_reduce(loss)
+        return loss / self.given.ranks
+
     def _loss(self, micro: MicroBatch) -> torch.Tensor:
         """The loss of a micro-batch, 0-d."""
         config = self.config
@@ -131,7 +155,7 @@ class Trainer:
     @torch.no_grad()
     def _optimize(self, *, inverse: bool) -> float | None:
         """Step the weights that have gradients, and their averages; the gradients' norm, where they are clipped."""
-        groups = {group: names for group, names in self.groups.items() if group != "coders" or inverse}
+        groups = {group: names for group, names in self.groups.items() if group != CODERS or inverse}
         found = ((name, self.weights[name].grad) for names in groups.values() for name in names)
         grads = {name: grad for name, grad in found if grad is not None}
         finite, norm = self.scale.undo(list(grads.values())), None
@@ -143,3 +167,14 @@ class Trainer:
             self.average(list(self.weights.values()))
         self.scale.update(finite=finite)
         return norm
+
+
+class _Loss(nn.Module):
+    """The loss as a module, whose parameters are those of the networks."""
+
+    def __init__(self, networks: nn.Module, loss: Callable[[MicroBatch], torch.Tensor]) -> None:
+        super().__init__()
+        self.networks, self._loss = networks, loss
+
+    def forward(self, micro: MicroBatch) -> torch.Tensor:
+        return self._loss(micro)

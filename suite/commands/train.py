@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
+from contextlib import nullcontext
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import click
 
+from perfsuite import orphans
 from perfsuite.errors import PerfsuiteError, first_line
 from suite.commands.ending import in_one_line
 from suite.terminal import tell
 
 if TYPE_CHECKING:
     from suite.runtime import Options
+    from suite.runtime.together import Place
 
 FOLDER = ".perfsuite/train"
 
@@ -31,6 +36,11 @@ FOLDER = ".perfsuite/train"
     help="Which of the two implementations.",
 )
 @click.option("--device", help="cpu, cuda or cuda:1.  [default: the GPU, if any]")
+@click.option(
+    "--ranks",
+    type=click.IntRange(min=1),
+    help="Processes that train together on this machine, each on a GPU of its own; torchrun may start them, too.",
+)
 @click.option("--resume", metavar="PATH|latest", help="Go on from this checkpoint, or from the run's last one.")
 @click.option("--overwrite", is_flag=True, help="Begin anew in a folder that holds checkpoints.")
 @click.option("--show", is_flag=True, help="Print every field and its value as YAML; train nothing.")
@@ -40,6 +50,7 @@ def train(
     config: str | None,
     side: str,
     device: str | None,
+    ranks: int | None,
     resume: str | None,
     overwrite: bool,
     show: bool,
@@ -57,8 +68,51 @@ def train(
     a wrong configuration with 2.
     """
     with in_one_line("interrupted"):  # before the first window, or after all was saved
-        code = _train(name, config, side, device, resume, overwrite, show, fields)
+        if ranks is not None and ranks > 1 and not show:
+            code = _launched(name, config, side, device, ranks, resume, overwrite, fields)
+        else:
+            code = _train(name, config, side, device, resume, overwrite, show, fields)
     sys.exit(code)
+
+
+def _launched(
+    name: str,
+    config: str | None,
+    side: str,
+    device: str | None,
+    ranks: int,
+    resume: str | None,
+    overwrite: bool,
+    fields: tuple[str, ...],
+) -> int:
+    """Start the ranks; what is wrong with the command line is said before."""
+    from suite import configuration, launching, trainers
+
+    _check_ranks(name, trainers)
+    if "RANK" in os.environ:
+        raise PerfsuiteError(f"--ranks {ranks}: torchrun has started the ranks already; leave out --ranks")
+    configuration.read([trainers.config_of(name), _options(), trainers.data_config_of(name)], config, fields)
+    given = {"--config": config, "--side": side, "--device": device, "--resume": resume}
+    options = [word for option, value in given.items() if value is not None for word in (option, value)]
+    command = launching.command_of("train", name, *options, *(["--overwrite"] if overwrite else []), *fields)
+    try:
+        return launching.launch(command, ranks)
+    except launching.RankFailedError as ended:
+        if str(ended):
+            tell(f"Error: {ended}", err=True)
+        return ended.code
+
+
+def _check_ranks(name: str, trainers: Any) -> None:
+    if not trainers.find(name).ranks:
+        several = ", ".join(known for known, entry in trainers.TRAINERS.items() if entry.ranks)
+        raise PerfsuiteError(f"trainer {name} trains in one process; these train in several ranks: {several}")
+
+
+def _options() -> type[Any]:
+    from suite.runtime import Options
+
+    return Options
 
 
 def _train(
@@ -76,7 +130,7 @@ def _train(
 
     trainers.find(name)
     from suite import configuration
-    from suite.runtime import Options
+    from suite.runtime import Options, together
     from suite.runtime.loop import held
 
     kinds = [trainers.config_of(name), Options, trainers.data_config_of(name)]
@@ -84,9 +138,41 @@ def _train(
     if show:
         tell(configuration.as_yaml([chosen, options, data]), nl=False)
         return 0
+    here = together.place()
+    if here.ranks > 1:
+        _check_ranks(name, trainers)
+        orphans.die_with_parent()
     options = replace(options, folder=options.folder or f"{FOLDER}/{name}-{side}")
-    with held(options):  # from before the first file until after the last
-        return _trained(name, chosen, options, data, side, device, resume, overwrite)
+    try:
+        with held(options) if here.first else nullcontext():  # from before the first file until after the last
+            return _trained(name, chosen, options, data, side, device, resume, overwrite, here)
+    except BaseException as error:
+        if here.ranks > 1:
+            _leave(error)
+        raise
+
+
+def _leave(error: BaseException) -> NoReturn:
+    """End a rank that failed at once: what waits for the other ranks would never end."""
+    from suite import launching
+    from suite.runtime.together import RankLostError
+
+    code = 1
+    try:
+        with in_one_line("interrupted"):
+            raise error
+    except click.ClickException as shown:
+        code = shown.exit_code
+        if isinstance(error, RankLostError) and launching.LAUNCHED in os.environ:
+            code = launching.LOST
+        else:
+            shown.show()
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _trained(
@@ -98,39 +184,60 @@ def _trained(
     device: str | None,
     resume: str | None,
     overwrite: bool,
+    here: Place,
 ) -> int:
     from suite import configuration, trainers
     from suite.ablation import noting
-    from suite.runtime import Store, fit
+    from suite.runtime import Store, fit, together
 
     folder = options.folder or FOLDER
-    if resume is None and not overwrite:  # before the data, which may take a minute
+    if resume is None and not overwrite and here.first:  # before the data, which may take a minute
         Store(folder).refuse_others()
     start = _start(resume, folder)
-    there = device_called(device)
+    there = device_called(together.device_of(here, device))
     _seed(options.seed)
-    loaded = trainers.data_of(name)(data)
-    tell(loaded.told, err=True)
-    notes: list[str] = []
-    with noting(notes):
-        trainer = trainers.build(name, chosen, loaded.given, there, cast("trainers.Side", side))
-    for note in notes:
-        tell(note, err=True)
-    recorded = configuration.plain({"side": side, **asdict(data), **asdict(chosen), "seed": options.seed})
-    outcome = fit(
-        trainer,
-        loaded.batches,
-        options,
-        name=name,
-        device=there,
-        configuration=recorded,
-        resume=start,
-        overwrite=overwrite,
-    )
-    left = trainers.finish_of(name)(trainer, Path(folder)) if outcome.windows else None
+    with together.lost_ranks(here), together.joined(here, there):
+        loaded = _loaded(name, data, here)
+        tell_user = partial(tell, err=True) if here.first else _nothing
+        tell_user(loaded.told)
+        notes: list[str] = []
+        with noting(notes):
+            trainer = trainers.build(name, chosen, loaded.given, there, cast("trainers.Side", side))
+        for note in notes:
+            tell_user(note)
+        recorded = configuration.plain({"side": side, **asdict(data), **asdict(chosen), "seed": options.seed})
+        outcome = fit(
+            trainer,
+            loaded.batches,
+            options,
+            name=name,
+            device=there,
+            configuration=recorded,
+            resume=start,
+            overwrite=overwrite,
+            place=here,
+        )
+        left = trainers.finish_of(name)(trainer, Path(folder)) if outcome.windows and here.first else None
     if left is not None:
-        tell(left, err=True)
+        tell_user(left)
     return outcome.exit_code
+
+
+def _nothing(text: str) -> None:
+    """Say nothing: rank 0 does."""
+
+
+def _loaded(name: str, data: Any, here: Place) -> Any:
+    """The data; rank 0 is the first to open them, since it may make files beside them."""
+    from suite import trainers
+    from suite.runtime.together import Together
+
+    load = trainers.data_of(name)
+    if here.ranks == 1:
+        return load(data)
+    loaded = load(data, here.rank, here.ranks) if here.first else None
+    Together(here).first_alone()
+    return loaded if here.first else load(data, here.rank, here.ranks)
 
 
 def _start(resume: str | None, folder: str) -> Path | None:

@@ -25,9 +25,13 @@ from suite.runtime.display import Display, board, quantity
 from suite.runtime.locking import only_one
 from suite.runtime.stopping import Stopping
 from suite.runtime.timing import Phases, Trace, synchronize
+from suite.runtime.together import ALONE, Place, Together
 
 SILENT = 8
 """Windows without metrics after which a trainer is taken to have none: nothing will ever be known of its loss."""
+
+OVER = 1
+"""What a rank wishes whose seconds are over; another wish is the number of a signal, all of which are larger."""
 
 SEEDS = 2**63
 """torch's generators take no larger seed."""
@@ -145,8 +149,11 @@ def fit(
     resume: Path | None = None,
     overwrite: bool = False,
     console: Console | None = None,
+    place: Place = ALONE,
 ) -> Outcome:
     """Train until `options` say so, the batches end, or a signal comes; then save.
+
+    Of several ranks each calls it with its `place`, and all end after the same window. Rank 0 alone writes and speaks.
 
     `resume` is a checkpoint file to go on from, bitwise. A folder that holds checkpoints is refused unless one of them
     is resumed, or `overwrite` says that they may go; those that it has beyond are left behind, as `Store` says.
@@ -154,8 +161,10 @@ def fit(
     Raises DivergedError at a loss that is no finite number, CheckpointError where a checkpoint cannot be read or
     written, or another run is writing into the folder.
     """
-    run = _Run(trainer, batches, options, name, torch.device(device), dict(configuration or {}), console)
-    with held(options):
+    if not place.first:
+        console = Console(quiet=True)
+    run = _Run(trainer, batches, options, name, torch.device(device), dict(configuration or {}), console, place)
+    with held(options) if place.first else nullcontext():
         run.begin(resume, overwrite)
         return run.go()
 
@@ -177,7 +186,9 @@ class _Run:
         device: torch.device,
         configuration: dict[str, Any],
         console: Console | None,
+        place: Place,
     ) -> None:
+        self.place, self.together = place, Together(place)
         self.trainer = trainer
         self.batches = batches
         self.options = options
@@ -185,7 +196,7 @@ class _Run:
         self.device = device
         self.configuration = configuration
         self.console = console or terminal.console()
-        self.store = Store(options.folder, options.keep) if options.folder else None
+        self.store = Store(options.folder, options.keep) if options.folder and place.first else None
         self.windows = 0
         self.items = 0
         self.unit = batches.unit if isinstance(batches, Counted) else "items"
@@ -205,9 +216,9 @@ class _Run:
 
     def begin(self, resume: Path | None, overwrite: bool) -> None:
         """Take over a checkpoint, or make sure that none is endangered."""
-        if self.options.tensorboard and self.store is None:
+        if self.options.tensorboard and not self.options.folder:
             raise PerfsuiteError("tensorboard: true needs a folder for its files; name one with --folder")
-        if self.store is not None:
+        if self.options.folder:
             checkpoints.check(self.trainer.state_dict(), "the trainer's state")  # now, and not after hours
         if resume is not None:
             self._resume(resume)
@@ -247,6 +258,7 @@ class _Run:
         first, total = self.windows, options.windows
         ends = [n for n in (total, self.batches.total if isinstance(self.batches, Counted) else None) if n is not None]
         end = min(ends) if ends else None
+        asked = 0
         with ExitStack() as stack:
             if options.tensorboard and self.store is not None:
                 self.writer = stack.enter_context(board(self.store.folder / "tensorboard", self.windows))
@@ -254,8 +266,10 @@ class _Run:
             display = stack.enter_context(Display(self.console, self.name, end, self.windows, self.unit, self.noun))
             self._say = display.say
             stop = stack.enter_context(Stopping(display.leave, self.noun))
-            while stop.signal is None and (total is None or self.windows < total):
-                if options.seconds is not None and time.monotonic() - started >= options.seconds:
+            while total is None or self.windows < total:
+                over = options.seconds is not None and time.monotonic() - started >= options.seconds
+                asked = self.together.ends(int(stop.signal or (OVER if over else 0)))
+                if asked:
                     break
                 trace.before()
                 with phases("data"):
@@ -284,14 +298,15 @@ class _Run:
             seconds = time.monotonic() - started
         if options.timing_debug:
             self.console.print(phases.table())
-        self._finish(first, seconds, stop.signal)
+        by = signal.Signals(asked) if asked > OVER else stop.signal
+        self._finish(first, seconds, by)
         return Outcome(
             windows=self.windows,
             items=self.items,
             seconds=seconds,
             metrics=self.metrics,
             checkpoint=self.doubtful[-1][1] if self.doubtful else self.saved,
-            signal=stop.signal,
+            signal=by,
         )
 
     def _count(self, batch: Mapping[str, torch.Tensor], display: Display) -> None:
@@ -360,9 +375,15 @@ class _Run:
             self.metrics, known = found if last else self.metrics, True
             if last:
                 self._show(found, self.windows)
-        if self.store is None:
+        if not self.options.folder:
             return
         state = self.trainer.state_dict()
+        written = self.store is None or self._write(self.store, state, last=last, known=known)
+        if self.together.by_first(written):
+            self.saved_windows = self.windows
+
+    def _write(self, store: Store, state: dict[str, Any], *, last: bool, known: bool) -> bool:
+        """Write a checkpoint of this state; whether that was possible."""
         try:
             checkpoints.check(state, "the trainer's state")
         except checkpoints.NotANumberError as error:
@@ -377,19 +398,19 @@ class _Run:
             rng=checkpoints.rng_state(),
         )
         try:
-            self._leave_behind(self.store)
-            path = self.store.save(made, more=0 if known else len(self.doubtful) + 1)
+            self._leave_behind(store)
+            path = store.save(made, more=0 if known else len(self.doubtful) + 1)
         except CheckpointError as error:
             if last:
                 raise
             self._say(f"{error}; the run goes on")
-            return
-        self.saved_windows = self.windows
+            return False
         if known:
             self.saved = path
             self.doubtful.clear()
         else:
             self.doubtful.append((self.windows, path))
+        return True
 
     def _leave_behind(self, store: Store) -> None:
         """Before the first checkpoint: those of another run, or of windows that are trained anew."""

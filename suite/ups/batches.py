@@ -7,6 +7,7 @@ source: ups, technique 002 (data)
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -202,12 +203,12 @@ class Maker:
     def scales(self, number: int) -> torch.Tensor:
         """The drop-path multipliers of a micro-batch, float32 [depth, 2, B]."""
         rates = drop_path_rates(self.config.depth, self.config.drop_path)
-        return drop_path_scales(rates, sum(self.counts), self.generator(number, self.given.rank))
+        return drop_path_scales(rates, sum(self.counts), self.generator(number, 0))
 
     def rows(self, place: int, number: int) -> torch.Tensor:
         """The rows of a task's latents in a micro-batch, int64 [B]."""
         task, count = self.given.tasks[place], self.counts[place]
-        first = (number * self.given.ranks + self.given.rank) * count
+        first = self._of_all(number) * count
         examples = task.count()
         indices = []
         for at in range(first, first + count):
@@ -216,7 +217,7 @@ class Maker:
         return task.rows(indices)
 
     def queries(self, place: int, number: int) -> torch.Tensor:
-        """The query points of a task in a micro-batch, int64 [Q]; the same on all ranks."""
+        """The query points of a task in a micro-batch, int64 [Q]."""
         points = self.given.tasks[place].fields.points.shape[:-1].numel()
         return query_indices(points, self.config.num_queries, self.generator(number, -1 - place))
 
@@ -240,8 +241,16 @@ class Maker:
 
     def generator(self, number: int, stream: int) -> torch.Generator:
         """The generator of what is drawn for a micro-batch: one for each stream, on the CPU."""
-        word = mixed(mixed(mixed(self.config.seed) + number & 2**64 - 1) + stream & 2**64 - 1)
+        word = mixed(mixed(mixed(self.config.seed) + self._of_all(number) & 2**64 - 1) + stream & 2**64 - 1)
         return torch.Generator().manual_seed(word & 2**63 - 1)
+
+    def first(self) -> MicroBatch:
+        """The first micro-batch of the training, in every rank that of rank 0."""
+        return dataclasses.replace(self, given=dataclasses.replace(self.given, rank=0))[0]
+
+    def _of_all(self, number: int) -> int:
+        """The number of a micro-batch among those of all ranks: of any ranks and accumulation the same are a step's."""
+        return number * self.given.ranks + self.given.rank
 
 
 class Feed:
@@ -294,19 +303,18 @@ class Steps(NumberedSteps):
 
     def __init__(self, given: Mixture, data: Data) -> None:
         self.given, self.data = given, data
-        self.count = data.batch_size * data.accumulation
-        epoch = max(given.examples() // (self.count * given.ranks), 1)
+        self.count = data.batch_size * data.accumulation * given.ranks
+        epoch = max(given.examples() // self.count, 1)
         super().__init__(data.steps if data.steps is not None else data.epochs * epoch)
 
     def items(self, batch: Mapping[str, torch.Tensor]) -> int:
-        """Count the examples that a step trains on, of this process."""
+        """Count the examples that a step trains on, of all ranks."""
         return self.count
 
     def identity(self) -> dict[str, Any]:
         return {
-            "batch_size x accumulation": self.count,
+            "batch_size x accumulation x ranks": self.count,
             "advection_share": self.data.advection_share,
-            "ranks": self.given.ranks,
             "seed": self.data.seed,
             "digest": self.given.digest,
         }

@@ -14,7 +14,9 @@ from suite.ups.latents import frozen_encoder
 from suite.ups.losses import InverseTask
 from suite.ups.model import Decoder, Encoder, make_decoder, make_operator
 
-CODERS = ("encoders", "decoders")
+CODERS = "coders"
+"""The group of the encoders' and decoders' weights, which only batches with inverse losses train."""
+CODING = ("encoders", "decoders")
 
 
 class Networks(nn.Module):
@@ -61,9 +63,9 @@ class Networks(nn.Module):
 
 
 def grouped(weights: Iterable[str]) -> dict[str, list[str]]:
-    """Optimizer → the names of its weights: encoders and decoders have one of their own, `coders`."""
+    """Optimizer → the names of its weights: encoders and decoders have one of their own, CODERS."""
     groups: dict[str, list[str]] = {}
     for name in weights:
         first = name.partition(".")[0]
-        groups.setdefault("coders" if first in CODERS else first, []).append(name)
+        groups.setdefault(CODERS if first in CODING else first, []).append(name)
     return groups

@@ -40,7 +40,7 @@ LEVELS = 16
 BEFORE = {"diffusion": "operator", "consistency": "diffusion"}
 """Stage → the stage that it starts from."""
 NOISE_STREAM = -1000
-"""Of the noise among the generators of a micro-batch; each rank has its own."""
+"""Of the noise among the generators of a micro-batch."""
 
 
 class Denoiser(Operator):
@@ -182,7 +182,7 @@ def ddim(noisy: torch.Tensor, v: torch.Tensor, level: torch.Tensor, below: torch
 
 def draw(maker: Maker, number: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Noise levels [B] and noise of a micro-batch, by its number alone; on the device of `like`, of its shape."""
-    generator = maker.generator(number, NOISE_STREAM - maker.given.rank)
+    generator = maker.generator(number, NOISE_STREAM)
     if maker.config.stage == "consistency":
         level = torch.randint(1, LEVELS + 1, (len(like),), generator=generator) / LEVELS
     else:
@@ -230,7 +230,7 @@ def networks_of(config: TrainConfig, maker: Maker, device: torch.device, dtype: 
     if config.stage == "operator":
         return Parts(Networks(config, maker.given).to(device, dtype), None)
     refiner = Refiner(config, maker.given).to(device, dtype)
-    refiner.measure(maker[0])
+    refiner.measure(maker.first())
     return Parts(refiner.frozen, refiner)
 
 

@@ -1,0 +1,164 @@
+"""Starts the ranks of a training on this machine, and ends all of them where one ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import IO, Any
+
+from perfsuite import orphans
+from perfsuite.errors import PerfsuiteError
+
+LOST = 75
+"""Exit code of a rank that cannot go on since another one has ended (EX_TEMPFAIL); it says nothing."""
+LAUNCHED = "PERFSUITE_LAUNCHED"
+"""Environment variable of the ranks that are started here."""
+GRACE_S = 3.0
+"""For the other ranks to end by themselves, where one ended with an error of its own."""
+SAVING_S = 60.0
+"""For all ranks to end where they were asked to: rank 0 writes a checkpoint."""
+POLL_S = 0.05
+ASKED = {128 + signal.SIGINT, 128 + signal.SIGTERM}
+"""Exit codes of ranks that were asked to end, and have saved."""
+
+
+class RankFailedError(PerfsuiteError):
+    """A rank has ended the training; `code` is the exit code of the command."""
+
+    def __init__(self, told: str, code: int) -> None:
+        super().__init__(told)
+        self.code = code
+
+
+@dataclass
+class _Rank:
+    number: int
+    process: subprocess.Popen[bytes]
+    log: IO[bytes] | None
+    """What it wrote to its standard error; of rank 0 that goes to the user."""
+    code: int | None = field(default=None)
+
+    @property
+    def text(self) -> str:
+        if self.log is None:
+            return ""
+        self.log.seek(0)
+        return self.log.read().decode(errors="replace").strip()
+
+
+def launch(command: Sequence[str], ranks: int, started: Callable[[Mapping[int, int]], None] = lambda pids: None) -> int:
+    """Run a command in so many processes, with torchrun's environment variables; its exit code.
+
+    Rank 0 writes to this process's standard streams. SIGINT and SIGTERM ask all ranks to end. Where one ends with an
+    error, all others are ended, and RankFailedError says which it was.
+
+    started  is called with the process ids by rank
+    """
+    port = _free_port()
+    with contextlib.ExitStack() as stack:
+        running = [stack.enter_context(_rank(command, number, ranks, port)) for number in range(ranks)]
+        asked = stack.enter_context(_forwarded(running[0].process))
+        started({rank.number: rank.process.pid for rank in running})
+        return _watch(running, asked)
+
+
+def _watch(running: list[_Rank], asked: list[int]) -> int:
+    """Wait until all have ended; the exit code. RankFailedError where one failed."""
+    until: float | None = None
+    while any(rank.code is None for rank in running):
+        for rank in running:
+            rank.code = rank.process.poll()
+        ended = [rank for rank in running if rank.code is not None]
+        if any(rank.code != 0 for rank in ended) and until is None:
+            saved = all(rank.code in {0, *ASKED} for rank in ended)
+            until = time.monotonic() + (SAVING_S if saved else GRACE_S if not _killed(ended) else 0.0)
+        if until is not None and time.monotonic() >= until:
+            break
+        time.sleep(POLL_S)
+    failed = [rank for rank in running if rank.code not in (None, 0, LOST, *ASKED)]
+    if not failed:
+        return max(rank.code if rank.code is not None else LOST for rank in running)
+    culprit = min(failed, key=lambda rank: (rank.code is not None and rank.code >= 0, rank.number))
+    raise _told(culprit, interrupted=bool(asked))
+
+
+def _killed(ended: Sequence[_Rank]) -> bool:
+    return any(rank.code is not None and rank.code < 0 for rank in ended)
+
+
+def _told(rank: _Rank, *, interrupted: bool) -> RankFailedError:
+    """Which rank it was, and how it ended; of rank 0 nothing where it has said it itself."""
+    assert rank.code is not None
+    if rank.code < 0:
+        name = signal.Signals(-rank.code).name
+        remedy = "" if interrupted else "; all others were ended: go on with --resume latest"
+        return RankFailedError(f"rank {rank.number} was ended by {name}{remedy}", 128 - rank.code)
+    last = rank.text.splitlines()[-1].removeprefix("Error: ") if rank.text else ""
+    return RankFailedError(
+        "" if rank.log is None else last or f"rank {rank.number} ended with exit code {rank.code}", rank.code
+    )
+
+
+@contextlib.contextmanager
+def _rank(command: Sequence[str], number: int, ranks: int, port: int) -> Iterator[_Rank]:
+    usual = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)), "GLOO_SOCKET_IFNAME": "lo"}
+    usual["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # torch warns of parameters that no batch has left out so far
+    own = {
+        "RANK": number,
+        "LOCAL_RANK": number,
+        "WORLD_SIZE": ranks,
+        "LOCAL_WORLD_SIZE": ranks,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        LAUNCHED: 1,
+        orphans.PARENT: os.getpid(),
+    }
+    environment = {**usual, **os.environ, **{name: str(value) for name, value in own.items()}}
+    log: Any = tempfile.TemporaryFile() if number else None  # noqa: SIM115 - closed below
+    process = subprocess.Popen(list(command), env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+    try:
+        yield _Rank(number, process, log)
+    finally:
+        process.kill()
+        process.wait()
+        if log is not None:
+            log.close()
+
+
+@contextlib.contextmanager
+def _forwarded(first: subprocess.Popen[bytes]) -> Iterator[list[int]]:
+    """SIGTERM goes on to rank 0, which the others follow; Ctrl-C reaches all ranks without help. Gives those seen."""
+    seen: list[int] = []
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        seen.append(number)
+        if number == signal.SIGTERM and first.poll() is None:
+            first.send_signal(number)
+
+    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield seen
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port
+
+
+def command_of(*arguments: str) -> list[str]:
+    """`perfsuite` with arguments, by this interpreter."""
+    return [sys.executable, "-m", "perfsuite", *arguments]

@@ -1,0 +1,162 @@
+"""The processes that train together: which of them this one is, and what they agree on."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from perfsuite.errors import PerfsuiteError
+
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+"""Environment variables of a process that torchrun or `perfsuite train --ranks` has started."""
+LOST = re.compile(r"connection (closed|reset|refused)|peer|timed ?out|nccl|socket", re.IGNORECASE)
+"""In the errors that a collective raises where another rank has ended."""
+
+
+class RankLostError(PerfsuiteError):
+    """Another rank has ended, so that this one cannot go on."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """A process among those that train together."""
+
+    rank: int = 0
+    ranks: int = 1
+    local: int = 0
+    """Its number on this host: that of its GPU."""
+
+    @property
+    def first(self) -> bool:
+        """Whether it is rank 0, which alone writes files and talks to the user."""
+        return self.rank == 0
+
+
+ALONE = Place()
+
+
+def place() -> Place:
+    """The place that the environment gives this process; ALONE where nothing started it among others.
+
+    PerfsuiteError where one of the variables is missing or no number.
+    """
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return ALONE
+    missing = [name for name in VARIABLES if name not in os.environ]
+    if missing:
+        raise PerfsuiteError(f"RANK is set and {missing[0]} is not; start the ranks with --ranks N or with torchrun")
+    try:
+        rank, ranks, local = (int(os.environ[name]) for name in VARIABLES[:3])
+    except ValueError:
+        raise PerfsuiteError("RANK, WORLD_SIZE or LOCAL_RANK is no number; start the ranks with --ranks N") from None
+    if not 0 <= rank < ranks or local < 0:
+        raise PerfsuiteError(f"RANK={rank} of WORLD_SIZE={ranks} cannot be; start the ranks with --ranks N")
+    return Place(rank=rank, ranks=ranks, local=local) if ranks > 1 else ALONE
+
+
+def device_of(here: Place, name: str | None) -> str | None:
+    """The name of a rank's device: each has a GPU of its own. PerfsuiteError where there are too few, or no NCCL."""
+    if here.ranks == 1:
+        return name
+    if name not in (None, "cpu", "cuda"):
+        raise PerfsuiteError(f"--device {name}: each of {here.ranks} ranks has a GPU of its own; name cuda, or cpu")
+    if name == "cpu" or (name is None and not torch.cuda.is_available()):
+        return "cpu"
+    have = torch.cuda.device_count()
+    if here.local >= have:
+        raise PerfsuiteError(
+            f"{here.ranks} ranks need as many GPUs, and this machine has {have}; start fewer, or name --device cpu"
+        )
+    if not dist.is_nccl_available():
+        raise PerfsuiteError("ranks on GPUs need NCCL, which this PyTorch is built without; name --device cpu")
+    return f"cuda:{here.local}"
+
+
+@contextmanager
+def joined(here: Place, device: torch.device) -> Iterator[None]:
+    """The default process group of all ranks: NCCL for tensors on GPUs and gloo for others; none for one process.
+
+    PerfsuiteError where the ranks run different versions of Python or torch.
+    """
+    if here.ranks == 1:
+        yield
+        return
+    on_gpu = device.type == "cuda"
+    with lost_ranks(here):
+        dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
+        check_versions(here)
+    try:
+        yield
+    finally:
+        # NCCL waits for CUDA graphs that have its collectives, and a rank may be gone: the process ends instead.
+        if not on_gpu:
+            dist.destroy_process_group()
+
+
+def check_versions(here: Place) -> None:
+    """PerfsuiteError where a rank runs another version of Python or torch than rank 0."""
+    own = {"python": platform.python_version(), "torch": torch.__version__}
+    every: list[Any] = [None] * here.ranks
+    dist.all_gather_object(every, own)
+    for rank, found in enumerate(every):
+        for name, version in found.items():
+            if version != every[0][name]:
+                raise PerfsuiteError(
+                    f"rank {rank} runs {name} {version}, and rank 0 {every[0][name]}; install the same for all ranks"
+                )
+
+
+@contextmanager
+def lost_ranks(here: Place) -> Iterator[None]:
+    """RankLostError for what a collective raises where another rank has ended."""
+    try:
+        yield
+    except RuntimeError as error:
+        if here.ranks > 1 and LOST.search(str(error)):
+            raise RankLostError(f"rank {here.rank}: another rank has ended; go on with --resume latest") from error
+        raise
+
+
+class Together:
+    """Decisions that all ranks must make alike."""
+
+    def __init__(self, here: Place = ALONE) -> None:
+        self.here = here
+        self._wish = torch.zeros((), dtype=torch.int64)
+        self._under_way: Any = None
+
+    def ends(self, wish: int) -> int:
+        """The largest wish of any rank, which 0 is none of; called once before each window.
+
+        Of several ranks it is that of the call before, so that none waits for another.
+        """
+        if self.here.ranks == 1:
+            return wish
+        if self._under_way is not None:
+            self._under_way.wait()
+            if found := int(self._wish):
+                return found
+        self._wish.fill_(wish)
+        self._under_way = dist.all_reduce(self._wish, op=dist.ReduceOp.MAX, async_op=True)
+        return 0
+
+    def by_first(self, value: bool) -> bool:
+        """Rank 0's value, in all ranks."""
+        if self.here.ranks == 1:
+            return value
+        given = torch.tensor(int(value))
+        dist.broadcast(given, 0)
+        return bool(given)
+
+    def first_alone(self) -> None:
+        """Called before and after what rank 0 must do first: the others wait for it the first time."""
+        if self.here.ranks > 1:
+            dist.all_reduce(torch.zeros(()))  # on the host, where a barrier of NCCL's would wait on the device
