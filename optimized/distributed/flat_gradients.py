@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from optimized.process_groups import CAPTURED, group_with
+
 ALIGNED_TO = 16
 """Each gradient begins at a multiple of so many elements, for vector accesses."""
 
@@ -16,7 +18,8 @@ class FlatGradients:
     """Gradients of named groups of weights, summed over the micro-batches of a step and then over the ranks.
 
     Each group has one all-reduce a step, which runs beside what the device is given next. A gradient is a view of its
-    group's buffer, at the same address in each step.
+    group's buffer, at the same address in each step, so that a CUDA graph can record the step. The process group has no
+    watch for errors: where a rank is missing the others wait for ever.
 
     groups  name → weights
     ranks   processes of the default group; with 1 nothing is reduced
@@ -55,7 +58,8 @@ class FlatGradients:
         if number is not None:
             self.buffers[name][-1] = number
         if self.ranks > 1:
-            self._under_way[name] = dist.all_reduce(self.buffers[name], async_op=True)
+            buffer = self.buffers[name]
+            self._under_way[name] = dist.all_reduce(buffer, group=group_with(CAPTURED, buffer.device), async_op=True)
 
     def finished(self, name: str) -> list[torch.Tensor]:
         """The group's gradients; what the device is given next waits for them, and the host does not on a GPU."""

@@ -6,7 +6,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from optimized.graphs.cuda_graph_step import CudaGraphStep, aside, cuda_graph_step
-from optimized.process_groups import group_with
+from optimized.process_groups import CAPTURED, group_with
 from optimized.tanh_network import TanhNetwork
 
 # DistributedDataParallel lays its buckets out anew after the first step, and times the first ten with events, which a
@@ -14,8 +14,6 @@ from optimized.tanh_network import TanhNetwork
 WARMUP = 11
 # It times every so many steps after that, too. A capture must not be one of these.
 TIMED_EVERY = 2**31 - 1
-# In a capture no thread may ask whether a collective is done: not the one that watches for errors, and not a wait.
-VARIABLES = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_BLOCKING_WAIT": "0"}
 
 
 def graphed_ddp(weights: Sequence[torch.Tensor], lr: float = 0.1, momentum: float = 0.9) -> CudaGraphStep:
@@ -46,7 +44,7 @@ def graphed_ddp(weights: Sequence[torch.Tensor], lr: float = 0.1, momentum: floa
         return DistributedDataParallel(
             network,
             device_ids=[device.index] if device.type == "cuda" else None,
-            process_group=group_with(VARIABLES, device),
+            process_group=group_with(CAPTURED, device),
             # All ranks have the same weights already.
             init_sync=False,
             # Gradients stay where they are, in the buckets.

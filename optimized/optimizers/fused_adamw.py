@@ -131,7 +131,6 @@ class _TritonAdamW:
         self.lr, self.betas, self.eps, self.weight_decay = lr, betas, eps, weight_decay
         self.first = [torch.zeros_like(p) for p in self.params]
         self.second = [torch.zeros_like(p) for p in self.params]
-        self.steps = 0
         # Moments take a dense parameter's strides, so that all four arrays are walked in memory order. A parameter
         # with gaps has none to share: a dense copy of it is updated, and copied back.
         self.copies = {
@@ -140,9 +139,11 @@ class _TritonAdamW:
             if p.stride() != m.stride() and p.numel()
         }
         self.live = [i for i, p in enumerate(self.params) if p.numel()]
+        device = self.params[0].device if self.params else torch.device("cpu")
+        # On the device, where the replay of a CUDA graph counts, too.
+        self.steps = torch.zeros((), dtype=torch.int64, device=device)
         if not self.live:
             return
-        device = self.params[self.live[0]].device
         owner, offset = [], []
         for row, i in enumerate(self.live):
             blocks = ceil_div(self.params[i].numel(), BLOCK)
@@ -163,7 +164,7 @@ class _TritonAdamW:
     def __call__(self, grads: Sequence[torch.Tensor]) -> None:
         for p, grad in zip(self.params, grads, strict=True):
             p.grad = grad
-        self.steps += 1
+        self.steps.add_(1)
         if not self.live:
             return
         # Both lists are held until the launch, so that no temporary's memory is reused before.
@@ -201,16 +202,16 @@ class _TritonAdamW:
     def state_dict(self) -> dict[str, Any]:
         """Copies of both moments of each parameter, and the steps made; the reference reads them, too."""
         moments = {"first": [m.clone() for m in self.first], "second": [v.clone() for v in self.second]}
-        return {**moments, "steps": self.steps}
+        return {**moments, "steps": int(self.steps)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take on a state, by copying."""
         for own, given in zip((*self.first, *self.second), (*state["first"], *state["second"]), strict=True):
             own.copy_(given)
-        self.steps = state["steps"]
+        self.steps.fill_(state["steps"])
         if self.live:
             self.powers.fill_(1.0)
-            for _ in range(self.steps):  # multiplied as the steps did, so that they round alike
+            for _ in range(state["steps"]):  # multiplied as the steps did, so that they round alike
                 self.powers.mul_(self.factors)
 
 

@@ -16,13 +16,15 @@ import torch
 
 from optimized.compilation.fullgraph_model import fullgraph_operator
 from optimized.distributed.flat_gradients import FlatGradients
+from optimized.graphs.cuda_graph_step import cuda_graph_step
+from optimized.kernels import triton_reason
 from optimized.memory.activation_checkpoint import activation_checkpoint_operator
 from optimized.memory.cpu_offload_optimizer import offloaded_hybrid
 from suite.runtime.reports import Reports
 from suite.techniques import implementation
 from suite.ups.batches import Feed, Maker, MicroBatch, Mixture, TaskPart
 from suite.ups.config import TrainConfig
-from suite.ups.losses import mixed_loss
+from suite.ups.losses import InverseTask, mixed_loss
 from suite.ups.networks import CODERS, grouped
 from suite.ups.report import Report, Throughput
 from suite.ups.resident import Resident
@@ -33,6 +35,8 @@ from suite.ups.step import autocast, check_step, note_what_is_ignored, sent
 
 AHEAD = 2
 """Steps that the device may still be at when the host goes on to the next."""
+GRAPHS = 16
+"""Forms of a step that are kept: which of its micro-batches have the inverse losses."""
 
 
 class Trainer:
@@ -65,6 +69,9 @@ class Trainer:
         self.average = self._ema(list(self.averages.values()), config.ema_decay)
         self.scale = LossScale(float16=config.precision == "fp16")
         self.steps = 0
+        self._replayed = self._step
+        if self._is_captured():
+            self._replayed = cuda_graph_step(self._step, graphs=GRAPHS, device=self.device)
         self.throughput = Throughput(config.batch_size * config.accumulation * given.ranks, self.device)
         self.gradients = FlatGradients(
             {name: [self.weights[n] for n in names] for name, names in self.groups.items()}, given.ranks
@@ -76,26 +83,18 @@ class Trainer:
 
         `batch["step"]` may say that number, from 0; ValueError where it is another.
         """
-        config = self.config
         check_step(batch, self.steps)
-        scale = self.scale.value
-        total = torch.zeros((), device=self.device)
-        numbers = range(self.steps * config.accumulation, (self.steps + 1) * config.accumulation)
-        for number in numbers:
-            total += self._pass(self.source.batch(number), scale)
-        trained = [name for name in self.groups if name != CODERS or any(map(config.has_inverse, numbers))]
-        for name in trained:
-            self.gradients.begin(name, total)
-        norm = self._optimize(trained)
-        total = self.gradients.number(trained[0]).clone()
+        accumulation, scale = self.config.accumulation, self.scale.value
+        numbers = range(self.steps * accumulation, (self.steps + 1) * accumulation)
+        found = self._replayed([self._given(self.source.batch(number)) for number in numbers])
         self.steps += 1
-        step, clipped = self.steps, norm is not None
+        step = self.steps
 
-        def read(whole: torch.Tensor) -> Report:
-            values = whole.tolist()
-            return Report(step=step, loss=values[0], norm=values[1] if clipped else None, scale=scale)
+        def read(values: torch.Tensor) -> Report:
+            loss, *norm = values.tolist()
+            return Report(step=step, loss=loss, norm=norm[0] if norm else None, scale=scale)
 
-        self._reports.send(torch.stack((total, total if norm is None else norm)), read)
+        self._reports.send(found, read)
         self._reports.wait(AHEAD)
 
     def metrics(self) -> Mapping[str, float] | None:
@@ -142,12 +141,46 @@ class Trainer:
         graphs = config.compile_mode == "reduce-overhead"
         self._operator: Callable[..., torch.Tensor] = checkpointed or _eager
         if config.compile:
+            graphs = graphs and not self._is_captured()
             self._operator = functools.partial(fullgraph_operator, step=checkpointed, graphs=graphs)
 
-    def _pass(self, micro: MicroBatch, scale: float) -> torch.Tensor:
+    def _is_captured(self) -> bool:
+        """Whether a step is one CUDA graph: the host then has no part in it."""
+        config = self.config
+        fused = config.fused_optimizers and (config.fused_clip or config.grad_clip is None)
+        by_host = config.precision == "fp16" or config.cpu_offload_optimizer or triton_reason() is not None
+        return config.cuda_graphs and self.device.type == "cuda" and fused and not by_host
+
+    def _given(self, micro: MicroBatch) -> dict[str, Any]:
+        """A micro-batch as tensors on the device, and whether it has the inverse losses."""
+        parts: list[TaskPart] = [sent(part, self.device) for part in micro.parts]
+        found: dict[str, Any] = {
+            name: torch.cat([getattr(part, name) for part in parts]) for name in ("before", "after", "dt")
+        }
+        found["inverse"] = self.config.has_inverse(micro.number)
+        found["counts"] = tuple(len(part.before) for part in parts)
+        if self.refiner is not None:
+            return found | dict(zip(("level", "noise"), draw(self.maker, micro.number, found["before"]), strict=True))
+        scales = micro.scales if self.device.type == "cpu" else micro.scales.pin_memory()
+        found["scales"] = scales.to(self.device, non_blocking=True)
+        return found | {"fields": [part.field for part in parts], "queries": [part.queries for part in parts]}
+
+    def _step(self, given: list[dict[str, Any]]) -> torch.Tensor:
+        """A step on micro-batches: [1], what it lost, and [2] with the gradients' norm, where they are clipped."""
+        total = torch.zeros((), device=self.device)
+        for micro in given:
+            total += self._pass(micro)
+        trained = [name for name in self.groups if name != CODERS or any(micro["inverse"] for micro in given)]
+        for name in trained:
+            self.gradients.begin(name, total)
+        norm = self._optimize(trained)
+        loss = self.gradients.number(trained[0])
+        return torch.stack([loss] if norm is None else [loss, norm])
+
+    def _pass(self, micro: dict[str, Any]) -> torch.Tensor:
         """Add a micro-batch's gradients to those of the step; its share of the step's loss, 0-d."""
-        inverse = self.config.has_inverse(micro.number)
-        groups = {name: names for name, names in self.groups.items() if name != CODERS or inverse}
+        groups = {name: names for name, names in self.groups.items() if name != CODERS or micro["inverse"]}
+        scale = self.scale.value
         with torch.enable_grad():
             loss = self._loss(micro) / (self.config.accumulation * self.given.ranks)
             weights = [self.weights[n] for names in groups.values() for n in names]
@@ -158,24 +191,32 @@ class Trainer:
             del found[: len(names)]
         return loss.detach()
 
-    def _loss(self, micro: MicroBatch) -> torch.Tensor:
+    def _loss(self, micro: dict[str, Any]) -> torch.Tensor:
         """The loss of a micro-batch, 0-d."""
-        config = self.config
-        parts: list[TaskPart] = [sent(part, self.device) for part in micro.parts]
-        before, after, dt = (torch.cat([getattr(p, name) for p in parts]) for name in ("before", "after", "dt"))
+        config, before, after, dt = self.config, micro["before"], micro["after"], micro["dt"]
         if self.refiner is not None:
             with autocast(config, self.device):
-                return self.refiner.loss(before, after, dt, draw(self.maker, micro.number, before), self.averages)
-        scales = micro.scales if self.device.type == "cpu" else micro.scales.pin_memory()
-        tasks = [self.networks.inverse_task(part, self.points[part.task]) for part in parts]
+                return self.refiner.loss(before, after, dt, (micro["level"], micro["noise"]), self.averages)
         with autocast(config, self.device):
-            predicted = self._operator(self.networks.operator, before, dt, scales.to(self.device, non_blocking=True))
-            if config.inverse_losses and not config.has_inverse(micro.number):
+            predicted = self._operator(self.networks.operator, before, dt, micro["scales"])
+            if config.inverse_losses and not micro["inverse"]:
                 inverse = (before.new_zeros(()), before.new_zeros(()))
             else:
-                inverse = self._inverse(tasks, micro.number, config.inverse_loss_frequency, self._at_queries)
-        sizes = [(len(part.before), self.boundaries[part.task]) for part in parts]
+                # A graph is recorded for batches with the losses and without, and not for each number.
+                number = 0 if micro["inverse"] else 1
+                inverse = self._inverse(self._tasks(micro), number, config.inverse_loss_frequency, self._at_queries)
+        tasks = [task.task for task in self.given.tasks]
+        sizes = [(count, self.boundaries[task]) for count, task in zip(micro["counts"], tasks, strict=True)]
         return mixed_loss(config, predicted.float(), after, sizes, inverse)
+
+    def _tasks(self, micro: dict[str, Any]) -> list[InverseTask]:
+        """What the inverse losses are computed of."""
+        names = [task.task for task in self.given.tasks]
+        given = zip(names, micro["before"].split(micro["counts"]), micro["fields"], micro["queries"], strict=True)
+        return [
+            self.networks.inverse_task(task, latents, field, queries, self.points[task])
+            for task, latents, field, queries in given
+        ]
 
     @torch.no_grad()
     def _optimize(self, trained: list[str]) -> torch.Tensor | None:

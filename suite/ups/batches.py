@@ -124,7 +124,7 @@ class TaskPart:
     field: torch.Tensor
     """float32 [B, *grid, 1]: what `before` was encoded from; of no example where the batch has no inverse losses."""
     queries: torch.Tensor
-    """int64 [Q], places in the flattened grid."""
+    """int64 [Q], places in the flattened grid; none where the batch has no inverse losses."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,7 +236,7 @@ class Maker:
             after=task.latents.rows[rows + 1],
             dt=torch.full((len(rows),), task.fields.dt),
             field=field,
-            queries=self.queries(place, number),
+            queries=self.queries(place, number) if len(wanted) else wanted,
         )
 
     def generator(self, number: int, stream: int) -> torch.Generator:

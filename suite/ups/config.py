@@ -118,6 +118,9 @@ class TrainConfig(UpsConfig):
     """Compile the operator; on a CPU it runs as it is."""
     compile_mode: Literal["default", "reduce-overhead"] = "reduce-overhead"
     """The latter replays the compiled operator as CUDA graphs."""
+    cuda_graphs: bool = True
+    """Replay a whole step as one CUDA graph. It needs `fused_optimizers` and `fused_clip`, and no scaled loss or
+    offloaded optimizer, for which the host must act in each step."""
 
     # --- techniques that trade
     activation_checkpoint: bool = False
@@ -152,6 +155,7 @@ TECHNIQUES = (
     "fused_clip",
     "resident_latents",
     "compile",
+    "cuda_graphs",
 )
 """The switches, in the order in which the ablation turns them on."""
 TRADES = ("activation_checkpoint", "cpu_offload_optimizer")

@@ -8,7 +8,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from suite.ups.batches import Mixture, TaskPart
+from suite.ups.batches import Mixture
 from suite.ups.config import UpsConfig
 from suite.ups.latents import frozen_encoder
 from suite.ups.losses import InverseTask
@@ -42,15 +42,17 @@ class Networks(nn.Module):
         """Name → parameter; those of the operator come first, and their names begin with `operator.`."""
         return dict(self.named_parameters())
 
-    def inverse_task(self, part: TaskPart, points: torch.Tensor) -> InverseTask:
-        """A part of a batch, for the inverse losses; points [*grid, d]."""
+    def inverse_task(
+        self, task: str, latents: torch.Tensor, field: torch.Tensor, queries: torch.Tensor, points: torch.Tensor
+    ) -> InverseTask:
+        """A task's part of a batch, for the inverse losses; shapes as `InverseTask` has them."""
         return InverseTask(
-            encode=self.encoders[part.task],
-            decode=self.decoders[part.task],
-            latents=part.before,
-            field=part.field,
+            encode=self.encoders[task],
+            decode=self.decoders[task],
+            latents=latents,
+            field=field,
             points=points,
-            queries=part.queries,
+            queries=queries,
         )
 
     def encoder(self, task: str) -> Encoder:

@@ -33,11 +33,12 @@ class Resident:
         if self._device.type == "cuda":  # from pageable memory the copy would wait for all that is queued
             rows = rows.pin_memory().to(self._device, non_blocking=True)
         with_fields = maker.every or maker.config.has_inverse(number)
+        wanted = rows if with_fields else rows[:0]
         return TaskPart(
             task=task.task,
             before=self._latents[place][rows],
             after=self._latents[place][rows + 1],
             dt=torch.full((len(rows),), task.fields.dt, device=self._device),
-            field=self._fields[place][rows if with_fields else rows[:0]],
-            queries=maker.queries(place, number),
+            field=self._fields[place][wanted],
+            queries=maker.queries(place, number) if with_fields else wanted,
         )
