@@ -1,0 +1,301 @@
+"""ups in several ranks over gloo: the same curve, the same weights, checkpoints for any number, and how a run ends."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from curves import NEIGHBOURS, a_rounding_away, deviation_of, share_of_rule
+from scale import FULLY, count
+from states import same
+from test_ups import DATA, SMALL, Optimized, Reference, curve, made
+
+from perfsuite.errors import PerfsuiteError
+from suite import launching
+from suite.commands.train import train
+from suite.runtime import checkpoints, together
+from suite.ups.batches import load
+from suite.ups.config import TECHNIQUES
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = 5
+EACH_BATCH = {"inverse_loss_frequency": 1}
+"""By the schedule of a process with more accumulation other batches would have the inverse losses."""
+LIMIT_S = 30.0
+"""In which all ranks must have ended after one was killed."""
+
+
+def in_ranks(ranks, jobs, folder, monkeypatch):
+    """What each job found in so many processes."""
+    where = os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests/trainers")))
+    monkeypatch.setenv("PYTHONPATH", where)
+    given, out = folder / "jobs.json", folder / f"found-{ranks}.json"
+    given.write_text(json.dumps(jobs))
+    program = str(ROOT / "tests/trainers/ups_rank.py")
+    assert launching.launch([sys.executable, program, str(given), str(out)], ranks) == 0
+    return json.loads(out.read_text())
+
+
+def alone(kind, accumulation, **options):
+    """A trainer of one process, on the examples that several ranks have together."""
+    config = dataclasses.replace(SMALL, **EACH_BATCH, accumulation=accumulation)
+    data = dataclasses.replace(DATA, accumulation=accumulation)
+    return made(kind, load(data).given, config, **options)
+
+
+def known_to(steps, begin=None):
+    """(truth, what float32 rounding makes of it up to each step) of four micro-batches a step."""
+
+    def begun(trainer):
+        if begin is not None:
+            trainer.load_state_dict(torch.load(begin, weights_only=True))
+        return trainer
+
+    truth = curve(begun(alone(Reference, 4, dtype=torch.float64)), steps)
+    runs = [curve(begun(alone(Reference, 4)), steps)]
+    runs += [curve(a_rounding_away(begun(alone(Reference, 4)), seed), steps) for seed in range(NEIGHBOURS)]
+    return truth, deviation_of(runs, truth)
+
+
+def share(job, known):
+    """The largest error of a job's curve, as a share of what the rule allows."""
+    return share_of_rule(torch.tensor(job["losses"], dtype=torch.float64), *known, torch.float32)
+
+
+SWITCHED = dict.fromkeys(TECHNIQUES, False) | {"cpu_offload_optimizer": True, "activation_checkpoint": True}
+
+
+def test_ranks_learn_what_one_process_learns_and_read_its_checkpoints(tmp_path, monkeypatch):
+    begin, middle = str(tmp_path / "begin.pt"), str(tmp_path / "middle.pt")
+    torch.save(alone(Reference, 4).state_dict(), begin)
+    two, four = {**EACH_BATCH, "accumulation": 2}, {**EACH_BATCH, "accumulation": 1}
+    jobs = [
+        {"side": "reference", "changes": two, "steps": STEPS},
+        {"side": "optimized", "changes": two, "steps": STEPS, "leave": middle},
+        {"side": "optimized", "changes": two | SWITCHED, "steps": STEPS, "begin": begin},
+        # By the schedule some batches have no inverse losses, so that some weights have no gradient.
+        {"side": "reference", "changes": {"accumulation": 1}, "steps": STEPS, "dtype": "float64"},
+        {"side": "reference", "changes": {"accumulation": 1}, "steps": STEPS},
+        {"side": "optimized", "changes": {"accumulation": 1}, "steps": STEPS},
+        {"side": "optimized", "changes": {"lambda_enc": 0.0, "lambda_dec": 0.0}, "steps": 2},
+    ]
+    found = in_ranks(2, jobs, tmp_path, monkeypatch)
+    assert all(job["equal"] for job in found)
+    known = known_to(STEPS)
+    assert [share(job, known) <= 1 for job in found[:3]] == [True] * 3
+    truth, *others = (torch.tensor(job["losses"], dtype=torch.float64) for job in found[3:6])
+    for other in others:
+        torch.testing.assert_close(other, truth, rtol=1e-4, atol=0)
+    # From two ranks to four and to one.
+    found = in_ranks(
+        4, [{"side": "optimized", "changes": four, "steps": STEPS, "begin": middle}], tmp_path, monkeypatch
+    )
+    known = known_to(STEPS, middle)
+    assert share(found[0], known) <= 1
+    assert found[0]["equal"]
+    resumed = alone(Optimized, 4)
+    resumed.load_state_dict(torch.load(middle, weights_only=True))
+    assert share({"losses": curve(resumed, STEPS).tolist()}, known) <= 1
+
+
+# --- the command ----------------------------------------------------------------------------------------------------
+
+
+def begun(folder, *more, ranks=2):
+    """`perfsuite train ups` in so many ranks."""
+    config = ["--config", "configs/ups/tiny.yaml", "--device", "cpu", "--folder", str(folder)]
+    command = launching.command_of("train", "ups", *config, "--ranks", str(ranks), *more)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def ended(process):
+    """(exit code, lines but for those about the data)."""
+    out, _ = process.communicate(timeout=120)
+    return process.returncode, [line for line in out.splitlines() if not line.startswith("data: ")]
+
+
+def ranks_of(process):
+    """Rank → process id of the ranks that run."""
+    found = {}
+    for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+        variables = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+        found |= {int(v[5:]): int(child) for v in variables if v.startswith(b"RANK=")}
+    return found
+
+
+def both(process):
+    """Rank → process id, once two ranks run."""
+    return found if len(found := ranks_of(process)) == 2 else None
+
+
+def once(condition, limit_s=60.0):
+    """Wait for something to be true."""
+    until = time.monotonic() + limit_s
+    while not (value := condition()):
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    return value
+
+
+def new_files(process, folder, before):
+    """Whether a run has written a checkpoint, or ended."""
+    return process.poll() is not None or checkpoints.Store(folder).files() != before
+
+
+def last_of(folder):
+    return checkpoints.load(checkpoints.Store(folder).latest(), "ups")
+
+
+def test_ranks_that_are_killed_at_random_moments_end_in_one_line_and_go_on_in_the_same_bits(tmp_path):
+    steps, folder, rng = 240, tmp_path / "killed", random.Random(0)
+    every = ("--checkpoint_every", "10", "--steps", str(steps))
+    for _ in range(count(quick=1, full=20)):
+        resume = ("--resume", "latest") if checkpoints.Store(folder).files() else ("--overwrite",)
+        process = begun(folder, *every, *resume)
+        pids = once(functools.partial(both, process))
+        before = checkpoints.Store(folder).files()
+        if rng.random() < 0.7:  # else while they start
+            once(functools.partial(new_files, process, folder, before))
+        time.sleep(rng.uniform(0, 0.5))
+        if process.poll() is not None:
+            break
+        rank = rng.randrange(2)
+        os.kill(pids[rank], signal.SIGKILL)
+        killed = time.monotonic()
+        code, lines = ended(process)
+        assert time.monotonic() - killed < LIMIT_S
+        if code == 0:  # it came too late
+            break
+        assert (code, len(lines)) == (128 + signal.SIGKILL, 1), lines
+        assert lines[0].startswith(
+            f"Error: rank {rank} was ended by SIGKILL; all others were ended: go on with --resume"
+        )
+        assert not any(Path(f"/proc/{pid}").exists() for pid in pids.values())
+    resume = ("--resume", "latest") if checkpoints.Store(folder).files() else ()
+    assert ended(begun(folder, *every, *resume))[0] == 0
+    assert ended(begun(tmp_path / "whole", *every))[0] == 0
+    assert last_of(folder).windows == last_of(tmp_path / "whole").windows == steps
+    assert same(last_of(folder).trainer, last_of(tmp_path / "whole").trainer)
+
+
+def test_a_signal_ends_all_ranks_after_the_same_step(tmp_path):
+    process = begun(tmp_path, "--steps", "100000", "--checkpoint_every", "10")
+    once(lambda: checkpoints.Store(tmp_path).files())
+    process.send_signal(signal.SIGTERM)
+    code, lines = ended(process)
+    assert code == 128 + signal.SIGTERM
+    assert "finishing the step, then saving" in lines[0]
+    assert lines[1].endswith("ended by SIGTERM")
+    last = last_of(tmp_path)
+    assert last.windows == last.trainer["steps"] == last.trainer["optimizers"]["operator"]["adamw"]["steps"]
+
+
+@FULLY
+def test_torchrun_starts_the_ranks_too(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "perfsuite"]
+    options = ["--config", "configs/ups/tiny.yaml", "--device", "cpu", "--folder", str(tmp_path), "--steps", "5"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([*command, "train", "ups", *options], cwd=ROOT, env=environment, timeout=120)
+    assert done.returncode == 0
+    assert last_of(tmp_path).items == 5 * 2 * 4 * 2
+
+
+# --- mistakes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    """Sets torchrun's variables."""
+
+    def given(**variables):
+        usual = {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
+        for name, value in (usual | variables).items():
+            if value is None:
+                monkeypatch.delenv(name, raising=False)
+            else:
+                monkeypatch.setenv(name, str(value))
+
+    return given
+
+
+@pytest.mark.parametrize(
+    ("variables", "told"),
+    [
+        ({"LOCAL_RANK": None}, "RANK is set and LOCAL_RANK is not"),
+        ({"RANK": "first"}, "RANK, WORLD_SIZE or LOCAL_RANK is no number"),
+        ({"RANK": 2}, "RANK=2 of WORLD_SIZE=2 cannot be"),
+    ],
+)
+def test_variables_that_cannot_be_are_one_line(environment, variables, told):
+    environment(**variables)
+    with pytest.raises(PerfsuiteError, match=told):
+        together.place()
+
+
+def test_one_process_is_alone_also_under_torchrun(environment):
+    environment(WORLD_SIZE=1)
+    assert together.place() == together.ALONE
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("trainer2", "--ranks", "2"), "trainer trainer2 trains in one process; these train in several ranks: ups"),
+        (("ups", "--ranks", "0"), "0 is not in the range x>=1"),
+    ],
+)
+def test_a_wrong_command_is_one_line(arguments, told):
+    done = CliRunner().invoke(train, list(arguments))
+    assert done.exit_code
+    assert told in done.output
+
+
+def test_a_wrong_configuration_is_one_line_of_all_ranks(tmp_path):
+    code, lines = ended(begun(tmp_path, "--batch_size", "3"))
+    assert (code, len(lines)) == (2, 1), lines
+    assert "is no whole number of examples" in lines[0]
+
+
+def test_ranks_are_not_started_twice(environment):
+    environment()
+    done = CliRunner().invoke(train, ["ups", "--ranks", "2"])
+    assert "torchrun has started the ranks already; leave out --ranks" in done.output
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "nccl", "told"),
+    [
+        ("cuda:1", 2, True, "each of 2 ranks has a GPU of its own; name cuda, or cpu"),
+        ("cuda", 1, True, "2 ranks need as many GPUs, and this machine has 1"),
+        (None, 2, False, "ranks on GPUs need NCCL, which this PyTorch is built without"),
+    ],
+)
+def test_ranks_that_cannot_have_gpus_are_one_line(monkeypatch, name, gpus, nccl, told):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: nccl)
+    with pytest.raises(PerfsuiteError, match=told):
+        together.device_of(together.Place(rank=1, ranks=2, local=1), name)
+
+
+def test_a_rank_of_another_version_is_one_line(monkeypatch):
+    def gathered(every, own):
+        every[:] = [own, {**own, "torch": "2.9.0"}]
+
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gathered)
+    with pytest.raises(PerfsuiteError, match=r"rank 1 runs torch 2\.9\.0, and rank 0 .*; install the same"):
+        together.check_versions(together.Place(rank=0, ranks=2))

@@ -1,0 +1,51 @@
+"""One rank of several that train ups: `python ups_rank.py JOBS OUT` with the jobs, and what was found, in JSON.
+
+A job names a side, changes of the configuration, the steps, and perhaps the dtype, and files of a state to begin with
+and to leave. OUT gets each job's losses, and whether all ranks had the same weights at its end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from test_ups import DATA, SMALL, Optimized, Reference, curve
+
+from suite.runtime import together
+from suite.ups.batches import load
+
+
+def done(job, here):
+    config = dataclasses.replace(SMALL, **job["changes"])
+    sizes = {name: getattr(config, name) for name in ("batch_size", "accumulation")}
+    given = load(dataclasses.replace(DATA, **sizes), here.rank, here.ranks).given
+    options = {"dtype": getattr(torch, job["dtype"])} if "dtype" in job else {}
+    trainer = {"reference": Reference, "optimized": Optimized}[job["side"]](config, given, "cpu", **options)
+    if "begin" in job:
+        trainer.load_state_dict(torch.load(job["begin"], weights_only=True))
+    losses = curve(trainer, job["steps"]).tolist()
+    if here.first and "leave" in job:
+        torch.save(trainer.state_dict(), job["leave"])
+    own = torch.cat([w.detach().flatten() for w in trainer.weights.values()])
+    first = own.clone()
+    dist.broadcast(first, 0)
+    equal = torch.tensor(int(torch.equal(own, first)))
+    dist.all_reduce(equal, op=dist.ReduceOp.MIN)
+    return {"losses": losses, "equal": bool(equal)}
+
+
+def main():
+    torch.set_num_threads(1)
+    here = together.place()
+    with together.joined(here, torch.device("cpu")):
+        found = [done(job, here) for job in json.loads(Path(sys.argv[1]).read_text())]
+    if here.first:
+        Path(sys.argv[2]).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
