@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ class FlatGradients:
 
     def __init__(self, groups: Mapping[str, Sequence[torch.Tensor]], ranks: int) -> None:
         self.ranks = ranks
+        self._weights = {name: list(weights) for name, weights in groups.items()}
         self.buffers: dict[str, torch.Tensor] = {}
         self.views: dict[str, list[torch.Tensor]] = {}
         self._begun: set[str] = set()
@@ -43,20 +45,24 @@ class FlatGradients:
                 buffer[at : at + w.numel()].view(w.shape) for at, w in zip(places, weights, strict=True)
             ]
 
-    @torch.no_grad()
-    def add(self, name: str, gradients: Sequence[torch.Tensor]) -> None:
-        """Add a micro-batch's gradients of a group; those of a step's first one are copied."""
-        if name in self._begun:
-            torch._foreach_add_(self.views[name], list(gradients))
-        else:
-            torch._foreach_copy_(self.views[name], list(gradients))
-            self._begun.add(name)
+    def backward(self, loss: torch.Tensor, names: Sequence[str], last: Collection[str]) -> None:
+        """Add a micro-batch's gradients of these groups. Which is the last one of a step makes no difference here."""
+        weights = [w for name in names for w in self._weights[name]]
+        # They are copied: those of a compiled network lie in a graph's own memory until its next call.
+        found = iter(torch.autograd.grad(loss / self.ranks, weights))
+        with torch.no_grad():
+            for name in names:
+                gradients = list(itertools.islice(found, len(self.views[name])))
+                if name in self._begun:
+                    torch._foreach_add_(self.views[name], gradients)
+                else:
+                    torch._foreach_copy_(self.views[name], gradients)
+                    self._begun.add(name)
 
-    def begin(self, name: str, number: torch.Tensor | None = None) -> None:
-        """Begin to sum a group that was added to over the ranks, and with it a number, 0-d."""
+    def begin(self, name: str, number: torch.Tensor) -> None:
+        """Begin to sum a group that was added to over the ranks, and with it the mean of a number, 0-d."""
         self._begun.discard(name)
-        if number is not None:
-            self.buffers[name][-1] = number
+        self.buffers[name][-1] = number / self.ranks
         if self.ranks > 1:
             buffer = self.buffers[name]
             self._under_way[name] = dist.all_reduce(buffer, group=group_with(CAPTURED, buffer.device), async_op=True)
@@ -68,5 +74,12 @@ class FlatGradients:
         return self.views[name]
 
     def number(self, name: str) -> torch.Tensor:
-        """The number that was summed with a group, 0-d: a view."""
+        """The mean of the number over the ranks, 0-d: a view."""
         return self.buffers[name][-1]
+
+    def reset(self) -> None:
+        """Forget the gradients of a step; the next one writes over them."""
+
+    def agreed(self, *, finite: bool) -> bool:
+        """Whether the gradients are finite in all ranks: each has the same."""
+        return finite

@@ -9,6 +9,10 @@ from suite.leak_cnn.loss import leak_cnn_loss
 from suite.leak_cnn.model import Weights, features, head
 from suite.ups.model import Operator
 
+# Nothing is random in what is called, whose drop-path multipliers are an input: no generator's state need be kept.
+checkpointed = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+"""(function, *arguments) → its result, of which only the arguments are kept for the backward."""
+
 
 def activation_checkpoint(
     weights: Weights, segments: torch.Tensor, labels: torch.Tensor, class_weights: torch.Tensor
@@ -24,8 +28,7 @@ def activation_checkpoint(
 
     Source: leak_cnn, technique 001.F3.
     """
-    # Nothing is random in the convolutions, so that no generator's state need be kept.
-    x = checkpoint(features, weights, segments, use_reentrant=False, preserve_rng_state=False)
+    x = checkpointed(features, weights, segments)
     return leak_cnn_loss(*head(weights, x), labels, class_weights)
 
 
@@ -44,7 +47,5 @@ def activation_checkpoint_operator(
 
     Source: ups, technique 002.2.
     """
-    # Drop-path multipliers are an input, so that no generator's state need be kept.
-    call = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-    stepped: torch.Tensor = operator(latents, dt, scales, call=call)
+    stepped: torch.Tensor = operator(latents, dt, scales, call=checkpointed)
     return stepped

@@ -117,7 +117,7 @@ class OffloadedHybrid:
         self.lr, self.weight_decay, self.dtype = lr, weight_decay, dtype
         self.params = [params[i] for i in self.matrices]
         self.places = places_by_shape(self.params)
-        self.momenta = [_buffer(p, p.dtype).zero_() for p in self.params]
+        self.momenta = [host_buffer(p, p.dtype).zero_() for p in self.params]
         self.adamw = cpu_offload_optimizer([params[i] for i in self.others], lr, weight_decay=weight_decay)
 
     @torch.no_grad()
@@ -159,10 +159,10 @@ class _Host:
 
     def __init__(self, p: torch.Tensor, options: dict[str, Any]) -> None:
         wide = torch.promote_types(p.dtype, torch.float32)
-        self.grad, self.fetched = _buffer(p, p.dtype), _buffer(p, p.dtype)
+        self.grad, self.fetched = host_buffer(p, p.dtype), host_buffer(p, p.dtype)
         # In the parameter's own dtype AdamW works in the buffer of the copies.
-        self.param = self.fetched if wide == p.dtype else _buffer(p, wide)
-        self.sent = self.fetched if wide == p.dtype else _buffer(p, p.dtype)
+        self.param = self.fetched if wide == p.dtype else host_buffer(p, wide)
+        self.sent = self.fetched if wide == p.dtype else host_buffer(p, p.dtype)
         self.is_first = True
         self.optimizer = torch.optim.AdamW([self.param], fused=True, **options)
 
@@ -238,5 +238,5 @@ def _transfers(device: torch.device) -> _Here | _Streams:
     return _Streams(device) if device.type == "cuda" else _Here()
 
 
-def _buffer(p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def host_buffer(p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(p.shape, dtype=dtype, pin_memory=p.is_cuda)

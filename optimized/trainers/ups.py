@@ -14,12 +14,16 @@ from typing import Any
 
 import torch
 
+from optimized.compilation.compiled_function import compile_if_possible
 from optimized.compilation.fullgraph_model import fullgraph_operator
 from optimized.distributed.flat_gradients import FlatGradients
+from optimized.distributed.sharded_gradients import ShardedGradients
+from optimized.distributed.shards import Shards
 from optimized.graphs.cuda_graph_step import cuda_graph_step
 from optimized.kernels import triton_reason
-from optimized.memory.activation_checkpoint import activation_checkpoint_operator
+from optimized.memory.activation_checkpoint import activation_checkpoint_operator, checkpointed
 from optimized.memory.cpu_offload_optimizer import offloaded_hybrid
+from optimized.optimizers.sharded_hybrid import ShardedHybrid
 from suite.runtime.reports import Reports
 from suite.techniques import implementation
 from suite.ups.batches import Feed, Maker, MicroBatch, Mixture, TaskPart
@@ -31,7 +35,7 @@ from suite.ups.resident import Resident
 from suite.ups.scaler import LossScale
 from suite.ups.stages import draw, networks_of
 from suite.ups.state import restore, state_of
-from suite.ups.step import autocast, check_step, note_what_is_ignored, sent
+from suite.ups.step import autocast, check_step, is_sharded, note_what_is_ignored, sent
 
 AHEAD = 2
 """Steps that the device may still be at when the host goes on to the next."""
@@ -51,21 +55,20 @@ class Trainer:
 
     def __init__(self, config: TrainConfig, given: Mixture, device: torch.device | str) -> None:
         self.config, self.given, self.device = config, given, torch.device(device)
-        note_what_is_ignored(config)
+        note_what_is_ignored(config, given)
         self._choose()
         self.maker = Maker(given=given, config=config, every=not config.inverse_losses)
         self.source = Resident(self.maker, self.device) if config.resident_latents else Feed(self.maker)
         own = networks_of(config, self.maker, self.device)
         self.networks, self.refiner, self.weights = own.networks, own.refiner, own.weights
+        self.groups = grouped(self.weights)
+        self.shapes = {name: weight.shape for name, weight in self.weights.items()}
+        self.shards = Shards(given.rank, given.ranks) if is_sharded(config, given) else None
+        self.gradients = self._gradients()
         self.averages = {name: weight.detach().clone() for name, weight in self.weights.items()}
         self.points = {t.task: t.fields.points.to(self.device) for t in given.tasks}
         self.boundaries = {t.task: t.at_boundary.to(self.device) for t in given.tasks}
-        low = torch.bfloat16 if config.muon_in_bfloat16 else torch.float32
-        self.groups = grouped(self.weights)
-        self.optimizers = {
-            name: self._optimizer([self.weights[n] for n in names], config.learning_rate, config.weight_decay, low)
-            for name, names in self.groups.items()
-        }
+        self.optimizers = {name: self._optimizer_of(names) for name, names in self.groups.items()}
         self.average = self._ema(list(self.averages.values()), config.ema_decay)
         self.scale = LossScale(float16=config.precision == "fp16")
         self.steps = 0
@@ -73,9 +76,6 @@ class Trainer:
         if self._is_captured():
             self._replayed = cuda_graph_step(self._step, graphs=GRAPHS, device=self.device)
         self.throughput = Throughput(config.batch_size * config.accumulation * given.ranks, self.device)
-        self.gradients = FlatGradients(
-            {name: [self.weights[n] for n in names] for name, names in self.groups.items()}, given.ranks
-        )
         self._reports: Reports[Report] = Reports(self.device, Report.stays)
 
     def train_window(self, batch: Mapping[str, torch.Tensor]) -> None:
@@ -86,6 +86,7 @@ class Trainer:
         check_step(batch, self.steps)
         accumulation, scale = self.config.accumulation, self.scale.value
         numbers = range(self.steps * accumulation, (self.steps + 1) * accumulation)
+        self.gradients.reset()
         found = self._replayed([self._given(self.source.batch(number)) for number in numbers])
         self.steps += 1
         step = self.steps
@@ -137,19 +138,20 @@ class Trainer:
         self._optimizer: Callable[..., Any] = offloaded_hybrid
         if not config.cpu_offload_optimizer:
             self._optimizer = of("optimizers.hybrid_muon_adamw", "hybrid_muon_adamw", config.fused_optimizers)
-        checkpointed = activation_checkpoint_operator if config.activation_checkpoint else None
+        step = activation_checkpoint_operator if config.activation_checkpoint else None
         graphs = config.compile_mode == "reduce-overhead"
-        self._operator: Callable[..., torch.Tensor] = checkpointed or _eager
-        if config.compile:
+        self._operator: Callable[..., torch.Tensor] = step or _eager
+        if config.compile and not is_sharded(config, self.given):
             graphs = graphs and not self._is_captured()
-            self._operator = functools.partial(fullgraph_operator, step=checkpointed, graphs=graphs)
+            self._operator = functools.partial(fullgraph_operator, step=step, graphs=graphs)
 
     def _is_captured(self) -> bool:
         """Whether a step is one CUDA graph: the host then has no part in it."""
         config = self.config
         fused = config.fused_optimizers and (config.fused_clip or config.grad_clip is None)
-        by_host = config.precision == "fp16" or config.cpu_offload_optimizer or triton_reason() is not None
-        return config.cuda_graphs and self.device.type == "cuda" and fused and not by_host
+        by_host = config.precision == "fp16" or config.cpu_offload_optimizer or is_sharded(config, self.given)
+        possible = self.device.type == "cuda" and triton_reason() is None and not by_host
+        return config.cuda_graphs and fused and possible
 
     def _given(self, micro: MicroBatch) -> dict[str, Any]:
         """A micro-batch as tensors on the device, and whether it has the inverse losses."""
@@ -168,27 +170,26 @@ class Trainer:
     def _step(self, given: list[dict[str, Any]]) -> torch.Tensor:
         """A step on micro-batches: [1], what it lost, and [2] with the gradients' norm, where they are clipped."""
         total = torch.zeros((), device=self.device)
-        for micro in given:
-            total += self._pass(micro)
-        trained = [name for name in self.groups if name != CODERS or any(micro["inverse"] for micro in given)]
+        of_each = [[name for name in self.groups if name != CODERS or micro["inverse"]] for micro in given]
+        for place, (micro, names) in enumerate(zip(given, of_each, strict=True)):
+            later = {name for others in of_each[place + 1 :] for name in others}
+            total += self._pass(micro, names, set(names) - later)
+        trained = [name for name in self.groups if any(name in names for names in of_each)]
         for name in trained:
             self.gradients.begin(name, total)
         norm = self._optimize(trained)
         loss = self.gradients.number(trained[0])
         return torch.stack([loss] if norm is None else [loss, norm])
 
-    def _pass(self, micro: dict[str, Any]) -> torch.Tensor:
-        """Add a micro-batch's gradients to those of the step; its share of the step's loss, 0-d."""
-        groups = {name: names for name, names in self.groups.items() if name != CODERS or micro["inverse"]}
+    def _pass(self, micro: dict[str, Any], names: list[str], last: set[str]) -> torch.Tensor:
+        """Add a micro-batch's gradients of these groups to those of the step; its share of the step's loss, 0-d.
+
+        last  groups of which it is the last micro-batch
+        """
         scale = self.scale.value
         with torch.enable_grad():
-            loss = self._loss(micro) / (self.config.accumulation * self.given.ranks)
-            weights = [self.weights[n] for names in groups.values() for n in names]
-            found = list(torch.autograd.grad(loss if scale == 1 else loss * scale, weights))
-        # They are copied: those of a compiled operator lie in the graph's own memory until the next call.
-        for name, names in groups.items():
-            self.gradients.add(name, found[: len(names)])
-            del found[: len(names)]
+            loss = self._loss(micro) / self.config.accumulation
+            self.gradients.backward(loss if scale == 1 else loss * scale, names, last)
         return loss.detach()
 
     def _loss(self, micro: dict[str, Any]) -> torch.Tensor:
@@ -224,7 +225,7 @@ class Trainer:
         finite, norm = True, None
         if self.scale.active or self.config.grad_clip is not None:  # by all gradients together
             grads = [g for name in trained for g in self.gradients.finished(name)]
-            finite = self.scale.undo(grads)
+            finite = self.gradients.agreed(finite=self.scale.undo(grads))
             if finite and self.config.grad_clip is not None:
                 norm = self._clip(grads, self.config.grad_clip)
         if finite:
@@ -233,6 +234,42 @@ class Trainer:
             self.average(list(self.weights.values()))
         self.scale.update(finite=finite)
         return norm
+
+    def _gradients(self) -> FlatGradients | ShardedGradients:
+        """Where gradients are summed. Sharded, the weights are this rank's parts from here on."""
+        if self.shards is None:
+            groups = {name: [self.weights[n] for n in names] for name, names in self.groups.items()}
+            return FlatGradients(groups, self.given.ranks)
+        operator = self.networks.operator
+        # FSDP2 calls it between gathering the parameters and freeing them.
+        operator.forward = self._forward(operator.forward)  # type: ignore[method-assign]  # of this instance
+        coders = [*self.networks.decoders.values(), *self.networks.encoders.values()]
+        gradients = ShardedGradients({"operator": [operator], CODERS: coders}, self.shards)
+        parts = {name: gradients.weights(name) for name in self.groups}
+        self.weights = {n: part for name in self.groups for n, part in zip(self.groups[name], parts[name], strict=True)}
+        self._operator, self._clip = _eager, gradients.clip
+        return gradients
+
+    def _forward(self, plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """The sharded operator's forward, as the configuration asks for."""
+
+        def forward(latents: torch.Tensor, dt: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+            return plain(latents, dt, scales, call=checkpointed)
+
+        chosen = forward if self.config.activation_checkpoint else plain
+        if not self.config.compile or self.device.type == "cpu":
+            return chosen
+        return compile_if_possible(chosen, "the sharded operator", dynamic=False)
+
+    def _optimizer_of(self, names: list[str]) -> Any:
+        """The optimizer of a group of weights."""
+        config, weights = self.config, [self.weights[n] for n in names]
+        low = torch.bfloat16 if config.muon_in_bfloat16 else torch.float32
+        if self.shards is None:
+            return self._optimizer(weights, config.learning_rate, config.weight_decay, low)
+        shapes = [self.shapes[n] for n in names]
+        rates = (config.learning_rate, config.weight_decay)
+        return ShardedHybrid(weights, shapes, self.shards, *rates, low, offload=config.cpu_offload_optimizer)
 
 
 def _eager(*arguments: Any) -> torch.Tensor:

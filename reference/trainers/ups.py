@@ -57,11 +57,13 @@ class Trainer:
         self, config: TrainConfig, given: Mixture, device: torch.device | str, dtype: torch.dtype = torch.float32
     ) -> None:
         self.config, self.given, self.device, self.dtype = config, given, torch.device(device), dtype
-        note_what_is_ignored(config)
+        note_what_is_ignored(config, given)
         self.maker = Maker(given=given, config=config, every=True)
         self.feed = Feed(self.maker)
         parts = networks_of(config, self.maker, self.device, dtype)
         self.networks, self.refiner, self.weights = parts.networks, parts.refiner, parts.weights
+        self.shards = None
+        self.shapes = {name: weight.shape for name, weight in self.weights.items()}
         self.averages = {name: weight.detach().clone() for name, weight in self.weights.items()}
         self.points = {t.task: t.fields.points.to(self.device, dtype) for t in given.tasks}
         self.boundaries = {t.task: t.at_boundary.to(self.device) for t in given.tasks}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,9 +23,10 @@ def state_of(trainer: Any) -> dict[str, Any]:
     scale       of the loss
     steps       made so far, by which the examples of the next are found
     """
+    whole = copies if trainer.shards is None else partial(gathered, trainer)
     return {
-        "weights": copies(trainer.weights),
-        "averages": copies(trainer.averages),
+        "weights": whole(trainer.weights),
+        "averages": whole(trainer.averages),
         "kept": copies(trainer.refiner.kept()) if trainer.refiner is not None else {},
         "optimizers": {name: optimizer.state_dict() for name, optimizer in trainer.optimizers.items()},
         "scale": trainer.scale.state_dict(),
@@ -32,6 +34,19 @@ def state_of(trainer: Any) -> dict[str, Any]:
         "data": trainer.given.digest,
         "config": dataclasses.asdict(trainer.config),
     }
+
+
+def gathered(trainer: Any, parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The whole tensors of which each rank has a part; called by all ranks."""
+    found = trainer.shards.whole([parts[name].detach() for name in parts], [trainer.shapes[name] for name in parts])
+    return dict(zip(parts, found, strict=True))
+
+
+@torch.no_grad()
+def take(own: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]) -> None:
+    """Copy weights into a trainer's own."""
+    for name, weight in given.items():
+        own[name].copy_(weight)
 
 
 def restore(trainer: Any, state: Mapping[str, Any]) -> None:
@@ -42,14 +57,14 @@ def restore(trainer: Any, state: Mapping[str, Any]) -> None:
     stage = state["config"].get("stage")
     if stage != trainer.config.stage:
         raise ValueError(f"it is of the stage {stage}, and this is {trainer.config.stage}")
-    pairs = [(trainer.weights, state["weights"]), (trainer.averages, state["averages"])]
+    part = (lambda whole: whole) if trainer.shards is None else trainer.shards.part
+    shapes = {name: torch.empty(shape, device="meta") for name, shape in trainer.shapes.items()}
+    for own, name in ((trainer.weights, "weights"), (trainer.averages, "averages")):
+        check_weights(shapes, state[name])
+        take(own, {n: part(weight) for n, weight in state[name].items()})
     if trainer.refiner is not None:
-        pairs.append((trainer.refiner.kept(), state["kept"]))
-    for own, given in pairs:
-        check_weights(own, given)
-        with torch.no_grad():
-            for name, weight in given.items():
-                own[name].copy_(weight)
+        check_weights(trainer.refiner.kept(), state["kept"])
+        take(trainer.refiner.kept(), state["kept"])
     for name, optimizer in trainer.optimizers.items():
         optimizer.load_state_dict(state["optimizers"][name])
     trainer.scale.load_state_dict(state["scale"])

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from suite.ups.batches import TaskPart
+from suite.ups.batches import Mixture, TaskPart
 from suite.ups.config import TrainConfig
 
 LOW = {"float32": None, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -27,10 +27,16 @@ def check_step(batch: Mapping[str, torch.Tensor], steps: int) -> None:
         raise ValueError(f"step {int(batch['step'])} was given to a trainer that has made {steps}")
 
 
-def note_what_is_ignored(config: TrainConfig) -> None:
-    """Warn, in a line, of settings that a single process has no use for."""
-    if config.use_fsdp2:
-        warnings.warn("use_fsdp2: a single process trains, so that nothing is sharded", RuntimeWarning, stacklevel=3)
+def is_sharded(config: TrainConfig, given: Mixture) -> bool:
+    """Whether parameters are sharded: over several ranks, in the operator's stage."""
+    return config.use_fsdp2 and given.ranks > 1 and config.stage == "operator"
+
+
+def note_what_is_ignored(config: TrainConfig, given: Mixture) -> None:
+    """Warn, in a line each, of settings that have no effect."""
+    if config.use_fsdp2 and not is_sharded(config, given):
+        reason = "a single process trains" if given.ranks == 1 else f"the stage {config.stage} trains few weights"
+        warnings.warn(f"use_fsdp2: {reason}, so that nothing is sharded", RuntimeWarning, stacklevel=3)
 
 
 def sent(part: TaskPart, device: torch.device, dtype: torch.dtype = torch.float32) -> TaskPart:

@@ -73,11 +73,12 @@ def share(job, known):
     return share_of_rule(torch.tensor(job["losses"], dtype=torch.float64), *known, torch.float32)
 
 
+SHARDED = {"use_fsdp2": True}
 SWITCHED = dict.fromkeys(TECHNIQUES, False) | {"cpu_offload_optimizer": True, "activation_checkpoint": True}
 
 
 def test_ranks_learn_what_one_process_learns_and_read_its_checkpoints(tmp_path, monkeypatch):
-    begin, middle = str(tmp_path / "begin.pt"), str(tmp_path / "middle.pt")
+    begin, middle, sharded = (str(tmp_path / f"{name}.pt") for name in ("begin", "middle", "sharded"))
     torch.save(alone(Reference, 4).state_dict(), begin)
     two, four = {**EACH_BATCH, "accumulation": 2}, {**EACH_BATCH, "accumulation": 1}
     jobs = [
@@ -89,12 +90,16 @@ def test_ranks_learn_what_one_process_learns_and_read_its_checkpoints(tmp_path, 
         {"side": "reference", "changes": {"accumulation": 1}, "steps": STEPS},
         {"side": "optimized", "changes": {"accumulation": 1}, "steps": STEPS},
         {"side": "optimized", "changes": {"lambda_enc": 0.0, "lambda_dec": 0.0}, "steps": 2},
+        {"side": "optimized", "changes": two | SHARDED, "steps": STEPS, "leave": sharded},
+        {"side": "optimized", "changes": two | SWITCHED | SHARDED, "steps": STEPS, "begin": begin},
+        {"side": "optimized", "changes": SHARDED | {"accumulation": 1}, "steps": STEPS},
+        {"side": "optimized", "changes": SHARDED | {"lambda_enc": 0.0, "lambda_dec": 0.0}, "steps": 2},
     ]
     found = in_ranks(2, jobs, tmp_path, monkeypatch)
     assert all(job["equal"] for job in found)
     known = known_to(STEPS)
-    assert [share(job, known) <= 1 for job in found[:3]] == [True] * 3
-    truth, *others = (torch.tensor(job["losses"], dtype=torch.float64) for job in found[3:6])
+    assert [share(job, known) <= 1 for job in [*found[:3], *found[7:9]]] == [True] * 5
+    truth, *others = (torch.tensor(found[i]["losses"], dtype=torch.float64) for i in (3, 4, 5, 9))
     for other in others:
         torch.testing.assert_close(other, truth, rtol=1e-4, atol=0)
     # From two ranks to four and to one.
@@ -161,7 +166,7 @@ def last_of(folder):
 
 
 def test_ranks_that_are_killed_at_random_moments_end_in_one_line_and_go_on_in_the_same_bits(tmp_path):
-    steps, folder, rng = 240, tmp_path / "killed", random.Random(0)
+    steps, folder, rng = 100, tmp_path / "killed", random.Random(0)
     every = ("--checkpoint_every", "10", "--steps", str(steps))
     for _ in range(count(quick=1, full=20)):
         resume = ("--resume", "latest") if checkpoints.Store(folder).files() else ("--overwrite",)

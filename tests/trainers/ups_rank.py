@@ -28,9 +28,10 @@ def done(job, here):
     if "begin" in job:
         trainer.load_state_dict(torch.load(job["begin"], weights_only=True))
     losses = curve(trainer, job["steps"]).tolist()
+    left = trainer.state_dict()  # all ranks have a part in it
     if here.first and "leave" in job:
-        torch.save(trainer.state_dict(), job["leave"])
-    own = torch.cat([w.detach().flatten() for w in trainer.weights.values()])
+        torch.save(left, job["leave"])
+    own = torch.cat([w.flatten() for w in left["weights"].values()])
     first = own.clone()
     dist.broadcast(first, 0)
     equal = torch.tensor(int(torch.equal(own, first)))

@@ -1,0 +1,83 @@
+"""Networks whose parameters and gradients are sharded by FSDP2, for a training loop (ups, technique 002.7)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from optimized.distributed.shards import Shards
+from optimized.optimizers.clip_grad_norm import EPS
+
+
+class ShardedGradients:
+    """Gradients of named groups of modules: each rank has a part of their mean over the micro-batches and ranks.
+
+    Stands in for `FlatGradients`. Each module is gathered whole before its forward, and stays so until its backward has
+    ended; its gradients are then summed and cut in one reduce-scatter.
+
+    groups  name → modules, which are sharded here
+    """
+
+    def __init__(self, groups: Mapping[str, Sequence[torch.nn.Module]], shards: Shards) -> None:
+        self.ranks = shards.ranks
+        self.modules: dict[str, list[FSDPModule]] = {}
+        self.params: dict[str, list[torch.nn.Parameter]] = {}
+        self._loss: torch.Tensor | None = None
+        for name, modules in groups.items():
+            self.modules[name] = [fully_shard(module, reshard_after_forward=False) for module in modules]
+            self.params[name] = [p for module in modules for p in module.parameters()]
+
+    def weights(self, name: str) -> list[torch.Tensor]:
+        """This rank's parts of a group's parameters: changed in place they are the modules' own."""
+        return [_part(p.detach()) for p in self.params[name]]
+
+    def backward(self, loss: torch.Tensor, names: Sequence[str], last: Collection[str]) -> None:
+        """Add a micro-batch's gradients of these groups, of which it is the last one of the step for `last`."""
+        for name in names:
+            for module in self.modules[name]:
+                module.set_requires_gradient_sync(name in last)
+        loss.backward()
+
+    def begin(self, name: str, number: torch.Tensor) -> None:
+        """Sum a number over the ranks; the gradients are summed as the last backward has ended."""
+        if self._loss is None:
+            self._loss = number / self.ranks
+            dist.all_reduce(self._loss)
+
+    def finished(self, name: str) -> list[torch.Tensor]:
+        """The group's gradients, this rank's parts."""
+        return [_part(p.grad) if p.grad is not None else torch.zeros_like(_part(p.detach())) for p in self.params[name]]
+
+    def number(self, name: str) -> torch.Tensor:
+        """The mean of the number over the ranks, 0-d."""
+        assert self._loss is not None
+        return self._loss
+
+    def reset(self) -> None:
+        """Forget the gradients of a step."""
+        self._loss = None
+        for params in self.params.values():
+            for p in params:
+                p.grad = None
+
+    def agreed(self, *, finite: bool) -> bool:
+        """Whether the gradients are finite in all ranks."""
+        found = torch.tensor(int(finite))
+        dist.all_reduce(found, op=dist.ReduceOp.MIN)
+        return bool(found)
+
+    def clip(self, grads: Sequence[torch.Tensor], max_norm: float) -> torch.Tensor:
+        """Scale all gradients in place as `clip_grad_norm` does, by the norm of all ranks' parts; what it was, 0-d."""
+        squares = torch.stack(torch._foreach_norm(list(grads))).square().sum()
+        dist.all_reduce(squares)
+        norm = squares.sqrt()
+        torch._foreach_mul_(list(grads), (max_norm / (norm + EPS)).clamp(max=1.0))
+        return norm
+
+
+def _part(tensor: torch.Tensor) -> torch.Tensor:
+    part: torch.Tensor = tensor.to_local()  # type: ignore[attr-defined]  # a DTensor
+    return part

@@ -1,0 +1,44 @@
+"""Tensors of which each rank has a part, as FSDP2 cuts them (ups, technique 002.7)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """Cuts tensors along their first dimension as `torch.chunk` does, and puts the ranks' parts together again.
+
+    Of n rows each of r ranks has ceil(n / r), the last ones fewer or none.
+    """
+
+    rank: int
+    ranks: int
+
+    def part(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part: a view."""
+        rows = self._rows(whole.shape)
+        return whole[self.rank * rows : (self.rank + 1) * rows]
+
+    def whole(self, parts: Sequence[torch.Tensor], shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
+        """The whole tensors, of these shapes, in one all-gather; called by all ranks."""
+        if not parts:
+            return []
+        padded = []
+        for part, shape in zip(parts, shapes, strict=True):
+            rows = part.new_zeros(self._rows(shape), *shape[1:])
+            rows[: len(part)] = part
+            padded.append(rows)
+        own = torch.cat([rows.flatten() for rows in padded])
+        every = own.new_empty(self.ranks * own.numel())
+        dist.all_gather_into_tensor(every, own)
+        sizes = [rows.numel() for rows in padded]
+        of_each = zip(every.view(self.ranks, -1).split(sizes, 1), padded, shapes, strict=True)
+        return [rows.reshape(-1, *one.shape[1:])[: shape[0]].clone() for rows, one, shape in of_each]
+
+    def _rows(self, shape: torch.Size) -> int:
+        return -(-shape[0] // self.ranks)
