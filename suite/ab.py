@@ -158,6 +158,8 @@ class Comparison:
     def run(self) -> None:
         """Build, train and evaluate both. DivergedError, naming side and window, where a loss is not finite."""
         for side in self._sides:
+            if self._stopped():
+                return
             side.build(self._seed)
         for number, goal in enumerate(self._goals()):
             order = self._sides if number % 2 == 0 else self._sides[::-1]

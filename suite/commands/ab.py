@@ -183,8 +183,8 @@ def _same_data(baseline: Chosen, optimized: Chosen) -> None:
 
     a, b = asdict(baseline.data), asdict(optimized.data)
     a["seed"], b["seed"] = baseline.options.seed, optimized.options.seed
-    for field in a.keys() - OF_A_TRAINING:
-        if a[field] != b[field]:
+    for field in a:
+        if field not in OF_A_TRAINING and a[field] != b[field]:
             raise ConfigurationError(
                 f"{field} is {a[field]!r} in {baseline.file} and {b[field]!r} in {optimized.file}: both must train on "
                 f"the same data; give one with --{field}"
@@ -224,9 +224,13 @@ def _compare(name: str, chosen: Sequence[tuple[Chosen, Chosen]], slices: int, de
                     save(recorded(words, f"{number + 1} of {len(chosen)} seeds"), folder)
     except Exception as error:
         reason = _reason(error)
-        if reason is not None and _measured(pairs):
-            save(recorded(words, reason), folder)
-            tell(f"what was measured until then is in {shown(folder)}, marked as partial", err=True)
+        if reason is None or not _measured(pairs):
+            raise
+        save(recorded(words, reason), folder)
+        kept = f"what was measured until then is in {shown(folder)}, marked as partial"
+        if isinstance(error, PerfsuiteError):
+            raise type(error)(f"{reason}; {kept}") from None
+        tell(kept, err=True)
         raise
     signal = stop.signal
     if not _measured(pairs):
