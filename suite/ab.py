@@ -13,6 +13,7 @@ import contextlib
 import itertools
 import math
 import random
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,8 +35,10 @@ Batch = Mapping[str, torch.Tensor]
 clock = time.perf_counter
 TICK_S = 1e-9
 """Resolution of the clock: no slice takes less."""
-FEWEST = 6
-"""From so many slices on, two are left out as warm-up; of fewer, the first one."""
+WARM_UP = 3
+"""Slices that are left out of the throughput; of fewer than nine, a third."""
+LONGEST_S = 30.0
+"""Slices grow until a pair of them takes so long: longer ones would let the machine drift between the sides."""
 LARGEST_UNIT = 64
 """Windows of the larger kind after which both sides are at the same item; where it takes more, counts are rounded."""
 
@@ -112,14 +115,14 @@ class Pair:
 
 def warm_up(slices: int) -> int:
     """Of so many slices, those that are left out of the throughput."""
-    return min(slices, 2 if slices >= FEWEST else 1)
+    return min(slices, WARM_UP, max(1, slices // 3))
 
 
 class Comparison:
     """Trains both arms with one seed.
 
-    slices   in which each side's training is cut, at most; with `seconds` about so many
-    seconds  the training of both ends after so many, at the end of a slice; None: at the end of the data
+    slices   about so many are made of a training, and more of a long one
+    seconds  the training of both ends after so many, without the warm-up; None: at the end of the data
     stopped  asked after each window; true: the training ends there, and the slice under way is dropped
 
     ConfigurationError where the training has no end.
@@ -164,7 +167,7 @@ class Comparison:
         for number, goal in enumerate(self._goals()):
             order = self._sides if number % 2 == 0 else self._sides[::-1]
             for side in order:
-                side.train_to(goal, warm=number < warm_up(self._slices))
+                side.train_to(goal, warm=number < WARM_UP)
                 if self._stopped():
                     return
             self._progress(f"seed {self._seed}, slice {number + 1}: {', '.join(s.told() for s in self._sides)}")
@@ -179,21 +182,22 @@ class Comparison:
 
     def _goals(self) -> Iterator[int]:
         """The items on which each side has trained at the end of each slice."""
-        if self._seconds is None:
-            assert self._units is not None
-            count = min(self._slices, self._units)
-            yield from (self._unit * (self._units * k // count) for k in range(1, count + 1))
-            return
-        began, done, size = clock(), 0, 1
-        while self._units is None or done < self._units:
-            done += size if self._units is None else min(size, self._units - done)
+        total = sys.maxsize if self._units is None else self._units
+        largest = max(1, total // self._slices)
+        longest_s = LONGEST_S if self._seconds is None else min(LONGEST_S, self._seconds / self._slices)
+        done, size, ends = 0, 1, math.inf
+        for number in itertools.count(1):
+            left = total - done
+            done += size if left >= 2 * size else left  # a short slice at the end would say little of the loss
             before = clock()
             yield done * self._unit
             now = clock()
-            if now - began >= self._seconds:
+            if done == total or now >= ends:
                 return
-            if now - before < self._seconds / (2 * self._slices):
-                size *= 2
+            if number == WARM_UP and self._seconds is not None:
+                ends = now + self._seconds
+            if now - before < longest_s / 2:
+                size = min(2 * size, largest)
 
 
 def unit_of(*items: int) -> int:

@@ -124,7 +124,7 @@ def rows(record: Record) -> list[Row]:
             compared=NONE if ratio is None else _times(ratio),
         ),
         Row(
-            name=f"time a {record.noun}",
+            name=f"time per {record.noun}",
             baseline=_window(first, record.item),
             optimized=_window(second, record.item),
             compared="",

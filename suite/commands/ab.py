@@ -58,9 +58,15 @@ class Chosen:
 @click.option("--optimized-side", type=SIDES, default="optimized", show_default=True, help="Its implementation.")
 @click.option("--epochs", metavar="N", help="Passes over the data, of a trainer that has the field epochs.")
 @click.option("--windows", metavar="N", help="Windows (steps, epochs) of a side at most.")
-@click.option("--seconds", metavar="S", help="End after so many, of both sides' training together, for each seed.")
+@click.option("--seconds", metavar="S", help="End each pair of trainings after so many, without its warm-up.")
 @click.option("--seed", "seeds", multiple=True, metavar="N", help="A pair of trainings. Repeatable.")
-@click.option("--slices", type=click.IntRange(1), default=12, show_default=True, help="In which a training is cut.")
+@click.option(
+    "--slices",
+    type=click.IntRange(1),
+    default=12,
+    show_default=True,
+    help="About so many are made of a training, and more of a long one.",
+)
 @click.option("--device", help="cpu, cuda or cuda:1.  [default: the GPU, if any]")
 @click.option("--out", type=click.Path(), help=f"Folder of the result.  [default: {FOLDER}/NAME]")
 @click.option("--overwrite", is_flag=True, help="Replace an earlier result in that folder.")
