@@ -101,6 +101,10 @@ class Pair:
     seed: int
     baseline: Run
     optimized: Run
+    item: str = "items"
+    """What is counted, in the plural: examples, tokens, segments."""
+    noun: str = "window"
+    """What a window is called."""
 
     @property
     def warm_up(self) -> int:
@@ -148,16 +152,6 @@ class Comparison:
         if self._units is None and seconds is None:
             raise ConfigurationError("the training has no end: say when with --windows or --seconds")
 
-    @property
-    def noun(self) -> str:
-        """What a window of the baseline is called; "window" before it is built."""
-        return self._sides[0].noun
-
-    @property
-    def item(self) -> str:
-        """What is counted, in the plural."""
-        return self._sides[0].item
-
     def run(self) -> None:
         """Build, train and evaluate both. DivergedError, naming side and window, where a loss is not finite."""
         for side in self._sides:
@@ -178,7 +172,8 @@ class Comparison:
         """What has been measured so far: the slices that both sides have trained."""
         whole = min(len(side.slices) for side in self._sides)
         baseline, optimized = (side.run(whole) for side in self._sides)
-        return Pair(seed=self._seed, baseline=baseline, optimized=optimized)
+        first = self._sides[0]
+        return Pair(seed=self._seed, baseline=baseline, optimized=optimized, item=first.item, noun=first.noun)
 
     def _goals(self) -> Iterator[int]:
         """The items on which each side has trained at the end of each slice."""

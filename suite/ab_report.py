@@ -43,15 +43,22 @@ class Record:
     device: str
     versions: str
     date: str
-    item: str
-    """What is counted, in the plural: examples, tokens, segments."""
-    noun: str
-    """What a window is called."""
     baseline: Setting
     optimized: Setting
     pairs: tuple[Pair, ...]
+    """One for each seed, at least one."""
     partial: str | None = None
     """Why it is not whole; None if it is."""
+
+    @property
+    def item(self) -> str:
+        """What is counted, in the plural."""
+        return self.pairs[0].item
+
+    @property
+    def noun(self) -> str:
+        """What a window is called."""
+        return self.pairs[0].noun
 
     def runs(self, name: str) -> list[Run]:
         """A side's, one for each seed."""
@@ -192,6 +199,8 @@ def _plain(record: Record) -> dict[str, Any]:
     quality = {n: difference([(x.quality.get(n), y.quality.get(n)) for x, y in zip(a, b, strict=True)]) for n in names}
     found = {
         "schema": SCHEMA,
+        "item": record.item,
+        "noun": record.noun,
         **dataclasses.asdict(record),
         "differing": {name: list(both) for name, both in differing(record).items()},
         "speedup": _dict(speedup(record.pairs)),
@@ -375,7 +384,8 @@ def _files(record: Record) -> str:
 
 def _value(value: Any) -> str:
     """A field's value as YAML has it."""
-    return json.dumps(value, ensure_ascii=False) if not isinstance(value, str) else value
+    told = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return told.replace("|", "\\|")
 
 
 def _flat(fields: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from suite.ab import Arm, Name, Pair
     from suite.ab_report import Record
     from suite.runtime import Options
+    from suite.runtime.stopping import Stopping
     from suite.trainers import Side
 
 FOLDER = ".perfsuite/ab"
@@ -208,7 +209,7 @@ def _refuse(folder: Path, *, overwrite: bool) -> None:
 
 
 def _compare(name: str, chosen: Sequence[tuple[Chosen, Chosen]], slices: int, device: str | None, folder: Path) -> int:
-    """Train all pairs; the exit code. What was measured is written, however it ends."""
+    """Train all pairs; the exit code. What was measured is written, also where an error or a signal ends it."""
     from suite.ab_report import save
     from suite.commands.train import device_called
     from suite.runtime.stopping import Stopping
@@ -217,80 +218,68 @@ def _compare(name: str, chosen: Sequence[tuple[Chosen, Chosen]], slices: int, de
         there = device_called(device)
     pairs: list[Pair] = []
     recorded = partial(_record, name, chosen[0], there, pairs)
-    told: set[str] = set()
-    words = ["items", "window"]
     stop = Stopping(partial(tell, err=True))
     try:
         with stop:
             for number, both in enumerate(chosen):
-                _train(name, both, there, slices, stop, pairs, words, told)
+                _train(name, both, there, slices, stop, pairs)
                 if stop.signal is not None:
                     break
                 if number + 1 < len(chosen):
-                    save(recorded(words, f"{number + 1} of {len(chosen)} seeds"), folder)
+                    save(recorded(f"{number + 1} of {len(chosen)} seeds"), folder)
     except Exception as error:
         reason = _reason(error)
-        if reason is None or not _measured(pairs):
+        if reason is None or not pairs:
             raise
-        save(recorded(words, reason), folder)
+        save(recorded(reason), folder)
         kept = f"what was measured until then is in {shown(folder)}, marked as partial"
         if isinstance(error, PerfsuiteError):
             raise type(error)(f"{reason}; {kept}") from None
         tell(kept, err=True)
         raise
-    signal = stop.signal
-    if not _measured(pairs):
-        tell(f"ended by {signal.name if signal else 'nobody'} before a slice was whole; nothing was written", err=True)
-        return 128 + int(signal or 0)
-    record = recorded(words, None if signal is None else f"ended by {signal.name}")
-    save(record, folder)
-    _show(record, folder)
-    return 0 if signal is None else 128 + int(signal)
+    ended = None if stop.signal is None else f"ended by {stop.signal.name}"
+    if pairs:
+        record = recorded(ended)
+        save(record, folder)
+        _show(record, folder)
+    else:
+        tell(f"{ended} before the first slice was whole; nothing was written", err=True)
+    return 0 if stop.signal is None else 128 + int(stop.signal)
 
 
-def _train(
-    name: str,
-    both: tuple[Chosen, Chosen],
-    device: Any,
-    slices: int,
-    stop: Any,
-    pairs: list[Pair],
-    words: list[str],
-    told: set[str],
-) -> None:
-    """Train a pair and append it to `pairs`, also where it does not come to its end."""
+def _train(name: str, both: tuple[Chosen, Chosen], device: Any, slices: int, stop: Stopping, pairs: list[Pair]) -> None:
+    """Train a pair, and append it to `pairs` if it has a slice, whatever ends it."""
     from suite.ab import Comparison
 
-    arms = [_arm(name, chosen, device, told) for chosen in both]
     limits = [chosen.options.seconds for chosen in both if chosen.options.seconds is not None]
     comparison = Comparison(
-        arms,
+        [_arm(name, chosen, device) for chosen in both],
         seed=both[0].options.seed,
         device=device,
         slices=slices,
-        seconds=min(limits) if limits else None,
+        seconds=min(limits, default=None),
         stopped=lambda: stop.signal is not None,
         progress=partial(tell, err=True),
     )
     try:
         comparison.run()
     finally:
-        words[:] = comparison.item, comparison.noun
-        pairs.append(comparison.pair())
-        del comparison, arms
+        pair = comparison.pair()
+        if pair.baseline.slices:
+            pairs.append(pair)
+        del comparison
         gc.collect()  # trainers hold graphs and processes in cycles: the next seed wants their memory
 
 
-def _arm(name: str, chosen: Chosen, device: Any, told: set[str]) -> Arm:
-    """The data of a side, and how its trainer is built and evaluated."""
+def _arm(name: str, chosen: Chosen, device: Any) -> Arm:
+    """Open the data of a side; how its trainer is built and evaluated."""
     from suite import trainers
     from suite.ab import Arm
     from suite.runtime.loop import Counted
 
     with _input():
         loaded = trainers.data_of(name)(chosen.data)
-    if loaded.told not in told:
-        told.add(loaded.told)
+    if chosen.name == "baseline":  # the other's are the same
         tell(loaded.told, err=True)
     ends = [chosen.options.windows, loaded.batches.total if isinstance(loaded.batches, Counted) else None]
     quality = trainers.quality_of(name)
@@ -303,9 +292,7 @@ def _arm(name: str, chosen: Chosen, device: Any, told: set[str]) -> Arm:
     )
 
 
-def _record(
-    name: str, both: tuple[Chosen, Chosen], device: Any, pairs: Sequence[Pair], words: Sequence[str], why: str | None
-) -> Record:
+def _record(name: str, both: tuple[Chosen, Chosen], device: Any, pairs: Sequence[Pair], why: str | None) -> Record:
     import torch
 
     from suite.ab_report import Record, Setting
@@ -317,17 +304,11 @@ def _record(
         device=name_of(device),
         versions=f"torch {torch.__version__}",
         date=datetime.datetime.now(datetime.UTC).date().isoformat(),
-        item=words[0],
-        noun=words[1],
         baseline=settings[0],
         optimized=settings[1],
-        pairs=tuple(_measured(pairs)),
+        pairs=tuple(pairs),
         partial=why,
     )
-
-
-def _measured(pairs: Sequence[Pair]) -> list[Pair]:
-    return [pair for pair in pairs if pair.baseline.slices]
 
 
 def _reason(error: Exception) -> str | None:

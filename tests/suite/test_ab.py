@@ -29,6 +29,10 @@ from suite.leak_cnn import report as leak_report
 from suite.leak_cnn.metrics import EpochMetrics
 from suite.runtime import DivergedError
 from suite.text import Batches, synthetic
+from suite.ups import evaluation
+from suite.ups.batches import Data, mixture_of
+from suite.ups.config import TrainConfig
+from suite.ups.networks import Networks
 
 pytest.importorskip("jsonargparse", reason="jsonargparse is not installed: pip install 'perfsuite[train]'")
 pytest.importorskip("yaml", reason="PyYAML is not installed: pip install 'perfsuite[train]'")
@@ -322,8 +326,6 @@ def record(*pairs: Pair, **changed: Any) -> Record:
         "device": "a device",
         "versions": "torch 2",
         "date": "2026-01-01",
-        "item": "tokens",
-        "noun": "window",
         "baseline": a,
         "optimized": b,
         "pairs": pairs,
@@ -333,7 +335,12 @@ def record(*pairs: Pair, **changed: Any) -> Record:
 
 def test_differences_have_an_interval_over_seeds() -> None:
     pairs = [
-        Pair(seed=s, baseline=run_of(1.0, 4.0, {"f1": 0.5}, 1 << 30), optimized=run_of(loss, 2.0, {"f1": 0.5}, 1 << 29))
+        Pair(
+            seed=s,
+            baseline=run_of(1.0, 4.0, {"f1": 0.5}, 1 << 30),
+            item="tokens",
+            optimized=run_of(loss, 2.0, {"f1": 0.5}, 1 << 29),
+        )
         for s, loss in enumerate((1.1, 1.2, 1.3))
     ]
     estimate = ab_report.difference([(p.baseline.loss, p.optimized.loss) for p in pairs])
@@ -449,6 +456,25 @@ def test_tiny_ups_beside_itself(tmp_path: Path) -> None:
     assert told["baseline"]["fields"]["compile"] is False
     assert a["peak_bytes"] is None
     assert "not measured" in done.output
+
+
+def test_ups_is_judged_by_its_averaged_weights() -> None:
+    config = TrainConfig(
+        tokens=8, latent_width=8, width=16, depth=1, heads=2, decoder_width=16, decoder_depth=1, batch_size=2
+    )
+    given = mixture_of(Data(tokens=8, latent_width=8, synthetic=4, synthetic_frames=13, batch_size=2))
+    networks = Networks(config, given)
+    averages = {name: weight.detach() + 0.1 for name, weight in networks.weights().items()}
+    trainer = SimpleNamespace(config=config, device=CPU, refiner=None, averages=averages, weights=networks.weights())
+    told = trainers.quality_of("ups")(trainer, given)
+    averaged, step = evaluation.averaged(config, given, {"averages": averages}, CPU)
+    scores, _ = evaluation.evaluate(averaged, given, CPU, 10, step)
+    wanted = {(s.task, s.step): s for s in scores}
+    line = "advection1d"
+    assert told[f"NRMSE of {line}, step 1"] == wanted[line, 1].nrmse
+    assert told[f"NRMSE of {line}, step 10"] == wanted[line, 10].nrmse
+    assert told["NRMSE of darcy2d's latents, step 1"] == wanted["darcy2d", 1].latent_nrmse
+    assert len(told) == 6
 
 
 def test_epochs_of_ups_come_before_its_steps() -> None:
