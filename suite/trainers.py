@@ -48,6 +48,8 @@ class Entry:
     """(trainer, the run's folder), at a run's end → a line for the user, or None."""
     ranks: bool = False
     """Whether several ranks may train together. `data` is then called with the rank and their number besides."""
+    quality: str | Callable[[Any, Any], Mapping[str, float]] | None = None
+    """(trained trainer, what it was given) → its evaluation metrics, which `ab` compares; None: the loss alone."""
     checks: str | Any = None
     """How its source's claims are measured, `suite.claims.record.Checks`; None where none is."""
     setting: str | Callable[..., Any] = ""
@@ -75,6 +77,7 @@ TRAINERS: dict[str, Entry] = {
         claims="suite.leak_cnn.config:CLAIMS",
         ablated="suite.leak_cnn.epochs:for_ablation",
         finish="suite.leak_cnn.report:finish",
+        quality="suite.leak_cnn.report:quality",
         checks="suite.claims.leak_cnn:CHECKS",
         setting="suite.claims.leak_cnn:setting",
     ),
@@ -102,6 +105,7 @@ TRAINERS: dict[str, Entry] = {
         ablated="suite.ups.batches:for_ablation",
         finish="suite.stepping:finish",
         ranks=True,
+        quality="suite.ups.evaluation:quality",
     ),
 }
 
@@ -167,6 +171,12 @@ def finish_of(name: str) -> Callable[[Any, Path], str | None]:
     """What a trainer leaves beside its checkpoints; nothing where it names none."""
     found = cast("Callable[[Any, Path], str | None] | None", _loaded(find(name).finish, name))
     return found if found is not None else lambda trainer, folder: None
+
+
+def quality_of(name: str) -> Callable[[Any, Any], Mapping[str, float]]:
+    """The evaluation metrics of a trained trainer; none where it names none."""
+    found = cast("Callable[[Any, Any], Mapping[str, float]] | None", _loaded(find(name).quality, name))
+    return found if found is not None else lambda trainer, given: {}
 
 
 def checks_of(name: str) -> tuple[Any, Callable[..., Any]]:

@@ -25,6 +25,16 @@ class Validation:
     files: Confusion
     """[2, 2]: rows are what the files are, columns what they were taken for; LEAK is the second."""
 
+    def metrics(self) -> dict[str, float]:
+        """`validation_loss`, `_accuracy` and `_f1` of the segments, `file_accuracy` and `file_f1`."""
+        return {
+            "validation_loss": self.segments.loss,
+            "validation_accuracy": self.segments.accuracy,
+            "validation_f1": self.segments.f1,
+            "file_accuracy": accuracy(self.files),
+            "file_f1": macro_f1(self.files),
+        }
+
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
@@ -60,16 +70,7 @@ class Report:
         wrong = self.wrong()
         if wrong is not None:
             found |= {"loss": self.losses[wrong], "step": self.first_step + wrong + 1}
-        if self.validation is not None:
-            segments, files = self.validation.segments, self.validation.files
-            found |= {
-                "validation_loss": segments.loss,
-                "validation_accuracy": segments.accuracy,
-                "validation_f1": segments.f1,
-                "file_accuracy": accuracy(files),
-                "file_f1": macro_f1(files),
-            }
-        return found
+        return found if self.validation is None else {**found, **self.validation.metrics()}
 
 
 def finish(trainer: Any, folder: Path) -> str | None:
@@ -87,6 +88,12 @@ def finish(trainer: Any, folder: Path) -> str | None:
     except PerfsuiteError as error:  # the run has been saved: a picture is no reason to fail
         return f"{told}; {error}"
     return f"{told}; wrote {folder / PICTURE}"
+
+
+def quality(trainer: Any, given: Any) -> dict[str, float]:
+    """The last validation's metrics, for `perfsuite ab`; empty where there was none."""
+    validation: Validation | None = trainer.validation()
+    return {} if validation is None else validation.metrics()
 
 
 def plot(validation: Validation, path: Path) -> None:

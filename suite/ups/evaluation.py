@@ -27,6 +27,8 @@ EPSILON = 1e-8
 """Added to the mean square of the target."""
 NOISE_SEED = 0
 """Of the residuals that a stage after the operator's draws."""
+ROLLOUT = 10
+"""Steps of a rollout at most, where nobody says how many."""
 SAMPLES = 16
 """Samples that are predicted at once."""
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -97,6 +99,20 @@ def averaged(
         return refiner.refine(refiner.frozen.operator(z, dt), noise)
 
     return refiner.frozen.eval(), step
+
+
+def quality(trainer: Any, given: Mixture) -> dict[str, float]:
+    """The errors of a trainer's averaged weights at the first and the last step of a rollout, for `perfsuite ab`."""
+    kept = trainer.refiner.kept() if trainer.refiner is not None else {}
+    networks, step = averaged(trainer.config, given, {"averages": trainer.averages, "kept": kept}, trainer.device)
+    scores, _ = evaluate(networks, given, trainer.device, ROLLOUT, step)
+    last = {score.task: score.step for score in scores}
+    found: dict[str, float] = {}
+    for score in scores:
+        if score.step in (1, last[score.task]):
+            found[f"NRMSE of {score.task}, step {score.step}"] = score.nrmse
+            found[f"NRMSE of {score.task}'s latents, step {score.step}"] = score.latent_nrmse
+    return found
 
 
 @torch.no_grad()

@@ -1,0 +1,361 @@
+"""Two configurations of a trainer, trained side by side on the same data in alternating slices of windows.
+
+    two arms → slices (A B, B A, A B, …) → Pair, one for each seed → `suite.ab_report`
+
+Both trainers are alive in one process, and neither is ahead of the other by more than a slice, so that what drifts on
+the machine affects both. Each has random generators of its own: it learns what it would learn alone. At the end of a
+slice both have trained on the same number of items, as far as whole windows allow.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy
+import torch
+
+from perfsuite.errors import PerfsuiteError
+from suite.ablation import noting
+from suite.configuration import ConfigurationError
+from suite.runtime import DivergedError
+from suite.runtime.checkpoints import restore_rng, rng_state
+from suite.runtime.loop import Counted
+from suite.runtime.timing import synchronize
+
+Name = Literal["baseline", "optimized"]
+Batch = Mapping[str, torch.Tensor]
+clock = time.perf_counter
+TICK_S = 1e-9
+"""Resolution of the clock: no slice takes less."""
+WARM_UP = 3
+"""Slices that are left out of the throughput; of fewer than nine, a third."""
+LONGEST_S = 30.0
+"""Slices grow until a pair of them takes so long: longer ones would let the machine drift between the sides."""
+LARGEST_UNIT = 64
+"""Windows of the larger kind after which both sides are at the same item; where it takes more, counts are rounded."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arm:
+    """A side of the comparison, before anything of it is built."""
+
+    name: Name
+    build: Callable[[], Any]
+    """Makes the trainer."""
+    batches: Iterator[Batch]
+    limit: int | None = None
+    """Windows at most."""
+    quality: Callable[[Any], Mapping[str, float]] = lambda trainer: {}
+    """The trainer's own evaluation metrics, once it is trained."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Slice:
+    """Windows that a side trained in a row."""
+
+    windows: int
+    items: int
+    seconds: float
+    """With its batches made and its metrics asked for, until the device had finished."""
+    loss: float | None
+    """The mean over the windows whose loss is known; None if none is."""
+    losses: int
+    """Windows whose loss is known: a trainer that never waits for the device may pass over some."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """The training of a side with one seed, as far as both sides came."""
+
+    slices: tuple[Slice, ...]
+    build_s: float
+    peak_bytes: int | None
+    """GPU memory at most, without the other side's; None on a CPU."""
+    quality: Mapping[str, float] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    """Warnings that building or warming up raised."""
+
+    @property
+    def items(self) -> int:
+        """Items trained on."""
+        return sum(s.items for s in self.slices)
+
+    @property
+    def loss(self) -> float | None:
+        """The mean loss of the last slice."""
+        return self.slices[-1].loss if self.slices else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pair:
+    """Both sides' training with one seed."""
+
+    seed: int
+    baseline: Run
+    optimized: Run
+    item: str = "items"
+    """What is counted, in the plural: examples, tokens, segments."""
+    noun: str = "window"
+    """What a window is called."""
+
+    @property
+    def warm_up(self) -> int:
+        """Slices of each side, from the first on, that are not counted in the throughput."""
+        return warm_up(len(self.baseline.slices))
+
+    def timed(self) -> list[tuple[Slice, Slice]]:
+        """(baseline, optimized) of the slices that are."""
+        both = zip(self.baseline.slices, self.optimized.slices, strict=True)
+        return list(both)[self.warm_up :]
+
+
+def warm_up(slices: int) -> int:
+    """Of so many slices, those that are left out of the throughput."""
+    return min(slices, WARM_UP, max(1, slices // 3))
+
+
+class Comparison:
+    """Trains both arms with one seed.
+
+    slices   about so many are made of a training, and more of a long one
+    seconds  the training of both ends after so many, without the warm-up; None: at the end of the data
+    stopped  asked after each window; true: the training ends there, and the slice under way is dropped
+
+    ConfigurationError where the training has no end.
+    """
+
+    def __init__(
+        self,
+        arms: Sequence[Arm],
+        *,
+        seed: int,
+        device: torch.device,
+        slices: int,
+        seconds: float | None = None,
+        stopped: Callable[[], bool] = lambda: False,
+        progress: Callable[[str], None] = lambda what: None,
+    ) -> None:
+        self._sides = [_Side(arm, device, stopped) for arm in arms]
+        self._seed, self._slices, self._seconds = seed, slices, seconds
+        self._stopped, self._progress = stopped, progress
+        self._unit = unit_of(*(side.items for side in self._sides))
+        limits = [side.items * side.arm.limit for side in self._sides if side.arm.limit is not None]
+        self._units = max(1, min(limits) // self._unit) if limits else None
+        if self._units is None and seconds is None:
+            raise ConfigurationError("the training has no end: say when with --windows or --seconds")
+
+    def run(self) -> None:
+        """Build, train and evaluate both. DivergedError, naming side and window, where a loss is not finite."""
+        for side in self._sides:
+            if self._stopped():
+                return
+            side.build(self._seed)
+        for number, goal in enumerate(self._goals()):
+            order = self._sides if number % 2 == 0 else self._sides[::-1]
+            for side in order:
+                side.train_to(goal, warm=number < WARM_UP)
+                if self._stopped():
+                    return
+            self._progress(f"seed {self._seed}, slice {number + 1}: {', '.join(s.told() for s in self._sides)}")
+        for side in self._sides:
+            side.evaluate()
+
+    def pair(self) -> Pair:
+        """What has been measured so far: the slices that both sides have trained."""
+        whole = min(len(side.slices) for side in self._sides)
+        baseline, optimized = (side.run(whole) for side in self._sides)
+        first = self._sides[0]
+        return Pair(seed=self._seed, baseline=baseline, optimized=optimized, item=first.item, noun=first.noun)
+
+    def _goals(self) -> Iterator[int]:
+        """The items on which each side has trained at the end of each slice."""
+        total = sys.maxsize if self._units is None else self._units
+        largest = max(1, total // self._slices)
+        longest_s = LONGEST_S if self._seconds is None else min(LONGEST_S, self._seconds / self._slices)
+        done, size, ends = 0, 1, math.inf
+        for number in itertools.count(1):
+            left = total - done
+            done += size if left >= 2 * size else left  # a short slice at the end would say little of the loss
+            before = clock()
+            yield done * self._unit
+            now = clock()
+            if done == total or now >= ends:
+                return
+            if number == WARM_UP and self._seconds is not None:
+                ends = now + self._seconds
+            if now - before < longest_s / 2:
+                size = min(2 * size, largest)
+
+
+def unit_of(*items: int) -> int:
+    """Items after which windows of such sizes end together; of the largest window where that takes too many."""
+    together = math.lcm(*items)
+    return together if together <= LARGEST_UNIT * max(items) else max(items)
+
+
+class _Side:
+    """An arm while it trains."""
+
+    def __init__(self, arm: Arm, device: torch.device, stopped: Callable[[], bool]) -> None:
+        self.arm, self.device = arm, device
+        self._stopped = stopped
+        first = next(arm.batches, None)
+        if first is None:
+            raise PerfsuiteError(f"{arm.name}: the data have no batch; name more")
+        counted = arm.batches if isinstance(arm.batches, Counted) else None
+        self._count: Callable[[Batch], int] = counted.items if counted is not None else _items
+        self.item = counted.unit if counted is not None else "tokens" if "input_ids" in first else "items"
+        self.items = max(1, self._count(first))
+        """Of a window."""
+        self._batches = itertools.chain([first], arm.batches)
+        self.trainer: Any = None
+        self.slices: list[tuple[int, int, float]] = []
+        """(the last window, items, seconds) of each."""
+        self._windows = 0
+        self._lag = 0
+        self._losses: dict[int, float] = {}
+        self._quality: Mapping[str, float] = {}
+        self._notes: list[str] = []
+        self._build_s = 0.0
+        self._own = _Own(device)
+
+    @property
+    def noun(self) -> str:
+        found: str = getattr(self.trainer, "window_name", "window")
+        return found
+
+    def build(self, seed: int) -> None:
+        """Make the trainer, with the generators at the seed."""
+        _seed(seed)
+        self._own.take()
+        with noting(self._notes), self._own:
+            began = clock()
+            self.trainer = self.arm.build()
+            synchronize(self.device)
+            self._build_s = clock() - began
+
+    def train_to(self, goal: int, *, warm: bool) -> None:
+        """A slice: train until `goal` items, to the nearest whole window."""
+        last = max(1, (2 * goal + self.items) // (2 * self.items))
+        with noting(self._notes) if warm else contextlib.nullcontext(), self._own:
+            items = 0
+            synchronize(self.device)
+            began = clock()
+            while self._windows < last:
+                items += self._window()
+                if self._stopped():
+                    return
+            synchronize(self.device)
+            seconds = max(clock() - began, TICK_S)
+            newest = getattr(self.trainer, "last_metrics", None)
+            if newest is not None:
+                self._look(newest(), self._windows)
+        self.slices.append((last, items, seconds))
+
+    def evaluate(self) -> None:
+        """Take the trainer's own metrics."""
+        self._quality = {name: float(value) for name, value in self.arm.quality(self.trainer).items()}
+
+    def told(self) -> str:
+        """The last slice, in words."""
+        _, items, seconds = self.slices[-1]
+        loss = self._slice(len(self.slices) - 1).loss
+        return f"{self.arm.name} {items / seconds:.4g} {self.item}/s" + ("" if loss is None else f", loss {loss:.4g}")
+
+    def run(self, slices: int) -> Run:
+        """The training as it is recorded, with its first slices."""
+        return Run(
+            slices=tuple(self._slice(number) for number in range(slices)),
+            build_s=self._build_s,
+            peak_bytes=self._own.peak,
+            quality=self._quality,
+            notes=tuple(dict.fromkeys(self._notes)),
+        )
+
+    def _slice(self, number: int) -> Slice:
+        last, items, seconds = self.slices[number]
+        first = self.slices[number - 1][0] if number else 0
+        losses = [loss for window, loss in self._losses.items() if first < window <= last]
+        mean = math.fsum(losses) / len(losses) if losses else None
+        return Slice(windows=last - first, items=items, seconds=seconds, loss=mean, losses=len(losses))
+
+    def _window(self) -> int:
+        """A window; its items."""
+        batch = next(self._batches, None)
+        if batch is None:
+            raise PerfsuiteError(f"{self.arm.name}: the data ended after {self._windows} {self.noun}s; lower --windows")
+        self.trainer.train_window(batch)
+        self._windows += 1
+        found = self.trainer.metrics()
+        if found is None:
+            self._lag += not self._losses
+        else:
+            self._look(found, int(found.get("window", self._windows - self._lag)))
+        return self._count(batch)
+
+    def _look(self, found: Mapping[str, float] | None, window: int) -> None:
+        """Keep the loss of a window; DivergedError where it is no finite number."""
+        loss = None if found is None else found.get("loss")
+        if loss is None:
+            return
+        self._losses[window] = float(loss)
+        if not math.isfinite(loss):
+            noun = self.noun
+            raise DivergedError(
+                f"{self.arm.name}, {noun} {window}: the loss is {float(loss)}; training has stopped; "
+                f"lower the learning rate, or look at that {noun}'s data"
+            )
+
+
+class _Own:
+    """What a side has for itself while it is entered: the random generators, cuDNN's switch and a share of the memory.
+
+    Attributes: `peak` of the GPU memory, in bytes, without what the other side held; None on a CPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._cuda = device, device.type == "cuda"
+        self.peak: int | None = 0 if self._cuda else None
+        self._held = self._before = 0
+        self._default = torch.backends.cudnn.benchmark
+        self.take()
+
+    def take(self) -> None:
+        """Let the side go on from the generators and the switch as they are now."""
+        self._rng, self._benchmark = rng_state(), torch.backends.cudnn.benchmark
+
+    def __enter__(self) -> None:
+        restore_rng(self._rng)
+        torch.backends.cudnn.benchmark = self._benchmark
+        if self._cuda:
+            self._before = torch.cuda.memory_allocated(self._device)
+            torch.cuda.reset_peak_memory_stats(self._device)
+
+    def __exit__(self, *_: object) -> None:
+        self.take()
+        torch.backends.cudnn.benchmark = self._default
+        if self.peak is not None:
+            others = self._before - self._held
+            self.peak = max(self.peak, torch.cuda.max_memory_allocated(self._device) - others)
+            self._held = torch.cuda.memory_allocated(self._device) - others
+
+
+def _items(batch: Batch) -> int:
+    """Tokens of a text, else rows of whatever comes first."""
+    if "input_ids" in batch:
+        return batch["input_ids"].numel()
+    return next((len(t) for t in batch.values() if t.dim()), 1)
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
