@@ -16,14 +16,14 @@ import torch
 
 from optimized.compilation.compiled_function import compile_if_possible
 from optimized.compilation.fullgraph_model import fullgraph_operator
-from optimized.distributed.flat_gradients import FlatGradients
-from optimized.distributed.sharded_gradients import ShardedGradients
-from optimized.distributed.shards import Shards
+from optimized.flat_gradients import FlatGradients
 from optimized.graphs.cuda_graph_step import cuda_graph_step
 from optimized.kernels import triton_reason
 from optimized.memory.activation_checkpoint import activation_checkpoint_operator, checkpointed
 from optimized.memory.cpu_offload_optimizer import offloaded_hybrid
-from optimized.optimizers.sharded_hybrid import ShardedHybrid
+from optimized.sharded_gradients import ShardedGradients
+from optimized.sharded_hybrid import ShardedHybrid
+from optimized.shards import Shards
 from suite.runtime.reports import Reports
 from suite.techniques import implementation
 from suite.ups.batches import Feed, Maker, MicroBatch, Mixture, TaskPart

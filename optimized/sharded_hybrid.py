@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from optimized.distributed.shards import Shards
 from optimized.memory.cpu_offload_optimizer import cpu_offload_optimizer, host_buffer
 from optimized.optimizers.fused_adamw import adamw
 from optimized.optimizers.muon import MOMENTUM, orthogonalized, places_by_shape
+from optimized.shards import Shards
 
 
 class ShardedHybrid:

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from optimized.distributed.shards import Shards
 from optimized.optimizers.clip_grad_norm import EPS
+from optimized.shards import Shards
 
 
 class ShardedGradients:
