@@ -99,6 +99,8 @@ TRAINERS: dict[str, Entry] = {
         claims="suite.ups.config:CLAIMS",
         ablated="suite.ups.batches:for_ablation",
         finish="suite.stepping:finish",
+        checks="suite.claims.ups:CHECKS",
+        setting="suite.claims.ups:setting",
     ),
 }
 
