@@ -7,15 +7,17 @@ are measured as torch has them.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -114,7 +116,7 @@ def reductions(device: torch.device, config: TrainConfig) -> dict[str, int]:
     """
     sent: list[int] = []
     network = DistributedDataParallel(make_network(config, device), device_ids=_ids(device))
-    network.register_comm_hook(sent, _counted)
+    network.register_comm_hook(sent, lambda sent, bucket: _counted(sent, bucket))  # torch refuses annotations as text
     found = {}
     for name, count, quiet in (
         ("warm-up", 1, False),  # after it the buckets are laid out anew
@@ -205,19 +207,29 @@ def all_reduce_times(
 
 def scaling(
     device: torch.device, config: TrainConfig, batches: Sequence[int], rounds: int
-) -> dict[int, tuple[list[float], list[float]]]:
-    """Batch of a GPU → seconds of a step by round: of each rank by itself, and of all by DistributedDataParallel."""
-    found = {}
+) -> dict[int, dict[str, list[float]]]:
+    """Batch of a GPU → seconds of the slowest rank, by round.
+
+    alone       of a step of each rank by itself
+    together    of a step by DistributedDataParallel
+    all-reduce  of the gradients, by itself
+    """
+    found: dict[int, dict[str, list[float]]] = {}
     for batch in batches:
         alone = make_network(config, device)
         together = DistributedDataParallel(
             make_network(config, device), device_ids=_ids(device), gradient_as_bucket_view=True
         )
-        calls = {"alone": _step(alone, config, batch, device), "together": _step(together, config, batch, device)}
+        gradients = torch.zeros(sum(p.numel() for p in alone.parameters()), device=device)
+        calls: dict[str, Callable[[], object]] = {
+            "alone": _step(alone, config, batch, device),
+            "together": _step(together, config, batch, device),
+            "all-reduce": functools.partial(dist.all_reduce, gradients),
+        }
         own = interleaved(device, rounds, calls, count=4)
         every: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(every, (own["alone"], own["together"]))
-        found[batch] = (_slowest([a for a, _ in every]), _slowest([t for _, t in every]))
+        dist.all_gather_object(every, own)
+        found[batch] = {name: _slowest([seconds[name] for seconds in every]) for name in calls}
     return found
 
 
@@ -310,21 +322,19 @@ def _call(network: nn.Module, config: TrainConfig, device: torch.device) -> Call
 
 
 def _compiled_inside(network: Operator, device: torch.device) -> nn.Module:
-    compiled = torch.compile(network, mode="reduce-overhead", dynamic=False)
+    compiled = cast("nn.Module", torch.compile(network, mode="reduce-overhead", dynamic=False))
     return DistributedDataParallel(compiled, device_ids=_ids(device), gradient_as_bucket_view=True)
 
 
 def _compiled_around(network: Operator, device: torch.device) -> nn.Module:
     parallel = DistributedDataParallel(network, device_ids=_ids(device), gradient_as_bucket_view=True)
-    compiled: nn.Module = torch.compile(parallel, mode="reduce-overhead", dynamic=False)
-    return compiled
+    return cast("nn.Module", torch.compile(parallel, mode="reduce-overhead", dynamic=False))
 
 
-def _counted(sent: list[int], bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def _counted(sent: list[int], bucket: Any) -> torch.futures.Future[torch.Tensor]:
     """Torch's own mean over the ranks, noted."""
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-
     sent.append(bucket.buffer().nbytes)
+    assert dist.group.WORLD is not None
     return allreduce_hook(dist.group.WORLD, bucket)
 
 

@@ -25,6 +25,7 @@ SOURCE = without_techniques(TrainConfig(precision="fp16"))
 """The source's settings before its first phase, for each GPU."""
 FEW_QUERIES, RARE = 1024, 4
 """Query points, and micro-batches from one with the inverse losses to the next, after its third phase."""
+GB = 1e9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +40,7 @@ class Setting:
     samples: int = 16
     """Of each task, made in memory."""
     frames: int = 11
-    rounds: int = 6
+    rounds: int = 5
     batches: tuple[int, ...] = (8, 16, 20, 24)
     """Examples of a micro-batch that are compared."""
     compiled: bool = True

@@ -41,10 +41,13 @@ def is_multiple(ratios: Sequence[Ratio], claimed: float) -> str:
 
 
 def has_gain(ratios: Sequence[Ratio], claimed: float) -> str:
-    """Judge whether each ratio is a gain of about the claimed size; an interval that holds 1 as well says nothing."""
+    """Judge whether each ratio is a gain of about the claimed size.
+
+    An interval that holds the claimed gain and none at all, or all sizes that count as the claimed one, says nothing.
+    """
     gain = claimed - 1
     least, most = 1 + (1 - GAIN_TOLERANCE) * gain, 1 + (1 + GAIN_TOLERANCE) * gain
-    clear = [r for r in ratios if r.low > 1 or r.high < least]
+    clear = [r for r in ratios if r.high < least or (r.low > 1 and not r.low < least <= most < r.high)]
     if not clear:
         return UNMEASURED
     return _of_all([r.low <= most and r.high >= least for r in clear])
@@ -53,11 +56,6 @@ def has_gain(ratios: Sequence[Ratio], claimed: float) -> str:
 def is_amount(found: Sequence[float], claimed: float) -> str:
     """Judge whether each amount is the claimed one."""
     return _of_all([near(f, claimed) for f in found])
-
-
-def remains(shares: Sequence[float], claimed: float) -> str:
-    """Judge whether the share of the work that remains is the claimed one, in each case."""
-    return is_amount(shares, claimed)
 
 
 def both_tasks(norms: Mapping[str, float], difference: float) -> str:
@@ -134,14 +132,17 @@ def scales(speedups: Sequence[float], claimed: float) -> str:
     return _of_all([s >= (1 - TOLERANCE) * claimed for s in speedups])
 
 
-def of_four(one: float, two: float) -> tuple[float, float]:
-    """The least and largest speedup of four GPUs, from the seconds of a step on one and on two.
+def of_four(one: float, two: float, reduced: float) -> tuple[float, float]:
+    """The least and largest speedup of four GPUs, from figures of two.
 
-    What a step takes longer on two GPUs is its all-reduce, as far as the backward does not hide it. A ring of n GPUs
-    sends 2 (n - 1) / n times the gradients: from two to four 1.5 times as much. At best the time does not grow.
+    one, two  seconds of a step on one GPU and on two
+    reduced   seconds of an all-reduce of the gradients on two, by itself
+
+    A ring of n GPUs sends 2 (n - 1) / n times the gradients, 1.5 times as much on four as on two. At worst the backward
+    hides nothing of the half that is added, at best all of it.
     """
-    exposed = max(two - one, 0.0)
-    return 4 * one / (one + 1.5 * exposed), 4 * one / (one + exposed)
+    two = max(one, two)
+    return 4 * one / (two + reduced / 2), 4 * one / two
 
 
 def _of_all(right: Sequence[bool]) -> str:
