@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import gc
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -30,20 +30,28 @@ def inverse(tasks: Sequence[InverseTask], *, shared: bool) -> torch.Tensor:
     return torch.stack(function(tasks, 0, 1, None if shared else sample))
 
 
-def differentiated(trainer: Any, tasks: Sequence[InverseTask], sample: Callable[..., torch.Tensor] | None) -> None:
-    """Forward and backward in the trainer's precision: of the query loss, or of both losses without `sample`."""
-    task = tasks[0]
+def first_loss(task: InverseTask) -> torch.Tensor:
+    """The error at the query points, decoded there alone, 0-d."""
+    sample = implementation("losses.query_sampling", "query_sampling", optimized=True)
+    found: torch.Tensor = sample(task.decode, task.latents, task.field, task.points, task.queries)
+    return found
+
+
+def differentiated(task: InverseTask, *, both: bool) -> None:
+    """Forward and backward under autocast to bfloat16: of both losses from one decoded grid, or of the first alone."""
     leaves = [*task.decode.parameters(), *task.encode.parameters()]  # type: ignore[attr-defined]  # they are modules
-    with torch.enable_grad(), torch.autocast(trainer.device.type, torch.bfloat16):
-        if sample is None:
-            loss = inverse(tasks, shared=True).sum()
-        else:
-            loss = sample(task.decode, task.latents, task.field, task.points, task.queries)
+    with torch.enable_grad(), torch.autocast(task.latents.device.type, torch.bfloat16):
+        loss = inverse([task], shared=True).sum() if both else first_loss(task)
     torch.autograd.grad(loss, leaves, allow_unused=True)
 
 
-def flops(s: Setting, names: Sequence[str], asked: int, *, shared: bool) -> float:
-    """Operations of a micro-batch's inverse losses at the source's sizes, forward and backward, by their shapes."""
+def flops(names: Sequence[str], asked: int, which: Literal["first", "apart", "shared"]) -> float:
+    """Operations of a micro-batch's inverse losses at the source's sizes, forward and backward, by their shapes.
+
+    names  of its tasks
+    asked  query points
+    which  the first loss alone, at its query points; both apart, as the source has them; or both from one decoded grid
+    """
     tasks = []
     with torch.device("meta"):
         for name, cells in (("advection1d", (1024,)), ("darcy2d", (128, 128))):
@@ -61,7 +69,8 @@ def flops(s: Setting, names: Sequence[str], asked: int, *, shared: bool) -> floa
                 )
             )
         with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.enable_grad():
-            inverse(tasks, shared=shared).sum().backward()
+            loss = first_loss(tasks[0]) if which == "first" else inverse(tasks, shared=which == "shared").sum()
+            loss.backward()
     return float(counter.get_total_flops())
 
 

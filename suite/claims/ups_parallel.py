@@ -100,9 +100,9 @@ def data_parallel(s: Setting, *, ranks: int) -> Answer:
             bounds = judged.of_four(one, all_, reduced)
             speedups += bounds
             rows.append(
-                f"{row}, {units.significant(2 * one / all_)} times as many examples a second, and an all-reduce by "
-                f"itself {units.seconds(reduced)}. From these {' to '.join(units.significant(b) for b in bounds)} times "
-                "follow for four"
+                f"{row}, {units.significant(2 * one / all_)} times as many examples a second, and an all-reduce "
+                f"by itself {units.seconds(reduced)}. For four that means {units.significant(bounds[0])} to "
+                f"{units.significant(bounds[1])} times"
             )
     told = f"the operator of ups: {'; '.join(rows)}"
     if ranks != 4:

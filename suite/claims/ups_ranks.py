@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
+import math
 import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +31,7 @@ from perfsuite.errors import first_line
 from suite.claims.measuring import interleaved
 from suite.techniques import implementation
 from suite.ups.config import TrainConfig
-from suite.ups.model import Block, Operator, make_operator
+from suite.ups.model import Block, Operator, make_operator, parameters
 
 TIMEOUT = timedelta(seconds=120)
 """After which a collective gives up that another rank does not come to."""
@@ -85,11 +87,13 @@ def wrapped_weights(device: torch.device, config: TrainConfig) -> dict[str, bool
 def held(device: torch.device, config: TrainConfig, batch: int) -> dict[str, dict[str, int]]:
     """What a rank holds after steps of AdamW, by how the network is wrapped.
 
+    parameters  of the network
     own   bytes of its weights, gradients and moments
     peak  most bytes at once of a step, with its activations, beyond what was there before; on a GPU alone
     """
     found = {}
     for kind in KINDS:
+        gc.collect()
         before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
         network = wrapped(make_network(config, device), kind)
         optimizer = torch.optim.AdamW(network.parameters(), fused=True)
@@ -101,7 +105,10 @@ def held(device: torch.device, config: TrainConfig, batch: int) -> dict[str, dic
             optimizer.step()
         states = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
         grads = [p.grad for p in network.parameters() if p.grad is not None]
-        found[kind] = {"own": sum(map(_bytes, [*network.parameters(), *grads, *states]))}
+        found[kind] = {
+            "parameters": parameters(network),
+            "own": sum(map(_bytes, [*network.parameters(), *grads, *states])),
+        }
         if device.type == "cuda":
             torch.cuda.synchronize(device)
             found[kind]["peak"] = torch.cuda.max_memory_allocated(device) - before
@@ -117,7 +124,7 @@ def reductions(device: torch.device, config: TrainConfig) -> dict[str, int]:
     sent: list[int] = []
     network = DistributedDataParallel(make_network(config, device), device_ids=_ids(device))
     network.register_comm_hook(sent, lambda sent, bucket: _counted(sent, bucket))  # torch refuses annotations as text
-    found = {}
+    found: dict[str, int] = {}
     for name, count, quiet in (
         ("warm-up", 1, False),  # after it the buckets are laid out anew
         ("one", 1, False),
@@ -163,7 +170,7 @@ def graphed(device: torch.device, config: TrainConfig, rounds: int) -> dict[str,
         except Exception as error:  # what the compiler raises has no common class
             found[name] = {"right": False, "error": first_line(error) or type(error).__name__}
             continue
-        apart = max(float((a - b).norm() / b.norm()) for a, b in zip(gradients, truth, strict=True) if b.norm() > 0)
+        apart = _distance(gradients, truth)
         found[name] = {"right": apart < ROUNDING_BF16, "apart": apart}
         calls[name] = _call(network, config, device)
     if device.type == "cuda":
@@ -368,6 +375,12 @@ def _message(found: Any) -> str:
     """What a rank's error says, in a line."""
     told = found.get("message", "") if isinstance(found, Mapping) else str(found)
     return " ".join(str(told).split())[:300]
+
+
+def _distance(found: Sequence[torch.Tensor], truth: Sequence[torch.Tensor]) -> float:
+    """Of all tensors together, of the norm of the true ones."""
+    wrong = sum(float((a - b).square().sum()) for a, b in zip(found, truth, strict=True))
+    return math.sqrt(wrong / sum(float(b.square().sum()) for b in truth))
 
 
 def _nothing() -> None:

@@ -13,6 +13,8 @@ GAIN_TOLERANCE = 0.5
 """A gain or a cost in time may differ by this share of the claimed one: 1.10 times is 1.05 to 1.15 times."""
 NOTHING = 0.02
 """A change of time below this share is none."""
+CHAOS = 10
+"""Two pairs of runs that differ in their rounding alone may end this many times as far apart."""
 SAME = 1e-3
 """Two updates of a weight are the same if they differ by less than this share of the update's norm."""
 
@@ -31,7 +33,7 @@ def regularises(gradient: float, changed: float, repeated: float) -> str:
     """
     if gradient > 0:
         return CONFIRMED
-    return REFUTED if changed <= repeated else UNMEASURED
+    return REFUTED if changed <= CHAOS * repeated else UNMEASURED
 
 
 def is_multiple(ratios: Sequence[Ratio], claimed: float) -> str:
