@@ -263,7 +263,7 @@ def still_move(s: Setting) -> Answer:
     found["the offloaded optimizer"] = not torch.equal(before, measured.predicted(trainer))
     told = "; ".join(f"{name}: {'they move' if moved else 'they stay'}" for name, moved in found.items())
     verdict = judged.moves(found)
-    told = f"whether a step of the optimizer changes what the network computes{where(s)}: {told}"
+    told = f"the weights of a wrapped network{where(s)}, in a step of the optimizer: {told}"
     if verdict == DEPENDS:
         told = f"on when the optimizer is built: {told}. fully_shard puts new parameters into the network"
     return verdict, told
@@ -323,7 +323,7 @@ def phases(s: Setting) -> Answer:
     for name, gain in alone.items():
         product, claimed = product * gain.value, claimed * PHASES[name]
     listed = ", ".join(f"{name}: {ratio(gain)}, not {PHASES[name]:.2f}" for name, gain in alone.items())
-    left_out = " and ".join(f"phase {name}, which takes {NEEDS[name]}" for name in PHASES if name not in alone)
+    left_out = "; ".join(f"phase {name}, which takes {NEEDS[name]}" for name in PHASES if name not in alone)
     told = (
         f"examples a second on one GPU, each phase alone against the source's settings before: {listed}. They multiply "
         f"to {units.significant(product)}, and the source's own to {units.significant(claimed)}. All of these phases "
