@@ -20,7 +20,7 @@ from suite.claims.eigenstate_lm import amount
 from suite.claims.measuring import interleaved, typical
 from suite.claims.record import CONFIRMED, DEPENDS, UNMEASURED, Answer, Checks, Measure
 from suite.claims.ups_parallel import two_ranks, where
-from suite.claims.ups_ranks import KINDS
+from suite.claims.ups_ranks import KINDS, RankError
 from suite.claims.ups_setting import (
     FEW_QUERIES,
     GB,
@@ -47,14 +47,14 @@ CHECKS = Checks()
 
 
 def _alone(measure: Measure) -> Measure:
-    """Begin with the memory that other checks have left; what cannot be compiled cannot be measured."""
+    """Begin with the memory that other checks have left; say so where nothing can be compiled, or a rank fails."""
 
     @functools.wraps(measure)
     def answer(s: Setting) -> Answer:
         measured.empty()
         try:
             return measure(s)
-        except UncompiledError as error:
+        except (UncompiledError, RankError) as error:
             return UNMEASURED, str(error)
 
     return answer

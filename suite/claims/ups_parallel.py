@@ -76,13 +76,14 @@ def nccl_variables(s: Setting, *, gpus: int) -> Answer:
     elements = sum(source_sizes(s, whole=False))
     found = in_ranks.launched(in_ranks.all_reduce_times, 4, gpus, elements, 2 * s.rounds, 10, variables)[0]
     gain = ablation.paired(found[1], found[0])
-    links = ", ".join(sorted(set(machine.links(2).values()))) or "an unknown link"
+    links = sorted(set(machine.links(2).values()))
+    joined = ", ".join(links) or "an unknown link"
     told = (
-        f"an all-reduce of {amount(4 * elements)} between two ranks, joined by {links}, takes {typical(found[1])} as "
+        f"an all-reduce of {amount(4 * elements)} between two ranks, joined by {joined}, takes {typical(found[1])} as "
         f"NCCL is and {typical(found[0])} with the source's variables, {times(gain)}. Two of them concern sockets, "
         "which NVLink does not use, and two are NCCL's defaults"
     )
-    return judged.helps(gain), told
+    return (UNMEASURED if links and "NVLink" not in links else judged.helps(gain)), told
 
 
 def data_parallel(s: Setting, *, ranks: int) -> Answer:

@@ -11,8 +11,10 @@ import functools
 import gc
 import math
 import os
+import signal
+import threading
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, cast
 
@@ -65,7 +67,8 @@ def launched(work: Callable[..., Any], ranks: int, gpus: int, *given: Any) -> li
         start_method="spawn",
     )
     try:
-        found: Mapping[int, Any] = elastic_launch(settings, _in_rank)(work, gpus, given)
+        with _handlers_kept():
+            found: Mapping[int, Any] = elastic_launch(settings, _in_rank)(work, gpus, given)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         raise RankError(f"rank {rank}: {_message(failure.message)}") from None
@@ -88,8 +91,8 @@ def held(device: torch.device, config: TrainConfig, batch: int) -> dict[str, dic
     """What a rank holds after steps of AdamW, by how the network is wrapped.
 
     parameters  of the network
-    own   bytes of its weights, gradients and moments
-    peak  most bytes at once of a step, with its activations, beyond what was there before; on a GPU alone
+    own         bytes of its weights, gradients and moments
+    peak        most bytes at once of a step, with its activations, beyond what was there before; on a GPU alone
     """
     found = {}
     for kind in KINDS:
@@ -117,9 +120,11 @@ def held(device: torch.device, config: TrainConfig, batch: int) -> dict[str, dic
 
 
 def reductions(device: torch.device, config: TrainConfig) -> dict[str, int]:
-    """How many all-reduces a step has, and their bytes, with and without `no_sync` in all micro-batches but the last.
+    """How many all-reduces a step has, and their bytes, by what it is.
 
-    "one"  of a step of one micro-batch
+    one              of one micro-batch
+    without no_sync  of several micro-batches
+    with no_sync     of several micro-batches, all but the last within `no_sync`
     """
     sent: list[int] = []
     network = DistributedDataParallel(make_network(config, device), device_ids=_ids(device))
@@ -345,12 +350,28 @@ def _counted(sent: list[int], bucket: Any) -> torch.futures.Future[torch.Tensor]
     return allreduce_hook(dist.group.WORLD, bucket)
 
 
+@contextlib.contextmanager
+def _handlers_kept() -> Iterator[None]:
+    """Restore what the launcher leaves changed: how this process answers signals, e.g. Ctrl-C."""
+    before = {
+        number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    }
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():  # only that one may change them
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
 def _in_rank(work: Callable[..., Any], gpus: int, given: tuple[Any, ...]) -> Any:
     """In a process that `launched` has started."""
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device("cuda", rank % gpus) if gpus else torch.device("cpu")
     if gpus:
         torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
     dist.init_process_group("nccl" if gpus >= ranks else "gloo", timeout=TIMEOUT)
     try:
         return work(device, *given)

@@ -26,6 +26,8 @@ SOURCE = without_techniques(TrainConfig(precision="fp16"))
 FEW_QUERIES, RARE = 1024, 4
 """Query points, and micro-batches from one with the inverse losses to the next, after its third phase."""
 GB = 1e9
+MOST_HALVINGS = 30
+"""Steps that the scale of a loss may take until the gradients are finite."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,11 +127,18 @@ def make_trainer(s: Setting, config: TrainConfig) -> Any:
 
 
 def steps(trainer: Any) -> Callable[[], None]:
-    """A step of it, after some that compile and capture; UncompiledError where that was not possible."""
+    """A step of it, after some that compile, capture and find the scale of a loss in float16.
+
+    UncompiledError where it cannot be compiled.
+    """
     notes: list[str] = []
     with ablation.noting(notes):
         for _ in range(4):  # with and without the inverse losses, at any accumulation
             trainer.train_window({})
+        for _ in range(MOST_HALVINGS):
+            if not trainer.scale.active or trainer.scale.growth:
+                break
+            trainer.train_window({})  # a step that is left out takes less time
         trainer.last_report()
     for note in notes:
         if "runs uncompiled" in note:

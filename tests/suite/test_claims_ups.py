@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import signal
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -200,7 +201,10 @@ def test_an_offloaded_optimizer_that_does_nothing_is_found(monkeypatch: pytest.M
 
 
 def test_two_ranks_on_the_cpu_answer_three_claims() -> None:
+    ups_parallel.two_ranks.cache_clear()
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     verdict, told = ups.sharding_frees(SMALL)
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
     assert verdict == REFUTED
     assert "are 343 MB in float32: sharding frees 172 MB of them on each of two GPUs" in told
     assert "Two ranks on the CPU, with 7,128 parameters, hold 0.114 MB each" in told
@@ -317,7 +321,8 @@ def test_batches_are_compared_by_examples_a_second(monkeypatch: pytest.MonkeyPat
     assert "762 with 4, 1520 with 8; 8 against 4 2 times as fast" in told
 
 
-def test_every_phase_is_timed_alone_and_all_together() -> None:
+def test_every_phase_is_timed_alone_and_all_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ups_measured, "TOGETHER", 1)
     verdict, told = ups.phases(SMALL)
     assert verdict in VERDICTS
     for name in "23568":
@@ -417,6 +422,15 @@ def test_too_few_gpus_are_told(measure: Any, planted: Any) -> None:
     assert not asked
 
 
+def test_a_rank_that_fails_leaves_a_claim_unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*given: Any) -> list[Any]:
+        raise ups_ranks.RankError("rank 1: no memory")
+
+    ups_parallel.two_ranks.cache_clear()
+    monkeypatch.setattr(ups_ranks, "launched", fails)
+    assert CHECKS["C35"].answer(SMALL) == (UNMEASURED, "rank 1: no memory")
+
+
 def test_two_gpus_hold_less_each_where_it_is_sharded(planted: Any) -> None:
     held = {"own": 100, "peak": 8_000_000_000, "parameters": 7}
     planted({"held": {ups_ranks.KINDS[0]: held, ups_ranks.KINDS[1]: {**held, "peak": 7_900_000_000}}})
@@ -470,6 +484,26 @@ def test_variables_help_where_the_all_reduce_is_faster(with_them: list[float], v
     assert found == verdict
     assert asked[0][1:4] == (4, 2, 21_445_120)
     assert "an all-reduce of 85.8 MB between two ranks, joined by" in told
+
+
+def test_variables_are_judged_over_nvlink_alone(planted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    planted(([0.9, 0.9], [1.0, 1.0]))
+    for link, verdict in {"NVLink": CONFIRMED, "PCIe or host": UNMEASURED}.items():
+        monkeypatch.setattr(ups_parallel.machine, "links", lambda count, link=link: {"0-1": link})
+        found, told = ups_parallel.nccl(with_gpus(2))
+        assert found == verdict
+        assert f"joined by {link}, takes" in told
+
+
+@pytest.mark.parametrize("finite", [True, False])
+def test_a_step_in_float16_is_timed_once_its_scale_is_found(finite: bool) -> None:
+    config = dataclasses.replace(SMALL.config, precision="fp16")
+    trainer = ups_setting.make_trainer(SMALL, config)
+    if not finite:
+        trainer.scale.value = 2.0**40
+    ups_setting.steps(trainer)
+    assert trainer.scale.growth
+    assert (trainer.steps == 4) == finite
 
 
 def test_two_gpus_say_what_four_would_do(planted: Any) -> None:
