@@ -298,14 +298,15 @@ def batches(s: Setting) -> Answer:
     ratios, rows = [], []
     for how, on in measured.modes(s).items():
         sizes = s.batches if not on else (s.batches[0], measured.later_batch(s))
-        found = measured.timed(s, {str(size): tuned(s, batch_size=size, compile=on) for size in sizes})
-        each = {size: [t / (2 * size) for t in found[str(size)]] for size in sizes}
+        configs = {str(size): tuned(s, batch_size=size, compile=on) for size in sizes}
+        found = measured.timed(s, configs)
+        each = {size: [t / (size * configs[str(size)].accumulation) for t in found[str(size)]] for size in sizes}
         ratios += [ablation.paired(each[a], each[b]) for a, b in itertools.pairwise(sizes)]
         told = ", ".join(f"{units.significant(1 / median(each[size]))} with {size}" for size in sizes)
         whole = ablation.paired(each[sizes[0]], each[sizes[-1]])
         rows.append(f"{how}, examples a second: {told}; {sizes[-1]} against {sizes[0]} {times(whole)}")
     verdict = judged.faster(ratios)
-    return verdict, ("on the batch and on what else limits: " * (verdict == DEPENDS)) + "; ".join(rows)
+    return verdict, ("on the batch, and on whether the step is compiled: " * (verdict == DEPENDS)) + "; ".join(rows)
 
 
 @CHECKS("C37", "The phases multiply to 5.0 times.", gpu=True)
@@ -315,22 +316,22 @@ def phases(s: Setting) -> Answer:
     each = {name: [t / (c.batch_size * c.accumulation) for t in found[name]] for name, c in configs.items()}
     alone = {
         name: ablation.paired(each["before" if name == "4" else "resident"], each[name])
-        for name in configs
-        if name in PHASES
+        for name in PHASES
+        if name in configs
     }
     together = ablation.paired(each["before"], each["together"])
     product, claimed = 1.0, 1.0
     for name, gain in alone.items():
         product, claimed = product * gain.value, claimed * PHASES[name]
-    listed = ", ".join(f"{name}: {ratio(gain)}, not {PHASES[name]:.2f}" for name, gain in alone.items())
+    listed = ", ".join(f"{name} {ratio(gain)}, claimed {PHASES[name]:.2f}" for name, gain in alone.items())
     left_out = "; ".join(f"phase {name}, which takes {NEEDS[name]}" for name in PHASES if name not in alone)
     told = (
-        f"examples a second on one GPU, each phase alone against the source's settings before: {listed}. They multiply "
-        f"to {units.significant(product)}, and the source's own to {units.significant(claimed)}. All of these phases "
-        f"together are {times(together)}. Not measured: {left_out}"
+        f"examples a second on one GPU, each phase alone against the source's settings before: phase {listed}. They "
+        f"multiply to {units.significant(product)}, and the source's own to {units.significant(claimed)}. All of these "
+        f"phases together are {times(together)}. Not measured: {left_out}"
     )
     verdict = judged.multiply(together, product, claimed)
-    return verdict, ("on whether they are multiplied or measured together: " * (verdict == DEPENDS)) + told
+    return verdict, ("on whether the phases are measured one by one or together: " * (verdict == DEPENDS)) + told
 
 
 @CHECKS("C38", "Activation checkpointing costs 20% more time and leaves the forward unchanged.", gpu=True)
@@ -349,7 +350,7 @@ def checkpointing(s: Setting) -> Answer:
             f"{how}, a step takes {typical(found['False'])} without and {typical(found['True'])} with it, "
             f"{longer(ratios[-1])}"
         )
-    told = f"the operator's output is {'the same to the bit' if same else 'another'} with it; {'; '.join(rows)}"
+    told = f"the operator's output is {'the same to the bit' if same else 'different'} with it; {'; '.join(rows)}"
     verdict = judged.costs(ratios, 0.2, unchanged=same)
     return verdict, ("on whether the step is compiled: " * (verdict == DEPENDS)) + told
 

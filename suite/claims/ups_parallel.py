@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 from collections.abc import Mapping
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 from perfsuite import machine
 from perfsuite.report import units
@@ -20,6 +19,7 @@ from suite.claims.record import DEPENDS, UNMEASURED, Answer
 from suite.claims.ups_measured import source_sizes
 from suite.claims.ups_setting import Setting
 from suite.claims.ups_words import times
+from suite.techniques import implementation
 
 
 def graphs(s: Setting) -> Answer:
@@ -72,7 +72,7 @@ def four(s: Setting) -> Answer:
 
 def nccl_variables(s: Setting, *, gpus: int) -> Answer:
     """Answer C34 by two halves of four ranks; 0 GPUs: on the CPU."""
-    variables: Mapping[str, str] = _variables()
+    variables = cast("Mapping[str, str]", implementation("distributed.nccl_settings", "VARIABLES", optimized=True))
     elements = sum(source_sizes(s, whole=False))
     found = in_ranks.launched(in_ranks.all_reduce_times, 4, gpus, elements, 2 * s.rounds, 10, variables)[0]
     gain = ablation.paired(found[1], found[0])
@@ -129,11 +129,6 @@ def replays(row: Mapping[str, Any], eager: Mapping[str, Any]) -> bool:
     """Whether a compiled network has the right gradients, in far fewer launches where they are counted."""
     fewer = "launches" not in row or 2 * row["launches"] < eager["launches"]
     return bool(row["right"]) and fewer
-
-
-def _variables() -> Mapping[str, str]:
-    found: Mapping[str, str] = importlib.import_module("optimized.distributed.nccl_settings").VARIABLES
-    return found
 
 
 def where(s: Setting) -> str:

@@ -326,11 +326,32 @@ def test_every_phase_is_timed_alone_and_all_together(monkeypatch: pytest.MonkeyP
     verdict, told = ups.phases(SMALL)
     assert verdict in VERDICTS
     for name in "23568":
-        assert f" {name}: " in told
+        assert f" {name} " in told
     assert "and the source's own to 2.90" in told
     assert told.endswith(
         "Not measured: phase 1, which takes a compiler; phase 4, which takes workers; phase 7, which takes several GPUs"
     )
+
+
+@pytest.mark.parametrize(
+    ("fifth", "together", "verdict"), [(1.23, 4.2, CONFIRMED), (1.23, 2.0, DEPENDS), (0.2, 2, REFUTED)]
+)
+def test_phases_are_held_against_the_settings_that_they_change(
+    fifth: float, together: float, verdict: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configs = ups_measured.phases(ups.setting(torch.device("cuda")))
+    examples = {name: c.batch_size * c.accumulation for name, c in configs.items()}
+    each = {"before": 0.03, "resident": 0.01, "4": 0.03 / 1.07, "together": 0.03 / together}  # seconds of an example
+    gains = {**ups.PHASES, "5": fifth}
+    each |= {name: 0.01 / gains[name] for name in configs if name not in each}
+    found = {name: [seconds * examples[name]] * 2 for name, seconds in each.items()}
+    monkeypatch.setattr(ups_measured, "timed_phases", lambda setting: (configs, found))
+    answer, told = ups.phases(SMALL)
+    assert answer == verdict
+    assert "phase 1 1.36 (1.36 to 1.36), claimed 1.36, 2 1.45" in told
+    assert "4 1.07 (1.07 to 1.07), claimed 1.07" in told
+    assert "and the source's own to 4.23" in told
+    assert told.endswith("Not measured: phase 7, which takes several GPUs")
 
 
 def test_phases_are_the_source_s_changes() -> None:
@@ -379,7 +400,7 @@ def test_checkpointing_is_timed_and_its_output_compared(monkeypatch: pytest.Monk
     monkeypatch.setattr(ups_measured, "same_forward", lambda setting: False)
     verdict, told = ups.checkpointing(SMALL)
     assert verdict == REFUTED
-    assert told.startswith("the operator's output is another with it")
+    assert told.startswith("the operator's output is different with it")
 
 
 def test_a_forward_that_differs_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -483,6 +504,7 @@ def test_variables_help_where_the_all_reduce_is_faster(with_them: list[float], v
     found, told = ups_parallel.nccl(with_gpus(2))
     assert found == verdict
     assert asked[0][1:4] == (4, 2, 21_445_120)
+    assert asked[0][-1]["NCCL_MIN_NCHANNELS"] == "4"
     assert "an all-reduce of 85.8 MB between two ranks, joined by" in told
 
 
