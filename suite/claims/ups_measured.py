@@ -84,7 +84,7 @@ def operator_after(s: Setting, config: Any) -> list[torch.Tensor]:
 
 
 def apart(found: Sequence[torch.Tensor], known: Sequence[torch.Tensor]) -> float:
-    """The largest distance of a tensor from the known one, of that one's norm."""
+    """The largest distance of a tensor from the known one, as a share of the known one's norm."""
     return max(float((a - b).norm() / b.norm().clamp_min(1e-30)) for a, b in zip(found, known, strict=True))
 
 
@@ -114,7 +114,7 @@ def source_sizes(s: Setting, *, whole: bool) -> tuple[int, int]:
 
 
 def peak_of_steps(s: Setting, config: Any) -> int:
-    """Bytes of a trainer and of its steps."""
+    """The most bytes at once of a trainer and three of its steps."""
 
     def call() -> None:
         trainer = make_trainer(s, config)
@@ -129,7 +129,10 @@ def peak_of_steps(s: Setting, config: Any) -> int:
 
 
 def by_kind(first: Sequence[torch.Tensor], count: int) -> dict[str, float]:
-    """How far the offloaded optimizer is from the one on the device after steps on the same gradients, of an update."""
+    """How far the offloaded optimizer ends from the one on the device, as a share of what these steps have changed.
+
+    Both start from the weights `first`, and are given the same gradients in `count` steps.
+    """
     generator = torch.Generator().manual_seed(0)
     grads = [[torch.randn(w.shape, generator=generator).to(w.device) for w in first] for _ in range(count)]
     ends = []
@@ -144,11 +147,11 @@ def by_kind(first: Sequence[torch.Tensor], count: int) -> dict[str, float]:
         if own[0].is_cuda:
             torch.cuda.synchronize(own[0].device)
         ends.append(own)
-    apart = {"Muon": 0.0, "AdamW": 0.0}
+    distances = {"Muon": 0.0, "AdamW": 0.0}
     for w, a, b in zip(first, *ends, strict=True):
         kind = "Muon" if w.dim() == 2 else "AdamW"
-        apart[kind] = max(apart[kind], float((a - b).norm() / (b - w).norm()))
-    return apart
+        distances[kind] = max(distances[kind], float((a - b).norm() / (b - w).norm()))
+    return distances
 
 
 def predicted(trainer: Any) -> torch.Tensor:
@@ -221,7 +224,10 @@ def phases(s: Setting) -> dict[str, Any]:
 
 
 def timed_phases(s: Setting) -> tuple[dict[str, Any], dict[str, list[float]]]:
-    """(configuration, seconds of a step by round) of each; without workers where they end, as for lack of memory."""
+    """(name → configuration, name → seconds of a step by round).
+
+    The phase of the loader is left out where a worker ends, as it does without enough shared memory.
+    """
     configs = phases(s)
     try:
         return configs, timed(s, configs)
