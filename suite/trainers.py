@@ -106,6 +106,8 @@ TRAINERS: dict[str, Entry] = {
         finish="suite.stepping:finish",
         ranks=True,
         quality="suite.ups.evaluation:quality",
+        checks="suite.claims.ups:CHECKS",
+        setting="suite.claims.ups:setting",
     ),
 }
 

@@ -1,0 +1,247 @@
+"""What the checks of the claims of ups measure, in one process and by starting several."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from suite.claims.measuring import interleaved, peak_bytes
+from suite.claims.ups_setting import RARE, SOURCE, Setting, make_trainer, mixture, steps, tuned
+from suite.techniques import implementation
+from suite.ups.losses import InverseTask
+from suite.ups.model import make_decoder, make_encoder, make_operator
+from suite.ups.task_fields import token_grid
+
+TOGETHER = 4
+"""Steps that are timed in a row: a multiple of the steps after which the inverse losses recur."""
+
+
+def inverse(tasks: Sequence[InverseTask], *, shared: bool) -> torch.Tensor:
+    """Both inverse losses, [2]; the first reads the decoded grid if `shared`, and decodes its query points if not."""
+    function = implementation("losses.inverse_losses", "inverse_losses", optimized=True)
+    sample = implementation("losses.query_sampling", "query_sampling", optimized=True)
+    return torch.stack(function(tasks, 0, 1, None if shared else sample))
+
+
+def first_loss(task: InverseTask) -> torch.Tensor:
+    """The error at the query points, decoded there alone, 0-d."""
+    sample = implementation("losses.query_sampling", "query_sampling", optimized=True)
+    found: torch.Tensor = sample(task.decode, task.latents, task.field, task.points, task.queries)
+    return found
+
+
+def differentiated(task: InverseTask, *, both: bool) -> None:
+    """Forward and backward under autocast to bfloat16: of both losses from one decoded grid, or of the first alone."""
+    leaves = [*task.decode.parameters(), *task.encode.parameters()]  # type: ignore[attr-defined]  # they are modules
+    with torch.enable_grad(), torch.autocast(task.latents.device.type, torch.bfloat16):
+        loss = inverse([task], shared=True).sum() if both else first_loss(task)
+    torch.autograd.grad(loss, leaves, allow_unused=True)
+
+
+def flops(names: Sequence[str], asked: int, which: Literal["first", "apart", "shared"]) -> float:
+    """Operations of a micro-batch's inverse losses at the source's sizes, forward and backward, by their shapes.
+
+    names  of its tasks
+    asked  query points
+    which  the first loss alone, at its query points; both apart, as the source has them; or both from one decoded grid
+    """
+    tasks = []
+    with torch.device("meta"):
+        for name, cells in (("advection1d", (1024,)), ("darcy2d", (128, 128))):
+            if name not in names:
+                continue
+            examples, points = SOURCE.batch_size // len(names), torch.Size(cells).numel()
+            tasks.append(
+                InverseTask(
+                    encode=make_encoder(SOURCE, token_grid(name, SOURCE.tokens)),
+                    decode=make_decoder(SOURCE, len(cells)),
+                    latents=torch.empty(examples, SOURCE.tokens, SOURCE.latent_width),
+                    field=torch.empty(examples, *cells, 1),
+                    points=torch.empty(*cells, len(cells)),
+                    queries=torch.empty(min(points, asked), dtype=torch.int64),
+                )
+            )
+        with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.enable_grad():
+            loss = first_loss(tasks[0]) if which == "first" else inverse(tasks, shared=which == "shared").sum()
+            loss.backward()
+    return float(counter.get_total_flops())
+
+
+def operator_after(s: Setting, config: Any) -> list[torch.Tensor]:
+    """The operator's weights after some steps."""
+    trainer = make_trainer(s, config)
+    for _ in range(s.steps):
+        trainer.train_window({})
+    trainer.last_report()
+    return [w.detach().clone() for name, w in trainer.weights.items() if name.startswith("operator.")]
+
+
+def apart(found: Sequence[torch.Tensor], known: Sequence[torch.Tensor]) -> float:
+    """The largest distance of a tensor from the known one, as a share of the known one's norm."""
+    return max(float((a - b).norm() / b.norm().clamp_min(1e-30)) for a, b in zip(found, known, strict=True))
+
+
+def state_rates(trainer: Any) -> tuple[float, float]:
+    """Bytes of the optimizers' state for each element of a matrix, and for each of the other weights."""
+    states = [optimizer.state_dict() for optimizer in trainer.optimizers.values()]
+    weights = list(trainer.weights.values())
+    matrices = sum(w.numel() for w in weights if w.dim() == 2)
+    others = sum(w.numel() for w in weights if w.dim() != 2)
+    muon = sum(m.nbytes for state in states for m in state["muon"]["momenta"])
+    adamw = sum(m.nbytes for state in states for which in ("first", "second") for m in state["adamw"][which])
+    return muon / matrices, adamw / others
+
+
+@functools.cache
+def source_sizes(s: Setting, *, whole: bool) -> tuple[int, int]:
+    """(elements of all matrices, of all other weights) of the source's operator, and of all its networks if `whole`."""
+    with torch.device("meta"):
+        networks: list[torch.nn.Module] = [make_operator(SOURCE)]
+        if whole:
+            for task in mixture(s).tasks:
+                dims = len(task.fields.grid)
+                networks += [make_decoder(SOURCE, dims), make_encoder(SOURCE, token_grid(task.task, SOURCE.tokens))]
+    weights = [w for network in networks for w in network.parameters()]
+    matrices = sum(w.numel() for w in weights if w.dim() == 2)
+    return matrices, sum(w.numel() for w in weights) - matrices
+
+
+def peak_of_steps(s: Setting, config: Any) -> int:
+    """The most bytes at once of a trainer and three of its steps."""
+
+    def call() -> None:
+        trainer = make_trainer(s, config)
+        for _ in range(3):
+            trainer.train_window({})
+        trainer.last_report()
+
+    mixture(s)
+    found = peak_bytes(s.device, call)
+    empty()
+    return found
+
+
+def by_kind(first: Sequence[torch.Tensor], count: int) -> dict[str, float]:
+    """How far the offloaded optimizer ends from the one on the device, as a share of what these steps have changed.
+
+    Both start from the weights `first`, and are given the same gradients in `count` steps.
+    """
+    generator = torch.Generator().manual_seed(0)
+    grads = [[torch.randn(w.shape, generator=generator).to(w.device) for w in first] for _ in range(count)]
+    ends = []
+    for module, name in (
+        ("memory.cpu_offload_optimizer", "offloaded_hybrid"),
+        ("optimizers.hybrid_muon_adamw", "hybrid_muon_adamw"),
+    ):
+        own = [w.clone() for w in first]
+        step = implementation(module, name, optimized=True)(own)
+        for given in grads:
+            step(given)
+        if own[0].is_cuda:
+            torch.cuda.synchronize(own[0].device)
+        ends.append(own)
+    distances = {"Muon": 0.0, "AdamW": 0.0}
+    for w, a, b in zip(first, *ends, strict=True):
+        kind = "Muon" if w.dim() == 2 else "AdamW"
+        distances[kind] = max(distances[kind], float((a - b).norm() / (b - w).norm()))
+    return distances
+
+
+def predicted(trainer: Any) -> torch.Tensor:
+    """What the trainer's operator gives for its first micro-batch."""
+    part = trainer.maker[0].parts[0]
+    with torch.no_grad():
+        found: torch.Tensor = trainer.networks.operator(part.before.to(trainer.device), part.dt.to(trainer.device))
+    return found
+
+
+def same_forward(s: Setting) -> bool:
+    """Whether the checkpointed operator has the same output, with sublayers dropped."""
+    checkpointed = implementation("memory.activation_checkpoint", "activation_checkpoint_operator", optimized=True)
+    trainer = make_trainer(s, tuned(s))
+    part, scales = trainer.maker[0].parts[0], trainer.maker[0].scales
+    before, dt = part.before.to(s.device), part.dt.to(s.device)
+    scales = scales[..., : len(before)].to(s.device)
+    operator = trainer.networks.operator
+    with torch.enable_grad(), torch.autocast(s.device.type, torch.bfloat16):
+        return torch.equal(operator(before, dt, scales), checkpointed(operator, before, dt, scales))
+
+
+def modes(s: Setting) -> dict[str, bool]:
+    """How a step runs → `compile`."""
+    return {"eager": False, "compiled": True} if s.compiled else {"eager": False}
+
+
+def later_batch(s: Setting) -> int:
+    """The batch of the source's later phases, 20."""
+    return s.batches[-2]
+
+
+def timed(s: Setting, configs: Mapping[str, Any]) -> dict[str, list[float]]:
+    """Seconds of a step by round, by configuration."""
+    calls: dict[str, Callable[[], object]] = {n: steps(make_trainer(s, config)) for n, config in configs.items()}
+    return interleaved(s.device, s.rounds, calls, count=TOGETHER)
+
+
+def phases(s: Setting) -> dict[str, Any]:
+    """Each of the source's phases alone, and all of them together, on one GPU.
+
+    before    the source's settings before, with its workers
+    resident  the same with latents on the device; the phases but that of the loader are held against it
+    together  all phases, with the workers of the loader's
+
+    A phase that changes the batch changes it by the same factor as the source's.
+    """
+    workers = s.workers != (0, 0)
+    size = s.config.batch_size
+    changes: dict[str, dict[str, Any]] = {
+        "1": {"compile": True},
+        "2": {"activation_checkpoint": True, "batch_size": 2 * size, "accumulation": 2},
+        "3": {"inverse_loss_frequency": RARE, "num_queries": s.config.num_queries // 2, **_SCHEDULED},
+        "5": {"cpu_offload_optimizer": True, "batch_size": 2 * round(size * 5 / 8)},
+        "6": {"precision": "bf16"},
+        "8": {"fused_optimizers": True},
+    }
+    if not s.compiled:
+        del changes["1"]
+    merged: dict[str, Any] = {}
+    for change in changes.values():
+        merged |= change
+    merged["batch_size"] = later_batch(s)
+    resident = dataclasses.replace(s.config, resident_latents=True)
+    before = dataclasses.replace(s.config, num_workers=s.workers[0]) if workers else resident
+    loader: dict[str, Any] = {"num_workers": s.workers[1], "prefetch_factor": 2} if workers else {}
+    found = {"before": before, "resident": resident, "together": dataclasses.replace(before, **merged, **loader)}
+    found |= {name: dataclasses.replace(resident, **change) for name, change in changes.items()}
+    return found | ({"4": dataclasses.replace(before, **loader)} if workers else {})
+
+
+def timed_phases(s: Setting) -> tuple[dict[str, Any], dict[str, list[float]]]:
+    """(name → configuration, name → seconds of a step by round).
+
+    The phase of the loader is left out where a worker ends, as it does without enough shared memory.
+    """
+    configs = phases(s)
+    try:
+        return configs, timed(s, configs)
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error) or s.workers == (0, 0):
+            raise
+    return timed_phases(dataclasses.replace(s, workers=(0, 0)))
+
+
+_SCHEDULED = {"inverse_losses": True, "query_sampling": True}
+"""Compute what the schedule asks for, and nothing else."""
+
+
+def empty() -> None:
+    """Give back all that nothing uses, of trainers that are gone, too: they are cycles."""
+    gc.collect()
+    torch.cuda.empty_cache()

@@ -1,0 +1,152 @@
+"""Where, and at what size, the claims of ups are measured; the data and trainers that they are measured with."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from suite import ablation
+from suite.techniques import implementation
+from suite.ups.batches import Mixture, TaskData, TaskPart
+from suite.ups.config import TrainConfig, without_techniques
+from suite.ups.latents import latents_of
+from suite.ups.losses import InverseTask
+from suite.ups.recipe import TASKS
+from suite.ups.step import sent
+from suite.ups.task_fields import synthetic, token_grid
+from suite.ups.trial import LINE, PLANE
+
+SOURCE = without_techniques(TrainConfig(precision="fp16"))
+"""The source's settings before its first phase, for each GPU."""
+FEW_QUERIES, RARE = 1024, 4
+"""Query points, and micro-batches from one with the inverse losses to the next, after its third phase."""
+GB = 1e9
+MOST_HALVINGS = 30
+"""Steps that the scale of a loss may take until the gradients are finite."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """Where and at what size."""
+
+    device: torch.device
+    config: TrainConfig = SOURCE
+    """Before the first phase."""
+    cells: tuple[int, int] = (LINE, PLANE)
+    """Of advection's grid, and along each dimension of Darcy flow's."""
+    samples: int = 16
+    """Of each task, made in memory."""
+    frames: int = 11
+    rounds: int = 5
+    batches: tuple[int, ...] = (8, 16, 20, 24)
+    """Examples of a micro-batch that are compared."""
+    compiled: bool = True
+    """Whether compiled steps are timed, too."""
+    workers: tuple[int, int] = (8, 12)
+    """Before and after the source's phase of the loader; (0, 0) leaves the phase out."""
+    steps: int = 4
+    """Of runs whose weights are compared."""
+    graphed_depth: int = 4
+    """Blocks of the network that is compiled inside DistributedDataParallel."""
+
+    @property
+    def gpus(self) -> int:
+        """GPUs that processes may use; 0 on a CPU."""
+        return torch.cuda.device_count() if self.device.type == "cuda" else 0
+
+
+def setting(device: torch.device) -> Setting:
+    """The source's size on a GPU; elsewhere one that takes seconds."""
+    if device.type == "cuda":
+        return Setting(device=device)
+    small = dataclasses.replace(
+        SOURCE,
+        tokens=8,
+        latent_width=8,
+        width=16,
+        depth=2,
+        heads=2,
+        decoder_width=16,
+        decoder_depth=1,
+        batch_size=4,
+        accumulation=3,
+        num_queries=128,
+    )
+    return Setting(
+        device=device,
+        config=small,
+        cells=(64, 16),
+        samples=4,
+        frames=4,
+        rounds=3,
+        batches=(4, 8),
+        compiled=False,
+        workers=(0, 0),
+        steps=2,
+    )
+
+
+class UncompiledError(RuntimeError):
+    """What was to be measured compiled runs as it is; the message says why."""
+
+
+@functools.cache
+def mixture(s: Setting) -> Mixture:
+    """Both tasks, in equal shares."""
+    tasks = []
+    for task, cells in zip(TASKS, s.cells, strict=True):
+        fields = synthetic(task, samples=s.samples, cells=cells, frames=s.frames, validation=0.1, seed=0)
+        latents = latents_of(fields, s.config.tokens, s.config.latent_width, s.config.seed)
+        tasks.append(TaskData(fields=fields, latents=latents, tokens=token_grid(task, s.config.tokens)))
+    return Mixture(tasks=tuple(tasks))
+
+
+def tuned(s: Setting, **on: Any) -> TrainConfig:
+    """The settings after phases 3, 6 and 8, with latents on the device; eager unless `on` says otherwise."""
+    after: Mapping[str, Any] = {
+        "precision": "bf16",
+        "accumulation": 2,
+        "inverse_loss_frequency": RARE,
+        "num_queries": s.config.num_queries // 2,
+        "inverse_losses": True,
+        "query_sampling": True,
+        "fused_optimizers": True,
+        "resident_latents": True,
+    }
+    return dataclasses.replace(s.config, **{**after, **on})
+
+
+def make_trainer(s: Setting, config: TrainConfig) -> Any:
+    """The optimized trainer of a configuration."""
+    return implementation("trainers.ups", "Trainer", optimized=True)(config, mixture(s), s.device)
+
+
+def steps(trainer: Any) -> Callable[[], None]:
+    """A step of it, after some that compile, capture and find the scale of a loss in float16.
+
+    UncompiledError where it cannot be compiled.
+    """
+    notes: list[str] = []
+    with ablation.noting(notes):
+        for _ in range(4):  # with and without the inverse losses, at any accumulation
+            trainer.train_window({})
+        for _ in range(MOST_HALVINGS):
+            if not trainer.scale.active or trainer.scale.growth:
+                break
+            trainer.train_window({})  # a step that is left out takes less time
+        trainer.last_report()
+    for note in notes:
+        if "runs uncompiled" in note:
+            raise UncompiledError(note)
+    return functools.partial(trainer.train_window, {})
+
+
+def inverse_tasks(trainer: Any, number: int = 0) -> list[InverseTask]:
+    """What the trainer gives the inverse losses of a micro-batch, which has them."""
+    parts: Sequence[TaskPart] = [sent(part, trainer.device) for part in trainer.maker[number].parts]
+    return [trainer.networks.inverse_task(part, trainer.points[part.task]) for part in parts]

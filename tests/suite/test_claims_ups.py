@@ -1,0 +1,704 @@
+"""The claims of ups: what a CPU can show of them, and how what only a GPU shows is judged."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from click.testing import CliRunner
+from scale import FULLY
+
+from suite import configuration, trainers
+from suite.ablation import Ratio
+from suite.claims import record, ups, ups_measured, ups_parallel, ups_ranks, ups_setting
+from suite.claims import ups_verdicts as judged
+from suite.claims.record import CONFIRMED, DEPENDS, REFUTED, UNMEASURED, VERDICTS
+from suite.commands.claims import claims
+from suite.ups.config import TrainConfig
+from suite.ups.model import make_operator, parameters
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU = torch.device("cpu")
+SMALL = dataclasses.replace(ups.setting(CPU), rounds=2)
+CHECKS = ups.CHECKS.all
+IDS = [*(f"C{n}" for n in range(24, 39)), "C61"]
+ON_GPU = ["C25", "C32", "C33", "C34", "C36", "C37", "C38", "C61"]
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def planted(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What the ranks are said to have found, in place of starting any; the calls that were made."""
+
+    def plant(*by_rank: Any) -> list[tuple[Any, ...]]:
+        asked: list[tuple[Any, ...]] = []
+
+        def launched(*given: Any) -> list[Any]:
+            asked.append(given)
+            return list(by_rank)
+
+        ups_parallel.two_ranks.cache_clear()
+        monkeypatch.setattr(ups_ranks, "launched", launched)
+        return asked
+
+    yield plant
+    ups_parallel.two_ranks.cache_clear()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WithGpus(ups_setting.Setting):
+    """A setting that says how many GPUs there are."""
+
+    count: int = 0
+
+    @property
+    def gpus(self) -> int:
+        return self.count
+
+
+def with_gpus(count: int) -> WithGpus:
+    values = {f.name: getattr(SMALL, f.name) for f in dataclasses.fields(SMALL)}
+    return WithGpus(**values, count=count)
+
+
+def ratio(value: float, half: float = 0.0) -> Ratio:
+    return Ratio(value=value, low=value - half, high=value + half)
+
+
+def test_every_claim_of_the_source_has_a_function_and_a_text() -> None:
+    assert list(CHECKS) == IDS
+    assert all(check.said.endswith(".") and callable(check.measure) for check in CHECKS.values())
+    assert trainers.checks_of("ups") == (ups.CHECKS, ups.setting)
+
+
+def test_what_says_something_of_a_gpu_is_not_measured_without_one() -> None:
+    assert [c.id for c in CHECKS.values() if c.gpu] == ON_GPU
+    assert {CHECKS[name].answer(SMALL) for name in ON_GPU} == {(UNMEASURED, "there is no GPU")}
+
+
+def test_a_gpu_gets_the_source_s_settings_before() -> None:
+    pytest.importorskip("jsonargparse")
+    given = ups.setting(torch.device("cuda"))
+    baseline, _ = configuration.read(
+        [TrainConfig, trainers.data_config_of("ups")], ROOT / "configs/ups/4gpu_baseline.yaml"
+    )
+    assert dataclasses.replace(given.config, num_workers=given.workers[0]) == baseline
+    assert given.cells == (1024, 128)
+    assert parameters(make_operator(given.config)) == 21_445_120
+    assert sum(ups_measured.source_sizes(SMALL, whole=False)) == 21_445_120
+
+
+def test_the_source_s_phases_multiply_to_five() -> None:
+    product = 1.0
+    for gain in ups.PHASES.values():
+        product *= gain
+    assert product == pytest.approx(5.0, abs=0.02)
+
+
+# --- on a CPU -------------------------------------------------------------------------------------------------------
+
+
+def test_no_gradient_of_the_inverse_losses_reaches_the_operator() -> None:
+    verdict, told = ups.regularises(SMALL)
+    assert verdict == REFUTED
+    assert "and 0 by the operator's: 38 of its 38 weights are not in their graph" in told
+    assert "After 2 steps with and without them the operator's weights are equal to the bit" in told
+    assert not told.endswith("are equal to the bit")  # where gradients are clipped
+
+
+def test_a_gradient_that_reaches_the_operator_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = ups.inverse_tasks
+
+    def of_predictions(trainer: Any, number: int = 0) -> list[Any]:
+        return [
+            dataclasses.replace(t, latents=trainer.networks.operator(t.latents, torch.ones(len(t.latents))))
+            for t in real(trainer, number)
+        ]
+
+    monkeypatch.setattr(ups, "inverse_tasks", of_predictions)
+    verdict, told = ups.regularises(SMALL)
+    assert verdict == CONFIRMED
+    assert "and 0 by the operator's" not in told
+
+
+def test_query_points_are_timed_on_both_grids_and_counted() -> None:
+    verdict, told = ups.queries(SMALL)
+    assert verdict == DEPENDS
+    assert told.startswith("on the grid")
+    assert "on a grid of 64 points" in told
+    assert "on a grid of 256 points" in told
+    assert "the source's grid of advection1d the query loss has 1 times fewer operations" in told
+    assert "the source's grid of darcy2d the query loss has 1.98 times fewer operations" in told
+
+
+def test_the_schedule_saves_three_quarters_of_the_work() -> None:
+    verdict, told = ups.work(SMALL)
+    assert verdict == REFUTED
+    assert "advection1d: 532 GFLOP become 133 GFLOP, 75.0% less" in told
+    assert "both tasks: 2.63 TFLOP become 624 GFLOP, 76.2% less" in told
+
+
+def test_operations_are_those_of_the_decoded_points() -> None:
+    """Without the latents' keys and values, work is in proportion to the points."""
+    few, many = (ups_measured.flops(["darcy2d"], count, "first") for count in (1024, 2048))
+    apart, shared = (ups_measured.flops(["darcy2d"], 2048, which) for which in ("apart", "shared"))
+    assert apart == pytest.approx(many + shared, rel=1e-6)
+    assert 15 < (shared - few) / (many - few) < 15.1  # 16384 - 1024 of 1024 points, and the encoder
+
+
+def test_a_mixed_batch_has_the_inverse_losses_of_both_tasks() -> None:
+    verdict, told = ups.mixed(SMALL)
+    assert verdict == CONFIRMED
+    assert "a micro-batch of 2 and 2 examples" in told
+
+
+def test_a_mixed_batch_that_lacks_a_task_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def first_alone(tasks: Sequence[Any], *, shared: bool) -> torch.Tensor:
+        return real(tasks[:1], shared=shared)
+
+    real = ups_measured.inverse
+    monkeypatch.setattr(ups_measured, "inverse", first_alone)
+    verdict, told = ups.mixed(SMALL)
+    assert verdict == REFUTED
+    assert "darcy2d 0" in told
+
+
+def test_the_state_of_the_optimizers_is_a_hundred_megabytes() -> None:
+    verdict, told = ups.offload_frees(SMALL)
+    assert verdict == REFUTED
+    assert told.startswith("Muon keeps 4 bytes for each element of a matrix and AdamW 8 for each of the others")
+    assert "of 24,129,794 parameters 96.8 MB, and with AdamW alone 193 MB" in told
+
+
+def test_a_trainer_s_peak_has_its_weights_averages_and_gradients() -> None:
+    trainer = ups_setting.make_trainer(SMALL, ups_setting.tuned(SMALL))
+    weights = sum(w.nbytes for w in trainer.weights.values())
+    assert ups_measured.peak_of_steps(SMALL, ups_setting.tuned(SMALL)) > 3 * weights
+
+
+def test_the_offloaded_optimizer_is_the_one_on_the_device() -> None:
+    verdict, told = ups.offload_works(SMALL)
+    assert verdict == CONFIRMED
+    assert "74 of the trainer's 74 weights have changed" in told
+    assert "0 of an update apart" in told
+
+
+def test_an_offloaded_optimizer_that_does_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    from optimized.memory.cpu_offload_optimizer import OffloadedAdamW
+
+    monkeypatch.setattr(OffloadedAdamW, "__call__", lambda self, grads: None)
+    verdict, told = ups.offload_works(SMALL)
+    assert verdict == REFUTED
+    assert "0 of an update apart where Muon makes it, and 1 where AdamW does" in told
+
+
+def test_two_ranks_on_the_cpu_answer_three_claims() -> None:
+    ups_parallel.two_ranks.cache_clear()
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    verdict, told = ups.sharding_frees(SMALL)
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
+    assert verdict == REFUTED
+    assert "are 343 MB in float32: sharding frees 172 MB of them on each of two GPUs" in told
+    assert "Two ranks on the CPU, with 7,128 parameters, hold 0.114 MB each" in told
+    assert told.endswith("and 0.0572 MB sharded")
+    verdict, told = ups.still_move(SMALL)
+    assert verdict == DEPENDS
+    assert told.count("they move") == 4
+    assert "fully_shard, optimizer built before wrapping: they stay" in told
+    verdict, told = ups_parallel.accumulation(SMALL)
+    assert verdict == DEPENDS
+    assert "3 steps of one micro-batch have 3 all-reduces" in told
+    assert "A step of 3 micro-batches has 3, 0.0855 MB, as it is, and 1, 0.0285 MB, with no_sync" in told
+
+
+@FULLY
+def test_an_all_reduce_is_timed_in_two_halves_of_the_ranks() -> None:
+    config = dataclasses.replace(SMALL, rounds=1)
+    verdict, told = ups_parallel.nccl_variables(config, gpus=0)
+    assert verdict in VERDICTS
+    assert "an all-reduce of 85.8 MB between two ranks" in told
+
+
+@FULLY
+def test_two_ranks_scale_or_do_not() -> None:
+    verdict, told = ups_parallel.data_parallel(SMALL, ranks=2)
+    assert verdict in VERDICTS
+    assert "with 8 examples a GPU a step takes" in told
+
+
+@FULLY
+def test_a_rank_that_fails_is_named() -> None:
+    with pytest.raises(ups_ranks.RankError, match="rank 1: ValueError: this rank"):
+        ups_ranks.launched(fails_on_one, 2, 0, "this rank")
+
+
+def fails_on_one(device: torch.device, said: str) -> None:
+    if dist.get_rank() == 1:
+        raise ValueError(said)
+
+
+# --- in one rank, here ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_an_optimizer_from_before_wrapping_moves_nothing_that_is_sharded() -> None:
+    found = ups_ranks.wrapped_weights(CPU, SMALL.config)
+    assert {name for name, moved in found.items() if not moved} == {"fully_shard, optimizer built before wrapping"}
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_rank_holds_sixteen_bytes_a_parameter() -> None:
+    found = ups_ranks.held(CPU, SMALL.config, 2)
+    assert {row["own"] // row["parameters"] for row in found.values()} == {16}
+    assert list(found) == list(ups_ranks.KINDS)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_each_bucket_of_each_micro_batch_is_counted() -> None:
+    found = ups_ranks.reductions(CPU, SMALL.config)
+    size = 4 * parameters(make_operator(SMALL.config))
+    assert (found["one"], found["without no_sync"], found["with no_sync"]) == (1, 3, 1)
+    assert [found[f"{name}, bytes"] for name in ("one", "without no_sync", "with no_sync")] == [size, 3 * size, size]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_gradients_of_the_compiled_network_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    def inside(network: Any, device: torch.device) -> Any:
+        return ups_ranks.wrapped(network, ups_ranks.KINDS[0])
+
+    def around(network: Any, device: torch.device) -> Any:
+        raise RuntimeError("no graph of it\nfor a reason")
+
+    monkeypatch.setattr(ups_ranks, "_compiled_inside", inside)
+    monkeypatch.setattr(ups_ranks, "_compiled_around", around)
+    found = ups_ranks.graphed(CPU, SMALL.config, 1)
+    assert found["compiled inside"]["right"]
+    assert found["compiled inside"]["apart"] == 0
+    assert found["compiled around"] == {"right": False, "error": "no graph of it"}
+    assert [len(found[name]["seconds"]) for name in ("eager", "compiled inside")] == [1, 1]
+
+    def other(network: Any, device: torch.device) -> Any:
+        return inside(ups_ranks.make_operator(SMALL.config), device)
+
+    monkeypatch.setattr(ups_ranks, "_compiled_inside", other)
+    assert not ups_ranks.graphed(CPU, SMALL.config, 1)["compiled inside"]["right"]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_steps_alone_and_together_are_timed_with_their_all_reduce() -> None:
+    found = ups_ranks.scaling(CPU, SMALL.config, (2, 4), 2)
+    assert list(found) == [2, 4]
+    for row in found.values():
+        assert {name: len(seconds) for name, seconds in row.items()} == {"alone": 2, "together": 2, "all-reduce": 2}
+
+
+# --- what a GPU shows, small and here ---------------------------------------------------------------------------------
+
+
+def test_steps_are_timed_in_both_precisions() -> None:
+    verdict, told = ups.precision(SMALL)
+    assert verdict in VERDICTS
+    assert "eager, a step takes" in told
+    assert "compiled" not in told.removeprefix("on whether the step is compiled: ")
+
+
+def test_batches_are_compared_by_examples_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    def timed(setting: Any, configs: Mapping[str, TrainConfig]) -> dict[str, list[float]]:
+        assert [c.batch_size for c in configs.values()] == [4, 8]
+        return {"4": [0.010, 0.011], "8": [0.010, 0.011]}
+
+    monkeypatch.setattr(ups_measured, "timed", timed)
+    verdict, told = ups.batches(SMALL)
+    assert verdict == CONFIRMED
+    assert "762 with 4, 1520 with 8; 8 against 4 2 times as fast" in told
+
+
+def test_every_phase_is_timed_alone_and_all_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ups_measured, "TOGETHER", 1)
+    verdict, told = ups.phases(SMALL)
+    assert verdict in VERDICTS
+    for name in "23568":
+        assert f" {name} " in told
+    assert "and the source's own to 2.90" in told
+    assert told.endswith(
+        "Not measured: phase 1, which takes a compiler; phase 4, which takes workers; phase 7, which takes several GPUs"
+    )
+
+
+@pytest.mark.parametrize(
+    ("fifth", "together", "verdict"), [(1.23, 4.2, CONFIRMED), (1.23, 2.0, DEPENDS), (0.2, 2, REFUTED)]
+)
+def test_phases_are_held_against_the_settings_that_they_change(
+    fifth: float, together: float, verdict: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configs = ups_measured.phases(ups.setting(torch.device("cuda")))
+    examples = {name: c.batch_size * c.accumulation for name, c in configs.items()}
+    each = {"before": 0.03, "resident": 0.01, "4": 0.03 / 1.07, "together": 0.03 / together}  # seconds of an example
+    gains = {**ups.PHASES, "5": fifth}
+    each |= {name: 0.01 / gains[name] for name in configs if name not in each}
+    found = {name: [seconds * examples[name]] * 2 for name, seconds in each.items()}
+    monkeypatch.setattr(ups_measured, "timed_phases", lambda setting: (configs, found))
+    answer, told = ups.phases(SMALL)
+    assert answer == verdict
+    assert "phase 1 1.36 (1.36 to 1.36), claimed 1.36, 2 1.45" in told
+    assert "4 1.07 (1.07 to 1.07), claimed 1.07" in told
+    assert "and the source's own to 4.23" in told
+    assert told.endswith("Not measured: phase 7, which takes several GPUs")
+
+
+def test_phases_are_the_source_s_changes() -> None:
+    on_gpu = ups.setting(torch.device("cuda"))
+    found = ups_measured.phases(on_gpu)
+    assert set(found) == {"before", "resident", "together", *"1234568"}
+    together, before = found["together"], found["before"]
+    assert (before.num_workers, together.num_workers, together.prefetch_factor) == (8, 12, 2)
+    assert (together.batch_size, together.accumulation, together.precision) == (20, 2, "bf16")
+    assert together.compile
+    assert together.activation_checkpoint
+    assert together.cpu_offload_optimizer
+    assert not found["1"].activation_checkpoint
+    assert (found["2"].batch_size, found["5"].batch_size) == (16, 10)
+    assert (found["3"].inverse_loss_frequency, found["3"].num_queries) == (4, 1024)
+    assert all(found[name].resident_latents for name in "123568")
+    assert not found["4"].resident_latents
+
+
+@pytest.mark.parametrize(("says", "left_out"), [("DataLoader worker (pid 7) is killed", True), ("another", False)])
+def test_phases_are_timed_without_workers_where_these_end(
+    says: str, left_out: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def timed(setting: Any, configs: Mapping[str, TrainConfig]) -> dict[str, list[float]]:
+        if any(c.num_workers for c in configs.values()):
+            raise RuntimeError(says)
+        return {name: [1.0, 1.0] for name in configs}
+
+    monkeypatch.setattr(ups_measured, "timed", timed)
+    given = dataclasses.replace(SMALL, workers=(1, 2))
+    if not left_out:
+        with pytest.raises(RuntimeError, match=says):
+            ups_measured.timed_phases(given)
+        return
+    configs, _ = ups_measured.timed_phases(given)
+    assert "4" in ups_measured.phases(given)
+    assert "4" not in configs
+
+
+def test_checkpointing_is_timed_and_its_output_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ups_measured, "timed", lambda *given: {"False": [1.0, 1.0], "True": [1.2, 1.2]})
+    verdict, told = ups.checkpointing(SMALL)
+    assert verdict == CONFIRMED
+    assert told.startswith("the operator's output is the same to the bit with it; eager, a step takes 1.00 s without")
+    assert "20% (20 to 20) longer" in told
+    monkeypatch.setattr(ups_measured, "same_forward", lambda setting: False)
+    verdict, told = ups.checkpointing(SMALL)
+    assert verdict == REFUTED
+    assert told.startswith("the operator's output is different with it")
+
+
+def test_a_forward_that_differs_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rounded(operator: Any, *given: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = operator(*given)
+        return found * 1.0001
+
+    assert ups_measured.same_forward(SMALL)
+    real = ups_measured.implementation
+    monkeypatch.setattr(
+        ups_measured,
+        "implementation",
+        lambda *a, **k: rounded if a[0] == "memory.activation_checkpoint" else real(*a, **k),
+    )
+    assert not ups_measured.same_forward(SMALL)
+
+
+def test_what_cannot_be_compiled_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    make = ups_measured.make_trainer
+
+    def uncompiled(setting: Any, config: TrainConfig) -> Any:
+        trainer = make(setting, config)
+        step = trainer.train_window
+
+        def train_window(batch: Any) -> None:
+            warnings.warn("fullgraph_model runs uncompiled: why", RuntimeWarning, stacklevel=2)
+            step(batch)
+
+        trainer.train_window = train_window
+        return trainer
+
+    monkeypatch.setattr(ups_measured, "make_trainer", uncompiled)
+    assert ups.precision(SMALL) == (UNMEASURED, "fullgraph_model runs uncompiled: why")
+
+
+@pytest.mark.parametrize("measure", [ups_parallel.nccl, ups_parallel.four])
+def test_too_few_gpus_are_told(measure: Any, planted: Any) -> None:
+    asked = planted()
+    assert measure(with_gpus(1)) == (UNMEASURED, "it takes 2 GPUs, and there is 1")
+    assert not asked
+
+
+def test_a_rank_that_fails_leaves_a_claim_unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*given: Any) -> list[Any]:
+        raise ups_ranks.RankError("rank 1: no memory")
+
+    ups_parallel.two_ranks.cache_clear()
+    monkeypatch.setattr(ups_ranks, "launched", fails)
+    assert CHECKS["C35"].answer(SMALL) == (UNMEASURED, "rank 1: no memory")
+
+
+def test_two_gpus_hold_less_each_where_it_is_sharded(planted: Any) -> None:
+    held = {"own": 100, "peak": 8_000_000_000, "parameters": 7}
+    planted({"held": {ups_ranks.KINDS[0]: held, ups_ranks.KINDS[1]: {**held, "peak": 7_900_000_000}}})
+    verdict, told = ups.sharding_frees(with_gpus(2))
+    assert verdict == REFUTED
+    assert "Two ranks, with 7 parameters" in told
+    assert told.endswith("A step's peak is 8.00 GB and 7.90 GB, 100 MB less")
+
+
+def test_graphs_in_two_ranks_are_judged_by_gradients_and_launches(planted: Any) -> None:
+    eager = {"seconds": [0.02, 0.02], "launches": 900}
+    good = {"right": True, "apart": 0.001, "seconds": [0.01, 0.01], "launches": 40}
+    asked = planted({"eager": eager, "compiled inside": good, "compiled around": {"right": False, "error": "no"}})
+    verdict, told = ups_parallel.graphs(with_gpus(2))
+    assert asked[0][1:3] == (2, 2)
+    assert verdict == DEPENDS
+    assert told.startswith("on which of the two is inside: a forward and backward of 2 blocks takes 20.0 ms eagerly")
+    assert "with 900 launches in 2 ranks; compiled inside, 10.0 ms with 40 launches, 2 times as fast" in told
+    assert "compiled around, it fails: no" in told
+    planted(
+        {
+            "eager": dict(eager),
+            "compiled inside": {**good, "launches": 890},
+            "compiled around": {**good, "right": False},
+        }
+    )
+    assert ups_parallel.graphs(with_gpus(2))[0] == REFUTED
+    planted({"eager": dict(eager), "compiled inside": good, "compiled around": good})
+    assert ups_parallel.graphs(with_gpus(2))[0] == CONFIRMED
+
+
+def test_graphs_in_one_rank_alone_do_not_show_that_ranks_agree(planted: Any) -> None:
+    eager = {"seconds": [0.02, 0.02], "launches": 900}
+    good = {"right": True, "apart": 0.001, "seconds": [0.01, 0.01], "launches": 40}
+    asked = planted({"eager": eager, "compiled inside": good, "compiled around": good})
+    verdict, told = ups_parallel.graphs(with_gpus(1))
+    assert asked[0][1:3] == (1, 1)
+    assert verdict == UNMEASURED
+    assert told.startswith("there is no second GPU. In a group of one rank, which shows that it runs")
+    wrong = {"right": False, "error": "no"}
+    planted({"eager": dict(eager), "compiled inside": wrong, "compiled around": wrong})
+    assert ups_parallel.graphs(with_gpus(1))[0] == REFUTED
+
+
+@pytest.mark.parametrize(
+    ("with_them", "verdict"), [([0.9, 0.91], CONFIRMED), ([1.0, 1.0], REFUTED), ([0.5, 1.5], UNMEASURED)]
+)
+def test_variables_help_where_the_all_reduce_is_faster(with_them: list[float], verdict: str, planted: Any) -> None:
+    asked = planted((with_them, [1.0, 1.0]))
+    found, told = ups_parallel.nccl(with_gpus(2))
+    assert found == verdict
+    assert asked[0][1:4] == (4, 2, 21_445_120)
+    assert asked[0][-1]["NCCL_MIN_NCHANNELS"] == "4"
+    assert "an all-reduce of 85.8 MB between two ranks, joined by" in told
+
+
+def test_variables_are_judged_over_nvlink_alone(planted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    planted(([0.9, 0.9], [1.0, 1.0]))
+    for link, verdict in {"NVLink": CONFIRMED, "PCIe or host": UNMEASURED}.items():
+        monkeypatch.setattr(ups_parallel.machine, "links", lambda count, link=link: {"0-1": link})
+        found, told = ups_parallel.nccl(with_gpus(2))
+        assert found == verdict
+        assert f"joined by {link}, takes" in told
+
+
+@pytest.mark.parametrize("finite", [True, False])
+def test_a_step_in_float16_is_timed_once_its_scale_is_found(finite: bool) -> None:
+    config = dataclasses.replace(SMALL.config, precision="fp16")
+    trainer = ups_setting.make_trainer(SMALL, config)
+    if not finite:
+        trainer.scale.value = 2.0**40
+    ups_setting.steps(trainer)
+    assert trainer.scale.growth
+    assert (trainer.steps == 4) == finite
+
+
+def test_two_gpus_say_what_four_would_do(planted: Any) -> None:
+    row = {"alone": [0.1, 0.1], "together": [0.11, 0.11], "all-reduce": [0.02, 0.02]}
+    asked = planted({4: row, 8: {**row, "together": [0.101, 0.101], "all-reduce": [0.002, 0.002]}})
+    verdict, told = ups_parallel.four(with_gpus(2))
+    assert asked[0][1:3] == (2, 2)
+    assert verdict == DEPENDS
+    assert "1.82 times as many examples a second, and an all-reduce by itself 20.0 ms" in told
+    assert "For four that means 3.33 to 3.64 times" in told
+    assert "Four GPUs were not measured" in told
+
+
+def test_four_gpus_are_measured(planted: Any) -> None:
+    row = {"alone": [0.1, 0.1], "together": [0.105, 0.105], "all-reduce": [0.02, 0.02]}
+    asked = planted({4: row, 8: row})
+    verdict, told = ups_parallel.four(with_gpus(8))
+    assert asked[0][1:3] == (4, 4)
+    assert verdict == CONFIRMED
+    assert "3.81 times as many" in told
+    assert "not measured" not in told
+
+
+# --- what is judged, on figures that are given ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("gradient", "changed", "repeated", "verdict"),
+    [(0.0, 0.0, 0.0, REFUTED), (0.0, 3e-7, 1e-7, REFUTED), (0.0, 1e-3, 0.0, UNMEASURED), (1e-9, 0.0, 0.0, CONFIRMED)],
+)
+def test_a_loss_without_a_gradient_regularises_nothing(
+    gradient: float, changed: float, repeated: float, verdict: str
+) -> None:
+    assert judged.regularises(gradient, changed, repeated) == verdict
+
+
+@pytest.mark.parametrize(
+    ("ratios", "verdict"), [((2.0, 1.9), CONFIRMED), ((1.0, 2.0), DEPENDS), ((1.0, 1.1), REFUTED), ((4.0,), REFUTED)]
+)
+def test_a_multiple_is_held_against_the_claimed_one(ratios: tuple[float, ...], verdict: str) -> None:
+    assert judged.is_multiple([ratio(r, 0.01) for r in ratios], 2) == verdict
+
+
+@pytest.mark.parametrize(
+    ("value", "half", "verdict"),
+    [
+        (1.10, 0.01, CONFIRMED),
+        (1.06, 0.04, CONFIRMED),
+        (1.00, 0.01, REFUTED),
+        (0.90, 0.01, REFUTED),
+        (1.40, 0.01, REFUTED),
+        (1.05, 0.10, UNMEASURED),
+        (1.15, 0.14, UNMEASURED),
+    ],
+)
+def test_a_gain_is_about_the_claimed_one(value: float, half: float, verdict: str) -> None:
+    assert judged.has_gain([ratio(value, half)], 1.10) == verdict
+
+
+def test_a_gain_in_one_mode_alone_depends() -> None:
+    assert judged.has_gain([ratio(1.0, 0.01), ratio(1.1, 0.01)], 1.10) == DEPENDS
+
+
+@pytest.mark.parametrize(
+    ("freed", "most", "verdict"),
+    [((8.1, 7.9), 9.0, CONFIRMED), ((0.1, 8.0), 9.0, DEPENDS), ((0.1,), 9.0, REFUTED), ((8.0,), 0.2, REFUTED)],
+)
+def test_no_more_is_freed_than_there_is(freed: tuple[float, ...], most: float, verdict: str) -> None:
+    assert judged.frees(freed, most, 8.0) == verdict
+
+
+@pytest.mark.parametrize(
+    ("norms", "difference", "verdict"),
+    [((1.0, 2.0), 0.0, CONFIRMED), ((1.0, 0.0), 0.0, DEPENDS), ((0.0, 0.0), 0.0, REFUTED), ((1.0, 2.0), 0.1, REFUTED)],
+)
+def test_both_tasks_have_a_gradient_and_the_mean(norms: tuple[float, float], difference: float, verdict: str) -> None:
+    assert judged.both_tasks(dict(zip("ab", norms, strict=True)), difference) == verdict
+
+
+@pytest.mark.parametrize(
+    ("moved", "distances", "verdict"),
+    [((True, True), (0.0, 1e-6), CONFIRMED), ((True, False), (0.0,), REFUTED), ((True,), (0.0, 0.1), REFUTED)],
+)
+def test_an_optimizer_moves_all_weights_as_far(
+    moved: tuple[bool, ...], distances: tuple[float, ...], verdict: str
+) -> None:
+    assert judged.updates(moved, distances) == verdict
+
+
+@pytest.mark.parametrize(
+    ("moved", "verdict"), [((True, True), CONFIRMED), ((True, False), DEPENDS), ((False, False), REFUTED)]
+)
+def test_weights_that_move_in_some_ways_depend(moved: tuple[bool, bool], verdict: str) -> None:
+    assert judged.moves(dict(zip("ab", moved, strict=True))) == verdict
+
+
+@pytest.mark.parametrize(
+    ("counts", "verdict"), [((12, 4, 12), DEPENDS), ((12, 4, 4), CONFIRMED), ((12, 12, 12), REFUTED)]
+)
+def test_all_reduces_are_counted_against_as_many_steps(counts: tuple[int, int, int], verdict: str) -> None:
+    assert judged.cuts(*counts) == verdict
+
+
+@pytest.mark.parametrize(
+    ("ratios", "verdict"),
+    [
+        ((1.5, 1.1), CONFIRMED),
+        ((1.5, 0.9), DEPENDS),
+        ((0.99, 1.0), REFUTED),
+        ((0.8,), REFUTED),
+    ],
+)
+def test_a_batch_is_faster_where_each_is(ratios: tuple[float, ...], verdict: str) -> None:
+    assert judged.faster([ratio(r, 0.005) for r in ratios]) == verdict
+
+
+def test_a_batch_that_may_be_faster_is_too_noisy() -> None:
+    assert judged.faster([ratio(1.0, 0.2)]) == UNMEASURED
+
+
+@pytest.mark.parametrize(
+    ("together", "product", "verdict"),
+    [(5.1, 4.9, CONFIRMED), (5.1, 9.0, DEPENDS), (2.0, 5.0, DEPENDS), (8.0, 9.0, REFUTED)],
+)
+def test_phases_are_judged_multiplied_and_together(together: float, product: float, verdict: str) -> None:
+    assert judged.multiply(ratio(together, 0.1), product, 5.0) == verdict
+
+
+@pytest.mark.parametrize(
+    ("longer", "unchanged", "verdict"),
+    [((1.2,), True, CONFIRMED), ((1.2, 1.5), True, DEPENDS), ((1.5,), True, REFUTED), ((1.2,), False, REFUTED)],
+)
+def test_a_cost_is_held_against_the_claimed_one(longer: tuple[float, ...], unchanged: bool, verdict: str) -> None:
+    assert judged.costs([ratio(r, 0.01) for r in longer], 0.2, unchanged=unchanged) == verdict
+
+
+@pytest.mark.parametrize(
+    ("speedups", "verdict"), [((3.9, 3.5), CONFIRMED), ((3.9, 2.0), DEPENDS), ((1.0, 2.0), REFUTED)]
+)
+def test_a_speedup_is_the_claimed_one_or_more(speedups: tuple[float, ...], verdict: str) -> None:
+    assert judged.scales(speedups, 3.8) == verdict
+
+
+def test_four_gpus_take_longer_by_half_of_an_all_reduce_at_most() -> None:
+    assert judged.of_four(1.0, 1.2, 0.6) == pytest.approx((4 / 1.5, 4 / 1.2))
+    assert judged.of_four(1.0, 0.9, 0.0) == (4, 4)  # what is faster than alone is noise
+
+
+# --- the command, and a GPU -----------------------------------------------------------------------------------------
+
+
+def test_the_command_measures_the_claims_of_ups(tmp_path: Path) -> None:
+    asked = ["ups", "--only", "C26", "--only", "C34", "--device", "cpu", "--out", str(tmp_path)]
+    done = CliRunner().invoke(claims, asked)
+    assert done.exit_code == 0, done.output
+    found = record.load(tmp_path / "claims.json")
+    assert {name: (c.trainer, c.verdict) for name, c in found.items()} == {
+        "C26": ("ups", REFUTED),
+        "C34": ("ups", UNMEASURED),
+    }
+    assert "87.5% less" in (tmp_path / "claims.md").read_text()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", IDS)
+def test_on_a_gpu_every_claim_has_a_verdict(name: str) -> None:
+    given = dataclasses.replace(SMALL, device=torch.device("cuda"))
+    verdict, told = CHECKS[name].answer(given)
+    assert verdict in VERDICTS
+    assert told
