@@ -149,4 +149,5 @@ def steps(trainer: Any) -> Callable[[], None]:
 def inverse_tasks(trainer: Any, number: int = 0) -> list[InverseTask]:
     """What the trainer gives the inverse losses of a micro-batch, which has them."""
     parts: Sequence[TaskPart] = [sent(part, trainer.device) for part in trainer.maker[number].parts]
-    return [trainer.networks.inverse_task(part, trainer.points[part.task]) for part in parts]
+    networks, points = trainer.networks, trainer.points
+    return [networks.inverse_task(p.task, p.before, p.field, p.queries, points[p.task]) for p in parts]
