@@ -80,6 +80,28 @@ def step_operator(operator: Operator, latents: torch.Tensor, dt: torch.Tensor, s
     return stepped
 
 
+def fullgraph_coder(coder: torch.nn.Module, values: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
+    """Call an encoder on fields, or a decoder on latents, at these points; on CUDA compiled for each shape.
+
+    Its launches are not replayed as CUDA graphs. All else is as with `fullgraph_operator`.
+
+    coder   `suite.ups.model.Encoder` or `Decoder`
+    values  [B, *grid, C] of an encoder, [B, T, L] of a decoder
+    points  [*grid, d] of an encoder, [Q, d] of a decoder
+
+    Source: ups, technique 002.1a.
+    """
+    if _get_current_dispatch_mode() is not None or not values.is_cuda:
+        return call_coder(coder, values, points)
+    return _compiled(call_coder, False)(coder, values, points)
+
+
+def call_coder(coder: torch.nn.Module, values: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
+    """The function that is compiled; arguments as `fullgraph_coder`'s."""
+    coded: torch.Tensor = coder(values, points)
+    return coded
+
+
 @functools.cache
 def _compiled(function: Callable[..., torch.Tensor], graphs: bool) -> Callable[..., torch.Tensor]:
     options = {"triton.cudagraphs": True} if graphs else None

@@ -8,18 +8,20 @@ Source: ups, technique 002.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
+from optimized.attention.flex_attention import flex_attention
 from optimized.compilation.compiled_function import compile_if_possible
-from optimized.compilation.fullgraph_model import fullgraph_operator
+from optimized.compilation.fullgraph_model import fullgraph_coder, fullgraph_operator
 from optimized.flat_gradients import FlatGradients
 from optimized.graphs.cuda_graph_step import cuda_graph_step
 from optimized.kernels import triton_reason
-from optimized.memory.activation_checkpoint import activation_checkpoint_operator, checkpointed
+from optimized.memory.activation_checkpoint import activation_checkpoint_operator
 from optimized.memory.cpu_offload_optimizer import offloaded_hybrid
 from optimized.sharded_gradients import ShardedGradients
 from optimized.sharded_hybrid import ShardedHybrid
@@ -29,6 +31,7 @@ from suite.techniques import implementation
 from suite.ups.batches import Feed, Maker, MicroBatch, Mixture, TaskPart
 from suite.ups.config import TrainConfig
 from suite.ups.losses import InverseTask, mixed_loss
+from suite.ups.model import Operator
 from suite.ups.networks import CODERS, grouped
 from suite.ups.report import Report, Throughput
 from suite.ups.resident import Resident
@@ -138,9 +141,9 @@ class Trainer:
         self._optimizer: Callable[..., Any] = offloaded_hybrid
         if not config.cpu_offload_optimizer:
             self._optimizer = of("optimizers.hybrid_muon_adamw", "hybrid_muon_adamw", config.fused_optimizers)
-        step = activation_checkpoint_operator if config.activation_checkpoint else None
+        step = STEPS[config.activation_checkpoint, config.flex_attention]
         graphs = config.compile_mode == "reduce-overhead"
-        self._operator: Callable[..., torch.Tensor] = step or _eager
+        self._operator: Callable[..., torch.Tensor] = step
         if config.compile and not is_sharded(config, self.given):
             graphs = graphs and not self._is_captured()
             self._operator = functools.partial(fullgraph_operator, step=step, graphs=graphs)
@@ -214,10 +217,14 @@ class Trainer:
         """What the inverse losses are computed of."""
         names = [task.task for task in self.given.tasks]
         given = zip(names, micro["before"].split(micro["counts"]), micro["fields"], micro["queries"], strict=True)
-        return [
+        tasks = [
             self.networks.inverse_task(task, latents, field, queries, self.points[task])
             for task, latents, field, queries in given
         ]
+        if not self.config.compile or self.shards is not None:
+            return tasks
+        compiled = functools.partial(functools.partial, fullgraph_coder)
+        return [dataclasses.replace(t, encode=compiled(t.encode), decode=compiled(t.decode)) for t in tasks]
 
     @torch.no_grad()
     def _optimize(self, trained: list[str]) -> torch.Tensor | None:
@@ -247,19 +254,20 @@ class Trainer:
         gradients = ShardedGradients({"operator": [operator], CODERS: coders}, self.shards)
         parts = {name: gradients.weights(name) for name in self.groups}
         self.weights = {n: part for name in self.groups for n, part in zip(self.groups[name], parts[name], strict=True)}
-        self._operator, self._clip = _eager, gradients.clip
+        self._operator, self._clip = _call, gradients.clip
         return gradients
 
     def _forward(self, plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         """The sharded operator's forward, as the configuration asks for."""
 
-        def forward(latents: torch.Tensor, dt: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-            return plain(latents, dt, scales, call=checkpointed)
+        step = STEPS[self.config.activation_checkpoint, self.config.flex_attention]
 
-        chosen = forward if self.config.activation_checkpoint else plain
+        def forward(latents: torch.Tensor, dt: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+            return step(plain, latents, dt, scales)  # type: ignore[arg-type]  # a step only calls it
+
         if not self.config.compile or self.device.type == "cpu":
-            return chosen
-        return compile_if_possible(chosen, "the sharded operator", dynamic=False)
+            return forward
+        return compile_if_possible(forward, "the sharded operator", dynamic=False)
 
     def _optimizer_of(self, names: list[str]) -> Any:
         """The optimizer of a group of weights."""
@@ -272,7 +280,24 @@ class Trainer:
         return ShardedHybrid(weights, shapes, self.shards, *rates, low, offload=config.cpu_offload_optimizer)
 
 
-def _eager(*arguments: Any) -> torch.Tensor:
-    operator, *given = arguments
-    stepped: torch.Tensor = operator(*given)
+def _call(operator: Operator, latents: torch.Tensor, dt: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    stepped: torch.Tensor = operator(latents, dt, scales)
     return stepped
+
+
+def _flex(operator: Operator, latents: torch.Tensor, dt: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    stepped: torch.Tensor = operator(latents, dt, scales, flex_attention)
+    return stepped
+
+
+def _flex_again(operator: Operator, latents: torch.Tensor, dt: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    return activation_checkpoint_operator(operator, latents, dt, scales, flex_attention)
+
+
+STEPS: dict[tuple[bool, bool], Callable[..., torch.Tensor]] = {
+    (False, False): _call,
+    (True, False): activation_checkpoint_operator,
+    (False, True): _flex,
+    (True, True): _flex_again,
+}
+"""(activation_checkpoint, flex_attention) → how the operator is called."""

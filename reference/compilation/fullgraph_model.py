@@ -36,3 +36,16 @@ def fullgraph_operator(
     """
     stepped: torch.Tensor = operator(latents, dt, scales)
     return stepped
+
+
+def fullgraph_coder(coder: torch.nn.Module, values: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
+    """Call an encoder on fields, or a decoder on latents, at these points, eagerly.
+
+    coder   `suite.ups.model.Encoder` or `Decoder`
+    values  [B, *grid, C] of an encoder, [B, T, L] of a decoder
+    points  [*grid, d] of an encoder, [Q, d] of a decoder
+
+    Source: ups, technique 002.1a.
+    """
+    coded: torch.Tensor = coder(values, points)
+    return coded

@@ -115,18 +115,20 @@ class TrainConfig(UpsConfig):
     resident_latents: bool = True
     """Keep all latents and fields on the device; off: each batch is sent. The source does the latter."""
     compile: bool = True
-    """Compile the operator; on a CPU it runs as it is."""
+    """Compile the operator, the encoders and the decoders; on a CPU they run as they are."""
     compile_mode: Literal["default", "reduce-overhead"] = "reduce-overhead"
     """The latter replays the compiled operator as CUDA graphs."""
     cuda_graphs: bool = True
     """Replay a whole step as one CUDA graph. It needs `fused_optimizers` and `fused_clip`, and no scaled loss or
     offloaded optimizer, for which the host must act in each step."""
 
-    # --- techniques that trade
+    # --- techniques that need not pay
     activation_checkpoint: bool = False
     """Compute the operator's sublayers again in the backward: less memory, more time."""
     cpu_offload_optimizer: bool = False
     """Keep the optimizers' state in host memory: less memory, more time."""
+    flex_attention: bool = False
+    """Attention of the operator by FlexAttention, on a GPU; without a mask it has nothing to gain."""
 
     def __post_init__(self) -> None:
         UpsConfig.__post_init__(self)
@@ -158,8 +160,8 @@ TECHNIQUES = (
     "cuda_graphs",
 )
 """The switches, in the order in which the ablation turns them on."""
-TRADES = ("activation_checkpoint", "cpu_offload_optimizer")
-"""Switches that pay time for memory; no "all on" has them."""
+TRADES = ("activation_checkpoint", "cpu_offload_optimizer", "flex_attention")
+"""Switches that no "all on" has: two pay time for memory, and FlexAttention has nothing to gain without a mask."""
 CLAIMS = {
     "inverse_losses": "1.31× with 1024 query points",
     "fused_optimizers": "1.13×",

@@ -7,15 +7,17 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from optimized.compilation import fullgraph_model as compiled
 from optimized.compilation.compiled_function import compile_quietly, replay_begins
+from optimized.compilation.fullgraph_model import fullgraph_coder as optimized_coder
 from optimized.compilation.fullgraph_model import fullgraph_model as optimized
 from optimized.compilation.fullgraph_model import fullgraph_operator as optimized_operator
-from perfsuite import Pair, Workload, floats, integers, module, side, size, tensor
+from perfsuite import Cost, Pair, Workload, floats, integers, module, side, size, tensor
 from perfsuite import compiled as compiled_side
+from reference.compilation.fullgraph_model import fullgraph_coder as reference_coder
 from reference.compilation.fullgraph_model import fullgraph_model as reference
 from reference.compilation.fullgraph_model import fullgraph_operator as reference_operator
 from suite.leak_cnn.costs import TRAINING, training_cost
 from suite.leak_cnn.trial import Network, near_a_threshold, off_thresholds, on_network
-from suite.ups.trial import OPERATOR, STEP, operator, operator_cost
+from suite.ups.trial import BATCH, HEADS, LATENTS, LAYERS, OPERATOR, PLANE, STEP, operator, operator_cost, plane_decoder
 
 EAGER = side(on_network(reference), devices=("cuda",))
 
@@ -89,6 +91,53 @@ fullgraph_operator = Pair(
         Workload("cpu", B=2, T=8, L=8, heads=2, head_width=8, depth=1, clock="wall", direction="both", device="cpu"),
     ],
     cost=operator_cost(),
+)
+
+
+def decoder_macs(B, T, L, heads, head_width, layers, Q):
+    """Multiplications of a decoder, forward."""
+    width = heads * head_width
+    of_a_point = 16 * width + layers * (2 * width**2 + 2 * T * width) + width**2 + width
+    return B * (Q * of_a_point + layers * T * L * 2 * width)
+
+
+def decoder_flops(direction, **sizes):
+    return {"forward": 2, "backward": 4, "both": 6}[direction] * decoder_macs(**sizes)
+
+
+fullgraph_coder = Pair(
+    reference=reference_coder,
+    optimized=optimized_coder,
+    inputs={
+        "coder": module(plane_decoder),
+        "values": tensor("B", "T", "L", values=floats(-2, 2)),
+        "points": tensor("Q", 2, values=floats(0, 1), differentiable=False),
+    },
+    # One shape, for each is compiled.
+    sizes={
+        name: size(n, n)
+        for name, n in {"B": 2, "T": 3, "L": 4, "heads": 2, "head_width": 4, "layers": 1, "Q": 5}.items()
+    },
+    max_examples=6,
+    rivals={"compile": compiled_side(side(reference_coder, devices=("cuda",)))},
+    workloads=[
+        # The grid of darcy2d, which the second inverse loss decodes whole.
+        Workload(
+            "darcy_both",
+            **LATENTS,
+            **HEADS,
+            B=BATCH // 2,
+            layers=LAYERS,
+            Q=PLANE**2,
+            clock="wall",
+            direction="both",
+            device="cuda",
+        ),
+        Workload(
+            "cpu", B=2, T=8, L=8, heads=2, head_width=8, layers=1, Q=16, clock="wall", direction="both", device="cpu"
+        ),
+    ],
+    cost=Cost(flops=decoder_flops),
 )
 
 
