@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
@@ -26,6 +27,8 @@ class ShardedGradients:
         self.modules: dict[str, list[FSDPModule]] = {}
         self.params: dict[str, list[torch.nn.Parameter]] = {}
         self._loss: torch.Tensor | None = None
+        # Nothing here changes a network's result in place, which that warning is about.
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         for name, modules in groups.items():
             self.modules[name] = [fully_shard(module, reshard_after_forward=False) for module in modules]
             self.params[name] = [p for module in modules for p in module.parameters()]

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+# torch 2.13 has given it another name.
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 @dataclass(frozen=True, slots=True)
 class Shards:
@@ -35,7 +38,7 @@ class Shards:
             padded.append(rows)
         own = torch.cat([rows.flatten() for rows in padded])
         every = own.new_empty(self.ranks * own.numel())
-        dist.all_gather_into_tensor(every, own)
+        _gather(every, own)
         sizes = [rows.numel() for rows in padded]
         of_each = zip(every.view(self.ranks, -1).split(sizes, 1), padded, shapes, strict=True)
         return [rows.reshape(-1, *one.shape[1:])[: shape[0]].clone() for rows, one, shape in of_each]

@@ -1,0 +1,265 @@
+"""What a step of ups takes: ups_steps.py DATA [--ranks N] [--only NAME ...] [--out FILE].
+
+Times the source's settings before, each phase added to those before it, what is fastest, the same work as before, and
+smaller batches. All of them live at once and are timed in turns, in several rounds; a round's time is that of the
+slowest rank. Beside them are floors: what the products of a step take at the rate of a large product in bfloat16, and
+what the all-reduce of the gradients takes alone. Prints a table, and writes all figures as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
+from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
+
+from optimized.trainers.ups import Trainer as Optimized  # noqa: E402
+from perfsuite.errors import PerfsuiteError  # noqa: E402
+from reference.trainers.ups import Trainer as Reference  # noqa: E402
+from suite import configuration, launching, trainers  # noqa: E402
+from suite.commands.train import device_called, name_of  # noqa: E402
+from suite.runtime import together  # noqa: E402
+from suite.runtime.timing import synchronize  # noqa: E402
+from suite.ups.batches import mixture_of  # noqa: E402
+from suite.ups.config import TECHNIQUES, TRADES, TrainConfig  # noqa: E402
+
+ROUNDS, STEPS = 5, 12
+"""Rounds that are timed, and steps of a round: as many as any schedule repeats after."""
+WARM = 24
+"""Steps before: each form of a step is captured at the fourth time it comes."""
+SIDE = 8192
+"""Of the matrices whose product gives the rate of products."""
+PHASES: dict[str, Mapping[str, Any]] = {
+    "1 compilation": {"compile": True},
+    "2 checkpointing": {"activation_checkpoint": True, "batch_size": 16, "accumulation": 2},
+    "3 inverse losses": {
+        "inverse_loss_frequency": 4,
+        "num_queries": 1024,
+        "inverse_losses": True,
+        "query_sampling": True,
+    },
+    "4 loader": {"num_workers": 12, "prefetch_factor": 2},
+    "5 offload": {"cpu_offload_optimizer": True, "batch_size": 20},
+    "6 precision": {"precision": "bf16"},
+    "7 sharding": {"use_fsdp2": True, "batch_size": 24},
+    "8 optimizers": {"fused_optimizers": True},
+}
+"""Each phase of the source → what it changes."""
+FAST: Mapping[str, Any] = {
+    **dict.fromkeys(TECHNIQUES, True),
+    **dict.fromkeys(TRADES, False),
+    "precision": "bf16",
+    "num_workers": 0,
+    "batch_size": 24,
+    "accumulation": 2,
+    "inverse_loss_frequency": 4,
+    "num_queries": 1024,
+}
+"""What is fastest, on the source's schedule."""
+
+
+def variants(before: TrainConfig, ranks: int) -> dict[str, tuple[Any, TrainConfig]]:
+    """Name → (trainer, configuration)."""
+    found: dict[str, tuple[Any, TrainConfig]] = {"before": (Reference, before)}
+    changes: dict[str, Any] = {}
+    for name, phase in PHASES.items():
+        if name.startswith("7") and ranks == 1:
+            continue
+        changes |= phase
+        found[name] = (Optimized, dataclasses.replace(before, **changes))
+    fast = dataclasses.replace(before, **FAST)
+    found["fast"] = (Optimized, fast)
+    same = {name: getattr(before, name) for name in ("inverse_loss_frequency", "num_queries")}
+    examples = before.batch_size * before.accumulation
+    found["same work as before"] = (Optimized, dataclasses.replace(fast, **same, batch_size=examples, accumulation=1))
+    for size in (24, 8, 4):
+        found[f"fast, {size} a step"] = (Optimized, dataclasses.replace(fast, batch_size=size, accumulation=1))
+    return found
+
+
+class Timed:
+    """A trainer that steps when it is asked to, in all ranks."""
+
+    def __init__(self, kind: Any, config: TrainConfig, given: Any, device: torch.device) -> None:
+        self.config, self.device = config, device
+        began = time.perf_counter()
+        self.trainer = kind(config, given, device)
+        for _ in range(WARM):
+            self.trainer.train_window({})
+        self.trainer.last_report()
+        self.warm_s = time.perf_counter() - began
+        self.examples = config.batch_size * config.accumulation * given.ranks
+        self.seconds: list[float] = []
+
+    def round(self, here: together.Place) -> None:
+        """Time a round of steps."""
+        meet(here, self.device)
+        began = time.perf_counter()
+        for _ in range(STEPS):
+            self.trainer.train_window({})
+        synchronize(self.device)
+        spent = torch.tensor((time.perf_counter() - began) / STEPS, dtype=torch.float64)
+        if here.ranks > 1:
+            dist.all_reduce(spent, op=dist.ReduceOp.MAX)
+        self.seconds.append(float(spent))
+
+    def peak(self) -> int | None:
+        """Bytes at most in a round of steps beyond what lies on the device before, and the trainer's own tensors."""
+        if self.device.type != "cuda":
+            return None
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        for _ in range(STEPS):
+            self.trainer.train_window({})
+        synchronize(self.device)
+        state = self.trainer.state_dict()
+        own = sum(t.numel() * t.element_size() for t in _tensors(state))
+        return torch.cuda.max_memory_allocated(self.device) - before + own
+
+    def busy(self) -> tuple[float, float] | None:
+        """(seconds that the device works in a step, kernels of a step)."""
+        if self.device.type != "cuda":
+            return None
+        activities = [torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities) as profile:
+            for _ in range(STEPS):
+                self.trainer.train_window({})
+            synchronize(self.device)
+        rows = profile.key_averages()
+        return sum(r.self_device_time_total for r in rows) / 1e6 / STEPS, sum(r.count for r in rows) / STEPS
+
+    def row(self) -> dict[str, Any]:
+        """All figures."""
+        found: dict[str, Any] = {"batch_size": self.config.batch_size, "accumulation": self.config.accumulation}
+        found |= {"seconds": self.seconds, "examples": self.examples, "warm_s": self.warm_s, "peak_bytes": self.peak()}
+        if (busy := self.busy()) is not None:
+            found["busy_s"], found["kernels"] = busy
+        return found
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [t for t in torch.utils._pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
+
+
+def meet(here: together.Place, device: torch.device) -> None:
+    """Wait for the device, and for all ranks."""
+    synchronize(device)
+    if here.ranks > 1:
+        dist.all_reduce(torch.zeros(()))
+
+
+def mean_of(device: torch.device, call: Callable[[], object], count: int) -> float:
+    """Seconds of a call, over so many in a row, after some that are not timed."""
+    for _ in range(3):
+        call()
+    synchronize(device)
+    began = time.perf_counter()
+    for _ in range(count):
+        call()
+    synchronize(device)
+    return (time.perf_counter() - began) / count
+
+
+def floors(timed: Mapping[str, Timed], here: together.Place, device: torch.device) -> dict[str, Any]:
+    """What a step takes at least: of its products, and of the all-reduce of its gradients."""
+    found: dict[str, Any] = {}
+    if device.type == "cuda":
+        a = torch.randn(SIDE, SIDE, device=device, dtype=torch.bfloat16)
+        found["products_per_s"] = 2 * SIDE**3 / mean_of(device, lambda: a @ a, 30)
+    fast = timed.get("fast")
+    if fast is not None:
+        given = [fast.trainer._given(fast.trainer.source.batch(number)) for number in (0, 1)]
+        flops = []
+        for micro in given:
+            with FlopCounterMode(display=False) as counter, torch.enable_grad():
+                loss = fast.trainer._loss(micro)
+                names = [n for n, own in fast.trainer.groups.items() if n != "coders" or micro["inverse"]]
+                torch.autograd.grad(loss, [fast.trainer.weights[w] for n in names for w in fast.trainer.groups[n]])
+            flops.append(counter.get_total_flops())
+        found["flops_with_inverse"], found["flops_without"] = flops
+        if here.ranks > 1:
+            buffer = torch.zeros_like(fast.trainer.gradients.buffers["operator"])
+            found["all_reduce_bytes"] = buffer.numel() * buffer.element_size()
+            found["all_reduce_s"] = mean_of(device, lambda: dist.all_reduce(buffer), 30)
+    return found
+
+
+def measured(options: argparse.Namespace, here: together.Place) -> dict[str, Any]:
+    """All figures of this process."""
+    device = device_called(together.device_of(here, options.device))
+    kinds = [trainers.config_of("ups"), trainers.data_config_of("ups")]
+    config = options.config or str(ROOT / f"configs/ups/{min(here.ranks, 4)}gpu_baseline.yaml")
+    before, data = configuration.read(kinds, config, ["--data", options.data] if options.data != "none" else [])
+    with together.joined(here, device):
+        given = mixture_of(data, here.rank, here.ranks)
+        chosen = {n: v for n, v in variants(before, here.ranks).items() if not options.only or n in options.only}
+        timed = {}
+        for name, (kind, changed) in chosen.items():
+            timed[name] = Timed(kind, changed, given, device)
+            if here.first:
+                Console(stderr=True).print(f"{name}: warm after {timed[name].warm_s:.1f} s")
+        for number in range(ROUNDS):
+            for name in list(timed)[:: 1 if number % 2 else -1]:
+                timed[name].round(here)
+        found = {"floors": floors(timed, here, device), "rows": {name: one.row() for name, one in timed.items()}}
+        meet(here, device)
+    return {"device": name_of(device), "torch": torch.__version__, "ranks": here.ranks, **found}
+
+
+def table(found: Mapping[str, Any]) -> Table:
+    """A row for each variant."""
+    made = Table("settings", "batch", "step", "examples/s", "against before", "device busy", "kernels", "memory")
+    rate = {name: row["examples"] / median(row["seconds"]) for name, row in found["rows"].items()}
+    for name, row in found["rows"].items():
+        step = median(row["seconds"])
+        busy = f"{100 * row['busy_s'] / step:.0f}%" if "busy_s" in row else "–"
+        peak = f"{row['peak_bytes'] / 1e9:.1f} GB" if row["peak_bytes"] is not None else "–"
+        against = f"{rate[name] / rate['before']:.2f}×" if "before" in rate else "–"
+        batch = f"{row['batch_size']} × {row['accumulation']}"
+        kernels = f"{row['kernels']:.0f}" if "kernels" in row else "–"
+        made.add_row(name, batch, f"{1e3 * step:.2f} ms", f"{rate[name]:.0f}", against, busy, kernels, peak)
+    return made
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("data", help="folder of PDEBench's files; none: fields made in memory")
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--config", help="the settings before, in YAML")
+    parser.add_argument("--only", action="append", help="a row's name; repeatable")
+    parser.add_argument("--device")
+    parser.add_argument("--out", help="JSON file")
+    options = parser.parse_args()
+    here = together.place()
+    try:
+        if options.ranks > 1 and here.ranks == 1:
+            sys.exit(launching.launch([sys.executable, *sys.argv], options.ranks))
+        found = measured(options, here)
+    except PerfsuiteError as error:
+        sys.exit(f"Error: {error}" if str(error) else 1)
+    if here.first:
+        Console(width=140).print(table(found))
+        if options.out:
+            Path(options.out).write_text(json.dumps(found, indent=1) + "\n")
+    sys.stdout.flush()
+    if here.ranks > 1:
+        os._exit(0)  # NCCL waits for CUDA graphs that have its collectives
+
+
+if __name__ == "__main__":
+    main()
