@@ -101,7 +101,8 @@ def _told(rank: _Rank, *, interrupted: bool) -> RankFailedError:
     if rank.code < 0:
         name = signal.Signals(-rank.code).name
         remedy = "" if interrupted else "; all others were ended: go on with --resume latest"
-        return RankFailedError(f"rank {rank.number} was ended by {name}{remedy}", 128 - rank.code)
+        said = f" ({rank.text.splitlines()[-1]})" if rank.text and rank.code != -signal.SIGKILL else ""
+        return RankFailedError(f"rank {rank.number} was ended by {name}{said}{remedy}", 128 - rank.code)
     last = rank.text.splitlines()[-1].removeprefix("Error: ") if rank.text else ""
     return RankFailedError(
         "" if rank.log is None else last or f"rank {rank.number} ended with exit code {rank.code}", rank.code

@@ -145,11 +145,13 @@ def _train(
     options = replace(options, folder=options.folder or f"{FOLDER}/{name}-{side}")
     try:
         with held(options) if here.first else nullcontext():  # from before the first file until after the last
-            return _trained(name, chosen, options, data, side, device, resume, overwrite, here)
+            code = _trained(name, chosen, options, data, side, device, resume, overwrite, here)
     except BaseException as error:
         if here.ranks > 1:
             _leave(error)
         raise
+    together.leave(here, code)
+    return code
 
 
 def _leave(error: BaseException) -> NoReturn:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import platform
 import re
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,7 +85,7 @@ def device_of(here: Place, name: str | None) -> str | None:
 def joined(here: Place, device: torch.device) -> Iterator[None]:
     """The default process group of all ranks: NCCL for tensors on GPUs and gloo for others; none for one process.
 
-    PerfsuiteError where the ranks run different versions of Python or torch.
+    It lasts until `leave`. PerfsuiteError where the ranks run different versions of Python or torch.
     """
     if here.ranks == 1:
         yield
@@ -93,12 +94,22 @@ def joined(here: Place, device: torch.device) -> Iterator[None]:
     with lost_ranks(here):
         dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
         check_versions(here)
-    try:
-        yield
-    finally:
-        # NCCL waits for CUDA graphs that have its collectives, and a rank may be gone: the process ends instead.
-        if not on_gpu:
-            dist.destroy_process_group()
+    yield
+
+
+def leave(here: Place, code: int) -> None:
+    """End a process of several with this exit code once all ranks have come here; return in one that is alone.
+
+    Nothing is torn down: NCCL would wait for CUDA graphs that have its collectives, and gloo's threads may abort a
+    process that ends in the usual way.
+    """
+    if here.ranks == 1:
+        return
+    with suppress(RuntimeError):  # another rank is gone already
+        dist.all_reduce(torch.zeros(()))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def check_versions(here: Place) -> None:

@@ -46,6 +46,7 @@ def main():
         found = [done(job, here) for job in json.loads(Path(sys.argv[1]).read_text())]
     if here.first:
         Path(sys.argv[2]).write_text(json.dumps(found))
+    together.leave(here, 0)
 
 
 if __name__ == "__main__":
