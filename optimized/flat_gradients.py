@@ -46,7 +46,7 @@ class FlatGradients:
             ]
 
     def backward(self, loss: torch.Tensor, names: Sequence[str], last: Collection[str]) -> None:
-        """Add a micro-batch's gradients of these groups. Which is the last one of a step makes no difference here."""
+        """Add a micro-batch's gradients of these groups; `last` is not used, since `begin` reduces them."""
         weights = [w for name in names for w in self._weights[name]]
         # They are copied: those of a compiled network lie in a graph's own memory until its next call.
         found = iter(torch.autograd.grad(loss / self.ranks, weights))
@@ -68,18 +68,18 @@ class FlatGradients:
             self._under_way[name] = dist.all_reduce(buffer, group=group_with(CAPTURED, buffer.device), async_op=True)
 
     def finished(self, name: str) -> list[torch.Tensor]:
-        """The group's gradients; what the device is given next waits for them, and the host does not on a GPU."""
+        """Return the group's reduced gradients. On a GPU the device waits for them, and the host does not."""
         if (work := self._under_way.pop(name, None)) is not None:
             work.wait()
         return self.views[name]
 
     def number(self, name: str) -> torch.Tensor:
-        """The mean of the number over the ranks, 0-d: a view."""
+        """Return the mean of the number over the ranks, 0-d: a view."""
         return self.buffers[name][-1]
 
     def reset(self) -> None:
-        """Forget the gradients of a step; the next one writes over them."""
+        """Begin a new step: its first gradients are written over those of the last one."""
 
     def agreed(self, *, finite: bool) -> bool:
-        """Whether the gradients are finite in all ranks: each has the same."""
+        """Return whether the gradients are finite in all ranks: reduced, they are the same in each."""
         return finite

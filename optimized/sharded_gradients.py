@@ -34,46 +34,46 @@ class ShardedGradients:
             self.params[name] = [p for module in modules for p in module.parameters()]
 
     def weights(self, name: str) -> list[torch.Tensor]:
-        """This rank's parts of a group's parameters: changed in place they are the modules' own."""
+        """Return this rank's parts of a group's parameters, in the modules' own memory."""
         return [_part(p.detach()) for p in self.params[name]]
 
     def backward(self, loss: torch.Tensor, names: Sequence[str], last: Collection[str]) -> None:
-        """Add a micro-batch's gradients of these groups, of which it is the last one of the step for `last`."""
+        """Add a micro-batch's gradients of these groups; those of `last` have no further micro-batch in the step."""
         for name in names:
             for module in self.modules[name]:
                 module.set_requires_gradient_sync(name in last)
         loss.backward()
 
     def begin(self, name: str, number: torch.Tensor) -> None:
-        """Sum a number over the ranks; the gradients are summed as the last backward has ended."""
+        """Sum a number over the ranks; `backward` of the last micro-batch has summed the gradients."""
         if self._loss is None:
             self._loss = number / self.ranks
             dist.all_reduce(self._loss)
 
     def finished(self, name: str) -> list[torch.Tensor]:
-        """The group's gradients, this rank's parts."""
+        """Return this rank's parts of the group's gradients."""
         return [_part(p.grad) if p.grad is not None else torch.zeros_like(_part(p.detach())) for p in self.params[name]]
 
     def number(self, name: str) -> torch.Tensor:
-        """The mean of the number over the ranks, 0-d."""
+        """Return the mean of the number over the ranks, 0-d."""
         assert self._loss is not None
         return self._loss
 
     def reset(self) -> None:
-        """Forget the gradients of a step."""
+        """Begin a new step without gradients."""
         self._loss = None
         for params in self.params.values():
             for p in params:
                 p.grad = None
 
     def agreed(self, *, finite: bool) -> bool:
-        """Whether the gradients are finite in all ranks."""
+        """Return whether the gradients are finite in all ranks."""
         found = torch.tensor(int(finite))
         dist.all_reduce(found, op=dist.ReduceOp.MIN)
         return bool(found)
 
     def clip(self, grads: Sequence[torch.Tensor], max_norm: float) -> torch.Tensor:
-        """Scale all gradients in place as `clip_grad_norm` does, by the norm of all ranks' parts; what it was, 0-d."""
+        """Clip all gradients in place as `clip_grad_norm`, by the norm of all ranks' parts, and return that norm, 0-d."""
         squares = torch.stack(torch._foreach_norm(list(grads))).square().sum()
         dist.all_reduce(squares)
         norm = squares.sqrt()

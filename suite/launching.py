@@ -19,7 +19,7 @@ from perfsuite import orphans
 from perfsuite.errors import PerfsuiteError
 
 LOST = 75
-"""Exit code of a rank that cannot go on since another one has ended (EX_TEMPFAIL); it says nothing."""
+"""Exit code of a rank that cannot go on since another one has ended (EX_TEMPFAIL); it prints nothing."""
 LAUNCHED = "PERFSUITE_LAUNCHED"
 """Environment variable of the ranks that are started here."""
 GRACE_S = 3.0
@@ -44,7 +44,7 @@ class _Rank:
     number: int
     process: subprocess.Popen[bytes]
     log: IO[bytes] | None
-    """What it wrote to its standard error; of rank 0 that goes to the user."""
+    """Its output; None for rank 0, whose output goes to the user."""
     code: int | None = field(default=None)
 
     @property
@@ -56,7 +56,7 @@ class _Rank:
 
 
 def launch(command: Sequence[str], ranks: int, started: Callable[[Mapping[int, int]], None] = lambda pids: None) -> int:
-    """Run a command in so many processes, with torchrun's environment variables; its exit code.
+    """Run a command in this many processes, with torchrun's environment variables, and return its exit code.
 
     Rank 0 writes to this process's standard streams. SIGINT and SIGTERM ask all ranks to end. Where one ends with an
     error, all others are ended, and RankFailedError says which it was.
@@ -88,15 +88,15 @@ def _watch(running: list[_Rank], asked: list[int]) -> int:
     if not failed:
         return max(rank.code if rank.code is not None else LOST for rank in running)
     culprit = min(failed, key=lambda rank: (rank.code is not None and rank.code >= 0, rank.number))
-    raise _told(culprit, interrupted=bool(asked))
+    raise _failure(culprit, interrupted=bool(asked))
 
 
 def _killed(ended: Sequence[_Rank]) -> bool:
     return any(rank.code is not None and rank.code < 0 for rank in ended)
 
 
-def _told(rank: _Rank, *, interrupted: bool) -> RankFailedError:
-    """Which rank it was, and how it ended; of rank 0 nothing where it has said it itself."""
+def _failure(rank: _Rank, *, interrupted: bool) -> RankFailedError:
+    """Describe which rank failed and how; empty for an error that rank 0 has printed itself."""
     assert rank.code is not None
     if rank.code < 0:
         name = signal.Signals(-rank.code).name
@@ -137,7 +137,10 @@ def _rank(command: Sequence[str], number: int, ranks: int, port: int) -> Iterato
 
 @contextlib.contextmanager
 def _forwarded(first: subprocess.Popen[bytes]) -> Iterator[list[int]]:
-    """SIGTERM goes on to rank 0, which the others follow; Ctrl-C reaches all ranks without help. Gives those seen."""
+    """Forward SIGTERM to rank 0, whose stop the other ranks follow, and yield the signals seen.
+
+    Ctrl-C reaches all ranks from the terminal.
+    """
     seen: list[int] = []
 
     def forward(number: int, frame: FrameType | None) -> None:

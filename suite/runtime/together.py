@@ -45,7 +45,7 @@ ALONE = Place()
 
 
 def place() -> Place:
-    """The place that the environment gives this process; ALONE where nothing started it among others.
+    """Read this process's place from the environment; ALONE where no launcher has set one.
 
     PerfsuiteError where one of the variables is missing or no number.
     """
@@ -64,7 +64,7 @@ def place() -> Place:
 
 
 def device_of(here: Place, name: str | None) -> str | None:
-    """The name of a rank's device: each has a GPU of its own. PerfsuiteError where there are too few, or no NCCL."""
+    """Choose the device of a rank: a GPU for each. PerfsuiteError where there are too few GPUs, or no NCCL."""
     if here.ranks == 1:
         return name
     if name not in (None, "cpu", "cuda"):
@@ -83,7 +83,7 @@ def device_of(here: Place, name: str | None) -> str | None:
 
 @contextmanager
 def joined(here: Place, device: torch.device) -> Iterator[None]:
-    """The default process group of all ranks: NCCL for tensors on GPUs and gloo for others; none for one process.
+    """Make the default process group of all ranks: NCCL for tensors on GPUs and gloo for others; none for one process.
 
     It lasts until `leave`. PerfsuiteError where the ranks run different versions of Python or torch.
     """
@@ -98,9 +98,9 @@ def joined(here: Place, device: torch.device) -> Iterator[None]:
 
 
 def leave(here: Place, code: int) -> None:
-    """End a process of several with this exit code once all ranks have come here; return in one that is alone.
+    """End this process with the exit code once all ranks have called it; return where it is the only one.
 
-    Nothing is torn down: NCCL would wait for CUDA graphs that have its collectives, and gloo's threads may abort a
+    The process groups are not destroyed: NCCL would wait for CUDA graphs that have its collectives, and gloo's threads may abort a
     process that ends in the usual way.
     """
     if here.ranks == 1:
@@ -145,9 +145,9 @@ class Together:
         self._under_way: Any = None
 
     def ends(self, wish: int) -> int:
-        """The largest wish of any rank, which 0 is none of; called once before each window.
+        """Return the largest wish of any rank, 0 where no rank has one; called once before each window.
 
-        Of several ranks it is that of the call before, so that none waits for another.
+        With several ranks these are the wishes of the call before, so that no rank waits for another.
         """
         if self.here.ranks == 1:
             return wish
@@ -160,7 +160,7 @@ class Together:
         return 0
 
     def by_first(self, value: bool) -> bool:
-        """Rank 0's value, in all ranks."""
+        """Return rank 0's value in all ranks."""
         if self.here.ranks == 1:
             return value
         given = torch.tensor(int(value))
@@ -168,6 +168,6 @@ class Together:
         return bool(given)
 
     def first_alone(self) -> None:
-        """Called before and after what rank 0 must do first: the others wait for it the first time."""
+        """Wait for all ranks: rank 0 calls it after what it must do first, the others before they do the same."""
         if self.here.ranks > 1:
             dist.all_reduce(torch.zeros(()))  # on the host, where a barrier of NCCL's would wait on the device
