@@ -73,7 +73,7 @@ class ShardedGradients:
         return bool(found)
 
     def clip(self, grads: Sequence[torch.Tensor], max_norm: float) -> torch.Tensor:
-        """Clip all gradients in place as `clip_grad_norm`, by the norm of all ranks' parts, and return that norm, 0-d."""
+        """Clip all gradients in place as `clip_grad_norm`, by the norm of all ranks' parts; return that norm."""
         squares = torch.stack(torch._foreach_norm(list(grads))).square().sum()
         dist.all_reduce(squares)
         norm = squares.sqrt()

@@ -100,8 +100,8 @@ def joined(here: Place, device: torch.device) -> Iterator[None]:
 def leave(here: Place, code: int) -> None:
     """End this process with the exit code once all ranks have called it; return where it is the only one.
 
-    The process groups are not destroyed: NCCL would wait for CUDA graphs that have its collectives, and gloo's threads may abort a
-    process that ends in the usual way.
+    The process groups are not destroyed: NCCL would wait for CUDA graphs that have its collectives, and gloo's threads
+    may abort a process that ends in the usual way.
     """
     if here.ranks == 1:
         return
