@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import os
 import random
 from pathlib import Path
 
@@ -465,6 +466,21 @@ def test_a_damaged_cache_is_refused_in_a_line(spoil, told, tmp_path):
     assert "\n" not in str(raised.value)
     array.with_suffix(".json").unlink()
     mixture_of(data)
+
+
+def test_a_cache_is_read_whole_only_where_its_file_may_have_changed(tmp_path, monkeypatch):
+    data = files(tmp_path)
+    mixture_of(data)
+    compared = []
+    digest = latents_module.digest_of_file
+    monkeypatch.setattr(latents_module, "digest_of_file", lambda path: compared.append(path.name) or digest(path))
+    mixture_of(data)
+    assert not compared
+    array = next(tmp_path.glob("1D*.npy"))
+    os.utime(array)
+    mixture_of(data)
+    mixture_of(data)
+    assert compared == [array.name]
 
 
 def test_a_cache_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
