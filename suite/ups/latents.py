@@ -143,7 +143,7 @@ def _check(array: Path, index: Path, shape: list[int], key: str) -> None:
         if known.get("written") != (now := _stamp(array)):
             if digest_of_file(array) != known["sha256"]:
                 raise ValueError("its bytes are not those that were written")
-            with suppress(OSError):  # of a folder that is only read: they are compared at each start
+            with suppress(PerfsuiteError):  # a folder that is only read: they are compared at each start
                 write(index, json.dumps({**known, "written": now}) + "\n")
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
