@@ -194,6 +194,7 @@ class _TritonMuon:
         self.symmetric = _tiles([(n, n) for n in least], self.tile, device, upper=True)
         per_matrix = [ceil_div(rows, SQUARE) * ceil_div(columns, SQUARE) for rows, columns in padded]
         self.sums = torch.zeros(self.count, max(per_matrix), device=device)
+        self.sums_padded = 1 << (max(per_matrix) - 1).bit_length()
         self.addresses = Addresses(device)
 
     @torch.no_grad()
@@ -262,23 +263,20 @@ class _TritonMuon:
                 ALIGNED=self.addresses.aligned and vectors,
                 num_warps=8,
             )
-        scale = 1 / self.sums.sum(1).sqrt_().clamp_(min=EPS)
         a, b, c = COEFFICIENTS
         for number in range(ITERATIONS):
-            self._symmetric(self.x, self.gram, scale if number == 0 else None)
-            self._symmetric(self.gram, self.polynomial, None, alpha=c, beta=b)
-            self._product(scale if number == 0 else None, beta=a)
+            self._symmetric(self.x, self.gram, scaled=number == 0)
+            self._symmetric(self.gram, self.polynomial, alpha=c, beta=b)
+            self._product(beta=a, scaled=number == 0)
             self.x, self.next_x = self.next_x, self.x
 
     def _symmetric(
-        self,
-        x: torch.Tensor,
-        out: torch.Tensor,
-        scale: torch.Tensor | None,
-        alpha: float = 1.0,
-        beta: float = 0.0,
+        self, x: torch.Tensor, out: torch.Tensor, *, alpha: float = 1.0, beta: float = 0.0, scaled: bool = False
     ) -> None:
-        """out = alpha · (s x) (s x)ᵀ + beta · x for each matrix, s being its scale; with a beta, x is symmetric."""
+        """Compute out = alpha · (s x) (s x)ᵀ + beta · x for each matrix; with a beta, x is symmetric.
+
+        s is 1 over the matrix's norm if it is scaled, and else 1.
+        """
         squares = beta != 0.0
         _symmetric_kernel[(len(self.symmetric),)](
             self.symmetric,
@@ -287,19 +285,20 @@ class _TritonMuon:
             self.first_of_squares,
             x,
             out,
-            x if scale is None else scale,
+            self.sums,
+            self.sums.shape[1],
             alpha,
             beta,
             TILE=self.tile,
             DEPTH=DEPTH,
-            SCALED=scale is not None,
+            SUMS=self.sums_padded if scaled else 0,
             SQUARES=squares,
             num_warps=NUM_WARPS,
             num_stages=NUM_STAGES,
         )
 
-    def _product(self, scale: torch.Tensor | None, beta: float) -> None:
-        """next_x = s · (polynomial x + beta · x) for each matrix, s being its scale."""
+    def _product(self, *, beta: float, scaled: bool) -> None:
+        """Compute next_x = s · (polynomial x + beta · x) for each matrix; s as in `_symmetric`."""
         _product_kernel[(len(self.products),)](
             self.products,
             self.shapes,
@@ -308,11 +307,12 @@ class _TritonMuon:
             self.polynomial,
             self.x,
             self.next_x,
-            self.x if scale is None else scale,
+            self.sums,
+            self.sums.shape[1],
             beta,
             TILE=self.tile,
             DEPTH=DEPTH,
-            SCALED=scale is not None,
+            SUMS=self.sums_padded if scaled else 0,
             num_warps=NUM_WARPS,
             num_stages=NUM_STAGES,
         )
@@ -377,6 +377,14 @@ def _elements_of(i, j, rows, columns, TILE: tl.constexpr):
     row = i * TILE + tl.arange(0, TILE)[:, None]
     column = j * TILE + tl.arange(0, TILE)[None, :]
     return row, column, (row < rows) & (column < columns)
+
+
+@jit
+def _scale_of(sums_ptr, matrix, sums_of_each, SUMS: tl.constexpr):
+    """1 over the norm of a matrix, from the sums of squares of its tiles; SUMS is a power of 2, as many or more."""
+    at = tl.arange(0, SUMS)
+    sums = tl.load(sums_ptr + matrix * sums_of_each + at, mask=at < sums_of_each, other=0.0)
+    return 1.0 / tl.maximum(tl.sqrt_rn(tl.sum(sums, 0)), 1e-7)  # torch's eps
 
 
 @jit
@@ -458,12 +466,13 @@ def _symmetric_kernel(
     first_out_ptr,
     x_ptr,
     out_ptr,
-    scale_ptr,
+    sums_ptr,
+    sums_of_each,
     alpha,
     beta,
     TILE: tl.constexpr,
     DEPTH: tl.constexpr,
-    SCALED: tl.constexpr,
+    SUMS: tl.constexpr,
     SQUARES: tl.constexpr,
 ):
     matrix, i, j, one, other = _tile_of(tiles_ptr, shapes_ptr)
@@ -482,8 +491,8 @@ def _symmetric_kernel(
         a = tl.load(left + k, mask=(at_i[:, None] < rows) & inside[None, :], other=0.0)
         b = tl.load(right + k, mask=(at_j[None, :] < rows) & inside[:, None], other=0.0)
         total = tl.dot(a, b, total, input_precision="ieee")
-    if SCALED:
-        scale = tl.load(scale_ptr + matrix)
+    if SUMS:
+        scale = _scale_of(sums_ptr, matrix, sums_of_each, SUMS)
         total = total * scale * scale
     total *= alpha
     place = at_i[:, None] * rows + at_j[None, :]
@@ -505,11 +514,12 @@ def _product_kernel(
     p_ptr,
     x_ptr,
     out_ptr,
-    scale_ptr,
+    sums_ptr,
+    sums_of_each,
     beta,
     TILE: tl.constexpr,
     DEPTH: tl.constexpr,
-    SCALED: tl.constexpr,
+    SUMS: tl.constexpr,
 ):
     matrix, i, j, one, other = _tile_of(tiles_ptr, shapes_ptr)
     rows, columns = tl.multiple_of(tl.minimum(one, other), 8), tl.multiple_of(tl.maximum(one, other), 8)
@@ -531,6 +541,6 @@ def _product_kernel(
     place = at_i[:, None] * columns + at_j[None, :]
     mask = (at_i[:, None] < rows) & (at_j[None, :] < columns)
     total += beta * tl.load(x_ptr + place, mask=mask, other=0.0).to(tl.float32)
-    if SCALED:
-        total *= tl.load(scale_ptr + matrix)
+    if SUMS:
+        total *= _scale_of(sums_ptr, matrix, sums_of_each, SUMS)
     tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=mask)
