@@ -186,14 +186,14 @@ def floors(timed: Mapping[str, Timed], here: together.Place, device: torch.devic
         flops = []
         for micro in given:
             with FlopCounterMode(display=False) as counter, torch.enable_grad():
-                loss = fast.trainer._loss(micro)
+                loss, _ = fast.trainer._loss(micro)
                 names = [n for n, own in fast.trainer.groups.items() if n != "coders" or micro["inverse"]]
                 torch.autograd.grad(loss, [fast.trainer.weights[w] for n in names for w in fast.trainer.groups[n]])
             flops.append(counter.get_total_flops())
         found["flops_with_inverse"], found["flops_without"] = flops
         if here.ranks > 1:
-            buffer = torch.zeros_like(fast.trainer.gradients.buffers["operator"])
-            found["all_reduce_bytes"] = buffer.numel() * buffer.element_size()
+            found["all_reduce_bytes"] = fast.trainer.gradients.nbytes
+            buffer = torch.zeros(found["all_reduce_bytes"] // 4, device=device)
             found["all_reduce_s"] = mean_of(device, lambda: dist.all_reduce(buffer), 30)
     return found
 

@@ -18,11 +18,12 @@ import torch
 from optimized.attention.flex_attention import flex_attention
 from optimized.compilation.compiled_function import compile_if_possible
 from optimized.compilation.fullgraph_model import fullgraph_coder, fullgraph_operator
-from optimized.flat_gradients import FlatGradients
+from optimized.flat_gradients import Boundary, FlatGradients
 from optimized.graphs.cuda_graph_step import cuda_graph_step
 from optimized.kernels import triton_reason
 from optimized.memory.activation_checkpoint import activation_checkpoint_operator
 from optimized.memory.cpu_offload_optimizer import offloaded_hybrid
+from optimized.operator_parts import early, parts
 from optimized.sharded_gradients import ShardedGradients
 from optimized.sharded_hybrid import ShardedHybrid
 from optimized.shards import Shards
@@ -144,9 +145,18 @@ class Trainer:
         step = STEPS[config.activation_checkpoint, config.flex_attention]
         graphs = config.compile_mode == "reduce-overhead"
         self._operator: Callable[..., torch.Tensor] = step
+        compiled = config.compile and self.device.type == "cuda"
+        self._parts = parts(again=config.activation_checkpoint, flex=config.flex_attention, compiled=compiled)
         if config.compile and not is_sharded(config, self.given):
             graphs = graphs and not self._is_captured()
             self._operator = functools.partial(fullgraph_operator, step=step, graphs=graphs)
+
+    def _has_parts(self) -> bool:
+        """Whether the operator has two parts, so that gradients are reduced while its backward goes on."""
+        config, several = self.config, self.given.ranks > 1 and not is_sharded(self.config, self.given)
+        # Compiled with CUDA graphs of its own it is replayed as a whole.
+        graphs = config.compile and config.compile_mode == "reduce-overhead" and not self._is_captured()
+        return several and config.stage == "operator" and (self.device.type == "cpu" or not graphs)
 
     def _is_captured(self) -> bool:
         """Whether a step is one CUDA graph: the host then has no part in it."""
@@ -191,18 +201,29 @@ class Trainer:
         """
         scale = self.scale.value
         with torch.enable_grad():
-            loss = self._loss(micro) / self.config.accumulation
-            self.gradients.backward(loss if scale == 1 else loss * scale, names, last)
+            loss, boundary = self._loss(micro)
+            loss = loss / self.config.accumulation
+            scaled = loss if scale == 1 else loss * scale
+            if isinstance(self.gradients, FlatGradients):
+                self.gradients.backward(scaled, names, last, boundary)
+            else:
+                self.gradients.backward(scaled, names, last)
         return loss.detach()
 
-    def _loss(self, micro: dict[str, Any]) -> torch.Tensor:
-        """The loss of a micro-batch, 0-d."""
+    def _loss(self, micro: dict[str, Any]) -> tuple[torch.Tensor, Boundary | None]:
+        """The loss of a micro-batch, 0-d, and the boundary of the operator's parts, where it has some."""
         config, before, after, dt = self.config, micro["before"], micro["after"], micro["dt"]
         if self.refiner is not None:
             with autocast(config, self.device):
-                return self.refiner.loss(before, after, dt, (micro["level"], micro["noise"]), self.averages)
+                return self.refiner.loss(before, after, dt, (micro["level"], micro["noise"]), self.averages), None
+        boundary = None
         with autocast(config, self.device):
-            predicted = self._operator(self.networks.operator, before, dt, micro["scales"])
+            if self._has_parts():
+                first, second = self._parts
+                boundary = Boundary.after(first(self.networks.operator, before, dt, micro["scales"]))
+                predicted = second(self.networks.operator, before, *boundary.leaves, micro["scales"])
+            else:
+                predicted = self._operator(self.networks.operator, before, dt, micro["scales"])
             if config.inverse_losses and not micro["inverse"]:
                 inverse = (before.new_zeros(()), before.new_zeros(()))
             else:
@@ -211,7 +232,7 @@ class Trainer:
                 inverse = self._inverse(self._tasks(micro), number, config.inverse_loss_frequency, self._at_queries)
         tasks = [task.task for task in self.given.tasks]
         sizes = [(count, self.boundaries[task]) for count, task in zip(micro["counts"], tasks, strict=True)]
-        return mixed_loss(config, predicted.float(), after, sizes, inverse)
+        return mixed_loss(config, predicted.float(), after, sizes, inverse), boundary
 
     def _tasks(self, micro: dict[str, Any]) -> list[InverseTask]:
         """What the inverse losses are computed of."""
@@ -246,7 +267,8 @@ class Trainer:
         """Where gradients are summed. Sharded, the weights are this rank's parts from here on."""
         if self.shards is None:
             groups = {name: [self.weights[n] for n in names] for name, names in self.groups.items()}
-            return FlatGradients(groups, self.given.ranks)
+            first = early(self.weights, self.config.depth) if self._has_parts() else []
+            return FlatGradients(groups, self.given.ranks, [self.weights[name] for name in first])
         operator = self.networks.operator
         # FSDP2 calls it between gathering the parameters and freeing them.
         operator.forward = self._forward(operator.forward)  # type: ignore[method-assign]  # of this instance

@@ -45,6 +45,11 @@ def drop_path_scales(rates: Sequence[float], batch: int, generator: torch.Genera
     return ((drawn < kept) / kept).float()
 
 
+def call_plainly(sublayer: Callable[..., torch.Tensor], *arguments: object) -> torch.Tensor:
+    """Call a sublayer as it is."""
+    return sublayer(*arguments)
+
+
 class Block(nn.Module):
     """A pre-LN transformer block: attention with RMS-normalized queries and keys, then a GELU MLP.
 
@@ -110,7 +115,7 @@ class Operator(nn.Module):
         dt: torch.Tensor,
         scales: torch.Tensor | None = None,
         attention: Attention = functional.scaled_dot_product_attention,
-        call: Call = lambda sublayer, *arguments: sublayer(*arguments),
+        call: Call = call_plainly,
     ) -> torch.Tensor:
         """Return the latents after `dt`, [B, T, latent width].
 
@@ -120,11 +125,33 @@ class Operator(nn.Module):
         attention  of each block, on [B, heads, T, head width]
         call       how each sublayer is called
         """
-        x, time = self.take(latents), self.embed_time(dt)
-        for number, block in enumerate(self.blocks):
-            first, second = (None, None) if scales is None else scales[number]
-            x = call(block.attend, x, time, first, attention)
-            x = call(block.feed, x, time, second)
+        x, time = self.enter(latents, dt)
+        return self.leave(latents, self.through(x, time, scales, 0, len(self.blocks), attention, call))
+
+    def enter(self, latents: torch.Tensor, dt: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the tokens [B, T, D] and the embedded time steps [B, D] that the blocks begin with."""
+        return self.take(latents), self.embed_time(dt)
+
+    def through(
+        self,
+        x: torch.Tensor,
+        time: torch.Tensor,
+        scales: torch.Tensor | None,
+        first: int,
+        end: int,
+        attention: Attention,
+        call: Call,
+    ) -> torch.Tensor:
+        """Return the tokens after the blocks from `first` up to `end`; arguments as `forward`'s."""
+        for number in range(first, end):
+            block = self.blocks[number]
+            at_attention, at_mlp = (None, None) if scales is None else scales[number]
+            x = call(block.attend, x, time, at_attention, attention)
+            x = call(block.feed, x, time, at_mlp)
+        return x
+
+    def leave(self, latents: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Return the latents after dt, from those before and the tokens after all blocks."""
         stepped: torch.Tensor = latents + self.give(self.norm(x))
         return stepped
 

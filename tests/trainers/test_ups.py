@@ -613,6 +613,17 @@ def test_the_configurations_have_the_source_s_values():
     assert (careful.inverse_loss_frequency, careful.num_queries, careful.use_fsdp2) == (2, 1536, False)
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_an_operator_in_two_parts_learns_the_same(again, given, known, monkeypatch):
+    monkeypatch.setattr(Optimized, "_has_parts", lambda trainer: True)
+    trainer = made(Optimized, given, dataclasses.replace(SMALL, activation_checkpoint=again))
+    assert share(curve(trainer), known) <= 1
+    early = trainer.gradients._early["operator"].weights
+    names = {name for name, weight in trainer.weights.items() if any(weight is w for w in early)}
+    assert {name.split(".")[1] for name in names} == {"take", "time1", "time2", "blocks"}
+    assert {name.split(".")[2] for name in names if ".blocks." in name} == {"0"}
+
+
 # --- a step as one graph --------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,65 @@
+"""The operator of ups in two parts, so that the gradients of the later one are reduced in the backward of the earlier
+one (ups, techniques 002.1a and 002.7)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+
+import torch
+from torch.nn import functional
+
+from optimized.attention.flex_attention import flex_attention
+from optimized.compilation.compiled_function import compile_if_possible
+from optimized.memory.activation_checkpoint import checkpointed
+from suite.ups.model import Operator, call_plainly
+
+PARTS = 4
+"""The earlier part is this share of the blocks: its backward takes longer than the all-reduce of the others."""
+First = Callable[[Operator, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""(operator, latents, dt, scales) → (tokens, embedded time)."""
+Second = Callable[[Operator, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(operator, latents, tokens, embedded time, scales) → the latents after dt."""
+
+
+def split(depth: int) -> int:
+    """Count the blocks of the earlier part."""
+    return max(1, depth // PARTS)
+
+
+def early(names: Iterable[str], depth: int) -> list[str]:
+    """Choose the names of the operator's weights that the earlier part has."""
+    blocks = tuple(f"operator.blocks.{number}." for number in range(split(depth)))
+    return [name for name in names if name.startswith((*blocks, "operator.take.", "operator.time"))]
+
+
+@functools.cache
+def parts(*, again: bool, flex: bool, compiled: bool) -> tuple[First, Second]:
+    """Make the two parts, which operators of the same sizes share.
+
+    again     whether sublayers are computed again in the backward
+    flex      whether attention is FlexAttention's
+    compiled  whether they are compiled for each shape, without CUDA graphs of their own
+    """
+    attention = flex_attention if flex else functional.scaled_dot_product_attention
+    call = checkpointed if again else call_plainly
+
+    def first(
+        operator: Operator, latents: torch.Tensor, dt: torch.Tensor, scales: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x, time = operator.enter(latents, dt)
+        return operator.through(x, time, scales, 0, split(len(operator.blocks)), attention, call), time
+
+    def second(
+        operator: Operator, latents: torch.Tensor, x: torch.Tensor, time: torch.Tensor, scales: torch.Tensor
+    ) -> torch.Tensor:
+        depth = len(operator.blocks)
+        return operator.leave(latents, operator.through(x, time, scales, split(depth), depth, attention, call))
+
+    if not compiled:
+        return first, second
+    options = {"fullgraph": True, "dynamic": False}
+    return (
+        compile_if_possible(first, "the operator's first part", **options),
+        compile_if_possible(second, "the operator's second part", **options),
+    )
