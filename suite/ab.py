@@ -179,8 +179,10 @@ class Comparison:
         """The items on which each side has trained at the end of each slice."""
         total = sys.maxsize if self._units is None else self._units
         largest = max(1, total // self._slices)
+        # The first slice holds whatever compiles and captures.
+        settled = max(math.ceil(side.settles * side.items / self._unit) for side in self._sides)
         longest_s = LONGEST_S if self._seconds is None else min(LONGEST_S, self._seconds / self._slices)
-        done, size, ends = 0, 1, math.inf
+        done, size, ends = 0, min(settled, largest), math.inf
         for number in itertools.count(1):
             left = total - done
             done += size if left >= 2 * size else left  # a short slice at the end would say little of the loss
@@ -226,6 +228,12 @@ class _Side:
         self._notes: list[str] = []
         self._build_s = 0.0
         self._own = _Own(device)
+
+    @property
+    def settles(self) -> int:
+        """Windows after which the trainer compiles and captures nothing more."""
+        found: int = getattr(self.trainer, "settles", 1)
+        return found
 
     @property
     def noun(self) -> str:

@@ -190,12 +190,13 @@ def _warm(
     wait: Callable[[], object],
     cuda: bool,
 ) -> tuple[int | None, float]:
-    """(peak memory, seconds) of an arm's second window."""
+    """(peak memory, seconds) of an arm's first window after those that settle it."""
     import torch
 
     before = torch.cuda.memory_allocated() if cuda else 0
     trainers[arm.name] = build(arm)
-    trainers[arm.name].train_window(next(batches))
+    for _ in range(getattr(trainers[arm.name], "settles", 1)):
+        trainers[arm.name].train_window(next(batches))
     wait()
     if cuda:
         torch.cuda.reset_peak_memory_stats()

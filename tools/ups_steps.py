@@ -39,8 +39,6 @@ from suite.ups.config import TECHNIQUES, TRADES, TrainConfig  # noqa: E402
 
 ROUNDS, STEPS = 5, 12
 """Rounds that are timed, and steps of a round: as many as any schedule repeats after."""
-WARM = 24
-"""Steps before: each form of a step is captured at the fourth time it comes."""
 SIDE = 8192
 """Of the matrices whose product gives the rate of products."""
 PHASES: dict[str, Mapping[str, Any]] = {
@@ -98,7 +96,7 @@ class Timed:
         self.config, self.device = config, device
         began = time.perf_counter()
         self.trainer = kind(config, given, device)
-        for _ in range(WARM):
+        for _ in range(getattr(self.trainer, "settles", 1) + 1):
             self.trainer.train_window({})
         self.trainer.last_report()
         self.warm_s = time.perf_counter() - began

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,7 +20,7 @@ from optimized.attention.flex_attention import flex_attention
 from optimized.compilation.compiled_function import compile_if_possible
 from optimized.compilation.fullgraph_model import fullgraph_coder, fullgraph_operator
 from optimized.flat_gradients import Boundary, FlatGradients
-from optimized.graphs.cuda_graph_step import cuda_graph_step
+from optimized.graphs.cuda_graph_step import WARMUP, cuda_graph_step
 from optimized.kernels import triton_reason
 from optimized.memory.activation_checkpoint import activation_checkpoint_operator
 from optimized.memory.cpu_offload_optimizer import offloaded_hybrid
@@ -81,6 +82,13 @@ class Trainer:
             self._replayed = cuda_graph_step(self._step, graphs=GRAPHS, device=self.device)
         self.throughput = Throughput(config.batch_size * config.accumulation * given.ranks, self.device)
         self._reports: Reports[Report] = Reports(self.device, Report.stays)
+
+    @property
+    def settles(self) -> int:
+        """Steps after which each form of a step has been compiled, and captured where it is."""
+        frequency, accumulation = self.config.inverse_loss_frequency, self.config.accumulation
+        forms = math.lcm(frequency, accumulation) // accumulation
+        return forms * (WARMUP + 1) if self._is_captured() else forms
 
     def train_window(self, batch: Mapping[str, torch.Tensor]) -> None:
         """A step on the examples that come next, by the number of steps made.

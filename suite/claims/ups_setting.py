@@ -133,7 +133,7 @@ def steps(trainer: Any) -> Callable[[], None]:
     """
     notes: list[str] = []
     with ablation.noting(notes):
-        for _ in range(4):  # with and without the inverse losses, at any accumulation
+        for _ in range(trainer.settles + 1):
             trainer.train_window({})
         for _ in range(MOST_HALVINGS):
             if not trainer.scale.active or trainer.scale.growth:

@@ -42,7 +42,8 @@ class Trainer(Protocol):
 
     It may also have `last_metrics()`: like `metrics`, of the last window queued, waiting for it. It is asked before a
     checkpoint is written, so that none is written over a good one after a window that diverged. `window_name` is what
-    a user calls a window of its, "epoch" for instance.
+    a user calls a window of its, "epoch" for instance. `settles` is the number of windows after which nothing is
+    compiled or captured any more; without it one window is enough.
     """
 
     def train_window(self, batch: Mapping[str, torch.Tensor]) -> None:

@@ -673,6 +673,13 @@ def test_on_a_gpu_a_replayed_step_is_the_eager_one(given, changes):
     assert states == [30, 30]
 
 
+def test_it_settles_once_each_form_of_a_step_was_captured(given, monkeypatch):
+    trainer = made(Optimized, given)
+    assert trainer.settles == 3
+    monkeypatch.setattr(Optimized, "_is_captured", lambda trainer: True)
+    assert trainer.settles == 12
+
+
 @pytest.mark.parametrize(
     ("changes", "captured"),
     [
