@@ -178,15 +178,16 @@ def test_each_matrix_is_updated_as_if_it_were_alone(call):
 
 @pytest.mark.parametrize("call", SIDES)
 def test_a_step_after_one_that_was_not_finite_is_right_where_the_state_was_restored(call):
-    params, alone = drawn(0), drawn(0)
+    shapes = [(9, 8), (5, 17)]
+    params, alone = drawn(0, shapes), drawn(0, shapes)
     step = call(params, lr=0.1, dtype=torch.float32)
     before = step.state_dict()
-    step([torch.full_like(grad, torch.nan) for grad in drawn(1)])
+    step([torch.full_like(grad, torch.nan) for grad in drawn(1, shapes)])
     step.load_state_dict(before)
     for p, e in zip(params, alone, strict=True):
         p.copy_(e)
-    step(drawn(1))
-    call(alone, lr=0.1, dtype=torch.float32)(drawn(1))
+    step(drawn(1, shapes))
+    call(alone, lr=0.1, dtype=torch.float32)(drawn(1, shapes))
     for p, e in zip(params, alone, strict=True):
         torch.testing.assert_close(p, e, atol=0, rtol=0)
 

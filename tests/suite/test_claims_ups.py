@@ -206,6 +206,7 @@ def test_an_offloaded_optimizer_that_does_nothing_is_found(monkeypatch: pytest.M
     assert "0 of an update apart where Muon makes it, and 1 where AdamW does" in told
 
 
+@FULLY
 def test_two_ranks_on_the_cpu_answer_three_claims() -> None:
     ups_parallel.two_ranks.cache_clear()
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]

@@ -199,6 +199,7 @@ def test_ranks_that_are_killed_at_random_moments_end_in_one_line_and_go_on_in_th
     assert same(last_of(folder).trainer, last_of(tmp_path / "whole").trainer)
 
 
+@FULLY
 def test_a_signal_ends_all_ranks_after_the_same_step(tmp_path):
     process = begun(tmp_path, "--steps", "100000", "--checkpoint_every", "10")
     once(lambda: checkpoints.Store(tmp_path).files())
