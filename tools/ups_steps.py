@@ -36,6 +36,7 @@ from suite.runtime import together  # noqa: E402
 from suite.runtime.timing import synchronize  # noqa: E402
 from suite.ups.batches import mixture_of  # noqa: E402
 from suite.ups.config import TECHNIQUES, TRADES, TrainConfig  # noqa: E402
+from suite.ups.networks import CODERS  # noqa: E402
 
 ROUNDS, STEPS = 5, 12
 """Rounds that are timed, and steps of a round: as many as any schedule repeats after."""
@@ -184,9 +185,11 @@ def floors(timed: Mapping[str, Timed], here: together.Place, device: torch.devic
         flops = []
         for micro in given:
             with FlopCounterMode(display=False) as counter, torch.enable_grad():
-                loss, _ = fast.trainer._loss(micro)
-                names = [n for n, own in fast.trainer.groups.items() if n != "coders" or micro["inverse"]]
-                torch.autograd.grad(loss, [fast.trainer.weights[w] for n in names for w in fast.trainer.groups[n]])
+                loss, boundary = fast.trainer._loss(micro)
+                names = [name for name in fast.trainer.groups if name != CODERS or micro["inverse"]]
+                fast.trainer.gradients.backward(loss, names, (), boundary)
+            for name in names:
+                fast.trainer.gradients.finished(name)  # the next step begins anew
             flops.append(counter.get_total_flops())
         found["flops_with_inverse"], found["flops_without"] = flops
         if here.ranks > 1:
