@@ -148,11 +148,11 @@ def _train(
             return _trained(name, chosen, options, data, side, device, resume, overwrite, here)
     except BaseException as error:
         if here.ranks > 1:
-            _leave(error)
+            _leave(error, here)
         raise
 
 
-def _leave(error: BaseException) -> NoReturn:
+def _leave(error: BaseException, here: Place) -> NoReturn:
     """End a rank that failed at once: what waits for the other ranks would never end."""
     from suite import launching
     from suite.runtime.together import RankLostError
@@ -165,7 +165,7 @@ def _leave(error: BaseException) -> NoReturn:
         code = shown.exit_code
         if isinstance(error, RankLostError) and launching.LAUNCHED in os.environ:
             code = launching.LOST
-        else:
+        if code != launching.LOST or not here.first:  # of the others the launcher chooses what it tells
             shown.show()
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else 1

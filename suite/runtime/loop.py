@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import reprlib
 import signal
 import time
@@ -18,6 +19,7 @@ from rich.console import Console
 
 from perfsuite.errors import PerfsuiteError
 from suite import terminal
+from suite.launching import LAUNCHED
 from suite.naming import escaped, shown
 from suite.runtime import checkpoints
 from suite.runtime.checkpoints import OLD, Checkpoint, CheckpointError, Store
@@ -222,6 +224,7 @@ class _Run:
             checkpoints.check(self.trainer.state_dict(), "the trainer's state")  # now, and not after hours
         if resume is not None:
             self._resume(resume)
+            self.together.check_begin(self.windows)
         elif self.store is not None and not overwrite:
             self.store.refuse_others()
         if self.store is not None and self.options.windows != 0:
@@ -265,7 +268,8 @@ class _Run:
                 self.due = (self.windows // options.tensorboard_every + 1) * options.tensorboard_every
             display = stack.enter_context(Display(self.console, self.name, end, self.windows, self.unit, self.noun))
             self._say = display.say
-            stop = stack.enter_context(Stopping(display.leave, self.noun))
+            launched = LAUNCHED in os.environ
+            stop = stack.enter_context(Stopping(display.leave, self.noun, once=launched))
             while total is None or self.windows < total:
                 over = options.seconds is not None and time.monotonic() - started >= options.seconds
                 asked = self.together.ends(int(stop.signal or (OVER if over else 0)))

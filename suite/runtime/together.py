@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from perfsuite.errors import PerfsuiteError
+from perfsuite.errors import PerfsuiteError, first_line
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 """Environment variables of a process that torchrun or `perfsuite train --ranks` has started."""
@@ -121,7 +121,10 @@ def lost_ranks(here: Place) -> Iterator[None]:
         yield
     except RuntimeError as error:
         if here.ranks > 1 and LOST.search(str(error)):
-            raise RankLostError(f"rank {here.rank}: another rank has ended; go on with --resume latest") from error
+            raise RankLostError(
+                f"rank {here.rank}: another rank has ended, or does not answer ({first_line(error)}); "
+                "go on with --resume latest"
+            ) from error
         raise
 
 
@@ -155,6 +158,19 @@ class Together:
         given = torch.tensor(int(value))
         dist.broadcast(given, 0)
         return bool(given)
+
+    def check_begin(self, windows: int) -> None:
+        """PerfsuiteError where a rank goes on after other windows than rank 0."""
+        if self.here.ranks == 1:
+            return
+        every: list[Any] = [None] * self.here.ranks
+        dist.all_gather_object(every, windows)
+        for rank, found in enumerate(every):
+            if found != every[0]:
+                raise PerfsuiteError(
+                    f"rank {rank} goes on from a checkpoint of {found} windows, and rank 0 from one of {every[0]}; "
+                    "copy the same to all machines, and name its file with --resume"
+                )
 
     def first_alone(self) -> None:
         """Called before and after what rank 0 must do first: the others wait for it the first time."""
