@@ -256,7 +256,7 @@ class _Run:
     def go(self) -> Outcome:
         options = self.options
         phases = Phases(self.device, options.timing_debug)
-        trace = Trace(Path(options.profile) if options.profile else None, self.device)
+        trace = Trace(Path(options.profile) if options.profile and self.place.first else None, self.device)
         started = time.monotonic()
         first, total = self.windows, options.windows
         ends = [n for n in (total, self.batches.total if isinstance(self.batches, Counted) else None) if n is not None]
@@ -365,6 +365,8 @@ class _Run:
 
     def _kept(self) -> str:
         good = f"the last good checkpoint is {shown(self.saved)}" if self.saved else "no checkpoint was written"
+        if not self.place.first and self.saved_windows > 0:  # rank 0 has written it
+            good = f"the last checkpoint is of {self.noun} {self.saved_windows}"
         return f"; {good}; lower the learning rate, or look at that {self.noun}'s data"
 
     def _save(self, *, last: bool) -> None:

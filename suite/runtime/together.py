@@ -21,6 +21,10 @@ LOST = re.compile(r"connection (closed|reset|refused)|peer|timed ?out|nccl|socke
 """In the errors that a collective raises where another rank has ended."""
 
 
+TAKEN = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
+"""In the error of rank 0 where another program listens at its port."""
+
+
 class RankLostError(PerfsuiteError):
     """Another rank has ended, so that this one cannot go on."""
 
@@ -116,10 +120,16 @@ def check_versions(here: Place) -> None:
 
 @contextmanager
 def lost_ranks(here: Place) -> Iterator[None]:
-    """RankLostError for what a collective raises where another rank has ended."""
+    """RankLostError for what a collective raises where another rank has ended.
+
+    PerfsuiteError where the port is taken.
+    """
     try:
         yield
     except RuntimeError as error:
+        if here.ranks > 1 and TAKEN.search(str(error)):
+            port = os.environ["MASTER_PORT"]
+            raise PerfsuiteError(f"another program has port {port}; start again, or with another port") from None
         if here.ranks > 1 and LOST.search(str(error)):
             raise RankLostError(
                 f"rank {here.rank}: another rank has ended, or does not answer ({first_line(error)}); "

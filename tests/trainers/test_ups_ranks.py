@@ -10,6 +10,7 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -20,6 +21,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from curves import NEIGHBOURS, a_rounding_away, deviation_of, share_of_rule
+from rich.console import Console
 from scale import FULLY, count
 from states import same
 from test_ups import DATA, SMALL, Optimized, Reference, curve, made
@@ -27,8 +29,10 @@ from test_ups import DATA, SMALL, Optimized, Reference, curve, made
 from perfsuite.errors import PerfsuiteError
 from suite import launching
 from suite.commands.train import train
-from suite.runtime import checkpoints, together
+from suite.runtime import DivergedError, Options, checkpoints, fit, loop, together
 from suite.runtime.stopping import Stopping
+from suite.runtime.timing import Trace
+from suite.runtime.together import Place
 from suite.ups.batches import load
 from suite.ups.config import TECHNIQUES
 
@@ -425,3 +429,60 @@ def test_ranks_that_go_on_from_other_checkpoints_are_one_line(monkeypatch):
     monkeypatch.setattr(torch.distributed, "all_gather_object", gathered)
     with pytest.raises(PerfsuiteError, match="rank 1 goes on from a checkpoint of 2 windows, and rank 0 from one of 4"):
         together.Together(together.Place(rank=0, ranks=2)).check_begin(4)
+
+
+def test_a_port_that_is_taken_is_one_line(environment):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        environment(MASTER_PORT=port)
+        here, device = together.place(), torch.device("cpu")
+        with (
+            pytest.raises(PerfsuiteError, match=f"another program has port {port}; start again"),
+            together.joined(here, device),
+        ):
+            pass
+
+
+def test_rank_0_alone_writes_a_profile(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(loop, "Trace", lambda path, device: asked.append(path) or Trace(None, device))
+    monkeypatch.setattr(together.Together, "ends", lambda self, wish: wish)
+    options = Options(windows=0, profile=str(tmp_path / "trace.json"))
+    for rank in range(2):
+        fit(alone(Optimized, 1), iter(()), options, console=Console(quiet=True), place=Place(rank=rank, ranks=2))
+    assert asked == [tmp_path / "trace.json", None]
+
+
+class Diverging:
+    """A trainer whose third loss is no number."""
+
+    window_name = "step"
+
+    def __init__(self):
+        self.steps = 0
+
+    def train_window(self, batch):
+        self.steps += 1
+
+    def metrics(self):
+        return {"loss": float("nan") if self.steps == 3 else 0.5}
+
+    last_metrics = metrics
+
+    def state_dict(self):
+        return {"steps": self.steps}
+
+
+@pytest.mark.parametrize(
+    ("rank", "told"),
+    [(0, r"the last good checkpoint is .*window-00000002\.pt"), (1, "the last checkpoint is of step 2")],
+)
+def test_each_rank_says_which_checkpoint_is_the_last(rank, told, tmp_path, monkeypatch):
+    monkeypatch.setattr(together.Together, "ends", lambda self, wish: wish)
+    monkeypatch.setattr(together.Together, "by_first", lambda self, value: value)
+    options = Options(checkpoint_every=1, folder=str(tmp_path))
+    batches = iter([{"x": torch.zeros(1)}] * 5)
+    with pytest.raises(DivergedError, match=told):
+        fit(Diverging(), batches, options, console=Console(quiet=True), place=Place(rank=rank, ranks=2))
