@@ -27,8 +27,7 @@ class ShardedGradients:
         self.modules: dict[str, list[FSDPModule]] = {}
         self.params: dict[str, list[torch.nn.Parameter]] = {}
         self._loss: torch.Tensor | None = None
-        # Nothing here changes a network's result in place, which that warning is about.
-        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+        self._is_quiet = False
         for name, modules in groups.items():
             self.modules[name] = [fully_shard(module, reshard_after_forward=False) for module in modules]
             self.params[name] = [p for module in modules for p in module.parameters()]
@@ -61,6 +60,10 @@ class ShardedGradients:
 
     def reset(self) -> None:
         """Begin a new step without gradients."""
+        if not self._is_quiet:
+            # Encoders and decoders return views, which no loss changes in place.
+            warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
+            self._is_quiet = True
         self._loss = None
         for params in self.params.values():
             for p in params:

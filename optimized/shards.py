@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-# torch 2.13 has given it another name.
-_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+"""Under the name that this torch does not warn of: it is another since 2.13."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class Shards:
             padded.append(rows)
         own = torch.cat([rows.flatten() for rows in padded])
         every = own.new_empty(self.ranks * own.numel())
-        _gather(every, own)
+        gather(every, own)
         sizes = [rows.numel() for rows in padded]
         of_each = zip(every.view(self.ranks, -1).split(sizes, 1), padded, shapes, strict=True)
         return [rows.reshape(-1, *one.shape[1:])[: shape[0]].clone() for rows, one, shape in of_each]

@@ -19,13 +19,17 @@ from perfsuite import orphans
 from perfsuite.errors import PerfsuiteError
 
 LOST = 75
-"""Exit code of a rank that cannot go on since another one has ended (EX_TEMPFAIL); it prints nothing."""
+"""Exit code of a rank that cannot go on since another one has ended (EX_TEMPFAIL); rank 0 prints nothing then."""
 LAUNCHED = "PERFSUITE_LAUNCHED"
 """Environment variable of the ranks that are started here."""
 GRACE_S = 3.0
 """For the other ranks to end by themselves, where one ended with an error of its own."""
 SAVING_S = 60.0
 """For all ranks to end where they were asked to: rank 0 writes a checkpoint."""
+TWICE_S = 0.3
+"""Of two signals of a kind: sooner after the first it is the same wish, sent to the process and to its group."""
+PASSED_ON_S = 2.0
+"""For Ctrl-C to reach rank 0 by itself."""
 POLL_S = 0.05
 ASKED = {128 + signal.SIGINT, 128 + signal.SIGTERM}
 """Exit codes of ranks that were asked to end, and have saved."""
@@ -37,6 +41,23 @@ class RankFailedError(PerfsuiteError):
     def __init__(self, told: str, code: int) -> None:
         super().__init__(told)
         self.code = code
+
+
+@dataclass
+class _Asked:
+    """The signals that asked the ranks to end."""
+
+    moments: dict[int, float] = field(default_factory=dict)
+    """Number → when it came first."""
+    passed_on: bool = False
+    """Whether rank 0 has SIGINT."""
+    at_once: int | None = None
+    """One that came again."""
+
+    def add(self, number: int) -> None:
+        first = self.moments.setdefault(number, time.monotonic())
+        if time.monotonic() - first > TWICE_S:
+            self.at_once = number
 
 
 @dataclass
@@ -54,24 +75,31 @@ class _Rank:
         self.log.seek(0)
         return self.log.read().decode(errors="replace").strip()
 
+    @property
+    def last_line(self) -> str:
+        return self.text.splitlines()[-1].removeprefix("Error: ") if self.text else ""
+
 
 def launch(command: Sequence[str], ranks: int, started: Callable[[Mapping[int, int]], None] = lambda pids: None) -> int:
     """Run a command in this many processes, with torchrun's environment variables, and return its exit code.
 
-    Rank 0 writes to this process's standard streams. SIGINT and SIGTERM ask all ranks to end. Where one ends with an
-    error, all others are ended, and RankFailedError says which it was.
+    Rank 0 writes to this process's standard streams. SIGINT and SIGTERM ask all ranks to end, and end them at once
+    where they come again. Where one ends with an error, all others are ended, and RankFailedError says which it was.
 
     started  is called with the process ids by rank
     """
     port = _free_port()
     with contextlib.ExitStack() as stack:
-        running = [stack.enter_context(_rank(command, number, ranks, port)) for number in range(ranks)]
+        try:
+            running = [stack.enter_context(_rank(command, number, ranks, port)) for number in range(ranks)]
+        except OSError as error:
+            raise PerfsuiteError(f"cannot start {ranks} ranks: {error.strerror or error}; start fewer") from None
         asked = stack.enter_context(_forwarded(running[0].process))
         started({rank.number: rank.process.pid for rank in running})
         return _watch(running, asked)
 
 
-def _watch(running: list[_Rank], asked: list[int]) -> int:
+def _watch(running: list[_Rank], asked: _Asked) -> int:
     """Wait until all have ended; the exit code. RankFailedError where one failed."""
     until: float | None = None
     while any(rank.code is None for rank in running):
@@ -81,14 +109,51 @@ def _watch(running: list[_Rank], asked: list[int]) -> int:
         if any(rank.code != 0 for rank in ended) and until is None:
             saved = all(rank.code in {0, *ASKED} for rank in ended)
             until = time.monotonic() + (SAVING_S if saved else GRACE_S if not _killed(ended) else 0.0)
+        if asked.at_once is not None:
+            name = signal.Signals(asked.at_once).name
+            raise RankFailedError(f"all ranks were ended at once by a second {name}", 128 + asked.at_once)
         if until is not None and time.monotonic() >= until:
             break
+        _pass_on(running[0], asked)
         time.sleep(POLL_S)
     failed = [rank for rank in running if rank.code not in (None, 0, LOST, *ASKED)]
-    if not failed:
-        return max(rank.code if rank.code is not None else LOST for rank in running)
-    culprit = min(failed, key=lambda rank: (rank.code is not None and rank.code >= 0, rank.number))
-    raise _failure(culprit, interrupted=bool(asked))
+    if failed:
+        culprit = min(failed, key=lambda rank: (rank.code is not None and rank.code >= 0, rank.number))
+        raise _failure(culprit, interrupted=bool(asked.moments))
+    return _without_failure(running)
+
+
+def _without_failure(running: Sequence[_Rank]) -> int:
+    """Return the exit code where no rank has failed by itself. RankFailedError where they lost one another."""
+    for rank in running:
+        if rank.code is None:
+            told = f"rank {rank.number} did not end when others had, and was ended: go on with --resume latest"
+            raise RankFailedError(told, LOST)
+    if running[0].code == LOST:
+        lines = [line for rank in running if rank.code == LOST and (line := rank.last_line)]
+        told = lines[0] if lines else "the ranks have lost one another; go on with --resume latest"
+        raise RankFailedError(told, LOST)
+    return max(rank.code for rank in running if rank.code is not None and rank.code != LOST)
+
+
+def _pass_on(first: _Rank, asked: _Asked) -> None:
+    """Send SIGINT to rank 0 where it came to this process alone: Ctrl-C reaches all of them."""
+    moment = asked.moments.get(signal.SIGINT)
+    if moment is None or asked.passed_on or time.monotonic() - moment < PASSED_ON_S:
+        return
+    asked.passed_on = True
+    if first.process.poll() is None and not _ignores(first.process.pid, signal.SIGINT):
+        first.process.send_signal(signal.SIGINT)
+
+
+def _ignores(pid: int, number: int) -> bool:
+    """Return whether a process ignores a signal, as a rank does that has got it. True where Linux cannot say."""
+    try:
+        with open(f"/proc/{pid}/status") as file:
+            mask = next(line.split()[1] for line in file if line.startswith("SigIgn:"))
+    except (OSError, StopIteration):
+        return True
+    return bool(int(mask, 16) >> (number - 1) & 1)
 
 
 def _killed(ended: Sequence[_Rank]) -> bool:
@@ -101,12 +166,10 @@ def _failure(rank: _Rank, *, interrupted: bool) -> RankFailedError:
     if rank.code < 0:
         name = signal.Signals(-rank.code).name
         remedy = "" if interrupted else "; all others were ended: go on with --resume latest"
-        said = f" ({rank.text.splitlines()[-1]})" if rank.text and rank.code != -signal.SIGKILL else ""
+        said = f" ({rank.last_line})" if rank.last_line and rank.code != -signal.SIGKILL else ""
         return RankFailedError(f"rank {rank.number} was ended by {name}{said}{remedy}", 128 - rank.code)
-    last = rank.text.splitlines()[-1].removeprefix("Error: ") if rank.text else ""
-    return RankFailedError(
-        "" if rank.log is None else last or f"rank {rank.number} ended with exit code {rank.code}", rank.code
-    )
+    told = rank.last_line or f"rank {rank.number} ended with exit code {rank.code}"
+    return RankFailedError("" if rank.log is None else told, rank.code)
 
 
 @contextlib.contextmanager
@@ -136,15 +199,15 @@ def _rank(command: Sequence[str], number: int, ranks: int, port: int) -> Iterato
 
 
 @contextlib.contextmanager
-def _forwarded(first: subprocess.Popen[bytes]) -> Iterator[list[int]]:
+def _forwarded(first: subprocess.Popen[bytes]) -> Iterator[_Asked]:
     """Forward SIGTERM to rank 0, whose stop the other ranks follow, and yield the signals seen.
 
-    Ctrl-C reaches all ranks from the terminal.
+    A rank that has got the signal already ignores it.
     """
-    seen: list[int] = []
+    seen = _Asked()
 
     def forward(number: int, frame: FrameType | None) -> None:
-        seen.append(number)
+        seen.add(number)
         if number == signal.SIGTERM and first.poll() is None:
             first.send_signal(number)
 

@@ -148,13 +148,13 @@ def _train(
             code = _trained(name, chosen, options, data, side, device, resume, overwrite, here)
     except BaseException as error:
         if here.ranks > 1:
-            _leave(error)
+            _leave(error, here)
         raise
     together.leave(here, code)
     return code
 
 
-def _leave(error: BaseException) -> NoReturn:
+def _leave(error: BaseException, here: Place) -> NoReturn:
     """End a rank that failed at once: what waits for the other ranks would never end."""
     from suite import launching
     from suite.runtime.together import RankLostError
@@ -167,7 +167,7 @@ def _leave(error: BaseException) -> NoReturn:
         code = shown.exit_code
         if isinstance(error, RankLostError) and launching.LAUNCHED in os.environ:
             code = launching.LOST
-        else:
+        if code != launching.LOST or not here.first:  # of the others the launcher chooses what it tells
             shown.show()
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import reprlib
 import signal
 import time
@@ -18,6 +19,7 @@ from rich.console import Console
 
 from perfsuite.errors import PerfsuiteError
 from suite import terminal
+from suite.launching import LAUNCHED
 from suite.naming import escaped, shown
 from suite.runtime import checkpoints
 from suite.runtime.checkpoints import OLD, Checkpoint, CheckpointError, Store
@@ -223,6 +225,7 @@ class _Run:
             checkpoints.check(self.trainer.state_dict(), "the trainer's state")  # now, and not after hours
         if resume is not None:
             self._resume(resume)
+            self.together.check_begin(self.windows)
         elif self.store is not None and not overwrite:
             self.store.refuse_others()
         if self.store is not None and self.options.windows != 0:
@@ -254,7 +257,7 @@ class _Run:
     def go(self) -> Outcome:
         options = self.options
         phases = Phases(self.device, options.timing_debug)
-        trace = Trace(Path(options.profile) if options.profile else None, self.device)
+        trace = Trace(Path(options.profile) if options.profile and self.place.first else None, self.device)
         started = time.monotonic()
         first, total = self.windows, options.windows
         ends = [n for n in (total, self.batches.total if isinstance(self.batches, Counted) else None) if n is not None]
@@ -266,7 +269,8 @@ class _Run:
                 self.due = (self.windows // options.tensorboard_every + 1) * options.tensorboard_every
             display = stack.enter_context(Display(self.console, self.name, end, self.windows, self.unit, self.noun))
             self._say = display.say
-            stop = stack.enter_context(Stopping(display.leave, self.noun))
+            launched = LAUNCHED in os.environ
+            stop = stack.enter_context(Stopping(display.leave, self.noun, once=launched))
             while total is None or self.windows < total:
                 over = options.seconds is not None and time.monotonic() - started >= options.seconds
                 asked = self.together.ends(int(stop.signal or (OVER if over else 0)))
@@ -362,6 +366,8 @@ class _Run:
 
     def _kept(self) -> str:
         good = f"the last good checkpoint is {shown(self.saved)}" if self.saved else "no checkpoint was written"
+        if not self.place.first and self.saved_windows > 0:  # rank 0 has written it
+            good = f"the last checkpoint is of {self.noun} {self.saved_windows}"
         return f"; {good}; lower the learning rate, or look at that {self.noun}'s data"
 
     def _save(self, *, last: bool) -> None:

@@ -1,4 +1,7 @@
-"""Ctrl-C and SIGTERM: the first asks the run to end after its window, a second of its kind ends it at once."""
+"""Ctrl-C and SIGTERM: the first asks the run to end after its window, a second of its kind ends it at once.
+
+Of ranks that `perfsuite train --ranks` has started, that process ends them at the second one.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,17 @@ from typing import Any
 
 
 class Stopping:
-    """While entered, `signal` is the one that asked the run to end, or None. Only the main thread can listen."""
+    """While entered, `signal` is the one that asked the run to end, or None. Only the main thread can listen.
 
-    def __init__(self, tell: Callable[[str], None], noun: str = "window") -> None:
+    once  whether one of the same kind may come twice for a single wish: what a launcher passes on may have come from
+          the terminal or the system before. A second one is then ignored.
+    """
+
+    def __init__(self, tell: Callable[[str], None], noun: str = "window", *, once: bool = False) -> None:
         self.signal: signal.Signals | None = None
         self._tell = tell
         self._noun = noun
+        self._next = signal.SIG_IGN if once else signal.SIG_DFL
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Stopping:
@@ -26,11 +34,12 @@ class Stopping:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            if signal.getsignal(number) != signal.SIG_IGN:  # else it may still come for the second time
+                signal.signal(number, handler)
 
     def _asked(self, number: int, frame: FrameType | None) -> None:
         # The kernel's own action on the next one: it works even while Python waits inside the driver.
-        signal.signal(number, signal.SIG_DFL)
+        signal.signal(number, self._next)
         again = "Ctrl-C again" if number == signal.SIGINT else f"a second {signal.Signals(number).name}"
         if self.signal is None:
             self.signal = signal.Signals(number)

@@ -14,12 +14,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from perfsuite.errors import PerfsuiteError
+from perfsuite.errors import PerfsuiteError, first_line
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 """Environment variables of a process that torchrun or `perfsuite train --ranks` has started."""
 LOST = re.compile(r"connection (closed|reset|refused)|peer|timed ?out|nccl|socket", re.IGNORECASE)
 """In the errors that a collective raises where another rank has ended."""
+
+
+TAKEN = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
+"""In the error of rank 0 where another program listens at its port."""
 
 
 class RankLostError(PerfsuiteError):
@@ -127,12 +131,21 @@ def check_versions(here: Place) -> None:
 
 @contextmanager
 def lost_ranks(here: Place) -> Iterator[None]:
-    """RankLostError for what a collective raises where another rank has ended."""
+    """RankLostError for what a collective raises where another rank has ended.
+
+    PerfsuiteError where the port is taken.
+    """
     try:
         yield
     except RuntimeError as error:
+        if here.ranks > 1 and TAKEN.search(str(error)):
+            port = os.environ["MASTER_PORT"]
+            raise PerfsuiteError(f"another program has port {port}; start again, or with another port") from None
         if here.ranks > 1 and LOST.search(str(error)):
-            raise RankLostError(f"rank {here.rank}: another rank has ended; go on with --resume latest") from error
+            raise RankLostError(
+                f"rank {here.rank}: another rank has ended, or does not answer ({first_line(error)}); "
+                "go on with --resume latest"
+            ) from error
         raise
 
 
@@ -166,6 +179,19 @@ class Together:
         given = torch.tensor(int(value))
         dist.broadcast(given, 0)
         return bool(given)
+
+    def check_begin(self, windows: int) -> None:
+        """PerfsuiteError where a rank goes on after other windows than rank 0."""
+        if self.here.ranks == 1:
+            return
+        every: list[Any] = [None] * self.here.ranks
+        dist.all_gather_object(every, windows)
+        for rank, found in enumerate(every):
+            if found != every[0]:
+                raise PerfsuiteError(
+                    f"rank {rank} goes on from a checkpoint of {found} windows, and rank 0 from one of {every[0]}; "
+                    "copy the same to all machines, and name its file with --resume"
+                )
 
     def first_alone(self) -> None:
         """Wait for all ranks: rank 0 calls it after what it must do first, the others before they do the same."""

@@ -11,6 +11,9 @@ import dataclasses
 import functools
 import itertools
 import math
+import multiprocessing
+import os
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -277,6 +280,7 @@ class Feed:
                 num_workers=config.num_workers,
                 prefetch_factor=config.prefetch_factor,
                 collate_fn=_as_it_is,
+                worker_init_fn=_end_with_parent,
                 multiprocessing_context="forkserver",
             )
             self._made = iter(loader)
@@ -286,6 +290,21 @@ class Feed:
 
 def _as_it_is(batch: Any) -> Any:
     return batch
+
+
+def _end_with_parent(number: int) -> None:
+    """End this worker when the process that trains has ended, also where that was killed.
+
+    torch looks at the worker's parent, which is the fork server: and that stays as long as it has a worker.
+    """
+    trains = multiprocessing.parent_process()
+    assert trains is not None
+
+    def watch() -> None:
+        trains.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 @functools.lru_cache(maxsize=4)

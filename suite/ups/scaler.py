@@ -29,8 +29,11 @@ class LossScale:
         """
         if not self.active:
             return True
-        torch._foreach_div_(list(grads), self.value)
-        norms = torch.stack(torch._foreach_norm(list(grads), float("inf")))
+        own = [g for g in grads if g.numel()]  # of a sharded weight with few rows a rank may have none
+        if not own:
+            return True
+        torch._foreach_div_(own, self.value)
+        norms = torch.stack(torch._foreach_norm(own, float("inf")))
         return bool(norms.isfinite().all())
 
     def update(self, *, finite: bool) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
 import functools
 import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -17,6 +21,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from curves import NEIGHBOURS, a_rounding_away, deviation_of, share_of_rule
+from rich.console import Console
 from scale import FULL, FULLY, count
 from states import same
 from test_ups import DATA, SMALL, Optimized, Reference, curve, made
@@ -24,7 +29,10 @@ from test_ups import DATA, SMALL, Optimized, Reference, curve, made
 from perfsuite.errors import PerfsuiteError
 from suite import launching
 from suite.commands.train import train
-from suite.runtime import checkpoints, together
+from suite.runtime import DivergedError, Options, checkpoints, fit, loop, together
+from suite.runtime.stopping import Stopping
+from suite.runtime.timing import Trace
+from suite.runtime.together import Place
 from suite.ups.batches import load
 from suite.ups.config import TECHNIQUES
 
@@ -43,7 +51,8 @@ def in_ranks(ranks, jobs, folder, monkeypatch):
     given, out = folder / "jobs.json", folder / f"found-{ranks}.json"
     given.write_text(json.dumps(jobs))
     program = str(ROOT / "tests/trainers/ups_rank.py")
-    assert launching.launch([sys.executable, program, str(given), str(out)], ranks) == 0
+    strict = ("-W", "error::FutureWarning", "-W", "error::UserWarning")
+    assert launching.launch([sys.executable, *strict, program, str(given), str(out)], ranks) == 0
     return json.loads(out.read_text())
 
 
@@ -94,6 +103,8 @@ def test_ranks_learn_what_one_process_learns_and_read_its_checkpoints(tmp_path, 
         {"side": "optimized", "changes": two | SWITCHED | SHARDED, "steps": STEPS, "begin": begin},
         {"side": "optimized", "changes": SHARDED | {"accumulation": 1}, "steps": STEPS},
         {"side": "optimized", "changes": SHARDED | {"lambda_enc": 0.0, "lambda_dec": 0.0}, "steps": 2},
+        # Of weights with a single row only rank 0 has a part.
+        {"side": "optimized", "changes": SHARDED | {"precision": "fp16", "grad_clip": 0.5}, "steps": 2},
     ]
     found = in_ranks(2, jobs, tmp_path, monkeypatch)
     assert all(job["equal"] for job in found)
@@ -217,6 +228,111 @@ def test_a_signal_ends_all_ranks_after_the_same_step(tmp_path):
     assert last.windows == last.trainer["steps"] == last.trainer["optimizers"]["operator"]["adamw"]["steps"]
 
 
+WAITS = """
+import os, pathlib, signal, sys, time
+asked = lambda number, frame: os._exit(128 + number)
+signal.signal(signal.SIGINT, asked)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+pathlib.Path(sys.argv[1], os.environ["RANK"]).touch()
+time.sleep(60 if os.environ["RANK"] == "0" or sys.argv[2] == "both" else 0)
+"""
+"""Two ranks of which rank 0, or both, wait for a signal."""
+
+
+def signalled(folder, which, *signals):
+    """`launching.launch` of ranks that wait, where this process alone gets signals; half a second lies between them."""
+    folder.mkdir()
+
+    def send():
+        once(lambda: len(list(folder.iterdir())) == 2)
+        for number in signals:
+            os.kill(os.getpid(), number)
+            time.sleep(0.5)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    try:
+        return launching.launch([sys.executable, "-c", WAITS, str(folder), which], 2)
+    finally:
+        sender.join()
+
+
+def test_a_second_signal_ends_all_ranks_at_once(tmp_path):
+    with pytest.raises(launching.RankFailedError, match="all ranks were ended at once by a second SIGTERM") as failed:
+        signalled(tmp_path / "ranks", "both", signal.SIGTERM, signal.SIGTERM)
+    assert failed.value.code == 128 + signal.SIGTERM
+
+
+def test_sigint_that_reaches_the_launcher_alone_is_passed_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(launching, "PASSED_ON_S", 0.1)
+    assert signalled(tmp_path / "ranks", "first", signal.SIGINT) == 128 + signal.SIGINT
+
+
+def test_a_launched_rank_that_gets_a_signal_twice_saves():
+    """The system may send SIGTERM to all processes of a service, and the launcher passes on its own."""
+    told = []
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with Stopping(told.append, "step", once=True) as stop:
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)  # while the process ends
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert stop.signal == signal.SIGTERM
+    assert len(told) == 1
+
+
+@pytest.mark.parametrize(
+    ("program", "told"),
+    [
+        ("print('Error: rank', rank, 'does not answer (NCCL error)'); sys.exit(75)", "rank 1 does not answer .NCCL"),
+        ("sys.exit(75)", "the ranks have lost one another"),
+        ("rank == '1' and time.sleep(60); sys.exit(75)", "rank 1 did not end when others had"),
+    ],
+)
+def test_ranks_that_lose_one_another_end_in_one_line(program, told, monkeypatch):
+    monkeypatch.setattr(launching, "GRACE_S", 0.5)
+    program = f"import os, sys, time; rank = os.environ['RANK']; {program}"
+    with pytest.raises(launching.RankFailedError, match=told) as failed:
+        launching.launch([sys.executable, "-c", program], 2)
+    assert failed.value.code == launching.LOST
+
+
+def test_ranks_that_cannot_be_started_are_one_line(monkeypatch):
+    def full(*arguments, **options):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(subprocess, "Popen", full)
+    with pytest.raises(PerfsuiteError, match="cannot start 2 ranks: Too many open files; start fewer"):
+        launching.launch([sys.executable], 2)
+
+
+FEEDS = """
+import dataclasses, os
+from test_ups import DATA, SMALL
+from suite.ups.batches import Feed, Maker, load
+config = dataclasses.replace(SMALL, num_workers=1, prefetch_factor=2)
+feed = Feed(Maker(given=load(DATA).given, config=config))
+feed.batch(0)
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_workers_end_with_a_rank_that_is_killed(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests/trainers"))))
+    command = [sys.executable, "-c", FEEDS]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
+    ) as process:
+        try:
+            process.communicate(timeout=60)  # until no process has the pipe
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL
+
+
 @FULLY
 def test_torchrun_starts_the_ranks_too(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "perfsuite"]
@@ -313,3 +429,69 @@ def test_a_rank_of_another_version_is_one_line(monkeypatch):
     monkeypatch.setattr(torch.distributed, "all_gather_object", gathered)
     with pytest.raises(PerfsuiteError, match=r"rank 1 runs torch 2\.9\.0, and rank 0 .*; install the same"):
         together.check_versions(together.Place(rank=0, ranks=2))
+
+
+def test_ranks_that_go_on_from_other_checkpoints_are_one_line(monkeypatch):
+    def gathered(every, own):
+        every[:] = [own, 2]
+
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gathered)
+    with pytest.raises(PerfsuiteError, match="rank 1 goes on from a checkpoint of 2 windows, and rank 0 from one of 4"):
+        together.Together(together.Place(rank=0, ranks=2)).check_begin(4)
+
+
+def test_a_port_that_is_taken_is_one_line(environment):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        environment(MASTER_PORT=port)
+        here, device = together.place(), torch.device("cpu")
+        with (
+            pytest.raises(PerfsuiteError, match=f"another program has port {port}; start again"),
+            together.joined(here, device),
+        ):
+            pass
+
+
+def test_rank_0_alone_writes_a_profile(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(loop, "Trace", lambda path, device: asked.append(path) or Trace(None, device))
+    monkeypatch.setattr(together.Together, "ends", lambda self, wish: wish)
+    options = Options(windows=0, profile=str(tmp_path / "trace.json"))
+    for rank in range(2):
+        fit(alone(Optimized, 1), iter(()), options, console=Console(quiet=True), place=Place(rank=rank, ranks=2))
+    assert asked == [tmp_path / "trace.json", None]
+
+
+class Diverging:
+    """A trainer whose third loss is no number."""
+
+    window_name = "step"
+
+    def __init__(self):
+        self.steps = 0
+
+    def train_window(self, batch):
+        self.steps += 1
+
+    def metrics(self):
+        return {"loss": float("nan") if self.steps == 3 else 0.5}
+
+    last_metrics = metrics
+
+    def state_dict(self):
+        return {"steps": self.steps}
+
+
+@pytest.mark.parametrize(
+    ("rank", "told"),
+    [(0, r"the last good checkpoint is .*window-00000002\.pt"), (1, "the last checkpoint is of step 2")],
+)
+def test_each_rank_says_which_checkpoint_is_the_last(rank, told, tmp_path, monkeypatch):
+    monkeypatch.setattr(together.Together, "ends", lambda self, wish: wish)
+    monkeypatch.setattr(together.Together, "by_first", lambda self, value: value)
+    options = Options(checkpoint_every=1, folder=str(tmp_path))
+    batches = iter([{"x": torch.zeros(1)}] * 5)
+    with pytest.raises(DivergedError, match=told):
+        fit(Diverging(), batches, options, console=Console(quiet=True), place=Place(rank=rank, ranks=2))
