@@ -85,13 +85,15 @@ def _launched(
     overwrite: bool,
     fields: tuple[str, ...],
 ) -> int:
-    """Start the ranks; what is wrong with the command line is said before."""
+    """Start the ranks, once the command line has been checked."""
     from suite import configuration, launching, trainers
+    from suite.runtime import together
 
     _check_ranks(name, trainers)
     if "RANK" in os.environ:
         raise PerfsuiteError(f"--ranks {ranks}: torchrun has started the ranks already; leave out --ranks")
     configuration.read([trainers.config_of(name), _options(), trainers.data_config_of(name)], config, fields)
+    together.device_of(together.Place(rank=ranks - 1, ranks=ranks, local=ranks - 1), device)
     given = {"--config": config, "--side": side, "--device": device, "--resume": resume}
     options = [word for option, value in given.items() if value is not None for word in (option, value)]
     command = launching.command_of("train", name, *options, *(["--overwrite"] if overwrite else []), *fields)

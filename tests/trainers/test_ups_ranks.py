@@ -400,6 +400,14 @@ def test_a_wrong_configuration_is_one_line_of_all_ranks(tmp_path):
     assert "is no whole number of examples" in lines[0]
 
 
+def test_too_few_gpus_are_one_line_before_a_rank_is_started(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(launching, "launch", None)  # would be called
+    done = CliRunner().invoke(train, ["ups", "--ranks", "3", "--device", "cuda"])
+    assert "3 ranks need as many GPUs, and this machine has 2" in done.output
+
+
 def test_ranks_are_not_started_twice(environment):
     environment()
     done = CliRunner().invoke(train, ["ups", "--ranks", "2"])
