@@ -38,8 +38,8 @@ ASKED = {128 + signal.SIGINT, 128 + signal.SIGTERM}
 class RankFailedError(PerfsuiteError):
     """A rank has ended the training; `code` is the exit code of the command."""
 
-    def __init__(self, told: str, code: int) -> None:
-        super().__init__(told)
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
         self.code = code
 
 
@@ -127,12 +127,12 @@ def _without_failure(running: Sequence[_Rank]) -> int:
     """Return the exit code where no rank has failed by itself. RankFailedError where they lost one another."""
     for rank in running:
         if rank.code is None:
-            told = f"rank {rank.number} did not end when others had, and was ended: go on with --resume latest"
-            raise RankFailedError(told, LOST)
+            message = f"rank {rank.number} did not end when others had, and was ended: go on with --resume latest"
+            raise RankFailedError(message, LOST)
     if running[0].code == LOST:
         lines = [line for rank in running if rank.code == LOST and (line := rank.last_line)]
-        told = lines[0] if lines else "the ranks have lost one another; go on with --resume latest"
-        raise RankFailedError(told, LOST)
+        message = lines[0] if lines else "the ranks have lost one another; go on with --resume latest"
+        raise RankFailedError(message, LOST)
     return max(rank.code for rank in running if rank.code is not None and rank.code != LOST)
 
 
@@ -168,8 +168,8 @@ def _failure(rank: _Rank, *, interrupted: bool) -> RankFailedError:
         remedy = "" if interrupted else "; all others were ended: go on with --resume latest"
         said = f" ({rank.last_line})" if rank.last_line and rank.code != -signal.SIGKILL else ""
         return RankFailedError(f"rank {rank.number} was ended by {name}{said}{remedy}", 128 - rank.code)
-    told = rank.last_line or f"rank {rank.number} ended with exit code {rank.code}"
-    return RankFailedError("" if rank.log is None else told, rank.code)
+    message = rank.last_line or f"rank {rank.number} ended with exit code {rank.code}"
+    return RankFailedError("" if rank.log is None else message, rank.code)
 
 
 @contextlib.contextmanager
