@@ -94,15 +94,12 @@ fullgraph_operator = Pair(
 )
 
 
-def decoder_macs(B, T, L, heads, head_width, layers, Q):
-    """Multiplications of a decoder, forward."""
+def decoder_flops(B, T, L, heads, head_width, layers, Q, direction):
+    """Operations of a decoder's products."""
     width = heads * head_width
     of_a_point = 16 * width + layers * (2 * width**2 + 2 * T * width) + width**2 + width
-    return B * (Q * of_a_point + layers * T * L * 2 * width)
-
-
-def decoder_flops(direction, **sizes):
-    return {"forward": 2, "backward": 4, "both": 6}[direction] * decoder_macs(**sizes)
+    products = B * (Q * of_a_point + layers * T * L * 2 * width)
+    return {"forward": 2, "backward": 4, "both": 6}[direction] * products
 
 
 fullgraph_coder = Pair(
