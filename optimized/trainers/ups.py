@@ -16,15 +16,13 @@ from typing import Any
 
 import torch
 
-from optimized.attention.flex_attention import flex_attention
 from optimized.compilation.compiled_function import compile_if_possible
 from optimized.compilation.fullgraph_model import fullgraph_coder, fullgraph_operator
 from optimized.flat_gradients import Boundary, FlatGradients
 from optimized.graphs.cuda_graph_step import WARMUP, cuda_graph_step
 from optimized.kernels import triton_reason
-from optimized.memory.activation_checkpoint import activation_checkpoint_operator
 from optimized.memory.cpu_offload_optimizer import offloaded_hybrid
-from optimized.operator_parts import early, parts
+from optimized.operator_calls import CALLS, early, parts
 from optimized.sharded_gradients import ShardedGradients
 from optimized.sharded_hybrid import ShardedHybrid
 from optimized.shards import Shards
@@ -33,7 +31,6 @@ from suite.techniques import implementation
 from suite.ups.batches import Feed, Maker, MicroBatch, Mixture, TaskPart
 from suite.ups.config import TrainConfig
 from suite.ups.losses import InverseTask, mixed_loss
-from suite.ups.model import Operator
 from suite.ups.networks import CODERS, grouped
 from suite.ups.report import Report, Throughput
 from suite.ups.resident import Resident
@@ -150,7 +147,7 @@ class Trainer:
         self._optimizer: Callable[..., Any] = offloaded_hybrid
         if not config.cpu_offload_optimizer:
             self._optimizer = of("optimizers.hybrid_muon_adamw", "hybrid_muon_adamw", config.fused_optimizers)
-        step = STEPS[config.activation_checkpoint, config.flex_attention]
+        step = CALLS[config.activation_checkpoint, config.flex_attention]
         graphs = config.compile_mode == "reduce-overhead"
         self._operator: Callable[..., torch.Tensor] = step
         compiled = config.compile and self.device.type == "cuda"
@@ -284,13 +281,12 @@ class Trainer:
         gradients = ShardedGradients({"operator": [operator], CODERS: coders}, self.shards)
         parts = {name: gradients.weights(name) for name in self.groups}
         self.weights = {n: part for name in self.groups for n, part in zip(self.groups[name], parts[name], strict=True)}
-        self._operator, self._clip = _call, gradients.clip
+        self._operator, self._clip = CALLS[False, False], gradients.clip
         return gradients
 
     def _forward(self, plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         """The sharded operator's forward, as the configuration asks for."""
-
-        step = STEPS[self.config.activation_checkpoint, self.config.flex_attention]
+        step = CALLS[self.config.activation_checkpoint, self.config.flex_attention]
 
         def forward(latents: torch.Tensor, dt: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
             return step(plain, latents, dt, scales)  # type: ignore[arg-type]  # a step only calls it
@@ -308,26 +304,3 @@ class Trainer:
         shapes = [self.shapes[n] for n in names]
         rates = (config.learning_rate, config.weight_decay)
         return ShardedHybrid(weights, shapes, self.shards, *rates, low, offload=config.cpu_offload_optimizer)
-
-
-def _call(operator: Operator, latents: torch.Tensor, dt: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    stepped: torch.Tensor = operator(latents, dt, scales)
-    return stepped
-
-
-def _flex(operator: Operator, latents: torch.Tensor, dt: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    stepped: torch.Tensor = operator(latents, dt, scales, flex_attention)
-    return stepped
-
-
-def _flex_again(operator: Operator, latents: torch.Tensor, dt: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    return activation_checkpoint_operator(operator, latents, dt, scales, flex_attention)
-
-
-STEPS: dict[tuple[bool, bool], Callable[..., torch.Tensor]] = {
-    (False, False): _call,
-    (True, False): activation_checkpoint_operator,
-    (False, True): _flex,
-    (True, True): _flex_again,
-}
-"""(activation_checkpoint, flex_attention) → how the operator is called."""

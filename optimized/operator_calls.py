@@ -1,5 +1,5 @@
-"""The operator of ups in two parts, so that the gradients of the later one are reduced in the backward of the earlier
-one (ups, techniques 002.1a and 002.7)."""
+"""How the operator of ups is called: whole, or in two parts, so that the gradients of the later part are reduced in the
+backward of the earlier one (ups, techniques 002.1a and 002.7)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from torch.nn import functional
 
 from optimized.attention.flex_attention import flex_attention
 from optimized.compilation.compiled_function import compile_if_possible
-from optimized.memory.activation_checkpoint import checkpointed
+from optimized.compilation.fullgraph_model import step_operator
+from optimized.memory.activation_checkpoint import activation_checkpoint_operator, checkpointed
 from suite.ups.model import Operator, call_plainly
 
 PARTS = 4
@@ -63,3 +64,21 @@ def parts(*, again: bool, flex: bool, compiled: bool) -> tuple[First, Second]:
         compile_if_possible(first, "the operator's first part", **options),
         compile_if_possible(second, "the operator's second part", **options),
     )
+
+
+def _flex(operator: Operator, latents: torch.Tensor, dt: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    stepped: torch.Tensor = operator(latents, dt, scales, flex_attention)
+    return stepped
+
+
+def _flex_again(operator: Operator, latents: torch.Tensor, dt: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    return activation_checkpoint_operator(operator, latents, dt, scales, flex_attention)
+
+
+CALLS: dict[tuple[bool, bool], Callable[..., torch.Tensor]] = {
+    (False, False): step_operator,
+    (True, False): activation_checkpoint_operator,
+    (False, True): _flex,
+    (True, True): _flex_again,
+}
+"""(activation_checkpoint, flex_attention) → how the operator is called."""
