@@ -61,7 +61,7 @@ class Record:
         return self.pairs[0].noun
 
     def runs(self, name: str) -> list[Run]:
-        """A side's, one for each seed."""
+        """Return a side's runs, one for each seed."""
         return [getattr(pair, name) for pair in self.pairs]
 
 

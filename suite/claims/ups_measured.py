@@ -242,6 +242,6 @@ _SCHEDULED = {"inverse_losses": True, "query_sampling": True}
 
 
 def empty() -> None:
-    """Give back all that nothing uses, of trainers that are gone, too: they are cycles."""
+    """Free all unused memory, also that of trainers that are gone: they are reference cycles."""
     gc.collect()
     torch.cuda.empty_cache()

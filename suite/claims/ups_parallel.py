@@ -1,4 +1,4 @@
-"""The claims of ups on several processes: what is started, what its figures say, and how it is told."""
+"""The claims of ups on several processes: the processes that are started, their figures, and the answers in words."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def data_parallel(s: Setting, *, ranks: int) -> Answer:
 
 @functools.cache
 def two_ranks(s: Setting) -> dict[str, Any]:
-    """What a rank of two counts and holds: on two GPUs, or else on the CPU."""
+    """Measure what each of two ranks counts and holds: on two GPUs, or else on the CPU."""
     found: dict[str, Any] = in_ranks.launched(in_ranks.counted_and_held, 2, 2 if s.gpus >= 2 else 0, s.config)[0]
     return found
 

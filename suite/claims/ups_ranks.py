@@ -88,7 +88,7 @@ def wrapped_weights(device: torch.device, config: TrainConfig) -> dict[str, bool
 
 
 def held(device: torch.device, config: TrainConfig, batch: int) -> dict[str, dict[str, int]]:
-    """What a rank holds after steps of AdamW, by how the network is wrapped.
+    """Measure what a rank holds after steps of AdamW, by how the network is wrapped.
 
     parameters  of the network
     own         bytes of its weights, gradients and moments
@@ -315,7 +315,7 @@ def _step(network: nn.Module, config: TrainConfig, batch: int, device: torch.dev
 
 
 def _gradients(network: nn.Module, config: TrainConfig, device: torch.device) -> list[torch.Tensor]:
-    """Of a batch; copies, for a graph's next replay overwrites its own."""
+    """Return copies of a batch's gradients: a graph's next replay overwrites its own."""
     _call(network, config, device)()
     return [p.grad.clone() for p in network.parameters() if p.grad is not None]
 
@@ -344,7 +344,7 @@ def _compiled_around(network: Operator, device: torch.device) -> nn.Module:
 
 
 def _counted(sent: list[int], bucket: Any) -> torch.futures.Future[torch.Tensor]:
-    """Torch's own mean over the ranks, noted."""
+    """Average over the ranks as torch does, and count it."""
     sent.append(bucket.buffer().nbytes)
     assert dist.group.WORLD is not None
     return allreduce_hook(dist.group.WORLD, bucket)
@@ -393,13 +393,13 @@ def _slowest(by_rank: Sequence[Sequence[float]]) -> list[float]:
 
 
 def _message(found: Any) -> str:
-    """What a rank's error says, in a line."""
+    """Return a rank's error in a line."""
     told = found.get("message", "") if isinstance(found, Mapping) else str(found)
     return " ".join(str(told).split())[:300]
 
 
 def _distance(found: Sequence[torch.Tensor], truth: Sequence[torch.Tensor]) -> float:
-    """Of all tensors together, of the norm of the true ones."""
+    """Return the distance of all tensors together, as a share of the norm of the true ones."""
     wrong = sum(float((a - b).square().sum()) for a, b in zip(found, truth, strict=True))
     return math.sqrt(wrong / sum(float(b.square().sum()) for b in truth))
 

@@ -118,7 +118,7 @@ def ab(
 
 @contextmanager
 def _input() -> Iterator[None]:
-    """Whatever is wrong here is wrong input."""
+    """Raise every error within as one of the input, which ends with exit code 2."""
     from suite.configuration import ConfigurationError
 
     try:
@@ -130,7 +130,7 @@ def _input() -> Iterator[None]:
 def _lengths(
     name: str, epochs: str | None, windows: str | None, seconds: str | None, fields: Sequence[str]
 ) -> list[str]:
-    """How long to train, as fields."""
+    """Return the fields that say how long to train."""
     from suite import trainers
     from suite.configuration import ConfigurationError
 
