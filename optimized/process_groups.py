@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 CAPTURED = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_BLOCKING_WAIT": "0"}
-"""Of a group whose collectives a CUDA graph records: meanwhile no thread may ask whether one is done, neither the one
-that watches for errors, nor one that waits."""
+"""Variables of a group whose collectives a CUDA graph records. During the capture no thread may ask whether a
+collective is done, as NCCL's watch for errors and a blocking wait do."""
 
 _made: WeakKeyDictionary[Any, dict[tuple[Any, ...], Any]] = WeakKeyDictionary()
 """Default group → variables and device → the group that was made of its ranks."""

@@ -102,9 +102,9 @@ class Pair:
     baseline: Run
     optimized: Run
     item: str = "items"
-    """What is counted, in the plural: examples, tokens, segments."""
+    """The unit of the items, in the plural: examples, tokens, segments."""
     noun: str = "window"
-    """What a window is called."""
+    """The name of a window."""
 
     @property
     def warm_up(self) -> int:
@@ -118,7 +118,7 @@ class Pair:
 
 
 def warm_up(slices: int) -> int:
-    """Of so many slices, those that are left out of the throughput."""
+    """Count the slices, of this many, that are left out of the throughput."""
     return min(slices, WARM_UP, max(1, slices // 3))
 
 
@@ -164,12 +164,12 @@ class Comparison:
                 side.train_to(goal, warm=number < WARM_UP)
                 if self._stopped():
                     return
-            self._progress(f"seed {self._seed}, slice {number + 1}: {', '.join(s.told() for s in self._sides)}")
+            self._progress(f"seed {self._seed}, slice {number + 1}: {', '.join(s.summary() for s in self._sides)}")
         for side in self._sides:
             side.evaluate()
 
     def pair(self) -> Pair:
-        """What has been measured so far: the slices that both sides have trained."""
+        """Return the slices that both sides have trained so far."""
         whole = min(len(side.slices) for side in self._sides)
         baseline, optimized = (side.run(whole) for side in self._sides)
         first = self._sides[0]
@@ -216,7 +216,7 @@ class _Side:
         self._count: Callable[[Batch], int] = counted.items if counted is not None else _items
         self.item = counted.unit if counted is not None else "tokens" if "input_ids" in first else "items"
         self.items = max(1, self._count(first))
-        """Of a window."""
+        """The items of a window."""
         self._batches = itertools.chain([first], arm.batches)
         self.trainer: Any = None
         self.slices: list[tuple[int, int, float]] = []
@@ -272,7 +272,7 @@ class _Side:
         """Take the trainer's own metrics."""
         self._quality = {name: float(value) for name, value in self.arm.quality(self.trainer).items()}
 
-    def told(self) -> str:
+    def summary(self) -> str:
         """The last slice, in words."""
         _, items, seconds = self.slices[-1]
         loss = self._slice(len(self.slices) - 1).loss
@@ -324,7 +324,7 @@ class _Side:
 
 
 class _Own:
-    """What a side has for itself while it is entered: the random generators, cuDNN's switch and a share of the memory.
+    """The state of one side alone while it is entered: random generators, cuDNN's switch and a share of the memory.
 
     Attributes: `peak` of the GPU memory, in bytes, without what the other side held; None on a CPU.
     """

@@ -52,12 +52,12 @@ class Record:
 
     @property
     def item(self) -> str:
-        """What is counted, in the plural."""
+        """The unit of the items, in the plural."""
         return self.pairs[0].item
 
     @property
     def noun(self) -> str:
-        """What a window is called."""
+        """The name of a window."""
         return self.pairs[0].noun
 
     def runs(self, name: str) -> list[Run]:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import IO, Any
@@ -80,13 +80,11 @@ class _Rank:
         return self.text.splitlines()[-1].removeprefix("Error: ") if self.text else ""
 
 
-def launch(command: Sequence[str], ranks: int, started: Callable[[Mapping[int, int]], None] = lambda pids: None) -> int:
+def launch(command: Sequence[str], ranks: int) -> int:
     """Run a command in this many processes, with torchrun's environment variables, and return its exit code.
 
     Rank 0 writes to this process's standard streams. SIGINT and SIGTERM ask all ranks to end, and end them at once
     where they come again. Where one ends with an error, all others are ended, and RankFailedError says which it was.
-
-    started  is called with the process ids by rank
     """
     port = _free_port()
     with contextlib.ExitStack() as stack:
@@ -95,7 +93,6 @@ def launch(command: Sequence[str], ranks: int, started: Callable[[Mapping[int, i
         except OSError as error:
             raise PerfsuiteError(f"cannot start {ranks} ranks: {error.strerror or error}; start fewer") from None
         asked = stack.enter_context(_forwarded(running[0].process))
-        started({rank.number: rank.process.pid for rank in running})
         return _watch(running, asked)
 
 

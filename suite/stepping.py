@@ -87,5 +87,5 @@ class StepSeconds:
 
 def finish(trainer: Any, folder: Path) -> str | None:
     """Say at the end of a run how fast it was."""
-    found: str | None = trainer.throughput.told()
+    found: str | None = trainer.throughput.summary()
     return found

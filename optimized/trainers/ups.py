@@ -240,7 +240,7 @@ class Trainer:
         return mixed_loss(config, predicted.float(), after, sizes, inverse), boundary
 
     def _tasks(self, micro: dict[str, Any]) -> list[InverseTask]:
-        """What the inverse losses are computed of."""
+        """Return the inputs of the inverse losses, one for each task."""
         names = [task.task for task in self.given.tasks]
         given = zip(names, micro["before"].split(micro["counts"]), micro["fields"], micro["queries"], strict=True)
         tasks = [

@@ -107,7 +107,7 @@ class Trainer:
         return None if report is None else {**report.metrics(), **self.throughput.metrics()}
 
     def last_report(self) -> Report | None:
-        """Of the last step."""
+        """Return the report of the last step; None before one."""
         report = self._reports.wait()
         self.throughput.add(report, self._reports.seconds)
         return report
@@ -121,7 +121,7 @@ class Trainer:
         restore(self, state)
 
     def _in_parallel(self) -> nn.Module:
-        """What computes the loss of a micro-batch; of several ranks it averages their gradients, too."""
+        """Make the module that computes a micro-batch's loss; with several ranks it also averages the gradients."""
         whole = _Loss(self.networks if self.refiner is None else self.refiner, self._loss)
         if self.given.ranks == 1:
             return whole

@@ -69,7 +69,7 @@ class Throughput(StepSeconds):
             found["peak_gib"] = torch.cuda.max_memory_allocated(self._device) / 2**30
         return found
 
-    def told(self) -> str | None:
+    def summary(self) -> str | None:
         """The same in a line for the user."""
         found = self.metrics()
         if not found:

@@ -456,7 +456,7 @@ def test_a_run_tells_steps_tokens_and_throughput(text, tmp_path):
     assert told.getvalue().startswith("eigenstate_lm: 12 steps in ")
     assert f"{outcome.items / 1e3:.3g}k tokens in all" in told.getvalue()
     assert {"loss", "learning_rate", "gradient_norm", "tokens_per_second"} <= outcome.metrics.keys()
-    assert "tokens/s" in trainer.throughput.told()
+    assert "tokens/s" in trainer.throughput.summary()
 
 
 @pytest.mark.parametrize(("kind", "precision"), [(Reference, "float32"), (Optimized, "tf32")])
