@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, init_device_mesh
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """The tensors that AdamW keeps for each parameter, beside its number of steps."""
@@ -23,14 +23,16 @@ class ShardedNetwork:
     """
 
     def __init__(self, weights: Sequence[torch.Tensor], lr: float = 0.1) -> None:
+        # By default the mesh is of GPUs where there are any, wherever the weights are.
+        mesh = init_device_mesh(weights[0].device.type, (dist.get_world_size(),))
         layers: list[torch.nn.Module] = []
         for weight in weights:
             layer = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
             layer.weight = torch.nn.Parameter(weight.detach().clone(memory_format=torch.contiguous_format))
-            fully_shard(layer)
+            fully_shard(layer, mesh=mesh)
             layers.append(layer)
         self.model = torch.nn.Sequential(*layers)
-        fully_shard(self.model)
+        fully_shard(self.model, mesh=mesh)
         self.lr = lr
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr)
         for p in self.model.parameters():

@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 
+SHAPES = 64
+"""Shapes for each of which a function is compiled; PyTorch stops at 8."""
+
 
 def compiled_function(cost: torch.Tensor, states: torch.Tensor, beta: float = 5.0) -> torch.Tensor:
     """`sum_k softmax(-beta * cost)_k * state_k`, [B, D], compiled at the first call.
@@ -43,8 +46,12 @@ def compile_if_possible(
     name         what the warning calls it
     quiet_calls  whether warnings are kept back while it is called, too: tracing warns where an argument was computed
                  from what wants a gradient
+
+    With `dynamic=False` up to SHAPES shapes are compiled.
     """
     compiled = compile_quietly(function, **options)
+    if options.get("dynamic") is False:
+        compiled = torch._dynamo.config.patch(recompile_limit=SHAPES)(compiled)
     # Graphs are captured when it runs, which warns of empty ones.
     if quiet_calls or (options.get("options") or {}).get("triton.cudagraphs"):
         compiled = _quiet()(compiled)

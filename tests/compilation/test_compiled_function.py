@@ -130,6 +130,16 @@ def test_after_too_many_shapes_it_runs_as_it_is(monkeypatch):
         assert call(1) == 2
 
 
+def test_many_shapes_are_compiled(monkeypatch):
+    compiled = []
+    monkeypatch.setattr(module, "_inductor", lambda graph, inputs, **options: compiled.append(1) or graph)
+    call = module.compile_if_possible(lambda x: x + 1, "it", fullgraph=True, dynamic=False)
+    for _ in range(2):
+        for n in range(2, 22):
+            assert torch.equal(call(torch.ones(n)), torch.full((n,), 2.0))
+    assert len(compiled) == 20
+
+
 def test_options_reach_the_backend(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what it imports
