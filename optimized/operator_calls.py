@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -59,7 +60,7 @@ def parts(*, again: bool, flex: bool, compiled: bool) -> tuple[First, Second]:
 
     if not compiled:
         return first, second
-    options = {"fullgraph": True, "dynamic": False}
+    options: dict[str, Any] = {"quiet_calls": True, "fullgraph": True, "dynamic": False}
     return (
         compile_if_possible(first, "the operator's first part", **options),
         compile_if_possible(second, "the operator's second part", **options),

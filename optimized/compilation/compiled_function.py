@@ -79,7 +79,7 @@ def replay_begins() -> None:
 
 def _inductor(graph: torch.fx.GraphModule, inputs: Any, options: dict[str, Any] | None = None) -> Any:
     """The backend that torch.compile takes of itself. A backward pass may be compiled later, by the same `inner`."""
-    with _quiet():
+    with _quiet(), torch.compiler.config.patch(cache_key_tag=_cache_key_tag()):
         from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
         def inner(*args: Any, **kwargs: Any) -> Any:
@@ -87,6 +87,14 @@ def _inductor(graph: torch.fx.GraphModule, inputs: Any, options: dict[str, Any] 
                 return compile_fx_inner(*args, **kwargs)
 
         return compile_fx(graph, inputs, inner_compile=inner, config_patches=options)
+
+
+def _cache_key_tag() -> str:
+    """Name the precisions of autocast: PyTorch 2.11 would take code in bfloat16 from its cache where autocast asks for
+    float16 (pytorch pull request 181564)."""
+    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    of_autocast = [f"{kind}: {torch.get_autocast_dtype(kind)}" for kind in kinds]
+    return ", ".join([torch.compiler.config.cache_key_tag, *of_autocast])
 
 
 @contextmanager

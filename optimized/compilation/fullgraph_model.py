@@ -105,4 +105,6 @@ def call_coder(coder: torch.nn.Module, values: torch.Tensor, points: torch.Tenso
 @functools.cache
 def _compiled(function: Callable[..., torch.Tensor], graphs: bool) -> Callable[..., torch.Tensor]:
     options = {"triton.cudagraphs": True} if graphs else None
-    return compile_if_possible(function, "fullgraph_model", fullgraph=True, dynamic=False, options=options)
+    return compile_if_possible(
+        function, "fullgraph_model", quiet_calls=True, fullgraph=True, dynamic=False, options=options
+    )

@@ -193,7 +193,7 @@ class CudaGraphStep:
                 return "the step is not on a CUDA device"
             if torch.cuda.is_current_stream_capturing():
                 return "another capture is going on, which records the step"
-        if len({t.device for t in tensors} | ({self._device} if self._device else set())) > 1:
+        if len({t.device for t in tensors} | ({_with_index(self._device)} if self._device else set())) > 1:
             return "the inputs are on several devices"
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
             return "an input wants a gradient, which a replay does not record; capture the backward pass, too"
@@ -266,6 +266,13 @@ def _generator(device: torch.device) -> torch.Generator:
     """The one that random operations on the device draw from."""
     torch.cuda.init()
     return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+
+
+def _with_index(device: torch.device) -> torch.device:
+    """The device as its tensors have it: "cuda" alone is the current one."""
+    if device.type != "cuda" or device.index is not None:
+        return device
+    return torch.device(device.type, torch.cuda.current_device())
 
 
 def _device(leaves: Sequence[Any]) -> torch.device:

@@ -293,7 +293,7 @@ class Trainer:
 
         if not self.config.compile or self.device.type == "cpu":
             return forward
-        return compile_if_possible(forward, "the sharded operator", dynamic=False)
+        return compile_if_possible(forward, "the sharded operator", quiet_calls=True, dynamic=False)
 
     def _optimizer_of(self, names: list[str]) -> Any:
         """The optimizer of a group of weights."""

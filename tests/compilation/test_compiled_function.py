@@ -140,6 +140,15 @@ def test_many_shapes_are_compiled(monkeypatch):
     assert len(compiled) == 20
 
 
+def test_each_precision_of_autocast_has_code_of_its_own():
+    tags = {module._cache_key_tag()}
+    for dtype in (torch.bfloat16, torch.float16):
+        for enabled in (True, False):
+            with torch.autocast("cpu", dtype, enabled=enabled):
+                tags.add(module._cache_key_tag())
+    assert len(tags) == 3
+
+
 def test_options_reach_the_backend(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what it imports

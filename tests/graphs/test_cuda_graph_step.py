@@ -243,6 +243,11 @@ def test_a_step_without_tensors_is_captured_on_the_device_that_is_named():
     assert "several devices" in str(step._unfit([torch.ones(1, device="meta")]))
 
 
+def test_cuda_is_the_current_cuda_device(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert [str(module._with_index(torch.device(d))) for d in ("cuda", "cuda:0", "cpu")] == ["cuda:1", "cuda:0", "cpu"]
+
+
 class Refuses(Graphs):
     def capture(self, call, device):
         raise RuntimeError("operation not permitted when stream is capturing\nmore")

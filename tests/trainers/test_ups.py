@@ -108,7 +108,9 @@ def pair_data(tokens, latent_width):
 def steps(kind):
     """A pair's side: steps from given weights of the first layer. What each lost, and how large the operator is."""
 
-    def make(weight, tokens, heads, depth, batch_size, accumulation, frequency, queries, decoder_depth, rate, seed):
+    def make(
+        weight, tokens, heads, depth, batch_size, accumulation, frequency, queries, decoder_depth, compiled, rate, seed
+    ):
         config = dataclasses.replace(
             SMALL,
             tokens=tokens,
@@ -122,6 +124,7 @@ def steps(kind):
             accumulation=accumulation,
             inverse_loss_frequency=frequency,
             num_queries=queries,
+            compile=bool(compiled),
             learning_rate=rate,
             seed=seed,
         )
@@ -160,6 +163,8 @@ ups = Pair(
         "frequency": scalar(integers(1, 3)),
         "queries": scalar(integers(1, 20)),
         "decoder_depth": scalar(integers(1, 2)),
+        # At drawn shapes, each of which would be compiled by itself, it is not.
+        "compiled": scalar(integers(0, 0)),
         "rate": scalar(floats(1e-4, 1e-2)),
         "seed": scalar(integers(0, 1000)),
     },
@@ -179,6 +184,7 @@ ups = Pair(
             accumulation=3,
             frequency=4,
             queries=1024,
+            compiled=1,
             rate=1.4e-3,
             seed=0,
             clock="wall",
@@ -196,6 +202,7 @@ ups = Pair(
             accumulation=2,
             frequency=4,
             queries=8,
+            compiled=0,
             rate=1e-3,
             seed=0,
             clock="wall",
@@ -662,9 +669,11 @@ def test_a_step_is_a_function_of_its_tensors(given, runs, stage):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("changes", [{}, {"precision": "bf16"}, {"grad_clip": None}, {"activation_checkpoint": True}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"precision": "bf16"}, {"grad_clip": None}, {"activation_checkpoint": True}, {"compile": True}]
+)
 def test_on_a_gpu_a_replayed_step_is_the_eager_one(given, changes):
-    config = dataclasses.replace(SMALL, compile=False, **changes)
+    config = dataclasses.replace(SMALL, **({"compile": False} | changes))
     eager = Optimized(dataclasses.replace(config, cuda_graphs=False), given, "cuda")
     replayed = Optimized(config, given, "cuda")
     torch.testing.assert_close(curve(replayed, 30), curve(eager, 30), rtol=1e-4, atol=0)
