@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
@@ -14,7 +14,7 @@ from optimized.attention.flex_attention import flex_attention
 from optimized.compilation.compiled_function import compile_if_possible
 from optimized.compilation.fullgraph_model import step_operator
 from optimized.memory.activation_checkpoint import activation_checkpoint_operator, checkpointed
-from suite.ups.model import Operator, call_plainly
+from suite.ups.model import Block, Call, Operator, call_plainly
 
 PARTS = 4
 """The earlier part is this share of the blocks: its backward takes longer than the all-reduce of the others."""
@@ -22,6 +22,14 @@ First = Callable[[Operator, torch.Tensor, torch.Tensor, torch.Tensor], tuple[tor
 """(operator, latents, dt, scales) → (tokens, embedded time)."""
 Second = Callable[[Operator, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(operator, latents, tokens, embedded time, scales) → the latents after dt."""
+
+
+class Parts(NamedTuple):
+    """The operator whole, and as two parts that follow each other."""
+
+    whole: Callable[[Operator, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+    first: First
+    second: Second
 
 
 def split(depth: int) -> int:
@@ -36,15 +44,22 @@ def early(names: Iterable[str], depth: int) -> list[str]:
 
 
 @functools.cache
-def parts(*, again: bool, flex: bool, compiled: bool) -> tuple[First, Second]:
-    """Make the two parts, which operators of the same sizes share.
+def parts(*, again: bool, flex: bool, compiled: bool) -> Parts:
+    """Make the operator's calls.
 
     again     whether sublayers are computed again in the backward
     flex      whether attention is FlexAttention's
-    compiled  whether they are compiled for each shape, without CUDA graphs of their own
+    compiled  whether sublayers are compiled for each shape. All blocks share the code: a block takes a twelfth of the
+              time that the operator takes to compile as a whole. A call costs the host more, unless it is captured.
     """
     attention = flex_attention if flex else functional.scaled_dot_product_attention
-    call = checkpointed if again else call_plainly
+    call: Call = checkpointed if again else call_plainly
+    if compiled:
+        call = _compiled(call)
+
+    def whole(operator: Operator, latents: torch.Tensor, dt: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        stepped: torch.Tensor = operator(latents, dt, scales, attention, call)
+        return stepped
 
     def first(
         operator: Operator, latents: torch.Tensor, dt: torch.Tensor, scales: torch.Tensor
@@ -58,13 +73,22 @@ def parts(*, again: bool, flex: bool, compiled: bool) -> tuple[First, Second]:
         depth = len(operator.blocks)
         return operator.leave(latents, operator.through(x, time, scales, split(depth), depth, attention, call))
 
-    if not compiled:
-        return first, second
-    options: dict[str, Any] = {"quiet_calls": True, "fullgraph": True, "dynamic": False}
-    return (
-        compile_if_possible(first, "the operator's first part", **options),
-        compile_if_possible(second, "the operator's second part", **options),
-    )
+    return Parts(whole, first, second)
+
+
+def _compiled(call: Call) -> Call:
+    """How a block's sublayer is called, compiled."""
+
+    def of_block(block: Block, name: str, *arguments: Any) -> torch.Tensor:
+        return call(getattr(block, name), *arguments)
+
+    compiled = compile_if_possible(of_block, "a sublayer", quiet_calls=True, fullgraph=True, dynamic=False)
+
+    def of_sublayer(sublayer: Any, *arguments: Any) -> torch.Tensor:
+        called: torch.Tensor = compiled(sublayer.__self__, sublayer.__name__, *arguments)
+        return called
+
+    return of_sublayer
 
 
 def _flex(operator: Operator, latents: torch.Tensor, dt: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

@@ -148,12 +148,13 @@ class Trainer:
         if not config.cpu_offload_optimizer:
             self._optimizer = of("optimizers.hybrid_muon_adamw", "hybrid_muon_adamw", config.fused_optimizers)
         step = CALLS[config.activation_checkpoint, config.flex_attention]
-        graphs = config.compile_mode == "reduce-overhead"
         self._operator: Callable[..., torch.Tensor] = step
         compiled = config.compile and self.device.type == "cuda"
         self._parts = parts(again=config.activation_checkpoint, flex=config.flex_attention, compiled=compiled)
-        if config.compile and not is_sharded(config, self.given):
-            graphs = graphs and not self._is_captured()
+        if config.compile and self._is_captured():  # launches cost nothing, and sublayers are compiled sooner
+            self._operator = self._parts.whole
+        elif config.compile and not is_sharded(config, self.given):
+            graphs = config.compile_mode == "reduce-overhead"
             self._operator = functools.partial(fullgraph_operator, step=step, graphs=graphs)
 
     def _has_parts(self) -> bool:
@@ -224,9 +225,8 @@ class Trainer:
         boundary = None
         with autocast(config, self.device):
             if self._has_parts():
-                first, second = self._parts
-                boundary = Boundary.after(first(self.networks.operator, before, dt, micro["scales"]))
-                predicted = second(self.networks.operator, before, *boundary.leaves, micro["scales"])
+                boundary = Boundary.after(self._parts.first(self.networks.operator, before, dt, micro["scales"]))
+                predicted = self._parts.second(self.networks.operator, before, *boundary.leaves, micro["scales"])
             else:
                 predicted = self._operator(self.networks.operator, before, dt, micro["scales"])
             if config.inverse_losses and not micro["inverse"]:

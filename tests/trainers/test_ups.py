@@ -19,8 +19,10 @@ from curves import NEIGHBOURS, a_rounding_away, deviation_of, share_of_rule
 from scale import count
 from states import same, through_a_file
 
+from optimized.compilation import compiled_function
 from optimized.graphs.cuda_graph_step import CudaGraphStep
 from optimized.memory.cpu_offload_optimizer import offloaded_hybrid
+from optimized.operator_calls import parts
 from optimized.optimizers.hybrid_muon_adamw import hybrid_muon_adamw
 from optimized.trainers.ups import Trainer as Optimized
 from perfsuite import Cost, Pair, PerfsuiteError, Workload, floats, integers, scalar, size, stateful, tensor
@@ -32,6 +34,7 @@ from suite.ups import evaluation, stages
 from suite.ups import latents as latents_module
 from suite.ups.batches import Data, Feed, Maker, load, mixture_of
 from suite.ups.config import TECHNIQUES, TRADES, TrainConfig, without_techniques
+from suite.ups.model import Operator
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 5
@@ -629,6 +632,22 @@ def test_an_operator_in_two_parts_learns_the_same(again, given, known, monkeypat
     names = {name for name, weight in trainer.weights.items() if any(weight is w for w in early)}
     assert {name.split(".")[1] for name in names} == {"take", "time1", "time2", "blocks"}
     assert {name.split(".")[2] for name in names if ".blocks." in name} == {"0"}
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_blocks_share_the_compiled_code_of_their_sublayers(again, monkeypatch):
+    graphs = []
+    monkeypatch.setattr(compiled_function, "_inductor", lambda graph, inputs, **options: graphs.append(1) or graph)
+    operator = Operator(latent_width=8, width=16, depth=3, heads=2)
+    given = torch.randn(2, 4, 8), torch.rand(2), torch.rand(3, 2, 2)
+    found = []
+    for compiled in (True, False):
+        calls = parts.__wrapped__(again=again, flex=False, compiled=compiled)
+        stepped = calls.whole(operator, *given)
+        assert torch.equal(calls.second(operator, given[0], *calls.first(operator, *given), given[2]), stepped)
+        found.append([stepped, *torch.autograd.grad(stepped.square().sum(), list(operator.parameters()))])
+    assert len(graphs) == 2
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
 
 
 # --- a step as one graph --------------------------------------------------------------------------------------------
