@@ -380,8 +380,8 @@ def test_stopped_at_random_steps_and_resumed_it_is_the_same_bit_for_bit(kind, ch
 @pytest.mark.parametrize("kind", [Reference, Optimized])
 def test_a_run_that_is_resumed_ends_in_the_same_bits(kind, tmp_path):
     ends = []
-    for name, parts in (("whole", [6]), ("parts", [2, 6])):
-        options = [Options(folder=str(tmp_path / name), windows=windows) for windows in parts]
+    for name, ends_at in (("whole", [6]), ("parts", [2, 6])):
+        options = [Options(folder=str(tmp_path / name), windows=windows) for windows in ends_at]
         for number, part in enumerate(options):
             loaded = load(dataclasses.replace(DATA, steps=6))
             trainer = made(kind, loaded.given)
