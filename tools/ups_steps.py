@@ -3,7 +3,8 @@
 Times the source's settings before, each phase added to those before it, what is fastest, the same work as before, and
 smaller batches. All of them live at once and are timed in turns, in several rounds; a round's time is that of the
 slowest rank. Beside them are floors: what the products of a step take at the rate of a large product in bfloat16, and
-what the all-reduce of the gradients takes alone. Prints a table, and writes all figures as JSON.
+what the all-reduce of the gradients takes alone. Prints a table, and writes all figures as JSON. Each variant is compiled
+first, for up to a minute; --compile-only ends there, and fills PyTorch's caches.
 """
 
 from __future__ import annotations
@@ -40,6 +41,10 @@ from suite.ups.networks import CODERS  # noqa: E402
 
 ROUNDS, STEPS = 5, 12
 """Rounds that are timed, and steps of a round: as many as any schedule repeats after."""
+PROFILED = 4
+"""Steps whose kernels are counted: of many small ones the profiler takes seconds a step."""
+KERNELS = 12
+"""Kernels of the most time that are named."""
 SIDE = 8192
 """Of the matrices whose product gives the rate of products."""
 PHASES: dict[str, Mapping[str, Any]] = {
@@ -129,25 +134,30 @@ class Timed:
         own = sum(t.numel() * t.element_size() for t in _tensors(state))
         return torch.cuda.max_memory_allocated(self.device) - before + own
 
-    def busy(self) -> tuple[float, float] | None:
-        """(seconds that the device works in a step, kernels of a step)."""
+    def kernels(self) -> dict[str, Any]:
+        """The seconds that the device works in a step, its kernels' number, and the seconds of those with the most."""
         if self.device.type != "cuda":
-            return None
+            return {}
         activities = [torch.profiler.ProfilerActivity.CUDA]
-        with torch.profiler.profile(activities=activities) as profile:
-            for _ in range(STEPS):
+        with torch.profiler.profile(activities=activities, acc_events=True) as profile:
+            for _ in range(PROFILED):
                 self.trainer.train_window({})
             synchronize(self.device)
         rows = profile.key_averages()
-        return sum(r.self_device_time_total for r in rows) / 1e6 / STEPS, sum(r.count for r in rows) / STEPS
+        longest = sorted(rows, key=lambda row: -row.self_device_time_total)[:KERNELS]
+        return {
+            "busy_s": sum(row.self_device_time_total for row in rows) / 1e6 / PROFILED,
+            "kernels": sum(row.count for row in rows) / PROFILED,
+            "longest": {
+                row.key: [row.self_device_time_total / 1e6 / PROFILED, row.count / PROFILED] for row in longest
+            },
+        }
 
     def row(self) -> dict[str, Any]:
         """All figures."""
         found: dict[str, Any] = {"batch_size": self.config.batch_size, "accumulation": self.config.accumulation}
         found |= {"seconds": self.seconds, "examples": self.examples, "warm_s": self.warm_s, "peak_bytes": self.peak()}
-        if (busy := self.busy()) is not None:
-            found["busy_s"], found["kernels"] = busy
-        return found
+        return found | self.kernels()
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
@@ -199,8 +209,8 @@ def floors(timed: Mapping[str, Timed], here: together.Place, device: torch.devic
     return found
 
 
-def measured(options: argparse.Namespace, here: together.Place) -> dict[str, Any]:
-    """All figures of this process."""
+def measured(options: argparse.Namespace, here: together.Place) -> dict[str, Any] | None:
+    """All figures of this process, if any are asked for."""
     device = device_called(together.device_of(here, options.device))
     kinds = [trainers.config_of("ups"), trainers.data_config_of("ups")]
     config = options.config or str(ROOT / f"configs/ups/{min(here.ranks, 4)}gpu_baseline.yaml")
@@ -213,9 +223,14 @@ def measured(options: argparse.Namespace, here: together.Place) -> dict[str, Any
             timed[name] = Timed(kind, changed, given, device)
             if here.first:
                 Console(stderr=True).print(f"{name}: warm after {timed[name].warm_s:.1f} s")
+        if options.compile_only:
+            return None
         for number in range(ROUNDS):
             for name in list(timed)[:: 1 if number % 2 else -1]:
                 timed[name].round(here)
+        if here.first:
+            steps = ", ".join(f"{name} {1e3 * median(one.seconds):.2f} ms" for name, one in timed.items())
+            Console(stderr=True).print(steps)
         found = {"floors": floors(timed, here, device), "rows": {name: one.row() for name, one in timed.items()}}
         meet(here, device)
     return {"device": name_of(device), "torch": torch.__version__, "ranks": here.ranks, **found}
@@ -243,6 +258,7 @@ def main() -> None:
     parser.add_argument("--config", help="the settings before, in YAML")
     parser.add_argument("--only", action="append", help="a row's name; repeatable")
     parser.add_argument("--device")
+    parser.add_argument("--compile-only", action="store_true")
     parser.add_argument("--out", help="JSON file")
     options = parser.parse_args()
     here = together.place()
@@ -252,7 +268,7 @@ def main() -> None:
         found = measured(options, here)
     except PerfsuiteError as error:
         sys.exit(f"Error: {error}" if str(error) else 1)
-    if here.first:
+    if here.first and found:
         Console(width=140).print(table(found))
         if options.out:
             Path(options.out).write_text(json.dumps(found, indent=1) + "\n")
