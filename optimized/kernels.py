@@ -30,6 +30,7 @@ except ImportError:
 
 # The kernels here use 16-byte loads and TF32 tensor cores: Ampere or newer.
 MIN_CAPABILITY = (8, 0)
+HOPPER = (9, 0)
 
 
 def triton_reason() -> str | None:
@@ -50,6 +51,14 @@ def use_triton(*tensors: torch.Tensor, dtypes: tuple[torch.dtype, ...] = (torch.
     if any(t.device != first.device or t.dtype not in dtypes for t in tensors):
         return False
     return torch.cuda.get_device_capability(first.device) >= MIN_CAPABILITY
+
+
+def has_descriptors(tensor: torch.Tensor) -> bool:
+    """Whether kernels on this tensor can take descriptors of tensors, as on Hopper GPUs and newer ones.
+
+    Off a GPU they can: kernels are interpreted there, or compiled ahead for Hopper.
+    """
+    return not tensor.is_cuda or torch.cuda.get_device_capability(tensor.device) >= HOPPER
 
 
 def launching(tensor: torch.Tensor) -> contextlib.AbstractContextManager:

@@ -3,8 +3,8 @@
 Times the source's settings before, each phase added to those before it, what is fastest, the same work as before, and
 smaller batches. All of them live at once and are timed in turns, in several rounds; a round's time is that of the
 slowest rank. Beside them are floors: what the products of a step take at the rate of a large product in bfloat16, and
-what the all-reduce of the gradients takes alone. Prints a table, and writes all figures as JSON. Each variant is compiled
-first, for up to a minute; --compile-only ends there, and fills PyTorch's caches.
+what the all-reduce of the gradients takes alone. Prints a table, and writes all figures as JSON. Each variant is
+compiled first, for up to a minute; --compile-only ends there, and fills PyTorch's caches.
 """
 
 from __future__ import annotations

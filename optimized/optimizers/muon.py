@@ -4,18 +4,24 @@ The Newton–Schulz iteration multiplies a matrix by its transpose, and a symmet
 only the tiles on one side of the diagonal are computed.
 """
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from optimized.addresses import Addresses
-from optimized.kernels import INTERPRETED, ceil_div, jit, launching, tl, use_triton
+from optimized.kernels import INTERPRETED, ceil_div, has_descriptors, jit, launching, tl, use_triton
+from optimized.muon_groups import Group
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
 MOMENTUM = 0.95
 EPS = 1e-7
+# Matrices of one shape with so many tiles in all have launches of their own.
+LEAST_TILES = 1000
+# So many of them at most are taken at a time: what one product writes is then in the cache for the next.
+GROUPED = 200
 # One program updates so many rows and columns of a matrix.
 SQUARE = 64
 # Matrices begin at multiples of so many elements.
@@ -133,9 +139,14 @@ def muon_triton(
     momentum: float = MOMENTUM,
     weight_decay: float = 0.03,
     dtype: torch.dtype = torch.bfloat16,
+    least_tiles: int = LEAST_TILES,
 ) -> "_TritonMuon":
-    """`muon` by Triton kernels for the float32 parameters of one device, whatever their shapes."""
-    return _TritonMuon(list(params), lr, momentum, weight_decay, dtype)
+    """`muon` by Triton kernels for the float32 parameters of one device, whatever their shapes.
+
+    least_tiles  tiles of the matrices of one shape from which on they have launches of their own, by descriptors of
+                 tensors; these need a Hopper GPU
+    """
+    return _TritonMuon(list(params), lr, momentum, weight_decay, dtype, least_tiles)
 
 
 def places_by_shape(params: Sequence[torch.Tensor]) -> list[list[int]]:
@@ -155,9 +166,19 @@ def _rate(lr: float, p: torch.Tensor) -> float:
 class _TritonMuon:
     """The step, with its tables: of each matrix, and of each program's matrix and tile."""
 
-    def __init__(self, params: list[torch.Tensor], lr: float, momentum: float, weight_decay: float, dtype: torch.dtype):
+    def __init__(
+        self,
+        params: list[torch.Tensor],
+        lr: float,
+        momentum: float,
+        weight_decay: float,
+        dtype: torch.dtype,
+        least_tiles: int,
+    ) -> None:
         self.params, self.momentum, self.decay = params, momentum, 1 - lr * weight_decay
-        self.live = [i for i, p in enumerate(params) if p.numel()]
+        # Matrices of one shape, or transposed of it, lie one after another.
+        live = [i for i, p in enumerate(params) if p.numel()]
+        self.live = sorted(live, key=lambda i: sorted(_padded(n) for n in params[i].shape))
         if not self.live:
             return
         matrices = [params[i] for i in self.live]
@@ -190,12 +211,35 @@ class _TritonMuon:
             (_tiles(padded, SQUARE, device, [i for i, found in enumerate(in_vectors) if found == vectors]), vectors)
             for vectors in sorted(set(in_vectors))
         ]
-        self.products = _tiles(list(zip(least, most, strict=True)), self.tile, device)
-        self.symmetric = _tiles([(n, n) for n in least], self.tile, device, upper=True)
         per_matrix = [ceil_div(rows, SQUARE) * ceil_div(columns, SQUARE) for rows, columns in padded]
         self.sums = torch.zeros(self.count, max(per_matrix), device=device)
         self.sums_padded = 1 << (max(per_matrix) - 1).bit_length()
         self.addresses = Addresses(device)
+        grouped = self._grouped(list(zip(least, most, strict=True)), least_tiles)
+        self.groups = [self._group(at, least[at[0]], most[at[0]], places, places_of_squares) for at in grouped]
+        rest = sorted(set(range(self.count)) - {matrix for at in grouped for matrix in at})
+        self.products = _tiles(list(zip(least, most, strict=True)), self.tile, device, rest)
+        self.symmetric = _tiles([(n, n) for n in least], self.tile, device, rest, upper=True)
+
+    def _grouped(self, shapes: list[tuple[int, int]], least_tiles: int) -> list[range]:
+        """Choose the matrices that have launches of their own: those of one shape lie one after another."""
+        fits = has_descriptors(self.x)
+        found, end = [], 0
+        for (rows, columns), matrices in itertools.groupby(shapes):
+            first, end = end, end + len(list(matrices))
+            if fits and (end - first) * ceil_div(rows, LARGEST_TILE) * ceil_div(columns, LARGEST_TILE) >= least_tiles:
+                found += [range(n, min(n + GROUPED, end)) for n in range(first, end, GROUPED)]
+        return found
+
+    def _group(self, at: range, rows: int, columns: int, places: list[int], squares: list[int]) -> Group:
+        """The products of matrices of one shape, which follow each other without a gap."""
+
+        def of(buffer: torch.Tensor, place: int, width: int) -> torch.Tensor:
+            return buffer[place : place + len(at) * rows * width].view(len(at), rows, width)
+
+        x, other = of(self.x, places[at[0]], columns), of(self.next_x, places[at[0]], columns)
+        gram, polynomial = of(self.gram, squares[at[0]], rows), of(self.polynomial, squares[at[0]], rows)
+        return Group(x, other, gram, polynomial, self.sums[at[0] : at[-1] + 1])
 
     @torch.no_grad()
     def __call__(self, grads: Sequence[torch.Tensor]) -> None:
@@ -264,10 +308,14 @@ class _TritonMuon:
                 num_warps=8,
             )
         a, b, c = COEFFICIENTS
+        for group in self.groups:
+            for number in range(ITERATIONS):
+                group.iterate(COEFFICIENTS, scaled=number == 0)
         for number in range(ITERATIONS):
-            self._symmetric(self.x, self.gram, scaled=number == 0)
-            self._symmetric(self.gram, self.polynomial, alpha=c, beta=b)
-            self._product(beta=a, scaled=number == 0)
+            if len(self.symmetric):
+                self._symmetric(self.x, self.gram, scaled=number == 0)
+                self._symmetric(self.gram, self.polynomial, alpha=c, beta=b)
+                self._product(beta=a, scaled=number == 0)
             self.x, self.next_x = self.next_x, self.x
 
     def _symmetric(

@@ -35,6 +35,16 @@ def products(rows, columns):
     return ITERATIONS * (least * least * most + least**3 + 2 * least * least * most)
 
 
+def together(params, *arguments, **options):
+    """A launch is of all matrices, however many of one shape there are."""
+    return muon_triton(params, *arguments, **options, least_tiles=1 << 30)
+
+
+def grouped(params, *arguments, **options):
+    """Matrices of each shape have launches of their own, however few they are."""
+    return muon_triton(params, *arguments, **options, least_tiles=1)
+
+
 RIVALS = {
     "torch": stateful(muon_of_torch),
     "compile": compiled(stateful(side(muon_torch, devices=("cuda",)))),
@@ -51,7 +61,10 @@ muon = Pair(
     sizes={"count": size(0, 3), "rows": size(0, 49), "columns": size(0, 49)},
     steps=(1, 2, 5),
     rivals=RIVALS,
-    variants={"triton": stateful(side(muon_triton, available=triton_reason))},
+    variants={
+        "together": stateful(side(together, available=triton_reason)),
+        "grouped": stateful(side(grouped, available=triton_reason)),
+    },
     workloads=[
         Workload("matrices200", count=200, rows=512, columns=512, device="cuda", speedup=25.0, host_syncs=0),
         Workload("cpu", count=16, rows=32, columns=32, clock="wall", device="cpu"),
@@ -75,7 +88,8 @@ muon_float32 = Pair(
     sizes=muon.sizes,
     steps=muon.steps,
     variants={
-        "triton": stateful(side(in_float32(muon_triton), available=triton_reason)),
+        "together": stateful(side(in_float32(together), available=triton_reason)),
+        "grouped": stateful(side(in_float32(grouped), available=triton_reason)),
         "batched": stateful(in_float32(muon_torch)),
     },
     workloads=[Workload("cpu", count=16, rows=32, columns=32, clock="wall", device="cpu")],
@@ -128,7 +142,7 @@ muon_operator = Pair(
 
 SIDES = [reference, optimized, muon_torch]
 if triton_reason() is None and not torch.cuda.is_available():
-    SIDES.append(muon_triton)
+    SIDES += [together, grouped]
 # Wide, tall and square, of one tile and of several, with rows that begin at vectors and with others.
 SHAPES = [(8, 8), (5, 130), (130, 5), (0, 3), (144, 160), (160, 144), (1, 1), (129, 129)]
 
@@ -222,9 +236,10 @@ def test_there_is_one_gradient_for_each_parameter(call, count):
 
 
 @pytest.mark.interpreted
-def test_the_kernels_write_within_their_tensors(fences):
+@pytest.mark.parametrize("call", [together, grouped])
+def test_the_kernels_write_within_their_tensors(call, fences):
     params = [fences.around(p) for p in drawn(0)]
-    step = muon_triton(params)
+    step = call(params)
     for seed in (1, 2):
         step([fences.around(grad) for grad in drawn(seed)])
     assert fences.intact()

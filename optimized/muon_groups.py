@@ -1,0 +1,198 @@
+"""Products of many matrices of one shape, through the tensor memory accelerator of Hopper GPUs (ups, 002.8).
+
+A launch serves one shape: its matrices lie one after another, so that one descriptor serves them all. The GPU then
+copies whole blocks, without a thread that computes addresses.
+"""
+
+from typing import Any
+
+import torch
+
+from optimized.kernels import ceil_div, jit, tl
+
+try:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:  # no Triton: nothing here is called
+    TensorDescriptor = None
+
+# Tiles of a symmetric product and of another one, and how many terms of a sum are taken at a time; in half precision,
+# columns and terms half as many in float32.
+SQUARE, COLUMNS, DEPTH = 128, 256, 64
+# Programs of the persistent kernel: one for each multiprocessor.
+PROGRAMS = 132
+# A tile has at least so many rows and columns.
+LEAST_TILE = 16
+
+
+class Group:
+    """Matrices of one shape, [count, least, most], with at least as many columns as rows.
+
+    x, other    the matrices, and where they are multiplied to; [count, least, most]
+    gram        of each matrix the product with its transpose, [count, least, least]
+    polynomial  of each Gram matrix, [count, least, least]
+    sums        [count, tiles] sums of squares, whose total is the square of a matrix's norm
+    """
+
+    def __init__(
+        self, x: torch.Tensor, other: torch.Tensor, gram: torch.Tensor, polynomial: torch.Tensor, sums: torch.Tensor
+    ) -> None:
+        self.sums, self.sums_padded = sums, 1 << (sums.shape[1] - 1).bit_length()
+        count, self.least, self.most = x.shape
+        wider = x.element_size() // 2
+        self.tile, self.wide = _tile(self.least, SQUARE), _tile(self.most, COLUMNS // wider)
+        self.depth = min(DEPTH // wider, self.tile)
+        rows, columns = range(ceil_div(self.least, self.tile)), range(ceil_div(self.most, self.wide))
+        self.upper, self.every = (
+            torch.tensor(tiles, dtype=torch.int32).to(x.device)
+            for tiles in (
+                [(m, i, j) for m in range(count) for i in rows for j in rows if j >= i],
+                [(m, i, j) for m in range(count) for i in rows for j in columns],
+            )
+        )
+        self.now, self.next = self._described(x), self._described(other)
+        self.gram_rows, self.gram_tiles = (_blocks(gram, self.tile, n) for n in (self.depth, self.tile))
+        self.polynomial_rows, self.polynomial_tiles = (
+            _blocks(polynomial, self.tile, n) for n in (self.depth, self.tile)
+        )
+
+    def _described(self, x: torch.Tensor) -> tuple[Any, Any, Any]:
+        """The blocks of matrices that are read for a symmetric product, read for the other product, and written."""
+        sizes = ((self.tile, self.depth), (self.depth, self.wide), (self.tile, self.wide))
+        return _blocks(x, *sizes[0]), _blocks(x, *sizes[1]), _blocks(x, *sizes[2])
+
+    def iterate(self, coefficients: tuple[float, float, float], *, scaled: bool) -> None:
+        """Multiply each matrix x by a + b G + c G², where G = x xᵀ, into `other`; the two then change places.
+
+        scaled  whether x is divided by its norm before
+        """
+        a, b, c = coefficients
+        sums = self.sums_padded if scaled else 0
+        self._symmetric(self.now[0], self.gram_tiles, (1.0, 0.0, 0.0), self.most, sums)
+        self._symmetric(self.gram_rows, self.polynomial_tiles, (c, b, a), self.least)
+        programs = min(PROGRAMS, len(self.every))
+        _product_kernel[(programs,)](
+            self.every,
+            len(self.every),
+            self.polynomial_rows,
+            self.now[1],
+            self.next[2],
+            self.sums,
+            self.sums.shape[1],
+            self.least,
+            TILE=self.tile,
+            WIDE=self.wide,
+            DEPTH=self.depth,
+            SUMS=sums,
+            PROGRAMS=programs,
+            num_warps=8,
+            num_stages=3,
+        )
+        self.now, self.next = self.next, self.now
+
+    def _symmetric(self, rows: Any, out: Any, factors: tuple[float, float, float], terms: int, sums: int = 0) -> None:
+        """Compute α · r rᵀ + β · g + γ, of each matrix r; with a β, r is the symmetric matrix g itself."""
+        alpha, beta, gamma = factors
+        _symmetric_kernel[(len(self.upper),)](
+            self.upper,
+            rows,
+            self.gram_tiles,
+            out,
+            self.sums,
+            self.sums.shape[1],
+            alpha,
+            beta,
+            gamma,
+            terms,
+            TILE=self.tile,
+            DEPTH=self.depth,
+            SUMS=sums,
+            ADDS=beta != 0.0,
+            num_warps=4,
+            num_stages=3,
+        )
+
+
+def _tile(size: int, largest: int) -> int:
+    return min(largest, max(LEAST_TILE, 1 << (size - 1).bit_length()))
+
+
+def _blocks(matrices: torch.Tensor, rows: int, columns: int) -> Any:
+    """Describe matrices that are read or written in blocks of this size."""
+    return TensorDescriptor.from_tensor(matrices, [1, rows, columns])
+
+
+@jit
+def _scale_of(sums_ptr, matrix, sums_of_each, SUMS: tl.constexpr):
+    at = tl.arange(0, SUMS)
+    sums = tl.load(sums_ptr + matrix * sums_of_each + at, mask=at < sums_of_each, other=0.0)
+    return 1.0 / tl.maximum(tl.sqrt_rn(tl.sum(sums, 0)), 1e-7)
+
+
+@jit
+def _symmetric_kernel(
+    tiles_ptr,
+    rows,
+    added,
+    out,
+    sums_ptr,
+    sums_of_each,
+    alpha,
+    beta,
+    gamma,
+    terms,
+    TILE: tl.constexpr,
+    DEPTH: tl.constexpr,
+    SUMS: tl.constexpr,
+    ADDS: tl.constexpr,
+):
+    tiles_ptr += tl.program_id(0) * 3
+    matrix = tl.load(tiles_ptr)
+    i = tl.load(tiles_ptr + 1) * TILE
+    j = tl.load(tiles_ptr + 2) * TILE
+    total = tl.zeros((TILE, TILE), tl.float32)
+    for k in range(0, terms, DEPTH):
+        a = rows.load([matrix, i, k]).reshape(TILE, DEPTH)
+        b = rows.load([matrix, j, k]).reshape(TILE, DEPTH)
+        total = tl.dot(a, b.T, total, input_precision="ieee")
+    if SUMS:
+        scale = _scale_of(sums_ptr, matrix, sums_of_each, SUMS)
+        total = total * scale * scale
+    total *= alpha
+    if ADDS:
+        total += beta * added.load([matrix, i, j]).reshape(TILE, TILE).to(tl.float32)
+        diagonal = (i + tl.arange(0, TILE)[:, None]) == (j + tl.arange(0, TILE)[None, :])
+        total += tl.where(diagonal, gamma, 0.0)
+    result = total.to(out.dtype)
+    out.store([matrix, i, j], result.reshape(1, TILE, TILE))
+    if i != j:
+        out.store([matrix, j, i], result.T.reshape(1, TILE, TILE))
+
+
+@jit
+def _product_kernel(
+    tiles_ptr,
+    count,
+    left,
+    right,
+    out,
+    sums_ptr,
+    sums_of_each,
+    terms,
+    TILE: tl.constexpr,
+    WIDE: tl.constexpr,
+    DEPTH: tl.constexpr,
+    SUMS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):
+    for program in tl.range(tl.program_id(0), count, PROGRAMS, flatten=True):
+        matrix = tl.load(tiles_ptr + 3 * program)
+        i = tl.load(tiles_ptr + 3 * program + 1) * TILE
+        j = tl.load(tiles_ptr + 3 * program + 2) * WIDE
+        total = tl.zeros((TILE, WIDE), tl.float32)
+        for k in range(0, terms, DEPTH):
+            a = left.load([matrix, i, k]).reshape(TILE, DEPTH)
+            b = right.load([matrix, k, j]).reshape(DEPTH, WIDE)
+            total = tl.dot(a, b, total, input_precision="ieee")
+        if SUMS:
+            total *= _scale_of(sums_ptr, matrix, sums_of_each, SUMS)
+        out.store([matrix, i, j], total.to(out.dtype).reshape(1, TILE, WIDE))
