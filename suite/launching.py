@@ -17,6 +17,7 @@ from typing import IO, Any
 
 from perfsuite import orphans
 from perfsuite.errors import PerfsuiteError
+from suite.runtime.together import GO_ON
 
 LOST = 75
 """Exit code of a rank that cannot go on since another one has ended (EX_TEMPFAIL); rank 0 prints nothing then."""
@@ -124,11 +125,11 @@ def _without_failure(running: Sequence[_Rank]) -> int:
     """Return the exit code where no rank has failed by itself. RankFailedError where they lost one another."""
     for rank in running:
         if rank.code is None:
-            message = f"rank {rank.number} did not end when others had, and was ended: go on with --resume latest"
+            message = f"rank {rank.number} did not end when others had, and was ended: {GO_ON}"
             raise RankFailedError(message, LOST)
     if running[0].code == LOST:
         lines = [line for rank in running if rank.code == LOST and (line := rank.last_line)]
-        message = lines[0] if lines else "the ranks have lost one another; go on with --resume latest"
+        message = lines[0] if lines else f"the ranks have lost one another; {GO_ON}"
         raise RankFailedError(message, LOST)
     return max(rank.code for rank in running if rank.code is not None and rank.code != LOST)
 
@@ -162,7 +163,7 @@ def _failure(rank: _Rank, *, interrupted: bool) -> RankFailedError:
     assert rank.code is not None
     if rank.code < 0:
         name = signal.Signals(-rank.code).name
-        remedy = "" if interrupted else "; all others were ended: go on with --resume latest"
+        remedy = "" if interrupted else f"; all others were ended: {GO_ON}"
         said = f" ({rank.last_line})" if rank.last_line and rank.code != -signal.SIGKILL else ""
         return RankFailedError(f"rank {rank.number} was ended by {name}{said}{remedy}", 128 - rank.code)
     message = rank.last_line or f"rank {rank.number} ended with exit code {rank.code}"

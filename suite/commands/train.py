@@ -68,6 +68,8 @@ def train(
     a wrong configuration with 2.
     """
     with in_one_line("interrupted"):  # before the first window, or after all was saved
+        if ranks is not None and "RANK" in os.environ:
+            raise PerfsuiteError(f"--ranks {ranks}: torchrun has started the ranks already; leave out --ranks")
         if ranks is not None and ranks > 1 and not show:
             code = _launched(name, config, side, device, ranks, resume, overwrite, fields)
         else:
@@ -90,8 +92,6 @@ def _launched(
     from suite.runtime import together
 
     _check_ranks(name, trainers)
-    if "RANK" in os.environ:
-        raise PerfsuiteError(f"--ranks {ranks}: torchrun has started the ranks already; leave out --ranks")
     configuration.read([trainers.config_of(name), _options(), trainers.data_config_of(name)], config, fields)
     together.device_of(together.Place(rank=ranks - 1, ranks=ranks, local=ranks - 1), device)
     given = {"--config": config, "--side": side, "--device": device, "--resume": resume}

@@ -26,6 +26,10 @@ TAKEN = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
 """In the error of rank 0 where another program listens at its port."""
 
 
+GO_ON = "go on with --resume latest where a checkpoint was written"
+"""What a user can do where ranks were ended."""
+
+
 class RankLostError(PerfsuiteError):
     """Another rank has ended, so that this one cannot go on."""
 
@@ -143,8 +147,7 @@ def lost_ranks(here: Place) -> Iterator[None]:
             raise PerfsuiteError(f"another program has port {port}; start again, or with another port") from None
         if here.ranks > 1 and LOST.search(str(error)):
             raise RankLostError(
-                f"rank {here.rank}: another rank has ended, or does not answer ({first_line(error)}); "
-                "go on with --resume latest"
+                f"rank {here.rank}: another rank has ended, or does not answer ({first_line(error)}); {GO_ON}"
             ) from error
         raise
 

@@ -412,9 +412,10 @@ def test_too_few_gpus_are_one_line_before_a_rank_is_started(monkeypatch):
     assert "3 ranks need as many GPUs, and this machine has 2" in done.output
 
 
-def test_ranks_are_not_started_twice(environment):
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_ranks_are_not_started_twice(ranks, environment):
     environment()
-    done = CliRunner().invoke(train, ["ups", "--ranks", "2"])
+    done = CliRunner().invoke(train, ["ups", "--ranks", ranks])
     assert "torchrun has started the ranks already; leave out --ranks" in done.output
 
 
