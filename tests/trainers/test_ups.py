@@ -688,17 +688,25 @@ def test_a_step_is_a_function_of_its_tensors(given, runs, stage):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "changes", [{}, {"precision": "bf16"}, {"grad_clip": None}, {"activation_checkpoint": True}, {"compile": True}]
-)
+@pytest.mark.parametrize("changes", [{}, {"precision": "bf16"}, {"grad_clip": None}, {"activation_checkpoint": True}])
 def test_on_a_gpu_a_replayed_step_is_the_eager_one(given, changes):
-    config = dataclasses.replace(SMALL, **({"compile": False} | changes))
+    config = dataclasses.replace(SMALL, compile=False, **changes)
     eager = Optimized(dataclasses.replace(config, cuda_graphs=False), given, "cuda")
     replayed = Optimized(config, given, "cuda")
     torch.testing.assert_close(curve(replayed, 30), curve(eager, 30), rtol=1e-4, atol=0)
     assert (replayed._replayed.captures, replayed._replayed.reason) == (3, None)
     states = [t.state_dict()["optimizers"]["operator"]["adamw"]["steps"] for t in (eager, replayed)]
     assert states == [30, 30]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graphs", [True, False])
+def test_on_a_gpu_compiled_it_learns_the_same(given, graphs):
+    truth = curve(made(Reference, given, dtype=torch.float64), 30)
+    runs = [curve(a_rounding_away(Reference(SMALL, given, "cuda"), seed), 30) for seed in range(NEIGHBOURS)]
+    compiled = Optimized(dataclasses.replace(SMALL, compile=True, cuda_graphs=graphs), given, "cuda")
+    assert share(curve(compiled, 30), (truth, deviation_of(runs, truth))) <= 1
+    assert isinstance(compiled._replayed, CudaGraphStep) == graphs
 
 
 def test_it_settles_once_each_form_of_a_step_was_captured(given, monkeypatch):
