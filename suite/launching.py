@@ -17,10 +17,11 @@ from typing import IO, Any
 
 from perfsuite import orphans
 from perfsuite.errors import PerfsuiteError
-from suite.runtime.together import GO_ON
 
 LOST = 75
 """Exit code of a rank that cannot go on since another one has ended (EX_TEMPFAIL); rank 0 prints nothing then."""
+GO_ON = "go on with --resume latest where a checkpoint was written"
+"""What a user can do where ranks were ended."""
 LAUNCHED = "PERFSUITE_LAUNCHED"
 """Environment variable of the ranks that are started here."""
 GRACE_S = 3.0

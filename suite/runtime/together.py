@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from perfsuite.errors import PerfsuiteError, first_line
+from suite.launching import GO_ON
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 """Environment variables of a process that torchrun or `perfsuite train --ranks` has started."""
@@ -24,10 +25,6 @@ LOST = re.compile(r"connection (closed|reset|refused)|peer|timed ?out|nccl|socke
 
 TAKEN = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
 """In the error of rank 0 where another program listens at its port."""
-
-
-GO_ON = "go on with --resume latest where a checkpoint was written"
-"""What a user can do where ranks were ended."""
 
 
 class RankLostError(PerfsuiteError):

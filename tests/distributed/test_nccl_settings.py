@@ -13,8 +13,8 @@ from reference.distributed.nccl_settings import nccl_settings as reference
 
 BOUNDED = floats(-4, 4)
 
-# NCCL reads its variables once a process, so that a pair would time its defaults twice. `perfsuite claims ups` times them
-# in processes of their own, as C34.
+# NCCL reads its variables once a process, so that a pair would time its defaults twice. `perfsuite claims ups` times
+# them in processes of their own, as C34.
 nccl_settings = Pair(
     reference=reference,
     optimized=optimized,

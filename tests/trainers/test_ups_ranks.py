@@ -159,6 +159,7 @@ def ranks_of(process):
 
 def both(process):
     """Rank → process id, once two ranks run."""
+    assert process.poll() is None, process.stdout.read()
     return found if len(found := ranks_of(process)) == 2 else None
 
 
