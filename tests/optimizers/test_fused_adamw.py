@@ -88,6 +88,7 @@ fused_adamw_cnn = Pair(
         "classes": size(0, 5),
     },
     steps=(1, 2, 17),
+    max_examples=16,  # the same kernels as `fused_adamw`'s
     rivals=RIVALS,
     variants=VARIANTS,
     workloads=[

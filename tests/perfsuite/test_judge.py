@@ -569,6 +569,7 @@ def test_a_reference_that_fails_in_its_own_process_accuses_nobody(
     assert found.draws == 8
 
 
+@FULLY
 def test_a_reference_that_torch_compiles_to_another_function_accuses_nobody(nursery: Nursery, reference: Path) -> None:
     differs = "y = self.linear(x) + torch.compiler.is_compiling()"
     reference.write_text(reference.read_text().replace("y = self.linear(x)", differs))

@@ -337,7 +337,11 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("no_gpu")
 @pytest.mark.parametrize(
     ("names", "options", "shown"),
-    [("speed", [], False), ("speed", ["--benchmark-columns=median"], True), ("speed or own", [], True)],
+    [
+        pytest.param("speed", [], False, marks=FULLY),
+        pytest.param("speed", ["--benchmark-columns=median"], True, marks=FULLY),
+        ("speed or own", [], True),
+    ],
 )
 def test_the_table_of_pytest_benchmark_is_shown_where_it_is_asked_for(
     project: Project, names: str, options: list[str], shown: bool

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from scale import FULLY
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 import perfsuite
@@ -201,6 +202,7 @@ def test_a_rank_that_ends_is_named_once_and_soon(project: Any) -> None:
     assert "test_totals.py::totals::ranks[2]" in output
 
 
+@FULLY
 def test_a_reference_that_is_another_function_there_is_named(project: Any) -> None:
     output = run(project, "dist.all_reduce(total)", reference="lambda x: x.sum(0)")
     assert "in several processes it must be the function that it is in one" in output
