@@ -122,10 +122,11 @@ def _blocks(matrices: torch.Tensor, rows: int, columns: int) -> Any:
 
 
 @jit
-def _scale_of(sums_ptr, matrix, sums_of_each, SUMS: tl.constexpr):
+def scale_of(sums_ptr, matrix, sums_of_each, SUMS: tl.constexpr):
+    """1 over the norm of a matrix, from the sums of squares of its tiles; SUMS is a power of 2, as many or more."""
     at = tl.arange(0, SUMS)
     sums = tl.load(sums_ptr + matrix * sums_of_each + at, mask=at < sums_of_each, other=0.0)
-    return 1.0 / tl.maximum(tl.sqrt_rn(tl.sum(sums, 0)), 1e-7)
+    return 1.0 / tl.maximum(tl.sqrt_rn(tl.sum(sums, 0)), 1e-7)  # torch's eps
 
 
 @jit
@@ -155,7 +156,7 @@ def _symmetric_kernel(
         b = rows.load([matrix, j, k]).reshape(TILE, DEPTH)
         total = tl.dot(a, b.T, total, input_precision="ieee")
     if SUMS:
-        scale = _scale_of(sums_ptr, matrix, sums_of_each, SUMS)
+        scale = scale_of(sums_ptr, matrix, sums_of_each, SUMS)
         total = total * scale * scale
     total *= alpha
     if ADDS:
@@ -194,5 +195,5 @@ def _product_kernel(
             b = right.load([matrix, k, j]).reshape(DEPTH, WIDE)
             total = tl.dot(a, b, total, input_precision="ieee")
         if SUMS:
-            total *= _scale_of(sums_ptr, matrix, sums_of_each, SUMS)
+            total *= scale_of(sums_ptr, matrix, sums_of_each, SUMS)
         out.store([matrix, i, j], total.to(out.dtype).reshape(1, TILE, WIDE))

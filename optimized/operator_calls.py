@@ -49,8 +49,8 @@ def parts(*, again: bool, flex: bool, compiled: bool) -> Parts:
 
     again     whether sublayers are computed again in the backward
     flex      whether attention is FlexAttention's
-    compiled  whether sublayers are compiled for each shape. All blocks share the code: a block takes a twelfth of the
-              time that the operator takes to compile as a whole. A call costs the host more, unless it is captured.
+    compiled  whether sublayers are compiled for each shape. All blocks share the code, so that twelve blocks compile
+              as soon as one. Each call of a sublayer costs the host some time, unless the step is captured.
     """
     attention = flex_attention if flex else functional.scaled_dot_product_attention
     call: Call = checkpointed if again else call_plainly

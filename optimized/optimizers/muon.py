@@ -12,7 +12,7 @@ import torch
 
 from optimized.addresses import Addresses
 from optimized.kernels import INTERPRETED, ceil_div, has_descriptors, jit, launching, tl, use_triton
-from optimized.muon_groups import Group
+from optimized.muon_groups import Group, scale_of
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
@@ -20,8 +20,6 @@ MOMENTUM = 0.95
 EPS = 1e-7
 # Matrices of one shape with so many tiles in all have launches of their own.
 LEAST_TILES = 1000
-# So many of them at most are taken at a time: what one product writes is then in the cache for the next.
-GROUPED = 200
 # One program updates so many rows and columns of a matrix.
 SQUARE = 64
 # Matrices begin at multiples of so many elements.
@@ -228,7 +226,7 @@ class _TritonMuon:
         for (rows, columns), matrices in itertools.groupby(shapes):
             first, end = end, end + len(list(matrices))
             if fits and (end - first) * ceil_div(rows, LARGEST_TILE) * ceil_div(columns, LARGEST_TILE) >= least_tiles:
-                found += [range(n, min(n + GROUPED, end)) for n in range(first, end, GROUPED)]
+                found.append(range(first, end))
         return found
 
     def _group(self, at: range, rows: int, columns: int, places: list[int], squares: list[int]) -> Group:
@@ -428,14 +426,6 @@ def _elements_of(i, j, rows, columns, TILE: tl.constexpr):
 
 
 @jit
-def _scale_of(sums_ptr, matrix, sums_of_each, SUMS: tl.constexpr):
-    """1 over the norm of a matrix, from the sums of squares of its tiles; SUMS is a power of 2, as many or more."""
-    at = tl.arange(0, SUMS)
-    sums = tl.load(sums_ptr + matrix * sums_of_each + at, mask=at < sums_of_each, other=0.0)
-    return 1.0 / tl.maximum(tl.sqrt_rn(tl.sum(sums, 0)), 1e-7)  # torch's eps
-
-
-@jit
 def _momentum_kernel(
     addresses_ptr,
     tiles_ptr,
@@ -540,7 +530,7 @@ def _symmetric_kernel(
         b = tl.load(right + k, mask=(at_j[None, :] < rows) & inside[:, None], other=0.0)
         total = tl.dot(a, b, total, input_precision="ieee")
     if SUMS:
-        scale = _scale_of(sums_ptr, matrix, sums_of_each, SUMS)
+        scale = scale_of(sums_ptr, matrix, sums_of_each, SUMS)
         total = total * scale * scale
     total *= alpha
     place = at_i[:, None] * rows + at_j[None, :]
@@ -590,5 +580,5 @@ def _product_kernel(
     mask = (at_i[:, None] < rows) & (at_j[None, :] < columns)
     total += beta * tl.load(x_ptr + place, mask=mask, other=0.0).to(tl.float32)
     if SUMS:
-        total *= _scale_of(sums_ptr, matrix, sums_of_each, SUMS)
+        total *= scale_of(sums_ptr, matrix, sums_of_each, SUMS)
     tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=mask)
