@@ -93,7 +93,8 @@ class Nursery:
         self.own, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         environment = {n: v for n, v in os.environ.items() if not any(t in n.upper() for t in TRACES)}
         self.process = subprocess.Popen(
-            [sys.executable, "-c", (HERE / "child.py").read_text(), str(theirs.fileno()), SANDBOX.read_text()],
+            # Nothing is imported from the folder for temporary files, in which anybody may write.
+            [sys.executable, "-P", "-c", (HERE / "child.py").read_text(), str(theirs.fileno()), SANDBOX.read_text()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -707,6 +707,17 @@ def test_an_option_that_cannot_be_is_named(reference: Path, option: str, says: s
     assert says in done.output.splitlines()[-1]
 
 
+def test_a_file_in_the_folder_for_temporary_files_is_not_imported(
+    reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "timeit.py").write_text("raise SystemExit(1)\n")  # torch imports the library's
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    nursery = Nursery()
+    found = judged(nursery, reference, candidate("return self.right(x)"), least=0.01)
+    nursery.close()
+    assert found.status is Status.PASS, found
+
+
 def test_what_a_compiler_asks_of_the_system_is_granted(nursery: Nursery, reference: Path) -> None:
     """A process group of its own, and the mode and the times of files; nothing of it is done."""
     asks = """
