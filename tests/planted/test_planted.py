@@ -102,18 +102,20 @@ TIMED_ALONE = pytest.mark.skipif(
 )
 
 
-def applicable(planted: list[Planted], *, one_of_each: bool = False) -> list[Any]:
-    """Parameters for these; with `one_of_each`, make test-all alone runs more than the first of a class."""
-    first = {p.number: p for p in reversed(planted)}
+def applicable(planted: list[Planted], of_each: int) -> list[Any]:
+    """Parameters for these, of which make test-all alone runs more than so many of each class."""
+    classes: dict[int, list[Planted]] = {}
+    for p in planted:
+        classes.setdefault(p.number, []).append(p)
 
     def marks(p: Planted) -> list[Any]:
-        more = [FULLY] if one_of_each and first[p.number] is not p else []
+        more = [] if p in classes[p.number][:of_each] else [FULLY]
         return [*more, pytest.mark.gpu, *([TIMED_ALONE] if p.timed else [])] if p.gpu else more
 
     return [pytest.param(p, id=str(p), marks=marks(p)) for p in planted]
 
 
-@pytest.mark.parametrize("planted", applicable(FAULTS))
+@pytest.mark.parametrize("planted", applicable(FAULTS, 2))
 def test_a_planted_fault_is_rejected_by_name(planted: Planted, time: Time, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for message in messages(planted, time, monkeypatch):
@@ -123,7 +125,7 @@ def test_a_planted_fault_is_rejected_by_name(planted: Planted, time: Time, monke
     pytest.fail("\n".join(found) or "it passed")
 
 
-@pytest.mark.parametrize("planted", applicable(HONEST, one_of_each=True))
+@pytest.mark.parametrize("planted", applicable(HONEST, 1))
 def test_an_honest_look_alike_passes(planted: Planted, time: Time, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not list(messages(planted, time, monkeypatch, HONEST_EXAMPLES))
 
