@@ -12,8 +12,7 @@ from torch.nn import functional
 
 from optimized.attention.flex_attention import flex_attention
 from optimized.compilation.compiled_function import compile_if_possible
-from optimized.compilation.fullgraph_model import step_operator
-from optimized.memory.activation_checkpoint import activation_checkpoint_operator, checkpointed
+from optimized.memory.activation_checkpoint import checkpointed
 from suite.ups.model import Block, Call, Operator, call_plainly
 
 PARTS = 4
@@ -27,7 +26,8 @@ Second = Callable[[Operator, torch.Tensor, torch.Tensor, torch.Tensor, torch.Ten
 class Parts(NamedTuple):
     """The operator whole, and as two parts that follow each other."""
 
-    whole: Callable[[Operator, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+    whole: Callable[..., torch.Tensor]
+    """(operator, or its forward, latents, dt, scales) → the latents after dt."""
     first: First
     second: Second
 
@@ -57,9 +57,10 @@ def parts(*, again: bool, flex: bool, compiled: bool) -> Parts:
     if compiled:
         call = _compiled(call)
 
-    def whole(operator: Operator, latents: torch.Tensor, dt: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        stepped: torch.Tensor = operator(latents, dt, scales, attention, call)
-        return stepped
+    def whole(
+        operator: Callable[..., torch.Tensor], latents: torch.Tensor, dt: torch.Tensor, scales: torch.Tensor
+    ) -> torch.Tensor:
+        return operator(latents, dt, scales, attention, call)
 
     def first(
         operator: Operator, latents: torch.Tensor, dt: torch.Tensor, scales: torch.Tensor
@@ -89,21 +90,3 @@ def _compiled(call: Call) -> Call:
         return called
 
     return of_sublayer
-
-
-def _flex(operator: Operator, latents: torch.Tensor, dt: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    stepped: torch.Tensor = operator(latents, dt, scales, flex_attention)
-    return stepped
-
-
-def _flex_again(operator: Operator, latents: torch.Tensor, dt: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    return activation_checkpoint_operator(operator, latents, dt, scales, flex_attention)
-
-
-CALLS: dict[tuple[bool, bool], Callable[..., torch.Tensor]] = {
-    (False, False): step_operator,
-    (True, False): activation_checkpoint_operator,
-    (False, True): _flex,
-    (True, True): _flex_again,
-}
-"""(activation_checkpoint, flex_attention) → how the operator is called."""

@@ -21,17 +21,17 @@ from perfsuite.errors import PerfsuiteError
 LOST = 75
 """Exit code of a rank that cannot go on since another one has ended (EX_TEMPFAIL); rank 0 prints nothing then."""
 GO_ON = "go on with --resume latest where a checkpoint was written"
-"""What a user can do where ranks were ended."""
+"""The remedy in each message about ranks that were ended."""
 LAUNCHED = "PERFSUITE_LAUNCHED"
 """Environment variable of the ranks that are started here."""
 GRACE_S = 3.0
-"""For the other ranks to end by themselves, where one ended with an error of its own."""
+"""Seconds that the other ranks have to end by themselves, after one has ended with an error of its own."""
 SAVING_S = 60.0
-"""For all ranks to end where they were asked to: rank 0 writes a checkpoint."""
+"""Seconds that all ranks have to end after a signal, in which rank 0 writes a checkpoint."""
 TWICE_S = 0.3
-"""Of two signals of a kind: sooner after the first it is the same wish, sent to the process and to its group."""
+"""A signal that is repeated within so many seconds is one request, sent to the process and to its process group."""
 PASSED_ON_S = 2.0
-"""For Ctrl-C to reach rank 0 by itself."""
+"""Seconds after which Ctrl-C is sent to rank 0, if it has not received it from the terminal."""
 POLL_S = 0.05
 ASKED = {128 + signal.SIGINT, 128 + signal.SIGTERM}
 """Exit codes of ranks that were asked to end, and have saved."""

@@ -3,12 +3,11 @@
 import functools
 
 import torch
-from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from suite.leak_cnn.loss import leak_cnn_loss
 from suite.leak_cnn.model import Weights, features, head
-from suite.ups.model import Attention, Operator
+from suite.ups.model import Operator
 
 # Nothing is random in what is called, whose drop-path multipliers are an input: no generator's state need be kept.
 checkpointed = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
@@ -34,24 +33,19 @@ def activation_checkpoint(
 
 
 def activation_checkpoint_operator(
-    operator: Operator,
-    latents: torch.Tensor,
-    dt: torch.Tensor,
-    scales: torch.Tensor,
-    attention: Attention = functional.scaled_dot_product_attention,
+    operator: Operator, latents: torch.Tensor, dt: torch.Tensor, scales: torch.Tensor
 ) -> torch.Tensor:
     """Step latents in time by the operator, [B, T, L]; of a sublayer only its inputs are kept for the backward.
 
     Attention and MLP sublayers are checkpointed apart, so that the backward holds the activations of one of them at a
     time. The source expects 20% more time, and a batch twice as large in the same memory.
 
-    operator   with L wide latents and any depth
-    latents    [B, T, L]
-    dt         [B]
-    scales     [depth, 2, B], drop-path multipliers of the sublayers
-    attention  of each block, on [B, heads, T, head width]
+    operator  with L wide latents and any depth
+    latents   [B, T, L]
+    dt        [B]
+    scales    [depth, 2, B], drop-path multipliers of the sublayers
 
     Source: ups, technique 002.2.
     """
-    stepped: torch.Tensor = operator(latents, dt, scales, attention, call=checkpointed)
+    stepped: torch.Tensor = operator(latents, dt, scales, call=checkpointed)
     return stepped

@@ -310,7 +310,7 @@ class _TritonMuon:
             for number in range(ITERATIONS):
                 group.iterate(COEFFICIENTS, scaled=number == 0)
         for number in range(ITERATIONS):
-            if len(self.symmetric):
+            if len(self.symmetric):  # matrices that no group has
                 self._symmetric(self.x, self.gram, scaled=number == 0)
                 self._symmetric(self.gram, self.polynomial, alpha=c, beta=b)
                 self._product(beta=a, scaled=number == 0)

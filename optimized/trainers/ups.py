@@ -17,12 +17,12 @@ from typing import Any
 import torch
 
 from optimized.compilation.compiled_function import compile_if_possible
-from optimized.compilation.fullgraph_model import fullgraph_coder, fullgraph_operator
+from optimized.compilation.fullgraph_model import fullgraph_coder, fullgraph_operator, step_operator
 from optimized.flat_gradients import Boundary, FlatGradients
 from optimized.graphs.cuda_graph_step import WARMUP, cuda_graph_step
 from optimized.kernels import triton_reason
 from optimized.memory.cpu_offload_optimizer import offloaded_hybrid
-from optimized.operator_calls import CALLS, early, parts
+from optimized.operator_calls import early, parts
 from optimized.sharded_gradients import ShardedGradients
 from optimized.sharded_hybrid import ShardedHybrid
 from optimized.shards import Shards
@@ -147,15 +147,15 @@ class Trainer:
         self._optimizer: Callable[..., Any] = offloaded_hybrid
         if not config.cpu_offload_optimizer:
             self._optimizer = of("optimizers.hybrid_muon_adamw", "hybrid_muon_adamw", config.fused_optimizers)
-        step = CALLS[config.activation_checkpoint, config.flex_attention]
-        self._operator: Callable[..., torch.Tensor] = step
-        compiled = config.compile and self.device.type == "cuda"
-        self._parts = parts(again=config.activation_checkpoint, flex=config.flex_attention, compiled=compiled)
+        made = functools.partial(parts, again=config.activation_checkpoint, flex=config.flex_attention)
+        self._uncompiled = made(compiled=False).whole
+        self._operator = self._uncompiled
+        self._parts = made(compiled=config.compile and self.device.type == "cuda")
         if config.compile and self._is_captured():  # launches cost nothing, and sublayers are compiled sooner
             self._operator = self._parts.whole
         elif config.compile and not is_sharded(config, self.given):
             graphs = config.compile_mode == "reduce-overhead"
-            self._operator = functools.partial(fullgraph_operator, step=step, graphs=graphs)
+            self._operator = functools.partial(fullgraph_operator, step=self._uncompiled, graphs=graphs)
 
     def _has_parts(self) -> bool:
         """Whether the operator has two parts, so that gradients are reduced while its backward goes on."""
@@ -281,15 +281,14 @@ class Trainer:
         gradients = ShardedGradients({"operator": [operator], CODERS: coders}, self.shards)
         parts = {name: gradients.weights(name) for name in self.groups}
         self.weights = {n: part for name in self.groups for n, part in zip(self.groups[name], parts[name], strict=True)}
-        self._operator, self._clip = CALLS[False, False], gradients.clip
+        self._operator, self._clip = step_operator, gradients.clip
         return gradients
 
     def _forward(self, plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         """The sharded operator's forward, as the configuration asks for."""
-        step = CALLS[self.config.activation_checkpoint, self.config.flex_attention]
 
         def forward(latents: torch.Tensor, dt: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-            return step(plain, latents, dt, scales)  # type: ignore[arg-type]  # a step only calls it
+            return self._uncompiled(plain, latents, dt, scales)
 
         if not self.config.compile or self.device.type == "cpu":
             return forward

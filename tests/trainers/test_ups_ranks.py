@@ -275,31 +275,31 @@ def test_sigint_that_reaches_the_launcher_alone_is_passed_on(tmp_path, monkeypat
 
 def test_a_launched_rank_that_gets_a_signal_twice_saves():
     """The system may send SIGTERM to all processes of a service, and the launcher passes on its own."""
-    told = []
+    messages = []
     before = signal.getsignal(signal.SIGTERM)
     try:
-        with Stopping(told.append, "step", once=True) as stop:
+        with Stopping(messages.append, "step", once=True) as stop:
             for _ in range(2):
                 os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)  # while the process ends
     finally:
         signal.signal(signal.SIGTERM, before)
     assert stop.signal == signal.SIGTERM
-    assert len(told) == 1
+    assert len(messages) == 1
 
 
 @pytest.mark.parametrize(
-    ("program", "told"),
+    ("program", "message"),
     [
         ("print('Error: rank', rank, 'does not answer (NCCL error)'); sys.exit(75)", "rank 1 does not answer .NCCL"),
         ("sys.exit(75)", "the ranks have lost one another"),
         ("rank == '1' and time.sleep(60); sys.exit(75)", "rank 1 did not end when others had"),
     ],
 )
-def test_ranks_that_lose_one_another_end_in_one_line(program, told, monkeypatch):
+def test_ranks_that_lose_one_another_end_in_one_line(program, message, monkeypatch):
     monkeypatch.setattr(launching, "GRACE_S", 0.5)
     program = f"import os, sys, time; rank = os.environ['RANK']; {program}"
-    with pytest.raises(launching.RankFailedError, match=told) as failed:
+    with pytest.raises(launching.RankFailedError, match=message) as failed:
         launching.launch([sys.executable, "-c", program], 2)
     assert failed.value.code == launching.LOST
 
@@ -367,16 +367,16 @@ def environment(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("variables", "told"),
+    ("variables", "message"),
     [
         ({"LOCAL_RANK": None}, "RANK is set and LOCAL_RANK is not"),
         ({"RANK": "first"}, "RANK, WORLD_SIZE or LOCAL_RANK is no number"),
         ({"RANK": 2}, "RANK=2 of WORLD_SIZE=2 cannot be"),
     ],
 )
-def test_variables_that_cannot_be_are_one_line(environment, variables, told):
+def test_variables_that_cannot_be_are_one_line(environment, variables, message):
     environment(**variables)
-    with pytest.raises(PerfsuiteError, match=told):
+    with pytest.raises(PerfsuiteError, match=message):
         together.place()
 
 
@@ -386,16 +386,16 @@ def test_one_process_is_alone_also_under_torchrun(environment):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (("trainer2", "--ranks", "2"), "trainer trainer2 trains in one process; these train in several ranks: ups"),
         (("ups", "--ranks", "0"), "0 is not in the range x>=1"),
     ],
 )
-def test_a_wrong_command_is_one_line(arguments, told):
+def test_a_wrong_command_is_one_line(arguments, message):
     done = CliRunner().invoke(train, list(arguments))
     assert done.exit_code
-    assert told in done.output
+    assert message in done.output
 
 
 @FULLY
@@ -421,18 +421,18 @@ def test_ranks_are_not_started_twice(ranks, environment):
 
 
 @pytest.mark.parametrize(
-    ("name", "gpus", "nccl", "told"),
+    ("name", "gpus", "nccl", "message"),
     [
         ("cuda:1", 2, True, "each of 2 ranks has a GPU of its own; name cuda, or cpu"),
         ("cuda", 1, True, "2 ranks need as many GPUs, and this machine has 1"),
         (None, 2, False, "ranks on GPUs need NCCL, which this PyTorch is built without"),
     ],
 )
-def test_ranks_that_cannot_have_gpus_are_one_line(monkeypatch, name, gpus, nccl, told):
+def test_ranks_that_cannot_have_gpus_are_one_line(monkeypatch, name, gpus, nccl, message):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: nccl)
-    with pytest.raises(PerfsuiteError, match=told):
+    with pytest.raises(PerfsuiteError, match=message):
         together.device_of(together.Place(rank=1, ranks=2, local=1), name)
 
 
@@ -499,13 +499,13 @@ class Diverging:
 
 
 @pytest.mark.parametrize(
-    ("rank", "told"),
+    ("rank", "message"),
     [(0, r"the last good checkpoint is .*window-00000002\.pt"), (1, "the last checkpoint is of step 2")],
 )
-def test_each_rank_says_which_checkpoint_is_the_last(rank, told, tmp_path, monkeypatch):
+def test_each_rank_says_which_checkpoint_is_the_last(rank, message, tmp_path, monkeypatch):
     monkeypatch.setattr(together.Together, "ends", lambda self, wish: wish)
     monkeypatch.setattr(together.Together, "by_first", lambda self, value: value)
     options = Options(checkpoint_every=1, folder=str(tmp_path))
     batches = iter([{"x": torch.zeros(1)}] * 5)
-    with pytest.raises(DivergedError, match=told):
+    with pytest.raises(DivergedError, match=message):
         fit(Diverging(), batches, options, console=Console(quiet=True), place=Place(rank=rank, ranks=2))
