@@ -231,6 +231,8 @@ def measured(options: argparse.Namespace, here: together.Place) -> dict[str, Any
         if here.first:
             steps = ", ".join(f"{name} {1e3 * median(one.seconds):.2f} ms" for name, one in timed.items())
             Console(stderr=True).print(steps)
+            if options.out:  # what follows can take minutes, and can be cut off
+                Path(options.out).write_text(json.dumps({name: one.seconds for name, one in timed.items()}) + "\n")
         found = {"floors": floors(timed, here, device), "rows": {name: one.row() for name, one in timed.items()}}
         meet(here, device)
     return {"device": name_of(device), "torch": torch.__version__, "ranks": here.ranks, **found}
