@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from optimized.optimizers.clip_grad_norm import EPS
@@ -28,8 +29,11 @@ class ShardedGradients:
         self.params: dict[str, list[torch.nn.Parameter]] = {}
         self._loss: torch.Tensor | None = None
         self._is_quiet = False
+        first = next(p for modules in groups.values() for module in modules for p in module.parameters())
+        # By default the mesh is of GPUs where there are any, wherever the weights are.
+        mesh = init_device_mesh(first.device.type, (shards.ranks,))
         for name, modules in groups.items():
-            self.modules[name] = [fully_shard(module, reshard_after_forward=False) for module in modules]
+            self.modules[name] = [fully_shard(m, mesh=mesh, reshard_after_forward=False) for m in modules]
             self.params[name] = [p for module in modules for p in module.parameters()]
 
     def weights(self, name: str) -> list[torch.Tensor]:

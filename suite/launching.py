@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -33,6 +34,12 @@ TWICE_S = 0.3
 PASSED_ON_S = 2.0
 """Seconds after which Ctrl-C is sent to rank 0, if it has not received it from the terminal."""
 POLL_S = 0.05
+PREFIX = re.compile(r"^\[rank\d+\]: ")
+"""torch writes it before each line of a rank's traceback."""
+MESSAGE = "Error: "
+"""perfsuite's messages to the user begin with it."""
+EXCEPTION = re.compile(r"([A-Za-z_][\w.]*)?(Error|Exception|Interrupt|Exit)(: |$)")
+"""How an exception's line in a traceback begins, or such a message."""
 ASKED = {128 + signal.SIGINT, 128 + signal.SIGTERM}
 """Exit codes of ranks that were asked to end, and have saved."""
 
@@ -78,8 +85,20 @@ class _Rank:
         return self.log.read().decode(errors="replace").strip()
 
     @property
-    def last_line(self) -> str:
-        return self.text.splitlines()[-1].removeprefix("Error: ") if self.text else ""
+    def error(self) -> str:
+        """The exception that ended it, without the lines that torch adds to it, or else its last line."""
+        return self._last_line.removeprefix(MESSAGE)
+
+    @property
+    def error_by_name(self) -> str:
+        """The same after the rank's name; a message of perfsuite's says itself what it is about."""
+        line = self._last_line
+        return line.removeprefix(MESSAGE) if line.startswith(MESSAGE) or not line else f"rank {self.number}: {line}"
+
+    @property
+    def _last_line(self) -> str:
+        lines = [PREFIX.sub("", line) for line in self.text.splitlines()]
+        return ([line for line in lines if EXCEPTION.match(line)] or lines or [""])[-1]
 
 
 def launch(command: Sequence[str], ranks: int) -> int:
@@ -129,7 +148,7 @@ def _without_failure(running: Sequence[_Rank]) -> int:
             message = f"rank {rank.number} did not end when others had, and was ended: {GO_ON}"
             raise RankFailedError(message, LOST)
     if running[0].code == LOST:
-        lines = [line for rank in running if rank.code == LOST and (line := rank.last_line)]
+        lines = [line for rank in running if rank.code == LOST and (line := rank.error)]
         message = lines[0] if lines else f"the ranks have lost one another; {GO_ON}"
         raise RankFailedError(message, LOST)
     return max(rank.code for rank in running if rank.code is not None and rank.code != LOST)
@@ -165,9 +184,9 @@ def _failure(rank: _Rank, *, interrupted: bool) -> RankFailedError:
     if rank.code < 0:
         name = signal.Signals(-rank.code).name
         remedy = "" if interrupted else f"; all others were ended: {GO_ON}"
-        said = f" ({rank.last_line})" if rank.last_line and rank.code != -signal.SIGKILL else ""
+        said = f" ({rank.error})" if rank.error and rank.code != -signal.SIGKILL else ""
         return RankFailedError(f"rank {rank.number} was ended by {name}{said}{remedy}", 128 - rank.code)
-    message = rank.last_line or f"rank {rank.number} ended with exit code {rank.code}"
+    message = rank.error_by_name or f"rank {rank.number} ended with exit code {rank.code}"
     return RankFailedError("" if rank.log is None else message, rank.code)
 
 

@@ -44,10 +44,14 @@ LIMIT_S = 30.0
 """In which all ranks must have ended after one was killed."""
 
 
+def path(*folders):
+    """PYTHONPATH with these folders first."""
+    return os.pathsep.join(map(str, (*folders, *os.environ.get("PYTHONPATH", "").split(os.pathsep)))).strip(os.pathsep)
+
+
 def in_ranks(ranks, jobs, folder, monkeypatch):
     """What each job found in so many processes."""
-    where = os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests/trainers")))
-    monkeypatch.setenv("PYTHONPATH", where)
+    monkeypatch.setenv("PYTHONPATH", path(ROOT, ROOT / "tests", ROOT / "tests/trainers"))
     given, out = folder / "jobs.json", folder / f"found-{ranks}.json"
     given.write_text(json.dumps(jobs))
     program = str(ROOT / "tests/trainers/ups_rank.py")
@@ -136,7 +140,7 @@ def begun(folder, *more, ranks=2):
     """`perfsuite train ups` in so many ranks."""
     config = ["--config", "configs/ups/tiny.yaml", "--device", "cpu", "--folder", str(folder)]
     command = launching.command_of("train", "ups", *config, "--ranks", str(ranks), *more)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path(ROOT)}
     return subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -304,6 +308,26 @@ def test_ranks_that_lose_one_another_end_in_one_line(program, message, monkeypat
     assert failed.value.code == launching.LOST
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "[rank1]: RuntimeError: CUDA error: invalid\n[rank1]: Compile with DSA",
+            "rank 1: RuntimeError: CUDA error: invalid",
+        ),
+        ("Traceback:\nE: x\nMemoryError\nnote", "rank 1: MemoryError"),
+        ("Error: no such file", "no such file"),
+        ("gone", "rank 1: gone"),
+        ("", "rank 1 ended with exit code 3"),
+    ],
+)
+def test_a_rank_that_fails_is_one_line_with_its_exception(text, message):
+    program = f"import os, sys; rank = os.environ['RANK']; rank == '1' and (print({text!r}), sys.exit(3))"
+    with pytest.raises(launching.RankFailedError) as failed:
+        launching.launch([sys.executable, "-c", program], 2)
+    assert (str(failed.value), failed.value.code) == (message, 3)
+
+
 def test_ranks_that_cannot_be_started_are_one_line(monkeypatch):
     def full(*arguments, **options):
         raise OSError(errno.EMFILE, "Too many open files")
@@ -325,7 +349,7 @@ os.kill(os.getpid(), 9)
 
 
 def test_workers_end_with_a_rank_that_is_killed(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests/trainers"))))
+    monkeypatch.setenv("PYTHONPATH", path(ROOT, ROOT / "tests", ROOT / "tests/trainers"))
     command = [sys.executable, "-c", FEEDS]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
@@ -342,7 +366,7 @@ def test_workers_end_with_a_rank_that_is_killed(monkeypatch):
 def test_torchrun_starts_the_ranks_too(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "perfsuite"]
     options = ["--config", "configs/ups/tiny.yaml", "--device", "cpu", "--folder", str(tmp_path), "--steps", "5"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path(ROOT)}
     done = subprocess.run([*command, "train", "ups", *options], cwd=ROOT, env=environment, timeout=120)
     assert done.returncode == 0
     assert last_of(tmp_path).items == 5 * 2 * 4 * 2
