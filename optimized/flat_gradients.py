@@ -3,54 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from optimized.process_groups import CAPTURED, group_with
-
-ALIGNED_TO = 16
-"""Each gradient begins at a multiple of so many elements, for vector accesses."""
-
-
-class _Bucket:
-    """The gradients of some weights in one buffer, whose last element is for a number that is summed along."""
-
-    def __init__(self, weights: Sequence[torch.Tensor]) -> None:
-        self.weights = list(weights)
-        places, total = [], 0
-        for weight in weights:
-            places.append(total)
-            total += -(-weight.numel() // ALIGNED_TO) * ALIGNED_TO
-        self.buffer = torch.zeros(total + 1, dtype=weights[0].dtype, device=weights[0].device)
-        both = zip(places, weights, strict=True)
-        self.views = [self.buffer[at : at + w.numel()].view(w.shape) for at, w in both]
-        self.is_begun = False
-        """Whether it has gradients of the step."""
-        self.work: Any = None
-        """The all-reduce under way."""
-
-    @torch.no_grad()
-    def add(self, gradients: Iterator[torch.Tensor]) -> None:
-        """Add the next gradients; those of a step's first micro-batch are copied."""
-        found = list(itertools.islice(gradients, len(self.views)))
-        (torch._foreach_add_ if self.is_begun else torch._foreach_copy_)(self.views, found)
-        self.is_begun = True
-
-    def reduce(self, ranks: int) -> None:
-        """Begin to sum the buffer over the ranks."""
-        if ranks > 1:
-            group = group_with(CAPTURED, self.buffer.device)
-            self.work = dist.all_reduce(self.buffer, group=group, async_op=True)
-
-    def wait(self) -> None:
-        """Let the device wait for the sum."""
-        if self.work is not None:
-            self.work.wait()
-            self.work = None
+from optimized.buckets import Bucket
+from optimized.over_ranks import agreed
 
 
 @dataclass(frozen=True)
@@ -77,26 +36,35 @@ class FlatGradients:
 
     groups  name → weights; each has an all-reduce a step
     ranks   processes of the default group; with 1 nothing is reduced
-    early   weights of what is computed first, whose gradients come last: they have an all-reduce of their own
+    early   weights of what is computed first, whose gradients come last: they have a collective of their own
+    owner   this rank, if each rank updates a share of the weights (ZeRO, stage 1; Rajbhandari and others, 2020): it
+            then gets the gradients of its share alone. None: each updates all
     """
 
     def __init__(
-        self, groups: Mapping[str, Sequence[torch.Tensor]], ranks: int, early: Iterable[torch.Tensor] = ()
+        self,
+        groups: Mapping[str, Sequence[torch.Tensor]],
+        ranks: int,
+        early: Iterable[torch.Tensor] = (),
+        owner: int | None = None,
     ) -> None:
-        self.ranks = ranks
+        self.ranks, self.owner = ranks, owner
         apart = set(map(id, early))
-        self._late: dict[str, _Bucket] = {}
-        self._early: dict[str, _Bucket] = {}
+        self._late: dict[str, Bucket] = {}
+        self._early: dict[str, Bucket] = {}
         self._views: dict[str, list[torch.Tensor]] = {}
+        self._owned: dict[str, list[int]] = {}
+        self._place = {id(w): place for weights in groups.values() for place, w in enumerate(weights)}
         for name, weights in groups.items():
             for buckets, chosen in (
                 (self._late, [w for w in weights if id(w) not in apart]),
                 (self._early, [w for w in weights if id(w) in apart]),
             ):
                 if chosen:
-                    buckets[name] = _Bucket(chosen)
-            views = {id(w): v for bucket in self._of(name) for w, v in zip(bucket.weights, bucket.views, strict=True)}
-            self._views[name] = [views[id(w)] for w in weights]
+                    buckets[name] = Bucket(chosen, ranks, owner)
+            views = {id(bucket.weights[i]): bucket.views[i] for bucket in self._of(name) for i in bucket.owned}
+            self._owned[name] = [i for i, w in enumerate(weights) if id(w) in views]
+            self._views[name] = [views[id(weights[i])] for i in self._owned[name]]
 
     @property
     def nbytes(self) -> int:
@@ -129,41 +97,68 @@ class FlatGradients:
             return
         for name in names:
             if name in last and name in self._late and name in self._early:
-                self._late[name].reduce(self.ranks)
+                self._late[name].reduce()
         gradients = iter(torch.autograd.grad(boundary.made, _weights(second), grad_outputs=list(gradients)))
         for bucket in second:
             bucket.add(gradients)
 
     def begin(self, name: str, number: torch.Tensor) -> None:
         """Begin to sum what is left of a group over the ranks, and with it the mean of a number, 0-d."""
-        *others, bucket = self._of(name)
-        bucket.buffer[-1] = number / self.ranks
-        for one in (*others, bucket):
-            if one.work is None:
-                one.reduce(self.ranks)
+        buckets = self._of(name)
+        buckets[-1].note(number / self.ranks)
+        for bucket in buckets:
+            bucket.reduce()
 
     def finished(self, name: str) -> list[torch.Tensor]:
-        """Return the group's reduced gradients. On a GPU the device waits for them, and the host does not."""
+        """Return the reduced gradients of the weights that `owned` names.
+
+        On a GPU the device waits for them, and the host does not.
+        """
         for bucket in self._of(name):
             bucket.wait()
-            bucket.is_begun = False
         return self._views[name]
+
+    def owned(self, name: str) -> list[int]:
+        """Return the places in the group of the weights that this rank updates."""
+        return self._owned[name]
+
+    def send(self, name: str) -> None:
+        """Begin to send the group's weights that this rank has updated to all others."""
+        for bucket in self._of(name):
+            bucket.send()
+
+    def receive(self, name: str) -> None:
+        """Wait for the group's weights that other ranks have updated, as `finished` waits."""
+        for bucket in self._of(name):
+            bucket.receive()
+
+    def gathered(self, name: str, own: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
+        """Return for each weight of a group a tensor of its shape; all ranks call it.
+
+        own  place in the group → the tensor of a weight that this rank updates; where there is none the result is 0
+        """
+        found: dict[int, torch.Tensor] = {}
+        for bucket in self._of(name):
+            places = [self._place[id(w)] for w in bucket.weights]
+            tensors = bucket.gathered({i: own[place] for i, place in enumerate(places) if place in own})
+            found |= dict(zip(places, tensors, strict=True))
+        return [found[place] for place in sorted(found)]
 
     def number(self, name: str) -> torch.Tensor:
         """Return the mean of the number over the ranks, 0-d: a view."""
-        return self._of(name)[-1].buffer[-1]
+        return self._of(name)[-1].number
 
     def reset(self) -> None:
         """Begin a new step: its first gradients are written over those of the last one."""
 
     def agreed(self, *, finite: bool) -> bool:
-        """Return whether the gradients are finite in all ranks: reduced, they are the same in each."""
-        return finite
+        """Return whether the gradients are finite in all ranks: not shared out, they are the same in each."""
+        return finite if self.owner is None else agreed(finite=finite)
 
-    def _of(self, name: str) -> list[_Bucket]:
+    def _of(self, name: str) -> list[Bucket]:
         """Return a group's buckets, in the order in which their gradients come."""
         return [buckets[name] for buckets in (self._late, self._early) if name in buckets]
 
 
-def _weights(buckets: Sequence[_Bucket]) -> list[torch.Tensor]:
+def _weights(buckets: Sequence[Bucket]) -> list[torch.Tensor]:
     return [weight for bucket in buckets for weight in bucket.weights]

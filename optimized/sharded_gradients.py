@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from optimized.optimizers.clip_grad_norm import EPS
+from optimized.over_ranks import agreed
 from optimized.shards import Shards
 
 
@@ -75,17 +75,7 @@ class ShardedGradients:
 
     def agreed(self, *, finite: bool) -> bool:
         """Return whether the gradients are finite in all ranks."""
-        found = torch.tensor(int(finite))
-        dist.all_reduce(found, op=dist.ReduceOp.MIN)
-        return bool(found)
-
-    def clip(self, grads: Sequence[torch.Tensor], max_norm: float) -> torch.Tensor:
-        """Clip all gradients in place as `clip_grad_norm`, by the norm of all ranks' parts; return that norm."""
-        squares = torch.stack(torch._foreach_norm(list(grads))).square().sum()
-        dist.all_reduce(squares)
-        norm = squares.sqrt()
-        torch._foreach_mul_(list(grads), (max_norm / (norm + EPS)).clamp(max=1.0))
-        return norm
+        return agreed(finite=finite)
 
 
 def _part(tensor: torch.Tensor) -> torch.Tensor:

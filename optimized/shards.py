@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-"""Under the name that this torch does not warn of: it is another since 2.13."""
+reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+"""Under the names that this torch does not warn of: they are others since 2.13."""
 
 
 @dataclass(frozen=True, slots=True)

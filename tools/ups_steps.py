@@ -36,7 +36,7 @@ from suite.commands.train import device_called, name_of  # noqa: E402
 from suite.runtime import together  # noqa: E402
 from suite.runtime.timing import synchronize  # noqa: E402
 from suite.ups.batches import mixture_of  # noqa: E402
-from suite.ups.config import TECHNIQUES, TRADES, TrainConfig  # noqa: E402
+from suite.ups.config import OF_RANKS, TECHNIQUES, TRADES, TrainConfig  # noqa: E402
 from suite.ups.networks import CODERS  # noqa: E402
 
 ROUNDS, STEPS = 5, 12
@@ -64,7 +64,7 @@ PHASES: dict[str, Mapping[str, Any]] = {
 }
 """Each phase of the source → what it changes."""
 FAST: Mapping[str, Any] = {
-    **dict.fromkeys(TECHNIQUES, True),
+    **dict.fromkeys((*TECHNIQUES, *OF_RANKS), True),
     **dict.fromkeys(TRADES, False),
     "precision": "bf16",
     "num_workers": 0,
@@ -92,6 +92,10 @@ def variants(before: TrainConfig, ranks: int) -> dict[str, tuple[Any, TrainConfi
     found["same work as before"] = (Optimized, dataclasses.replace(fast, **same, batch_size=examples, accumulation=1))
     for size in (24, 8, 4):
         found[f"fast, {size} a step"] = (Optimized, dataclasses.replace(fast, batch_size=size, accumulation=1))
+    if ranks > 1:
+        for name in ("fast", "fast, 24 a step"):
+            unshared = dataclasses.replace(found[name][1], shared_optimizer=False)
+            found[f"{name}, each updates all"] = (Optimized, unshared)
     return found
 
 

@@ -23,9 +23,11 @@ from optimized.graphs.cuda_graph_step import WARMUP, cuda_graph_step
 from optimized.kernels import triton_reason
 from optimized.memory.cpu_offload_optimizer import offloaded_hybrid
 from optimized.operator_calls import early, parts
+from optimized.over_ranks import clip_over_ranks
 from optimized.sharded_gradients import ShardedGradients
 from optimized.sharded_hybrid import ShardedHybrid
 from optimized.shards import Shards
+from optimized.shared_hybrid import SharedHybrid
 from suite.runtime.reports import Reports
 from suite.techniques import implementation
 from suite.ups.batches import Feed, Maker, MicroBatch, Mixture, TaskPart
@@ -37,7 +39,7 @@ from suite.ups.resident import Resident
 from suite.ups.scaler import LossScale
 from suite.ups.stages import draw, networks_of
 from suite.ups.state import restore, state_of
-from suite.ups.step import autocast, check_step, is_sharded, note_what_is_ignored, sent
+from suite.ups.step import autocast, check_step, is_sharded, is_shared, note_what_is_ignored, sent
 
 AHEAD = 2
 """Steps that the device may still be at when the host goes on to the next."""
@@ -70,8 +72,8 @@ class Trainer:
         self.averages = {name: weight.detach().clone() for name, weight in self.weights.items()}
         self.points = {t.task: t.fields.points.to(self.device) for t in given.tasks}
         self.boundaries = {t.task: t.at_boundary.to(self.device) for t in given.tasks}
-        self.optimizers = {name: self._optimizer_of(names) for name, names in self.groups.items()}
-        self.average = self._ema(list(self.averages.values()), config.ema_decay)
+        self.optimizers = {name: self._optimizer_of(name) for name in self.groups}
+        self.average = self._averaged()
         self.scale = LossScale(float16=config.precision == "fp16")
         self.steps = 0
         self._replayed = self._step
@@ -264,7 +266,7 @@ class Trainer:
         if finite:
             for name in trained:
                 self.optimizers[name](self.gradients.finished(name))
-            self.average(list(self.weights.values()))
+            self.average(trained)
         self.scale.update(finite=finite)
         return norm
 
@@ -273,7 +275,10 @@ class Trainer:
         if self.shards is None:
             groups = {name: [self.weights[n] for n in names] for name, names in self.groups.items()}
             first = early(self.weights, self.config.depth) if self._has_parts() else []
-            return FlatGradients(groups, self.given.ranks, [self.weights[name] for name in first])
+            owner = None
+            if is_shared(self.config, self.given):
+                owner, self._clip = self.given.rank, clip_over_ranks
+            return FlatGradients(groups, self.given.ranks, [self.weights[name] for name in first], owner)
         operator = self.networks.operator
         # FSDP2 calls it between gathering the parameters and freeing them.
         operator.forward = self._forward(operator.forward)  # type: ignore[method-assign]  # of this instance
@@ -281,7 +286,7 @@ class Trainer:
         gradients = ShardedGradients({"operator": [operator], CODERS: coders}, self.shards)
         parts = {name: gradients.weights(name) for name in self.groups}
         self.weights = {n: part for name in self.groups for n, part in zip(self.groups[name], parts[name], strict=True)}
-        self._operator, self._clip = step_operator, gradients.clip
+        self._operator, self._clip = step_operator, clip_over_ranks
         return gradients
 
     def _forward(self, plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -294,12 +299,35 @@ class Trainer:
             return forward
         return compile_if_possible(forward, "the sharded operator", quiet_calls=True, dynamic=False)
 
-    def _optimizer_of(self, names: list[str]) -> Any:
+    def _averaged(self) -> Callable[[list[str]], None]:
+        """The step of the averages of all weights, once these groups of weights have been updated."""
+        gradients, every = self.gradients, list(self.weights)
+        own = every
+        if isinstance(gradients, FlatGradients):
+            own = [names[i] for group, names in self.groups.items() for i in gradients.owned(group)]
+        parts = (own, [name for name in every if name not in set(own)])
+        steps = [self._ema([self.averages[name] for name in part], self.config.ema_decay) for part in parts]
+        weights = [[self.weights[name] for name in part] for part in parts]
+
+        def average(updated: list[str]) -> None:
+            steps[0](weights[0])  # while the others' weights come
+            if isinstance(gradients, FlatGradients):
+                for name in updated:
+                    gradients.receive(name)
+            steps[1](weights[1])
+
+        return average
+
+    def _optimizer_of(self, group: str) -> Any:
         """The optimizer of a group of weights."""
-        config, weights = self.config, [self.weights[n] for n in names]
+        config, names = self.config, self.groups[group]
+        weights, rates = [self.weights[n] for n in names], (config.learning_rate, config.weight_decay)
         low = torch.bfloat16 if config.muon_in_bfloat16 else torch.float32
-        if self.shards is None:
-            return self._optimizer(weights, config.learning_rate, config.weight_decay, low)
+        if isinstance(self.gradients, FlatGradients):
+            if self.gradients.owner is None:
+                return self._optimizer(weights, *rates, low)
+            make = functools.partial(self._optimizer, lr=rates[0], weight_decay=rates[1], dtype=low)
+            return SharedHybrid(weights, self.gradients, group, make)
+        assert self.shards is not None
         shapes = [self.shapes[n] for n in names]
-        rates = (config.learning_rate, config.weight_decay)
         return ShardedHybrid(weights, shapes, self.shards, *rates, low, offload=config.cpu_offload_optimizer)

@@ -122,6 +122,9 @@ class TrainConfig(UpsConfig):
     """Replay a whole step as one CUDA graph. It needs `fused_optimizers` and `fused_clip`, and no scaled loss or
     offloaded optimizer, for which the host must act in each step."""
 
+    shared_optimizer: bool = True
+    """Of several GPUs each updates a share of the weights, and sends it to the others; off: each updates all."""
+
     # --- techniques that need not pay
     activation_checkpoint: bool = False
     """Compute the operator's sublayers again in the backward: less memory, more time."""
@@ -162,6 +165,8 @@ TECHNIQUES = (
 """The switches, in the order in which the ablation turns them on."""
 TRADES = ("activation_checkpoint", "cpu_offload_optimizer", "flex_attention")
 """Switches that no "all on" has: two pay time for memory, and FlexAttention has nothing to gain without a mask."""
+OF_RANKS = ("shared_optimizer",)
+"""Switches that several GPUs have a use for."""
 CLAIMS = {
     "inverse_losses": "1.31× with 1024 query points",
     "fused_optimizers": "1.13×",
@@ -174,5 +179,5 @@ CLAIMS = {
 
 def without_techniques(config: TrainConfig) -> TrainConfig:
     """The same configuration with every switch off."""
-    off: dict[str, Any] = dict.fromkeys((*TECHNIQUES, *TRADES), False)
+    off: dict[str, Any] = dict.fromkeys((*TECHNIQUES, *TRADES, *OF_RANKS), False)
     return dataclasses.replace(config, **off)

@@ -32,6 +32,12 @@ def is_sharded(config: TrainConfig, given: Mixture) -> bool:
     return config.use_fsdp2 and given.ranks > 1 and config.stage == "operator"
 
 
+def is_shared(config: TrainConfig, given: Mixture) -> bool:
+    """Whether each rank updates a share of the weights: of several ranks, in the operator's stage."""
+    several = given.ranks > 1 and config.stage == "operator"
+    return config.shared_optimizer and several and not is_sharded(config, given)
+
+
 def note_what_is_ignored(config: TrainConfig, given: Mixture) -> None:
     """Warn, in a line each, of settings that have no effect."""
     if config.use_fsdp2 and not is_sharded(config, given):

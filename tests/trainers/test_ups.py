@@ -33,7 +33,7 @@ from suite.runtime import Options, fit
 from suite.ups import evaluation, stages
 from suite.ups import latents as latents_module
 from suite.ups.batches import Data, Feed, Maker, load, mixture_of
-from suite.ups.config import TECHNIQUES, TRADES, TrainConfig, without_techniques
+from suite.ups.config import OF_RANKS, TECHNIQUES, TRADES, TrainConfig, without_techniques
 from suite.ups.model import Operator
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -613,7 +613,9 @@ def test_the_configurations_have_the_source_s_values():
     assert (baseline.inverse_loss_frequency, baseline.num_queries) == (1, 2048)
     assert baseline == without_techniques(baseline)
     fast = of("2gpu_fast")
-    assert fast == dataclasses.replace(fast, **dict.fromkeys(TECHNIQUES, True), **dict.fromkeys(TRADES, False))
+    assert fast == dataclasses.replace(
+        fast, **dict.fromkeys((*TECHNIQUES, *OF_RANKS), True), **dict.fromkeys(TRADES, False)
+    )
     four, two = of("4gpu_optimized"), of("2gpu_optimized")
     assert (four.batch_size, four.accumulation, four.use_fsdp2, four.cpu_offload_optimizer) == (24, 2, True, True)
     assert (two.batch_size, two.accumulation, two.use_fsdp2) == (30, 2, False)

@@ -6,7 +6,9 @@ import contextlib
 import dataclasses
 import errno
 import functools
+import itertools
 import json
+import math
 import os
 import random
 import signal
@@ -26,6 +28,7 @@ from scale import FULL, FULLY, count
 from states import same
 from test_ups import DATA, SMALL, Optimized, Reference, curve, made
 
+from optimized.buckets import Bucket
 from perfsuite.errors import PerfsuiteError
 from suite import launching
 from suite.commands.train import train
@@ -34,7 +37,7 @@ from suite.runtime.stopping import Stopping
 from suite.runtime.timing import Trace
 from suite.runtime.together import Place
 from suite.ups.batches import load
-from suite.ups.config import TECHNIQUES
+from suite.ups.config import OF_RANKS, TECHNIQUES
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 5
@@ -87,7 +90,10 @@ def share(job, known):
 
 
 SHARDED = {"use_fsdp2": True}
-SWITCHED = dict.fromkeys(TECHNIQUES, False) | {"cpu_offload_optimizer": True, "activation_checkpoint": True}
+SWITCHED = dict.fromkeys((*TECHNIQUES, *OF_RANKS), False) | {
+    "cpu_offload_optimizer": True,
+    "activation_checkpoint": True,
+}
 
 
 def test_ranks_learn_what_one_process_learns_and_read_its_checkpoints(tmp_path, monkeypatch):
@@ -109,11 +115,15 @@ def test_ranks_learn_what_one_process_learns_and_read_its_checkpoints(tmp_path, 
         {"side": "optimized", "changes": SHARDED | {"lambda_enc": 0.0, "lambda_dec": 0.0}, "steps": 2},
         # Of weights with a single row only rank 0 has a part.
         {"side": "optimized", "changes": SHARDED | {"precision": "fp16", "grad_clip": 0.5}, "steps": 2},
+        {"side": "optimized", "changes": {"precision": "fp16", "grad_clip": 0.5, "accumulation": 1}, "steps": 2},
+        {"side": "optimized", "changes": two | {"cpu_offload_optimizer": True}, "steps": STEPS, "begin": begin},
+        {"side": "optimized", "changes": two | {"shared_optimizer": False}, "steps": STEPS, "begin": begin},
     ]
     found = in_ranks(2, jobs, tmp_path, monkeypatch)
     assert all(job["equal"] for job in found)
     known = known_to(STEPS)
-    assert [share(job, known) <= 1 for job in [*found[:3], *found[7:9]]] == [True] * 5
+    by_rule = [*found[:3], *found[7:9], *found[13:]]
+    assert [share(job, known) <= 1 for job in by_rule] == [True] * 7
     truth, *others = (torch.tensor(found[i]["losses"], dtype=torch.float64) for i in (3, 4, 5, 9))
     for other in others:
         torch.testing.assert_close(other, truth, rtol=1e-4, atol=0)
@@ -131,6 +141,24 @@ def test_ranks_learn_what_one_process_learns_and_read_its_checkpoints(tmp_path, 
     for left, job in zip((middle, sharded), in_ranks(4, jobs, tmp_path, monkeypatch), strict=True):
         assert share(job, known_to(STEPS, left)) <= 1
         assert job["equal"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_each_rank_owns_as_much_of_the_weights(ranks):
+    sizes = [(12, 8), (8, 8), (8,), (8,), (16, 8), (8, 8), (12, 8), (12,), (16, 8)]
+    buckets = [
+        Bucket([torch.full(size, 1.0 + i) for i, size in enumerate(sizes)], ranks, rank) for rank in range(ranks)
+    ]
+    owned = [bucket.owned for bucket in buckets]
+    assert sorted(itertools.chain.from_iterable(owned)) == list(range(len(sizes)))
+    loads = [sum(math.prod(sizes[i]) for i in own) for own in owned]
+    assert max(loads) - min(loads) <= max(map(math.prod, sizes))
+    for bucket in buckets:
+        assert all(w.eq(1.0 + i).all() for i, w in enumerate(bucket.weights))
+        ends = [(owner, at, at + math.prod(size)) for (owner, at), size in zip(bucket.places, sizes, strict=True)]
+        followed = zip(sorted(ends), sorted(ends)[1:], strict=False)
+        assert all(a[0] != b[0] or a[2] <= b[1] for a, b in followed)
+        assert max(end for *_, end in ends) < bucket.buffer.shape[1]  # the last element is the number's
 
 
 # --- the command ----------------------------------------------------------------------------------------------------
