@@ -38,7 +38,7 @@ ddp = Pair(
         Workload("cpu", micro=2, rows=16, features=32, hidden=64, outputs=8, clock="wall", device="cpu"),
         # DistributedDataParallel waits for events of its own timers in some calls.
         Workload(
-            "dp2", ranks=2, micro=2, rows=8192, features=1024, hidden=4096, outputs=1024, clock="wall", device="cuda"
+            "dp2", ranks=2, micro=8, rows=256, features=1024, hidden=4096, outputs=1024, clock="wall", device="cuda"
         ),
         Workload("cpu2", ranks=2, micro=2, rows=16, features=32, hidden=64, outputs=8, clock="wall", device="cpu"),
     ],

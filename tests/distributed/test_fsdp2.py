@@ -22,7 +22,7 @@ fsdp2 = Pair(
     steps=(1, 2, 7),
     ranks=(2, 4),
     workloads=[
-        Workload("dp2", ranks=2, rows=8192, features=1024, hidden=4096, outputs=1024, device="cuda"),
+        Workload("dp2", ranks=2, rows=1024, features=1024, hidden=4096, outputs=1024, device="cuda"),
         Workload("cpu", rows=16, features=32, hidden=64, outputs=8, clock="wall", device="cpu"),
     ],
 )
