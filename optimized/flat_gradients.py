@@ -34,7 +34,7 @@ class FlatGradients:
     each step, so that a CUDA graph can record the step. The process group has no watch for errors: where a rank is
     missing the others wait for ever.
 
-    groups  name → weights; each has an all-reduce a step
+    groups  name → weights; each has a collective a step
     ranks   processes of the default group; with 1 nothing is reduced
     early   weights of what is computed first, whose gradients come last: they have a collective of their own
     owner   this rank, if each rank updates a share of the weights (ZeRO, stage 1; Rajbhandari and others, 2020): it

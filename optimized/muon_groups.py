@@ -4,7 +4,7 @@ A launch serves one shape: its matrices lie one after another, so that one descr
 copies whole blocks, without a thread that computes addresses.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,19 +22,37 @@ SQUARE, COLUMNS, DEPTH = 128, 256, 64
 PROGRAMS = 132
 # A tile has at least so many rows and columns.
 LEAST_TILE = 16
+# Iterations after which Gram matrices are computed anew.
+RESTART = 3
+
+
+class Square(NamedTuple):
+    """Blocks of a symmetric matrix: those that are multiplied, and those that are written, or added."""
+
+    rows: Any
+    tiles: Any
 
 
 class Group:
     """Matrices of one shape, [count, least, most], with at least as many columns as rows.
 
-    x, other    the matrices, and where they are multiplied to; [count, least, most]
-    gram        of each matrix the product with its transpose, [count, least, least]
-    polynomial  of each Gram matrix, [count, least, least]
+    x, other    the matrices, and room for as many; [count, least, most]
+    gram        room for the product of each matrix with its transpose, [count, least, least]
+    polynomial  room for the polynomial of each Gram matrix, [count, least, least]
     sums        [count, tiles] sums of squares, whose total is the square of a matrix's norm
+    by_gram     whether the iteration is of Gram matrices, see `_by_gram`; the result is then in `x`, and else in
+                `other`
     """
 
     def __init__(
-        self, x: torch.Tensor, other: torch.Tensor, gram: torch.Tensor, polynomial: torch.Tensor, sums: torch.Tensor
+        self,
+        x: torch.Tensor,
+        other: torch.Tensor,
+        gram: torch.Tensor,
+        polynomial: torch.Tensor,
+        sums: torch.Tensor,
+        *,
+        by_gram: bool,
     ) -> None:
         self.sums, self.sums_padded = sums, 1 << (sums.shape[1] - 1).bit_length()
         count, self.least, self.most = x.shape
@@ -49,53 +67,81 @@ class Group:
                 [(m, i, j) for m in range(count) for i in rows for j in columns],
             )
         )
-        self.now, self.next = self._described(x), self._described(other)
-        self.gram_rows, self.gram_tiles = (_blocks(gram, self.tile, n) for n in (self.depth, self.tile))
-        self.polynomial_rows, self.polynomial_tiles = (
-            _blocks(polynomial, self.tile, n) for n in (self.depth, self.tile)
-        )
+        self.x, self.other = self._described(x), self._described(other)
+        self.by_gram = by_gram
+        more = [torch.empty_like(gram) for _ in range(2)] if by_gram else []
+        self.squares = [
+            Square(_blocks(square, self.tile, self.depth), _blocks(square, self.tile, self.tile))
+            for square in (gram, polynomial, *more)
+        ]
 
     def _described(self, x: torch.Tensor) -> tuple[Any, Any, Any]:
         """The blocks of matrices that are read for a symmetric product, read for the other product, and written."""
         sizes = ((self.tile, self.depth), (self.depth, self.wide), (self.tile, self.wide))
         return _blocks(x, *sizes[0]), _blocks(x, *sizes[1]), _blocks(x, *sizes[2])
 
-    def iterate(self, coefficients: tuple[float, float, float], *, scaled: bool) -> None:
-        """Multiply each matrix x by a + b G + c G², where G = x xᵀ, into `other`; the two then change places.
+    def orthogonalize(self, coefficients: tuple[float, float, float], iterations: int) -> None:
+        """Multiply each matrix x, divided by its norm, so often by a + b G + c G², where G = x xᵀ."""
+        if self.by_gram:
+            self._by_gram(coefficients, iterations)
+            return
+        gram, polynomial = self.squares
+        now, after = self.x, self.other
+        for number in range(iterations):
+            self._gram(now, gram, scaled=number == 0)
+            self._polynomial(gram, polynomial, coefficients)
+            self._product(polynomial, now, after, scaled=number == 0)
+            now, after = after, now
 
-        scaled  whether x is divided by its norm before
+    def _by_gram(self, coefficients: tuple[float, float, float], iterations: int) -> None:
+        """Iterate Gram matrices, and multiply the matrices themselves twice.
+
+        With P = a + b G + c G² the next Gram matrix is P G P, and the product of all P so far is Q; all are symmetric,
+        and commute. For matrices with more columns than rows this is less work. Rounding spoils G's smallest
+        eigenvalues, which grow from iteration to iteration: after RESTART of them G is computed anew, from Q x.
         """
-        a, b, c = coefficients
-        sums = self.sums_padded if scaled else 0
-        self._symmetric(self.now[0], self.gram_tiles, (1.0, 0.0, 0.0), self.most, sums)
-        self._symmetric(self.gram_rows, self.polynomial_tiles, (c, b, a), self.least)
-        programs = min(PROGRAMS, len(self.every))
-        _product_kernel[(programs,)](
-            self.every,
-            len(self.every),
-            self.polynomial_rows,
-            self.now[1],
-            self.next[2],
-            self.sums,
-            self.sums.shape[1],
-            self.least,
-            TILE=self.tile,
-            WIDE=self.wide,
-            DEPTH=self.depth,
-            SUMS=sums,
-            PROGRAMS=programs,
-            num_warps=8,
-            num_stages=3,
-        )
-        self.now, self.next = self.next, self.now
+        now, after = self.x, self.other
+        for first, end in ((0, RESTART), (RESTART, iterations)):
+            gram, polynomial, spare, product = self.squares
+            self._gram(now, gram, scaled=first == 0)
+            for number in range(first, end):
+                self._polynomial(gram, polynomial, coefficients)
+                if number + 1 < end:
+                    self._symmetric(polynomial.rows, gram.rows, spare.tiles, self.least)
+                    self._symmetric(spare.rows, polynomial.rows, gram.tiles, self.least)
+                if number == first:
+                    polynomial, product = product, polynomial
+                else:
+                    self._symmetric(polynomial.rows, product.rows, spare.tiles, self.least)
+                    spare, product = product, spare
+            self._product(product, now, after, scaled=first == 0)
+            now, after = after, now
 
-    def _symmetric(self, rows: Any, out: Any, factors: tuple[float, float, float], terms: int, sums: int = 0) -> None:
-        """Compute α · r rᵀ + β · g + γ, of each matrix r; with a β, r is the symmetric matrix g itself."""
+    def _gram(self, x: tuple[Any, Any, Any], out: Square, *, scaled: bool) -> None:
+        self._symmetric(x[0], x[0], out.tiles, self.most, scaled=scaled)
+
+    def _polynomial(self, gram: Square, out: Square, coefficients: tuple[float, float, float]) -> None:
+        a, b, c = coefficients
+        self._symmetric(gram.rows, gram.rows, out.tiles, self.least, (c, b, a), gram.tiles)
+
+    def _symmetric(
+        self,
+        left: Any,
+        right: Any,
+        out: Any,
+        terms: int,
+        factors: tuple[float, float, float] = (1.0, 0.0, 0.0),
+        added: Any = None,
+        *,
+        scaled: bool = False,
+    ) -> None:
+        """Compute α · left rightᵀ + β · added + γ of each matrix, which is symmetric."""
         alpha, beta, gamma = factors
         _symmetric_kernel[(len(self.upper),)](
             self.upper,
-            rows,
-            self.gram_tiles,
+            left,
+            right,
+            out if added is None else added,
             out,
             self.sums,
             self.sums.shape[1],
@@ -105,9 +151,30 @@ class Group:
             terms,
             TILE=self.tile,
             DEPTH=self.depth,
-            SUMS=sums,
-            ADDS=beta != 0.0,
+            SUMS=self.sums_padded if scaled else 0,
+            ADDS=added is not None,
             num_warps=4,
+            num_stages=3,
+        )
+
+    def _product(self, left: Square, x: tuple[Any, Any, Any], out: tuple[Any, Any, Any], *, scaled: bool) -> None:
+        """Compute left · x of each matrix; scaled, x is divided by its norm."""
+        programs = min(PROGRAMS, len(self.every))
+        _product_kernel[(programs,)](
+            self.every,
+            len(self.every),
+            left.rows,
+            x[1],
+            out[2],
+            self.sums,
+            self.sums.shape[1],
+            self.least,
+            TILE=self.tile,
+            WIDE=self.wide,
+            DEPTH=self.depth,
+            SUMS=self.sums_padded if scaled else 0,
+            PROGRAMS=programs,
+            num_warps=8,
             num_stages=3,
         )
 
@@ -132,7 +199,8 @@ def scale_of(sums_ptr, matrix, sums_of_each, SUMS: tl.constexpr):
 @jit
 def _symmetric_kernel(
     tiles_ptr,
-    rows,
+    left,
+    right,
     added,
     out,
     sums_ptr,
@@ -152,8 +220,8 @@ def _symmetric_kernel(
     j = tl.load(tiles_ptr + 2) * TILE
     total = tl.zeros((TILE, TILE), tl.float32)
     for k in range(0, terms, DEPTH):
-        a = rows.load([matrix, i, k]).reshape(TILE, DEPTH)
-        b = rows.load([matrix, j, k]).reshape(TILE, DEPTH)
+        a = left.load([matrix, i, k]).reshape(TILE, DEPTH)
+        b = right.load([matrix, j, k]).reshape(TILE, DEPTH)
         total = tl.dot(a, b.T, total, input_precision="ieee")
     if SUMS:
         scale = scale_of(sums_ptr, matrix, sums_of_each, SUMS)

@@ -1,7 +1,8 @@
 """Muon over all matrices of a shape at once (ups, technique 002.8).
 
 The Newton–Schulz iteration multiplies a matrix by its transpose, and a symmetric matrix by itself: of both products
-only the tiles on one side of the diagonal are computed.
+only the tiles on one side of the diagonal are computed. Where matrices are much wider than high, or the reverse, and
+many, their Gram matrices are iterated.
 """
 
 import itertools
@@ -20,6 +21,8 @@ MOMENTUM = 0.95
 EPS = 1e-7
 # Matrices of one shape with so many tiles in all have launches of their own.
 LEAST_TILES = 1000
+# From so many times as many columns as rows on, or the reverse, Gram matrices are iterated.
+GRAM_FROM = 2
 # One program updates so many rows and columns of a matrix.
 SQUARE = 64
 # Matrices begin at multiples of so many elements.
@@ -201,7 +204,9 @@ class _TritonMuon:
         self.rates = on_device([_rate(lr, p) for p in matrices], torch.float32)
         dtype = torch.float32 if INTERPRETED else dtype
         self.momenta = torch.zeros(total, device=device)
-        self.x, self.next_x = (torch.empty(total, dtype=dtype, device=device) for _ in range(2))
+        both = torch.empty(2, total, dtype=dtype, device=device)
+        self.x, self.next_x = both
+        self.results = both.view(-1)
         self.gram, self.polynomial = (torch.empty(total_of_squares, dtype=dtype, device=device) for _ in range(2))
         # A parameter's own rows begin at multiples of 16 bytes or they do not.
         in_vectors = [columns % PADDED_TO == 0 for _, columns in shapes]
@@ -215,6 +220,8 @@ class _TritonMuon:
         self.addresses = Addresses(device)
         grouped = self._grouped(list(zip(least, most, strict=True)), least_tiles)
         self.groups = [self._group(at, least[at[0]], most[at[0]], places, places_of_squares) for at in grouped]
+        by_gram = {i for at, group in zip(grouped, self.groups, strict=True) if group.by_gram for i in at}
+        self.first_of_results = on_device([p if i in by_gram else p + total for i, p in enumerate(places)])
         rest = sorted(set(range(self.count)) - {matrix for at in grouped for matrix in at})
         self.products = _tiles(list(zip(least, most, strict=True)), self.tile, device, rest)
         self.symmetric = _tiles([(n, n) for n in least], self.tile, device, rest, upper=True)
@@ -237,7 +244,8 @@ class _TritonMuon:
 
         x, other = of(self.x, places[at[0]], columns), of(self.next_x, places[at[0]], columns)
         gram, polynomial = of(self.gram, squares[at[0]], rows), of(self.polynomial, squares[at[0]], rows)
-        return Group(x, other, gram, polynomial, self.sums[at[0] : at[-1] + 1])
+        sums = self.sums[at[0] : at[-1] + 1]
+        return Group(x, other, gram, polynomial, sums, by_gram=columns >= GRAM_FROM * rows)
 
     @torch.no_grad()
     def __call__(self, grads: Sequence[torch.Tensor]) -> None:
@@ -256,8 +264,8 @@ class _TritonMuon:
                     self.addresses.table,
                     tiles,
                     self.shapes,
-                    self.first,
-                    self.x,
+                    self.first_of_results,
+                    self.results,
                     self.rates,
                     self.count,
                     self.decay,
@@ -288,7 +296,7 @@ class _TritonMuon:
         return self.momenta[self.spans[i] : self.spans[i] + rows * stride].view(rows, stride)[:, :columns]
 
     def _orthogonalize(self) -> None:
-        """Update the momenta, and leave in `x` what they are orthogonalized to."""
+        """Update the momenta, and leave in `results` what they are orthogonalized to."""
         for tiles, vectors in self.elements:
             _momentum_kernel[(len(tiles),)](
                 self.addresses.table,
@@ -307,14 +315,15 @@ class _TritonMuon:
             )
         a, b, c = COEFFICIENTS
         for group in self.groups:
-            for number in range(ITERATIONS):
-                group.iterate(COEFFICIENTS, scaled=number == 0)
-        for number in range(ITERATIONS):
-            if len(self.symmetric):  # matrices that no group has
-                self._symmetric(self.x, self.gram, scaled=number == 0)
-                self._symmetric(self.gram, self.polynomial, alpha=c, beta=b)
-                self._product(beta=a, scaled=number == 0)
-            self.x, self.next_x = self.next_x, self.x
+            group.orthogonalize(COEFFICIENTS, ITERATIONS)
+        if not len(self.symmetric):
+            return
+        now, after = self.x, self.next_x
+        for number in range(ITERATIONS):  # an odd number, so that the last results are in `next_x`
+            self._symmetric(now, self.gram, scaled=number == 0)
+            self._symmetric(self.gram, self.polynomial, alpha=c, beta=b)
+            self._product(now, after, beta=a, scaled=number == 0)
+            now, after = after, now
 
     def _symmetric(
         self, x: torch.Tensor, out: torch.Tensor, *, alpha: float = 1.0, beta: float = 0.0, scaled: bool = False
@@ -343,16 +352,16 @@ class _TritonMuon:
             num_stages=NUM_STAGES,
         )
 
-    def _product(self, *, beta: float, scaled: bool) -> None:
-        """Compute next_x = s · (polynomial x + beta · x) for each matrix; s as in `_symmetric`."""
+    def _product(self, x: torch.Tensor, out: torch.Tensor, *, beta: float, scaled: bool) -> None:
+        """Compute out = s · (polynomial x + beta · x) for each matrix; s as in `_symmetric`."""
         _product_kernel[(len(self.products),)](
             self.products,
             self.shapes,
             self.first,
             self.first_of_squares,
             self.polynomial,
-            self.x,
-            self.next_x,
+            x,
+            out,
             self.sums,
             self.sums.shape[1],
             beta,
