@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -69,8 +68,12 @@ class FlatGradients:
     @property
     def nbytes(self) -> int:
         """Bytes of all gradients."""
-        buckets = itertools.chain(self._late.values(), self._early.values())
-        return sum(bucket.buffer.nbytes for bucket in buckets)
+        return sum(bucket.buffer.nbytes for bucket in self.buckets)
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """The buckets of all groups."""
+        return [*self._late.values(), *self._early.values()]
 
     def backward(
         self,

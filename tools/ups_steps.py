@@ -2,9 +2,10 @@
 
 Times the source's settings before, each phase added to those before it, what is fastest, the same work as before, and
 smaller batches. All of them live at once and are timed in turns, in several rounds; a round's time is that of the
-slowest rank. Beside them are floors: what the products of a step take at the rate of a large product in bfloat16, and
-what the all-reduce of the gradients takes alone. Prints a table, and writes all figures as JSON. Each variant is
-compiled first, for up to a minute; --compile-only ends there, and fills PyTorch's caches.
+slowest rank. Beside them are floors: what the products of a step take at the rate of a large product in bfloat16, what
+the all-reduce of the gradients takes alone, and what a step's own collectives take alone. Prints a table, and writes
+all figures as JSON. Each variant is compiled first, for up to a minute; --compile-only ends there, and fills PyTorch's
+caches.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,6 +29,7 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
+from optimized.buckets import Bucket  # noqa: E402
 from optimized.trainers.ups import Trainer as Optimized  # noqa: E402
 from perfsuite.errors import PerfsuiteError  # noqa: E402
 from reference.trainers.ups import Trainer as Reference  # noqa: E402
@@ -187,6 +189,14 @@ def mean_of(device: torch.device, call: Callable[[], object], count: int) -> flo
     return (time.perf_counter() - began) / count
 
 
+def communicate(buckets: Sequence[Bucket]) -> None:
+    """Make all collectives of a step with all groups of weights."""
+    for begin, end in ((Bucket.reduce, Bucket.wait), (Bucket.send, Bucket.receive)):
+        for call in (begin, end):
+            for bucket in buckets:
+                call(bucket)
+
+
 def floors(timed: Mapping[str, Timed], here: together.Place, device: torch.device) -> dict[str, Any]:
     """What a step takes at least: of its products, and of the all-reduce of its gradients."""
     found: dict[str, Any] = {}
@@ -210,6 +220,7 @@ def floors(timed: Mapping[str, Timed], here: together.Place, device: torch.devic
             found["all_reduce_bytes"] = fast.trainer.gradients.nbytes
             buffer = torch.zeros(found["all_reduce_bytes"] // 4, device=device)
             found["all_reduce_s"] = mean_of(device, lambda: dist.all_reduce(buffer), 30)
+            found["collectives_s"] = mean_of(device, lambda: communicate(fast.trainer.gradients.buckets), 30)
     return found
 
 
