@@ -39,7 +39,7 @@ def of_ups(config: Any, given: Any, seconds: float, rollout: int, device: torch.
         trainer.train_window({})
     trainer.last_report()
     spent = time.monotonic() - began
-    networks, step = evaluation.averaged(config, given, {"averages": trainer.averages}, device)
+    networks, step = evaluation.loaded(config, given, {"averages": trainer.averages}, device)
     scores, _ = evaluation.evaluate(networks, given, device, rollout, step)
     errors: dict[str, list[float]] = {}
     for score in scores:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -31,6 +31,10 @@ ROLLOUT = 10
 """Steps of a rollout at most, where nobody says how many."""
 SAMPLES = 16
 """Samples that are predicted at once."""
+Weights = Literal["averages", "trained"]
+"""The exponential moving averages, or the weights themselves: after few steps the averages lag behind."""
+KEYS: Mapping[Weights, str] = {"averages": "averages", "trained": "weights"}
+"""Weights → their name in a checkpoint."""
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(latents [B, T, latent width], dt [B]) → the latents after that step."""
 
@@ -78,17 +82,18 @@ def data_for(config: TrainConfig, data: Data) -> Data:
     )
 
 
-def averaged(
-    config: TrainConfig, given: Mixture, state: Mapping[str, Any], device: torch.device
+def loaded(
+    config: TrainConfig, given: Mixture, state: Mapping[str, Any], device: torch.device, weights: Weights = "averages"
 ) -> tuple[Networks, Step]:
-    """(networks, step in time) with averaged weights; PerfsuiteError where the data's tasks are others."""
+    """(networks, step in time) of a checkpoint's state; PerfsuiteError where the data's tasks are others."""
+    chosen = KEYS[weights]
     try:
         if config.stage == "operator":
             networks = Networks(config, given).to(device).requires_grad_(False)
-            take(networks.weights(), state["averages"])
+            take(networks.weights(), state[chosen])
             return networks.eval(), networks.operator
         refiner = Refiner(config, given, begin=False).to(device).requires_grad_(False)
-        take(refiner.weights(), state["averages"])
+        take(refiner.weights(), state[chosen])
         take(refiner.kept(), state["kept"])
     except (KeyError, ValueError) as error:
         raise PerfsuiteError(f"the checkpoint does not fit these data: {error}; name those of its training") from None
@@ -102,16 +107,18 @@ def averaged(
 
 
 def quality(trainer: Any, given: Mixture) -> dict[str, float]:
-    """The errors of a trainer's averaged weights at the first and the last step of a rollout, for `perfsuite ab`."""
+    """A trainer's errors at the first and the last step of a rollout, for `perfsuite ab`."""
     kept = trainer.refiner.kept() if trainer.refiner is not None else {}
-    networks, step = averaged(trainer.config, given, {"averages": trainer.averages, "kept": kept}, trainer.device)
-    scores, _ = evaluate(networks, given, trainer.device, ROLLOUT, step)
-    last = {score.task: score.step for score in scores}
+    state = {"averages": trainer.averages, "weights": trainer.weights, "kept": kept}
     found: dict[str, float] = {}
-    for score in scores:
-        if score.step in (1, last[score.task]):
-            found[f"NRMSE of {score.task}, step {score.step}"] = score.nrmse
-            found[f"NRMSE of {score.task}'s latents, step {score.step}"] = score.latent_nrmse
+    for weights in get_args(Weights):
+        networks, step = loaded(trainer.config, given, state, trainer.device, weights)
+        scores, _ = evaluate(networks, given, trainer.device, ROLLOUT, step)
+        last = {score.task: score.step for score in scores}
+        for score in scores:
+            if score.step in (1, last[score.task]):
+                found[f"NRMSE of {score.task}, step {score.step}, {weights}"] = score.nrmse
+                found[f"NRMSE of {score.task}'s latents, step {score.step}, {weights}"] = score.latent_nrmse
     return found
 
 
@@ -180,10 +187,11 @@ def _rolled(
     return found
 
 
-def as_markdown(scores: list[Score], checkpoint: str) -> str:
+def as_markdown(scores: list[Score], checkpoint: str, weights: Weights) -> str:
     """A table of the scores."""
+    named = {"averages": "averaged weights", "trained": "the trained weights, not averaged"}[weights]
     lines = [
-        f"NRMSE of {checkpoint}, over the validation samples, with averaged weights.",
+        f"NRMSE of {checkpoint}, over the validation samples, with {named}.",
         "",
         "| task | step | samples | NRMSE | of the latents |",
         "| --- | ---: | ---: | ---: | ---: |",
@@ -197,7 +205,7 @@ def save(scores: list[Score], examples: list[Example], folder: Path, about: Mapp
     content = {**about, "scores": [dataclasses.asdict(score) for score in scores]}
     files = [
         write(folder / "evaluation.json", json.dumps(content, indent=1) + "\n"),
-        write(folder / "evaluation.md", as_markdown(scores, str(about["checkpoint"]))),
+        write(folder / "evaluation.md", as_markdown(scores, str(about["checkpoint"]), about["weights"])),
     ]
     plots = plotting.pyplot("pictures need matplotlib: pip install 'perfsuite[train]'")
     with plotting.style(plots):

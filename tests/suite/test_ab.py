@@ -447,7 +447,7 @@ def test_tiny_ups_beside_itself(tmp_path: Path) -> None:
     a, b = pair["baseline"], pair["optimized"]
     assert (told["item"], told["noun"], a["items"], b["items"]) == ("examples", "step", 48, 48)
     assert a["loss"] == pytest.approx(b["loss"], rel=0.01)
-    names = [f"NRMSE of {t}, step {n}" for t, n in (("advection1d", 1), ("advection1d", 4), ("darcy2d", 1))]
+    names = [f"NRMSE of {t}, step {n}, averages" for t, n in (("advection1d", 1), ("advection1d", 4), ("darcy2d", 1))]
     assert set(names) < set(a["quality"])
     for name in names:
         assert a["quality"][name] == pytest.approx(b["quality"][name], rel=0.01)
@@ -458,7 +458,7 @@ def test_tiny_ups_beside_itself(tmp_path: Path) -> None:
     assert "not measured" in done.output
 
 
-def test_ups_is_judged_by_its_averaged_weights() -> None:
+def test_ups_is_judged_by_its_averaged_weights_and_by_the_trained_ones() -> None:
     config = TrainConfig(
         tokens=8, latent_width=8, width=16, depth=1, heads=2, decoder_width=16, decoder_depth=1, batch_size=2
     )
@@ -467,14 +467,19 @@ def test_ups_is_judged_by_its_averaged_weights() -> None:
     averages = {name: weight.detach() + 0.1 for name, weight in networks.weights().items()}
     trainer = SimpleNamespace(config=config, device=CPU, refiner=None, averages=averages, weights=networks.weights())
     told = trainers.quality_of("ups")(trainer, given)
-    averaged, step = evaluation.averaged(config, given, {"averages": averages}, CPU)
-    scores, _ = evaluation.evaluate(averaged, given, CPU, 10, step)
-    wanted = {(s.task, s.step): s for s in scores}
-    line = "advection1d"
-    assert told[f"NRMSE of {line}, step 1"] == wanted[line, 1].nrmse
-    assert told[f"NRMSE of {line}, step 10"] == wanted[line, 10].nrmse
-    assert told["NRMSE of darcy2d's latents, step 1"] == wanted["darcy2d", 1].latent_nrmse
-    assert len(told) == 6
+    state = {"averages": averages, "weights": networks.weights()}
+    every = []
+    for weights in ("averages", "trained"):
+        found, step = evaluation.loaded(config, given, state, CPU, weights)
+        scores, _ = evaluation.evaluate(found, given, CPU, 10, step)
+        wanted = {(s.task, s.step): s for s in scores}
+        line = "advection1d"
+        assert told[f"NRMSE of {line}, step 1, {weights}"] == wanted[line, 1].nrmse
+        assert told[f"NRMSE of {line}, step 10, {weights}"] == wanted[line, 10].nrmse
+        assert told[f"NRMSE of darcy2d's latents, step 1, {weights}"] == wanted["darcy2d", 1].latent_nrmse
+        every.append(scores)
+    assert every[0] != every[1]
+    assert len(told) == 12
 
 
 def test_epochs_of_ups_come_before_its_steps() -> None:

@@ -81,9 +81,21 @@ def test_errors_are_those_of_the_decoded_fields_in_their_own_units(given):
 def test_the_averages_are_used(given):
     networks = Networks(SMALL, given)
     averages = {name: weight.detach() + 1 for name, weight in networks.weights().items()}
-    found, step = evaluation.averaged(SMALL, given, {"averages": averages}, CPU)
+    found, step = evaluation.loaded(SMALL, given, {"averages": averages}, CPU)
     assert step is found.operator
     assert all(torch.equal(weight, averages[name]) for name, weight in found.weights().items())
+
+
+def test_the_trained_weights_are_evaluated_where_they_are_asked_for(run, tmp_path):
+    found = []
+    for weights, words in (("averages", "averaged weights"), ("trained", "the trained weights, not averaged")):
+        arguments = ["ups", "--checkpoint", str(run), "--device", "cpu", "--out", str(tmp_path), "--weights", weights]
+        result = CliRunner().invoke(command, [*arguments, *SYNTHETIC])
+        assert result.exit_code == 0, result.output
+        assert f"validation samples, with {words}." in result.output
+        found.append(json.loads((tmp_path / "evaluation.json").read_text()))
+        assert found[-1]["weights"] == weights
+    assert found[0]["scores"] != found[1]["scores"]
 
 
 def test_it_writes_json_markdown_and_pictures(run, tmp_path):

@@ -836,6 +836,6 @@ def test_a_stage_of_the_wrong_checkpoint_is_refused_in_a_line(runs, given):
 @pytest.mark.parametrize("stage", ["operator", "diffusion", "consistency"])
 def test_every_stage_can_be_evaluated(stage, runs, given):
     _, found, config = stages.opened(runs[stage])
-    networks, step = evaluation.averaged(config, given, found.trainer, torch.device("cpu"))
+    networks, step = evaluation.loaded(config, given, found.trainer, torch.device("cpu"))
     scores, _ = evaluation.evaluate(networks, given, torch.device("cpu"), 2, step)
     assert all(0 < score.nrmse < 10 for score in scores)
