@@ -64,7 +64,7 @@ sharded_checkpoint = Pair(
     max_examples=1,  # each step writes and reads files
     ranks=(2, 4),
     workloads=[
-        Workload("dp2", ranks=2, features=1024, hidden=4096, outputs=1024, clock="wall", device="cuda"),
+        Workload("dp2", ranks=2, features=1024, hidden=2048, outputs=1024, clock="wall", device="cuda"),
         Workload("cpu", features=256, hidden=512, outputs=64, clock="wall", device="cpu"),
     ],
 )
