@@ -1368,3 +1368,32 @@ def test_steps_end_with_their_measurement(time: Time, monkeypatch: pytest.Monkey
         assert sorted(ended) == list(range(next(made)))
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("in_steps", [False, True])
+def test_timed_inputs_have_the_precision_that_the_pair_declares(in_steps: bool) -> None:
+    """The truth is of inputs in that precision: it is of others where the sides get more digits."""
+
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    def make() -> Callable[[torch.Tensor], torch.Tensor]:
+        return double
+
+    given = {"x": tensor("n", values=floats(-4, 4))}
+    of = Pair(
+        name="double",
+        reference=stateful(make) if in_steps else double,
+        optimized=stateful(make) if in_steps else double,
+        inputs={} if in_steps else given,
+        step_inputs=given if in_steps else {},
+        precision="bfloat16",
+        gradients=False,
+    )
+    workload = Workload("few", n=64)
+    bench = measuring.Bench(pair=of, workload=workload, device="cpu", home=None, seed=1, report=lambda phase: None)
+    first = (bench.step_master if in_steps else bench.masters["reference"])["x"]
+    new = watching.drawn_anew(of, bench.case, "cpu", None, peers.ALONE).values["x"]
+    for values in (first, new):
+        assert values.dtype == torch.float32
+        assert torch.equal(values, values.bfloat16().float())
