@@ -48,39 +48,32 @@ def evaluate(
     named as `perfsuite train ups` does: --data, --advection, --darcy, --validation.
     """
     with in_one_line("interrupted", "free some, or name another --device"):
-        _evaluate(name, checkpoint, out, rollout, weights, device, fields)
+        from suite import configuration
+        from suite.commands.train import device_called
+        from suite.ups import evaluation
+        from suite.ups.batches import Data, mixture_of
+        from suite.ups.stages import opened
 
-
-def _evaluate(
-    name: str,
-    checkpoint: str,
-    out: str | None,
-    rollout: int,
-    weights: Weights,
-    device: str | None,
-    fields: tuple[str, ...],
-) -> None:
-    from suite import configuration
-    from suite.commands.train import device_called
-    from suite.ups import evaluation
-    from suite.ups.batches import Data, mixture_of
-    from suite.ups.stages import opened
-
-    if name != TRAINER:
-        raise configuration.ConfigurationError(f"{name}: only {TRAINER} can be evaluated; name it")
-    if rollout < 1:
-        raise configuration.ConfigurationError(f"--rollout {rollout}: give 1 or more")
-    (data,) = configuration.read([Data], None, fields)
-    there = device_called(device)
-    file, found, config = opened(Path(checkpoint))
-    given = mixture_of(evaluation.data_for(config, data))
-    networks, step = evaluation.loaded(config, given, found.trainer, there, weights)
-    scores, examples = evaluation.evaluate(networks, given, there, rollout, step)
-    folder = Path(out) if out is not None else file.parent / "evaluation"
-    same_data = found.trainer.get("data") == given.digest
-    about = {"checkpoint": str(file), "weights": weights, "windows": found.windows, "data_of_the_training": same_data}
-    tell(evaluation.as_markdown(scores, shown(file), weights), nl=False)
-    if not same_data:
-        tell("the data are not those of the training: validation samples may have been trained on", err=True)
-    for path in evaluation.save(scores, examples, folder, about):
-        tell(f"wrote {shown(path)}", err=True)
+        if name != TRAINER:
+            raise configuration.ConfigurationError(f"{name}: only {TRAINER} can be evaluated; name it")
+        if rollout < 1:
+            raise configuration.ConfigurationError(f"--rollout {rollout}: give 1 or more")
+        (data,) = configuration.read([Data], None, fields)
+        there = device_called(device)
+        file, found, config = opened(Path(checkpoint))
+        given = mixture_of(evaluation.data_for(config, data))
+        networks, step = evaluation.loaded(config, given, found.trainer, there, weights)
+        scores, examples = evaluation.evaluate(networks, given, there, rollout, step)
+        folder = Path(out) if out is not None else file.parent / "evaluation"
+        same_data = found.trainer.get("data") == given.digest
+        about = {
+            "checkpoint": str(file),
+            "weights": weights,
+            "windows": found.windows,
+            "data_of_the_training": same_data,
+        }
+        tell(evaluation.as_markdown(scores, shown(file), weights), nl=False)
+        if not same_data:
+            tell("the data are not those of the training: validation samples may have been trained on", err=True)
+        for path in evaluation.save(scores, examples, folder, about):
+            tell(f"wrote {shown(path)}", err=True)
