@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from perfsuite import expressions, module_copies, rank_parts
 from perfsuite.errors import PairError, PerfsuiteError
-from perfsuite.pair import Pair, Workload
+from perfsuite.pair import TF32, Pair, Workload
 from perfsuite.records import Case, InputCase
 from perfsuite.specs import (
     EXPANDED,
@@ -248,7 +248,24 @@ def build(pair: Pair, case: Case, device: str, *, home: Path | None = None) -> d
         with torch.no_grad():
             if device == "cpu" or not _adjusted_on_cpu(pair, values):
                 pair.adjusted(values)
-    return _parted(pair, pair.inputs, values)
+    return _parted(pair, pair.inputs, _rounded(pair, case, values))
+
+
+def _rounded(pair: Pair, case: Case, values: dict[str, Any]) -> dict[str, Any]:
+    """Round the inputs to the precision that the pair declares, in the case's dtype: the truth is of these."""
+    working = pair.precision or case.dtype
+    rounded: dict[str, Any] = rounder(working, case.dtype)(rounder(case.dtype, working)(values))
+    return rounded
+
+
+def rounder(source: str, target: str) -> Callable[[Any], Any]:
+    """Round tensors of the one precision to the other; inputs with a dtype of their own keep it."""
+    if TF32 in (source, target):
+        return lambda value: value
+    old, new = dtype_of(source), dtype_of(target)
+    if old == new:
+        return lambda value: value
+    return lambda value: map_tensors(value, lambda t: t.to(new) if t.dtype == old else t)
 
 
 def _parted(pair: Pair, specs: Mapping[str, Any], values: dict[str, Any]) -> dict[str, Any]:
@@ -302,7 +319,7 @@ def build_step(pair: Pair, case: Case, device: str, step: int) -> dict[str, Any]
         name: _build(spec, f"{name}@{step}", case, device, None, _of_step(spec, case.inputs.get(name), zeros))
         for name, spec in pair.step_inputs.items()
     }
-    return _parted(pair, pair.step_inputs, values)
+    return _parted(pair, pair.step_inputs, _rounded(pair, case, values))
 
 
 def _of_step(spec: Any, how: InputCase | None, zeros: bool) -> InputCase:

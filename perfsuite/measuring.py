@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from perfsuite import anchors, ceilings, execution, guard, launches, scrutiny, truths
+from perfsuite import anchors, ceilings, execution, guard, launches, scrutiny
 from perfsuite import inputs as make
 from perfsuite.clocks import CudaClock, clock_for
 from perfsuite.counting import COUNTED_S, count_calls
@@ -128,10 +128,9 @@ class Bench:
         self.timed = replace(pair, steps=(1, 2)) if pair.is_stateful else pair
         self.sides = {REFERENCE: as_side(pair.reference), OPTIMIZED: as_side(pair.optimized)}
         with self.phases.time("inputs"):
-            rounded = truths.rounded_to_precision(pair, self.case)
-            master = self.peers.part(pair.inputs, rounded(make.build(pair, self.case, self.device, home=self.home)))
+            master = self.peers.part(pair.inputs, make.build(pair, self.case, self.device, home=self.home))
             if pair.is_stateful:
-                whole = rounded(make.build_step(pair, self.case, self.device, 1))
+                whole = make.build_step(pair, self.case, self.device, 1)
                 self.step_master = self.peers.part(pair.step_inputs, whole)
             self.masters = {REFERENCE: master, OPTIMIZED: master}
             if self.accepted is not None:

@@ -161,8 +161,7 @@ class Child:
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Write the draw's inputs, and incoming gradients for outputs like these, where the child reads them; the
         inputs, and the request that names the pair."""
-        values = make.build(pair, case, device, home=home)
-        values = make.clone(truths.rounded_to_precision(pair, case)(values))
+        values = make.clone(make.build(pair, case, device, home=home))
         execution.poison(pair, values)
         steps = make.build_step(pair, case, device, 1) if pair.is_stateful else {}
         weights = _incoming(pair, case, like) if like else []

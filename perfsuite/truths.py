@@ -256,7 +256,7 @@ class _Draw:
         way: Way | None,
     ) -> None:
         working = pair.precision or case.dtype
-        to_working = _rounder(case.dtype, working)
+        to_working = make.rounder(case.dtype, working)
         self.pair, self.case, self.gradients, self.way = pair, case, gradients, way
         self.reference = as_side(pair.reference)
         self.exact = Side(call=pair.truth, stateful=pair.is_stateful) if pair.truth is not None else self.reference
@@ -389,9 +389,8 @@ def produce(
     `drawn` are these inputs where the caller has them, which may be changed. `settled` is called as soon as the side
     has returned, while its inputs still live. What has memory in common is added to `shared`.
     """
-    rounded = rounded_to_precision(pair, case)
-    values = drawn if drawn is not None else make.clone(rounded(make.build(pair, case, device, home=home)))
-    leaves = run(side, pair, values, case, gradients, lambda i: rounded(make.build_step(pair, case, device, i)), way)
+    values = drawn if drawn is not None else make.clone(make.build(pair, case, device, home=home))
+    leaves = run(side, pair, values, case, gradients, lambda i: make.build_step(pair, case, device, i), way)
     settled()
     if shared is not None and not pair.is_stateful:
         shared |= execution.shared_memory(pair, leaves, values)
@@ -404,27 +403,9 @@ def drawn_once(pair: Pair, case: Case, device: str, home: Path | None) -> Drawn:
 
     @functools.cache
     def made() -> dict[str, Any]:
-        built: dict[str, Any] = rounded_to_precision(pair, case)(make.build(pair, case, device, home=home))
-        return built
+        return make.build(pair, case, device, home=home)
 
     return lambda: make.clone(made())
-
-
-def rounded_to_precision(pair: Pair, case: Case) -> Callable[[Any], Any]:
-    """Rounds drawn inputs to the precision that the pair declares, in the case's dtype: those that the truth is of."""
-    to = _rounder(case.dtype, pair.precision or case.dtype)
-    back = _rounder(pair.precision or case.dtype, case.dtype)
-    return lambda values: back(to(values))
-
-
-def _rounder(source: str, target: str) -> Callable[[Any], Any]:
-    """Rounds tensors of the one precision to the other; inputs with a dtype of their own keep it."""
-    if TF32 in (source, target):
-        return lambda value: value
-    old, new = make.dtype_of(source), make.dtype_of(target)
-    if old == new:
-        return lambda value: value
-    return lambda value: make.map_tensors(value, lambda t: t.to(new) if t.dtype == old else t)
 
 
 def run(

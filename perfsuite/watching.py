@@ -10,7 +10,7 @@ from time import perf_counter
 
 import torch
 
-from perfsuite import execution, forms, guard, scrutiny, truths
+from perfsuite import execution, forms, guard, scrutiny
 from perfsuite import inputs as make
 from perfsuite.clocks import CpuClock
 from perfsuite.errors import NotEquivalent, PairError
@@ -66,10 +66,9 @@ class NewValues:
 def drawn_anew(pair: Pair, case: Case, device: str, home: Path | None, peers: Peers) -> Drawn:
     """Values that differ from the case's own by their seed; of a stateful pair those of a step."""
     case = replace(case, seed=peers.bits(31))
-    rounded = truths.rounded_to_precision(pair, case)
     if pair.is_stateful:
-        return Drawn(case, peers.part(pair.step_inputs, rounded(make.build_step(pair, case, device, 1))))
-    return Drawn(case, peers.part(pair.inputs, rounded(make.build(pair, case, device, home=home))))
+        return Drawn(case, peers.part(pair.step_inputs, make.build_step(pair, case, device, 1)))
+    return Drawn(case, peers.part(pair.inputs, make.build(pair, case, device, home=home)))
 
 
 class Watch:

@@ -50,17 +50,13 @@ class Probe:
     def drawn(self, case: Case | None = None) -> dict[str, Any]:
         used = case or self.case
         if used.seed not in self.inputs:
-            self.inputs[used.seed] = self._rounded(make.build(self.pair, used, self.device, home=self.home), used)
+            self.inputs[used.seed] = make.build(self.pair, used, self.device, home=self.home)
         drawn: dict[str, Any] = make.clone(self.inputs[used.seed])
         return drawn
 
     def step_inputs(self, case: Case, step: int) -> dict[str, Any]:
         """The inputs of a step of a stateful pair, from 1."""
-        return self._rounded(make.build_step(self.pair, case, self.device, step), case)
-
-    def _rounded(self, values: dict[str, Any], case: Case) -> dict[str, Any]:
-        rounded: dict[str, Any] = truths.rounded_to_precision(self.pair, case)(values)
-        return rounded
+        return make.build_step(self.pair, case, self.device, step)
 
     def other_case(self, number: int = 0) -> Case:
         """Other values at the same sizes; another number, yet others."""

@@ -26,12 +26,11 @@ def prepared(
     pair: Pair, side: Side, case: Case, device: str, *, rank: int, ranks: int, home: Path | None
 ) -> Callable[[], Leaves]:
     """A call of the side on this rank's part of the case's inputs, which are made now. It raises ChangedInputError."""
-    rounded = truths.rounded_to_precision(pair, case)
 
     def given(step: int) -> dict[str, Any]:
-        return rank_parts.of_rank(pair.step_inputs, rounded(make.build_step(pair, case, device, step)), rank, ranks)
+        return rank_parts.of_rank(pair.step_inputs, make.build_step(pair, case, device, step), rank, ranks)
 
-    values = rank_parts.of_rank(pair.inputs, rounded(make.build(pair, case, device, home=home)), rank, ranks)
+    values = rank_parts.of_rank(pair.inputs, make.build(pair, case, device, home=home), rank, ranks)
 
     def call() -> Leaves:
         before = make.clone(values)
