@@ -20,12 +20,13 @@ ALIGNED_TO = 16
 class Bucket:
     """The gradients of some weights, averaged over the ranks in one collective.
 
-    Not shared, each rank gets all of them. Shared, each rank gets those of the weights that it owns, and sends these
-    weights to the others once it has updated them. The weights then lie in a buffer of the bucket, too.
+    Without an `owner` each rank gets all averaged gradients. With one, each rank gets the gradients of the weights that
+    it owns, and sends these weights to the other ranks once it has updated them. The bucket then stores the weights in
+    a buffer, too.
 
     weights  of one dtype and device
     ranks    processes of the default group; with 1 nothing is sent
-    owner    this rank, if the weights are shared out; None: they are not
+    owner    this rank, if each rank updates a share of the weights; None: each rank updates all of them
     """
 
     def __init__(self, weights: Sequence[torch.Tensor], ranks: int, owner: int | None = None) -> None:

@@ -130,11 +130,6 @@ class FlatGradients:
         for bucket in self._of(name):
             bucket.send()
 
-    def receive(self, name: str) -> None:
-        """Wait for the group's weights that other ranks have updated, as `finished` waits."""
-        for bucket in self._of(name):
-            bucket.receive()
-
     def gathered(self, name: str, own: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
         """Return for each weight of a group a tensor of its shape; all ranks call it.
 

@@ -266,7 +266,7 @@ class Trainer:
         if finite:
             for name in trained:
                 self.optimizers[name](self.gradients.finished(name))
-            self.average(trained)
+            self.average()
         self.scale.update(finite=finite)
         return norm
 
@@ -299,21 +299,21 @@ class Trainer:
             return forward
         return compile_if_possible(forward, "the sharded operator", quiet_calls=True, dynamic=False)
 
-    def _averaged(self) -> Callable[[list[str]], None]:
-        """The step of the averages of all weights, once these groups of weights have been updated."""
+    def _averaged(self) -> Callable[[], None]:
+        """Build the step of the averages of all weights, for when the optimizers have made theirs."""
         gradients, every = self.gradients, list(self.weights)
-        own = every
+        own, buckets = every, []
         if isinstance(gradients, FlatGradients):
             own = [names[i] for group, names in self.groups.items() for i in gradients.owned(group)]
+            buckets = gradients.buckets
         parts = (own, [name for name in every if name not in set(own)])
         steps = [self._ema([self.averages[name] for name in part], self.config.ema_decay) for part in parts]
         weights = [[self.weights[name] for name in part] for part in parts]
 
-        def average(updated: list[str]) -> None:
-            steps[0](weights[0])  # while the others' weights come
-            if isinstance(gradients, FlatGradients):
-                for name in updated:
-                    gradients.receive(name)
+        def average() -> None:
+            steps[0](weights[0])  # while the other ranks' weights arrive
+            for bucket in buckets:
+                bucket.receive()
             steps[1](weights[1])
 
         return average

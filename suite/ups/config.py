@@ -123,7 +123,7 @@ class TrainConfig(UpsConfig):
     offloaded optimizer, for which the host must act in each step."""
 
     shared_optimizer: bool = True
-    """Of several GPUs each updates a share of the weights, and sends it to the others; off: each updates all."""
+    """With several GPUs, each GPU updates a share of the weights and sends it to the others; off: each updates all."""
 
     # --- techniques that need not pay
     activation_checkpoint: bool = False
@@ -166,7 +166,7 @@ TECHNIQUES = (
 TRADES = ("activation_checkpoint", "cpu_offload_optimizer", "flex_attention")
 """Switches that no "all on" has: two pay time for memory, and FlexAttention has nothing to gain without a mask."""
 OF_RANKS = ("shared_optimizer",)
-"""Switches that several GPUs have a use for."""
+"""Switches that have an effect with several GPUs only."""
 CLAIMS = {
     "inverse_losses": "1.31× with 1024 query points",
     "fused_optimizers": "1.13×",

@@ -466,7 +466,7 @@ def test_ups_is_judged_by_its_averaged_weights_and_by_the_trained_ones() -> None
     networks = Networks(config, given)
     averages = {name: weight.detach() + 0.1 for name, weight in networks.weights().items()}
     trainer = SimpleNamespace(config=config, device=CPU, refiner=None, averages=averages, weights=networks.weights())
-    told = trainers.quality_of("ups")(trainer, given)
+    errors = trainers.quality_of("ups")(trainer, given)
     state = {"averages": averages, "weights": networks.weights()}
     every = []
     for weights in ("averages", "trained"):
@@ -474,12 +474,12 @@ def test_ups_is_judged_by_its_averaged_weights_and_by_the_trained_ones() -> None
         scores, _ = evaluation.evaluate(found, given, CPU, 10, step)
         wanted = {(s.task, s.step): s for s in scores}
         line = "advection1d"
-        assert told[f"NRMSE of {line}, step 1, {weights}"] == wanted[line, 1].nrmse
-        assert told[f"NRMSE of {line}, step 10, {weights}"] == wanted[line, 10].nrmse
-        assert told[f"NRMSE of darcy2d's latents, step 1, {weights}"] == wanted["darcy2d", 1].latent_nrmse
+        assert errors[f"NRMSE of {line}, step 1, {weights}"] == wanted[line, 1].nrmse
+        assert errors[f"NRMSE of {line}, step 10, {weights}"] == wanted[line, 10].nrmse
+        assert errors[f"NRMSE of darcy2d's latents, step 1, {weights}"] == wanted["darcy2d", 1].latent_nrmse
         every.append(scores)
     assert every[0] != every[1]
-    assert len(told) == 12
+    assert len(errors) == 12
 
 
 def test_epochs_of_ups_come_before_its_steps() -> None:
