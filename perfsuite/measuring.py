@@ -773,7 +773,7 @@ def _counted(runners: Mapping[str, Runner], clock: Clock, bench: Bench) -> dict[
 
     def counted(some: Mapping[str, Runner]) -> dict[str, tuple[int, int]]:
         with torch.set_grad_enabled(any(r.grad_mode for r in some.values())):
-            return count_calls({n: (r.reset, r.call) for n, r in some.items()})
+            return count_calls({n: (r.reset, r.call) for n, r in some.items()}, bench.peers.any)
 
     found = counted(quick)
     both = {n: quick[n] for n in (ACCEPTED, OPTIMIZED) if n in quick}

@@ -4,8 +4,8 @@ The whole gate N times on unchanged code, which must be green; then once for eac
 that show it and on others beside them: the first must be red by name, the others PASS. What `--changed` must not
 overlook is gated so. With --beside another process keeps the GPU's tensor cores busy meanwhile: then NOISY is right
 too. Wants a committed baseline of this device. Plants in a work tree of its own, so that this one stays as it is.
-Prints a table, writes it with every run's output and report to DIR, and exits with 1 where a run did not end as it
-must.
+Faults that need more GPUs than there are, are left out. Prints a table, writes it with every run's output and report to
+DIR, and exits with 1 where a run did not end as it must.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from plants import PLANTS, plant
 from rich.console import Console
 from rich.table import Table
@@ -170,6 +171,7 @@ def main() -> int:
     # What the measuring processes of a planted tree import is that tree: it comes before any installed copy.
     os.environ.pop("PYTHONSAFEPATH", None)
     trials: list[Trial] = []
+    devices = torch.cuda.device_count()
 
     def keep(trial: Trial) -> None:
         trials.append(trial)
@@ -180,6 +182,9 @@ def main() -> int:
         keep(gate(root, out, f"gate{number}", beside=given.beside))
     for name in given.only or PLANTS:
         found = PLANTS[name]
+        if found.devices > devices:
+            print(f"{name}: left out, since it needs {found.devices} GPUs and this machine has {devices}", file=sys.stderr)
+            continue
         options = ["--partial", *(["--changed"] if found.seen else []), *found.red, *found.green, *found.seen]
         with work_tree(root) as tree:
             try:

@@ -33,6 +33,8 @@ class Plant:
     """Workloads gated beside them, which must be PASS."""
     seen: tuple[str, ...] = ()
     """Workloads that `gate --changed` must not call UNCHANGED, whatever else it says of them."""
+    devices: int = 1
+    """GPUs that these workloads need."""
 
 
 def _more_programs(share: float) -> tuple[tuple[str, str], ...]:
@@ -57,6 +59,16 @@ LATE = """    late = tl.full([], 1.0, tl.float32) * rows
 """
 """A chain of about 25 operations that depend on each other, before the first load."""
 AFTER = LOOP.replace("range(tl.program_id(0) *", "range((tl.program_id(0) + (late < 0).to(tl.int32)) *")
+RANKS = "tests/distributed/test_{}.py::{}::speed[dp2]"
+ONE_RANK_LOSS = """            late = inputs.is_cuda and torch.distributed.get_rank() == 1
+            loss = torch.nn.functional.mse_loss if late else lambda a, b: (a - b).square().mean()
+            loss(network(inputs), targets).backward()
+"""
+"""A loss of fewer launches, in place of which the device sleeps."""
+ONE_RANK_SLEEP = """        if late:
+            torch.cuda._sleep(170_000)  # cycles: 2% of 4.0 ms at 1.98 GHz, and what the loss has saved
+        optimizer.zero_grad()
+"""
 COSINE_GRID = "_forward_kernel[(tiles * (tiles + 1) // 2,)]("
 COSINE_TILE = "    tile_i, tile_j = _tile(tl.program_id(0))\n"
 COSINE_WRAPPED = """    program = tl.program_id(0)
@@ -146,6 +158,17 @@ PLANTS = {
         edits=((LOGITS, LOGITS + "                del logits\n" + LOGITS),),
         red=(ENTROPY.format("rows16k"), EIGENSTATE_LM),
         green=(LIOR.format("rows4m"), ADAMW),
+    ),
+    "one_rank": Plant(
+        what="2% more time on one of two ranks, with no launch more",
+        module="distributed/fsdp2",
+        edits=(
+            ("            (network(inputs) - targets).square().mean().backward()\n", ONE_RANK_LOSS),
+            ("        optimizer.zero_grad()\n", ONE_RANK_SLEEP),
+        ),
+        red=(RANKS.format("fsdp2", "fsdp2"),),
+        green=(RANKS.format("ddp", "ddp"), RANKS.format("graphed_ddp", "graphed_ddp")),
+        devices=2,
     ),
     "host_sleep": Plant(
         what="a host that sleeps in a workload on the device clock",

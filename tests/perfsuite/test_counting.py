@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from perfsuite.counting import LAUNCHES, SYNCS, count_calls
+from perfsuite.counting import LAUNCHES, SESSIONS, SYNCS, count_calls
 from perfsuite.errors import MachineError
 
 ASYNCHRONOUS = (
@@ -159,7 +159,39 @@ def test_a_profiler_that_captured_nothing_is_an_error(profiler: Profiler, seen: 
     profiler.sentinel = seen
     with pytest.raises(MachineError, match="the profiler captured no CUDA runtime calls; run without another profiler"):
         count_calls({"a": (nothing, lambda: profiler.call("cudaLaunchKernel", "cudaMemcpy"))})
-    assert profiler.closed == 1
+    assert profiler.closed == SESSIONS
+
+
+@pytest.mark.parametrize("what", ["sentinel", "lost"])
+def test_what_one_session_missed_the_next_counts(profiler: Profiler, what: str) -> None:
+    good = {"sentinel": profiler.sentinel, "lost": set()}[what]
+    setattr(profiler, what, {"sentinel": [], "lost": {"perfsuite::a"}}[what])
+
+    def reset() -> None:
+        if profiler.closed:
+            setattr(profiler, what, good)
+
+    assert count_calls({"a": (reset, lambda: profiler.call("cudaLaunchKernel"))}) == {"a": (0, 1)}
+    assert profiler.closed == 2
+
+
+def test_all_ranks_count_again_where_one_missed_something(profiler: Profiler) -> None:
+    """They call a side together."""
+    asked: list[bool] = []
+
+    def any_of_ranks(flag: bool) -> bool:
+        asked.append(flag)
+        return len(asked) == 1
+
+    assert count_calls({"a": (nothing, lambda: profiler.call("cudaLaunchKernel"))}, any_of_ranks) == {"a": (0, 1)}
+    assert asked == [False, False]
+    assert profiler.closed == 2
+
+
+def test_what_another_rank_misses_every_time_is_an_error(profiler: Profiler) -> None:
+    with pytest.raises(MachineError, match="the profiler of another rank captured no CUDA runtime calls"):
+        count_calls({"a": (nothing, nothing)}, lambda flag: True)
+    assert profiler.closed == SESSIONS
 
 
 @pytest.mark.parametrize("lost", ["a", "b", "@sentinel"])
@@ -221,7 +253,7 @@ def test_torch_s_profiler_without_cuda_is_found_out() -> None:
     called: list[str] = []
     with pytest.raises(MachineError, match="captured no CUDA runtime calls"):
         count_calls({"a": (nothing, lambda: called.append("a")), "b": (nothing, lambda: called.append("b"))})
-    assert called == ["a", "b"]
+    assert called == ["a", "b"] * SESSIONS
 
 
 @pytest.mark.usefixtures("without_cuda")
