@@ -104,5 +104,8 @@ def _session(
         counts[name] = (sum(m in SYNCS for m in inside), sum(m in LAUNCHES for m in inside))
     syncs, launches = counts.pop("@sentinel")
     if syncs < 1 or launches < 1:
-        return {}, "the profiler captured no CUDA runtime calls; run without another profiler, and see `perfsuite doctor`"
+        return (
+            {},
+            "the profiler captured no CUDA runtime calls; run without another profiler, and see `perfsuite doctor`",
+        )
     return counts, ""

@@ -39,6 +39,14 @@ class NotEquivalent(Exception):  # noqa: N818 - named as the verdict is
         self.case, self.excess, self.names_its_cause = case, excess, names_its_cause
 
 
+class LeftChanged(NotEquivalent):
+    """A side leaves something changed for all that runs after it; `words` follow the side's name."""
+
+    def __init__(self, side: str, words: str) -> None:
+        super().__init__(f"{side} {words}")
+        self.words = words
+
+
 class NotTimed(NotEquivalent):
     """The results are right, but what was timed is not the function's work."""
 

@@ -26,7 +26,6 @@ from perfsuite import inputs as make
 from perfsuite.errors import NotEquivalent
 from perfsuite.execution import Leaves
 from perfsuite.pair import Pair, as_side
-from perfsuite.ranks import group
 from perfsuite.records import Case
 
 TRACES = ("PYTEST", "HYPOTHESIS", "PERFSUITE", "XDIST")
@@ -249,7 +248,7 @@ def _close() -> None:
 
 def _on(pair: Pair, device: str) -> dict[str, str]:
     """The device, and the backend of the process group where the pair needs one."""
-    return {"device": device, "backend": group.backend(device) if pair.ranks else ""}
+    return {"device": device, "backend": process_state.group_backend(device) if pair.ranks else ""}
 
 
 def _place(pair: Pair, module: ModuleType) -> dict[str, str]:

@@ -23,6 +23,7 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn.modules import module as module_hooks
 
 from perfsuite import guard
@@ -53,6 +54,7 @@ FLAGS = (
 """Attributes of torch.backends that answer only when asked by name."""
 AUTOCAST = ("cpu", "cuda")
 PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
+GROUP = "torch.distributed's default process group"
 UNDECIDED = object()
 """The value of a setting that does not hold yet: whatever it is later is no change."""
 MOST_HELD = 1000
@@ -161,8 +163,32 @@ def _readers() -> Mapping[str, Callable[[], Any]]:
         "the processor's cores of this process": lambda: tuple(sorted(os.sched_getaffinity(0))),
         "the Python kernels of torch's operators": _replaced_operators,
         "the handler of SIGALRM": lambda: signal.getsignal(signal.SIGALRM),
+        GROUP: _default_group,
     }
     return readers
+
+
+def _begin_group(before: Any) -> None:
+    """Have a default process group again, of this process alone. One of several processes cannot be put back here."""
+    if before is not UNDECIDED and before.size() == 1:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        begin_group("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def begin_group(device: str) -> None:
+    """Begin a default process group of this process alone."""
+    store = dist.HashStore()  # type: ignore[attr-defined]  # torch's stubs leave it out
+    dist.init_process_group(group_backend(device), store=store, rank=0, world_size=1)
+
+
+def group_backend(device: str) -> str:
+    """The backends of a process group: NCCL for tensors on GPUs, gloo for others."""
+    return "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+
+
+def _default_group() -> Any:
+    return dist.GroupMember.WORLD if dist.is_available() and dist.is_initialized() else UNDECIDED
 
 
 def _replaced_operators() -> tuple[str, ...]:
@@ -259,7 +285,9 @@ def _shown(value: Any) -> str:
         return f"{len(value)} hooks" if len(value) > 1 else f"{getattr(value[0][1], '__qualname__', value[0][1])}"
     if isinstance(value, (FunctionType, type)):
         return value.__qualname__
-    return "none" if value == () else str(value)
+    if dist.is_available() and isinstance(value, dist.ProcessGroup):
+        return f"one of {value.size()}"
+    return "none" if value is UNDECIDED or value == () else str(value)
 
 
 def sendable_settings() -> State:
@@ -276,7 +304,7 @@ def take(wanted: State) -> None:
 def restore(before: State, names: Collection[str]) -> None:
     """Put these settings back as far as torch lets them be set."""
     for name in names:
-        write = _writer(name)
+        write = _begin_group if name == GROUP else _writer(name)
         if write is not None:
             with contextlib.suppress(RuntimeError, TypeError):
                 write(before[name])
@@ -473,6 +501,7 @@ def names_in(code: CodeType) -> Iterator[str]:
 # --- around calls ---------------------------------------------------------------------------------------------------
 
 QUICK = (
+    GROUP,
     "torch's float32 matmul precision",
     "torch's default dtype",
     "torch's default device",

@@ -15,7 +15,7 @@ import torch
 from perfsuite import declared_functions, differences, execution, incoming
 from perfsuite import inputs as make
 from perfsuite.differences import Doubles
-from perfsuite.errors import NotEquivalent, PairError
+from perfsuite.errors import LeftChanged, PairError
 from perfsuite.execution import Leaves
 from perfsuite.forms import is_real, unusual_kind
 from perfsuite.own_faults import raises_harness_faults
@@ -430,10 +430,9 @@ def run(
             leaves = execution.run(execution.callable_of(side), pair, values, gradients=gradients, seed=case.seed)
     if changed:
         reference = side.call is as_side(pair.reference).call
-        what = next(iter(changed.values()))
-        text = f"{pair.name}: the {'reference' if reference else 'optimized'} side {what} for all that runs"
-        remedy = "after it; put it back, or set it for both sides"
-        raise PairError(f"{text} {remedy}") if reference else NotEquivalent(f"{text} {remedy}")
+        who = f"{pair.name}: the {'reference' if reference else 'optimized'} side"
+        words = f"{next(iter(changed.values()))} for all that runs after it; put it back, or set it for both sides"
+        raise PairError(f"{who} {words}") if reference else LeftChanged(who, words)
     return leaves
 
 

@@ -183,7 +183,9 @@ def main() -> int:
     for name in given.only or PLANTS:
         found = PLANTS[name]
         if found.devices > devices:
-            print(f"{name}: left out, since it needs {found.devices} GPUs and this machine has {devices}", file=sys.stderr)
+            print(
+                f"{name}: left out, since it needs {found.devices} GPUs and this machine has {devices}", file=sys.stderr
+            )
             continue
         options = ["--partial", *(["--changed"] if found.seen else []), *found.red, *found.green, *found.seen]
         with work_tree(root) as tree:

@@ -75,7 +75,7 @@ class Raised:
 
 @dataclass(frozen=True, slots=True)
 class Found(Raised):
-    """A fault of a side in one rank: words that follow its name."""
+    """A fault of a side in one rank: words that follow its name. One of a kind has changed the process itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,23 +110,18 @@ class RanksFailed(Exception):  # noqa: N818 - reported as a verdict on the side
     """The ranks did not all answer: words that follow the side's name."""
 
 
-def backend(device: str) -> str:
-    """The process group's backends: NCCL for tensors on GPUs, gloo for others."""
-    return "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-
-
 @contextmanager
 def alone(pair: Pair, device: str) -> Iterator[None]:
     """A default process group of this process alone, for a pair with ranks; it stays as it is if there is one."""
     if not pair.ranks or dist.is_initialized():
         yield
         return
-    store = dist.HashStore()  # type: ignore[attr-defined]  # torch's stubs leave it out
-    dist.init_process_group(backend(device), store=store, rank=0, world_size=1)
+    process_state.begin_group(device)
     try:
         yield
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():  # a side may have ended it
+            dist.destroy_process_group()
 
 
 def lacking(ranks: int, device: str) -> str | None:
@@ -244,6 +239,8 @@ class Group:
         """RanksFailed for what the ranks raised; the group ends unless all of them raised the same, or all answered."""
         for rank, reply in raised.items():
             if isinstance(reply, Found) and len(replies) == self.ranks:
+                if reply.kind:
+                    self.close()
                 raise RanksFailed(reply.text if len(raised) == self.ranks else f"{reply.text} (on rank {rank})")
         alike = len(raised) == self.ranks and len({(r.kind, r.place) for r in raised.values()}) == 1
         if alike and not _is_of_waiting(raised[0]):

@@ -26,11 +26,11 @@ import torch
 import torch.distributed as dist
 
 from perfsuite import convolutions, declared, interpreter, process_state
-from perfsuite.errors import HarnessFault, NotEquivalent, PerfsuiteError, first_line, users_frame
+from perfsuite.errors import HarnessFault, LeftChanged, NotEquivalent, PerfsuiteError, first_line, users_frame
 from perfsuite.execution import Leaves
 from perfsuite.pair import Pair, as_side
 from perfsuite.ranks import parts
-from perfsuite.ranks.group import Ended, Found, Raised, Request, Verdict, backend
+from perfsuite.ranks.group import Ended, Found, Raised, Request, Verdict
 from perfsuite.records import OPTIMIZED, REFERENCE
 
 
@@ -46,7 +46,7 @@ def main() -> None:
             torch.cuda.set_device(rank)
         else:
             torch.set_num_threads(1)
-        dist.init_process_group(backend(device), timeout=timedelta(seconds=float(sys.argv[4])))
+        dist.init_process_group(process_state.group_backend(device), timeout=timedelta(seconds=float(sys.argv[4])))
         interpreter.quicken()
         with suppress(EOFError):
             while True:
@@ -90,6 +90,8 @@ def _verdict(error: BaseException) -> Verdict:
 def _raised(error: Exception) -> Raised:
     if isinstance(error, parts.ChangedInputError):
         return Found(kind="", text=str(error), place="")
+    if isinstance(error, LeftChanged):
+        return Found(kind="LeftChanged", text=error.words, place="")
     frame = users_frame(error)
     place = f"{Path(frame.filename).name}:{frame.lineno}" if frame is not None else ""
     return Raised(kind=type(error).__name__, text=first_line(error), place=place)

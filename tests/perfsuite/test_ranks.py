@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 import perfsuite
 from perfsuite import Pair, listof, rank_parts, tensor
 from perfsuite import inputs as make
-from perfsuite.errors import PairError
+from perfsuite.errors import NotEquivalent, PairError
 from perfsuite.pair import Size
 from perfsuite.ranks import group, parts
 from perfsuite.records import Case
@@ -137,6 +137,32 @@ def test_in_one_process_a_pair_with_ranks_has_a_group_of_its_own() -> None:
         assert dist.get_world_size() == 1
     with group.alone(pair(ranks=(), inputs={"x": tensor("n")}), "cpu"):
         assert not dist.is_initialized()
+
+
+def test_a_side_that_ends_the_process_group_is_named() -> None:
+    def last(w: torch.Tensor, x: torch.Tensor, y: Any) -> torch.Tensor:
+        dist.destroy_process_group()
+        return w * 1
+
+    words = "the optimized side sets torch.distributed's default process group to none .before: one of 1. for all"
+    with pytest.raises(NotEquivalent, match=words):
+        perfsuite.check(pair(optimized=last, reference=lambda w, x, y: w * 1), examples=3, device="cpu")
+    with pytest.raises(PairError, match=words.replace("optimized side", "reference side")):
+        perfsuite.check(pair(optimized=lambda w, x, y: w * 1, reference=last), examples=3, device="cpu")
+    assert not dist.is_initialized()
+
+
+def test_a_side_may_begin_a_process_group_where_there_is_none() -> None:
+    def begins(x: torch.Tensor) -> torch.Tensor:
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        return x * 1
+
+    made = pair(optimized=begins, reference=lambda x: x * 1, ranks=(), inputs={"x": tensor("n")})
+    try:
+        assert perfsuite.check(made, examples=3, device="cpu")
+    finally:
+        dist.destroy_process_group()
 
 
 def test_distributed_tensors_are_proven() -> None:

@@ -129,6 +129,14 @@ def hangs_on_one_rank(of_a: torch.Tensor, of_b: torch.Tensor) -> None:
         time.sleep(0.1)
 
 
+def ends_the_group(a: torch.Tensor, b: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As a script does at its end."""
+    found = plain(a, b, x)
+    if dist.get_world_size() > 1:
+        dist.destroy_process_group()
+    return found
+
+
 def in_one_bucket(of_a: torch.Tensor, of_b: torch.Tensor) -> Any:
     bucket = torch.cat([of_a, of_b])
     dist.all_reduce(bucket)
@@ -175,6 +183,7 @@ WRONG = {
     "dies_on_one_rank": pair(reduced(dies_on_one_rank)),
     "exits_on_one_rank": pair(reduced(exits_on_one_rank)),
     "hangs_on_one_rank": pair(reduced(hangs_on_one_rank)),
+    "ends_the_group": pair(ends_the_group),
 }
 
 

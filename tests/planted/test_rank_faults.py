@@ -36,6 +36,7 @@ WORDS = {
     "all_rows": r"output of the .* has shape \(6, 5\) on rank 0 of 2, where that of the reference has \(3, ",
     "wrong_on_one_rank": r"is wrong at \[[345], \d\].*, in the parts of 2 ranks together$",
     "writes_an_input": r"changes its input x in place, which the pair does not declare; .*mutates= \(on rank 1\)$",
+    "ends_the_group": "in 2 processes sets torch.distributed's default process group to none .*one of 2.*put it back",
     "hangs_on_one_rank": r"hangs: rank 1 at rank_faults.py:\d+ did not return while rank 0 returned",
 }
 USUAL_WRONG = (
@@ -44,6 +45,7 @@ USUAL_WRONG = (
     "averaged_twice",
     "rounded_at_random",
     "raises_on_one_rank",
+    "ends_the_group",
     "writes_an_input",
 )
 USUAL_RIGHT = ("in_one_bucket", "rows", "with_a_common_seed")
