@@ -56,8 +56,8 @@ from perfsuite.records import REFERENCE, Case, Evidence
 from perfsuite.speed import SpeedItem
 from perfsuite.tally import Tally
 
-EXAMPLES = {"dev": 25, "ci": 50, "thorough": 500}
-FEW_EXAMPLES = {"dev": 3, "ci": 5, "thorough": 30}
+EXAMPLES = {"dev": 25, "ci": 25, "thorough": 500}
+FEW_EXAMPLES = {"dev": 3, "ci": 3, "thorough": 30}
 FEW = (proofs.INTEGRITY, proofs.CONTEXTS, proofs.EFFECTS, proofs.OUTSIDE, proofs.RANKS)
 """Items of which a draw takes many calls, and a handful of draws shows what there is."""
 ANY_DRAW = (proofs.INTEGRITY, proofs.EFFECTS)

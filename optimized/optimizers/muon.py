@@ -1,39 +1,26 @@
 """Muon over all matrices of a shape at once (ups, technique 002.8).
 
-The Newton–Schulz iteration multiplies a matrix by its transpose, and a symmetric matrix by itself: of both products
-only the tiles on one side of the diagonal are computed. Where matrices are much wider than high, or the reverse, and
-many, their Gram matrices are iterated.
+A kernel updates the momenta, one makes the products of the Newton–Schulz iteration, and one updates the parameters. Of a
+symmetric product only the tiles on one side of the diagonal are computed.
 """
 
-import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from optimized.addresses import Addresses
-from optimized.kernels import INTERPRETED, ceil_div, has_descriptors, jit, launching, tl, use_triton
-from optimized.muon_groups import Group, scale_of
+from optimized.kernels import INTERPRETED, ceil_div, jit, launching, tl, use_triton
+from optimized.newton_schulz import NewtonSchulz
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
 MOMENTUM = 0.95
 EPS = 1e-7
-# Matrices of one shape with so many tiles in all have launches of their own.
-LEAST_TILES = 1000
-# From so many times as many columns as rows on, or the reverse, Gram matrices are iterated.
-GRAM_FROM = 2
 # One program updates so many rows and columns of a matrix.
 SQUARE = 64
-# Matrices begin at multiples of so many elements.
-VECTOR = 16
 # Rows and columns are padded with zeros to multiples of so many: 16 bytes in half precision, for vector accesses.
 PADDED_TO = 8
-# Of the products: the largest tile, and how many terms of its sums are taken at a time.
-LARGEST_TILE, DEPTH = 128, 64
-# A product's tile has at least so many rows and columns.
-LEAST_TILE = 16
-NUM_WARPS, NUM_STAGES = 8, 3
 
 
 def muon(
@@ -140,14 +127,9 @@ def muon_triton(
     momentum: float = MOMENTUM,
     weight_decay: float = 0.03,
     dtype: torch.dtype = torch.bfloat16,
-    least_tiles: int = LEAST_TILES,
 ) -> "_TritonMuon":
-    """`muon` by Triton kernels for the float32 parameters of one device, whatever their shapes.
-
-    least_tiles  tiles of the matrices of one shape from which on they have launches of their own, by descriptors of
-                 tensors; these need a Hopper GPU
-    """
-    return _TritonMuon(list(params), lr, momentum, weight_decay, dtype, least_tiles)
+    """`muon` by Triton kernels for the float32 parameters of one device, whatever their shapes."""
+    return _TritonMuon(list(params), lr, momentum, weight_decay, dtype)
 
 
 def places_by_shape(params: Sequence[torch.Tensor]) -> list[list[int]]:
@@ -174,7 +156,6 @@ class _TritonMuon:
         momentum: float,
         weight_decay: float,
         dtype: torch.dtype,
-        least_tiles: int,
     ) -> None:
         self.params, self.momentum, self.decay = params, momentum, 1 - lr * weight_decay
         # Matrices of one shape, or transposed of it, lie one after another.
@@ -185,67 +166,30 @@ class _TritonMuon:
         matrices = [params[i] for i in self.live]
         device, shapes = matrices[0].device, [tuple(p.shape) for p in matrices]
         padded = [(_padded(rows), _padded(columns)) for rows, columns in shapes]
-        least = [min(shape) for shape in padded]
-        most = [max(shape) for shape in padded]
+        wide = [(min(shape), max(shape)) for shape in padded]
         self.count = len(shapes)
-        self.tile = min(LARGEST_TILE, max(LEAST_TILE, 1 << (max(least) - 1).bit_length()))
 
         def on_device(values: Sequence[float], dtype: torch.dtype = torch.int64) -> torch.Tensor:
             return torch.tensor(values, dtype=dtype).to(device)
 
-        sizes = [n * m for n, m in zip(least, most, strict=True)]
-        squares = [n * n for n in least]
-        self.shapes = on_device([n for shape in zip(shapes, padded, strict=True) for pair in shape for n in pair])
-        # Each matrix begins at a multiple of what a vector access reads.
-        places, total = _places(sizes)
-        self.spans = dict(zip(self.live, places, strict=True))
-        places_of_squares, total_of_squares = _places(squares)
-        self.first, self.first_of_squares = on_device(places), on_device(places_of_squares)
-        self.rates = on_device([_rate(lr, p) for p in matrices], torch.float32)
+        per_matrix = [ceil_div(rows, SQUARE) * ceil_div(columns, SQUARE) for rows, columns in padded]
+        self.sums = torch.zeros(self.count, max(per_matrix), device=device)
         dtype = torch.float32 if INTERPRETED else dtype
-        self.momenta = torch.zeros(total, device=device)
-        both = torch.empty(2, total, dtype=dtype, device=device)
-        self.x, self.next_x = both
-        self.results = both.view(-1)
-        self.gram, self.polynomial = (torch.empty(total_of_squares, dtype=dtype, device=device) for _ in range(2))
+        self.products = NewtonSchulz(wide, self.sums, COEFFICIENTS, ITERATIONS, dtype)
+        # Momenta lie as the matrices do in the products' room.
+        self.spans = dict(zip(self.live, self.products.places, strict=True))
+        rows, columns = wide[-1]
+        self.momenta = torch.zeros(self.products.places[-1] + rows * columns, device=device)
+        self.shapes = on_device([n for shape in zip(shapes, padded, strict=True) for pair in shape for n in pair])
+        self.first, self.first_of_results = on_device(self.products.places), on_device(self.products.results)
+        self.rates = on_device([_rate(lr, p) for p in matrices], torch.float32)
         # A parameter's own rows begin at multiples of 16 bytes or they do not.
         in_vectors = [columns % PADDED_TO == 0 for _, columns in shapes]
         self.elements = [
             (_tiles(padded, SQUARE, device, [i for i, found in enumerate(in_vectors) if found == vectors]), vectors)
             for vectors in sorted(set(in_vectors))
         ]
-        per_matrix = [ceil_div(rows, SQUARE) * ceil_div(columns, SQUARE) for rows, columns in padded]
-        self.sums = torch.zeros(self.count, max(per_matrix), device=device)
-        self.sums_padded = 1 << (max(per_matrix) - 1).bit_length()
         self.addresses = Addresses(device)
-        grouped = self._grouped(list(zip(least, most, strict=True)), least_tiles)
-        self.groups = [self._group(at, least[at[0]], most[at[0]], places, places_of_squares) for at in grouped]
-        by_gram = {i for at, group in zip(grouped, self.groups, strict=True) if group.by_gram for i in at}
-        self.first_of_results = on_device([p if i in by_gram else p + total for i, p in enumerate(places)])
-        rest = sorted(set(range(self.count)) - {matrix for at in grouped for matrix in at})
-        self.products = _tiles(list(zip(least, most, strict=True)), self.tile, device, rest)
-        self.symmetric = _tiles([(n, n) for n in least], self.tile, device, rest, upper=True)
-
-    def _grouped(self, shapes: list[tuple[int, int]], least_tiles: int) -> list[range]:
-        """Choose the matrices that have launches of their own: those of one shape lie one after another."""
-        fits = has_descriptors(self.x)
-        found, end = [], 0
-        for (rows, columns), matrices in itertools.groupby(shapes):
-            first, end = end, end + len(list(matrices))
-            if fits and (end - first) * ceil_div(rows, LARGEST_TILE) * ceil_div(columns, LARGEST_TILE) >= least_tiles:
-                found.append(range(first, end))
-        return found
-
-    def _group(self, at: range, rows: int, columns: int, places: list[int], squares: list[int]) -> Group:
-        """The products of matrices of one shape, which follow each other without a gap."""
-
-        def of(buffer: torch.Tensor, place: int, width: int) -> torch.Tensor:
-            return buffer[place : place + len(at) * rows * width].view(len(at), rows, width)
-
-        x, other = of(self.x, places[at[0]], columns), of(self.next_x, places[at[0]], columns)
-        gram, polynomial = of(self.gram, squares[at[0]], rows), of(self.polynomial, squares[at[0]], rows)
-        sums = self.sums[at[0] : at[-1] + 1]
-        return Group(x, other, gram, polynomial, sums, by_gram=columns >= GRAM_FROM * rows)
 
     @torch.no_grad()
     def __call__(self, grads: Sequence[torch.Tensor]) -> None:
@@ -265,7 +209,7 @@ class _TritonMuon:
                     tiles,
                     self.shapes,
                     self.first_of_results,
-                    self.results,
+                    self.products.room,
                     self.rates,
                     self.count,
                     self.decay,
@@ -296,7 +240,7 @@ class _TritonMuon:
         return self.momenta[self.spans[i] : self.spans[i] + rows * stride].view(rows, stride)[:, :columns]
 
     def _orthogonalize(self) -> None:
-        """Update the momenta, and leave in `results` what they are orthogonalized to."""
+        """Update the momenta, and leave in the products' room what they are orthogonalized to."""
         for tiles, vectors in self.elements:
             _momentum_kernel[(len(tiles),)](
                 self.addresses.table,
@@ -304,7 +248,7 @@ class _TritonMuon:
                 self.shapes,
                 self.first,
                 self.momenta,
-                self.x,
+                self.products.room,
                 self.sums,
                 self.sums.shape[1],
                 self.momentum,
@@ -313,95 +257,20 @@ class _TritonMuon:
                 ALIGNED=self.addresses.aligned and vectors,
                 num_warps=8,
             )
-        a, b, c = COEFFICIENTS
-        for group in self.groups:
-            group.orthogonalize(COEFFICIENTS, ITERATIONS)
-        if not len(self.symmetric):
-            return
-        now, after = self.x, self.next_x
-        for number in range(ITERATIONS):  # an odd number, so that the last results are in `next_x`
-            self._symmetric(now, self.gram, scaled=number == 0)
-            self._symmetric(self.gram, self.polynomial, alpha=c, beta=b)
-            self._product(now, after, beta=a, scaled=number == 0)
-            now, after = after, now
-
-    def _symmetric(
-        self, x: torch.Tensor, out: torch.Tensor, *, alpha: float = 1.0, beta: float = 0.0, scaled: bool = False
-    ) -> None:
-        """Compute out = alpha · (s x) (s x)ᵀ + beta · x for each matrix; with a beta, x is symmetric.
-
-        s is 1 over the matrix's norm if it is scaled, and else 1.
-        """
-        squares = beta != 0.0
-        _symmetric_kernel[(len(self.symmetric),)](
-            self.symmetric,
-            self.shapes,
-            self.first_of_squares if squares else self.first,
-            self.first_of_squares,
-            x,
-            out,
-            self.sums,
-            self.sums.shape[1],
-            alpha,
-            beta,
-            TILE=self.tile,
-            DEPTH=DEPTH,
-            SUMS=self.sums_padded if scaled else 0,
-            SQUARES=squares,
-            num_warps=NUM_WARPS,
-            num_stages=NUM_STAGES,
-        )
-
-    def _product(self, x: torch.Tensor, out: torch.Tensor, *, beta: float, scaled: bool) -> None:
-        """Compute out = s · (polynomial x + beta · x) for each matrix; s as in `_symmetric`."""
-        _product_kernel[(len(self.products),)](
-            self.products,
-            self.shapes,
-            self.first,
-            self.first_of_squares,
-            self.polynomial,
-            x,
-            out,
-            self.sums,
-            self.sums.shape[1],
-            beta,
-            TILE=self.tile,
-            DEPTH=DEPTH,
-            SUMS=self.sums_padded if scaled else 0,
-            num_warps=NUM_WARPS,
-            num_stages=NUM_STAGES,
-        )
-
-
-def _places(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Where each matrix begins, and where the last one ends: at multiples of VECTOR elements."""
-    places, total = [], 0
-    for size in sizes:
-        places.append(total)
-        total += ceil_div(size, VECTOR) * VECTOR
-    return places, total
+        self.products.run()
 
 
 def _padded(size: int) -> int:
     return ceil_div(size, PADDED_TO) * PADDED_TO
 
 
-def _tiles(
-    shapes: Sequence[tuple[int, int]],
-    tile: int,
-    device: torch.device,
-    only: Iterable[int] | None = None,
-    *,
-    upper: bool = False,
-) -> torch.Tensor:
-    """(matrix, row, column) of each tile, int32, of all matrices or of some; `upper` leaves out those below the
-    diagonal."""
+def _tiles(shapes: Sequence[tuple[int, int]], tile: int, device: torch.device, only: Sequence[int]) -> torch.Tensor:
+    """(matrix, row, column) of each tile of some matrices, int32."""
     found = [
         (matrix, i, j)
-        for matrix in (range(len(shapes)) if only is None else only)
-        for rows, columns in [shapes[matrix]]
-        for i in range(ceil_div(rows, tile))
-        for j in range(i if upper else 0, ceil_div(columns, tile))
+        for matrix in only
+        for i in range(ceil_div(shapes[matrix][0], tile))
+        for j in range(ceil_div(shapes[matrix][1], tile))
     ]
     return torch.tensor(found, dtype=torch.int32).to(device)
 
@@ -503,91 +372,3 @@ def _update_kernel(
     mask = (row < own_rows) & (column < own_columns)
     p = tl.load(p_ptr + at, mask=mask)
     tl.store(p_ptr + at, p * decay - tl.load(rates_ptr + matrix) * update.to(tl.float32), mask=mask)
-
-
-@jit
-def _symmetric_kernel(
-    tiles_ptr,
-    shapes_ptr,
-    first_ptr,
-    first_out_ptr,
-    x_ptr,
-    out_ptr,
-    sums_ptr,
-    sums_of_each,
-    alpha,
-    beta,
-    TILE: tl.constexpr,
-    DEPTH: tl.constexpr,
-    SUMS: tl.constexpr,
-    SQUARES: tl.constexpr,
-):
-    matrix, i, j, one, other = _tile_of(tiles_ptr, shapes_ptr)
-    rows = tl.multiple_of(tl.minimum(one, other), 8)
-    columns = rows if SQUARES else tl.multiple_of(tl.maximum(one, other), 8)
-    x_ptr += tl.multiple_of(tl.load(first_ptr + matrix), 16)
-    out_ptr += tl.multiple_of(tl.load(first_out_ptr + matrix), 16)
-    at_i = i * TILE + tl.arange(0, TILE)
-    at_j = j * TILE + tl.arange(0, TILE)
-    depth = tl.arange(0, DEPTH)
-    left = x_ptr + at_i[:, None] * columns + depth[None, :]
-    right = x_ptr + at_j[None, :] * columns + depth[:, None]
-    total = tl.zeros((TILE, TILE), tl.float32)
-    for k in range(0, columns, DEPTH):
-        inside = depth < columns - k
-        a = tl.load(left + k, mask=(at_i[:, None] < rows) & inside[None, :], other=0.0)
-        b = tl.load(right + k, mask=(at_j[None, :] < rows) & inside[:, None], other=0.0)
-        total = tl.dot(a, b, total, input_precision="ieee")
-    if SUMS:
-        scale = scale_of(sums_ptr, matrix, sums_of_each, SUMS)
-        total = total * scale * scale
-    total *= alpha
-    place = at_i[:, None] * rows + at_j[None, :]
-    mask = (at_i[:, None] < rows) & (at_j[None, :] < rows)
-    if SQUARES:
-        total += beta * tl.load(x_ptr + place, mask=mask, other=0.0).to(tl.float32)
-    result = total.to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + place, result, mask=mask)
-    if i != j:
-        tl.store(out_ptr + at_j[:, None] * rows + at_i[None, :], tl.trans(result), mask=tl.trans(mask))
-
-
-@jit
-def _product_kernel(
-    tiles_ptr,
-    shapes_ptr,
-    first_ptr,
-    first_p_ptr,
-    p_ptr,
-    x_ptr,
-    out_ptr,
-    sums_ptr,
-    sums_of_each,
-    beta,
-    TILE: tl.constexpr,
-    DEPTH: tl.constexpr,
-    SUMS: tl.constexpr,
-):
-    matrix, i, j, one, other = _tile_of(tiles_ptr, shapes_ptr)
-    rows, columns = tl.multiple_of(tl.minimum(one, other), 8), tl.multiple_of(tl.maximum(one, other), 8)
-    first = tl.multiple_of(tl.load(first_ptr + matrix), 16)
-    p_ptr += tl.multiple_of(tl.load(first_p_ptr + matrix), 16)
-    x_ptr += first
-    out_ptr += first
-    at_i = i * TILE + tl.arange(0, TILE)
-    at_j = j * TILE + tl.arange(0, TILE)
-    depth = tl.arange(0, DEPTH)
-    left = p_ptr + at_i[:, None] * rows + depth[None, :]
-    right = x_ptr + depth[:, None] * columns + at_j[None, :]
-    total = tl.zeros((TILE, TILE), tl.float32)
-    for k in range(0, rows, DEPTH):
-        inside = depth < rows - k
-        a = tl.load(left + k, mask=(at_i[:, None] < rows) & inside[None, :], other=0.0)
-        b = tl.load(right + k * columns, mask=inside[:, None] & (at_j[None, :] < columns), other=0.0)
-        total = tl.dot(a, b, total, input_precision="ieee")
-    place = at_i[:, None] * columns + at_j[None, :]
-    mask = (at_i[:, None] < rows) & (at_j[None, :] < columns)
-    total += beta * tl.load(x_ptr + place, mask=mask, other=0.0).to(tl.float32)
-    if SUMS:
-        total *= scale_of(sums_ptr, matrix, sums_of_each, SUMS)
-    tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=mask)

@@ -83,7 +83,7 @@ inverse_losses = Pair(
     sizes={
         "B": size(1, 3),
         "C": size(1, 3),
-        "T": size(1, 4),
+        "T": size(2, 4),  # attention to one token has gradients of 0, or what rounding leaves of them
         "L": size(1, 4),
         "per": size(1, 3),
         "rows": size(1, 3),

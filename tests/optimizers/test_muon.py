@@ -3,6 +3,7 @@ import functools
 import pytest
 import torch
 
+from optimized import newton_schulz
 from optimized.kernels import triton_reason
 from optimized.optimizers.muon import muon as optimized
 from optimized.optimizers.muon import muon_torch, muon_triton
@@ -41,16 +42,6 @@ def products(rows, columns):
     return min(plain, by_gram)
 
 
-def together(params, *arguments, **options):
-    """A launch is of all matrices, however many of one shape there are."""
-    return muon_triton(params, *arguments, **options, least_tiles=1 << 30)
-
-
-def grouped(params, *arguments, **options):
-    """Matrices of each shape have launches of their own, however few they are."""
-    return muon_triton(params, *arguments, **options, least_tiles=1)
-
-
 RIVALS = {
     "torch": stateful(muon_of_torch),
     "compile": compiled(stateful(side(muon_torch, devices=("cuda",)))),
@@ -69,8 +60,7 @@ muon = Pair(
     max_examples=24,  # `muon_float32` proves the same kernels on all
     rivals=RIVALS,
     variants={
-        "together": stateful(side(together, available=triton_reason)),
-        "grouped": stateful(side(grouped, available=triton_reason)),
+        "triton": stateful(side(muon_triton, available=triton_reason)),
     },
     workloads=[
         Workload("matrices200", count=200, rows=512, columns=512, device="cuda", speedup=25.0, host_syncs=0),
@@ -95,8 +85,7 @@ muon_float32 = Pair(
     sizes=muon.sizes,
     steps=muon.steps,
     variants={
-        "together": stateful(side(in_float32(together), available=triton_reason)),
-        "grouped": stateful(side(in_float32(grouped), available=triton_reason)),
+        "triton": stateful(side(in_float32(muon_triton), available=triton_reason)),
         "batched": stateful(in_float32(muon_torch)),
     },
     workloads=[Workload("cpu", count=16, rows=32, columns=32, clock="wall", device="cpu")],
@@ -149,7 +138,7 @@ muon_operator = Pair(
 
 SIDES = [reference, optimized, muon_torch]
 if triton_reason() is None and not torch.cuda.is_available():
-    SIDES += [together, grouped]
+    SIDES += [muon_triton]
 # Wide, tall and square, of one tile and of several, with rows that begin at vectors and with others.
 SHAPES = [(8, 8), (5, 130), (130, 5), (0, 3), (144, 160), (160, 144), (1, 1), (129, 129)]
 
@@ -243,10 +232,23 @@ def test_there_is_one_gradient_for_each_parameter(call, count):
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("call", [together, grouped])
-def test_the_kernels_write_within_their_tensors(call, fences):
+def test_the_kernels_write_within_their_tensors(fences):
     params = [fences.around(p) for p in drawn(0)]
-    step = call(params)
+    step = muon_triton(params)
     for seed in (1, 2):
         step([fences.around(grad) for grad in drawn(seed)])
     assert fences.intact()
+
+
+@pytest.mark.interpreted
+def test_parts_of_the_matrices_change_nothing(monkeypatch):
+    """The GPU's cache holds some of the matrices; the order of the products differs, and not their sums."""
+    whole, parts = drawn(0), drawn(0)
+    at_once = muon_triton(whole)
+    monkeypatch.setattr(newton_schulz, "PART_BYTES", 40_000)
+    in_parts = muon_triton(parts)
+    assert not torch.equal(in_parts.products.tasks, at_once.products.tasks)
+    for step in (at_once, in_parts):
+        step(drawn(1))
+    for p, e in zip(parts, whole, strict=True):
+        torch.testing.assert_close(p, e, atol=0, rtol=0)

@@ -188,6 +188,7 @@ def test_without_triton_plain_pairs_are_proven(without_triton: Project) -> None:
     assert "5 passed" in done.stdout
 
 
+@FULLY
 def test_without_triton_a_kernel_module_says_what_is_missing(without_triton: Project) -> None:
     without_triton.write("test_scale.py", "import triton\n" + TWO_LINES)
     without_triton.write("test_scale.py", _dedented("import triton", TWO_LINES))

@@ -417,6 +417,7 @@ def test_sessions_are_joined_once(quiet: Recording) -> None:
 # --- table and plot --------------------------------------------------------------------------------------------------
 
 
+@FULLY
 def test_table_and_plot_from_a_file(quiet: Recording, tmp_path: Path) -> None:
     stored = record.save(tmp_path / "stored.json", quiet)
     out = tmp_path / "out"

@@ -107,7 +107,8 @@ def test_in_proofs_and_times_from_python(precision: str | None) -> None:
     assert CUDNN.allow_tf32
 
 
-@pytest.mark.parametrize("marked", [pytest.param("correctness", marks=FULLY), "perf"])
+@FULLY
+@pytest.mark.parametrize("marked", ["correctness", "perf"])
 def test_in_proofs_and_times_of_pytest(project: Project, marked: str) -> None:
     project.write("test_plain.py", MODULE)
     found = project.process("pytest", "-m", marked)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from scale import FULLY
 
 from perfsuite import (
     Pair,
@@ -476,6 +477,7 @@ def test_draws_cover_layouts_and_regimes_and_at_most_one_size_is_large() -> None
     assert all(sum(v > make.SMALL_HIGH for v in one.sizes.values()) <= 1 for one in found)
 
 
+@FULLY
 def test_a_failing_draw_shrinks_to_a_small_case() -> None:
     of = pair(inputs={"x": tensor("m", "n"), "y": tensor("n")})
 

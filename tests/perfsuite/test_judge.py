@@ -593,8 +593,9 @@ return self.right(x)
 
 
 @pytest.mark.parametrize(
-    "body", ["os.fork() or time.sleep(60)\nreturn self.right(x)", pytest.param(CONTINUING, marks=FULLY)]
+    "body", ["os.fork() or time.sleep(60)\nreturn self.right(x)", CONTINUING], ids=["sleeping", "continuing"]
 )
+@FULLY
 def test_no_process_that_a_candidate_forks_is_left_or_holds_the_judge_up(
     reference: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: Any, body: str
 ) -> None:

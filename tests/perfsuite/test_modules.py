@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from scale import FULLY
 from torch import nn
 
 import perfsuite
@@ -171,7 +172,7 @@ class NormsByHand(Norms):
         return (x - mean) * torch.rsqrt(norm.running_var + norm.eps) * norm.weight + bias
 
 
-@pytest.mark.parametrize("left_out", ["running_mean", "bias"])
+@pytest.mark.parametrize("left_out", ["running_mean", pytest.param("bias", marks=FULLY)])
 def test_what_begins_at_zero_is_varied_too(left_out: str) -> None:
     def pair(optimized: nn.Module) -> Pair:
         inputs = {"x": tensor("m", 5, values=floats(-1, 1))}
@@ -257,8 +258,8 @@ def double(x: torch.Tensor) -> torch.Tensor:
     ("reference", "optimized"),
     [
         (Model(5), compiled(Model(5), backend="eager")),
-        (Model(5), torch.compile(Model(5), backend="eager")),
-        (Stateless(), torch.compile(Stateless(), backend="eager")),
+        pytest.param(Model(5), torch.compile(Model(5), backend="eager"), marks=FULLY),
+        pytest.param(Stateless(), torch.compile(Stateless(), backend="eager"), marks=FULLY),
         (double, torch.compile(double, backend="eager")),
     ],
     ids=["declared", "module", "stateless", "function"],

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from scale import FULLY
 from scratch import ROOT, Project
 
 pytest_plugins = ["pytester"]
@@ -26,6 +27,7 @@ def cost(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd)
 
 
+@FULLY
 def test_the_seconds_of_each_pair_are_printed_and_kept(project: Project, tmp_path: Path) -> None:
     project.write("test_one.py", PAIR)
     log = tmp_path / "log"

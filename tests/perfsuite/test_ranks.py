@@ -222,6 +222,7 @@ def test_a_pair_is_proven_in_two_processes(project: Any) -> None:
     assert "1 passed" in output
 
 
+@FULLY
 def test_a_rank_that_ends_is_named_once_and_soon(project: Any) -> None:
     output = run(project, "dist.all_reduce(total) if dist.get_rank() == 0 else os._exit(7)")
     assert "totals: the optimized side in 2 processes ends the process of rank 1 with exit code 7" in output

@@ -551,7 +551,7 @@ def test_a_call_that_takes_too_long_for_the_profiler_is_not_counted(monkeypatch:
         name: SimpleNamespace(grad_mode=False, reset=None, call=name, last=runner.Call(s, None))
         for name, s in seconds.items()
     }
-    monkeypatch.setattr(measuring, "count_calls", lambda sides: dict.fromkeys(sides, (0, 5)))
+    monkeypatch.setattr(measuring, "count_calls", lambda sides, any_of: dict.fromkeys(sides, (0, 5)))
     counts = measuring._counted(runners, FakeCuda(), counting_bench())
     known, unknown = Counts(host_syncs=0, launches=5), Counts()
     assert counts == {"reference": unknown, "optimized": known, "slow": unknown, "quick": known}
@@ -592,7 +592,7 @@ def test_more_launches_than_accepted_are_counted_again(
     """A difference that only some calls show must not turn a gate red."""
     answers = iter(counted)
     monkeypatch.setattr(
-        measuring, "count_calls", lambda sides: dict(zip(("optimized", "accepted"), next(answers), strict=True))
+        measuring, "count_calls", lambda sides, any_of: dict(zip(("optimized", "accepted"), next(answers), strict=True))
     )
     runners: Any = {
         name: SimpleNamespace(grad_mode=False, reset=None, call=name, last=runner.Call(0.1, None))

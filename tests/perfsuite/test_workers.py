@@ -471,6 +471,7 @@ for task in tasks():
     assert found == [("x", "False"), ("x", "False"), ("y", "True"), ("z", "True")]
 
 
+@FULLY
 def test_a_process_that_dies_at_its_start_is_reported_though_its_gpu_has_its_share(tmp_path: Path) -> None:
     script = """
 folder = pathlib.Path(job["out"]).parent

@@ -41,10 +41,8 @@ WORDS = {
 }
 USUAL_WRONG = (
     "missing_on_one_rank",
-    "left_out",
     "averaged_twice",
     "rounded_at_random",
-    "raises_on_one_rank",
     "ends_the_group",
     "writes_an_input",
 )

@@ -58,9 +58,10 @@ def test_outputs_that_are_wrong_on_one_rank_are_named(name: str, words: str) -> 
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        (
+        pytest.param(
             "raises",
             r"^raises ValueError at timed_rank_faults.py:\d+: no gradient here on rank 1, while rank 0 goes on$",
+            marks=FULLY,
         ),
         pytest.param("dies", "^ends the process of rank 1 by SIGKILL$", marks=FULLY),
         pytest.param(

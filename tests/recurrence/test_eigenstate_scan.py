@@ -3,6 +3,7 @@ import math
 
 import pytest
 import torch
+from scale import FULLY
 
 from optimized.compilation.compiled_function import compile_quietly
 from optimized.kernels import triton_reason
@@ -198,7 +199,7 @@ def test_the_chunk_changes_nothing_beyond_rounding(chunk, magnitude):
     [(1, 32, 32, 8), (26, 2, 2, 4), (24, 2, 2, 2), (23, 4, 1, 2), (70, 8, 4, 8), (52, 2, 2, 1)],
     ids=["one step", "a group cut short", "whole groups", "groups of one chunk", "chunks cut short", "many groups"],
 )
-@pytest.mark.parametrize("magnitude", [LARGEST, 0.4])
+@pytest.mark.parametrize("magnitude", [LARGEST, pytest.param(0.4, marks=FULLY)])
 def test_the_kernels_hand_on_from_group_to_group(T, length, chunks, at_once, magnitude, monkeypatch):
     monkeypatch.setattr(module, "LENGTH", length)
     monkeypatch.setattr(module, "CHUNKS", chunks)

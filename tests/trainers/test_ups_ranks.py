@@ -376,6 +376,7 @@ os.kill(os.getpid(), 9)
 """
 
 
+@FULLY
 def test_workers_end_with_a_rank_that_is_killed(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", path(ROOT, ROOT / "tests", ROOT / "tests/trainers"))
     command = [sys.executable, "-c", FEEDS]
