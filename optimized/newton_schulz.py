@@ -18,6 +18,8 @@ PART_BYTES = 48 << 20
 PROGRAMS = 1 if INTERPRETED else 264
 # Rows and columns of the largest tile, and how many terms of a sum are taken at a time, in half precision.
 LARGEST_TILE, DEPTH = 128, 64
+# In half precision: two programs find room on a multiprocessor.
+NUM_WARPS, NUM_STAGES = 4, 3
 # A tile has at least so many rows and columns.
 LEAST_TILE = 16
 # Matrices begin at multiples of so many elements.
@@ -154,8 +156,8 @@ class NewtonSchulz:
                 TILE=self.tile,
                 DEPTH=self.depth,
                 SUMS=self.sums_padded,
-                num_warps=4,
-                num_stages=3,
+                num_warps=NUM_WARPS * self.room.element_size() // 2,
+                num_stages=NUM_STAGES,
             )
 
 

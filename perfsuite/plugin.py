@@ -56,7 +56,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--perfsuite-profile",
         choices=PROFILES,
-        help="draws a proof takes: dev (random; the default), ci (as many, the same in each run; the default where CI is set), thorough",
+        help="draws a proof takes: dev (random), ci (the same each time; the default where CI is set), thorough",
     )
     group.addoption(
         "--perfsuite-isolate",

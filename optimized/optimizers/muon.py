@@ -1,7 +1,7 @@
 """Muon over all matrices of a shape at once (ups, technique 002.8).
 
-A kernel updates the momenta, one makes the products of the Newton–Schulz iteration, and one updates the parameters. Of a
-symmetric product only the tiles on one side of the diagonal are computed.
+One kernel updates the momenta, one makes all products of the Newton–Schulz iteration, and one updates the parameters.
+Of a symmetric product only the tiles on one side of the diagonal are computed.
 """
 
 from collections.abc import Mapping, Sequence
