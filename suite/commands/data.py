@@ -187,6 +187,38 @@ def pde(
             tell(f"{built.sha256}  {shown(path)}")
 
 
+@data.command("replies")
+@click.argument("out", type=click.Path())
+@click.option(
+    "--from",
+    "sources",
+    multiple=True,
+    type=click.Path(),
+    metavar="FILE",
+    help="JSON lines of prompt and reply, or of chat messages; repeatable.  [default: the package chatterbot-corpus]",
+)
+@click.option("--overwrite", is_flag=True, help="Replace OUT if it has another content.")
+def replies(out: str, sources: tuple[str, ...], overwrite: bool) -> None:
+    """Make the data set of the trainer polychromic: prompts with their replies as chat messages, in JSON lines, in the
+    file OUT.
+
+    Each line of a source is {"prompt": text, "reply": text} or {"messages": [{"role": "user", "content": text}, ...]},
+    whose last message is the reply. Repeated examples are left out, and counted.
+    """
+    with in_one_line("interrupted"):
+        from suite.polychromic.replies_build import build
+
+        built = build(Path(out), [Path(source) for source in sources], overwrite=overwrite)
+        repeated = f"; {built.repeated:,} repeated ones left out" if built.repeated else ""
+        tell(
+            f"{'kept' if built.kept else 'wrote'} {shown(out)}: {built.examples:,} replies to {built.prompts:,} prompts"
+            f"{repeated}",
+            err=True,
+        )
+        tell(f"from {built.source}", err=True)
+        tell(f"{built.sha256}  {shown(out)}")
+
+
 def _counted(counts: Mapping[str, Mapping[str, int]]) -> str:
     return "; ".join(
         f"{sum(found.values())} files for {split} ({', '.join(f'{n} {name}' for name, n in sorted(found.items()))})"

@@ -1,0 +1,1 @@
+"""Data, model and settings of the trainer polychromic."""

@@ -1,0 +1,153 @@
+"""Prompts with their replies, in JSON lines.
+
+A line is `{"prompt": text, "reply": text}`, or `{"messages": [{"role": …, "content": text}, …]}` as chat models have
+it, with an assistant's message at the end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from perfsuite.errors import PerfsuiteError
+from suite.naming import shown
+
+USER, ASSISTANT = "user", "assistant"
+ROLES = ("system", USER, ASSISTANT)
+FORMS = 'a line is {"prompt": …, "reply": …} or {"messages": [{"role": …, "content": …}, …]}'
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What one side of a chat says; `role` is system, user or assistant."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """The messages of a prompt, and the reply to them."""
+
+    prompt: tuple[Message, ...]
+    reply: str
+
+    def line(self) -> str:
+        """The example as a JSON line, without the line break."""
+        messages = [*self.prompt, Message(ASSISTANT, self.reply)]
+        return json.dumps({"messages": [{"role": m.role, "content": m.content} for m in messages]}, ensure_ascii=False)
+
+
+def single_turn(prompt: str, reply: str) -> Example:
+    """An example whose prompt is one message of the user."""
+    return Example((Message(USER, prompt),), reply)
+
+
+def read(path: Path) -> list[Example]:
+    """Read a file of JSON lines; PerfsuiteError names the first line that is wrong, and why."""
+    try:
+        content = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise PerfsuiteError(f"cannot read {shown(path)}: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise PerfsuiteError(
+            f"{shown(path)} is not UTF-8: byte {error.start} is {error.object[error.start]:#04x}"
+        ) from None
+    lines = [(n, line) for n, line in enumerate(content.split("\n"), 1) if line.strip()]
+    if not lines:
+        raise PerfsuiteError(f"{shown(path)} has no lines; {FORMS}")
+    return [_example(line, f"{shown(path)}, line {number}") for number, line in lines]
+
+
+def _example(line: str, where: str) -> Example:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise PerfsuiteError(f"{where}: not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise PerfsuiteError(f"{where}: {FORMS}")
+    if "messages" in found:
+        messages = _messages(found["messages"], where)
+    elif "prompt" in found and "reply" in found:
+        messages = [Message(USER, _text(found["prompt"], "prompt", where))]
+        messages += [Message(ASSISTANT, _text(found["reply"], "reply", where))]
+    else:
+        raise PerfsuiteError(f"{where}: {FORMS}")
+    return Example(tuple(messages[:-1]), messages[-1].content)
+
+
+def _messages(found: Any, where: str) -> list[Message]:
+    """The messages: perhaps the system's, then the user's and the assistant's in turn, the assistant's last."""
+    if not isinstance(found, list) or not all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in found):
+        raise PerfsuiteError(f"{where}: {FORMS}")
+    messages = []
+    for number, message in enumerate(found, 1):
+        if message["role"] not in ROLES:
+            raise PerfsuiteError(
+                f"{where}: message {number} is of the role {message['role']!r}; roles are {', '.join(ROLES)}"
+            )
+        messages.append(Message(message["role"], _text(message["content"], f"message {number}", where)))
+    turns = [m.role for m in messages if m.role != ROLES[0] or m is not messages[0]]
+    if not turns or turns != [USER, ASSISTANT] * (len(turns) // 2):
+        raise PerfsuiteError(
+            f"{where}: after a system message, if any, the user's and the assistant's take turns, and the last is the "
+            f"assistant's; here they are {', '.join(m.role for m in messages) or 'none'}"
+        )
+    return messages
+
+
+def _text(found: Any, what: str, where: str) -> str:
+    if not isinstance(found, str):
+        raise PerfsuiteError(f"{where}: its {what} is {type(found).__name__}, not text")
+    if not found.strip():
+        raise PerfsuiteError(f"{where}: its {what} is empty")
+    return found.strip()
+
+
+def chatterbot() -> list[Example]:
+    """The English conversations of the package chatterbot-corpus: each line is the reply to the one before it."""
+    try:
+        import chatterbot_corpus
+        import yaml
+    except ImportError as error:
+        raise PerfsuiteError(
+            f"{error.name} is not installed; pip install pyyaml chatterbot-corpus, or name JSON lines with --from"
+        ) from None
+    folder = Path(str(chatterbot_corpus.__file__)).parent / "data" / "english"
+    found = []
+    for path in sorted(folder.glob("*.yml")):
+        for talk in yaml.safe_load(path.read_text(encoding="utf-8")).get("conversations", []):
+            lines = [line.strip() for line in talk if isinstance(line, str)]
+            found += [single_turn(a, b) for a, b in itertools.pairwise(lines) if a and b]
+    if not found:
+        raise PerfsuiteError(f"{shown(folder)} has no conversations; install another version of chatterbot-corpus")
+    return found
+
+
+def distinct(examples: Iterable[Example]) -> list[Example]:
+    """The examples without repetitions, in their order."""
+    return list(dict.fromkeys(examples))
+
+
+def split(examples: Sequence[Example], validation: float, seed: int) -> tuple[list[Example], list[Example]]:
+    """Those to train on and those to validate, about that share of them. All replies to one prompt are on one side."""
+    sides: tuple[list[Example], list[Example]] = ([], [])
+    for example in examples:
+        sides[_place(example, seed) < validation].append(example)
+    return sides
+
+
+def _place(example: Example, seed: int) -> float:
+    """A number in [0, 1) that follows from the prompt and the seed."""
+    text = json.dumps([seed, *(m.content.casefold() for m in example.prompt if m.role == USER)])
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big") / 2**48
+
+
+def lines_of(examples: Iterable[Example]) -> Iterator[str]:
+    """The content of a file of these examples."""
+    return (f"{example.line()}\n" for example in examples)
