@@ -1,0 +1,34 @@
+"""What the pairs of polychromic share: models of any size, and the sizes of real ones."""
+
+from __future__ import annotations
+
+import torch
+
+from suite.polychromic.llama import Llama, Shape
+
+SMOLLM2 = {"vocabulary": 49152, "layers": 30, "groups": 3, "kv_heads": 3, "pairs": 32}
+"""Of SmolLM2-135M."""
+
+
+def language_model(vocabulary: int, layers: int, groups: int, kv_heads: int, pairs: int) -> Llama:
+    """Build a model with `groups` query heads for each of the key heads, twice `pairs` wide.
+
+    Weights are drawn wider than those of a model that is to be trained, so that attention is far from uniform.
+    """
+    width = groups * kv_heads * 2 * pairs
+    shape = Shape(
+        vocabulary=vocabulary,
+        width=width,
+        hidden=width * 8 // 3 // 8 * 8 or 8,
+        layers=layers,
+        heads=groups * kv_heads,
+        kv_heads=kv_heads,
+        head_width=2 * pairs,
+        positions=512,
+    )
+    model = Llama(shape)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "layernorm" not in name and weight.dim() == 2:
+                weight.normal_(std=width**-0.5)
+    return model

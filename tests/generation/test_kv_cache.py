@@ -1,0 +1,119 @@
+import pytest
+import torch
+from scale import FULLY
+
+from optimized.compilation.compiled_function import compile_quietly
+from optimized.generation.kv_cache import Cache
+from optimized.generation.kv_cache import kv_cache as optimized
+from perfsuite import Pair, Workload, compiled, integers, module, side, size, stateful, tensor
+from reference.generation.kv_cache import kv_cache as reference
+from suite.polychromic.trial import SMOLLM2, language_model
+
+kv_cache = Pair(
+    reference=stateful(reference),
+    optimized=stateful(optimized),
+    inputs={"model": module(language_model)},
+    step_inputs={
+        "prompts": tensor("rows", "longest", dtype="int64", values=integers(0, "vocabulary")),
+        "lengths": tensor("rows", dtype="int64", values=integers(1, "longest + 1")),
+        "replies": tensor("rows", "tokens", dtype="int64", values=integers(0, "vocabulary")),
+    },
+    gradients=False,
+    sizes={
+        "rows": size(1, 3),
+        "longest": size(1, 6),
+        "tokens": size(1, 5),
+        "vocabulary": size(1, 9),
+        "layers": size(1, 2),
+        "groups": size(1, 2),
+        "kv_heads": size(1, 2),
+        "pairs": size(1, 3),
+    },
+    steps=(1, 2),
+    max_examples=12,
+    rivals={"compile": compiled(stateful(side(reference, devices=("cuda",))))},
+    workloads=[
+        Workload("replies12", **SMOLLM2, rows=12, longest=64, tokens=64, device="cuda", speedup=3.0),
+        Workload(
+            "cpu",
+            rows=3,
+            longest=8,
+            tokens=8,
+            vocabulary=64,
+            layers=2,
+            groups=2,
+            kv_heads=2,
+            pairs=8,
+            clock="wall",
+            device="cpu",
+        ),
+    ],
+)
+
+
+def drawn(vocabulary=11):
+    torch.manual_seed(0)
+    model = language_model(vocabulary, 2, 2, 2, 4)
+    prompts, replies = torch.randint(vocabulary, (3, 7)), torch.randint(vocabulary, (3, 5))
+    return model, prompts, torch.tensor([7, 1, 4]), replies
+
+
+@pytest.mark.parametrize("call", [reference, optimized])
+def test_each_row_is_what_it_is_alone(call):
+    model, prompts, lengths, replies = drawn()
+    found = call(model)(prompts, lengths, replies)
+    for row, length in enumerate(lengths.tolist()):
+        whole = torch.cat((prompts[row, :length], replies[row]))[None]
+        alone = model(whole)[0, length - 1 : -1]
+        torch.testing.assert_close(found[row], alone)
+
+
+@pytest.mark.parametrize("call", [reference, optimized])
+def test_what_lies_behind_a_prompt_is_ignored(call):
+    model, prompts, lengths, replies = drawn()
+    other = torch.where(torch.arange(7) < lengths[:, None], prompts, 10 - prompts)
+    step = call(model)
+    assert torch.equal(step(prompts, lengths, replies), step(other, lengths, replies))
+
+
+def test_a_longer_call_before_changes_nothing():
+    model, prompts, lengths, replies = drawn()
+    step = optimized(model)
+    alone = step(prompts, lengths, replies)
+    step(torch.randint(11, (3, 60)), torch.tensor([60, 50, 40]), torch.randint(11, (3, 30)))
+    assert torch.equal(step(prompts, lengths, replies), alone)
+
+
+def test_weights_that_change_in_place_are_seen():
+    model, prompts, lengths, replies = drawn()
+    step = optimized(model)
+    step(prompts, lengths, replies)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1.5)
+    torch.testing.assert_close(step(prompts, lengths, replies), reference(model)(prompts, lengths, replies))
+
+
+def test_the_keys_and_values_of_a_cache_lie_at_their_positions():
+    model, prompts, lengths, _ = drawn()
+    cache = Cache(model, 3, 16)
+    with torch.no_grad():
+        cache.read(prompts, lengths)
+        cache.next(torch.tensor([1, 2, 3]), lengths)
+    for keys, _ in cache.layers:
+        written = keys.ne(0).any(-1).any(1)
+        # A prompt's padding is written, too, and then overwritten by the reply.
+        assert written.sum(1).tolist() == [8, 7, 7]
+
+
+@FULLY
+def test_a_compiled_step_is_the_same():
+    model, prompts, lengths, replies = drawn()
+    plain, compiled_one = Cache(model, 3, 16), Cache(model, 3, 16)
+    compiled_one.next = compile_quietly(compiled_one._next, fullgraph=True)
+    with torch.no_grad():
+        for cache in (plain, compiled_one):
+            cache.read(prompts, lengths)
+        for t in range(3):
+            found = [cache.next(replies[:, t], lengths + t) for cache in (plain, compiled_one)]
+            torch.testing.assert_close(*found)
