@@ -3,7 +3,8 @@
 #
 #   data         the data that all other parts need
 #   steps        what a step takes, with each phase of the source added in turn; on as many GPUs as there are
-#   training     a run of eight minutes with its evaluation and curve; on as many GPUs as there are
+#   training     a run of eight minutes, on as many GPUs as there are
+#   evaluation   the errors of its predictions, and its curve
 #   quality      both trainers of configs/ups/1gpu_{baseline,fast}.yaml on as many examples, for the seed given
 #   same_work    the same, with the reference's losses and query points in every batch of the optimized trainer
 #   rivals       ups, an FNO and a U-Net, each given four minutes
@@ -39,7 +40,9 @@ data)
 steps) "$python" tools/ups_steps.py "$data" --ranks "$gpus" --out "$out/steps-$gpus.json" ;;
 training)
     perfsuite train ups --config "configs/ups/${gpus}gpu_fast.yaml" --data "$data" --ranks "$gpus" \
-        --seconds "${SECONDS_OF_TRAINING:-480}" --epochs 100000 --folder "$out/training" --overwrite
+        --seconds "${SECONDS_OF_TRAINING:-480}" --epochs 100000 --folder "$out/training" --overwrite --tensorboard true
+    ;;
+evaluation)
     for weights in averages trained; do
         perfsuite evaluate ups --checkpoint "$out/training" --data "$data" --weights "$weights" --out "$out/training-$weights"
     done

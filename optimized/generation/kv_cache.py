@@ -78,7 +78,7 @@ class Cache:
         return self._logits(x[self.rows, lengths - 1])
 
     def _next(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Add one token to each row, at its position, both [rows]; return the logits of the next, [rows, vocabulary]."""
+        """Add a token to each row at its position, both [rows]; return the logits of the next, [rows, vocabulary]."""
         body, shape = self.model.model, self.model.shape
         x = body.embed_tokens(tokens)
         cos, sin = (part[:, None, None] for part in rotation(shape, positions, x.dtype))

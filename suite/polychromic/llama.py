@@ -44,7 +44,7 @@ class RMSNorm(nn.Module):
 
 
 def rotation(shape: Shape, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines of the rotary embedding, [..., D] for positions [...]; angles are float32, as in transformers."""
+    """Cosines and sines of the rotary embedding, [..., D] for positions [...]; of float32 angles, as transformers'."""
     steps = torch.arange(0, shape.head_width, 2, dtype=torch.float32, device=positions.device)
     angles = positions[..., None].float() * (1.0 / shape.rope_theta ** (steps / shape.head_width))
     angles = torch.cat((angles, angles), -1)
