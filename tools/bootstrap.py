@@ -40,6 +40,7 @@ OPTIONAL = {
     "jsonargparse",
     "pyyaml",
     "soundfile",
+    "safetensors",
     "tensorboard",
     "tokenizers",
 }

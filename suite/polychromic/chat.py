@@ -1,0 +1,145 @@
+"""A chat model's tokenizer: messages to tokens by the model's own template, and tokens to text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from perfsuite.errors import PerfsuiteError
+from suite.naming import shown
+from suite.polychromic.replies import ASSISTANT, Example, Message
+
+SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """Tokens of a prompt with its reply; those before `prompt` are the prompt's."""
+
+    tokens: tuple[int, ...]
+    prompt: int
+
+
+class Chat:
+    """The tokenizer and the chat template in a model's folder, as transformers stores them.
+
+    PerfsuiteError where a file is missing or damaged, or where there is no template.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            from tokenizers import Tokenizer
+        except ImportError:
+            raise PerfsuiteError("tokenizers is not installed; pip install 'perfsuite[train]'") from None
+        if not folder.is_dir():
+            raise PerfsuiteError(f"{shown(folder)} is no folder; name one that has a model as transformers stores it")
+        self.folder = folder
+        config = read_json(folder / "tokenizer_config.json")
+        try:
+            self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        except Exception as error:  # tokenizers raises nothing more specific
+            raise PerfsuiteError(f"cannot read {shown(folder / 'tokenizer.json')}: {error}") from None
+        self.special = {name: _content(config.get(name)) for name in SPECIAL}
+        self.end = self._end()
+        self._template = self._compiled(_template(folder, config))
+
+    def _end(self) -> int:
+        """The token that ends a reply."""
+        name = self.special["eos_token"]
+        found: int | None = self.tokenizer.token_to_id(name) if name else None
+        if found is None:
+            raise PerfsuiteError(f"{shown(self.folder / 'tokenizer_config.json')} names no eos_token of the vocabulary")
+        return found
+
+    def _compiled(self, source: str) -> Any:
+        # As transformers does: templates are others' code.
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment.globals["raise_exception"] = _refuse
+        environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
+        try:
+            return environment.from_string(source)
+        except TemplateError as error:
+            raise PerfsuiteError(f"the chat template in {shown(self.folder)} is damaged: {error}") from None
+
+    def text(self, messages: Sequence[Message], *, asks: bool) -> str:
+        """The messages as the template writes them; `asks` for a reply at the end."""
+        given = [{"role": m.role, "content": m.content} for m in messages]
+        try:
+            rendered: str = self._template.render(messages=given, add_generation_prompt=asks, **self.special)
+        except (TemplateError, TypeError) as error:
+            raise PerfsuiteError(f"the chat template in {shown(self.folder)} refuses the messages: {error}") from None
+        return rendered
+
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        """The tokens after which the model replies."""
+        found: list[int] = self.tokenizer.encode(self.text(messages, asks=True), add_special_tokens=False).ids
+        return found
+
+    def encode(self, example: Example) -> Encoded:
+        """The tokens of the prompt and those of the reply up to the token that ends it, each tokenized by itself."""
+        asked = self.text(example.prompt, asks=True)
+        whole = self.text([*example.prompt, Message(ASSISTANT, example.reply)], asks=False)
+        if not whole.startswith(asked):
+            raise PerfsuiteError(
+                f"the chat template in {shown(self.folder)} writes a prompt otherwise once it has a reply, so that the "
+                "model would be trained on other prompts than it replies to"
+            )
+        prompt = self.prompt(example.prompt)
+        reply = self.tokenizer.encode(whole[len(asked) :], add_special_tokens=False).ids
+        # What a template writes after the end, a line break for instance, is never generated.
+        reply = reply[: reply.index(self.end) + 1] if self.end in reply else [*reply, self.end]
+        return Encoded((*prompt, *reply), len(prompt))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of a reply's tokens, up to the one that ends it."""
+        kept = list(tokens)
+        if self.end in kept:
+            kept = kept[: kept.index(self.end)]
+        found: str = self.tokenizer.decode(kept, skip_special_tokens=True)
+        return found
+
+
+def _refuse(message: str) -> NoReturn:
+    """A template's own way to say what it does not take."""
+    raise TemplateError(message)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a file of a model's folder."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise PerfsuiteError(f"cannot read {shown(path)}: {error.strerror or error}") from None
+    except (ValueError, RecursionError) as error:
+        raise PerfsuiteError(f"{shown(path)} is damaged: {error}") from None
+    if not isinstance(found, dict):
+        raise PerfsuiteError(f"{shown(path)} is damaged: it holds no object")
+    return found
+
+
+def _content(token: Any) -> str | None:
+    """A special token, which transformers stores as text or with its properties."""
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None
+
+
+def _template(folder: Path, config: dict[str, Any]) -> str:
+    """The chat template: a file of its own, or in the tokenizer's configuration."""
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    found = config.get("chat_template")
+    if isinstance(found, list):  # several by name
+        found = next((t.get("template") for t in found if isinstance(t, dict) and t.get("name") == "default"), None)
+    if not isinstance(found, str):
+        raise PerfsuiteError(
+            f"the tokenizer in {shown(folder)} has no chat template; name a model that was trained on chats (instruct)"
+        )
+    return found

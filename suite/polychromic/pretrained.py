@@ -1,0 +1,109 @@
+"""A language model read from a folder, as transformers stores it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from perfsuite.errors import PerfsuiteError
+from suite.naming import shown
+from suite.polychromic.chat import read_json
+from suite.polychromic.llama import Llama, Shape
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+ASSUMED: Mapping[str, tuple[object, ...]] = {
+    "model_type": ("llama",),
+    "hidden_act": ("silu", "swish", None),
+    "attention_bias": (False, None),
+    "mlp_bias": (False, None),
+    "quantization_config": (None,),
+}
+"""Fields of a configuration → the values that `Llama` computes; None where the field may be missing."""
+
+
+def shape_of(folder: Path) -> Shape:
+    """The sizes of the model in the folder; PerfsuiteError where its architecture is another one."""
+    path = folder / "config.json"
+    if not folder.is_dir():
+        raise PerfsuiteError(f"{shown(folder)} is no folder; name one that has a model as transformers stores it")
+    config = read_json(path)
+    for name, values in ASSUMED.items():
+        if config.get(name) not in values:
+            raise PerfsuiteError(
+                f"{shown(path)}: {name} is {config.get(name)!r}; only models of Llama's architecture are trained "
+                f"({name} {' or '.join(map(repr, values))})"
+            )
+    theta, kind = _rotation(config)
+    if kind not in ("default", None):
+        raise PerfsuiteError(
+            f"{shown(path)}: rotary embeddings of type {kind!r} are not computed here; only the default"
+        )
+    try:
+        heads, width = int(config["num_attention_heads"]), int(config["hidden_size"])
+        return Shape(
+            vocabulary=int(config["vocab_size"]),
+            width=width,
+            hidden=int(config["intermediate_size"]),
+            layers=int(config["num_hidden_layers"]),
+            heads=heads,
+            kv_heads=int(config.get("num_key_value_heads") or heads),
+            head_width=int(config.get("head_dim") or width // heads),
+            positions=int(config.get("max_position_embeddings", 2048)),
+            rope_theta=theta,
+            eps=float(config.get("rms_norm_eps", 1e-6)),
+            tied=bool(config.get("tie_word_embeddings", False)),
+        )
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise PerfsuiteError(f"{shown(path)} is damaged: {type(error).__name__}: {error}") from None
+
+
+def _rotation(config: Mapping[str, Any]) -> tuple[float, str | None]:
+    """The base of the rotary embedding and its type, by the new fields' names or the old ones."""
+    found = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    theta = found.get("rope_theta", config.get("rope_theta", 10_000.0))
+    return float(theta), found.get("rope_type", found.get("type"))
+
+
+def load(folder: Path, dtype: torch.dtype, device: torch.device | str) -> Llama:
+    """Read the model; PerfsuiteError where a file is missing, damaged, or of another model than the configuration."""
+    try:
+        from safetensors.torch import load_file
+    except ImportError:
+        raise PerfsuiteError("safetensors is not installed; pip install 'perfsuite[train]'") from None
+    shape = shape_of(folder)
+    state: dict[str, torch.Tensor] = {}
+    for path in _files(folder):
+        try:
+            state |= load_file(path)
+        except FileNotFoundError:
+            raise PerfsuiteError(f"{shown(path)} is missing; fetch the model again") from None
+        except Exception as error:  # safetensors raises its own, which is no more specific
+            raise PerfsuiteError(f"{shown(path)} is damaged: {error}; fetch the model again") from None
+    if shape.tied:
+        state["lm_head.weight"] = state.get("model.embed_tokens.weight", torch.empty(0))
+    with torch.device("meta"):
+        model = Llama(shape)
+    expected = {name: tuple(t.shape) for name, t in model.state_dict().items()}
+    found = {name: tuple(t.shape) for name, t in state.items()}
+    for name in (n for n in {**expected, **found} if expected.get(n) != found.get(n)):
+        raise PerfsuiteError(
+            f"the weights in {shown(folder)} are not of its configuration: {name} is {found.get(name, 'missing')}, "
+            f"expected {expected.get(name, 'nothing of that name')}"
+        )
+    model.load_state_dict({name: t.to(device, dtype) for name, t in state.items()}, assign=True)
+    if shape.tied:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    return model
+
+
+def _files(folder: Path) -> list[Path]:
+    """The files of the weights: one, or those that an index names."""
+    if (folder / WEIGHTS).is_file() or not (folder / INDEX).is_file():
+        return [folder / WEIGHTS]
+    names = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(n, str) and Path(n).name == n for n in names.values()):
+        raise PerfsuiteError(f"{shown(folder / INDEX)} is damaged: it has no weight_map of file names")
+    return [folder / name for name in dict.fromkeys(names.values())]
