@@ -1,0 +1,177 @@
+"""Low-rank adapters of a language model's linear layers, stored as PEFT stores them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+from perfsuite.errors import PerfsuiteError
+from suite.batching import STEP, WORD, hashed, mixed, signed
+from suite.naming import shown
+from suite.polychromic.chat import read_json
+from suite.polychromic.llama import Llama
+
+LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""The linear layers of a block, each of which gets an adapter."""
+PREFIX = "base_model.model."
+"""Of the parameters' names in PEFT's files."""
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+BITS = 24
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """Of all adapters: y = x Wᵀ + alpha / rank · dropout(x) Aᵀ Bᵀ."""
+
+    rank: int = 16
+    alpha: float = 16.0
+    dropout: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ValueError(f"rank must be 1 or more, got {self.rank}")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout must be from 0 to below 1, got {self.dropout}")
+
+
+def kept(seed: int, number: int, shape: tuple[int, ...], rate: float, device: torch.device | str) -> torch.Tensor:
+    """Which inputs of adapter `number` a dropout of this rate keeps, bool of this shape.
+
+    Counter-based, as `suite.batching.permutation`: it follows from the arguments alone, on every device alike.
+    """
+    start = mixed(mixed(seed & WORD) + number & WORD)
+    count = torch.Size(shape).numel()
+    words = hashed(torch.arange(count, dtype=torch.int64, device=device) * signed(STEP) + signed(start))
+    return (words & ((1 << BITS) - 1)).view(shape) >= round(rate * (1 << BITS))
+
+
+class LoRALinear(nn.Module):
+    """A frozen linear layer with an adapter, which begins at 0.
+
+    `seed` is that of the step's dropout; None, as in generation and evaluation: nothing is dropped.
+    """
+
+    def __init__(self, base: nn.Linear, settings: Settings, number: int) -> None:
+        super().__init__()
+        self.weight = base.weight.requires_grad_(False)
+        given: dict[str, Any] = {"dtype": torch.float32, "device": base.weight.device}
+        self.lora_a = nn.Parameter(torch.empty(settings.rank, base.in_features, **given))
+        self.lora_b = nn.Parameter(torch.zeros(base.out_features, settings.rank, **given))
+        nn.init.kaiming_uniform_(self.lora_a, a=5**0.5)  # as PEFT draws it
+        self.settings, self.number = settings, number
+        self.seed: int | None = None
+
+    @property
+    def scale(self) -> float:
+        """What the adapter's product is multiplied by."""
+        return self.settings.alpha / self.settings.rank
+
+    def multipliers(self, x: torch.Tensor) -> torch.Tensor | None:
+        """1 / (1 - rate) where an input is kept, and else 0; None without dropout."""
+        rate = self.settings.dropout
+        if self.seed is None or not rate:
+            return None
+        return kept(self.seed, self.number, tuple(x.shape), rate, x.device).to(x.dtype) / (1 - rate)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        multipliers = self.multipliers(x)
+        dropped = x if multipliers is None else x * multipliers
+        low = linear(linear(dropped, self.lora_a.to(x.dtype)), self.lora_b.to(x.dtype))
+        return linear(x, self.weight) + self.scale * low
+
+
+def attach(model: Llama, settings: Settings) -> dict[str, LoRALinear]:
+    """Freeze the model, and give each linear layer of its blocks an adapter; return them by the layers' names."""
+    model.requires_grad_(False)
+    found: dict[str, LoRALinear] = {}
+    for i, block in enumerate(model.model.layers):
+        for name in LAYERS:
+            owner_name = "self_attn" if hasattr(block.self_attn, name) else "mlp"
+            owner = getattr(block, owner_name)
+            adapter = LoRALinear(getattr(owner, name), settings, len(found))
+            setattr(owner, name, adapter)
+            found[f"model.layers.{i}.{owner_name}.{name}"] = adapter
+    return found
+
+
+def save(adapters: Mapping[str, LoRALinear], folder: Path, base: str) -> None:
+    """Write the adapters so that PEFT loads them; `base` names the model that they belong to."""
+    from safetensors.torch import save_file
+
+    settings = next(iter(adapters.values())).settings
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": settings.rank,
+        "lora_alpha": settings.alpha,
+        "lora_dropout": settings.dropout,
+        "target_modules": sorted(LAYERS),
+        "bias": "none",
+        "inference_mode": True,
+    }
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
+        save_file({name: t.detach().cpu().contiguous() for name, t in _named(adapters).items()}, folder / WEIGHTS)
+    except OSError as error:
+        raise PerfsuiteError(f"cannot write into {shown(folder)}: {error.strerror or error}") from None
+
+
+def settings_of(folder: Path) -> Settings:
+    """The settings of stored adapters; PerfsuiteError where they are not plain LoRA of all linear layers."""
+    config = read_json(folder / CONFIG)
+    wanted = {"peft_type": ("LORA",), "bias": ("none", None), "use_dora": (False, None), "use_rslora": (False, None)}
+    for name, values in wanted.items():
+        if config.get(name) not in values:
+            raise PerfsuiteError(
+                f"{shown(folder / CONFIG)}: {name} is {config.get(name)!r}; plain LoRA adapters are read"
+            )
+    targets = config.get("target_modules")
+    if not isinstance(targets, list) or set(targets) != set(LAYERS):
+        raise PerfsuiteError(
+            f"{shown(folder / CONFIG)}: the adapters are of {targets!r}; expected one for each of {', '.join(LAYERS)}"
+        )
+    try:
+        return Settings(rank=int(config["r"]), alpha=float(config["lora_alpha"]), dropout=float(config["lora_dropout"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise PerfsuiteError(f"{shown(folder / CONFIG)} is damaged: {type(error).__name__}: {error}") from None
+
+
+def load(adapters: Mapping[str, LoRALinear], folder: Path) -> None:
+    """Take on stored adapters; PerfsuiteError where they are of another model, missing or damaged."""
+    from safetensors.torch import load_file
+
+    path = folder / WEIGHTS
+    try:
+        state = load_file(path)
+    except FileNotFoundError:
+        raise PerfsuiteError(f"{shown(path)} is missing") from None
+    except Exception as error:  # safetensors raises its own, which is no more specific
+        raise PerfsuiteError(f"{shown(path)} is damaged: {error}") from None
+    own = _named(adapters)
+    for name in (n for n in {**own, **state} if n not in own or n not in state or own[n].shape != state[n].shape):
+        found = tuple(state[name].shape) if name in state else "missing"
+        expected = tuple(own[name].shape) if name in own else "nothing of that name"
+        raise PerfsuiteError(
+            f"the adapters in {shown(folder)} are not of this model: {name} is {found}, expected {expected}"
+        )
+    with torch.no_grad():
+        for name, parameter in own.items():
+            parameter.copy_(state[name])
+
+
+def _named(adapters: Mapping[str, LoRALinear]) -> dict[str, Any]:
+    """The adapters' parameters by PEFT's names."""
+    found = {}
+    for name, adapter in adapters.items():
+        found[f"{PREFIX}{name}.lora_A.weight"] = adapter.lora_a
+        found[f"{PREFIX}{name}.lora_B.weight"] = adapter.lora_b
+    return found

@@ -1,0 +1,160 @@
+"""Low-rank adapters: what they compute, what they drop, and their files."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from perfsuite.errors import PerfsuiteError
+from suite.polychromic import lora
+from suite.polychromic.llama import Llama, Shape
+from suite.polychromic.lora import LoRALinear, Settings, attach, kept
+
+SHAPE = Shape(vocabulary=16, width=8, hidden=12, layers=2, heads=2, kv_heads=1, head_width=4, positions=32)
+SETTINGS = Settings(rank=3, alpha=6.0, dropout=0.25)
+
+
+@pytest.fixture
+def files() -> Any:
+    return pytest.importorskip(
+        "safetensors.torch", reason="safetensors is not installed: pip install 'perfsuite[train]'"
+    )
+
+
+def adapted(seed: int = 0, shape: Shape = SHAPE) -> tuple[Llama, dict[str, LoRALinear]]:
+    torch.manual_seed(seed)
+    model = Llama(shape)
+    adapters = attach(model, SETTINGS)
+    with torch.no_grad():
+        for adapter in adapters.values():
+            adapter.lora_b.normal_()
+    return model, adapters
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(16, (2, 5), generator=torch.Generator().manual_seed(1))
+
+
+def test_at_first_they_change_nothing() -> None:
+    torch.manual_seed(0)
+    model = Llama(SHAPE)
+    before = model(tokens())
+    adapters = attach(model, SETTINGS)
+    assert len(adapters) == 2 * 7
+    assert torch.equal(model(tokens()), before)
+    assert {n for n, p in model.named_parameters() if p.requires_grad} == {
+        f"{name}.lora_{part}" for name in adapters for part in "ab"
+    }
+
+
+def test_a_layer_by_hand() -> None:
+    torch.manual_seed(0)
+    layer = LoRALinear(torch.nn.Linear(4, 5, bias=False), SETTINGS, 0)
+    x = torch.randn(2, 4)
+    with torch.no_grad():
+        layer.lora_b.normal_()
+    delta = layer.lora_b @ layer.lora_a * 2.0
+    torch.testing.assert_close(layer(x), x @ (layer.weight + delta).T)
+    layer.seed = 7
+    multipliers = kept(7, 0, (2, 4), 0.25, "cpu") / 0.75
+    torch.testing.assert_close(layer(x), x @ layer.weight.T + (x * multipliers) @ delta.T)
+
+
+def test_what_is_dropped_follows_from_the_seed_and_the_adapter() -> None:
+    drawn = kept(3, 5, (200, 500), 0.1, "cpu")
+    assert torch.equal(drawn, kept(3, 5, (200, 500), 0.1, "cpu"))
+    assert 0.097 < 1 - drawn.float().mean() < 0.103
+    for other in (kept(4, 5, (200, 500), 0.1, "cpu"), kept(3, 6, (200, 500), 0.1, "cpu")):
+        assert 0.17 < (drawn != other).float().mean() < 0.19  # 2 · 0.1 · 0.9 where they are independent
+    assert kept(0, 0, (1000,), 0.0, "cpu").all()
+
+
+@pytest.mark.parametrize("fields", [{"rank": 0}, {"dropout": 1.0}, {"dropout": -0.1}])
+def test_settings_out_of_range_are_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        replace(SETTINGS, **fields)
+
+
+@pytest.mark.usefixtures("files")
+def test_what_is_stored_is_loaded_again(tmp_path: Path) -> None:
+    model, adapters = adapted()
+    lora.save(adapters, tmp_path / "new" / "folder", "the base")
+    other, theirs = adapted(seed=1)
+    assert lora.settings_of(tmp_path / "new" / "folder") == SETTINGS
+    other.load_state_dict({n: p for n, p in model.state_dict().items() if "lora" not in n}, strict=False)
+    lora.load(theirs, tmp_path / "new" / "folder")
+    assert torch.equal(other(tokens()), model(tokens()))
+
+
+@pytest.mark.usefixtures("files")
+def test_adapters_of_another_model_are_refused(tmp_path: Path) -> None:
+    lora.save(adapted()[1], tmp_path, "the base")
+    wider, deeper = replace(SHAPE, hidden=16), replace(SHAPE, layers=3)
+    for shape, words in (
+        (wider, r"gate_proj\.lora_B\.weight is \(12, 3\), expected \(16, 3\)"),
+        (deeper, "is missing"),
+    ):
+        with pytest.raises(PerfsuiteError, match=rf"are not of this model: .*{words}"):
+            lora.load(adapted(shape=shape)[1], tmp_path)
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"{")
+    with pytest.raises(PerfsuiteError, match=r"adapter_model\.safetensors is damaged: "):
+        lora.load(adapted()[1], tmp_path)
+    (tmp_path / "adapter_model.safetensors").unlink()
+    with pytest.raises(PerfsuiteError, match=r"adapter_model\.safetensors is missing"):
+        lora.load(adapted()[1], tmp_path)
+
+
+@pytest.mark.usefixtures("files")
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"peft_type": "IA3"}, "peft_type is 'IA3'; plain LoRA adapters are read"),
+        ({"use_dora": True}, "use_dora is True; plain LoRA"),
+        ({"target_modules": ["q_proj"]}, r"the adapters are of \['q_proj'\]; expected one for each of q_proj, k_proj"),
+        ({"r": None}, "is damaged: TypeError"),
+        ({"r": 0}, "is damaged: ValueError: rank must be 1 or more"),
+    ],
+)
+def test_other_adapters_are_refused(tmp_path: Path, fields: dict[str, Any], words: str) -> None:
+    lora.save(adapted()[1], tmp_path, "the base")
+    path = tmp_path / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+    with pytest.raises(PerfsuiteError, match=words):
+        lora.settings_of(tmp_path)
+
+
+@pytest.mark.usefixtures("files")
+def test_peft_loads_them_and_stores_them_alike(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    model, adapters = adapted()
+    config = transformers.LlamaConfig(
+        vocab_size=16,
+        hidden_size=8,
+        intermediate_size=12,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=4,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        attn_implementation="eager",
+    )
+    base = transformers.LlamaForCausalLM(config).eval()
+    base.load_state_dict({n: p for n, p in model.state_dict().items() if "lora" not in n})
+    lora.save(adapters, tmp_path / "ours", "")
+    theirs = peft.PeftModel.from_pretrained(base, str(tmp_path / "ours")).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(tokens()).logits, model(tokens()))
+    theirs.save_pretrained(str(tmp_path / "theirs"))
+    other, again = adapted(seed=1)
+    assert lora.settings_of(tmp_path / "theirs") == SETTINGS
+    lora.load(again, tmp_path / "theirs")
+    for name, adapter in adapters.items():
+        assert torch.equal(adapter.lora_a, again[name].lora_a)
+    assert other is not model
