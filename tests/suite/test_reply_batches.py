@@ -1,0 +1,61 @@
+"""Batches of prompts with their replies."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from perfsuite.errors import PerfsuiteError
+from suite.polychromic.batches import batch_of, numbers, prepare, prompts_of
+from suite.polychromic.chat import Encoded
+from suite.polychromic.replies import single_turn
+
+SHORT, LONG = Encoded((1, 2, 3, 4, 5), 3), Encoded(tuple(range(10, 20)), 1)
+
+
+class Letters:
+    """In a chat's place: a token for each letter."""
+
+    def encode(self, example):  # type: ignore[no-untyped-def]
+        prompt = example.prompt[0].content
+        return Encoded(tuple(map(ord, prompt + example.reply)), len(prompt))
+
+
+def test_labels_are_those_of_the_reply_alone() -> None:
+    batch = batch_of([SHORT, LONG], padding=9, device="cpu")
+    assert batch.tokens.shape == batch.labels.shape == (2, 16)
+    assert batch.tokens[0].tolist() == [1, 2, 3, 4, 5, *[9] * 11]
+    assert batch.labels[0].tolist() == [*[-100] * 3, 4, 5, *[-100] * 11]
+    assert batch.labels[1].tolist() == [-100, *range(11, 20), *[-100] * 6]
+
+
+def test_prompts_are_padded_at_their_end() -> None:
+    prompts = prompts_of([SHORT, LONG], padding=9, device="cpu")
+    assert prompts.tokens.tolist() == [[1, 2, 3], [10, 9, 9]]
+    assert prompts.lengths.tolist() == [3, 1]
+
+
+def test_long_replies_are_cut_and_long_prompts_left_out() -> None:
+    examples = [single_turn("ab", "cdefg"), single_turn("abcd", "e"), single_turn("abc", "d")]
+    prepared = prepare(examples, Letters(), 4)  # type: ignore[arg-type]
+    assert [len(e.tokens) for e in prepared.examples] == [4, 4]
+    assert [e.prompt for e in prepared.examples] == [2, 3]
+    assert prepared.left_out == 1
+    with pytest.raises(PerfsuiteError, match="length=2: the shortest prompt alone has 2 tokens; raise length above it"):
+        prepare(examples, Letters(), 2)  # type: ignore[arg-type]
+    assert prepare([], Letters(), 2).examples == ()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("size", "count"), [(4, 10), (10, 10), (16, 5), (3, 7)])
+def test_every_example_comes_once_an_epoch(size: int, count: int) -> None:
+    steps = [numbers(step, size, count, seed=3) for step in range(4 * count)]
+    assert {len(step) for step in steps} == {size}
+    flat = [n for step in steps for n in step]
+    epochs = [flat[first : first + count] for first in range(0, len(flat), count)]
+    assert all(sorted(epoch) == list(range(count)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) > 1
+    assert steps != [numbers(step, size, count, seed=4) for step in range(4 * count)]
+
+
+def test_batches_are_on_the_device_they_are_asked_for() -> None:
+    assert batch_of([SHORT], 0, "meta").tokens.device == torch.device("meta")
