@@ -2,8 +2,8 @@ import pytest
 import torch
 from scale import FULLY
 
+from optimized.cached_decoding import Cache
 from optimized.compilation.compiled_function import compile_quietly
-from optimized.generation.kv_cache import Cache
 from optimized.generation.kv_cache import kv_cache as optimized
 from perfsuite import Pair, Workload, compiled, integers, module, side, size, stateful, tensor
 from reference.generation.kv_cache import kv_cache as reference

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from boundaries import near_a_boundary
 from scale import count
 
 from optimized.generation import parallel_sampling as own
@@ -8,32 +9,6 @@ from optimized.generation.parallel_sampling import parallel_sampling_torch, para
 from optimized.kernels import triton_reason
 from perfsuite import Cost, Pair, Workload, compiled, floats, scalar, side, size, tensor
 from reference.generation.parallel_sampling import parallel_sampling as reference
-
-EPS = torch.finfo(torch.float32).eps
-
-
-def near_a_boundary(logits, uniforms, temperature, top_p):
-    """Rows whose choice falls to either side by rounding in float32: of the nucleus, or of the running sum.
-
-    A probability has the relative error of its exponent, which is that of logits / temperature; sums have as much.
-    """
-    scaled = logits.double() / temperature
-    bound = EPS * (32 + 2 * scaled.masked_fill(scaled.isinf(), 0.0).abs().amax(1))
-    p = torch.softmax(scaled, 1)
-    descending, order = torch.sort(p, dim=1, descending=True, stable=True)
-    before = descending.cumsum(1) - descending
-    at_the_end = ((before - top_p).abs() < bound[:, None]).any(1)
-    kept = before < top_p
-    kept[:, 0] = True
-    # The last of the nucleus and the first outside of it, if rounding can change their order.
-    last = kept.sum(1, keepdim=True)
-    following = descending.gather(1, last.clamp(max=p.shape[1] - 1))
-    gap = descending.gather(1, last - 1) - following
-    swapped = ((gap > 0) & (gap < bound[:, None] * following)).squeeze(1)
-    sums = torch.where(torch.zeros_like(kept).scatter_(1, order, kept), p, 0.0).cumsum(1)
-    within = ((sums - uniforms.double()[:, None] * sums[:, -1:]).abs() < bound[:, None]).any(1)
-    return at_the_end | swapped | within
-
 
 SMOLLM2, LLAMA3 = 49152, 128256
 """Vocabularies."""

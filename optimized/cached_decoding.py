@@ -1,0 +1,99 @@
+"""Keys and values that a language model keeps of its tokens, and the step for one more token of each row."""
+
+import weakref
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.nn.functional import linear, scaled_dot_product_attention
+
+from optimized.compilation.compiled_function import compile_quietly
+from optimized.graphs.cuda_graph_step import CudaGraphStep
+from suite.polychromic.llama import Llama, rotation
+
+# The length of the cache is a multiple of so many tokens: few lengths need a graph of their own.
+ROUNDED_TO = 128
+# From so many parameters on, the step is compiled: of a smaller model the compilation takes longer than what it saves.
+LEAST_COMPILED = 1 << 24
+
+
+class Caches:
+    """The last cache of each model that is alive."""
+
+    def __init__(self) -> None:
+        self._held: WeakKeyDictionary[Llama, Cache] = WeakKeyDictionary()
+
+    def of(self, model: Llama, rows: int, tokens: int) -> "Cache":
+        """A cache for so many rows and at least so many tokens of each, which lasts until the next one is asked for."""
+        size = -(-tokens // ROUNDED_TO) * ROUNDED_TO
+        held = self._held.get(model)
+        if held is None or not held.fits(rows, size):
+            self._held.pop(model, None)  # memory for one at a time
+            held = self._held[model] = Cache(model, rows, size)
+        return held
+
+
+class Cache:
+    """Keys and values [rows, key heads, size, head width] of each layer, at the positions of their tokens."""
+
+    def __init__(self, model: Llama, rows: int, size: int) -> None:
+        self._model = weakref.ref(model)  # a cache keeps no model alive
+        shape, weight = model.shape, model.lm_head.weight
+        held = torch.zeros(
+            shape.layers, 2, rows, shape.kv_heads, size, shape.head_width, dtype=weight.dtype, device=weight.device
+        )
+        self.layers = [(keys, values) for keys, values in held]
+        self.rows = torch.arange(rows, device=weight.device)
+        self.places = torch.arange(size, device=weight.device)
+        large = weight.is_cuda and sum(p.numel() for p in model.parameters()) >= LEAST_COMPILED
+        # For one more token of each row, at its position, both [rows]: the logits of the next, [rows, vocabulary].
+        self.next = CudaGraphStep(compile_quietly(self._next) if large else self._next, device=weight.device)
+
+    @property
+    def model(self) -> Llama:
+        """The model, which its user keeps."""
+        found = self._model()
+        assert found is not None
+        return found
+
+    def fits(self, rows: int, size: int) -> bool:
+        """Whether the cache has this form, and the weights are where and what they were when it was made."""
+        weight = self.model.lm_head.weight
+        held = self.layers[0][0] if self.layers else weight
+        return (len(self.rows), len(self.places), held.dtype, held.device) == (rows, size, weight.dtype, weight.device)
+
+    def read(self, prompts: torch.Tensor, lengths: torch.Tensor, times: int = 1) -> torch.Tensor:
+        """Keep the keys and values of prompts [rows / times, T], each for so many rows in turn; return the logits after
+        each, [rows, vocabulary]."""
+        body = self.model.model
+        x = body.embed_tokens(prompts)
+        cos, sin = rotation(self.model.shape, self.places[: prompts.shape[1]], x.dtype)
+        for block, (keys, values) in zip(body.layers, self.layers, strict=True):
+            q, k, v = block.self_attn.heads(block.input_layernorm(x), cos, sin)
+            keys[:, :, : prompts.shape[1]] = k.repeat_interleave(times, 0)
+            values[:, :, : prompts.shape[1]] = v.repeat_interleave(times, 0)
+            attended = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            x = x + block.self_attn.o_proj(attended.transpose(1, 2).flatten(2))
+            x = x + block.mlp(block.post_attention_layernorm(x))
+        last = x[torch.arange(len(prompts), device=prompts.device), lengths - 1]
+        return self._logits(last).repeat_interleave(times, 0)
+
+    def _next(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Add a token to each row at its position, both [rows]; return the logits of the next, [rows, vocabulary]."""
+        body, shape = self.model.model, self.model.shape
+        x = body.embed_tokens(tokens)
+        cos, sin = (part[:, None, None] for part in rotation(shape, positions, x.dtype))
+        unseen = (self.places > positions[:, None])[:, None, None]
+        for block, (keys, values) in zip(body.layers, self.layers, strict=True):
+            q, k, v = block.self_attn.heads(block.input_layernorm(x)[:, None], cos, sin)
+            keys[self.rows, :, positions] = k[:, :, 0].to(keys.dtype)  # under autocast it has another
+            values[self.rows, :, positions] = v[:, :, 0].to(keys.dtype)
+            # [rows, key heads, query heads of each, head width]: all query heads of a key head are one product.
+            q = q.reshape(len(x), shape.kv_heads, -1, shape.head_width)
+            scores = (q @ keys.mT * shape.head_width**-0.5).masked_fill(unseen, -torch.inf)
+            weights = torch.softmax(scores.float() if scores.dtype.itemsize == 2 else scores, -1).to(q.dtype)
+            x = x + block.self_attn.o_proj((weights @ values).flatten(1))
+            x = x + block.mlp(block.post_attention_layernorm(x))
+        return self._logits(x)
+
+    def _logits(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(self.model.model.norm(x), self.model.lm_head.weight)

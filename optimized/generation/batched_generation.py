@@ -1,0 +1,61 @@
+"""All replies to all prompts at once, from kept keys and values (polychromic, technique 003.4)."""
+
+from collections.abc import Callable
+
+import torch
+
+from optimized.cached_decoding import Caches
+from optimized.generation.parallel_sampling import parallel_sampling
+from suite.polychromic.llama import Llama
+
+# The host asks so often whether all replies have ended, and waits for the answer.
+ASKED_EVERY = 16
+_caches = Caches()
+
+
+@torch.no_grad()
+def batched_generation(
+    model: Llama,
+    prompts: torch.Tensor,
+    lengths: torch.Tensor,
+    uniforms: torch.Tensor,
+    temperature: float = 0.9,
+    top_p: float = 0.9,
+    end: int = 0,
+    sample: Callable[..., torch.Tensor] = parallel_sampling,
+) -> torch.Tensor:
+    """Draw replies to each prompt, int64 [prompts, replies, tokens]; after the token `end` there is no other.
+
+    Each prompt is read once, whatever the number of its replies. A reply that has ended stays in the batch: the weights
+    are read for all rows together, so that fewer rows would save little. The host waits for the device at every 16th
+    token only.
+
+    model        of Llama's architecture
+    prompts      int64 [prompts, longest]; what lies behind a prompt's length is ignored
+    lengths      int64 [prompts], from 1 to the longest
+    uniforms     [prompts, replies, tokens], from 0 to below 1: the number that chooses each token, as
+                 `parallel_sampling` does
+    temperature  above 0
+    top_p        above 0, at most 1
+    end          the token that ends a reply
+    sample       one of `parallel_sampling`'s implementations
+
+    Source: polychromic, technique 003.4.
+    """
+    count, replies, tokens = uniforms.shape
+    drawn = torch.full((count * replies, tokens), end, dtype=torch.int64, device=prompts.device)
+    if not drawn.numel():
+        return drawn.view(uniforms.shape)
+    cache = _caches.of(model, count * replies, prompts.shape[1] + tokens)
+    logits = cache.read(prompts, lengths, times=replies)
+    positions = lengths.repeat_interleave(replies)
+    uniforms = uniforms.reshape(count * replies, tokens)
+    ended = torch.zeros(len(drawn), dtype=torch.bool, device=prompts.device)
+    for t in range(tokens):
+        token = sample(logits, uniforms[:, t], temperature, top_p).masked_fill(ended, end)
+        drawn[:, t] = token
+        ended |= token == end
+        if t + 1 == tokens or ((t + 1) % ASKED_EVERY == 0 and bool(ended.all())):
+            break
+        logits = cache.next(token, positions + t)
+    return drawn.view(count, replies, tokens)

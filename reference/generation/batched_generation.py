@@ -1,0 +1,41 @@
+"""Replies one after another, each token from the whole sequence before it (polychromic, technique 003.4)."""
+
+import torch
+
+from reference.generation.parallel_sampling import parallel_sampling
+
+
+def batched_generation(
+    model: torch.nn.Module,
+    prompts: torch.Tensor,
+    lengths: torch.Tensor,
+    uniforms: torch.Tensor,
+    temperature: float = 0.9,
+    top_p: float = 0.9,
+    end: int = 0,
+) -> torch.Tensor:
+    """Draw replies to each prompt, int64 [prompts, replies, tokens]; after the token `end` there is no other.
+
+    model        a causal language model: tokens [rows, length] → logits [rows, length, vocabulary]
+    prompts      int64 [prompts, longest]; what lies behind a prompt's length is ignored
+    lengths      int64 [prompts], from 1 to the longest
+    uniforms     [prompts, replies, tokens], from 0 to below 1: the number that chooses each token, as
+                 `parallel_sampling` does
+    temperature  above 0
+    top_p        above 0, at most 1
+    end          the token that ends a reply
+
+    Source: polychromic, technique 003.4.
+    """
+    tokens = torch.full(uniforms.shape, end, dtype=torch.int64, device=prompts.device)
+    for prompt, length, own, numbers in zip(prompts, lengths.tolist(), tokens, uniforms, strict=True):
+        for reply, uniform in zip(own, numbers, strict=True):
+            sequence = prompt[:length]
+            for t in range(len(reply)):
+                logits = model(sequence[None])[:, -1]
+                token = parallel_sampling(logits, uniform[t : t + 1], temperature, top_p)
+                reply[t] = token[0]
+                if token.item() == end:
+                    break
+                sequence = torch.cat((sequence, token))
+    return tokens
