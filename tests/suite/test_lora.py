@@ -158,3 +158,19 @@ def test_peft_loads_them_and_stores_them_alike(tmp_path: Path) -> None:
     for name, adapter in adapters.items():
         assert torch.equal(adapter.lora_a, again[name].lora_a)
     assert other is not model
+
+
+def test_an_adapted_model_generates_with_its_adapters() -> None:
+    from optimized.generation.kv_cache import kv_cache as cached
+    from reference.generation.kv_cache import kv_cache as plain
+
+    model, adapters = adapted()
+    given = tokens(), torch.tensor([5, 2]), tokens().flip(1)
+    step = cached(model)
+    first = step(*given)
+    with torch.no_grad():
+        torch.testing.assert_close(first, plain(model)(*given))
+        for adapter in adapters.values():
+            adapter.lora_b.mul_(2)
+        torch.testing.assert_close(step(*given), plain(model)(*given))
+        assert not torch.equal(step(*given), first)
