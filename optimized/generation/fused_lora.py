@@ -1,5 +1,6 @@
-"""A frozen linear layer and its low-rank adapter in one pass over the outputs (polychromic, technique 003.6)."""
+"""A frozen linear layer and its low-rank adapter, by products that add to their outputs (polychromic, 003.6)."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -11,11 +12,11 @@ if triton is not None:
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # All constants below are still to be swept on an H200.
-# Whether `fused_lora` takes the product kernel on Hopper GPUs. cuBLAS's products read and write more; the product
-# kernel must lose less than 5% to 10% of a product's time to be faster.
+# Whether `fused_lora` takes the product kernel on Hopper GPUs. What cuBLAS's products read and write more is, by its
+# bytes, 5% to 10% of a product's time; the product kernel is faster only if it loses less than that to cuBLAS.
 PRODUCT_KERNEL = False
 # (largest number of tokens, tokens in a tile, inputs in a step, warps, stages) of dropout(x) @ a.T: small tiles for
-# few tokens, so that there are more programs than half of the multiprocessors.
+# few tokens, so that 1024 of them make 64 programs.
 DOWN_CONFIGS = ((2048, 16, 256, 4, 3), (None, 64, 128, 4, 4))
 # Tokens and columns in a tile of the kernels that read dy and x once, warps, stages. With 256 columns of x and dropout
 # registers spill.
@@ -128,28 +129,55 @@ TORCH, NARROW, WIDE = Form(False, False), Form(True, False), Form(True, True)
 
 
 def _with(form, x, weight, a, b, scale, kept, keep):
+    if form is None and not use_triton(weight, dtypes=DTYPES):
+        form = TORCH
+    return applied(form, _given, (weight.detach(),), x, a, b, scale, kept, keep)
+
+
+def _given(form, dtype, weight):
+    """The weight itself, but under autocast."""
+    weight = weight.to(dtype)
+    return weight.contiguous() if form.narrow else weight
+
+
+def applied(
+    form: Form | None,
+    weight_of: Callable[..., torch.Tensor],
+    frozen: tuple[torch.Tensor, ...],
+    x: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale: float,
+    kept: torch.Tensor | None,
+    keep: float,
+) -> torch.Tensor:
+    """`fused_lora` with the weight `weight_of(form, dtype, *frozen)`, which is made in each direction and not kept.
+
+    form  None for the one that serves x, a and b where they are
+    """
     # As functional.linear would; float64 is left alone by autocast.
     if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(x.device.type)
-        x, weight, a, b = (t.to(dtype) for t in (x, weight, a, b))
+        x, a, b = (t.to(dtype) for t in (x, a, b))
     if form is None:
-        form = (WIDE if PRODUCT_KERNEL else NARROW) if use_triton(x, weight, a, b, dtypes=DTYPES) else TORCH
+        form = (WIDE if PRODUCT_KERNEL else NARROW) if use_triton(x, a, b, dtypes=DTYPES) else TORCH
     if not (x.numel() and a.numel() and b.numel()):
         form = TORCH
     if kept is not None and kept.dtype == torch.bool:
         kept = kept.view(torch.uint8)
-    return FusedLora.apply(x, weight, a, b, scale if kept is None else scale / keep, kept, form)
+    return FusedLora.apply(x, a, b, scale if kept is None else scale / keep, kept, form, weight_of, *frozen)
 
 
 class FusedLora(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, a, b, factor, kept, form):
+    def forward(ctx, x, a, b, factor, kept, form, weight_of, *frozen):
         with torch.autocast(x.device.type, enabled=False):
             if form.narrow:
-                x, weight, a, b = (t.contiguous() for t in (x, weight, a, b))
+                x, a, b = (t.contiguous() for t in (x, a, b))
             h, bits = (_down_triton if form.narrow else _down_torch)(x, a, factor, kept)
-            ctx.save_for_backward(x, weight, a, b, h, bits)
-            ctx.factor, ctx.form = factor, form
+            ctx.save_for_backward(x, a, b, h, bits, *frozen)
+            ctx.factor, ctx.form, ctx.weight_of = factor, form, weight_of
+            weight = weight_of(form, x.dtype, *frozen)
             if form.wide and _has_product(x, weight):
                 return _product(x, weight, h, b)
             return torch.mm(h, b.T).addmm_(x, weight.T)
@@ -157,20 +185,21 @@ class FusedLora(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
-        x, weight, a, b, h, bits = ctx.saved_tensors
-        form, (for_x, _, for_a, *_) = ctx.form, ctx.needs_input_grad
+        x, a, b, h, bits, *frozen = ctx.saved_tensors
+        form, (for_x, for_a, *_) = ctx.form, ctx.needs_input_grad
         with torch.autocast(x.device.type, enabled=False):
             if form.narrow:
                 dy = dy.contiguous()
             g, d_b = (_across_triton if form.narrow else _across_torch)(dy, b, h, ctx.factor)
-            by_kernel = form.wide and _has_product(dy, weight)
+            weight = ctx.weight_of(form, x.dtype, *frozen) if for_x else None
+            by_kernel = for_x and form.wide and _has_product(dy, weight)
             d_a = d_x = None
             if for_a or for_x:
                 into = _into_triton if form.narrow else _into_torch
                 d_a, d_x = into(x, a, g, bits, added=for_x and not by_kernel)
             if for_x:
                 d_x = _product(dy, weight, g, a, bits, backward=True) if by_kernel else d_x.addmm_(dy, weight)
-        return d_x, None, d_a, d_b, None, None, None
+        return d_x, d_a, d_b, None, None, None, None, *(None for _ in frozen)
 
 
 def _packed(kept):
