@@ -59,6 +59,7 @@ INPUTS = {
 }
 
 fused_lora = Pair(
+    dtypes=("float32", "bfloat16"),
     reference=reference,
     optimized=optimized,
     inputs={
@@ -82,6 +83,7 @@ fused_lora = Pair(
 )
 
 fused_lora_without_dropout = Pair(
+    dtypes=("float32", "float16"),
     reference=reference,
     optimized=optimized,
     inputs=INPUTS,
