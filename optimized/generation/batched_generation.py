@@ -57,5 +57,6 @@ def batched_generation(
         ended |= token == end
         if t + 1 == tokens or ((t + 1) % ASKED_EVERY == 0 and bool(ended.all())):
             break
-        logits = cache.next(token, positions + t)
+        # Of logits that are NaN the token is -1, which is none.
+        logits = cache.next(token.clamp(min=0), positions + t)
     return drawn.view(count, replies, tokens)

@@ -1,159 +1,270 @@
-"""Top-p sampling of all rows in one kernel, without a sort (polychromic, technique 003.4).
+"""A token of each row from the nucleus of its distribution, without a sort (polychromic, technique 003.4)."""
 
-The bits of positive floats are ordered as the floats are: the smallest probability of the nucleus is found digit by
-digit, from a histogram of the probability that lies in each digit.
-"""
+import math
 
 import torch
 
 from optimized.kernels import jit, launching, tl, use_triton
+from suite.polychromic.sampling import check_options
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Logits of a row that are read at once.
-BLOCK, NUM_WARPS = 1024, 16
-# Bits of a digit; 32 is a multiple of them.
-DIGIT = 4
+BLOCK = 2048
+"""Logits of a row that a program reads at once."""
+PIVOTS = 8
+"""Thresholds that a pass over a row compares with: a pass takes longer with more, and fewer passes are needed."""
+CANDIDATES = 2048
+"""A program searches among so many tokens without reading the row again."""
+NUM_WARPS = 16
+"""Each of the 512 threads has BLOCK * PIVOTS / 512 = 32 partial sums. Compiled for sm_90, 16 and 32 warps do not spill
+registers; 8 do, and so does twice the BLOCK or twice the PIVOTS."""
 
 
-def parallel_sampling(
-    logits: torch.Tensor, uniforms: torch.Tensor, temperature: float = 0.9, top_p: float = 0.9
-) -> torch.Tensor:
-    """Draw a token for each row from the nucleus of its distribution, int64 [rows].
+def parallel_sampling(logits: torch.Tensor, uniforms: torch.Tensor, temperature: float, top_p: float) -> torch.Tensor:
+    """Draw a token from each row, int64 [rows].
 
-    The distribution is softmax(logits / temperature), in float32 at least. Its nucleus are the tokens before which, in
-    descending order of probability and of equal ones in ascending order of their numbers, the sum of probabilities is
-    below top_p; the first is always in it. In the order of the vocabulary, the token is the first of the nucleus at
-    which the running sum of its probabilities exceeds uniforms × their total; the last of the nucleus if none does.
+    The probabilities are softmax(logits / temperature), in float32 at least. The tokens are sorted by descending
+    probability, equal ones by ascending index. A token is kept if the sum of the probabilities before it is below
+    `top_p`, so that the first always is. In the order of the vocabulary, the token drawn is the first kept one at
+    which the running sum of the kept probabilities exceeds its row's uniform times their total. A token of
+    probability 0 is never drawn.
 
-    On CUDA one Triton kernel reads each row ten times, from the cache of its multiprocessor or the GPU's. Elsewhere,
-    and in float64, PyTorch sorts.
+    A logit of −inf has probability 0. A row with a NaN, with a logit of +inf, or with no logit above −inf has no
+    distribution: its token is −1.
 
-    logits       [rows, vocabulary]; -inf: never drawn. A row needs a finite one
-    uniforms     [rows], from 0 to below 1
-    temperature  above 0
+    On CUDA one Triton kernel draws all rows, one program for each row. It finds the least probability that is kept
+    by comparing sums with several thresholds in each pass. With several programs for each row every pass would be a
+    launch of its own, since programs cannot wait for each other. Elsewhere, and in float64, PyTorch's operations are
+    used.
+
+    logits       [rows, vocabulary]
+    uniforms     [rows], in [0, 1)
+    temperature  finite, and 2**-126 at least, the least normal float32
     top_p        above 0, at most 1
+
+    ValueError for other shapes, for an empty vocabulary, and for options out of range.
 
     Source: polychromic, technique 003.4.
     """
-    if use_triton(logits, dtypes=DTYPES):
+    if use_triton(logits, dtypes=DTYPES) and use_triton(uniforms):
         return parallel_sampling_triton(logits, uniforms, temperature, top_p)
     return parallel_sampling_torch(logits, uniforms, temperature, top_p)
 
 
 def parallel_sampling_torch(
-    logits: torch.Tensor, uniforms: torch.Tensor, temperature: float = 0.9, top_p: float = 0.9
+    logits: torch.Tensor, uniforms: torch.Tensor, temperature: float, top_p: float
 ) -> torch.Tensor:
-    """`parallel_sampling` by a sort of PyTorch's, on any device and dtype."""
-    wide = logits.float() if logits.dtype.itemsize == 2 else logits
-    p = torch.softmax(wide / temperature, 1)
-    descending, order = torch.sort(p, dim=1, descending=True, stable=True)
-    in_order = (descending.cumsum(1) - descending < top_p) & (descending > 0)
-    in_order[:, :1] = True
-    sums = p.masked_fill(~torch.zeros_like(in_order).scatter_(1, order, in_order), 0.0).cumsum(1)
-    targets = uniforms.to(p.dtype)[:, None] * sums[:, -1:]
-    # The running sum does not grow from its last token on: that is what is drawn if rounding leaves none beyond.
-    found = torch.searchsorted(sums, targets, right=True)
-    last = torch.searchsorted(sums, sums[:, -1:].contiguous())
-    return torch.minimum(found, last).squeeze(1)
+    """`parallel_sampling` in PyTorch operations: the sort is of values alone, and nothing is scattered."""
+    check_options(logits, uniforms, temperature, top_p)
+    x = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    weights = ((x - x.amax(1, keepdim=True)) / temperature).exp()
+    ordered = weights.sort(dim=1, descending=True).values
+    sums = ordered.cumsum(1)
+    target = top_p * sums[:, -1:]
+    # The number of kept tokens; the first is always kept.
+    count = 1 + (sums[:, :-1] < target).sum(1, keepdim=True)
+    least = ordered.gather(1, count - 1)
+    equal = weights == least
+    rank = equal.cumsum(1)
+    kept = ((weights > least) | (equal & (rank <= count - (weights > least).sum(1, keepdim=True)))) & (weights > 0)
+    running = torch.where(kept, torch.where(kept, weights, 0.0).cumsum(1), 0.0)
+    tokens = (running > uniforms[:, None] * running.amax(1, keepdim=True)).int().argmax(1)
+    return torch.where(weights.isnan().any(1), -1, tokens)
 
 
 def parallel_sampling_triton(
-    logits: torch.Tensor, uniforms: torch.Tensor, temperature: float = 0.9, top_p: float = 0.9
+    logits: torch.Tensor,
+    uniforms: torch.Tensor,
+    temperature: float,
+    top_p: float,
+    block: int = BLOCK,
+    candidates: int = CANDIDATES,
 ) -> torch.Tensor:
     """`parallel_sampling` by the kernel, which does not have float64."""
+    check_options(logits, uniforms, temperature, top_p)
     rows, vocabulary = logits.shape
-    logits = logits if logits.stride(1) == 1 else logits.contiguous()
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    if rows:
-        with launching(logits):
-            _sample_kernel[(rows,)](
-                logits,
-                logits.stride(0),
-                uniforms.contiguous(),
-                tokens,
-                vocabulary,
-                temperature,
-                top_p,
-                BLOCK=BLOCK,
-                DIGIT=DIGIT,
-                num_warps=NUM_WARPS,
-            )
+    if rows == 0:
+        return tokens
+    lists = torch.empty((rows, candidates), dtype=torch.float32, device=logits.device)
+    with launching(logits):
+        _sampling_kernel[(rows,)](
+            logits,
+            uniforms,
+            tokens,
+            lists,
+            vocabulary,
+            logits.stride(0),
+            logits.stride(1),
+            uniforms.stride(0),
+            math.log2(math.e) / temperature,
+            float(top_p),
+            # Tokens of a smaller weight have less than half of what top_p leaves out, since the largest weight is 1.
+            (1 - top_p) / (2 * vocabulary),
+            ONE=ONE,
+            BLOCK=block,
+            PIVOTS=PIVOTS,
+            CANDIDATES=candidates,
+            num_warps=NUM_WARPS,
+        )
     return tokens
 
 
-@jit
-def _masses(row_ptr, first, vocabulary, temperature, most, BLOCK: tl.constexpr):
-    """Of a block of tokens: their numbers, and their probabilities over that of the likeliest one."""
-    at = first + tl.arange(0, BLOCK)
-    x = tl.load(row_ptr + at, mask=at < vocabulary, other=float("-inf")).to(tl.float32) / temperature
-    return at, tl.where(at < vocabulary, tl.exp(x - most), 0.0)
+ONE = 0x3F800000
+"""The bits of 1.0, the largest weight. Those of floats from 0 up are ordered as the floats are."""
 
 
 @jit
-def _sample_kernel(
+def _weights(logits_ptr, at, vocabulary, column_stride, top, scale):
+    """exp((logit − top) / temperature); 0 behind the end of the row."""
+    x = tl.load(logits_ptr + at.to(tl.int64) * column_stride, mask=at < vocabulary, other=-float("inf"))
+    return tl.exp2((x.to(tl.float32) - top) * scale)
+
+
+@jit
+def _above(weights, pivots):
+    """The weights that are above each of the pivots [PIVOTS], others as 0: [BLOCK, PIVOTS]."""
+    return tl.where(weights[:, None] > pivots.to(tl.float32, bitcast=True)[None, :], weights[:, None], 0.0)
+
+
+@jit
+def _pivots(low, high, PIVOTS: tl.constexpr):
+    """Integers in (low, high] that divide it into equal parts; the last may be `high`, several times."""
+    step = (high - low + PIVOTS) // (PIVOTS + 1)
+    return tl.minimum(low + step * (1 + tl.arange(0, PIVOTS)), high)
+
+
+@jit
+def _narrow(pivots, sums, target, low, high, above):
+    """The bounds and the sum above the upper one, after the sums above each pivot are known."""
+    enough = sums >= target
+    new_low = tl.maximum(low, tl.max(tl.where(enough, pivots, low), 0))
+    new_high = tl.minimum(high, tl.min(tl.where(enough, high, pivots), 0))
+    new_above = tl.maximum(above, tl.max(tl.where(enough, above, sums), 0))
+    return new_low, tl.maximum(new_high, new_low + 1), new_above
+
+
+@jit
+def _sampling_kernel(
     logits_ptr,
-    stride,
     uniforms_ptr,
     tokens_ptr,
+    lists_ptr,
     vocabulary,
-    temperature,
+    row_stride,
+    column_stride,
+    uniform_stride,
+    scale,
     top_p,
+    negligible,
+    ONE: tl.constexpr,
     BLOCK: tl.constexpr,
-    DIGIT: tl.constexpr,
+    PIVOTS: tl.constexpr,
+    CANDIDATES: tl.constexpr,
 ):
-    DIGITS: tl.constexpr = 1 << DIGIT
+    """Draw the token of one row.
+
+    Weights are probabilities up to a factor, the largest is 1. `high` converges to the bits of the least kept weight,
+    from above: the sum of the weights above `high` is below the target, that of those above `low` is not.
+    """
     row = tl.program_id(0).to(tl.int64)
-    row_ptr = logits_ptr + row * stride
-    most = tl.full([], float("-inf"), tl.float32)
-    for first in range(0, vocabulary, BLOCK):
-        at = first + tl.arange(0, BLOCK)
-        x = tl.load(row_ptr + at, mask=at < vocabulary, other=float("-inf")).to(tl.float32)
-        most = tl.maximum(most, tl.max(x, 0))
-    most = most / temperature
-    digits = tl.arange(0, DIGITS)
-    # The smallest value of the nucleus: its digits so far, and the sum of all that are larger.
-    smallest = tl.full([], 0, tl.int32)
+    logits_ptr += row * row_stride
+    lists_ptr += row * CANDIDATES
+    lane = tl.arange(0, BLOCK)
+
+    tops = tl.full([BLOCK], -float("inf"), tl.float32)
+    for start in range(0, vocabulary, BLOCK):
+        at = start + lane
+        x = tl.load(logits_ptr + at.to(tl.int64) * column_stride, mask=at < vocabulary, other=-float("inf"))
+        tops = tl.maximum(tops, x.to(tl.float32))
+    top = tl.max(tops, 0)
+
+    low = (tl.full([], 0.0, tl.float32) + negligible).to(tl.int32, bitcast=True) - 1
+    high = tl.full([], ONE, tl.int32)
     above = tl.full([], 0.0, tl.float32)
+    total = tl.full([], 0.0, tl.float32)
     target = tl.full([], 0.0, tl.float32)
-    own = tl.full([], 0.0, tl.float32)
-    for n in range(32 // DIGIT):
-        shift = 32 - DIGIT * (n + 1)
-        # Each lane adds up its own tokens: lanes are added to each other once, and not for every block.
-        lanes = tl.zeros((BLOCK, DIGITS), tl.float32)
-        for first in range(0, vocabulary, BLOCK):
-            _, mass = _masses(row_ptr, first, vocabulary, temperature, most, BLOCK)
-            bits = mass.to(tl.int32, bitcast=True)
-            # Shifted by 32 bits an integer would stay as it is.
-            same = (n == 0) | ((bits >> (shift + DIGIT - 1) >> 1) == (smallest >> (shift + DIGIT - 1) >> 1))
-            digit = tl.where(same, (bits >> shift) & (DIGITS - 1), DIGITS)
-            lanes += tl.where(digit[:, None] == digits[None, :], mass[:, None], 0.0)
-        sums = tl.sum(lanes, 0)
-        if n == 0:
-            target = top_p * tl.sum(sums, 0)
-        # Of all digits larger than each: what is larger than all of a digit's values.
-        larger = above + tl.sum(tl.where(digits[None, :] > digits[:, None], sums[None, :], 0.0), 1)
-        fits = (sums > 0.0) & ((larger < target) | (larger == 0.0))
-        chosen = tl.min(tl.where(fits, digits, DIGITS), 0)
-        above = tl.sum(tl.where(digits == chosen, larger, 0.0), 0)
-        own = tl.sum(tl.where(digits == chosen, sums, 0.0), 0)
-        smallest = smallest | (chosen << shift)
-    value = smallest.to(tl.float32, bitcast=True)
-    # Tokens of just this value, in ascending order, as long as the sum before them is below the target.
-    room = tl.maximum(target - above, 0.0) / value
-    tied = tl.minimum(tl.maximum(tl.ceil(room), 1.0), tl.floor(own / value + 0.5))
-    wanted = tl.load(uniforms_ptr + row).to(tl.float32) * (above + tied * value)
-    seen = tl.full([], 0.0, tl.float32)
-    tied_seen = tl.full([], 0.0, tl.float32)
-    token = tl.full([], 0, tl.int32) + vocabulary
-    last = tl.full([], 0, tl.int32)
-    for first in range(0, vocabulary, BLOCK):
-        at, mass = _masses(row_ptr, first, vocabulary, temperature, most, BLOCK)
-        tie = (mass == value).to(tl.float32)
-        kept = (mass > value) | ((tie > 0.0) & (tied_seen + tl.cumsum(tie, 0) <= tied))
-        mass = tl.where(kept, mass, 0.0)
-        beyond = kept & (seen + tl.cumsum(mass, 0) > wanted)
-        token = tl.minimum(token, tl.min(tl.where(beyond, at, vocabulary), 0))
-        last = tl.maximum(last, tl.max(tl.where(kept, at, 0), 0))
-        seen += tl.sum(mass, 0)
-        tied_seen += tl.sum(tie, 0)
-    tl.store(tokens_ptr + row, tl.where(token < vocabulary, token, last).to(tl.int64))
+    found = tl.full([], CANDIDATES + 1, tl.int32)
+    # Passes over the whole row, until few enough tokens lie between the bounds.
+    while (found > CANDIDATES) & (high - low > 1):
+        pivots = _pivots(low, high, PIVOTS)
+        all_sums = tl.full([BLOCK], 0.0, tl.float32)
+        sums = tl.full([BLOCK, PIVOTS], 0.0, tl.float32)
+        for start in range(0, vocabulary, BLOCK):
+            weights = _weights(logits_ptr, start + lane, vocabulary, column_stride, top, scale)
+            all_sums += weights
+            sums += _above(weights, pivots)
+        total = tl.sum(all_sums, 0)
+        target = total * top_p
+        if (top_p < 1.0) & (total == total):
+            low, high, above = _narrow(pivots, tl.sum(sums, 0), target, low, high, above)
+            # What lies between the bounds goes into a list, and the bounds to what lies there.
+            found = tl.full([], 0, tl.int32)
+            least = tl.full([BLOCK], ONE, tl.int32)
+            most = tl.full([BLOCK], -1, tl.int32)
+            for start in range(0, vocabulary, BLOCK):
+                weights = _weights(logits_ptr, start + lane, vocabulary, column_stride, top, scale)
+                bits = weights.to(tl.int32, bitcast=True)
+                between = (start + lane < vocabulary) & (bits > low) & (bits <= high)
+                least = tl.minimum(least, tl.where(between, bits, ONE))
+                most = tl.maximum(most, tl.where(between, bits, -1))
+                place = found + tl.cumsum(between.to(tl.int32), 0) - 1
+                tl.store(lists_ptr + place, weights, mask=between & (place < CANDIDATES))
+                found += tl.sum(between.to(tl.int32), 0)
+            if found > 0:
+                low = tl.min(least, 0) - 1
+                high = tl.max(most, 0)
+            else:
+                low = high - 1
+        else:
+            # All tokens are kept, or there is no distribution.
+            low = tl.full([], -1, tl.int32)
+            high = tl.full([], 0, tl.int32)
+            above = total
+            found = tl.full([], 0, tl.int32)
+    tl.debug_barrier()
+
+    # Passes over the list. Where it is too short for all tokens, these are equal, and none lies above `high`.
+    place = tl.arange(0, CANDIDATES)
+    listed = tl.load(lists_ptr + place, mask=place < found, other=0.0)
+    base = above
+    while high - low > 1:
+        pivots = _pivots(low, high, PIVOTS)
+        sums = base + tl.sum(_above(listed, pivots), 0)
+        low, high, above = _narrow(pivots, sums, target, low, high, above)
+    least_kept = high.to(tl.float32, bitcast=True)
+    above = base + tl.sum(tl.where(listed > least_kept, listed, 0.0), 0)
+    equals = tl.sum(((listed == least_kept) & (place < found)).to(tl.int32), 0) + tl.maximum(found - CANDIDATES, 0)
+    # So many of the least are kept: those before which the sum is below the target, the first always.
+    if least_kept > 0.0:
+        room = tl.ceil((target - above) / least_kept)
+        equals = tl.minimum(tl.maximum(room, 1.0), equals.to(tl.float32)).to(tl.int32)
+
+    goal = tl.load(uniforms_ptr + row * uniform_stride).to(tl.float32) * (above + equals.to(tl.float32) * least_kept)
+    # The block of the token: where the sum exceeds the goal, or the last with a kept token if rounding leaves none.
+    running = tl.full([], 0.0, tl.float32)
+    seen = tl.full([], 0, tl.int32)
+    start = tl.full([], 0, tl.int32)
+    block, block_running, block_seen = start, running, seen
+    searching = start == 0
+    while searching & (start < vocabulary):
+        weights = _weights(logits_ptr, start + lane, vocabulary, column_stride, top, scale)
+        ties = tl.sum(((weights == least_kept) & (start + lane < vocabulary)).to(tl.int32), 0)
+        own = tl.sum(tl.where(weights > least_kept, weights, 0.0), 0)
+        own += tl.minimum(ties, tl.maximum(equals - seen, 0)).to(tl.float32) * least_kept
+        if own > 0.0:
+            block, block_running, block_seen = start, running, seen
+        running += own
+        seen += ties
+        searching = running <= goal
+        start += BLOCK
+
+    at = block + lane
+    weights = _weights(logits_ptr, at, vocabulary, column_stride, top, scale)
+    tie = (weights == least_kept) & (at < vocabulary)
+    rank = block_seen + tl.cumsum(tie.to(tl.int32), 0)
+    kept = ((weights > least_kept) | (tie & (rank <= equals))) & (weights > 0.0)
+    sums = block_running + tl.cumsum(tl.where(kept, weights, 0.0), 0)
+    first = tl.min(tl.where(kept & (sums > goal), at, vocabulary), 0)
+    last = tl.max(tl.where(kept, at, -1), 0)
+    token = tl.where(first < vocabulary, first, last)
+    tl.store(tokens_ptr + row, tl.where(total == total, token, -1).to(tl.int64))

@@ -1,35 +1,41 @@
-"""Top-p sampling by a sort of each row (polychromic, technique 003.4)."""
+"""A token of each row from the nucleus of its distribution, by a sort (polychromic, technique 003.4)."""
 
 import torch
 
+from suite.polychromic.sampling import check_options
 
-def parallel_sampling(
-    logits: torch.Tensor, uniforms: torch.Tensor, temperature: float = 0.9, top_p: float = 0.9
-) -> torch.Tensor:
-    """Draw a token for each row from the nucleus of its distribution, int64 [rows].
 
-    The distribution is softmax(logits / temperature), in float32 at least. Its nucleus are the tokens before which, in
-    descending order of probability and of equal ones in ascending order of their numbers, the sum of probabilities is
-    below top_p; the first is always in it. In the order of the vocabulary, the token is the first of the nucleus at
-    which the running sum of its probabilities exceeds uniforms × their total; the last of the nucleus if none does.
+def parallel_sampling(logits: torch.Tensor, uniforms: torch.Tensor, temperature: float, top_p: float) -> torch.Tensor:
+    """Draw a token from each row, int64 [rows].
 
-    logits       [rows, vocabulary]; -inf: never drawn. A row needs a finite one
-    uniforms     [rows], from 0 to below 1
-    temperature  above 0
+    The probabilities are softmax(logits / temperature), in float32 at least. The tokens are sorted by descending
+    probability, equal ones by ascending index. A token is kept if the sum of the probabilities before it is below
+    `top_p`, so that the first always is. In the order of the vocabulary, the token drawn is the first kept one at
+    which the running sum of the kept probabilities exceeds its row's uniform times their total. A token of
+    probability 0 is never drawn.
+
+    A logit of −inf has probability 0. A row with a NaN, with a logit of +inf, or with no logit above −inf has no
+    distribution: its token is −1.
+
+    logits       [rows, vocabulary]
+    uniforms     [rows], in [0, 1)
+    temperature  finite, and 2**-126 at least, the least normal float32
     top_p        above 0, at most 1
+
+    ValueError for other shapes, for an empty vocabulary, and for options out of range.
 
     Source: polychromic, technique 003.4.
     """
-    wide = logits.float() if logits.dtype.itemsize == 2 else logits
-    p = torch.softmax(wide / temperature, 1)
-    descending, order = torch.sort(p, dim=1, descending=True, stable=True)
-    before = descending.cumsum(1) - descending
-    in_order = (before < top_p) & (descending > 0)
-    in_order[:, 0] = True
-    kept = torch.zeros_like(in_order).scatter_(1, order, in_order)
-    sums = torch.where(kept, p, 0.0).cumsum(1)
-    beyond = kept & (sums > uniforms.to(p.dtype)[:, None] * sums[:, -1:])
-    places = torch.arange(p.shape[1], device=p.device)
-    first = torch.where(beyond, places, p.shape[1]).amin(1)
-    last = torch.where(kept, places, -1).amax(1)
-    return torch.where(first < p.shape[1], first, last)
+    check_options(logits, uniforms, temperature, top_p)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    # softmax would subtract the largest after the division, which rounds large logits more.
+    p = ((logits - logits.amax(1, keepdim=True)) / temperature).softmax(1)
+    ordered, order = p.sort(dim=1, descending=True, stable=True)
+    before = torch.cat((torch.zeros_like(ordered[:, :1]), ordered.cumsum(1)[:, :-1]), 1)
+    kept = torch.zeros_like(p, dtype=torch.bool).scatter(1, order, before < top_p) & (p > 0)
+    running = torch.where(kept, p, 0.0).cumsum(1)
+    # Sums on a GPU are not exactly monotone: the total is the largest of those at which a token may be drawn.
+    running = torch.where(kept, running, 0.0)
+    total = running.amax(1, keepdim=True)
+    tokens = (running > uniforms[:, None] * total).int().argmax(1)
+    return torch.where(p.isnan().any(1), -1, tokens)

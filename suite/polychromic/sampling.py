@@ -1,0 +1,23 @@
+"""What both sides of parallel sampling accept."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+LEAST = torch.finfo(torch.float32).tiny
+"""Float32 has no precise temperature below."""
+
+
+def check_options(logits: torch.Tensor, uniforms: torch.Tensor, temperature: float, top_p: float) -> None:
+    """Raise ValueError for what has no distribution to draw from."""
+    if logits.dim() != 2 or logits.shape[1] == 0 or uniforms.shape != logits.shape[:1]:
+        raise ValueError(
+            f"logits {list(logits.shape)}, uniforms {list(uniforms.shape)}: give [rows, vocabulary], one token or "
+            f"more, and [rows]"
+        )
+    if not LEAST <= temperature < math.inf:
+        raise ValueError(f"temperature={temperature}: it must be finite, and {LEAST:.2g} at least")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p={top_p}: it must be above 0, and 1 at most")
