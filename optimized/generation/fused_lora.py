@@ -275,7 +275,8 @@ def _down_triton(x, a, factor, kept):
 def _tiling(tokens, columns, config):
     """How many tiles of tokens a program takes, and the grid: parts of the tokens, tiles of the columns."""
     tiles, across = ceil_div(tokens, config[0]), ceil_div(columns, config[1])
-    each = max(1, tiles * across // PROGRAMS)
+    # No more programs than run at once: a few left over would take as long again.
+    each = ceil_div(tiles, max(1, PROGRAMS // across))
     return each, (ceil_div(tiles, each), across)
 
 

@@ -272,7 +272,13 @@ def test_it_refuses_a_second_derivative(call):
 
 @pytest.mark.parametrize(
     ("tokens", "columns", "each", "grid"),
-    [(1, 1, 1, (1, 1)), (8192, 4096, 7, (19, 16)), (1024, 4096, 1, (16, 16)), (8192, 14336, 27, (5, 56))],
+    [
+        (1, 1, 1, (1, 1)),
+        (8192, 4096, 8, (16, 16)),
+        (1024, 4096, 1, (16, 16)),
+        (8192, 14336, 32, (4, 56)),
+        (100, 10**6, 2, (1, 3907)),
+    ],
 )
-def test_a_program_takes_tiles_so_that_there_are_about_as_many_programs_as_wanted(tokens, columns, each, grid):
+def test_a_program_takes_so_many_tiles_that_all_programs_run_at_once(tokens, columns, each, grid):
     assert module._tiling(tokens, columns, (64, 256)) == (each, grid)
