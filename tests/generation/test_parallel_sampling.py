@@ -93,7 +93,6 @@ parallel_sampling = Pair(
     variants={
         "torch": parallel_sampling_torch,
         "triton": side(parallel_sampling_triton, available=triton_reason),
-        "small_blocks": side(in_small_blocks, available=triton_reason),
     },
     workloads=[
         Workload("smollm2", vocabulary=49152, **LM, device="cuda", speedup=5, host_syncs=0, launches=1),
