@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from suite.polychromic.encoder import EncoderShape, SentenceEncoder
 from suite.polychromic.llama import Llama, Shape
 
 SMOLLM2 = {"vocabulary": 49152, "layers": 30, "groups": 3, "kv_heads": 3, "pairs": 32}
@@ -30,5 +31,23 @@ def language_model(vocabulary: int, layers: int, groups: int, kv_heads: int, pai
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "layernorm" not in name and weight.dim() == 2:
+                weight.normal_(std=width**-0.5)
+    return model
+
+
+MINILM = {"vocabulary": 30522, "layers": 6, "heads": 12, "head_width": 32, "positions": 512}
+"""Of all-MiniLM-L6-v2."""
+
+
+def sentence_encoder(vocabulary: int, layers: int, heads: int, head_width: int, positions: int) -> SentenceEncoder:
+    """Build an encoder; its weights are drawn wider than usual, so that attention is far from uniform."""
+    width = heads * head_width
+    shape = EncoderShape(
+        vocabulary=vocabulary, width=width, hidden=4 * width, layers=layers, heads=heads, positions=positions
+    )
+    model = SentenceEncoder(shape)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() == 2:
                 weight.normal_(std=width**-0.5)
     return model

@@ -1,0 +1,245 @@
+"""The set policy gradient's loss in one pass over the logits each way (polychromic, its objective made differentiable).
+
+**What it is the gradient of.** The source trains on L = CE - lambda * D, with D the mean of 1 - cos(e_i, e_j) over the
+pairs i < j of n sampled replies. There D is a Python float: the tokens were sampled, which has no derivative, so that
+the gradient of lambda * D is zero and the source trains on CE alone. What has a gradient is the expectation. With
+p(set) = prod_i p(reply_i), and D(set) independent of the model's parameters once the replies are given,
+
+    grad E[D] = sum over sets of D(set) grad p(set) = E[D(set) grad log p(set)] = E[D(set) sum_i grad log p(reply_i)].
+
+E[grad log p(reply_i)] is zero, also given the other replies of all sets. So whatever does not depend on reply i may be
+taken from the factor of grad log p(reply_i), and the expectation stays the same:
+
+    grad E[D] = E[sum_i (D(set) - b_i) grad log p(reply_i)],   b_i independent of reply i.
+
+The advantage of reply i is D(set) - b_i. These baselines leave the gradient unbiased (`suite.polychromic.advantages`
+has those marked with *):
+
+* the mean of D over the *other* sets of the same prompt (*). The mean over *all* sets of a prompt, as the
+  polychromic objective has it, contains the set's own D, which scales the gradient by (S - 1) / S with S sets.
+  Leaving the own set out is that advantage times S / (S - 1);
+* a running mean over earlier steps, given as an input (*), where a prompt has one set;
+* the diversity of the set without reply i (*), of n - 1 >= 2 replies, which needs neither several sets nor a state;
+* the mean of D over the sets of other prompts. It is unbiased, but prompts differ in their diversity, so that the
+  advantages have an offset by prompt, which is noise.
+
+**What else has to hold.** The logits must be those of the distribution that was sampled from: divided by the
+temperature, and -inf outside the nucleus of top-p. Which tokens are in the nucleus counts as constant.
+Log-probabilities of other logits give another gradient, and a biased one.
+"""
+
+import torch
+from torch.nn import functional
+
+from optimized.kernels import ceil_div, jit, launching, tl, use_triton
+
+DTYPES = (torch.float32, torch.bfloat16)
+BLOCK, NUM_WARPS = 4096, 8  # 16 logits a thread; to be swept on an H200
+FINISH_BLOCK = 1024
+
+
+def set_policy_loss(
+    logits: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor, advantages: torch.Tensor
+) -> torch.Tensor:
+    """Return minus the mean over the sets of the sum over a set's replies of advantage times log p(reply), 0-d.
+
+    The loss is in float32, and in float64 for float64. Logits where the mask is False are not read, and their gradient
+    is 0 whatever they are.
+
+    On CUDA, Triton kernels compute it in float32 and bfloat16: two launches forward and one backward, deterministic.
+    The forward reads the logits once and keeps two numbers of each position in float32: its largest logit, and the sum
+    of the exponentials relative to that. The log-sum-exp, one number, would lose digits where logits are large. The
+    backward reads the logits again and writes their gradient, in their dtype, in one pass. There is no second
+    derivative. A token outside the vocabulary makes the loss NaN.
+
+    Elsewhere, and in other dtypes, PyTorch's operations compute it from a copy of the sampled positions' logits. Where
+    all positions were sampled, that is slower than the reference, by up to half.
+
+    logits      [sets · n, length, vocabulary]; those at position t predict `tokens[:, t]`; any strides, and read in
+                place where those of a position are contiguous
+    tokens      [sets · n, length] int64, below the vocabulary's size, also where the mask is False
+    mask        [sets · n, length] bool, True where the token was sampled, the end-of-text token included
+    advantages  [sets, n], of each reply; constants, which get no gradient. Reply i of set s is row s · n + i
+
+    ValueError for advantages that are not [sets, n] of all rows.
+
+    Source: polychromic, seed 003, objective L = CE - lambda * D.
+    """
+    return _with(use_triton(logits, dtypes=DTYPES), logits, tokens, mask, advantages)
+
+
+def set_policy_loss_torch(
+    logits: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor, advantages: torch.Tensor
+) -> torch.Tensor:
+    """`set_policy_loss` in PyTorch operations."""
+    return _with(False, logits, tokens, mask, advantages)
+
+
+def set_policy_loss_triton(
+    logits: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor, advantages: torch.Tensor
+) -> torch.Tensor:
+    """`set_policy_loss` by the kernels, in float32 and bfloat16."""
+    return _with(True, logits, tokens, mask, advantages)
+
+
+def _with(kernels, logits, tokens, mask, advantages):
+    if advantages.dim() != 2 or advantages.numel() != len(logits):
+        raise ValueError(f"advantages of shape {list(advantages.shape)} for {len(logits)} replies: give [sets, n]")
+    if not tokens.numel():
+        # The sum over nothing is 0; without a set the mean is NaN.
+        return logits.sum(dtype=torch.promote_types(logits.dtype, torch.float32)) / len(advantages)
+    return (_SetPolicyLoss.apply if kernels else _by_torch)(logits, tokens, mask, advantages.detach())
+
+
+def _by_torch(logits, tokens, mask, advantages):
+    """Of the sampled positions alone: the others cost nothing, and have gradients of 0."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    log_p = functional.log_softmax(logits[mask], -1, dtype=wide).gather(-1, tokens[mask][:, None]).squeeze(-1)
+    of_positions = advantages.reshape(-1, 1).expand(mask.shape)[mask]
+    return -(of_positions * log_p).sum() / len(advantages)
+
+
+class _SetPolicyLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, tokens, mask, advantages):
+        tokens, mask, advantages = tokens.contiguous(), mask.contiguous(), advantages.contiguous()
+        logits = logits if logits.stride(-1) == 1 else logits.contiguous()
+        loss, top, total = _forward_triton(logits, tokens, mask, advantages)
+        ctx.save_for_backward(logits, tokens, mask, advantages, top, total)
+        return loss
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        return _backward_triton(grad, *ctx.saved_tensors), None, None, None
+
+
+def _forward_triton(logits, tokens, mask, advantages):
+    rows, length, V = logits.shape
+    log_p, top, total = torch.empty((3, rows, length), dtype=torch.float32, device=logits.device)
+    loss = torch.empty((), dtype=torch.float32, device=logits.device)
+    with launching(logits):
+        _forward_kernel[(rows * length,)](
+            logits,
+            tokens,
+            mask,
+            log_p,
+            top,
+            total,
+            length,
+            V,
+            logits.stride(0),
+            logits.stride(1),
+            BLOCK=BLOCK,
+            num_warps=NUM_WARPS,
+        )
+        _finish_kernel[(1,)](
+            log_p, advantages, loss, rows * length, length, len(advantages), BLOCK=FINISH_BLOCK, num_warps=8
+        )
+    return loss, top, total
+
+
+def _backward_triton(grad, logits, tokens, mask, advantages, top, total):
+    rows, length, V = logits.shape
+    d_logits = torch.empty((rows, length, V), dtype=logits.dtype, device=logits.device)
+    with launching(logits):
+        _backward_kernel[(rows * length, ceil_div(V, BLOCK))](
+            logits,
+            tokens,
+            mask,
+            advantages,
+            top,
+            total,
+            grad,
+            d_logits,
+            length,
+            V,
+            logits.stride(0),
+            logits.stride(1),
+            len(advantages),
+            BLOCK=BLOCK,
+            num_warps=NUM_WARPS,
+        )
+    return d_logits
+
+
+@jit
+def _forward_kernel(
+    logits_ptr,
+    tokens_ptr,
+    mask_ptr,
+    log_p_ptr,
+    top_ptr,
+    total_ptr,
+    length,
+    V,
+    stride_row,
+    stride_at,
+    BLOCK: tl.constexpr,
+):
+    """Of one position log p of its token, or 0 where the mask is False, which reads no logit."""
+    at = tl.program_id(0).to(tl.int64)
+    counted = tl.load(mask_ptr + at) != 0
+    token = tl.load(tokens_ptr + at)
+    valid = (token >= 0) & (token < V)
+    logits_ptr += at // length * stride_row + at % length * stride_at
+    own = tl.load(logits_ptr + token, mask=counted & valid, other=0.0).to(tl.float32)
+    top = tl.full([], -float("inf"), tl.float32)
+    # Added up over the threads after the loop: the largest logit alone is needed in every step.
+    totals = tl.zeros((BLOCK,), dtype=tl.float32)
+    columns = tl.arange(0, BLOCK)
+    for start in range(0, tl.where(counted, V, 0), BLOCK):
+        here = start + columns
+        x = tl.load(logits_ptr + here, mask=here < V, other=-float("inf")).to(tl.float32)
+        higher = tl.maximum(top, tl.max(x, 0))
+        shift = tl.where(higher == -float("inf"), 0.0, higher)
+        totals = totals * tl.exp(top - shift) + tl.exp(x - shift)
+        top = higher
+    total = tl.sum(totals, 0)
+    log_p = tl.where(valid, (own - top) - tl.log(total), float("nan"))
+    tl.store(log_p_ptr + at, tl.where(counted, log_p, 0.0))
+    tl.store(top_ptr + at, top)
+    tl.store(total_ptr + at, total)
+
+
+@jit
+def _finish_kernel(log_p_ptr, advantages_ptr, loss_ptr, count, length, sets, BLOCK: tl.constexpr):
+    """The loss from log p of every position, always added in the same order."""
+    sums = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in range(0, count, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        log_p = tl.load(log_p_ptr + at, mask=at < count, other=0.0)
+        advantage = tl.load(advantages_ptr + at // length, mask=at < count, other=0.0).to(tl.float32)
+        sums += advantage * log_p
+    tl.store(loss_ptr, -tl.sum(sums, 0) / sets)
+
+
+@jit
+def _backward_kernel(
+    logits_ptr,
+    tokens_ptr,
+    mask_ptr,
+    advantages_ptr,
+    top_ptr,
+    total_ptr,
+    grad_ptr,
+    d_ptr,
+    length,
+    V,
+    stride_row,
+    stride_at,
+    sets,
+    BLOCK: tl.constexpr,
+):
+    """advantage / sets · (p - [own token]) of some logits of one position; 0 where the mask is False."""
+    at = tl.program_id(0).to(tl.int64)
+    here = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    counted = tl.load(mask_ptr + at) != 0
+    row = at // length
+    logits_ptr += row * stride_row + at % length * stride_at
+    x = tl.load(logits_ptr + here, mask=(here < V) & counted, other=-float("inf")).to(tl.float32)
+    weight = tl.load(advantages_ptr + row).to(tl.float32) * (tl.load(grad_ptr).to(tl.float32) / sets)
+    share = weight / tl.load(total_ptr + at)
+    d = tl.exp(x - tl.load(top_ptr + at)) * share - tl.where(here == tl.load(tokens_ptr + at), weight, 0.0)
+    d = tl.where(counted, d, 0.0)
+    tl.store(d_ptr + at * V + here, d.to(d_ptr.dtype.element_ty), mask=here < V)

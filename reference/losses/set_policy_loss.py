@@ -1,0 +1,29 @@
+"""The set policy gradient's loss in plain operations (polychromic, the differentiable form of its objective)."""
+
+import torch
+from torch.nn import functional
+
+
+def set_policy_loss(
+    logits: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor, advantages: torch.Tensor
+) -> torch.Tensor:
+    """Return minus the mean over the sets of the sum over a set's replies of advantage times log p(reply), 0-d.
+
+    The loss is in float32 at least. Its gradient estimates that of minus the expected diversity;
+    `optimized.losses.set_policy_loss` has the derivation.
+
+    logits      [sets · n, length, vocabulary]; those at position t predict `tokens[:, t]`
+    tokens      [sets · n, length] int64, below the vocabulary's size, also where the mask is False
+    mask        [sets · n, length] bool, True where the token was sampled, the end-of-text token included
+    advantages  [sets, n], of each reply; constants, which get no gradient. Reply i of set s is row s · n + i
+
+    ValueError for advantages that are not [sets, n] of all rows.
+
+    Source: polychromic, seed 003, objective L = CE - lambda * D.
+    """
+    if advantages.dim() != 2 or advantages.numel() != len(logits):
+        raise ValueError(f"advantages of shape {list(advantages.shape)} for {len(logits)} replies: give [sets, n]")
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    log_p = functional.log_softmax(logits, -1, dtype=wide).gather(-1, tokens[..., None]).squeeze(-1)
+    of_replies = torch.where(mask, log_p, 0.0).sum(-1).reshape(advantages.shape)
+    return -(advantages.detach() * of_replies).sum(-1).mean()

@@ -1,0 +1,155 @@
+"""A sentence encoder of BERT's architecture with mean pooling, and the parameter names of transformers' BertModel.
+
+Letters of shapes: B rows, T tokens, H heads, D width of a head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn.functional import gelu, scaled_dot_product_attention
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncoderShape:
+    """Sizes of the encoder; by default those of all-MiniLM-L6-v2."""
+
+    vocabulary: int = 30522
+    width: int = 384
+    hidden: int = 1536
+    layers: int = 6
+    heads: int = 12
+    positions: int = 512
+    types: int = 2
+    eps: float = 1e-12
+
+
+class Embeddings(nn.Module):
+    """The sum of the embeddings of word, position and type 0, normed."""
+
+    def __init__(self, shape: EncoderShape) -> None:
+        super().__init__()
+        self.word_embeddings = nn.Embedding(shape.vocabulary, shape.width)
+        self.position_embeddings = nn.Embedding(shape.positions, shape.width)
+        self.token_type_embeddings = nn.Embedding(shape.types, shape.width)
+        self.LayerNorm = nn.LayerNorm(shape.width, eps=shape.eps)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        places = self.position_embeddings.weight[: tokens.shape[1]]
+        normed: torch.Tensor = self.LayerNorm(
+            self.word_embeddings(tokens) + self.token_type_embeddings.weight[0] + places
+        )
+        return normed
+
+
+class SelfAttention(nn.Module):
+    """Every token attends to the tokens that the mask lets it see."""
+
+    def __init__(self, shape: EncoderShape) -> None:
+        super().__init__()
+        self.heads = shape.heads
+        self.query = nn.Linear(shape.width, shape.width)
+        self.key = nn.Linear(shape.width, shape.width)
+        self.value = nn.Linear(shape.width, shape.width)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        q, k, v = (
+            project(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for project in (self.query, self.key, self.value)
+        )
+        return scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
+
+
+class Output(nn.Module):
+    """A projection that is added to what came in before the sublayer, and then normed."""
+
+    def __init__(self, inner: int, shape: EncoderShape) -> None:
+        super().__init__()
+        self.dense = nn.Linear(inner, shape.width)
+        self.LayerNorm = nn.LayerNorm(shape.width, eps=shape.eps)
+
+    def forward(self, x: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+        normed: torch.Tensor = self.LayerNorm(self.dense(x) + before)
+        return normed
+
+
+class Attention(nn.Module):
+    """Attention, its projection and norm."""
+
+    def __init__(self, shape: EncoderShape) -> None:
+        super().__init__()
+        self.self = SelfAttention(shape)
+        self.output = Output(shape.width, shape)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.output(self.self(x, mask), x)
+        return found
+
+
+class Intermediate(nn.Module):
+    """The MLP's first projection, with GELU."""
+
+    def __init__(self, shape: EncoderShape) -> None:
+        super().__init__()
+        self.dense = nn.Linear(shape.width, shape.hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return gelu(self.dense(x))
+
+
+class Layer(nn.Module):
+    """Attention and MLP, each followed by a norm."""
+
+    def __init__(self, shape: EncoderShape) -> None:
+        super().__init__()
+        self.attention = Attention(shape)
+        self.intermediate = Intermediate(shape)
+        self.output = Output(shape.hidden, shape)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        x = self.attention(x, mask)
+        found: torch.Tensor = self.output(self.intermediate(x), x)
+        return found
+
+
+class Layers(nn.Module):
+    """The layers, one after the other."""
+
+    def __init__(self, shape: EncoderShape) -> None:
+        super().__init__()
+        self.layer = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        for layer in self.layer:
+            x = layer(x, mask)
+        return x
+
+
+class SentenceEncoder(nn.Module):
+    """The embedding of a sentence: the mean of the last layer over its tokens. Not normalised; without dropout.
+
+    A row's embedding depends on the other rows and on its padding only by rounding. Weights are drawn as transformers
+    draws them: normal, of standard deviation 0.02, with biases of 0.
+    """
+
+    def __init__(self, shape: EncoderShape) -> None:
+        super().__init__()
+        self.embeddings = Embeddings(shape)
+        self.encoder = Layers(shape)
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+            if isinstance(module, nn.Linear):
+                nn.init.zeros_(module.bias)
+
+    def forward(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """Return embeddings [B, width].
+
+        tokens   int64 [B, T], no more than there are positions; behind a row's length any token of the vocabulary
+        lengths  int64 [B], 1 or more
+        """
+        inside = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
+        x = self.encoder(self.embeddings(tokens), inside[:, None, None])
+        total: torch.Tensor = x.masked_fill(~inside[..., None], 0.0).sum(1)
+        return total / lengths[:, None]
