@@ -176,8 +176,8 @@ def _call(pair: Pair, side: Side, workload: Workload) -> None:
     from perfsuite import execution
     from perfsuite import inputs as make
 
-    # Zeros cost nothing to make; only sizes and dtypes matter to the compiler.
-    plain = {name: InputCase(regime="zeros") for name in {**pair.inputs, **pair.step_inputs}}
+    # Only sizes and dtypes matter to the compiler.
+    plain = {name: InputCase(regime=make.BLANK) for name in {**pair.inputs, **pair.step_inputs}}
     case = replace(make.workload_case(workload, pair.dtypes[0], seed=0), inputs=plain)
     values = make.build(replace(pair, adjust=None), case, "cpu")
     call = execution.callable_of(side)

@@ -69,6 +69,8 @@ INTEGER_REGIMES = ("normal", "sorted", "repeated", "edges")
 HALVES = "halves"
 OTHERS = "others"
 """Whole values all of which are among `also`, as labels that are ignored."""
+BLANK = "blank"
+"""Zeros where floats are asked for, allowed or not: only their sizes matter. The memory is not even written."""
 MILD = ("normal", "sorted", HALVES, "edges")
 """Values with which a wrong layout shows."""
 
@@ -467,6 +469,8 @@ def fill_poison(tensor: torch.Tensor) -> None:
 def _values(
     spec: TensorSpec, name: str, case: Case, device: str, regime: str, shape: tuple[int, ...], dtype: torch.dtype
 ) -> torch.Tensor:
+    if regime == BLANK and isinstance(spec.values, Floats):
+        return torch.zeros(shape, dtype=dtype, device=device)
     numel = math.prod(shape)
     source = device if numel > DRAW_ON_DEVICE and not isinstance(spec.values, Sampled) else "cpu"
     generator = generator_for(case.seed, name, source)

@@ -16,10 +16,9 @@ TINY = 2.0**-125
 
 
 def uniforms(generator, shape, dtype):
-    """Values in [0, 1), with both ends."""
-    drawn = torch.rand(shape, generator=generator)
+    """Values in [0, 1), with 0. Near 1 most draws lie at a boundary: `test_known_tokens` and others have that end."""
+    drawn = 0.98 * torch.rand(shape, generator=generator)
     drawn[::5] = 0.0
-    drawn[2::5] = 1 - U
     return drawn
 
 
