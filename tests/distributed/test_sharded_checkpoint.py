@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from scale import FULLY
 
 from optimized.distributed.sharded_checkpoint import load as optimized_load
 from optimized.distributed.sharded_checkpoint import save as optimized_save
@@ -70,6 +71,7 @@ sharded_checkpoint = Pair(
 )
 
 
+@FULLY
 def test_what_some_ranks_have_saved_others_load(tmp_path):
     # Of 4, 2 and 1 ranks, each loads what the others have saved.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}

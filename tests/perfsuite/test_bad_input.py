@@ -197,6 +197,7 @@ def test_without_triton_a_kernel_module_says_what_is_missing(without_triton: Pro
     assert lines_with(done.stdout, "triton")
 
 
+@FULLY
 def test_without_triton_the_optimized_sides_still_import() -> None:
     modules = [
         ".".join(path.relative_to(ROOT).with_suffix("").parts)

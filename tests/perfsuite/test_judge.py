@@ -640,6 +640,7 @@ def command(*arguments: object) -> Result:
     return CliRunner().invoke(main, ["judge", *map(str, arguments)])
 
 
+@FULLY
 def test_the_command_says_it_for_people_and_for_machines(reference: Path) -> None:
     good, bad = reference.with_name("good.py"), reference.with_name("bad.py")
     good.write_text(candidate("return self.right(x)"))

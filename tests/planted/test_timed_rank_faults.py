@@ -30,6 +30,7 @@ def measured(name: str, proof: Proof | None = None) -> Measurement:
         return timing(name).measure(Task(id=name, limit_s=ENDS_S, blocks=4, proof=proof, thorough=False))
 
 
+@FULLY
 def test_a_call_takes_as_long_as_the_slowest_rank() -> None:
     with group.alone(timed_rank_faults.totals["slow"], "cpu"):
         proof = timing("slow").prove(Task(id="slow", kind=PROVE, seed=5))

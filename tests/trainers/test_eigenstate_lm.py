@@ -306,6 +306,7 @@ def test_workers_read_the_packed_file():
         dataclasses.replace(SMALL, loader=True, packed_tokens=False)
 
 
+@FULLY
 @pytest.mark.usefixtures("quickly_compiled")
 def test_compiled_it_is_the_same_and_a_second_trainer_compiles_nothing_anew(text, known):
     config = dataclasses.replace(SMALL, use_compile=True)
