@@ -21,6 +21,6 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Of `-n auto`: a worker for each core that this process may use, and one more, since many tests wait."""
+    """Return the number of workers for `-n auto`: one per usable core, and one more because many tests wait."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(MOST_WORKERS, cores + 1)

@@ -8,7 +8,7 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 
 from optimized.compilation.compiled_function import compile_quietly
 from optimized.graphs.cuda_graph_step import CudaGraphStep
-from suite.polychromic.llama import Llama, rotation
+from suite.polychromic.llama import Llama, rotation, widened
 
 # The length of the cache is a multiple of so many tokens: few lengths need a graph of their own.
 ROUNDED_TO = 128
@@ -90,7 +90,7 @@ class Cache:
             # [rows, key heads, query heads of each, head width]: all query heads of a key head are one product.
             q = q.reshape(len(x), shape.kv_heads, -1, shape.head_width)
             scores = (q @ keys.mT * shape.head_width**-0.5).masked_fill(unseen, -torch.inf)
-            weights = torch.softmax(scores.float() if scores.dtype.itemsize == 2 else scores, -1).to(q.dtype)
+            weights = torch.softmax(widened(scores), -1).to(q.dtype)
             x = x + block.self_attn.o_proj((weights @ values).flatten(1))
             x = x + block.mlp(block.post_attention_layernorm(x))
         return self._logits(x)

@@ -183,8 +183,10 @@ def _tasks(
     shapes: Sequence[tuple[int, int]],
     tile: int,
 ) -> Iterator[torch.Tensor]:
-    """Of each step, and then of each matrix of the part, the tiles: int32 [tiles, 5] of matrix, step, row, column, and
-    how many of the matrix's tiles must be done before."""
+    """Yield the tiles of each step, one matrix of the part after another.
+
+    They are int32 [tiles, 5]: matrix, step, row, column, and the number of the matrix's tiles that must be done before.
+    """
     done = dict.fromkeys(part, 0)
     for number in range(max(len(forms[matrix]) for matrix in part)):
         for matrix in part:

@@ -85,6 +85,7 @@ _WRITERS: dict[str, Callable[[Any], Any]] = {
     "the profile function of new threads": threading.setprofile,
     "Python's switch interval": sys.setswitchinterval,
     "the working directory": os.chdir,
+    GROUP: lambda before: _begin_group(before),
     "torch's sdp priority order": lambda order: torch._C._set_sdp_priority_order(list(order)),
     "torch's number of function modes": lambda count: _pop(
         torch._C._len_torch_function_stack, torch._C._pop_torch_function_stack, count
@@ -169,7 +170,7 @@ def _readers() -> Mapping[str, Callable[[], Any]]:
 
 
 def _begin_group(before: Any) -> None:
-    """Have a default process group again, of this process alone. One of several processes cannot be put back here."""
+    """Put a default process group of this process alone back. A group of several processes cannot be put back."""
     if before is not UNDECIDED and before.size() == 1:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -177,7 +178,7 @@ def _begin_group(before: Any) -> None:
 
 
 def begin_group(device: str) -> None:
-    """Begin a default process group of this process alone."""
+    """Initialise the default process group with this process alone."""
     store = dist.HashStore()  # type: ignore[attr-defined]  # torch's stubs leave it out
     dist.init_process_group(group_backend(device), store=store, rank=0, world_size=1)
 
@@ -304,7 +305,7 @@ def take(wanted: State) -> None:
 def restore(before: State, names: Collection[str]) -> None:
     """Put these settings back as far as torch lets them be set."""
     for name in names:
-        write = _begin_group if name == GROUP else _writer(name)
+        write = _writer(name)
         if write is not None:
             with contextlib.suppress(RuntimeError, TypeError):
                 write(before[name])

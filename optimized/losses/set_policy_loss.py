@@ -92,7 +92,7 @@ def _with(kernels, logits, tokens, mask, advantages):
 
 
 def _by_torch(logits, tokens, mask, advantages):
-    """Of the sampled positions alone: the others cost nothing, and have gradients of 0."""
+    """Compute the loss from the sampled positions only; the gradients of the others are 0."""
     wide = torch.promote_types(logits.dtype, torch.float32)
     log_p = functional.log_softmax(logits[mask], -1, dtype=wide).gather(-1, tokens[mask][:, None]).squeeze(-1)
     of_positions = advantages.reshape(-1, 1).expand(mask.shape)[mask]
@@ -177,7 +177,7 @@ def _forward_kernel(
     stride_at,
     BLOCK: tl.constexpr,
 ):
-    """Of one position log p of its token, or 0 where the mask is False, which reads no logit."""
+    """Compute log p of the token at one position; where the mask is False it is 0, and no logit is read."""
     at = tl.program_id(0).to(tl.int64)
     counted = tl.load(mask_ptr + at) != 0
     token = tl.load(tokens_ptr + at)

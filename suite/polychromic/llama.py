@@ -38,9 +38,14 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.float() if x.dtype.itemsize == 2 else x
+        wide = widened(x)
         scaled: torch.Tensor = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * scaled.to(x.dtype)
+
+
+def widened(x: torch.Tensor) -> torch.Tensor:
+    """Convert half precision to float32; other dtypes stay."""
+    return x.float() if x.dtype.itemsize == 2 else x
 
 
 def rotation(shape: Shape, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -90,7 +95,7 @@ class Attention(nn.Module):
         k, v = repeated(k, groups), repeated(v, groups)
         scores = q @ k.mT * self.shape.head_width**-0.5
         scores = scores.masked_fill(~mask, -torch.inf)
-        weights = torch.softmax(scores.float() if scores.dtype.itemsize == 2 else scores, -1).to(q.dtype)
+        weights = torch.softmax(widened(scores), -1).to(q.dtype)
         projected: torch.Tensor = self.o_proj((weights @ v).transpose(1, 2).flatten(2))
         return projected
 
@@ -153,7 +158,7 @@ class Llama(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
-        """What the last norm returns, [B, T, width], for tokens [B, T]; each sees those before it and itself."""
+        """Compute the final hidden states [B, T, width] of tokens [B, T], with causal attention."""
         x = self.model.embed_tokens(tokens)
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         cos, sin = rotation(self.shape, positions, x.dtype)

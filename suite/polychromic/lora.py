@@ -21,14 +21,14 @@ from suite.polychromic.llama import Llama
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The linear layers of a block, each of which gets an adapter."""
 PREFIX = "base_model.model."
-"""Of the parameters' names in PEFT's files."""
+"""Prefix of the parameter names in PEFT's files."""
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BITS = 24
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """Of all adapters: y = x Wᵀ + alpha / rank · dropout(x) Aᵀ Bᵀ."""
+    """Hyperparameters that all adapters share: y = x Wᵀ + alpha / rank · dropout(x) Aᵀ Bᵀ."""
 
     rank: int = 16
     alpha: float = 16.0
@@ -70,7 +70,7 @@ class LoRALinear(nn.Module):
 
     @property
     def scale(self) -> float:
-        """What the adapter's product is multiplied by."""
+        """The factor of the adapter's product, alpha / rank."""
         return self.settings.alpha / self.settings.rank
 
     def multipliers(self, x: torch.Tensor) -> torch.Tensor | None:

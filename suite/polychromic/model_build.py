@@ -61,7 +61,7 @@ def build(out: Path, gguf: Path | None, *, overwrite: bool) -> Path:
 def _convert(source: Path, folder: Path) -> None:
     transformers, torch = _transformers()
     given: dict[str, Any] = {"gguf_file": source.name}
-    # transformers 5 keeps the weights packed where it is not told otherwise.
+    # transformers 5 keeps the weights quantized by default.
     config = getattr(transformers, "GgufConfig", None)
     packed = {} if config is None else {"quantization_config": config(dequantize=True)}
     try:

@@ -24,7 +24,7 @@ FORMS = 'a line is {"prompt": …, "reply": …} or {"messages": [{"role": …, 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What one side of a chat says; `role` is system, user or assistant."""
+    """A chat message. `role` is system, user or assistant."""
 
     role: str
     content: str

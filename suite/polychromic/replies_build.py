@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from perfsuite.errors import PerfsuiteError
+from perfsuite.report import files
 from suite.naming import shown
 from suite.polychromic import replies
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Built:
-    """What was made; `kept` where the file had the same bytes before."""
+    """A data set that was written. `kept` is true if the file already had the same bytes."""
 
     examples: int
     prompts: int
@@ -30,34 +29,28 @@ def build(out: Path, sources: Sequence[Path], *, overwrite: bool) -> Built:
     """Write the examples of these files, or those of chatterbot-corpus, into the file `out`, without repetitions."""
     found = [example for path in sources for example in replies.read(path)] if sources else replies.chatterbot()
     examples = replies.distinct(found)
-    content = "".join(replies.lines_of(examples)).encode()
+    content = "".join(replies.lines_of(examples))
     kept = _write(out, content, overwrite=overwrite)
     return Built(
         examples=len(examples),
         prompts=len({example.prompt for example in examples}),
         repeated=len(found) - len(examples),
         source=", ".join(map(shown, sources)) if sources else "the package chatterbot-corpus",
-        sha256=hashlib.sha256(content).hexdigest(),
+        sha256=hashlib.sha256(content.encode()).hexdigest(),
         kept=kept,
     )
 
 
-def _write(out: Path, content: bytes, *, overwrite: bool) -> bool:
+def _write(out: Path, content: str, *, overwrite: bool) -> bool:
     """Write the file as a whole or not at all; return whether it had this content before."""
-    temporary = out.with_name(f"{out.name}.{os.getpid()}.tmp")
     try:
-        if out.is_file() and out.read_bytes() == content:
+        if out.is_file() and out.read_bytes() == content.encode():
             return True
-        if out.exists() and not overwrite:
-            raise PerfsuiteError(f"{shown(out)} exists and has another content; name another file, or add --overwrite")
-        if out.is_dir():
-            raise PerfsuiteError(f"{shown(out)} is a folder; name a file")
-        out.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(content)
-        os.replace(temporary, out)
     except OSError as error:
-        raise PerfsuiteError(f"cannot write {shown(out)}: {error.strerror or error}") from None
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
+        raise PerfsuiteError(f"cannot read {shown(out)}: {error.strerror or error}") from None
+    if out.exists() and not overwrite:
+        raise PerfsuiteError(f"{shown(out)} exists and has another content; name another file, or add --overwrite")
+    if out.is_dir():
+        raise PerfsuiteError(f"{shown(out)} is a folder; name a file")
+    files.write(out, content)
     return False

@@ -1,4 +1,4 @@
-"""What both sides of parallel sampling accept."""
+"""Validation of the arguments of `parallel_sampling`, for the reference and the optimized implementation."""
 
 from __future__ import annotations
 
