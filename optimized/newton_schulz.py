@@ -1,8 +1,12 @@
 """The Newton–Schulz iteration of many matrices in one launch (ups, technique 002.8).
 
 Programs take tiles from one list, in its order. Before a tile they wait until the tiles that it depends on are done,
-which are earlier in the list, so that some program is always at work. The list is in parts of matrices that the L2
-cache holds: a product finds there what the one before it has written.
+which are earlier in the list, so that some program is always at work.
+
+Matrices lie in panels of so many columns as 128 bytes hold, one panel after another, each row by row. Of both operands
+of a product the rows are multiplied with each other, so that each of its loads is a block of adjacent rows of a panel,
+and one tensor descriptor serves all matrices, whatever their shapes. Matrices are padded with zeros to whole panels,
+in both directions. A matrix that is multiplied from the left is therefore kept transposed, too.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,89 +14,89 @@ from typing import NamedTuple
 
 import torch
 
-from optimized.kernels import INTERPRETED, ceil_div, jit, launching, tl
+from optimized.kernels import INTERPRETED, ceil_div, has_descriptors, jit, launching, tl
 
-# Bytes of the matrices of a part.
-PART_BYTES = 48 << 20
+try:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:
+    TensorDescriptor = None
+
 # Programs; more than run at once do no harm. An interpreted one would wait for ever for those after it.
 PROGRAMS = 1 if INTERPRETED else 264
-# Rows and columns of the largest tile, and how many terms of a sum are taken at a time, in half precision.
-LARGEST_TILE, DEPTH = 128, 64
+# Rows and columns of the largest tile.
+LARGEST_TILE = 128
 # In half precision: two programs find room on a multiprocessor.
 NUM_WARPS, NUM_STAGES = 4, 3
-# A tile has at least so many rows and columns.
-LEAST_TILE = 16
-# Matrices begin at multiples of so many elements.
-VECTOR = 16
-# From so many times as many columns as rows on, Gram matrices are iterated.
+PANEL_BYTES = 128
+# From so many times as many columns as rows on, Gram matrices are iterated, which is less work then.
 GRAM_FROM = 2
-# Iterations after which Gram matrices are computed anew.
-RESTART = 3
-# The buffers of a matrix; the last two are of Gram matrices' iteration.
-X, OTHER, GRAM, POLYNOMIAL, SPARE, FACTOR = range(6)
+# After so many iterations they are computed anew. Rounding changes their least eigenvalues, by more in each iteration:
+# after three, the error in bfloat16 is up to a hundred times that of iterating x itself, and after two it is the same.
+RESTART = 2
+# The buffers of a matrix: it and its transpose, which alternates with the place of Gram matrices, and polynomials of
+# these; the last two serve the iteration of Gram matrices.
+X, X_T, OTHER_T, POLYNOMIAL, SPARE, FACTOR = range(6)
+BUFFERS = FACTOR + 1
 NOTHING = -1
+# Numbers that a task has; a power of two.
+FIELDS = 16
 
 
 class Step(NamedTuple):
-    """A product for all tiles of a matrix: the numbers of its operands and of its result.
+    """A product α · left rightᵀ + β · added + γ, for all tiles of a matrix: the numbers of its operands and results.
 
-    Symmetric, it is α · left rightᵀ + β · added + γ, of which the tiles on one side of the diagonal are computed; else
-    it is left · right. The operands that are `X` are divided by the matrix's norm where `scaled`.
+    Of a symmetric product the tiles on one side of the diagonal are computed. The result of another one is also
+    stored as its transpose, `mirrored`. The operands that are `X` are divided by the matrix's norm where `scaled`.
     """
 
     is_symmetric: bool
     left: int
     right: int
     out: int
+    mirrored: int = NOTHING
     added: int = NOTHING
     factors: tuple[float, float, float] = (1.0, 0.0, 0.0)
     scaled: bool = False
 
 
-def plain(coefficients: tuple[float, float, float], iterations: int) -> Iterator[Step]:
-    """Multiply x, divided by its norm, so often by P = a + b G + c G², where G = x xᵀ."""
-    a, b, c = coefficients
-    now, after = X, OTHER
-    for number in range(iterations):
-        yield Step(True, now, now, GRAM, scaled=number == 0)
-        yield Step(True, GRAM, GRAM, POLYNOMIAL, added=GRAM, factors=(c, b, a))
-        yield Step(False, POLYNOMIAL, now, after, scaled=number == 0)
-        now, after = after, now
-
-
-def by_gram(coefficients: tuple[float, float, float], iterations: int) -> Iterator[Step]:
-    """Iterate Gram matrices, and multiply x itself twice.
+def steps_of(coefficients: tuple[float, float, float], iterations: int, restart: int) -> Iterator[Step]:
+    """Multiply x, divided by its norm, so often by P = a + b G + c G², where G = x xᵀ; x itself once in `restart`.
 
     The Gram matrix after a multiplication is P G P, and the product of all P so far is F; all are symmetric, and
-    commute. For matrices with many more columns than rows this is less work. Rounding spoils G's smallest eigenvalues,
-    which grow from iteration to iteration: after RESTART of them G is computed anew, from F x.
+    commute. After `restart` iterations x is multiplied by F, and G is computed anew.
     """
     a, b, c = coefficients
-    now, after = X, OTHER
-    for first, end in ((0, RESTART), (RESTART, iterations)):
-        gram, polynomial, spare, factor = GRAM, POLYNOMIAL, SPARE, FACTOR
-        yield Step(True, now, now, gram, scaled=first == 0)
+    transposed, gram = X_T, OTHER_T
+    for first in range(0, iterations, restart):
+        end, scaled = min(first + restart, iterations), first == 0
+        polynomial, spare, factor = POLYNOMIAL, SPARE, FACTOR
+        yield _symmetric(X, X, gram, scaled)
         for number in range(first, end):
-            yield Step(True, gram, gram, polynomial, added=gram, factors=(c, b, a))
+            yield _symmetric(gram, gram, polynomial)._replace(added=gram, factors=(c, b, a))
             if number + 1 < end:
-                yield Step(True, polynomial, gram, spare)
-                yield Step(True, spare, polynomial, gram)
+                yield _symmetric(polynomial, gram, spare)
+                yield _symmetric(spare, polynomial, gram)
             if number == first:
                 polynomial, factor = factor, polynomial
             else:
-                yield Step(True, polynomial, factor, spare)
+                yield _symmetric(polynomial, factor, spare)
                 spare, factor = factor, spare
-        yield Step(False, factor, now, after, scaled=first == 0)
-        now, after = after, now
+        yield Step(False, factor, transposed, X, gram if end < iterations else NOTHING, scaled=scaled)
+        transposed, gram = gram, transposed
+
+
+def _symmetric(left: int, right: int, out: int, scaled: bool = False) -> Step:
+    return Step(True, left, right, out, out, scaled=scaled)
 
 
 class NewtonSchulz:
     """The iteration of wide matrices, whose shapes are given.
 
-    shapes   (rows, columns) of each matrix, with no more rows than columns, multiples of 8
+    shapes   (rows, columns) of each matrix, with no more rows than columns
     sums     float32 [matrices, n] whose rows have the squares of the matrices' norms as their sums
 
-    `room` holds the matrices, each row by row from `places[i]` on, and after `run` their results from `results[i]` on.
+    `room` has rows of a panel, `panel` columns. From row `places[i]` on it holds a matrix, and from `transposed[i]` on
+    its transpose, each padded with zeros; after `run` the results lie in the matrices' places.
     """
 
     def __init__(
@@ -104,104 +108,90 @@ class NewtonSchulz:
         dtype: torch.dtype,
     ) -> None:
         device = sums.device
-        forms = [tuple(form(coefficients, iterations)) for form in (plain, by_gram)]
+        self.panel = PANEL_BYTES // dtype.itemsize
+        self.tile = min(LARGEST_TILE, max(self.panel, 1 << (max(rows for rows, _ in shapes) - 1).bit_length()))
+        self.shapes = [tuple(ceil_div(n, self.tile) * self.tile for n in shape) for shape in shapes]
+        forms = [tuple(steps_of(coefficients, iterations, restart)) for restart in (1, RESTART)]
+        # The matrices' own sizes decide: those with many rows are not padded much.
         wide = [columns >= GRAM_FROM * rows for rows, columns in shapes]
-        buffers = [{n for step in forms[w] for n in (step.left, step.right, step.out)} for w in wide]
-        sizes = [rows * columns for rows, columns in shapes], [rows * rows for rows, _ in shapes]
-        at, end = [[0] * (FACTOR + 1) for _ in shapes], 0
-        for buffer in range(FACTOR + 1):
-            for matrix, used in enumerate(buffers):
-                if buffer in used:
-                    at[matrix][buffer] = end
-                    end += ceil_div(sizes[buffer > OTHER][matrix], VECTOR) * VECTOR
-        self.places = [places[X] for places in at]
-        self.results = [places[forms[w][-1].out] for places, w in zip(at, wide, strict=True)]
-        self.room = torch.empty(end, dtype=dtype, device=device)
+        at, end = self._lay([forms[w] for w in wide])
+        self.places, self.transposed = ([places[buffer] for places in at] for buffer in (X, X_T))
+        self.room = torch.empty(end, self.panel, dtype=dtype, device=device)
         self.sums, self.sums_padded = sums, 1 << (sums.shape[1] - 1).bit_length()
-        largest = max(rows for rows, _ in shapes)
-        self.tile = min(LARGEST_TILE, max(LEAST_TILE, 1 << (largest - 1).bit_length()))
-        self.depth = min(DEPTH * 2 // self.room.element_size(), max(LEAST_TILE, self.tile))
-        steps = [step for form in forms for step in form]
-        self.steps = _on(device, [(s.is_symmetric, s.left, s.right, s.out, s.added, s.scaled) for s in steps])
-        self.factors = _on(device, [s.factors for s in steps], torch.float32)
-        self.matrices = _on(device, [(*places, *shape) for places, shape in zip(at, shapes, strict=True)], torch.int64)
-        bytes_of = [
-            self.room.element_size() * sum(sizes[n > OTHER][matrix] for n in used)
-            for matrix, used in enumerate(buffers)
-        ]
-        first = [len(forms[0]) if w else 0 for w in wide]
-        tasks = [
-            tile
-            for part in _parts(bytes_of)
-            for tile in _tasks(part, [forms[w] for w in wide], first, shapes, self.tile)
-        ]
-        self.tasks = torch.cat(tasks).to(device)
+        self.tasks = torch.cat(list(self._tasks([forms[w] for w in wide], at))).to(device)
         # The next task, and of each matrix the number of tiles that are done.
         self.counters = torch.zeros(1 + len(shapes), dtype=torch.int32, device=device)
+        self.is_fenced = not INTERPRETED and has_descriptors(self.room)
+        self.blocks = TensorDescriptor.from_tensor(self.room, [self.tile, self.panel])
 
     def run(self) -> None:
-        """Iterate. What lay in the places of the matrices is lost."""
+        """Iterate. The transposes are lost."""
         self.counters.zero_()
         with launching(self.room):
             _iterate_kernel[(min(PROGRAMS, len(self.tasks)),)](
+                self.blocks,
                 self.tasks,
                 len(self.tasks),
                 self.counters,
-                self.steps,
-                self.factors,
-                self.matrices,
                 self.room,
                 self.sums,
                 self.sums.shape[1],
                 TILE=self.tile,
-                DEPTH=self.depth,
+                PANEL=self.panel,
                 SUMS=self.sums_padded,
+                FENCED=self.is_fenced,
                 num_warps=NUM_WARPS * self.room.element_size() // 2,
                 num_stages=NUM_STAGES,
             )
 
+    def _lay(self, forms: Sequence[Sequence[Step]]) -> tuple[list[list[int]], int]:
+        """The first row of each matrix's buffers, and the number of all rows."""
+        used = [
+            {n for step in form for n in (step.left, step.right, step.out, step.mirrored)} | {X, X_T} for form in forms
+        ]
+        at, end = [[0] * BUFFERS for _ in forms], 0
+        for buffer in range(BUFFERS):
+            for matrix, (rows, columns) in enumerate(self.shapes):
+                if buffer in used[matrix]:
+                    at[matrix][buffer] = end
+                    end += rows * (columns if buffer <= OTHER_T else rows) // self.panel
+        return at, end
 
-def _on(device: torch.device, values: Sequence[Sequence[float]], dtype: torch.dtype = torch.int32) -> torch.Tensor:
-    return torch.tensor(values, dtype=dtype).to(device)
+    def _tasks(self, forms: Sequence[Sequence[Step]], at: Sequence[Sequence[int]]) -> Iterator[torch.Tensor]:
+        """Yield the tiles of each step, one matrix after another.
 
+        They are int32 [tiles, FIELDS]: what `_iterate_kernel` loads. Factors are the bits of a float32.
+        """
+        tile, done = self.tile, [0] * len(forms)
+        for number in range(max(map(len, forms))):
+            for matrix, form in enumerate(forms):
+                if number >= len(form):
+                    continue
+                step, (rows, columns) = form[number], self.shapes[matrix]
+                # The matrix itself has more columns than rows, and then it is the left operand and the right one.
+                height, terms = (rows, columns if step.left == X else rows) if step.is_symmetric else (columns, rows)
+                i, j = torch.meshgrid(*(torch.arange(ceil_div(n, tile)) for n in (rows, height)), indexing="ij")
+                i, j = (n[i <= j] if step.is_symmetric else n.flatten() for n in (i, j))
 
-def _parts(sizes: Sequence[int]) -> list[range]:
-    """Matrices that follow each other, as many as a part holds."""
-    parts, first, held = [], 0, 0
-    for matrix, size in enumerate(sizes):
-        if held + size > PART_BYTES and matrix > first:
-            parts.append(range(first, matrix))
-            first, held = matrix, 0
-        held += size
-    return [*parts, range(first, len(sizes))]
+                def rows_of(buffer, i, j, height, at=at[matrix]):
+                    """The first row of a tile."""
+                    return at[buffer] + (j * height // self.panel + i) * tile if buffer != NOTHING else NOTHING
 
-
-def _tasks(
-    part: range,
-    forms: Sequence[Sequence[Step]],
-    first: Sequence[int],
-    shapes: Sequence[tuple[int, int]],
-    tile: int,
-) -> Iterator[torch.Tensor]:
-    """Yield the tiles of each step, one matrix of the part after another.
-
-    They are int32 [tiles, 5]: matrix, step, row, column, and the number of the matrix's tiles that must be done before.
-    """
-    done = dict.fromkeys(part, 0)
-    for number in range(max(len(forms[matrix]) for matrix in part)):
-        for matrix in part:
-            if number >= len(forms[matrix]):
-                continue
-            rows, columns = (ceil_div(n, tile) for n in shapes[matrix])
-            if forms[matrix][number].is_symmetric:
-                tiles = torch.triu_indices(rows, rows, dtype=torch.int32)
-            else:
-                tiles = torch.cartesian_prod(*(torch.arange(n, dtype=torch.int32) for n in (rows, columns))).T
-            made = torch.empty(tiles.shape[1], 5, dtype=torch.int32)
-            made[:, 0], made[:, 1], made[:, 4] = matrix, first[matrix] + number, done[matrix]
-            made[:, 2:4] = tiles.T
-            done[matrix] += len(made)
-            yield made
+                mirrored = rows_of(step.mirrored, j, i, height)
+                if step.is_symmetric:
+                    mirrored = torch.where(i == j, NOTHING, mirrored)
+                product, plus, diagonal = (torch.tensor(f, dtype=torch.float32).view(torch.int32) for f in step.factors)
+                fields = (
+                    rows_of(step.left, i, 0, rows), rows_of(step.right, j, 0, height), rows, height,
+                    terms // self.panel, rows_of(step.out, i, j, rows), mirrored, rows_of(step.added, i, j, rows),
+                    (1 + step.is_symmetric) * step.scaled, matrix, done[matrix], product, plus,
+                    torch.where(i == j, diagonal, 0),
+                )  # fmt: skip
+                made = torch.zeros(len(i), FIELDS, dtype=torch.int32)
+                for field, values in enumerate(fields):
+                    made[:, field] = values
+                done[matrix] += len(made)
+                yield made
 
 
 @jit
@@ -213,84 +203,71 @@ def _scale_of(sums_ptr, matrix, sums_of_each, SUMS: tl.constexpr):
 
 
 @jit
+def place_in_panels(rows, columns, height, PANEL: tl.constexpr):
+    """Where elements lie in a buffer of so many rows."""
+    return (columns // PANEL * height + rows) * PANEL + columns % PANEL
+
+
+@jit
+def _tile(ptr, first, height, TILE: tl.constexpr, PANEL: tl.constexpr):
+    """Where the elements of a tile lie, whose first row is given; in a buffer of so many rows."""
+    place = place_in_panels(tl.arange(0, TILE)[:, None], tl.arange(0, TILE)[None, :], height, PANEL)
+    return ptr + first.to(tl.int64) * PANEL + place
+
+
+@jit
 def _iterate_kernel(
+    blocks,
     tasks_ptr,
     count,
     counters_ptr,
-    steps_ptr,
-    factors_ptr,
-    matrices_ptr,
     room_ptr,
     sums_ptr,
     sums_of_each,
     TILE: tl.constexpr,
-    DEPTH: tl.constexpr,
+    PANEL: tl.constexpr,
     SUMS: tl.constexpr,
+    FENCED: tl.constexpr,
 ):
-    depth = tl.arange(0, DEPTH)
-    task = tl.atomic_add(counters_ptr, 1)
+    task = tl.atomic_add(counters_ptr, 1, sem="relaxed")
     while task < count:
-        task_ptr = tasks_ptr + 5 * task
-        matrix = tl.load(task_ptr)
-        step = tl.load(task_ptr + 1)
-        i, j = tl.load(task_ptr + 2), tl.load(task_ptr + 3)
-        needed = tl.load(task_ptr + 4)
-        step_ptr = steps_ptr + 6 * step
-        matrix_ptr = matrices_ptr + 8 * matrix
-        left_ptr = room_ptr + tl.multiple_of(tl.load(matrix_ptr + tl.load(step_ptr + 1)), 16)
-        right_ptr = room_ptr + tl.multiple_of(tl.load(matrix_ptr + tl.load(step_ptr + 2)), 16)
-        out_ptr = room_ptr + tl.multiple_of(tl.load(matrix_ptr + tl.load(step_ptr + 3)), 16)
-        added = tl.load(step_ptr + 4)
-        rows = tl.multiple_of(tl.load(matrix_ptr + 6).to(tl.int32), 8)
-        columns = tl.multiple_of(tl.load(matrix_ptr + 7).to(tl.int32), 8)
-        scale = tl.full([], 1.0, tl.float32)
-        if tl.load(step_ptr + 5) != 0:
+        task_ptr = tasks_ptr + 16 * task
+        # The first rows of the operands, and the rows of their panels.
+        left, right = tl.load(task_ptr), tl.load(task_ptr + 1)
+        left_height = tl.multiple_of(tl.load(task_ptr + 2), PANEL)
+        right_height = tl.multiple_of(tl.load(task_ptr + 3), PANEL)
+        panels = tl.load(task_ptr + 4)
+        # The first rows of the result, of its transpose, and of what is added.
+        out, mirrored, added = tl.load(task_ptr + 5), tl.load(task_ptr + 6), tl.load(task_ptr + 7)
+        power, matrix, needed = tl.load(task_ptr + 8), tl.load(task_ptr + 9), tl.load(task_ptr + 10)
+        factor = tl.load(task_ptr + 11).to(tl.float32, bitcast=True)
+        if power > 0:
             scale = _scale_of(sums_ptr, matrix, sums_of_each, SUMS)
-        at_i = i * TILE + tl.arange(0, TILE)
-        at_j = j * TILE + tl.arange(0, TILE)
-        # Rows beyond the edge are the one at the edge, and are not stored.
-        in_i = tl.minimum(at_i, rows - 1)
+            factor *= tl.where(power > 1, scale * scale, scale)
+        done_ptr = counters_ptr + 1 + matrix
+        while tl.atomic_add(done_ptr, 0, sem="acquire") < needed:
+            pass
+        if FENCED:
+            # What others have stored is now read by another unit.
+            _ = tl.inline_asm_elementwise("fence.proxy.async.global; mov.u32 $0, 0;", "=r", [], tl.int32, False, 1)
         total = tl.zeros((TILE, TILE), tl.float32)
-        done = tl.atomic_add(counters_ptr + 1 + matrix, 0)
-        while done < needed:
-            done = tl.atomic_add(counters_ptr + 1 + matrix, 0)
-        if tl.load(step_ptr) != 0:
-            in_j = tl.minimum(at_j, rows - 1)
-            # Only a matrix itself has more columns than rows, and then it is the left operand and the right one.
-            terms = tl.where(tl.load(step_ptr + 1) < 2, columns, rows)
-            left = left_ptr + in_i[:, None] * terms + depth[None, :]
-            right = right_ptr + in_j[None, :] * terms + depth[:, None]
-            for k in range(0, terms, DEPTH):
-                inside = depth < terms - k
-                a = tl.load(left + k, mask=inside[None, :], other=0.0)
-                b = tl.load(right + k, mask=inside[:, None], other=0.0)
-                total = tl.dot(a, b, total, input_precision="ieee")
-            factor_ptr = factors_ptr + 3 * step
-            total *= tl.load(factor_ptr) * scale * scale
-            place = at_i[:, None] * rows + at_j[None, :]
-            mask = (at_i[:, None] < rows) & (at_j[None, :] < rows)
-            if added >= 0:
-                added_ptr = room_ptr + tl.multiple_of(tl.load(matrix_ptr + added), 16)
-                total += tl.load(factor_ptr + 1) * tl.load(added_ptr + place, mask=mask, other=0.0).to(tl.float32)
-                total += tl.where(at_i[:, None] == at_j[None, :], tl.load(factor_ptr + 2), 0.0)
-            result = total.to(room_ptr.dtype.element_ty)
-            tl.store(out_ptr + place, result, mask=mask)
-            if i != j:
-                mirrored = at_j[:, None] * rows + at_i[None, :]
-                tl.store(out_ptr + mirrored, tl.trans(result), mask=tl.trans(mask))
-        else:
-            left = left_ptr + in_i[:, None] * rows + depth[None, :]
-            right = right_ptr + depth[:, None] * columns + at_j[None, :]
-            for k in range(0, rows, DEPTH):
-                inside = depth < rows - k
-                a = tl.load(left + k, mask=inside[None, :], other=0.0)
-                b = tl.load(right + k * columns, mask=inside[:, None] & (at_j[None, :] < columns), other=0.0)
-                total = tl.dot(a, b, total, input_precision="ieee")
-            total *= scale
-            place = at_i[:, None] * columns + at_j[None, :]
-            mask = (at_i[:, None] < rows) & (at_j[None, :] < columns)
-            tl.store(out_ptr + place, total.to(room_ptr.dtype.element_ty), mask=mask)
+        for _ in range(panels):
+            a, b = blocks.load([left, 0]), blocks.load([right, 0])
+            total = tl.dot(a, b.T, total, input_precision="ieee")
+            left += left_height
+            right += right_height
+        total *= factor
+        if added >= 0:
+            plus = tl.load(task_ptr + 12).to(tl.float32, bitcast=True)
+            diagonal = tl.load(task_ptr + 13).to(tl.float32, bitcast=True)
+            total += plus * tl.load(_tile(room_ptr, added, left_height, TILE, PANEL)).to(tl.float32)
+            n = tl.arange(0, TILE)
+            total += tl.where(n[:, None] == n[None, :], diagonal, 0.0)
+        result = total.to(room_ptr.dtype.element_ty)
+        tl.store(_tile(room_ptr, out, left_height, TILE, PANEL), result)
+        if mirrored >= 0:
+            tl.store(_tile(room_ptr, mirrored, right_height, TILE, PANEL), tl.trans(result))
         # All threads of the program have stored before one of them says so.
         tl.debug_barrier()
-        tl.atomic_add(counters_ptr + 1 + matrix, 1)
-        task = tl.atomic_add(counters_ptr, 1)
+        tl.atomic_add(done_ptr, 1, sem="release")
+        task = tl.atomic_add(counters_ptr, 1, sem="relaxed")

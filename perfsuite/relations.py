@@ -8,6 +8,8 @@ import torch
 
 EXPLAINED = 0.02
 """A relation holds where it leaves at most this share of the error unexplained."""
+MOST = 0.9
+"""It brings at least this share of the elements nearer: rounding of a few large equal values looks like a factor."""
 FEWEST = 8
 """The fewest different values: with fewer, many relations hold by chance."""
 OF_ROUNDING = 1 / 32
@@ -25,10 +27,14 @@ def relation(got: torch.Tensor, truth: torch.Tensor) -> str | None:
     finite = g.isfinite() & t.isfinite()
     if not bool(finite.all()) or t.unique().numel() < FEWEST:
         return None
-    error = float((g - t).norm())
-    if error == 0.0:
+    if torch.equal(g, t):
         return None
-    return next((words for words, made in _made(g, t) if float((g - made).norm()) < EXPLAINED * error), None)
+    return next((words for words, made in _made(g, t) if _explains(made, g, t)), None)
+
+
+def _explains(made: torch.Tensor, g: torch.Tensor, t: torch.Tensor) -> bool:
+    error, left = (g - t).abs(), (g - made).abs()
+    return float(left.norm()) < EXPLAINED * float(error.norm()) and float((2 * left <= error).double().mean()) >= MOST
 
 
 def reaches(got: torch.Tensor, truth: torch.Tensor, eps: float) -> bool:

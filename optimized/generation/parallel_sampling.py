@@ -243,20 +243,20 @@ def _sampling_kernel(
     # The block of the token: where the sum exceeds the goal, or the last with a kept token if rounding leaves none.
     running = tl.full([], 0.0, tl.float32)
     seen = tl.full([], 0, tl.int32)
-    start = tl.full([], 0, tl.int32)
-    block, block_running, block_seen = start, running, seen
-    searching = start == 0
-    while searching & (start < vocabulary):
-        weights = _weights(logits_ptr, start + lane, vocabulary, column_stride, top, scale)
-        ties = tl.sum(((weights == least_kept) & (start + lane < vocabulary)).to(tl.int32), 0)
-        own = tl.sum(tl.where(weights > least_kept, weights, 0.0), 0)
-        own += tl.minimum(ties, tl.maximum(equals - seen, 0)).to(tl.float32) * least_kept
-        if own > 0.0:
-            block, block_running, block_seen = start, running, seen
-        running += own
-        seen += ties
-        searching = running <= goal
-        start += BLOCK
+    block = tl.full([], 0, tl.int32)
+    block_running = tl.full([], 0.0, tl.float32)
+    block_seen = tl.full([], 0, tl.int32)
+    for start in range(0, vocabulary, BLOCK):
+        if running <= goal:
+            weights = _weights(logits_ptr, start + lane, vocabulary, column_stride, top, scale)
+            ties = tl.sum(((weights == least_kept) & (start + lane < vocabulary)).to(tl.int32), 0)
+            own = tl.sum(tl.where(weights > least_kept, weights, 0.0), 0)
+            own += tl.minimum(ties, tl.maximum(equals - seen, 0)).to(tl.float32) * least_kept
+            block = tl.where(own > 0.0, start, block)
+            block_running = tl.where(own > 0.0, running, block_running)
+            block_seen = tl.where(own > 0.0, seen, block_seen)
+            running += own
+            seen += ties
 
     at = block + lane
     weights = _weights(logits_ptr, at, vocabulary, column_stride, top, scale)

@@ -4,6 +4,7 @@ One kernel updates the momenta, one makes all products of the Newton–Schulz it
 Of a symmetric product only the tiles on one side of the diagonal are computed.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 
 from optimized.addresses import Addresses
 from optimized.kernels import INTERPRETED, ceil_div, jit, launching, tl, use_triton
-from optimized.newton_schulz import NewtonSchulz
+from optimized.newton_schulz import NewtonSchulz, place_in_panels
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
@@ -19,7 +20,7 @@ MOMENTUM = 0.95
 EPS = 1e-7
 # One program updates so many rows and columns of a matrix.
 SQUARE = 64
-# Rows and columns are padded with zeros to multiples of so many: 16 bytes in half precision, for vector accesses.
+# The rows of momenta are padded to multiples of so many elements: 32 bytes, for vector accesses.
 PADDED_TO = 8
 
 
@@ -158,30 +159,33 @@ class _TritonMuon:
         dtype: torch.dtype,
     ) -> None:
         self.params, self.momentum, self.decay = params, momentum, 1 - lr * weight_decay
-        # Matrices of one shape, or transposed of it, lie one after another.
-        live = [i for i, p in enumerate(params) if p.numel()]
-        self.live = sorted(live, key=lambda i: sorted(_padded(n) for n in params[i].shape))
+        self.live = [i for i, p in enumerate(params) if p.numel()]
         if not self.live:
             return
         matrices = [params[i] for i in self.live]
         device, shapes = matrices[0].device, [tuple(p.shape) for p in matrices]
-        padded = [(_padded(rows), _padded(columns)) for rows, columns in shapes]
-        wide = [(min(shape), max(shape)) for shape in padded]
+        wide = [(min(shape), max(shape)) for shape in shapes]
         self.count = len(shapes)
 
         def on_device(values: Sequence[float], dtype: torch.dtype = torch.int64) -> torch.Tensor:
             return torch.tensor(values, dtype=dtype).to(device)
 
-        per_matrix = [ceil_div(rows, SQUARE) * ceil_div(columns, SQUARE) for rows, columns in padded]
+        per_matrix = [ceil_div(rows, SQUARE) * ceil_div(columns, SQUARE) for rows, columns in shapes]
         self.sums = torch.zeros(self.count, max(per_matrix), device=device)
         dtype = torch.float32 if INTERPRETED else dtype
-        self.products = NewtonSchulz(wide, self.sums, COEFFICIENTS, ITERATIONS, dtype)
-        # Momenta lie as the matrices do in the products' room.
-        self.spans = dict(zip(self.live, self.products.places, strict=True))
-        rows, columns = wide[-1]
-        self.momenta = torch.zeros(self.products.places[-1] + rows * columns, device=device)
-        self.shapes = on_device([n for shape in zip(shapes, padded, strict=True) for pair in shape for n in pair])
-        self.first, self.first_of_results = on_device(self.products.places), on_device(self.products.results)
+        products = self.products = NewtonSchulz(wide, self.sums, COEFFICIENTS, ITERATIONS, dtype)
+        sizes = [rows * _padded(columns) for rows, columns in shapes]
+        self.spans = dict(zip(self.live, itertools.accumulate([0, *sizes]), strict=False))
+        self.momenta = torch.zeros(sum(sizes), device=device)
+        # The products' matrices are wide, and padded to whole panels.
+        is_tall = [rows > columns for rows, columns in shapes]
+        padded = [sides[::-1] if tall else sides for sides, tall in zip(products.shapes, is_tall, strict=True)]
+        self.shapes = on_device([n for pair in zip(shapes, padded, strict=True) for shape in pair for n in shape])
+        places = [
+            (self.spans[i], _padded(params[i].shape[1]), *(at[::-1] if tall else at))
+            for i, tall, *at in zip(self.live, is_tall, products.places, products.transposed, strict=True)
+        ]
+        self.places, self.results = on_device([n for at in places for n in at]), on_device(products.places)
         self.rates = on_device([_rate(lr, p) for p in matrices], torch.float32)
         # A parameter's own rows begin at multiples of 16 bytes or they do not.
         in_vectors = [columns % PADDED_TO == 0 for _, columns in shapes]
@@ -208,12 +212,13 @@ class _TritonMuon:
                     self.addresses.table,
                     tiles,
                     self.shapes,
-                    self.first_of_results,
+                    self.results,
                     self.products.room,
                     self.rates,
                     self.count,
                     self.decay,
                     TILE=SQUARE,
+                    PANEL=self.products.panel,
                     ALIGNED=self.addresses.aligned and vectors,
                     num_warps=8,
                 )
@@ -246,7 +251,7 @@ class _TritonMuon:
                 self.addresses.table,
                 tiles,
                 self.shapes,
-                self.first,
+                self.places,
                 self.momenta,
                 self.products.room,
                 self.sums,
@@ -254,6 +259,7 @@ class _TritonMuon:
                 self.momentum,
                 1 - self.momentum,
                 TILE=SQUARE,
+                PANEL=self.products.panel,
                 ALIGNED=self.addresses.aligned and vectors,
                 num_warps=8,
             )
@@ -280,8 +286,8 @@ def _tile_of(tiles_ptr, shapes_ptr):
     """This program's matrix, its tile's row and column, and the matrix's padded shape."""
     tiles_ptr += tl.program_id(0) * 3
     matrix = tl.load(tiles_ptr)
-    rows = tl.multiple_of(tl.load(shapes_ptr + 4 * matrix + 2).to(tl.int32), 8)
-    columns = tl.multiple_of(tl.load(shapes_ptr + 4 * matrix + 3).to(tl.int32), 8)
+    rows = tl.multiple_of(tl.load(shapes_ptr + 4 * matrix + 2).to(tl.int32), 32)
+    columns = tl.multiple_of(tl.load(shapes_ptr + 4 * matrix + 3).to(tl.int32), 32)
     return matrix, tl.load(tiles_ptr + 1), tl.load(tiles_ptr + 2), rows, columns
 
 
@@ -308,7 +314,7 @@ def _momentum_kernel(
     addresses_ptr,
     tiles_ptr,
     shapes_ptr,
-    first_ptr,
+    places_ptr,
     momenta_ptr,
     x_ptr,
     sums_ptr,
@@ -316,30 +322,33 @@ def _momentum_kernel(
     momentum,
     one_minus_momentum,
     TILE: tl.constexpr,
+    PANEL: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
     matrix, i, j, rows, columns = _tile_of(tiles_ptr, shapes_ptr)
     own_rows, own_columns = _shape_of(matrix, shapes_ptr, ALIGNED)
-    first = tl.multiple_of(tl.load(first_ptr + matrix), 16)
+    places_ptr += 4 * matrix
+    momenta_ptr += tl.multiple_of(tl.load(places_ptr), 8)
     g_ptr = tl.load(addresses_ptr + matrix).to(tl.pointer_type(tl.float32))
     if ALIGNED:
         g_ptr = tl.multiple_of(g_ptr, 16)
     row, column, mask = _elements_of(i, j, rows, columns, TILE)
     # x's padding is written, too: gradients that are not finite have left other values than 0 there.
-    g = tl.load(g_ptr + row * own_columns + column, mask=(row < own_rows) & (column < own_columns), other=0.0)
-    at = row * columns + column
-    m = tl.load(momenta_ptr + first + at, mask=mask, other=0.0)
+    own = (row < own_rows) & (column < own_columns)
+    g = tl.load(g_ptr + row * own_columns + column, mask=own, other=0.0)
+    at = row * tl.multiple_of(tl.load(places_ptr + 1), 8) + column
+    m = tl.load(momenta_ptr + at, mask=own, other=0.0)
     m += one_minus_momentum * (g - m)
     update = g + momentum * (m - g)
-    tl.store(momenta_ptr + first + at, m, mask=mask)
-    place = i * tl.cdiv(columns, TILE) + j
-    tl.store(sums_ptr + matrix * sums_of_each + place, tl.sum(tl.sum(update * update, 1), 0))
-    # x is wide: a matrix with more rows than columns is transposed.
+    tl.store(momenta_ptr + at, m, mask=own)
+    place = i * tl.cdiv(own_columns, TILE) + j
+    total = tl.sum(tl.sum(update * update, 1), 0)
+    tl.store(sums_ptr + matrix * sums_of_each + place, total, mask=(i * TILE < own_rows) & (j * TILE < own_columns))
     rounded = update.to(x_ptr.dtype.element_ty)
-    if rows > columns:
-        tl.store(x_ptr + first + tl.trans(column) * rows + tl.trans(row), tl.trans(rounded), mask=tl.trans(mask))
-    else:
-        tl.store(x_ptr + first + at, rounded, mask=mask)
+    tl.store(x_ptr + tl.load(places_ptr + 2) * PANEL + place_in_panels(row, column, rows, PANEL), rounded, mask=mask)
+    row, column, mask = _elements_of(j, i, columns, rows, TILE)
+    transposed = place_in_panels(row, column, columns, PANEL)
+    tl.store(x_ptr + tl.load(places_ptr + 3) * PANEL + transposed, tl.trans(rounded), mask=mask)
 
 
 @jit
@@ -347,27 +356,28 @@ def _update_kernel(
     addresses_ptr,
     tiles_ptr,
     shapes_ptr,
-    first_ptr,
+    results_ptr,
     x_ptr,
     rates_ptr,
     count,
     decay,
     TILE: tl.constexpr,
+    PANEL: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
     matrix, i, j, rows, columns = _tile_of(tiles_ptr, shapes_ptr)
     own_rows, own_columns = _shape_of(matrix, shapes_ptr, ALIGNED)
-    first = tl.multiple_of(tl.load(first_ptr + matrix), 16)
+    x_ptr += tl.load(results_ptr + matrix) * PANEL
     p_ptr = tl.load(addresses_ptr + count + matrix).to(tl.pointer_type(tl.float32))
     if ALIGNED:
         p_ptr = tl.multiple_of(p_ptr, 16)
     row, column, mask = _elements_of(i, j, rows, columns, TILE)
-    if rows > columns:
-        update = tl.trans(
-            tl.load(x_ptr + first + tl.trans(column) * rows + tl.trans(row), mask=tl.trans(mask), other=0.0)
-        )
+    if own_rows > own_columns:
+        x_row, x_column, in_x = _elements_of(j, i, columns, rows, TILE)
+        place = place_in_panels(x_row, x_column, columns, PANEL)
+        update = tl.trans(tl.load(x_ptr + place, mask=in_x, other=0.0))
     else:
-        update = tl.load(x_ptr + first + row * columns + column, mask=mask, other=0.0)
+        update = tl.load(x_ptr + place_in_panels(row, column, rows, PANEL), mask=mask, other=0.0)
     at = row * own_columns + column
     mask = (row < own_rows) & (column < own_columns)
     p = tl.load(p_ptr + at, mask=mask)

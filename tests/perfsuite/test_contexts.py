@@ -51,8 +51,8 @@ def lost_in_capture(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x) if torch.cuda.is_current_stream_capturing() else 2 * x
 
 
-class KeptFromBefore:
-    """Gives a capture what it computed last."""
+class KeptFromBefore(threading.local):
+    """Gives a capture what its thread computed last."""
 
     last: torch.Tensor
 
