@@ -109,6 +109,18 @@ TRAINERS: dict[str, Entry] = {
         checks="suite.claims.ups:CHECKS",
         setting="suite.claims.ups:setting",
     ),
+    "polychromic": Entry(
+        config="suite.polychromic.config:TrainConfig",
+        reference="reference.trainers.polychromic:Trainer",
+        optimized="optimized.trainers.polychromic:Trainer",
+        data_config="suite.polychromic.data:Data",
+        data="suite.polychromic.data:load",
+        techniques="suite.polychromic.config:TECHNIQUES",
+        claims="suite.polychromic.config:CLAIMS",
+        ablated="suite.polychromic.data:for_ablation",
+        finish="suite.stepping:finish",
+        quality="suite.polychromic.evaluation:quality",
+    ),
 }
 
 

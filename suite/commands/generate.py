@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import click
@@ -109,18 +107,10 @@ def loaded(checkpoint: str) -> tuple[Mapping[str, Any], Any]:
     both, or they do not belong together.
     """
     from suite import text
+    from suite.commands.finding import checkpoint_of
     from suite.eigenstate_lm.generation import sizes_of
-    from suite.runtime import Store, checkpoints
 
-    path = Path(checkpoint)
-    if os.path.isdir(path) and Store(path).files():  # Path.is_dir raises for a name that is too long
-        path, found = checkpoints.load_latest(Store(path), TRAINER)
-    elif os.path.isdir(path) or not os.path.lexists(path):
-        raise PerfsuiteError(
-            f"no checkpoint {shown(path)}; name a file, or a folder, that `perfsuite train {TRAINER}` wrote"
-        )
-    else:
-        found = checkpoints.load(path, TRAINER)
+    path, found = checkpoint_of(checkpoint, TRAINER)
     weights, content = found.trainer.get("weights"), found.trainer.get("tokenizer")
     if not isinstance(weights, Mapping) or not isinstance(content, str):
         raise PerfsuiteError(f"{shown(path)} is damaged: it lacks weights or a tokenizer; name another")

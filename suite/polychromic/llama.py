@@ -5,6 +5,7 @@ Letters of shapes: B rows, T tokens, H query heads, K key and value heads, D wid
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -140,6 +141,11 @@ class Body(nn.Module):
         self.norm = RMSNorm(shape.width, shape.eps)
 
 
+def _called(block: nn.Module, *arguments: torch.Tensor) -> torch.Tensor:
+    called: torch.Tensor = block(*arguments)
+    return called
+
+
 class Llama(nn.Module):
     """The model: the logits of the next token at each position.
 
@@ -157,14 +163,17 @@ class Llama(nn.Module):
         if shape.tied:
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Compute the final hidden states [B, T, width] of tokens [B, T], with causal attention."""
+    def hidden(self, tokens: torch.Tensor, run: Callable[..., torch.Tensor] = _called) -> torch.Tensor:
+        """Compute the final hidden states [B, T, width] of tokens [B, T], with causal attention.
+
+        `run` calls a block with its arguments, e.g. so that it is computed again in the backward.
+        """
         x = self.model.embed_tokens(tokens)
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         cos, sin = rotation(self.shape, positions, x.dtype)
         mask = positions[:, None] >= positions
         for block in self.model.layers:
-            x = block(x, cos, sin, mask)
+            x = run(block, x, cos, sin, mask)
         normed: torch.Tensor = self.model.norm(x)
         return normed
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,7 +87,9 @@ class LoRALinear(nn.Module):
         return linear(x, self.weight) + self.scale * low
 
 
-def attach(model: Llama, settings: Settings) -> dict[str, LoRALinear]:
+def attach(
+    model: Llama, settings: Settings, layer: Callable[[nn.Linear, Settings, int], LoRALinear] = LoRALinear
+) -> dict[str, LoRALinear]:
     """Freeze the model, and give each linear layer of its blocks an adapter; return them by the layers' names."""
     model.requires_grad_(False)
     found: dict[str, LoRALinear] = {}
@@ -95,7 +97,7 @@ def attach(model: Llama, settings: Settings) -> dict[str, LoRALinear]:
         for name in LAYERS:
             owner_name = "self_attn" if hasattr(block.self_attn, name) else "mlp"
             owner = getattr(block, owner_name)
-            adapter = LoRALinear(getattr(owner, name), settings, len(found))
+            adapter = layer(getattr(owner, name), settings, len(found))
             setattr(owner, name, adapter)
             found[f"model.layers.{i}.{owner_name}.{name}"] = adapter
     return found

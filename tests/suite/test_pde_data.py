@@ -412,6 +412,8 @@ import os, signal
 from pathlib import Path
 from suite.ups import pde_build, recipe
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background of a shell it is ignored
+
 class Interrupted:
     say = None
 

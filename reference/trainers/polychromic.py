@@ -1,0 +1,203 @@
+"""polychromic: fine-tuning of a language model for replies that differ, plain and eager (source: polychromic).
+
+A step draws replies to some of its examples' prompts, one reply after the other, each token from the whole sequence
+before it. A sentence encoder embeds them set by set. The adapters' gradients are those of the examples' cross-entropy,
+micro-batch by micro-batch, minus λ times that of the expected diversity of a set. AdamW steps on the clipped gradients.
+
+What the source leaves open, or has wrong, is decided here:
+
+* Its diversity is a number without a gradient. `objective: policy` trains on the gradient of its expectation, with the
+  diversity of a set without the reply as the baseline of each reply; `as_written` only reports it.
+* The diversity's part of a step is the mean over its sets, whatever the number of micro-batches is.
+* The cross-entropy is the mean over all trained tokens of a step, as transformers' Trainer has it.
+* Replies are drawn, and their probability is computed, without dropout: it must be that of the drawn distribution.
+* Dropout, replies and the order of the examples follow from the seed and the step's number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from reference.diversity.encoder_batching import encoder_batching
+from reference.diversity.mean_pairwise_cosine import mean_pairwise_cosine
+from reference.diversity.pairwise_cosine import pairwise_cosine
+from reference.generation.batched_generation import batched_generation
+from reference.losses.chunked_cross_entropy import chunked_cross_entropy
+from reference.losses.set_policy_loss import set_policy_loss
+from reference.optimizers.clip_grad_norm import clip_grad_norm
+from reference.synchronization.sync_free_scaler_step import ScalerStep
+from suite.backends import tf32_products
+from suite.batching import WORD, mixed
+from suite.polychromic import advantages
+from suite.polychromic.batches import IGNORED, batch_of, prompts_of
+from suite.polychromic.chat import Encoded
+from suite.polychromic.config import DTYPES, TrainConfig
+from suite.polychromic.data import Given, examples_of, uniforms
+from suite.polychromic.objective import Rows, nucleus, rows_of, sets_of, texts
+from suite.polychromic.report import Report, Throughput
+from suite.polychromic.state import adapted, restore, state_of, weights_of
+from suite.runtime.reports import Reports
+
+
+class Trainer:
+    """The reference trainer. `train_window` makes a step; `metrics` gives what it reported.
+
+    given  examples and models, as `suite.polychromic.data.load` opens them
+    dtype  working precision, by default the configuration's; float64 for the truth
+    """
+
+    window_name = "step"
+
+    def __init__(
+        self, config: TrainConfig, given: Given, device: torch.device | str, dtype: torch.dtype | None = None
+    ) -> None:
+        self.config, self.given, self.device = config, given, torch.device(device)
+        self.dtype = dtype or DTYPES[config.dtype]
+        self.model = given.language_model(self.dtype, self.device)
+        trained = torch.promote_types(self.dtype, torch.float32)
+        self.adapters = adapted(self.model, config.adapters, config.seed, trained)
+        self.weights = weights_of(self.adapters)
+        self.sentences = given.sentences(self.device, trained)
+        self.lr = torch.zeros((), device=self.device, dtype=trained)
+        # Gradients are clipped before.
+        self.optimizer = ScalerStep(
+            list(self.weights.values()),
+            self.lr,
+            weight_decay=config.weight_decay,
+            max_norm=float("inf"),
+            scaling=config.scaling,
+        )
+        self.steps = 0
+        self.throughput = Throughput(config, self.device)
+        self._reports: Reports[Report] = Reports(self.device, Report.stays)
+
+    def train_window(self, batch: Mapping[str, torch.Tensor]) -> None:
+        """A step on the examples that come next, by the number of steps made.
+
+        `batch["step"]` may say that number, from 0; ValueError where it is another.
+        """
+        config, examples = self.config, examples_of(self.config, self.given, self.steps, batch)
+        with torch.enable_grad(), tf32_products(allowed=False):
+            diversity, tokens, grads = self._replied(examples[: config.prompts])
+            loss, own = self._taught(examples)
+            grads = [a + b for a, b in zip(own, grads, strict=True)] if grads else own
+            with torch.no_grad():
+                norm = clip_grad_norm(grads, config.clip)
+                self.lr.fill_(config.rate(self.steps))
+                self.optimizer(grads)
+        self.steps += 1
+        found = Report(
+            step=self.steps,
+            cross_entropy=float(loss),
+            diversity=diversity,
+            tokens=tokens,
+            rate=float(self.lr),
+            norm=float(norm),
+            weight=config.diversity,
+        )
+        self._reports.send(torch.zeros(0, device=self.device), lambda _: found)
+
+    def metrics(self) -> Mapping[str, float] | None:
+        """Of the last step: see `suite.polychromic.report.Report`; None before one."""
+        report = self.last_report()
+        return None if report is None else {**report.metrics(), **self.throughput.metrics()}
+
+    def last_report(self) -> Report | None:
+        """Of the last step."""
+        report = self._reports.wait()
+        self.throughput.add(report, self._reports.seconds)
+        return report
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that training has changed."""
+        return state_of(self)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there. ValueError where a shape is another."""
+        restore(self, state)
+        self.steps = state["steps"]
+
+    # --- the examples
+
+    def _taught(self, examples: Sequence[Encoded]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The mean cross-entropy of the examples' replies, and its gradients."""
+        size, end = self.config.batch_size, self.given.chat.end
+        parts = [batch_of(examples[at : at + size], end, self.device) for at in range(0, len(examples), size)]
+        counts = [int((part.labels[:, 1:] != IGNORED).sum()) for part in parts]
+        total, grads = torch.zeros((), device=self.device, dtype=self.lr.dtype), self._zeros()
+        for number, (part, count) in enumerate(zip(parts, counts, strict=True)):
+            self._drop(number)
+            hidden = self._hidden(part.tokens)[:, :-1].flatten(0, 1)
+            share = count / sum(counts)
+            loss = share * chunked_cross_entropy(hidden, self.model.lm_head.weight, part.labels[:, 1:].flatten())
+            for own, grad in zip(grads, self._gradients(loss), strict=True):
+                own += grad
+            total += loss.detach()
+        self._drop(None)
+        return total, grads
+
+    def _drop(self, number: int | None) -> None:
+        """Set the dropout of a micro-batch; None: none."""
+        config = self.config
+        seed = None if number is None else mixed(mixed(config.seed + self.steps & WORD) + number & WORD) >> 1
+        for adapter in self.adapters.values():
+            adapter.seed = seed
+
+    # --- the replies
+
+    def _replied(self, examples: Sequence[Encoded]) -> tuple[float, float, list[torch.Tensor]]:
+        """(the sets' mean diversity, tokens of a reply, the gradients of minus λ times the expected diversity)."""
+        config, end = self.config, self.given.chat.end
+        if not config.diversity:
+            return 0.0, 0.0, []
+        prompts = prompts_of(examples, end, self.device)
+        numbers = uniforms(config.seed, self.steps, (len(examples), config.replies, config.new_tokens), self.device)
+        with torch.no_grad():
+            drawn = batched_generation(
+                self.model, prompts.tokens, prompts.lengths, numbers, config.temperature, config.top_p, end
+            )
+            said = texts(self.given.chat, drawn)
+            given = sets_of(self.sentences, said, config.replies, self.device)
+            embeddings = encoder_batching(self.sentences.encoder, *given)
+            distances = torch.stack([pairwise_cosine(of_set) for of_set in embeddings])
+            diversity = torch.stack([mean_pairwise_cosine(of_set) for of_set in embeddings]).mean()
+        rows = rows_of(prompts, drawn, end)
+        length = float(rows.sampled.sum(1).double().mean())
+        if config.objective == "as_written":
+            return float(diversity), length, []
+        own = advantages.without_own_reply(distances)
+        grads = self._zeros()
+        for number in range(len(examples)):
+            part = slice(number * config.replies, (number + 1) * config.replies)
+            of_set = Rows(rows.tokens[part], rows.before[part], rows.drawn[part], rows.sampled[part])
+            loss = config.diversity / len(examples) * self._policy(of_set, own[number : number + 1])
+            for whole, grad in zip(grads, self._gradients(loss), strict=True):
+                whole += grad
+        return float(diversity), length, grads
+
+    def _policy(self, rows: Rows, own: torch.Tensor) -> torch.Tensor:
+        config = self.config
+        hidden = self._hidden(rows.tokens)
+        before = hidden.gather(1, rows.before[..., None].expand(-1, -1, hidden.shape[-1]))
+        logits = functional.linear(before, self.model.lm_head.weight)
+        return set_policy_loss(
+            nucleus(logits, rows.drawn, config.temperature, config.top_p), rows.drawn, rows.sampled, own
+        )
+
+    # --- the model
+
+    def _hidden(self, tokens: torch.Tensor) -> torch.Tensor:
+        if not self.config.activation_checkpoint:
+            return self.model.hidden(tokens)
+        return self.model.hidden(tokens, lambda block, *given: checkpoint(block, *given, use_reentrant=False))
+
+    def _gradients(self, loss: torch.Tensor) -> Sequence[torch.Tensor]:
+        return torch.autograd.grad(loss, list(self.weights.values()))
+
+    def _zeros(self) -> list[torch.Tensor]:
+        return [torch.zeros_like(w) for w in self.weights.values()]

@@ -1,0 +1,23 @@
+"""The checkpoint that a command is given: a file, or the folder of a run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from perfsuite.errors import PerfsuiteError
+from suite.naming import shown
+from suite.runtime import Store, checkpoints
+from suite.runtime.checkpoints import Checkpoint
+
+
+def checkpoint_of(given: str, trainer: str) -> tuple[Path, Checkpoint]:
+    """(file, content) of a trainer's checkpoint, or of the last one in a folder; PerfsuiteError where there is none."""
+    path = Path(given)
+    if os.path.isdir(path) and Store(path).files():  # Path.is_dir raises for a name that is too long
+        return checkpoints.load_latest(Store(path), trainer)
+    if os.path.isdir(path) or not os.path.lexists(path):
+        raise PerfsuiteError(
+            f"no checkpoint {shown(path)}; name a file, or a folder, that `perfsuite train {trainer}` wrote"
+        )
+    return path, checkpoints.load(path, trainer)

@@ -1,0 +1,108 @@
+"""`perfsuite reply`."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import click
+
+from perfsuite.errors import PerfsuiteError
+from suite.commands.ending import in_one_line
+from suite.commands.generate import show
+from suite.naming import shown, typed
+from suite.terminal import tell
+
+TRAINER = "polychromic"
+
+
+@click.command()
+@click.argument("checkpoint", type=click.Path())
+@click.option("--prompt", required=True, metavar="TEXT", help="What is replied to.")
+@click.option("--n", "count", type=click.IntRange(1), default=5, show_default=True, help="So many replies.")
+@click.option("--tokens", type=click.IntRange(1), metavar="N", help="Of a reply at most.  [default: as trained]")
+@click.option("--temperature", type=float, metavar="T", help="Higher is more varied.  [default: as trained]")
+@click.option(
+    "--top-p", type=float, metavar="P", help="Draw of the likeliest tokens that make up P.  [default: as trained]"
+)
+@click.option("--untrained", is_flag=True, help="Of the model without what was trained.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the draws.")
+@click.option("--device", help="cpu, cuda or cuda:1.  [default: the GPU, if any]")
+def reply(checkpoint: str, **given: Any) -> None:
+    """Reply to a prompt several times with a model that polychromic has trained: CHECKPOINT is a file of it, or the
+    folder of a run, whose last one is taken. Says how much the replies differ.
+
+    The model is read from where it was when it was trained.
+    """
+    with in_one_line("interrupted", "free some, or name another --device"):
+        _reply(checkpoint, **given)
+
+
+def _reply(
+    checkpoint: str,
+    prompt: str,
+    count: int,
+    tokens: int | None,
+    temperature: float | None,
+    top_p: float | None,
+    untrained: bool,
+    seed: int,
+    device: str | None,
+) -> None:
+    from suite import trainers
+    from suite.commands.finding import checkpoint_of
+    from suite.commands.train import device_called
+    from suite.polychromic.chat import Encoded
+    from suite.polychromic.evaluation import distances_of, replies_to
+    from suite.polychromic.replies import USER, Message
+
+    there = device_called(device)
+    path, found = checkpoint_of(checkpoint, TRAINER)
+    state = found.trainer
+    config, given = _given(path, state)
+    changes = {"new_tokens": tokens, "temperature": temperature, "top_p": top_p}
+    try:
+        config = dataclasses.replace(config, **{name: value for name, value in changes.items() if value is not None})
+    except ValueError as error:
+        raise PerfsuiteError(str(error)) from None
+    asked = given.chat.prompt([Message(USER, typed(prompt))])
+    positions = given.shape.positions
+    room = positions - config.new_tokens
+    if room < 1:
+        raise PerfsuiteError(f"--tokens {config.new_tokens}: the model has {positions} positions; lower it")
+    if len(asked) > room:
+        raise PerfsuiteError(f"--prompt: it has {len(asked)} tokens, and the model has room for {room}; shorten it")
+    trainer: Any = trainers.build(TRAINER, config, given, there, "optimized")
+    if not untrained:
+        try:
+            trainer.load_state_dict(state)
+        except (ValueError, KeyError, TypeError) as error:
+            raise PerfsuiteError(f"{shown(path)} does not fit the model {given.model}: {error}") from None
+    example = Encoded(tuple(asked), len(asked))
+    said = replies_to(
+        trainer.model, given.chat, [example], count, config.new_tokens, config.temperature, config.top_p, seed
+    )
+    for text in said:
+        show(f"{text.strip()}\n")
+    if count > 1:
+        tell(f"diversity: {distances_of(trainer.sentences, said, count, there)[0]:.3f}", err=True)
+
+
+def _given(path: Path, state: Any) -> tuple[Any, Any]:
+    """(configuration, what a trainer is given) of a checkpoint."""
+    from suite.polychromic import drawn
+    from suite.polychromic.chat import Chat
+    from suite.polychromic.config import TrainConfig
+    from suite.polychromic.data import Given
+
+    model, encoder = state.get("model"), state.get("encoder")
+    if not isinstance(model, str) or not isinstance(encoder, str):
+        raise PerfsuiteError(f"{shown(path)} is damaged: it names no model; name another")
+    try:
+        config = TrainConfig(**state["config"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise PerfsuiteError(f"{shown(path)} is damaged: its configuration is none ({error}); name another") from None
+    chat = drawn.chat() if model in drawn.SHAPES else Chat(Path(model))
+    given = Given(chat=chat, model=model, encoder=Path(encoder) if encoder else None, training=(), validation=())
+    return config, given

@@ -1,0 +1,145 @@
+"""The configuration of polychromic: its source's fields and defaults, and a switch for each technique."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from suite.configuration import need
+from suite.polychromic.lora import Settings
+from suite.polychromic.sampling import LEAST
+from suite.scaling import Scaling, scaling_for
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """All of polychromic's settings. `__post_init__` raises ValueError, naming field and remedy, for what cannot be.
+
+    The reference trainer has no techniques; it reads what stands before them.
+    """
+
+    # --- sizes
+    length: int = 512
+    """Tokens of a prompt and its reply; a longer reply is cut."""
+    batch_size: int = 2
+    """Examples of a micro-batch."""
+    accumulation: int = 8
+    """Micro-batches of a step."""
+    prompts: int = 4
+    """The first so many examples of a step are replied to."""
+    replies: int = 3
+    """Replies to each, a set: 3 or more."""
+    new_tokens: int = 100
+    """Of a reply at most."""
+
+    # --- constants
+    steps: int = 1000
+    """Of the schedule, at whose end the run ends."""
+    learning_rate: float = 2e-4
+    """At the first step; it falls along a cosine."""
+    weight_decay: float = 0.0
+    clip: float = 1.0
+    """The gradients' largest norm, of all together."""
+    rank: int = 16
+    """Of the adapters."""
+    alpha: float = 16.0
+    dropout: float = 0.1
+    """Of the adapters' inputs."""
+    diversity: float = 0.3
+    """λ: what a set's diversity counts beside the cross-entropy; 0: nothing is generated."""
+    objective: Literal["policy", "as_written"] = "policy"
+    """The gradient of the expected diversity, or what the source writes, which has none."""
+    temperature: float = 0.9
+    top_p: float = 0.9
+    seed: int = 0
+    """Of the adapters, the order of the examples, dropout and the replies."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the frozen weights and of what is computed with them. Adapters and their optimizer are float32."""
+    activation_checkpoint: bool = False
+    """Blocks are computed again in the backward, in either trainer: less memory, more time."""
+
+    # --- techniques
+    batched_generation: bool = True
+    """All replies at once, from kept keys and values."""
+    parallel_sampling: bool = True
+    """Tokens are drawn by one kernel, with `batched_generation` on."""
+    encoder_batching: bool = True
+    pairwise_cosine: bool = True
+    set_policy_loss: bool = True
+    chunked_cross_entropy: bool = True
+    fused_lora: bool = True
+    fused_attention: bool = True
+    """PyTorch's scaled_dot_product_attention."""
+    clip_grad_norm: bool = True
+    sync_free_scaler_step: bool = True
+    """AdamW in one kernel, without the host."""
+
+    def __post_init__(self) -> None:
+        for name in ("length", "batch_size", "accumulation", "steps", "rank", "new_tokens", "prompts"):
+            need(getattr(self, name) >= 1, name, getattr(self, name), "use 1 or more")
+        need(self.replies >= 3, "replies", self.replies, "a reply's part in the diversity needs 3 or more")
+        few = self.prompts <= self.examples
+        need(few, "prompts", self.prompts, f"a step has {self.examples} examples (batch_size x accumulation)")
+        for name in ("learning_rate", "clip", "alpha"):
+            value = getattr(self, name)
+            need(0 < value < math.inf, name, value, "use a number above 0")
+        for name in ("diversity", "weight_decay"):
+            value = getattr(self, name)
+            need(0 <= value < math.inf, name, value, "use 0 or more")
+        need(0 <= self.dropout < 1, "dropout", self.dropout, "use 0 or more and less than 1")
+        need(LEAST <= self.temperature < math.inf, "temperature", self.temperature, f"use {LEAST:.2g} or more")
+        need(0 < self.top_p <= 1, "top_p", self.top_p, "use a number above 0, at most 1")
+        need(0 <= self.seed < 2**63, "seed", self.seed, "use 0 to 2^63 - 1")
+
+    @property
+    def examples(self) -> int:
+        """Of a step."""
+        return self.batch_size * self.accumulation
+
+    @property
+    def adapters(self) -> Settings:
+        """The adapters' hyperparameters."""
+        return Settings(rank=self.rank, alpha=self.alpha, dropout=self.dropout)
+
+    @property
+    def scaling(self) -> Scaling:
+        """Of the loss: none, for nothing is in float16."""
+        return scaling_for(float16=False)
+
+    def rate(self, step: int) -> float:
+        """The learning rate of a step, from 0; whoever goes on stays at its end."""
+        return self.learning_rate * (1 + math.cos(math.pi * min(step / self.steps, 1.0))) / 2
+
+
+TECHNIQUES = (
+    "batched_generation",
+    "parallel_sampling",
+    "encoder_batching",
+    "pairwise_cosine",
+    "set_policy_loss",
+    "chunked_cross_entropy",
+    "fused_lora",
+    "fused_attention",
+    "clip_grad_norm",
+    "sync_free_scaler_step",
+)
+"""The switches, in the order in which the ablation turns them on."""
+CLAIMS = {
+    "batched_generation": "2–3×",
+    "pairwise_cosine": "2–3×, in CUDA C++ 3–4×",
+    "fused_lora": "2×",
+    "fused_attention": "1.5–2×",
+}
+"""What the source expected of each."""
+
+
+def without_techniques(config: TrainConfig) -> TrainConfig:
+    """The same configuration with every switch off."""
+    off: dict[str, Any] = dict.fromkeys(TECHNIQUES, False)
+    return dataclasses.replace(config, **off)

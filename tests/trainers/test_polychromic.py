@@ -1,0 +1,368 @@
+"""The two polychromic trainers learn the same, step for step, and the objective is what it says."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from curves import NEIGHBOURS, a_rounding_away, deviation_of, share_of_rule
+from states import same, through_a_file
+
+from optimized.trainers.polychromic import Trainer as Optimized
+from perfsuite import Cost, Pair, PerfsuiteError, Workload, floats, integers, sampled, scalar, size, stateful, tensor
+from reference.trainers.polychromic import Trainer as Reference
+from suite.polychromic import data, drawn, sentences
+from suite.polychromic.batches import Prompts
+from suite.polychromic.config import TECHNIQUES, TrainConfig, without_techniques
+from suite.polychromic.data import Data, Steps, load
+from suite.polychromic.objective import nucleus, rows_of
+
+pytest.importorskip("tokenizers", reason="tokenizers is not installed: pip install 'perfsuite[train]'")
+
+SMALL = TrainConfig(
+    length=48,
+    batch_size=2,
+    accumulation=2,
+    prompts=2,
+    replies=3,
+    new_tokens=6,
+    steps=12,
+    learning_rate=2e-2,
+    rank=4,
+    alpha=8.0,
+    diversity=0.5,
+)
+DATA = Data(synthetic=24, length=48, batch_size=2, accumulation=2, steps=12)
+DAY = 8
+"""Steps that are compared where a technique is switched."""
+
+
+@pytest.fixture(scope="module")
+def given():
+    return load(DATA).given
+
+
+# --- the pair -------------------------------------------------------------------------------------------------------
+
+MODELS = {shape.width: name for name, shape in drawn.SHAPES.items()}
+
+
+def steps(kind):
+    """A pair's side: steps with a given embedding. What each lost, how large gradients and weights are."""
+
+    def make(embedding, accumulation, prompts, replies, new_tokens, rate, diversity, seed):
+        config = dataclasses.replace(
+            SMALL,
+            accumulation=accumulation,
+            prompts=prompts,
+            replies=replies,
+            new_tokens=new_tokens,
+            learning_rate=rate,
+            diversity=diversity,
+            seed=seed,
+        )
+        fields = dataclasses.replace(DATA, accumulation=accumulation, model=MODELS[embedding.shape[1]])
+        given = load(fields).given
+        dtypes = () if kind is Optimized else (embedding.dtype,)
+        trainer = kind(config, given, embedding.device, *dtypes)
+        with torch.no_grad():
+            trainer.model.model.embed_tokens.weight.copy_(embedding)
+
+        def step():
+            trainer.train_window({})
+            report = trainer.last_report()
+            told = [report.cross_entropy, report.diversity, report.norm]
+            told = torch.tensor(told, dtype=embedding.dtype, device=embedding.device)
+            return told, torch.stack([w.detach().square().mean().sqrt() for w in trainer.weights.values()])
+
+        return step
+
+    return make
+
+
+def embeddings(generator, shape, dtype):
+    """As a model's: of other ones all tokens are equally likely, or one is certain."""
+    return (0.1 * torch.randn(shape, generator=generator, device=generator.device)).to(dtype)
+
+
+def flops(V, D, accumulation, prompts, replies, new_tokens):
+    """The products with the weights: two a token forward, four backward, with some 40 tokens an example."""
+    shape = drawn.SHAPES[MODELS[D]]
+    attention = (2 * shape.heads + 2 * shape.kv_heads) * shape.head_width
+    weights = V * D + shape.layers * D * (attention + 3 * shape.hidden)
+    examples = SMALL.batch_size * accumulation + prompts * replies
+    return 40 * weights * (4 * examples + 2 * prompts * replies) + 2 * weights * prompts * replies * new_tokens
+
+
+polychromic = Pair(
+    reference=stateful(steps(Reference)),
+    optimized=stateful(steps(Optimized)),
+    inputs={
+        "embedding": tensor("V", "D", values=sampled(embeddings), differentiable=False),
+        "accumulation": scalar(integers(1, 3)),
+        "prompts": scalar(integers(1, 2)),
+        "replies": scalar(integers(3, 4)),
+        "new_tokens": scalar(integers(1, 6)),
+        "rate": scalar(floats(1e-4, 2e-2)),
+        "diversity": scalar(floats(0.1, 2)),
+        "seed": scalar(integers(0, 1000)),
+    },
+    gradients=False,
+    sizes={"V": size(258, 258), "D": size(32, 32)},
+    steps=(1, 2),
+    max_examples=12,
+    workloads=[
+        Workload(
+            "smollm2",
+            V=49152,
+            D=576,
+            accumulation=8,
+            prompts=4,
+            replies=3,
+            new_tokens=20,
+            rate=2e-4,
+            diversity=0.3,
+            seed=0,
+            clock="wall",
+            device="cuda",
+        ),
+        Workload(
+            "cpu",
+            V=258,
+            D=32,
+            accumulation=2,
+            prompts=2,
+            replies=3,
+            new_tokens=6,
+            rate=5e-3,
+            diversity=0.3,
+            seed=0,
+            clock="wall",
+            device="cpu",
+        ),
+    ],
+    cost=Cost(flops=flops, precision="float32"),
+    time_limit=600,
+)
+
+
+# --- the same curve -------------------------------------------------------------------------------------------------
+
+
+def trained(kind, given, config=SMALL, count=3, **options):
+    trainer = kind(config, given, "cpu", **options)
+    for _ in range(count):
+        trainer.train_window({})
+    return trainer
+
+
+def curve(trainer, count=SMALL.steps):
+    """[steps, 2]: cross-entropy and diversity."""
+    found = []
+    for _ in range(count):
+        trainer.train_window({})
+        report = trainer.last_report()
+        found.append([report.cross_entropy, report.diversity])
+    return torch.tensor(found, dtype=torch.float64)
+
+
+@pytest.fixture(scope="module")
+def known(given):
+    """(truth, the largest deviation from the truth up to each step)."""
+    truth = curve(Reference(SMALL, given, "cpu", torch.float64))
+    runs = [curve(Reference(SMALL, given, "cpu"))]
+    runs += [curve(a_rounding_away(Reference(SMALL, given, "cpu"), seed)) for seed in range(NEIGHBOURS)]
+    return truth, deviation_of(runs, truth)
+
+
+def share_of_budget(found, known):
+    """The largest error, as a share of what the rule allows."""
+    return max(share_of_rule(found[:, n], known[0][:, n], known[1][:, n], torch.float32) for n in range(2))
+
+
+def test_both_learn_the_same(given, known):
+    assert share_of_budget(curve(Optimized(SMALL, given, "cpu")), known) <= 1
+
+
+def test_the_curve_is_no_constant(given, known):
+    """Else agreement would show nothing."""
+    assert known[0][-3:, 0].mean() < known[0][:3, 0].mean() - 0.1
+    assert known[1].max() < 1e-4  # no token came out otherwise
+    trainer = Reference(SMALL, given, "cpu")
+    before = trainer.state_dict()["weights"]
+    for _ in range(2):  # of adapters that begin at 0, one half gets a gradient at first
+        trainer.train_window({})
+    after = trainer.state_dict()["weights"]
+    assert not any(torch.equal(after[name], before[name]) for name in before)
+
+
+@pytest.mark.parametrize("name", TECHNIQUES)
+def test_each_technique_can_be_switched_off_and_on_alone(name, given, known):
+    off = dataclasses.replace(SMALL, **{name: False})
+    alone = dataclasses.replace(without_techniques(SMALL), **{name: True})
+    for config in (off, alone):
+        assert share_of_budget(curve(Optimized(config, given, "cpu"), DAY), known) <= 1
+
+
+def test_blocks_that_are_computed_again_change_nothing(given):
+    plain, again = SMALL, dataclasses.replace(SMALL, activation_checkpoint=True)
+    for kind in (Reference, Optimized):
+        assert same(trained(kind, given).state_dict()["weights"], trained(kind, given, again).state_dict()["weights"])
+    assert plain != again
+
+
+@pytest.mark.parametrize("kind", [Reference, Optimized])
+def test_as_the_source_writes_it_the_diversity_has_no_gradient(kind, given):
+    written = trained(kind, given, dataclasses.replace(SMALL, objective="as_written"))
+    without = trained(kind, given, dataclasses.replace(SMALL, diversity=0.0))
+    assert same(written.state_dict()["weights"], without.state_dict()["weights"])
+    assert written.last_report().diversity > 0 == without.last_report().diversity
+    assert not same(written.state_dict()["weights"], trained(kind, given).state_dict()["weights"])
+
+
+def test_the_gradient_is_that_of_the_objective_written_out(given):
+    """With λ, temperature and nucleus, in float64, without the modules: of the first step's replies."""
+    config = dataclasses.replace(SMALL, dropout=0.0, clip=1e9)
+    trainer = Reference(config, given, "cpu", torch.float64)
+    for adapter in trainer.adapters.values():  # not at 0
+        adapter.lora_b.data.normal_(std=0.1, generator=torch.Generator().manual_seed(adapter.number))
+    examples = data.examples_of(config, given, 0, {})[: config.prompts]
+    diversity, _, grads = trainer._replied(examples)
+    prompts = [torch.tensor(e.tokens[: e.prompt]) for e in examples]
+    numbers = data.uniforms(config.seed, 0, (2, 3, config.new_tokens), "cpu")
+    loss, found = 0.0, []
+    for prompt, of_prompt in zip(prompts, numbers, strict=True):
+        log_p, said = [], []
+        for of_reply in of_prompt.tolist():
+            sequence, total = prompt, torch.zeros((), dtype=torch.float64)
+            for number in of_reply:
+                p = (trainer.model(sequence[None])[0, -1] / config.temperature).softmax(0)
+                order = p.argsort(descending=True)
+                keep = order[: 1 + int((p[order].cumsum(0) < config.top_p).sum())].sort().values
+                kept = p[keep] / p[keep].sum()
+                token = keep[int((kept.cumsum(0) <= number).sum().clamp(max=len(keep) - 1))]
+                total = total + kept[keep == token].log().squeeze()
+                sequence = torch.cat((sequence, token[None]))
+                if int(token) == given.chat.end:
+                    break
+            log_p.append(total)
+            said.append(given.chat.decode(sequence[len(prompt) :].tolist()))
+        e = trainer.sentences.encoder(*trainer.sentences.tokenized(said, "cpu"))
+        distances = 1 - torch.nn.functional.cosine_similarity(e[:, None], e[None], dim=-1)
+        d = [distances[i, j] for i, j in ((1, 2), (0, 2), (0, 1))]
+        whole = sum(d) / 3
+        found.append(float(whole))
+        loss = loss - config.diversity / 2 * sum((whole - rest) * own for rest, own in zip(d, log_p, strict=True))
+    assert diversity == pytest.approx(sum(found) / 2)
+    expected = torch.autograd.grad(loss, list(trainer.weights.values()))
+    for got, right in zip(grads, expected, strict=True):
+        torch.testing.assert_close(got, right, atol=1e-10, rtol=1e-7)
+    assert max(float(g.abs().max()) for g in grads) > 1e-4
+
+
+@pytest.mark.parametrize("kind", [Reference, Optimized])
+def test_a_resumed_run_has_the_same_bits(kind, given):
+    whole = trained(kind, given, count=4)
+    other = kind(SMALL, given, "cpu")
+    other.load_state_dict(through_a_file(trained(kind, given, count=2)))
+    for _ in range(2):
+        other.train_window({})
+    assert same(whole.state_dict(), other.state_dict())
+
+
+def test_each_side_reads_the_other_s_checkpoint(given, known):
+    for first, second in ((Reference, Optimized), (Optimized, Reference)):
+        trainer = second(SMALL, given, "cpu")
+        trainer.load_state_dict(through_a_file(trained(first, given, count=4)))
+        rest = torch.cat((known[0][:4], curve(trainer, 4)))
+        assert share_of_budget(rest, known) <= 1
+
+
+def test_a_checkpoint_of_other_adapters_is_refused(given):
+    state = trained(Reference, given, count=1).state_dict()
+    with pytest.raises(ValueError, match="lora_a has shape"):
+        Optimized(dataclasses.replace(SMALL, rank=2), given, "cpu").load_state_dict(state)
+
+
+def test_replies_stand_behind_their_prompts():
+    prompts = Prompts(torch.tensor([[5, 6, 0], [7, 8, 9]]), torch.tensor([2, 3]))
+    rows = rows_of(prompts, torch.tensor([[[3, 4], [1, 1]], [[4, 1], [-1, 1]]]), end=1)
+    assert rows.tokens.tolist() == [[5, 6, 3, 4, 1], [5, 6, 1, 1, 1], [7, 8, 9, 4, 1], [7, 8, 9, 0, 1]]
+    assert rows.before.tolist() == [[1, 2], [1, 2], [2, 3], [2, 3]]
+    assert rows.sampled.tolist() == [[True, True], [True, False], [True, True], [True, True]]
+
+
+def test_what_was_drawn_is_in_its_nucleus():
+    logits = torch.tensor([[4.0, 3.0, 2.0, 1.0]]).log()
+    for drawn_token, kept in ((0, [0, 1]), (3, [0, 1, 3])):
+        found = nucleus(logits, torch.tensor([drawn_token]), temperature=0.5, top_p=0.7)
+        assert [n for n in range(4) if found[0, n] > -math.inf] == kept
+        torch.testing.assert_close(found[0, kept], 2 * logits[0, kept])
+
+
+def test_a_step_s_number_is_checked(given):
+    with pytest.raises(ValueError, match="step 5 was given to a trainer that has made 0"):
+        Reference(SMALL, given, "cpu").train_window({"step": torch.tensor(5)})
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"replies": 2}, "replies=2: a reply's part in the diversity needs 3 or more"),
+        ({"prompts": 5}, r"prompts=5: a step has 4 examples \(batch_size x accumulation\)"),
+        ({"top_p": 0.0}, "top_p=0.0: use a number above 0, at most 1"),
+        ({"temperature": 0.0}, "temperature=0.0: use"),
+        ({"diversity": -1.0}, "diversity=-1.0: use 0 or more"),
+        ({"dropout": 1.0}, "dropout=1.0"),
+    ],
+)
+def test_a_field_that_cannot_be_is_named(fields, words):
+    with pytest.raises(ValueError, match=words):
+        dataclasses.replace(SMALL, **fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"model": "no/such"}, r"model=no/such: it is neither a folder nor a size \(tiny, 135m, 8b\)"),
+        ({"length": 600}, "length=600: the model has 512 positions; lower length"),
+        ({"length": 4}, "length=4: the shortest prompt alone has"),
+        ({"synthetic": 0, "data": "no/such.jsonl"}, "cannot read no/such.jsonl"),
+        ({"encoder": "no/such"}, "no/such is no folder; name one that has a sentence encoder"),
+    ],
+)
+def test_data_that_cannot_be_is_named(fields, words):
+    with pytest.raises(PerfsuiteError, match=words):
+        load(dataclasses.replace(DATA, **fields)).given.sentences("cpu")
+
+
+def test_a_position_in_other_examples_is_refused(given):
+    steps = Steps(given, 4, 12, 0)
+    state = steps.state_dict()
+    steps.load_state_dict(state)
+    with pytest.raises(PerfsuiteError, match="the data has changed"):
+        Steps(load(dataclasses.replace(DATA, synthetic=30)).given, 4, 12, 0).load_state_dict(state)
+
+
+def test_a_sentence_encoder_is_read_from_a_folder(tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    made = drawn.sentences(3, "cpu")
+    state = {f"bert.{name}": t for name, t in made.encoder.state_dict().items()}
+    safetensors.save_file({**state, "bert.pooler.dense.bias": torch.zeros(3)}, tmp_path / "model.safetensors")
+    made.tokenizer.save(str(tmp_path / "tokenizer.json"))
+    shape = drawn.TINY_ENCODER
+    config = {
+        "model_type": "bert", "vocab_size": shape.vocabulary, "hidden_size": shape.width,
+        "intermediate_size": shape.hidden, "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads,
+        "max_position_embeddings": shape.positions,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(str(config).replace("'", '"'))
+    found = sentences.load(tmp_path, "cpu")
+    given = made.tokenized(["Hello.", ""], "cpu")
+    assert given[1].tolist() == [6, 1]
+    assert torch.equal(found.encoder(*found.tokenized(["Hello.", ""], "cpu")), made.encoder(*given))
+    (tmp_path / "config.json").write_text('{"model_type": "roberta"}')
+    with pytest.raises(PerfsuiteError, match="model_type is 'roberta'; only encoders of BERT's architecture"):
+        sentences.load(tmp_path, "cpu")
