@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from suite.batching import check_identity, whole
+from suite.runtime.display import quantity
 
 REMEMBERED = 50
 """The median is taken over the seconds of at most so many steps."""
@@ -83,6 +84,75 @@ class StepSeconds:
     def median_s(self) -> float | None:
         """Seconds a step; None before the second one."""
         return median(self._seconds) if self._seconds else None
+
+
+class Throughput(StepSeconds):
+    """Examples a second, and on a GPU the memory in use at most."""
+
+    def __init__(self, examples: int, device: torch.device) -> None:
+        super().__init__()
+        self._examples, self._device = examples, device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+
+    def metrics(self) -> dict[str, float]:
+        """examples_per_second, and on a GPU peak_gib; empty before the second step."""
+        seconds = self.median_s()
+        if seconds is None:
+            return {}
+        found = {"examples_per_second": self._examples / seconds}
+        if self._device.type == "cuda":
+            found["peak_gib"] = torch.cuda.max_memory_allocated(self._device) / 2**30
+        return found
+
+    def summary(self) -> str | None:
+        """The same in a line for the user."""
+        found = self.metrics()
+        if not found:
+            return None
+        told = f"{quantity(found['examples_per_second'])} examples/s"
+        return told + (f", peak memory {found['peak_gib']:.1f} GiB" if "peak_gib" in found else "")
+
+
+class WaitsForReports:
+    """The metrics of a trainer that waits for each step, and has `_reports` and `throughput`."""
+
+    _reports: Any
+    throughput: Any
+
+    def metrics(self) -> Mapping[str, float] | None:
+        """Return the metrics of the last step; None before one."""
+        report = self.last_report()
+        return None if report is None else {**report.metrics(), **self.throughput.metrics()}
+
+    def last_report(self) -> Any:
+        """Return the report of the last step; None before one."""
+        report = self._reports.wait()
+        self.throughput.add(report, self._reports.seconds)
+        return report
+
+
+class QueuesReports:
+    """The metrics of a trainer that only queues its steps, and has `_reports` and `throughput`."""
+
+    _reports: Any
+    throughput: Any
+
+    def metrics(self) -> Mapping[str, float] | None:
+        """Return the metrics of the last step whose report has come, without waiting; None before one."""
+        return self._metrics_of(self._reports.latest())
+
+    def last_metrics(self) -> Mapping[str, float] | None:
+        """Wait for the last step's report, and return its metrics."""
+        return self._metrics_of(self._reports.wait())
+
+    def last_report(self) -> Any:
+        """Wait for the last step's report, and return it."""
+        return self._reports.wait()
+
+    def _metrics_of(self, report: Any) -> Mapping[str, float] | None:
+        self.throughput.add(report, self._reports.seconds)
+        return None if report is None else {**report.metrics(), **self.throughput.metrics()}
 
 
 def finish(trainer: Any, folder: Path) -> str | None:

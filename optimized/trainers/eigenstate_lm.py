@@ -36,13 +36,14 @@ from suite.eigenstate_lm.model import (
 from suite.eigenstate_lm.report import Report, Throughput
 from suite.eigenstate_lm.state import restore, state_of
 from suite.runtime.reports import Reports
+from suite.stepping import QueuesReports
 from suite.techniques import implementation
 
 AHEAD = 2
 """Steps that the device may still be at when the host goes on to the next."""
 
 
-class Trainer:
+class Trainer(QueuesReports):
     """The optimized trainer; it reads and writes the plain trainer's checkpoints.
 
     text  the sequences, as `suite.eigenstate_lm.data.load` opens them
@@ -89,21 +90,6 @@ class Trainer:
             self._step(rows)
         self._reports.wait(AHEAD)
 
-    def metrics(self) -> Mapping[str, float] | None:
-        """Of the last step whose report has come: see `suite.eigenstate_lm.report.Report`. Never waits.
-
-        None before one has.
-        """
-        return self._told(self._reports.latest())
-
-    def last_metrics(self) -> Mapping[str, float] | None:
-        """Wait for the last step's report; its metrics."""
-        return self._told(self._reports.wait())
-
-    def last_report(self) -> Report | None:
-        """Wait for the last step's report."""
-        return self._reports.wait()
-
     def state_dict(self) -> dict[str, Any]:
         """All that training has changed."""
         return state_of(self)
@@ -113,10 +99,6 @@ class Trainer:
         restore(self, state)
         self.steps = state["steps"]
         self._count.fill_(self.steps)
-
-    def _told(self, report: Report | None) -> Mapping[str, float] | None:
-        self.throughput.add(report, self._reports.seconds)
-        return None if report is None else {**report.metrics(), **self.throughput.metrics()}
 
     def _choose(self) -> None:
         """The implementation of each technique that the configuration asks for."""

@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 
 from optimized.generation.fused_lora import fused_lora
 from suite.backends import tf32_products
-from suite.batching import WORD, mixed
 from suite.polychromic import advantages
 from suite.polychromic.batches import batch_of, prompts_of
 from suite.polychromic.chat import Encoded
@@ -23,9 +22,10 @@ from suite.polychromic.config import DTYPES, TrainConfig
 from suite.polychromic.data import Given, examples_of, uniforms
 from suite.polychromic.lora import LoRALinear, kept
 from suite.polychromic.objective import nucleus, rows_of, sets_of, texts
-from suite.polychromic.report import Report, Throughput
-from suite.polychromic.state import adapted, restore, state_of, weights_of
+from suite.polychromic.report import Report
+from suite.polychromic.state import adapted, drop, restore, state_of, weights_of
 from suite.runtime.reports import Reports
+from suite.stepping import QueuesReports, Throughput
 from suite.techniques import implementation
 
 # Steps that may be queued before the host waits for the report of an earlier one.
@@ -47,7 +47,7 @@ class FusedLoRALinear(LoRALinear):
         return found.unflatten(0, x.shape[:-1])
 
 
-class Trainer:
+class Trainer(QueuesReports):
     """The optimized trainer. `train_window` queues a step; `metrics` gives what has been reported so far.
 
     given  examples and models, as `suite.polychromic.data.load` opens them
@@ -74,7 +74,7 @@ class Trainer:
             scaling=config.scaling,
         )
         self.steps = 0
-        self.throughput = Throughput(config, self.device)
+        self.throughput = Throughput(config.examples, self.device)
         self._reports: Reports[Report] = Reports(self.device, Report.stays)
 
     def train_window(self, batch: Mapping[str, torch.Tensor]) -> None:
@@ -110,21 +110,6 @@ class Trainer:
         self._reports.send(torch.stack([t.float() for t in (loss, diversity, tokens, norm)]), read)
         self._reports.wait(AHEAD)
 
-    def metrics(self) -> Mapping[str, float] | None:
-        """Of the last step whose report has come: see `suite.polychromic.report.Report`. Never waits.
-
-        None before one has.
-        """
-        return self._told(self._reports.latest())
-
-    def last_metrics(self) -> Mapping[str, float] | None:
-        """Wait for the last step's report; its metrics."""
-        return self._told(self._reports.wait())
-
-    def last_report(self) -> Report | None:
-        """Wait for the last step's report."""
-        return self._reports.wait()
-
     def state_dict(self) -> dict[str, Any]:
         """All that training has changed."""
         return state_of(self)
@@ -133,10 +118,6 @@ class Trainer:
         """Go on from there. ValueError where a shape is another."""
         restore(self, state)
         self.steps = state["steps"]
-
-    def _told(self, report: Report | None) -> Mapping[str, float] | None:
-        self.throughput.add(report, self._reports.seconds)
-        return None if report is None else {**report.metrics(), **self.throughput.metrics()}
 
     def _choose(self) -> None:
         """The implementation of each technique that the configuration asks for."""
@@ -169,7 +150,7 @@ class Trainer:
         for number, at in enumerate(range(0, len(examples), size)):
             own = examples[at : at + size]
             part = batch_of(own, end, self.device)
-            self._drop(number)
+            drop(self.adapters, self.config.seed, self.steps, number)
             hidden = self._hidden(part.tokens)[:, :-1].flatten(0, 1)
             share = sum(len(e.tokens) - e.prompt for e in own) / whole
             loss = share * self._cross_entropy(hidden, self.model.lm_head.weight, part.labels[:, 1:].flatten())
@@ -179,15 +160,8 @@ class Trainer:
             else:
                 grads = found
             losses.append(loss.detach())
-        self._drop(None)
+        drop(self.adapters, None)
         return torch.stack(losses).sum(), grads
-
-    def _drop(self, number: int | None) -> None:
-        """Set the dropout of a micro-batch; None: none."""
-        config = self.config
-        seed = None if number is None else mixed(mixed(config.seed + self.steps & WORD) + number & WORD) >> 1
-        for adapter in self.adapters.values():
-            adapter.seed = seed
 
     # --- the replies
 

@@ -29,12 +29,13 @@ from optimized.sharded_hybrid import ShardedHybrid
 from optimized.shards import Shards
 from optimized.shared_hybrid import SharedHybrid
 from suite.runtime.reports import Reports
+from suite.stepping import QueuesReports, Throughput
 from suite.techniques import implementation
 from suite.ups.batches import Feed, Maker, MicroBatch, Mixture, TaskPart
 from suite.ups.config import TrainConfig
 from suite.ups.losses import InverseTask, mixed_loss
 from suite.ups.networks import CODERS, grouped
-from suite.ups.report import Report, Throughput
+from suite.ups.report import Report
 from suite.ups.resident import Resident
 from suite.ups.scaler import LossScale
 from suite.ups.stages import draw, networks_of
@@ -47,7 +48,7 @@ GRAPHS = 16
 """Forms of a step that are kept: which of its micro-batches have the inverse losses."""
 
 
-class Trainer:
+class Trainer(QueuesReports):
     """The optimized trainer; it reads and writes the plain trainer's checkpoints.
 
     given  the data, as `suite.ups.batches.load` opens them
@@ -109,18 +110,6 @@ class Trainer:
         self._reports.send(found, read)
         self._reports.wait(AHEAD)
 
-    def metrics(self) -> Mapping[str, float] | None:
-        """Return the metrics of the last step whose report has come, or None, without waiting."""
-        return self._metrics_of(self._reports.latest())
-
-    def last_metrics(self) -> Mapping[str, float] | None:
-        """Wait for the last step's report; its metrics."""
-        return self._metrics_of(self._reports.wait())
-
-    def last_report(self) -> Report | None:
-        """Wait for the last step's report."""
-        return self._reports.wait()
-
     def state_dict(self) -> dict[str, Any]:
         """All that training has changed."""
         return state_of(self)
@@ -128,10 +117,6 @@ class Trainer:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there. ValueError where a shape, or the stage, is another."""
         restore(self, state)
-
-    def _metrics_of(self, report: Report | None) -> Mapping[str, float] | None:
-        self.throughput.add(report, self._reports.seconds)
-        return None if report is None else {**report.metrics(), **self.throughput.metrics()}
 
     def _choose(self) -> None:
         """The implementation of each technique that the configuration asks for."""

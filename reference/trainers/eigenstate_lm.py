@@ -34,9 +34,10 @@ from suite.eigenstate_lm.model import first_states, forward, make_weights
 from suite.eigenstate_lm.report import Report, Throughput
 from suite.eigenstate_lm.state import restore, state_of
 from suite.runtime.reports import Reports
+from suite.stepping import WaitsForReports
 
 
-class Trainer:
+class Trainer(WaitsForReports):
     """The reference trainer. `train_window` makes a step; `metrics` gives what it reported.
 
     text   the sequences, as `suite.eigenstate_lm.data.load` opens them
@@ -87,17 +88,6 @@ class Trainer:
             step=self.steps, loss=float(loss / scale), rate=float(self.lr), norm=float(norm), scale=float(scale)
         )
         self._reports.send(torch.zeros(0, device=self.device), lambda _: found)
-
-    def metrics(self) -> Mapping[str, float] | None:
-        """Of the last step: see `suite.eigenstate_lm.report.Report`; None before one."""
-        report = self.last_report()
-        return None if report is None else {**report.metrics(), **self.throughput.metrics()}
-
-    def last_report(self) -> Report | None:
-        """Of the last step."""
-        report = self._reports.wait()
-        self.throughput.add(report, self._reports.seconds)
-        return report
 
     def state_dict(self) -> dict[str, Any]:
         """All that training has changed."""

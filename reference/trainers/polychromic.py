@@ -32,19 +32,19 @@ from reference.losses.set_policy_loss import set_policy_loss
 from reference.optimizers.clip_grad_norm import clip_grad_norm
 from reference.synchronization.sync_free_scaler_step import ScalerStep
 from suite.backends import tf32_products
-from suite.batching import WORD, mixed
 from suite.polychromic import advantages
 from suite.polychromic.batches import IGNORED, batch_of, prompts_of
 from suite.polychromic.chat import Encoded
 from suite.polychromic.config import DTYPES, TrainConfig
 from suite.polychromic.data import Given, examples_of, uniforms
 from suite.polychromic.objective import Rows, nucleus, rows_of, sets_of, texts
-from suite.polychromic.report import Report, Throughput
-from suite.polychromic.state import adapted, restore, state_of, weights_of
+from suite.polychromic.report import Report
+from suite.polychromic.state import adapted, drop, restore, state_of, weights_of
 from suite.runtime.reports import Reports
+from suite.stepping import Throughput, WaitsForReports
 
 
-class Trainer:
+class Trainer(WaitsForReports):
     """The reference trainer. `train_window` makes a step; `metrics` gives what it reported.
 
     given  examples and models, as `suite.polychromic.data.load` opens them
@@ -73,7 +73,7 @@ class Trainer:
             scaling=config.scaling,
         )
         self.steps = 0
-        self.throughput = Throughput(config, self.device)
+        self.throughput = Throughput(config.examples, self.device)
         self._reports: Reports[Report] = Reports(self.device, Report.stays)
 
     def train_window(self, batch: Mapping[str, torch.Tensor]) -> None:
@@ -102,17 +102,6 @@ class Trainer:
         )
         self._reports.send(torch.zeros(0, device=self.device), lambda _: found)
 
-    def metrics(self) -> Mapping[str, float] | None:
-        """Of the last step: see `suite.polychromic.report.Report`; None before one."""
-        report = self.last_report()
-        return None if report is None else {**report.metrics(), **self.throughput.metrics()}
-
-    def last_report(self) -> Report | None:
-        """Of the last step."""
-        report = self._reports.wait()
-        self.throughput.add(report, self._reports.seconds)
-        return report
-
     def state_dict(self) -> dict[str, Any]:
         """All that training has changed."""
         return state_of(self)
@@ -131,22 +120,15 @@ class Trainer:
         counts = [int((part.labels[:, 1:] != IGNORED).sum()) for part in parts]
         total, grads = torch.zeros((), device=self.device, dtype=self.lr.dtype), self._zeros()
         for number, (part, count) in enumerate(zip(parts, counts, strict=True)):
-            self._drop(number)
+            drop(self.adapters, self.config.seed, self.steps, number)
             hidden = self._hidden(part.tokens)[:, :-1].flatten(0, 1)
             share = count / sum(counts)
             loss = share * chunked_cross_entropy(hidden, self.model.lm_head.weight, part.labels[:, 1:].flatten())
             for own, grad in zip(grads, self._gradients(loss), strict=True):
                 own += grad
             total += loss.detach()
-        self._drop(None)
+        drop(self.adapters, None)
         return total, grads
-
-    def _drop(self, number: int | None) -> None:
-        """Set the dropout of a micro-batch; None: none."""
-        config = self.config
-        seed = None if number is None else mixed(mixed(config.seed + self.steps & WORD) + number & WORD) >> 1
-        for adapter in self.adapters.values():
-            adapter.seed = seed
 
     # --- the replies
 

@@ -31,18 +31,19 @@ from reference.optimizers.clip_grad_norm import clip_grad_norm
 from reference.optimizers.ema import ema
 from reference.optimizers.hybrid_muon_adamw import hybrid_muon_adamw
 from suite.runtime.reports import Reports
+from suite.stepping import Throughput, WaitsForReports
 from suite.ups.batches import Feed, Maker, MicroBatch, Mixture
 from suite.ups.config import TrainConfig
 from suite.ups.losses import mixed_loss
 from suite.ups.networks import CODERS, grouped
-from suite.ups.report import Report, Throughput
+from suite.ups.report import Report
 from suite.ups.scaler import LossScale
 from suite.ups.stages import draw, networks_of
 from suite.ups.state import restore, state_of
 from suite.ups.step import autocast, check_step, note_what_is_ignored, sent
 
 
-class Trainer:
+class Trainer(WaitsForReports):
     """The reference trainer. `train_window` makes a step; `metrics` gives what it reported.
 
     given  the data, as `suite.ups.batches.load` opens them
@@ -100,17 +101,6 @@ class Trainer:
         self.steps += 1
         found = Report(step=self.steps, loss=total, norm=norm, scale=scale)
         self._reports.send(torch.zeros(0, device=self.device), lambda _: found)
-
-    def metrics(self) -> Mapping[str, float] | None:
-        """Return the metrics of the last step (`suite.ups.report.Report`); None before one."""
-        report = self.last_report()
-        return None if report is None else {**report.metrics(), **self.throughput.metrics()}
-
-    def last_report(self) -> Report | None:
-        """Return the report of the last step; None before one."""
-        report = self._reports.wait()
-        self.throughput.add(report, self._reports.seconds)
-        return report
 
     def state_dict(self) -> dict[str, Any]:
         """All that training has changed."""

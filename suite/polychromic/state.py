@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from suite.batching import whole
+from suite.batching import WORD, mixed, whole
 from suite.polychromic.llama import Llama
 from suite.polychromic.lora import LoRALinear, Settings, attach
 from suite.runtime.weights import check_weights, copies, optimizer_copies
@@ -30,6 +30,13 @@ def adapted(
         adapter.lora_a.data = first.to(adapter.weight.device, dtype)
         adapter.lora_b.data = adapter.lora_b.data.to(dtype)
     return adapters
+
+
+def drop(adapters: Mapping[str, LoRALinear], seed: int | None, step: int = 0, number: int = 0) -> None:
+    """Set the adapters' dropout to that of a micro-batch of a step; a seed of None: none is dropped."""
+    own = None if seed is None else mixed(mixed(seed + step & WORD) + number & WORD) >> 1
+    for adapter in adapters.values():
+        adapter.seed = own
 
 
 def weights_of(adapters: Mapping[str, LoRALinear]) -> dict[str, torch.Tensor]:
