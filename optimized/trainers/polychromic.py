@@ -5,6 +5,7 @@ The same step as `reference.trainers.polychromic` makes, with each technique beh
 embedded in one batch, and their policy's gradient is that of one batch, too.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from optimized.attention.flash_attention import flash_attention
 from optimized.generation.fused_lora import fused_lora
 from suite.backends import tf32_products
 from suite.polychromic import advantages
@@ -138,7 +140,9 @@ class Trainer(QueuesReports):
         self._cross_entropy = of("losses.chunked_cross_entropy", "chunked_cross_entropy", config.chunked_cross_entropy)
         self._clip = of("optimizers.clip_grad_norm", "clip_grad_norm", config.clip_grad_norm)
         self._scaler_step = of("synchronization.sync_free_scaler_step", "ScalerStep", config.sync_free_scaler_step)
-        self._block = _fused if config.fused_attention else _plain
+        self._block: Callable[..., torch.Tensor] = functools.partial(_attending, flash_attention)
+        if not config.flash_attention:
+            self._block = _plain
 
     # --- the examples
 
@@ -217,9 +221,15 @@ def _plain(block: nn.Module, *given: torch.Tensor) -> torch.Tensor:
     return block(*given)
 
 
-def _fused(block: nn.Module, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The block with PyTorch's best attention for the device, without the mask's memory."""
-    q, k, v = block.self_attn.heads(block.input_layernorm(x), cos, sin)
-    attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+def _attending(
+    attention: Callable[..., torch.Tensor],
+    block: nn.Module,
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    mask: torch.Tensor,
+) -> torch.Tensor:
+    """The block with another attention, which needs no mask: it is causal."""
+    attended = attention(*block.self_attn.heads(block.input_layernorm(x), cos, sin))
     x = x + block.self_attn.o_proj(attended.transpose(1, 2).flatten(2))
     return x + block.mlp(block.post_attention_layernorm(x))

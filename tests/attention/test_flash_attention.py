@@ -1,0 +1,273 @@
+import itertools
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from optimized.attention import flash_attention as module
+from optimized.attention.flash_attention import flash_attention as optimized
+from optimized.attention.flash_attention import flash_attention_packed as optimized_packed
+from perfsuite import Cost, Pair, Workload, compiled, floats, integers, sampled, scalar, side, size, tensor
+from reference.attention.flash_attention import flash_attention as reference
+from reference.attention.flash_attention import flash_attention_packed as reference_packed
+
+
+def different(generator, shape, dtype):
+    """Keys that differ: for equal keys the gradient of the query is 0, and only rounding errors are left of it."""
+    return (2 * torch.rand(shape, generator=generator, device=generator.device) - 1).to(dtype)
+
+
+def padded(call):
+    """With lengths last, where a pair's inputs have no default."""
+
+    def called(q, k, v, causal, lengths):
+        return call(q, k, v, lengths, bool(causal))
+
+    return called
+
+
+def dense(call):
+    def called(q, k, v, causal):
+        return call(q, k, v, None, bool(causal))
+
+    return called
+
+
+def by(backend):
+    """One of PyTorch's backends by itself."""
+
+    def called(q, k, v, causal):
+        if backend == SDPBackend.EFFICIENT_ATTENTION:
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        shared = k.shape[1] != q.shape[1]
+        with sdpa_kernel([backend]):
+            return scaled_dot_product_attention(q, k, v, is_causal=bool(causal), enable_gqa=shared)
+
+    return side(called, devices=("cuda",))
+
+
+def no_package():
+    """Why flash-attn is not there, or None."""
+    try:
+        import flash_attn  # noqa: F401
+    except ImportError as error:
+        return f"flash-attn cannot be imported ({error}); pip install flash-attn --no-build-isolation"
+    return None
+
+
+def by_package(q, k, v, causal):
+    from flash_attn import flash_attn_func
+
+    return flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=bool(causal)).transpose(1, 2)
+
+
+BACKENDS = {
+    "cudnn": by(SDPBackend.CUDNN_ATTENTION),
+    "flash": by(SDPBackend.FLASH_ATTENTION),
+    "efficient": by(SDPBackend.EFFICIENT_ATTENTION),
+    "flash_attn": side(by_package, devices=("cuda",), available=no_package),
+}
+HALF = ("bfloat16", "float16")
+
+
+def heads(number, values):
+    return tensor("B", number, "T", "D", values=values)
+
+
+# So small that no key has nearly all the weight, of which the gradient of the query would be a small difference.
+INPUTS = {"q": heads("groups * K", floats(-1, 1)), "k": heads("K", sampled(different)), "v": heads("K", floats(-4, 4))}
+CAUSAL = scalar(integers(0, 1))
+# Each head width is a kernel of its own.
+SIZES = {"B": size(1, 3), "groups": size(1, 3), "K": size(1, 2), "T": size(2, 33), "D": size(64, 64)}
+UNSUPPORTED = {"double_backward": "its backward pass on a GPU is a kernel without a derivative"}
+CPU = Workload("cpu", B=2, groups=2, K=2, T=64, D=32, causal=1, clock="wall", direction="both", device="cpu")
+
+
+def traffic(item):
+    """Bytes of an element → the least traffic of a call."""
+
+    def of(B, groups, K, T, D, direction, **_):
+        queries, keys = B * groups * K * T * D, B * K * T * D
+        read, written = {"forward": (1, 1), "backward": (3, 1), "both": (4, 2)}[direction]
+        return item * ((read + written) * queries + 2 * keys * {"forward": 1, "backward": 2, "both": 3}[direction])
+
+    return of
+
+
+def arithmetic(B, groups, K, T, D, causal, direction, **_):
+    products = {"forward": 4, "backward": 10, "both": 14}[direction]
+    return products * B * groups * K * T * T * D // (2 if causal else 1)
+
+
+def shapes(dtype):
+    """Workloads of about as many tokens each, forward and both ways."""
+    for D, T, causal in itertools.product((64, 128), (128, 1024, 4096, 16384), (0, 1)):
+        sizes = {"B": max(1, 16384 // T), "groups": 4, "K": 2048 // D // 4, "T": T, "D": D, "causal": causal}
+        for direction in ("forward", "both"):
+            name = f"d{D}_t{T}{'_causal' if causal else ''}{'_both' if direction == 'both' else ''}"
+            yield Workload(name, **sizes, dtype=dtype, direction=direction, device="cuda")
+
+
+flash_attention = Pair(
+    reference=dense(reference),
+    optimized=dense(optimized),
+    inputs={**INPUTS, "causal": CAUSAL},
+    sizes=SIZES,
+    max_examples=15,
+    strides="any",
+    unsupported=UNSUPPORTED,
+    rivals={"compile": compiled(side(dense(reference), devices=("cuda",)))},
+    workloads=[
+        Workload("d64_t1024", B=4, groups=3, K=3, T=1024, D=64, causal=1, direction="both", device="cuda"),
+        CPU,
+    ],
+    cost=Cost(bytes=traffic(4), flops=arithmetic),
+)
+flash_attention_half = Pair(
+    reference=dense(reference),
+    optimized=dense(optimized),
+    inputs={**INPUTS, "causal": CAUSAL},
+    sizes=SIZES,
+    dtypes=HALF,
+    max_examples=15,
+    strides="any",
+    unsupported=UNSUPPORTED,
+    rivals=BACKENDS,
+    workloads=list(shapes("bfloat16")),
+    cost=Cost(bytes=traffic(2), flops=arithmetic, precision="bfloat16"),
+)
+flash_attention_padded = Pair(
+    reference=padded(reference),
+    optimized=padded(optimized),
+    inputs={**INPUTS, "causal": CAUSAL, "lengths": tensor("B", dtype="int64", values=integers(1, "T"))},
+    sizes=SIZES,
+    max_examples=15,
+    strides="any",
+    unsupported=UNSUPPORTED,
+    workloads=[
+        Workload("d64_t1024", B=16, groups=3, K=3, T=1024, D=64, causal=1, direction="both", device="cuda"),
+        CPU,
+    ],
+    cost=Cost(bytes=traffic(4), flops=arithmetic),
+)
+
+
+def ends(generator, shape, dtype):
+    """Offsets that do not fall, from 0 to the number of tokens, which `limit` gives."""
+    drawn = torch.rand(shape, generator=generator, device=generator.device).sort().values
+    drawn[0], drawn[-1] = 0.0, 1.0
+    return drawn
+
+
+def packed(call):
+    """Offsets from shares of the tokens."""
+
+    def called(q, k, v, causal, shares):
+        offsets = (shares.double() * len(q)).round().int()
+        return call(q, k, v, offsets, bool(causal))
+
+    return called
+
+
+def sequences(number, values):
+    return tensor("N", number, "D", values=values)
+
+
+PACKED = {
+    "q": sequences("groups * K", floats(-1, 1)),
+    "k": sequences("K", sampled(different)),
+    "v": sequences("K", floats(-4, 4)),
+    "causal": CAUSAL,
+    "shares": tensor("sequences + 1", dtype="float32", values=sampled(ends), differentiable=False),
+}
+PACKED_SIZES = {"N": size(2, 60), "groups": size(1, 2), "K": size(1, 2), "D": size(64, 64), "sequences": size(1, 5)}
+ONCE = {"N": 64, "groups": 2, "K": 2, "D": 32, "sequences": 4, "causal": 1}
+
+flash_attention_packed = Pair(
+    reference=packed(reference_packed),
+    optimized=packed(optimized_packed),
+    inputs=PACKED,
+    sizes=PACKED_SIZES,
+    max_examples=15,
+    strides="any",
+    unsupported=UNSUPPORTED,
+    workloads=[Workload("cpu", **ONCE, clock="wall", direction="both", device="cpu")],
+)
+flash_attention_packed_half = Pair(
+    reference=packed(reference_packed),
+    optimized=packed(optimized_packed),
+    inputs=PACKED,
+    sizes=PACKED_SIZES,
+    dtypes=HALF,
+    max_examples=15,
+    strides="any",
+    unsupported={**UNSUPPORTED, "captured_graph": "the host reads the longest sequence's length"},
+    workloads=[
+        Workload(
+            f"d{D}",
+            N=16384,
+            groups=4,
+            K=2048 // D // 4,
+            D=D,
+            sequences=32,
+            causal=1,
+            dtype="bfloat16",
+            direction=direction,
+            device="cuda",
+        )
+        for D, direction in ((64, "both"), (128, "both"))
+    ],
+)
+
+
+def drawn(B=2, H=4, K=2, T=9, D=8, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(B, n, T, D, generator=generator).to(dtype) for n in (H, K, K)]
+
+
+@pytest.mark.parametrize("call", [reference, optimized])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_padded_row_is_what_it_is_alone(call, causal):
+    q, k, v = drawn()
+    found = call(q, k, v, torch.tensor([9, 4]), causal)
+    torch.testing.assert_close(found[0], call(q, k, v, causal=causal)[0])
+    alone = call(*(x[1:, :, :4] for x in (q, k, v)), causal=causal)
+    torch.testing.assert_close(found[1:, :, :4], alone)
+    assert found[1, :, 4:].eq(0).all()
+
+
+@pytest.mark.parametrize("call", [reference, optimized])
+def test_a_causal_token_sees_those_before_it(call):
+    q, k, v = drawn()
+    whole = call(q, k, v)
+    torch.testing.assert_close(whole[:, :, :5], call(*(x[:, :, :5] for x in (q, k, v))))
+    torch.testing.assert_close(whole[:, :, 0], v[:, :, 0].repeat_interleave(2, 1))
+
+
+@pytest.mark.parametrize("call", [reference_packed, optimized_packed])
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_sequences_do_not_see_each_other(call, causal):
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in drawn())
+    offsets = torch.tensor([0, 9, 9, 13, 18], dtype=torch.int32)
+    found = call(q, k, v, offsets, causal)
+    for first, end in itertools.pairwise(offsets.tolist()):
+        own = [x[first:end].transpose(0, 1)[None] for x in (q, k, v)]
+        torch.testing.assert_close(found[first:end], reference(*own, causal=causal)[0].transpose(0, 1))
+
+
+@pytest.mark.parametrize("call", [reference_packed, optimized_packed])
+def test_no_sequence_at_all(call):
+    q, k, v = (torch.zeros(0, n, 8) for n in (4, 2, 2))
+    assert call(q, k, v, torch.zeros(1, dtype=torch.int32)).shape == (0, 4, 8)
+
+
+def test_data_that_begin_at_no_multiple_of_16_bytes_are_copied():
+    whole = torch.randn(65)
+    aligned, apart = whole[:64].view(1, 1, 8, 8), whole[1:].view(1, 1, 8, 8)
+    assert module._aligned(aligned) is aligned
+    assert module._aligned(apart).data_ptr() % 16 == 0
+    assert torch.equal(module._aligned(apart), apart)
+    assert module._aligned(aligned.mT).is_contiguous()
+    odd = torch.randn(1, 1, 8, 9)[..., :8]  # rows of 36 bytes
+    assert module._aligned(odd).stride(-2) == 8
