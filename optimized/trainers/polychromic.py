@@ -26,6 +26,7 @@ from suite.polychromic.lora import LoRALinear, kept
 from suite.polychromic.objective import nucleus, rows_of, sets_of, texts
 from suite.polychromic.report import Report
 from suite.polychromic.state import adapted, drop, restore, state_of, weights_of
+from suite.runtime.ranges import phase
 from suite.runtime.reports import Reports
 from suite.stepping import QueuesReports, Throughput
 from suite.techniques import implementation
@@ -87,10 +88,11 @@ class Trainer(QueuesReports):
         config, examples = self.config, examples_of(self.config, self.given, self.steps, batch)
         with torch.enable_grad(), tf32_products(allowed=False):
             diversity, tokens, grads = self._replied(examples[: config.prompts])
-            loss, own = self._taught(examples)
+            with phase("cross-entropy"):
+                loss, own = self._taught(examples)
             if grads:
                 torch._foreach_add_(own, grads)
-            with torch.no_grad():
+            with torch.no_grad(), phase("optimizer"):
                 norm = self._clip(own, config.clip)
                 self.lr.fill_(config.rate(self.steps))
                 self.optimizer(own)
@@ -177,7 +179,7 @@ class Trainer(QueuesReports):
             return none, none, []
         prompts = prompts_of(examples, end, self.device)
         numbers = uniforms(config.seed, self.steps, (len(examples), config.replies, config.new_tokens), self.device)
-        with torch.no_grad():
+        with torch.no_grad(), phase("generation"):
             drawn = self._generate(
                 self.model,
                 prompts.tokens,
@@ -188,6 +190,7 @@ class Trainer(QueuesReports):
                 end,
                 **self._sampling,
             )
+        with torch.no_grad(), phase("embedding"):
             said = texts(self.given.chat, drawn)
             embeddings = self._embed(
                 self.sentences.encoder, *sets_of(self.sentences, said, config.replies, self.device)
@@ -198,13 +201,14 @@ class Trainer(QueuesReports):
         tokens = rows.sampled.sum(1).float().mean()
         if config.objective == "as_written":
             return diversity, tokens, []
-        hidden = self._hidden(rows.tokens)
-        before = hidden.gather(1, rows.before[..., None].expand(-1, -1, hidden.shape[-1]))
-        logits = functional.linear(before, self.model.lm_head.weight)
-        own = advantages.without_own_reply(distances)
-        drawn_from = nucleus(logits, rows.drawn, config.temperature, config.top_p)
-        loss = config.diversity * self._policy_loss(drawn_from, rows.drawn, rows.sampled, own)
-        return diversity, tokens, self._gradients(loss)
+        with phase("policy"):
+            hidden = self._hidden(rows.tokens)
+            before = hidden.gather(1, rows.before[..., None].expand(-1, -1, hidden.shape[-1]))
+            logits = functional.linear(before, self.model.lm_head.weight)
+            own = advantages.without_own_reply(distances)
+            drawn_from = nucleus(logits, rows.drawn, config.temperature, config.top_p)
+            loss = config.diversity * self._policy_loss(drawn_from, rows.drawn, rows.sampled, own)
+            return diversity, tokens, self._gradients(loss)
 
     # --- the model
 

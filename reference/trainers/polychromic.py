@@ -40,6 +40,7 @@ from suite.polychromic.data import Given, examples_of, uniforms
 from suite.polychromic.objective import Rows, nucleus, rows_of, sets_of, texts
 from suite.polychromic.report import Report
 from suite.polychromic.state import adapted, drop, restore, state_of, weights_of
+from suite.runtime.ranges import phase
 from suite.runtime.reports import Reports
 from suite.stepping import Throughput, WaitsForReports
 
@@ -84,9 +85,10 @@ class Trainer(WaitsForReports):
         config, examples = self.config, examples_of(self.config, self.given, self.steps, batch)
         with torch.enable_grad(), tf32_products(allowed=False):
             diversity, tokens, grads = self._replied(examples[: config.prompts])
-            loss, own = self._taught(examples)
+            with phase("cross-entropy"):
+                loss, own = self._taught(examples)
             grads = [a + b for a, b in zip(own, grads, strict=True)] if grads else own
-            with torch.no_grad():
+            with torch.no_grad(), phase("optimizer"):
                 norm = clip_grad_norm(grads, config.clip)
                 self.lr.fill_(config.rate(self.steps))
                 self.optimizer(grads)
@@ -139,10 +141,11 @@ class Trainer(WaitsForReports):
             return 0.0, 0.0, []
         prompts = prompts_of(examples, end, self.device)
         numbers = uniforms(config.seed, self.steps, (len(examples), config.replies, config.new_tokens), self.device)
-        with torch.no_grad():
+        with torch.no_grad(), phase("generation"):
             drawn = batched_generation(
                 self.model, prompts.tokens, prompts.lengths, numbers, config.temperature, config.top_p, end
             )
+        with torch.no_grad(), phase("embedding"):
             said = texts(self.given.chat, drawn)
             given = sets_of(self.sentences, said, config.replies, self.device)
             embeddings = encoder_batching(self.sentences.encoder, *given)
@@ -157,9 +160,10 @@ class Trainer(WaitsForReports):
         for number in range(len(examples)):
             part = slice(number * config.replies, (number + 1) * config.replies)
             of_set = Rows(rows.tokens[part], rows.before[part], rows.drawn[part], rows.sampled[part])
-            loss = config.diversity / len(examples) * self._policy(of_set, own[number : number + 1])
-            for whole, grad in zip(grads, self._gradients(loss), strict=True):
-                whole += grad
+            with phase("policy"):
+                loss = config.diversity / len(examples) * self._policy(of_set, own[number : number + 1])
+                for whole, grad in zip(grads, self._gradients(loss), strict=True):
+                    whole += grad
         return float(diversity), length, grads
 
     def _policy(self, rows: Rows, own: torch.Tensor) -> torch.Tensor:

@@ -25,6 +25,7 @@ from suite.runtime import checkpoints
 from suite.runtime.checkpoints import OLD, Checkpoint, CheckpointError, Store
 from suite.runtime.display import Display, board, quantity
 from suite.runtime.locking import only_one
+from suite.runtime.ranges import phase
 from suite.runtime.stopping import Stopping
 from suite.runtime.timing import Phases, Trace, synchronize
 from suite.runtime.together import ALONE, Place, Together
@@ -277,11 +278,11 @@ class _Run:
                 if asked:
                     break
                 trace.before()
-                with phases("data"):
+                with phases("data"), phase("data"):
                     batch = next(self.batches, None)
                 if batch is None:
                     break
-                with phases("train"):
+                with phases("train"), phase("train"):
                     self.trainer.train_window(batch)
                 self.windows += 1
                 self._count(batch, display)
@@ -303,6 +304,9 @@ class _Run:
             seconds = time.monotonic() - started
         if options.timing_debug:
             self.console.print(phases.table())
+        if trace.hotspots is not None:
+            self.console.print(trace.hotspots.table())
+            self._say(trace.hotspots.advice())
         by = signal.Signals(asked) if asked > OVER else stop.signal
         self._finish(first, seconds, by)
         return Outcome(

@@ -16,6 +16,8 @@ from rich.table import Table
 from perfsuite.errors import PerfsuiteError
 from perfsuite.report import units
 from suite.naming import shown, utf8_name
+from suite.runtime.hotspots import Hotspots, hotspots
+from suite.runtime.ranges import set_traced
 
 SKIPPED = 2
 """Windows before a trace begins: the first ones compile and allocate."""
@@ -71,7 +73,9 @@ class Trace:
         self._device = device
         self._windows = 0
         self._profiler: Any = None
+        self._begun = 0.0
         self.written: Path | None = None
+        self.hotspots: Hotspots | None = None
         if path is not None:  # now, and not after minutes
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -93,6 +97,9 @@ class Trace:
             # Said, for else torch 2.11 warns that it is not.
             self._profiler = torch.profiler.profile(activities=kinds, acc_events=True)
             self._profiler.start()
+            set_traced(True)
+            synchronize(self._device)
+            self._begun = time.perf_counter()
 
     def after(self) -> bool:
         """Called after each window; true when the trace has just been written."""
@@ -104,8 +111,11 @@ class Trace:
         if self._profiler is None or self._path is None:
             return False
         synchronize(self._device)
+        seconds = time.perf_counter() - self._begun
+        set_traced(False)
         profiler, self._profiler = self._profiler, None
         profiler.stop()
+        self.hotspots = hotspots(profiler.key_averages(), self._windows - SKIPPED, seconds)
         name = f".{os.getpid()}.trace" + ".gz" * (self._path.suffix == ".gz")  # torch packs what ends so
         temporary = self._path.with_name(name)
         try:

@@ -408,6 +408,7 @@ def test_a_trace(run: Toy, tmp_path: Path, windows: int, said: str) -> None:
     run.fit(windows, profile=str(path))
     assert said in run.said
     assert path.exists() == (windows > 2)
+    assert ("First look at the phase" in run.said) == path.exists()
     if path.exists():
         assert "aten::softmax" in {event["name"] for event in json.loads(path.read_text())["traceEvents"]}
         assert [p.name for p in path.parent.iterdir()] == [path.name]
