@@ -366,3 +366,23 @@ def test_a_sentence_encoder_is_read_from_a_folder(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "roberta"}')
     with pytest.raises(PerfsuiteError, match="model_type is 'roberta'; only encoders of BERT's architecture"):
         sentences.load(tmp_path, "cpu")
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, by PEFT
+def test_the_conventional_set_up_makes_the_same_first_step(given):
+    """With the same weights, and adapters that begin at 0: the same cross-entropy."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    pytest.importorskip("peft", reason="PEFT is not installed")
+    from suite.polychromic.conventional import Conventional
+
+    config = dataclasses.replace(SMALL, dropout=0.0)
+    ours = Reference(config, given, "cpu")
+    state = given.language_model(torch.float32, "cpu").state_dict()
+    theirs = Conventional(config, given, "cpu", compiles=False)
+    theirs.model.get_base_model().load_state_dict(
+        {name.replace("_proj.weight", "_proj.base_layer.weight"): value for name, value in state.items()}, strict=False
+    )
+    ours.train_window({})
+    theirs.train_window({})
+    assert theirs.last["cross_entropy"] == pytest.approx(ours.last_report().cross_entropy, rel=1e-5)
+    assert 0 < theirs.last["diversity"] < 1

@@ -1,0 +1,154 @@
+"""A good conventional set-up of polychromic: what one would write first, the rival that the trainers are timed against.
+
+transformers' model with scaled_dot_product_attention, PEFT's adapters, the blocks under torch.compile, fused AdamW, and
+all replies by one call of `generate` with a static cache, compiled. Both packages are looked for when it is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from perfsuite.errors import PerfsuiteError
+from suite.polychromic import advantages
+from suite.polychromic.batches import IGNORED, batch_of, prompts_of
+from suite.polychromic.chat import Encoded
+from suite.polychromic.config import DTYPES, TrainConfig
+from suite.polychromic.data import Given, examples_of
+from suite.polychromic.drawn import SHAPES
+from suite.polychromic.lora import LAYERS
+from suite.polychromic.objective import nucleus, rows_of, texts
+
+
+class Conventional:
+    """Makes the steps that the trainers make, on the same examples; what is drawn are transformers' own numbers.
+
+    PerfsuiteError where transformers or PEFT is not installed.
+    """
+
+    def __init__(self, config: TrainConfig, given: Given, device: torch.device | str, *, compiles: bool = True) -> None:
+        try:
+            import peft
+            import transformers
+        except ImportError as error:
+            raise PerfsuiteError(f"{error.name} is not installed; pip install transformers peft") from None
+        self.config, self.given, self.device = config, given, torch.device(device)
+        base = _model(transformers, given, DTYPES[config.dtype], self.device)
+        if config.activation_checkpoint:
+            base.gradient_checkpointing_enable({"use_reentrant": False})
+        settings = peft.LoraConfig(
+            r=config.rank,
+            lora_alpha=config.alpha,
+            lora_dropout=config.dropout,
+            target_modules=list(LAYERS),
+            task_type="CAUSAL_LM",
+        )
+        torch.manual_seed(config.seed)
+        self.model: Any = peft.get_peft_model(base, settings)
+        self.trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(
+            self.trained, config.learning_rate, weight_decay=config.weight_decay, fused=self.device.type == "cuda"
+        )
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda step: config.rate(step) / config.learning_rate
+        )
+        self.sentences = given.sentences(self.device)
+        self.forward = torch.compile(self.model, dynamic=True) if compiles else self.model
+        self.cache = "static" if compiles else None
+        self.steps = 0
+        self.last: dict[str, float] = {}
+
+    def train_window(self, batch: Mapping[str, torch.Tensor]) -> None:
+        """Make a step."""
+        config, examples = self.config, examples_of(self.config, self.given, self.steps, batch)
+        diversity = self._replied(examples[: config.prompts]) if config.diversity else None
+        whole = sum(len(e.tokens) - e.prompt for e in examples)
+        losses = []
+        self.model.train()
+        for at in range(0, len(examples), config.batch_size):
+            part = batch_of(examples[at : at + config.batch_size], self.given.chat.end, self.device)
+            logits = self.forward(input_ids=part.tokens).logits[:, :-1].float()
+            labels = part.labels[:, 1:]
+            loss = functional.cross_entropy(
+                logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
+            )
+            (loss / whole).backward()
+            losses.append(loss.detach() / whole)
+        torch.nn.utils.clip_grad_norm_(self.trained, config.clip)
+        self.optimizer.step()
+        self.schedule.step()
+        self.optimizer.zero_grad()
+        self.steps += 1
+        self.last = {"cross_entropy": float(torch.stack(losses).sum())}
+        if diversity is not None:
+            self.last["diversity"] = float(diversity)
+
+    def _replied(self, examples: Sequence[Encoded]) -> torch.Tensor:
+        """The sets' mean diversity; adds the gradients of minus λ times the expected one."""
+        config, end = self.config, self.given.chat.end
+        tokens, mask = self._left_padded(examples)
+        self.model.eval()
+        with torch.no_grad():
+            found = self.model.generate(
+                input_ids=tokens,
+                attention_mask=mask,
+                do_sample=True,
+                temperature=config.temperature,
+                top_p=config.top_p,
+                top_k=0,
+                max_new_tokens=config.new_tokens,
+                num_return_sequences=config.replies,
+                pad_token_id=end,
+                eos_token_id=end,
+                **({"cache_implementation": self.cache} if self.cache else {}),
+            )
+            new = found[:, tokens.shape[1] :]
+            new = functional.pad(new, (0, config.new_tokens - new.shape[1]), value=end)
+            drawn = new.unflatten(0, (-1, config.replies))
+            said = texts(self.given.chat, drawn)
+            embedded = self.sentences.encoder(*self.sentences.tokenized(said, self.device))
+            unit = functional.normalize(embedded, dim=-1).unflatten(0, (-1, config.replies))
+            distances = 1 - unit @ unit.mT
+        rows = rows_of(prompts_of(examples, end, self.device), drawn, end)
+        hidden = self.forward(input_ids=rows.tokens).logits
+        logits = hidden.gather(1, rows.before[..., None].expand(-1, -1, hidden.shape[-1]))
+        kept = nucleus(logits, rows.drawn, config.temperature, config.top_p)
+        log_p = kept.log_softmax(-1).gather(-1, rows.drawn[..., None]).squeeze(-1)
+        of_replies = log_p.masked_fill(~rows.sampled, 0.0).sum(-1).unflatten(0, (-1, config.replies))
+        own = advantages.without_own_reply(distances)
+        (-config.diversity * (own * of_replies).sum(-1).mean()).backward()
+        pairs = config.replies * (config.replies - 1) / 2
+        diversity: torch.Tensor = distances.triu(1).sum((-2, -1)).mean() / pairs
+        return diversity
+
+    def _left_padded(self, examples: Sequence[Encoded]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Prompts [prompts, longest] as `generate` takes them, and which tokens are theirs."""
+        longest = max(e.prompt for e in examples)
+        rows = [[*[self.given.chat.end] * (longest - e.prompt), *e.tokens[: e.prompt]] for e in examples]
+        mask = [[*[0] * (longest - e.prompt), *[1] * e.prompt] for e in examples]
+        return torch.tensor(rows, device=self.device), torch.tensor(mask, device=self.device)
+
+
+def _model(transformers: Any, given: Given, dtype: torch.dtype, device: torch.device) -> Any:
+    """The model of the folder, or one of the same size whose weights are drawn."""
+    if given.model not in SHAPES:
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(given.model, dtype=dtype, attn_implementation="sdpa")
+        return loaded.to(device)
+    shape = SHAPES[given.model]
+    config = transformers.LlamaConfig(
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.width,
+        intermediate_size=shape.hidden,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_width,
+        max_position_embeddings=shape.positions,
+        tie_word_embeddings=shape.tied,
+        attn_implementation="sdpa",
+    )
+    with device:
+        return transformers.LlamaForCausalLM(config).to(dtype)
