@@ -23,7 +23,7 @@ from suite.polychromic.chat import Encoded
 from suite.polychromic.config import DTYPES, TrainConfig
 from suite.polychromic.data import Given, examples_of, uniforms
 from suite.polychromic.lora import LoRALinear, kept
-from suite.polychromic.objective import nucleus, rows_of, sets_of, texts
+from suite.polychromic.objective import nucleus, rows_of, sets_of, texts, widened_loss
 from suite.polychromic.report import Report
 from suite.polychromic.state import adapted, drop, restore, state_of, weights_of
 from suite.runtime.ranges import phase
@@ -65,7 +65,7 @@ class Trainer(QueuesReports):
         layer = FusedLoRALinear if config.fused_lora else LoRALinear
         self.adapters = adapted(self.model, config.adapters, config.seed, torch.float32, layer)
         self.weights = weights_of(self.adapters)
-        self.sentences = given.sentences(self.device)
+        self.sentences = given.sentences(self.device) if config.diversity else None
         self.lr = torch.zeros((), device=self.device)
         self._choose()
         # Gradients are clipped before.
@@ -159,7 +159,8 @@ class Trainer(QueuesReports):
             drop(self.adapters, self.config.seed, self.steps, number)
             hidden = self._hidden(part.tokens)[:, :-1].flatten(0, 1)
             share = sum(len(e.tokens) - e.prompt for e in own) / whole
-            loss = share * self._cross_entropy(hidden, self.model.lm_head.weight, part.labels[:, 1:].flatten())
+            with widened_loss(hidden):
+                loss = share * self._cross_entropy(hidden, self.model.lm_head.weight, part.labels[:, 1:].flatten())
             found = self._gradients(loss)
             if grads:
                 torch._foreach_add_(grads, found)

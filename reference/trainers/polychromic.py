@@ -37,7 +37,7 @@ from suite.polychromic.batches import IGNORED, batch_of, prompts_of
 from suite.polychromic.chat import Encoded
 from suite.polychromic.config import DTYPES, TrainConfig
 from suite.polychromic.data import Given, examples_of, uniforms
-from suite.polychromic.objective import Rows, nucleus, rows_of, sets_of, texts
+from suite.polychromic.objective import Rows, nucleus, rows_of, sets_of, texts, widened_loss
 from suite.polychromic.report import Report
 from suite.polychromic.state import adapted, drop, restore, state_of, weights_of
 from suite.runtime.ranges import phase
@@ -63,7 +63,7 @@ class Trainer(WaitsForReports):
         trained = torch.promote_types(self.dtype, torch.float32)
         self.adapters = adapted(self.model, config.adapters, config.seed, trained)
         self.weights = weights_of(self.adapters)
-        self.sentences = given.sentences(self.device, trained)
+        self.sentences = given.sentences(self.device, trained) if config.diversity else None
         self.lr = torch.zeros((), device=self.device, dtype=trained)
         # Gradients are clipped before.
         self.optimizer = ScalerStep(
@@ -125,7 +125,8 @@ class Trainer(WaitsForReports):
             drop(self.adapters, self.config.seed, self.steps, number)
             hidden = self._hidden(part.tokens)[:, :-1].flatten(0, 1)
             share = count / sum(counts)
-            loss = share * chunked_cross_entropy(hidden, self.model.lm_head.weight, part.labels[:, 1:].flatten())
+            with widened_loss(hidden):
+                loss = share * chunked_cross_entropy(hidden, self.model.lm_head.weight, part.labels[:, 1:].flatten())
             for own, grad in zip(grads, self._gradients(loss), strict=True):
                 own += grad
             total += loss.detach()

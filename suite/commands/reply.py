@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
+import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,15 @@ TRAINER = "polychromic"
     "--top-p", type=float, metavar="P", help="Draw of the likeliest tokens that make up P.  [default: as trained]"
 )
 @click.option("--untrained", is_flag=True, help="Of the model without what was trained.")
+@click.option("--model", metavar="FOLDER", help="Where the model is now.  [default: where it was when it was trained]")
+@click.option("--encoder", metavar="FOLDER", help="Where the sentence encoder is now.  [default: likewise]")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the draws.")
 @click.option("--device", help="cpu, cuda or cuda:1.  [default: the GPU, if any]")
 def reply(checkpoint: str, **given: Any) -> None:
     """Reply to a prompt several times with a model that polychromic has trained: CHECKPOINT is a file of it, or the
     folder of a run, whose last one is taken. Says how much the replies differ.
 
-    The model is read from where it was when it was trained.
+    Replies come after their number, [1] and so on.
     """
     with in_one_line("interrupted", "free some, or name another --device"):
         _reply(checkpoint, **given)
@@ -47,6 +50,8 @@ def _reply(
     temperature: float | None,
     top_p: float | None,
     untrained: bool,
+    model: str | None,
+    encoder: str | None,
     seed: int,
     device: str | None,
 ) -> None:
@@ -54,55 +59,75 @@ def _reply(
     from suite.commands.finding import checkpoint_of
     from suite.commands.train import device_called
     from suite.polychromic.chat import Encoded
+    from suite.polychromic.data import check_fits
     from suite.polychromic.evaluation import distances_of, replies_to
     from suite.polychromic.replies import USER, Message
 
     there = device_called(device)
     path, found = checkpoint_of(checkpoint, TRAINER)
     state = found.trainer
-    config, given = _given(path, state)
+    config, given = _given(path, state, model, encoder)
     changes = {"new_tokens": tokens, "temperature": temperature, "top_p": top_p}
+    if count == 1:
+        changes["diversity"] = 0.0  # the encoder is not needed
     try:
-        config = dataclasses.replace(config, **{name: value for name, value in changes.items() if value is not None})
+        config = replace(config, **{name: value for name, value in changes.items() if value is not None})
     except ValueError as error:
         raise PerfsuiteError(str(error)) from None
-    asked = given.chat.prompt([Message(USER, typed(prompt))])
+    if not prompt.strip():
+        raise PerfsuiteError("--prompt: it is empty; say something")
+    try:
+        asked = given.chat.prompt([Message(USER, typed(prompt).strip())])
+    except (TypeError, UnicodeError):
+        raise PerfsuiteError("--prompt: it is not UTF-8; give other text") from None
     positions = given.shape.positions
     room = positions - config.new_tokens
     if room < 1:
         raise PerfsuiteError(f"--tokens {config.new_tokens}: the model has {positions} positions; lower it")
     if len(asked) > room:
         raise PerfsuiteError(f"--prompt: it has {len(asked)} tokens, and the model has room for {room}; shorten it")
-    trainer: Any = trainers.build(TRAINER, config, given, there, "optimized")
-    if not untrained:
-        try:
+    check_fits(replace(given, training=(Encoded(tuple(asked), len(asked)),)), 1, config.new_tokens)
+    try:
+        trainer: Any = trainers.build(TRAINER, config, given, there, "optimized")
+        if not untrained:
             trainer.load_state_dict(state)
-        except (ValueError, KeyError, TypeError) as error:
-            raise PerfsuiteError(f"{shown(path)} does not fit the model {given.model}: {error}") from None
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise PerfsuiteError(f"{shown(path)} does not fit the model {given.model}: {_said(error)}") from None
+    if not all(bool(weight.isfinite().all()) for weight in trainer.weights.values()):
+        raise PerfsuiteError(f"{shown(path)} has weights that are no finite numbers; name an earlier one")
     example = Encoded(tuple(asked), len(asked))
     said = replies_to(
         trainer.model, given.chat, [example], count, config.new_tokens, config.temperature, config.top_p, seed
     )
-    for text in said:
-        show(f"{text.strip()}\n")
+    for number, text in enumerate(said, 1):
+        show(f"[{number}] {text.strip()}\n")
     if count > 1:
         tell(f"diversity: {distances_of(trainer.sentences, said, count, there)[0]:.3f}", err=True)
 
 
-def _given(path: Path, state: Any) -> tuple[Any, Any]:
+def _said(error: Exception) -> str:
+    return f"it has no {error}" if isinstance(error, KeyError) else str(error)
+
+
+def _given(path: Path, state: Any, model: str | None, encoder: str | None) -> tuple[Any, Any]:
     """(configuration, what a trainer is given) of a checkpoint."""
     from suite.polychromic import drawn
     from suite.polychromic.chat import Chat
     from suite.polychromic.config import TrainConfig
     from suite.polychromic.data import Given
 
-    model, encoder = state.get("model"), state.get("encoder")
+    model = model if model is not None else state.get("model")
+    encoder = encoder if encoder is not None else state.get("encoder")
     if not isinstance(model, str) or not isinstance(encoder, str):
         raise PerfsuiteError(f"{shown(path)} is damaged: it names no model; name another")
     try:
         config = TrainConfig(**state["config"])
     except (KeyError, TypeError, ValueError) as error:
         raise PerfsuiteError(f"{shown(path)} is damaged: its configuration is none ({error}); name another") from None
+    if model not in drawn.SHAPES and not os.path.isdir(model):
+        raise PerfsuiteError(f"the model is not in {shown(model)} any more; name its folder with --model")
+    if encoder and not os.path.isdir(encoder):
+        raise PerfsuiteError(f"the sentence encoder is not in {shown(encoder)} any more; name it with --encoder")
     chat = drawn.chat() if model in drawn.SHAPES else Chat(Path(model))
     given = Given(chat=chat, model=model, encoder=Path(encoder) if encoder else None, training=(), validation=())
     return config, given

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +38,7 @@ class Chat:
             from tokenizers import Tokenizer
         except ImportError:
             raise PerfsuiteError("tokenizers is not installed; pip install 'perfsuite[train]'") from None
-        if not folder.is_dir():
+        if not os.path.isdir(folder):  # Path.is_dir raises for a name that is too long
             raise PerfsuiteError(f"{shown(folder)} is no folder; name one that has a model as transformers stores it")
         self.folder = folder
         config = read_json(folder / "tokenizer_config.json")
@@ -59,7 +60,9 @@ class Chat:
 
     def _compiled(self, source: str) -> Any:
         # As transformers does: templates are others' code.
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
         environment.globals["raise_exception"] = _refuse
         environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
         try:
@@ -72,7 +75,7 @@ class Chat:
         given = [{"role": m.role, "content": m.content} for m in messages]
         try:
             rendered: str = self._template.render(messages=given, add_generation_prompt=asks, **self.special)
-        except (TemplateError, TypeError) as error:
+        except Exception as error:  # a template may divide by zero
             raise PerfsuiteError(f"the chat template in {shown(self.folder)} refuses the messages: {error}") from None
         return rendered
 
@@ -134,7 +137,10 @@ def _template(folder: Path, config: dict[str, Any]) -> str:
     """The chat template: a file of its own, or in the tokenizer's configuration."""
     path = folder / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise PerfsuiteError(f"cannot read {shown(path)}: {error}") from None
     found = config.get("chat_template")
     if isinstance(found, list):  # several by name
         found = next((t.get("template") for t in found if isinstance(t, dict) and t.get("name") == "default"), None)

@@ -81,8 +81,11 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         for name in ("length", "batch_size", "accumulation", "steps", "rank", "new_tokens", "prompts"):
-            need(getattr(self, name) >= 1, name, getattr(self, name), "use 1 or more")
+            value = getattr(self, name)
+            need(isinstance(value, int) and value >= 1, name, value, "use a whole number from 1 on")
         need(self.replies >= 3, "replies", self.replies, "a reply's part in the diversity needs 3 or more")
+        need(self.objective in ("policy", "as_written"), "objective", self.objective, "use policy or as_written")
+        need(self.dtype in DTYPES, "dtype", self.dtype, f"use {' or '.join(DTYPES)}")
         few = self.prompts <= self.examples
         need(few, "prompts", self.prompts, f"a step has {self.examples} examples (batch_size x accumulation)")
         for name in ("learning_rate", "clip", "alpha"):

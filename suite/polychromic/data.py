@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +26,10 @@ if TYPE_CHECKING:
     from suite.polychromic.config import TrainConfig
 
 
+DIGESTED = 1 << 22
+"""Bytes of each file that tell one model from another."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Data:
     """Fields of a configuration that concern the data."""
@@ -40,6 +46,7 @@ class Data:
     validation: float = 0.1
     """Share of the examples that are not trained on."""
     length: int = 512
+    new_tokens: int = 100
     batch_size: int = 2
     accumulation: int = 8
     steps: int = 1000
@@ -79,6 +86,17 @@ class Given:
         if self.encoder is None:
             return drawn.sentences(0, device, dtype)
         return sentences.load(self.encoder, device, dtype)
+
+    @functools.cached_property
+    def model_digest(self) -> str:
+        """Of the model's configuration, and of the begin of its weights; the size of a drawn one."""
+        if self.model in drawn.SHAPES:
+            return self.model
+        found = hashlib.sha256()
+        for path in (Path(self.model) / "config.json", *sorted(Path(self.model).glob("*.safetensors"))):
+            with path.open("rb") as file:
+                found.update(f"{path.name} {path.stat().st_size} ".encode() + file.read(DIGESTED))
+        return found.hexdigest()
 
     @property
     def digest(self) -> str:
@@ -126,7 +144,7 @@ def load(data: Data) -> Loaded:
 def given_of(data: Data) -> tuple[Given, int]:
     """(what a trainer is given, how many examples are too long)."""
     is_drawn = data.model in drawn.SHAPES
-    if not is_drawn and not Path(data.model).is_dir():
+    if not is_drawn and not os.path.isdir(data.model):  # Path.is_dir raises for a name that is too long
         raise PerfsuiteError(
             f"model={data.model}: it is neither a folder nor a size ({', '.join(drawn.SHAPES)}); "
             "perfsuite data model FOLDER makes one"
@@ -137,17 +155,40 @@ def given_of(data: Data) -> tuple[Given, int]:
         raise PerfsuiteError("data: no example is left to train on; give more, or lower validation")
     kept, held_out = prepare(training, chat, data.length), prepare(validation, chat, data.length)
     encoder = Path(data.encoder) if data.encoder is not None else None if is_drawn else sentences.packaged()
-    given = Given(chat=chat, model=data.model, encoder=encoder, training=kept.examples, validation=held_out.examples)
-    positions = given.shape.positions
-    if data.length > positions:
-        raise PerfsuiteError(f"length={data.length}: the model has {positions} positions; lower length")
+    given = Given(
+        chat=chat,
+        model=data.model if is_drawn else os.path.abspath(data.model),
+        encoder=encoder.absolute() if encoder is not None else None,
+        training=kept.examples,
+        validation=held_out.examples,
+    )
+    check_fits(given, data.length, data.new_tokens)
     return given, kept.left_out + held_out.left_out
+
+
+def check_fits(given: Given, length: int, new_tokens: int) -> None:
+    """PerfsuiteError where the model has fewer tokens or positions than the examples and their replies need."""
+    shape, examples = given.shape, (*given.training, *given.validation)
+    if length > shape.positions:
+        raise PerfsuiteError(f"length={length}: the model has {shape.positions} positions; lower length")
+    longest = max((e.prompt for e in examples), default=0)
+    if longest + new_tokens > shape.positions:
+        raise PerfsuiteError(
+            f"new_tokens={new_tokens}: the longest prompt has {longest} tokens, and the model {shape.positions} "
+            "positions; lower new_tokens or length"
+        )
+    highest = max((token for e in examples for token in e.tokens), default=given.chat.end)
+    if max(highest, given.chat.end) >= shape.vocabulary:
+        raise PerfsuiteError(
+            f"model={given.model}: its tokenizer has a token {max(highest, given.chat.end)}, and the model "
+            f"{shape.vocabulary} tokens; name a model with its own tokenizer"
+        )
 
 
 def _examples(data: Data) -> Sequence[replies.Example]:
     if data.synthetic:
         return [replies.single_turn(f"Say {n}.", f"It is {n}, or {n * n + 1}.") for n in range(data.synthetic)]
-    found = replies.chatterbot() if data.data is None else replies.read(Path(data.data))
+    found = replies.chatterbot("--data") if data.data is None else replies.read(Path(data.data))
     return replies.distinct(found)
 
 

@@ -98,4 +98,6 @@ def sentences(seed: int, device: torch.device | str, dtype: torch.dtype = torch.
         for weight in encoder.parameters():
             if weight.dim() == 2:
                 torch.nn.init.normal_(weight, std=TINY_ENCODER.width**-0.5)
-    return Sentences(encoder.to(device, dtype).requires_grad_(False), tokenizer())
+    words = tokenizer()
+    words.enable_truncation(TINY_ENCODER.positions)
+    return Sentences(encoder.to(device, dtype).requires_grad_(False), words)

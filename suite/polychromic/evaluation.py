@@ -11,7 +11,7 @@ from suite.polychromic.batches import IGNORED, batch_of, prompts_of
 from suite.polychromic.chat import Chat, Encoded
 from suite.polychromic.data import Given, uniforms
 from suite.polychromic.llama import Llama
-from suite.polychromic.objective import sets_of, texts
+from suite.polychromic.objective import sets_of, texts, widened_loss
 from suite.polychromic.sentences import Sentences
 from suite.techniques import implementation
 
@@ -28,7 +28,7 @@ def quality(trainer: Any, given: Given) -> Mapping[str, float]:
     if not given.validation:
         return {}
     config = trainer.config
-    model, sentences = trainer.model, trainer.sentences
+    model, sentences = trainer.model, trainer.sentences or given.sentences(trainer.device)
     prompts = list({e.tokens[: e.prompt]: e for e in given.validation}.values())[:PROMPTS]
     return {
         "held_out_loss": held_out_loss(model, given.validation, given.chat.end),
@@ -50,7 +50,8 @@ def held_out_loss(model: Llama, examples: Sequence[Encoded], end: int) -> float:
         labels = part.labels[:, 1:].flatten()
         trained = int((labels != IGNORED).sum())
         hidden = model.hidden(part.tokens)[:, :-1].flatten(0, 1)
-        total += trained * cross_entropy(hidden, model.lm_head.weight, labels).double()
+        with widened_loss(hidden):
+            total += trained * cross_entropy(hidden, model.lm_head.weight, labels).double()
         count += trained
     return float(total / count)
 

@@ -11,6 +11,13 @@ from suite.polychromic.chat import Chat
 from suite.polychromic.sentences import Sentences
 
 
+def widened_loss(hidden: torch.Tensor) -> torch.autocast:
+    """Where the cross-entropy of half-precision hidden states is computed: its products in half precision, itself in
+    float32, as autocast does."""
+    half = hidden.dtype.itemsize == 2
+    return torch.autocast(hidden.device.type, hidden.dtype if half else torch.bfloat16, enabled=half)
+
+
 @dataclass(frozen=True, slots=True)
 class Rows:
     """Prompts with their replies, [prompts · replies, length] tokens, and where the replies' tokens are predicted.
@@ -47,15 +54,17 @@ def rows_of(prompts: Prompts, drawn: torch.Tensor, end: int) -> Rows:
 
 
 def nucleus(logits: torch.Tensor, drawn: torch.Tensor, temperature: float, top_p: float) -> torch.Tensor:
-    """The logits of the distribution that was drawn from: divided by the temperature, −inf outside the nucleus.
+    """The logits of the distribution that was drawn from, but for a constant: divided by the temperature, −inf outside
+    the nucleus.
 
     What was drawn is in it, also where the logits come out otherwise by rounding than when it was drawn.
 
     logits  [..., vocabulary]
     drawn   int64 [...]
     """
-    scaled = logits.float() if logits.dtype.itemsize == 2 else logits
-    scaled = scaled / temperature
+    wide = logits.float() if logits.dtype.itemsize == 2 else logits
+    # As they are drawn: of a low temperature the quotients themselves would overflow.
+    scaled = (wide - wide.detach().amax(-1, keepdim=True)) / temperature
     with torch.no_grad():
         ordered, order = scaled.softmax(-1).sort(dim=-1, descending=True, stable=True)
         before = ordered.cumsum(-1) - ordered

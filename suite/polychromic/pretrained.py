@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,7 @@ ASSUMED: Mapping[str, tuple[object, ...]] = {
 def shape_of(folder: Path) -> Shape:
     """The sizes of the model in the folder; PerfsuiteError where its architecture is another one."""
     path = folder / "config.json"
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # Path.is_dir raises for a name that is too long
         raise PerfsuiteError(f"{shown(folder)} is no folder; name one that has a model as transformers stores it")
     config = read_json(path)
     for name, values in ASSUMED.items():
@@ -36,14 +38,17 @@ def shape_of(folder: Path) -> Shape:
                 f"{shown(path)}: {name} is {config.get(name)!r}; only models of Llama's architecture are trained "
                 f"({name} {' or '.join(map(repr, values))})"
             )
-    theta, kind = _rotation(config)
+    try:
+        theta, kind = _rotation(config)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise PerfsuiteError(f"{shown(path)} is damaged: rope: {error}") from None
     if kind not in ("default", None):
         raise PerfsuiteError(
             f"{shown(path)}: rotary embeddings of type {kind!r} are not computed here; only the default"
         )
     try:
         heads, width = int(config["num_attention_heads"]), int(config["hidden_size"])
-        return Shape(
+        found = Shape(
             vocabulary=int(config["vocab_size"]),
             width=width,
             hidden=int(config["intermediate_size"]),
@@ -56,6 +61,10 @@ def shape_of(folder: Path) -> Shape:
             eps=float(config.get("rms_norm_eps", 1e-6)),
             tied=bool(config.get("tie_word_embeddings", False)),
         )
+        for name, value in dataclasses.asdict(found).items():
+            if name != "tied" and not value > 0:
+                raise ValueError(f"{name} is {value}, and must be above 0")
+        return found
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise PerfsuiteError(f"{shown(path)} is damaged: {type(error).__name__}: {error}") from None
 
@@ -86,6 +95,7 @@ def load(folder: Path, dtype: torch.dtype, device: torch.device | str) -> Llama:
         state["lm_head.weight"] = state.get("model.embed_tokens.weight", torch.empty(0))
     with torch.device("meta"):
         model = Llama(shape)
+    state = {name: t for name, t in state.items() if not name.endswith("rotary_emb.inv_freq")}  # of older files
     expected = {name: tuple(t.shape) for name, t in model.state_dict().items()}
     found = {name: tuple(t.shape) for name, t in state.items()}
     for name in (n for n in {**expected, **found} if expected.get(n) != found.get(n)):

@@ -51,7 +51,7 @@ def single_turn(prompt: str, reply: str) -> Example:
 def read(path: Path) -> list[Example]:
     """Read a file of JSON lines; PerfsuiteError names the first line that is wrong, and why."""
     try:
-        content = path.read_text(encoding="utf-8")
+        content = path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise PerfsuiteError(f"cannot read {shown(path)}: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
@@ -106,17 +106,30 @@ def _text(found: Any, what: str, where: str) -> str:
         raise PerfsuiteError(f"{where}: its {what} is {type(found).__name__}, not text")
     if not found.strip():
         raise PerfsuiteError(f"{where}: its {what} is empty")
+    if not _is_text(found):
+        raise PerfsuiteError(f"{where}: its {what} has half of a character (a lone surrogate)")
     return found.strip()
 
 
-def chatterbot() -> list[Example]:
-    """The English conversations of the package chatterbot-corpus: each line is the reply to the one before it."""
+def _is_text(found: str) -> bool:
+    try:
+        found.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def chatterbot(option: str = "--from") -> list[Example]:
+    """The English conversations of the package chatterbot-corpus: each line is the reply to the one before it.
+
+    `option` names JSON lines instead, where the package is missing.
+    """
     try:
         import chatterbot_corpus
         import yaml
     except ImportError as error:
         raise PerfsuiteError(
-            f"{error.name} is not installed; pip install pyyaml chatterbot-corpus, or name JSON lines with --from"
+            f"{error.name} is not installed; pip install pyyaml chatterbot-corpus, or name JSON lines with {option}"
         ) from None
     folder = Path(str(chatterbot_corpus.__file__)).parent / "data" / "english"
     found = []

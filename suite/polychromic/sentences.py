@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,7 @@ class Sentences:
 
     def tokenized(self, texts: Sequence[str], device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens int64 [texts, longest] and their numbers int64 [texts], 1 or more; padded at their end with 0."""
-        rows = [found.ids[:MOST_TOKENS] or [0] for found in self.tokenizer.encode_batch(list(texts))]
+        rows = [found.ids or [0] for found in self.tokenizer.encode_batch(list(texts))]
         longest = max(map(len, rows))
         tokens = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows])
         return tokens.to(device), torch.tensor([len(row) for row in rows]).to(device)
@@ -43,7 +44,7 @@ def load(folder: Path, device: torch.device | str, dtype: torch.dtype = torch.fl
         from tokenizers import Tokenizer
     except ImportError as error:
         raise PerfsuiteError(f"{error.name} is not installed; pip install 'perfsuite[train]'") from None
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # Path.is_dir raises for a name that is too long
         raise PerfsuiteError(f"{shown(folder)} is no folder; name one that has a sentence encoder (all-MiniLM-L6-v2)")
     shape = _shape_of(folder)
     path = folder / WEIGHTS
@@ -65,8 +66,13 @@ def load(folder: Path, device: torch.device | str, dtype: torch.dtype = torch.fl
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     except Exception as error:  # tokenizers raises nothing more specific
         raise PerfsuiteError(f"cannot read {shown(folder / 'tokenizer.json')}: {error}") from None
+    highest = max(tokenizer.get_vocab().values(), default=0)
+    if highest >= shape.vocabulary:
+        raise PerfsuiteError(
+            f"{shown(folder)}: its tokenizer has a token {highest}, its encoder has {shape.vocabulary}; fetch it again"
+        )
     tokenizer.no_padding()
-    tokenizer.no_truncation()
+    tokenizer.enable_truncation(min(MOST_TOKENS, shape.positions))
     return Sentences(encoder.requires_grad_(False), tokenizer)
 
 
@@ -91,6 +97,9 @@ def _shape_of(folder: Path) -> EncoderShape:
             f"{shown(folder / 'config.json')}: model_type is {config.get('model_type')!r}; only encoders of BERT's "
             "architecture with GELU are computed here"
         )
+    pooling = folder / "1_Pooling" / "config.json"
+    if pooling.is_file() and not read_json(pooling).get("pooling_mode_mean_tokens", True):
+        raise PerfsuiteError(f"{shown(pooling)}: only encoders that take the mean over the tokens are computed here")
     try:
         return EncoderShape(
             vocabulary=int(config["vocab_size"]),

@@ -34,7 +34,7 @@ def adapted(
 
 def drop(adapters: Mapping[str, LoRALinear], seed: int | None, step: int = 0, number: int = 0) -> None:
     """Set the adapters' dropout to that of a micro-batch of a step; a seed of None: none is dropped."""
-    own = None if seed is None else mixed(mixed(seed + step & WORD) + number & WORD) >> 1
+    own = None if seed is None else mixed(mixed(mixed(seed & WORD) + step & WORD) + number & WORD) >> 1
     for adapter in adapters.values():
         adapter.seed = own
 
@@ -52,13 +52,14 @@ def state_of(trainer: Any) -> dict[str, Any]:
     weights    name → tensor, of the adapters
     optimizer  of the scaler's step: moments, steps, scale
     steps      made so far, which everything random follows from
-    model      a folder, or the size of a drawn one; encoder: a folder, or "" for the drawn one
+    model      a folder, or the size of a drawn one, and a digest of it; encoder: a folder, or "" for the drawn one
     """
     return {
         "weights": copies(trainer.weights),
         "optimizer": optimizer_copies(trainer.optimizer.state_dict()),
         "steps": trainer.steps,
         "model": trainer.given.model,
+        "model_digest": trainer.given.model_digest,
         "encoder": str(trainer.given.encoder or ""),
         "config": dataclasses.asdict(trainer.config),
     }
@@ -71,6 +72,8 @@ def restore(trainer: Any, state: Mapping[str, Any]) -> None:
     """
     whole(state, "steps")
     check_weights(trainer.weights, state["weights"])
+    if state["model_digest"] != trainer.given.model_digest:
+        raise ValueError(f"it was trained on another model than that in {trainer.given.model}")
     with torch.no_grad():
         for name, weight in state["weights"].items():
             trainer.weights[name].copy_(weight)

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner
 
+from reference.diversity.mean_pairwise_cosine import mean_pairwise_cosine
+from reference.generation.batched_generation import batched_generation
 from suite import trainers
 from suite.commands.reply import reply
 from suite.commands.train import train
+from suite.polychromic.batches import prompts_of
+from suite.polychromic.data import uniforms
 
 pytest.importorskip("jsonargparse", reason="jsonargparse is not installed: pip install 'perfsuite[train]'")
 pytest.importorskip("tokenizers", reason="tokenizers is not installed: pip install 'perfsuite[train]'")
@@ -43,6 +48,45 @@ def test_it_replies_and_says_how_much_the_replies_differ(run: Path) -> None:
     assert replied(str(run), "--prompt", "Say 3.", "--n", "1")[1] == ""
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"weights": []}, "does not fit the model tiny"),
+        ({"optimizer": {}}, "does not fit the model tiny: it has no"),
+        ({"model_digest": "other"}, "it was trained on another model than that in tiny"),
+        ({"model": 3}, "is damaged: it names no model"),
+        ({"config": {"dtype": "float16"}}, "is damaged: its configuration is none (dtype='float16': use float32"),
+        ({"config": {"rank": 2.0}}, "is damaged: its configuration is none (rank=2.0: use a whole number from 1 on"),
+        ({"config": {"objective": "x"}}, "is damaged: its configuration is none (objective='x'"),
+    ],
+)
+def test_a_damaged_checkpoint_is_one_line(
+    run: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], words: str
+) -> None:
+    from suite.commands import finding
+    from suite.runtime import checkpoints
+
+    path = run / "window-00000002.pt"
+    found = checkpoints.load(path, "polychromic")
+    found.trainer.update(changes)
+    monkeypatch.setattr(finding, "checkpoint_of", lambda given, trainer: (path, found))
+    done = CliRunner().invoke(reply, [str(run), "--prompt", "x", "--device", "cpu"])
+    assert done.exit_code == 1
+    (line,) = done.output.splitlines()
+    assert words in line
+
+
+def test_weights_that_are_no_numbers_are_said(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from suite.commands import finding
+    from suite.runtime import checkpoints
+
+    found = checkpoints.load(run / "window-00000002.pt", "polychromic")
+    next(iter(found.trainer["weights"].values())).fill_(torch.nan)
+    monkeypatch.setattr(finding, "checkpoint_of", lambda given, trainer: (Path("x.pt"), found))
+    done = CliRunner().invoke(reply, [str(run), "--prompt", "x", "--device", "cpu"])
+    assert "x.pt has weights that are no finite numbers; name an earlier one" in done.output
+
+
 def test_the_untrained_model_replies_otherwise(run: Path) -> None:
     from suite.runtime import checkpoints
 
@@ -61,6 +105,18 @@ def test_the_validation_examples_are_evaluated() -> None:
     found = trainers.quality_of("polychromic")(trainer, loaded.given)
     assert found.keys() == {"held_out_loss", "diversity"}
     assert 5 < found["held_out_loss"] < 6  # the vocabulary has 258 tokens
+    said, examples = [], {e.tokens[: e.prompt]: e for e in loaded.given.validation}
+    for number, at in enumerate(range(0, len(examples), 8)):
+        part = list(examples.values())[at : at + 8]
+        numbers = uniforms(8 * number, 0, (len(part), 5, 5), "cpu")
+        prompts = prompts_of(part, loaded.given.chat.end, "cpu")
+        drawn = batched_generation(
+            trainer.model, prompts.tokens, prompts.lengths, numbers, config.temperature, config.top_p, 1
+        )
+        said += [[loaded.given.chat.decode(reply) for reply in of_prompt] for of_prompt in drawn.tolist()]
+    embedded = [trainer.sentences.encoder(*trainer.sentences.tokenized(of_prompt, "cpu")) for of_prompt in said]
+    expected = torch.stack([mean_pairwise_cosine(of_prompt) for of_prompt in embedded]).mean()
+    assert found["diversity"] == pytest.approx(float(expected), rel=1e-4)
     assert 0 < found["diversity"] < 1
     logits = [trainer.model(torch.tensor([e.tokens]))[0, e.prompt - 1 : -1] for e in loaded.given.validation]
     labels = [torch.tensor(e.tokens[e.prompt :]) for e in loaded.given.validation]
@@ -75,6 +131,13 @@ def test_the_validation_examples_are_evaluated() -> None:
         (["RUN", "--prompt", "a" * 600], "and the model has room for 500; shorten it"),
         (["RUN", "--prompt", "x", "--top-p", "2"], "top_p=2.0: use a number above 0, at most 1"),
         (["RUN", "--prompt", "x", "--n", "0"], "Invalid value for '--n'"),
+        (["RUN", "--prompt", " "], "--prompt: it is empty; say something"),
+        (["RUN", "--prompt", "\udcff"], "--prompt: it is not UTF-8; give other text"),
+        (["RUN", "--prompt", "x", "--model", "m" * 5000], "any more; name its folder with --model"),
+        (
+            ["RUN", "--prompt", "x", "--encoder", "nowhere"],
+            "is not in nowhere any more; name it with --encoder",
+        ),
         (["RUN", "--prompt", "x", "--tokens", "600"], "--tokens 600: the model has 512 positions; lower it"),
     ],
 )
