@@ -433,7 +433,7 @@ class _Run:
         self.reached = None
 
     def _finish(self, first: int, seconds: float, by: signal.Signals | None) -> None:
-        told = f"{self.name}: {self.windows} {self.noun}s"
+        told = f"{self.name}: {self.windows} {self.noun}{'s' * (self.windows != 1)}"
         told += f", {self.windows - first} of them in this run," if first else ""
         told += f" in {seconds:.1f} s"
         if self.metrics is not None and "loss" in self.metrics:
