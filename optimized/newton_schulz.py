@@ -204,13 +204,13 @@ def _scale_of(sums_ptr, matrix, sums_of_each, SUMS: tl.constexpr):
 
 @jit
 def place_in_panels(rows, columns, height, PANEL: tl.constexpr):
-    """Where elements lie in a buffer of so many rows."""
+    """Return the offsets of elements in a buffer with `height` rows."""
     return (columns // PANEL * height + rows) * PANEL + columns % PANEL
 
 
 @jit
 def _tile(ptr, first, height, TILE: tl.constexpr, PANEL: tl.constexpr):
-    """Where the elements of a tile lie, whose first row is given; in a buffer of so many rows."""
+    """Return pointers to the elements of the tile that begins at row `first` of a buffer with `height` rows."""
     place = place_in_panels(tl.arange(0, TILE)[:, None], tl.arange(0, TILE)[None, :], height, PANEL)
     return ptr + first.to(tl.int64) * PANEL + place
 

@@ -58,6 +58,12 @@ class NumberedSteps(ABC):
         self.step = whole(state, "step")
 
 
+def check_step(batch: Mapping[str, torch.Tensor], steps: int) -> None:
+    """Raise ValueError where `batch["step"]` is there and is not the number of steps made."""
+    if "step" in batch and int(batch["step"]) != steps:
+        raise ValueError(f"step {int(batch['step'])} was given to a trainer that has made {steps}")
+
+
 class Numbered(Protocol):
     """A report that says which step it is of."""
 
@@ -106,7 +112,7 @@ class Throughput(StepSeconds):
         return found
 
     def summary(self) -> str | None:
-        """The same in a line for the user."""
+        """Return the metrics as a line for the user."""
         found = self.metrics()
         if not found:
             return None

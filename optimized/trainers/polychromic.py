@@ -60,8 +60,7 @@ class Trainer(QueuesReports):
 
     def __init__(self, config: TrainConfig, given: Given, device: torch.device | str) -> None:
         self.config, self.given, self.device = config, given, torch.device(device)
-        self.dtype = DTYPES[config.dtype]
-        self.model = given.language_model(self.dtype, self.device)
+        self.model = given.language_model(DTYPES[config.dtype], self.device)
         layer = FusedLoRALinear if config.fused_lora else LoRALinear
         self.adapters = adapted(self.model, config.adapters, config.seed, torch.float32, layer)
         self.weights = weights_of(self.adapters)
@@ -87,9 +86,9 @@ class Trainer(QueuesReports):
         """
         config, examples = self.config, examples_of(self.config, self.given, self.steps, batch)
         with torch.enable_grad(), tf32_products(allowed=False):
-            diversity, tokens, grads = self._replied(examples[: config.prompts])
+            diversity, tokens, grads = self._policy_gradient(examples[: config.prompts])
             with phase("cross-entropy"):
-                loss, own = self._taught(examples)
+                loss, own = self._supervised(examples)
             if grads:
                 torch._foreach_add_(own, grads)
             with torch.no_grad(), phase("optimizer"):
@@ -115,7 +114,7 @@ class Trainer(QueuesReports):
         self._reports.wait(AHEAD)
 
     def state_dict(self) -> dict[str, Any]:
-        """All that training has changed."""
+        """Return what training has changed."""
         return state_of(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -148,7 +147,7 @@ class Trainer(QueuesReports):
 
     # --- the examples
 
-    def _taught(self, examples: Sequence[Encoded]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def _supervised(self, examples: Sequence[Encoded]) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """The mean cross-entropy of the examples' replies, and its gradients."""
         size, end = self.config.batch_size, self.given.chat.end
         whole = sum(len(e.tokens) - e.prompt for e in examples)
@@ -172,7 +171,7 @@ class Trainer(QueuesReports):
 
     # --- the replies
 
-    def _replied(self, examples: Sequence[Encoded]) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    def _policy_gradient(self, examples: Sequence[Encoded]) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
         """(the sets' mean diversity, tokens of a reply, the gradients of minus λ times the expected diversity)."""
         config, end = self.config, self.given.chat.end
         none = torch.zeros((), device=self.device)

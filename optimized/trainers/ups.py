@@ -29,7 +29,7 @@ from optimized.sharded_hybrid import ShardedHybrid
 from optimized.shards import Shards
 from optimized.shared_hybrid import SharedHybrid
 from suite.runtime.reports import Reports
-from suite.stepping import QueuesReports, Throughput
+from suite.stepping import QueuesReports, Throughput, check_step
 from suite.techniques import implementation
 from suite.ups.batches import Feed, Maker, MicroBatch, Mixture, TaskPart
 from suite.ups.config import TrainConfig
@@ -40,7 +40,7 @@ from suite.ups.resident import Resident
 from suite.ups.scaler import LossScale
 from suite.ups.stages import draw, networks_of
 from suite.ups.state import restore, state_of
-from suite.ups.step import autocast, check_step, is_sharded, is_shared, note_what_is_ignored, sent
+from suite.ups.step import autocast, is_sharded, is_shared, note_what_is_ignored, sent
 
 AHEAD = 2
 """Steps that the device may still be at when the host goes on to the next."""

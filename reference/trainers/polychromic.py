@@ -84,9 +84,9 @@ class Trainer(WaitsForReports):
         """
         config, examples = self.config, examples_of(self.config, self.given, self.steps, batch)
         with torch.enable_grad(), tf32_products(allowed=False):
-            diversity, tokens, grads = self._replied(examples[: config.prompts])
+            diversity, tokens, grads = self._policy_gradient(examples[: config.prompts])
             with phase("cross-entropy"):
-                loss, own = self._taught(examples)
+                loss, own = self._supervised(examples)
             grads = [a + b for a, b in zip(own, grads, strict=True)] if grads else own
             with torch.no_grad(), phase("optimizer"):
                 norm = clip_grad_norm(grads, config.clip)
@@ -105,7 +105,7 @@ class Trainer(WaitsForReports):
         self._reports.send(torch.zeros(0, device=self.device), lambda _: found)
 
     def state_dict(self) -> dict[str, Any]:
-        """All that training has changed."""
+        """Return what training has changed."""
         return state_of(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -115,7 +115,7 @@ class Trainer(WaitsForReports):
 
     # --- the examples
 
-    def _taught(self, examples: Sequence[Encoded]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def _supervised(self, examples: Sequence[Encoded]) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """The mean cross-entropy of the examples' replies, and its gradients."""
         size, end = self.config.batch_size, self.given.chat.end
         parts = [batch_of(examples[at : at + size], end, self.device) for at in range(0, len(examples), size)]
@@ -135,7 +135,7 @@ class Trainer(WaitsForReports):
 
     # --- the replies
 
-    def _replied(self, examples: Sequence[Encoded]) -> tuple[float, float, list[torch.Tensor]]:
+    def _policy_gradient(self, examples: Sequence[Encoded]) -> tuple[float, float, list[torch.Tensor]]:
         """(the sets' mean diversity, tokens of a reply, the gradients of minus λ times the expected diversity)."""
         config, end = self.config, self.given.chat.end
         if not config.diversity:
@@ -162,12 +162,12 @@ class Trainer(WaitsForReports):
             part = slice(number * config.replies, (number + 1) * config.replies)
             of_set = Rows(rows.tokens[part], rows.before[part], rows.drawn[part], rows.sampled[part])
             with phase("policy"):
-                loss = config.diversity / len(examples) * self._policy(of_set, own[number : number + 1])
+                loss = config.diversity / len(examples) * self._policy_loss_of(of_set, own[number : number + 1])
                 for whole, grad in zip(grads, self._gradients(loss), strict=True):
                     whole += grad
         return float(diversity), length, grads
 
-    def _policy(self, rows: Rows, own: torch.Tensor) -> torch.Tensor:
+    def _policy_loss_of(self, rows: Rows, own: torch.Tensor) -> torch.Tensor:
         config = self.config
         hidden = self._hidden(rows.tokens)
         before = hidden.gather(1, rows.before[..., None].expand(-1, -1, hidden.shape[-1]))

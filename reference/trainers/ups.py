@@ -31,7 +31,7 @@ from reference.optimizers.clip_grad_norm import clip_grad_norm
 from reference.optimizers.ema import ema
 from reference.optimizers.hybrid_muon_adamw import hybrid_muon_adamw
 from suite.runtime.reports import Reports
-from suite.stepping import Throughput, WaitsForReports
+from suite.stepping import Throughput, WaitsForReports, check_step
 from suite.ups.batches import Feed, Maker, MicroBatch, Mixture
 from suite.ups.config import TrainConfig
 from suite.ups.losses import mixed_loss
@@ -40,7 +40,7 @@ from suite.ups.report import Report
 from suite.ups.scaler import LossScale
 from suite.ups.stages import draw, networks_of
 from suite.ups.state import restore, state_of
-from suite.ups.step import autocast, check_step, note_what_is_ignored, sent
+from suite.ups.step import autocast, note_what_is_ignored, sent
 
 
 class Trainer(WaitsForReports):

@@ -21,16 +21,16 @@ TRAINER = "polychromic"
 @click.command()
 @click.argument("checkpoint", type=click.Path())
 @click.option("--prompt", required=True, metavar="TEXT", help="What is replied to.")
-@click.option("--n", "count", type=click.IntRange(1), default=5, show_default=True, help="So many replies.")
-@click.option("--tokens", type=click.IntRange(1), metavar="N", help="Of a reply at most.  [default: as trained]")
+@click.option("--n", "count", type=click.IntRange(1), default=5, show_default=True, help="Number of replies.")
+@click.option("--tokens", type=click.IntRange(1), metavar="N", help="Most tokens of a reply.  [default: as trained]")
 @click.option("--temperature", type=float, metavar="T", help="Higher is more varied.  [default: as trained]")
 @click.option(
     "--top-p", type=float, metavar="P", help="Draw of the likeliest tokens that make up P.  [default: as trained]"
 )
-@click.option("--untrained", is_flag=True, help="Of the model without what was trained.")
+@click.option("--untrained", is_flag=True, help="Reply with the model as it was before the training.")
 @click.option("--model", metavar="FOLDER", help="Where the model is now.  [default: where it was when it was trained]")
 @click.option("--encoder", metavar="FOLDER", help="Where the sentence encoder is now.  [default: likewise]")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the draws.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the random draws.")
 @click.option("--device", help="cpu, cuda or cuda:1.  [default: the GPU, if any]")
 def reply(checkpoint: str, **given: Any) -> None:
     """Reply to a prompt several times with a model that polychromic has trained: CHECKPOINT is a file of it, or the
@@ -86,7 +86,8 @@ def _reply(
         raise PerfsuiteError(f"--tokens {config.new_tokens}: the model has {positions} positions; lower it")
     if len(asked) > room:
         raise PerfsuiteError(f"--prompt: it has {len(asked)} tokens, and the model has room for {room}; shorten it")
-    check_fits(replace(given, training=(Encoded(tuple(asked), len(asked)),)), 1, config.new_tokens)
+    example = Encoded(tuple(asked), len(asked))
+    check_fits(replace(given, training=(example,)), 1, config.new_tokens)
     try:
         trainer: Any = trainers.build(TRAINER, config, given, there, "optimized")
         if not untrained:
@@ -95,7 +96,6 @@ def _reply(
         raise PerfsuiteError(f"{shown(path)} does not fit the model {given.model}: {_said(error)}") from None
     if not all(bool(weight.isfinite().all()) for weight in trainer.weights.values()):
         raise PerfsuiteError(f"{shown(path)} has weights that are no finite numbers; name an earlier one")
-    example = Encoded(tuple(asked), len(asked))
     said = replies_to(
         trainer.model, given.chat, [example], count, config.new_tokens, config.temperature, config.top_p, seed
     )

@@ -22,7 +22,7 @@ from suite.batching import permutation
 from suite.eigenstate_lm.model import VOCABULARY
 from suite.packed_text import PackedText
 from suite.progress import Bar
-from suite.stepping import NumberedSteps
+from suite.stepping import NumberedSteps, check_step
 from suite.techniques import implementation
 
 if TYPE_CHECKING:
@@ -134,8 +134,7 @@ def _order(sequences: int, seed: int, epoch: int) -> torch.Tensor:
 
 def next_rows(config: TrainConfig, given: Text, step: int, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """The sequences of a trainer's next step; ValueError where `batch["step"]` is there and is another."""
-    if "step" in batch and int(batch["step"]) != step:
-        raise ValueError(f"step {int(batch['step'])} was given to a trainer that has made {step}")
+    check_step(batch, step)
     return rows_of(step, len(given), config.sequences, config.seed)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from perfsuite.errors import PerfsuiteError
 from suite.naming import shown
+from suite.polychromic.model_files import check_folder, read_json, read_tokenizer
 from suite.polychromic.replies import ASSISTANT, Example, Message
 
 SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -34,18 +34,10 @@ class Chat:
     """
 
     def __init__(self, folder: Path) -> None:
-        try:
-            from tokenizers import Tokenizer
-        except ImportError:
-            raise PerfsuiteError("tokenizers is not installed; pip install 'perfsuite[train]'") from None
-        if not os.path.isdir(folder):  # Path.is_dir raises for a name that is too long
-            raise PerfsuiteError(f"{shown(folder)} is no folder; name one that has a model as transformers stores it")
+        check_folder(folder, "a model as transformers stores it")
         self.folder = folder
         config = read_json(folder / "tokenizer_config.json")
-        try:
-            self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        except Exception as error:  # tokenizers raises nothing more specific
-            raise PerfsuiteError(f"cannot read {shown(folder / 'tokenizer.json')}: {error}") from None
+        self.tokenizer = read_tokenizer(folder)
         self.special = {name: _content(config.get(name)) for name in SPECIAL}
         self.end = self._end()
         self._template = self._compiled(_template(folder, config))
@@ -111,19 +103,6 @@ class Chat:
 def _refuse(message: str) -> NoReturn:
     """A template's own way to say what it does not take."""
     raise TemplateError(message)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file of a model's folder."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise PerfsuiteError(f"cannot read {shown(path)}: {error.strerror or error}") from None
-    except (ValueError, RecursionError) as error:
-        raise PerfsuiteError(f"{shown(path)} is damaged: {error}") from None
-    if not isinstance(found, dict):
-        raise PerfsuiteError(f"{shown(path)} is damaged: it holds no object")
-    return found
 
 
 def _content(token: Any) -> str | None:

@@ -19,7 +19,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """All of polychromic's settings. `__post_init__` raises ValueError, naming field and remedy, for what cannot be.
+    """All settings of the trainer. `__post_init__` raises ValueError, with field and remedy, for an invalid value.
 
     The reference trainer has no techniques; it reads what stands before them.
     """
@@ -32,43 +32,43 @@ class TrainConfig:
     accumulation: int = 8
     """Micro-batches of a step."""
     prompts: int = 4
-    """The first so many examples of a step are replied to."""
+    """The model draws replies to this many examples of each step, the first ones."""
     replies: int = 3
-    """Replies to each, a set: 3 or more."""
+    """Replies drawn to each of them, a set; 3 or more."""
     new_tokens: int = 100
-    """Of a reply at most."""
+    """Most tokens of a drawn reply."""
 
     # --- constants
     steps: int = 1000
-    """Of the schedule, at whose end the run ends."""
+    """Optimizer steps of the learning-rate schedule. The run ends with it."""
     learning_rate: float = 2e-4
-    """At the first step; it falls along a cosine."""
+    """Learning rate of the first step; it decays along a cosine."""
     weight_decay: float = 0.0
     clip: float = 1.0
     """The gradients' largest norm, of all together."""
     rank: int = 16
-    """Of the adapters."""
+    """Rank of the LoRA adapters."""
     alpha: float = 16.0
     dropout: float = 0.1
-    """Of the adapters' inputs."""
+    """Dropout probability of the adapters' inputs."""
     diversity: float = 0.3
-    """λ: what a set's diversity counts beside the cross-entropy; 0: nothing is generated."""
+    """λ, the weight of the diversity beside the cross-entropy. With 0 no reply is drawn."""
     objective: Literal["policy", "as_written"] = "policy"
     """The gradient of the expected diversity, or what the source writes, which has none."""
     temperature: float = 0.9
     top_p: float = 0.9
     seed: int = 0
-    """Of the adapters, the order of the examples, dropout and the replies."""
+    """Seeds the adapters' first weights, the order of the examples, dropout and the drawn replies."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the frozen weights and of what is computed with them. Adapters and their optimizer are float32."""
+    """Dtype of the frozen weights and the activations. Adapters and their optimizer are float32."""
     activation_checkpoint: bool = False
     """Blocks are computed again in the backward, in either trainer: less memory, more time."""
 
     # --- techniques
     batched_generation: bool = True
-    """All replies at once, from kept keys and values."""
+    """Draw all replies in one batch, with a KV cache."""
     parallel_sampling: bool = True
-    """Tokens are drawn by one kernel, with `batched_generation` on."""
+    """Draw the tokens with one kernel; needs `batched_generation`."""
     encoder_batching: bool = True
     pairwise_cosine: bool = True
     set_policy_loss: bool = True
@@ -77,7 +77,7 @@ class TrainConfig:
     flash_attention: bool = True
     clip_grad_norm: bool = True
     sync_free_scaler_step: bool = True
-    """AdamW in one kernel, without the host."""
+    """Run AdamW in one kernel, without waiting for the host."""
 
     def __post_init__(self) -> None:
         for name in ("length", "batch_size", "accumulation", "steps", "rank", "new_tokens", "prompts"):
@@ -101,7 +101,7 @@ class TrainConfig:
 
     @property
     def examples(self) -> int:
-        """Of a step."""
+        """Examples of an optimizer step."""
         return self.batch_size * self.accumulation
 
     @property
@@ -111,7 +111,7 @@ class TrainConfig:
 
     @property
     def scaling(self) -> Scaling:
-        """Of the loss: none, for nothing is in float16."""
+        """The loss scale: always 1, since nothing is computed in float16."""
         return scaling_for(float16=False)
 
     def rate(self, step: int) -> float:
@@ -138,10 +138,10 @@ CLAIMS = {
     "fused_lora": "2×",
     "flash_attention": "1.5–2×",
 }
-"""What the source expected of each."""
+"""Technique → the speedup that the source expects."""
 
 
 def without_techniques(config: TrainConfig) -> TrainConfig:
-    """The same configuration with every switch off."""
+    """Return the configuration with every technique off."""
     off: dict[str, Any] = dict.fromkeys(TECHNIQUES, False)
     return dataclasses.replace(config, **off)

@@ -64,7 +64,7 @@ class Conventional:
     def train_window(self, batch: Mapping[str, torch.Tensor]) -> None:
         """Make a step."""
         config, examples = self.config, examples_of(self.config, self.given, self.steps, batch)
-        diversity = self._replied(examples[: config.prompts]) if config.diversity else None
+        diversity = self._policy_gradient(examples[: config.prompts]) if config.diversity else None
         whole = sum(len(e.tokens) - e.prompt for e in examples)
         losses = []
         self.model.train()
@@ -86,7 +86,7 @@ class Conventional:
         if diversity is not None:
             self.last["diversity"] = float(diversity)
 
-    def _replied(self, examples: Sequence[Encoded]) -> torch.Tensor:
+    def _policy_gradient(self, examples: Sequence[Encoded]) -> torch.Tensor:
         """The sets' mean diversity; adds the gradients of minus λ times the expected one."""
         config, end = self.config, self.given.chat.end
         tokens, mask = self._left_padded(examples)
@@ -113,8 +113,8 @@ class Conventional:
             unit = functional.normalize(embedded, dim=-1).unflatten(0, (-1, config.replies))
             distances = 1 - unit @ unit.mT
         rows = rows_of(prompts_of(examples, end, self.device), drawn, end)
-        hidden = self.forward(input_ids=rows.tokens).logits
-        logits = hidden.gather(1, rows.before[..., None].expand(-1, -1, hidden.shape[-1]))
+        whole = self.forward(input_ids=rows.tokens).logits
+        logits = whole.gather(1, rows.before[..., None].expand(-1, -1, whole.shape[-1]))
         kept = nucleus(logits, rows.drawn, config.temperature, config.top_p)
         log_p = kept.log_softmax(-1).gather(-1, rows.drawn[..., None]).squeeze(-1)
         of_replies = log_p.masked_fill(~rows.sampled, 0.0).sum(-1).unflatten(0, (-1, config.replies))

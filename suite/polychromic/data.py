@@ -20,7 +20,7 @@ from suite.polychromic.batches import numbers, prepare
 from suite.polychromic.chat import Chat, Encoded
 from suite.polychromic.llama import Llama, Shape
 from suite.polychromic.sentences import Sentences
-from suite.stepping import NumberedSteps
+from suite.stepping import NumberedSteps, check_step
 
 if TYPE_CHECKING:
     from suite.polychromic.config import TrainConfig
@@ -61,7 +61,7 @@ class Data:
 
 @dataclass(frozen=True, kw_only=True)
 class Given:
-    """What a trainer is given: examples, and where its models come from."""
+    """The data of a trainer: tokenized examples, and the folders of its models."""
 
     chat: Chat
     model: str
@@ -89,7 +89,7 @@ class Given:
 
     @functools.cached_property
     def model_digest(self) -> str:
-        """Of the model's configuration, and of the begin of its weights; the size of a drawn one."""
+        """SHA-256 of the configuration and the first bytes of the weights; for random weights the size's name."""
         if self.model in drawn.SHAPES:
             return self.model
         found = hashlib.sha256()
@@ -100,7 +100,7 @@ class Given:
 
     @property
     def digest(self) -> str:
-        """Of the examples that are trained on."""
+        """SHA-256 of the training examples."""
         return hashlib.sha256(repr([(e.tokens, e.prompt) for e in self.training]).encode()).hexdigest()
 
 
@@ -123,7 +123,7 @@ class Steps(NumberedSteps):
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """What a trainer gets, and a line that says where it is from."""
+    """The steps, the data that the trainer takes, and a line for the user that names their source."""
 
     batches: Steps
     given: Given
@@ -194,8 +194,7 @@ def _examples(data: Data) -> Sequence[replies.Example]:
 
 def examples_of(config: TrainConfig, given: Given, step: int, batch: Mapping[str, torch.Tensor]) -> list[Encoded]:
     """The examples of a trainer's next step; ValueError where `batch["step"]` is there and is another."""
-    if "step" in batch and int(batch["step"]) != step:
-        raise ValueError(f"step {int(batch['step'])} was given to a trainer that has made {step}")
+    check_step(batch, step)
     return [given.training[n] for n in numbers(step, config.examples, len(given.training), config.seed)]
 
 

@@ -1,4 +1,4 @@
-"""How good a trained model is: the loss of held-out replies, and how much its own replies to their prompts differ."""
+"""Evaluation of a trained model: its loss on held-out replies, and the diversity of its own replies."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from suite.polychromic.sentences import Sentences
 from suite.techniques import implementation
 
 REPLIES = 5
-"""To each prompt."""
+"""Replies drawn to each prompt."""
 PROMPTS = 64
-"""At most so many are replied to."""
+"""Most prompts that the model replies to."""
 EXAMPLES = 8
-"""At a time."""
+"""Examples of a batch."""
 
 
 def quality(trainer: Any, given: Given) -> Mapping[str, float]:
@@ -84,7 +84,7 @@ def replies_to(
     top_p: float,
     seed: int,
 ) -> list[str]:
-    """What the model says to each prompt, so many times; one prompt after another."""
+    """Draw `replies` replies to each prompt; return their texts, one prompt after another."""
     generate = implementation("generation.batched_generation", "batched_generation", optimized=True)
     device = model.lm_head.weight.device
     prompts = prompts_of(examples, chat.end, device)

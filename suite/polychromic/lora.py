@@ -15,8 +15,8 @@ from torch.nn.functional import linear
 from perfsuite.errors import PerfsuiteError
 from suite.batching import STEP, WORD, hashed, mixed, signed
 from suite.naming import shown
-from suite.polychromic.chat import read_json
 from suite.polychromic.llama import Llama
+from suite.polychromic.model_files import read_json, read_tensors
 
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The linear layers of a block, each of which gets an adapter."""
@@ -149,15 +149,7 @@ def settings_of(folder: Path) -> Settings:
 
 def load(adapters: Mapping[str, LoRALinear], folder: Path) -> None:
     """Take on stored adapters; PerfsuiteError where they are of another model, missing or damaged."""
-    from safetensors.torch import load_file
-
-    path = folder / WEIGHTS
-    try:
-        state = load_file(path)
-    except FileNotFoundError:
-        raise PerfsuiteError(f"{shown(path)} is missing") from None
-    except Exception as error:  # safetensors raises its own, which is no more specific
-        raise PerfsuiteError(f"{shown(path)} is damaged: {error}") from None
+    state = read_tensors(folder / WEIGHTS)
     own = _named(adapters)
     for name in (n for n in {**own, **state} if n not in own or n not in state or own[n].shape != state[n].shape):
         found = tuple(state[name].shape) if name in state else "missing"

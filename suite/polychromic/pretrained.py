@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,8 @@ import torch
 
 from perfsuite.errors import PerfsuiteError
 from suite.naming import shown
-from suite.polychromic.chat import read_json
 from suite.polychromic.llama import Llama, Shape
+from suite.polychromic.model_files import check_folder, read_json, read_tensors
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 ASSUMED: Mapping[str, tuple[object, ...]] = {
@@ -29,8 +28,7 @@ ASSUMED: Mapping[str, tuple[object, ...]] = {
 def shape_of(folder: Path) -> Shape:
     """The sizes of the model in the folder; PerfsuiteError where its architecture is another one."""
     path = folder / "config.json"
-    if not os.path.isdir(folder):  # Path.is_dir raises for a name that is too long
-        raise PerfsuiteError(f"{shown(folder)} is no folder; name one that has a model as transformers stores it")
+    check_folder(folder, "a model as transformers stores it")
     config = read_json(path)
     for name, values in ASSUMED.items():
         if config.get(name) not in values:
@@ -78,19 +76,10 @@ def _rotation(config: Mapping[str, Any]) -> tuple[float, str | None]:
 
 def load(folder: Path, dtype: torch.dtype, device: torch.device | str) -> Llama:
     """Read the model; PerfsuiteError where a file is missing, damaged, or of another model than the configuration."""
-    try:
-        from safetensors.torch import load_file
-    except ImportError:
-        raise PerfsuiteError("safetensors is not installed; pip install 'perfsuite[train]'") from None
     shape = shape_of(folder)
     state: dict[str, torch.Tensor] = {}
     for path in _files(folder):
-        try:
-            state |= load_file(path)
-        except FileNotFoundError:
-            raise PerfsuiteError(f"{shown(path)} is missing; fetch the model again") from None
-        except Exception as error:  # safetensors raises its own, which is no more specific
-            raise PerfsuiteError(f"{shown(path)} is damaged: {error}; fetch the model again") from None
+        state |= read_tensors(path, "; fetch the model again")
     if shape.tied:
         state["lm_head.weight"] = state.get("model.embed_tokens.weight", torch.empty(0))
     with torch.device("meta"):

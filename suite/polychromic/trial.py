@@ -8,7 +8,7 @@ from suite.polychromic.encoder import EncoderShape, SentenceEncoder
 from suite.polychromic.llama import Llama, Shape
 
 SMOLLM2 = {"vocabulary": 49152, "layers": 30, "groups": 3, "kv_heads": 3, "pairs": 32}
-"""Of SmolLM2-135M."""
+"""Sizes of SmolLM2-135M."""
 
 
 def language_model(vocabulary: int, layers: int, groups: int, kv_heads: int, pairs: int) -> Llama:
@@ -36,7 +36,7 @@ def language_model(vocabulary: int, layers: int, groups: int, kv_heads: int, pai
 
 
 MINILM = {"vocabulary": 30522, "layers": 6, "heads": 12, "head_width": 32, "positions": 512}
-"""Of all-MiniLM-L6-v2."""
+"""Sizes of all-MiniLM-L6-v2."""
 
 
 def sentence_encoder(vocabulary: int, layers: int, heads: int, head_width: int, positions: int) -> SentenceEncoder:

@@ -1,4 +1,4 @@
-"""What a trace shows: seconds by phase, the largest operations, and what to look at first."""
+"""The table of a trace: seconds by phase, the largest operations, and advice on where to start."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Hotspots:
         return table
 
     def advice(self) -> str:
-        """What to do first, in a line."""
+        """Return one line that says where to start."""
         busy = sum(seconds for _, seconds in self.operations.values()) / self.seconds
         if self.launches and busy < BUSY:
             return (

@@ -8,9 +8,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 
 PREFIX = "window: "
-"""Of the ranges' names in a trace, by which they are told from PyTorch's own."""
+"""Prefix of the ranges' names in a trace; it tells them from PyTorch's own ranges."""
 OUTER = ("data", "train")
-"""Those that the loop names, in which a trainer's own ones lie."""
+"""Ranges of the training loop; a trainer's own ranges lie within them."""
 _traced = False
 
 
@@ -33,6 +33,6 @@ def _named(name: str) -> Iterator[None]:
 
 
 def set_traced(on: bool) -> None:
-    """Whether ranges are named from now on."""
+    """Switch the naming of ranges on or off."""
     global _traced
     _traced = on

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,12 +18,6 @@ def autocast(config: TrainConfig, device: torch.device) -> torch.autocast:
     """The precision of the products that a configuration asks for."""
     low = LOW[config.precision]
     return torch.autocast(device.type, low or torch.bfloat16, enabled=low is not None)
-
-
-def check_step(batch: Mapping[str, torch.Tensor], steps: int) -> None:
-    """ValueError where `batch["step"]` is there and is not the number of steps made."""
-    if "step" in batch and int(batch["step"]) != steps:
-        raise ValueError(f"step {int(batch['step'])} was given to a trainer that has made {steps}")
 
 
 def is_sharded(config: TrainConfig, given: Mixture) -> bool:

@@ -2,6 +2,7 @@ import itertools
 
 import pytest
 import torch
+from attending import by_flash_attn, different, flash_attn_reason
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -11,11 +12,6 @@ from optimized.attention.flash_attention import flash_attention_packed as optimi
 from perfsuite import Cost, Pair, Workload, compiled, floats, integers, sampled, scalar, side, size, tensor
 from reference.attention.flash_attention import flash_attention as reference
 from reference.attention.flash_attention import flash_attention_packed as reference_packed
-
-
-def different(generator, shape, dtype):
-    """Keys that differ: for equal keys the gradient of the query is 0, and only rounding errors are left of it."""
-    return (2 * torch.rand(shape, generator=generator, device=generator.device) - 1).to(dtype)
 
 
 def padded(call):
@@ -47,26 +43,11 @@ def by(backend):
     return side(called, devices=("cuda",))
 
 
-def no_package():
-    """Why flash-attn is not there, or None."""
-    try:
-        import flash_attn  # noqa: F401
-    except ImportError as error:
-        return f"flash-attn cannot be imported ({error}); pip install flash-attn --no-build-isolation"
-    return None
-
-
-def by_package(q, k, v, causal):
-    from flash_attn import flash_attn_func
-
-    return flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=bool(causal)).transpose(1, 2)
-
-
 BACKENDS = {
     "cudnn": by(SDPBackend.CUDNN_ATTENTION),
     "flash": by(SDPBackend.FLASH_ATTENTION),
     "efficient": by(SDPBackend.EFFICIENT_ATTENTION),
-    "flash_attn": side(by_package, devices=("cuda",), available=no_package),
+    "flash_attn": side(by_flash_attn, devices=("cuda",), available=flash_attn_reason),
 }
 HALF = ("bfloat16", "float16")
 

@@ -3,6 +3,7 @@ import warnings
 
 import pytest
 import torch
+from attending import by_flash_attn, different, flash_attn_reason
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -19,26 +20,6 @@ def best_backend(q, k, v):
     """The first of PyTorch's backends that takes the inputs."""
     with sdpa_kernel(BEST_FIRST, set_priority=True):
         return functional.scaled_dot_product_attention(q, k, v)
-
-
-def flash_attn():
-    """Why flash-attn is not there, or None."""
-    try:
-        import flash_attn  # noqa: F401
-    except ImportError as error:
-        return f"flash-attn cannot be imported ({error}); pip install flash-attn --no-build-isolation"
-    return None
-
-
-def by_flash_attn(q, k, v):
-    from flash_attn import flash_attn_func
-
-    return flash_attn_func(*(x.transpose(1, 2).contiguous() for x in (q, k, v))).transpose(1, 2)
-
-
-def different(generator, shape, dtype):
-    """Keys that differ: for equal keys the gradient of the query is 0, and only rounding errors are left of it."""
-    return (2 * torch.rand(shape, generator=generator, device=generator.device) - 1).to(dtype)
 
 
 def heads(values):
@@ -87,7 +68,7 @@ flex_attention_bfloat16 = Pair(
     dtypes=("bfloat16",),
     rivals={
         "best_backend": side(best_backend, devices=("cuda",)),
-        "flash_attn": side(by_flash_attn, devices=("cuda",), available=flash_attn),
+        "flash_attn": side(by_flash_attn, devices=("cuda",), available=flash_attn_reason),
     },
     workloads=[
         Workload("ups", **UPS, dtype="bfloat16", device="cuda"),

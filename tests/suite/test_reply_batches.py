@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
 import torch
 
 from perfsuite.errors import PerfsuiteError
 from suite.polychromic.batches import batch_of, numbers, prepare, prompts_of
-from suite.polychromic.chat import Encoded
-from suite.polychromic.replies import single_turn
+from suite.polychromic.chat import Chat, Encoded
+from suite.polychromic.replies import Example, single_turn
 
 SHORT, LONG = Encoded((1, 2, 3, 4, 5), 3), Encoded(tuple(range(10, 20)), 1)
 
@@ -16,9 +18,12 @@ SHORT, LONG = Encoded((1, 2, 3, 4, 5), 3), Encoded(tuple(range(10, 20)), 1)
 class Letters:
     """In a chat's place: a token for each letter."""
 
-    def encode(self, example):  # type: ignore[no-untyped-def]
+    def encode(self, example: Example) -> Encoded:
         prompt = example.prompt[0].content
         return Encoded(tuple(map(ord, prompt + example.reply)), len(prompt))
+
+
+LETTERS = cast(Chat, Letters())
 
 
 def test_labels_are_those_of_the_reply_alone() -> None:
@@ -37,13 +42,13 @@ def test_prompts_are_padded_at_their_end() -> None:
 
 def test_long_replies_are_cut_and_long_prompts_left_out() -> None:
     examples = [single_turn("ab", "cdefg"), single_turn("abcd", "e"), single_turn("abc", "d")]
-    prepared = prepare(examples, Letters(), 4)  # type: ignore[arg-type]
+    prepared = prepare(examples, LETTERS, 4)
     assert [len(e.tokens) for e in prepared.examples] == [4, 4]
     assert [e.prompt for e in prepared.examples] == [2, 3]
     assert prepared.left_out == 1
     with pytest.raises(PerfsuiteError, match="length=2: the shortest prompt alone has 2 tokens; raise length above it"):
-        prepare(examples, Letters(), 2)  # type: ignore[arg-type]
-    assert prepare([], Letters(), 2).examples == ()  # type: ignore[arg-type]
+        prepare(examples, LETTERS, 2)
+    assert prepare([], LETTERS, 2).examples == ()
 
 
 @pytest.mark.parametrize(("size", "count"), [(4, 10), (10, 10), (16, 5), (3, 7)])

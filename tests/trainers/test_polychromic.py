@@ -259,7 +259,7 @@ def test_the_gradient_is_that_of_the_objective_written_out(given):
     for adapter in trainer.adapters.values():  # not at 0
         adapter.lora_b.data.normal_(std=0.1, generator=torch.Generator().manual_seed(adapter.number))
     examples = data.examples_of(config, given, 0, {})[: config.prompts]
-    diversity, _, grads = trainer._replied(examples)
+    diversity, _, grads = trainer._policy_gradient(examples)
     prompts = [torch.tensor(e.tokens[: e.prompt]) for e in examples]
     numbers = data.uniforms(config.seed, 0, (2, 3, config.new_tokens), "cpu")
     loss, found = 0.0, []

@@ -1,0 +1,24 @@
+"""Inputs and rivals that the pairs of attention share."""
+
+import torch
+
+
+def different(generator, shape, dtype):
+    """Keys that differ: for equal keys the gradient of the query is 0, and only rounding errors are left of it."""
+    return (2 * torch.rand(shape, generator=generator, device=generator.device) - 1).to(dtype)
+
+
+def flash_attn_reason():
+    """Why flash-attn cannot be used, or None."""
+    try:
+        import flash_attn  # noqa: F401  # a build for another torch is found, and fails only here
+    except ImportError as error:
+        return f"flash-attn cannot be imported ({error}); pip install flash-attn --no-build-isolation"
+    return None
+
+
+def by_flash_attn(q, k, v, causal=False):
+    """flash-attn's kernel for tensors [B, heads, T, d]."""
+    from flash_attn import flash_attn_func
+
+    return flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=bool(causal)).transpose(1, 2)
