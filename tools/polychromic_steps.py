@@ -1,8 +1,8 @@
-"""What a step of polychromic takes: polychromic_steps.py [--config FILE] [--sides NAME ...] [--rounds N] [--out FILE].
+"""What a step of polychromic takes: polychromic_steps.py [--config FILE] [--sides NAME ...] [--out FILE].
 
-Times the reference trainer, the optimized one and a conventional set-up of transformers and PEFT in turns, in several
-rounds, on the same examples. With any other field of the configuration: --model FOLDER --data FILE. Prints a table, and
-writes all figures as JSON.
+Times the reference trainer, the optimized one and a conventional set-up of transformers and PEFT in turns, in --rounds
+of a step each, on the same examples, after --warm steps of each. With any other field of the configuration: --model
+FOLDER --data FILE. Prints a table, and writes all figures as JSON.
 """
 
 from __future__ import annotations
@@ -34,21 +34,19 @@ from suite.polychromic.data import load  # noqa: E402
 from suite.runtime.timing import synchronize  # noqa: E402
 
 SIDES = {"reference": Reference, "conventional": Conventional, "optimized": Optimized}
-WARM = 2
-"""Steps of each side before it is timed."""
 
 
 class Timed:
     """A side that steps when it is asked to."""
 
-    def __init__(self, kind: Any, config: Any, given: Any, device: torch.device) -> None:
+    def __init__(self, kind: Any, config: Any, given: Any, device: torch.device, warm: int) -> None:
         self.device = device
         before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
         began = time.perf_counter()
         self.side = kind(without_techniques(config) if kind is Reference else config, given, device)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        for _ in range(WARM):
+        for _ in range(warm):
             self.side.train_window({})
         synchronize(device)
         self.warm_s = time.perf_counter() - began
@@ -70,6 +68,7 @@ def main() -> int:
     parser.add_argument("--config", type=Path)
     parser.add_argument("--sides", nargs="+", choices=list(SIDES), default=list(SIDES))
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--warm", type=int, default=2, help="steps of each side before it is timed")
     parser.add_argument("--device")
     parser.add_argument("--out", type=Path)
     given, fields = parser.parse_known_args()
@@ -88,8 +87,10 @@ def measure(asked: argparse.Namespace, fields: list[str]) -> int:
     given = load(data).given
     timed = {}
     for name in asked.sides:
-        timed[name] = Timed(SIDES[name], config, given, device)
-        print(f"{name}: {WARM} steps and all compilation in {timed[name].warm_s:.1f} s", file=sys.stderr, flush=True)
+        timed[name] = Timed(SIDES[name], config, given, device, asked.warm)
+        print(
+            f"{name}: {asked.warm} steps and all compilation in {timed[name].warm_s:.1f} s", file=sys.stderr, flush=True
+        )
     for number in range(asked.rounds):
         for name in asked.sides if number % 2 else asked.sides[::-1]:
             timed[name].step()

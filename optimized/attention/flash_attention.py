@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -26,7 +26,8 @@ def flash_attention(
     On CUDA in half precision cuDNN, FlashAttention or the memory-efficient kernel computes it, whichever takes the
     inputs first; in float32 the memory-efficient kernel. Elsewhere it is PyTorch's choice. Where attention is causal,
     padding needs no mask, since no token attends to what is behind it. Inputs whose data are not aligned to 16 bytes
-    are copied: these kernels fault on them. There is no second derivative on CUDA.
+    are copied: these kernels fault on them. There is no second derivative on CUDA. Under autocast inputs are cast as
+    PyTorch's own attention casts them.
 
     q        [B, H, T, d]
     k, v     [B, K, T, d]; H is a multiple of K: so many query heads share each key head
@@ -35,6 +36,7 @@ def flash_attention(
 
     Source: polychromic, technique 003.1.
     """
+    q, k, v = _cast(q, k, v)
     if lengths is None:
         return _dense(q, k, v, None, causal)
     inside = torch.arange(q.shape[2], device=q.device) < lengths[:, None]
@@ -48,7 +50,8 @@ def flash_attention_packed(
     """Return the attention of each of several sequences that lie behind each other, [N, H, d].
 
     On CUDA in half precision it is one launch of flash-attn where that is installed, else of PyTorch's FlashAttention.
-    Elsewhere sequences of the same length are computed together, and the host reads the offsets.
+    Elsewhere sequences of the same length are computed together, and the host reads the offsets. Under autocast inputs
+    are cast as PyTorch's own attention casts them.
 
     q        [N, H, d]
     k, v     [N, K, d]; H is a multiple of K
@@ -57,6 +60,7 @@ def flash_attention_packed(
 
     Source: polychromic, technique 003.1.
     """
+    q, k, v = _cast(q, k, v)
     if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= WIDEST_HEAD and q.numel():
         by = _variable_length()
         return by(*map(_aligned, (q, k, v)), offsets, causal)
@@ -71,6 +75,15 @@ def flash_attention_packed(
         found.append(_dense(*given, None, causal).transpose(1, 2).flatten(0, 1))
         places.append(rows.flatten())
     return torch.cat(found)[torch.cat(places).argsort()] if found else torch.zeros_like(q)
+
+
+def _cast(*inputs: torch.Tensor) -> Iterable[torch.Tensor]:
+    """The inputs in autocast's dtype where it is on, else as they are."""
+    kind = inputs[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return inputs
+    to = torch.get_autocast_dtype(kind)
+    return (x if x.dtype == torch.float64 else x.to(to) for x in inputs)
 
 
 def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool) -> torch.Tensor:

@@ -34,7 +34,7 @@ class Conventional:
             import peft
             import transformers
         except ImportError as error:
-            raise PerfsuiteError(f"{error.name} is not installed; pip install transformers peft") from None
+            raise PerfsuiteError(f"the conventional set-up needs transformers and peft: {error}") from None
         self.config, self.given, self.device = config, given, torch.device(device)
         base = _model(transformers, given, DTYPES[config.dtype], self.device)
         if config.activation_checkpoint:

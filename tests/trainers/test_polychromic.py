@@ -230,8 +230,9 @@ def test_in_bfloat16_the_cross_entropy_is_not_rounded_to_it(given):
     for report in reports:
         assert report.cross_entropy == pytest.approx(exact.cross_entropy, abs=5e-3)
         assert report.cross_entropy != torch.tensor(report.cross_entropy).bfloat16().item()
-    curves = [curve(kind(config, given, "cpu"), DAY)[:, 0] for kind in (Reference, Optimized)]
-    torch.testing.assert_close(*curves, atol=0.03, rtol=0)
+    plain, fast = (curve(kind(config, given, "cpu"), DAY)[:, 0] for kind in (Reference, Optimized))
+    truth = curve(Reference(dataclasses.replace(config, dtype="float32"), given, "cpu"), DAY)[:, 0]
+    assert share_of_rule(fast, truth, deviation_of([plain], truth), torch.bfloat16) <= 1
 
 
 def test_two_seeds_drop_otherwise(given):
