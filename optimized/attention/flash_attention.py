@@ -13,6 +13,9 @@ from torch.nn.functional import scaled_dot_product_attention
 # on an H200.
 HALF = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 SINGLE = (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
+# cuDNN's backward may give NaN for lengths that are no multiple of this: it multiplies what lies behind the last token
+# by 0 (pytorch issue 196678).
+WHOLE_TILES = 128
 # Kernels load so many bytes at once, and fault where data begin elsewhere.
 ALIGNMENT = 16
 WIDEST_HEAD = 256
@@ -23,11 +26,11 @@ def flash_attention(
 ) -> torch.Tensor:
     """Return `softmax(q kᵀ / √d) v`, [B, H, T, d]; 0 for tokens behind a row's length. No scores are kept.
 
-    On CUDA in half precision cuDNN, FlashAttention or the memory-efficient kernel computes it, whichever takes the
-    inputs first; in float32 the memory-efficient kernel. Elsewhere it is PyTorch's choice. Where attention is causal,
-    padding needs no mask, since no token attends to what is behind it. Inputs whose data are not aligned to 16 bytes
-    are copied: these kernels fault on them. There is no second derivative on CUDA. Under autocast inputs are cast as
-    PyTorch's own attention casts them.
+    On CUDA in half precision cuDNN computes it for lengths that are multiples of 128, and FlashAttention or the
+    memory-efficient kernel for others and where cuDNN does not take the inputs; in float32 the memory-efficient kernel
+    does. Elsewhere it is PyTorch's choice. Where attention is causal, padding needs no mask, since no token attends to
+    what is behind it. Inputs whose data are not aligned to 16 bytes are copied: these kernels fault on them. Under
+    autocast inputs are cast as PyTorch's own attention casts them. There is no second derivative on CUDA.
 
     q        [B, H, T, d]
     k, v     [B, K, T, d]; H is a multiple of K: so many query heads share each key head
@@ -45,7 +48,12 @@ def flash_attention(
 
 
 def flash_attention_packed(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets: torch.Tensor, causal: bool = True
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    offsets: torch.Tensor,
+    causal: bool = True,
+    longest: int | None = None,
 ) -> torch.Tensor:
     """Return the attention of each of several sequences that lie behind each other, [N, H, d].
 
@@ -57,13 +65,14 @@ def flash_attention_packed(
     k, v     [N, K, d]; H is a multiple of K
     offsets  int32 [sequences + 1], from 0 to N: where each sequence begins, and the last one's end; they do not fall
     causal   whether a token attends to those before it and itself alone
+    longest  tokens of the longest sequence, or more; None: the host waits for the device to find it out
 
     Source: polychromic, technique 003.1.
     """
     q, k, v = _cast(q, k, v)
     if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= WIDEST_HEAD and q.numel():
         by = _variable_length()
-        return by(*map(_aligned, (q, k, v)), offsets, causal)
+        return by(*map(_aligned, (q, k, v)), offsets, longest or int(offsets.diff().max()), causal)
     ends = offsets.tolist()
     of_length: dict[int, list[int]] = {}
     for first, end in itertools.pairwise(ends):
@@ -93,7 +102,10 @@ def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor
     half = q.dtype in (torch.float16, torch.bfloat16)
     if not half and k.shape[1] != q.shape[1]:  # the memory-efficient kernel has no key heads that are shared
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    with sdpa_kernel(list(HALF if half else SINGLE), set_priority=True):
+    backends = HALF if half else SINGLE
+    if q.shape[2] % WHOLE_TILES:
+        backends = tuple(backend for backend in backends if backend != SDPBackend.CUDNN_ATTENTION)
+    with sdpa_kernel(list(backends), set_priority=True):
         return _attend(q, k, v, mask, causal)
 
 
@@ -115,23 +127,18 @@ def _aligned(x: torch.Tensor) -> torch.Tensor:
 def _variable_length() -> Callable[..., torch.Tensor]:
     """flash-attn's kernel for packed sequences, or PyTorch's."""
 
-    def longest(offsets: torch.Tensor) -> int:
-        return int(offsets.diff().max())
-
     try:
         from flash_attn import flash_attn_varlen_func
 
-        def by_package(q: Any, k: Any, v: Any, offsets: torch.Tensor, causal: bool) -> torch.Tensor:
-            most = longest(offsets)
-            return flash_attn_varlen_func(q, k, v, offsets, offsets, most, most, causal=causal)
+        def by_package(q: Any, k: Any, v: Any, offsets: torch.Tensor, longest: int, causal: bool) -> torch.Tensor:
+            return flash_attn_varlen_func(q, k, v, offsets, offsets, longest, longest, causal=causal)
 
         return by_package
     except ImportError:
         from torch.nn.attention.varlen import varlen_attn
 
-        def by_torch(q: Any, k: Any, v: Any, offsets: torch.Tensor, causal: bool) -> torch.Tensor:
-            most = longest(offsets)
+        def by_torch(q: Any, k: Any, v: Any, offsets: torch.Tensor, longest: int, causal: bool) -> torch.Tensor:
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-            return varlen_attn(q, k, v, offsets, offsets, most, most, window_size=(-1, 0 if causal else -1))
+            return varlen_attn(q, k, v, offsets, offsets, longest, longest, window_size=(-1, 0 if causal else -1))
 
         return by_torch

@@ -2,11 +2,13 @@
 
 The same step as `reference.trainers.polychromic` makes, with each technique behind a switch of its own
 (`suite.polychromic.config`). The replies to all prompts are drawn together, from kept keys and values; all sets are
-embedded in one batch, and their policy's gradient is that of one batch, too.
+embedded in one batch, and their policy's gradient is that of one batch, too. While the host turns replies into text
+the device computes the examples' gradients.
 """
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,15 +16,18 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from optimized.attention.flash_attention import flash_attention
+from optimized.attention.flash_attention import flash_attention, flash_attention_packed
+from optimized.dropout_masks import kept_inputs
 from optimized.generation.fused_lora import fused_lora
+from optimized.graphs.cuda_graph_step import cuda_graph_step
 from suite.backends import tf32_products
 from suite.polychromic import advantages
-from suite.polychromic.batches import batch_of, prompts_of
+from suite.polychromic.batches import Prompts, batch_of, groups_of, packed, prompts_of
 from suite.polychromic.chat import Encoded
 from suite.polychromic.config import DTYPES, TrainConfig
 from suite.polychromic.data import Given, examples_of, uniforms
-from suite.polychromic.lora import LoRALinear, kept
+from suite.polychromic.llama import rotation
+from suite.polychromic.lora import Dropout, LoRALinear, places_of, starts_of
 from suite.polychromic.objective import nucleus, rows_of, sets_of, texts, widened_loss
 from suite.polychromic.report import Report
 from suite.polychromic.state import adapted, drop, restore, state_of, weights_of
@@ -33,6 +38,11 @@ from suite.techniques import implementation
 
 # Steps that may be queued before the host waits for the report of an earlier one.
 AHEAD = 2
+# Packed tokens, and those of a prompt with its reply, are padded to a multiple of so many: each number has a graph of
+# its own, and cuDNN's attention takes no others.
+MULTIPLE = 128
+# Calls of each form that run eagerly before it is recorded, and graphs that are kept.
+WARMUP, GRAPHS = 1, 8
 
 
 class FusedLoRALinear(LoRALinear):
@@ -41,12 +51,12 @@ class FusedLoRALinear(LoRALinear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not torch.is_grad_enabled():
             return super().forward(x)
-        rate, tokens = self.settings.dropout, x.flatten(0, -2)
-        given = None
-        if self.seed is not None and rate:
-            given = kept(self.seed, self.number, tuple(tokens.shape), rate, x.device)
+        rate, own, given = self.settings.dropout, self.dropout, None
+        if own is not None and rate:
+            given = kept_inputs(own.starts[self.number], own.places.flatten(), x.shape[-1], rate)
         a, b = self.lora_a.to(x.dtype), self.lora_b.to(x.dtype)
-        found = fused_lora(tokens, self.weight, a, b, self.scale, given, 1 - rate if given is not None else 1.0)
+        keep = 1 - rate if given is not None else 1.0
+        found = fused_lora(x.flatten(0, -2), self.weight, a, b, self.scale, given, keep)
         return found.unflatten(0, x.shape[:-1])
 
 
@@ -66,6 +76,7 @@ class Trainer(QueuesReports):
         self.weights = weights_of(self.adapters)
         self.sentences = given.sentences(self.device) if config.diversity else None
         self.lr = torch.zeros((), device=self.device)
+        self._sums = [torch.zeros_like(weight) for weight in self.weights.values()]
         self._choose()
         # Gradients are clipped before.
         self.optimizer = self._scaler_step(
@@ -86,15 +97,17 @@ class Trainer(QueuesReports):
         """
         config, examples = self.config, examples_of(self.config, self.given, self.steps, batch)
         with torch.enable_grad(), tf32_products(allowed=False):
-            diversity, tokens, grads = self._policy_gradient(examples[: config.prompts])
+            torch._foreach_zero_(self._sums)
+            drawn = self._replies(examples[: config.prompts]) if config.diversity else None
             with phase("cross-entropy"):
-                loss, own = self._supervised(examples)
-            if grads:
-                torch._foreach_add_(own, grads)
+                loss = self._supervised(examples)
+            diversity = tokens = torch.zeros((), device=self.device)
+            if drawn is not None:
+                diversity, tokens = self._policy_gradient(drawn)
             with torch.no_grad(), phase("optimizer"):
-                norm = self._clip(own, config.clip)
+                norm = self._clip(self._sums, config.clip)
                 self.lr.fill_(config.rate(self.steps))
-                self.optimizer(own)
+                self.optimizer(self._sums)
         self.steps += 1
         step, rate = self.steps, config.rate(self.steps - 1)
 
@@ -144,43 +157,76 @@ class Trainer(QueuesReports):
         self._block: Callable[..., torch.Tensor] = functools.partial(_attending, flash_attention)
         if not config.flash_attention:
             self._block = _plain
+        self._packs = config.packed_examples and config.flash_attention
+        self._packed_pass: Callable[..., torch.Tensor] = self._packed
+        self._policy_pass: Callable[..., torch.Tensor] = self._policy
+        # In float32 the host has a part in packed attention.
+        if config.cuda_graph_step and self.device.type == "cuda" and DTYPES[config.dtype].itemsize == 2:
+            given: dict[str, Any] = {"warmup": WARMUP, "graphs": GRAPHS, "device": self.device}
+            self._packed_pass = cuda_graph_step(self._packed, **given)
+            self._policy_pass = cuda_graph_step(self._policy, **given)
 
     # --- the examples
 
-    def _supervised(self, examples: Sequence[Encoded]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """The mean cross-entropy of the examples' replies, and its gradients."""
-        size, end = self.config.batch_size, self.given.chat.end
+    def _supervised(self, examples: Sequence[Encoded]) -> torch.Tensor:
+        """Add the gradients of the examples' mean cross-entropy to the sums; return it."""
+        config, end = self.config, self.given.chat.end
         whole = sum(len(e.tokens) - e.prompt for e in examples)
-        losses, grads = [], []
-        for number, at in enumerate(range(0, len(examples), size)):
-            own = examples[at : at + size]
-            part = batch_of(own, end, self.device)
-            drop(self.adapters, self.config.seed, self.steps, number)
-            hidden = self._hidden(part.tokens)[:, :-1].flatten(0, 1)
-            share = sum(len(e.tokens) - e.prompt for e in own) / whole
-            with widened_loss(hidden):
-                loss = share * self._cross_entropy(hidden, self.model.lm_head.weight, part.labels[:, 1:].flatten())
-            found = self._gradients(loss)
-            if grads:
-                torch._foreach_add_(grads, found)
-            else:
-                grads = found
-            losses.append(loss.detach())
-        drop(self.adapters, None)
-        return torch.stack(losses).sum(), grads
+        starts = starts_of(config.seed, self.steps, len(self.adapters)).to(self.device)
+        losses = []
+        if self._packs:
+            for group in groups_of(examples, config.packed_tokens):
+                part = packed([examples[n] for n in group], group.start, end, MULTIPLE, self.device)
+                share = torch.tensor(part.count / whole).to(self.device)
+                given = (part.tokens, part.targets, part.positions, part.places, part.offsets)
+                losses.append(self._packed_pass(*given, starts, share, longest=max(config.length, MULTIPLE)))
+        else:
+            for at in range(0, len(examples), config.batch_size):
+                own = examples[at : at + config.batch_size]
+                batch = batch_of(own, end, self.device)
+                drop(self.adapters, Dropout(starts, places_of(at, batch.tokens.shape, self.device)))
+                hidden = self._hidden(batch.tokens)[:, :-1].flatten(0, 1)
+                share = sum(len(e.tokens) - e.prompt for e in own) / whole
+                losses.append(self._loss(hidden, batch.labels[:, 1:].flatten(), share))
+        return torch.stack(losses).sum()
+
+    def _packed(
+        self,
+        tokens: torch.Tensor,
+        targets: torch.Tensor,
+        positions: torch.Tensor,
+        places: torch.Tensor,
+        offsets: torch.Tensor,
+        starts: torch.Tensor,
+        share: torch.Tensor,
+        longest: int,
+    ) -> torch.Tensor:
+        """Add the gradients of packed examples' cross-entropy, times their share of the step's; return the product."""
+        drop(self.adapters, Dropout(starts, places[None]))
+        body = self.model.model
+        x = body.embed_tokens(tokens[None])
+        cos, sin = rotation(self.model.shape, positions, x.dtype)
+        attention = functools.partial(_packed_attention, offsets=offsets, longest=longest)
+        for block in body.layers:
+            x = self._run(functools.partial(_attending, attention), block, x, cos, sin)
+        return self._loss(body.norm(x)[0], targets, share)
+
+    def _loss(self, hidden: torch.Tensor, labels: torch.Tensor, share: torch.Tensor | float) -> torch.Tensor:
+        with widened_loss(hidden):
+            loss = share * self._cross_entropy(hidden, self.model.lm_head.weight, labels)
+        return self._differentiated(loss)
 
     # --- the replies
 
-    def _policy_gradient(self, examples: Sequence[Encoded]) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-        """(the sets' mean diversity, tokens of a reply, the gradients of minus λ times the expected diversity)."""
+    def _replies(self, examples: Sequence[Encoded]) -> "Drawn":
+        """Queue the drawing of replies."""
         config, end = self.config, self.given.chat.end
-        none = torch.zeros((), device=self.device)
-        if not config.diversity:
-            return none, none, []
-        prompts = prompts_of(examples, end, self.device)
+        multiple = MULTIPLE if self.device.type == "cuda" else 1
+        prompts = prompts_of(examples, end, self.device, config.new_tokens, multiple)
         numbers = uniforms(config.seed, self.steps, (len(examples), config.replies, config.new_tokens), self.device)
+        drop(self.adapters, None)
         with torch.no_grad(), phase("generation"):
-            drawn = self._generate(
+            tokens = self._generate(
                 self.model,
                 prompts.tokens,
                 prompts.lengths,
@@ -190,39 +236,90 @@ class Trainer(QueuesReports):
                 end,
                 **self._sampling,
             )
+            return Drawn(prompts, tokens, OnHost(tokens))
+
+    def _policy_gradient(self, drawn: "Drawn") -> tuple[torch.Tensor, torch.Tensor]:
+        """Add the gradients of minus λ times the expected diversity; return (the sets' mean diversity, tokens of a
+        reply)."""
+        config = self.config
         with torch.no_grad(), phase("embedding"):
-            said = texts(self.given.chat, drawn)
+            said = texts(self.given.chat, drawn.on_host.tensor())
             embeddings = self._embed(
                 self.sentences.encoder, *sets_of(self.sentences, said, config.replies, self.device)
             )
             distances = torch.stack([self._distances(of_set) for of_set in embeddings])
             diversity = torch.stack([self._mean(of_set) for of_set in embeddings]).mean()
-        rows = rows_of(prompts, drawn, end)
-        tokens = rows.sampled.sum(1).float().mean()
-        if config.objective == "as_written":
-            return diversity, tokens, []
-        with phase("policy"):
-            hidden = self._hidden(rows.tokens)
-            before = hidden.gather(1, rows.before[..., None].expand(-1, -1, hidden.shape[-1]))
-            logits = functional.linear(before, self.model.lm_head.weight)
-            own = advantages.without_own_reply(distances)
-            drawn_from = nucleus(logits, rows.drawn, config.temperature, config.top_p)
-            loss = config.diversity * self._policy_loss(drawn_from, rows.drawn, rows.sampled, own)
-            return diversity, tokens, self._gradients(loss)
+        rows = rows_of(drawn.prompts, drawn.tokens, self.given.chat.end)
+        if config.objective == "policy":
+            with phase("policy"):
+                own = advantages.without_own_reply(distances)
+                self._policy_pass(rows.tokens, rows.before, rows.drawn, rows.sampled, own)
+        return diversity, rows.sampled.sum(1).float().mean()
+
+    def _policy(
+        self,
+        tokens: torch.Tensor,
+        before: torch.Tensor,
+        drawn: torch.Tensor,
+        sampled: torch.Tensor,
+        own: torch.Tensor,
+    ) -> torch.Tensor:
+        config = self.config
+        drop(self.adapters, None)
+        hidden = self._hidden(tokens)
+        hidden = hidden.gather(1, before[..., None].expand(-1, -1, hidden.shape[-1]))
+        logits = functional.linear(hidden, self.model.lm_head.weight)
+        drawn_from = nucleus(logits, drawn, config.temperature, config.top_p)
+        return self._differentiated(config.diversity * self._policy_loss(drawn_from, drawn, sampled, own))
 
     # --- the model
 
     def _hidden(self, tokens: torch.Tensor) -> torch.Tensor:
-        if not self.config.activation_checkpoint:
-            return self.model.hidden(tokens, self._block)
-        return self.model.hidden(tokens, lambda *given: checkpoint(self._block, *given, use_reentrant=False))
+        return self.model.hidden(tokens, functools.partial(self._run, self._block))
 
-    def _gradients(self, loss: torch.Tensor) -> list[torch.Tensor]:
-        return list(torch.autograd.grad(loss, list(self.weights.values())))
+    def _run(self, block: Callable[..., torch.Tensor], *given: Any) -> torch.Tensor:
+        """A block, which is computed again in the backward where the configuration says so."""
+        if not self.config.activation_checkpoint:
+            return block(*given)
+        # Nothing in a block asks torch for random numbers.
+        again: torch.Tensor = checkpoint(block, *given, use_reentrant=False, preserve_rng_state=False)
+        return again
+
+    def _differentiated(self, loss: torch.Tensor) -> torch.Tensor:
+        """Add the loss's gradients to the sums; return the loss."""
+        torch._foreach_add_(self._sums, torch.autograd.grad(loss, list(self.weights.values())))
+        return loss.detach()
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """Replies [prompts, replies, tokens], also on their way to the host."""
+
+    prompts: Prompts
+    tokens: torch.Tensor
+    on_host: "OnHost"
+
+
+class OnHost:
+    """A copy of a tensor in host memory, which is queued; the host does not wait until it reads it."""
+
+    def __init__(self, source: torch.Tensor) -> None:
+        self._copy, self._arrived = source, None
+        if source.is_cuda:
+            self._copy = torch.empty_like(source, device="cpu", pin_memory=True).copy_(source, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record(torch.cuda.current_stream(source.device))
+
+    def tensor(self) -> torch.Tensor:
+        """Wait for the copy."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._copy
 
 
 def _plain(block: nn.Module, *given: torch.Tensor) -> torch.Tensor:
-    return block(*given)
+    called: torch.Tensor = block(*given)
+    return called
 
 
 def _attending(
@@ -231,9 +328,17 @@ def _attending(
     x: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
-    mask: torch.Tensor,
+    mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The block with another attention, which needs no mask: it is causal."""
     attended = attention(*block.self_attn.heads(block.input_layernorm(x), cos, sin))
     x = x + block.self_attn.o_proj(attended.transpose(1, 2).flatten(2))
     return x + block.mlp(block.post_attention_layernorm(x))
+
+
+def _packed_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, offsets: torch.Tensor, longest: int
+) -> torch.Tensor:
+    """Attention of one packed row of heads [1, heads, N, D]."""
+    given = (x[0].transpose(0, 1) for x in (q, k, v))
+    return flash_attention_packed(*given, offsets, longest=longest).transpose(0, 1)[None]

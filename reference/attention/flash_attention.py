@@ -32,7 +32,12 @@ def flash_attention(
 
 
 def flash_attention_packed(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets: torch.Tensor, causal: bool = True
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    offsets: torch.Tensor,
+    causal: bool = True,
+    longest: int | None = None,
 ) -> torch.Tensor:
     """Return the attention of each of several sequences that lie behind each other, [N, H, d].
 
@@ -40,9 +45,11 @@ def flash_attention_packed(
     k, v     [N, K, d]; H is a multiple of K
     offsets  int32 [sequences + 1], from 0 to N: where each sequence begins, and the last one's end; they do not fall
     causal   whether a token attends to those before it and itself alone
+    longest  tokens of the longest sequence, or more; it is not needed here
 
     Source: polychromic, technique 003.1.
     """
+    del longest
     found = []
     ends = offsets.tolist()
     for first, end in itertools.pairwise(ends):

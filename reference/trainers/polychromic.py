@@ -37,6 +37,7 @@ from suite.polychromic.batches import IGNORED, batch_of, prompts_of
 from suite.polychromic.chat import Encoded
 from suite.polychromic.config import DTYPES, TrainConfig
 from suite.polychromic.data import Given, examples_of, uniforms
+from suite.polychromic.lora import Dropout, places_of, starts_of
 from suite.polychromic.objective import Rows, nucleus, rows_of, sets_of, texts, widened_loss
 from suite.polychromic.report import Report
 from suite.polychromic.state import adapted, drop, restore, state_of, weights_of
@@ -121,8 +122,9 @@ class Trainer(WaitsForReports):
         parts = [batch_of(examples[at : at + size], end, self.device) for at in range(0, len(examples), size)]
         counts = [int((part.labels[:, 1:] != IGNORED).sum()) for part in parts]
         total, grads = torch.zeros((), device=self.device, dtype=self.lr.dtype), self._zeros()
+        starts = starts_of(self.config.seed, self.steps, len(self.adapters)).to(self.device)
         for number, (part, count) in enumerate(zip(parts, counts, strict=True)):
-            drop(self.adapters, self.config.seed, self.steps, number)
+            drop(self.adapters, Dropout(starts, places_of(number * size, part.tokens.shape, self.device)))
             hidden = self._hidden(part.tokens)[:, :-1].flatten(0, 1)
             share = count / sum(counts)
             with widened_loss(hidden):

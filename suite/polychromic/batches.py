@@ -10,6 +10,7 @@ import torch
 from perfsuite.errors import PerfsuiteError
 from suite.batching import permutation
 from suite.polychromic.chat import Chat, Encoded
+from suite.polychromic.lora import places_of
 from suite.polychromic.replies import Example
 
 IGNORED = -100
@@ -60,10 +61,69 @@ def batch_of(examples: Sequence[Encoded], padding: int, device: torch.device | s
     return Batch(torch.tensor(tokens).to(device), torch.tensor(labels).to(device))
 
 
-def prompts_of(examples: Sequence[Encoded], padding: int, device: torch.device | str) -> Prompts:
-    """The examples' prompts, padded at their end."""
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Examples behind each other, without padding but at the end: [N] tokens.
+
+    tokens     int64 [N]
+    targets    int64 [N]: the token after each, where it is trained on, and else `IGNORED`
+    positions  int64 [N], of each token in its example
+    places     int64 [N], the number of each token by which its dropout is drawn
+    offsets    int32 [examples + 2]: where each example begins, the padding, and the end
+    count      tokens that are trained on
+    """
+
+    tokens: torch.Tensor
+    targets: torch.Tensor
+    positions: torch.Tensor
+    places: torch.Tensor
+    offsets: torch.Tensor
+    count: int
+
+
+def groups_of(examples: Sequence[Encoded], most: int) -> list[range]:
+    """Divide the examples, in their order, into groups of so many tokens at most; a longer example is alone."""
+    groups: list[range] = []
+    first = total = 0
+    for number, example in enumerate(examples):
+        if number > first and total + len(example.tokens) > most:
+            groups.append(range(first, number))
+            first, total = number, 0
+        total += len(example.tokens)
+    return [*groups, range(first, len(examples))]
+
+
+def packed(examples: Sequence[Encoded], first: int, padding: int, multiple: int, device: torch.device | str) -> Packed:
+    """Pack the examples, the step's from `first` on, into a multiple of so many tokens."""
+    tokens: list[int] = []
+    targets: list[int] = []
+    places, positions, offsets = [], [], [0]
+    for number, example in enumerate(examples, first):
+        length = len(example.tokens)
+        tokens += example.tokens
+        targets += [*[IGNORED] * (example.prompt - 1), *example.tokens[example.prompt :], IGNORED]
+        positions.append(torch.arange(length))
+        places.append(places_of(number, (1, length))[0])
+        offsets.append(len(tokens))
+    behind = -len(tokens) % multiple
+    positions.append(torch.arange(behind))
+    places.append(torch.zeros(behind, dtype=torch.int64))
+    tokens += [padding] * behind
+    targets += [IGNORED] * behind
+    parts = (torch.tensor(tokens), torch.tensor(targets), torch.cat(positions), torch.cat(places))
+    ends = torch.tensor([*offsets, len(tokens)], dtype=torch.int32)
+    count = sum(len(e.tokens) - e.prompt for e in examples)
+    one, two, three, four = torch.stack(parts).to(device)  # one copy
+    return Packed(one, two, three, four, ends.to(device), count)
+
+
+def prompts_of(
+    examples: Sequence[Encoded], padding: int, device: torch.device | str, beside: int = 0, multiple: int = 1
+) -> Prompts:
+    """The examples' prompts, padded at their end; with `beside` more tokens they are a multiple of so many long."""
     lengths = [e.prompt for e in examples]
-    tokens = [[*e.tokens[: e.prompt], *[padding] * (max(lengths) - e.prompt)] for e in examples]
+    longest = -(-(max(lengths) + beside) // multiple) * multiple - beside
+    tokens = [[*e.tokens[: e.prompt], *[padding] * (longest - e.prompt)] for e in examples]
     return Prompts(torch.tensor(tokens).to(device), torch.tensor(lengths).to(device))
 
 

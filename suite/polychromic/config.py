@@ -64,6 +64,9 @@ class TrainConfig:
     activation_checkpoint: bool = False
     """Blocks are computed again in the backward, in either trainer: less memory, more time."""
 
+    packed_tokens: int = 8192
+    """With `packed_examples`: how many tokens are packed at most, which limits the memory."""
+
     # --- techniques
     batched_generation: bool = True
     """Draw all replies in one batch, with a KV cache."""
@@ -75,12 +78,16 @@ class TrainConfig:
     chunked_cross_entropy: bool = True
     fused_lora: bool = True
     flash_attention: bool = True
+    packed_examples: bool = True
+    """Compute a step's examples all at once, without padding, and not by micro-batches; needs `flash_attention`."""
+    cuda_graph_step: bool = True
+    """Replay the model's passes as CUDA graphs, in half precision."""
     clip_grad_norm: bool = True
     sync_free_scaler_step: bool = True
     """Run AdamW in one kernel, without waiting for the host."""
 
     def __post_init__(self) -> None:
-        for name in ("length", "batch_size", "accumulation", "steps", "rank", "new_tokens", "prompts"):
+        for name in ("length", "batch_size", "accumulation", "steps", "rank", "new_tokens", "prompts", "packed_tokens"):
             value = getattr(self, name)
             need(isinstance(value, int) and value >= 1, name, value, "use a whole number from 1 on")
         need(self.replies >= 3, "replies", self.replies, "a reply's part in the diversity needs 3 or more")
@@ -128,6 +135,8 @@ TECHNIQUES = (
     "chunked_cross_entropy",
     "fused_lora",
     "flash_attention",
+    "packed_examples",
+    "cuda_graph_step",
     "clip_grad_norm",
     "sync_free_scaler_step",
 )

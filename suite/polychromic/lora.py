@@ -24,6 +24,8 @@ PREFIX = "base_model.model."
 """Prefix of the parameter names in PEFT's files."""
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BITS = 24
+LONGEST = 1 << 20
+"""No example has more tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,21 +43,47 @@ class Settings:
             raise ValueError(f"dropout must be from 0 to below 1, got {self.dropout}")
 
 
-def kept(seed: int, number: int, shape: tuple[int, ...], rate: float, device: torch.device | str) -> torch.Tensor:
-    """Which inputs of adapter `number` a dropout of this rate keeps, bool of this shape.
+@dataclass(frozen=True, slots=True)
+class Dropout:
+    """What decides which inputs all adapters drop.
+
+    starts  int64 [adapters], where the random words of each begin; `starts_of`
+    places  int64, a number for each token, of the tokens' own shape; `places_of`
+    """
+
+    starts: torch.Tensor
+    places: torch.Tensor
+
+
+def starts_of(seed: int, step: int, adapters: int) -> torch.Tensor:
+    """Where the random words of each adapter begin in a step, int64 [adapters]."""
+    first = mixed(mixed(mixed(seed & WORD) + step & WORD))
+    return hashed(torch.arange(adapters) + signed(first))
+
+
+def places_of(first: int, shape: tuple[int, int], device: torch.device | str = "cpu") -> torch.Tensor:
+    """The numbers of tokens [examples, length], whose first example is the step's example `first`.
+
+    They do not depend on how examples are batched and padded, and neither does what is dropped.
+    """
+    examples, length = shape
+    rows = torch.arange(first, first + examples, device=device)
+    return rows[:, None] * LONGEST + torch.arange(length, device=device)
+
+
+def kept(start: torch.Tensor, places: torch.Tensor, inputs: int, rate: float) -> torch.Tensor:
+    """Which inputs a dropout of this rate keeps, bool [..., inputs] of places [...].
 
     Counter-based, as `suite.batching.permutation`: it follows from the arguments alone, on every device alike.
     """
-    start = mixed(mixed(seed & WORD) + number & WORD)
-    count = torch.Size(shape).numel()
-    words = hashed(torch.arange(count, dtype=torch.int64, device=device) * signed(STEP) + signed(start))
-    return (words & ((1 << BITS) - 1)).view(shape) >= round(rate * (1 << BITS))
+    counters = places[..., None] * inputs + torch.arange(inputs, device=places.device)
+    return (hashed(counters * signed(STEP) + start) & ((1 << BITS) - 1)) >= round(rate * (1 << BITS))
 
 
 class LoRALinear(nn.Module):
     """A frozen linear layer with an adapter, which begins at 0.
 
-    `seed` is that of the step's dropout; None, as in generation and evaluation: nothing is dropped.
+    `dropout` decides what is dropped; None, as in generation and evaluation: nothing is.
     """
 
     def __init__(self, base: nn.Linear, settings: Settings, number: int) -> None:
@@ -66,7 +94,7 @@ class LoRALinear(nn.Module):
         self.lora_b = nn.Parameter(torch.zeros(base.out_features, settings.rank, **given))
         nn.init.kaiming_uniform_(self.lora_a, a=5**0.5)  # as PEFT draws it
         self.settings, self.number = settings, number
-        self.seed: int | None = None
+        self.dropout: Dropout | None = None
 
     @property
     def scale(self) -> float:
@@ -76,9 +104,10 @@ class LoRALinear(nn.Module):
     def multipliers(self, x: torch.Tensor) -> torch.Tensor | None:
         """1 / (1 - rate) where an input is kept, and else 0; None without dropout."""
         rate = self.settings.dropout
-        if self.seed is None or not rate:
+        if self.dropout is None or not rate:
             return None
-        return kept(self.seed, self.number, tuple(x.shape), rate, x.device).to(x.dtype) / (1 - rate)
+        own = self.dropout
+        return kept(own.starts[self.number], own.places, x.shape[-1], rate).to(x.dtype) / (1 - rate)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         multipliers = self.multipliers(x)

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from suite.batching import WORD, mixed, whole
+from suite.batching import whole
 from suite.polychromic.llama import Llama
-from suite.polychromic.lora import LoRALinear, Settings, attach
+from suite.polychromic.lora import Dropout, LoRALinear, Settings, attach
 from suite.runtime.weights import check_weights, copies, optimizer_copies
 
 
@@ -32,11 +32,10 @@ def adapted(
     return adapters
 
 
-def drop(adapters: Mapping[str, LoRALinear], seed: int | None, step: int = 0, number: int = 0) -> None:
-    """Set the adapters' dropout to that of a micro-batch of a step; a seed of None: none is dropped."""
-    own = None if seed is None else mixed(mixed(mixed(seed & WORD) + step & WORD) + number & WORD) >> 1
+def drop(adapters: Mapping[str, LoRALinear], dropout: Dropout | None) -> None:
+    """Set the adapters' dropout; None: nothing is dropped."""
     for adapter in adapters.values():
-        adapter.seed = own
+        adapter.dropout = dropout
 
 
 def weights_of(adapters: Mapping[str, LoRALinear]) -> dict[str, torch.Tensor]:

@@ -52,13 +52,14 @@ BACKENDS = {
 HALF = ("bfloat16", "float16")
 
 
-def heads(number, values):
-    return tensor("B", number, "T", "D", values=values)
+def inputs(tokens="T"):
+    """So small that no key has nearly all the weight: the query's gradient would be a small difference then."""
+    heads = {"q": ("groups * K", floats(-1, 1)), "k": ("K", sampled(different)), "v": ("K", floats(-4, 4))}
+    return {name: tensor("B", number, tokens, "D", values=values) for name, (number, values) in heads.items()}
 
 
-# So small that no key has nearly all the weight, of which the gradient of the query would be a small difference.
-INPUTS = {"q": heads("groups * K", floats(-1, 1)), "k": heads("K", sampled(different)), "v": heads("K", floats(-4, 4))}
 CAUSAL = scalar(integers(0, 1))
+INPUTS = inputs()
 # Each head width is a kernel of its own.
 SIZES = {"B": size(1, 3), "groups": size(1, 3), "K": size(1, 2), "T": size(2, 33), "D": size(64, 64)}
 UNSUPPORTED = {"double_backward": "its backward pass on a GPU is a kernel without a derivative"}
@@ -81,10 +82,15 @@ def arithmetic(B, groups, K, T, D, causal, direction, **_):
     return products * B * groups * K * T * T * D // (2 if causal else 1)
 
 
+def of_tiles(cost):
+    """The same of whole tiles of 128 tokens."""
+    return lambda tiles, **sizes: cost(T=128 * tiles, **sizes)
+
+
 def shapes(dtype):
     """Workloads of about as many tokens each, forward and both ways."""
     for D, T, causal in itertools.product((64, 128), (128, 1024, 4096, 16384), (0, 1)):
-        sizes = {"B": max(1, 16384 // T), "groups": 4, "K": 2048 // D // 4, "T": T, "D": D, "causal": causal}
+        sizes = {"B": max(1, 16384 // T), "groups": 4, "K": 2048 // D // 4, "tiles": T // 128, "D": D, "causal": causal}
         for direction in ("forward", "both"):
             name = f"d{D}_t{T}{'_causal' if causal else ''}{'_both' if direction == 'both' else ''}"
             yield Workload(name, **sizes, dtype=dtype, direction=direction, device="cuda")
@@ -114,9 +120,22 @@ flash_attention_half = Pair(
     max_examples=15,
     strides="any",
     unsupported=UNSUPPORTED,
+    workloads=[Workload("d64_t1000", B=16, groups=4, K=8, T=1000, D=64, causal=1, dtype="bfloat16", device="cuda")],
+    cost=Cost(bytes=traffic(2), flops=arithmetic, precision="bfloat16"),
+)
+# Of other lengths cuDNN is not asked.
+flash_attention_tiles = Pair(
+    reference=dense(reference),
+    optimized=side(dense(optimized), devices=("cuda",)),
+    inputs={**inputs("128 * tiles"), "causal": CAUSAL},
+    sizes={**{name: spec for name, spec in SIZES.items() if name != "T"}, "tiles": size(1, 3)},
+    dtypes=HALF,
+    max_examples=15,
+    strides="any",
+    unsupported=UNSUPPORTED,
     rivals=BACKENDS,
     workloads=list(shapes("bfloat16")),
-    cost=Cost(bytes=traffic(2), flops=arithmetic, precision="bfloat16"),
+    cost=Cost(bytes=of_tiles(traffic(2)), flops=of_tiles(arithmetic), precision="bfloat16"),
 )
 flash_attention_padded = Pair(
     reference=padded(reference),
@@ -141,12 +160,12 @@ def ends(generator, shape, dtype):
     return drawn
 
 
-def packed(call):
+def packed(call, longest=False):
     """Offsets from shares of the tokens."""
 
     def called(q, k, v, causal, shares):
         offsets = (shares.double() * len(q)).round().int()
-        return call(q, k, v, offsets, bool(causal))
+        return call(q, k, v, offsets, bool(causal), len(q) if longest else None)
 
     return called
 
@@ -184,6 +203,7 @@ flash_attention_packed_half = Pair(
     max_examples=15,
     strides="any",
     unsupported={**UNSUPPORTED, "captured_graph": "the host reads the longest sequence's length"},
+    variants={"longest": side(packed(optimized_packed, longest=True), devices=("cuda",))},
     workloads=[
         Workload(
             f"d{D}",
