@@ -13,7 +13,7 @@ import torch
 from perfsuite.errors import PerfsuiteError
 from suite.polychromic import lora
 from suite.polychromic.llama import Llama, Shape
-from suite.polychromic.lora import LoRALinear, Settings, attach, kept
+from suite.polychromic.lora import Dropout, LoRALinear, Settings, attach, kept, places_of, starts_of
 
 SHAPE = Shape(vocabulary=16, width=8, hidden=12, layers=2, heads=2, kv_heads=1, head_width=4, positions=32)
 SETTINGS = Settings(rank=3, alpha=6.0, dropout=0.25)
@@ -60,18 +60,29 @@ def test_a_layer_by_hand() -> None:
         layer.lora_b.normal_()
     delta = layer.lora_b @ layer.lora_a * 2.0
     torch.testing.assert_close(layer(x), x @ (layer.weight + delta).T)
-    layer.seed = 7
-    multipliers = kept(7, 0, (2, 4), 0.25, "cpu") / 0.75
+    layer.dropout = Dropout(starts_of(7, 0, 1), places_of(0, (1, 2))[0])
+    multipliers = kept(layer.dropout.starts[0], layer.dropout.places, 4, 0.25) / 0.75
     torch.testing.assert_close(layer(x), x @ layer.weight.T + (x * multipliers) @ delta.T)
 
 
-def test_what_is_dropped_follows_from_the_seed_and_the_adapter() -> None:
-    drawn = kept(3, 5, (200, 500), 0.1, "cpu")
-    assert torch.equal(drawn, kept(3, 5, (200, 500), 0.1, "cpu"))
-    assert 0.097 < 1 - drawn.float().mean() < 0.103
-    for other in (kept(4, 5, (200, 500), 0.1, "cpu"), kept(3, 6, (200, 500), 0.1, "cpu")):
+def dropped(seed: int = 0, step: int = 0, adapter: int = 0, example: int = 0, token: int = 0) -> torch.Tensor:
+    """Of a row of tokens from this one on."""
+    return ~kept(starts_of(seed, step, 2)[adapter], places_of(example, (1, token + 200))[0, token:], 500, 0.1)
+
+
+def test_what_is_dropped_follows_from_seed_step_adapter_example_and_token() -> None:
+    drawn = dropped()
+    assert torch.equal(drawn, dropped())
+    assert 0.097 < drawn.float().mean() < 0.103
+    for other in (dropped(seed=1), dropped(step=1), dropped(adapter=1), dropped(example=1), dropped(token=1)):
         assert 0.17 < (drawn != other).float().mean() < 0.19  # 2 · 0.1 · 0.9 where they are independent
-    assert kept(0, 0, (1000,), 0.0, "cpu").all()
+    assert kept(starts_of(0, 0, 1)[0], torch.arange(10), 100, 0.0).all()
+
+
+def test_what_is_dropped_does_not_depend_on_the_batch() -> None:
+    start = starts_of(0, 0, 1)[0]
+    whole = kept(start, places_of(0, (3, 8)), 16, 0.1)
+    assert torch.equal(kept(start, places_of(2, (1, 5)), 16, 0.1), whole[2:, :5])
 
 
 @pytest.mark.parametrize("fields", [{"rank": 0}, {"dropout": 1.0}, {"dropout": -0.1}])

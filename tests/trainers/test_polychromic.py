@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 
 import pytest
@@ -19,7 +18,7 @@ from suite.polychromic.batches import Prompts, groups_of, packed
 from suite.polychromic.chat import Encoded
 from suite.polychromic.config import TECHNIQUES, TrainConfig, without_techniques
 from suite.polychromic.data import Data, Steps, load
-from suite.polychromic.lora import kept, places_of, starts_of
+from suite.polychromic.lora import places_of
 from suite.polychromic.objective import nucleus, rows_of
 
 pytest.importorskip("tokenizers", reason="tokenizers is not installed: pip install 'perfsuite[train]'")
@@ -236,22 +235,6 @@ def test_in_bfloat16_the_cross_entropy_is_not_rounded_to_it(given):
     assert share_of_rule(fast, truth, deviation_of([plain], truth), torch.bfloat16) <= 1
 
 
-def test_seeds_steps_adapters_examples_and_tokens_drop_otherwise():
-    masks = set()
-    for seed, step, adapter, example, token in itertools.product(range(2), repeat=5):
-        place = places_of(example, (1, 2))[0, token]
-        masks.add(tuple(kept(starts_of(seed, step, 2)[adapter], place, 64, 0.5).tolist()))
-    assert len(masks) == 32
-
-
-def test_what_is_dropped_does_not_depend_on_the_batch():
-    start = starts_of(0, 0, 1)[0]
-    whole = kept(start, places_of(0, (3, 8)), 16, 0.1)
-    assert torch.equal(kept(start, places_of(2, (1, 5)), 16, 0.1), whole[2:, :5])
-    many = kept(start, places_of(0, (8, 64)), 64, 0.1)
-    assert many.double().mean() == pytest.approx(0.9, abs=0.01)
-
-
 @pytest.mark.parametrize("tokens", [1, 60, 10_000])
 def test_any_number_of_packed_tokens_gives_the_same_gradients(tokens, given):
     found = [trained(Optimized, given, dataclasses.replace(SMALL, packed_tokens=n), 1)._sums for n in (tokens, 10_000)]
@@ -354,9 +337,9 @@ def test_replies_stand_behind_their_prompts():
 
 def test_what_was_drawn_is_in_its_nucleus():
     logits = torch.tensor([[4.0, 3.0, 2.0, 1.0]]).log()
-    for drawn_token, inside in ((0, [0, 1]), (3, [0, 1, 3])):
+    for drawn_token, kept in ((0, [0, 1]), (3, [0, 1, 3])):
         found = nucleus(logits, torch.tensor([drawn_token]), temperature=0.5, top_p=0.7)
-        assert [n for n in range(4) if found[0, n] > -math.inf] == inside
+        assert [n for n in range(4) if found[0, n] > -math.inf] == kept
         torch.testing.assert_close(found.softmax(-1)[0, kept], (2 * logits[0, kept]).softmax(-1))
     found = nucleus(torch.tensor([[40.0, 39.0]]), torch.tensor([0]), temperature=1e-37, top_p=0.9)
     assert found.softmax(-1).tolist() == [[1, 0]]
