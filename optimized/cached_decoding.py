@@ -6,20 +6,22 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.nn.functional import linear, scaled_dot_product_attention
 
-from optimized.compilation.compiled_function import compile_quietly
+from optimized.decoding_kernels import Step, is_served
 from optimized.graphs.cuda_graph_step import CudaGraphStep
 from suite.polychromic.llama import Llama, rotation, widened
 
 # The length of the cache is a multiple of so many tokens: few lengths need a graph of their own.
 ROUNDED_TO = 128
-# From so many parameters on, the step is compiled: of a smaller model the compilation takes longer than what it saves.
-LEAST_COMPILED = 1 << 24
 
 
 class Caches:
-    """The last cache of each model that is alive."""
+    """The last cache of each model that is alive.
 
-    def __init__(self) -> None:
+    kernels  whether a step runs the kernels; None: wherever they can
+    """
+
+    def __init__(self, kernels: bool | None = None) -> None:
+        self._kernels = kernels
         self._held: WeakKeyDictionary[Llama, Cache] = WeakKeyDictionary()
 
     def of(self, model: Llama, rows: int, tokens: int) -> "Cache":
@@ -28,14 +30,14 @@ class Caches:
         held = self._held.get(model)
         if held is None or not held.fits(rows, size):
             self._held.pop(model, None)  # memory for one at a time
-            held = self._held[model] = Cache(model, rows, size)
+            held = self._held[model] = Cache(model, rows, size, self._kernels)
         return held
 
 
 class Cache:
     """Keys and values [rows, key heads, size, head width] of each layer, at the positions of their tokens."""
 
-    def __init__(self, model: Llama, rows: int, size: int) -> None:
+    def __init__(self, model: Llama, rows: int, size: int, kernels: bool | None = None) -> None:
         self._model = weakref.ref(model)  # a cache keeps no model alive
         shape, weight = model.shape, model.lm_head.weight
         held = torch.zeros(
@@ -44,9 +46,11 @@ class Cache:
         self.layers = [(keys, values) for keys, values in held]
         self.rows = torch.arange(rows, device=weight.device)
         self.places = torch.arange(size, device=weight.device)
-        large = weight.is_cuda and sum(p.numel() for p in model.parameters()) >= LEAST_COMPILED
+        self.kernels: Step | None = None
+        if is_served(model, rows) if kernels is None else kernels:
+            self.kernels = Step(model, rows, size, *rotation(shape, self.places, weight.dtype))
         # For one more token of each row, at its position, both [rows]: the logits of the next, [rows, vocabulary].
-        self.next = CudaGraphStep(compile_quietly(self._next) if large else self._next, device=weight.device)
+        self.next = CudaGraphStep(self._next, device=weight.device)
 
     @property
     def model(self) -> Llama:
@@ -63,7 +67,9 @@ class Cache:
 
     def read(self, prompts: torch.Tensor, lengths: torch.Tensor, times: int = 1) -> torch.Tensor:
         """Keep the keys and values of prompts [rows / times, T], each for so many rows in turn; return the logits after
-        each, [rows, vocabulary]."""
+        each, [rows, vocabulary]. Adapters are taken as they are now."""
+        if self.kernels is not None:
+            self.kernels.take_adapters()
         body = self.model.model
         x = body.embed_tokens(prompts)
         cos, sin = rotation(self.model.shape, self.places[: prompts.shape[1]], x.dtype)
@@ -81,6 +87,8 @@ class Cache:
         """Add a token to each row at its position, both [rows]; return the logits of the next, [rows, vocabulary]."""
         body, shape = self.model.model, self.model.shape
         x = body.embed_tokens(tokens)
+        if self.kernels is not None and x.dtype == self.kernels.dtype and not torch.is_autocast_enabled(x.device.type):
+            return self.kernels(x, positions, self.layers)
         cos, sin = (part[:, None, None] for part in rotation(shape, positions, x.dtype))
         unseen = (self.places > positions[:, None])[:, None, None]
         for block, (keys, values) in zip(body.layers, self.layers, strict=True):

@@ -106,7 +106,26 @@ def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor
     if q.shape[2] % WHOLE_TILES:
         backends = tuple(backend for backend in backends if backend != SDPBackend.CUDNN_ATTENTION)
     with sdpa_kernel(list(backends), set_priority=True):
-        return _attend(q, k, v, mask, causal)
+        found = _attend(q, k, v, mask, causal)
+    return _SameStrides.apply(found) if backends[0] == SDPBackend.CUDNN_ATTENTION else found
+
+
+class _SameStrides(torch.autograd.Function):
+    """The tensor itself; its gradient has its strides. cuDNN's backward is wrong for a part of a larger tensor, as
+    behind a concatenation."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.strides = x.stride()
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if gradient.stride() == ctx.strides:
+            return gradient
+        return torch.empty_strided(gradient.shape, ctx.strides, dtype=gradient.dtype, device=gradient.device).copy_(
+            gradient
+        )
 
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool) -> torch.Tensor:

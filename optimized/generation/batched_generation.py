@@ -5,12 +5,12 @@ from collections.abc import Callable
 import torch
 
 from optimized.cached_decoding import Caches
-from optimized.generation.parallel_sampling import parallel_sampling
+from optimized.generation.parallel_sampling import parallel_sampling, parallel_sampling_triton
 from suite.polychromic.llama import Llama
 
 # The host asks so often whether all replies have ended, and waits for the answer.
 ASKED_EVERY = 16
-_caches = Caches()
+_caches, _triton_caches = Caches(), Caches(kernels=True)
 
 
 @torch.no_grad()
@@ -42,11 +42,30 @@ def batched_generation(
 
     Source: polychromic, technique 003.4.
     """
+    return _with(_caches, model, prompts, lengths, uniforms, temperature, top_p, end, sample)
+
+
+@torch.no_grad()
+def batched_generation_triton(
+    model: Llama,
+    prompts: torch.Tensor,
+    lengths: torch.Tensor,
+    uniforms: torch.Tensor,
+    temperature: float = 0.9,
+    top_p: float = 0.9,
+    end: int = 0,
+) -> torch.Tensor:
+    """`batched_generation` by the kernels."""
+    sample = parallel_sampling_triton
+    return _with(_triton_caches, model, prompts, lengths, uniforms, temperature, top_p, end, sample)
+
+
+def _with(caches, model, prompts, lengths, uniforms, temperature, top_p, end, sample):
     count, replies, tokens = uniforms.shape
     drawn = torch.full((count * replies, tokens), end, dtype=torch.int64, device=prompts.device)
     if not drawn.numel():
         return drawn.view(uniforms.shape)
-    cache = _caches.of(model, count * replies, prompts.shape[1] + tokens)
+    cache = caches.of(model, count * replies, prompts.shape[1] + tokens)
     logits = cache.read(prompts, lengths, times=replies)
     positions = lengths.repeat_interleave(replies)
     uniforms = uniforms.reshape(count * replies, tokens)

@@ -1,11 +1,9 @@
-import functools
-
 import pytest
 import torch
 from boundaries import EPS, near_a_boundary
 
 from optimized.generation.batched_generation import batched_generation as optimized
-from optimized.generation.parallel_sampling import parallel_sampling_triton
+from optimized.generation.batched_generation import batched_generation_triton
 from optimized.kernels import triton_reason
 from perfsuite import Pair, Workload, compiled, floats, integers, module, scalar, side, size, tensor
 from reference.generation.batched_generation import batched_generation as reference
@@ -57,7 +55,7 @@ batched_generation = Pair(
     excuse=after_a_boundary,
     rivals={"compile": compiled(side(reference, devices=("cuda",)))},
     variants={
-        "triton": side(functools.partial(optimized, sample=parallel_sampling_triton), available=triton_reason),
+        "triton": side(batched_generation_triton, available=triton_reason),
     },
     workloads=[
         # A fifth of the layers: the reference takes a second then.

@@ -1,12 +1,15 @@
 import pytest
 import torch
-from scale import FULLY
 
+from optimized import decoding_kernels
 from optimized.cached_decoding import Cache
-from optimized.compilation.compiled_function import compile_quietly
+from optimized.decoding_kernels import is_served
 from optimized.generation.kv_cache import kv_cache as optimized
+from optimized.generation.kv_cache import kv_cache_triton
+from optimized.kernels import triton_reason
 from perfsuite import Pair, Workload, compiled, integers, module, side, size, stateful, tensor
 from reference.generation.kv_cache import kv_cache as reference
+from suite.polychromic.lora import LoRALinear, Settings, attach
 from suite.polychromic.trial import SMOLLM2, language_model
 
 kv_cache = Pair(
@@ -32,6 +35,7 @@ kv_cache = Pair(
     steps=(1, 2),
     max_examples=12,
     rivals={"compile": compiled(stateful(side(reference, devices=("cuda",))))},
+    variants={"triton": stateful(side(kv_cache_triton, available=triton_reason))},
     workloads=[
         Workload("replies12", **SMOLLM2, rows=12, longest=64, tokens=64, device="cuda", speedup=3.0),
         Workload(
@@ -106,14 +110,32 @@ def test_the_keys_and_values_of_a_cache_lie_at_their_positions():
         assert written.sum(1).tolist() == [8, 7, 7]
 
 
-@FULLY
-def test_a_compiled_step_is_the_same():
-    model, prompts, lengths, replies = drawn()
-    plain, compiled_one = Cache(model, 3, 16), Cache(model, 3, 16)
-    compiled_one.next = compile_quietly(compiled_one._next, fullgraph=True)
+@pytest.mark.interpreted
+@pytest.mark.parametrize("shape", [(1, 2, 2), (3, 2, 4), (2, 3, 16)])
+@pytest.mark.parametrize("rank", [None, 1, 16])
+def test_the_kernels_make_the_step_of_adapted_layers(shape, rank):
+    torch.manual_seed(0)
+    model = language_model(53, 2, *shape)
+    adapters = attach(model, Settings(rank=rank, alpha=8.0), LoRALinear) if rank else {}
+    prompts, lengths, tokens = torch.randint(53, (3, 70)), torch.tensor([70, 1, 33]), torch.randint(53, (3, 2))
+    plain, fast = Cache(model, 3, 128, kernels=False), Cache(model, 3, 128, kernels=True)
     with torch.no_grad():
-        for cache in (plain, compiled_one):
-            cache.read(prompts, lengths)
-        for t in range(3):
-            found = [cache.next(replies[:, t], lengths + t) for cache in (plain, compiled_one)]
-            torch.testing.assert_close(*found)
+        for _ in range(2):  # with adapters as they are, and as they are then
+            for adapter in adapters.values():
+                adapter.lora_b.normal_(std=0.1)
+            assert torch.equal(plain.read(prompts, lengths), fast.read(prompts, lengths))
+            for t in range(2):
+                found = [cache.next(tokens[:, t], lengths + t) for cache in (plain, fast)]
+                torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
+    for one, other in zip(plain.layers, fast.layers, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+
+def test_of_other_layers_and_many_rows_the_step_is_pytorch_s(monkeypatch):
+    model = language_model(11, 2, 2, 2, 4)
+    assert not is_served(model, 3)  # on a CPU
+    monkeypatch.setattr(decoding_kernels, "use_triton", lambda *_, **__: True)
+    assert is_served(model, 64)
+    assert not is_served(model, 65)
+    model.model.layers[0].mlp.up_proj = torch.nn.Sequential(model.model.layers[0].mlp.up_proj)
+    assert not is_served(model, 64)

@@ -1,0 +1,343 @@
+"""The step for one more token of each row by five launches a layer, for models of Llama's architecture.
+
+A step reads every weight once and does little with it. As PyTorch's operations a layer of it is some forty launches,
+each of which takes longer than its arithmetic. Here a launch makes all products with the same input, takes the
+normalization of that input or the gate along, and adds the low-rank adapters' products and what a residual brings.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from optimized.kernels import ceil_div, jit, launching, tl, use_triton
+from suite.polychromic.llama import Llama
+from suite.polychromic.lora import LAYERS, LoRALinear
+
+DTYPES = (torch.float32, torch.bfloat16)
+MOST_ROWS = 64
+# Outputs of a tile, inputs of a step in bfloat16 and in float32, warps, stages.
+OUTPUTS, INPUTS, WIDE_INPUTS, LINEAR_WARPS, LINEAR_STAGES = 32, 128, 64, 4, 4
+# Keys of a step of attention.
+KEYS, ATTENTION_WARPS = 64, 4
+# Fewest rows, columns and terms of tl.dot.
+LEAST = 16
+
+
+class Adapters(NamedTuple):
+    """Of the layers that share an input: a [layers, rank, inputs]; b [outputs of all, rank], times the scale."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+
+
+class Linear(NamedTuple):
+    """Linear layers of the same input, whose outputs lie beside each other."""
+
+    weights: tuple[torch.Tensor, ...]
+    adapters: Adapters | None
+
+
+class Layer(NamedTuple):
+    """A block's linear layers, and the weights of its norms."""
+
+    qkv: Linear
+    o: Linear
+    up: Linear
+    down: Linear
+    before_attention: torch.Tensor
+    before_mlp: torch.Tensor
+
+
+def is_served(model: Llama, rows: int) -> bool:
+    """Whether these kernels can make a step of the model for so many rows."""
+    layers = [layer for block in model.model.layers for layer in _linear_layers(block)]
+    if rows > MOST_ROWS or not all(type(layer) is torch.nn.Linear or isinstance(layer, LoRALinear) for layer in layers):
+        return False
+    tensors = [model.lm_head.weight, *(layer.weight for layer in layers)]
+    return use_triton(*tensors, dtypes=DTYPES) and all(t.is_contiguous() for t in tensors)
+
+
+class Step:
+    """The step for one more token, on keys and values that lie elsewhere."""
+
+    def __init__(self, model: Llama, rows: int, size: int, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        weight = model.lm_head.weight
+        given = {"dtype": weight.dtype, "device": weight.device}
+        self.shape, self.cos, self.sin = model.shape, cos.contiguous(), sin.contiguous()
+        self.size, self.dtype = size, weight.dtype
+        self.sources: list[torch.Tensor] = []
+        self.scales: list[float] = []
+        self.copies: list[torch.Tensor] = []
+        self.layers = [self._layer(block) for block in model.model.layers]
+        self.head, self.norm = Linear((weight,), None), model.model.norm.weight
+        shape, D = model.shape, model.shape.head_width
+        inner, outer = shape.heads * D, (shape.heads + 2 * shape.kv_heads) * D
+        self.qkv, self.attended = (torch.empty(rows, n, **given) for n in (outer, inner))
+        self.states = torch.empty(2, rows, shape.width, **given)
+        self.wide = torch.empty(rows, 2 * shape.hidden, **given)
+
+    def take_adapters(self) -> None:
+        """Copy the adapters as they are now: they are trained in another dtype, and scaled."""
+        if self.copies:
+            torch._foreach_copy_(self.copies, self.sources)
+            torch._foreach_mul_(self.copies, self.scales)
+
+    def __call__(
+        self, x: torch.Tensor, positions: torch.Tensor, cache: list[tuple[torch.Tensor, torch.Tensor]]
+    ) -> torch.Tensor:
+        """Logits [rows, vocabulary] after embedded tokens [rows, width] at their positions [rows]."""
+        states = self.states
+        for layer, (keys, values) in zip(self.layers, cache, strict=True):
+            _linear(layer.qkv, x, self.qkv, norm=layer.before_attention, eps=self.shape.eps)
+            self._attend(keys, values, positions)
+            _linear(layer.o, self.attended, states[0], residual=x)
+            _linear(layer.up, states[0], self.wide, norm=layer.before_mlp, eps=self.shape.eps)
+            _linear(layer.down, self.wide, states[1], residual=states[0], gated=True)
+            x = states[1]
+        logits = torch.empty(len(x), self.shape.vocabulary, dtype=self.dtype, device=x.device)
+        return _linear(self.head, x, logits, norm=self.norm, eps=self.shape.eps)
+
+    def _attend(self, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor) -> None:
+        shape = self.shape
+        groups = shape.heads // shape.kv_heads
+        with launching(self.qkv):
+            _attention_kernel[(len(self.qkv), shape.kv_heads)](
+                self.qkv,
+                keys,
+                values,
+                self.cos,
+                self.sin,
+                positions,
+                self.attended,
+                self.size,
+                shape.head_width**-0.5,
+                KV_HEADS=shape.kv_heads,
+                GROUPS=groups,
+                QUERIES=_block(groups),
+                WIDTH=shape.head_width,
+                COLUMNS=_block(shape.head_width),
+                KEYS=KEYS,
+                num_warps=ATTENTION_WARPS,
+            )
+
+    def _layer(self, block: torch.nn.Module) -> Layer:
+        q, k, v, o, gate, up, down = _linear_layers(block)
+        together = [self._linear(*own) for own in ((q, k, v), (o,), (gate, up), (down,))]
+        return Layer(*together, block.input_layernorm.weight, block.post_attention_layernorm.weight)
+
+    def _linear(self, *layers: torch.nn.Module) -> Linear:
+        weights = tuple(layer.weight for layer in layers)
+        if not isinstance(layers[0], LoRALinear):
+            return Linear(weights, None)
+        rank, inputs = layers[0].lora_a.shape
+        given = {"dtype": self.dtype, "device": weights[0].device}
+        a = torch.empty(len(layers), rank, inputs, **given)
+        b = torch.empty(sum(len(w) for w in weights), rank, **given)
+        parts = b.split([len(w) for w in weights])
+        self.sources += [*(layer.lora_a for layer in layers), *(layer.lora_b for layer in layers)]
+        self.copies += [*a, *parts]
+        self.scales += [*[1.0] * len(layers), *(layer.scale for layer in layers)]
+        return Linear(weights, Adapters(a, b))
+
+
+def _linear_layers(block):
+    """The linear layers of a block, in the order of LAYERS."""
+    return [getattr(block.self_attn, name, None) or getattr(block.mlp, name) for name in LAYERS]
+
+
+def _block(size):
+    return max(LEAST, 1 << (size - 1).bit_length())
+
+
+def _linear(linear, x, out, norm=None, eps=0.0, residual=None, gated=False):
+    """The layers' outputs, of x, of x normalized, or of the product of x's gated halves; out, filled."""
+    weights, adapters = linear
+    sizes = [len(weight) for weight in weights]
+    first, second, third = (*weights, *[weights[0]] * (3 - len(weights)))
+    n0, n1, n2 = (*sizes, *[0] * (3 - len(sizes)))
+    rows, inputs = len(x), weights[0].shape[1]
+    rank = adapters.a.shape[1] if adapters else 0
+    with launching(x):
+        _linear_kernel[(sum(ceil_div(n, OUTPUTS) for n in sizes),)](
+            x,
+            first,
+            second,
+            third,
+            norm,
+            adapters.a if adapters else None,
+            adapters.b if adapters else None,
+            residual,
+            out,
+            rows,
+            inputs,
+            n0,
+            n1,
+            n2,
+            eps,
+            rank,
+            NORMED=norm is not None,
+            GATED=gated,
+            ADAPTED=adapters is not None,
+            ADDS=residual is not None,
+            ROWS=_block(rows),
+            OUTPUTS=OUTPUTS,
+            INPUTS=INPUTS if x.dtype == torch.bfloat16 else WIDE_INPUTS,
+            RANK=_block(max(rank, 1)),
+            num_warps=LINEAR_WARPS,
+            num_stages=LINEAR_STAGES,
+        )
+    return out
+
+
+@jit
+def _linear_kernel(
+    x_ptr,
+    first_ptr,
+    second_ptr,
+    third_ptr,
+    norm_ptr,
+    a_ptr,
+    b_ptr,
+    residual_ptr,
+    out_ptr,
+    rows,
+    inputs,
+    n0,
+    n1,
+    n2,
+    eps,
+    rank,
+    NORMED: tl.constexpr,
+    GATED: tl.constexpr,
+    ADAPTED: tl.constexpr,
+    ADDS: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    RANK: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    tiles_0, tiles_1 = tl.cdiv(n0, OUTPUTS), tl.cdiv(n1, OUTPUTS)
+    w_ptr, outputs, before, part, layer = first_ptr, n0, 0, tile, 0
+    if tile >= tiles_0 + tiles_1:
+        w_ptr, outputs, before, part, layer = third_ptr, n2, n0 + n1, tile - tiles_0 - tiles_1, 2
+    elif tile >= tiles_0:
+        w_ptr, outputs, before, part, layer = second_ptr, n1, n0, tile - tiles_0, 1
+    r = tl.arange(0, ROWS)
+    o = part * OUTPUTS + tl.arange(0, OUTPUTS)
+    k = tl.arange(0, RANK)
+    row = r.to(tl.int64)[:, None]
+    w_row = o.to(tl.int64)[:, None] * inputs
+    total = tl.zeros((ROWS, OUTPUTS), tl.float32)
+    low = tl.zeros((ROWS, RANK), tl.float32)
+    squares = tl.zeros((ROWS,), tl.float32)
+    for start in range(0, inputs, INPUTS):
+        i = start + tl.arange(0, INPUTS)
+        inside = (r < rows)[:, None] & (i < inputs)[None, :]
+        if GATED:
+            gate = tl.load(x_ptr + row * 2 * inputs + i[None, :], mask=inside, other=0.0).to(tl.float32)
+            up = tl.load(x_ptr + row * 2 * inputs + inputs + i[None, :], mask=inside, other=0.0)
+            x = (gate * tl.sigmoid(gate) * up.to(tl.float32)).to(up.dtype)
+        else:
+            x = tl.load(x_ptr + row * inputs + i[None, :], mask=inside, other=0.0)
+        if NORMED:
+            # A row's factor comes last: the products are linear in it.
+            wide = x.to(tl.float32)
+            squares += tl.sum(wide * wide, 1)
+            norm = tl.load(norm_ptr + i, mask=i < inputs, other=0.0).to(tl.float32)
+            x = (wide * norm[None, :]).to(x.dtype)
+        w = tl.load(w_ptr + w_row + i[None, :], mask=(o < outputs)[:, None] & (i < inputs)[None, :], other=0.0)
+        total = tl.dot(x, tl.trans(w), total, input_precision="ieee")
+        if ADAPTED:
+            a = tl.load(
+                a_ptr + (layer * rank + k)[:, None] * inputs + i[None, :],
+                mask=(k < rank)[:, None] & (i < inputs)[None, :],
+                other=0.0,
+            )
+            low = tl.dot(x, tl.trans(a), low, input_precision="ieee")
+    if ADAPTED:
+        b = tl.load(
+            b_ptr + (before + o)[:, None] * rank + k[None, :],
+            mask=(o < outputs)[:, None] & (k < rank)[None, :],
+            other=0.0,
+        )
+    if NORMED:
+        factor = tl.rsqrt(squares / inputs + eps)[:, None]
+        total = total * factor
+        low = low * factor
+    if ADAPTED:
+        total = tl.dot(low.to(b.dtype), tl.trans(b), total, input_precision="ieee")
+    place = row * (n0 + n1 + n2) + (before + o)[None, :]
+    inside = (r < rows)[:, None] & (o < outputs)[None, :]
+    if ADDS:
+        total += tl.load(residual_ptr + place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@jit
+def _rotated(x_ptr, at, cos, sin, mask, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
+    """Heads at their position, in float32."""
+    d = tl.arange(0, COLUMNS)
+    half = WIDTH // 2
+    other = tl.where(d < half, d + half, d - half)
+    x = tl.load(x_ptr + at + d, mask=mask, other=0.0).to(tl.float32)
+    beside = tl.load(x_ptr + at + other, mask=mask, other=0.0).to(tl.float32)
+    return x * cos + tl.where(d < half, -beside, beside) * sin
+
+
+@jit
+def _attention_kernel(
+    qkv_ptr,
+    keys_ptr,
+    values_ptr,
+    cos_ptr,
+    sin_ptr,
+    positions_ptr,
+    out_ptr,
+    size,
+    scale,
+    KV_HEADS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    position = tl.load(positions_ptr + row)
+    d = tl.arange(0, COLUMNS)[None, :]
+    g = tl.arange(0, QUERIES)[:, None]
+    dtype = keys_ptr.dtype.element_ty
+    of_column = d < WIDTH
+    cos = tl.load(cos_ptr + position * WIDTH + d, mask=of_column, other=0.0).to(tl.float32)
+    sin = tl.load(sin_ptr + position * WIDTH + d, mask=of_column, other=0.0).to(tl.float32)
+    first = row * (GROUPS + 2) * KV_HEADS * WIDTH
+    heads = GROUPS * KV_HEADS
+    of_query = (g < GROUPS) & of_column
+    q = _rotated(qkv_ptr, first + (head * GROUPS + g) * WIDTH, cos, sin, of_query, WIDTH, COLUMNS).to(dtype)
+    key = _rotated(qkv_ptr, first + (heads + head) * WIDTH, cos, sin, of_column, WIDTH, COLUMNS).to(dtype)
+    value = tl.load(qkv_ptr + first + (heads + KV_HEADS + head) * WIDTH + d, mask=of_column, other=0.0)
+    cache = (row * KV_HEADS + head) * size
+    tl.store(keys_ptr + (cache + position) * WIDTH + d, key, mask=of_column)
+    tl.store(values_ptr + (cache + position) * WIDTH + d, value, mask=of_column)
+    # The token's own key and value, which other threads have just stored, are not loaded again.
+    most = tl.sum(q.to(tl.float32) * key.to(tl.float32), 1) * scale
+    weights = tl.full((QUERIES,), 1.0, tl.float32)
+    total = tl.zeros((QUERIES, COLUMNS), tl.float32) + value.to(tl.float32)
+    for start in range(0, position, KEYS):
+        j = start + tl.arange(0, KEYS)
+        at = (cache + j)[:, None] * WIDTH + d
+        inside = (j < position)[:, None] & of_column
+        k = tl.load(keys_ptr + at, mask=inside, other=0.0)
+        v = tl.load(values_ptr + at, mask=inside, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        scores = tl.where((j < position)[None, :], scores, float("-inf"))
+        larger = tl.maximum(most, tl.max(scores, 1))
+        shrunk = tl.exp(most - larger)
+        p = tl.exp(scores - larger[:, None])
+        weights = weights * shrunk + tl.sum(p, 1)
+        total = tl.dot(p.to(dtype), v, total * shrunk[:, None], input_precision="ieee")
+        most = larger
+    place = row * heads * WIDTH + (head * GROUPS + g) * WIDTH + d
+    tl.store(out_ptr + place, (total / weights[:, None]).to(dtype), mask=of_query)
