@@ -87,7 +87,11 @@ class Cache:
         """Add a token to each row at its position, both [rows]; return the logits of the next, [rows, vocabulary]."""
         body, shape = self.model.model, self.model.shape
         x = body.embed_tokens(tokens)
-        if self.kernels is not None and x.dtype == self.kernels.dtype and not torch.is_autocast_enabled(x.device.type):
+        if (
+            self.kernels is not None
+            and x.dtype == self.layers[0][0].dtype
+            and not torch.is_autocast_enabled(x.device.type)
+        ):
             return self.kernels(x, positions, self.layers)
         cos, sin = (part[:, None, None] for part in rotation(shape, positions, x.dtype))
         unseen = (self.places > positions[:, None])[:, None, None]

@@ -1,8 +1,9 @@
-"""The step for one more token of each row by five launches a layer, for models of Llama's architecture.
+"""The step for one more token of each row by some launches a layer, for models of Llama's architecture.
 
 A step reads every weight once and does little with it. As PyTorch's operations a layer of it is some forty launches,
-each of which takes longer than its arithmetic. Here a launch makes all products with the same input, takes the
-normalization of that input or the gate along, and adds the low-rank adapters' products and what a residual brings.
+each of which takes longer than its arithmetic. Here one launch makes the input of linear layers from what came before,
+by a norm or a gate, and its products with the adapters' first factors; and one makes all products with that input, adds
+those of the adapters' second factors, and what a residual brings.
 """
 
 from typing import NamedTuple
@@ -15,11 +16,13 @@ from suite.polychromic.lora import LAYERS, LoRALinear
 
 DTYPES = (torch.float32, torch.bfloat16)
 MOST_ROWS = 64
-# Outputs of a tile, inputs of a step in bfloat16 and in float32, warps, stages.
-OUTPUTS, INPUTS, WIDE_INPUTS, LINEAR_WARPS, LINEAR_STAGES = 32, 128, 64, 4, 4
-# Keys of a step of attention.
+# Outputs of a tile, inputs of a step in bfloat16 and in float32, warps, stages. To be swept on an H200.
+OUTPUTS, INPUTS, WIDE_INPUTS, LINEAR_WARPS, LINEAR_STAGES = 64, 128, 32, 4, 5
+# Inputs of a step of what makes a linear layer's input, and warps.
+PREPARED, PREPARING_WARPS = 512, 4
+# Keys of a step of attention, and warps.
 KEYS, ATTENTION_WARPS = 64, 4
-# Fewest rows, columns and terms of tl.dot.
+# Fewest columns and terms of tl.dot.
 LEAST = 16
 
 
@@ -62,19 +65,24 @@ class Step:
 
     def __init__(self, model: Llama, rows: int, size: int, cos: torch.Tensor, sin: torch.Tensor) -> None:
         weight = model.lm_head.weight
-        given = {"dtype": weight.dtype, "device": weight.device}
         self.shape, self.cos, self.sin = model.shape, cos.contiguous(), sin.contiguous()
-        self.size, self.dtype = size, weight.dtype
+        self.rows, self.size, self.given = rows, size, {"dtype": weight.dtype, "device": weight.device}
         self.sources: list[torch.Tensor] = []
         self.scales: list[float] = []
         self.copies: list[torch.Tensor] = []
         self.layers = [self._layer(block) for block in model.model.layers]
         self.head, self.norm = Linear((weight,), None), model.model.norm.weight
         shape, D = model.shape, model.shape.head_width
-        inner, outer = shape.heads * D, (shape.heads + 2 * shape.kv_heads) * D
-        self.qkv, self.attended = (torch.empty(rows, n, **given) for n in (outer, inner))
-        self.states = torch.empty(2, rows, shape.width, **given)
-        self.wide = torch.empty(rows, 2 * shape.hidden, **given)
+        self.states = torch.empty(2, rows, shape.width, **self.given)
+        self.qkv = torch.empty(rows, (shape.heads + 2 * shape.kv_heads) * D, **self.given)
+        self.wide = torch.empty(rows, 2 * shape.hidden, **self.given)
+        # What linear layers read has rows of zeros behind.
+        filled = _block(rows)
+        self.normed, self.attended, self.gated = (
+            torch.zeros(filled, n, **self.given) for n in (shape.width, shape.heads * D, shape.hidden)
+        )
+        ranks = [layer.qkv.adapters.a.shape[1] for layer in self.layers if layer.qkv.adapters]
+        self.low = torch.zeros(3, filled, max(ranks, default=0), **self.given)
 
     def take_adapters(self) -> None:
         """Copy the adapters as they are now: they are trained in another dtype, and scaled."""
@@ -88,20 +96,92 @@ class Step:
         """Logits [rows, vocabulary] after embedded tokens [rows, width] at their positions [rows]."""
         states = self.states
         for layer, (keys, values) in zip(self.layers, cache, strict=True):
-            _linear(layer.qkv, x, self.qkv, norm=layer.before_attention, eps=self.shape.eps)
+            self._prepare(x, self.normed, layer.qkv, norm=layer.before_attention)
+            self._linear(layer.qkv, self.normed, self.qkv)
             self._attend(keys, values, positions)
-            _linear(layer.o, self.attended, states[0], residual=x)
-            _linear(layer.up, states[0], self.wide, norm=layer.before_mlp, eps=self.shape.eps)
-            _linear(layer.down, self.wide, states[1], residual=states[0], gated=True)
+            if layer.o.adapters:
+                self._prepare(self.attended[: self.rows], None, layer.o)
+            self._linear(layer.o, self.attended, states[0], residual=x)
+            self._prepare(states[0], self.normed, layer.up, norm=layer.before_mlp)
+            self._linear(layer.up, self.normed, self.wide)
+            self._prepare(self.wide, self.gated, layer.down)
+            self._linear(layer.down, self.gated, states[1], residual=states[0])
             x = states[1]
-        logits = torch.empty(len(x), self.shape.vocabulary, dtype=self.dtype, device=x.device)
-        return _linear(self.head, x, logits, norm=self.norm, eps=self.shape.eps)
+        self._prepare(x, self.normed, self.head, norm=self.norm)
+        return self._linear(self.head, self.normed, torch.empty(self.rows, self.shape.vocabulary, **self.given))
+
+    def _prepare(
+        self, x: torch.Tensor, out: torch.Tensor | None, linear: Linear, norm: torch.Tensor | None = None
+    ) -> None:
+        """Fill `out`, the input of the linear layers, with x normalized, or without a norm with the gated product of
+        x's halves; of None x itself is the input. Fill `low` with its products with the adapters' first factors."""
+        inputs = linear.weights[0].shape[1]
+        adapters = linear.adapters
+        rank = adapters.a.shape[1] if adapters else 0
+        with launching(x):
+            _prepare_kernel[(self.rows, len(linear.weights) if adapters else 1)](
+                x,
+                norm,
+                adapters.a if adapters else None,
+                out,
+                self.low,
+                inputs,
+                self.low.shape[1],
+                self.shape.eps,
+                rank,
+                NORMED=norm is not None,
+                GATED=norm is None and out is not None,
+                ADAPTED=adapters is not None,
+                WRITES=out is not None,
+                INPUTS=PREPARED,
+                RANK=_block(max(rank, 1)),
+                num_warps=PREPARING_WARPS,
+            )
+
+    def _linear(
+        self, linear: Linear, x: torch.Tensor, out: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Fill `out` with the outputs of the linear layers, beside each other, and add the residual; return it."""
+        weights, adapters = linear
+        sizes = [len(weight) for weight in weights]
+        first, second, third = (*weights, *[weights[0]] * (3 - len(weights)))
+        n0, n1, n2 = (*sizes, *[0] * (3 - len(sizes)))
+        inputs = weights[0].shape[1]
+        rank = adapters.a.shape[1] if adapters else 0
+        step = INPUTS if x.dtype == torch.bfloat16 else WIDE_INPUTS
+        with launching(x):
+            _linear_kernel[(sum(ceil_div(n, OUTPUTS) for n in sizes),)](
+                x,
+                first,
+                second,
+                third,
+                self.low,
+                adapters.b if adapters else None,
+                residual,
+                out,
+                self.rows,
+                inputs,
+                n0,
+                n1,
+                n2,
+                rank,
+                ADAPTED=adapters is not None,
+                ADDS=residual is not None,
+                EVEN=inputs % step == 0,
+                ROWS=len(x),
+                OUTPUTS=OUTPUTS,
+                INPUTS=step,
+                RANK=_block(max(rank, 1)),
+                num_warps=LINEAR_WARPS,
+                num_stages=LINEAR_STAGES,
+            )
+        return out
 
     def _attend(self, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor) -> None:
         shape = self.shape
         groups = shape.heads // shape.kv_heads
         with launching(self.qkv):
-            _attention_kernel[(len(self.qkv), shape.kv_heads)](
+            _attention_kernel[(self.rows, shape.kv_heads)](
                 self.qkv,
                 keys,
                 values,
@@ -122,17 +202,16 @@ class Step:
 
     def _layer(self, block: torch.nn.Module) -> Layer:
         q, k, v, o, gate, up, down = _linear_layers(block)
-        together = [self._linear(*own) for own in ((q, k, v), (o,), (gate, up), (down,))]
+        together = [self._together(*own) for own in ((q, k, v), (o,), (gate, up), (down,))]
         return Layer(*together, block.input_layernorm.weight, block.post_attention_layernorm.weight)
 
-    def _linear(self, *layers: torch.nn.Module) -> Linear:
+    def _together(self, *layers: torch.nn.Module) -> Linear:
         weights = tuple(layer.weight for layer in layers)
         if not isinstance(layers[0], LoRALinear):
             return Linear(weights, None)
         rank, inputs = layers[0].lora_a.shape
-        given = {"dtype": self.dtype, "device": weights[0].device}
-        a = torch.empty(len(layers), rank, inputs, **given)
-        b = torch.empty(sum(len(w) for w in weights), rank, **given)
+        a = torch.empty(len(layers), rank, inputs, **self.given)
+        b = torch.empty(sum(len(w) for w in weights), rank, **self.given)
         parts = b.split([len(w) for w in weights])
         self.sources += [*(layer.lora_a for layer in layers), *(layer.lora_b for layer in layers)]
         self.copies += [*a, *parts]
@@ -149,44 +228,59 @@ def _block(size):
     return max(LEAST, 1 << (size - 1).bit_length())
 
 
-def _linear(linear, x, out, norm=None, eps=0.0, residual=None, gated=False):
-    """The layers' outputs, of x, of x normalized, or of the product of x's gated halves; out, filled."""
-    weights, adapters = linear
-    sizes = [len(weight) for weight in weights]
-    first, second, third = (*weights, *[weights[0]] * (3 - len(weights)))
-    n0, n1, n2 = (*sizes, *[0] * (3 - len(sizes)))
-    rows, inputs = len(x), weights[0].shape[1]
-    rank = adapters.a.shape[1] if adapters else 0
-    with launching(x):
-        _linear_kernel[(sum(ceil_div(n, OUTPUTS) for n in sizes),)](
-            x,
-            first,
-            second,
-            third,
-            norm,
-            adapters.a if adapters else None,
-            adapters.b if adapters else None,
-            residual,
-            out,
-            rows,
-            inputs,
-            n0,
-            n1,
-            n2,
-            eps,
-            rank,
-            NORMED=norm is not None,
-            GATED=gated,
-            ADAPTED=adapters is not None,
-            ADDS=residual is not None,
-            ROWS=_block(rows),
-            OUTPUTS=OUTPUTS,
-            INPUTS=INPUTS if x.dtype == torch.bfloat16 else WIDE_INPUTS,
-            RANK=_block(max(rank, 1)),
-            num_warps=LINEAR_WARPS,
-            num_stages=LINEAR_STAGES,
-        )
-    return out
+@jit
+def _prepare_kernel(
+    x_ptr,
+    norm_ptr,
+    a_ptr,
+    out_ptr,
+    low_ptr,
+    inputs,
+    low_rows,
+    eps,
+    rank,
+    NORMED: tl.constexpr,
+    GATED: tl.constexpr,
+    ADAPTED: tl.constexpr,
+    WRITES: tl.constexpr,
+    INPUTS: tl.constexpr,
+    RANK: tl.constexpr,
+):
+    row = tl.program_id(0)
+    layer = tl.program_id(1)
+    k = tl.arange(0, RANK)
+    x_ptr += row.to(tl.int64) * inputs * (2 if GATED else 1)
+    dtype = x_ptr.dtype.element_ty
+    factor = 0.0
+    if NORMED:
+        squares = tl.zeros((INPUTS,), tl.float32)
+        for start in range(0, inputs, INPUTS):
+            i = start + tl.arange(0, INPUTS)
+            x = tl.load(x_ptr + i, mask=i < inputs, other=0.0).to(tl.float32)
+            squares += x * x
+        factor = tl.rsqrt(tl.sum(squares, 0) / inputs + eps)
+    low = tl.zeros((RANK, INPUTS), tl.float32)
+    for start in range(0, inputs, INPUTS):
+        i = start + tl.arange(0, INPUTS)
+        x = tl.load(x_ptr + i, mask=i < inputs, other=0.0)
+        if NORMED:
+            norm = tl.load(norm_ptr + i, mask=i < inputs, other=0.0).to(tl.float32)
+            x = ((x.to(tl.float32) * factor).to(dtype).to(tl.float32) * norm).to(dtype)
+        if GATED:
+            gate = x.to(tl.float32)
+            up = tl.load(x_ptr + inputs + i, mask=i < inputs, other=0.0).to(tl.float32)
+            x = ((gate * tl.sigmoid(gate)).to(dtype).to(tl.float32) * up).to(dtype)
+        if WRITES:
+            tl.store(out_ptr + row.to(tl.int64) * inputs + i, x, mask=(i < inputs) & (layer == 0))
+        if ADAPTED:
+            a = tl.load(
+                a_ptr + (layer * rank + k)[:, None] * inputs + i[None, :],
+                mask=(k < rank)[:, None] & (i < inputs)[None, :],
+                other=0.0,
+            )
+            low += a.to(tl.float32) * x.to(tl.float32)[None, :]
+    if ADAPTED:
+        tl.store(low_ptr + (layer * low_rows + row) * rank + k, tl.sum(low, 1).to(dtype), mask=k < rank)
 
 
 @jit
@@ -195,8 +289,7 @@ def _linear_kernel(
     first_ptr,
     second_ptr,
     third_ptr,
-    norm_ptr,
-    a_ptr,
+    low_ptr,
     b_ptr,
     residual_ptr,
     out_ptr,
@@ -205,12 +298,10 @@ def _linear_kernel(
     n0,
     n1,
     n2,
-    eps,
     rank,
-    NORMED: tl.constexpr,
-    GATED: tl.constexpr,
     ADAPTED: tl.constexpr,
     ADDS: tl.constexpr,
+    EVEN: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
@@ -225,50 +316,26 @@ def _linear_kernel(
         w_ptr, outputs, before, part, layer = second_ptr, n1, n0, tile - tiles_0, 1
     r = tl.arange(0, ROWS)
     o = part * OUTPUTS + tl.arange(0, OUTPUTS)
-    k = tl.arange(0, RANK)
-    row = r.to(tl.int64)[:, None]
-    w_row = o.to(tl.int64)[:, None] * inputs
-    total = tl.zeros((ROWS, OUTPUTS), tl.float32)
-    low = tl.zeros((ROWS, RANK), tl.float32)
-    squares = tl.zeros((ROWS,), tl.float32)
+    i = tl.arange(0, INPUTS)
+    # Behind the last output the first is computed again, and not stored: loads then need no mask.
+    w_row = w_ptr + tl.where(o < outputs, o, 0).to(tl.int64)[:, None] * inputs
+    x_row = x_ptr + r[:, None] * inputs
+    total = tl.zeros((OUTPUTS, ROWS), tl.float32)
     for start in range(0, inputs, INPUTS):
-        i = start + tl.arange(0, INPUTS)
-        inside = (r < rows)[:, None] & (i < inputs)[None, :]
-        if GATED:
-            gate = tl.load(x_ptr + row * 2 * inputs + i[None, :], mask=inside, other=0.0).to(tl.float32)
-            up = tl.load(x_ptr + row * 2 * inputs + inputs + i[None, :], mask=inside, other=0.0)
-            x = (gate * tl.sigmoid(gate) * up.to(tl.float32)).to(up.dtype)
+        at = (start + i)[None, :]
+        if EVEN:
+            w, x = tl.load(w_row + at), tl.load(x_row + at)
         else:
-            x = tl.load(x_ptr + row * inputs + i[None, :], mask=inside, other=0.0)
-        if NORMED:
-            # A row's factor comes last: the products are linear in it.
-            wide = x.to(tl.float32)
-            squares += tl.sum(wide * wide, 1)
-            norm = tl.load(norm_ptr + i, mask=i < inputs, other=0.0).to(tl.float32)
-            x = (wide * norm[None, :]).to(x.dtype)
-        w = tl.load(w_ptr + w_row + i[None, :], mask=(o < outputs)[:, None] & (i < inputs)[None, :], other=0.0)
-        total = tl.dot(x, tl.trans(w), total, input_precision="ieee")
-        if ADAPTED:
-            a = tl.load(
-                a_ptr + (layer * rank + k)[:, None] * inputs + i[None, :],
-                mask=(k < rank)[:, None] & (i < inputs)[None, :],
-                other=0.0,
-            )
-            low = tl.dot(x, tl.trans(a), low, input_precision="ieee")
+            w = tl.load(w_row + at, mask=at < inputs, other=0.0)
+            x = tl.load(x_row + at, mask=at < inputs, other=0.0)
+        total = tl.dot(w, tl.trans(x), total, input_precision="ieee")
     if ADAPTED:
-        b = tl.load(
-            b_ptr + (before + o)[:, None] * rank + k[None, :],
-            mask=(o < outputs)[:, None] & (k < rank)[None, :],
-            other=0.0,
-        )
-    if NORMED:
-        factor = tl.rsqrt(squares / inputs + eps)[:, None]
-        total = total * factor
-        low = low * factor
-    if ADAPTED:
-        total = tl.dot(low.to(b.dtype), tl.trans(b), total, input_precision="ieee")
-    place = row * (n0 + n1 + n2) + (before + o)[None, :]
-    inside = (r < rows)[:, None] & (o < outputs)[None, :]
+        k = tl.arange(0, RANK)[None, :]
+        b = tl.load(b_ptr + (before + o)[:, None] * rank + k, mask=(o < outputs)[:, None] & (k < rank), other=0.0)
+        low = tl.load(low_ptr + (layer * ROWS + r)[:, None] * rank + k, mask=k < rank, other=0.0)
+        total = tl.dot(b, tl.trans(low), total, input_precision="ieee")
+    place = r.to(tl.int64)[None, :] * (n0 + n1 + n2) + (before + o)[:, None]
+    inside = (r < rows)[None, :] & (o < outputs)[:, None]
     if ADDS:
         total += tl.load(residual_ptr + place, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=inside)

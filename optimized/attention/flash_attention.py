@@ -16,6 +16,8 @@ SINGLE = (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 # cuDNN's backward may give NaN for lengths that are no multiple of this: it multiplies what lies behind the last token
 # by 0 (pytorch issue 196678).
 WHOLE_TILES = 128
+# Told that no sequence has more than one token, flash-attn takes it that each has one, and fails where some are empty.
+LEAST_LONGEST = 2
 # Kernels load so many bytes at once, and fault where data begin elsewhere.
 ALIGNMENT = 16
 WIDEST_HEAD = 256
@@ -71,8 +73,8 @@ def flash_attention_packed(
     """
     q, k, v = _cast(q, k, v)
     if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= WIDEST_HEAD and q.numel():
-        by = _variable_length()
-        return by(*map(_aligned, (q, k, v)), offsets, longest or int(offsets.diff().max()), causal)
+        longest = int(offsets.diff().max()) if longest is None else longest
+        return _variable_length()(*map(_aligned, (q, k, v)), offsets, max(longest, LEAST_LONGEST), causal)
     ends = offsets.tolist()
     of_length: dict[int, list[int]] = {}
     for first, end in itertools.pairwise(ends):

@@ -9,7 +9,9 @@ from suite.polychromic.sampling import check_options
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BLOCK = 2048
-"""Logits of a row that a program reads at once."""
+"""Logits of a row that a program compares with thresholds at once."""
+WIDER = 2
+"""So many times as many it reads at once elsewhere: a sum or a running sum over them takes as long as over fewer."""
 PIVOTS = 8
 """Thresholds that a pass over a row compares with: a pass takes longer with more, and fewer passes are needed."""
 CANDIDATES = 2048
@@ -102,6 +104,7 @@ def parallel_sampling_triton(
             (1 - top_p) / (2 * vocabulary),
             ONE=ONE,
             BLOCK=block,
+            WIDE=WIDER * block,
             PIVOTS=PIVOTS,
             CANDIDATES=candidates,
             num_warps=NUM_WARPS,
@@ -158,6 +161,7 @@ def _sampling_kernel(
     negligible,
     ONE: tl.constexpr,
     BLOCK: tl.constexpr,
+    WIDE: tl.constexpr,
     PIVOTS: tl.constexpr,
     CANDIDATES: tl.constexpr,
 ):
@@ -170,10 +174,11 @@ def _sampling_kernel(
     logits_ptr += row * row_stride
     lists_ptr += row * CANDIDATES
     lane = tl.arange(0, BLOCK)
+    wide = tl.arange(0, WIDE)
 
-    tops = tl.full([BLOCK], -float("inf"), tl.float32)
-    for start in range(0, vocabulary, BLOCK):
-        at = start + lane
+    tops = tl.full([WIDE], -float("inf"), tl.float32)
+    for start in range(0, vocabulary, WIDE):
+        at = start + wide
         x = tl.load(logits_ptr + at.to(tl.int64) * column_stride, mask=at < vocabulary, other=-float("inf"))
         tops = tl.maximum(tops, x.to(tl.float32))
     top = tl.max(tops, 0)
@@ -199,12 +204,12 @@ def _sampling_kernel(
             low, high, above = _narrow(pivots, tl.sum(sums, 0), target, low, high, above)
             # What lies between the bounds goes into a list, and the bounds to what lies there.
             found = tl.full([], 0, tl.int32)
-            least = tl.full([BLOCK], ONE, tl.int32)
-            most = tl.full([BLOCK], -1, tl.int32)
-            for start in range(0, vocabulary, BLOCK):
-                weights = _weights(logits_ptr, start + lane, vocabulary, column_stride, top, scale)
+            least = tl.full([WIDE], ONE, tl.int32)
+            most = tl.full([WIDE], -1, tl.int32)
+            for start in range(0, vocabulary, WIDE):
+                weights = _weights(logits_ptr, start + wide, vocabulary, column_stride, top, scale)
                 bits = weights.to(tl.int32, bitcast=True)
-                between = (start + lane < vocabulary) & (bits > low) & (bits <= high)
+                between = (start + wide < vocabulary) & (bits > low) & (bits <= high)
                 least = tl.minimum(least, tl.where(between, bits, ONE))
                 most = tl.maximum(most, tl.where(between, bits, -1))
                 place = found + tl.cumsum(between.to(tl.int32), 0) - 1
@@ -246,10 +251,10 @@ def _sampling_kernel(
     block = tl.full([], 0, tl.int32)
     block_running = tl.full([], 0.0, tl.float32)
     block_seen = tl.full([], 0, tl.int32)
-    for start in range(0, vocabulary, BLOCK):
+    for start in range(0, vocabulary, WIDE):
         if running <= goal:
-            weights = _weights(logits_ptr, start + lane, vocabulary, column_stride, top, scale)
-            ties = tl.sum(((weights == least_kept) & (start + lane < vocabulary)).to(tl.int32), 0)
+            weights = _weights(logits_ptr, start + wide, vocabulary, column_stride, top, scale)
+            ties = tl.sum(((weights == least_kept) & (start + wide < vocabulary)).to(tl.int32), 0)
             own = tl.sum(tl.where(weights > least_kept, weights, 0.0), 0)
             own += tl.minimum(ties, tl.maximum(equals - seen, 0)).to(tl.float32) * least_kept
             block = tl.where(own > 0.0, start, block)
@@ -258,7 +263,7 @@ def _sampling_kernel(
             running += own
             seen += ties
 
-    at = block + lane
+    at = block + wide
     weights = _weights(logits_ptr, at, vocabulary, column_stride, top, scale)
     tie = (weights == least_kept) & (at < vocabulary)
     rank = block_seen + tl.cumsum(tie.to(tl.int32), 0)
