@@ -161,7 +161,12 @@ def _pytest(
     plugins = [] if _registered() else ["-p", "perfsuite.plugin"]
     quiet = redirect_stdout(sys.stderr) if as_json else nullcontext()
     with conclusion.expecting(mode) as awaited, quiet, _terminated_as_interrupted():
-        return awaited.close(int(pytest.main([*plugins, *QUIET, *given, *extra, *paths])))
+        code = awaited.close(int(pytest.main([*plugins, *QUIET, *given, *extra, *paths])))
+    if code == pytest.ExitCode.NO_TESTS_COLLECTED:
+        selected = f" that -k {keyword!r} selects" if keyword else ""
+        where = " ".join(paths) or "this folder"
+        click.echo(f"perfsuite {mode}: there is no item{selected} in {where}; `perfsuite list` names all", err=True)
+    return code
 
 
 @contextmanager

@@ -107,7 +107,7 @@ def _rival(r: Row) -> str:
     text = f"{escape(r.rival)} {units.seconds(r.rival_s)}"
     if not r.loses or r.against_rival is None:
         return text
-    return text + (" **(not beaten)**" if r.against_rival.standing == "slower" else " **(equal)**")
+    return text + (" **(not beaten)**" if r.is_slower_than_rival else " **(equal)**")
 
 
 def _clock(r: Row) -> str:

@@ -94,6 +94,10 @@ class Comparison:
         return "equal"
 
 
+EQUAL = 1.005
+"""The most that an optimized side may take of its rival's time and still be called as fast."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
     """One workload as the tables show it."""
@@ -134,13 +138,19 @@ class Row:
         return f"{'≥ ' * self.least}{units.ratio(self.speedup.value)}" if self.speedup else units.MISSING
 
     @property
+    def is_slower_than_rival(self) -> bool:
+        """Whether the best rival is faster, by more than half a percent: less than that is called equal."""
+        against = self.against_rival
+        return against is not None and against.standing == "slower" and 1 / against.value > EQUAL
+
+    @property
     def loses(self) -> str | None:
         """Why the optimized side does not beat its best rival, in one line; None where it does or has none."""
         if self.rival is None or self.against_rival is None or self.against_rival.standing == "faster":
             return None
-        if self.against_rival.standing == "equal":
+        if not self.is_slower_than_rival:
             return f"no faster than {self.rival}"
-        return f"slower than {self.rival}: {1 / self.against_rival.value:.3g}× its time"
+        return f"slower than {self.rival}, by {units.percent(1 / self.against_rival.value - 1)}"
 
 
 def rows(report: RunReport) -> tuple[Row, ...]:

@@ -127,7 +127,7 @@ def _rival(row: Row) -> Text:
     text = Text(f"{row.rival} {units.seconds(row.rival_s)}")
     if row.loses and row.against_rival is not None:
         # A mark and not colour alone: a CI log has no colours.
-        text.append(" =" if row.against_rival.standing == "equal" else " ✗", style="bold yellow")
+        text.append(" ✗" if row.is_slower_than_rival else " =", style="bold yellow")
     return text
 
 

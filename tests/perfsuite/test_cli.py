@@ -143,6 +143,7 @@ def test_list_of_a_selection(scale: Project) -> None:
     done = scale.cli("list", "-k", "nothing_of_the_name")
     assert done.exit_code == 5
     assert "0 of 1 workloads" in done.output
+    assert "there is no item that -k 'nothing_of_the_name' selects in this folder" in done.output + done.stderr
 
 
 def test_commands_leave_out_what_the_configuration_ignores(project: Project) -> None:

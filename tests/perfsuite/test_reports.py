@@ -268,6 +268,20 @@ def test_a_difference_within_the_noise_is_called_equal() -> None:
     assert row(ADAMW, found).loses == "no faster than compile"
 
 
+@pytest.mark.parametrize(
+    ("against", "said"),
+    [(1 / 1.002, "no faster than compile"), (1 / 1.02, "slower than compile, by 2.0%"), (0.4, "by 150%")],
+)
+def test_a_rival_is_faster_from_half_a_percent_on(against: float, said: str) -> None:
+    found = row(ADAMW, measured(ADAMW, {"reference": 1e-3, "optimized": 5e-4, "compile": 5e-4}))
+    assert found.against_rival is not None
+    exact = dataclasses.replace(found.against_rival, value=against, low=0.999 * against, high=1.001 * against)
+    shown = dataclasses.replace(found, against_rival=exact)
+    assert exact.standing == "slower"
+    assert shown.loses is not None
+    assert shown.loses.endswith(said)
+
+
 def test_too_few_blocks_give_no_interval() -> None:
     found = measured(ADAMW, {"reference": 1e-3, "optimized": 5e-4}, log_ratios={"reference": (0.69, 0.7)})
     against = compare(found, "reference")
