@@ -120,6 +120,8 @@ TRAINERS: dict[str, Entry] = {
         ablated="suite.polychromic.data:for_ablation",
         finish="suite.stepping:finish",
         quality="suite.polychromic.evaluation:quality",
+        checks="suite.claims.polychromic:CHECKS",
+        setting="suite.claims.polychromic:setting",
     ),
 }
 
