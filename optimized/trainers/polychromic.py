@@ -188,6 +188,7 @@ class Trainer(QueuesReports):
                 hidden = self._hidden(batch.tokens)[:, :-1].flatten(0, 1)
                 share = sum(len(e.tokens) - e.prompt for e in own) / whole
                 losses.append(self._loss(hidden, batch.labels[:, 1:].flatten(), share))
+        drop(self.adapters, None)
         return torch.stack(losses).sum()
 
     def _packed(
@@ -224,7 +225,6 @@ class Trainer(QueuesReports):
         multiple = MULTIPLE if self.device.type == "cuda" else 1
         prompts = prompts_of(examples, end, self.device, config.new_tokens, multiple)
         numbers = uniforms(config.seed, self.steps, (len(examples), config.replies, config.new_tokens), self.device)
-        drop(self.adapters, None)
         with torch.no_grad(), phase("generation"):
             tokens = self._generate(
                 self.model,
@@ -265,7 +265,6 @@ class Trainer(QueuesReports):
         own: torch.Tensor,
     ) -> torch.Tensor:
         config = self.config
-        drop(self.adapters, None)
         hidden = self._hidden(tokens)
         hidden = hidden.gather(1, before[..., None].expand(-1, -1, hidden.shape[-1]))
         logits = functional.linear(hidden, self.model.lm_head.weight)

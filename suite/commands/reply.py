@@ -61,6 +61,7 @@ def _reply(
     from suite.polychromic.chat import Encoded
     from suite.polychromic.data import check_fits
     from suite.polychromic.evaluation import distances_of, replies_to
+    from suite.polychromic.objective import texts
     from suite.polychromic.replies import USER, Message
 
     there = device_called(device)
@@ -96,9 +97,11 @@ def _reply(
         raise PerfsuiteError(f"{shown(path)} does not fit the model {given.model}: {_said(error)}") from None
     if not all(bool(weight.isfinite().all()) for weight in trainer.weights.values()):
         raise PerfsuiteError(f"{shown(path)} has weights that are no finite numbers; name an earlier one")
-    said = replies_to(
-        trainer.model, given.chat, [example], count, config.new_tokens, config.temperature, config.top_p, seed
+    end = given.chat.end
+    _, drawn = replies_to(
+        trainer.model, [example], count, config.new_tokens, config.temperature, config.top_p, end, seed
     )
+    said = texts(given.chat, drawn)
     for number, text in enumerate(said, 1):
         show(f"[{number}] {text.strip()}\n")
     if count > 1:

@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
-from suite.polychromic.batches import IGNORED, batch_of, prompts_of
-from suite.polychromic.chat import Chat, Encoded
+from suite.polychromic.batches import IGNORED, Prompts, batch_of, prompts_of
+from suite.polychromic.chat import Encoded
 from suite.polychromic.data import Given, uniforms
 from suite.polychromic.llama import Llama
-from suite.polychromic.objective import sets_of, texts, widened_loss
+from suite.polychromic.lora import without
+from suite.polychromic.objective import rows_of, sets_of, texts, widened_loss
 from suite.polychromic.sentences import Sentences
 from suite.techniques import implementation
 
@@ -24,17 +25,30 @@ EXAMPLES = 8
 
 
 def quality(trainer: Any, given: Given) -> Mapping[str, float]:
-    """held_out_loss of the validation examples, and diversity of the replies to their prompts; empty without any."""
+    """Quality on the validation examples; empty without any.
+
+    held_out_loss   mean cross-entropy of their replies' tokens
+    diversity       mean distance of two of five replies to the same prompt
+    log_likelihood  mean of those replies' tokens under the model without its adapters: of gibberish it is low
+    """
     if not given.validation:
         return {}
-    config = trainer.config
-    model, sentences = trainer.model, trainer.sentences or given.sentences(trainer.device)
+    config, model, end = trainer.config, trainer.model, given.chat.end
+    sentences = trainer.sentences or given.sentences(trainer.device)
     prompts = list({e.tokens[: e.prompt]: e for e in given.validation}.values())[:PROMPTS]
+    distances, likelihood, count = [], 0.0, 0
+    for at in range(0, len(prompts), EXAMPLES):
+        asked, drawn = replies_to(
+            model, prompts[at : at + EXAMPLES], REPLIES, config.new_tokens, config.temperature, config.top_p, end, at
+        )
+        distances += distances_of(sentences, texts(given.chat, drawn), REPLIES, trainer.device)
+        with without(trainer.adapters.values()):
+            own, tokens = log_likelihood(model, asked, drawn, end)
+        likelihood, count = likelihood + own, count + tokens
     return {
-        "held_out_loss": held_out_loss(model, given.validation, given.chat.end),
-        "diversity": diversity_of(
-            model, sentences, given.chat, prompts, config.new_tokens, config.temperature, config.top_p
-        ),
+        "held_out_loss": held_out_loss(model, given.validation, end),
+        "diversity": sum(distances) / len(distances),
+        "log_likelihood": likelihood / count,
     }
 
 
@@ -56,41 +70,36 @@ def held_out_loss(model: Llama, examples: Sequence[Encoded], end: int) -> float:
     return float(total / count)
 
 
-def diversity_of(
-    model: Llama,
-    sentences: Sentences,
-    chat: Chat,
-    examples: Sequence[Encoded],
-    new_tokens: int,
-    temperature: float,
-    top_p: float,
-    seed: int = 0,
-) -> float:
-    """The mean distance of two of five replies to the same prompt, over the examples' prompts."""
-    device, found = model.lm_head.weight.device, []
-    for at in range(0, len(examples), EXAMPLES):
-        said = replies_to(model, chat, examples[at : at + EXAMPLES], REPLIES, new_tokens, temperature, top_p, seed + at)
-        found += distances_of(sentences, said, REPLIES, device)
-    return sum(found) / len(found)
-
-
 def replies_to(
     model: Llama,
-    chat: Chat,
     examples: Sequence[Encoded],
     replies: int,
     new_tokens: int,
     temperature: float,
     top_p: float,
+    end: int,
     seed: int,
-) -> list[str]:
-    """Draw `replies` replies to each prompt; return their texts, one prompt after another."""
+) -> tuple[Prompts, torch.Tensor]:
+    """Draw `replies` replies to each prompt; (the prompts, the replies' tokens [prompts, replies, new_tokens])."""
     generate = implementation("generation.batched_generation", "batched_generation", optimized=True)
     device = model.lm_head.weight.device
-    prompts = prompts_of(examples, chat.end, device)
+    prompts = prompts_of(examples, end, device)
     numbers = uniforms(seed, 0, (len(examples), replies, new_tokens), device)
-    drawn = generate(model, prompts.tokens, prompts.lengths, numbers, temperature, top_p, chat.end)
-    return texts(chat, drawn)
+    return prompts, generate(model, prompts.tokens, prompts.lengths, numbers, temperature, top_p, end)
+
+
+@torch.no_grad()
+def log_likelihood(model: Llama, prompts: Prompts, drawn: torch.Tensor, end: int) -> tuple[float, int]:
+    """(The sum of the log-probabilities of the replies' tokens, each up to its end; how many these are)."""
+    cross_entropy = implementation("losses.chunked_cross_entropy", "chunked_cross_entropy", optimized=True)
+    rows = rows_of(prompts, drawn, end)
+    hidden = model.hidden(rows.tokens)
+    before = hidden.gather(1, rows.before[..., None].expand(-1, -1, hidden.shape[-1])).flatten(0, 1)
+    labels = rows.drawn.masked_fill(~rows.sampled, IGNORED).flatten()
+    with widened_loss(before):
+        loss = cross_entropy(before, model.lm_head.weight, labels)
+    count = int(rows.sampled.sum())
+    return -float(loss) * count, count
 
 
 def distances_of(sentences: Sentences, said: list[str], replies: int, device: torch.device) -> list[float]:

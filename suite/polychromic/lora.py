@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,8 @@ def kept(start: torch.Tensor, places: torch.Tensor, inputs: int, rate: float) ->
 class LoRALinear(nn.Module):
     """A frozen linear layer with an adapter, which begins at 0.
 
-    `dropout` decides what is dropped; None, as in generation and evaluation: nothing is.
+    `dropout` decides what is dropped; None, as in generation and evaluation: nothing is. Where `is_off`, the layer is
+    the frozen one alone.
     """
 
     def __init__(self, base: nn.Linear, settings: Settings, number: int) -> None:
@@ -95,6 +97,7 @@ class LoRALinear(nn.Module):
         nn.init.kaiming_uniform_(self.lora_a, a=5**0.5)  # as PEFT draws it
         self.settings, self.number = settings, number
         self.dropout: Dropout | None = None
+        self.is_off = False
 
     @property
     def scale(self) -> float:
@@ -110,6 +113,8 @@ class LoRALinear(nn.Module):
         return kept(own.starts[self.number], own.places, x.shape[-1], rate).to(x.dtype) / (1 - rate)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.is_off:
+            return linear(x, self.weight)
         multipliers = self.multipliers(x)
         dropped = x if multipliers is None else x * multipliers
         low = linear(linear(dropped, self.lora_a.to(x.dtype)), self.lora_b.to(x.dtype))
@@ -130,6 +135,20 @@ def attach(
             setattr(owner, name, adapter)
             found[f"model.layers.{i}.{owner_name}.{name}"] = adapter
     return found
+
+
+@contextmanager
+def without(adapters: Iterable[LoRALinear]) -> Iterator[None]:
+    """Inside, the model is the one that was adapted; nothing is differentiated."""
+    changed = list(adapters)
+    for adapter in changed:
+        adapter.is_off = True
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for adapter in changed:
+            adapter.is_off = False
 
 
 def save(adapters: Mapping[str, LoRALinear], folder: Path, base: str) -> None:

@@ -102,9 +102,13 @@ def test_the_validation_examples_are_evaluated() -> None:
     loaded = load(data_config(synthetic=40, length=64, batch_size=2, accumulation=2, validation=0.3))
     config = trainers.config_of("polychromic")(length=64, accumulation=2, prompts=2, new_tokens=5)
     trainer = trainers.build("polychromic", config, loaded.given, torch.device("cpu"), "optimized")
+    for adapter in trainer.adapters.values():
+        adapter.lora_b.data.normal_(std=0.1, generator=torch.Generator().manual_seed(adapter.number))
     found = trainers.quality_of("polychromic")(trainer, loaded.given)
-    assert found.keys() == {"held_out_loss", "diversity"}
+    assert found.keys() == {"held_out_loss", "diversity", "log_likelihood"}
     assert 5 < found["held_out_loss"] < 6  # the vocabulary has 258 tokens
+    untouched = loaded.given.language_model(torch.float32, "cpu")
+    likelihoods: list[torch.Tensor] = []
     said, examples = [], {e.tokens[: e.prompt]: e for e in loaded.given.validation}
     for number, at in enumerate(range(0, len(examples), 8)):
         part = list(examples.values())[at : at + 8]
@@ -113,6 +117,12 @@ def test_the_validation_examples_are_evaluated() -> None:
         drawn = batched_generation(
             trainer.model, prompts.tokens, prompts.lengths, numbers, config.temperature, config.top_p, 1
         )
+        for example, replies in zip(part, drawn.tolist(), strict=True):
+            for tokens in replies:
+                own = tokens[: tokens.index(1) + 1] if 1 in tokens else tokens
+                whole = torch.tensor([*example.tokens[: example.prompt], *own])
+                log_p = untouched(whole[None])[0].detach().log_softmax(-1)
+                likelihoods.append(log_p[example.prompt - 1 : -1].gather(1, torch.tensor(own)[:, None]))
         said += [[loaded.given.chat.decode(reply) for reply in of_prompt] for of_prompt in drawn.tolist()]
     embedded = [trainer.sentences.encoder(*trainer.sentences.tokenized(of_prompt, "cpu")) for of_prompt in said]
     expected = torch.stack([mean_pairwise_cosine(of_prompt) for of_prompt in embedded]).mean()
@@ -122,6 +132,7 @@ def test_the_validation_examples_are_evaluated() -> None:
     labels = [torch.tensor(e.tokens[e.prompt :]) for e in loaded.given.validation]
     expected = torch.nn.functional.cross_entropy(torch.cat(logits).detach(), torch.cat(labels))
     assert found["held_out_loss"] == pytest.approx(float(expected), rel=1e-5)
+    assert found["log_likelihood"] == pytest.approx(float(torch.cat(likelihoods).mean()), rel=1e-5)
 
 
 @pytest.mark.parametrize(

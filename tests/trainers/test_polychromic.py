@@ -254,6 +254,13 @@ def test_packed_examples_stand_behind_each_other():
     assert groups_of(examples, 5) == [range(1), range(1, 2)]
 
 
+@pytest.mark.parametrize("diversity", [0.0, 0.5])
+@pytest.mark.parametrize("kind", [Reference, Optimized])
+def test_nothing_is_dropped_after_a_step(kind, diversity, given):
+    trainer = trained(kind, given, dataclasses.replace(SMALL, diversity=diversity), 1)
+    assert all(adapter.dropout is None for adapter in trainer.adapters.values())
+
+
 @pytest.mark.parametrize("kind", [Reference, Optimized])
 def test_as_the_source_writes_it_the_diversity_has_no_gradient(kind, given):
     written = trained(kind, given, dataclasses.replace(SMALL, objective="as_written"))

@@ -1,0 +1,117 @@
+"""What λ brings: polychromic_tradeoff.py --out FILE [--weights λ ...] [--seeds N ...] [--config FILE] [--FIELD VALUE].
+
+Trains the optimized trainer of polychromic for `--steps` steps with each λ and seed, and measures each on the held-out
+examples: the loss, the diversity of five replies to each prompt, and those replies' log-likelihood under the model
+without its adapters. Other fields are those of the configuration, e.g. --model FOLDER --data FILE. FILE keeps what has
+been measured, and goes on from there: several processes may write a file each.
+
+polychromic_tradeoff.py --show FILE ... prints a table of all, relative to λ = 0 of the same seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
+
+from optimized.trainers.polychromic import Trainer  # noqa: E402
+from perfsuite.errors import PerfsuiteError  # noqa: E402
+from suite import configuration, trainers  # noqa: E402
+from suite.commands.train import device_called, name_of  # noqa: E402
+from suite.polychromic.data import load  # noqa: E402
+from suite.polychromic.evaluation import quality  # noqa: E402
+
+WEIGHTS = (0.0, 0.3, 1.0, 3.0)
+METRICS = ("held_out_loss", "diversity", "log_likelihood")
+
+
+def main() -> int:
+    """Train and measure, or show; the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", type=Path)
+    parser.add_argument("--weights", nargs="+", type=float, default=list(WEIGHTS), metavar="λ")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--device")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--show", nargs="+", type=Path, default=[], metavar="FILE")
+    asked, fields = parser.parse_known_args()
+    try:
+        if not asked.show:
+            if asked.out is None:
+                raise PerfsuiteError("--out: name the file that keeps what is measured")
+            measure(asked, fields)
+        show([run for path in asked.show or [asked.out] for run in read(path)])
+    except PerfsuiteError as error:
+        print(f"polychromic_tradeoff.py: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def measure(asked: argparse.Namespace, fields: Sequence[str]) -> None:
+    """Train with each λ and seed that the file does not have yet, and write it after each."""
+    kinds = [trainers.config_of("polychromic"), trainers.data_config_of("polychromic")]
+    config, data = configuration.read(kinds, asked.config, list(fields))
+    device, given = device_called(asked.device), load(data).given
+    if not given.validation:
+        raise PerfsuiteError("validation: there is no held-out example; raise it, or give more data")
+    found = read(asked.out) if asked.out.exists() else []
+    for seed in asked.seeds:
+        for weight in asked.weights:
+            if any((run["weight"], run["seed"]) == (weight, seed) for run in found):
+                continue
+            trainer = Trainer(dataclasses.replace(config, diversity=weight, seed=seed), given, device)
+            began = time.perf_counter()
+            for _ in range(config.steps):
+                trainer.train_window({})
+            seconds = time.perf_counter() - began
+            measured = quality(trainer, given)
+            found.append({"weight": weight, "seed": seed, "steps": config.steps, "seconds": seconds, **measured})
+            print(json.dumps(found[-1]), file=sys.stderr, flush=True)
+            about = {"device": name_of(device), "config": dataclasses.asdict(config), "data": dataclasses.asdict(data)}
+            asked.out.write_text(json.dumps({**about, "runs": found}, indent=1) + "\n")
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The runs of a file; PerfsuiteError where it holds none."""
+    try:
+        runs: list[dict[str, Any]] = json.loads(path.read_text())["runs"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise PerfsuiteError(f"{path} has no runs of this tool: {error}; name another file") from None
+    return runs
+
+
+def show(runs: Sequence[Mapping[str, Any]]) -> None:
+    """Print each λ's means over the seeds, and how much they are above those of λ = 0."""
+    plain = {run["seed"]: run for run in runs if run["weight"] == 0}
+    table = Table(title="means over seeds, and their change from λ = 0")
+    for head in ("λ", "seeds", *METRICS):
+        table.add_column(head, justify="right")
+    for weight in sorted({run["weight"] for run in runs}):
+        own = [run for run in runs if run["weight"] == weight]
+        cells = []
+        for metric in METRICS:
+            changes = [
+                (run[metric] - plain[run["seed"]][metric]) / abs(plain[run["seed"]][metric])
+                for run in own
+                if run["seed"] in plain
+            ]
+            change = f" ({100 * fmean(changes):+.1f}%)" if changes and weight else ""
+            cells.append(f"{fmean(run[metric] for run in own):.4g}{change}")
+        table.add_row(f"{weight:g}", str(len(own)), *cells)
+    Console(width=110).print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
