@@ -44,6 +44,7 @@ class Cache:
             shape.layers, 2, rows, shape.kv_heads, size, shape.head_width, dtype=weight.dtype, device=weight.device
         )
         self.layers = [(keys, values) for keys, values in held]
+        self._modules = [weakref.ref(module) for module in model.modules()]
         self.rows = torch.arange(rows, device=weight.device)
         self.places = torch.arange(size, device=weight.device)
         self.kernels: Step | None = None
@@ -60,7 +61,10 @@ class Cache:
         return found
 
     def fits(self, rows: int, size: int) -> bool:
-        """Whether the cache has this form, and the weights are where and what they were when it was made."""
+        """Whether the cache has this form, and layers and weights are where and what they were when it was made."""
+        # A step that is recorded, or made of kernels, goes on with the layers that it had.
+        if [known() for known in self._modules] != list(self.model.modules()):
+            return False
         weight = self.model.lm_head.weight
         held = self.layers[0][0] if self.layers else weight
         return (len(self.rows), len(self.places), held.dtype, held.device) == (rows, size, weight.dtype, weight.device)

@@ -67,9 +67,8 @@ class Step:
         weight = model.lm_head.weight
         self.shape, self.cos, self.sin = model.shape, cos.contiguous(), sin.contiguous()
         self.rows, self.size, self.given = rows, size, {"dtype": weight.dtype, "device": weight.device}
-        self.sources: list[torch.Tensor] = []
-        self.scales: list[float] = []
-        self.copies: list[torch.Tensor] = []
+        self.adapted: list[LoRALinear] = []
+        self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.layers = [self._layer(block) for block in model.model.layers]
         self.head, self.norm = Linear((weight,), None), model.model.norm.weight
         shape, D = model.shape, model.shape.head_width
@@ -86,9 +85,12 @@ class Step:
 
     def take_adapters(self) -> None:
         """Copy the adapters as they are now: they are trained in another dtype, and scaled."""
-        if self.copies:
-            torch._foreach_copy_(self.copies, self.sources)
-            torch._foreach_mul_(self.copies, self.scales)
+        if self.adapted:
+            given = ((layer.lora_a, layer.lora_b) for layer in self.adapted)
+            first, second = (list(copies) for copies in zip(*self.copies, strict=True))
+            sources = [list(parts) for parts in zip(*given, strict=True)]
+            torch._foreach_copy_([*first, *second], [*sources[0], *sources[1]])
+            torch._foreach_mul_(second, [0.0 if layer.is_off else layer.scale for layer in self.adapted])
 
     def __call__(
         self, x: torch.Tensor, positions: torch.Tensor, cache: list[tuple[torch.Tensor, torch.Tensor]]
@@ -212,10 +214,8 @@ class Step:
         rank, inputs = layers[0].lora_a.shape
         a = torch.empty(len(layers), rank, inputs, **self.given)
         b = torch.empty(sum(len(w) for w in weights), rank, **self.given)
-        parts = b.split([len(w) for w in weights])
-        self.sources += [*(layer.lora_a for layer in layers), *(layer.lora_b for layer in layers)]
-        self.copies += [*a, *parts]
-        self.scales += [*[1.0] * len(layers), *(layer.scale for layer in layers)]
+        self.adapted += layers
+        self.copies += zip(a, b.split([len(w) for w in weights]), strict=True)
         return Linear(weights, Adapters(a, b))
 
 

@@ -15,9 +15,14 @@ GRAPHS = 4
 
 
 class CudaGraphs:
-    """What CUDA does for a `CudaGraphStep`; another object with these two functions can stand in for it."""
+    """What CUDA does for a `CudaGraphStep`; another object with these two functions can stand in for it.
 
-    def __init__(self) -> None:
+    pool  `torch.cuda.graph_pool_handle()` of the memory that all its graphs share; None: each has memory of its own.
+          One graph's replay then writes over what another's has left: all that a step keeps must have been made before
+    """
+
+    def __init__(self, pool: Any = None) -> None:
+        self._pool = pool
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def aside(self, call: Callable[[], Any], device: torch.device) -> Any:
@@ -46,7 +51,9 @@ class CudaGraphs:
         gc.disable()
         try:
             # Threads that load data may go on with CUDA meanwhile.
-            with torch.cuda.graph(graph, stream=self._stream(device), capture_error_mode="thread_local"):
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=self._stream(device), capture_error_mode="thread_local"
+            ):
                 result = call()
         except BaseException:
             # A capture that fails leaves the generator capturing, and nothing random would run any more; where ending
@@ -186,7 +193,7 @@ class CudaGraphStep:
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if not tensors and self._device is None:
             return "the step takes no tensor, so that its device is not known; name it in device="
-        if self._backend is None:
+        if self._backend is None or isinstance(self._backend, CudaGraphs):
             if not torch.cuda.is_available():
                 return "there is no CUDA device"
             if any(not t.is_cuda for t in tensors) or (self._device is not None and self._device.type != "cuda"):

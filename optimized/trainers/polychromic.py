@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from optimized.attention.flash_attention import flash_attention, flash_attention_packed
 from optimized.dropout_masks import kept_inputs
 from optimized.generation.fused_lora import fused_lora
-from optimized.graphs.cuda_graph_step import cuda_graph_step
+from optimized.graphs.cuda_graph_step import CudaGraphs, CudaGraphStep
 from suite.backends import tf32_products
 from suite.polychromic import advantages
 from suite.polychromic.batches import Prompts, batch_of, groups_of, packed, prompts_of
@@ -149,6 +149,8 @@ class Trainer(QueuesReports):
             self._sampling = {"sample": sample}
         self._embed = of("diversity.encoder_batching", "encoder_batching", config.encoder_batching)
         self._distances = of("diversity.pairwise_cosine", "pairwise_cosine", config.pairwise_cosine)
+        if config.pairwise_cosine_cuda:
+            self._distances = of("diversity.pairwise_cosine_cuda", "pairwise_cosine_cuda", True)
         self._mean = of("diversity.mean_pairwise_cosine", "mean_pairwise_cosine", config.pairwise_cosine)
         self._policy_loss = of("losses.set_policy_loss", "set_policy_loss", config.set_policy_loss)
         self._cross_entropy = of("losses.chunked_cross_entropy", "chunked_cross_entropy", config.chunked_cross_entropy)
@@ -162,9 +164,15 @@ class Trainer(QueuesReports):
         self._policy_pass: Callable[..., torch.Tensor] = self._policy
         # In float32 the host has a part in packed attention.
         if config.cuda_graph_step and self.device.type == "cuda" and DTYPES[config.dtype].itemsize == 2:
-            given: dict[str, Any] = {"warmup": WARMUP, "graphs": GRAPHS, "device": self.device}
-            self._packed_pass = cuda_graph_step(self._packed, **given)
-            self._policy_pass = cuda_graph_step(self._policy, **given)
+            given: dict[str, Any] = {
+                "warmup": WARMUP,
+                "graphs": GRAPHS,
+                "device": self.device,
+                # Of a pass nothing lasts but its loss, which is copied, and the sums of the gradients.
+                "backend": CudaGraphs(torch.cuda.graph_pool_handle()),
+            }
+            self._packed_pass = CudaGraphStep(self._packed, **given)
+            self._policy_pass = CudaGraphStep(self._policy, **given)
 
     # --- the examples
 

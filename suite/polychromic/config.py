@@ -74,6 +74,8 @@ class TrainConfig:
     """Draw the tokens with one kernel; needs `batched_generation`."""
     encoder_batching: bool = True
     pairwise_cosine: bool = True
+    pairwise_cosine_cuda: bool = False
+    """Compute the distances by CUDA C++ instead, the source's third tier; no part of the ablation."""
     set_policy_loss: bool = True
     chunked_cross_entropy: bool = True
     fused_lora: bool = True

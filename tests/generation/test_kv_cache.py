@@ -9,7 +9,7 @@ from optimized.generation.kv_cache import kv_cache_triton
 from optimized.kernels import triton_reason
 from perfsuite import Pair, Workload, compiled, integers, module, side, size, stateful, tensor
 from reference.generation.kv_cache import kv_cache as reference
-from suite.polychromic.lora import LoRALinear, Settings, attach
+from suite.polychromic.lora import LoRALinear, Settings, attach, without
 from suite.polychromic.trial import SMOLLM2, language_model
 
 kv_cache = Pair(
@@ -129,6 +129,22 @@ def test_the_kernels_make_the_step_of_adapted_layers(shape, rank):
                 torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
     for one, other in zip(plain.layers, fast.layers, strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("kernels", [False, True])
+def test_adapters_that_are_attached_later_or_are_off_are_seen(kernels):
+    model, prompts, lengths, replies = drawn()
+    step = (kv_cache_triton if kernels else optimized)(model)
+    plain = step(prompts, lengths, replies)
+    adapters = attach(model, Settings(rank=2), LoRALinear)
+    for adapter in adapters.values():
+        adapter.lora_b.data.normal_()
+    torch.testing.assert_close(
+        step(prompts, lengths, replies), reference(model)(prompts, lengths, replies).detach(), atol=1e-4, rtol=1e-4
+    )
+    with without(adapters.values()):
+        torch.testing.assert_close(step(prompts, lengths, replies), plain, atol=1e-5, rtol=1e-5)
 
 
 def test_of_other_layers_and_many_rows_the_step_is_pytorch_s(monkeypatch):

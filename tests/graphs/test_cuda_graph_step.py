@@ -1,3 +1,4 @@
+import functools
 import gc
 import subprocess
 import sys
@@ -412,6 +413,28 @@ def test_on_a_gpu_other_shapes_get_graphs_of_their_own():
     for n in (3, 5, 3, 5, 3, 5):
         assert step(torch.ones(n, device="cuda"))[-1].item() == n
     assert step.captures == 2
+
+
+@gpu
+def test_on_a_gpu_graphs_that_share_their_memory_replay_in_any_order():
+    """As two steps with sums of their own do, whose intermediate results lie in the same place."""
+    sums = [torch.zeros(1 << 20, device="cuda") for _ in range(2)]
+
+    def step(x, sum_of, n):
+        y = (x * 2).cumsum(0)
+        sum_of.add_(y + n)
+        return y[-1] + n
+
+    graphs = module.CudaGraphs(torch.cuda.graph_pool_handle())
+    steps = [
+        module.CudaGraphStep(functools.partial(step, sum_of=sums[n], n=n), warmup=1, backend=graphs) for n in range(2)
+    ]
+    x = torch.ones(1 << 20, device="cuda")
+    found = {(n, round): steps[n](x) for round in range(5) for n in ((0, 1) if round % 2 else (1, 0))}
+    assert all(value.item() == 2 * len(x) + n for (n, _), value in found.items())
+    for n in range(2):
+        assert torch.equal(sums[n], 5 * ((x * 2).cumsum(0) + n))
+        assert (steps[n].captures, steps[n].reason) == (1, None)
 
 
 WORKSPACES = """

@@ -10,6 +10,7 @@ import torch
 from curves import NEIGHBOURS, a_rounding_away, deviation_of, share_of_rule
 from states import same, through_a_file
 
+from optimized.diversity import pairwise_cosine_cuda
 from optimized.trainers.polychromic import Trainer as Optimized
 from perfsuite import Cost, Pair, PerfsuiteError, Workload, floats, integers, sampled, scalar, size, stateful, tensor
 from reference.trainers.polychromic import Trainer as Reference
@@ -206,6 +207,15 @@ def test_each_technique_can_be_switched_off_and_on_alone(name, given, known):
     alone = dataclasses.replace(without_techniques(SMALL), **{name: True})
     for config in (off, alone):
         assert share_of_budget(curve(Optimized(config, given, "cpu"), DAY), known) <= 1
+
+
+def test_the_third_tier_computes_the_distances_by_cuda(given, known, monkeypatch):
+    called = []
+    own = pairwise_cosine_cuda.pairwise_cosine_cuda
+    monkeypatch.setattr(pairwise_cosine_cuda, "pairwise_cosine_cuda", lambda e: called.append(len(e)) or own(e))
+    found = curve(Optimized(dataclasses.replace(SMALL, pairwise_cosine_cuda=True), given, "cpu"), DAY)
+    assert share_of_budget(found, known) <= 1
+    assert called == [SMALL.replies] * SMALL.prompts * DAY
 
 
 @pytest.mark.parametrize("kind", [Reference, Optimized])
