@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import torch
 
+from optimized.dropout_masks import packed, packed_triton, unpacked
 from optimized.kernels import INTERPRETED, ceil_div, has_descriptors, jit, launching, tl, triton, use_triton
 
 if triton is not None:
@@ -16,8 +17,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # bytes, 5% to 10% of a product's time; the product kernel is faster only if it loses less than that to cuBLAS.
 PRODUCT_KERNEL = False
 # (largest number of tokens, tokens in a tile, inputs in a step, warps, stages) of dropout(x) @ a.T: small tiles for
-# few tokens, so that 1024 of them make 64 programs.
+# few tokens, and the steps of an input shared out among programs, of which each makes so many at least.
 DOWN_CONFIGS = ((2048, 16, 256, 4, 3), (None, 64, 128, 4, 4))
+LEAST_STEPS = 4
 # Tokens and columns in a tile of the kernels that read dy and x once, warps, stages. With 256 columns of x and dropout
 # registers spill.
 ACROSS_CONFIG = (64, 256, 8, 3)
@@ -54,11 +56,11 @@ def fused_lora(
         forward    T I + 6 T O     5 T I + 6 T O   T I + 2 T O     T I
         backward   5 T I + 4 T O   9 T I + 4 T O   3 T I + T O     T I + T O
 
-    Of kept the optimized side reads T I bytes forward, and writes T I / 8, which it reads backward; the reference reads
-    T I bytes in each direction. Partial sums in float32 of the products with dy add a fifth to what is read of dy for
+    Of kept the optimized side reads T I bytes once, writes T I / 8, and reads these in each direction; the reference
+    reads T I bytes in each. Partial sums in float32 of the products with dy add a fifth to what is read of dy for
     8192 tokens and 4096 outputs, and more for fewer.
 
-    On CUDA three Triton kernels make the products with a narrow side: one reads x and kept for h and packs kept; one
+    On CUDA a Triton kernel packs kept, and three make the products with a narrow side: one reads x once for h; one
     reads dy once for dy @ b and the gradient of b; one reads x once for the gradient of a, and writes the adapter's
     part of the gradient of x. The frozen products, by cuBLAS, then add to what lies in their output (beta = 1).
     `fused_lora_triton` makes the frozen products by a kernel of its own, which adds the adapter's part to the sums
@@ -68,7 +70,8 @@ def fused_lora(
     weight  [outputs, inputs], frozen
     a       [rank, inputs]
     b       [outputs, rank]
-    kept    bool or uint8 [tokens, inputs]: 1 where dropout keeps the element, 0 elsewhere; None without dropout
+    kept    bool or uint8 [tokens, inputs]: 1 where dropout keeps the element, 0 elsewhere; or these as bits, uint8
+            [tokens, ⌈inputs / 8⌉], bit i of byte j for the input 8 j + i; None without dropout
     keep    the probability of being kept, by which dropout divides
 
     Source: polychromic, technique 003.6.
@@ -164,18 +167,18 @@ def applied(
     # The interpreter is wrong in bfloat16.
     if not (x.numel() and a.numel() and b.numel()) or (INTERPRETED and x.dtype == torch.bfloat16):
         form = TORCH
-    if kept is not None and kept.dtype == torch.bool:
-        kept = kept.view(torch.uint8)
+    if kept is not None and kept.shape[1] == x.shape[1]:
+        kept = (packed_triton if form.narrow else packed)(kept.view(torch.uint8))
     return FusedLora.apply(x, a, b, scale if kept is None else scale / keep, kept, form, weight_of, *frozen)
 
 
 class FusedLora(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, a, b, factor, kept, form, weight_of, *frozen):
+    def forward(ctx, x, a, b, factor, bits, form, weight_of, *frozen):
         with torch.autocast(x.device.type, enabled=False):
             if form.narrow:
                 x, a, b = (t.contiguous() for t in (x, a, b))
-            h, bits = (_down_triton if form.narrow else _down_torch)(x, a, factor, kept)
+            h = (_down_triton if form.narrow else _down_torch)(x, a, factor, bits)
             ctx.save_for_backward(x, a, b, h, bits, *frozen)
             ctx.factor, ctx.form, ctx.weight_of = factor, form, weight_of
             weight = weight_of(form, x.dtype, *frozen)
@@ -203,24 +206,9 @@ class FusedLora(torch.autograd.Function):
         return d_x, d_a, d_b, None, None, None, None, *(None for _ in frozen)
 
 
-def _packed(kept):
-    """uint8 [tokens, inputs / 8], rounded up: bit i of a byte is that of the i-th of eight columns."""
-    tokens, inputs = kept.shape
-    kept = torch.nn.functional.pad(kept, (0, -inputs % 8)).view(tokens, ceil_div(inputs, 8), 8)
-    places = 2 ** torch.arange(8, device=kept.device, dtype=torch.uint8)
-    return (kept * places).sum(2, dtype=torch.uint8)
-
-
-def _unpacked(bits, inputs):
-    places = torch.arange(8, device=bits.device, dtype=torch.uint8)
-    return (bits[:, :, None] >> places & 1).flatten(1)[:, :inputs]
-
-
-def _down_torch(x, a, factor, kept):
-    """factor * (x * kept) @ a.T, and kept as bits."""
-    if kept is None:
-        return x @ a.T * factor, None
-    return (x * kept) @ a.T * factor, _packed(kept)
+def _down_torch(x, a, factor, bits):
+    """factor * (x * kept) @ a.T."""
+    return (x if bits is None else x * unpacked(bits, x.shape[1])) @ a.T * factor
 
 
 def _across_torch(dy, b, h, factor):
@@ -230,7 +218,7 @@ def _across_torch(dy, b, h, factor):
 
 def _into_torch(x, a, g, bits, added):
     """The gradient of a, and what the adapter adds to that of x; None if it is not `added`."""
-    kept = None if bits is None else _unpacked(bits, x.shape[1])
+    kept = None if bits is None else unpacked(bits, x.shape[1])
     d_a = g.T @ (x if kept is None else x * kept)
     if not added:
         return d_a, None
@@ -242,34 +230,33 @@ def _rank_block(rank):
     return max(LEAST_RANK, 1 << (rank - 1).bit_length())
 
 
-def _down_triton(x, a, factor, kept):
+def _down_triton(x, a, factor, bits):
     tokens, inputs = x.shape
     rank = len(a)
     _, tile, step, warps, stages = next(c for c in DOWN_CONFIGS if c[0] is None or tokens <= c[0])
-    h = torch.empty((tokens, rank), dtype=x.dtype, device=x.device)
-    bits = None
-    if kept is not None:
-        kept = kept.contiguous()
-        bits = torch.empty((tokens, ceil_div(inputs, 8)), dtype=torch.uint8, device=x.device)
+    tiles, steps = ceil_div(tokens, tile), ceil_div(inputs, step)
+    each = ceil_div(steps, max(1, min(PROGRAMS // tiles, steps // LEAST_STEPS)))
+    parts = ceil_div(steps, each)
+    h_parts = torch.empty((parts, tokens, rank), dtype=torch.float32 if parts > 1 else x.dtype, device=x.device)
     with launching(x):
-        _down_kernel[(ceil_div(tokens, tile),)](
+        _down_kernel[(tiles, parts)](
             x,
             a,
-            kept,
-            h,
             bits,
+            h_parts,
             factor,
             tokens,
             inputs,
             rank,
-            DROPS=kept is not None,
+            each,
+            DROPS=bits is not None,
             TOKENS=tile,
             INPUTS=step,
             RANK=_rank_block(rank),
             num_warps=warps,
             num_stages=stages,
         )
-    return h, bits
+    return _total(h_parts, x.dtype)
 
 
 def _tiling(tokens, columns, config):
@@ -387,52 +374,63 @@ def _product(left, weight, thin, low, bits=None, backward=False):
 
 
 @jit
-def _kept(bits_ptr, row, column, columns, mask):
-    """0 or 1 of each element, from its bit."""
-    byte = tl.load(bits_ptr + row * tl.cdiv(columns, 8) + column // 8, mask=mask, other=0).to(tl.int32)
-    return (byte >> (column % 8)) & 1
+def _kept(bits_ptr, row, first, columns, mask, COLUMNS: tl.constexpr):
+    """0 or 1 of each of COLUMNS elements of the rows, from the column `first` on, a multiple of 8; [rows, bytes, 8]."""
+    bytes_of_row = tl.cdiv(columns, 8)
+    byte = first // 8 + tl.arange(0, COLUMNS // 8)
+    bits = tl.load(
+        bits_ptr + row * bytes_of_row + byte[None, :], mask=mask[:, None] & (byte < bytes_of_row)[None, :], other=0
+    )
+    return (bits.to(tl.int32)[:, :, None] >> tl.arange(0, 8)[None, None, :]) & 1
+
+
+@jit
+def _dropped(x_ptr, bits_ptr, row, first, columns, mask, COLUMNS: tl.constexpr):
+    """COLUMNS elements of the rows of x, 0 where they are dropped. Eight at a time, as many as share a byte of bits."""
+    i = first + tl.arange(0, COLUMNS // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
+    x = tl.load(
+        x_ptr + row[:, :, None] * columns + i[None, :, :],
+        mask=mask[:, None, None] & (i < columns)[None, :, :],
+        other=0.0,
+    )
+    kept = _kept(bits_ptr, row, first, columns, mask, COLUMNS)
+    return tl.reshape(x * kept.to(x.dtype), (row.shape[0], COLUMNS))
 
 
 @jit
 def _down_kernel(
     x_ptr,
     a_ptr,
-    kept_ptr,
-    h_ptr,
     bits_ptr,
+    h_ptr,
     factor,
     tokens,
     inputs,
     rank,
+    each,
     DROPS: tl.constexpr,
     TOKENS: tl.constexpr,
     INPUTS: tl.constexpr,
     RANK: tl.constexpr,
 ):
+    part = tl.program_id(1)
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     r = tl.arange(0, RANK)
     row = t.to(tl.int64)[:, None]
     total = tl.zeros((TOKENS, RANK), tl.float32)
-    for start in range(0, inputs, INPUTS):
+    for start in range(part * each * INPUTS, (part + 1) * each * INPUTS, INPUTS):
         i = start + tl.arange(0, INPUTS)
         mask = (t < tokens)[:, None] & (i < inputs)[None, :]
-        x = tl.load(x_ptr + row * inputs + i[None, :], mask=mask, other=0.0)
         if DROPS:
-            kept = tl.load(kept_ptr + row * inputs + i[None, :], mask=mask, other=0)
-            x = x * kept.to(x.dtype)
-            bytes_of_row = tl.cdiv(inputs, 8)
-            places = tl.reshape(kept.to(tl.int32), (TOKENS, INPUTS // 8, 8)) << tl.arange(0, 8)[None, None, :]
-            byte = start // 8 + tl.arange(0, INPUTS // 8)
-            tl.store(
-                bits_ptr + row * bytes_of_row + byte[None, :],
-                tl.sum(places, 2).to(tl.uint8),
-                mask=(t < tokens)[:, None] & (byte < bytes_of_row)[None, :],
-            )
+            x = _dropped(x_ptr, bits_ptr, row, start, inputs, t < tokens, INPUTS)
+        else:
+            x = tl.load(x_ptr + row * inputs + i[None, :], mask=mask, other=0.0)
         a = tl.load(
             a_ptr + r[:, None] * inputs + i[None, :], mask=(r < rank)[:, None] & (i < inputs)[None, :], other=0.0
         )
         total = tl.dot(x, tl.trans(a), total, input_precision="ieee")
     h = (total * factor).to(h_ptr.dtype.element_ty)
+    h_ptr += part.to(tl.int64) * tokens * rank
     tl.store(h_ptr + row * rank + r[None, :], h, mask=(t < tokens)[:, None] & (r < rank)[None, :])
 
 
@@ -501,17 +499,18 @@ def _into_kernel(
         t = (part * each + step) * TOKENS + tl.arange(0, TOKENS)
         row = t.to(tl.int64)[:, None]
         mask = (t < tokens)[:, None] & (i < inputs)[None, :]
-        x = tl.load(x_ptr + row * inputs + i[None, :], mask=mask, other=0.0)
+        if DROPS:
+            x = _dropped(x_ptr, bits_ptr, row, tl.program_id(1) * COLUMNS, inputs, t < tokens, COLUMNS)
+        else:
+            x = tl.load(x_ptr + row * inputs + i[None, :], mask=mask, other=0.0)
         of_g = (t < tokens)[:, None] & (r < rank)[None, :]
         g = tl.load(g_ptr + row * rank + r[None, :], mask=of_g, other=0.0)
-        if DROPS:
-            kept = _kept(bits_ptr, row, i[None, :], inputs, mask)
-            x = x * kept.to(x.dtype)
         d_a = tl.dot(tl.trans(x), g, d_a, input_precision="ieee")
         if ADDS:
             added = tl.dot(g, a, input_precision="ieee")
             if DROPS:
-                added = added * kept.to(tl.float32)
+                kept = _kept(bits_ptr, row, tl.program_id(1) * COLUMNS, inputs, t < tokens, COLUMNS)
+                added = added * tl.reshape(kept.to(tl.float32), (TOKENS, COLUMNS))
             tl.store(d_x_ptr + row * inputs + i[None, :], added.to(d_x_ptr.dtype.element_ty), mask=mask)
     place = part.to(tl.int64) * rank * inputs + r[None, :] * inputs + i[:, None]
     tl.store(d_a_ptr + place, d_a, mask=(i < inputs)[:, None] & (r < rank)[None, :])
@@ -557,8 +556,8 @@ def _product_kernel(
     # The adapter's part first: after the sums it would need registers beside them.
     total = tl.dot(thin, low, input_precision="ieee")
     if DROPS:
-        mask = (m < rows)[:, None] & (n < columns)[None, :]
-        total = total * _kept(bits_ptr, row, n[None, :], columns, mask).to(tl.float32)
+        kept = _kept(bits_ptr, row, first_column, columns, m < rows, COLUMNS)
+        total = total * tl.reshape(kept.to(tl.float32), (ROWS, COLUMNS))
     for k in range(0, terms, TERMS):
         x = left.load([first_row, k])
         w = weight.load([k, first_column]) if BACKWARD else tl.trans(weight.load([first_column, k]))

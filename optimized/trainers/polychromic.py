@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from optimized.attention.flash_attention import flash_attention, flash_attention_packed
-from optimized.dropout_masks import kept_inputs
+from optimized.dropout_masks import kept_bits
 from optimized.generation.fused_lora import fused_lora
 from optimized.graphs.cuda_graph_step import CudaGraphs, CudaGraphStep
 from suite.backends import tf32_products
@@ -53,7 +53,7 @@ class FusedLoRALinear(LoRALinear):
             return super().forward(x)
         rate, own, given = self.settings.dropout, self.dropout, None
         if own is not None and rate:
-            given = kept_inputs(own.starts[self.number], own.places.flatten(), x.shape[-1], rate)
+            given = kept_bits(own.starts[self.number], own.places.flatten(), x.shape[-1], rate)
         a, b = self.lora_a.to(x.dtype), self.lora_b.to(x.dtype)
         keep = 1 - rate if given is not None else 1.0
         found = fused_lora(x.flatten(0, -2), self.weight, a, b, self.scale, given, keep)

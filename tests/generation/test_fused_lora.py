@@ -3,6 +3,7 @@ import math
 import pytest
 import torch
 
+from optimized.dropout_masks import packed
 from optimized.generation import fused_lora as module
 from optimized.generation.fused_lora import fused_lora as optimized
 from optimized.generation.fused_lora import fused_lora_narrow, fused_lora_torch, fused_lora_triton
@@ -82,6 +83,12 @@ fused_lora = Pair(
     cost=COST,
 )
 
+
+def all_kept(x, weight, a, b, scale):
+    """A dropout that drops nothing."""
+    return fused_lora_narrow(x, weight, a, b, scale, torch.ones(x.shape, dtype=torch.bool, device=x.device), 1.0)
+
+
 fused_lora_without_dropout = Pair(
     dtypes=("float32", "float16"),
     reference=reference,
@@ -90,7 +97,7 @@ fused_lora_without_dropout = Pair(
     sizes=SIZES,
     max_examples=16,
     rivals=RIVALS,
-    variants=VARIANTS,
+    variants={**VARIANTS, "all_kept": side(all_kept, available=triton_reason)},
     workloads=[
         Workload("q_1024", tokens=1024, **of_layer("q")),
         Workload("cpu", **CPU, direction="both"),
@@ -219,13 +226,28 @@ def test_for_the_backward_pass_are_saved_x_h_and_bits(call, kept):
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("inputs", [1, 7, 8, 9, 20])
-def test_both_forms_pack_the_same_bits(inputs):
-    x, _, a, _, _, kept, _ = drawn(inputs=inputs)
-    kept = kept.to(torch.uint8)
-    packed = module._packed(kept)
-    assert torch.equal(module._down_triton(x, a, 1.0, kept)[1], packed)
-    assert torch.equal(module._unpacked(packed, inputs), kept)
+@pytest.mark.parametrize("call", SIDES)
+@pytest.mark.parametrize("inputs", [1, 20])
+def test_bits_are_as_good_as_the_mask(call, inputs):
+    *tensors, scale, kept, keep = drawn(inputs=inputs)
+    bits = packed(kept)
+    for own, other in zip(
+        differentiated(call, *tensors, scale, bits, keep),
+        differentiated(call, *tensors, scale, kept, keep),
+        strict=True,
+    ):
+        assert torch.equal(own, other)
+
+
+@pytest.mark.interpreted
+def test_programs_share_the_inputs_of_few_tokens(monkeypatch):
+    launched = []
+    monkeypatch.setattr(module, "_total", lambda parts, dtype: launched.append(len(parts)) or parts.sum(0).to(dtype))
+    monkeypatch.setattr(module, "DOWN_CONFIGS", ((None, 16, 16, 4, 3),))
+    for tokens, inputs, parts in ((16, 16, 1), (16, 64, 1), (16, 130, 2), (16, 640, 10), (4000, 640, 1)):
+        x, _, a, *_ = drawn(tokens=tokens, inputs=inputs)
+        torch.testing.assert_close(module._down_triton(x, a, 2.0, None), 2 * x @ a.T, atol=1e-4, rtol=1e-4)
+        assert launched.pop() == parts
 
 
 @pytest.mark.parametrize("call", SIDES)
