@@ -9,7 +9,7 @@ the device computes the examples' gradients.
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from optimized.attention.flash_attention import flash_attention, flash_attention_packed
+from optimized.block_kernels import gated, normed, turned
 from optimized.dropout_masks import kept_bits
 from optimized.generation.fused_lora import fused_lora
 from optimized.graphs.cuda_graph_step import CudaGraphs, CudaGraphStep
@@ -26,7 +27,7 @@ from suite.polychromic.batches import Prompts, batch_of, groups_of, packed, prom
 from suite.polychromic.chat import Encoded
 from suite.polychromic.config import DTYPES, TrainConfig
 from suite.polychromic.data import Given, examples_of, uniforms
-from suite.polychromic.llama import rotation
+from suite.polychromic.llama import rotated, rotation
 from suite.polychromic.lora import Dropout, LoRALinear, places_of, starts_of
 from suite.polychromic.objective import nucleus, rows_of, sets_of, texts, widened_loss
 from suite.polychromic.report import Report
@@ -156,7 +157,8 @@ class Trainer(QueuesReports):
         self._cross_entropy = of("losses.chunked_cross_entropy", "chunked_cross_entropy", config.chunked_cross_entropy)
         self._clip = of("optimizers.clip_grad_norm", "clip_grad_norm", config.clip_grad_norm)
         self._scaler_step = of("synchronization.sync_free_scaler_step", "ScalerStep", config.sync_free_scaler_step)
-        self._block: Callable[..., torch.Tensor] = functools.partial(_attending, flash_attention)
+        self._parts = FUSED if config.fused_blocks else PLAIN
+        self._block: Callable[..., torch.Tensor] = functools.partial(_attending, _dense_attention, self._parts)
         if not config.flash_attention:
             self._block = _plain
         self._packs = config.packed_examples and config.flash_attention
@@ -217,8 +219,8 @@ class Trainer(QueuesReports):
         cos, sin = rotation(self.model.shape, positions, x.dtype)
         attention = functools.partial(_packed_attention, offsets=offsets, longest=longest)
         for block in body.layers:
-            x = self._run(functools.partial(_attending, attention), block, x, cos, sin)
-        return self._loss(body.norm(x)[0], targets, share)
+            x = self._run(functools.partial(_attending, attention, self._parts), block, x, cos, sin)
+        return self._loss(self._parts.norm(body.norm, x)[0], targets, share)
 
     def _loss(self, hidden: torch.Tensor, labels: torch.Tensor, share: torch.Tensor | float) -> torch.Tensor:
         with widened_loss(hidden):
@@ -329,23 +331,47 @@ def _plain(block: nn.Module, *given: torch.Tensor) -> torch.Tensor:
     return called
 
 
+class Parts(NamedTuple):
+    """What lies between a block's products: its norm, the rotation of heads [B, T, heads, width], and its gate."""
+
+    norm: Callable[..., torch.Tensor]
+    turn: Callable[..., torch.Tensor]
+    gate: Callable[..., torch.Tensor]
+
+
+FUSED = Parts(normed, turned, gated)
+PLAIN = Parts(
+    lambda norm, x: norm(x),
+    lambda x, cos, sin: rotated(x.transpose(1, 2), cos, sin).transpose(1, 2),
+    lambda gate, up: functional.silu(gate) * up,
+)
+
+
 def _attending(
     attention: Callable[..., torch.Tensor],
+    parts: Parts,
     block: nn.Module,
     x: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
     mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The block with another attention, which needs no mask: it is causal."""
-    attended = attention(*block.self_attn.heads(block.input_layernorm(x), cos, sin))
-    x = x + block.self_attn.o_proj(attended.transpose(1, 2).flatten(2))
-    return x + block.mlp(block.post_attention_layernorm(x))
+    """The block with another attention, of heads [B, T, heads, width], which needs no mask: it is causal."""
+    own, mlp, width = block.self_attn, block.mlp, cos.shape[-1]
+    given = parts.norm(block.input_layernorm, x)
+    q, k, v = (project(given).unflatten(-1, (-1, width)) for project in (own.q_proj, own.k_proj, own.v_proj))
+    attended = attention(parts.turn(q, cos, sin), parts.turn(k, cos, sin), v)
+    x = x + own.o_proj(attended.flatten(2))
+    given = parts.norm(block.post_attention_layernorm, x)
+    return x + mlp.down_proj(parts.gate(mlp.gate_proj(given), mlp.up_proj(given)))
+
+
+def _dense_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return flash_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
 
 
 def _packed_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, offsets: torch.Tensor, longest: int
 ) -> torch.Tensor:
-    """Attention of one packed row of heads [1, heads, N, D]."""
-    given = (x[0].transpose(0, 1) for x in (q, k, v))
-    return flash_attention_packed(*given, offsets, longest=longest).transpose(0, 1)[None]
+    """Of one row of packed sequences."""
+    return flash_attention_packed(q[0], k[0], v[0], offsets, longest=longest)[None]

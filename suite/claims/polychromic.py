@@ -140,8 +140,11 @@ def attention(s: Setting) -> Answer:
         found = interleaved(s.device, s.rounds, calls)
         rows.append(f"{length} tokens {_times(ablation.paired(found['plain'], found['flash']))}")
     steps = {}
+    others: dict[str, Any] = dict.fromkeys(
+        ("fused_blocks", "packed_examples", "cuda_graph_step"), False
+    )  # these need it
     for name, on in (("plain", False), ("flash", True)):
-        config = dataclasses.replace(s.config, flash_attention=on, packed_examples=False, cuda_graph_step=False)
+        config = dataclasses.replace(s.config, flash_attention=on, **others)
         steps[name] = functools.partial(_trainer(s, config).train_window, {})
     found = interleaved(s.device, s.rounds, steps, count=1)
     gain = ablation.paired(found["plain"], found["flash"])

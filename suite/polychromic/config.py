@@ -80,6 +80,8 @@ class TrainConfig:
     chunked_cross_entropy: bool = True
     fused_lora: bool = True
     flash_attention: bool = True
+    fused_blocks: bool = True
+    """Compute norms, rotations and gates by a kernel each; needs `flash_attention`."""
     packed_examples: bool = True
     """Compute a step's examples all at once, without padding, and not by micro-batches; needs `flash_attention`."""
     cuda_graph_step: bool = True
@@ -137,6 +139,7 @@ TECHNIQUES = (
     "chunked_cross_entropy",
     "fused_lora",
     "flash_attention",
+    "fused_blocks",
     "packed_examples",
     "cuda_graph_step",
     "clip_grad_norm",
