@@ -115,7 +115,7 @@ polychromic = Pair(
     gradients=False,
     sizes={"V": size(258, 258), "D": size(32, 32)},
     steps=(1, 2),
-    max_examples=12,
+    max_examples=8,
     workloads=[
         Workload(
             "smollm2",
