@@ -476,8 +476,13 @@ def _precision(trial: _Trial, case: Case, gradients: bool) -> Iterator[str]:
 
 
 def _has_both_signs(truth: truths.Truth, produced: Leaves) -> bool:
-    """Whether the errors, of many elements, are partly up and partly down, as those of rounding are."""
-    differences = [(got.double() - leaf.double()).flatten() for got, leaf in _both(truth, produced)]
+    """Whether the errors, of many elements, are partly towards zero and partly away from it, as those of rounding are.
+
+    Those of a wrong factor are all of one kind, also where the values have both signs.
+    """
+    differences = [
+        ((got.double() - leaf.double()) * leaf.double().sign()).flatten() for got, leaf in _both(truth, produced)
+    ]
     every = torch.cat([d[d.isfinite() & (d != 0)] for d in differences])
     if every.numel() < FEWEST_ERRORS:
         return False

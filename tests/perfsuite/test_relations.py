@@ -72,6 +72,15 @@ def test_a_failure_names_it(optimized: Callable[[torch.Tensor], torch.Tensor], s
     assert says in str(caught.value)
 
 
+def test_a_wrong_factor_of_one_element_is_not_taken_for_rounding() -> None:
+    """Of one element no factor is said; of many, whose signs differ, the errors are all away from zero."""
+    inputs = {"x": tensor("n", values=floats(-2, 2))}
+    pair = Pair(name="p", reference=lambda x: 2 * x, optimized=lambda x: 2.001 * x, inputs=inputs, gradients=False)
+    with pytest.raises(NotEquivalent) as caught:
+        perfsuite.check(pair, examples=5)
+    assert "likely cause: its error is that of" not in str(caught.value)
+
+
 def without_a_tail(x: torch.Tensor) -> torch.Tensor:
     made = x.exp()
     made[..., x.shape[-1] // 16 * 16 :] = 0
