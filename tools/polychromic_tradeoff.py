@@ -32,6 +32,7 @@ from suite import configuration, trainers  # noqa: E402
 from suite.commands.train import device_called, name_of  # noqa: E402
 from suite.polychromic.data import load  # noqa: E402
 from suite.polychromic.evaluation import quality  # noqa: E402
+from suite.runtime.timing import synchronize  # noqa: E402
 
 WEIGHTS = (0.0, 0.3, 1.0, 3.0)
 METRICS = ("held_out_loss", "diversity", "log_likelihood")
@@ -66,7 +67,8 @@ def measure(asked: argparse.Namespace, fields: Sequence[str]) -> None:
     device, given = device_called(asked.device), load(data).given
     if not given.validation:
         raise PerfsuiteError("validation: there is no held-out example; raise it, or give more data")
-    found = read(asked.out) if asked.out.exists() else []
+    about = {"device": name_of(device), "config": dataclasses.asdict(config), "data": dataclasses.asdict(data)}
+    found = read(asked.out, about) if asked.out.exists() else []
     for seed in asked.seeds:
         for weight in asked.weights:
             if any((run["weight"], run["seed"]) == (weight, seed) for run in found):
@@ -75,20 +77,25 @@ def measure(asked: argparse.Namespace, fields: Sequence[str]) -> None:
             began = time.perf_counter()
             for _ in range(config.steps):
                 trainer.train_window({})
+            synchronize(device)
             seconds = time.perf_counter() - began
             measured = quality(trainer, given)
             found.append({"weight": weight, "seed": seed, "steps": config.steps, "seconds": seconds, **measured})
             print(json.dumps(found[-1]), file=sys.stderr, flush=True)
-            about = {"device": name_of(device), "config": dataclasses.asdict(config), "data": dataclasses.asdict(data)}
             asked.out.write_text(json.dumps({**about, "runs": found}, indent=1) + "\n")
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    """The runs of a file; PerfsuiteError where it holds none."""
+def read(path: Path, about: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
+    """The runs of a file; PerfsuiteError where it holds none, or `about` says otherwise how they were made."""
     try:
-        runs: list[dict[str, Any]] = json.loads(path.read_text())["runs"]
+        stored = json.loads(path.read_text())
+        runs: list[dict[str, Any]] = stored["runs"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise PerfsuiteError(f"{path} has no runs of this tool: {error}; name another file") from None
+    expected = json.loads(json.dumps(about or {}))
+    different = [name for name, value in expected.items() if stored.get(name) != value]
+    if different:
+        raise PerfsuiteError(f"{path} has runs of another {' and '.join(different)}; name another file")
     return runs
 
 
