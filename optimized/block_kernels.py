@@ -1,7 +1,7 @@
-"""What lies between the products of a block of Llama's architecture: a launch each, forward and backward.
+"""Triton kernels for a block's norms, rotary embeddings and gates: one launch each, forward and backward.
 
-As PyTorch's operations they are 8 launches for a norm, 6 for a rotation and 2 for a gate forward, and more backward,
-each of which reads and writes all. Frozen weights get no gradient, and there is no second derivative.
+PyTorch's operations take 8 launches for a norm, 6 for a rotation and 2 for a gate forward, and more backward, and each
+of them reads and writes the whole tensor. Frozen weights get no gradient, and there is no second derivative.
 """
 
 import torch
@@ -19,55 +19,59 @@ LARGEST_ROW = 1 << 14
 
 def normed(norm: RMSNorm, x: torch.Tensor) -> torch.Tensor:
     """Return `norm(x)`, x [..., width]; the norm's weight gets no gradient."""
-    if not (_is_served(x) and x.shape[-1] <= LARGEST_ROW):
-        return norm(x)
-    return normed_triton(norm, x)
+    return (normed_triton if _is_served(x, x.shape[-1]) else normed_torch)(norm, x)
+
+
+def normed_torch(norm: RMSNorm, x: torch.Tensor) -> torch.Tensor:
+    """`normed` in PyTorch operations."""
+    return norm(x)
 
 
 def normed_triton(norm: RMSNorm, x: torch.Tensor) -> torch.Tensor:
     """`normed` by the kernels."""
-    if _is_wrong(x):
-        return norm(x)
-    return _Normed.apply(x, norm.weight.detach().contiguous(), norm.eps)
+    return _Normed.apply(x, norm.weight.detach().contiguous(), norm.eps) if _can_launch(x) else normed_torch(norm, x)
 
 
 def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate heads to their positions, [B, T, heads, D], as `suite.polychromic.llama.rotated`; cos, sin [T, D] have the
-    same value for both elements of a pair."""
-    if not (_is_served(x) and x.shape[-2] * x.shape[-1] <= LARGEST_ROW):
-        return rotated(x.transpose(1, 2), cos, sin).transpose(1, 2)
-    return turned_triton(x, cos, sin)
+    """Rotate heads [B, T, heads, D] to their positions, as `suite.polychromic.llama.rotated` does; cos, sin [T, D] have
+    the same value for both elements of a pair."""
+    return (turned_triton if _is_served(x, x.shape[-2] * x.shape[-1]) else turned_torch)(x, cos, sin)
+
+
+def turned_torch(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """`turned` in PyTorch operations."""
+    return rotated(x.transpose(1, 2), cos, sin).transpose(1, 2)
 
 
 def turned_triton(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """`turned` by the kernel."""
-    if _is_wrong(x):
-        return rotated(x.transpose(1, 2), cos, sin).transpose(1, 2)
-    return _Turned.apply(x, cos.contiguous(), sin.contiguous())
+    return _Turned.apply(x, cos.contiguous(), sin.contiguous()) if _can_launch(x) else turned_torch(x, cos, sin)
 
 
 def gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """Return `silu(gate) * up`."""
-    if not (_is_served(gate) and up.dtype == gate.dtype):
-        return functional.silu(gate) * up
-    return gated_triton(gate, up)
+    return (gated_triton if _is_served(gate) and up.dtype == gate.dtype else gated_torch)(gate, up)
+
+
+def gated_torch(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """`gated` in PyTorch operations."""
+    return functional.silu(gate) * up
 
 
 def gated_triton(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """`gated` by the kernels."""
-    if _is_wrong(gate):
-        return functional.silu(gate) * up
-    return _Gated.apply(gate, up)
+    return _Gated.apply(gate, up) if _can_launch(gate) else gated_torch(gate, up)
 
 
-def _is_served(x):
+def _is_served(x, row=0):
+    """Whether the kernels serve x, of which one program takes a row of so many elements."""
     # Under autocast PyTorch's operations choose dtypes of their own.
-    return use_triton(x, dtypes=DTYPES) and not torch.is_autocast_enabled(x.device.type)
+    return use_triton(x, dtypes=DTYPES) and row <= LARGEST_ROW and not torch.is_autocast_enabled(x.device.type)
 
 
-def _is_wrong(x):
-    """Whether the kernels would be: Triton's interpreter is, in bfloat16; nothing can be launched for no element."""
-    return (INTERPRETED and x.dtype == torch.bfloat16) or not x.numel()
+def _can_launch(x):
+    """Whether there is an element, and a kernel computes it right: Triton's interpreter is wrong in bfloat16."""
+    return x.numel() > 0 and not (INTERPRETED and x.dtype == torch.bfloat16)
 
 
 def _block(size):

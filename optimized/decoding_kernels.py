@@ -27,7 +27,7 @@ LEAST = 16
 
 
 class Adapters(NamedTuple):
-    """Of the layers that share an input: a [layers, rank, inputs]; b [outputs of all, rank], times the scale."""
+    """The adapters of layers that share an input: a [layers, rank, inputs]; b [outputs of all, rank], scaled."""
 
     a: torch.Tensor
     b: torch.Tensor

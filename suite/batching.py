@@ -23,7 +23,7 @@ def permutation(count: int, seed: int, epoch: int, device: torch.device | str) -
     Counter-based: rows are sorted by SplitMix64 (Steele, Lea and Flood, 2014) of their number. It maps 64 bits one to
     one, so that no two rows have the same key and every device sorts alike.
     """
-    start = mixed(mixed(seed & WORD) + epoch & WORD)
+    start = word_of(seed, epoch)
     return torch.argsort(hashed(torch.arange(count, dtype=torch.int64, device=device) * signed(STEP) + signed(start)))
 
 
@@ -68,6 +68,11 @@ def mixed(word: int) -> int:
     for shift, factor in ROUNDS:
         word = (word ^ word >> shift) * factor & WORD
     return word ^ word >> LAST_SHIFT
+
+
+def word_of(seed: int, number: int) -> int:
+    """A random word for each seed and number, of 64 bits without a sign."""
+    return mixed(mixed(seed & WORD) + number & WORD)
 
 
 def signed(word: int) -> int:

@@ -2,12 +2,14 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
+
+from optimized.autocasting import as_autocast
 
 # Backends in the order in which they are tried, in half precision and in float32: PyTorch's own order. To be measured
 # on an H200.
@@ -16,7 +18,7 @@ SINGLE = (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 # cuDNN's backward may give NaN for lengths that are no multiple of this: it multiplies what lies behind the last token
 # by 0 (pytorch issue 196678).
 WHOLE_TILES = 128
-# Told that no sequence has more than one token, flash-attn takes it that each has one, and fails where some are empty.
+# With max_seqlen 1 flash-attn assumes that every sequence has exactly one token, and fails if one is empty.
 LEAST_LONGEST = 2
 # Kernels load so many bytes at once, and fault where data begin elsewhere.
 ALIGNMENT = 16
@@ -41,7 +43,7 @@ def flash_attention(
 
     Source: polychromic, technique 003.1.
     """
-    q, k, v = _cast(q, k, v)
+    q, k, v = as_autocast(q, k, v)
     if lengths is None:
         return _dense(q, k, v, None, causal)
     inside = torch.arange(q.shape[2], device=q.device) < lengths[:, None]
@@ -71,7 +73,7 @@ def flash_attention_packed(
 
     Source: polychromic, technique 003.1.
     """
-    q, k, v = _cast(q, k, v)
+    q, k, v = as_autocast(q, k, v)
     if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= WIDEST_HEAD and q.numel():
         longest = int(offsets.diff().max()) if longest is None else longest
         return _variable_length()(*map(_aligned, (q, k, v)), offsets, max(longest, LEAST_LONGEST), causal)
@@ -86,15 +88,6 @@ def flash_attention_packed(
         found.append(_dense(*given, None, causal).transpose(1, 2).flatten(0, 1))
         places.append(rows.flatten())
     return torch.cat(found)[torch.cat(places).argsort()] if found else torch.zeros_like(q)
-
-
-def _cast(*inputs: torch.Tensor) -> Iterable[torch.Tensor]:
-    """The inputs in autocast's dtype where it is on, else as they are."""
-    kind = inputs[0].device.type
-    if not torch.is_autocast_enabled(kind):
-        return inputs
-    to = torch.get_autocast_dtype(kind)
-    return (x if x.dtype == torch.float64 else x.to(to) for x in inputs)
 
 
 def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool) -> torch.Tensor:
@@ -113,8 +106,8 @@ def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor
 
 
 class _SameStrides(torch.autograd.Function):
-    """The tensor itself; its gradient has its strides. cuDNN's backward is wrong for a part of a larger tensor, as
-    behind a concatenation."""
+    """Identity whose gradient has the strides of its input. cuDNN's backward is wrong for a gradient that is a slice of
+    a larger tensor, as it is behind a concatenation."""
 
     @staticmethod
     def forward(ctx, x):

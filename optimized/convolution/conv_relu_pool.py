@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
+from optimized.autocasting import as_autocast
 from optimized.kernels import ceil_div, jit, launching, tl, use_triton
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -69,10 +70,7 @@ def conv_relu_pool(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) ->
 
     Source: leak_cnn, technique 001.F4, which expects 10–15% of an epoch.
     """
-    # float64 is left alone by autocast.
-    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x, weight, bias = x.to(dtype), weight.to(dtype), bias.to(dtype)
+    x, weight, bias = as_autocast(x, weight, bias)
     served = use_triton(x, weight, bias, dtypes=DTYPES) and x.dtype == weight.dtype == bias.dtype
     return (conv_relu_pool_triton if served else conv_relu_pool_vectorised)(x, weight, bias)
 

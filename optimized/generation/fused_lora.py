@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import torch
 
+from optimized.autocasting import as_autocast
 from optimized.dropout_masks import packed, packed_triton, unpacked
 from optimized.kernels import INTERPRETED, ceil_div, has_descriptors, jit, launching, tl, triton, use_triton
 
@@ -158,10 +159,7 @@ def applied(
 
     form  None for the one that serves x, a and b where they are
     """
-    # As functional.linear would; float64 is left alone by autocast.
-    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x, a, b = (t.to(dtype) for t in (x, a, b))
+    x, a, b = as_autocast(x, a, b)
     if form is None:
         form = (WIDE if PRODUCT_KERNEL else NARROW) if use_triton(x, a, b, dtypes=DTYPES) else TORCH
     # The interpreter is wrong in bfloat16.

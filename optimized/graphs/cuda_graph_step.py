@@ -15,10 +15,10 @@ GRAPHS = 4
 
 
 class CudaGraphs:
-    """What CUDA does for a `CudaGraphStep`; another object with these two functions can stand in for it.
+    """CUDA operations of a `CudaGraphStep`; another object with the same two methods can replace it.
 
-    pool  `torch.cuda.graph_pool_handle()` of the memory that all its graphs share; None: each has memory of its own.
-          One graph's replay then writes over what another's has left: all that a step keeps must have been made before
+    pool  a `torch.cuda.graph_pool_handle()` whose memory all graphs share; None: each graph has its own memory. In a
+          shared pool a replay overwrites the results of other graphs, so a step must keep nothing that it allocated
     """
 
     def __init__(self, pool: Any = None) -> None:

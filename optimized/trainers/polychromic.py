@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from optimized.attention.flash_attention import flash_attention, flash_attention_packed
-from optimized.block_kernels import gated, normed, turned
+from optimized.block_kernels import gated, gated_torch, normed, normed_torch, turned, turned_torch
 from optimized.dropout_masks import kept_bits
 from optimized.generation.fused_lora import fused_lora
 from optimized.graphs.cuda_graph_step import CudaGraphs, CudaGraphStep
@@ -27,7 +27,7 @@ from suite.polychromic.batches import Prompts, batch_of, groups_of, packed, prom
 from suite.polychromic.chat import Encoded
 from suite.polychromic.config import DTYPES, TrainConfig
 from suite.polychromic.data import Given, examples_of, uniforms
-from suite.polychromic.llama import rotated, rotation
+from suite.polychromic.llama import rotation
 from suite.polychromic.lora import Dropout, LoRALinear, places_of, starts_of
 from suite.polychromic.objective import nucleus, rows_of, sets_of, texts, widened_loss
 from suite.polychromic.report import Report
@@ -332,7 +332,7 @@ def _plain(block: nn.Module, *given: torch.Tensor) -> torch.Tensor:
 
 
 class Parts(NamedTuple):
-    """What lies between a block's products: its norm, the rotation of heads [B, T, heads, width], and its gate."""
+    """Functions for a block's norm, for the rotation of heads [B, T, heads, width], and for its gate."""
 
     norm: Callable[..., torch.Tensor]
     turn: Callable[..., torch.Tensor]
@@ -340,11 +340,7 @@ class Parts(NamedTuple):
 
 
 FUSED = Parts(normed, turned, gated)
-PLAIN = Parts(
-    lambda norm, x: norm(x),
-    lambda x, cos, sin: rotated(x.transpose(1, 2), cos, sin).transpose(1, 2),
-    lambda gate, up: functional.silu(gate) * up,
-)
+PLAIN = Parts(normed_torch, turned_torch, gated_torch)
 
 
 def _attending(
@@ -373,5 +369,5 @@ def _dense_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch
 def _packed_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, offsets: torch.Tensor, longest: int
 ) -> torch.Tensor:
-    """Of one row of packed sequences."""
+    """Return the attention of packed sequences; heads [1, N, heads, width]."""
     return flash_attention_packed(q[0], k[0], v[0], offsets, longest=longest)[None]

@@ -26,7 +26,7 @@ from suite.techniques import implementation
 
 CHECKS = Checks()
 WIDTH = MINILM["heads"] * MINILM["head_width"]
-"""Of an embedding of all-MiniLM-L6-v2."""
+"""Width of an embedding of all-MiniLM-L6-v2."""
 REPLIES = (3, 10, 128, 1024)
 LENGTHS = (128, 512, 2048)
 
@@ -40,11 +40,11 @@ class Setting:
     config: TrainConfig = dataclasses.field(default_factory=lambda: TrainConfig(dtype="bfloat16"))
     rounds: int = 7
     steps: int = 3
-    """Of a run whose weights are compared."""
+    """Steps of a run whose weights are compared."""
     prompts: int = 64
     """To which replies are drawn in both ways, three to each."""
     drawn_tokens: int = 20
-    """Of such a reply."""
+    """Tokens of each of these replies."""
 
 
 def setting(device: torch.device) -> Setting:
@@ -68,12 +68,12 @@ def shapes(s: Setting) -> Answer:
     }
     ends = {name: _weights_after(s, config) for name, config in arms.items()}
     written, policy = (_furthest(ends[name], ends["without"]) for name in ("written", "policy"))
-    told = (
+    text = (
         f"as the source writes it, the diversity is a number without a gradient: after {s.steps} steps with λ = "
         f"{few.diversity} and with λ = 0 the weights {_differ(written)}. With the gradient of its expectation they "
         f"{_differ(policy)}"
     )
-    return (REFUTED if written == 0 < policy else CONFIRMED if written else UNMEASURED), told
+    return (REFUTED if written == 0 < policy else CONFIRMED if written else UNMEASURED), text
 
 
 # --- where the time goes --------------------------------------------------------------------------------------------
@@ -93,12 +93,12 @@ def shares(s: Setting) -> Answer:
     replies = config.prompts * config.replies
     generation, diversity = replies * median(generating), median(found["diversity"])
     share = 100 * diversity / (generation + diversity)
-    told = (
+    text = (
         f"{replies} replies of {config.new_tokens} tokens, one after another and without a cache, take "
         f"{units.seconds(generation)}; their embeddings by an encoder of all-MiniLM-L6-v2's size, set by set, with all "
         f"distances {units.seconds(diversity)}: {share:.2g}% of both"
     )
-    return (CONFIRMED if 10 <= share <= 30 else REFUTED), told
+    return (CONFIRMED if 10 <= share <= 30 else REFUTED), text
 
 
 @CHECKS("C42", "A Triton kernel for the pairwise distances is 2 to 3 times as fast.", gpu=True)
@@ -115,11 +115,11 @@ def kernel(s: Setting) -> Answer:
         rows.append(
             f"{count} replies take {typical(found['plain'])} and {typical(found['fast'])}, {_times(gains[count])}"
         )
-    told = f"{'; '.join(rows)}. A few replies take the time of a launch"
-    verdict, told = within(gains[10].low, gains[10].high, 2, 3, told)
+    text = f"{'; '.join(rows)}. A few replies take the time of a launch"
+    verdict, text = within(gains[10].low, gains[10].high, 2, 3, text)
     if verdict == REFUTED and any(2 <= gain.value <= 3 for gain in gains.values()):
-        return DEPENDS, f"on how many replies a set has: {told}"
-    return verdict, told
+        return DEPENDS, f"on how many replies a set has: {text}"
+    return verdict, text
 
 
 @CHECKS("C43", "FlashAttention trains 1.5 to 2 times as fast.", gpu=True)
@@ -148,11 +148,11 @@ def attention(s: Setting) -> Answer:
         steps[name] = functools.partial(_trainer(s, config).train_window, {})
     found = interleaved(s.device, s.rounds, steps, count=1)
     gain = ablation.paired(found["plain"], found["flash"])
-    told = (
+    text = (
         f"a step takes {typical(found['plain'])} without it and {typical(found['flash'])} with it, {_times(gain)}. "
         f"Attention alone, forward and backward, of two rows: {'; '.join(rows)}"
     )
-    return within(gain.low, gain.high, 1.5, 2, told)
+    return within(gain.low, gain.high, 1.5, 2, text)
 
 
 # --- when, and which replies ----------------------------------------------------------------------------------------
@@ -164,12 +164,12 @@ def in_evaluation(s: Setting) -> Answer:
         calls = _losses_in_evaluation()
     except ImportError as error:
         return UNMEASURED, f"transformers' Trainer cannot be imported: {str(error).strip().splitlines()[0]}"
-    told = (
+    text = (
         f"transformers' Trainer, which the source's is made from, calls compute_loss {calls} times to evaluate 4 "
         "examples one by one: a loss that draws replies draws them there. Here the held-out loss draws none, and the "
         "held-out diversity is measured apart"
     )
-    return (CONFIRMED if calls else REFUTED), told
+    return (CONFIRMED if calls else REFUTED), text
 
 
 @CHECKS("C46", "Batched generation gives what sequential generation gives.")
@@ -191,13 +191,13 @@ def same_replies(s: Setting) -> Answer:
         )  # fmt: skip
         apart[name] = int((plain != fast).any(-1).sum())
     count = 3 * s.prompts
-    told = (
+    text = (
         f"with the same random numbers {apart['drawn']} of {count} replies of {s.drawn_tokens} tokens differ, in "
         f"float32, and {apart['greedy']} of as many greedy ones"
     )
     if apart["greedy"]:
-        return REFUTED, told
-    return (CONFIRMED if apart["drawn"] <= count // 1000 else DEPENDS), told
+        return REFUTED, text
+    return (CONFIRMED if apart["drawn"] <= count // 1000 else DEPENDS), text
 
 
 # --- how ------------------------------------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ def _trainer(s: Setting, config: TrainConfig, *, optimized: bool = True) -> Any:
 
 
 def _weights_after(s: Setting, config: TrainConfig) -> dict[str, torch.Tensor]:
-    """Of the reference trainer: its kernels give the same bits each time."""
+    """Train the reference, whose kernels give the same bits each time; return its weights."""
     trainer = _trainer(s, config, optimized=False)
     for _ in range(s.steps):
         trainer.train_window({})

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from perfsuite.errors import PerfsuiteError
-from suite.batching import WORD, mixed
+from suite.batching import word_of
 from suite.polychromic import drawn, pretrained, replies, sentences
 from suite.polychromic.batches import numbers, prepare
 from suite.polychromic.chat import Chat, Encoded
@@ -200,7 +200,7 @@ def examples_of(config: TrainConfig, given: Given, step: int, batch: Mapping[str
 
 def uniforms(seed: int, step: int, shape: tuple[int, ...], device: torch.device | str) -> torch.Tensor:
     """The numbers that choose a step's tokens, float32 from 0 to below 1: the same on every device."""
-    generator = torch.Generator().manual_seed(mixed(mixed(seed & WORD) + step & WORD) >> 1)
+    generator = torch.Generator().manual_seed(word_of(seed, step) >> 1)
     return torch.rand(shape, generator=generator).to(device)
 
 

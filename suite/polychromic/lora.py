@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.functional import linear
 
 from perfsuite.errors import PerfsuiteError
-from suite.batching import STEP, WORD, hashed, mixed, signed
+from suite.batching import STEP, hashed, mixed, signed, word_of
 from suite.naming import shown
 from suite.polychromic.llama import Llama
 from suite.polychromic.model_files import read_json, read_tensors
@@ -46,7 +46,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Dropout:
-    """What decides which inputs all adapters drop.
+    """The random words by which all adapters drop inputs.
 
     starts  int64 [adapters], where the random words of each begin; `starts_of`
     places  int64, a number for each token, of the tokens' own shape; `places_of`
@@ -58,8 +58,7 @@ class Dropout:
 
 def starts_of(seed: int, step: int, adapters: int) -> torch.Tensor:
     """Where the random words of each adapter begin in a step, int64 [adapters]."""
-    first = mixed(mixed(mixed(seed & WORD) + step & WORD))
-    return hashed(torch.arange(adapters) + signed(first))
+    return hashed(torch.arange(adapters) + signed(mixed(word_of(seed, step))))
 
 
 def places_of(first: int, shape: tuple[int, int], device: torch.device | str = "cpu") -> torch.Tensor:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader
 
-from suite.batching import mixed, permutation
+from suite.batching import WORD, mixed, permutation, word_of
 from suite.building import digest_of
 from suite.configuration import ConfigurationError, need
 from suite.stepping import NumberedSteps
@@ -244,7 +244,7 @@ class Maker:
 
     def generator(self, number: int, stream: int) -> torch.Generator:
         """The generator of what is drawn for a micro-batch: one for each stream, on the CPU."""
-        word = mixed(mixed(mixed(self.config.seed) + self._of_all(number) & 2**64 - 1) + stream & 2**64 - 1)
+        word = mixed(word_of(self.config.seed, self._of_all(number)) + stream & WORD)
         return torch.Generator().manual_seed(word & 2**63 - 1)
 
     def first(self) -> MicroBatch:

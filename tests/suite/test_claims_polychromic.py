@@ -41,9 +41,9 @@ def test_a_gpu_gets_the_source_s_step() -> None:
 
 
 def test_as_written_the_diversity_shapes_nothing() -> None:
-    verdict, told = polychromic.shapes(TINY)
+    verdict, text = polychromic.shapes(TINY)
     assert verdict == REFUTED
-    assert "λ = 0 the weights are the same, bit for bit. With the gradient of its expectation they differ" in told
+    assert "λ = 0 the weights are the same, bit for bit. With the gradient of its expectation they differ" in text
 
 
 @pytest.mark.parametrize(
@@ -61,9 +61,9 @@ def test_a_term_shapes_training_where_weights_move(
 
 
 def test_replies_are_the_same_in_both_ways() -> None:
-    verdict, told = polychromic.same_replies(TINY)
+    verdict, text = polychromic.same_replies(TINY)
     assert verdict == CONFIRMED
-    assert "0 of 9 replies of 6 tokens differ, in float32, and 0 of as many greedy ones" in told
+    assert "0 of 9 replies of 6 tokens differ, in float32, and 0 of as many greedy ones" in text
 
 
 @pytest.mark.parametrize(("which", "verdict"), [("drawn", DEPENDS), ("greedy", REFUTED)])
@@ -80,9 +80,9 @@ def test_replies_that_differ_are_told(which: str, verdict: str, monkeypatch: pyt
         return other
 
     monkeypatch.setattr(polychromic, "implementation", implementation)
-    verdict_found, told = polychromic.same_replies(TINY)
+    verdict_found, text = polychromic.same_replies(TINY)
     assert verdict_found == verdict
-    assert "9 of" in told
+    assert "9 of" in text
 
 
 def test_transformers_trainer_calls_the_loss_in_evaluation() -> None:
@@ -96,8 +96,8 @@ def test_without_transformers_nothing_is_said_of_its_trainer(monkeypatch: pytest
         raise ImportError("No module named 'transformers'\nmore")
 
     monkeypatch.setattr(polychromic, "_losses_in_evaluation", missing)
-    told = "transformers' Trainer cannot be imported: No module named 'transformers'"
-    assert polychromic.in_evaluation(TINY) == (UNMEASURED, told)
+    text = "transformers' Trainer cannot be imported: No module named 'transformers'"
+    assert polychromic.in_evaluation(TINY) == (UNMEASURED, text)
 
 
 # --- what a GPU shows -----------------------------------------------------------------------------------------------
@@ -118,9 +118,9 @@ def timed(seconds: Mapping[str, float]) -> Callable[..., dict[str, list[float]]]
 def test_the_diversity_s_share_is_of_both(diversity: float, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(polychromic, "interleaved", timed({"reply": 2.0, "diversity": diversity}))
     monkeypatch.setattr(polychromic, "MINILM", {**polychromic.MINILM, "layers": 1})
-    found, told = polychromic.shares(TINY)
+    found, text = polychromic.shares(TINY)
     assert found == verdict
-    assert "6 replies of 6 tokens, one after another and without a cache, take 12.0 s" in told
+    assert "6 replies of 6 tokens, one after another and without a cache, take 12.0 s" in text
 
 
 @pytest.mark.parametrize(("gain", "verdict"), [(2.5, CONFIRMED), (1.5, REFUTED), (50.0, REFUTED)])
@@ -145,6 +145,6 @@ def test_a_kernel_that_is_so_much_faster_for_more_replies_depends(monkeypatch: p
 def test_attention_is_judged_by_a_step(gain: float, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(polychromic, "interleaved", timed({"plain": gain, "flash": 1.0}))
     monkeypatch.setattr(polychromic, "LENGTHS", (16,))
-    found, told = polychromic.attention(TINY)
+    found, text = polychromic.attention(TINY)
     assert found == verdict
-    assert "of two rows: 16 tokens" in told
+    assert "of two rows: 16 tokens" in text
