@@ -1,17 +1,21 @@
 """Keys and values that a language model keeps of its tokens, and the step for one more token of each row."""
 
 import weakref
+from collections.abc import Callable
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 from optimized.decoding_kernels import Step, is_served
-from optimized.graphs.cuda_graph_step import CudaGraphStep
+from optimized.graphs.cuda_graph_step import CudaGraphs, CudaGraphStep
 from suite.polychromic.llama import Llama, rotation, widened
+from suite.polychromic.lora import LoRALinear
 
 # The length of the cache is a multiple of so many tokens: few lengths need a graph of their own.
 ROUNDED_TO = 128
+Then = Callable[..., Any] | None
 
 
 class Caches:
@@ -45,13 +49,17 @@ class Cache:
         )
         self.layers = [(keys, values) for keys, values in held]
         self._modules = [weakref.ref(module) for module in model.modules()]
+        self._adapters = [known for known in self._modules if isinstance(known(), LoRALinear)]
+        self._addresses, self._off = _addresses(model), frozenset[int]()
         self.rows = torch.arange(rows, device=weight.device)
         self.places = torch.arange(size, device=weight.device)
         self.kernels: Step | None = None
         if is_served(model, rows) if kernels is None else kernels:
             self.kernels = Step(model, rows, size, *rotation(shape, self.places, weight.dtype))
-        # For one more token of each row, at its position, both [rows]: the logits of the next, [rows, vocabulary].
-        self.next = CudaGraphStep(self._next, device=weight.device)
+        # Their methods say what these return. Both are replayed as graphs, which share memory: results are copies.
+        pool = torch.cuda.graph_pool_handle() if weight.is_cuda else None
+        given = {"device": weight.device, "backend": CudaGraphs(pool)}
+        self._reading, self._going_on = CudaGraphStep(self._read, **given), CudaGraphStep(self._next, **given)
 
     @property
     def model(self) -> Llama:
@@ -65,6 +73,8 @@ class Cache:
         # A step that is recorded, or made of kernels, goes on with the layers that it had.
         if [known() for known in self._modules] != list(self.model.modules()):
             return False
+        if self._addresses != _addresses(self.model):
+            return False
         weight = self.model.lm_head.weight
         held = self.layers[0][0] if self.layers else weight
         return (len(self.rows), len(self.places), held.dtype, held.device) == (rows, size, weight.dtype, weight.device)
@@ -72,6 +82,18 @@ class Cache:
     def read(self, prompts: torch.Tensor, lengths: torch.Tensor, times: int = 1) -> torch.Tensor:
         """Keep the keys and values of prompts [rows / times, T], each for so many rows in turn; return the logits after
         each, [rows, vocabulary]. Adapters are taken as they are now."""
+        self._off = frozenset(n for n, known in enumerate(self._adapters) if known().is_off)
+        return self._reading(prompts, lengths, times, self._off)
+
+    def next(self, tokens: torch.Tensor, positions: torch.Tensor, then: Then = None, *given: Any) -> Any:
+        """Add a token to each row at its position, both [rows], and call `then` with the logits of the next,
+        [rows, vocabulary], and with what is given; return what it returns, or without it the logits.
+
+        A token of −1, which sampling returns where there is no distribution, is taken for 0.
+        """
+        return self._going_on(tokens, positions, self._off, then, *given)
+
+    def _read(self, prompts: torch.Tensor, lengths: torch.Tensor, times: int, _off: frozenset[int]) -> torch.Tensor:
         if self.kernels is not None:
             self.kernels.take_adapters()
         body = self.model.model
@@ -87,8 +109,13 @@ class Cache:
         last = x[torch.arange(len(prompts), device=prompts.device), lengths - 1]
         return self._logits(last).repeat_interleave(times, 0)
 
-    def _next(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Add a token to each row at its position, both [rows]; return the logits of the next, [rows, vocabulary]."""
+    def _next(
+        self, tokens: torch.Tensor, positions: torch.Tensor, _off: frozenset[int], then: Then, *given: Any
+    ) -> Any:
+        logits = self._after(tokens.clamp(min=0), positions)
+        return then(logits, *given) if then is not None else logits
+
+    def _after(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         body, shape = self.model.model, self.model.shape
         x = body.embed_tokens(tokens)
         if (
@@ -113,3 +140,8 @@ class Cache:
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
         return linear(self.model.model.norm(x), self.model.lm_head.weight)
+
+
+def _addresses(model):
+    """Where the parameters lie: a graph goes on with what lay there."""
+    return [parameter.data_ptr() for parameter in model.parameters()]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from optimized.kernels import ceil_div, jit, launching, tl, use_triton
+from optimized.kernels import ceil_div, has_descriptors, jit, launching, tl, use_triton
 from suite.polychromic.llama import Llama
 from suite.polychromic.lora import LAYERS, LoRALinear
 
@@ -18,10 +18,12 @@ DTYPES = (torch.float32, torch.bfloat16)
 MOST_ROWS = 64
 # Outputs of a tile, inputs of a step in bfloat16 and in float32, warps, stages. To be swept on an H200.
 OUTPUTS, INPUTS, WIDE_INPUTS, LINEAR_WARPS, LINEAR_STAGES = 64, 128, 32, 4, 5
-# Inputs of a step of what makes a linear layer's input, and warps.
-PREPARED, PREPARING_WARPS = 512, 4
+# Elements of adapters' first factors that a program multiplies, its inputs at most, and its warps.
+FACTORS, PREPARED, PREPARING_WARPS = 16384, 1024, 8
 # Keys of a step of attention, and warps.
 KEYS, ATTENTION_WARPS = 64, 4
+# Whether kernels are launched before the one before has ended (programmatic dependent launch of Hopper GPUs).
+DEPENDENT = True
 # Fewest columns and terms of tl.dot.
 LEAST = 16
 
@@ -80,8 +82,18 @@ class Step:
         self.normed, self.attended, self.gated = (
             torch.zeros(filled, n, **self.given) for n in (shape.width, shape.heads * D, shape.hidden)
         )
-        ranks = [layer.qkv.adapters.a.shape[1] for layer in self.layers if layer.qkv.adapters]
-        self.low = torch.zeros(3, filled, max(ranks, default=0), **self.given)
+        # The inputs' products with the adapters' first factors, in parts of the inputs.
+        self.rank = max((layer.qkv.adapters.a.shape[1] for layer in self.layers if layer.qkv.adapters), default=0)
+        self.part = min(PREPARED, FACTORS // _block(max(self.rank, 1)))
+        self.low = torch.zeros(
+            ceil_div(max(shape.width, shape.heads * D, shape.hidden), self.part),
+            3,
+            filled,
+            self.rank,
+            dtype=torch.float32,
+            device=weight.device,
+        )
+        self.launch = {"launch_pdl": True} if DEPENDENT and weight.is_cuda and has_descriptors(weight) else {}
 
     def take_adapters(self) -> None:
         """Copy the adapters as they are now: they are trained in another dtype, and scaled."""
@@ -119,25 +131,27 @@ class Step:
         x's halves; of None x itself is the input. Fill `low` with its products with the adapters' first factors."""
         inputs = linear.weights[0].shape[1]
         adapters = linear.adapters
-        rank = adapters.a.shape[1] if adapters else 0
         with launching(x):
-            _prepare_kernel[(self.rows, len(linear.weights) if adapters else 1)](
+            _prepare_kernel[(self.rows, ceil_div(inputs, self.part), len(linear.weights) if adapters else 1)](
                 x,
                 norm,
                 adapters.a if adapters else None,
                 out,
                 self.low,
                 inputs,
-                self.low.shape[1],
+                self.low.shape[2],
                 self.shape.eps,
-                rank,
+                self.rank,
                 NORMED=norm is not None,
                 GATED=norm is None and out is not None,
                 ADAPTED=adapters is not None,
                 WRITES=out is not None,
-                INPUTS=PREPARED,
-                RANK=_block(max(rank, 1)),
+                WHOLE=_block(inputs),
+                INPUTS=self.part,
+                RANK=_block(max(self.rank, 1)),
+                DEPENDENT=bool(self.launch),
                 num_warps=PREPARING_WARPS,
+                **self.launch,
             )
 
     def _linear(
@@ -149,7 +163,6 @@ class Step:
         first, second, third = (*weights, *[weights[0]] * (3 - len(weights)))
         n0, n1, n2 = (*sizes, *[0] * (3 - len(sizes)))
         inputs = weights[0].shape[1]
-        rank = adapters.a.shape[1] if adapters else 0
         step = INPUTS if x.dtype == torch.bfloat16 else WIDE_INPUTS
         with launching(x):
             _linear_kernel[(sum(ceil_div(n, OUTPUTS) for n in sizes),)](
@@ -166,16 +179,19 @@ class Step:
                 n0,
                 n1,
                 n2,
-                rank,
+                self.rank,
                 ADAPTED=adapters is not None,
                 ADDS=residual is not None,
                 EVEN=inputs % step == 0,
                 ROWS=len(x),
                 OUTPUTS=OUTPUTS,
                 INPUTS=step,
-                RANK=_block(max(rank, 1)),
+                RANK=_block(max(self.rank, 1)),
+                PARTS=ceil_div(inputs, self.part),
+                DEPENDENT=bool(self.launch),
                 num_warps=LINEAR_WARPS,
                 num_stages=LINEAR_STAGES,
+                **self.launch,
             )
         return out
 
@@ -199,7 +215,9 @@ class Step:
                 WIDTH=shape.head_width,
                 COLUMNS=_block(shape.head_width),
                 KEYS=KEYS,
+                DEPENDENT=bool(self.launch),
                 num_warps=ATTENTION_WARPS,
+                **self.launch,
             )
 
     def _layer(self, block: torch.nn.Module) -> Layer:
@@ -229,6 +247,14 @@ def _block(size):
 
 
 @jit
+def _wait(DEPENDENT: tl.constexpr):
+    """Wait for the kernel before, whose end this one did not wait for, and let the next one start."""
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@jit
 def _prepare_kernel(
     x_ptr,
     norm_ptr,
@@ -243,44 +269,43 @@ def _prepare_kernel(
     GATED: tl.constexpr,
     ADAPTED: tl.constexpr,
     WRITES: tl.constexpr,
+    WHOLE: tl.constexpr,
     INPUTS: tl.constexpr,
     RANK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     row = tl.program_id(0)
-    layer = tl.program_id(1)
+    part = tl.program_id(1)
+    layer = tl.program_id(2)
     k = tl.arange(0, RANK)
     x_ptr += row.to(tl.int64) * inputs * (2 if GATED else 1)
     dtype = x_ptr.dtype.element_ty
-    factor = 0.0
-    if NORMED:
-        squares = tl.zeros((INPUTS,), tl.float32)
-        for start in range(0, inputs, INPUTS):
-            i = start + tl.arange(0, INPUTS)
-            x = tl.load(x_ptr + i, mask=i < inputs, other=0.0).to(tl.float32)
-            squares += x * x
-        factor = tl.rsqrt(tl.sum(squares, 0) / inputs + eps)
-    low = tl.zeros((RANK, INPUTS), tl.float32)
-    for start in range(0, inputs, INPUTS):
-        i = start + tl.arange(0, INPUTS)
-        x = tl.load(x_ptr + i, mask=i < inputs, other=0.0)
-        if NORMED:
-            norm = tl.load(norm_ptr + i, mask=i < inputs, other=0.0).to(tl.float32)
-            x = ((x.to(tl.float32) * factor).to(dtype).to(tl.float32) * norm).to(dtype)
-        if GATED:
-            gate = x.to(tl.float32)
-            up = tl.load(x_ptr + inputs + i, mask=i < inputs, other=0.0).to(tl.float32)
-            x = ((gate * tl.sigmoid(gate)).to(dtype).to(tl.float32) * up).to(dtype)
-        if WRITES:
-            tl.store(out_ptr + row.to(tl.int64) * inputs + i, x, mask=(i < inputs) & (layer == 0))
-        if ADAPTED:
-            a = tl.load(
-                a_ptr + (layer * rank + k)[:, None] * inputs + i[None, :],
-                mask=(k < rank)[:, None] & (i < inputs)[None, :],
-                other=0.0,
-            )
-            low += a.to(tl.float32) * x.to(tl.float32)[None, :]
+    i = part * INPUTS + tl.arange(0, INPUTS)
+    inside = i < inputs
     if ADAPTED:
-        tl.store(low_ptr + (layer * low_rows + row) * rank + k, tl.sum(low, 1).to(dtype), mask=k < rank)
+        a = tl.load(
+            a_ptr + (layer * rank + k)[:, None] * inputs + i[None, :],
+            mask=(k < rank)[:, None] & inside[None, :],
+            other=0.0,
+        )
+    _wait(DEPENDENT)
+    x = tl.load(x_ptr + i, mask=inside, other=0.0)
+    if NORMED:
+        # Each program computes the whole row's norm, which takes less time than another launch.
+        whole = tl.arange(0, WHOLE)
+        squares = tl.load(x_ptr + whole, mask=whole < inputs, other=0.0).to(tl.float32)
+        factor = tl.rsqrt(tl.sum(squares * squares, 0) / inputs + eps)
+        norm = tl.load(norm_ptr + i, mask=inside, other=0.0).to(tl.float32)
+        x = ((x.to(tl.float32) * factor).to(dtype).to(tl.float32) * norm).to(dtype)
+    if GATED:
+        gate = x.to(tl.float32)
+        up = tl.load(x_ptr + inputs + i, mask=inside, other=0.0).to(tl.float32)
+        x = ((gate * tl.sigmoid(gate)).to(dtype).to(tl.float32) * up).to(dtype)
+    if WRITES:
+        tl.store(out_ptr + row.to(tl.int64) * inputs + i, x, mask=inside & (layer == 0))
+    if ADAPTED:
+        low = tl.sum(a.to(tl.float32) * x.to(tl.float32)[None, :], 1)
+        tl.store(low_ptr + ((part * 3 + layer) * low_rows + row) * rank + k, low, mask=k < rank)
 
 
 @jit
@@ -306,6 +331,8 @@ def _linear_kernel(
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
     RANK: tl.constexpr,
+    PARTS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     tile = tl.program_id(0)
     tiles_0, tiles_1 = tl.cdiv(n0, OUTPUTS), tl.cdiv(n1, OUTPUTS)
@@ -320,6 +347,14 @@ def _linear_kernel(
     # Behind the last output the first is computed again, and not stored: loads then need no mask.
     w_row = w_ptr + tl.where(o < outputs, o, 0).to(tl.int64)[:, None] * inputs
     x_row = x_ptr + r[:, None] * inputs
+    k = tl.arange(0, RANK)[None, :]
+    if ADAPTED:
+        b = tl.load(b_ptr + (before + o)[:, None] * rank + k, mask=(o < outputs)[:, None] & (k < rank), other=0.0)
+    _wait(DEPENDENT)
+    if ADAPTED:
+        low = tl.zeros((ROWS, RANK), tl.float32)
+        for p in tl.static_range(PARTS):
+            low += tl.load(low_ptr + ((p * 3 + layer) * ROWS + r)[:, None] * rank + k, mask=k < rank, other=0.0)
     total = tl.zeros((OUTPUTS, ROWS), tl.float32)
     for start in range(0, inputs, INPUTS):
         at = (start + i)[None, :]
@@ -330,10 +365,7 @@ def _linear_kernel(
             x = tl.load(x_row + at, mask=at < inputs, other=0.0)
         total = tl.dot(w, tl.trans(x), total, input_precision="ieee")
     if ADAPTED:
-        k = tl.arange(0, RANK)[None, :]
-        b = tl.load(b_ptr + (before + o)[:, None] * rank + k, mask=(o < outputs)[:, None] & (k < rank), other=0.0)
-        low = tl.load(low_ptr + (layer * ROWS + r)[:, None] * rank + k, mask=k < rank, other=0.0)
-        total = tl.dot(b, tl.trans(low), total, input_precision="ieee")
+        total = tl.dot(b, tl.trans(low.to(b.dtype)), total, input_precision="ieee")
     place = r.to(tl.int64)[None, :] * (n0 + n1 + n2) + (before + o)[:, None]
     inside = (r < rows)[None, :] & (o < outputs)[:, None]
     if ADDS:
@@ -369,9 +401,11 @@ def _attention_kernel(
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
     KEYS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
+    _wait(DEPENDENT)
     position = tl.load(positions_ptr + row)
     d = tl.arange(0, COLUMNS)[None, :]
     g = tl.arange(0, QUERIES)[:, None]

@@ -68,14 +68,21 @@ def _with(caches, model, prompts, lengths, uniforms, temperature, top_p, end, sa
     cache = caches.of(model, count * replies, prompts.shape[1] + tokens)
     logits = cache.read(prompts, lengths, times=replies)
     positions = lengths.repeat_interleave(replies)
-    uniforms = uniforms.reshape(count * replies, tokens)
+    uniforms = uniforms.reshape(count * replies, tokens).T.contiguous()
     ended = torch.zeros(len(drawn), dtype=torch.bool, device=prompts.device)
-    for t in range(tokens):
-        token = sample(logits, uniforms[:, t], temperature, top_p).masked_fill(ended, end)
-        drawn[:, t] = token
-        ended |= token == end
-        if t + 1 == tokens or ((t + 1) % ASKED_EVERY == 0 and bool(ended.all())):
+    options = (temperature, top_p, end, sample)
+    token = _draw(logits, uniforms[0], ended, *options)
+    drawn[:, 0] = token
+    for t in range(1, tokens):
+        if t % ASKED_EVERY == 0 and bool(ended.all()):
             break
-        # Of logits that are NaN the token is -1, which is none.
-        logits = cache.next(token.clamp(min=0), positions + t)
+        token = cache.next(token, positions + (t - 1), _draw, uniforms[t], ended, *options)
+        drawn[:, t] = token
     return drawn.view(count, replies, tokens)
+
+
+def _draw(logits, uniforms, ended, temperature, top_p, end, sample):
+    """The next token of each row; notes in `ended` which rows end with it."""
+    token = sample(logits, uniforms, temperature, top_p).masked_fill(ended, end)
+    ended |= token == end
+    return token
