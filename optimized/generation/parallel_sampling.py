@@ -16,8 +16,6 @@ PIVOTS = 8
 """Thresholds that a pass over a row compares with: a pass takes longer with more, and fewer passes are needed."""
 CANDIDATES = 2048
 """A program searches among so many tokens without reading the row again."""
-STAGES = 4
-"""Blocks of a row that are loaded ahead: a program alone with its row waits long for each."""
 NUM_WARPS = 16
 """Each of the 512 threads has BLOCK * PIVOTS / 512 = 32 partial sums. Compiled for sm_90, 16 and 32 warps do not spill
 registers; 8 do, and so does twice the BLOCK or twice the PIVOTS."""
@@ -109,7 +107,6 @@ def parallel_sampling_triton(
             WIDE=WIDER * block,
             PIVOTS=PIVOTS,
             CANDIDATES=candidates,
-            STAGES=STAGES,
             num_warps=NUM_WARPS,
         )
     return tokens
@@ -167,7 +164,6 @@ def _sampling_kernel(
     WIDE: tl.constexpr,
     PIVOTS: tl.constexpr,
     CANDIDATES: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     """Draw the token of one row.
 
@@ -181,7 +177,7 @@ def _sampling_kernel(
     wide = tl.arange(0, WIDE)
 
     tops = tl.full([WIDE], -float("inf"), tl.float32)
-    for start in tl.range(0, vocabulary, WIDE, num_stages=STAGES):
+    for start in range(0, vocabulary, WIDE):
         at = start + wide
         x = tl.load(logits_ptr + at.to(tl.int64) * column_stride, mask=at < vocabulary, other=-float("inf"))
         tops = tl.maximum(tops, x.to(tl.float32))
@@ -198,7 +194,7 @@ def _sampling_kernel(
         pivots = _pivots(low, high, PIVOTS)
         all_sums = tl.full([BLOCK], 0.0, tl.float32)
         sums = tl.full([BLOCK, PIVOTS], 0.0, tl.float32)
-        for start in tl.range(0, vocabulary, BLOCK, num_stages=STAGES):
+        for start in range(0, vocabulary, BLOCK):
             weights = _weights(logits_ptr, start + lane, vocabulary, column_stride, top, scale)
             all_sums += weights
             sums += _above(weights, pivots)
@@ -210,7 +206,7 @@ def _sampling_kernel(
             found = tl.full([], 0, tl.int32)
             least = tl.full([WIDE], ONE, tl.int32)
             most = tl.full([WIDE], -1, tl.int32)
-            for start in tl.range(0, vocabulary, WIDE, num_stages=STAGES):
+            for start in range(0, vocabulary, WIDE):
                 weights = _weights(logits_ptr, start + wide, vocabulary, column_stride, top, scale)
                 bits = weights.to(tl.int32, bitcast=True)
                 between = (start + wide < vocabulary) & (bits > low) & (bits <= high)
@@ -255,7 +251,7 @@ def _sampling_kernel(
     block = tl.full([], 0, tl.int32)
     block_running = tl.full([], 0.0, tl.float32)
     block_seen = tl.full([], 0, tl.int32)
-    for start in tl.range(0, vocabulary, WIDE, num_stages=STAGES):
+    for start in range(0, vocabulary, WIDE):
         weights = _weights(logits_ptr, start + wide, vocabulary, column_stride, top, scale)
         ties = tl.sum(((weights == least_kept) & (start + wide < vocabulary)).to(tl.int32), 0)
         own = tl.sum(tl.where(weights > least_kept, weights, 0.0), 0)

@@ -6,7 +6,7 @@ all replies by one call of `generate` with a static cache, compiled. Both packag
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,9 @@ from suite.polychromic.data import Given, examples_of
 from suite.polychromic.drawn import SHAPES
 from suite.polychromic.lora import LAYERS
 from suite.polychromic.objective import nucleus, rows_of, texts
+
+# Prompts are padded to a multiple of so many tokens.
+MULTIPLE = 64
 
 
 class Conventional:
@@ -56,7 +59,9 @@ class Conventional:
             self.optimizer, lambda step: config.rate(step) / config.learning_rate
         )
         self.sentences = given.sentences(self.device)
-        self.forward = torch.compile(self.model, dynamic=True) if compiles else self.model
+        if compiles:
+            for block in base.model.layers:
+                block.forward = _compiled(block.forward)
         self.cache = "static" if compiles else None
         self.steps = 0
         self.last: dict[str, float] = {}
@@ -70,7 +75,7 @@ class Conventional:
         self.model.train()
         for at in range(0, len(examples), config.batch_size):
             part = batch_of(examples[at : at + config.batch_size], self.given.chat.end, self.device)
-            logits = self.forward(input_ids=part.tokens).logits[:, :-1].float()
+            logits = self.model(input_ids=part.tokens, use_cache=False).logits[:, :-1].float()
             labels = part.labels[:, 1:]
             loss = functional.cross_entropy(
                 logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
@@ -113,7 +118,7 @@ class Conventional:
             unit = functional.normalize(embedded, dim=-1).unflatten(0, (-1, config.replies))
             distances = 1 - unit @ unit.mT
         rows = rows_of(prompts_of(examples, end, self.device), drawn, end)
-        whole = self.forward(input_ids=rows.tokens).logits
+        whole = self.model(input_ids=rows.tokens, use_cache=False).logits
         logits = whole.gather(1, rows.before[..., None].expand(-1, -1, whole.shape[-1]))
         kept = nucleus(logits, rows.drawn, config.temperature, config.top_p)
         log_p = kept.log_softmax(-1).gather(-1, rows.drawn[..., None]).squeeze(-1)
@@ -125,8 +130,11 @@ class Conventional:
         return diversity
 
     def _left_padded(self, examples: Sequence[Encoded]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Prompts [prompts, longest] as `generate` takes them, and which tokens are theirs."""
-        longest = max(e.prompt for e in examples)
+        """Prompts [prompts, length] as `generate` takes them, and which tokens are theirs.
+
+        Of other lengths `generate` compiles the model anew.
+        """
+        longest = -(-max(e.prompt for e in examples) // MULTIPLE) * MULTIPLE
         rows = [[*[self.given.chat.end] * (longest - e.prompt), *e.tokens[: e.prompt]] for e in examples]
         mask = [[*[0] * (longest - e.prompt), *[1] * e.prompt] for e in examples]
         return torch.tensor(rows, device=self.device), torch.tensor(mask, device=self.device)
@@ -152,3 +160,18 @@ def _model(transformers: Any, given: Given, dtype: torch.dtype, device: torch.de
     )
     with device:
         return transformers.LlamaForCausalLM(config).to(dtype)
+
+
+def _compiled(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The block's forward by torch.compile where no cache is given; with one `generate` compiles the whole model.
+
+    One compilation serves all blocks. Compiling the whole model for training, too, takes more than five minutes.
+    """
+    quick = torch.compile(forward, dynamic=True)
+
+    def chosen(*given: Any, past_key_values: Any = None, **options: Any) -> torch.Tensor:
+        if past_key_values is None:
+            return quick(*given, **options)
+        return forward(*given, past_key_values=past_key_values, **options)
+
+    return chosen
