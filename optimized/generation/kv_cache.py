@@ -14,7 +14,7 @@ def kv_cache(model: Llama) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor
     The logits at t are those of the token after the row's prompt and the first t tokens of its reply.
 
     The model reads a prompt once, all rows together, and keeps its keys and values. On a GPU, in float32 and bfloat16
-    and for 64 rows at most, the step for one more token is five Triton kernels a layer, and elsewhere PyTorch's
+    and for 64 rows at most, the step for one more token is eight Triton kernels a layer, and elsewhere PyTorch's
     operations. On a GPU it is replayed as a CUDA graph: launches take more time than their arithmetic.
 
     model    of Llama's architecture
