@@ -20,6 +20,7 @@ from perfsuite.report.files import write
 from suite import plotting
 from suite.ups.batches import Data, Mixture, TaskData
 from suite.ups.config import TrainConfig
+from suite.ups.losses import ups_loss
 from suite.ups.networks import Networks
 from suite.ups.stages import Refiner, take
 
@@ -31,6 +32,8 @@ ROLLOUT = 10
 """Steps of a rollout at most, where nobody says how many."""
 SAMPLES = 16
 """Samples that are predicted at once."""
+EXAMPLES = 256
+"""Validation examples of each task, at most, that the held-out loss is computed of."""
 Weights = Literal["averages", "trained"]
 """The exponential moving averages, or the weights themselves: after few steps the averages lag behind."""
 KEYS: Mapping[Weights, str] = {"averages": "averages", "trained": "weights"}
@@ -119,7 +122,32 @@ def quality(trainer: Any, given: Mixture) -> dict[str, float]:
             if score.step in (1, last[score.task]):
                 found[f"NRMSE of {score.task}, step {score.step}, {weights}"] = score.nrmse
                 found[f"NRMSE of {score.task}'s latents, step {score.step}, {weights}"] = score.latent_nrmse
+        found[f"held-out loss without inverse losses, {weights}"] = held_out_loss(
+            trainer.config, given, trainer.device, step
+        )
     return found
+
+
+@torch.no_grad()
+def held_out_loss(config: TrainConfig, given: Mixture, device: torch.device, step: Step) -> float:
+    """The loss of one step in time over validation examples, without the inverse losses.
+
+    Configurations with other schedules of the inverse losses are compared by it. Examples are evenly spaced, at most
+    `EXAMPLES` of each task; a task counts by its share of a batch.
+    """
+    shares = [1.0] if len(given.tasks) == 1 else [float(given.share), 1 - float(given.share)]
+    total = 0.0
+    for share, task in zip(shares, given.tasks, strict=True):
+        count = task.count("validation")
+        rows = task.rows(range(0, count, -(-count // EXAMPLES)), "validation")
+        errors = []
+        for some in rows.split(SAMPLES):
+            z, target = (task.latents.rows[at].to(device) for at in (some, some + 1))
+            dt = torch.full((len(some),), task.fields.dt, device=device)
+            none = (z.new_zeros(()), z.new_zeros(()))
+            errors.append(len(some) * ups_loss(config, step(z, dt), target, task.at_boundary.to(device), none))
+        total += share * float(torch.stack(errors).sum()) / len(rows)
+    return total
 
 
 @torch.no_grad()

@@ -32,6 +32,7 @@ from suite.text import Batches, synthetic
 from suite.ups import evaluation
 from suite.ups.batches import Data, mixture_of
 from suite.ups.config import TrainConfig
+from suite.ups.losses import ups_loss
 from suite.ups.networks import Networks
 
 pytest.importorskip("jsonargparse", reason="jsonargparse is not installed: pip install 'perfsuite[train]'")
@@ -479,7 +480,21 @@ def test_ups_is_judged_by_its_averaged_weights_and_by_the_trained_ones() -> None
         assert errors[f"NRMSE of darcy2d's latents, step 1, {weights}"] == wanted["darcy2d", 1].latent_nrmse
         every.append(scores)
     assert every[0] != every[1]
-    assert len(errors) == 12
+    assert len(errors) == 14
+
+
+def test_the_held_out_loss_of_ups_is_that_of_all_validation_examples_without_the_inverse_losses() -> None:
+    config = TrainConfig(
+        tokens=8, latent_width=8, width=16, depth=1, heads=2, decoder_width=16, decoder_depth=1, batch_size=2
+    )
+    given = mixture_of(Data(tokens=8, latent_width=8, synthetic=4, synthetic_frames=13, batch_size=2))
+    found = evaluation.held_out_loss(config, given, CPU, lambda z, dt: z + dt[:, None, None])
+    none, expected = (torch.zeros(()), torch.zeros(())), torch.zeros(())
+    for task in given.tasks:
+        before = torch.cat([task.rows([i], "validation") for i in range(task.count("validation"))])
+        z, target = task.latents.rows[before], task.latents.rows[before + 1]
+        expected += ups_loss(config, z + task.fields.dt, target, task.at_boundary, none) / 2
+    assert found == pytest.approx(float(expected), rel=1e-5)
 
 
 def test_epochs_of_ups_come_before_its_steps() -> None:
