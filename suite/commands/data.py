@@ -7,10 +7,15 @@ from pathlib import Path
 
 import click
 
+from perfsuite.errors import PerfsuiteError
 from suite.commands.ending import in_one_line
 from suite.naming import shown
 from suite.progress import Bar
 from suite.terminal import tell
+
+SYNTHETIC = {"folder": "--from", "train": "--train", "validation": "--validation", "snr": "--snr", "reuse": "--reuse"}
+LABELLED = {"classes": "--class", "validation_share": "--validation-share", "test_share": "--test-share"}
+"""Options of `leak-audio` for one kind of set alone, by parameter."""
 
 
 @click.group()
@@ -25,6 +30,34 @@ def data() -> None:
     "folder",
     type=click.Path(),
     help="Folder of WAV and FLAC recordings, searched with those in it.  [default: synthetic ones]",
+)
+@click.option(
+    "--labelled",
+    type=click.Path(),
+    help="Folder that holds a folder of recordings for each class: BACKGROUND, CRACK, LEAK, NORMAL, UNCLASSIFIED.",
+)
+@click.option(
+    "--class",
+    "classes",
+    multiple=True,
+    metavar="FOLDER=CLASS",
+    help="With --labelled: the class of a folder with another name. Repeatable.",
+)
+@click.option(
+    "--validation-share",
+    type=float,
+    default=0.15,
+    show_default=True,
+    metavar="SHARE",
+    help="With --labelled: the part of each class's recordings to validate with.",
+)
+@click.option(
+    "--test-share",
+    type=float,
+    default=0.15,
+    show_default=True,
+    metavar="SHARE",
+    help="With --labelled: the part that is kept for `perfsuite evaluate`.",
 )
 @click.option("--train", type=int, default=500, show_default=True, metavar="N", help="Files of 10 s to train on.")
 @click.option("--validation", type=int, default=125, show_default=True, metavar="N", help="Files of 10 s to validate.")
@@ -47,9 +80,15 @@ def data() -> None:
     help="A stretch of sound is in so many files at most.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace OUT, whatever it is.")
+@click.pass_context
 def leak_audio(
+    context: click.Context,
     out: str,
     folder: str | None,
+    labelled: str | None,
+    classes: tuple[str, ...],
+    validation_share: float,
+    test_share: float,
     train: int,
     validation: int,
     snr: tuple[float, float],
@@ -64,27 +103,58 @@ def leak_audio(
     UNCLASSIFIED with a leak's noise that comes and goes; each with a microphone's faint noise. A model that tells these
     apart has not been shown to find leaks in pipes.
 
+    With --labelled DIR a recording's class is the name of its folder, e.g. DIR/LEAK/a.wav. Recordings are cut into
+    pieces of 10 s, and shorter ones are repeated. All pieces of a recording are in one split: train, validation or
+    test.
+
     The same recordings, options and seed give the same bytes. A run that was stopped is gone on from when it is called
     again; until then, what it has done lies in OUT.parts. Damaged, silent and repeated recordings are left out, and
     counted.
     """
     with in_one_line("interrupted; the same command goes on from here"):
         from suite.leak_cnn.build import build
+        from suite.leak_cnn.labelled import Labelled, build_labelled
         from suite.leak_cnn.sources import Recipe
 
-        recipe = Recipe(
-            folder=None if folder is None else Path(folder),
-            train=train,
-            validation=validation,
-            snr_db=snr,
-            seed=seed,
-            reuse=reuse,
-        )
+        _refuse_others(context, LABELLED if labelled is None else SYNTHETIC, labelled is not None)
         with Bar(units={"reading": "recordings"}) as bar:
-            built = build(Path(out), recipe, bar, overwrite=overwrite)
+            if labelled is not None:
+                chosen = Labelled(
+                    folder=Path(labelled),
+                    validation=validation_share,
+                    test=test_share,
+                    seed=seed,
+                    classes=dict(map(_folder_class, classes)),
+                )
+                built = build_labelled(Path(out), chosen, bar, overwrite=overwrite)
+            else:
+                recipe = Recipe(
+                    folder=None if folder is None else Path(folder),
+                    train=train,
+                    validation=validation,
+                    snr_db=snr,
+                    seed=seed,
+                    reuse=reuse,
+                )
+                built = build(Path(out), recipe, bar, overwrite=overwrite)
         tell(f"{'kept' if built.kept else 'wrote'} {shown(out)}: {_counted(built.counts)}", err=True)
         tell(f"from {built.source}", err=True)
         tell(f"{built.sha256}  {shown(out)}")
+
+
+def _refuse_others(context: click.Context, options: Mapping[str, str], labelled: bool) -> None:
+    """Raise PerfsuiteError where an option of the other kind of set was given."""
+    for parameter, option in options.items():
+        if context.get_parameter_source(parameter) is click.core.ParameterSource.COMMANDLINE:
+            which = "with --labelled; the recordings' folders give the classes" if labelled else "without --labelled"
+            raise PerfsuiteError(f"{option} has no effect {which}; leave it out")
+
+
+def _folder_class(text: str) -> tuple[str, str]:
+    folder, sign, kind = text.partition("=")
+    if not sign or not folder:
+        raise PerfsuiteError(f"--class {text}: give FOLDER=CLASS, e.g. --class leaks=LEAK")
+    return folder, kind
 
 
 @data.command("pack")

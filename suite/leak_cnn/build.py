@@ -47,7 +47,7 @@ class Built:
 def build(out: Path, recipe: Recipe, watcher: Watcher, *, overwrite: bool = False) -> Built:
     """Make the set `out`; PerfsuiteError where that cannot be done, or `out` is there and is something else."""
     hdf5.library()
-    _refuse(out, recipe, overwrite)
+    refuse(out, _chosen(recipe), overwrite)
     try:
         with parts_beside(out) as parts:
             source: Source = Synthetic(recipe)
@@ -58,7 +58,7 @@ def build(out: Path, recipe: Recipe, watcher: Watcher, *, overwrite: bool = Fals
             if not kept:
                 _made(out, recipe, source, settings, parts, watcher)
             elif hdf5.attributes(out).get("recipe") != digest_of(settings):
-                raise _other(out, "other recordings")
+                raise other(out, "other recordings")
             parts.clear()
         return Built(
             sha256=digest_of_file(out),
@@ -79,17 +79,17 @@ def labels(recipe: Recipe, split: int) -> list[int]:
     return [int(label) for label in recipe.random(3, split).permutation(numpy.arange(count) % len(CLASSES))]
 
 
-def _refuse(out: Path, recipe: Recipe, overwrite: bool) -> None:
-    """Before minutes are spent: what is there is another set, or the folder takes no file."""
+def refuse(out: Path, chosen: Mapping[str, Any], overwrite: bool) -> None:
+    """Raise PerfsuiteError where `out` is another set than that of the chosen options, or its folder takes no file."""
     if out.is_dir():
         raise PerfsuiteError(f"{out} is a folder; name the file to write, e.g. {out / 'leak.h5'}")
     if out.exists() and not overwrite:
         found = hdf5.attributes(out)
         if found.get("format") != FORMAT:
             raise PerfsuiteError(f"{out} exists and is no {FORMAT} data set; name another file, or give --overwrite")
-        for name, value in _chosen(recipe).items():
+        for name, value in chosen.items():
             if found.get(name) != value:
-                raise _other(out, f"{name} {found.get(name)}, not {value}")
+                raise other(out, f"{name} {found.get(name)}, not {value}")
         from suite.leak_cnn.dataset import open_data
 
         open_data(out)
@@ -99,7 +99,8 @@ def _refuse(out: Path, recipe: Recipe, overwrite: bool) -> None:
         raise PerfsuiteError(f"cannot write {out}: {error.strerror or error}; name another file") from None
 
 
-def _other(out: Path, what: str) -> PerfsuiteError:
+def other(out: Path, what: str) -> PerfsuiteError:
+    """The error where `out` is another set."""
     return PerfsuiteError(f"{out} exists and is another data set, of {what}; name another file, or give --overwrite")
 
 
@@ -167,6 +168,16 @@ def _described(settings: dict[str, Any]) -> dict[str, Any]:
         "format": FORMAT,
         **chosen,
         "recipe": digest_of(settings),
+        **attributes_of_features(),
+        "label_source": LABELS,
+        "microphone": sounds.MICROPHONE,
+        **{f"made_{name}": how for name, how in sounds.MADE.items()},
+    }
+
+
+def attributes_of_features() -> dict[str, Any]:
+    """The attributes that say how mels are made, the same in every set."""
+    return {
         "sample_rate": SAMPLE_RATE,
         "samples": SAMPLES,
         "long_window": features.LONG_WINDOW,
@@ -179,7 +190,4 @@ def _described(settings: dict[str, Any]) -> dict[str, Any]:
         "mels": features.MELS,
         "mel_scale": "HTK, no norm",
         "decibels": f"20 log10(max(m, {features.FLOOR:g}))",
-        "label_source": LABELS,
-        "microphone": sounds.MICROPHONE,
-        **{f"made_{name}": how for name, how in sounds.MADE.items()},
     }

@@ -16,6 +16,7 @@ from suite import hdf5
 from suite.leak_cnn import storage
 from suite.leak_cnn.classes import CLASSES, LEAK
 from suite.leak_cnn.features import (
+    ALL_SPLITS,
     FLOOR,
     LONG_WINDOW,
     LONGS,
@@ -77,19 +78,22 @@ class LeakAudio:
     """int64 [files]"""
     files: Mapping[str, range]
     """Split → its files, which lie together."""
+    labelled: str = "synthetic"
+    """Where the labels are from: synthetic, or folders."""
 
     @property
     def told(self) -> str:
         """In a line."""
+        labels = "labelled by their folders" if self.labelled == "folders" else "synthetic labels"
         parts = ", ".join(f"{len(found)} for {split}" for split, found in self.files.items())
-        return f"data: {self.path} of {self.source}, synthetic labels: files {parts}, of {SEGMENTS} segments"
+        return f"data: {self.path} of {self.source}, {labels}: files {parts}, of {SEGMENTS} segments"
 
     def segments(self, split: str) -> int:
         """How many a split has."""
         return len(self.files[split]) * SEGMENTS
 
     def counts(self, split: str) -> torch.Tensor:
-        """Segments of each class, int64 [5]; none is 0."""
+        """Segments of each class, int64 [5]."""
         found = self.files[split]
         return torch.bincount(self.labels[found.start : found.stop], minlength=len(CLASSES)) * SEGMENTS
 
@@ -142,6 +146,7 @@ def open_data(path: str | Path) -> LeakAudio:
             content = _content(path, file, attributes)
     except (OSError, RuntimeError, KeyError, ValueError, TypeError) as error:
         raise _wrong(path, f"is damaged, or no HDF5 file: {_first_line(error)}") from None
+    labelled = str(attributes.get("label_source", "")).partition(":")[0]
     if hdf5.content_digest(content) != attributes.get("digest"):
         raise _wrong(path, "is damaged: its content is not what was written")
     return LeakAudio(
@@ -149,7 +154,8 @@ def open_data(path: str | Path) -> LeakAudio:
         source=str(attributes["source"]),
         digest=str(attributes["digest"]),
         labels=torch.from_numpy(content["labels"]),
-        files=_files(path, content["labels"], content["splits"]),
+        files=_files(path, content, labelled=labelled == "folders"),
+        labelled=labelled,
     )
 
 
@@ -219,19 +225,32 @@ def _content(path: Path, file: Any, attributes: Mapping[str, Any]) -> dict[str, 
         if file[name].shape != shape[:1]:
             raise _wrong(path, f"has {list(file[name].shape)} {name} for {shape[0]} files")
     content = {name: file[name][()] for name in KINDS}
-    for name, wanted in (("class_names", CLASSES), ("split_names", SPLITS)):
-        names = [value.decode(errors="replace") for value in content[name].reshape(-1)]
-        if names != list(wanted):
-            raise _wrong(path, f"has {name} {', '.join(names)}, where the trainer needs {', '.join(wanted)}")
+    for name, accepted in (("class_names", (CLASSES,)), ("split_names", (SPLITS, ALL_SPLITS))):
+        names = _names(content[name])
+        if names not in accepted:
+            raise _wrong(path, f"has {name} {', '.join(names)}, where the trainer needs {', '.join(accepted[0])}")
     return content
 
 
-def _files(path: Path, labels: Array, splits: Array) -> dict[str, range]:
-    """Split → its files; each split must lie together and have each class."""
+def _names(values: Array) -> tuple[str, ...]:
+    return tuple(value.decode(errors="replace") for value in values.reshape(-1))
+
+
+def _files(path: Path, content: Mapping[str, Array], *, labelled: bool) -> dict[str, range]:
+    """Split → its files; each split must lie together and have each class.
+
+    labelled  by folders: a class may be missing in all splits, but not LEAK, nor all others
+    """
+    labels, splits = content["labels"], content["splits"]
+    present = [n for n in range(len(CLASSES)) if not labelled or (labels == n).any()]
+    if LEAK not in present or len(present) < 2:
+        raise _wrong(
+            path, f"has files of {', '.join(CLASSES[n] for n in present)}, where LEAK and another class are needed"
+        )
     found = {}
-    for number, name in enumerate(SPLITS):
+    for number, name in enumerate(_names(content["split_names"])):
         (where,) = numpy.nonzero(splits == number)
-        lacking = [c for n, c in enumerate(CLASSES) if not (labels[where] == n).any()]
+        lacking = [CLASSES[n] for n in present if not (labels[where] == n).any()]
         if lacking:
             raise _wrong(path, f"has no file of {', '.join(lacking)} for {name}")
         found[name] = range(int(where[0]), int(where[-1]) + 1)

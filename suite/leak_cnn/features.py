@@ -25,6 +25,10 @@ HOP = 128
 MELS = 32
 FLOOR = 1e-10
 SPLITS = ("train", "validation")
+"""Of a synthetic set."""
+TEST = "test"
+ALL_SPLITS = (*SPLITS, TEST)
+"""Of labelled recordings."""
 
 Array = numpy.ndarray[Any, numpy.dtype[Any]]
 

@@ -43,10 +43,10 @@ class Stretch:
     length: int
 
 
-def found(root: Path) -> list[str]:
+def found(root: Path, option: str = "--from") -> list[str]:
     """The recordings under a folder, by their paths from it with `/`; PerfsuiteError where there are none."""
     if not root.is_dir():
-        raise PerfsuiteError(f"--from {root} is no folder; name one that holds WAV or FLAC recordings")
+        raise PerfsuiteError(f"{option} {root} is no folder; name one that holds WAV or FLAC recordings")
     names = [
         Path(folder, name).relative_to(root).as_posix()
         for folder, _, inside in os.walk(root)
@@ -54,7 +54,7 @@ def found(root: Path) -> list[str]:
         if name.lower().endswith(SUFFIXES)
     ]
     if not names:
-        raise PerfsuiteError(f"--from {root} holds no WAV or FLAC recording, nor do the folders in it; name another")
+        raise PerfsuiteError(f"{option} {root} holds no WAV or FLAC recording, nor do the folders in it; name another")
     return sorted(names)
 
 
