@@ -37,7 +37,7 @@ from suite.leak_cnn.loss import class_weights, leak_cnn_loss
 from suite.leak_cnn.metrics import EpochMetrics
 from suite.leak_cnn.model import POOLED_ROWS, Weights, convolution, features, head, make_weights
 from suite.leak_cnn.report import Report, Validation
-from suite.leak_cnn.state import restore, state_of
+from suite.leak_cnn.state import best_f1_of, restore, state_of, stops
 from suite.techniques import implementation
 
 AHEAD = 1
@@ -67,7 +67,9 @@ class Trainer:
         self.optimizer = self._made_optimizer()
         self.steps = 0
         self.best = {name: w.detach().clone() for name, w in self.weights.items()}
-        self.best_files, self.best_epoch = self._counter(-1), self._counter(0)
+        self.best_f1 = torch.full((), -1.0, dtype=torch.float64, device=self.device)
+        self.best_epoch = self._counter(0)
+        self.steps_of_epoch = data.segments("train") // config.batch_size
         self._choose()
         self._allocate()
         self._reports = _Reports(self.device)
@@ -126,8 +128,12 @@ class Trainer:
         restore(self, state)
         self.steps = state["steps"]
         self._dropped.fill_(dropout_counter(self.config.seed, self.steps))
-        self.best_files.fill_(state["best"]["files"])
+        self.best_f1.fill_(best_f1_of(state))
         self.best_epoch.fill_(state["best"]["epoch"])
+
+    def stops(self) -> str | None:
+        """Why training should end now; None where it should go on. Waits for the device where `patience` is set."""
+        return stops(self)
 
     # --- what it is made of
 
@@ -315,11 +321,11 @@ class Trainer:
             yield *self._judge(self.weights, self._laid(segments)), labels.to(self.device)
 
     def _keep_best(self) -> None:
-        right = self._files[0] + self._files[3]
-        better = right > self.best_files
+        f1 = _macro_f1(self._files)
+        better = f1 > self.best_f1
         for name, weight in self.weights.items():
             self.best[name].copy_(torch.where(better, weight, self.best[name]))
-        self.best_files.copy_(torch.where(better, right, self.best_files))
+        self.best_f1.copy_(torch.where(better, f1, self.best_f1))
         self.best_epoch.copy_(torch.where(better, self._epoch, self.best_epoch))
 
     def _report(self, epoch: int, rate: float, first_step: int, validates: bool) -> None:
@@ -346,6 +352,14 @@ class Trainer:
 
         self._reports.send(torch.cat(parts), read)
         self._reports.wait(AHEAD)
+
+
+def _macro_f1(files: torch.Tensor) -> torch.Tensor:
+    """`suite.leak_cnn.metrics.macro_f1` of files [4], counts by (is, taken for), on the device and to the bit."""
+    counts = files.view(2, 2)
+    both = (counts.sum(0) + counts.sum(1)).double()
+    scores = 2 * counts.diagonal().double() / both
+    return scores.sum() / 2
 
 
 class _ReadScalerStep(ScalerStep):

@@ -10,7 +10,7 @@ What the source leaves open is decided here:
 * The cosine goes down epoch by epoch, to 0 after the last one.
 * Dropout is hashed from the seed and the step's number, so that a resumed run drops what an undisturbed one would.
 * Of a step whose gradients are not finite nothing is kept, as `GradScaler` has it, in every precision.
-* The best weights are those that judged the most validation files rightly; of equals the first.
+* The best weights have the largest macro-F1 of the validation files; of equals the first.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ from suite.leak_cnn.config import TrainConfig
 from suite.leak_cnn.dataset import Audio
 from suite.leak_cnn.dropout import dropout_counter, dropout_mask
 from suite.leak_cnn.loss import class_weights, leak_cnn_loss
+from suite.leak_cnn.metrics import macro_f1
 from suite.leak_cnn.model import POOLED_ROWS, forward, make_weights
 from suite.leak_cnn.report import Report, Validation
-from suite.leak_cnn.state import restore, state_of
+from suite.leak_cnn.state import best_f1_of, restore, state_of, stops
 
 
 class Trainer:
@@ -68,7 +69,8 @@ class Trainer:
         )
         self.steps = 0
         self.best = {name: w.detach().clone() for name, w in self.weights.items()}
-        self.best_files, self.best_epoch = -1, 0
+        self.best_f1, self.best_epoch = -1.0, 0
+        self.steps_of_epoch = data.segments("train") // config.batch_size
         self.report: Report | None = None
         self.validated: Validation | None = None
 
@@ -112,7 +114,11 @@ class Trainer:
         """Go on from there. ValueError where a shape is another."""
         restore(self, state)
         self.steps = state["steps"]
-        self.best_files, self.best_epoch = state["best"]["files"], state["best"]["epoch"]
+        self.best_f1, self.best_epoch = best_f1_of(state), state["best"]["epoch"]
+
+    def stops(self) -> str | None:
+        """Why training should end now; None where it should go on."""
+        return stops(self)
 
     # --- an epoch
 
@@ -151,9 +157,9 @@ class Trainer:
         files = [[0, 0], [0, 0]]
         for is_leak, taken in zip(leaks.tolist(), found.tolist(), strict=True):
             files[is_leak][taken] += 1
-        right = files[0][0] + files[1][1]
-        if right > self.best_files:
-            self.best_files, self.best_epoch = right, epoch + 1
+        f1 = macro_f1(files)
+        if f1 > self.best_f1:
+            self.best_f1, self.best_epoch = f1, epoch + 1
             for name, weight in self.weights.items():
                 self.best[name].copy_(weight)
         return Validation(segments=metrics.value(), files=files)

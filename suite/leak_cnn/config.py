@@ -42,6 +42,8 @@ class TrainConfig:
     """Of a long window's probability of LEAK."""
     validate_every: int = 1
     """Epochs from one validation to the next; 0: none."""
+    patience: int = 0
+    """End after so many epochs without a validation that is better than the best; 0: never."""
     seed: int = 0
     """Of the first weights, the order of the segments and the dropout."""
 
@@ -96,7 +98,7 @@ class TrainConfig:
         for name in ("batch_size", "val_batch_size", "hidden", "epochs", "warmup_steps", "prefetch_factor"):
             need(getattr(self, name) >= 1, name, getattr(self, name), "use 1 or more")
         need(all(c >= 1 for c in self.channels), "channels", self.channels, "use 1 or more of each")
-        for name in ("validate_every", "num_workers", "weight_decay"):
+        for name in ("validate_every", "patience", "num_workers", "weight_decay"):
             need(getattr(self, name) >= 0, name, getattr(self, name), "use 0 or more")
         for name in ("learning_rate", "clip"):
             value = getattr(self, name)

@@ -18,8 +18,8 @@ def state_of(trainer: Any) -> dict[str, Any]:
     weights    name → tensor
     optimizer  of the scaler's step: moments, steps, scale
     steps      made so far, which the dropout is hashed from
-    best       the weights that judged the most validation files rightly, how many, and after which epoch (from 1);
-               of equals the first. Before a validation -1 files, and epoch 0.
+    best       the weights with the largest macro-F1 of the validation files, that F1, and the epoch (from 1); of
+               equals the first. Before a validation the F1 is -1, and the epoch 0.
     """
     return {
         "weights": copies(trainer.weights),
@@ -27,7 +27,7 @@ def state_of(trainer: Any) -> dict[str, Any]:
         "steps": trainer.steps,
         "best": {
             "weights": copies(trainer.best),
-            "files": int(trainer.best_files),
+            "f1": float(trainer.best_f1),
             "epoch": int(trainer.best_epoch),
         },
         "config": dataclasses.asdict(trainer.config),
@@ -40,8 +40,8 @@ def restore(trainer: Any, state: Mapping[str, Any]) -> None:
     What is no tensor, the trainer sets itself.
     """
     best = state["best"]
-    for counts, name, least in ((state, "steps", 0), (best, "files", -1), (best, "epoch", 0)):
-        whole(counts, name, least)
+    for counts, name in ((state, "steps"), (best, "epoch")):
+        whole(counts, name, 0)
     own, given = trainer.weights, state["weights"]
     check_weights(own, given)
     check_weights(trainer.best, best["weights"])
@@ -50,3 +50,23 @@ def restore(trainer: Any, state: Mapping[str, Any]) -> None:
             own[name].copy_(weight)
             trainer.best[name].copy_(best["weights"][name])
     trainer.optimizer.load_state_dict(state["optimizer"])
+
+
+def best_f1_of(state: Mapping[str, Any]) -> float:
+    """The F1 of a state's best weights; -1 where they were kept by another measure, as in older checkpoints.
+
+    ValueError where it is no F1.
+    """
+    found = state["best"].get("f1", -1.0)
+    if not isinstance(found, float) or not -1 <= found <= 1:
+        raise ValueError(f"best: the F1 is {found!r}; it lies between 0 and 1")
+    return found
+
+
+def stops(trainer: Any) -> str | None:
+    """Why training should end now: no better validation for `patience` epochs. None where it should go on."""
+    patience, done = trainer.config.patience, trainer.steps // trainer.steps_of_epoch
+    best = int(trainer.best_epoch) if patience else 0  # waits for the device
+    if not best or done - best < patience:
+        return None
+    return f"no validation was better than that of epoch {best} for {patience} epochs (patience)"

@@ -46,7 +46,8 @@ class Trainer(Protocol):
     It may also have `last_metrics()`: like `metrics`, of the last window queued, waiting for it. It is asked before a
     checkpoint is written, so that none is written over a good one after a window that diverged. `window_name` is what
     a user calls a window of its, "epoch" for instance. `settles` is the number of windows after which nothing is
-    compiled or captured any more; without it one window is enough.
+    compiled or captured any more; without it one window is enough. `stops()`, asked before each window, says in words
+    why the training should end, or None; several ranks need to agree.
     """
 
     def train_window(self, batch: Mapping[str, torch.Tensor]) -> None:
@@ -217,6 +218,8 @@ class _Run:
         """A line for the user: above the bar, once there is one."""
         self.writer: Any = None
         self.due = 0
+        self.why: str | None = None
+        """Why the trainer has ended the run."""
 
     def begin(self, resume: Path | None, overwrite: bool) -> None:
         """Take over a checkpoint, or make sure that none is endangered."""
@@ -275,7 +278,8 @@ class _Run:
             while total is None or self.windows < total:
                 over = options.seconds is not None and time.monotonic() - started >= options.seconds
                 asked = self.together.ends(int(stop.signal or (OVER if over else 0)))
-                if asked:
+                self.why = getattr(self.trainer, "stops", _never)()
+                if asked or self.why is not None:
                     break
                 trace.before()
                 with phases("data"), phase("data"):
@@ -441,9 +445,14 @@ class _Run:
         told += f", {quantity(self.items)} {self.unit} in all" if self.items else ""
         if by is None and self.windows == first and (ended := getattr(self.batches, "ended", None)):
             told += f"; {ended}"
+        told += f"; {self.why}" if self.why is not None else ""
         self._say(told + (f"; ended by {by.name}" if by else ""))
         if newest := self.doubtful[-1][1] if self.doubtful else self.saved:
             self._say(f"checkpoint: {shown(newest)}")
+
+
+def _never() -> None:
+    """A trainer that does not end by itself."""
 
 
 @contextmanager

@@ -230,6 +230,17 @@ def test_a_trainer_that_names_its_windows(run: Toy) -> None:
         run.fit(30, wrap=wrap)
 
 
+def test_a_trainer_that_ends_the_run(run: Toy) -> None:
+    def wrap(trainer: Any) -> Any:
+        trainer.stops = lambda: "nothing more to learn" if trainer.windows == 7 else None
+        return trainer
+
+    outcome = run.fit(30, wrap=wrap)
+    assert (outcome.windows, outcome.exit_code) == (7, 0)
+    assert "; nothing more to learn" in run.said
+    assert [p.name for p in run.folder.iterdir()] == ["window-00000007.pt"]
+
+
 # --- going on -------------------------------------------------------------------------------------------------------
 
 
@@ -358,7 +369,7 @@ def test_nothing_but_metrics_is_asked_for_between_windows(monkeypatch: pytest.Mo
 
     class Silent:
         def __getattr__(self, name: str) -> Any:
-            if name == "last_metrics":
+            if name in ("last_metrics", "stops"):
                 raise AttributeError(name)
             return lambda *a: calls.append(name)
 

@@ -32,6 +32,7 @@ from suite.leak_cnn.conventional import Conventional, SetUp
 from suite.leak_cnn.dataset import Split
 from suite.leak_cnn.epochs import Epochs
 from suite.leak_cnn.features import MELS, SHORTS
+from suite.leak_cnn.metrics import macro_f1
 from suite.runtime import DivergedError, Options, fit
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -424,17 +425,49 @@ def test_a_checkpoint_of_other_sizes_is_refused(kind):
 
 
 @pytest.mark.parametrize("kind", [Reference, Optimized])
-def test_the_best_weights_are_those_that_judged_the_most_files_rightly(kind):
+def test_the_best_weights_have_the_largest_macro_f1_of_the_files(kind):
     trainer = kind(dataclasses.replace(SMALL, learning_rate=3e-2), sounds(3), "cpu")
-    best, right = None, -1
+    best, most = None, -1.0
     for epoch in range(6):
         trainer.train_window({"epoch": torch.tensor(epoch)})
-        (a, _), (_, b) = trainer.validation().files
-        if a + b > right:
-            best, right = (epoch + 1, {k: w.clone() for k, w in trainer.state_dict()["weights"].items()}), a + b
+        f1 = macro_f1(trainer.validation().files)
+        if f1 > most:
+            best, most = (epoch + 1, {k: w.clone() for k, w in trainer.state_dict()["weights"].items()}), f1
     state = trainer.state_dict()["best"]
-    assert (state["epoch"], state["files"]) == (best[0], right)
+    assert (state["epoch"], state["f1"]) == (best[0], most)
     assert same(state["weights"], best[1])
+
+
+@pytest.mark.parametrize("kind", [Reference, Optimized])
+def test_a_checkpoint_whose_best_weights_were_kept_by_another_measure(kind):
+    state = kind(SMALL, sounds(3), "cpu").state_dict()
+    state["best"] = {"weights": state["best"]["weights"], "files": 3, "epoch": 1}
+    trainer = kind(SMALL, sounds(3), "cpu")
+    trainer.load_state_dict(state)
+    assert float(trainer.best_f1) == -1
+    state["best"]["f1"] = 2.0
+    with pytest.raises(ValueError, match=r"the F1 is 2\.0; it lies between 0 and 1"):
+        trainer.load_state_dict(state)
+
+
+@pytest.mark.parametrize("kind", [Reference, Optimized])
+def test_a_run_ends_where_no_validation_is_better(kind):
+    trainer = kind(dataclasses.replace(SMALL, patience=2), sounds(3), "cpu")
+    assert trainer.stops() is None
+    for epoch in range(3):
+        trainer.train_window({"epoch": torch.tensor(epoch)})
+    state = trainer.state_dict()
+    for best, why in (
+        (1, "no validation was better than that of epoch 1 for 2 epochs (patience)"),
+        (2, None),
+        (0, None),
+    ):
+        state["best"]["epoch"] = best
+        trainer.load_state_dict(state)
+        assert trainer.stops() == why
+    endless = kind(SMALL, sounds(3), "cpu")
+    endless.load_state_dict({**state, "best": {**state["best"], "epoch": 1}})
+    assert endless.stops() is None
 
 
 # --- what a run is told ---------------------------------------------------------------------------------------------
