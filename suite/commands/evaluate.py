@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from perfsuite.errors import PerfsuiteError
+from perfsuite.report.files import write
 from suite.commands.ending import in_one_line
 from suite.naming import shown
 from suite.terminal import tell
@@ -14,66 +18,131 @@ from suite.terminal import tell
 if TYPE_CHECKING:
     from suite.ups.evaluation import Weights
 
-TRAINER = "ups"
+OPTIONS = {"rollout": ("--rollout", "ups"), "weights": ("--weights", "ups"), "split": ("--split", "leak_cnn")}
+"""Options of one trainer alone, by parameter."""
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.argument("name")
 @click.option("--checkpoint", type=click.Path(), required=True, help="A file, or the folder of a run.")
 @click.option("--out", type=click.Path(), help="Folder of the results.  [default: evaluation, beside the checkpoint]")
-@click.option("--rollout", type=int, default=10, show_default=True, metavar="K", help="Steps of advection at most.")
+@click.option(
+    "--rollout", type=int, default=10, show_default=True, metavar="K", help="With ups: steps of advection at most."
+)
 @click.option(
     "--weights",
     type=click.Choice(["averages", "trained"]),
     default="averages",
     show_default=True,
-    help="Moving averages, which lag behind in the first 1000 steps or so, or the weights themselves.",
+    help="With ups: moving averages, which lag behind in the first 1000 steps or so, or the weights themselves.",
+)
+@click.option(
+    "--split",
+    type=click.Choice(["train", "validation", "test"]),
+    help="With leak_cnn: the part of the data.  [default: test, or validation where there is none]",
 )
 @click.option("--device", help="cpu, cuda or cuda:1.  [default: the GPU, if any]")
 @click.argument("fields", nargs=-1, type=click.UNPROCESSED, metavar="[--FIELD VALUE]...")
+@click.pass_context
 def evaluate(
+    context: click.Context,
     name: str,
     checkpoint: str,
     out: str | None,
     rollout: int,
     weights: Weights,
+    split: str | None,
     device: str | None,
     fields: tuple[str, ...],
 ) -> None:
-    """Compare the predictions of a network that ups has trained with the fields of the validation samples.
+    """Evaluate a network that ups or leak_cnn has trained on held-out data.
 
-    For example `perfsuite evaluate ups --checkpoint .perfsuite/train/ups-optimized --data FOLDER`.
+    For example `perfsuite evaluate ups --checkpoint .perfsuite/train/ups-optimized --data FOLDER`, or
+    `perfsuite evaluate leak_cnn --checkpoint .perfsuite/train/leak_cnn-optimized --data leak.h5`.
 
-    Writes the NRMSE by task and by step of the rollout as JSON and Markdown, and a picture of each task. The data are
-    named as `perfsuite train ups` does: --data, --advection, --darcy, --validation.
+    Of ups, writes the NRMSE by task and by step of the rollout, and a picture of each task. Of leak_cnn, writes
+    accuracy, macro-F1 and the confusion matrices of segments and files, by the best weights. The data are named as
+    `perfsuite train` does: --data, --advection, --darcy, --validation.
     """
     with in_one_line("interrupted", "free some, or name another --device"):
-        from suite import configuration
-        from suite.commands.train import device_called
-        from suite.ups import evaluation
-        from suite.ups.batches import Data, mixture_of
-        from suite.ups.stages import opened
+        from suite.configuration import ConfigurationError
 
-        if name != TRAINER:
-            raise configuration.ConfigurationError(f"{name}: only {TRAINER} can be evaluated; name it")
-        if rollout < 1:
-            raise configuration.ConfigurationError(f"--rollout {rollout}: give 1 or more")
-        (data,) = configuration.read([Data], None, fields)
-        there = device_called(device)
-        file, found, config = opened(Path(checkpoint))
-        given = mixture_of(evaluation.data_for(config, data))
-        networks, step = evaluation.loaded(config, given, found.trainer, there, weights)
-        scores, examples = evaluation.evaluate(networks, given, there, rollout, step)
-        folder = Path(out) if out is not None else file.parent / "evaluation"
-        same_data = found.trainer.get("data") == given.digest
-        about = {
-            "checkpoint": str(file),
-            "weights": weights,
-            "windows": found.windows,
-            "data_of_the_training": same_data,
-        }
-        tell(evaluation.as_markdown(scores, shown(file), weights), nl=False)
-        if not same_data:
-            tell("the data are not those of the training: validation samples may have been trained on", err=True)
-        for path in evaluation.save(scores, examples, folder, about):
-            tell(f"wrote {shown(path)}", err=True)
+        if name not in EVALUATED:
+            raise ConfigurationError(f"{name}: only {' and '.join(EVALUATED)} can be evaluated; name one")
+        for parameter, (option, owner) in OPTIONS.items():
+            if owner != name and context.get_parameter_source(parameter) is click.core.ParameterSource.COMMANDLINE:
+                raise ConfigurationError(f"{option} is an option of {owner} alone; leave it out")
+        given = {"rollout": rollout, "weights": weights, "split": split}
+        own = {parameter: given[parameter] for parameter, (_, owner) in OPTIONS.items() if owner == name}
+        EVALUATED[name](checkpoint, out, device, fields, **own)
+
+
+def _ups(
+    checkpoint: str, out: str | None, device: str | None, fields: tuple[str, ...], rollout: int, weights: Weights
+) -> None:
+    from suite import configuration
+    from suite.commands.train import device_called
+    from suite.ups import evaluation
+    from suite.ups.batches import Data, mixture_of
+    from suite.ups.stages import opened
+
+    if rollout < 1:
+        raise configuration.ConfigurationError(f"--rollout {rollout}: give 1 or more")
+    (data,) = configuration.read([Data], None, fields)
+    there = device_called(device)
+    file, found, config = opened(Path(checkpoint))
+    given = mixture_of(evaluation.data_for(config, data))
+    networks, step = evaluation.loaded(config, given, found.trainer, there, weights)
+    scores, examples = evaluation.evaluate(networks, given, there, rollout, step)
+    folder = Path(out) if out is not None else file.parent / "evaluation"
+    same_data = found.trainer.get("data") == given.digest
+    about = {
+        "checkpoint": str(file),
+        "weights": weights,
+        "windows": found.windows,
+        "data_of_the_training": same_data,
+    }
+    tell(evaluation.as_markdown(scores, shown(file), weights), nl=False)
+    if not same_data:
+        tell("the data are not those of the training: validation samples may have been trained on", err=True)
+    for path in evaluation.save(scores, examples, folder, about):
+        tell(f"wrote {shown(path)}", err=True)
+
+
+def _leak_cnn(checkpoint: str, out: str | None, device: str | None, fields: tuple[str, ...], split: str | None) -> None:
+    from suite import configuration
+    from suite.commands.finding import checkpoint_of
+    from suite.commands.train import device_called
+    from suite.leak_cnn.epochs import Data, audio_of
+    from suite.leak_cnn.features import TEST
+    from suite.leak_cnn.report import PICTURE, plot
+    from suite.leak_cnn.trained import trained_of
+
+    (data,) = configuration.read([Data], None, fields)
+    there = device_called(device)
+    file, found = checkpoint_of(checkpoint, "leak_cnn")
+    trained = trained_of(file, found.trainer, there)
+    audio = audio_of(data)
+    split = split or (TEST if TEST in audio.files else "validation")
+    metrics = trained.evaluated(audio, split)
+    same_data = isinstance(found.batches, dict) and found.batches.get("digest") == audio.digest
+    folder = Path(out) if out is not None else file.parent / "evaluation"
+    values = {name.removeprefix("validation_"): value for name, value in metrics.metrics().items()}
+    about = {"checkpoint": str(file), "epoch": trained.epoch, "split": split, "data_of_the_training": same_data}
+    matrices = {"segments": metrics.segments.confusion, "files": metrics.files}
+    tell(f"{split}: {metrics.told}", err=False)
+    if not same_data:
+        tell("the data are not those of the training: these recordings may have been trained on", err=True)
+    path = folder / "evaluation.json"
+    try:
+        write(path, json.dumps({**about, **values, "confusion": matrices}, indent=1) + "\n")
+        tell(f"wrote {shown(path)}", err=True)
+        plot(metrics, folder / PICTURE)
+        tell(f"wrote {shown(folder / PICTURE)}", err=True)
+    except OSError as error:
+        raise PerfsuiteError(
+            f"cannot write into {shown(folder)}: {error.strerror or error}; name another --out"
+        ) from None
+
+
+EVALUATED: Mapping[str, Callable[..., None]] = {"ups": _ups, "leak_cnn": _leak_cnn}

@@ -35,6 +35,14 @@ class Validation:
             "file_f1": macro_f1(self.files),
         }
 
+    @property
+    def told(self) -> str:
+        """In a line."""
+        return (
+            f"{100 * self.segments.accuracy:.1f}% of the segments, macro-F1 {self.segments.f1:.3f}; "
+            f"{100 * accuracy(self.files):.1f}% of the files, macro-F1 {macro_f1(self.files):.3f}"
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
@@ -78,11 +86,7 @@ def finish(trainer: Any, folder: Path) -> str | None:
     validation: Validation | None = trainer.validation()
     if validation is None:
         return None
-    segments, files = validation.segments, validation.files
-    told = (
-        f"validation: {100 * segments.accuracy:.1f}% of the segments, macro-F1 {segments.f1:.3f}; "
-        f"{100 * accuracy(files):.1f}% of the files, macro-F1 {macro_f1(files):.3f}"
-    )
+    told = f"validation: {validation.told}"
     try:
         plot(validation, folder / PICTURE)
     except PerfsuiteError as error:  # the run has been saved: a picture is no reason to fail

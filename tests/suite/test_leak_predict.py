@@ -1,0 +1,176 @@
+"""`perfsuite evaluate leak_cnn` and `perfsuite predict`: a network that has learned two sounds says which is which."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from training import ROOT
+
+from suite.commands.data import data
+from suite.commands.evaluate import evaluate
+from suite.commands.predict import predict
+from suite.commands.train import train
+from suite.leak_cnn.dataset import open_data
+from suite.leak_cnn.features import SAMPLE_RATE, SAMPLES
+from suite.leak_cnn.trained import sound_of, trained_of
+from suite.runtime import Store, checkpoints
+
+pytest.importorskip("h5py", reason="h5py is not installed: pip install 'perfsuite[train]'")
+soundfile = pytest.importorskip("soundfile", reason="soundfile is not installed: pip install 'perfsuite[train]'")
+
+SETTINGS = ["--channels", "[4,4,8]", "--hidden", "16", "--batch_size", "80", "--epochs", "12", "--num_workers", "0"]
+
+
+def sound(kind: str, seconds: float, seed: int) -> numpy.ndarray:
+    """LEAK hisses, NORMAL hums."""
+    random = numpy.random.default_rng(seed)
+    times = numpy.arange(int(seconds * SAMPLE_RATE)) / SAMPLE_RATE
+    hum = 0.1 * numpy.sin(2 * numpy.pi * (100 + 10 * seed) * times) + 1e-3 * random.standard_normal(len(times))
+    return hum if kind == "NORMAL" else 0.1 * random.standard_normal(len(times))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a set of labelled recordings, leak.h5, and a run that was trained on it."""
+    folder = tmp_path_factory.mktemp("leak")
+    for kind in ("LEAK", "NORMAL"):
+        for number in range(6):
+            path = folder / "in" / kind / f"{number}.wav"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            soundfile.write(path, sound(kind, 10, number), SAMPLE_RATE)
+    made = CliRunner().invoke(data, ["leak-audio", str(folder / "leak.h5"), "--labelled", str(folder / "in")])
+    assert made.exit_code == 0, made.output
+    arguments = ["leak_cnn", "--side", "reference", "--data", str(folder / "leak.h5"), "--device", "cpu"]
+    arguments += ["--learning_rate", "1e-2", "--folder", str(folder / "run"), *SETTINGS]
+    done = CliRunner().invoke(train, arguments)
+    assert done.exit_code == 0, done.output
+    return folder
+
+
+def predicted(*arguments: object) -> Result:
+    return CliRunner().invoke(predict, ["--device", "cpu", *map(str, arguments)])
+
+
+def test_recordings_that_were_never_trained_on(run: Path, tmp_path: Path) -> None:
+    names = {}
+    for kind in ("LEAK", "NORMAL"):
+        names[kind] = tmp_path / f"{kind}.wav"
+        soundfile.write(names[kind], sound(kind, 25, 50), SAMPLE_RATE)
+    done = predicted("--checkpoint", run / "run", "--json", *names.values())
+    assert done.exit_code == 0, done.output
+    rows = json.loads(done.output)
+    assert [(row["begin"], row["end"]) for row in rows[:3]] == [(0, 10), (10, 20), (15, 25)]
+    for row in rows:
+        is_leak = row["recording"] == str(names["LEAK"])
+        assert row["leak"] is is_leak
+        assert (row["probability"] > 0.5) is is_leak
+        assert max(row["classes"], key=row["classes"].get) == ("LEAK" if is_leak else "NORMAL")
+        assert sum(row["classes"].values()) == pytest.approx(1, abs=1e-5)
+    table = predicted("--checkpoint", run / "run", names["LEAK"])
+    assert table.exit_code == 0
+    assert [word for word in ("0 to 10", "no leak") if word in table.output] == ["0 to 10"]
+
+
+def test_a_short_recording_is_repeated(run: Path, tmp_path: Path) -> None:
+    soundfile.write(tmp_path / "short.wav", sound("LEAK", 3, 60), SAMPLE_RATE)
+    file, found = Store(run / "run").latest(), checkpoints.load_latest(Store(run / "run"), "leak_cnn")[1]
+    trained = trained_of(file, found.trainer, torch.device("cpu"))
+    samples = sound_of(tmp_path / "short.wav")
+    (piece,) = trained.judged(samples)
+    assert (piece.begin, piece.end, piece.leak) == (0, 3, True)
+    (repeated,) = trained.judged(numpy.tile(samples, 4)[:SAMPLES])
+    assert repeated[2:] == piece[2:]
+
+
+def test_the_best_weights_are_taken(run: Path) -> None:
+    file, found = checkpoints.load_latest(Store(run / "run"), "leak_cnn")
+    trained = trained_of(file, found.trainer, torch.device("cpu"))
+    assert trained.epoch == found.trainer["best"]["epoch"] > 0
+    assert all(torch.equal(trained.weights[name], w) for name, w in found.trainer["best"]["weights"].items())
+
+
+def test_evaluation_on_the_test_recordings(run: Path, tmp_path: Path) -> None:
+    arguments = ["leak_cnn", "--checkpoint", str(run / "run"), "--data", str(run / "leak.h5"), "--device", "cpu"]
+    done = CliRunner().invoke(evaluate, [*arguments, "--out", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert done.output.startswith("test: ")
+    found = json.loads((tmp_path / "evaluation.json").read_text())
+    files = found["confusion"]["files"]
+    assert sum(map(sum, files)) == len(open_data(run / "leak.h5").files["test"]) == 2
+    assert (found["split"], found["data_of_the_training"], found["file_accuracy"]) == ("test", True, 1.0)
+    assert (tmp_path / "confusion.svg").exists()
+
+
+def test_evaluation_of_a_validation_is_that_of_the_training(run: Path, tmp_path: Path) -> None:
+    """The plain trainer's last validation, if its weights are the best ones, and else some other one."""
+    from reference.trainers.leak_cnn import Trainer
+
+    file, found = checkpoints.load_latest(Store(run / "run"), "leak_cnn")
+    trained = trained_of(file, found.trainer, torch.device("cpu"))
+    audio = open_data(run / "leak.h5")
+    plain = Trainer(trained.config, audio, "cpu")
+    with torch.no_grad():
+        for name, weight in plain.weights.items():
+            weight.copy_(trained.weights[name])
+    expected, given = plain._validation(0), trained.evaluated(audio, "validation")
+    assert given.files == expected.files
+    assert given.segments.confusion == expected.segments.confusion
+    assert given.segments.loss == pytest.approx(expected.segments.loss, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--checkpoint", "run", "none.wav"], "none.wav is no file; name a WAV or FLAC recording"),
+        (["--checkpoint", "run", "leak.h5"], "leak.h5 cannot be judged: damaged"),
+        (["--checkpoint", "in", "in/LEAK/0.wav"], "no checkpoint in; name a file, or a folder"),
+    ],
+)
+def test_mistakes_of_predict_are_one_line(
+    run: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], words: str
+) -> None:
+    monkeypatch.chdir(run)
+    done = predicted(*arguments)
+    assert done.exit_code == 1
+    (line,) = done.output.splitlines()
+    assert words in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["leak_cnn", "--rollout", "3"], "--rollout is an option of ups alone"),
+        (["ups", "--split", "test"], "--split is an option of leak_cnn alone"),
+        (["trainer2"], "trainer2: only ups and leak_cnn can be evaluated"),
+        (["leak_cnn", "--data", "none.h5"], "there is no file none.h5"),
+    ],
+)
+def test_mistakes_of_evaluate_are_one_line(
+    run: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], words: str
+) -> None:
+    monkeypatch.chdir(run)
+    done = CliRunner().invoke(evaluate, [*arguments, "--checkpoint", "run", "--device", "cpu"])
+    assert done.exit_code in (1, 2)
+    (line,) = done.output.splitlines()
+    assert words in line
+
+
+def test_a_set_without_a_test_part_says_so(run: Path, tmp_path: Path) -> None:
+    synthetic = ["--train_files", "5", "--validation_files", "5", "--cache", str(tmp_path)]
+    arguments = ["leak_cnn", "--checkpoint", str(run / "run"), "--device", "cpu", *synthetic]
+    done = CliRunner().invoke(evaluate, [*arguments, "--split", "test"])
+    assert (done.exit_code, "--split test:" in done.output) == (1, True)
+    done = CliRunner().invoke(evaluate, [*arguments, "--out", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert "the data are not those of the training" in done.output
+
+
+def test_the_command_is_one_of_perfsuite_s() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["entry-points"]["perfsuite.commands"]["predict"] == "suite.commands.predict:predict"
