@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import Subset
 
 from optimized.compilation.compiled_function import compile_if_possible
 from optimized.data.loader import Loader
@@ -21,6 +22,7 @@ from optimized.data.packed_tokens import PackedTokens
 from suite.backends import tf32_products
 from suite.eigenstate_lm.config import TrainConfig
 from suite.eigenstate_lm.data import Text, next_rows
+from suite.eigenstate_lm.held_out import HeldOut
 from suite.eigenstate_lm.memory import told_when_out
 from suite.eigenstate_lm.model import (
     Project,
@@ -61,6 +63,7 @@ class Trainer(QueuesReports):
         self.lr = torch.zeros((), device=self.device)
         self.steps = 0
         self._count = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self.held_out = HeldOut(config, text, self.weights)
         self._form = _form(config, self.device)
         self._choose()
         # Gradients are clipped before.
@@ -76,6 +79,7 @@ class Trainer(QueuesReports):
             self._loader = _Prefetched(config, text)
         else:
             self._sequences = text.packed() if config.packed_tokens else text.encoded()
+        self._validation = text.packed() if self.held_out.is_on else None
         self._step = self._cleanup(self._whole_step, config.cleanup_every)
         self.throughput = Throughput(config, text.vocabulary, self.device)
         self._reports: Reports[Report] = Reports(self.device, Report.stays)
@@ -89,6 +93,28 @@ class Trainer(QueuesReports):
         with told_when_out(config, self.text.vocabulary, self.device), tf32_products(allowed=config.tf32):
             self._step(rows)
         self._reports.wait(AHEAD)
+        if self.held_out.is_due(self.steps):
+            self.held_out.validate(self.steps, self._validation, self.device, self.held_out_loss)
+
+    def metrics(self) -> Mapping[str, float] | None:
+        """Return the metrics of the last step whose report has come, and of the last validation; None before one."""
+        return self._with_validation(super().metrics())
+
+    def last_metrics(self) -> Mapping[str, float] | None:
+        """Wait for the last step's report, and return its metrics and those of the last validation."""
+        return self._with_validation(super().last_metrics())
+
+    def stops(self) -> str | None:
+        """Say why training should end now; None where it should go on."""
+        return self.held_out.stops()
+
+    @torch.no_grad()
+    def held_out_loss(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Return the mean loss of sequences [B, T] without dropout, 0-d."""
+        form = self._form._replace(dropout=0.0)
+        before, after = (functools.partial(part, form) for part in (_before, _after))
+        with tf32_products(allowed=self.config.tf32):
+            return self._mean_loss(self.weights, inputs, labels, before, after)
 
     def state_dict(self) -> dict[str, Any]:
         """All that training has changed."""
@@ -159,20 +185,45 @@ class Trainer(QueuesReports):
 
     def _loss(self, leaves: Sequence[torch.Tensor], inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """The mean loss of sequences [B, T], scaled, 0-d."""
-        config, weights = self.config, dict(zip(self.weights, leaves, strict=True))
+        weights = dict(zip(self.weights, leaves, strict=True))
+        after = self._recomputed if self.config.activation_checkpoint else self._after
+        return self._mean_loss(weights, inputs, labels, self._before, after) * self.optimizer.scale
+
+    def _recomputed(self, own: Weights, x: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+        """What comes behind the scan; its two linear layers are computed again in the backward."""
+        x = self._mixed(own, x, real)
+        again: torch.Tensor = checkpoint(
+            self._fed, own, x, use_reentrant=False, preserve_rng_state=self.config.dropout > 0
+        )
+        return again
+
+    def _mean_loss(
+        self,
+        weights: Weights,
+        inputs: torch.Tensor,
+        labels: torch.Tensor,
+        before: Callable[..., torch.Tensor],
+        after: Callable[..., torch.Tensor],
+    ) -> torch.Tensor:
         x = functional.embedding(inputs, weights["embedding"])
-        states = first_states(config.sizes(self.text.vocabulary), len(inputs), self.device)
+        states = first_states(self.config.sizes(self.text.vocabulary), len(inputs), self.device)
         for layer, state in enumerate(states):
             own = block_weights(weights, layer)
-            real, _ = self._scan(self._before(own, x), scanned_by(own), state)
-            if config.activation_checkpoint:
-                x = self._mixed(own, x, real)
-                x = checkpoint(self._fed, own, x, use_reentrant=False, preserve_rng_state=config.dropout > 0)
-            else:
-                x = self._after(own, x, real)
+            real, _ = self._scan(before(own, x), scanned_by(own), state)
+            x = after(own, x, real)
         with _autocast(self._form):
             loss = self._cross_entropy(x.flatten(0, 1), weights["embedding"], labels.flatten())
-        return loss.float() * self.optimizer.scale
+        mean: torch.Tensor = loss.float()
+        return mean
+
+    def _with_validation(self, found: Mapping[str, float] | None) -> Mapping[str, float] | None:
+        return None if found is None else {**found, **self.held_out.metrics()}
+
+
+def _training(text: Text) -> Any:
+    """The sequences to train on, one by one."""
+    every = PackedTokens(text.pack.path, text.length)
+    return Subset(every, text.training.tolist()) if text.held_out else every
 
 
 class _Prefetched:
@@ -180,7 +231,7 @@ class _Prefetched:
 
     def __init__(self, config: TrainConfig, text: Text) -> None:
         self._loader = Loader(
-            PackedTokens(text.pack.path, text.length),
+            _training(text),
             config.sequences,
             workers=config.num_workers,
             seed=config.seed,

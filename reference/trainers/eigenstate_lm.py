@@ -13,7 +13,7 @@ What the source leaves open is decided here:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,8 +29,9 @@ from reference.synchronization.sync_free_scaler_step import ScalerStep
 from suite.backends import tf32_products
 from suite.eigenstate_lm.config import TrainConfig
 from suite.eigenstate_lm.data import Text, next_rows
+from suite.eigenstate_lm.held_out import HeldOut
 from suite.eigenstate_lm.memory import told_when_out
-from suite.eigenstate_lm.model import first_states, forward, make_weights
+from suite.eigenstate_lm.model import Weights, first_states, forward, make_weights
 from suite.eigenstate_lm.report import Report, Throughput
 from suite.eigenstate_lm.state import restore, state_of
 from suite.runtime.reports import Reports
@@ -64,6 +65,7 @@ class Trainer(WaitsForReports):
             scaling=config.scaling,
         )
         self.steps = 0
+        self.held_out = HeldOut(config, text, self.weights)
         # Its own products are never in TF32.
         self.throughput = Throughput(dataclasses.replace(config, tf32=False), text.vocabulary, self.device)
         self._reports: Reports[Report] = Reports(self.device, Report.stays)
@@ -88,6 +90,23 @@ class Trainer(WaitsForReports):
             step=self.steps, loss=float(loss / scale), rate=float(self.lr), norm=float(norm), scale=float(scale)
         )
         self._reports.send(torch.zeros(0, device=self.device), lambda _: found)
+        if self.held_out.is_due(self.steps):
+            self.held_out.validate(self.steps, self.sequences, self.device, self.held_out_loss)
+
+    def metrics(self) -> Mapping[str, float] | None:
+        """Return the metrics of the last step and of the last validation; None before a step."""
+        found = super().metrics()
+        return None if found is None else {**found, **self.held_out.metrics()}
+
+    def stops(self) -> str | None:
+        """Say why training should end now; None where it should go on."""
+        return self.held_out.stops()
+
+    @torch.no_grad()
+    def held_out_loss(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Return the mean loss of sequences [B, T] without dropout, 0-d."""
+        with tf32_products(allowed=False):
+            return self._mean_loss(self.weights, inputs, labels, lambda x: x)
 
     def state_dict(self) -> dict[str, Any]:
         """All that training has changed."""
@@ -100,13 +119,19 @@ class Trainer(WaitsForReports):
 
     def _loss(self, leaves: Sequence[torch.Tensor], inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """The mean loss of sequences [B, T], scaled, 0-d."""
-        config, weights = self.config, dict(zip(self.weights, leaves, strict=True))
+        weights = dict(zip(self.weights, leaves, strict=True))
+        return self._mean_loss(weights, inputs, labels, self._drop) * self.optimizer.scale
+
+    def _mean_loss(
+        self, weights: Weights, inputs: torch.Tensor, labels: torch.Tensor, drop: Callable[..., torch.Tensor]
+    ) -> torch.Tensor:
+        config = self.config
         states = first_states(config.sizes(self.text.vocabulary), len(inputs), self.device).to(self.dtype)
         low = torch.float16 if config.autocast_fp16 else torch.bfloat16
         with torch.autocast(self.device.type, low, enabled=config.autocast_fp16 or config.autocast_bf16):
-            hidden, _ = forward(weights, inputs, states, eigenstate_scan, fused_output_projection, self._drop)
+            hidden, _ = forward(weights, inputs, states, eigenstate_scan, fused_output_projection, drop)
             loss = chunked_cross_entropy(hidden.flatten(0, 1), weights["embedding"], labels.flatten())
-        return loss.to(self.dtype) * self.optimizer.scale
+        return loss.to(self.dtype)
 
     def _drop(self, x: torch.Tensor) -> torch.Tensor:
         return functional.dropout(x, self.config.dropout)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -55,20 +55,20 @@ def evaluate(
     device: str | None,
     fields: tuple[str, ...],
 ) -> None:
-    """Evaluate a network that ups or leak_cnn has trained on held-out data.
+    """Evaluate a network that ups, leak_cnn or eigenstate_lm has trained on held-out data.
 
     For example `perfsuite evaluate ups --checkpoint .perfsuite/train/ups-optimized --data FOLDER`, or
     `perfsuite evaluate leak_cnn --checkpoint .perfsuite/train/leak_cnn-optimized --data leak.h5`.
 
     Of ups, writes the NRMSE by task and by step of the rollout, and a picture of each task. Of leak_cnn, writes
-    accuracy, macro-F1 and the confusion matrices of segments and files, by the best weights. The data are named as
-    `perfsuite train` does: --data, --advection, --darcy, --validation.
+    accuracy, macro-F1 and the confusion matrices of segments and files, and of eigenstate_lm the loss and bits a byte;
+    both by the best weights. The data are named as `perfsuite train` does: --data, --advection, --darcy, --validation.
     """
     with in_one_line("interrupted", "free some, or name another --device"):
         from suite.configuration import ConfigurationError
 
         if name not in EVALUATED:
-            raise ConfigurationError(f"{name}: only {' and '.join(EVALUATED)} can be evaluated; name one")
+            raise ConfigurationError(f"{name}: only {', '.join(EVALUATED)} can be evaluated; name one")
         for parameter, (option, owner) in OPTIONS.items():
             if owner != name and context.get_parameter_source(parameter) is click.core.ParameterSource.COMMANDLINE:
                 raise ConfigurationError(f"{option} is an option of {owner} alone; leave it out")
@@ -133,16 +133,71 @@ def _leak_cnn(checkpoint: str, out: str | None, device: str | None, fields: tupl
     tell(f"{split}: {metrics.told}", err=False)
     if not same_data:
         tell("the data are not those of the training: these recordings may have been trained on", err=True)
-    path = folder / "evaluation.json"
+    _saved(folder / "evaluation.json", {**about, **values, "confusion": matrices})
+    plot(metrics, folder / PICTURE)
+    tell(f"wrote {shown(folder / PICTURE)}", err=True)
+
+
+def _eigenstate_lm(checkpoint: str, out: str | None, device: str | None, fields: tuple[str, ...]) -> None:
+    import dataclasses
+
+    import torch
+
+    from suite import configuration, trainers
+    from suite.commands.finding import checkpoint_of
+    from suite.commands.train import device_called
+    from suite.eigenstate_lm.config import TrainConfig
+    from suite.eigenstate_lm.data import Data, text_of
+    from suite.eigenstate_lm.held_out import mean_loss, measures
+
+    (data,) = configuration.read([Data], None, fields)
+    there = device_called(device)
+    file, found = checkpoint_of(checkpoint, "eigenstate_lm")
+    state = found.trainer
+    known = {f.name for f in dataclasses.fields(TrainConfig)}
     try:
-        write(path, json.dumps({**about, **values, "confusion": matrices}, indent=1) + "\n")
-        tell(f"wrote {shown(path)}", err=True)
-        plot(metrics, folder / PICTURE)
-        tell(f"wrote {shown(folder / PICTURE)}", err=True)
+        given = {name: value for name, value in state["config"].items() if name in known}
+        config = TrainConfig(**{**given, "use_compile": False, "loader": False})
+        best = state.get("best") or {}
+        weights, step = (best["weights"], best["step"]) if best.get("step") else (state["weights"], state["steps"])
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise PerfsuiteError(f"{shown(file)} is damaged: {error}; name another") from None
+    held_out = data.validation or _held_out(found.batches)
+    if not held_out:
+        raise PerfsuiteError("validation: no sequence is held out; say how many, e.g. --validation 16")
+    text = text_of(dataclasses.replace(data, sequence_length=config.sequence_length, validation=held_out))
+    trainer: Any = trainers.build("eigenstate_lm", config, text, there, "optimized")
+    try:
+        trainer.load_state_dict({**state, "weights": weights, "best": None})
+    except (KeyError, TypeError, ValueError) as error:
+        raise PerfsuiteError(f"{shown(file)} does not fit these data: {error}; name those of its training") from None
+    loss = mean_loss(text, config.batch_size, text.packed(), torch.device(there), trainer.held_out_loss)
+    values = measures(loss, text)
+    same_data = isinstance(found.batches, Mapping) and all(
+        found.batches.get(name) == value for name, value in (("digest", text.pack.digest), ("validation", held_out))
+    )
+    bits = f", {values['bits_per_byte']:.4f} bits a byte" if "bits_per_byte" in values else ""
+    tell(f"held-out loss {loss:.4f} nats a token{bits}, of {held_out} sequences, by the weights of step {step}")
+    if not same_data:
+        tell("the data are not those of the training: these sequences may have been trained on", err=True)
+    folder = Path(out) if out is not None else file.parent / "evaluation"
+    about = {"checkpoint": str(file), "step": step, "sequences": held_out, "data_of_the_training": same_data, **values}
+    _saved(folder / "evaluation.json", about)
+
+
+def _held_out(batches: object) -> int:
+    """How many sequences a checkpoint's training has held out."""
+    count = batches.get("validation", 0) if isinstance(batches, Mapping) else 0
+    return count if isinstance(count, int) else 0
+
+
+def _saved(path: Path, content: Mapping[str, Any]) -> None:
+    try:
+        write(path, json.dumps(content, indent=1) + "\n")
     except OSError as error:
-        raise PerfsuiteError(
-            f"cannot write into {shown(folder)}: {error.strerror or error}; name another --out"
-        ) from None
+        reason = error.strerror or error
+        raise PerfsuiteError(f"cannot write {shown(path)}: {reason}; name another folder with --out") from None
+    tell(f"wrote {shown(path)}", err=True)
 
 
-EVALUATED: Mapping[str, Callable[..., None]] = {"ups": _ups, "leak_cnn": _leak_cnn}
+EVALUATED: Mapping[str, Callable[..., None]] = {"ups": _ups, "leak_cnn": _leak_cnn, "eigenstate_lm": _eigenstate_lm}

@@ -35,6 +35,7 @@ TRAINER = "eigenstate_lm"
     "--top-k", type=int, default=50, show_default=True, metavar="K", help="Draw of the K most likely tokens; 0 of all."
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the draws.")
+@click.option("--last", is_flag=True, help="Take the last weights, and not those of the least held-out loss.")
 @click.option("--past-end", is_flag=True, help="Go on with another text where one ends.")
 @click.option("--device", help="cpu, cuda or cuda:1.  [default: the GPU, if any]")
 def generate(
@@ -44,17 +45,18 @@ def generate(
     temperature: float,
     top_k: int,
     seed: int,
+    last: bool,
     past_end: bool,
     device: str | None,
 ) -> None:
     """Write text with a network that eigenstate_lm has trained: CHECKPOINT is a file of it, or the folder of a run,
-    whose last one is taken.
+    whose last one is taken. Where sequences were held out, its best weights are taken.
 
     The text goes to stdout as it comes, the prompt before it. It ends after --tokens, or where the network ends it.
     The memory that it takes does not grow with its length.
     """
     with in_one_line("interrupted", "free some, or name another --device"):
-        _generate(checkpoint, prompt, tokens, temperature, top_k, seed, past_end, device)
+        _generate(checkpoint, prompt, tokens, temperature, top_k, seed, last, past_end, device)
 
 
 def _generate(
@@ -64,6 +66,7 @@ def _generate(
     temperature: float,
     top_k: int,
     seed: int,
+    use_last: bool,
     past_end: bool,
     device: str | None,
 ) -> None:
@@ -75,7 +78,7 @@ def _generate(
     options = Options(tokens=tokens, temperature=temperature, top_k=top_k, seed=seed, past_end=past_end)
     prompt = typed(prompt)
     there = device_called(device)
-    weights, tokenizer = loaded(checkpoint)
+    weights, tokenizer = loaded(checkpoint, best=not use_last)
     given = encoded(tokenizer, prompt)
     reader = Reader({name: weight.to(there, torch.float32) for name, weight in weights.items()})
     characters = Characters(tokenizer, given)
@@ -102,9 +105,11 @@ def _generate(
     tell(summary(len(given), count, first, last), err=True)
 
 
-def loaded(checkpoint: str) -> tuple[Mapping[str, Any], Any]:
+def loaded(checkpoint: str, *, best: bool = True) -> tuple[Mapping[str, Any], Any]:
     """(weights, tokenizer) of a checkpoint's file, or of the last one in a folder; PerfsuiteError where it has not
     both, or they do not belong together.
+
+    best  take the weights of the least held-out loss, if the checkpoint has any
     """
     from suite import text
     from suite.commands.finding import checkpoint_of
@@ -112,6 +117,9 @@ def loaded(checkpoint: str) -> tuple[Mapping[str, Any], Any]:
 
     path, found = checkpoint_of(checkpoint, TRAINER)
     weights, content = found.trainer.get("weights"), found.trainer.get("tokenizer")
+    kept = found.trainer.get("best")
+    if best and isinstance(kept, Mapping) and kept.get("step"):
+        weights = kept.get("weights")
     if not isinstance(weights, Mapping) or not isinstance(content, str):
         raise PerfsuiteError(f"{shown(path)} is damaged: it lacks weights or a tokenizer; name another")
     try:

@@ -46,6 +46,11 @@ class TrainConfig:
     seed: int = 0
     """Of the first weights and of the order of the sequences."""
 
+    validate_every: int = 100
+    """Steps from one validation to the next, where the data have held-out sequences (`validation`); 0: none."""
+    patience: int = 0
+    """End after so many validations without a smaller loss; 0: never."""
+
     # --- how it runs
     num_workers: int = 4
     """Processes that read sequences, with `loader` on."""
@@ -85,7 +90,8 @@ class TrainConfig:
         for name in ("width", "layers", "eigenstates", "cells", "sequence_length", "batch_size", "accumulation"):
             need(getattr(self, name) >= 1, name, getattr(self, name), "use 1 or more")
         need(self.steps > 10, "steps", self.steps, "a tenth of them warms up; use more than 10")
-        need(self.weight_decay >= 0, "weight_decay", self.weight_decay, "use 0 or more")
+        for name in ("weight_decay", "validate_every", "patience"):
+            need(getattr(self, name) >= 0, name, getattr(self, name), "use 0 or more")
         need(self.num_workers >= 0, "num_workers", self.num_workers, "use 0 or more")
         need(self.prefetch_factor >= 1, "prefetch_factor", self.prefetch_factor, "use 1 or more")
         need(self.cleanup_every >= 0, "cleanup_every", self.cleanup_every, "use 0 or more")

@@ -52,10 +52,12 @@ class Data:
     steps: int = 1000
     seed: int = 0
     """Of the order of the sequences."""
+    validation: int = 0
+    """Sequences that are held out, evenly spaced in the text; none of them is trained on."""
     cache: str = text.CACHE
 
     def __post_init__(self) -> None:
-        for name, bound in {"synthetic": 0, "vocabulary": 3}.items():
+        for name, bound in {"synthetic": 0, "vocabulary": 3, "validation": 0}.items():
             if getattr(self, name) < bound:
                 raise ValueError(f"{name} must be {bound} or more, got {getattr(self, name)}")
 
@@ -69,12 +71,51 @@ class Text:
 
     pack: PackedText
     length: int
+    held_out: int = 0
+    """Sequences that are not trained on."""
 
     def __post_init__(self) -> None:
-        self.pack.sequences(self.length)
+        count = self.pack.sequences(self.length)
+        if self.held_out >= count:
+            raise PerfsuiteError(
+                f"validation: {self.held_out} sequences are held out, and {self.pack.path} has {count} of "
+                f"{self.length} tokens; lower it, or pack more text"
+            )
 
     def __len__(self) -> int:
-        return self.pack.sequences(self.length)
+        """Sequences to train on."""
+        return len(self.training)
+
+    @cached_property
+    def validation(self) -> torch.Tensor:
+        """The numbers of the held-out sequences, int64."""
+        count = self.pack.sequences(self.length)
+        return torch.tensor(
+            [(2 * n + 1) * count // (2 * self.held_out) for n in range(self.held_out)], dtype=torch.int64
+        )
+
+    @cached_property
+    def training(self) -> torch.Tensor:
+        """The numbers of all other sequences, int64."""
+        is_kept = torch.ones(self.pack.sequences(self.length), dtype=torch.bool)
+        is_kept[self.validation] = False
+        return is_kept.nonzero().flatten()
+
+    @cached_property
+    def validation_bytes(self) -> int:
+        """Bytes of text that the held-out labels are tokens of; 0 where the tokens are random.
+
+        The end of a document has none.
+        """
+        if not self.tokenizer:
+            return 0
+        library: Any = text.library().Tokenizer.from_str(self.tokenizer)
+        # In a byte-level BPE each character of a token stands for a byte.
+        sizes = [len(library.id_to_token(token) or "") for token in range(self.vocabulary)]
+        sizes[text.END_ID] = 0
+        counts = numpy.array(sizes, dtype=numpy.int64)
+        starts = (self.validation * self.length + 1).tolist()
+        return sum(int(counts[self.pack.row[start : start + self.length]].sum()) for start in starts)
 
     @property
     def vocabulary(self) -> int:
@@ -135,7 +176,7 @@ def _order(sequences: int, seed: int, epoch: int) -> torch.Tensor:
 def next_rows(config: TrainConfig, given: Text, step: int, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """The sequences of a trainer's next step; ValueError where `batch["step"]` is there and is another."""
     check_step(batch, step)
-    return rows_of(step, len(given), config.sequences, config.seed)
+    return given.training[rows_of(step, len(given), config.sequences, config.seed)]
 
 
 class Steps(NumberedSteps):
@@ -153,8 +194,8 @@ class Steps(NumberedSteps):
         if len(given) < count:
             raise PerfsuiteError(
                 f"batch_size: a step takes {count} sequences (batch_size x accumulation), and {given.pack.path} has "
-                f"{len(given)} of {given.length} tokens; lower accumulation, batch_size or sequence_length, "
-                "or pack more text"
+                f"{len(given)} of {given.length} tokens to train on; lower accumulation, batch_size or "
+                "sequence_length, or pack more text"
             )
 
     def items(self, batch: Mapping[str, torch.Tensor]) -> int:
@@ -163,11 +204,16 @@ class Steps(NumberedSteps):
 
     def identity(self) -> dict[str, Any]:
         return {
+            "validation": self.given.held_out,
             "sequence_length": self.given.length,
             "batch_size x accumulation": self.count,
             "seed": self.seed,
             "digest": self.given.pack.digest,
         }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a position; PerfsuiteError where it is one in other data, ValueError where it is none."""
+        super().load_state_dict({"validation": 0, **state})  # older checkpoints have held nothing out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,6 +231,7 @@ def load(data: Data) -> Loaded:
     pack = given.pack
     told = (
         f"data: {pack.tokens:,} tokens of {pack.path}, {len(given)} sequences of {given.length} tokens, "
+        f"{f'{given.held_out} more held out, ' if given.held_out else ''}"
         f"vocabulary {pack.vocabulary:,}"
     )
     if pack.vocabulary != data.vocabulary:
@@ -204,14 +251,14 @@ def unigram_loss(pack: PackedText) -> float:
 def text_of(data: Data) -> Text:
     """The text, which is packed if there is none."""
     if data.synthetic:
-        return Text(_random(data), data.sequence_length)
+        return Text(_random(data), data.sequence_length, data.validation)
     if data.data is not None:
-        return Text(packed_text.opened(data.data), data.sequence_length)
+        return Text(packed_text.opened(data.data), data.sequence_length, data.validation)
     text.check_cache(Path(data.cache))
     with Bar() as bar:
         recipe = text_pack.Recipe(vocabulary=data.vocabulary)
         made = text_pack.pack(Path(data.cache) / f"library-{data.vocabulary}", recipe, bar, cached=True)
-    return Text(made.pack, data.sequence_length)
+    return Text(made.pack, data.sequence_length, data.validation)
 
 
 def _random(data: Data) -> PackedText:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -79,3 +81,15 @@ class Throughput(StepSeconds):
             told += f", {100 * found['mfu']:.1f}% of the {self._most / 1e12:.0f} TFLOP/s that a matrix product reaches"
             told += f", peak memory {found['peak_gib']:.1f} GiB"
         return told
+
+
+def finish(trainer: Any, folder: Path) -> str | None:
+    """Say at the end of a run how fast it was, and what the held-out sequences lost."""
+    told = [line for line in (trainer.held_out.told(), trainer.throughput.summary()) if line is not None]
+    return "\n".join(told) or None
+
+
+def quality(trainer: Any, given: Any) -> dict[str, float]:
+    """Return the last validation's metrics, for `perfsuite ab`; empty where nothing was held out."""
+    found: dict[str, float] = trainer.held_out.metrics()
+    return found

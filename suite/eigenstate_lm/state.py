@@ -19,8 +19,11 @@ def state_of(trainer: Any) -> dict[str, Any]:
     optimizer  of the scaler's step: moments, steps, scale
     steps      made so far, which the learning rate is looked up by
     tokenizer  the tokenizers library's JSON; empty where the tokens are random
+    best       of held-out sequences, if there are: `suite.eigenstate_lm.held_out.HeldOut.state`
     """
+    best = {"best": trainer.held_out.state()} if trainer.held_out.is_on else {}
     return {
+        **best,
         "weights": copies(trainer.weights),
         "optimizer": optimizer_copies(trainer.optimizer.state_dict()),
         "steps": trainer.steps,
@@ -43,4 +46,5 @@ def restore(trainer: Any, state: Mapping[str, Any]) -> None:
     with torch.no_grad():
         for name, weight in given.items():
             own[name].copy_(weight)
+    trainer.held_out.restore(state.get("best"))
     trainer.optimizer.load_state_dict(state["optimizer"])

@@ -428,7 +428,7 @@ def test_a_step_that_is_not_the_next_is_refused(kind, text):
 
 
 def test_sequences_that_make_no_step_are_refused(text):
-    with pytest.raises(PerfsuiteError, match=r"a step takes 200 sequences .* has 39 of 24 tokens; lower accumulation"):
+    with pytest.raises(PerfsuiteError, match=r"a step takes 200 sequences .* has 39 of 24 tokens to train on; lower"):
         Steps(text, 200, 60, 0)
 
 
@@ -531,7 +531,9 @@ def test_the_files_hold_what_they_say(path):
     )
     assert config.autocast_bf16 == (path.stem != "tiny")
     if path.stem == "tiny":
-        assert dataclasses.replace(config, use_compile=False) == TINY
+        assert dataclasses.replace(config, use_compile=False, validate_every=TINY.validate_every) == TINY
+    assert data.validation > 0
+    assert config.validate_every > 0
 
 
 # --- on a GPU -------------------------------------------------------------------------------------------------------

@@ -1,0 +1,192 @@
+"""The held-out sequences of eigenstate_lm: never trained on, judged without dropout, and the best weights kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from click.testing import CliRunner
+from states import same, through_a_file
+
+from optimized.trainers.eigenstate_lm import Trainer as Optimized
+from perfsuite import PerfsuiteError
+from reference.trainers.eigenstate_lm import Trainer as Reference
+from suite import packed_text
+from suite.commands.data import data
+from suite.commands.evaluate import evaluate
+from suite.commands.generate import loaded
+from suite.commands.train import train
+from suite.eigenstate_lm.config import TrainConfig
+from suite.eigenstate_lm.data import Data, Steps, Text, next_rows, text_of
+from suite.runtime import Store, checkpoints
+from suite.text import synthetic
+
+VOCABULARY, HELD_OUT = 60, 5
+SMALL = TrainConfig(
+    width=16, layers=2, eigenstates=4, sequence_length=24, batch_size=3, accumulation=2, steps=60, learning_rate=1e-2,
+    dropout=0.1, num_workers=0, use_compile=False, validate_every=4,
+)  # fmt: skip
+SIDES = pytest.mark.parametrize("kind", [Reference, Optimized])
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Text:
+    folder = tmp_path_factory.mktemp("pack")
+    tokens = synthetic(VOCABULARY, SMALL.sequence_length, 40).input_ids.flatten().numpy()
+    packed_text.write(folder, tokens, numpy.array([len(tokens)]), "", VOCABULARY, {"recipe": "drawn"})
+    return Text(packed_text.opened(folder), SMALL.sequence_length, HELD_OUT)
+
+
+def trained(kind, text, steps, config=SMALL):
+    torch.manual_seed(0)  # of the dropout
+    trainer = kind(config, text, "cpu")
+    for _ in range(steps):
+        trainer.train_window({})
+    return trainer
+
+
+def test_none_of_them_is_trained_on(text):
+    assert text.validation.tolist() == [3, 11, 19, 27, 35]
+    assert len(text) == 39 - HELD_OUT
+    seen = torch.cat([next_rows(SMALL, text, step, {}) for step in range(20)])
+    assert set(seen.tolist()) == set(range(39)) - set(text.validation.tolist())
+    whole = Text(text.pack, text.length)
+    assert torch.equal(whole.training, torch.arange(39))
+    assert len(whole.validation) == 0
+
+
+def test_workers_make_the_same_batches(text):
+    plain = trained(Optimized, text, 7).state_dict()["weights"]
+    ahead = trained(Optimized, text, 7, dataclasses.replace(SMALL, loader=True)).state_dict()["weights"]
+    assert same(plain, ahead)
+
+
+@SIDES
+def test_the_loss_is_that_of_every_held_out_token_without_dropout(kind, text):
+    trainer = trained(kind, text, 4)
+    plain = Reference(dataclasses.replace(SMALL, dropout=0.0), text, "cpu", torch.float64)
+    with torch.no_grad():
+        for name, weight in plain.weights.items():
+            weight.copy_(trainer.weights[name])
+    inputs, labels = plain.sequences.batch(text.validation)
+    expected = float(plain.held_out_loss(inputs, labels))
+    assert trainer.metrics()["validation_loss"] == pytest.approx(expected, rel=1e-5)
+    assert "bits_per_byte" not in trainer.metrics()  # random tokens are those of no text
+
+
+@SIDES
+def test_a_validation_changes_nothing_but_what_it_finds(kind, text):
+    often = trained(kind, text, 9).state_dict()
+    never = trained(kind, text, 9, dataclasses.replace(SMALL, validate_every=0)).state_dict()
+    assert same(often["weights"], never["weights"])
+    assert same(often["optimizer"], never["optimizer"])
+    assert "best" not in never
+
+
+@SIDES
+def test_the_weights_of_the_least_loss_are_kept(kind, text):
+    trainer = kind(SMALL, text, "cpu")
+    best, least = None, math.inf
+    for step in range(1, 25):
+        trainer.train_window({})
+        if step % 4 == 0 and (loss := trainer.held_out.loss) < least:
+            best, least = (step, {k: w.clone() for k, w in trainer.state_dict()["weights"].items()}), loss
+    state = trainer.state_dict()["best"]
+    assert (state["step"], state["loss"]) == (best[0], least)
+    assert same(state["weights"], best[1])
+    assert trainer.held_out.told().startswith("held-out loss ")
+
+
+@SIDES
+def test_a_resumed_run_goes_on_with_them(kind, text):
+    config = dataclasses.replace(SMALL, dropout=0.0)
+    whole = trained(kind, text, 12, config)
+    other = kind(config, text, "cpu")
+    other.load_state_dict(through_a_file(trained(kind, text, 6, config)))
+    for _ in range(6):
+        other.train_window({})
+    assert same(whole.state_dict()["best"], other.state_dict()["best"])
+
+
+@SIDES
+def test_a_run_ends_where_the_loss_falls_no_more(kind, text):
+    trainer = trained(kind, text, 4, dataclasses.replace(SMALL, patience=2))
+    assert trainer.stops() is None
+    state = trainer.state_dict()
+    state["best"]["last"] = {"loss": 9.0, "step": 12}
+    trainer.load_state_dict(state)
+    assert trainer.stops() == "no held-out loss was less than that of step 4 in 2 validations (patience)"
+
+
+def test_a_checkpoint_without_them_is_gone_on_with(text):
+    state = trained(Optimized, Text(text.pack, text.length), 2).state_dict()
+    trainer = Optimized(SMALL, text, "cpu")
+    trainer.load_state_dict(state)
+    assert trainer.held_out.step == 0
+    state["best"] = {"weights": {"embedding": torch.zeros(1)}, "loss": 1.0, "step": 1, "last": {"loss": 1.0, "step": 1}}
+    with pytest.raises(ValueError, match="only in the checkpoint, or only here"):
+        trainer.load_state_dict(state)
+
+
+def test_a_position_in_other_training_sequences_is_refused(text):
+    steps = Steps(text, 6, 60, 0)
+    before = Steps(Text(text.pack, text.length), 6, 60, 0)
+    with pytest.raises(PerfsuiteError, match="validation has changed since the checkpoint was written, from 0 to 5"):
+        steps.load_state_dict(before.state_dict())
+    older = {name: value for name, value in before.state_dict().items() if name != "validation"}
+    before.load_state_dict(older)
+
+
+def test_more_than_there_are(text):
+    with pytest.raises(PerfsuiteError, match=r"validation: 39 sequences are held out, and .* has 39 of 24"):
+        Text(text.pack, text.length, 39)
+
+
+def test_from_text_to_bits_a_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed: pip install 'perfsuite[train]'")
+    monkeypatch.chdir(tmp_path)
+    Path("in").mkdir()
+    words = numpy.random.default_rng(0).integers(0, 40, 6000)
+    Path("in/a.txt").write_text(" ".join(f"wörd{n}" for n in words))
+    assert CliRunner().invoke(data, ["pack", "text", "--from", "in", "--vocabulary", "300"]).exit_code == 0
+    sizes = [
+        "--width",
+        "16",
+        "--layers",
+        "1",
+        "--eigenstates",
+        "4",
+        "--sequence_length",
+        "32",
+        "--use_compile",
+        "false",
+    ]
+    common = ["--data", "text", "--device", "cpu"]
+    options = ["--steps", "24", "--validate_every", "12", "--validation", "8", "--folder", "run", *sizes]
+    done = CliRunner().invoke(train, ["eigenstate_lm", *common, *options])
+    assert done.exit_code == 0, done.output
+    assert "8 more held out" in done.output
+    assert "held-out loss " in done.output
+
+    given = text_of(Data(data="text", sequence_length=32, validation=8))
+    library = tokenizers.Tokenizer.from_str(given.tokenizer)
+    labels = given.packed().batch(given.validation)[1]
+    expected = sum(len(library.decode(row.tolist(), skip_special_tokens=True).encode()) for row in labels)
+    # A character whose bytes are parted between two sequences is decoded to one of three bytes in each.
+    assert abs(given.validation_bytes - expected) <= 4 * len(labels)
+
+    done = CliRunner().invoke(evaluate, ["eigenstate_lm", "--checkpoint", "run", *common])
+    assert done.exit_code == 0, done.output
+    found = json.loads(Path("run/evaluation/evaluation.json").read_text())
+    kept = checkpoints.load_latest(Store(Path("run")), "eigenstate_lm")[1].trainer["best"]
+    assert found["validation_loss"] == pytest.approx(kept["loss"], rel=1e-5)
+    bits = kept["loss"] / math.log(2) * 8 * 32 / given.validation_bytes
+    assert found["bits_per_byte"] == pytest.approx(bits, rel=1e-5)
+    assert found["data_of_the_training"] is True
+    weights, _ = loaded("run")
+    assert all(torch.equal(weights[name], kept["weights"][name]) for name in weights)
