@@ -40,7 +40,7 @@ data)
 steps) "$python" tools/ups_steps.py "$data" --ranks "$gpus" --out "$out/steps-$gpus.json" ;;
 training)
     perfsuite train ups --config "configs/ups/${gpus}gpu_fast.yaml" --data "$data" --ranks "$gpus" \
-        --seconds "${SECONDS_OF_TRAINING:-480}" --epochs 100000 --folder "$out/training" --overwrite --tensorboard true
+        --seconds "${SECONDS_OF_TRAINING:-480}" --epochs 100000 --folder "$out/training" --overwrite
     ;;
 evaluation)
     for weights in averages trained; do

@@ -9,19 +9,23 @@ import re
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 
 from perfsuite.errors import PerfsuiteError
-from suite import plotting
+from perfsuite.report.files import write
+from suite import plotting, run_page
 from suite.commands.ending import in_one_line
 from suite.naming import shown, utf8_name
+from suite.runtime import curve_log
 from suite.terminal import tell
 
 Points = Sequence[tuple[int, float, float]]
 """(window, seconds since 1970, value)."""
 STARTED = re.compile(r"tfevents\.(\d+)\.")
 """The second in which a run began to write a file, in the file's name."""
+PAGE = "run.html"
 SHOWN = 400
 """Windows are put together to so many points, so that a long run's throughput is seen behind its noise."""
 
@@ -29,34 +33,71 @@ SHOWN = 400
 @click.command()
 @click.argument("folder", type=click.Path())
 @click.option("--out", type=click.Path(), help="SVG file.  [default: FOLDER/curve.svg]")
-def curve(folder: str, out: str | None) -> None:
-    """Plot the loss and the throughput of the run in FOLDER, from what TensorBoard was given.
+@click.option("--open", "opens", is_flag=True, help="Open the page in a browser.")
+def curve(folder: str, out: str | None, opens: bool) -> None:
+    """Plot the loss and the throughput of the run in FOLDER, and write its page, FOLDER/run.html: all curves, metrics,
+    techniques, environment and configuration.
 
-    The time between a run's end and its resumption is left out.
+    Each run writes its metrics into FOLDER/metrics.jsonl; of older runs, TensorBoard's files are read. The time between
+    a run's end and its resumption is left out.
     """
     with in_one_line("interrupted"):
         path = Path(out) if out else Path(folder) / "curve.svg"
         if path.suffix != ".svg":
             raise PerfsuiteError(f"--out {shown(path)}: the picture is an SVG file; name one that ends in .svg")
-        points = read(Path(folder))
-        plot(points, path)
-        tell(summary(points))
-        tell(f"wrote {shown(path)}", err=True)
+        points, about = read(Path(folder)), curve_log.about_of(Path(folder))
+        noun = str(about.get("window", "window"))
+        plot(points, path, noun)
+        html = Path(folder) / PAGE
+        try:
+            write(html, run_page.page(about, points, summary(points, noun)))
+        except OSError as error:
+            reason = error.strerror or error
+            raise PerfsuiteError(f"cannot write {shown(html)}: {reason}; make room, or the folder writable") from None
+        tell(summary(points, noun))
+        for written in (path, html):
+            tell(f"wrote {shown(written)}", err=True)
+        if opens:
+            click.launch(str(html))
 
 
 def read(folder: Path) -> Mapping[str, Points]:
-    """Tag → its points. PerfsuiteError where there are none, or no loss is among them."""
+    """Metric → its points. PerfsuiteError where there are none, or no loss is among them."""
+    if os.path.isfile(folder):
+        raise PerfsuiteError(f"{shown(folder)} is a file; name the folder of a run")
+    try:
+        lines = curve_log.read(folder)
+    except OSError as error:
+        raise PerfsuiteError(
+            f"cannot read {shown(folder / curve_log.FILE)}: {error.strerror or error}; make it readable, or name "
+            "another folder"
+        ) from None
+    found = logged(lines) if lines else _from_tensorboard(folder)
+    if len(found.get("loss", ())) < 2:
+        raise PerfsuiteError(f"{shown(folder)} holds no curve: fewer than two losses were written; train on")
+    return found
+
+
+def logged(lines: Sequence[Mapping[str, Any]]) -> dict[str, Points]:
+    """Metric → its points, of the lines of a run's log."""
+    found: dict[str, list[tuple[int, float, float]]] = {}
+    for line in lines:
+        for name, value in line.items():
+            if name not in ("window", "seconds") and isinstance(value, int | float):
+                found.setdefault(name, []).append((line["window"], line["seconds"], value))
+    return dict(found)
+
+
+def _from_tensorboard(folder: Path) -> Mapping[str, Points]:
     try:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     except ImportError:
         raise PerfsuiteError("the curve needs tensorboard: pip install 'perfsuite[train]'") from None
     board = folder / "tensorboard"
-    if os.path.isfile(folder):
-        raise PerfsuiteError(f"{shown(folder)} is a file; name the folder of a run")
     files = list(board.glob("*tfevents*")) if os.path.isdir(board) else []
     if not files:
         raise PerfsuiteError(
-            f"{shown(folder)} has no TensorBoard files; train with --tensorboard true --folder {shown(folder)}"
+            f"{shown(folder)} has no {curve_log.FILE}, and no TensorBoard files; name the folder of a run"
         )
     for file in files:
         if not os.path.isfile(file):  # a pipe would be waited for
@@ -74,13 +115,10 @@ def read(folder: Path) -> Mapping[str, Points]:
             f"{shown(board)} holds a damaged file ({type(error).__name__}); move it away, or name another folder"
         ) from None
     starts = [int(m[1]) for file in files if (m := STARTED.search(file.name))]
-    found = {
+    return {
         tag: joined([(e.step, e.wall_time, e.value) for e in events.Scalars(tag)], starts)
         for tag in events.Tags()["scalars"]
     }
-    if len(found.get("loss", ())) < 2:
-        raise PerfsuiteError(f"{shown(folder)} holds no curve: fewer than two losses were written; train on")
-    return found
 
 
 def joined(points: Points, starts: Sequence[int]) -> Points:
@@ -102,19 +140,19 @@ def joined(points: Points, starts: Sequence[int]) -> Points:
     return kept
 
 
-def summary(points: Mapping[str, Points]) -> str:
+def summary(points: Mapping[str, Points], noun: str = "window") -> str:
     """The run in one line."""
     first, last = points["loss"][0], points["loss"][-1]
     seconds = last[1] - first[1]
     rate = (last[0] - first[0]) / seconds if seconds > 0 else float("nan")
     took = f"{seconds:.0f}" if 10 <= seconds < 1e9 else f"{seconds:.3g}"
     return (
-        f"windows {first[0]} to {last[0]} in {took} s: {rate:.3g} windows/s; loss {first[2]:.4g} at first, "
+        f"{noun}s {first[0]} to {last[0]} in {took} s: {rate:.3g} {noun}s/s; loss {first[2]:.4g} at first, "
         f"{last[2]:.4g} at last"
     )
 
 
-def plot(points: Mapping[str, Points], path: Path) -> None:
+def plot(points: Mapping[str, Points], path: Path, noun: str = "window") -> None:
     """Loss and throughput over the windows, as SVG."""
     pyplot = plotting.pyplot("the curve needs matplotlib: pip install 'perfsuite[test]'")
     loss = points["loss"]
@@ -131,9 +169,9 @@ def plot(points: Mapping[str, Points], path: Path) -> None:
         above.plot([w for w, _, _ in loss], [v for *_, v in loss], color="#4c72b0", linewidth=1)
         above.set_ylabel("loss")
         below.plot([w for w, _ in rates], [r for _, r in rates], color="#55a868", linewidth=1)
-        below.set_ylabel("windows/s")
+        below.set_ylabel(f"{noun}s/s")
         below.set_ylim(bottom=0)
-        below.set_xlabel("window")
+        below.set_xlabel(noun)
         for axes in (above, below):
             axes.spines[["top", "right"]].set_visible(False)
         plotting.save(pyplot, figure, path)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import os
+import platform
 import reprlib
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -17,12 +19,14 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from rich.console import Console
 
+from perfsuite import machine
 from perfsuite.errors import PerfsuiteError
 from suite import terminal
 from suite.launching import LAUNCHED
 from suite.naming import escaped, shown
 from suite.runtime import checkpoints
 from suite.runtime.checkpoints import OLD, Checkpoint, CheckpointError, Store
+from suite.runtime.curve_log import FILE, CurveLog
 from suite.runtime.display import Display, board, quantity
 from suite.runtime.locking import only_one
 from suite.runtime.ranges import phase
@@ -217,6 +221,7 @@ class _Run:
         self._say: Callable[[str], None] = partial(self.console.print, soft_wrap=True, markup=False, highlight=False)
         """A line for the user: above the bar, once there is one."""
         self.writer: Any = None
+        self.log: CurveLog | None = None
         self.due = 0
         self.why: str | None = None
         """Why the trainer has ended the run."""
@@ -268,6 +273,9 @@ class _Run:
         end = min(ends) if ends else None
         asked = 0
         with ExitStack() as stack:
+            if self.store is not None:
+                self.log = CurveLog(self.store.folder, self.windows, self._about())
+                stack.callback(self._logged, self.log.close)
             if options.tensorboard and self.store is not None:
                 self.writer = stack.enter_context(board(self.store.folder / "tensorboard", self.windows))
                 self.due = (self.windows // options.tensorboard_every + 1) * options.tensorboard_every
@@ -343,8 +351,38 @@ class _Run:
         self._trust(window)
         self._show(found, window)
 
+    def _about(self) -> dict[str, Any]:
+        """What the run's folder says of it."""
+        on_gpu = self.device.type == "cuda"
+        return {
+            "trainer": self.name,
+            "window": self.noun,
+            "began": datetime.now().astimezone().isoformat(timespec="seconds"),
+            "device": torch.cuda.get_device_name(self.device) if on_gpu else machine.cpu_model(),
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "python": platform.python_version(),
+            "ranks": self.place.ranks,
+            "configuration": self.configuration,
+        }
+
+    def _logged(self, call: Callable[[], object]) -> None:
+        """Write to the curve's log, if there is one."""
+        if self.log is not None:
+            try:
+                call()
+            except OSError as error:
+                self._end_log(error)
+
+    def _end_log(self, error: OSError) -> None:
+        """The training is worth more than its curve."""
+        self.log = None
+        self._say(f"{FILE}: cannot write: {error.strerror or error}; the run goes on without")
+
     def _show(self, found: Mapping[str, float], window: int) -> None:
-        """To TensorBoard, where it is time."""
+        """To the curve's log and to TensorBoard, where it is time."""
+        if self.log is not None:
+            self._logged(partial(self.log.add, window, found))
         if self.writer is not None and window >= self.due:
             self.due = (window // self.options.tensorboard_every + 1) * self.options.tensorboard_every
             try:
@@ -392,6 +430,8 @@ class _Run:
                 self._show(found, self.windows)
         if not self.options.folder:
             return
+        if self.log is not None:
+            self._logged(self.log.flush)
         state = self.trainer.state_dict()
         written = self.store is None or self._write(self.store, state, last=last, known=known)
         if self.together.by_first(written):

@@ -11,6 +11,8 @@ from click.testing import CliRunner, Result
 
 from suite.commands import curve as module
 from suite.commands.curve import curve
+from suite.runtime import curve_log
+from suite.runtime.curve_log import CurveLog
 
 LOSSES = [(1, 100.0, 2.0), (3, 101.0, 1.0), (5, 102.0, 0.5)]
 
@@ -50,7 +52,80 @@ def test_a_folder_without_a_curve_is_an_error(exists: bool, tmp_path: Path) -> N
         folder.mkdir()
     done = invoked(str(folder))
     assert done.exit_code == 1
-    assert f"Error: {folder} has no TensorBoard files; train with --tensorboard true" in done.output
+    assert f"Error: {folder} has no metrics.jsonl, and no TensorBoard files; name the folder of a run" in done.output
+
+
+def test_the_log_of_a_run_is_plotted(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'perfsuite[test]'")
+    log = CurveLog(tmp_path, 0)
+    for window in (1, 2, 3):
+        log.add(window, {"loss": 4.0 - window, "accuracy": float("nan")})
+    log.close()
+    done = invoked(str(tmp_path))
+    assert done.exit_code == 0, done.output
+    assert "windows 1 to 3" in done.output
+    assert "loss 3 at first, 1 at last" in done.output
+    assert (tmp_path / "curve.svg").exists()
+    assert (tmp_path / "run.html").exists()
+
+
+def test_the_page_of_a_run_shows_what_it_was(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'perfsuite[test]'")
+    configuration = {"side": "optimized", "loader": True, "use_compile": False, "seed": 3, "data": "<b>&.h5"}
+    log = CurveLog(
+        tmp_path, 0, {"trainer": "leak_cnn", "window": "epoch", "device": "some GPU", "configuration": configuration}
+    )
+    for window in (1, 2, 3):
+        log.add(window, {"loss": 4.0 - window, "accuracy": 0.25 * window})
+    log.close()
+    assert invoked(str(tmp_path)).exit_code == 0
+    page = (tmp_path / "run.html").read_text()
+    assert page.count("<svg") == page.count("<figure>") == 3
+    for words in (
+        "leak_cnn, optimized side",
+        "some GPU",
+        "<span>loader</span>",
+        "use_compile (off)",
+        "&lt;b&gt;&amp;.h5",
+    ):
+        assert words in page
+    assert "http" not in page.replace("http://www.w3.org", "").replace("https://matplotlib.org", "").replace(
+        "http://purl.org", ""
+    ).replace("http://creativecommons.org", "")
+    (tmp_path / "run.json").write_text("{")
+    assert invoked(str(tmp_path)).exit_code == 0  # without what is damaged
+
+
+def test_the_log_of_a_resumed_run_leaves_out_what_was_left_and_the_time_between(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(curve_log.time, "monotonic", lambda: now)
+    first = CurveLog(tmp_path, 0)
+    for window in (1, 2, 3):
+        now += 2
+        first.add(window, {"loss": float(window)})
+    first.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"window": 4, "sec')  # it was killed
+    now += 1000
+    CurveLog(tmp_path, 1).close()  # one that trains nothing changes nothing
+    assert [line["window"] for line in curve_log.read(tmp_path)] == [1, 2, 3]
+    second = CurveLog(tmp_path, 2)
+    for window in (2, 3, 4):
+        now += 2
+        second.add(window, {"loss": 10.0 * window})
+    second.close()
+    found = [(line["window"], line["seconds"], line["loss"]) for line in curve_log.read(tmp_path)]
+    assert found == [(1, 2, 1), (2, 4, 2), (3, 8, 30), (4, 10, 40)]
+
+
+def test_later_windows_are_logged_now_and_then(tmp_path: Path) -> None:
+    log = CurveLog(tmp_path, 0)
+    for window in range(1, 131):
+        log.add(window, {"loss": 1.0})
+    log.close()
+    assert [line["window"] for line in curve_log.read(tmp_path)] == [*range(1, 101), 110, 120, 130]
 
 
 def test_the_time_between_a_run_s_end_and_its_resumption_is_left_out() -> None:
@@ -147,5 +222,6 @@ def test_a_folder_of_any_bytes_is_plotted(tmp_path: Path) -> None:
     folder = (tmp_path / "run").rename(tmp_path / "a\udcff\nb")
     done = invoked(str(folder))
     assert done.exit_code == 0, done.output
-    assert done.output.splitlines()[1:] == [f"wrote {tmp_path}/a\\xff\\nb/curve.svg"]
+    names = ("curve.svg", "run.html")
+    assert done.output.splitlines()[1:] == [f"wrote {tmp_path}/a\\xff\\nb/{name}" for name in names]
     assert (folder / "curve.svg").exists()

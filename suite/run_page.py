@@ -1,0 +1,93 @@
+"""The page of a run, run.html: its curves, metrics, techniques, environment and configuration, in one file."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from perfsuite.errors import PerfsuiteError
+from suite import plotting, trainers
+
+Points = Sequence[tuple[int, float, float]]
+"""(window, seconds, value)."""
+SHOWN = 400
+"""Points of a curve at most."""
+TEMPLATE = Path(__file__).with_suffix(".html")
+
+
+def page(about: Mapping[str, Any], points: Mapping[str, Points], summary: str) -> str:
+    """Return the HTML.
+
+    about    content of `run.json`; empty where a run has none
+    points   metric → its curve
+    summary  the run in one line
+
+    PerfsuiteError where matplotlib is not installed.
+    """
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    configuration = about.get("configuration")
+    fields = dict(configuration) if isinstance(configuration, Mapping) else {}
+    name = str(about.get("trainer", "run"))
+    noun = str(about.get("window", "window"))
+    shown = {key: value for key, value in about.items() if key not in ("configuration", "trainer", "window")}
+    drawn: str = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+        title=f"{name}, {fields['side']} side" if "side" in fields else name,
+        summary=summary,
+        curves=[*(_drawn(metric, found, noun) for metric, found in points.items()), _throughput(points["loss"], noun)],
+        metrics=[(metric, *_extremes([v for *_, v in found])) for metric, found in points.items()],
+        techniques=_techniques(name, fields),
+        environment=[(key, _text(value)) for key, value in shown.items()],
+        configuration=[(key, _text(value)) for key, value in fields.items()],
+    )
+    return drawn
+
+
+def _techniques(name: str, fields: Mapping[str, Any]) -> list[tuple[str, bool]]:
+    """Each technique of the trainer, and whether it was on; empty for a trainer that is not known here."""
+    try:
+        names = trainers.techniques_of(name)
+    except PerfsuiteError:
+        return []
+    return [(technique, bool(fields[technique])) for technique in names if technique in fields]
+
+
+def _extremes(values: Sequence[float]) -> tuple[str, str, str, str]:
+    return tuple(f"{value:.5g}" for value in (values[0], values[-1], min(values), max(values)))  # type: ignore[return-value]
+
+
+def _throughput(loss: Points, noun: str) -> tuple[str, str]:
+    spaced = loss[:: max(1, len(loss) // SHOWN)]
+    rates = [
+        (b[0], b[1], (b[0] - a[0]) / (b[1] - a[1]))
+        for a, b in itertools.pairwise(spaced)
+        if b[1] > a[1] and b[0] > a[0]
+    ]
+    return _drawn(f"{noun}s a second", rates, noun)
+
+
+def _drawn(name: str, points: Points, noun: str) -> tuple[str, str]:
+    """(name, SVG) of a curve."""
+    pyplot = plotting.pyplot("the page needs matplotlib: pip install 'perfsuite[test]'")
+    spaced = points[:: max(1, len(points) // SHOWN)]
+    with plotting.style(pyplot):
+        figure, axes = pyplot.subplots(figsize=(4.4, 2.4), layout="constrained")
+        axes.plot([window for window, *_ in spaced], [value for *_, value in spaced], color="#4c72b0", linewidth=1)
+        axes.set_xlabel(noun)
+        axes.spines[["top", "right"]].set_visible(False)
+        drawn = StringIO()
+        figure.savefig(drawn, format="svg", metadata={"Date": None})
+        pyplot.close(figure)
+    content = drawn.getvalue()
+    return name, content[content.index("<svg") :]
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,99 @@
+"""The metrics of a run over its windows, in its folder: JSON lines that `perfsuite curve` draws."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+FILE, ABOUT = "metrics.jsonl", "run.json"
+DENSE, EVERY = 100, 10
+"""The first windows are all written, and of later ones each tenth."""
+
+
+class CurveLog:
+    """Appends a line to `metrics.jsonl` now and then: the window, the seconds of training so far, and the metrics.
+
+    windows  those before a resume: lines of later ones are of a run that was left, and go
+    about    what is written beside, into run.json: the trainer, its configuration, the machine
+
+    Every method may raise OSError.
+    """
+
+    def __init__(self, folder: Path, windows: int, about: Mapping[str, Any] | None = None) -> None:
+        self._folder, self._windows, self._about = folder, windows, about
+        self._began = time.monotonic()
+        self._last = 0
+        self._file: IO[str] | None = None
+
+    def add(self, window: int, metrics: Mapping[str, float]) -> None:
+        """Write a line, unless that window or a later one has one, or none is due."""
+        file = self._file or self._opened()
+        if window <= self._last or (window > DENSE and window - self._last < EVERY):
+            return
+        self._last = window
+        line: dict[str, Any] = {"window": window, "seconds": round(time.monotonic() - self._began, 4)}
+        values = {name: float(value) for name, value in metrics.items() if name not in line}
+        line |= {name: value for name, value in values.items() if math.isfinite(value)}
+        file.write(f"{json.dumps(line)}\n")
+
+    def flush(self) -> None:
+        """Hand all lines to the file: a checkpoint is written, from which a run that is killed goes on."""
+        if self._file is not None:
+            self._file.flush()
+
+    def close(self) -> None:
+        """Write the rest."""
+        if self._file is not None:
+            self._file.close()
+
+    def _opened(self) -> IO[str]:
+        """The file, with the lines up to the window that the run began at."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / FILE
+        kept = [line for line in read(self._folder) if line["window"] <= self._windows]
+        if kept:
+            self._last = kept[-1]["window"]
+            self._began -= kept[-1]["seconds"]
+        _write(path, "".join(f"{json.dumps(line)}\n" for line in kept))
+        if self._about is not None:
+            _write(self._folder / ABOUT, json.dumps(self._about, indent=1, default=str) + "\n")
+        self._file = path.open("a")
+        return self._file
+
+
+def _write(path: Path, content: str) -> None:
+    """The file whole, or as it was."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(content)
+    os.replace(temporary, path)
+
+
+def about_of(folder: Path) -> dict[str, Any]:
+    """Return the content of a run's run.json; empty where there is none, or it is damaged."""
+    try:
+        found = json.loads((folder / ABOUT).read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def read(folder: Path) -> list[dict[str, Any]]:
+    """Return the lines of a run's folder, without what is damaged: a run that is killed leaves half a line."""
+    try:
+        content = (folder / FILE).read_text(errors="replace")
+    except FileNotFoundError:
+        return []
+    found = []
+    for line in content.splitlines():
+        try:
+            made = json.loads(line)
+            if isinstance(made["window"], int) and isinstance(made["seconds"], int | float):
+                found.append(made)
+        except (ValueError, TypeError, KeyError):
+            continue
+    return found
