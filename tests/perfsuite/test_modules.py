@@ -226,7 +226,7 @@ def trained(**flags: bool) -> Pair:
 def test_the_running_means_of_a_module_in_training_are_outputs() -> None:
     pair = trained()
     assert pair.mutates == {"module": "buffers"}
-    perfsuite.check(pair, device="cpu")
+    perfsuite.check(pair, device="cpu", examples=10)
     with pytest.raises(NotEquivalent, match=r"module\.norm\.running_mean \(in place\) of the optimized side is wrong"):
         perfsuite.check(trained(forgets=True), device="cpu")
 
@@ -257,7 +257,7 @@ def double(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("reference", "optimized"),
     [
-        (Model(5), compiled(Model(5), backend="eager")),
+        pytest.param(Model(5), compiled(Model(5), backend="eager"), marks=FULLY),
         pytest.param(Model(5), torch.compile(Model(5), backend="eager"), marks=FULLY),
         pytest.param(Stateless(), torch.compile(Stateless(), backend="eager"), marks=FULLY),
         (double, torch.compile(double, backend="eager")),

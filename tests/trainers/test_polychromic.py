@@ -6,6 +6,7 @@ import dataclasses
 import math
 
 import pytest
+import scale
 import torch
 from curves import NEIGHBOURS, a_rounding_away, deviation_of, share_of_rule
 from states import same, through_a_file
@@ -115,7 +116,7 @@ polychromic = Pair(
     gradients=False,
     sizes={"V": size(258, 258), "D": size(32, 32)},
     steps=(1, 2),
-    max_examples=8,
+    max_examples=scale.count(quick=5, full=8),
     workloads=[
         Workload(
             "smollm2",
