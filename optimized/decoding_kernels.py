@@ -24,8 +24,8 @@ FACTORS, PREPARED, PREPARING_WARPS = 16384, 1024, 8
 KEYS, ATTENTION_WARPS = 64, 4
 # Whether kernels are launched before the one before has ended (programmatic dependent launch of Hopper GPUs).
 DEPENDENT = True
-# Cache lines of 128 bytes of each weight row that are fetched before.
-AHEAD = 16
+# Cache lines of 128 bytes of each weight row that are fetched before the kernel waits; a power of 2, or 0: none.
+AHEAD = 0
 # Fewest columns and terms of tl.dot.
 LEAST = 16
 
@@ -367,7 +367,7 @@ def _linear_kernel(
     k = tl.arange(0, RANK)[None, :]
     if ADAPTED:
         b = tl.load(b_ptr + (before + o)[:, None] * rank + k, mask=(o < outputs)[:, None] & (k < rank), other=0.0)
-    if DEPENDENT:
+    if DEPENDENT and AHEAD > 0:
         # Weights do not depend on the kernel before: they are on their way to the L2 cache while that still works.
         line = tl.arange(0, AHEAD) * (128 // (w_ptr.dtype.element_ty.primitive_bitwidth // 8))
         _prefetch(w_row + tl.where(line < inputs, line, 0)[None, :])

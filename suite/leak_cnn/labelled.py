@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from stat import S_ISREG
 from typing import Any, NamedTuple
 
 import numpy
@@ -175,13 +174,7 @@ def _read(
 def _recording(root: Path, name: str, parts: Parts) -> Recording:
     """A recording's mels, read unless they were before and the file has not changed."""
     path = root / name
-    try:
-        stat = path.stat()
-    except OSError as error:
-        raise recordings.UnusableError(f"damaged: {error.strerror or error}") from None
-    if not S_ISREG(stat.st_mode):  # a pipe would be waited for
-        raise recordings.UnusableError("unsuited: no regular file")
-    key = digest_of([VERSION, "labelled", os.fsencode(path.resolve()).hex(), stat.st_size, stat.st_mtime_ns])[:32]
+    key = recordings.key_of(path, "labelled")
     mels, digest = (parts.load(f"part-{what}-{key}") for what in ("mels", "digest"))
     if mels is None or digest is None:
         samples = recordings.read(path)

@@ -8,13 +8,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import gcd
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any
 
 import numpy
 
 from perfsuite.errors import PerfsuiteError
+from suite.building import digest_of
 from suite.leak_cnn.features import SAMPLE_RATE, SAMPLES, Array
 from suite.leak_cnn.sounds import gain, rms
+from suite.leak_cnn.storage import VERSION
 
 SUFFIXES = (".wav", ".flac")
 RATES = (SAMPLE_RATE, 768_000)
@@ -73,6 +76,17 @@ def library() -> Any:
             "or leave --from out for synthetic recordings"
         ) from None
     return soundfile
+
+
+def key_of(path: Path, *kinds: str) -> str:
+    """A name for what is made of a recording, which changes with the file; UnusableError where it is none."""
+    try:
+        stat = path.stat()
+    except OSError as error:
+        raise UnusableError(f"damaged: {error.strerror or error}") from None
+    if not S_ISREG(stat.st_mode):  # a pipe would be waited for
+        raise UnusableError("unsuited: no regular file")
+    return digest_of([VERSION, *kinds, os.fsencode(path.resolve()).hex(), stat.st_size, stat.st_mtime_ns])[:32]
 
 
 def read(path: Path) -> Array:

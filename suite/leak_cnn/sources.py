@@ -10,17 +10,15 @@ import os
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from stat import S_ISREG
 from typing import Protocol
 
 import numpy
 
 from perfsuite.errors import PerfsuiteError
-from suite.building import Parts, Watcher, digest_of
+from suite.building import Parts, Watcher
 from suite.leak_cnn import recordings, sounds
 from suite.leak_cnn.classes import CLASSES
 from suite.leak_cnn.features import SAMPLE_RATE, SAMPLES, SPLITS, Array
-from suite.leak_cnn.storage import VERSION
 
 MOST = 100_000
 """Files of a split, of 5 KiB each."""
@@ -154,14 +152,7 @@ class Folder:
     def _part(self, name: str) -> str:
         """The part of a recording, which is read unless it was before and has not changed."""
         path = self.root / name
-        try:
-            stat = path.stat()
-        except OSError as error:
-            raise recordings.UnusableError(f"damaged: {error.strerror or error}") from None
-        if not S_ISREG(stat.st_mode):  # a pipe would be waited for
-            raise recordings.UnusableError("unsuited: no regular file")
-        key = [VERSION, os.fsencode(path.resolve()).hex(), stat.st_size, stat.st_mtime_ns]
-        part = f"part-recording-{digest_of(key)[:32]}"
+        part = f"part-recording-{recordings.key_of(path)}"
         if self.parts.load(part) is None:
             self.parts.save(part, recordings.read(path))
         return part
