@@ -190,7 +190,7 @@ class Trainer(QueuesReports):
         return self._mean_loss(weights, inputs, labels, self._before, after) * self.optimizer.scale
 
     def _recomputed(self, own: Weights, x: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-        """What comes behind the scan; its two linear layers are computed again in the backward."""
+        """Apply the rest of the block after the scan; the backward recomputes its two linear layers."""
         x = self._mixed(own, x, real)
         again: torch.Tensor = checkpoint(
             self._fed, own, x, use_reentrant=False, preserve_rng_state=self.config.dropout > 0

@@ -130,7 +130,7 @@ def _leak_cnn(checkpoint: str, out: str | None, device: str | None, fields: tupl
     values = {name.removeprefix("validation_"): value for name, value in metrics.metrics().items()}
     about = {"checkpoint": str(file), "epoch": trained.epoch, "split": split, "data_of_the_training": same_data}
     matrices = {"segments": metrics.segments.confusion, "files": metrics.files}
-    tell(f"{split}: {metrics.told}", err=False)
+    tell(f"{split}: {metrics.summary}")
     if not same_data:
         tell("the data are not those of the training: these recordings may have been trained on", err=True)
     _saved(folder / "evaluation.json", {**about, **values, "confusion": matrices})

@@ -18,7 +18,7 @@ MeanLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class HeldOut:
-    """What a trainer knows of the held-out sequences; nothing where there are none.
+    """Validates on the held-out sequences and keeps the best weights; does nothing where there are none.
 
     weights  the trainer's own, of which the best are kept
     """
@@ -54,8 +54,8 @@ class HeldOut:
             return None
         return f"no held-out loss was less than that of step {self.best_step} in {patience} validations (patience)"
 
-    def told(self) -> str | None:
-        """Say in a line what the last and the best validation found; None before one."""
+    def summary(self) -> str | None:
+        """Return the last and the best validation in one line; None before one."""
         if not self.step:
             return None
         bits = self.metrics().get("bits_per_byte")

@@ -85,8 +85,8 @@ class Throughput(StepSeconds):
 
 def finish(trainer: Any, folder: Path) -> str | None:
     """Say at the end of a run how fast it was, and what the held-out sequences lost."""
-    told = [line for line in (trainer.held_out.told(), trainer.throughput.summary()) if line is not None]
-    return "\n".join(told) or None
+    lines = [line for line in (trainer.held_out.summary(), trainer.throughput.summary()) if line is not None]
+    return "\n".join(lines) or None
 
 
 def quality(trainer: Any, given: Any) -> dict[str, float]:

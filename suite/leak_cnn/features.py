@@ -25,10 +25,10 @@ HOP = 128
 MELS = 32
 FLOOR = 1e-10
 SPLITS = ("train", "validation")
-"""Of a synthetic set."""
+"""The splits of a synthetic set."""
 TEST = "test"
 ALL_SPLITS = (*SPLITS, TEST)
-"""Of labelled recordings."""
+"""The splits of a set of labelled recordings."""
 
 Array = numpy.ndarray[Any, numpy.dtype[Any]]
 

@@ -33,7 +33,7 @@ FEWEST = len(ALL_SPLITS)
 
 @dataclass(frozen=True, kw_only=True)
 class Labelled:
-    """What a set of labelled recordings is made from."""
+    """Options of a set of labelled recordings."""
 
     folder: Path
     """Holds a folder of recordings for each class."""
@@ -92,10 +92,10 @@ def build_labelled(out: Path, chosen: Labelled, watcher: Watcher, *, overwrite: 
                 _write(out, splits, {**settings, **_sizes(counts)}, recipe, parts)
             parts.clear()
         count = sum(len(own) for own in given.values())
-        told = f"{count} recordings of {printable(str(chosen.folder))}, labelled by their folders"
+        source = f"{count} recordings of {printable(str(chosen.folder))}, labelled by their folders"
         if left_out:
-            told += f"; left out: {', '.join(f'{n} {what}' for what, n in sorted(left_out.items()))}"
-        return Built(sha256=digest_of_file(out), counts=counts, source=told, kept=kept)
+            source += f"; left out: {', '.join(f'{n} {what}' for what, n in sorted(left_out.items()))}"
+        return Built(sha256=digest_of_file(out), counts=counts, source=source, kept=kept)
     except OSError as error:
         reason = error.strerror or str(error)
         raise PerfsuiteError(f"cannot write {out}: {reason}; name another file, or make room") from None

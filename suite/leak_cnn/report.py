@@ -36,8 +36,8 @@ class Validation:
         }
 
     @property
-    def told(self) -> str:
-        """In a line."""
+    def summary(self) -> str:
+        """Accuracy and macro-F1 of segments and files, in one line."""
         return (
             f"{100 * self.segments.accuracy:.1f}% of the segments, macro-F1 {self.segments.f1:.3f}; "
             f"{100 * accuracy(self.files):.1f}% of the files, macro-F1 {macro_f1(self.files):.3f}"
@@ -86,7 +86,7 @@ def finish(trainer: Any, folder: Path) -> str | None:
     validation: Validation | None = trainer.validation()
     if validation is None:
         return None
-    told = f"validation: {validation.told}"
+    told = f"validation: {validation.summary}"
     try:
         plot(validation, folder / PICTURE)
     except PerfsuiteError as error:  # the run has been saved: a picture is no reason to fail

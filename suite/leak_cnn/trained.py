@@ -30,7 +30,7 @@ FILES = 256
 
 
 class Piece(NamedTuple):
-    """What the network says of 10 s of a recording."""
+    """The verdict on 10 s of a recording."""
 
     begin: float
     """Seconds."""
@@ -38,7 +38,7 @@ class Piece(NamedTuple):
     leak: bool
     """Whether at least half of the long windows reach the threshold."""
     probability: float
-    """Of LEAK, the mean over the long windows."""
+    """Mean probability of LEAK over the long windows."""
     classes: tuple[float, ...]
     """Probability of each class, the mean over the segments."""
 

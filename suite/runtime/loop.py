@@ -352,7 +352,7 @@ class _Run:
         self._show(found, window)
 
     def _about(self) -> dict[str, Any]:
-        """What the run's folder says of it."""
+        """Content of run.json: the trainer, the machine and the configuration."""
         on_gpu = self.device.type == "cuda"
         return {
             "trainer": self.name,

@@ -31,7 +31,7 @@ def recording(path: Path, seconds: float, seed: int) -> Any:
 
 
 def fill(root: Path, classes: tuple[str, ...] = CLASSES, count: int = 4) -> Path:
-    """Of each class some recordings, of 25, 7, 10 and 3 s."""
+    """Write recordings of 25, 7, 10 and 3 s for each class."""
     for kind in classes:
         for number in range(count):
             seconds = (25, 7, 10, 3)[number % 4]

@@ -99,7 +99,7 @@ def test_the_weights_of_the_least_loss_are_kept(kind, text):
     state = trainer.state_dict()["best"]
     assert (state["step"], state["loss"]) == (best[0], least)
     assert same(state["weights"], best[1])
-    assert trainer.held_out.told().startswith("held-out loss ")
+    assert trainer.held_out.summary().startswith("held-out loss ")
 
 
 @SIDES
