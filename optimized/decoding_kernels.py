@@ -24,8 +24,6 @@ FACTORS, PREPARED, PREPARING_WARPS = 16384, 1024, 8
 KEYS, ATTENTION_WARPS = 64, 4
 # Whether kernels are launched before the one before has ended (programmatic dependent launch of Hopper GPUs).
 DEPENDENT = True
-# Cache lines of 128 bytes of each weight row that are fetched before the kernel waits; a power of 2, or 0: none.
-AHEAD = 0
 # Fewest columns and terms of tl.dot.
 LEAST = 16
 
@@ -190,7 +188,6 @@ class Step:
                 INPUTS=step,
                 RANK=_block(max(self.rank, 1)),
                 PARTS=ceil_div(inputs, self.part),
-                AHEAD=AHEAD,
                 DEPENDENT=bool(self.launch),
                 num_warps=LINEAR_WARPS,
                 num_stages=LINEAR_STAGES,
@@ -255,19 +252,6 @@ def _wait(DEPENDENT: tl.constexpr):
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-
-
-@jit
-def _prefetch(pointers):
-    """Ask for the cache lines of the pointers."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [pointers.to(tl.int64)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @jit
@@ -348,7 +332,6 @@ def _linear_kernel(
     INPUTS: tl.constexpr,
     RANK: tl.constexpr,
     PARTS: tl.constexpr,
-    AHEAD: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     tile = tl.program_id(0)
@@ -367,10 +350,6 @@ def _linear_kernel(
     k = tl.arange(0, RANK)[None, :]
     if ADAPTED:
         b = tl.load(b_ptr + (before + o)[:, None] * rank + k, mask=(o < outputs)[:, None] & (k < rank), other=0.0)
-    if DEPENDENT and AHEAD > 0:
-        # Weights do not depend on the kernel before: they are on their way to the L2 cache while that still works.
-        line = tl.arange(0, AHEAD) * (128 // (w_ptr.dtype.element_ty.primitive_bitwidth // 8))
-        _prefetch(w_row + tl.where(line < inputs, line, 0)[None, :])
     _wait(DEPENDENT)
     if ADAPTED:
         low = tl.zeros((ROWS, RANK), tl.float32)

@@ -252,16 +252,16 @@ def _sampling_kernel(
     block_running = tl.full([], 0.0, tl.float32)
     block_seen = tl.full([], 0, tl.int32)
     for start in range(0, vocabulary, WIDE):
-        weights = _weights(logits_ptr, start + wide, vocabulary, column_stride, top, scale)
-        ties = tl.sum(((weights == least_kept) & (start + wide < vocabulary)).to(tl.int32), 0)
-        own = tl.sum(tl.where(weights > least_kept, weights, 0.0), 0)
-        own += tl.minimum(ties, tl.maximum(equals - seen, 0)).to(tl.float32) * least_kept
-        here = (own > 0.0) & (running <= goal)
-        block = tl.where(here, start, block)
-        block_running = tl.where(here, running, block_running)
-        block_seen = tl.where(here, seen, block_seen)
-        running += own
-        seen += ties
+        if running <= goal:
+            weights = _weights(logits_ptr, start + wide, vocabulary, column_stride, top, scale)
+            ties = tl.sum(((weights == least_kept) & (start + wide < vocabulary)).to(tl.int32), 0)
+            own = tl.sum(tl.where(weights > least_kept, weights, 0.0), 0)
+            own += tl.minimum(ties, tl.maximum(equals - seen, 0)).to(tl.float32) * least_kept
+            block = tl.where(own > 0.0, start, block)
+            block_running = tl.where(own > 0.0, running, block_running)
+            block_seen = tl.where(own > 0.0, seen, block_seen)
+            running += own
+            seen += ties
 
     at = block + wide
     weights = _weights(logits_ptr, at, vocabulary, column_stride, top, scale)
