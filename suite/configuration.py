@@ -25,6 +25,12 @@ if TYPE_CHECKING:
 REMEDY = "install it with: pip install 'perfsuite[train]'"
 
 
+def known(kind: type[Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The stored fields that the dataclass has: a checkpoint of another version may have more."""
+    names = {field.name for field in dataclasses.fields(kind)}
+    return {name: value for name, value in given.items() if name in names}
+
+
 def need(holds: bool, name: str, value: object, remedy: str) -> None:
     """ValueError where a field cannot have the value, for a configuration's `__post_init__`."""
     if not holds:

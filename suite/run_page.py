@@ -15,9 +15,9 @@ from perfsuite.errors import PerfsuiteError
 from suite import plotting, trainers
 
 Points = Sequence[tuple[int, float, float]]
-"""(window, seconds, value)."""
+"""(window, seconds, value). Seconds are those of the run, or since 1970."""
 SHOWN = 400
-"""Points of a curve at most."""
+"""Windows are put together to so many points, so that a long run's throughput is seen behind its noise."""
 TEMPLATE = Path(__file__).with_suffix(".html")
 
 
@@ -41,7 +41,13 @@ def page(about: Mapping[str, Any], points: Mapping[str, Points], summary: str) -
     drawn: str = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         title=f"{name}, {fields['side']} side" if "side" in fields else name,
         summary=summary,
-        curves=[*(_drawn(metric, found, noun) for metric, found in points.items()), _throughput(points["loss"], noun)],
+        curves=[
+            *(
+                _drawn(metric, [(window, value) for window, _, value in found], noun)
+                for metric, found in points.items()
+            ),
+            _drawn(f"{noun}s a second", rates_of(points["loss"]), noun),
+        ],
         metrics=[(metric, *_extremes([v for *_, v in found])) for metric, found in points.items()],
         techniques=_techniques(name, fields),
         environment=[(key, _text(value)) for key, value in shown.items()],
@@ -59,27 +65,27 @@ def _techniques(name: str, fields: Mapping[str, Any]) -> list[tuple[str, bool]]:
     return [(technique, bool(fields[technique])) for technique in names if technique in fields]
 
 
-def _extremes(values: Sequence[float]) -> tuple[str, str, str, str]:
-    return tuple(f"{value:.5g}" for value in (values[0], values[-1], min(values), max(values)))  # type: ignore[return-value]
+def _extremes(values: Sequence[float]) -> list[str]:
+    return [f"{value:.5g}" for value in (values[0], values[-1], min(values), max(values))]
 
 
-def _throughput(loss: Points, noun: str) -> tuple[str, str]:
+def rates_of(loss: Points) -> list[tuple[float, float]]:
+    """(window, windows a second) between points of a curve, which are put together to `SHOWN` at most."""
     spaced = loss[:: max(1, len(loss) // SHOWN)]
-    rates = [
-        (b[0], b[1], (b[0] - a[0]) / (b[1] - a[1]))
+    return [
+        ((a[0] + b[0]) / 2, (b[0] - a[0]) / (b[1] - a[1]))
         for a, b in itertools.pairwise(spaced)
         if b[1] > a[1] and b[0] > a[0]
     ]
-    return _drawn(f"{noun}s a second", rates, noun)
 
 
-def _drawn(name: str, points: Points, noun: str) -> tuple[str, str]:
-    """(name, SVG) of a curve."""
+def _drawn(name: str, points: Sequence[tuple[float, float]], noun: str) -> tuple[str, str]:
+    """(name, SVG) of a curve of (window, value)."""
     pyplot = plotting.pyplot("the page needs matplotlib: pip install 'perfsuite[test]'")
     spaced = points[:: max(1, len(points) // SHOWN)]
     with plotting.style(pyplot):
         figure, axes = pyplot.subplots(figsize=(4.4, 2.4), layout="constrained")
-        axes.plot([window for window, *_ in spaced], [value for *_, value in spaced], color="#4c72b0", linewidth=1)
+        axes.plot([window for window, _ in spaced], [value for _, value in spaced], color="#4c72b0", linewidth=1)
         axes.set_xlabel(noun)
         axes.spines[["top", "right"]].set_visible(False)
         drawn = StringIO()

@@ -96,14 +96,6 @@ class Trainer(QueuesReports):
         if self.held_out.is_due(self.steps):
             self.held_out.validate(self.steps, self._validation, self.device, self.held_out_loss)
 
-    def metrics(self) -> Mapping[str, float] | None:
-        """Return the metrics of the last step whose report has come, and of the last validation; None before one."""
-        return self._with_validation(super().metrics())
-
-    def last_metrics(self) -> Mapping[str, float] | None:
-        """Wait for the last step's report, and return its metrics and those of the last validation."""
-        return self._with_validation(super().last_metrics())
-
     def stops(self) -> str | None:
         """Say why training should end now; None where it should go on."""
         return self.held_out.stops()
@@ -216,7 +208,9 @@ class Trainer(QueuesReports):
         mean: torch.Tensor = loss.float()
         return mean
 
-    def _with_validation(self, found: Mapping[str, float] | None) -> Mapping[str, float] | None:
+    def _metrics_of(self, report: Report | None) -> Mapping[str, float] | None:
+        """The metrics of a step, and of the last validation."""
+        found = super()._metrics_of(report)
         return None if found is None else {**found, **self.held_out.metrics()}
 
 

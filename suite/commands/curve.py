@@ -18,16 +18,13 @@ from perfsuite.report.files import write
 from suite import plotting, run_page
 from suite.commands.ending import in_one_line
 from suite.naming import shown, utf8_name
+from suite.run_page import Points, rates_of
 from suite.runtime import curve_log
 from suite.terminal import tell
 
-Points = Sequence[tuple[int, float, float]]
-"""(window, seconds since 1970, value)."""
 STARTED = re.compile(r"tfevents\.(\d+)\.")
 """The second in which a run began to write a file, in the file's name."""
 PAGE = "run.html"
-SHOWN = 400
-"""Windows are put together to so many points, so that a long run's throughput is seen behind its noise."""
 
 
 @click.command()
@@ -156,12 +153,7 @@ def plot(points: Mapping[str, Points], path: Path, noun: str = "window") -> None
     """Loss and throughput over the windows, as SVG."""
     pyplot = plotting.pyplot("the curve needs matplotlib: pip install 'perfsuite[test]'")
     loss = points["loss"]
-    spaced = loss[:: max(1, len(loss) // SHOWN)]
-    rates = [
-        ((a[0] + b[0]) / 2, (b[0] - a[0]) / (b[1] - a[1]))
-        for a, b in itertools.pairwise(spaced)
-        if b[1] > a[1] and b[0] > a[0]
-    ]
+    rates = rates_of(loss)
     with plotting.style(pyplot):
         figure, (above, below) = pyplot.subplots(
             2, sharex=True, figsize=(8, 4.5), layout="constrained", height_ratios=(2, 1)

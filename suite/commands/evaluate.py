@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -139,8 +140,6 @@ def _leak_cnn(checkpoint: str, out: str | None, device: str | None, fields: tupl
 
 
 def _eigenstate_lm(checkpoint: str, out: str | None, device: str | None, fields: tuple[str, ...]) -> None:
-    import dataclasses
-
     import torch
 
     from suite import configuration, trainers
@@ -148,24 +147,22 @@ def _eigenstate_lm(checkpoint: str, out: str | None, device: str | None, fields:
     from suite.commands.train import device_called
     from suite.eigenstate_lm.config import TrainConfig
     from suite.eigenstate_lm.data import Data, text_of
-    from suite.eigenstate_lm.held_out import mean_loss, measures
+    from suite.eigenstate_lm.held_out import best_of, mean_loss, measures
 
     (data,) = configuration.read([Data], None, fields)
     there = device_called(device)
     file, found = checkpoint_of(checkpoint, "eigenstate_lm")
     state = found.trainer
-    known = {f.name for f in dataclasses.fields(TrainConfig)}
     try:
-        given = {name: value for name, value in state["config"].items() if name in known}
+        given = configuration.known(TrainConfig, state["config"])
         config = TrainConfig(**{**given, "use_compile": False, "loader": False})
-        best = state.get("best") or {}
-        weights, step = (best["weights"], best["step"]) if best.get("step") else (state["weights"], state["steps"])
+        weights, step = best_of(state)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise PerfsuiteError(f"{shown(file)} is damaged: {error}; name another") from None
     held_out = data.validation or _held_out(found.batches)
     if not held_out:
         raise PerfsuiteError("validation: no sequence is held out; say how many, e.g. --validation 16")
-    text = text_of(dataclasses.replace(data, sequence_length=config.sequence_length, validation=held_out))
+    text = text_of(replace(data, sequence_length=config.sequence_length, validation=held_out))
     trainer: Any = trainers.build("eigenstate_lm", config, text, there, "optimized")
     try:
         trainer.load_state_dict({**state, "weights": weights, "best": None})

@@ -114,12 +114,12 @@ def loaded(checkpoint: str, *, best: bool = True) -> tuple[Mapping[str, Any], An
     from suite import text
     from suite.commands.finding import checkpoint_of
     from suite.eigenstate_lm.generation import sizes_of
+    from suite.eigenstate_lm.held_out import best_of
 
     path, found = checkpoint_of(checkpoint, TRAINER)
     weights, content = found.trainer.get("weights"), found.trainer.get("tokenizer")
-    kept = found.trainer.get("best")
-    if best and isinstance(kept, Mapping) and kept.get("step"):
-        weights = kept.get("weights")
+    if best:
+        weights, _ = best_of(found.trainer)
     if not isinstance(weights, Mapping) or not isinstance(content, str):
         raise PerfsuiteError(f"{shown(path)} is damaged: it lacks weights or a tokenizer; name another")
     try:

@@ -85,6 +85,14 @@ class HeldOut:
         self.loss, self.step = float(state["last"]["loss"]), state["last"]["step"]
 
 
+def best_of(state: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Return the weights that a checkpoint's state is judged by, and their step: those of the least held-out loss, or
+    the last ones where nothing was held out. Neither is checked."""
+    best = state.get("best")
+    chosen = best if isinstance(best, Mapping) and best.get("step") else {**state, "step": state.get("steps")}
+    return chosen.get("weights"), chosen.get("step")
+
+
 def mean_loss(text: Text, batch_size: int, sequences: Any, device: torch.device, loss: MeanLoss) -> float:
     """Return the mean loss of all held-out sequences, so many at a time."""
     total = torch.zeros((), dtype=torch.float64, device=device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy
 import torch
 
 from perfsuite.errors import PerfsuiteError
+from suite.configuration import known
 from suite.leak_cnn import recordings
 from suite.leak_cnn.classes import CLASSES
 from suite.leak_cnn.config import TrainConfig
@@ -124,8 +124,7 @@ def trained_of(path: Path, state: Mapping[str, Any], device: torch.device) -> Tr
     try:
         best = state["best"]
         chosen = best["weights"] if best["epoch"] else state["weights"]
-        known = {f.name for f in dataclasses.fields(TrainConfig)}
-        config = TrainConfig(**{name: value for name, value in state["config"].items() if name in known})
+        config = TrainConfig(**known(TrainConfig, state["config"]))
         expected = {
             name: torch.empty(shape, device="meta") for name, shape in shapes(config.channels, config.hidden).items()
         }

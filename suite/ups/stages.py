@@ -12,7 +12,6 @@ The source names these stages and does not define them. Source: ups, technique 0
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from torch.func import functional_call
 from torch.nn import functional
 
 from perfsuite.errors import PerfsuiteError
+from suite.configuration import known
 from suite.naming import shown
 from suite.runtime import Checkpoint, Store, checkpoints
 from suite.runtime.weights import check_weights
@@ -194,12 +194,12 @@ def opened(path: Path) -> tuple[Path, Checkpoint, TrainConfig]:
     """(file, checkpoint, configuration) of a checkpoint of ups, or of the last one in a folder."""
     file = Store(path).latest() if path.is_dir() else path
     found = checkpoints.load(file, "ups")
-    known = {f.name for f in dataclasses.fields(TrainConfig)}
     given = found.trainer.get("config")
-    if not isinstance(given, Mapping) or not known & given.keys():
+    fields = known(TrainConfig, given) if isinstance(given, Mapping) else {}
+    if not fields:
         raise PerfsuiteError(f"{shown(file)} is damaged: it has no configuration; name another")
     try:
-        return file, found, TrainConfig(**{name: value for name, value in given.items() if name in known})
+        return file, found, TrainConfig(**fields)
     except (TypeError, ValueError) as error:
         raise PerfsuiteError(f"{shown(file)} is damaged: {error}; name another") from None
 
