@@ -82,8 +82,8 @@ class LeakAudio:
     """Where the labels are from: synthetic, or folders."""
 
     @property
-    def told(self) -> str:
-        """In a line."""
+    def summary(self) -> str:
+        """The file, its source and the number of files in each split, in one line."""
         labels = "labelled by their folders" if self.labelled == "folders" else "synthetic labels"
         parts = ", ".join(f"{len(found)} for {split}" for split, found in self.files.items())
         return f"data: {self.path} of {self.source}, {labels}: files {parts}, of {SEGMENTS} segments"

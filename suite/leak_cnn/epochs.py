@@ -55,7 +55,7 @@ def load(data: Data) -> Loaded:
     """The epochs that the fields of `data` describe; PerfsuiteError where there is no such set, or no whole batch."""
     audio = audio_of(data)
     audio.check_batch("train", data.batch_size)
-    return Loaded(batches=Epochs(audio, data.batch_size, data.epochs, data.seed), given=audio, told=audio.told)
+    return Loaded(batches=Epochs(audio, data.batch_size, data.epochs, data.seed), given=audio, told=audio.summary)
 
 
 def audio_of(data: Data) -> LeakAudio:

@@ -86,12 +86,12 @@ def finish(trainer: Any, folder: Path) -> str | None:
     validation: Validation | None = trainer.validation()
     if validation is None:
         return None
-    told = f"validation: {validation.summary}"
+    line = f"validation: {validation.summary}"
     try:
         plot(validation, folder / PICTURE)
     except PerfsuiteError as error:  # the run has been saved: a picture is no reason to fail
-        return f"{told}; {error}"
-    return f"{told}; wrote {folder / PICTURE}"
+        return f"{line}; {error}"
+    return f"{line}; wrote {folder / PICTURE}"
 
 
 def quality(trainer: Any, given: Any) -> dict[str, float]:

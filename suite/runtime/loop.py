@@ -477,16 +477,16 @@ class _Run:
         self.reached = None
 
     def _finish(self, first: int, seconds: float, by: signal.Signals | None) -> None:
-        told = f"{self.name}: {self.windows} {self.noun}{'s' * (self.windows != 1)}"
-        told += f", {self.windows - first} of them in this run," if first else ""
-        told += f" in {seconds:.1f} s"
+        line = f"{self.name}: {self.windows} {self.noun}{'s' * (self.windows != 1)}"
+        line += f", {self.windows - first} of them in this run," if first else ""
+        line += f" in {seconds:.1f} s"
         if self.metrics is not None and "loss" in self.metrics:
-            told += f", loss {float(self.metrics['loss']):.6g}"
-        told += f", {quantity(self.items)} {self.unit} in all" if self.items else ""
+            line += f", loss {float(self.metrics['loss']):.6g}"
+        line += f", {quantity(self.items)} {self.unit} in all" if self.items else ""
         if by is None and self.windows == first and (ended := getattr(self.batches, "ended", None)):
-            told += f"; {ended}"
-        told += f"; {self.why}" if self.why is not None else ""
-        self._say(told + (f"; ended by {by.name}" if by else ""))
+            line += f"; {ended}"
+        line += f"; {self.why}" if self.why is not None else ""
+        self._say(line + (f"; ended by {by.name}" if by else ""))
         if newest := self.doubtful[-1][1] if self.doubtful else self.saved:
             self._say(f"checkpoint: {shown(newest)}")
 

@@ -73,7 +73,7 @@ def test_a_failure_names_it(optimized: Callable[[torch.Tensor], torch.Tensor], s
 
 
 def test_a_wrong_factor_of_one_element_is_not_taken_for_rounding() -> None:
-    """Of one element no factor is said; of many, whose signs differ, the errors are all away from zero."""
+    """One element is too few to name a factor. Of many, whose signs differ, all errors point away from zero."""
     inputs = {"x": tensor("n", values=floats(-2, 2))}
     pair = Pair(name="p", reference=lambda x: 2 * x, optimized=lambda x: 2.001 * x, inputs=inputs, gradients=False)
     with pytest.raises(NotEquivalent) as caught:

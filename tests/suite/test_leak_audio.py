@@ -590,7 +590,7 @@ def test_no_stretch_is_in_both_splits(count: int, validation: int) -> None:
 def test_a_whole_split(made: Path) -> None:
     found = open_data(made)
     assert (
-        found.told
+        found.summary
         == f"data: {made} of synthetic, synthetic labels: files 12 for train, 6 for validation, of 80 segments"
     )
     for split, files in (("train", 12), ("validation", 6)):

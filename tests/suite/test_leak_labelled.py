@@ -57,7 +57,7 @@ def made(*arguments: str) -> LeakAudio:
 def test_all_pieces_of_a_recording_are_in_one_split_with_the_label_of_its_folder() -> None:
     fill(Path("in"))
     found = made()
-    assert found.told.startswith("data: a.h5 of in, labelled by their folders: files")
+    assert found.summary.startswith("data: a.h5 of in, labelled by their folders: files")
     assert set(found.files) == set(SPLITS)
     where: dict[tuple[str, int], set[str]] = {}
     for split in SPLITS:
