@@ -40,7 +40,7 @@ batched_generation = Pair(
         "end": scalar(integers(0, 1)),
     },
     gradients=False,
-    max_examples=12,
+    max_examples=40,
     sizes={
         "prompts": size(0, 2),
         "longest": size(1, 5),
