@@ -63,9 +63,8 @@ def of_rival(name: str, given: Any, seconds: float, rollout: int, device: torch.
 
 def table(found: dict[str, Any]) -> Table:
     """A row for each network."""
-    made = Table(
-        "network", "parameters", "steps", "time", *[f"{t}, first and last step" for t in found["ups"]["nrmse"]]
-    )
+    tasks = next(iter(found.values()))["nrmse"]
+    made = Table("network", "parameters", "steps", "time", *[f"{task}, first and last step" for task in tasks])
     for name, row in found.items():
         shown = [f"{errors[0]:.4f}, {errors[-1]:.4f}" for errors in row["nrmse"].values()]
         made.add_row(name, f"{row['parameters']:,}", str(row["steps"]), f"{row['seconds']:.0f} s", *shown)
