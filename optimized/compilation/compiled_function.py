@@ -1,6 +1,7 @@
 """Softmax weights and the mix of states under torch.compile (trainer2, technique 000.4)."""
 
 import functools
+import signal
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -79,11 +80,11 @@ def replay_begins() -> None:
 
 def _inductor(graph: torch.fx.GraphModule, inputs: Any, options: dict[str, Any] | None = None) -> Any:
     """The backend that torch.compile takes of itself. A backward pass may be compiled later, by the same `inner`."""
-    with _quiet(), torch.compiler.config.patch(cache_key_tag=_cache_key_tag()):
+    with _quiet(), _workers_outlive_sigterm(), torch.compiler.config.patch(cache_key_tag=_cache_key_tag()):
         from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
         def inner(*args: Any, **kwargs: Any) -> Any:
-            with _quiet():
+            with _quiet(), _workers_outlive_sigterm():
                 return compile_fx_inner(*args, **kwargs)
 
         return compile_fx(graph, inputs, inner_compile=inner, config_patches=options)
@@ -102,6 +103,21 @@ def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
+
+
+@contextmanager
+def _workers_outlive_sigterm() -> Iterator[None]:
+    """Processes started here keep SIGTERM blocked, as this thread does until it leaves.
+
+    A scheduler, systemd or `timeout` sends SIGTERM to every process of a job. PyTorch's compile workers would die of
+    it, and this process, which may want to finish a step first, would wait for them forever. They ignore Ctrl-C by
+    themselves, and end when this process does.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _mix(cost: torch.Tensor, states: torch.Tensor, beta: float) -> torch.Tensor:

@@ -1,5 +1,9 @@
 import math
+import signal
+import subprocess
+import sys
 import warnings
+from subprocess import PIPE
 
 import pytest
 import torch
@@ -118,6 +122,31 @@ def test_what_the_compiler_warns_of_is_no_error_and_keeps_nothing_from_being_com
         warnings.simplefilter("error")
         quiet(cost).sum().backward()
     assert len(compiled) == 2  # forward and backward
+
+
+def test_a_sigterm_for_all_processes_ends_no_compile_worker(monkeypatch, tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what it imports
+        from torch._inductor import compile_fx
+
+    def works(*arguments):
+        worker = subprocess.Popen([sys.executable, "-c", "print(input())"], stdin=PIPE, stdout=PIPE, text=True)
+        worker.send_signal(signal.SIGTERM)
+        answers.append(worker.communicate("still here")[0])
+
+    def compiles(graph, inputs, inner_compile, config_patches):
+        works()
+        later.append(inner_compile)
+        return graph
+
+    answers, later = [], []
+    monkeypatch.setattr(compile_fx, "compile_fx", compiles)
+    monkeypatch.setattr(compile_fx, "compile_fx_inner", works)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, set())
+    module.compile_quietly(lambda x: x + 1)(torch.ones(2))
+    later[0]()  # as a backward pass is compiled
+    assert answers == ["still here\n"] * 2
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, set()) == before
 
 
 def test_after_too_many_shapes_it_runs_as_it_is(monkeypatch):
