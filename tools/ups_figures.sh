@@ -5,7 +5,7 @@
 #   steps        what a step takes, with each phase of the source added in turn; on as many GPUs as there are
 #   training     a run of eight minutes, on as many GPUs as there are
 #   evaluation   the errors of its predictions, and its curve
-#   quality      both trainers of configs/ups/1gpu_{baseline,fast}.yaml on as many examples, for the seed given
+#   quality      both trainers of configs/ups/1gpu_{baseline,fast}.yaml on as many steps of 24 examples, for the seed given
 #   same_work    the same, with the reference's losses and query points in every batch of the optimized trainer
 #   rivals       ups, an FNO and a U-Net, each given four minutes
 #   claims       what the source claims
@@ -48,12 +48,13 @@ evaluation)
     done
     perfsuite curve "$out/training" --out "$out/training.svg"
     ;;
-quality) compare quality configs/ups/1gpu_fast.yaml ;;
-same_work)
-    sed -e 's/^inverse_loss_frequency:.*/inverse_loss_frequency: 1/' -e 's/^num_queries:.*/num_queries: 2048/' \
-        -e 's/^batch_size:.*/batch_size: 24/' -e 's/^accumulation:.*/accumulation: 1/' configs/ups/1gpu_fast.yaml \
-        >"$out/same_work-$seed.yaml"
-    compare same_work "$out/same_work-$seed.yaml"
+quality | same_work) # in steps of 24 examples, as the reference's are
+    inverse=()
+    if [ "$part" = same_work ]; then
+        inverse=(-e 's/^inverse_loss_frequency:.*/inverse_loss_frequency: 1/' -e 's/^num_queries:.*/num_queries: 2048/')
+    fi
+    sed "${inverse[@]}" -e 's/^accumulation:.*/accumulation: 1/' configs/ups/1gpu_fast.yaml >"$out/$part-$seed.yaml"
+    compare "$part" "$out/$part-$seed.yaml"
     ;;
 rivals) "$python" tools/ups_rivals.py "$data" --seconds "${SECONDS_OF_RIVALS:-240}" --out "$out/rivals.json" ;;
 claims) perfsuite claims ups --out "$out/claims" ;;
