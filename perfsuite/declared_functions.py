@@ -28,13 +28,15 @@ def of_pair(pair: str, role: str, given: str) -> Iterator[None]:
         ) from error
 
 
-def check_positional(pair: str, role: str, call: Callable[..., Any], inputs: Sequence[str]) -> None:
-    """PairError where it cannot be called with so many inputs."""
+def check_positional(
+    pair: str, role: str, call: Callable[..., Any], inputs: Sequence[str], keywords: Collection[str] = ()
+) -> None:
+    """PairError where it cannot be called with so many inputs, and with those of the keywords that it has."""
     signature = _signature(call)
     if signature is None:
         return
     try:
-        signature.bind(*inputs)
+        signature.bind(*inputs, **{name: None for name in keywords if has_keyword(call, name)})
     except TypeError as error:
         raise PairError(
             f"pair {pair!r}: {role}= cannot be called with the inputs ({', '.join(inputs)}) by position: {error}"
@@ -49,6 +51,13 @@ def check_named(pair: str, role: str, call: Callable[..., Any], known: Collectio
                 f"pair {pair!r}: {role}= names {name!r}, which is no size and no scalar of its inputs; they are "
                 f"{', '.join(sorted(known)) or 'none'}"
             )
+
+
+def has_keyword(call: Callable[..., Any], name: str) -> bool:
+    """Whether it has a keyword-only parameter of this name."""
+    signature = _signature(call)
+    parameter = signature.parameters.get(name) if signature is not None else None
+    return parameter is not None and parameter.kind is inspect.Parameter.KEYWORD_ONLY
 
 
 def required(call: Callable[..., Any]) -> list[str]:

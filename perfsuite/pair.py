@@ -295,7 +295,8 @@ class Pair:
     truth        a cheaper float64 truth; proven against the reference at small sizes
     precision    a lower working precision that the optimized side declares, e.g. "bfloat16"; "tf32" where products
                  of float32 are in TF32
-    excuse       inputs (float64) → bool mask of output elements within rounding of a threshold
+    excuse       inputs (float64) → bool mask of output elements within rounding of a threshold; a keyword-only
+                 parameter `eps` gets the rounding unit that both sides compute with, under autocast a larger one
     adjust       called with the drawn inputs before any side sees them: changes in place what lies at such a threshold;
                  where they are few elements it is called on the CPU
     steps        for stateful sides: after how many steps the states are compared
@@ -543,12 +544,13 @@ class Pair:
             with declared_functions.of_pair(self.name, "adjust", self._by_position()):
                 self.adjust(*values.values())
 
-    def excused(self, values: Mapping[str, Any]) -> Any:
+    def excused(self, values: Mapping[str, Any], eps: float) -> Any:
         """Call `excuse` on these inputs; None if the pair has no `excuse`."""
         if self.excuse is None:
             return None
+        keywords = {"eps": eps} if declared_functions.has_keyword(self.excuse, "eps") else {}
         with declared_functions.of_pair(self.name, "excuse", f"{self._by_position()} in float64"):
-            return self.excuse(*values.values())
+            return self.excuse(*values.values(), **keywords)
 
     def _by_position(self) -> str:
         return f"the inputs ({', '.join(self.inputs)}) by position"
@@ -574,7 +576,8 @@ class Pair:
             if call is not None and not callable(call):
                 raise PairError(f"pair {self.name!r}: {role}={call!r} is no function")
             if call is not None and role != "where":
-                declared_functions.check_positional(self.name, role, call, list(self.inputs))
+                keywords = ["eps"] if role == "excuse" else []
+                declared_functions.check_positional(self.name, role, call, list(self.inputs), keywords)
         if self.where is not None:
             scalars = {name for name, spec in self.inputs.items() if isinstance(spec, ScalarSpec)}
             declared_functions.check_named(self.name, "where", self.where, self.symbols | scalars)

@@ -198,7 +198,7 @@ def establish(
 
 def _excused(draw: _Draw, truth: Leaves) -> Any:
     """The mask, or the masks by output, of the elements that the pair excuses; PairError where none is of an output."""
-    masks = draw.pair.excused(make.upcast(draw.inputs))
+    masks = draw.pair.excused(make.upcast(draw.inputs), draw.eps)
     if masks is None or draw.pair.is_stateful or (draw.way is not None and not _is_proven(draw.way)):
         return masks  # the outputs of these have further names
     pair, derivatives = draw.pair.name, tuple(f"{kind}{name}" for kind in DERIVATIVES for name in draw.pair.inputs)

@@ -9,12 +9,13 @@ from perfsuite import Pair, Workload, compiled, floats, integers, module, scalar
 from reference.generation.batched_generation import batched_generation as reference
 from suite.polychromic.trial import SMOLLM2, language_model
 
-LOGITS_ERROR = 64 * EPS
-"""Relative error of logits in float32 that is allowed for."""
+ROUNDINGS, LOW_ROUNDINGS = 64, 16
+"""Rounding units of float32, and of half precision under autocast, that logits may have as relative error."""
 
 
-def after_a_boundary(model, prompts, lengths, uniforms, temperature, top_p, end):
+def after_a_boundary(model, prompts, lengths, uniforms, temperature, top_p, end, *, eps):
     """Tokens from the first on that rounding may change: it changes all after it."""
+    error = ROUNDINGS * EPS if eps <= EPS else LOW_ROUNDINGS * eps
     tokens = reference(model, prompts, lengths, uniforms, temperature, top_p, end)
     unsure = torch.zeros_like(tokens, dtype=torch.bool)
     for prompt, length, replies, numbers, own in zip(prompts, lengths.tolist(), tokens, uniforms, unsure, strict=True):
@@ -22,7 +23,7 @@ def after_a_boundary(model, prompts, lengths, uniforms, temperature, top_p, end)
             sequence = torch.cat((prompt[:length], reply))
             with torch.no_grad():
                 logits = model(sequence[None])[0, length - 1 : -1]
-            near = near_a_boundary(logits, uniform, temperature, top_p, LOGITS_ERROR)
+            near = near_a_boundary(logits, uniform, temperature, top_p, error)
             mask |= near.cumsum(0) > 0
     return unsure
 
@@ -40,17 +41,16 @@ batched_generation = Pair(
         "end": scalar(integers(0, 1)),
     },
     gradients=False,
-    max_examples=40,
     sizes={
         "prompts": size(0, 2),
         "longest": size(1, 5),
         "replies": size(0, 2),
-        "tokens": size(0, 4),
-        "vocabulary": size(2, 9),
+        "tokens": size(0, 5),
+        "vocabulary": size(2, 40),
         "layers": size(1, 2),
         "groups": size(1, 2),
         "kv_heads": size(1, 2),
-        "pairs": size(1, 3),
+        "pairs": size(1, 4),
     },
     excuse=after_a_boundary,
     rivals={"compile": compiled(side(reference, devices=("cuda",)))},

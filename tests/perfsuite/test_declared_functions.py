@@ -78,6 +78,29 @@ def test_a_mask_of_no_output_is_named(mask: Any, words: str) -> None:
     refused(pair(excuse=mask), words)
 
 
+def test_an_excuse_gets_the_rounding_unit_that_the_sides_compute_with() -> None:
+    """As `eps`: under autocast that of half precision. An input of that name is an input."""
+    units: set[float] = set()
+
+    def near(x: torch.Tensor, *, eps: float) -> torch.Tensor:
+        units.add(eps)
+        return x.isnan()
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        return x @ x.mT
+
+    inputs = {"x": tensor("m", "n", values=floats(-1, 1))}
+    perfsuite.check(pair(reference=product, optimized=product, inputs=inputs, excuse=near), examples=5, device="cpu")
+    assert {torch.finfo(t).eps for t in (torch.float32, torch.bfloat16)} <= units
+    named = {"x": inputs["x"], "eps": scalar(floats(0, 1))}
+
+    def shifted(x: torch.Tensor, eps: float) -> torch.Tensor:
+        return x + eps
+
+    of = pair(reference=shifted, optimized=shifted, inputs=named, excuse=lambda x, eps: (x + eps).isnan())
+    perfsuite.check(of, examples=5, device="cpu")
+
+
 def test_masks_of_gradients_and_of_one_output_are_taken() -> None:
     """Also in the proofs that compare no gradients, and where the mask has the shape of an input alone."""
 
