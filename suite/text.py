@@ -49,10 +49,12 @@ class Data:
     sequence_length: int = 256
     batch_size: int = 32
     seed: int = 0
+    validation: int = 0
+    """Sequences that are held out of the training, evenly spread over the text."""
     cache: str = CACHE
 
     def __post_init__(self) -> None:
-        least = {"synthetic": 0, "vocabulary": 3, "sequence_length": 1, "batch_size": 1, "seed": 0}
+        least = {"synthetic": 0, "vocabulary": 3, "sequence_length": 1, "batch_size": 1, "seed": 0, "validation": 0}
         for name, bound in least.items():
             if getattr(self, name) < bound:
                 raise ValueError(f"{name} must be {bound} or more, got {getattr(self, name)}")
@@ -97,6 +99,12 @@ class Sequences:
     def __len__(self) -> int:
         return len(self.input_ids)
 
+    def of(self, rows: torch.Tensor) -> Sequences:
+        """Those rows, by a mask or by their numbers."""
+        return Sequences(
+            input_ids=self.input_ids[rows], attention_mask=self.attention_mask[rows], vocabulary=self.vocabulary
+        )
+
     @cached_property
     def digest(self) -> str:
         """Of the tokens."""
@@ -115,6 +123,17 @@ class Loaded:
 
 def load(data: Data) -> Loaded:
     """The batches that the fields of `data` describe."""
+    sequences, told = sequences_of(data)
+    if data.validation:
+        sequences = divided(sequences, data.validation)[0]
+        told += f", {data.validation} of them held out"
+    return Loaded(
+        batches=Batches(sequences, data.batch_size, data.seed), given=sequences.vocabulary, told=f"data: {told}"
+    )
+
+
+def sequences_of(data: Data) -> tuple[Sequences, str]:
+    """All sequences that the fields of `data` describe, those held out too, and where they are from, in words."""
     if data.synthetic:
         sequences = synthetic(data.vocabulary, data.sequence_length, data.synthetic, data.seed)
         told = f"{len(sequences)} random sequences"
@@ -126,10 +145,22 @@ def load(data: Data) -> Loaded:
         kinds = ((found.damaged, "not UTF-8"), (found.empty, "empty"), (found.unreadable, "unreadable"))
         left = [f"{n} {what}" for n, what in kinds if n]
         told += f" (left out: {', '.join(left)})" if left else ""
-    told += f" of {data.sequence_length} tokens, vocabulary {sequences.vocabulary}"
-    return Loaded(
-        batches=Batches(sequences, data.batch_size, data.seed), given=sequences.vocabulary, told=f"data: {told}"
-    )
+    return sequences, f"{told} of {data.sequence_length} tokens, vocabulary {sequences.vocabulary}"
+
+
+def divided(sequences: Sequences, held_out: int) -> tuple[Sequences, Sequences]:
+    """(the sequences to train on, those held out, which are evenly spread); PerfsuiteError where none would be left."""
+    count = len(sequences)
+    if held_out >= count:
+        raise PerfsuiteError(f"validation: {held_out} of {count} sequences would leave none to train on; lower it")
+    out = torch.zeros(count, dtype=torch.bool)
+    out[spread(count, held_out)] = True
+    return sequences.of(~out), sequences.of(out)
+
+
+def spread(count: int, chosen: int) -> torch.Tensor:
+    """Evenly spread rows, int64 [chosen], each once where `chosen` is at most `count`."""
+    return torch.arange(chosen) * count // max(1, chosen) + count // max(1, 2 * chosen)
 
 
 def corpus(folder: str | Path | None = None) -> Corpus:

@@ -95,6 +95,18 @@ class Trainer:
         """Go on from there. ValueError where a shape is another."""
         restore(self, state)
 
+    @torch.no_grad()
+    def coordinates(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Where items lie under the field as it is, turned by the rotor as retrieval sees them: [B, n].
+
+        tokens  int64 [B, T]
+        mask    [B, T], 0 for padding
+        """
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.autocast_bf16):
+            output = self._forward(tokens.to(self.device)).to(self.dtype)
+        query = _masked_mean(output[..., : self.config.coordinates], mask.to(self.device, self.dtype))
+        return rotor_apply(self.theta, query)
+
     # --- a window
 
     def _window(self, tokens: torch.Tensor, mask: torch.Tensor, nudge: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -56,14 +56,16 @@ def evaluate(
     device: str | None,
     fields: tuple[str, ...],
 ) -> None:
-    """Evaluate a network that ups, leak_cnn or eigenstate_lm has trained on held-out data.
+    """Evaluate a network that ups, leak_cnn, eigenstate_lm or trainer2 has trained on held-out data.
 
     For example `perfsuite evaluate ups --checkpoint .perfsuite/train/ups-optimized --data FOLDER`, or
     `perfsuite evaluate leak_cnn --checkpoint .perfsuite/train/leak_cnn-optimized --data leak.h5`.
 
     Of ups, writes the NRMSE by task and by step of the rollout, and a picture of each task. Of leak_cnn, writes
     accuracy, macro-F1 and the confusion matrices of segments and files, and of eigenstate_lm the loss and bits a byte;
-    both by the best weights. The data are named as `perfsuite train` does: --data, --advection, --darcy, --validation.
+    both by the best weights. Of trainer2, writes how often a passage's second half is found by its first, before and
+    after training; it takes the data of the training where none are named. The data are named as `perfsuite train`
+    does: --data, --advection, --darcy, --validation.
     """
     with in_one_line("interrupted", "free some, or name another --device"):
         from suite.configuration import ConfigurationError
@@ -182,6 +184,46 @@ def _eigenstate_lm(checkpoint: str, out: str | None, device: str | None, fields:
     _saved(folder / "evaluation.json", about)
 
 
+def _trainer2(checkpoint: str, out: str | None, device: str | None, fields: tuple[str, ...]) -> None:
+    from dataclasses import asdict
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from suite import text
+    from suite.commands.finding import checkpoint_of
+    from suite.commands.train import device_called
+    from suite.trainer2 import search
+
+    there = device_called(device)
+    file, found = checkpoint_of(checkpoint, "trainer2")
+    trainer = search.trainer_of(file, found.trainer, there)
+    data = search.data_of(found.configuration, fields)
+    if not data.validation:
+        raise PerfsuiteError("validation: no sequence is held out; say how many, e.g. --validation 256")
+    sequences, _ = text.sequences_of(data)
+    if sequences.vocabulary != len(trainer.weights["embedding"]):
+        raise PerfsuiteError(
+            f"data: its vocabulary has {sequences.vocabulary} tokens, that of {shown(file)} "
+            f"{len(trainer.weights['embedding'])}; name the data of its training"
+        )
+    trained_on, held_out = text.divided(sequences, data.validation)
+    same_data = isinstance(found.batches, Mapping) and found.batches.get("digest") == trained_on.digest
+    before = search.trainer_of(file, found.trainer, there, trained=False)
+    scores = {"before": search.scores_of(before, held_out), "after": search.scores_of(trainer, held_out)}
+    scores["by chance"] = search.by_chance(scores["after"].passages)
+    table = Table("", "nearest", "among ten", "mean of 1 / rank")
+    for name, row in scores.items():
+        table.add_row(name, f"{row.first:.2%}", f"{row.among_ten:.2%}", f"{row.reciprocal_rank:.4f}")
+    tell(f"the second halves of {scores['after'].passages} held-out passages, looked for by the first:")
+    Console(width=100).print(table)
+    if not same_data:
+        tell("the data are not those of the training: these passages may have been trained on", err=True)
+    about = {"checkpoint": str(file), "windows": found.windows, "data_of_the_training": same_data}
+    folder = Path(out) if out is not None else file.parent / "evaluation"
+    _saved(folder / "evaluation.json", {**about, **{name: asdict(row) for name, row in scores.items()}})
+
+
 def _held_out(batches: object) -> int:
     """How many sequences a checkpoint's training has held out."""
     count = batches.get("validation", 0) if isinstance(batches, Mapping) else 0
@@ -197,4 +239,9 @@ def _saved(path: Path, content: Mapping[str, Any]) -> None:
     tell(f"wrote {shown(path)}", err=True)
 
 
-EVALUATED: Mapping[str, Callable[..., None]] = {"ups": _ups, "leak_cnn": _leak_cnn, "eigenstate_lm": _eigenstate_lm}
+EVALUATED: Mapping[str, Callable[..., None]] = {
+    "ups": _ups,
+    "leak_cnn": _leak_cnn,
+    "eigenstate_lm": _eigenstate_lm,
+    "trainer2": _trainer2,
+}

@@ -124,7 +124,7 @@ def test_other_data_are_told(run, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "code", "told"),
     [
-        (["trainer2", "--checkpoint", "x"], 2, "only ups, leak_cnn, eigenstate_lm can be evaluated"),
+        (["polychromic", "--checkpoint", "x"], 2, "only ups, leak_cnn, eigenstate_lm, trainer2 can be evaluated"),
         (["ups", "--checkpoint", "x", "--rollout", "0"], 2, "--rollout 0: give 1 or more"),
         (["ups", "--checkpoint", "x", "--data", "nowhere"], 1, "no checkpoint x"),
         (["ups", "--checkpoint", "x", "--fold", "1"], 2, "no field is called 'fold'"),
