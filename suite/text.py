@@ -188,27 +188,32 @@ def corpus(folder: str | Path | None = None) -> Corpus:
     return Corpus(where=str(root), texts=tuple(texts), damaged=damaged, empty=empty, unreadable=unreadable)
 
 
-def searched(folder: str | Path | None) -> Searched:
+def searched(folder: str | Path | None, suffixes: tuple[str, ...] = SUFFIXES) -> Searched:
     """What is under a folder; PerfsuiteError where it is none, or cannot be read. None: as `corpus` has it."""
     root = Path(sysconfig.get_path("stdlib")) if folder is None else Path(folder)
     try:
         if not root.is_dir():
-            raise PerfsuiteError(f"data: {root} is no folder; name one that holds {', '.join(SUFFIXES)} files")
+            raise PerfsuiteError(f"data: {root} is no folder; name one that holds {', '.join(suffixes)} files")
         with os.scandir(root):  # of the folders in it, those that cannot be read are left out
             pass
     except OSError as error:
         reason = error.strerror or str(error)
         raise PerfsuiteError(f"data: cannot read {root}: {reason}; make it readable, or name another folder") from None
     unreadable: list[OSError] = []
-    paths = _files(root, LEFT_OUT if folder is None else set(), unreadable.append)
+    paths = _files(root, LEFT_OUT if folder is None else set(), unreadable.append, suffixes)
     return Searched(root, paths, [(Path(error.filename), error) for error in unreadable])
 
 
-def _files(root: Path, left_out: set[str], unreadable: Callable[[OSError], object] | None = None) -> list[Path]:
+def _files(
+    root: Path,
+    left_out: set[str],
+    unreadable: Callable[[OSError], object] | None = None,
+    suffixes: tuple[str, ...] = SUFFIXES,
+) -> list[Path]:
     found = []
     for folder, inner, names in os.walk(root, onerror=unreadable):
         inner[:] = [name for name in inner if name not in left_out]
-        found += [Path(folder, name) for name in names if name.endswith(SUFFIXES)]
+        found += [Path(folder, name) for name in names if name.endswith(suffixes)]
     return sorted((p for p in found if _may_be_read(p)), key=lambda p: p.relative_to(root).parts)
 
 

@@ -7,11 +7,12 @@ source: eigenstate_lm, technique 004.10
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import numpy
 
 from perfsuite.errors import PerfsuiteError
 from perfsuite.report.files import probe
-from suite import packed_text, text
+from suite import json_lines, packed_text, text
 from suite.building import Parts, Watcher, digest_of, parts_beside
 from suite.packed_text import PackedText
 
@@ -34,7 +35,9 @@ class Recipe:
     """What a pack is made from."""
 
     folder: Path | None = None
-    """Of texts; None: Python's standard library on this machine."""
+    """Of texts, or a file of JSON lines; None: Python's standard library on this machine."""
+    field: str | None = None
+    """The name of the text in a line of JSON lines; None: such files are left out of a folder."""
     vocabulary: int = 50257
     """Of the tokenizer that is trained on them."""
     tokenizer: Path | None = None
@@ -53,15 +56,21 @@ class Packed:
 
 @dataclass
 class _Found:
-    """The texts, by path, with the digest and the bytes of each."""
+    """The files of texts, by path, with the digest, the bytes and the number of documents of each."""
 
     root: Path
-    paths: list[Path] = field(default_factory=list)
-    digests: list[str] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)
+    field: str | None = None
+    paths: list[Path] = dataclasses.field(default_factory=list)
+    digests: list[str] = dataclasses.field(default_factory=list)
+    sizes: list[int] = dataclasses.field(default_factory=list)
+    documents: list[int] = dataclasses.field(default_factory=list)
     left_out: int = 0
     """Empty or not UTF-8."""
     unreadable: int = 0
+
+    @property
+    def has_json_lines(self) -> bool:
+        return self.field is not None and any(path.suffix == json_lines.SUFFIX for path in self.paths)
 
     @property
     def told_left_out(self) -> str:
@@ -86,7 +95,14 @@ class _Found:
                 raise packed_text.unreadable("data", path, error) from None
             if hashlib.sha256(content).hexdigest() != digest:
                 raise PerfsuiteError(f"data: {path} was changed while it was read; run the command again")
-            yield content.decode()
+            yield from self.documents_of(path, content)
+
+    def documents_of(self, path: Path, content: bytes) -> list[str]:
+        """The documents of a file that are not empty; UnicodeDecodeError where it is not UTF-8."""
+        decoded = content.decode()
+        if self.field is not None and path.suffix == json_lines.SUFFIX:
+            return json_lines.documents(decoded, path, self.field)
+        return [decoded] if decoded.strip() else []
 
 
 def pack(out: Path, recipe: Recipe, watcher: Watcher, *, overwrite: bool = False, cached: bool = False) -> Packed:
@@ -98,12 +114,12 @@ def pack(out: Path, recipe: Recipe, watcher: Watcher, *, overwrite: bool = False
     elsewhere = "name another folder with --cache" if cached else "name another folder"
     tokenizers = text.library()
     text.check_vocabulary(recipe.vocabulary)
-    searched = text.searched(recipe.folder)
+    searched, recipe = _searched(recipe)
     given = None if recipe.tokenizer is None else _given(tokenizers, recipe.tokenizer)
     _refuse(out, overwrite, again, elsewhere)
     try:
         with parts_beside(out) as parts:
-            found = _read(searched, watcher)
+            found = _read(searched, recipe.field, watcher)
             key = digest_of(
                 {
                     "version": packed_text.VERSION,
@@ -111,6 +127,7 @@ def pack(out: Path, recipe: Recipe, watcher: Watcher, *, overwrite: bool = False
                     "vocabulary": None if given else recipe.vocabulary,
                     "tokenizer": None if given is None else hashlib.sha256(given.to_str().encode()).hexdigest(),
                     "library": tokenizers.__version__,
+                    **({"field": found.field} if found.has_json_lines else {}),
                 }
             )
             index = None if overwrite else packed_text.index_of(out)
@@ -165,9 +182,19 @@ def _given(tokenizers: Any, path: Path) -> Any:
     return found
 
 
-def _read(searched: text.Searched, watcher: Watcher) -> _Found:
+def _searched(recipe: Recipe) -> tuple[text.Searched, Recipe]:
+    """The files of texts; and the recipe, which names the text of a file of JSON lines "text" unless it says."""
+    folder = recipe.folder
+    if folder is None or (recipe.field is None and folder.suffix != json_lines.SUFFIX):
+        return text.searched(folder), recipe
+    if os.path.isfile(folder) and folder.suffix == json_lines.SUFFIX:
+        return text.Searched(folder.parent, [folder], []), dataclasses.replace(recipe, field=recipe.field or "text")
+    return text.searched(folder, (*text.SUFFIXES, json_lines.SUFFIX)), recipe
+
+
+def _read(searched: text.Searched, field: str | None, watcher: Watcher) -> _Found:
     root, paths, unreadable = searched
-    found = _Found(root)
+    found = _Found(root, field)
 
     def leave_out(path: Path, reason: str) -> None:
         if found.left_out + found.unreadable <= NAMED:
@@ -180,15 +207,16 @@ def _read(searched: text.Searched, watcher: Watcher) -> _Found:
         watcher.progress("reading", i, len(paths))
         try:
             content = path.read_bytes()
-            whole = bool(content.decode().strip())
+            documents = len(found.documents_of(path, content))
             reason = "empty"
         except UnicodeDecodeError:
-            whole, reason = False, "not UTF-8"
+            documents, reason = 0, "not UTF-8"
         except OSError as error:
             found.unreadable += 1
             leave_out(path, error.strerror or str(error))
             continue
-        if whole:
+        if documents:
+            found.documents.append(documents)
             found.paths.append(path)
             found.digests.append(hashlib.sha256(content).hexdigest())
             found.sizes.append(len(content))
@@ -197,7 +225,8 @@ def _read(searched: text.Searched, watcher: Watcher) -> _Found:
         leave_out(path, reason)
     if not found.paths:
         seen = f" (left out: {found.told_left_out})" if found.told_left_out else ""
-        raise PerfsuiteError(f"data: no text under {root}{seen}; it must hold {', '.join(text.SUFFIXES)} files")
+        lines = "" if field is not None else f", or, with --field, {json_lines.SUFFIX} files"
+        raise PerfsuiteError(f"data: no text under {root}{seen}; it must hold {', '.join(text.SUFFIXES)} files{lines}")
     return found
 
 
@@ -229,7 +258,7 @@ def _trained(recipe: Recipe, found: _Found, key: str, parts: Parts, watcher: Wat
 
     def texts() -> Iterator[str]:
         for i, content in enumerate(found.texts(0, len(found.paths))):
-            watcher.progress("learning", i, len(found.paths))
+            watcher.progress("learning", i, sum(found.documents))
             yield content
 
     made = text.trained(texts(), recipe.vocabulary)
@@ -241,7 +270,7 @@ def _block(tokenizer: Any, found: _Found, first: int, end: int, key: str, parts:
     """Tokens of some files, and how many each has."""
     name = f"part-{{}}-{key[:32]}-{first}-{end}"
     kept: Sequence[Any] = [parts.load(name.format(what)) for what in ("tokens", "lengths")]
-    if any(k is None for k in kept) or len(kept[1]) != end - first or len(kept[0]) != kept[1].sum():
+    if any(k is None for k in kept) or len(kept[1]) != sum(found.documents[first:end]) or len(kept[0]) != kept[1].sum():
         rows = list(text.encode(tokenizer, found.texts(first, end)))
         kept = [
             numpy.concatenate([numpy.asarray(row, dtype=numpy.int32) for row in rows]),

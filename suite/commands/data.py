@@ -163,7 +163,13 @@ def _folder_class(text: str) -> tuple[str, str]:
     "--from",
     "folder",
     type=click.Path(),
-    help="Folder of *.txt, *.md, *.rst and *.py, searched with those in it.  [default: Python's standard library]",
+    help="Folder of *.txt, *.md, *.rst and *.py, searched with those in it, or a file of JSON lines.  "
+    "[default: Python's standard library]",
+)
+@click.option(
+    "--field",
+    metavar="NAME",
+    help="Take *.jsonl, too: each line is a document, its text the field NAME.  [default of a single file: text]",
 )
 @click.option(
     "--vocabulary", type=int, default=50257, show_default=True, metavar="N", help="Of the tokenizer that is trained."
@@ -172,8 +178,10 @@ def _folder_class(text: str) -> tuple[str, str]:
     "--tokenizer", type=click.Path(), metavar="FILE", help="A tokenizer.json of another pack, to take instead of one."
 )
 @click.option("--overwrite", is_flag=True, help="Replace OUT if it is packed text.")
-def pack(out: str, folder: str | None, vocabulary: int, tokenizer: str | None, overwrite: bool) -> None:
-    """Make packed text for the trainer eigenstate_lm: the tokens of every file, in the folder OUT.
+def pack(
+    out: str, folder: str | None, field: str | None, vocabulary: int, tokenizer: str | None, overwrite: bool
+) -> None:
+    """Make packed text for the trainer eigenstate_lm: the tokens of every document, in the folder OUT.
 
     A byte-level BPE is trained on the texts. Where they have no more pairs to merge, its vocabulary is smaller than
     asked for.
@@ -187,6 +195,7 @@ def pack(out: str, folder: str | None, vocabulary: int, tokenizer: str | None, o
 
         recipe = Recipe(
             folder=None if folder is None else Path(folder),
+            field=field,
             vocabulary=vocabulary,
             tokenizer=None if tokenizer is None else Path(tokenizer),
         )

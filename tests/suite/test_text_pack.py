@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import functools
 import io
@@ -84,6 +85,26 @@ def test_what_is_packed(tmp_path: Path, recipe: Recipe) -> None:
     documents = numpy.split(numpy.asarray(found.row), ends[:-1])
     assert all(d[-1] == END_ID for d in documents)
     assert [tokenizer.decode(d[:-1].tolist()) for d in documents] == list(TEXTS.values())
+
+
+def test_a_line_of_json_is_a_document(tmp_path: Path, recipe: Recipe) -> None:
+    """In a folder where the name of its text is given; in a file by itself without that, too."""
+    assert recipe.folder is not None
+    rows = [{"body": "one line", "n": 1}, {"body": " \n"}, {"body": "é, and <end>", "text": "another"}]
+    file = recipe.folder / "rows.jsonl"
+    file.write_text("\ufeff" + "\n\n".join(map(json.dumps, rows)))
+    without = pack(tmp_path / "out", recipe, Quiet())
+    assert without.pack.documents == 7
+    both = pack(tmp_path / "both", dataclasses.replace(recipe, field="body"), Quiet())
+    assert (both.pack.documents, both.source[:8]) == (9, "8 files ")
+    alone = pack(tmp_path / "alone", Recipe(folder=file, field="body", vocabulary=300), Quiet()).pack
+    tokenizer = tokenizers.Tokenizer.from_file(str(tmp_path / "alone" / TOKENIZER))
+    parts = numpy.split(numpy.asarray(alone.row), numpy.load(tmp_path / "alone" / ENDS)[:-1])
+    assert [tokenizer.decode(part[:-1].tolist()) for part in parts] == ["one line", "é, and <end>"]
+    with pytest.raises(PerfsuiteError, match=r"rows\.jsonl, line 1: no text is called 'text'.*are 'body', 'n'$"):
+        pack(tmp_path / "named", Recipe(folder=file, vocabulary=300), Quiet())
+    file.write_text(json.dumps(rows[2]))
+    assert pack(tmp_path / "named", Recipe(folder=file, vocabulary=300), Quiet()).pack.documents == 1
 
 
 def test_the_same_again_is_kept_and_elsewhere_has_the_same_bytes(tmp_path: Path, recipe: Recipe) -> None:
@@ -335,6 +356,10 @@ def test_bad_input_is_one_line(tmp_path: Path, folder: Path) -> None:
     (other / "mine").write_text("mine")
     assert invoked(out, "--from", folder, "--vocabulary", 300).exit_code == 0
     (tmp_path / "bad.json").write_text("{}")
+    lines, halves, blank = (tmp_path / f"{name}.jsonl" for name in ("lines", "halves", "blank"))
+    lines.write_text('{"text": "one"}\n{"text": "two"\n')
+    halves.write_text(json.dumps({"text": "\ud800"}))
+    blank.write_text("\n")
     foreign = tokenizers.Tokenizer(tokenizers.models.BPE())
     (tmp_path / "foreign.json").write_text(foreign.to_str())
     for arguments, said in (
@@ -358,6 +383,16 @@ def test_bad_input_is_one_line(tmp_path: Path, folder: Path) -> None:
         ),
         ((tmp_path / "a", "--from", folder, "--vocabulary", 99999999999), "vocabulary: 99999999999 is too large; it "),
         ((".", "--from", folder), ". cannot be replaced as a whole; name a folder in it"),
+        (
+            (tmp_path / "a", "--from", tmp_path / "none.jsonl"),
+            f"data: {tmp_path / 'none.jsonl'} is no folder; name one",
+        ),
+        ((tmp_path / "a", "--from", lines), f"{lines}, line 2: not JSON: "),
+        ((tmp_path / "a", "--from", halves), f"{halves}, line 1: its text has half of a character"),
+        (
+            (tmp_path / "a", "--from", blank),
+            f"data: no text under {tmp_path} (left out: 1 not UTF-8 or empty); it must",
+        ),
     ):
         done = invoked(*arguments)
         lines = done.stderr.splitlines()
