@@ -19,7 +19,12 @@ from suite.terminal import tell
 if TYPE_CHECKING:
     from suite.ups.evaluation import Weights
 
-OPTIONS = {"rollout": ("--rollout", "ups"), "weights": ("--weights", "ups"), "split": ("--split", "leak_cnn")}
+OPTIONS = {
+    "rollout": ("--rollout", "ups"),
+    "weights": ("--weights", "ups"),
+    "split": ("--split", "leak_cnn"),
+    "ngrams": ("--ngrams", "eigenstate_lm"),
+}
 """Options of one trainer alone, by parameter."""
 
 
@@ -42,6 +47,13 @@ OPTIONS = {"rollout": ("--rollout", "ups"), "weights": ("--weights", "ups"), "sp
     type=click.Choice(["train", "validation", "test"]),
     help="With leak_cnn: the part of the data.  [default: test, or validation where there is none]",
 )
+@click.option(
+    "--ngrams",
+    type=click.IntRange(min=0, max=9),
+    default=0,
+    metavar="N",
+    help="With eigenstate_lm: the loss of a Kneser-Ney model of N tokens, too, counted on the training sequences.",
+)
 @click.option("--device", help="cpu, cuda or cuda:1.  [default: the GPU, if any]")
 @click.argument("fields", nargs=-1, type=click.UNPROCESSED, metavar="[--FIELD VALUE]...")
 @click.pass_context
@@ -53,6 +65,7 @@ def evaluate(
     rollout: int,
     weights: Weights,
     split: str | None,
+    ngrams: int,
     device: str | None,
     fields: tuple[str, ...],
 ) -> None:
@@ -75,7 +88,7 @@ def evaluate(
         for parameter, (option, owner) in OPTIONS.items():
             if owner != name and context.get_parameter_source(parameter) is click.core.ParameterSource.COMMANDLINE:
                 raise ConfigurationError(f"{option} is an option of {owner} alone; leave it out")
-        given = {"rollout": rollout, "weights": weights, "split": split}
+        given = {"rollout": rollout, "weights": weights, "split": split, "ngrams": ngrams}
         own = {parameter: given[parameter] for parameter, (_, owner) in OPTIONS.items() if owner == name}
         EVALUATED[name](checkpoint, out, device, fields, **own)
 
@@ -141,7 +154,7 @@ def _leak_cnn(checkpoint: str, out: str | None, device: str | None, fields: tupl
     tell(f"wrote {shown(folder / PICTURE)}", err=True)
 
 
-def _eigenstate_lm(checkpoint: str, out: str | None, device: str | None, fields: tuple[str, ...]) -> None:
+def _eigenstate_lm(checkpoint: str, out: str | None, device: str | None, fields: tuple[str, ...], ngrams: int) -> None:
     import torch
 
     from suite import configuration, trainers
@@ -175,8 +188,13 @@ def _eigenstate_lm(checkpoint: str, out: str | None, device: str | None, fields:
     same_data = isinstance(found.batches, Mapping) and all(
         found.batches.get(name) == value for name, value in (("digest", text.pack.digest), ("validation", held_out))
     )
-    bits = f", {values['bits_per_byte']:.4f} bits a byte" if "bits_per_byte" in values else ""
-    tell(f"held-out loss {loss:.4f} nats a token{bits}, of {held_out} sequences, by the weights of step {step}")
+    tell(f"held-out loss {_in_words(values)}, of {held_out} sequences, by the weights of step {step}")
+    if ngrams:
+        from suite.eigenstate_lm.ngrams import loss_of
+
+        counted = measures(loss_of(text, ngrams), text)
+        values |= {"ngrams": ngrams, **{f"ngram_{name}": value for name, value in counted.items()}}
+        tell(f"a Kneser-Ney model of {ngrams} tokens, counted on the other sequences: {_in_words(counted)}")
     if not same_data:
         tell("the data are not those of the training: these sequences may have been trained on", err=True)
     folder = Path(out) if out is not None else file.parent / "evaluation"
@@ -222,6 +240,12 @@ def _trainer2(checkpoint: str, out: str | None, device: str | None, fields: tupl
     about = {"checkpoint": str(file), "windows": found.windows, "data_of_the_training": same_data}
     folder = Path(out) if out is not None else file.parent / "evaluation"
     _saved(folder / "evaluation.json", {**about, **{name: asdict(row) for name, row in scores.items()}})
+
+
+def _in_words(values: Mapping[str, float]) -> str:
+    """A loss in nats, and in bits where its text is known."""
+    bits = f", {values['bits_per_byte']:.4f} bits a byte" if "bits_per_byte" in values else ""
+    return f"{values['validation_loss']:.4f} nats a token{bits}"
 
 
 def _held_out(batches: object) -> int:

@@ -23,6 +23,7 @@ from suite.commands.generate import loaded
 from suite.commands.train import train
 from suite.eigenstate_lm.config import TrainConfig
 from suite.eigenstate_lm.data import Data, Steps, Text, next_rows, text_of
+from suite.eigenstate_lm.ngrams import loss_of
 from suite.runtime import Store, checkpoints
 from suite.text import synthetic
 
@@ -180,13 +181,16 @@ def test_from_text_to_bits_a_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     # A character whose bytes are parted between two sequences is decoded to one of three bytes in each.
     assert abs(given.validation_bytes - expected) <= 4 * len(labels)
 
-    done = CliRunner().invoke(evaluate, ["eigenstate_lm", "--checkpoint", "run", *common])
+    done = CliRunner().invoke(evaluate, ["eigenstate_lm", "--checkpoint", "run", "--ngrams", "3", *common])
     assert done.exit_code == 0, done.output
+    assert "a Kneser-Ney model of 3 tokens, counted on the other sequences: " in done.output
     found = json.loads(Path("run/evaluation/evaluation.json").read_text())
     kept = checkpoints.load_latest(Store(Path("run")), "eigenstate_lm")[1].trainer["best"]
     assert found["validation_loss"] == pytest.approx(kept["loss"], rel=1e-5)
     bits = kept["loss"] / math.log(2) * 8 * 32 / given.validation_bytes
     assert found["bits_per_byte"] == pytest.approx(bits, rel=1e-5)
     assert found["data_of_the_training"] is True
+    assert found["ngram_validation_loss"] == pytest.approx(loss_of(given, 3))
+    assert found["ngram_bits_per_byte"] < found["bits_per_byte"]  # of 24 steps
     weights, _ = loaded("run")
     assert all(torch.equal(weights[name], kept["weights"][name]) for name in weights)
