@@ -21,7 +21,7 @@ from perfsuite.report import units
 from suite import ablation
 from suite.ablation import Ratio
 from suite.backends import tf32_products
-from suite.claims.measuring import interleaved, peak_bytes, percent, typical
+from suite.claims.measuring import PASSES, interleaved, peak_bytes, percent, typical
 from suite.claims.record import CONFIRMED, DEPENDS, REFUTED, UNMEASURED, Answer, Checks, Measure
 from suite.eigenstate_lm.config import TrainConfig
 from suite.eigenstate_lm.data import Data, Text, text_of
@@ -60,6 +60,8 @@ PREFETCH, PREFETCH_MORE = 2, (4, 8)
 CHUNKS = (1, 16, 64, 256)
 TOLERANCE = 0.1
 """What is claimed as a figure may be off by as much."""
+NOTHING = 0.05
+"""A gain below that is none."""
 QUALITY = 0.01
 """A loss that is higher by as much is another."""
 ROUNDING = 1e-5
@@ -436,8 +438,16 @@ def prefetch(s: Setting) -> Answer:
 
     calls: dict[str, Callable[[], object]] = {n: functools.partial(epoch, loader) for n, loader in loaders.items()}
     calls["here"] = gathered
+    found: dict[str, list[float]] = {name: [] for name in calls}
     try:
-        found = interleaved(torch.device("cpu"), 2 * s.rounds, calls, count=1)
+        for _ in range(PASSES):
+            for name, times in interleaved(torch.device("cpu"), 2 * s.rounds, calls, count=1).items():
+                found[name] += [t / batches for t in times]
+            few = found[str(PREFETCH)]
+            gains = [ablation.paired(few, found[str(ahead)]) for ahead in PREFETCH_MORE]
+            verdict = _loads_faster(gains, median(few))
+            if verdict != UNMEASURED:
+                break
     except RuntimeError as error:
         if "DataLoader worker" not in str(error):
             raise
@@ -445,19 +455,17 @@ def prefetch(s: Setting) -> Answer:
     finally:
         for loader in loaders.values():
             loader.close()
-    seconds = {name: [t / batches for t in times] for name, times in found.items()}
-    few = seconds[str(PREFETCH)]
-    gains = [ablation.paired(few, seconds[str(ahead)]) for ahead in PREFETCH_MORE]
-    verdict = _loads_faster(gains, median(few))
-    each = _listed([f"{typical(seconds[name])} with {name}" for name in loaders])
+    each = _listed([f"{typical(found[name])} with {name}" for name in loaders])
     ratios = _listed([_times(r) for r in gains])
     more = _listed([str(ahead) for ahead in PREFETCH_MORE])
     told = (
         f"a batch of {count} sequences of {length:,} tokens comes from {s.workers} worker{'s' * (s.workers != 1)}, "
         f"when nothing else is done, every {each}: {more} are {ratios}. Gathered in the process itself it takes "
-        f"{typical(seconds['here'])}; of the source's {units.seconds(STEP)} a step the slowest of these is "
-        f"{units.percent(max(median(t) for t in seconds.values()) / STEP)}"
+        f"{typical(found['here'])}; of the source's {units.seconds(STEP)} a step the slowest of these is "
+        f"{units.percent(max(median(t) for t in found.values()) / STEP)}"
     )
+    if verdict == UNMEASURED:
+        return verdict, f"{told}. That may as well be nothing: too noisy to tell"
     return verdict, ("on whether a step waits for its batch: " * (verdict == DEPENDS)) + told
 
 
@@ -568,7 +576,7 @@ def _loads_faster(gains: Sequence[Ratio], batch: float) -> str:
     """How many times as fast more are, and the seconds of a batch with few; a step waits for none that is shorter."""
     faster = [r.low > 1 for r in gains]
     if not any(faster):
-        return REFUTED
+        return UNMEASURED if any(r.high >= 1 + NOTHING for r in gains) else REFUTED
     return CONFIRMED if all(faster) and batch > STEP else DEPENDS
 
 

@@ -21,7 +21,18 @@ from perfsuite.errors import first_line
 from perfsuite.report import units
 from suite import ablation
 from suite.backends import cudnn_benchmark
-from suite.claims.measuring import Make, Operations, apart, counts, interleaved, percent, saved, typical, within
+from suite.claims.measuring import (
+    PASSES,
+    Make,
+    Operations,
+    apart,
+    counts,
+    interleaved,
+    percent,
+    saved,
+    typical,
+    within,
+)
 from suite.claims.record import CONFIRMED, DEPENDS, REFUTED, UNMEASURED, Answer, Checks, Measure
 from suite.leak_cnn.classes import CLASSES
 from suite.leak_cnn.config import TrainConfig, without_techniques
@@ -264,18 +275,22 @@ def autotune(s: Setting) -> Answer:
     made: dict[str, Make] = {
         f"{form}{on}": (_tuned, (s, on, *given)) for form, given in forms.items() for on in (False, True)
     }
-    first, seconds = _rounds(made, s.rounds)
-    answers = []
-    for form in forms:
+
+    def judged(form: str, seconds: Mapping[str, list[float]], first: Mapping[str, float]) -> Answer:
         off, on = ([t / TOGETHER for t in seconds[f"{form}{on}"]] for on in (False, True))
         low, high = saved(ablation.paired(off, on))
-        more = first[f"{form}{True}"] - first[f"{form}{False}"]
+        more = first.get(f"{form}{True}", 0.0) - first.get(f"{form}{False}", 0.0)
         told = (
             f"{form}: {typical(off)} a step without and {typical(on)} with it, {percent(low, high)} less; the first "
             f"call takes {more:.2g} s more"
         )
-        answers.append(within(low, high, 5, 10, told))
-    return _together(answers, "the precision")
+        return within(low, high, 5, 10, told)
+
+    def enough(seconds: dict[str, list[float]]) -> bool:
+        return all(judged(form, seconds, {})[0] != UNMEASURED for form in forms)
+
+    first, seconds = _rounds(made, s.rounds, enough)
+    return _together([judged(form, seconds, first) for form in forms], "the precision")
 
 
 @CHECKS("C21", "fullgraph=True makes a compiled network 3 to 8% faster, for it removes graph breaks.")
@@ -517,14 +532,21 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _rounds(made: Mapping[str, Make], rounds: int) -> tuple[dict[str, float], dict[str, list[float]]]:
-    """(seconds of the first call, seconds by round), each in a process of its own and no two at a time."""
+def _rounds(
+    made: Mapping[str, Make], rounds: int, enough: Callable[[dict[str, list[float]]], bool] | None = None
+) -> tuple[dict[str, float], dict[str, list[float]]]:
+    """(seconds of the first call, seconds by round), each in a process of its own and no two at a time.
+
+    Where the seconds are not `enough` there are as many rounds again, PASSES times at most.
+    """
     with apart(made) as calls:
         first = {name: call() for name, call in calls.items()}
         for call in calls.values():
             call()
         seconds: dict[str, list[float]] = {name: [] for name in calls}
-        for number in range(rounds):
+        for number in range(PASSES * rounds):
+            if number and number % rounds == 0 and (enough is None or enough(seconds)):
+                break
             for name in list(calls)[:: 1 if number % 2 else -1]:
                 seconds[name].append(calls[name]())
     return first, seconds

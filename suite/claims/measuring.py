@@ -20,12 +20,14 @@ from torch.utils._pytree import tree_leaves
 from perfsuite.counting import count_calls
 from perfsuite.report import units
 from suite.ablation import Ratio
-from suite.claims.record import CONFIRMED, REFUTED, UNMEASURED, Answer
+from suite.claims.record import CONFIRMED, EXCEEDED, REFUTED, UNMEASURED, Answer
 
 Make = tuple[Callable[..., Callable[[], object]], tuple[Any, ...]]
 """A function of a module, and what it is given, in another process: it gives what is timed there."""
 PATIENCE = 10.0
 """Seconds that a process has to end by itself."""
+PASSES = 4
+"""A measurement that is too noisy for a verdict is continued, up to so many times as long."""
 
 
 def counts(call: Callable[[], object]) -> tuple[int, int]:
@@ -130,7 +132,9 @@ def saved(ratio: Ratio) -> tuple[float, float]:
 
 def within(low: float, high: float, least: float, most: float, told: str) -> Answer:
     """Whether an interval and what is claimed have anything in common; one that holds 0 as well tells nothing."""
-    if low > most or high < least:
+    if low > most:
+        return EXCEEDED, told
+    if high < least:
         return REFUTED, told
     return (CONFIRMED, told) if low > 0 else (UNMEASURED, f"{told}. That may as well be nothing: too noisy to tell")
 

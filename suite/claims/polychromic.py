@@ -17,7 +17,7 @@ from perfsuite.report import units
 from suite import ablation
 from suite.ablation import Ratio
 from suite.claims.measuring import interleaved, typical, within
-from suite.claims.record import CONFIRMED, DEPENDS, REFUTED, UNMEASURED, Answer, Checks
+from suite.claims.record import CONFIRMED, DEPENDS, EXCEEDED, REFUTED, UNMEASURED, Answer, Checks
 from suite.polychromic.config import DTYPES, TrainConfig
 from suite.polychromic.data import Data, load
 from suite.polychromic.drawn import SHAPES
@@ -117,7 +117,7 @@ def kernel(s: Setting) -> Answer:
         )
     text = f"{'; '.join(rows)}. A few replies take the time of a launch"
     verdict, text = within(gains[10].low, gains[10].high, 2, 3, text)
-    if verdict == REFUTED and any(2 <= gain.value <= 3 for gain in gains.values()):
+    if verdict in (REFUTED, EXCEEDED) and any(2 <= gain.value <= 3 for gain in gains.values()):
         return DEPENDS, f"on how many replies a set has: {text}"
     return verdict, text
 

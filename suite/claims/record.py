@@ -14,8 +14,9 @@ from perfsuite.report.files import write
 from suite.naming import shown
 
 SCHEMA = 1
-CONFIRMED, REFUTED, DEPENDS, UNMEASURED = "confirmed", "refuted", "depends", "not measurable here"
-VERDICTS = (CONFIRMED, REFUTED, DEPENDS, UNMEASURED)
+CONFIRMED, EXCEEDED, REFUTED = "confirmed", "more than claimed", "refuted"
+DEPENDS, UNMEASURED = "depends", "not measurable here"
+VERDICTS = (CONFIRMED, EXCEEDED, REFUTED, DEPENDS, UNMEASURED)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -197,13 +197,7 @@ def launches(s: Setting) -> Answer:
     with torch.cuda.graph(graph):
         many()
     found = interleaved(s.device, s.rounds, {"eager": many, "graph": graph.replay}, count=1)
-    eager, replayed = (1e6 * median(found[name]) / count for name in ("eager", "graph"))
-    told = (
-        f"an in-place addition to one element takes {eager:.2f} µs eagerly, and {replayed:.2f} µs as a node of a graph"
-    )
-    if 5 <= eager <= 9 and replayed < 1:
-        return CONFIRMED, told
-    return (DEPENDS if replayed < 1 or 5 <= eager <= 9 else REFUTED), told
+    return launch_verdict(*(1e6 * median(found[name]) / count for name in ("eager", "graph")))
 
 
 @CHECKS("C8", "All that is implemented adds up to 10 to 15%.", gpu=True)
@@ -221,6 +215,18 @@ def together(s: Setting) -> Answer:
         f"{times.high:.3g}). The source's own rows add up to 9 to 16%"
     )
     return within(*share, 10, 15, told)
+
+
+def launch_verdict(eager: float, replayed: float) -> Answer:
+    """The verdict on the µs that a launch takes, and a node of a graph."""
+    told = (
+        f"an in-place addition to one element takes {eager:.2f} µs eagerly, and {replayed:.2f} µs as a node of a graph"
+    )
+    launched, cheap = 5 <= eager <= 9, replayed < 1
+    if launched == cheap:
+        return (CONFIRMED if cheap else REFUTED), told
+    right, wrong = ("a launch", "a node of a graph") if launched else ("a node of a graph", "a launch")
+    return DEPENDS, f"on which of the two: {right} takes what is claimed, {wrong} does not. {told}"
 
 
 # --- of the functions themselves ------------------------------------------------------------------------------------

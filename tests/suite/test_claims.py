@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from perfsuite.errors import PerfsuiteError
 from suite.ablation import ALL, REFERENCE, Timed
 from suite.claims import measuring, record, trainer2
-from suite.claims.record import CONFIRMED, DEPENDS, REFUTED, UNMEASURED, Checks, Claim
+from suite.claims.record import CONFIRMED, DEPENDS, EXCEEDED, REFUTED, UNMEASURED, Checks, Claim
 from suite.commands.claims import claims
 
 SMALL = dataclasses.replace(trainer2.setting(torch.device("cpu")), rounds=2, curve_windows=3)
@@ -53,7 +53,7 @@ def windows(monkeypatch: pytest.MonkeyPatch) -> dict[str, Timed]:
         (16, 18, CONFIRMED),
         (24, 90, CONFIRMED),
         (1, 15, CONFIRMED),
-        (26, 30, REFUTED),
+        (26, 30, EXCEEDED),
         (-3, 14, REFUTED),
         (-3, 16, UNMEASURED),
     ],
@@ -84,7 +84,7 @@ def test_a_claim_is_measured_once() -> None:
 
 def test_graphs_are_judged_by_the_time_they_save(windows: dict[str, Timed]) -> None:
     verdict, told = trainer2.graphs(SMALL)
-    assert verdict == REFUTED  # 75%: more than was claimed
+    assert verdict == EXCEEDED
     assert "a window takes 970 ms without and 240 ms with them" in told
     assert "75.2% (74.8 to 75.5) less, and 500 launches become 7" in told
     windows["without graphs"] = timed("without graphs", 0.28, 0.30, 0.32)
@@ -217,9 +217,26 @@ def test_a_file_that_holds_something_else_is_an_error(text: str, tmp_path: Path)
         record.load(path)
 
 
-def test_there_are_four_verdicts() -> None:
-    with pytest.raises(ValueError, match="verdict='perhaps' is not one of confirmed, refuted, depends, not meas"):
+def test_there_are_five_verdicts() -> None:
+    with pytest.raises(
+        ValueError, match="'perhaps' is not one of confirmed, more than claimed, refuted, depends, not m"
+    ):
         made("C1", verdict="perhaps")
+
+
+@pytest.mark.parametrize(
+    ("eager", "node", "verdict", "words"),
+    [
+        (7e-6, 5e-7, CONFIRMED, "an in-place"),
+        (7e-6, 2e-6, DEPENDS, "on which of the two: a launch takes what is claimed, a node of a graph does not. "),
+        (2e-6, 5e-7, DEPENDS, "on which of the two: a node of a graph takes what is claimed, a launch does not. "),
+        (2e-6, 2e-6, REFUTED, "an in-place"),
+    ],
+)
+def test_launches_are_judged_by_both(eager: float, node: float, verdict: str, words: str) -> None:
+    found, told = trainer2.launch_verdict(1e6 * eager, 1e6 * node)
+    assert found == verdict
+    assert told.startswith(words)
 
 
 # --- the command ----------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from suite.claims import polychromic
-from suite.claims.record import CONFIRMED, DEPENDS, REFUTED, UNMEASURED
+from suite.claims.record import CONFIRMED, DEPENDS, EXCEEDED, REFUTED, UNMEASURED
 
 pytest.importorskip("tokenizers", reason="tokenizers is not installed: pip install 'perfsuite[train]'")
 
@@ -123,7 +123,7 @@ def test_the_diversity_s_share_is_of_both(diversity: float, verdict: str, monkey
     assert "6 replies of 6 tokens, one after another and without a cache, take 12.0 s" in text
 
 
-@pytest.mark.parametrize(("gain", "verdict"), [(2.5, CONFIRMED), (1.5, REFUTED), (50.0, REFUTED)])
+@pytest.mark.parametrize(("gain", "verdict"), [(2.5, CONFIRMED), (1.5, REFUTED), (50.0, EXCEEDED)])
 def test_a_kernel_is_judged_at_ten_replies(gain: float, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(polychromic, "interleaved", timed({"plain": gain * 1e-5, "fast": 1e-5}))
     monkeypatch.setattr(polychromic, "REPLIES", (3, 10))
@@ -141,7 +141,7 @@ def test_a_kernel_that_is_so_much_faster_for_more_replies_depends(monkeypatch: p
     assert polychromic.kernel(TINY)[0] == DEPENDS
 
 
-@pytest.mark.parametrize(("gain", "verdict"), [(1.7, CONFIRMED), (1.2, REFUTED), (5.0, REFUTED)])
+@pytest.mark.parametrize(("gain", "verdict"), [(1.7, CONFIRMED), (1.2, REFUTED), (5.0, EXCEEDED)])
 def test_attention_is_judged_by_a_step(gain: float, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(polychromic, "interleaved", timed({"plain": gain, "flash": 1.0}))
     monkeypatch.setattr(polychromic, "LENGTHS", (16,))
