@@ -1,4 +1,4 @@
-"""What every Triton path shares: a guarded import, whether kernels can run here, and where to launch them.
+"""Shared by all Triton paths: a guarded import, whether kernels can run here, and where to launch them.
 
 Kernel modules import `jit`, `tl` and `triton` from here, so that a machine without Triton still imports them and
 takes the PyTorch path. They must not use `from __future__ import annotations`: the interpreter then no longer

@@ -12,7 +12,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class _Tiles(NamedTuple):
-    """What a program works on at once: positions (pooled rows of some items), channels; warps and pipeline stages."""
+    """A program's tile, in positions (pooled rows of some items) and channels; its warps and pipeline stages."""
 
     positions: int
     outputs: int
@@ -246,14 +246,14 @@ def _power(n: int) -> int:
 
 
 def _layout(x: torch.Tensor) -> torch.memory_format:
-    """What a convolution's result takes over from its input."""
+    """Return the memory format that a convolution's result has: that of its input."""
     if x.is_contiguous() or not x.is_contiguous(memory_format=torch.channels_last):
         return torch.contiguous_format
     return torch.channels_last
 
 
 def _precision(x: torch.Tensor, accurate: str = "tf32x3") -> str:
-    """Of a product of float32. Three TF32 products drop only what lies below 2^-22 of each: float32's accuracy."""
+    """Return the precision of a float32 product. Three TF32 products drop less than 2^-22: float32's accuracy."""
     return "tf32" if x.is_cuda and torch.backends.cudnn.conv.fp32_precision == "tf32" else accurate
 
 

@@ -13,7 +13,7 @@ QUERIES = 16
 
 
 class _Tiles(NamedTuple):
-    """What a program works on at once, and with how many warps."""
+    """A program's tile, and its number of warps."""
 
     candidates: int
     columns: int

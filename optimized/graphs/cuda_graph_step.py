@@ -210,7 +210,7 @@ class CudaGraphStep:
         return None
 
     def _form(self, leaves: Sequence[Any], spec: Any) -> Hashable:
-        """What a graph depends on beside the values of its input tensors."""
+        """Return all that a graph depends on except the values of its input tensors."""
         forms = tuple(
             (leaf.shape, leaf.stride(), leaf.dtype, leaf.device)
             if isinstance(leaf, torch.Tensor)

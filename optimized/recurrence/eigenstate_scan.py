@@ -13,11 +13,11 @@ LENGTH, CHUNKS, STATES = 32, 32, 16
 VECTOR = 4
 """States that a thread reads together, of all of a chunk's steps: 16 bytes of float32."""
 AT_ONCE = 8
-"""Of so many groups of chunks the last says what state it ends with, and the others what they add to one."""
+"""Groups of chunks between two published states: the last publishes its final state, the others what they add."""
 FEW = 8
 """Steps whose inputs the backward reads ahead of what is done with them."""
 UNWRITTEN = 0x7FFFDEAD
-"""A NaN's bits that no arithmetic gives: what a program has not added yet."""
+"""Bits of a NaN that no arithmetic gives; they mark a slot that has not been written yet."""
 
 
 def eigenstate_scan(
@@ -207,7 +207,7 @@ def _power_of_two(n):
 
 @jit
 def _product_of(a, a_turn, b, b_turn):
-    """Of complex numbers."""
+    """Multiply complex numbers."""
     return a * b - a_turn * b_turn, a * b_turn + a_turn * b
 
 
@@ -296,7 +296,7 @@ def _add(board_ptr, state, item, order, real, imaginary, K, groups, board_plane,
 
 @jit
 def _joined(a, a_turn, x, x_turn, b, b_turn, y, y_turn):
-    """Of two stretches of steps one: λ to its length, and what it adds to a state."""
+    """Join two consecutive ranges of steps: return λ to the power of their length, and what they add to a state."""
     across, turn = _product_of(a, a_turn, b, b_turn)
     more, turned = _product_of(b, b_turn, x, x_turn)
     return across, turn, more + y, turned + y_turn
@@ -310,7 +310,7 @@ def _of_last(values, CHUNKS: tl.constexpr):
 
 @jit
 def _behind(values, first, CHUNKS: tl.constexpr, STATES: tl.constexpr):
-    """Of each row the one before it, and of the first what is said; [CHUNKS, STATES]."""
+    """Shift rows down by one, [CHUNKS, STATES]; `first` becomes the first row."""
     row = tl.arange(0, CHUNKS)[:, None] + tl.zeros([CHUNKS, STATES], tl.int32)
     return tl.where(row == 0, first, tl.gather(values, tl.maximum(row - 1, 0), 0))
 
@@ -419,9 +419,9 @@ def _where(valid, new, old, WHOLE: tl.constexpr):
 
 @jit
 def _read(pointer, left, first, stride, COUNT: tl.constexpr, WHOLE: tl.constexpr, SKIP: tl.constexpr = 0):
-    """What lies at the pointers and `stride` after them, and so on: of its own states a thread has all.
+    """Load COUNT steps, `stride` apart, as a tuple of float32 tiles. Each thread holds all steps of its states.
 
-    0 instead of what is not `left`, where the `first` step is at the pointers, and of the first SKIP.
+    `first` is the number of the step at the pointers. Steps that are not `left`, and the first SKIP, are 0.
     """
     steps = ()
     for i in tl.static_range(COUNT):

@@ -276,7 +276,7 @@ def _form(config: TrainConfig, device: torch.device) -> _Form:
 
 @functools.cache
 def _compiled(form: _Form, part: Callable[..., torch.Tensor]) -> Callable[..., Any]:
-    """Of all trainers: functions of their arguments alone, so that a second trainer compiles nothing anew."""
+    """Compile once for all trainers: the function depends on its arguments alone."""
 
     def call(*tensors: Any) -> torch.Tensor:
         return part(form, *tensors)
@@ -296,7 +296,7 @@ def _autocast(form: _Form) -> torch.autocast:
 
 
 def _before(form: _Form, own: Weights, x: torch.Tensor) -> torch.Tensor:
-    """What is scanned."""
+    """Return the scan's inputs."""
     with _autocast(form):
         return driven(own, x)
 
@@ -312,7 +312,7 @@ def _fed(form: _Form, own: Weights, x: torch.Tensor) -> torch.Tensor:
 
 
 def _after(form: _Form, own: Weights, x: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-    """What comes behind the scan."""
+    """Compute the rest of a block, from the scan's result."""
     return _fed(form, own, _mixed(form, own, x, real))
 
 

@@ -43,7 +43,7 @@ from suite.techniques import implementation
 AHEAD = 1
 """Epochs that the device may still be at when the host goes on to the next."""
 FREE_SHARE = 2
-"""Of the device's free memory, one part in so many is for the segments: the rest is for activations and graphs."""
+"""The segments get 1 / FREE_SHARE of the device's free memory; the rest is for activations and graphs."""
 
 
 class Trainer:
@@ -98,9 +98,9 @@ class Trainer:
             self._report(epoch, rate, first_step, validates)
 
     def metrics(self) -> Mapping[str, float] | None:
-        """Of the last epoch whose report has arrived, as `suite.leak_cnn.report.Report` names them. Never waits.
+        """Return the last epoch's report that has arrived, named as in `suite.leak_cnn.report.Report`. Never waits.
 
-        None before one has.
+        None before one has arrived.
         """
         report = self._reports.latest()
         return None if report is None else report.metrics()
@@ -378,7 +378,7 @@ class _Sent:
 
 
 class _Reports:
-    """What the epochs report, on its way to the host."""
+    """Reports of the epochs on their way to the host."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -449,7 +449,7 @@ def _form(config: TrainConfig, device: torch.device) -> _Form:
 
 @functools.cache
 def _compiled(form: _Form, fullgraph: bool, graphs: bool, training: bool) -> Callable[..., Any]:
-    """Of all trainers: functions of their arguments alone, so that a second trainer compiles nothing anew."""
+    """Compile once for all trainers: the function depends on its arguments alone."""
     body: Callable[..., Any] = _loss if training else _judge
 
     def call(*tensors: Any) -> Any:

@@ -56,7 +56,7 @@ class Trainer:
         self._turned = RotorCache(self.theta, self.memory_coordinates)
         self._shape: tuple[int, int] | None = None
         self.reported = torch.zeros(len(REPORTED), device=self.device)
-        """Of the last window, still on the device: loss, curvature, speed, loss_delta."""
+        """The last window's loss, curvature, speed and loss_delta, still on the device."""
         self._reports = _Reports(self.device, batched=config.metric_batching)
         self._cleaned = self._cleanup(self._both_windows)
         if config.cudnn_benchmark:
@@ -84,9 +84,9 @@ class Trainer:
             self._cleaned(batch)
 
     def metrics(self) -> Mapping[str, float] | None:
-        """Of the last window whose report has arrived: loss, curvature, speed, loss_delta, and "window", its number.
+        """Return the last report that has arrived: loss, curvature, speed, loss_delta, and "window", its number.
 
-        None before one has.
+        None before one has arrived.
         """
         return self._reports.latest()
 
@@ -236,7 +236,7 @@ class Trainer:
 
 
 class _Reports:
-    """What the windows report, on its way to the host: a buffer each, with an event that says when it is there.
+    """Reports of the windows on their way to the host: a buffer each, with an event that says when it is there.
 
     The host is as many windows ahead as fit into the device's queue.
     """
@@ -260,7 +260,7 @@ class _Reports:
         self._sent.append((window, buffer, event))
 
     def latest(self) -> dict[str, float] | None:
-        """Of the last report that has arrived. Never waits."""
+        """Return the last report that has arrived. Never waits."""
         while self._sent and (self._sent[0][2] is None or self._sent[0][2].query()):
             window, buffer, _ = self._sent.popleft()
             self._latest = _named(buffer.tolist(), window)
@@ -282,7 +282,7 @@ def _named(values: list[float], window: int) -> dict[str, float]:
 
 @functools.cache
 def _compiled() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Of all trainers: functions of their arguments alone, so that a second trainer compiles nothing anew."""
+    """Compile once for all trainers: both functions depend on their arguments alone."""
     forward = compile_if_possible(_forward, "trainer2's forward pass", dynamic=False)
     return forward, compile_if_possible(_leapfrog, "trainer2's field", dynamic=False)
 

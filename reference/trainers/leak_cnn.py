@@ -95,11 +95,11 @@ class Trainer:
         )
 
     def metrics(self) -> Mapping[str, float] | None:
-        """Of the last epoch, as `suite.leak_cnn.report.Report` names them; None before one."""
+        """Return the last epoch's metrics, named as in `suite.leak_cnn.report.Report`; None before one."""
         return None if self.report is None else self.report.metrics()
 
     def last_report(self) -> Report | None:
-        """Of the last epoch."""
+        """Return the last epoch's report; None before one."""
         return self.report
 
     def validation(self) -> Validation | None:

@@ -84,7 +84,7 @@ class Trainer:
         self.reported = {"loss": lior, "curvature": curvature, "speed": speed, "loss_delta": loss_delta.item()}
 
     def metrics(self) -> Mapping[str, float] | None:
-        """Of the last window: loss (mean lior of the free window), curvature, speed, loss_delta; None before one."""
+        """Return the last window's loss (mean lior when free), curvature, speed and loss_delta; None before one."""
         return self.reported
 
     def state_dict(self) -> dict[str, Any]:
