@@ -27,9 +27,10 @@ from perfsuite import (
 from perfsuite import inputs as make
 from perfsuite import proofs as proof_list
 from perfsuite.errors import NotEquivalent, PerfsuiteError
+from perfsuite.measured import Measured
 from perfsuite.pair import Pair, as_side
 from perfsuite.ranks import group
-from perfsuite.records import REFERENCE, Case, Evidence, Measurement
+from perfsuite.records import REFERENCE, Case, Evidence
 from perfsuite.tally import Tally
 
 FEW_DRAWS = 3
@@ -174,15 +175,17 @@ def _hold(
         raise found from None
 
 
-def measure(pair: Pair, *, device: str | None = None) -> tuple[Measurement, ...]:
+def measure(pair: Pair, *, device: str | None = None) -> Measured:
     """Time every workload of the pair in this process, each after its proof on the very inputs timed.
+
+    The result is a tuple of `Measurement` that prints as a table; `.speedups` has the figures and `.plot()` a picture.
 
     Workloads for another kind of device, or for several processes, are left out.
     """
     pair.validate()
     where = device or ("cuda" if torch.cuda.is_available() else "cpu")
     with convolutions.exact(pair.precision), group.alone(pair, where):
-        return tuple(
+        return Measured(
             measuring.measure(pair, workload, workload_id=f"{pair.name}::speed[{workload.name}]", device=where)
             for workload in pair.workloads
             if workload.device in (None, where)

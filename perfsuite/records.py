@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
+import statistics
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -123,7 +125,7 @@ class ProcessGroup:
     """The cost of a call of each side in each rank."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Measurement:
     """One workload timed in one process.
 
@@ -159,6 +161,21 @@ class Measurement:
     evidence: Evidence | None = None
     group: ProcessGroup | None = None
     """The processes that called the sides together; None for one process."""
+
+    @property
+    def speedup(self) -> float | None:
+        """How many times as fast as the reference the optimized side is: the median over blocks.
+
+        None where the reference was not timed.
+        """
+        blocks = self.log_ratios.get(REFERENCE)
+        return math.exp(statistics.median(blocks)) if blocks else None
+
+    def __repr__(self) -> str:
+        ours = self.sides.get(OPTIMIZED)
+        seconds = f", {statistics.median(ours.blocks_s):.3g} s a call" if ours and ours.blocks_s else ""
+        faster = f", {self.speedup:.3g} times as fast as the reference" if self.speedup is not None else ""
+        return f"<{type(self).__name__} of {self.id} on {self.device}{seconds}{faster}>"
 
 
 def complete(measurements: Iterable[Measurement], side: str) -> tuple[list[Measurement], bool]:
