@@ -317,6 +317,42 @@ def compare(revision: str, paths: tuple[str, ...], keyword: str | None, report: 
 
 
 @main.command()
+@click.argument("workload")
+@click.option("--good", required=True, metavar="REV", help="A commit that was as fast as it should be.")
+@click.option("--bad", default="HEAD", show_default=True, metavar="REV", help="A later one that is not.")
+@click.option(
+    "--by",
+    type=click.Choice(["time", "memory", "syncs", "launches"]),
+    default="time",
+    show_default=True,
+    help="What it takes more of.",
+)
+def bisect(workload: str, good: str, bad: str, by: str) -> None:
+    """Find the commit that made WORKLOAD slower than a good one.
+
+    WORKLOAD is an id as reports show it, for instance 'tests/test_dots.py::dots::speed[large]'. Each commit gets a work
+    tree of its own, where `perfsuite compare` times it beside the good one; the checkout stays as it is. Commits that
+    cannot be compared are skipped.
+    """
+    from perfsuite import bisection
+
+    root = Path.cwd()
+    try:
+        if "::" not in workload:
+            raise PerfsuiteError(
+                f"{workload} is no workload; give its id as a report shows it, file::pair::speed[name]"
+            )
+        first, commits = bisection.commits_between(good, bad, root)
+        click.echo(f"{len(commits)} commits after {first.shown}", err=True)
+        with bisection.Comparer(workload, root, by) as compare:
+            found = bisection.search(first, commits, compare, lambda line: click.echo(line, err=True))
+    except PerfsuiteError as error:
+        raise click.ClickException(str(error)) from None
+    for line in bisection.summary(found):
+        click.echo(line)
+
+
+@main.command()
 @click.argument("reports", nargs=-1, required=True, type=click.Path(dir_okay=False))
 @click.option("--report", default=REPORT, show_default=True, type=click.Path(), help="Folder of the merged report.")
 def merge(reports: tuple[str, ...], report: str) -> None:

@@ -1,0 +1,256 @@
+"""Which commit made a workload slower: a binary search over commits, each compared with the good one.
+
+Pure search here, `search`; `Comparison` runs `perfsuite compare` for a commit in a work tree of its own.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from perfsuite import revision
+from perfsuite.errors import PerfsuiteError, RevisionError
+from perfsuite.records import ACCEPTED, OPTIMIZED, Measurement
+from perfsuite.report import jsonfile
+from perfsuite.report.model import RunReport
+
+REPEATS = 3
+"""A commit whose interval holds half of the whole change is compared again, up to so many times in all."""
+TIME, MEMORY = "time", "memory"
+COUNTS = {MEMORY: "peak_bytes", "syncs": "host_syncs", "launches": "launches"}
+"""What may be searched for beside the time, which needs no clock: name → field of a side's record."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """How much more a commit takes than another: relative for the time (0.03 = 3%), else a number."""
+
+    value: float
+    low: float
+    high: float
+    by: str = TIME
+
+    @property
+    def shown(self) -> str:
+        if self.by == TIME:
+            return f"{100 * self.value:+.2f}% ({100 * self.low:+.2f} to {100 * self.high:+.2f})"
+        return f"{self.value:+,.0f} {'bytes' if self.by == MEMORY else self.by}"
+
+    def mean(self, others: Sequence[Change]) -> Change:
+        """The mean of this and further comparisons of the same commits."""
+        every = [self, *others]
+        value = sum(c.value for c in every) / len(every)
+        half = math.sqrt(sum(((c.high - c.low) / 2) ** 2 for c in every)) / len(every)
+        return Change(value=value, low=value - half, high=value + half, by=self.by)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Commit:
+    """A commit, with the first line of its message."""
+
+    hash: str
+    subject: str = ""
+    date: str = ""
+
+    @property
+    def shown(self) -> str:
+        return f'{self.hash[:9]} "{self.subject}"'
+
+
+class SkippedError(PerfsuiteError):
+    """A commit that cannot be compared, with the reason."""
+
+
+Compare = Callable[[Commit, Commit], Change]
+"""(earlier commit, later commit) → how much more the later one takes. SkippedError where it cannot be compared."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Found:
+    """The result of a search."""
+
+    first: Commit
+    """The first commit that takes more; with `skipped` directly before it, it may be one of those instead."""
+    parent: Commit
+    """The last commit that does not."""
+    whole: Change
+    """From the good commit to the bad one."""
+    own: Change
+    """From `parent` to `first`."""
+    skipped: dict[str, str] = field(default_factory=dict)
+    """Commits that could not be compared: hash → reason."""
+    suspects: tuple[Commit, ...] = ()
+    """Skipped commits between `parent` and `first`, any of which may be the one."""
+
+
+def search(
+    good: Commit, commits: Sequence[Commit], compare: Compare, tell: Callable[[str], None] = lambda line: None
+) -> Found:
+    """Find the first of `commits`, the oldest first, that takes more than `good`, as the last one does.
+
+    A commit counts as slower if it has more than half of the whole change. One that cannot be compared is skipped, and
+    its neighbours are tried. PerfsuiteError where the last commit takes no more than `good`, or cannot be compared.
+    """
+    *_, bad = commits
+    try:
+        whole = compare(good, bad)
+    except SkippedError as error:
+        raise PerfsuiteError(f"{bad.shown} cannot be compared: {error}; name another --bad") from None
+    tell(f"{bad.shown}: {whole.shown}")
+    if whole.low <= 0:
+        raise PerfsuiteError(
+            f"{bad.shown} takes no more than {good.shown}: {whole.shown}; there is nothing to search for"
+        )
+    low, high = -1, len(commits) - 1  # the last known to be good, and the first known to be bad
+    skipped: dict[int, str] = {}
+    while (middle := _middle(low, high, skipped)) is not None:
+        try:
+            change = _decided(good, commits[middle], compare, whole.value / 2)
+        except SkippedError as error:
+            skipped[middle] = str(error)
+            tell(f"{commits[middle].shown}: skipped, {error}")
+            continue
+        is_bad = change.value > whole.value / 2
+        tell(f"{commits[middle].shown}: {change.shown}, {'more' if is_bad else 'as good'}")
+        low, high = (low, middle) if is_bad else (middle, high)
+    parent = commits[low] if low >= 0 else good
+    own = whole if parent is good and high == len(commits) - 1 else compare(parent, commits[high])
+    return Found(
+        first=commits[high],
+        parent=parent,
+        whole=whole,
+        own=own,
+        skipped={commits[n].hash: reason for n, reason in sorted(skipped.items())},
+        suspects=tuple(commits[n] for n in range(low + 1, high)),
+    )
+
+
+def _middle(low: int, high: int, skipped: Mapping[int, str]) -> int | None:
+    """The commit nearest to the middle that was not skipped; None where none is left."""
+    left = [n for n in range(low + 1, high) if n not in skipped]
+    return min(left, key=lambda n: abs(n - (low + high) / 2), default=None)
+
+
+def _decided(good: Commit, commit: Commit, compare: Compare, threshold: float) -> Change:
+    """Compare until the interval excludes the threshold, REPEATS times at most."""
+    changes = [compare(good, commit)]
+    while (mean := changes[0].mean(changes[1:])).low <= threshold <= mean.high and len(changes) < REPEATS:
+        changes.append(compare(good, commit))
+    return mean
+
+
+def summary(found: Found) -> list[str]:
+    """The result in lines: the commit, its own change, and what was skipped."""
+    share = found.own.value / found.whole.value
+    of_whole = "" if found.own is found.whole else f", {share:.0%} of {found.whole.shown}"
+    lines = [
+        f"{found.first.shown}, {found.first.date}, is the first that takes more {found.own.by}",
+        f"against {found.parent.shown}: {found.own.shown}{of_whole}",
+    ]
+    if found.suspects:
+        names = ", ".join(commit.hash[:9] for commit in found.suspects)
+        lines.append(f"it may as well be one of those between them that could not be compared: {names}")
+    lines += [f"skipped {hash[:9]}: {reason}" for hash, reason in found.skipped.items()]
+    return lines
+
+
+def commits_between(good: str, bad: str, root: Path) -> tuple[Commit, list[Commit]]:
+    """(the good commit, those after it up to the bad one, by first parents); PerfsuiteError where there is no line."""
+    first, last = (revision.resolve(name, root) for name in (good, bad))
+    try:
+        revision.git("merge-base", "--is-ancestor", first, last, cwd=root)
+    except RevisionError:
+        raise PerfsuiteError(f"--good {good} is no ancestor of {bad}; name one") from None
+    lines = revision.git("log", "--first-parent", "--reverse", "--format=%H%x09%cs%x09%s", f"{first}..{last}", cwd=root)
+    commits = [Commit(hash=h, date=d, subject=s) for h, d, s in (line.split("\t", 2) for line in lines.splitlines())]
+    if not commits:
+        raise PerfsuiteError(f"--good {good} and {bad} are the same commit; name an earlier one")
+    subject = revision.git("log", "-1", "--format=%s", first, cwd=root)
+    return Commit(hash=first, subject=subject), commits
+
+
+class Comparer:
+    """Runs `perfsuite compare` for a workload in a work tree of its own; a context manager that removes the tree.
+
+    by  "time", or one of COUNTS
+    """
+
+    def __init__(self, workload: str, root: Path, by: str = TIME) -> None:
+        self.workload, self.root, self.by = workload, root, by
+        self.top = revision.top_level(root)
+        self._scratch = Path(tempfile.mkdtemp(prefix="perfsuite-bisect-"))
+        self._tree = self._scratch / "tree"
+
+    def __enter__(self) -> Comparer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._remove()
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def __call__(self, earlier: Commit, later: Commit) -> Change:
+        """Compare two commits; SkippedError where the later one does not run, or proves wrong."""
+        self._remove()
+        revision.git("worktree", "add", "--detach", "--quiet", str(self._tree), later.hash, cwd=self.top)
+        there = self._tree / self.root.resolve().relative_to(self.top.resolve())
+        folder = self._scratch / "report"
+        shutil.rmtree(folder, ignore_errors=True)
+        # -P: the perfsuite that is installed here, and not one of the tree's.
+        command = [sys.executable, "-P", "-m", "perfsuite", "compare", earlier.hash, self.workload]
+        done = subprocess.run(
+            [*command, "--report", str(folder)],
+            cwd=there,
+            env=self._environment(),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        file = folder / "report.json"
+        if not file.exists():
+            said = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
+            errors = [line for line in said if "rror" in line]
+            raise SkippedError((errors or said or [f"exit code {done.returncode}"])[-1].strip())
+        return change_of(jsonfile.read(file), self.by)
+
+    def _environment(self) -> dict[str, str]:
+        """Packages of the project come from the tree, also where the project itself is installed in place."""
+        if (self._tree / "perfsuite").is_dir():
+            return dict(os.environ)
+        places = [str(self._tree), str(self._tree / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        return {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
+
+    def _remove(self) -> None:
+        if self._tree.exists():
+            revision.git("worktree", "remove", "--force", str(self._tree), cwd=self.top)
+
+
+def change_of(report: RunReport, by: str) -> Change:
+    """The change that a comparison found of its only workload; SkippedError where it found none."""
+    if len(report.verdicts) != 1:
+        reason = next(iter(report.problems), "") or f"{len(report.verdicts)} workloads of that name"
+        raise SkippedError(reason)
+    ((id, verdict),) = report.verdicts.items()
+    if by == TIME:
+        if verdict.slowdown is None or verdict.low is None or verdict.high is None:
+            raise SkippedError(verdict.message.removeprefix(f"{verdict.status.value} {id}: "))
+        return Change(value=verdict.slowdown, low=verdict.low, high=verdict.high)
+    measured = report.measurements.get(id, ())
+    found = [change for m in measured if (change := _count(m, COUNTS[by])) is not None]
+    if not found:
+        raise SkippedError(f"its {by} are not counted on this device" if measured else verdict.message)
+    least = min(found)
+    return Change(value=least, low=least, high=least, by=by)
+
+
+def _count(measured: Measurement, name: str) -> float | None:
+    counts = [getattr(measured.sides[side], name) for side in (ACCEPTED, OPTIMIZED) if side in measured.sides]
+    if len(counts) < 2 or None in counts:
+        return None
+    return float(counts[1] - counts[0])

@@ -1,0 +1,278 @@
+"""`perfsuite bisect`: the search on a simulated clock, and the comparison of commits in a work tree of its own."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from builders import MACHINE
+from click.testing import CliRunner
+from scale import FULLY
+from scratch import git
+
+from perfsuite import bisection
+from perfsuite.bisection import Change, Commit, SkippedError, change_of, commits_between, search, summary
+from perfsuite.cli import main
+from perfsuite.errors import PerfsuiteError
+from perfsuite.records import Measurement, SideRecord, Status, Verdict
+from perfsuite.report import jsonfile
+from perfsuite.report.model import RunReport
+
+GOOD = Commit(hash="0" * 40, subject="good")
+COMMITS = [Commit(hash=f"{n:040x}", subject=f"change {n}") for n in range(1, 33)]
+ID = "tests/test_dots.py::dots::speed[large]"
+
+
+def clock(slow_from: int, *, slower: float = 0.02, noise: float = 0.003, seed: int = 0) -> Any:
+    """Comparisons of commits of which all from that number on are slower, each with its own error."""
+    random_ = random.Random(seed)
+    calls: list[tuple[str, str]] = []
+
+    def compare(earlier: Commit, later: Commit) -> Change:
+        calls.append((earlier.hash, later.hash))
+        before, after = (int(c.hash, 16) >= slow_from for c in (earlier, later))
+        value = slower * (after - before) + random_.gauss(0, noise)
+        return Change(value=value, low=value - 2 * noise, high=value + 2 * noise)
+
+    compare.calls = calls  # type: ignore[attr-defined]
+    return compare
+
+
+@pytest.mark.parametrize("planted", [1, 2, 5, 8, 13, 16, 17, 24, 31, 32])
+def test_the_planted_commit_is_found_among_32(planted: int) -> None:
+    compare = clock(planted, seed=planted)
+    found = search(GOOD, COMMITS, compare)
+    assert found.first == COMMITS[planted - 1]
+    assert found.parent == ([GOOD, *COMMITS][planted - 1])
+    assert found.own.value == pytest.approx(0.02, abs=0.015)
+    assert len(compare.calls) <= 2 + 3 * 5  # five steps, each repeated twice at most
+
+
+def test_commits_that_cannot_be_compared_are_skipped_and_named() -> None:
+    lines: list[str] = []
+    exact = clock(20, noise=0.0)
+
+    def compare(earlier: Commit, later: Commit) -> Change:
+        if int(later.hash, 16) in (16, 19, 18):
+            raise SkippedError("it does not import")
+        change: Change = exact(earlier, later)
+        return change
+
+    found = search(GOOD, COMMITS, compare, lines.append)
+    assert (found.first, found.parent) == (COMMITS[19], COMMITS[16])
+    assert found.suspects == (COMMITS[17], COMMITS[18])
+    assert set(found.skipped) == {COMMITS[n - 1].hash for n in (16, 18, 19)}
+    assert any("skipped, it does not import" in line for line in lines)
+    told = summary(found)
+    assert told[0] == f'{COMMITS[19].hash[:9]} "change 20", , is the first that takes more time'
+    assert (
+        told[1]
+        == f'against {COMMITS[16].hash[:9]} "change 17": +2.00% (+2.00 to +2.00), 100% of +2.00% (+2.00 to +2.00)'
+    )
+    assert told[2].endswith(f"could not be compared: {COMMITS[17].hash[:9]}, {COMMITS[18].hash[:9]}")
+
+
+def test_of_several_changes_the_one_beyond_half_of_the_whole_is_found() -> None:
+    values = {n: 0.01 * (n >= 5) + 0.02 * (n >= 9) for n in range(33)}
+
+    def compare(earlier: Commit, later: Commit) -> Change:
+        value = values[int(later.hash, 16)] - values[int(earlier.hash, 16)]
+        return Change(value=value, low=value, high=value)
+
+    found = search(GOOD, COMMITS, compare)
+    assert found.first == COMMITS[8]
+    assert "67% of +3.00%" in summary(found)[1]
+
+
+def test_what_does_not_differ_or_cannot_be_compared_is_refused() -> None:
+    with pytest.raises(PerfsuiteError, match=r'"change 32" takes no more than 000000000 "good".*nothing to search for'):
+        search(GOOD, COMMITS, clock(99))
+
+    def fails(earlier: Commit, later: Commit) -> Change:
+        raise SkippedError("no such workload")
+
+    with pytest.raises(PerfsuiteError, match=r'"change 32" cannot be compared: no such workload; name another --bad'):
+        search(GOOD, COMMITS, fails)
+
+
+def test_repeated_comparisons_narrow_the_interval() -> None:
+    one, other = Change(value=0.01, low=0.0, high=0.02), Change(value=0.03, low=0.02, high=0.04)
+    mean = one.mean([other])
+    assert (mean.value, mean.high - mean.low) == (pytest.approx(0.02), pytest.approx(0.02 / 2**0.5))
+    assert one.mean([]) == one
+
+
+# --- the repository -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    root = tmp_path / "project"
+    (root / "inner").mkdir(parents=True)
+    git(root, "init", "--quiet")
+    for number in range(4):
+        (root / "inner" / "number.txt").write_text(str(number))
+        git(root, "add", "-A")
+        git(root, "commit", "--quiet", "-m", f"number {number}")
+    monkeypatch.chdir(root / "inner")
+    return root
+
+
+def test_the_commits_between_two_are_those_of_the_first_parents(repository: Path) -> None:
+    good, commits = commits_between("HEAD~3", "HEAD", repository)
+    assert good.subject == "number 0"
+    assert [c.subject for c in commits] == ["number 1", "number 2", "number 3"]
+    assert all(len(c.hash) == 40 and c.date[:2] == "20" for c in commits)
+    with pytest.raises(PerfsuiteError, match="--good HEAD is no ancestor of HEAD~1"):
+        commits_between("HEAD", "HEAD~1", repository)
+    with pytest.raises(PerfsuiteError, match="--good HEAD and HEAD are the same commit"):
+        commits_between("HEAD", "HEAD", repository)
+    with pytest.raises(PerfsuiteError, match="revision nowhere is not in this repository"):
+        commits_between("nowhere", "HEAD", repository)
+
+
+def report(verdict: Verdict, *measured: Measurement) -> RunReport:
+    return RunReport(
+        machine=MACHINE,
+        revision="a" * 40,
+        started="2026-01-01T00:00:00+00:00",
+        seconds=1.0,
+        measurements={ID: measured} if measured else {},
+        verdicts={ID: verdict},
+    )
+
+
+def verdict(slowdown: float | None, status: Status = Status.PASS, message: str = "PASS") -> Verdict:
+    wide = None if slowdown is None else 0.004
+    return Verdict(
+        id=ID,
+        status=status,
+        message=message,
+        slowdown=slowdown,
+        low=None if slowdown is None or wide is None else slowdown - wide,
+        high=None if slowdown is None or wide is None else slowdown + wide,
+    )
+
+
+class Compared:
+    """`perfsuite compare` in a tree: writes a report with the change that its file `number.txt` has."""
+
+    def __init__(self, changes: dict[int, float | None]) -> None:
+        self.changes, self.asked = changes, list[Any]()
+        self.run = subprocess.run
+
+    def __call__(self, command: list[str], **options: Any) -> Any:
+        if "compare" not in command:
+            return self.run(command, **options)
+        there = Path(options["cwd"])
+        number = int((there / "number.txt").read_text())
+        self.asked.append((number, command, options["env"].get("PYTHONPATH", "").split(":")[0], there))
+        change = self.changes[number]
+        if change is None:
+            return SimpleNamespace(returncode=4, stdout="", stderr="ERROR: not found: no such workload\n\n")
+        folder = Path(command[command.index("--report") + 1])
+        folder.mkdir(parents=True)
+        jsonfile.write(report(verdict(change)), folder / "report.json")
+        return SimpleNamespace(returncode=0, stdout="", stderr="")
+
+
+def test_each_commit_is_compared_in_a_tree_of_its_own(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = Compared({1: 0.0, 2: None, 3: 0.05})
+    monkeypatch.setattr(bisection.subprocess, "run", compared)
+    (repository / "inner" / "number.txt").write_text("999")  # of the checkout, which stays as it is
+    done = CliRunner().invoke(main, ["bisect", ID, "--good", "HEAD~3"])
+    assert done.exit_code == 0, done.output
+    assert done.stdout.splitlines()[0].split('"')[1] == "number 3"
+    assert "against " in done.stdout
+    assert "it may as well be one of those between them" in done.stdout
+    assert ": ERROR: not found: no such workload" in done.stdout
+    assert [number for number, *_ in compared.asked] == [3, 1, 2, 3]
+    _, command, place, there = compared.asked[0]
+    assert command[1:5] == ["-P", "-m", "perfsuite", "compare"]
+    assert command[6] == ID
+    assert there == Path(place) / "inner"
+    assert not there.exists()
+    assert git(repository, "worktree", "list").count("\n") == 0
+    assert (repository / "inner" / "number.txt").read_text() == "999"
+
+
+def test_a_wrong_request_is_one_line(repository: Path) -> None:
+    for arguments, words in (
+        (["dots", "--good", "HEAD~1"], "Error: dots is no workload; give its id as a report shows it"),
+        ([ID, "--good", "never"], "Error: revision never is not in this repository"),
+    ):
+        done = CliRunner().invoke(main, ["bisect", *arguments])
+        assert done.exit_code == 1
+        assert done.output.startswith(words), done.output
+
+
+def counted(launches: int, before: int) -> Measurement:
+    sides = {
+        name: SideRecord(device_s=1e-5, wall_s=2e-5, blocks_s=(1e-5,), peak_bytes=None, host_syncs=0, launches=count)
+        for name, count in (("optimized", launches), ("accepted", before))
+    }
+    return Measurement(
+        id=ID,
+        pair="dots",
+        workload="large",
+        device="cuda",
+        clock="device",
+        direction="forward",
+        dtype="float32",
+        sizes={},
+        seed=0,
+        sides=sides,
+        log_ratios={"accepted": (0.0,)},
+    )
+
+
+def test_counts_are_compared_without_a_clock() -> None:
+    found = change_of(report(verdict(0.0), counted(9, 7), counted(8, 7)), "launches")
+    assert (found.value, found.low, found.shown) == (1.0, 1.0, "+1 launches")
+    with pytest.raises(SkippedError, match="its memory are not counted on this device"):
+        change_of(report(verdict(0.0), counted(9, 7)), "memory")
+    broken = verdict(None, Status.NOT_EQUIVALENT, f"NOT_EQUIVALENT {ID}: output is wrong")
+    for by in ("time", "launches"):
+        with pytest.raises(SkippedError, match=r"output is wrong$"):
+            change_of(report(broken), by)
+
+
+SLOW_PAIR = """
+import time
+
+from perfsuite import Pair, Workload, tensor
+
+
+def plain(x):
+    return x * 3
+
+
+def fast(x):
+    time.sleep({pause})
+    return x * 3
+
+
+thrice = Pair(
+    reference=plain, optimized=fast, inputs={{"x": tensor("n")}}, gradients=False,
+    workloads=[Workload("small", n=8, clock="wall")],
+)
+"""
+
+
+@FULLY
+def test_a_planted_commit_is_found_by_real_comparisons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    git(tmp_path, "init", "--quiet")
+    (tmp_path / ".gitignore").write_text("__pycache__/\n.perfsuite/\n")
+    for number in range(5):
+        (tmp_path / "test_thrice.py").write_text(SLOW_PAIR.format(pause=0.002 if number < 3 else 0.0023))
+        (tmp_path / "number.txt").write_text(str(number))
+        git(tmp_path, "add", "-A")
+        git(tmp_path, "commit", "--quiet", "-m", f"number {number}")
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(main, ["bisect", "test_thrice.py::thrice::speed[small]", "--good", "HEAD~4"])
+    assert done.exit_code == 0, done.output
+    assert '"number 3"' in done.stdout.splitlines()[0]
