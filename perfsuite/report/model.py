@@ -111,6 +111,12 @@ class Row:
     processes: int = 0
     reference_s: float | None = None
     optimized_s: float | None = None
+    before_s: float | None = None
+    """Seconds of the optimized side of the accepted revision, or of the one that is compared with."""
+    slowdown: float | None = None
+    """Relative to that side (0.03 = 3% slower), with its 95% interval."""
+    slowdown_low: float | None = None
+    slowdown_high: float | None = None
     speedup: Comparison | None = None
     least: bool = False
     """Whether the reference was stopped once it had taken long enough: its seconds and the speedup are lower bounds."""
@@ -131,6 +137,15 @@ class Row:
     def reference(self) -> str:
         """The reference's seconds in words."""
         return f"{'≥ ' * self.least}{units.seconds(self.reference_s)}"
+
+    @property
+    def change(self) -> str:
+        """The slowdown in words, with its interval."""
+        if self.slowdown is None:
+            return units.MISSING
+        bounds = (self.slowdown_low, self.slowdown_high)
+        low, high = (f"{100 * b:+.1f}" if b is not None else "" for b in bounds)
+        return f"{100 * self.slowdown:+.1f}%" + (f" ({low} to {high})" if low and high else "")
 
     @property
     def times_as_fast(self) -> str:
@@ -206,6 +221,10 @@ def row(workload_id: str, measurements: Sequence[Measurement], verdict: Verdict 
         processes=len(measurements),
         reference_s=times.get("reference"),
         optimized_s=times.get("optimized"),
+        before_s=times.get("accepted"),
+        slowdown=verdict.slowdown if verdict else None,
+        slowdown_low=verdict.low if verdict else None,
+        slowdown_high=verdict.high if verdict else None,
         speedup=replace(speedup, low=None, high=None) if speedup and least else speedup,
         least=least,
         rival=best,

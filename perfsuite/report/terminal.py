@@ -64,7 +64,7 @@ def show(report: RunReport, out: Console | None = None) -> None:
 def table(every: tuple[Row, ...], width: int = PLAIN_WIDTH) -> Group:
     """One row a workload, a heading a technique. Columns that nothing fills are left out."""
     columns = [c for c in COLUMNS if c.needed is None or any(c.needed(r) for r in every)]
-    for spare in ("MHz", "interval", "limit", "best rival"):
+    for spare in ("MHz", "interval", "change", "limit", "best rival"):
         if sum(min(c.width(every), c.narrowest or 999) + len(GAP) for c in columns) > width:
             columns = [c for c in columns if c.title != spare]
     widths = [c.width(every) for c in columns]
@@ -158,13 +158,35 @@ class Column:
         return max(len(self.title), *(self.cell(row).cell_len for row in every))
 
 
+def _change(row: Row) -> Text:
+    """With its interval where there is nothing else to see."""
+    text = row.change if _is_compared_alone(row) else row.change.partition(" ")[0]
+    return Text(text, style="" if row.status is None or row.status.green else "bold red")
+
+
+def _has_reference(row: Row) -> bool:
+    return row.reference_s is not None or not _is_compared_alone(row)
+
+
+def _is_compared_alone(row: Row) -> bool:
+    """Whether the optimized side was timed beside another revision's, and not beside the reference."""
+    return row.before_s is not None and row.reference_s is None
+
+
 COLUMNS = (
-    Column(title="workload", cell=lambda r: Text(f"  {r.workload}"), justify="left", narrowest=12),
-    Column(title="reference", cell=lambda r: Text(r.reference)),
+    Column(title="workload", cell=lambda r: Text(f"  {r.workload}"), justify="left", narrowest=18),
+    Column(title="reference", cell=lambda r: Text(r.reference), needed=_has_reference),
+    Column(title="before", cell=lambda r: Text(units.seconds(r.before_s)), needed=_is_compared_alone),
     Column(title="optimized", cell=lambda r: Text(units.seconds(r.optimized_s))),
-    Column(title="speedup", cell=_speedup),
-    Column(title="interval", cell=_interval, justify="left"),
-    Column(title="best rival", cell=_rival, justify="left", needed=lambda r: r.rival is not None, narrowest=12),
+    Column(title="speedup", cell=_speedup, needed=_has_reference),
+    Column(title="interval", cell=_interval, justify="left", needed=_has_reference),
+    Column(
+        title="change",
+        cell=_change,
+        justify="left",
+        needed=lambda r: r.slowdown is not None,
+    ),
+    Column(title="best rival", cell=_rival, justify="left", needed=lambda r: r.rival is not None, narrowest=18),
     Column(
         title="limit",
         cell=lambda r: Text(units.percent(r.limit_fraction)),

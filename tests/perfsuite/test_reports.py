@@ -310,11 +310,26 @@ def test_terminal_keeps_one_row_a_workload_at_100_columns() -> None:
     assert all(len(line) <= 100 for line in table)
     for workload in ("window64", "n10", "n8192", "matrices200x512", "k4m"):
         assert sum(line.strip().startswith(workload) for line in table) == 1
-    assert re.search(r"n8192 +2\.90 ms +1\.31 ms +2\.2\d× .*compile 1\.05 ms ✗ +81% +1980 +IMPROVED", text)
+    assert re.search(r"n8192 +2\.90 ms +1\.31 ms +2\.2\d× .*– +compile 1\.05 ms ✗ +81% +IMPROVED", text)
     assert "diversity/pairwise_cosine[n8192] is slower than compile" in text
     assert "✗ fused_adamw[matrices200x512]: optimized is 3.4% slower" in text
     assert "2 skipped: needs two GPUs" in text
     assert "process 2 ended early" in text
+
+
+def test_a_comparison_of_revisions_shows_both_times_and_the_change() -> None:
+    run = example()
+    found, *_ = run.measurements[ROTOR]
+    beside = dataclasses.replace(found.sides["optimized"], blocks_s=(2.8e-5,), device_s=2.8e-5)
+    alone = dataclasses.replace(
+        found, sides={"optimized": found.sides["optimized"], "accepted": beside}, log_ratios={"accepted": (0.0,)}
+    )
+    text = printed(dataclasses.replace(run, measurements={ROTOR: (alone,)}, verdicts={ROTOR: run.verdicts[ROTOR]}))
+    head = next(line for line in text.splitlines() if line.startswith("workload"))
+    assert head.split()[:4] == ["workload", "before", "optimized", "change"]
+    assert re.search(r"window64 +2\d\.\d µs +28\.4 µs \+0\.1% \(-0\.4 to \+0\.6\) +PASS", text)
+    assert "+0.1% " in printed(run)
+    assert "(-0.4" not in printed(run)
 
 
 @pytest.mark.parametrize(
