@@ -1,1 +1,1 @@
-"""What the two trainers of leak_cnn share: data, network, loss and metrics."""
+"""Parts that the two trainers of leak_cnn share: data, network, loss and metrics."""

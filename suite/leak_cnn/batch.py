@@ -1,4 +1,4 @@
-"""What a batch of mel spectrograms has to look like."""
+"""Validation of a batch of mel spectrograms."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from perfsuite.errors import PerfsuiteError
 
 
 def check_mel(mel: torch.Tensor) -> None:
-    """PerfsuiteError unless it is [B, mels, frames], of real numbers."""
+    """Raise PerfsuiteError unless `mel` is [B, mels, frames] of a floating dtype."""
     if mel.ndim != 3 or not mel.is_floating_point():
         raise PerfsuiteError(
             f"mel: {list(mel.shape)} of {mel.dtype}; give [B, mels, frames] of a floating dtype, as the data set has it"

@@ -1,7 +1,7 @@
-"""Makes the data set of leak_cnn: recordings → pieces of 10 s → sounds of the five classes → mels → one HDF5 file.
+"""Builds the data set of leak_cnn: recordings → pieces of 10 s → sounds of the five classes → mels → one HDF5 file.
 
-Everything follows from the recordings, their paths in their folder and the recipe: the same again gives the same bytes.
-What was done lies beside the file until it is whole, so that a run that is killed is gone on from.
+The file's bytes depend only on the recordings, their paths in their folder and the recipe. Finished parts are kept
+beside the file until it is complete, so that a killed run can be resumed.
 source: leak_cnn, technique 001 (data)
 """
 
@@ -27,7 +27,7 @@ from suite.leak_cnn.sources import Folder, Recipe, Source, Synthetic, printable
 from suite.leak_cnn.storage import FORMAT, VERSION
 
 BLOCK = 32
-"""Files whose mels are kept together while the set is made."""
+"""Number of files whose mels are computed and saved together while the set is made."""
 LABELS = "synthetic: every file's class was chosen by chance and its sound mixed so, see the attributes made_*"
 
 
@@ -36,16 +36,16 @@ class Built:
     """A finished set."""
 
     sha256: str
-    """Of the file."""
+    """SHA-256 of the file."""
     counts: Mapping[str, Mapping[str, int]]
     """Split → class → files."""
     source: str
     kept: bool
-    """It was there, and is the one that was asked for."""
+    """True if the requested set already existed and was kept."""
 
 
 def build(out: Path, recipe: Recipe, watcher: Watcher, *, overwrite: bool = False) -> Built:
-    """Make the set `out`; PerfsuiteError where that cannot be done, or `out` is there and is something else."""
+    """Make the set `out`. PerfsuiteError if that fails, or if `out` exists and is something else."""
     hdf5.library()
     refuse(out, _chosen(recipe), overwrite)
     try:
@@ -74,13 +74,16 @@ def build(out: Path, recipe: Recipe, watcher: Watcher, *, overwrite: bool = Fals
 
 
 def labels(recipe: Recipe, split: int) -> list[int]:
-    """The class of each file of a split, in a random order; the classes' counts differ by one at most."""
+    """Return the class of each file of a split, in a random order. The classes' counts differ by at most one."""
     count = getattr(recipe, SPLITS[split])
     return [int(label) for label in recipe.random(3, split).permutation(numpy.arange(count) % len(CLASSES))]
 
 
 def refuse(out: Path, chosen: Mapping[str, Any], overwrite: bool) -> None:
-    """Raise PerfsuiteError where `out` is another set than that of the chosen options, or its folder takes no file."""
+    """Raise PerfsuiteError if `out` is a folder or cannot be written.
+
+    Without `overwrite`, also if it exists and is not an intact set of the chosen options.
+    """
     if out.is_dir():
         raise PerfsuiteError(f"{out} is a folder; name the file to write, e.g. {out / 'leak.h5'}")
     if out.exists() and not overwrite:
@@ -100,12 +103,12 @@ def refuse(out: Path, chosen: Mapping[str, Any], overwrite: bool) -> None:
 
 
 def other(out: Path, what: str) -> PerfsuiteError:
-    """The error where `out` is another set."""
+    """Return the error for an `out` that is another data set."""
     return PerfsuiteError(f"{out} exists and is another data set, of {what}; name another file, or give --overwrite")
 
 
 def _chosen(recipe: Recipe) -> dict[str, Any]:
-    """Of a recipe, what a set's attributes tell."""
+    """Return the attributes of a data set that a recipe determines."""
     return {
         "format_version": VERSION,
         "train_files": recipe.train,
@@ -122,7 +125,7 @@ def _settings(recipe: Recipe, source: Source) -> dict[str, Any]:
 
 
 def _made(out: Path, recipe: Recipe, source: Source, settings: dict[str, Any], parts: Parts, watcher: Watcher) -> None:
-    """Block by block, then the whole in one go."""
+    """Compute and save the mels block by block, then write the whole file at once."""
     index = [(split, file) for split, name in enumerate(SPLITS) for file in range(getattr(recipe, name))]
     classes = [labels(recipe, split) for split in range(len(SPLITS))]
     snr = {key: recipe.random(4, *key).uniform(*recipe.snr_db) for key in index}
@@ -162,7 +165,7 @@ def _made(out: Path, recipe: Recipe, source: Source, settings: dict[str, Any], p
 
 
 def _described(settings: dict[str, Any]) -> dict[str, Any]:
-    """The attributes."""
+    """Return the attributes of the file."""
     chosen = {name: value for name, value in settings.items() if name != "recordings"}
     return {
         "format": FORMAT,
@@ -176,7 +179,7 @@ def _described(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def attributes_of_features() -> dict[str, Any]:
-    """The attributes that say how mels are made, the same in every set."""
+    """Return the attributes that describe how mels are made. They are the same in every set."""
     return {
         "sample_rate": SAMPLE_RATE,
         "samples": SAMPLES,

@@ -14,85 +14,85 @@ from suite.scaling import Scaling, scaling_for
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """All of leak_cnn's settings. `__post_init__` raises ValueError, naming field and remedy, for what cannot be.
+    """All settings of leak_cnn. `__post_init__` raises ValueError, with field and remedy, for an invalid value.
 
-    The reference trainer reads what stands before the techniques, and `autocast_fp16` and `autocast_bf16`: it has no
+    The reference trainer reads the fields before the techniques, and `autocast_fp16` and `autocast_bf16`. It has no
     other techniques.
     """
 
     # --- sizes
     batch_size: int = 5632
-    """Segments of a step; what makes no whole batch at an epoch's end is left out, and comes in another epoch."""
+    """Segments of a step. An incomplete batch at an epoch's end is left out; its segments come in other epochs."""
     val_batch_size: int = 2048
-    """Segments whose loss is taken together in validation; nothing is left out."""
+    """Segments whose loss is computed together in validation; none is left out."""
     channels: tuple[int, int, int] = CHANNELS
-    """Of the three convolutions; with `hidden` at their defaults the network has 618,758 parameters."""
+    """Output channels of the three convolutions. With the default `hidden`, too, the network has 618,758 parameters."""
     hidden: int = HIDDEN
 
     # --- constants
     epochs: int = 200
-    """Of the cosine schedule, at whose end the run ends."""
+    """Epochs of the cosine schedule. The run ends with it."""
     learning_rate: float = 1e-3
-    """Of the first epoch."""
+    """Learning rate of the first epoch."""
     weight_decay: float = 1e-2
     clip: float = 1.0
-    """The gradients' largest global norm."""
+    """Largest global norm of the gradients; larger gradients are scaled down to it."""
     dropout: float = DROPOUT
     threshold: float = 0.5
-    """Of a long window's probability of LEAK."""
+    """Threshold for a long window's probability of LEAK."""
     validate_every: int = 1
-    """Epochs from one validation to the next; 0: none."""
+    """Epochs from one validation to the next; 0: no validation."""
     patience: int = 0
-    """End after so many epochs without a validation that is better than the best; 0: never."""
+    """End the run after this many epochs without a new best validation; 0: never."""
     seed: int = 0
-    """Of the first weights, the order of the segments and the dropout."""
+    """Seed of the first weights, the order of the segments and the dropout."""
 
     # --- how it runs
     num_workers: int = 8
-    """Processes that read segments from the file, where they are not on the device; 0: this one."""
+    """Processes that read segments from the file if they are not on the device; 0: this process reads them."""
     prefetch_factor: int = 4
-    """Batches that each of them makes ahead, with `loader` on."""
+    """Batches that each of these processes prepares ahead, with `loader` on."""
     persistent_workers: bool = True
-    """They stay from one epoch to the next, with `loader` on."""
+    """Keep these processes from one epoch to the next, with `loader` on."""
     compile_mode: Literal["default", "reduce-overhead"] = "reduce-overhead"
-    """reduce-overhead: torch.compile's own CUDA graphs, where `use_cudagraphs` does not capture the whole step."""
+    """reduce-overhead: use torch.compile's own CUDA graphs where `use_cudagraphs` does not capture the whole step."""
     limit_bytes: int | None = None
-    """Of the device's memory for the segments; null: half of what is free there. A larger set is streamed."""
+    """Most bytes of device memory for the segments; null: half of the free memory. A larger set is streamed."""
     warmup_steps: int = 3
-    """Steps before a capture."""
+    """Warm-up steps before a CUDA graph is captured."""
 
     # --- techniques
     loader: bool = True
     prepare_mel_batch: bool = True
     resident_dataset: bool = True
-    """The segments lie on the device, and no worker reads any."""
+    """Keep the segments on the device; no worker reads any."""
     device_metrics: bool = True
     file_level_eval: bool = True
-    """All validation files in one batch, from which the segments' metrics come, too."""
+    """Evaluate up to 128 validation files in a batch, and compute the segments' metrics from the same logits."""
     fused_adamw: bool = True
     sync_free_scaler_step: bool = True
-    """Clipping and AdamW without the host; AdamW is fused in it."""
+    """Clip and run AdamW without waiting for the host. This AdamW is fused."""
     inplace_activation: bool = True
     cudnn_autotune: bool = False
-    """Off: what is fastest may come out otherwise in a run that is resumed, and round otherwise."""
+    """Off by default: a resumed run may choose other algorithms, which round differently."""
     use_channels_last: bool = True
     conv_relu_pool: bool = True
-    """By the Triton kernel; compiled, in its vectorised form."""
+    """Use the Triton kernel or, with `use_compile`, the vectorised form."""
     use_compile: bool = True
-    """Network, dropout and loss under torch.compile."""
+    """Run network, dropout and loss under torch.compile."""
     fullgraph_model: bool = True
-    """As one graph; of no effect without `use_compile`."""
+    """Compile them as one graph; no effect without `use_compile`."""
     use_cudagraphs: bool = True
     """Replay a step as one CUDA graph, and a validation as another."""
     tf32: bool = False
     autocast_bf16: bool = False
-    """Convolutions and linear layers in bfloat16, in either trainer."""
+    """Compute convolutions and linear layers in bfloat16, in either trainer."""
 
     # --- techniques that trade, or exclude another
     autocast_fp16: bool = False
-    """The same in float16, with a scaled loss."""
+    """Compute them in float16, with a scaled loss."""
     activation_checkpoint: bool = False
-    """The convolutions are computed again in the backward: less memory, more time."""
+    """Recompute the convolutions in the backward pass: less memory, more time."""
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "val_batch_size", "hidden", "epochs", "warmup_steps", "prefetch_factor"):
@@ -113,15 +113,15 @@ class TrainConfig:
 
     @property
     def scaling(self) -> Scaling:
-        """Of the loss: as float16 wants it, and by 1 elsewhere."""
+        """Loss scaling: that of `torch.amp.GradScaler` for float16, and a constant 1 for other dtypes."""
         return scaling_for(float16=self.autocast_fp16)
 
     def rate(self, epoch: int) -> float:
-        """The learning rate of an epoch, from 0: half a cosine that ends at 0 after `epochs`."""
+        """Return the learning rate of an epoch, from 0: half a cosine that ends at 0 after `epochs`."""
         return 0.5 * self.learning_rate * (1 + math.cos(math.pi * min(epoch, self.epochs) / self.epochs))
 
     def validates(self, epoch: int) -> bool:
-        """Whether an epoch, from 0, is followed by a validation; the last one is."""
+        """Return whether a validation follows an epoch, from 0. With validations, one follows the last epoch."""
         every = self.validate_every
         return every > 0 and ((epoch + 1) % every == 0 or epoch + 1 == self.epochs)
 
@@ -144,9 +144,9 @@ TECHNIQUES = (
     "tf32",
     "autocast_bf16",
 )
-"""The switches, in the order in which the ablation turns them on. The last two have a precision of their own."""
+"""The switches, in the order in which the ablation turns them on. The last two change the precision."""
 TRADES = ("autocast_fp16", "activation_checkpoint")
-"""Switches that no "all on" has: the one excludes autocast_bf16, the other pays time for memory."""
+"""Switches that "all on" leaves off: the first excludes autocast_bf16, the second trades time for memory."""
 CLAIMS = {
     "loader": "1–2%",
     "prepare_mel_batch": "0",
@@ -160,10 +160,10 @@ CLAIMS = {
     "fullgraph_model": "3–8%",
     "autocast_bf16": "5–10% over float16",
 }
-"""What the source expected of each."""
+"""Technique → the gain that the source expects."""
 
 
 def without_techniques(config: TrainConfig) -> TrainConfig:
-    """The same configuration with every switch off."""
+    """Return the configuration with every switch off."""
     off: dict[str, Any] = dict.fromkeys((*TECHNIQUES, *TRADES), False)
     return dataclasses.replace(config, **off)

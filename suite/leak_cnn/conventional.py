@@ -1,7 +1,7 @@
-"""A good conventional set-up of leak_cnn: what one would write first, the rival that the trainers are timed against.
+"""A good conventional set-up of leak_cnn, as one would write it first. The trainers are timed against it.
 
-torch's DataLoader with workers that stay, prefetched and pinned batches, the network under torch.compile in
-channels-last and bfloat16, fused AdamW, and no wait for the device within an epoch.
+It uses torch's DataLoader with persistent workers, prefetched and pinned batches, the network under torch.compile in
+channels-last and bfloat16, and fused AdamW. It does not wait for the device within an epoch.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ Where = Literal["file", "memory", "batches"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SetUp:
-    """How batches come, and how the network is compiled.
+    """How batches are loaded, and how the network is compiled.
 
-    where     "file": segment by segment from the HDF5 file; "memory": from the whole split in the host's memory;
-              "batches": from there too, a whole batch at once instead of segment by segment
-    mode      torch.compile's; None: eager
+    where     "file": segment by segment from the HDF5 file; "memory": segment by segment from the whole split in the
+              host's memory; "batches": from the host's memory, a whole batch at once
+    mode      torch.compile's mode; None: eager
     """
 
     where: Where = "memory"
@@ -44,7 +44,7 @@ class SetUp:
 
 
 class Conventional:
-    """Trains as the two trainers do, epoch for epoch, without validation. `close` ends its workers."""
+    """Trains epoch by epoch as the two trainers do, without validation. `close` ends its workers."""
 
     def __init__(self, config: TrainConfig, data: Any, device: torch.device | str, set_up: SetUp) -> None:
         self.config, self.device, self.set_up = config, torch.device(device), set_up
@@ -61,7 +61,7 @@ class Conventional:
         )
         self.counter = torch.full((), dropout_counter(config.seed, 0), dtype=torch.int64, device=self.device)
         self.losses: list[float] = []
-        """Of the last epoch's steps."""
+        """Losses of the last epoch's steps."""
         split = data.read("train") if set_up.where != "file" else None
         examples = data.examples("train")
         if split is not None:
@@ -78,7 +78,7 @@ class Conventional:
         self._loss = _compiled(set_up.mode, config.dropout, config.autocast_bf16)
 
     def train_window(self, batch: Mapping[str, torch.Tensor]) -> None:
-        """An epoch, `batch["epoch"]`, from 0; its end is waited for."""
+        """Train one epoch, `batch["epoch"]`, from 0, and wait for its end."""
         epoch = int(batch["epoch"])
         for group in self.optimizer.param_groups:
             group["lr"] = self.config.rate(epoch)
@@ -86,7 +86,7 @@ class Conventional:
         self.losses = torch.stack([self._step(mel, labels) for mel, labels in self._batches()]).tolist()
 
     def close(self) -> None:
-        """End the workers that stay."""
+        """End the persistent workers."""
         self.loader._iterator = None  # torch ends them with their iterator
 
     def _batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -105,7 +105,7 @@ class Conventional:
 
 @functools.cache
 def _compiled(mode: str | None, dropout: float, low: bool) -> Callable[..., torch.Tensor]:
-    """The loss of a batch under dropout, compiled once for all set-ups of that mode."""
+    """Return the loss function of a batch with dropout, compiled once for all set-ups of the same mode."""
 
     def call(
         weights: Mapping[str, torch.Tensor],
@@ -128,7 +128,7 @@ def _compiled(mode: str | None, dropout: float, low: bool) -> Callable[..., torc
 
     def quietly(*arguments: Any) -> torch.Tensor:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the compiler's own modules
+            warnings.simplefilter("ignore")  # from the compiler's own modules
             torch.compiler.cudagraph_mark_step_begin()
             loss: torch.Tensor = compiled(*arguments)
             return loss
@@ -137,7 +137,7 @@ def _compiled(mode: str | None, dropout: float, low: bool) -> Callable[..., torc
 
 
 class _Rows(Dataset[Any]):
-    """A data set whose item is a whole batch, given its rows."""
+    """A data set whose item is a whole batch. Its index is the list of the batch's rows."""
 
     def __init__(self, examples: TensorDataset) -> None:
         self.tensors = examples.tensors

@@ -1,4 +1,4 @@
-"""The sizes that leak_cnn trains at, and the least that its network's training step costs."""
+"""The sizes that leak_cnn trains at, and the least cost of a training step of its network."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ BATCH = 5632
 ROWS = 40_000
 """Segments of the training split."""
 TRAINING = {"N": BATCH, "H": MELS, "c1": CHANNELS[0], "c2": CHANNELS[1], "c3": CHANNELS[2], "h": HIDDEN}
-"""Of a pair on the network, `suite.leak_cnn.trial.INPUTS`."""
+"""Training sizes of a pair on the network, whose inputs are `suite.leak_cnn.trial.INPUTS`."""
 
 
 def training_cost(precision: str = "float32", *, within: bool = False) -> Cost:
-    """Of the loss and its gradients by the weights; the segments have none.
+    """Return the cost of the loss and its gradients with respect to the weights; the segments have no gradient.
 
-    precision  that the products are made in
-    within     whether the call itself has the backward, whatever the workload's direction is
+    precision  precision of the products
+    within     whether the call itself includes the backward pass, whatever the workload's direction is
     """
 
     def traffic(N: int, c1: int, c2: int, c3: int, h: int, direction: str, H: int = MELS) -> float:
-        """Activations are no input and no output: a kernel may keep them to itself."""
+        """Count inputs, weights and gradients. Activations do not count: a kernel need not write them to memory."""
         weights = 10 * c1 + (9 * c1 + 1) * c2 + (9 * c2 + 1) * c3 + (POOLED_ROWS * c3 + 1) * h
         weights += (h + 1) * (len(CLASSES) + 1)
         read = 4 * (N * H + weights + len(CLASSES)) + 8 * N
         return read + (4 * weights if within or direction != "forward" else 0)
 
     def arithmetic(N: int, c1: int, c2: int, c3: int, h: int, direction: str, H: int = MELS) -> float:
-        """Three of the nine taps see more than padding; of the pooled rows those that differ are multiplied."""
+        """Count three of the nine taps, as the others see only padding. Of equal pooled rows, count one."""
         first = N * H * c1 * 3
         forward = first + N * H * c2 * c1 * 3 + N * (H // 2) * c3 * c2 * 3
         forward += N * h * (min(H // 4, POOLED_ROWS) * c3 + len(CLASSES) + 1)

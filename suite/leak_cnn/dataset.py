@@ -1,4 +1,4 @@
-"""The data set of leak_cnn as a trainer reads it: checked as a whole, then segment by segment or a split at once."""
+"""The data set of leak_cnn for a trainer: checked as a whole, then read segment by segment or a split at once."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from suite.leak_cnn.features import (
 )
 
 SHAPE = (LONGS, SHORTS, MELS, 1)
-"""Of a file's features."""
+"""Shape of a file's features."""
 KINDS = {"features": "f2", "labels": "i8", "splits": "i1", "snr_db": "f4", "class_names": "S", "split_names": "S"}
 WANTED = {
     "sample_rate": SAMPLE_RATE,
@@ -44,7 +44,7 @@ WANTED = {
     "mel_scale": "HTK, no norm",
     "decibels": f"20 log10(max(m, {FLOOR:g}))",
 }
-"""Attributes without which the features would be others."""
+"""Attributes that a data set must have: other values mean other features."""
 
 
 Example = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -52,24 +52,24 @@ Example = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Audio(Protocol):
-    """What a trainer needs of a data set."""
+    """Interface of a data set that a trainer needs."""
 
     def segments(self, split: str) -> int:
-        """How many a split has."""
+        """Return the number of segments of a split."""
 
     def counts(self, split: str) -> torch.Tensor:
-        """Segments of each class, int64 [5]."""
+        """Return the number of segments of each class, int64 [5]."""
 
     def examples(self, split: str) -> Dataset[Example]:
-        """Each segment for itself, as a loader reads them."""
+        """Return a data set of single segments, for a loader."""
 
     def read(self, split: str) -> Split:
-        """All of them at once."""
+        """Read all segments of a split at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LeakAudio:
-    """A data set that was found right; small, and without an open file, so that it may go to other processes."""
+    """A data set that passed all checks. It is small and has no open file, so it can be sent to other processes."""
 
     path: str
     source: str
@@ -77,9 +77,9 @@ class LeakAudio:
     labels: torch.Tensor
     """int64 [files]"""
     files: Mapping[str, range]
-    """Split → its files, which lie together."""
+    """Split → its files, which are contiguous."""
     labelled: str = "synthetic"
-    """Where the labels are from: synthetic, or folders."""
+    """Source of the labels: synthetic or folders."""
 
     @property
     def summary(self) -> str:
@@ -89,24 +89,24 @@ class LeakAudio:
         return f"data: {self.path} of {self.source}, {labels}: files {parts}, of {SEGMENTS} segments"
 
     def segments(self, split: str) -> int:
-        """How many a split has."""
+        """Return the number of segments of a split."""
         return len(self.files[split]) * SEGMENTS
 
     def counts(self, split: str) -> torch.Tensor:
-        """Segments of each class, int64 [5]."""
+        """Return the number of segments of each class, int64 [5]."""
         found = self.files[split]
         return torch.bincount(self.labels[found.start : found.stop], minlength=len(CLASSES)) * SEGMENTS
 
     def examples(self, split: str) -> Segments:
-        """Each segment for itself, read from the file."""
+        """Return a data set of single segments, read from the file."""
         return Segments(self, split)
 
     def read(self, split: str) -> Split:
-        """All of a split at once."""
+        """Read a whole split at once."""
         return read_split(self, split)
 
     def check_batch(self, split: str, batch_size: int, field: str = "batch_size") -> None:
-        """PerfsuiteError where the split has no whole batch."""
+        """Raise PerfsuiteError if the split is smaller than a batch."""
         if batch_size > self.segments(split):
             raise PerfsuiteError(
                 f"{field}: {batch_size} is more than the {self.segments(split)} segments for {split} in {self.path}; "
@@ -125,16 +125,16 @@ class Split:
     leaks: torch.Tensor
     """float32 [N]: 1 where the file is of the class LEAK"""
     files: torch.Tensor
-    """int64 [N]: from 0 within the split"""
+    """int64 [N]: number of the segment's file, from 0 within the split"""
 
     def by_file(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(mels [files, long windows, short windows, 32, 1], whether each file is of LEAK, bool [files])."""
+        """Return (mels [files, long windows, short windows, 32, 1], whether each file is of LEAK, bool [files])."""
         files = int(self.files[-1]) + 1
         return self.features.view(files, -1, SHORTS, MELS, 1), self.leaks.view(files, -1)[:, 0] > 0
 
 
 def open_data(path: str | Path) -> LeakAudio:
-    """Check a data set in full, its digest included; PerfsuiteError in one line that says what is wrong with it."""
+    """Check a data set in full, including its digest. A PerfsuiteError says in one line what is wrong with it."""
     path = Path(path)
     if not path.is_file():
         raise PerfsuiteError(f"data: there is no file {path}; make it with `perfsuite data leak-audio {path}`")
@@ -160,7 +160,7 @@ def open_data(path: str | Path) -> LeakAudio:
 
 
 def read_split(data: LeakAudio, split: str) -> Split:
-    """A whole split in memory: 5 KiB a file."""
+    """Read a whole split into memory: 5 KiB per file."""
     files = data.files[split]
     with storage.opened(data.path, data.digest) as file:
         features = file["features"][files.start : files.stop]
@@ -176,7 +176,7 @@ def read_split(data: LeakAudio, split: str) -> Split:
 class Segments(hdf5.Reader, Dataset[Example]):
     """Segments of a split, read from the file one by one: (mels float16 [32, 1], label int64 [], leak float32 []).
 
-    Each process opens the file for itself when it first reads, so that this may be sent to others.
+    Each process opens the file itself when it first reads, so the object can be sent to other processes.
     """
 
     def __init__(self, data: LeakAudio, split: str) -> None:
@@ -209,7 +209,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _content(path: Path, file: Any, attributes: Mapping[str, Any]) -> dict[str, Array]:
-    """Every dataset, of the right type and shape, and made with the right settings."""
+    """Read all datasets. PerfsuiteError if one has a wrong type or shape, or was made with other settings."""
     for name, value in WANTED.items():
         if attributes.get(name) != value:
             raise _wrong(path, f"has {name} {attributes.get(name)}, where the trainer needs {value}")
@@ -237,9 +237,9 @@ def _names(values: Array) -> tuple[str, ...]:
 
 
 def _files(path: Path, content: Mapping[str, Array], *, labelled: bool) -> dict[str, range]:
-    """Split → its files; each split must lie together and have each class.
+    """Return split → its files. Each split must be contiguous and have each class.
 
-    labelled  by folders: a class may be missing in all splits, but not LEAK, nor all others
+    labelled  True for labels from folders: then a class may be missing in all splits, but not LEAK, nor all others
     """
     labels, splits = content["labels"], content["splits"]
     present = [n for n in range(len(CLASSES)) if not labelled or (labels == n).any()]

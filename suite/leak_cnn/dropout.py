@@ -1,6 +1,6 @@
-"""Dropout by a counter: the mask of a step follows from the seed and the step's number alone (leak_cnn).
+"""Counter-based dropout: the mask of a step depends only on the seed and the step's number (leak_cnn).
 
-No generator has a state: a run that is resumed, another device, a CUDA graph and a compiled function all drop the same.
+There is no generator state: a resumed run, another device, a CUDA graph and a compiled function drop the same elements.
 """
 
 from __future__ import annotations
@@ -10,23 +10,26 @@ import torch
 from suite.batching import STEP, WORD, hashed, mixed, signed
 
 LANES = 4
-"""Decisions from one hash of 64 bits: each from 16 of them."""
+"""Elements decided by one 64-bit hash: each takes 16 bits."""
 SHARES = 1 << 16
 STREAM = 0x64726F70  # "drop"
-"""Keeps the masks apart from the order of the segments, which is hashed from the same seed."""
+"""Makes the masks independent of the order of the segments, which is hashed from the same seed."""
 STRIDE = signed(STEP)
-"""SplitMix64's own, from which no two of a run's 2^30 steps have a word in common."""
+"""SplitMix64's increment. With it, no two of a run's 2^30 steps share a word."""
 
 
 def dropout_counter(seed: int, step: int) -> int:
-    """What the mask of a step, from 0, is hashed from; the next step's is `STRIDE` more, in int64 with overflow."""
+    """Return the counter of a step, from 0, that its mask is hashed from.
+
+    The next step's counter is larger by `STRIDE`, in int64 arithmetic that wraps around.
+    """
     return signed(mixed(mixed(seed & WORD) ^ STREAM) + step * STEP & WORD)
 
 
 def dropout_mask(counter: torch.Tensor, rows: int, width: int, p: float, dtype: torch.dtype) -> torch.Tensor | None:
-    """What to multiply the features by, [rows, width] on the counter's device: 0, or 1 / (1 - p); None for p = 0.
+    """Return the factors of the features, [rows, width] on the counter's device: 0 or 1 / (1 - p); None for p = 0.
 
-    An element is dropped with a probability of p, rounded to 1/65536. Nothing waits for the device.
+    An element is dropped with probability p, rounded to 1/65536. The function does not wait for the device.
 
     counter  int64 0-d, `dropout_counter`
     width    a multiple of 4
@@ -36,7 +39,7 @@ def dropout_mask(counter: torch.Tensor, rows: int, width: int, p: float, dtype: 
         return None
     words = width // LANES
     index = torch.arange(rows * words, dtype=torch.int64, device=counter.device).view(rows, words)
-    # Not by multiples of STRIDE, as the steps are: torch.compile would take the product for an address, and overflow.
+    # No multiples of STRIDE, unlike the steps: torch.compile would treat the product as an address, and overflow.
     hashes = hashed(counter + index)
     kept = torch.cat([((hashes >> 16 * lane) & (SHARES - 1)) >= cut for lane in range(LANES)], 1)
     return kept.to(dtype) * (1 / (1 - p))

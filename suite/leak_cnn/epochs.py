@@ -1,7 +1,7 @@
-"""The epochs of leak_cnn: what the shared loop hands to a trainer, one after another, and the data they are of.
+"""The epochs of leak_cnn, which the shared loop hands to a trainer one after another, and their data.
 
-A batch of the loop is an epoch, told by its number: the order of its segments follows from the seed and that number
-(`suite.batching.permutation`), so that either trainer finds them by itself, where they lie.
+A batch of the loop is an epoch, given by its number. The order of its segments follows from the seed and that number
+(`suite.batching.permutation`), so each trainer finds the segments by itself.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ class Data:
     """Fields of a configuration that concern the data."""
 
     data: str | None = None
-    """A file of `perfsuite data leak-audio`; null: one made from synthetic recordings, and kept in `cache`."""
+    """A file of `perfsuite data leak-audio`; null: a file made from synthetic recordings and kept in `cache`."""
     train_files: int = 500
-    """Of the synthetic set; 80 segments each."""
+    """Training files of the synthetic set, of 80 segments each."""
     validation_files: int = 125
     batch_size: int = 5632
     epochs: int = 200
     seed: int = 0
-    """Of the order of the segments; the synthetic set is always the same."""
+    """Seed of the order of the segments; the synthetic set does not depend on it."""
     cache: str = CACHE
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """What a trainer gets, and a line that says where it is from."""
+    """The epochs and the data set for a trainer, and a line that names their source."""
 
     batches: Epochs
     given: LeakAudio
@@ -52,14 +52,14 @@ class Loaded:
 
 
 def load(data: Data) -> Loaded:
-    """The epochs that the fields of `data` describe; PerfsuiteError where there is no such set, or no whole batch."""
+    """Return the epochs that `data` describes; PerfsuiteError if there is no such set, or no whole batch."""
     audio = audio_of(data)
     audio.check_batch("train", data.batch_size)
     return Loaded(batches=Epochs(audio, data.batch_size, data.epochs, data.seed), given=audio, told=audio.summary)
 
 
 def audio_of(data: Data) -> LeakAudio:
-    """The data set, which is made if there is none."""
+    """Open the data set; without a path, make the synthetic one if it does not exist."""
     if data.data is not None:
         return open_data(data.data)
     recipe = Recipe(train=data.train_files, validation=data.validation_files)
@@ -72,21 +72,21 @@ def audio_of(data: Data) -> LeakAudio:
 def for_ablation(
     config: TrainConfig, data: Data, device: torch.device
 ) -> tuple[LeakAudio, Iterator[Mapping[str, torch.Tensor]]]:
-    """(data set, epochs without end), for `perfsuite ablate`."""
+    """Return (data set, endless iterator of epochs), for `perfsuite ablate`."""
     audio = audio_of(data)
     audio.check_batch("train", config.batch_size)
     return audio, ({"epoch": torch.tensor(number)} for number in itertools.count())
 
 
 class Epochs:
-    """{"epoch": its number, int64 [] on the CPU}, from 0 to `count` - 1."""
+    """Iterator of {"epoch": its number, int64 [] on the CPU}, from 0 to `count` - 1."""
 
     unit = "segments"
 
     def __init__(self, audio: LeakAudio, batch_size: int, count: int, seed: int) -> None:
         self.batch_size, self.total, self.seed, self.digest = batch_size, count, seed, audio.digest
         self.segments = audio.segments("train") // batch_size * batch_size
-        """Of an epoch: whole batches."""
+        """Segments of an epoch, in whole batches."""
         self.epoch = 0
 
     def __iter__(self) -> Epochs:
@@ -99,15 +99,15 @@ class Epochs:
         return {"epoch": torch.tensor(self.epoch - 1)}
 
     def items(self, batch: Mapping[str, torch.Tensor]) -> int:
-        """Segments that an epoch trains on."""
+        """Return the number of segments that an epoch trains on."""
         return self.segments
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, and what it is a position in."""
+        """Return the position, with the data and settings that it belongs to."""
         return {"epoch": self.epoch, **self._identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a position; PerfsuiteError where it is one in other data, ValueError where it is none."""
+        """Go to a position. PerfsuiteError if it belongs to other data, ValueError if it is no position."""
         check_identity(state, self._identity())
         self.epoch = whole(state, "epoch")
 

@@ -12,16 +12,16 @@ import numpy
 
 SAMPLE_RATE = 4096
 SAMPLES = 40960
-"""Of a file: 10 s."""
+"""Samples of a file: 10 s."""
 LONG_WINDOW = 1024
 SHORT_WINDOW = 512
 LONGS = SAMPLES // LONG_WINDOW
 SHORTS = LONG_WINDOW // SHORT_WINDOW
 SEGMENTS = LONGS * SHORTS
-"""Of a file: 80 short windows."""
+"""Segments of a file: 80 short windows."""
 N_FFT = 512
 HOP = 128
-"""Of no effect: with centre off, 512 samples hold one frame."""
+"""Hop length in samples. It has no effect: with centre off, 512 samples hold one frame."""
 MELS = 32
 FLOOR = 1e-10
 SPLITS = ("train", "validation")
@@ -39,7 +39,7 @@ def _mel(hertz: float) -> float:
 
 @cache
 def filterbank() -> Array:
-    """Triangles on the HTK mel scale from 0 Hz to half the rate, peaks of 1 (no norm); float64 [257, 32]."""
+    """Return triangles on the HTK mel scale from 0 Hz to half the rate, peaks of 1 (no norm); float64 [257, 32]."""
     frequencies = numpy.linspace(0.0, SAMPLE_RATE / 2, N_FFT // 2 + 1)[:, None]
     edges = 700.0 * (10.0 ** (numpy.linspace(0.0, _mel(SAMPLE_RATE / 2), MELS + 2) / 2595.0) - 1.0)
     rising = (frequencies - edges[:-2]) / (edges[1:-1] - edges[:-2])
@@ -49,17 +49,18 @@ def filterbank() -> Array:
 
 
 def log_mel(frames: Array) -> Array:
-    """Decibels of the mel magnitudes of each frame: [..., 512] → [..., 32], in float64.
+    """Return the decibels of the mel magnitudes of each frame: [..., 512] → [..., 32], in float64.
 
-    The frame under a periodic Hann window, its magnitude spectrum (power 1), the filterbank, 20·log10(max(m, 1e-10)).
+    The steps are a periodic Hann window, the magnitude spectrum (power 1), the filterbank and
+    20·log10(max(m, 1e-10)).
     """
     window = 0.5 - 0.5 * numpy.cos(2.0 * numpy.pi * numpy.arange(N_FFT) / N_FFT)
     magnitudes = numpy.abs(numpy.fft.rfft(frames * window))
-    mels = numpy.einsum("...f,fm->...m", magnitudes, filterbank())  # BLAS would sum by the number of threads
+    mels = numpy.einsum("...f,fm->...m", magnitudes, filterbank())  # BLAS's summation order depends on its thread count
     decibels: Array = 20.0 * numpy.log10(numpy.maximum(mels, FLOOR))
     return decibels
 
 
 def features(samples: Array) -> Array:
-    """A file's mels as they are stored: [40960] → float16 [40, 2, 32, 1]."""
+    """Return a file's mels as they are stored: [40960] → float16 [40, 2, 32, 1]."""
     return log_mel(samples.reshape(LONGS, SHORTS, SHORT_WINDOW))[..., None].astype(numpy.float16)

@@ -1,4 +1,4 @@
-"""When a file is one of LEAK: what both sides of its evaluation share."""
+"""File-level detection of LEAK: the parts that the reference and the optimized evaluation share."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Forward = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 def windows_needed(long_windows: int) -> int:
-    """How many long windows of a file have to reach the threshold: half of them, rounded up."""
+    """Return how many long windows of a file must reach the threshold: half of them, rounded up."""
     return -(-long_windows // 2)
 
 
 def check_mels(mels: torch.Tensor) -> None:
-    """PerfsuiteError unless they are [files, long windows, short windows, mels, frames], with windows."""
+    """Raise PerfsuiteError unless `mels` is [files, long windows, short windows, mels, frames], with windows."""
     if mels.ndim != 5 or not all(mels.shape[1:3]):
         raise PerfsuiteError(
             f"mels: the shape is {list(mels.shape)}; give [files, long windows, short windows, mels, frames], with one "

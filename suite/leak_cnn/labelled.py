@@ -1,6 +1,6 @@
-"""Makes leak_cnn's data set from labelled recordings: the folder of a recording names its class.
+"""Builds leak_cnn's data set from labelled recordings: the folder of a recording names its class.
 
-A recording is in one split alone. Everything follows from the recordings, their paths and the seed.
+A recording is in one split only. The set depends on the recordings, their paths and the options.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from suite.leak_cnn.storage import FORMAT, VERSION
 
 LABELS = "folders: a recording's class is the name of its folder"
 FEWEST = len(ALL_SPLITS)
-"""Recordings of a class: each split has one."""
+"""Fewest recordings of a class: one for each split."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class Labelled:
     folder: Path
     """Holds a folder of recordings for each class."""
     validation: float = 0.15
-    """Share of each class's recordings; one at least."""
+    """Share of each class's recordings for validation; at least one recording."""
     test: float = 0.15
     seed: int = 0
     classes: Mapping[str, str] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class Labelled:
 
 
 class Recording(NamedTuple):
-    """A recording that was read."""
+    """A recording that has been read."""
 
     name: str
     digest: str
@@ -69,7 +69,7 @@ class Recording(NamedTuple):
 
 
 def build_labelled(out: Path, chosen: Labelled, watcher: Watcher, *, overwrite: bool = False) -> Built:
-    """Make the set `out`; PerfsuiteError where that cannot be done, or `out` is there and is something else."""
+    """Make the set `out`. PerfsuiteError if that fails, or if `out` exists and is something else."""
     hdf5.library()
     recordings.library()
     names = found(chosen)
@@ -102,7 +102,7 @@ def build_labelled(out: Path, chosen: Labelled, watcher: Watcher, *, overwrite: 
 
 
 def found(chosen: Labelled) -> dict[str, list[str]]:
-    """Class → its recordings, by their paths from the folder; PerfsuiteError where a folder is no class's."""
+    """Return class → its recordings, as paths from the folder. PerfsuiteError if a folder belongs to no class."""
     root = chosen.folder
     if not root.is_dir():
         raise PerfsuiteError(f"--labelled {root} is no folder; name one that holds a folder for each class")
@@ -134,7 +134,7 @@ def found(chosen: Labelled) -> dict[str, list[str]]:
 
 
 def pieces(samples: Array) -> list[Array]:
-    """The pieces of 10 s of a recording without what is silent; a shorter recording is repeated. float64 [40960]."""
+    """Cut a recording into pieces of 10 s, float64 [40960] each, without silent ones. Repeat a shorter recording."""
     cut = recordings.stretches(0, samples)
     whole = [[stretch] for stretch in cut if stretch.length == SAMPLES]
     if not whole:
@@ -146,7 +146,7 @@ def pieces(samples: Array) -> list[Array]:
 def _read(
     chosen: Labelled, names: Mapping[str, list[str]], parts: Parts, watcher: Watcher
 ) -> tuple[dict[str, list[Recording]], Counter[str]]:
-    """Class → its usable recordings in a random order, and how many were left out for which reason."""
+    """Return class → its usable recordings in a random order, and reason → number of recordings left out."""
     total = sum(map(len, names.values()))
     done = 0
     seen: set[str] = set()
@@ -172,7 +172,7 @@ def _read(
 
 
 def _recording(root: Path, name: str, parts: Parts) -> Recording:
-    """A recording's mels, read unless they were before and the file has not changed."""
+    """Return a recording with its mels, from the saved parts if the file has not changed since they were made."""
     path = root / name
     key = recordings.key_of(path, "labelled")
     mels, digest = (parts.load(f"part-{what}-{key}") for what in ("mels", "digest"))
@@ -186,7 +186,7 @@ def _recording(root: Path, name: str, parts: Parts) -> Recording:
 
 
 def _divided(chosen: Labelled, kind: str, own: list[Recording]) -> dict[str, list[Recording]]:
-    """Split → its recordings."""
+    """Divide a class's recordings: return split → its recordings. PerfsuiteError if there are too few."""
     count = len(own)
     if count < FEWEST:
         raise PerfsuiteError(
@@ -225,7 +225,7 @@ def _write(
     recipe: str,
     parts: Parts,
 ) -> None:
-    """All of it at once: 5 KiB a file of 10 s."""
+    """Write the whole set at once: 5 KiB per file of 10 s."""
     mels, labels, numbers = [], [], []
     for number, split in enumerate(ALL_SPLITS):
         for kind, own in splits.items():

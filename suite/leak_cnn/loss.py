@@ -8,13 +8,13 @@ from torch.nn import functional
 from suite.leak_cnn.classes import LEAK
 
 LEAK_WEIGHT = 0.5
-"""Of the binary cross-entropy on the leak logit."""
+"""Weight of the binary cross-entropy on the leak logit."""
 
 
 def class_weights(counts: torch.Tensor) -> torch.Tensor:
-    """Inverse frequencies with mean 1, float32 [classes], from whole counts [classes].
+    """Return inverse frequencies with mean 1, float32 [classes], from integer counts [classes].
 
-    A class without a segment weighs 1, as the mean does.
+    The mean is over the classes with segments. A class without segments has weight 1.
     """
     present = counts > 0
     inverse = torch.where(present, 1.0 / counts.clamp(min=1).double(), 0.0)
@@ -25,7 +25,7 @@ def class_weights(counts: torch.Tensor) -> torch.Tensor:
 def leak_cnn_loss(
     classes: torch.Tensor, leak: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """Weighted cross-entropy of the classes, plus half the binary cross-entropy of LEAK; a 0-d tensor.
+    """Compute the weighted cross-entropy of the classes plus half the binary cross-entropy of LEAK; a 0-d tensor.
 
     classes  [N, classes] logits
     leak     [N] logit

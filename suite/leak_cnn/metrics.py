@@ -1,4 +1,4 @@
-"""What an epoch's confusion matrix says: accuracy and macro-averaged F1."""
+"""Metrics of an epoch's confusion matrix: accuracy and macro-averaged F1."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Confusion = Sequence[Sequence[int]]
 
 
 class EpochMetrics(NamedTuple):
-    """Of all examples of an epoch; `loss` is their mean, each batch weighted by its size."""
+    """Metrics over all examples of an epoch. `loss` is the mean loss, with each batch weighted by its size."""
 
     loss: float
     accuracy: float
@@ -21,7 +21,7 @@ class EpochMetrics(NamedTuple):
 
 
 def examples(confusion: Confusion) -> int:
-    """How many examples a confusion matrix counts; PerfsuiteError where it is not square, or counts none."""
+    """Return the number of examples in a confusion matrix. PerfsuiteError if it is not square or counts none."""
     if any(len(row) != len(confusion) for row in confusion):
         widths = sorted({len(row) for row in confusion})
         raise PerfsuiteError(
@@ -35,15 +35,15 @@ def examples(confusion: Confusion) -> int:
 
 
 def accuracy(confusion: Confusion) -> float:
-    """The share of examples that were predicted rightly."""
+    """Return the share of examples that were predicted correctly."""
     return sum(row[i] for i, row in enumerate(confusion)) / examples(confusion)
 
 
 def macro_f1(confusion: Confusion) -> float:
-    """The mean over classes of 2 TP / (2 TP + FP + FN), each class weighing the same.
+    """Return the unweighted mean over classes of 2 TP / (2 TP + FP + FN).
 
-    A class that is neither among the true nor among the predicted ones has no F1 and is left out of the mean; one that
-    is among the one and not the other has 0. (scikit-learn's `f1_score(average="macro")` does the same.)
+    A class that is neither a true nor a predicted class of any example has no F1 and is left out of the mean. A class
+    that is only one of the two has an F1 of 0. (scikit-learn's `f1_score(average="macro")` does the same.)
 
     Source: leak_cnn.
     """

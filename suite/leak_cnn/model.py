@@ -1,6 +1,6 @@
-"""The network of leak_cnn: its shapes, its names, its first weights, and its forward in parts.
+"""The network of leak_cnn: parameter names and shapes, first weights, and the parts of the forward pass.
 
-Weights are a plain mapping, name → tensor, as a checkpoint keeps them. The number of channels and the width of the
+Weights are a plain mapping, name → tensor, as in a checkpoint. The number of channels and the width of the
 fully connected layer are read from the weights.
 """
 
@@ -15,9 +15,9 @@ from torch.nn import functional
 from suite.leak_cnn.classes import CLASSES
 
 CHANNELS = (32, 64, 128)
-"""Of the three convolutions."""
+"""Output channels of the three convolutions."""
 POOLED_ROWS = 16
-"""Rows after the adaptive pooling; 8 come in, so that each is there twice, as the source has it."""
+"""Rows after the adaptive pooling. Its input has 8 rows, so each appears twice, as in the source."""
 HIDDEN = 256
 DROPOUT = 0.25
 
@@ -28,7 +28,7 @@ Activation = Callable[[torch.Tensor], torch.Tensor]
 def shapes(
     channels: tuple[int, int, int] = CHANNELS, hidden: int = HIDDEN, classes: int = len(CLASSES)
 ) -> dict[str, tuple[int, ...]]:
-    """Name → shape of the 12 tensors, in the order of the forward: 618,758 parameters."""
+    """Return name → shape of the 12 tensors, in forward order. By default they have 618,758 parameters."""
     first, second, third = channels
     weights: dict[str, tuple[int, ...]] = {
         "conv1": (first, 1, 3, 3),
@@ -45,7 +45,7 @@ def shapes(
 
 
 def make_weights(seed: int, channels: tuple[int, int, int] = CHANNELS, hidden: int = HIDDEN) -> dict[str, torch.Tensor]:
-    """Name → float32 tensor on the CPU, uniform within 1/√(inputs of the layer), as `torch.nn` starts them."""
+    """Return name → float32 tensor on the CPU, uniform within ±1/√(inputs of the layer), as `torch.nn` draws them."""
     generator = torch.Generator().manual_seed(seed)
     every = shapes(channels, hidden)
     weights = {}
@@ -57,17 +57,17 @@ def make_weights(seed: int, channels: tuple[int, int, int] = CHANNELS, hidden: i
 
 
 def convolution(weights: Weights, name: str, x: torch.Tensor) -> torch.Tensor:
-    """3×3, padding 1: [N, C, H, 1] → [N, C', H, 1]."""
+    """Apply a 3×3 convolution with padding 1: [N, C, H, 1] → [N, C', H, 1]."""
     return functional.conv2d(x, weights[f"{name}.weight"], weights[f"{name}.bias"], padding=1)
 
 
 def pool(x: torch.Tensor) -> torch.Tensor:
-    """The larger of every two rows: [N, C, H, 1] → [N, C, H // 2, 1]."""
+    """Take the larger of every two rows: [N, C, H, 1] → [N, C, H // 2, 1]."""
     return functional.max_pool2d(x, (2, 1))
 
 
 def features(weights: Weights, segments: torch.Tensor, activation: Activation = functional.relu) -> torch.Tensor:
-    """The convolutions: segments [N, 1, H, 1], H 4 or more, → [N, C, H // 4, 1]."""
+    """Apply the convolutions: segments [N, 1, H, 1], H 4 or more, → [N, C, H // 4, 1]."""
     x = activation(convolution(weights, "conv1", segments))
     x = pool(activation(convolution(weights, "conv2", x)))
     return pool(activation(convolution(weights, "conv3", x)))
@@ -76,9 +76,9 @@ def features(weights: Weights, segments: torch.Tensor, activation: Activation = 
 def head(
     weights: Weights, x: torch.Tensor, keep: torch.Tensor | None = None, activation: Activation = functional.relu
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """From the convolutions' [N, C, rows, 1] to the class logits [N, 5] and the leak logit [N].
+    """Compute the class logits [N, 5] and the leak logit [N] from the convolutions' output [N, C, rows, 1].
 
-    keep  [N, 16 C]: the dropout's mask, 0 or 1 / (1 - DROPOUT); None drops nothing
+    keep  [N, 16 C]: dropout mask of 0 or 1 / (1 - p); None drops nothing
     """
     x = functional.adaptive_avg_pool2d(x, (POOLED_ROWS, 1)).flatten(1)
     if keep is not None:
@@ -92,5 +92,5 @@ def head(
 def forward(
     weights: Weights, segments: torch.Tensor, keep: torch.Tensor | None = None, activation: Activation = functional.relu
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The whole network: segments [N, 1, H, 1] → class logits [N, 5] and leak logit [N]; `keep` as `head`'s."""
+    """Apply the whole network: segments [N, 1, H, 1] → class logits [N, 5] and leak logit [N]; `keep` as in `head`."""
     return head(weights, features(weights, segments, activation), keep, activation)

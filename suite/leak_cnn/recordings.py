@@ -21,25 +21,25 @@ from suite.leak_cnn.storage import VERSION
 
 SUFFIXES = (".wav", ".flac")
 RATES = (SAMPLE_RATE, 768_000)
-"""Below, half of the band would be missing; above, no microphone was at work."""
+"""Lowest and highest sample rate in Hz. Below, a part of the band would be missing; no microphone samples faster."""
 SILENT_DB = -60.0
-"""Under full scale, of the RMS."""
+"""RMS level relative to full scale, in dB, below which a stretch is silent."""
 LOUDEST = 1000.0
-"""60 dB over full scale."""
+"""60 dB above full scale. A recording with a sample this large is damaged."""
 SHORTEST = SAMPLE_RATE // 10
 FADE = SAMPLE_RATE // 200
-"""5 ms at a stretch's ends, so that a joint does not click as CRACK does."""
+"""Samples of the fade at a stretch's ends: 5 ms, so that a joint does not click as CRACK does."""
 UNKNOWN = (0, 0xFFFFFFFF)
-"""What a program that could not go back wrote as the size of a WAV file."""
+"""Sizes in the header of a WAV file by a program that could not seek back to write the real size."""
 
 
 class UnusableError(Exception):
-    """A recording is left out; the message says why, the first word is counted."""
+    """A recording cannot be used. The message says why; recordings are counted by the text before its colon."""
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """At most 10 s of a recording, from the sample `start`: what is never in two splits."""
+    """At most 10 s of a recording, from the sample `start`. A stretch is never in two splits."""
 
     recording: int
     start: int
@@ -47,7 +47,7 @@ class Stretch:
 
 
 def found(root: Path, option: str = "--from") -> list[str]:
-    """The recordings under a folder, by their paths from it with `/`; PerfsuiteError where there are none."""
+    """Return the recordings under a folder, as relative paths with `/`. PerfsuiteError if there are none."""
     if not root.is_dir():
         raise PerfsuiteError(f"{option} {root} is no folder; name one that holds WAV or FLAC recordings")
     names = [
@@ -62,12 +62,12 @@ def found(root: Path, option: str = "--from") -> list[str]:
 
 
 def in_order(names: Sequence[str], seed: int) -> list[str]:
-    """Shuffled by a hash of the seed and each name: the same whatever the others are."""
+    """Shuffle the names by a hash of the seed and each name. Two names keep their order whatever the others are."""
     return sorted(names, key=lambda name: hashlib.sha256(f"{seed}/".encode() + os.fsencode(name)).digest())
 
 
 def library() -> Any:
-    """soundfile; PerfsuiteError where it is not there."""
+    """Import and return soundfile; PerfsuiteError if that fails."""
     try:
         import soundfile
     except (ImportError, OSError):  # OSError: without libsndfile
@@ -79,20 +79,23 @@ def library() -> Any:
 
 
 def key_of(path: Path, *kinds: str) -> str:
-    """A name for what is made of a recording, which changes with the file; UnusableError where it is none."""
+    """Return a key for the parts made from a recording, which changes with the file.
+
+    UnusableError if the path is no regular file.
+    """
     try:
         stat = path.stat()
     except OSError as error:
         raise UnusableError(f"damaged: {error.strerror or error}") from None
-    if not S_ISREG(stat.st_mode):  # a pipe would be waited for
+    if not S_ISREG(stat.st_mode):  # reading a pipe would block
         raise UnusableError("unsuited: no regular file")
     return digest_of([VERSION, *kinds, os.fsencode(path.resolve()).hex(), stat.st_size, stat.st_mtime_ns])[:32]
 
 
 def read(path: Path) -> Array:
-    """A recording as mono at 4096 Hz, float32 [samples]; UnusableError where it is damaged, silent or too short.
+    """Read a recording as mono at 4096 Hz, float32 [samples]; UnusableError if it is damaged, silent or too short.
 
-    Every 10 s are resampled by themselves, so that an hour needs 120 MB whatever its rate.
+    Blocks of 10 s are resampled separately, so that an hour needs 120 MB whatever its sample rate.
     """
     soundfile = library()
     parts: list[Array] = []
@@ -104,7 +107,7 @@ def read(path: Path) -> Array:
                 raise UnusableError(f"unsuited: sampled at {rate} Hz, not at {RATES[0]} to {RATES[1]}")
             for block in _blocks(file, 10 * rate):
                 expected -= len(block)
-                if not (numpy.abs(block) < LOUDEST).all():  # nor NaN
+                if not (numpy.abs(block) < LOUDEST).all():  # NaN fails, too
                     raise UnusableError("damaged: a sample is no number, or far above full scale")
                 parts.append(resampled(block.mean(axis=1), rate).astype(numpy.float32))
     except (OSError, soundfile.SoundFileError) as error:
@@ -121,22 +124,22 @@ def read(path: Path) -> Array:
 
 
 def _whole(path: Path) -> None:
-    """UnusableError if a WAV file is shorter than it says: libsndfile would read what is left and say nothing."""
+    """Raise UnusableError if a WAV file is shorter than its header says: libsndfile would read it without an error."""
     with path.open("rb") as file:
         head = file.read(8)
     size = int.from_bytes(head[4:8], "little")
-    if head[:4] == b"RIFF" and size not in UNKNOWN and size + 8 > path.stat().st_size + 1:  # a pad byte may lack
+    if head[:4] == b"RIFF" and size not in UNKNOWN and size + 8 > path.stat().st_size + 1:  # a pad byte may be missing
         raise UnusableError("damaged: cut off")
 
 
 def _blocks(file: Any, frames: int) -> Iterator[Array]:
-    """[frames, channels] each; the last one is shorter."""
+    """Yield blocks [frames, channels]; the last one may be shorter."""
     while len(block := file.read(frames, dtype="float64", always_2d=True)):
         yield block
 
 
 def resampled(samples: Array, rate: int) -> Array:
-    """At 4096 Hz, by scipy's polyphase filter; 10 s at any whole rate give 40960 samples."""
+    """Resample to 4096 Hz by scipy's polyphase filter; 10 s at any integer rate give 40960 samples."""
     if rate == SAMPLE_RATE:
         return samples
     from scipy.signal import resample_poly
@@ -147,13 +150,16 @@ def resampled(samples: Array, rate: int) -> Array:
 
 
 def stretches(recording: int, samples: Array) -> list[Stretch]:
-    """A recording every 10 s, without what is silent or too short."""
+    """Cut a recording every 10 s, and leave out stretches that are silent or too short."""
     cut = [Stretch(recording, start, min(SAMPLES, len(samples) - start)) for start in range(0, len(samples), SAMPLES)]
     return [s for s in cut if s.length >= SHORTEST and rms(samples[s.start : s.start + s.length]) >= gain(SILENT_DB)]
 
 
 def divided(given: Sequence[Stretch], share: float) -> tuple[list[Stretch], list[Stretch]]:
-    """For training, and so many for validation that they have `share` of the time; two or more leave neither empty."""
+    """Return stretches (for training, for validation); the latter get about `share` of the time.
+
+    With two or more stretches neither list is empty.
+    """
     wanted = share * sum(s.length for s in given)
     kept, taken = 0, 0
     for stretch in given[:-1]:
@@ -164,9 +170,11 @@ def divided(given: Sequence[Stretch], share: float) -> tuple[list[Stretch], list
 
 
 def pieces(given: Sequence[Stretch], most: int, reuse: int, order: Callable[[int], Array]) -> list[list[Stretch]]:
-    """At most `most` pieces of 10 s, in rounds: each has every stretch once, in the order that `order(round)` gives.
+    """Return at most `most` pieces of 10 s, made in `reuse` rounds.
 
-    A stretch of 10 s is a piece. Shorter ones are put together; what is over goes on in the next round.
+    A round uses each stretch once, in the order that `order(round)` gives. A stretch of 10 s is a piece by itself.
+    Shorter stretches are joined. The rest of a stretch, if 0.1 s or longer, begins the next piece. An unfinished piece
+    is continued in the next round.
     """
     made: list[list[Stretch]] = []
     begun: list[Stretch] = []
@@ -192,7 +200,10 @@ def pieces(given: Sequence[Stretch], most: int, reuse: int, order: Callable[[int
 
 
 def joined(piece: Sequence[Stretch], load: Callable[[int], Array]) -> Array:
-    """The samples of a piece, each stretch faded in and out, from what `load` gives of a recording; float64 [40960]."""
+    """Return the samples of a piece, float64 [40960], with each stretch faded in and out.
+
+    load  number of a recording → its samples
+    """
     ramp = 0.5 - 0.5 * numpy.cos(numpy.pi * (numpy.arange(FADE) + 0.5) / FADE)
     parts = []
     for stretch in piece:

@@ -1,4 +1,4 @@
-"""What an epoch of leak_cnn reports, and the picture of it: the same from either trainer."""
+"""The report of an epoch of leak_cnn, and a plot of the last validation. Both trainers make the same."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ PICTURE = "confusion.svg"
 
 @dataclass(frozen=True, kw_only=True)
 class Validation:
-    """Of all validation files: their segments, and themselves."""
+    """Metrics of all validation files, by segment and by file."""
 
     segments: EpochMetrics
     files: Confusion
-    """[2, 2]: rows are what the files are, columns what they were taken for; LEAK is the second."""
+    """Counts [2, 2]: rows are the true classes, columns the predicted ones; LEAK is the second."""
 
     def metrics(self) -> dict[str, float]:
-        """`validation_loss`, `_accuracy` and `_f1` of the segments, `file_accuracy` and `file_f1`."""
+        """Return `validation_loss`, `_accuracy` and `_f1` of the segments, `file_accuracy` and `file_f1`."""
         return {
             "validation_loss": self.segments.loss,
             "validation_accuracy": self.segments.accuracy,
@@ -46,27 +46,27 @@ class Validation:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """An epoch's."""
+    """The report of an epoch."""
 
     epoch: int
-    """From 1."""
+    """Number of the epoch, from 1."""
     rate: float
     losses: Sequence[float] = field(repr=False)
-    """Of its steps."""
+    """Losses of the epoch's steps."""
     first_step: int
-    """Steps made before it."""
+    """Number of steps made before the epoch."""
     training: EpochMetrics
     validation: Validation | None
 
     def wrong(self) -> int | None:
-        """The first of its steps whose loss is no finite number, from 0; None where all are."""
+        """Return the epoch's first step, from 0, whose loss is not finite; None if all are finite."""
         return next((i for i, loss in enumerate(self.losses) if not math.isfinite(loss)), None)
 
     def metrics(self) -> dict[str, float]:
-        """As the shared loop takes them: `loss`, `accuracy` and `f1` are the training segments'.
+        """Return the metrics for the shared loop: `loss`, `accuracy` and `f1` are those of the training segments.
 
         With a validation also `validation_loss`, `_accuracy` and `_f1` (segments) and `file_accuracy` and `file_f1`.
-        Where a loss is no finite number, "step" is the first of which that holds.
+        If a loss is not finite, "step" is the first step with such a loss, and "loss" is that loss.
         """
         found = {
             "loss": self.training.loss,
@@ -82,26 +82,29 @@ class Report:
 
 
 def finish(trainer: Any, folder: Path) -> str | None:
-    """At the end of a run: the last validation's confusion matrices into the folder; a line for the user, or None."""
+    """Plot the last validation's confusion matrices into the folder, at the end of a run.
+
+    Returns a line for the user; None if there was no validation.
+    """
     validation: Validation | None = trainer.validation()
     if validation is None:
         return None
     line = f"validation: {validation.summary}"
     try:
         plot(validation, folder / PICTURE)
-    except PerfsuiteError as error:  # the run has been saved: a picture is no reason to fail
+    except PerfsuiteError as error:  # the run has been saved: a missing plot is no reason to fail
         return f"{line}; {error}"
     return f"{line}; wrote {folder / PICTURE}"
 
 
 def quality(trainer: Any, given: Any) -> dict[str, float]:
-    """The last validation's metrics, for `perfsuite ab`; empty where there was none."""
+    """Return the last validation's metrics, for `perfsuite ab`; empty if there was none."""
     validation: Validation | None = trainer.validation()
     return {} if validation is None else validation.metrics()
 
 
 def plot(validation: Validation, path: Path) -> None:
-    """Both confusion matrices, as SVG; PerfsuiteError where matplotlib is not installed."""
+    """Plot both confusion matrices as SVG; PerfsuiteError if matplotlib is not installed."""
     pyplot = plotting.pyplot("no confusion matrix was drawn, which needs matplotlib: pip install 'perfsuite[test]'")
     with plotting.style(pyplot):
         figure, both = pyplot.subplots(1, 2, figsize=(9, 4), layout="constrained", width_ratios=(3, 2))
@@ -111,7 +114,7 @@ def plot(validation: Validation, path: Path) -> None:
 
 
 def _matrix(axes: Any, confusion: Confusion, names: Sequence[str], what: str) -> None:
-    """Counts in cells that are shaded by their share of the row."""
+    """Draw the counts in cells that are shaded by their share of the row."""
     shares = [[count / max(1, sum(row)) for count in row] for row in confusion]
     axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
     for i, row in enumerate(confusion):

@@ -1,4 +1,4 @@
-"""Where the sound of leak_cnn's data comes from: a folder of recordings, or none.
+"""Sources of the sound in leak_cnn's data: a folder of recordings, or synthetic recordings.
 
 source: leak_cnn, technique 001 (data)
 """
@@ -21,23 +21,23 @@ from suite.leak_cnn.classes import CLASSES
 from suite.leak_cnn.features import SAMPLE_RATE, SAMPLES, SPLITS, Array
 
 MOST = 100_000
-"""Files of a split, of 5 KiB each."""
+"""Most files of a split, of 5 KiB each."""
 NAMED = 10
-"""Recordings that are left out are named up to so many; the rest is counted."""
+"""Most recordings that are named when they are left out; further ones are only counted."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What a set is made from, besides the recordings."""
+    """Options that determine a set, together with the recordings."""
 
     folder: Path | None = None
-    """Of recordings; None: synthetic ones."""
+    """Folder of recordings; None: synthetic recordings."""
     train: int = 500
     validation: int = 125
     snr_db: tuple[float, float] = (-10.0, 10.0)
     seed: int = 0
     reuse: int = 10
-    """So many files at most that a stretch of sound is in."""
+    """Most files that use the same stretch of sound."""
 
     def __post_init__(self) -> None:
         for name in SPLITS:
@@ -54,31 +54,31 @@ class Recipe:
 
     @property
     def files(self) -> int:
-        """Of both splits."""
+        """Number of files in both splits."""
         return self.train + self.validation
 
     def random(self, *key: int) -> sounds.Generator:
-        """A generator of its own for each key."""
+        """Return an independent random generator for each key."""
         return numpy.random.default_rng([self.seed, *key])
 
 
 class Source(Protocol):
-    """Where the pieces of 10 s come from."""
+    """A source of pieces of 10 s."""
 
     @property
     def told(self) -> str:
-        """In a line."""
+        """One line that describes the source."""
 
     def identity(self) -> object:
-        """Of all that the pieces depend on, for JSON."""
+        """Return all that the pieces depend on, as JSON values."""
 
     def piece(self, split: int, index: int) -> Array:
-        """[40960]."""
+        """Return one piece of a split, [40960]."""
 
 
 @dataclass(frozen=True)
 class Synthetic:
-    """Recordings that are made from the seed alone."""
+    """Recordings made from the seed alone."""
 
     recipe: Recipe
     told: str = "synthetic recordings of tones and noise"
@@ -92,7 +92,7 @@ class Synthetic:
 
 @dataclass
 class Folder:
-    """Recordings under a folder, read in an order that the seed gives until there is enough sound."""
+    """Recordings under a folder, read in an order that depends on the seed until there is enough sound."""
 
     recipe: Recipe
     root: Path
@@ -100,7 +100,7 @@ class Folder:
     watcher: Watcher
     told: str = ""
     _names: list[str] = field(default_factory=list)
-    """Of the recordings' parts; to keep each open would need a file descriptor each."""
+    """Names of the recordings' parts. The parts are not kept open, as each would need a file descriptor."""
     _identity: list[list[str]] = field(default_factory=list)
     _pieces: list[list[list[recordings.Stretch]]] = field(default_factory=list)
 
@@ -119,7 +119,7 @@ class Folder:
         self._lay_out(given, seconds)
 
     def _read(self, names: list[str]) -> tuple[list[recordings.Stretch], Counter[str], int]:
-        """The stretches, what was left out and why, and how many recordings that took."""
+        """Return the stretches, reason → number of recordings left out, and the number of recordings looked at."""
         given: list[recordings.Stretch] = []
         left_out: Counter[str] = Counter()
         seen: set[str] = set()
@@ -150,7 +150,7 @@ class Folder:
         return given, left_out, len(names)
 
     def _part(self, name: str) -> str:
-        """The part of a recording, which is read unless it was before and has not changed."""
+        """Return the name of a recording's part. Read the recording if there is no part, or if the file has changed."""
         path = self.root / name
         part = f"part-recording-{recordings.key_of(path)}"
         if self.parts.load(part) is None:
@@ -188,5 +188,5 @@ class Folder:
 
 
 def printable(name: str) -> str:
-    """A path that is no UTF-8, too."""
+    """Return a path as printable text; bytes that are not UTF-8 become replacement characters."""
     return os.fsencode(name).decode(errors="replace")

@@ -1,4 +1,4 @@
-"""The state that both trainers keep in a checkpoint, under the same names, so that each reads the other's."""
+"""The checkpoint state of both trainers. The names are the same, so each trainer reads the other's checkpoints."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from suite.runtime.weights import check_weights, copies, optimizer_copies
 
 
 def state_of(trainer: Any) -> dict[str, Any]:
-    """All that a trainer's next epoch depends on, its configuration, and the best weights so far.
+    """Return all that a trainer's next epoch depends on, its configuration, and the best weights so far.
 
     weights    name → tensor
-    optimizer  of the scaler's step: moments, steps, scale
-    steps      made so far, which the dropout is hashed from
-    best       the weights with the largest macro-F1 of the validation files, that F1, and the epoch (from 1); of
-               equals the first. Before a validation the F1 is -1, and the epoch 0.
+    optimizer  state of the scaler's step: moments, steps, scale
+    steps      number of steps made so far, from which the dropout is hashed
+    best       the weights with the largest macro-F1 of the validation files, that F1, and the epoch (from 1); on a tie
+               the first. Before a validation the F1 is -1, and the epoch 0.
     """
     return {
         "weights": copies(trainer.weights),
@@ -35,9 +35,9 @@ def state_of(trainer: Any) -> dict[str, Any]:
 
 
 def restore(trainer: Any, state: Mapping[str, Any]) -> None:
-    """Copy a state into a trainer's own tensors. ValueError where a shape is another, or a weight is missing.
+    """Copy a state into a trainer's own tensors. ValueError if a shape differs or a weight is missing.
 
-    What is no tensor, the trainer sets itself.
+    Values that are no tensors are left to the trainer.
     """
     best = state["best"]
     for counts, name in ((state, "steps"), (best, "epoch")):
@@ -53,9 +53,9 @@ def restore(trainer: Any, state: Mapping[str, Any]) -> None:
 
 
 def best_f1_of(state: Mapping[str, Any]) -> float:
-    """The F1 of a state's best weights; -1 where they were kept by another measure, as in older checkpoints.
+    """Return the F1 of a state's best weights; -1 if they were chosen by another measure, as in older checkpoints.
 
-    ValueError where it is no F1.
+    ValueError if the value is no F1.
     """
     found = state["best"].get("f1", -1.0)
     if not isinstance(found, float) or not -1 <= found <= 1:
@@ -64,7 +64,7 @@ def best_f1_of(state: Mapping[str, Any]) -> float:
 
 
 def stops(trainer: Any) -> str | None:
-    """Why training should end now: no better validation for `patience` epochs. None where it should go on."""
+    """Return why training should end now: no better validation for `patience` epochs. None if it should go on."""
     patience, done = trainer.config.patience, trainer.steps // trainer.steps_of_epoch
     best = int(trainer.best_epoch) if patience else 0  # waits for the device
     if not best or done - best < patience:

@@ -1,4 +1,4 @@
-"""A training step of leak_cnn up to its gradients, from parts, for the techniques that leave the function as it is."""
+"""A training step of leak_cnn up to its gradients, for the techniques that do not change the function."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def training_loss(
     class_weights: torch.Tensor,
     activation: Activation = functional.relu,
 ) -> torch.Tensor:
-    """The loss of a batch, 0-d, without dropout: segments [N, 1, H, 1], labels [N] int64, class_weights [5]."""
+    """Return the loss of a batch, 0-d, without dropout: segments [N, 1, H, 1], labels [N] int64, class_weights [5]."""
     classes, leak = forward(weights, segments, activation=activation)
     return leak_cnn_loss(classes, leak, labels, class_weights)
 
@@ -28,7 +28,7 @@ def training_loss(
 def with_gradients(
     step: Step, weights: Weights, segments: torch.Tensor, labels: torch.Tensor, class_weights: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """A step's loss and its gradient by each weight, all within the call: for a setting that holds for both."""
+    """Return a step's loss and its gradient by each weight. Both passes run in the call, under the same settings."""
     leaves = {name: weight.detach().requires_grad_() for name, weight in weights.items()}
     with torch.enable_grad():
         loss = step(leaves, segments, labels, class_weights)

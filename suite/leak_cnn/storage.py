@@ -1,4 +1,4 @@
-"""The HDF5 file of leak_cnn's data: its format, and opening it again."""
+"""The HDF5 file of leak_cnn's data: its format, and how it is opened again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ VERSION = 1
 
 
 def opened(path: Path | str, digest: str) -> Any:
-    """A file that was found right before, to be read; PerfsuiteError where it is no longer that one."""
+    """Open a file that was checked before, for reading. PerfsuiteError if it is no longer the same set."""
     try:
         file = hdf5.library().File(path, "r")
     except OSError as error:

@@ -26,36 +26,36 @@ from suite.runtime.weights import check_weights
 from suite.techniques import implementation
 
 FILES = 256
-"""Files of 10 s that are judged at once."""
+"""Files of 10 s that are evaluated at once."""
 
 
 class Piece(NamedTuple):
-    """The verdict on 10 s of a recording."""
+    """The prediction for 10 s of a recording."""
 
     begin: float
-    """Seconds."""
+    """Start within the recording, in seconds."""
     end: float
     leak: bool
     """Whether at least half of the long windows reach the threshold."""
     probability: float
     """Mean probability of LEAK over the long windows."""
     classes: tuple[float, ...]
-    """Probability of each class, the mean over the segments."""
+    """Mean probability of each class over the segments."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """A checkpoint's best weights, or its last ones where no validation was made."""
+    """A network with a checkpoint's best weights, or with its last ones if no validation was made."""
 
     weights: Mapping[str, torch.Tensor]
     config: TrainConfig
     epoch: int
-    """After which the weights were kept; 0: the last ones."""
+    """Epoch after which the weights were kept; 0: the last weights."""
     device: torch.device
 
     @torch.no_grad()
     def __call__(self, mels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(class logits [N, 5], leak logits [N], probability of LEAK [files, longs], whether each file leaks).
+        """Return (class logits [N, 5], leak logits [N], probability of LEAK [files, longs], whether each file leaks).
 
         mels  [files, longs, shorts, 32, 1]
         """
@@ -71,7 +71,7 @@ class Trained:
         return classes, leak, p, leaks
 
     def evaluated(self, data: LeakAudio, split: str) -> Validation:
-        """The metrics of a split; PerfsuiteError where the set has no such split."""
+        """Compute the metrics of a split; PerfsuiteError if the set has no such split."""
         if split not in data.files:
             raise PerfsuiteError(
                 f"--split {split}: {data.path} has {', '.join(data.files)} alone; sets of labelled recordings have test"
@@ -99,9 +99,9 @@ class Trained:
         return Validation(segments=segments, files=files.tolist())
 
     def judged(self, samples: Array) -> list[Piece]:
-        """Every 10 s of a recording, float32 [samples] at 4096 Hz.
+        """Return the predictions for every 10 s of a recording, float32 [samples] at 4096 Hz.
 
-        The last piece is the recording's last 10 s, and overlaps the one before. A recording of less is repeated.
+        The last piece is the recording's last 10 s and may overlap the one before. A shorter recording is repeated.
         """
         starts = list(range(0, len(samples) - SAMPLES + 1, SAMPLES)) or [0]
         if len(samples) - starts[-1] > SAMPLES:
@@ -120,7 +120,7 @@ class Trained:
 
 
 def trained_of(path: Path, state: Mapping[str, Any], device: torch.device) -> Trained:
-    """The network of a checkpoint's state; PerfsuiteError where it is damaged."""
+    """Return the network of a checkpoint's state; PerfsuiteError if the state is damaged."""
     try:
         best = state["best"]
         chosen = best["weights"] if best["epoch"] else state["weights"]
@@ -139,7 +139,7 @@ def trained_of(path: Path, state: Mapping[str, Any], device: torch.device) -> Tr
 
 
 def sound_of(path: Path) -> Array:
-    """A recording's samples; PerfsuiteError where it cannot be used."""
+    """Read a recording's samples; PerfsuiteError if it cannot be used."""
     if not path.is_file():
         raise PerfsuiteError(f"{shown(path)} is no file; name a WAV or FLAC recording")
     try:
@@ -149,7 +149,7 @@ def sound_of(path: Path) -> Array:
 
 
 def _count(confusion: torch.Tensor, wanted: torch.Tensor, found: torch.Tensor) -> None:
-    """Add to counts [classes, classes], by (is, taken for)."""
+    """Add to a confusion matrix [classes, classes], indexed by (true class, predicted class)."""
     n = len(confusion)
     confusion += torch.bincount(wanted.cpu() * n + found.cpu(), minlength=n * n).view(n, n)
 

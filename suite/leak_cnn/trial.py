@@ -1,4 +1,4 @@
-"""What the pairs on the whole network share: inputs, its weights as a module, and where its gradients jump."""
+"""Parts that the pairs on the whole network share: inputs, its weights as a module, and where its gradients jump."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from suite.leak_cnn.classes import CLASSES
 from suite.leak_cnn.model import POOLED_ROWS, Weights, head, pool
 
 ROUNDING = 64 * torch.finfo(torch.float32).eps
-"""Of float32's roundings of a sum, relative to the sum of its terms' sizes."""
+"""Bound on the rounding error of a float32 sum, relative to the sum of its terms' absolute values."""
 
 
 class Network(torch.nn.Module):
-    """The 12 tensors under their names, with any number of channels."""
+    """The 12 tensors of the network under their names, for any number of channels."""
 
     def __init__(self, c1: int, c2: int, c3: int, h: int) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ INPUTS: Mapping[str, Any] = {
     "labels": tensor("N", dtype="int64", values=integers(0, len(CLASSES))),
     "class_weights": tensor(len(CLASSES), values=floats(0.5, 2), differentiable=False),
 }
-"""Of a pair on the network, of any size within `SIZES`."""
+"""Inputs of a pair on the network, of any size within `SIZES`."""
 SIZES = {
     "N": size(1, 9),
     "H": size(4, 33),
@@ -46,18 +46,18 @@ SIZES = {
     "h": size(1, 9),
 }
 FEW = {"N": 2, "H": 32, "c1": 4, "c2": 4, "c3": 4, "h": 8}
-"""So few values that hardly ever one lies within a rounding of a ReLU's 0 or of a tie."""
+"""Sizes with so few values that hardly ever one lies within rounding error of a ReLU's 0 or of a tie."""
 
 
 def drawn() -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Weights of a small network, segments, labels and class weights, the same each time."""
+    """Return weights of a small network, segments, labels and class weights, the same at each call."""
     torch.manual_seed(0)
     weights: dict[str, torch.Tensor] = dict(Network(3, 4, 5, 6).named_parameters())
     return weights, torch.randn(6, 1, 32, 1), torch.tensor([0, 1, 2, 3, 4, 2]), torch.ones(5)
 
 
 class Seen(TorchDispatchMode):
-    """Notes something of each operation, given its arguments."""
+    """Records `note(arguments)` for each operation."""
 
     def __init__(self, note: Callable[[tuple[Any, ...]], object]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has not typed it
@@ -68,12 +68,12 @@ class Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def of(self, name: str) -> list[object]:
-        """What was noted of the operation of that name."""
+        """Return the records of all operations of this name."""
         return [noted for operation, noted in self.seen if operation == name]
 
 
 def on_network(call: Callable[..., Any]) -> Callable[..., Any]:
-    """The call, given a `Network` in place of its weights."""
+    """Wrap a call so that it takes a `Network` in place of its weights."""
 
     def given(network: Network, *arguments: torch.Tensor) -> Any:
         return call(dict(network.named_parameters()), *arguments)
@@ -84,25 +84,28 @@ def on_network(call: Callable[..., Any]) -> Callable[..., Any]:
 def near_a_threshold(
     network: Network, segments: torch.Tensor, labels: torch.Tensor, class_weights: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """All gradients, where a rounding of float32 may send one elsewhere: a ReLU nearly at 0, a pooling's near tie."""
+    """Return gradient name → whether float32 rounding may make it jump, at a ReLU input near 0 or a tie in a pooling.
+
+    The value is the same for all gradients: True if any segment is near such a threshold.
+    """
     weights = dict(network.named_parameters())
     with torch.no_grad():
         near = _near(weights, segments).any()
-    # Of the harness's own gradients, and of those that a step returns.
+    # Names of the harness's own gradients, and of those that a step returns.
     names = [*(f"gradient of network.{name}" for name in weights), *(f"output[1]['{name}']" for name in weights)]
     return dict.fromkeys(names, near)
 
 
 def off_thresholds(network: Network, segments: torch.Tensor, *_: torch.Tensor) -> None:
-    """Writes over segments of which a gradient may jump, in place, with those of which none may.
+    """Overwrite, in place, segments whose gradient may jump with segments whose gradient cannot.
 
-    One jump among the thousands of a large batch would move every gradient of the weights by more than their rounding.
+    One jump among the thousands of a large batch would change every gradient of the weights by more than its rounding.
     """
     write_over(segments, _near({name: w.double() for name, w in network.named_parameters()}, segments.double()))
 
 
 def write_over(items: torch.Tensor, where: torch.Tensor) -> None:
-    """Writes over the finite items [N, …] with others of them, in place, where `where` [N] says so of some."""
+    """Overwrite, in place, the finite items [N, …] where `where` [N] is True with finite items where it is False."""
     finite = items.isfinite().flatten(1).all(1)
     at, others = (finite & where).nonzero().flatten(), (finite & ~where).nonzero().flatten()
     if len(others):
@@ -110,7 +113,7 @@ def write_over(items: torch.Tensor, where: torch.Tensor) -> None:
 
 
 def _near(weights: Weights, x: torch.Tensor) -> torch.Tensor:
-    """[N] bool."""
+    """Return whether each segment is within rounding error of a ReLU's 0 or of a tie in a pooling, bool [N]."""
     near = torch.zeros(len(x), dtype=torch.bool, device=x.device)
     for name in ("conv1", "conv2", "conv3"):
         weight, bias = weights[f"{name}.weight"], weights[f"{name}.bias"]
