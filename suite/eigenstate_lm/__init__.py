@@ -1,1 +1,1 @@
-"""What the two trainers of eigenstate_lm share."""
+"""Parts that the two trainers of eigenstate_lm share."""

@@ -14,9 +14,9 @@ from suite.scaling import Scaling, scaling_for
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """All of eigenstate_lm's settings. `__post_init__` raises ValueError, naming field and remedy, for what cannot be.
+    """All settings of eigenstate_lm. `__post_init__` raises ValueError, with field and remedy, for an invalid value.
 
-    The reference trainer reads what stands before the techniques, and `autocast_fp16` and `autocast_bf16`: it has no
+    The reference trainer reads the fields before the techniques, and `autocast_fp16` and `autocast_bf16`. It has no
     other techniques.
     """
 
@@ -24,11 +24,11 @@ class TrainConfig:
     width: int = 1024
     layers: int = 8
     eigenstates: int = 128
-    """Of a cell."""
+    """Eigenstates of a cell."""
     cells: int = 2
-    """Of a block."""
+    """Cells of a block."""
     sequence_length: int = 32768
-    """Tokens."""
+    """Tokens of a sequence."""
     batch_size: int = 4
     """Sequences of a micro-batch."""
     accumulation: int = 4
@@ -36,55 +36,55 @@ class TrainConfig:
 
     # --- constants
     steps: int = 1000
-    """Of the schedule, at whose end the run ends; more than 10."""
+    """Steps of the learning-rate schedule, 11 or more. The run ends with it."""
     learning_rate: float = 3e-4
-    """The highest one."""
+    """Highest learning rate of the schedule."""
     weight_decay: float = 1e-2
     clip: float = 1.0
-    """The gradients' largest norm, of all together."""
+    """Largest norm of all gradients together; larger gradients are scaled down to it."""
     dropout: float = 0.1
     seed: int = 0
-    """Of the first weights and of the order of the sequences."""
+    """Seed of the first weights and of the order of the sequences."""
 
     validate_every: int = 100
-    """Steps from one validation to the next, where the data have held-out sequences (`validation`); 0: none."""
+    """Steps from one validation to the next, if the data have held-out sequences (`validation`); 0: no validation."""
     patience: int = 0
-    """End after so many validations without a smaller loss; 0: never."""
+    """End the run after this many validations without a smaller loss; 0: never."""
 
     # --- how it runs
     num_workers: int = 4
-    """Processes that read sequences, with `loader` on."""
+    """Worker processes that read sequences, with `loader` on."""
     prefetch_factor: int = 4
-    """Batches that each of them makes ahead."""
+    """Batches that each worker prepares ahead."""
     cleanup_every: int = 10
-    """Steps from one look at the allocator's cache to the next, with `adaptive_cleanup` on."""
+    """Steps from one check of the allocator's cache to the next, with `adaptive_cleanup` on; 0: no check."""
 
     # --- techniques
     packed_tokens: bool = True
-    """Sequences come from the mapped file; off: texts are encoded when they are asked for."""
+    """Read sequences from the memory-mapped file; off: encode texts when they are needed."""
     eigenstate_scan: bool = True
     fused_output_projection: bool = True
     chunked_cross_entropy: bool = True
     gradient_accumulation: bool = True
-    """Off: all sequences of a step at once."""
+    """Compute a step by micro-batches; off: all its sequences at once."""
     clip_grad_norm: bool = True
     one_cycle: bool = True
     sync_free_scaler_step: bool = True
-    """AdamW in one kernel, without the host."""
+    """Run AdamW in one kernel, without waiting for the host."""
     adaptive_cleanup: bool = True
     use_compile: bool = True
-    """What is within a block, beside the scan, under torch.compile."""
+    """Run the parts of a block, except the scan, under torch.compile."""
     tf32: bool = False
     autocast_bf16: bool = False
-    """Products in bfloat16, in either trainer."""
+    """Compute matrix products in bfloat16, in either trainer."""
 
     # --- techniques that trade, or exclude another
     autocast_fp16: bool = False
-    """The same in float16, with a scaled loss."""
+    """Compute them in float16, with a scaled loss."""
     activation_checkpoint: bool = False
-    """A block's two linear layers are computed again in the backward: less memory, more time."""
+    """Recompute a block's two linear layers in the backward pass: less memory, more time."""
     loader: bool = False
-    """Workers make the batches ahead, for which this process needs a thousandth of a step; wants `packed_tokens`."""
+    """Prepare batches ahead in workers; needs `packed_tokens`. Without it, batches take a thousandth of a step."""
 
     def __post_init__(self) -> None:
         for name in ("width", "layers", "eigenstates", "cells", "sequence_length", "batch_size", "accumulation"):
@@ -107,28 +107,28 @@ class TrainConfig:
 
     @property
     def sequences(self) -> int:
-        """Of a step."""
+        """Sequences of a step."""
         return self.batch_size * self.accumulation
 
     @property
     def tokens(self) -> int:
-        """Of a step."""
+        """Tokens of a step."""
         return self.sequences * self.sequence_length
 
     @property
     def scaling(self) -> Scaling:
-        """Of the loss: as float16 wants it, and by 1 elsewhere."""
+        """Loss scaling: that of `torch.amp.GradScaler` for float16, and a constant 1 for other dtypes."""
         return scaling_for(float16=self.autocast_fp16)
 
     @property
     def precision(self) -> str:
-        """Of the products, as `perfsuite.ceilings` calls it."""
+        """Precision of the matrix products, under its name in `perfsuite.ceilings`."""
         if self.autocast_bf16 or self.autocast_fp16:
             return "bfloat16" if self.autocast_bf16 else "float16"
         return "tf32" if self.tf32 else "float32"
 
     def sizes(self, vocabulary: int = VOCABULARY) -> Sizes:
-        """Of the network, for a text's vocabulary."""
+        """Return the sizes of the network for a vocabulary."""
         return Sizes(
             vocabulary=vocabulary,
             width=self.width,
@@ -138,7 +138,7 @@ class TrainConfig:
         )
 
     def flops(self, vocabulary: int = VOCABULARY) -> float:
-        """Of a token's forward and backward: six for each parameter, the head's among them."""
+        """Return the FLOPs of a token's forward and backward pass: six per parameter, including the head's."""
         return 6.0 * parameters(self.sizes(vocabulary))
 
 
@@ -156,9 +156,9 @@ TECHNIQUES = (
     "tf32",
     "autocast_bf16",
 )
-"""The switches, in the order in which the ablation turns them on. The last two have a precision of their own."""
+"""The switches, in the order in which the ablation turns them on. The last two change the precision."""
 TRADES = ("autocast_fp16", "activation_checkpoint", "loader")
-"""Switches that no "all on" has: one excludes autocast_bf16, one pays time for memory, one processes for little."""
+"""Switches that "all on" leaves off: one excludes autocast_bf16, one trades time for memory, one gains little."""
 CLAIMS = {
     "eigenstate_scan": "53.9×",
     "fused_output_projection": "2× the bandwidth",
@@ -167,10 +167,10 @@ CLAIMS = {
     "autocast_bf16": "2×, half the memory (of float16)",
     "adaptive_cleanup": "prevents fragmentation",
 }
-"""What the source expected of each."""
+"""Technique → the gain that the source expects."""
 
 
 def without_techniques(config: TrainConfig) -> TrainConfig:
-    """The same configuration with every switch off."""
+    """Return the configuration with every switch off."""
     off: dict[str, Any] = dict.fromkeys((*TECHNIQUES, *TRADES), False)
     return dataclasses.replace(config, **off)

@@ -1,4 +1,4 @@
-"""The text of eigenstate_lm: a pack, the sequences of it that either trainer reads, and which of them make a step."""
+"""The text of eigenstate_lm: a pack, the sequences that both trainers read from it, and the sequences of each step."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
 
 class Sequences(Protocol):
-    """Sequences by their numbers."""
+    """Sequences that are read by their numbers."""
 
     def batch(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(inputs, labels), int64 [B, length] each, of these numbers, int64 [B], on their device."""
+        """Return (inputs, labels), int64 [B, length] each, of the numbers `rows`, int64 [B], on their device."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,19 +41,19 @@ class Data:
     """Fields of a configuration that concern the data."""
 
     data: str | None = None
-    """A folder of `perfsuite data pack`; null: one made from Python's standard library, and kept in `cache`."""
+    """A folder of `perfsuite data pack`; null: a pack made from Python's standard library and kept in `cache`."""
     synthetic: int = 0
-    """Make so many random sequences instead; needs no tokenizers library."""
+    """If above 0, use this many random sequences instead; needs no tokenizers library."""
     vocabulary: int = VOCABULARY
-    """Of what is made."""
+    """Vocabulary of a pack that is made here."""
     sequence_length: int = 32768
     batch_size: int = 4
     accumulation: int = 4
     steps: int = 1000
     seed: int = 0
-    """Of the order of the sequences."""
+    """Seed of the order of the sequences."""
     validation: int = 0
-    """Sequences that are held out, evenly spaced in the text; none of them is trained on."""
+    """Number of held-out sequences, evenly spaced in the text. They are not trained on."""
     cache: str = text.CACHE
 
     def __post_init__(self) -> None:
@@ -64,15 +64,15 @@ class Data:
 
 @dataclass(frozen=True)
 class Text:
-    """A pack, cut into sequences of `length` tokens, each of which a token follows; PerfsuiteError where it has none.
+    """A pack, cut into sequences of `length` tokens. Each sequence has a following token, its last label.
 
-    A trainer is given it.
+    The data of a trainer. PerfsuiteError if all sequences are held out, or if there is none.
     """
 
     pack: PackedText
     length: int
     held_out: int = 0
-    """Sequences that are not trained on."""
+    """Number of sequences that are not trained on."""
 
     def __post_init__(self) -> None:
         count = self.pack.sequences(self.length)
@@ -83,7 +83,7 @@ class Text:
             )
 
     def __len__(self) -> int:
-        """Sequences to train on."""
+        """Return the number of sequences to train on."""
         return len(self.training)
 
     @cached_property
@@ -103,9 +103,9 @@ class Text:
 
     @cached_property
     def validation_bytes(self) -> int:
-        """Bytes of text that the held-out labels are tokens of; 0 where the tokens are random.
+        """Bytes of text in the held-out labels; 0 if the tokens are random.
 
-        The end of a document has none.
+        The token that ends a document has no bytes.
         """
         if not self.tokenizer:
             return 0
@@ -123,18 +123,18 @@ class Text:
 
     @cached_property
     def tokenizer(self) -> str:
-        """The tokenizers library's JSON; empty where the tokens are random."""
+        """JSON of the tokenizers library; empty if the tokens are random."""
         return (self.pack.path / packed_text.TOKENIZER).read_text(encoding="utf-8")
 
     def packed(self) -> Sequences:
-        """The sequences, from the mapped file."""
+        """Return the sequences of the memory-mapped file."""
         found: Sequences = implementation("data.packed_tokens", "PackedTokens", optimized=True)(
             self.pack.path, self.length
         )
         return found
 
     def encoded(self) -> Sequences:
-        """The sequences, of texts that are encoded when they are asked for; random tokens are there already."""
+        """Return sequences whose texts are encoded when they are needed. Random tokens are read from the pack."""
         if not self.tokenizer:
             return _Random(self)
         library: Any = text.library().Tokenizer.from_str(self.tokenizer)
@@ -159,9 +159,10 @@ class _Random:
 
 
 def rows_of(step: int, sequences: int, count: int, seed: int) -> torch.Tensor:
-    """Which of the sequences are a step's, from 0, which takes `count`: int64 [count] on the CPU.
+    """Return the numbers of the `count` sequences of a step, from 0: int64 [count] on the CPU.
 
-    An epoch is a permutation of all; those that make no whole step at its end are left out, and come in another.
+    An epoch is a permutation of all sequences. An incomplete step at its end is left out; its sequences come in other
+    epochs.
     """
     epoch, place = divmod(step, sequences // count)
     return _order(sequences, seed, epoch)[place * count : (place + 1) * count]
@@ -169,12 +170,12 @@ def rows_of(step: int, sequences: int, count: int, seed: int) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=2)
 def _order(sequences: int, seed: int, epoch: int) -> torch.Tensor:
-    """Of an epoch, sorted once and not at each of its steps."""
+    """Return the permutation of an epoch. The cache avoids sorting at each of its steps."""
     return permutation(sequences, seed, epoch, "cpu")
 
 
 def next_rows(config: TrainConfig, given: Text, step: int, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The sequences of a trainer's next step; ValueError where `batch["step"]` is there and is another."""
+    """Return the sequences of a trainer's next step; ValueError if `batch["step"]` is given and is another step."""
     check_step(batch, step)
     return given.training[rows_of(step, len(given), config.sequences, config.seed)]
 
@@ -182,8 +183,8 @@ def next_rows(config: TrainConfig, given: Text, step: int, batch: Mapping[str, t
 class Steps(NumberedSteps):
     """The numbers of the steps.
 
-    Which sequences are a step's follows from its number and the seed (`rows_of`), so that either trainer finds them by
-    itself. PerfsuiteError where there are fewer than a step takes.
+    The sequences of a step follow from its number and the seed (`rows_of`), so each trainer finds them by itself.
+    PerfsuiteError if there are fewer sequences than a step takes.
     """
 
     unit = "tokens"
@@ -199,7 +200,7 @@ class Steps(NumberedSteps):
             )
 
     def items(self, batch: Mapping[str, torch.Tensor]) -> int:
-        """Tokens that a step trains on."""
+        """Return the number of tokens that a step trains on."""
         return self.count * self.given.length
 
     def identity(self) -> dict[str, Any]:
@@ -212,13 +213,13 @@ class Steps(NumberedSteps):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a position; PerfsuiteError where it is one in other data, ValueError where it is none."""
-        super().load_state_dict({"validation": 0, **state})  # older checkpoints have held nothing out
+        """Go to a position. PerfsuiteError if it belongs to other data, ValueError if it is no position."""
+        super().load_state_dict({"validation": 0, **state})  # older checkpoints had no held-out sequences
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """What a trainer gets, and a line that says where it is from."""
+    """The steps and the text for a trainer, and a line that names their source."""
 
     batches: Steps
     given: Text
@@ -226,7 +227,7 @@ class Loaded:
 
 
 def load(data: Data) -> Loaded:
-    """The steps that the fields of `data` describe; PerfsuiteError where there is no such text, or too little."""
+    """Return the steps that `data` describes; PerfsuiteError if there is no such text, or too little of it."""
     given = text_of(data)
     pack = given.pack
     told = (
@@ -242,14 +243,14 @@ def load(data: Data) -> Loaded:
 
 
 def unigram_loss(pack: PackedText) -> float:
-    """The mean cross-entropy of a model that knows how often each token is, and nothing of those before: in nats."""
+    """Return the mean cross-entropy in nats of a unigram model, which knows the token frequencies only."""
     counts = numpy.bincount(pack.row, minlength=pack.vocabulary)
     shares = counts[counts > 0] / len(pack.row)
     return float(-(shares * numpy.log(shares)).sum())
 
 
 def text_of(data: Data) -> Text:
-    """The text, which is packed if there is none."""
+    """Open the text; without a folder, pack the default text if it does not exist."""
     if data.synthetic:
         return Text(_random(data), data.sequence_length, data.validation)
     if data.data is not None:
@@ -262,7 +263,7 @@ def text_of(data: Data) -> Text:
 
 
 def _random(data: Data) -> PackedText:
-    """Random tokens as a pack, in the cache."""
+    """Open the pack of random tokens in the cache, and make it first if it does not exist."""
     name = f"random-{data.vocabulary}-{data.sequence_length}-{data.synthetic}"
     path = Path(data.cache) / name
     again = f"delete {path}; it is made again"
@@ -285,7 +286,7 @@ def _random(data: Data) -> PackedText:
         except OSError as error:
             raise _unwritable(path, error) from None
     found = packed_text.opened(path, again)
-    if found.vocabulary != data.vocabulary:  # no tokenizer tells it
+    if found.vocabulary != data.vocabulary:  # there is no tokenizer to check it against
         told = f"{packed_text.INDEX} is damaged: vocabulary is {found.vocabulary} and must be {data.vocabulary}"
         raise PerfsuiteError(f"data: {path}: {told}; {again}")
     return found
@@ -298,7 +299,7 @@ def _unwritable(path: Path, error: OSError) -> PerfsuiteError:
 def for_ablation(
     config: TrainConfig, data: Data, device: torch.device
 ) -> tuple[Text, Iterator[Mapping[str, torch.Tensor]]]:
-    """(text, batches without end), for `perfsuite ablate`: each trainer goes by its own count of steps."""
+    """Return (text, endless iterator of empty batches), for `perfsuite ablate`. Each trainer counts its own steps."""
     given = text_of(data)
     Steps(given, config.sequences, config.steps, config.seed)
     return given, itertools.repeat({})

@@ -1,6 +1,6 @@
-"""Text that a network of eigenstate_lm goes on with: the prompt read at once, then a token at a time.
+"""Text generation with a network of eigenstate_lm: it reads the prompt at once, then draws one token at a time.
 
-Between two tokens nothing is kept but the states, so that a token costs the same however long the text is.
+Only the states are kept between two tokens, so that the cost of a token does not depend on the length of the text.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from suite.techniques import implementation
 from suite.text import END_ID, PAD_ID
 
 STRETCH = 4096
-"""Tokens of a prompt that are read together: what is in memory at once does not grow beyond them."""
+"""Most tokens of a prompt that are read together, which bounds the memory."""
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
-"""What the bytes of no character are decoded to, and those of one that is not whole."""
+"""The decoder's output for invalid bytes and for those of an incomplete character."""
 
 
 def sizes_of(weights: Weights) -> Sizes:
-    """Of the network that has these weights; PerfsuiteError where they are not those of one."""
+    """Return the sizes of the network with these weights; PerfsuiteError if they are not those of such a network."""
     seen = {str(name): tuple(getattr(weight, "shape", ())) for name, weight in weights.items()}
     try:
         (vocabulary, width), (cells, eigenstates) = seen["embedding"], seen["0.decay"]
@@ -43,22 +43,22 @@ def sizes_of(weights: Weights) -> Sizes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """How a text goes on; PerfsuiteError for one that is out of range."""
+    """Options of generation; PerfsuiteError for a value that is out of range."""
 
     tokens: int
-    """At most so many are drawn."""
+    """Most tokens that are drawn."""
     temperature: float
-    """The logits are divided by it; 0: always the most likely token."""
+    """Divisor of the logits; 0: always take the most likely token."""
     top_k: int
-    """One of so many most likely tokens is drawn; 0: of all."""
+    """Draw from this many most likely tokens; 0: from all."""
     seed: int
     past_end: bool = False
-    """Go on with another text where one ends."""
+    """Continue with another text after the end of one."""
 
     def __post_init__(self) -> None:
         for name, bound in {"tokens": 1, "temperature": 0, "top_k": 0, "seed": 0}.items():
             value = getattr(self, name)
-            if not value >= bound:  # NaN, too
+            if not value >= bound:  # catches NaN, too
                 raise PerfsuiteError(f"{name} must be {bound} or more, got {value}")
         if self.seed >= 2**63:
             raise PerfsuiteError(f"seed must be less than 2^63, got {self.seed}")
@@ -67,21 +67,21 @@ class Options:
 class Reader:
     """Reads a text part by part, from its beginning, on the device and in the dtype of the weights.
 
-    Several tokens go through the network side by side; a single one takes a step of the recurrence.
+    Several tokens are computed in parallel; a single token takes one step of the recurrence.
     """
 
     def __init__(self, weights: Weights) -> None:
         self._weights = weights
         embedding = weights["embedding"]
         self.states = first_states(sizes_of(weights), 1, embedding.device).to(embedding.dtype)
-        """After what was read, as `first_states` has them."""
-        # The optimized sides are made for many steps: of one they would take 40% longer (CPU, the source's small
-        # network), mostly for the product of the projection's two factors.
+        """States after the tokens read so far, shaped as by `first_states`."""
+        # The optimized functions are made for many steps. For a single step they take 40% longer (CPU, the source's
+        # small network), mostly for the product of the projection's two factors.
         self._together, self._alone = _sides(optimized=True), _sides(optimized=False)
 
     @torch.inference_mode()
     def read(self, tokens: Sequence[int]) -> torch.Tensor:
-        """One token or more → the logits of the one after them [vocabulary]."""
+        """Read one or more tokens; return the logits [vocabulary] of the token after them."""
         embedding = self._weights["embedding"]
         for stretch in torch.tensor([tokens], device=embedding.device).split(STRETCH, dim=1):
             sides = self._alone if stretch.shape[1] == 1 else self._together
@@ -90,9 +90,10 @@ class Reader:
 
 
 def generated(reader: Reader, prompt: Sequence[int], options: Options) -> Iterator[int]:
-    """The tokens that follow those of the prompt, each as it is drawn; the end's is none of them, and the last.
+    """Yield the tokens after the prompt, each as it is drawn.
 
-    The draws follow from the seed; padding is never drawn. PerfsuiteError where the network gives no numbers.
+    The iterator stops at the end token and does not yield it, unless `past_end` is set. The draws follow from the seed.
+    Padding is never drawn. PerfsuiteError if the network's output is not finite.
     """
     generator = torch.Generator().manual_seed(options.seed)
     logits = reader.read(prompt)
@@ -107,28 +108,28 @@ def generated(reader: Reader, prompt: Sequence[int], options: Options) -> Iterat
 
 @torch.inference_mode()
 def drawn(logits: torch.Tensor, options: Options, generator: torch.Generator) -> int:
-    """A token by its logits [vocabulary]; the generator is the CPU's, so that a draw is the same on every device."""
+    """Draw a token by its logits [vocabulary]. A generator on the CPU makes the draw the same on every device."""
     possible = logits[PAD_ID + 1 :]
     kept = 1 if options.temperature == 0 else min(options.top_k or len(possible), len(possible))
     likely, tokens = possible.topk(kept)  # NaN comes first
     scores = likely.double().cpu()
     if not math.isfinite(float(scores[0])):
         raise PerfsuiteError("the network's output is no number: its training diverged; name an earlier checkpoint")
-    # Less the largest: divided by a small temperature it would overflow.
+    # The largest score is subtracted: divided by a small temperature it would overflow.
     chances = ((scores - scores[0]) / options.temperature).softmax(0) if kept > 1 else scores.new_ones(1)
     return PAD_ID + 1 + int(tokens[torch.multinomial(chances, 1, generator=generator)])
 
 
 class Characters:
-    """Text of tokens that come one by one, where a character may take several."""
+    """Decodes tokens one by one into text, where a character may consist of several tokens."""
 
     def __init__(self, tokenizer: Any, before: Sequence[int] = ()) -> None:
-        """`before`: what was told already, and ends with a whole character."""
+        """`before`: tokens whose text was returned already; it ends with a whole character."""
         self._tokenizer = tokenizer
         self._begin(before)
 
     def of(self, token: int) -> str:
-        """What no later token can change, less what was told before."""
+        """Add a token; return the new text that no later token can change."""
         self._tokens.append(token)
         text = self._decoded()
         whole = not text.endswith(UNKNOWN)
@@ -139,7 +140,7 @@ class Characters:
         return found
 
     def rest(self) -> str:
-        """What was held back for tokens that did not come."""
+        """Return the text that was held back for further tokens."""
         return self._decoded()[self._told :]
 
     def _begin(self, before: Sequence[int]) -> None:
@@ -151,6 +152,6 @@ class Characters:
 
 
 def _sides(*, optimized: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """What `forward` scans and projects with."""
+    """Return the functions (scan, project) for `forward`."""
     scan = implementation("recurrence.eigenstate_scan", "eigenstate_scan", optimized=optimized)
     return scan, implementation("recurrence.fused_output_projection", "fused_output_projection", optimized=optimized)

@@ -1,4 +1,4 @@
-"""The held-out sequences of eigenstate_lm: their loss, the weights with the least of it, and when a run ends early."""
+"""The held-out sequences of eigenstate_lm: their loss, the weights with the smallest one, and early stopping."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ MeanLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class HeldOut:
-    """Validates on the held-out sequences and keeps the best weights; does nothing where there are none.
+    """Validates on the held-out sequences and keeps the best weights; does nothing if there are none.
 
-    weights  the trainer's own, of which the best are kept
+    weights  the trainer's own tensors; the best values are copied
     """
 
     def __init__(self, config: TrainConfig, text: Text, weights: Mapping[str, torch.Tensor]) -> None:
@@ -32,23 +32,23 @@ class HeldOut:
         self.loss, self.step = 0.0, 0
 
     def is_due(self, step: int) -> bool:
-        """Whether a validation follows that step, from 1; one follows the last."""
+        """Return whether a validation follows a step, from 1. One follows the last step."""
         return self.is_on and (step % self.config.validate_every == 0 or step == self.config.steps)
 
     @torch.no_grad()
     def validate(self, step: int, sequences: Any, device: torch.device, loss: MeanLoss) -> None:
-        """Take the mean loss after a step, and keep the weights if it is the least so far. Waits for the device."""
+        """Compute the mean loss after a step; keep the weights if it is the smallest so far. Waits for the device."""
         self.loss, self.step = mean_loss(self.text, self.config.batch_size, sequences, device, loss), step
         if not self.best_step or self.loss < self.best_loss:
             self.best_loss, self.best_step = self.loss, step
             torch._foreach_copy_(list(self._best.values()), list(self._weights.values()))
 
     def metrics(self) -> dict[str, float]:
-        """Return validation_loss, and of a text bits_per_byte, of the last validation; empty before one."""
+        """Return validation_loss and, for a text, bits_per_byte of the last validation; empty before one."""
         return measures(self.loss, self.text) if self.step else {}
 
     def stops(self) -> str | None:
-        """Say why training should end now; None where it should go on."""
+        """Return why training should end now; None if it should go on."""
         patience = self.config.patience
         if not patience or self.step - self.best_step < patience * self.config.validate_every:
             return None
@@ -63,7 +63,7 @@ class HeldOut:
         return f"held-out loss {self.loss:.4f}{byte}; the least was {self.best_loss:.4f}, after step {self.best_step}"
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps: the best weights, and both losses with their steps."""
+        """Return the state for a checkpoint: the best weights, and the best and the last loss with their steps."""
         return {
             "weights": copies(self._best),
             "loss": self.best_loss,
@@ -72,7 +72,7 @@ class HeldOut:
         }
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
-        """Take over a state. None changes nothing: nothing was held out in that run. ValueError for a damaged one."""
+        """Restore a state. None, of a run without held-out sequences, changes nothing. ValueError if it is damaged."""
         if not self.is_on or not state or not state["weights"]:
             return
         whole(state, "step")
@@ -86,15 +86,18 @@ class HeldOut:
 
 
 def best_of(state: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Return the weights that a checkpoint's state is judged by, and their step: those of the least held-out loss, or
-    the last ones where nothing was held out. Neither is checked."""
+    """Return the weights by which a checkpoint is evaluated, and their step.
+
+    They are the weights with the smallest held-out loss, or the last ones if nothing was held out. Neither value is
+    checked.
+    """
     best = state.get("best")
     chosen = best if isinstance(best, Mapping) and best.get("step") else {**state, "step": state.get("steps")}
     return chosen.get("weights"), chosen.get("step")
 
 
 def mean_loss(text: Text, batch_size: int, sequences: Any, device: torch.device, loss: MeanLoss) -> float:
-    """Return the mean loss of all held-out sequences, so many at a time."""
+    """Return the mean loss of all held-out sequences, computed `batch_size` sequences at a time."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     for rows in text.validation.split(batch_size):
         inputs, labels = (t.to(device) for t in sequences.batch(rows))
@@ -103,7 +106,7 @@ def mean_loss(text: Text, batch_size: int, sequences: Any, device: torch.device,
 
 
 def measures(loss: float, text: Text) -> dict[str, float]:
-    """Return validation_loss and, where the tokens are those of a text, bits_per_byte, from a mean loss in nats."""
+    """Return validation_loss and, if the tokens are not random, bits_per_byte, from a mean loss in nats."""
     found = {"validation_loss": loss}
     if text.validation_bytes:
         tokens = len(text.validation) * text.length

@@ -1,4 +1,4 @@
-"""What a step of eigenstate_lm needs of a device's memory, and what to reduce where that is too much."""
+"""Estimate of the device memory that a step of eigenstate_lm needs, and the settings to change if it is too much."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from suite.eigenstate_lm.config import TrainConfig
 from suite.eigenstate_lm.model import parameters
 
 STATES = 16
-"""Bytes of a parameter: itself, its gradient, and AdamW's two moments."""
+"""Bytes per parameter: itself, its gradient, and AdamW's two moments."""
 
 
 class Kept(NamedTuple):
-    """Bytes that the optimized trainer keeps of a token and channel for the backward, as measured on an H200."""
+    """Bytes per token and channel that the optimized trainer keeps for the backward pass, measured on an H200."""
 
     block: float
-    """Of every block."""
+    """Bytes for each block."""
     beside: float
-    """Once: what the block that is at work needs."""
+    """Bytes that count once: those of the block that is being computed."""
 
 
 KEPT = {"half": Kept(28.5, 14.0), "wide": Kept(48.5, 28.0)}
 KEPT_CHECKPOINTED = {"half": Kept(12.5, 39.0), "wide": Kept(15.0, 60.0)}
 DROPPED = 4.0
-"""Of every block, which elements dropout has left."""
+"""Bytes per token, channel and block for the dropout masks."""
 ROWS = 4096
-"""Tokens whose logits chunked_cross_entropy has at a time."""
+"""Tokens whose logits chunked_cross_entropy holds at a time."""
 GIB = 2**30
 
 
 def needed(config: TrainConfig, vocabulary: int) -> tuple[float, float]:
-    """(bytes whatever the batch is, bytes of a sequence of a micro-batch), by the optimized trainer, about."""
+    """Estimate (bytes for any batch, bytes per sequence of a micro-batch) that the optimized trainer needs."""
     half = config.autocast_bf16 or config.autocast_fp16
     kept = (KEPT_CHECKPOINTED if config.activation_checkpoint else KEPT)["half" if half else "wide"]
     block = kept.block + (DROPPED if config.dropout and not config.activation_checkpoint else 0.0)
@@ -52,7 +52,10 @@ def needed(config: TrainConfig, vocabulary: int) -> tuple[float, float]:
 
 
 def remedy(config: TrainConfig, vocabulary: int, total: int) -> str:
-    """What to change so that a step of as many sequences fits into so many bytes, the least costly first."""
+    """Return which settings to change so that a step of as many sequences fits into `total` bytes.
+
+    Settings that cost nothing are changed first.
+    """
 
     def fits(changed: TrainConfig) -> bool:
         return _at_once(changed, vocabulary) <= total
@@ -70,7 +73,7 @@ def remedy(config: TrainConfig, vocabulary: int, total: int) -> str:
             for size in sizes:
                 more = sequences // size
                 if not chosen and size == config.batch_size:
-                    continue  # what ran out of memory, whatever was expected
+                    continue  # this one ran out of memory, whatever the estimate says
                 if sequences % size == 0 and fits(replace(given, batch_size=size, accumulation=more)):
                     found.append((size, -len(chosen), chosen))
         if found:
@@ -88,7 +91,7 @@ def remedy(config: TrainConfig, vocabulary: int, total: int) -> str:
 
 
 def _subsets(names: Sequence[str]) -> list[tuple[str, ...]]:
-    """The smaller first."""
+    """Return all subsets, smaller ones first."""
     return [chosen for n in range(len(names) + 1) for chosen in itertools.combinations(names, n)]
 
 
@@ -99,9 +102,10 @@ def _both(switches: tuple[str, ...], lower: str) -> str:
 
 @contextmanager
 def told_when_out(config: TrainConfig, vocabulary: int, device: torch.device) -> Iterator[None]:
-    """An OutOfMemoryError within is told in one line, which says what to reduce and by how much.
+    """Turn an OutOfMemoryError inside into a PerfsuiteError that says in one line what to reduce and by how much.
 
-    On a CPU, whose system ends a process without a word, what is more than the machine has is refused beforehand.
+    On a CPU the operating system would kill the process without a message. There a step that needs more memory than the
+    machine has is refused beforehand.
     """
     if device.type == "cpu":
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -110,7 +114,7 @@ def told_when_out(config: TrainConfig, vocabulary: int, device: torch.device) ->
     try:
         yield
     except torch.OutOfMemoryError:
-        # What others on the device hold is not to be had.
+        # Memory that other processes hold on the device is not available.
         total = 0
         if device.type == "cuda":
             total = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)

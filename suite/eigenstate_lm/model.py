@@ -1,7 +1,7 @@
-"""The network of eigenstate_lm: its shapes, its first weights, and its forward over a stretch of tokens.
+"""The network of eigenstate_lm: its shapes, its first weights, and its forward pass over a stretch of tokens.
 
 A block mixes along time by cells of eigenstates, each a diagonal complex recurrence, and along the width by two linear
-layers. Weights are a plain mapping, name → tensor, as a checkpoint keeps them.
+layers. Weights are a plain mapping, name → tensor, as in a checkpoint.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import torch
 from torch.nn import functional
 
 SMALLEST, RANGE = 0.1, 0.89
-"""Of |λ|, which is between them and never as large as 0.99."""
+"""Lower bound of |λ|, and the width of its range: |λ| lies between 0.1 and 0.99."""
 TURN = 0.01
-"""How far the rotation of the states is from the identity, in norm."""
+"""Distance of the rotation of the states from the identity, in the Frobenius norm."""
 EXPANSION = 4
 VOCABULARY = 50257
 
@@ -28,19 +28,19 @@ Drop = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
-    """Of a network. The defaults are the source's small one."""
+    """Sizes of a network. The defaults are those of the source's small network."""
 
     vocabulary: int = VOCABULARY
     width: int = 1024
     layers: int = 8
     eigenstates: int = 128
-    """Of a cell."""
+    """Eigenstates of a cell."""
     cells: int = 2
-    """Of a block."""
+    """Cells of a block."""
 
 
 def shapes(sizes: Sizes) -> dict[str, tuple[int, ...]]:
-    """Name → shape, in the order of the forward: 123,104,256 parameters at the defaults. The head is the embedding."""
+    """Return name → shape, in forward order: 123,104,256 parameters by default. The head is the embedding."""
     D, K, C = sizes.width, sizes.eigenstates, sizes.cells
     found: dict[str, tuple[int, ...]] = {"embedding": (sizes.vocabulary, D)}
     for layer in range(sizes.layers):
@@ -63,15 +63,15 @@ def shapes(sizes: Sizes) -> dict[str, tuple[int, ...]]:
 
 
 def parameters(sizes: Sizes) -> int:
-    """How many there are."""
+    """Return the number of parameters."""
     return sum(math.prod(shape) for shape in shapes(sizes).values())
 
 
 def make_weights(seed: int, sizes: Sizes) -> dict[str, torch.Tensor]:
-    """Name → float32 tensor on the CPU.
+    """Return name → float32 tensor on the CPU.
 
-    Linear layers are normal with 1/√(inputs), the embedding with 0.02, α uniform within (−3, 0), so that |λ| begins at
-    0.545 at most; what the source leaves open is as in most language models.
+    Linear layers are normal with standard deviation 1/√(inputs), the embedding with 0.02. α is uniform within (−3, 0),
+    so that |λ| begins at 0.545 at most. Where the source leaves the choice open, it is that of most language models.
     """
     generator = torch.Generator().manual_seed(seed)
     weights = {}
@@ -90,7 +90,7 @@ def make_weights(seed: int, sizes: Sizes) -> dict[str, torch.Tensor]:
 
 
 def eigenvalues(decay: torch.Tensor) -> torch.Tensor:
-    """α [cells, K] → λ [cells, K, 2], (real, imaginary); eigenstate k turns by 2πk/K a step."""
+    """Compute λ [cells, K, 2], (real, imaginary), from α [cells, K]. Eigenstate k turns by 2πk/K per step."""
     count = decay.shape[-1]
     phase = torch.arange(count, dtype=decay.dtype, device=decay.device) * (2 * math.pi / count)
     magnitude = SMALLEST + RANGE * decay.sigmoid()
@@ -98,7 +98,7 @@ def eigenvalues(decay: torch.Tensor) -> torch.Tensor:
 
 
 def rotation(mixing: torch.Tensor) -> torch.Tensor:
-    """M [cells, K, K] → R = I + 0.01 M / ‖M‖, a cell at a time."""
+    """Compute R = I + 0.01 M / ‖M‖ from M [cells, K, K], with a norm for each cell."""
     norm = torch.linalg.matrix_norm(mixing, keepdim=True)
     identity = torch.eye(mixing.shape[-1], dtype=mixing.dtype, device=mixing.device)
     turned: torch.Tensor = identity + TURN * mixing / norm
@@ -106,7 +106,7 @@ def rotation(mixing: torch.Tensor) -> torch.Tensor:
 
 
 def first_states(sizes: Sizes, batch: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """float32 [layers, batch, cells · K, 2], all 0: what a text begins with."""
+    """Return the states before a text: zeros, float32 [layers, batch, cells · K, 2]."""
     return torch.zeros(sizes.layers, batch, sizes.cells * sizes.eigenstates, 2, device=device)
 
 
@@ -118,11 +118,13 @@ def forward(
     project: Project,
     drop: Drop = lambda x: x,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens int64 [B, T] → (what the head takes [B, T, D], the states after them, as `first_states` has them).
+    """Compute (the head's input [B, T, D], the states after the tokens) from tokens int64 [B, T].
 
-    scan     `reference.recurrence.eigenstate_scan`, or one like it
-    project  `reference.recurrence.fused_output_projection`, or one like it
-    drop     dropout; called for each cell's output, for the two linear layers' and for what the cells give together
+    The states are shaped as by `first_states`.
+
+    scan     `reference.recurrence.eigenstate_scan`, or an equivalent function
+    project  `reference.recurrence.fused_output_projection`, or an equivalent function
+    drop     dropout of each cell's output, of the mean over the cells and of the two linear layers' output
     """
     x = functional.embedding(tokens, weights["embedding"])
     after = []
@@ -138,22 +140,25 @@ _BLOCK = [name.partition(".")[2] for name in shapes(Sizes(layers=1)) if name.sta
 
 
 def block_weights(weights: Weights, layer: int) -> Weights:
-    """A block's, by their names within it."""
+    """Return a block's weights by their names within it."""
     return {name: weights[f"{layer}.{name}"] for name in _BLOCK}
 
 
 def driven(own: Weights, x: torch.Tensor) -> torch.Tensor:
-    """β of all of a block's cells [B, T, cells · K], whose eigenstates are scanned together."""
+    """Compute β of all cells of a block, [B, T, cells · K]. Their eigenstates are scanned together."""
     return functional.linear(x, own["drive"].flatten(0, 1))
 
 
 def scanned_by(own: Weights) -> torch.Tensor:
-    """λ of all of a block's cells [cells · K, 2]."""
+    """Compute λ of all cells of a block, [cells · K, 2]."""
     return eigenvalues(own["decay"]).flatten(0, 1)
 
 
 def mixed(own: Weights, x: torch.Tensor, real: torch.Tensor, project: Project, drop: Drop) -> torch.Tensor:
-    """A block's first half [B, T, D]: x and, of what was scanned [B, T, cells · K], the mean over the cells."""
+    """Compute a block's first half [B, T, D]: x plus the mean over the cells of their projected states, normed.
+
+    real  [B, T, cells · K], the real parts of the scanned states
+    """
     cells, count = own["decay"].shape
     turned = rotation(own["rotation"])
     parts = [drop(project(part, turned[cell], own["out"][cell])) for cell, part in enumerate(real.split(count, dim=-1))]
@@ -161,7 +166,7 @@ def mixed(own: Weights, x: torch.Tensor, real: torch.Tensor, project: Project, d
 
 
 def fed(own: Weights, x: torch.Tensor, drop: Drop) -> torch.Tensor:
-    """A block's second half [B, T, D]: x and its two linear layers'."""
+    """Compute a block's second half [B, T, D]: x plus the output of its two linear layers, normed."""
     wide = functional.gelu(functional.linear(x, own["expand"], own["expand.bias"]), approximate="tanh")
     return _norm(own, "norm2", x + drop(functional.linear(wide, own["contract"], own["contract.bias"])))
 

@@ -1,4 +1,4 @@
-"""An interpolated Kneser–Ney model of a text's tokens, the yardstick of a language model: what counting alone gives.
+"""An interpolated Kneser–Ney model of a text's tokens: a baseline for a language model, from counts alone.
 
 Source: S. F. Chen, J. Goodman: An empirical study of smoothing techniques for language modeling (1999), the modified
 form with three discounts for each order.
@@ -20,9 +20,9 @@ UNSEEN = -1
 
 
 class _Order:
-    """The n-grams of one order: their keys, sorted; the probability of each; and of each context what is left over.
+    """The n-grams of one order: their sorted keys, their probabilities, and the leftover mass of each context.
 
-    A key is `context * vocabulary + token`, and a context the number of the (n-1)-gram before the token.
+    A key is `context * vocabulary + token`. A context is the number of the (n-1)-gram before the token.
     """
 
     def __init__(self, keys: Tokens, contexts: int, vocabulary: int) -> None:
@@ -31,7 +31,7 @@ class _Order:
         self.left: Values = numpy.empty(0)
 
     def smooth(self, counts: Tokens, lower: Values) -> None:
-        """Set `p` and `left`. lower: the probability of each n-gram's token by the order below."""
+        """Set `p` and `left`. `lower` is the probability of each n-gram's token in the order below."""
         of_context = self.keys // self.vocabulary
         discounts = _discounts(counts)[numpy.minimum(counts, 3)]
         totals = numpy.bincount(of_context, counts, self.contexts)
@@ -42,14 +42,14 @@ class _Order:
         self.p = kept + self.left[of_context] * lower
 
     def find(self, contexts: Tokens, tokens: Tokens) -> Tokens:
-        """The numbers of the n-grams; UNSEEN where the text has none, or the context itself is unseen."""
+        """Return the numbers of the n-grams; UNSEEN if the n-gram or its context is not in the text."""
         keys = contexts * self.vocabulary + tokens
         at = numpy.minimum(numpy.searchsorted(self.keys, keys), len(self.keys) - 1)
         return numpy.where((contexts != UNSEEN) & (self.keys[at] == keys), at, UNSEEN)
 
 
 class KneserNey:
-    """A model of so many tokens at a time, counted on spans of text.
+    """A model of n-grams up to `order`, counted on spans of text.
 
     spans  int64 tokens below `vocabulary`; no n-gram reaches from one span into another
     """
@@ -57,9 +57,9 @@ class KneserNey:
     def __init__(self, spans: Sequence[Tokens], order: int, vocabulary: int) -> None:
         self.vocabulary = vocabulary
         tokens = numpy.concatenate(list(spans))
-        before = numpy.concatenate([numpy.arange(len(span)) for span in spans])  # tokens of the span
+        before = numpy.concatenate([numpy.arange(len(span)) for span in spans])  # tokens of the span before each token
         self.orders: list[_Order] = []
-        numbers = numpy.zeros(len(tokens), dtype=numpy.int64)  # of the n-gram that ends at each token
+        numbers = numpy.zeros(len(tokens), dtype=numpy.int64)  # number of the n-gram that ends at each token
         suffixes: list[Tokens] = []
         counts: list[Tokens] = []
         for n in range(1, order + 1):
@@ -71,7 +71,7 @@ class KneserNey:
             if not len(keys):  # every span is shorter
                 break
             suffixes.append(numbers[ends[first]])
-            if counts:  # below the highest order, in how many ways an n-gram is preceded
+            if counts:  # below the highest order: number of different tokens before an n-gram
                 counts[-1] = numpy.bincount(suffixes[-1], minlength=len(self.orders[-1].keys))
             counts.append(found)
             self.orders.append(_Order(keys, len(self.orders[-1].keys) if self.orders else 1, vocabulary))
@@ -84,7 +84,7 @@ class KneserNey:
             of_order.smooth(count, lower)
 
     def probabilities(self, span: Tokens) -> Values:
-        """Of each token of a span, given those before it in the span."""
+        """Return the probability of each token of a span, given the tokens before it in the span."""
         found = numpy.full(len(span), 1 / self.vocabulary)
         contexts = numpy.zeros(len(span), dtype=numpy.int64)
         for of_order in self.orders:
@@ -96,7 +96,7 @@ class KneserNey:
 
 
 def _discounts(counts: Tokens) -> Values:
-    """What is taken from a count of 0, of 1, of 2 and of 3 or more."""
+    """Return the discounts of a count of 0, of 1, of 2 and of 3 or more."""
     seen = numpy.bincount(numpy.minimum(counts, 5), minlength=6).astype(numpy.float64)
     if not seen[1:5].all():  # too few n-grams for a discount of each
         return numpy.array([0.0, 0.5, 0.5, 0.5])
@@ -106,7 +106,7 @@ def _discounts(counts: Tokens) -> Values:
 
 
 def loss_of(text: Text, order: int) -> float:
-    """The mean loss in nats of the held-out labels by a model that is counted on the training sequences."""
+    """Return the mean loss in nats of the held-out labels under a model counted on the training sequences."""
     row, length = text.pack.row, text.length
     rows = text.training
     starts = torch.cat([torch.tensor([True]), rows.diff() != 1]).nonzero().flatten().tolist()

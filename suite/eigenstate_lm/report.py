@@ -1,4 +1,4 @@
-"""What a step of eigenstate_lm reports, and how fast a run was: the same from either trainer."""
+"""The report of a step of eigenstate_lm, and the speed of a run. Both trainers make the same."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from suite.stepping import StepSeconds
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """A step's."""
+    """The report of a step."""
 
     step: int
-    """From 1."""
+    """Number of the step, from 1."""
     loss: float
     rate: float
     norm: float
-    """Of the gradients, before they were clipped."""
+    """Norm of the gradients before clipping."""
     scale: float
-    """Of the loss; the step was skipped where the norm is not finite and this is not 1."""
+    """Scale of the loss. If it is not 1 and the norm is not finite, the step was skipped."""
 
     def metrics(self) -> dict[str, float]:
-        """As the shared loop takes them."""
+        """Return the metrics under the names that the shared loop expects."""
         return {
             "loss": self.loss,
             "learning_rate": self.rate,
@@ -39,14 +39,14 @@ class Report:
         }
 
     def stays(self) -> bool:
-        """Whether its loss is no finite number."""
+        """Return whether the loss is not finite. Such a report stays the latest one."""
         return not math.isfinite(self.loss)
 
 
 class Throughput(StepSeconds):
-    """Tokens a second, the share of the device's arithmetic that they take, and the memory in use at most.
+    """Tokens per second, their share of the device's peak arithmetic rate, and the peak memory.
 
-    The device's most is measured here once, by a matrix product in the precision of the trainer's own.
+    On a GPU the peak rate is measured once, by a matrix product in the precision of the trainer's products.
     """
 
     def __init__(self, config: TrainConfig, vocabulary: int, device: torch.device) -> None:
@@ -55,12 +55,15 @@ class Throughput(StepSeconds):
         self._device = device
         self._most: float | None = None
         if device.type == "cuda":
-            with torch.random.fork_rng(devices=[device]):  # what is dropped must not depend on it
+            with torch.random.fork_rng(devices=[device]):  # dropout must not depend on it
                 self._most = ceilings.matmul_flops_per_s(str(device), config.precision)
-            torch.cuda.reset_peak_memory_stats(device)  # the product's matrices are none of the trainer's
+            torch.cuda.reset_peak_memory_stats(device)  # do not count the product's matrices
 
     def metrics(self) -> dict[str, float]:
-        """tokens_per_second; on a GPU also mfu (model FLOPs utilisation, 0 to 1) and peak_gib. Empty before a step."""
+        """Return tokens_per_second; on a GPU also mfu (model FLOPs utilisation, 0 to 1) and peak_gib.
+
+        The result is empty as long as no time of a step is known.
+        """
         seconds = self.median_s()
         if seconds is None:
             return {}
@@ -72,7 +75,7 @@ class Throughput(StepSeconds):
         return found
 
     def summary(self) -> str | None:
-        """The same in a line for the user."""
+        """Return the metrics in a line for the user; None if there are none."""
         found = self.metrics()
         if not found:
             return None
@@ -84,12 +87,12 @@ class Throughput(StepSeconds):
 
 
 def finish(trainer: Any, folder: Path) -> str | None:
-    """Say at the end of a run how fast it was, and what the held-out sequences lost."""
+    """Return the held-out loss and the speed of a finished run, in lines for the user; None if both are missing."""
     lines = [line for line in (trainer.held_out.summary(), trainer.throughput.summary()) if line is not None]
     return "\n".join(lines) or None
 
 
 def quality(trainer: Any, given: Any) -> dict[str, float]:
-    """Return the last validation's metrics, for `perfsuite ab`; empty where nothing was held out."""
+    """Return the last validation's metrics, for `perfsuite ab`; empty if nothing was held out."""
     found: dict[str, float] = trainer.held_out.metrics()
     return found

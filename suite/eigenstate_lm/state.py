@@ -1,4 +1,4 @@
-"""The state that both trainers keep in a checkpoint, under the same names, so that each reads the other's."""
+"""The checkpoint state of both trainers. The names are the same, so each trainer reads the other's checkpoints."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from suite.runtime.weights import check_weights, copies, optimizer_copies
 
 
 def state_of(trainer: Any) -> dict[str, Any]:
-    """All that a trainer's next step depends on, its configuration, and what text is written with.
+    """Return all that a trainer's next step depends on, its configuration, and the tokenizer for generated text.
 
     weights    name → tensor, `suite.eigenstate_lm.model.shapes`
-    optimizer  of the scaler's step: moments, steps, scale
-    steps      made so far, which the learning rate is looked up by
-    tokenizer  the tokenizers library's JSON; empty where the tokens are random
-    best       of held-out sequences, if there are: `suite.eigenstate_lm.held_out.HeldOut.state`
+    optimizer  state of the scaler's step: moments, steps, scale
+    steps      number of steps made so far, which determines the learning rate
+    tokenizer  JSON of the tokenizers library; empty if the tokens are random
+    best       with validations on held-out sequences only: `suite.eigenstate_lm.held_out.HeldOut.state`
     """
     best = {"best": trainer.held_out.state()} if trainer.held_out.is_on else {}
     return {
@@ -35,7 +35,7 @@ def state_of(trainer: Any) -> dict[str, Any]:
 def restore(trainer: Any, state: Mapping[str, Any]) -> None:
     """Copy weights and the optimizer's state into a trainer's own tensors.
 
-    ValueError where a shape is another, or a weight is missing; `steps` the trainer sets itself.
+    ValueError if a shape differs or a weight is missing. The trainer sets its `steps` itself.
     """
     whole(state, "steps")
     own, given = trainer.weights, state["weights"]
