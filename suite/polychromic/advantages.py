@@ -14,13 +14,13 @@ from perfsuite.errors import PerfsuiteError
 def of_sets(diversity: torch.Tensor, baseline: torch.Tensor | None = None) -> torch.Tensor:
     """Return the advantage of each set, [prompts, sets].
 
-    The baseline is the mean of the prompt's other sets. With one set a prompt it must be given, as a running mean over
-    earlier steps; a given one is used with several sets, too.
+    The baseline is the mean of the prompt's other sets. With one set per prompt it must be given, e.g. a running mean
+    over earlier steps. A given baseline is used with several sets, too.
 
     diversity  [prompts, sets], D of each set
     baseline   [prompts] or 0-d; it must not depend on the replies of this step
 
-    PerfsuiteError for one set a prompt without a baseline.
+    PerfsuiteError for one set per prompt without a baseline.
     """
     if baseline is not None:
         return diversity - baseline[..., None]
@@ -36,7 +36,7 @@ def of_sets(diversity: torch.Tensor, baseline: torch.Tensor | None = None) -> to
 def without_own_reply(distances: torch.Tensor) -> torch.Tensor:
     """Return the advantage of each reply over its own set without it, [..., n]: D(set) - D(set without reply i).
 
-    distances  [..., n, n], 1 - cos of every two replies of a set, symmetric; n is 3 or more
+    distances  [..., n, n], 1 - cos of each pair of replies of a set, symmetric; n is 3 or more
 
     PerfsuiteError for fewer replies.
     """

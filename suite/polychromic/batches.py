@@ -1,4 +1,4 @@
-"""Batches of prompts with their replies: which examples, how they are padded, and what is trained on."""
+"""Batches of prompts with their replies: choice of the examples, padding, and the tokens that are trained on."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from suite.polychromic.lora import places_of
 from suite.polychromic.replies import Example
 
 IGNORED = -100
-"""The label of a token that is not trained on: those of the prompt, and padding."""
+"""Label of tokens that are not trained on: those of the prompt, and padding."""
 PADDED_TO = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Tokens and labels, int64 [examples, length]; a label is that of the token at its own place."""
+    """Tokens and labels, int64 [examples, length]. A label equals the token at its own position, or is `IGNORED`."""
 
     tokens: torch.Tensor
     labels: torch.Tensor
@@ -36,14 +36,14 @@ class Prompts:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """The examples that fit, and how many did not: whose prompt leaves no room for a token of the reply."""
+    """The examples that fit, and the number of those whose prompt leaves no room for a token of the reply."""
 
     examples: tuple[Encoded, ...]
     left_out: int
 
 
 def prepare(examples: Sequence[Example], chat: Chat, length: int) -> Prepared:
-    """Tokenize the examples, replies cut at so many tokens in all; PerfsuiteError where no prompt fits."""
+    """Tokenize the examples, each cut at `length` tokens in all; PerfsuiteError if no prompt fits."""
     encoded = [chat.encode(example) for example in examples]
     kept = tuple(Encoded(e.tokens[:length], e.prompt) for e in encoded if e.prompt < length)
     if encoded and not kept:
@@ -53,7 +53,7 @@ def prepare(examples: Sequence[Example], chat: Chat, length: int) -> Prepared:
 
 
 def batch_of(examples: Sequence[Encoded], padding: int, device: torch.device | str) -> Batch:
-    """The examples in one batch, padded at their end to a multiple of 8 tokens."""
+    """Return the examples as one batch, padded at their end to a multiple of 8 tokens."""
     longest = max(len(e.tokens) for e in examples)
     longest = -(-longest // PADDED_TO) * PADDED_TO
     tokens = [[*e.tokens, *[padding] * (longest - len(e.tokens))] for e in examples]
@@ -63,14 +63,14 @@ def batch_of(examples: Sequence[Encoded], padding: int, device: torch.device | s
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Examples behind each other, without padding but at the end: [N] tokens.
+    """Examples one after another, N tokens, with padding only at the end.
 
     tokens     int64 [N]
-    targets    int64 [N]: the token after each, where it is trained on, and else `IGNORED`
-    positions  int64 [N], of each token in its example
-    places     int64 [N], the number of each token by which its dropout is drawn
-    offsets    int32 [examples + 2]: where each example begins, the padding, and the end
-    count      tokens that are trained on
+    targets    int64 [N]: the next token where it is trained on, otherwise `IGNORED`
+    positions  int64 [N]: position of each token in its example
+    places     int64 [N]: number of each token, from which its dropout is drawn
+    offsets    int32 [examples + 2]: start of each example, start of the padding, and N
+    count      number of tokens that are trained on
     """
 
     tokens: torch.Tensor
@@ -82,7 +82,7 @@ class Packed:
 
 
 def groups_of(examples: Sequence[Encoded], most: int) -> list[range]:
-    """Divide the examples, in their order, into groups of so many tokens at most; a longer example is alone."""
+    """Divide the examples, in their order, into groups of at most `most` tokens; a longer one is a group by itself."""
     groups: list[range] = []
     first = total = 0
     for number, example in enumerate(examples):
@@ -94,7 +94,7 @@ def groups_of(examples: Sequence[Encoded], most: int) -> list[range]:
 
 
 def packed(examples: Sequence[Encoded], first: int, padding: int, multiple: int, device: torch.device | str) -> Packed:
-    """Pack the examples, the step's from `first` on, into a multiple of so many tokens."""
+    """Pack the examples, numbered in the step from `first` on, and pad them to a multiple of `multiple` tokens."""
     tokens: list[int] = []
     targets: list[int] = []
     places, positions, offsets = [], [], [0]
@@ -120,7 +120,7 @@ def packed(examples: Sequence[Encoded], first: int, padding: int, multiple: int,
 def prompts_of(
     examples: Sequence[Encoded], padding: int, device: torch.device | str, beside: int = 0, multiple: int = 1
 ) -> Prompts:
-    """The examples' prompts, padded at their end; with `beside` more tokens they are a multiple of so many long."""
+    """Return the prompts, padded at their end. Their length plus `beside` is a multiple of `multiple`."""
     lengths = [e.prompt for e in examples]
     longest = -(-(max(lengths) + beside) // multiple) * multiple - beside
     tokens = [[*e.tokens[: e.prompt], *[padding] * (longest - e.prompt)] for e in examples]
@@ -128,9 +128,10 @@ def prompts_of(
 
 
 def numbers(step: int, size: int, count: int, seed: int) -> list[int]:
-    """The examples of optimizer step `step`, so many of `count`, each epoch in another order.
+    """Return the numbers of the `size` examples of optimizer step `step`, out of `count`.
 
-    An epoch's last step goes on into the next epoch, so that all steps have as many examples.
+    Each epoch has another order. An epoch's last step continues into the next epoch, so that all steps have `size`
+    examples.
     """
     found: list[int] = []
     at = step * size

@@ -1,4 +1,4 @@
-"""A chat model's tokenizer: messages to tokens by the model's own template, and tokens to text."""
+"""A chat model's tokenizer: messages to tokens by the model's own chat template, and tokens to text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """Tokens of a prompt with its reply; those before `prompt` are the prompt's."""
+    """Tokens of a prompt and its reply. The first `prompt` tokens are the prompt's."""
 
     tokens: tuple[int, ...]
     prompt: int
@@ -30,7 +30,7 @@ class Encoded:
 class Chat:
     """The tokenizer and the chat template in a model's folder, as transformers stores them.
 
-    PerfsuiteError where a file is missing or damaged, or where there is no template.
+    PerfsuiteError if a file is missing or damaged, or if there is no template.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -43,7 +43,7 @@ class Chat:
         self._template = self._compiled(_template(folder, config))
 
     def _end(self) -> int:
-        """The token that ends a reply."""
+        """Return the token that ends a reply."""
         name = self.special["eos_token"]
         found: int | None = self.tokenizer.token_to_id(name) if name else None
         if found is None:
@@ -51,7 +51,7 @@ class Chat:
         return found
 
     def _compiled(self, source: str) -> Any:
-        # As transformers does: templates are others' code.
+        # A sandbox, as in transformers: templates are code from third parties.
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
@@ -63,7 +63,7 @@ class Chat:
             raise PerfsuiteError(f"the chat template in {shown(self.folder)} is damaged: {error}") from None
 
     def text(self, messages: Sequence[Message], *, asks: bool) -> str:
-        """The messages as the template writes them; `asks` for a reply at the end."""
+        """Return the messages as the template renders them; with `asks`, a prompt for a reply follows."""
         given = [{"role": m.role, "content": m.content} for m in messages]
         try:
             rendered: str = self._template.render(messages=given, add_generation_prompt=asks, **self.special)
@@ -72,12 +72,12 @@ class Chat:
         return rendered
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """The tokens after which the model replies."""
+        """Return the tokens after which the model replies."""
         found: list[int] = self.tokenizer.encode(self.text(messages, asks=True), add_special_tokens=False).ids
         return found
 
     def encode(self, example: Example) -> Encoded:
-        """The tokens of the prompt and those of the reply up to the token that ends it, each tokenized by itself."""
+        """Tokenize the prompt and the reply, up to the token that ends it, separately."""
         asked = self.text(example.prompt, asks=True)
         whole = self.text([*example.prompt, Message(ASSISTANT, example.reply)], asks=False)
         if not whole.startswith(asked):
@@ -87,12 +87,12 @@ class Chat:
             )
         prompt = self.prompt(example.prompt)
         reply = self.tokenizer.encode(whole[len(asked) :], add_special_tokens=False).ids
-        # What a template writes after the end, a line break for instance, is never generated.
+        # Text that a template writes after the end token, e.g. a line break, is never generated.
         reply = reply[: reply.index(self.end) + 1] if self.end in reply else [*reply, self.end]
         return Encoded((*prompt, *reply), len(prompt))
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of a reply's tokens, up to the one that ends it."""
+        """Return the text of a reply's tokens, up to the one that ends it."""
         kept = list(tokens)
         if self.end in kept:
             kept = kept[: kept.index(self.end)]
@@ -101,19 +101,19 @@ class Chat:
 
 
 def _refuse(message: str) -> NoReturn:
-    """A template's own way to say what it does not take."""
+    """Raise the error of a template that rejects the messages (`raise_exception`)."""
     raise TemplateError(message)
 
 
 def _content(token: Any) -> str | None:
-    """A special token, which transformers stores as text or with its properties."""
+    """Return the text of a special token, which transformers stores as text or as a dict with properties."""
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) else None
 
 
 def _template(folder: Path, config: dict[str, Any]) -> str:
-    """The chat template: a file of its own, or in the tokenizer's configuration."""
+    """Return the chat template, from its own file or from the tokenizer's configuration."""
     path = folder / "chat_template.jinja"
     if path.is_file():
         try:

@@ -21,7 +21,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class TrainConfig:
     """All settings of the trainer. `__post_init__` raises ValueError, with field and remedy, for an invalid value.
 
-    The reference trainer has no techniques; it reads what stands before them.
+    The reference trainer has no techniques; it reads the fields before them.
     """
 
     # --- sizes
@@ -32,9 +32,9 @@ class TrainConfig:
     accumulation: int = 8
     """Micro-batches of a step."""
     prompts: int = 4
-    """The model draws replies to this many examples of each step, the first ones."""
+    """Number of examples of each step, its first ones, to which the model draws replies."""
     replies: int = 3
-    """Replies drawn to each of them, a set; 3 or more."""
+    """Replies drawn to each of these examples, a set; 3 or more."""
     new_tokens: int = 100
     """Most tokens of a drawn reply."""
 
@@ -45,7 +45,7 @@ class TrainConfig:
     """Learning rate of the first step; it decays along a cosine."""
     weight_decay: float = 0.0
     clip: float = 1.0
-    """The gradients' largest norm, of all together."""
+    """Largest norm of all gradients together; larger gradients are scaled down to it."""
     rank: int = 16
     """Rank of the LoRA adapters."""
     alpha: float = 16.0
@@ -54,7 +54,7 @@ class TrainConfig:
     diversity: float = 0.3
     """λ, the weight of the diversity beside the cross-entropy. With 0 no reply is drawn."""
     objective: Literal["policy", "as_written"] = "policy"
-    """The gradient of the expected diversity, or what the source writes, which has none."""
+    """policy: the gradient of the expected diversity; as_written: the source's diversity term, without a gradient."""
     temperature: float = 0.9
     top_p: float = 0.9
     seed: int = 0
@@ -62,10 +62,10 @@ class TrainConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the frozen weights and the activations. Adapters and their optimizer are float32."""
     activation_checkpoint: bool = False
-    """Blocks are computed again in the backward, in either trainer: less memory, more time."""
+    """Recompute blocks in the backward pass, in either trainer: less memory, more time."""
 
     packed_tokens: int = 8192
-    """With `packed_examples`: how many tokens are packed at most, which limits the memory."""
+    """With `packed_examples`: most tokens that are packed together, which limits the memory."""
 
     # --- techniques
     batched_generation: bool = True
@@ -75,15 +75,15 @@ class TrainConfig:
     encoder_batching: bool = True
     pairwise_cosine: bool = True
     pairwise_cosine_cuda: bool = False
-    """Compute the distances by CUDA C++ instead, the source's third tier; no part of the ablation."""
+    """Compute the distances in CUDA C++ instead, the source's third tier; not part of the ablation."""
     set_policy_loss: bool = True
     chunked_cross_entropy: bool = True
     fused_lora: bool = True
     flash_attention: bool = True
     fused_blocks: bool = True
-    """Compute norms, rotations and gates by a kernel each; needs `flash_attention`."""
+    """Compute norms, rotations and gates with one kernel each; needs `flash_attention`."""
     packed_examples: bool = True
-    """Compute a step's examples all at once, without padding, and not by micro-batches; needs `flash_attention`."""
+    """Compute a step's examples packed without padding instead of by micro-batches; needs `flash_attention`."""
     cuda_graph_step: bool = True
     """Replay the model's passes as CUDA graphs, in half precision."""
     clip_grad_norm: bool = True
@@ -126,7 +126,7 @@ class TrainConfig:
         return scaling_for(float16=False)
 
     def rate(self, step: int) -> float:
-        """The learning rate of a step, from 0; whoever goes on stays at its end."""
+        """Return the learning rate of a step, from 0. After the schedule it stays at its end."""
         return self.learning_rate * (1 + math.cos(math.pi * min(step / self.steps, 1.0))) / 2
 
 

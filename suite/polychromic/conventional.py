@@ -1,7 +1,8 @@
-"""A good conventional set-up of polychromic: what one would write first, the rival that the trainers are timed against.
+"""A good conventional set-up of polychromic, as one would write it first. The trainers are timed against it.
 
-transformers' model with scaled_dot_product_attention, PEFT's adapters, the blocks under torch.compile, fused AdamW, and
-all replies by one call of `generate` with a static cache, compiled. Both packages are looked for when it is made.
+It uses transformers' model with scaled_dot_product_attention, PEFT's adapters, the blocks under torch.compile, and
+fused AdamW. One compiled call of `generate` with a static cache draws all replies. Both packages are imported when the
+set-up is made.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from suite.polychromic.drawn import SHAPES
 from suite.polychromic.lora import LAYERS
 from suite.polychromic.objective import nucleus, rows_of, texts
 
-# Prompts are padded to a multiple of so many tokens.
+# Prompts are padded to a multiple of this number of tokens.
 MULTIPLE = 64
 
 
 class Conventional:
-    """Makes the steps that the trainers make, on the same examples; what is drawn are transformers' own numbers.
+    """Makes the same steps as the trainers, on the same examples. Its random numbers are transformers' own.
 
-    PerfsuiteError where transformers or PEFT is not installed.
+    PerfsuiteError if transformers or PEFT is not installed.
     """
 
     def __init__(self, config: TrainConfig, given: Given, device: torch.device | str, *, compiles: bool = True) -> None:
@@ -92,7 +93,7 @@ class Conventional:
             self.last["diversity"] = float(diversity)
 
     def _policy_gradient(self, examples: Sequence[Encoded]) -> torch.Tensor:
-        """The sets' mean diversity; adds the gradients of minus λ times the expected one."""
+        """Return the mean diversity of the sets, and add the gradients of −λ times the expected diversity."""
         config, end = self.config, self.given.chat.end
         tokens, mask = self._left_padded(examples)
         self.model.eval()
@@ -130,9 +131,9 @@ class Conventional:
         return diversity
 
     def _left_padded(self, examples: Sequence[Encoded]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Prompts [prompts, length] as `generate` takes them, and which tokens are theirs.
+        """Return the prompts [prompts, length], padded at the left for `generate`, and their mask.
 
-        Of other lengths `generate` compiles the model anew.
+        The length is a multiple of `MULTIPLE`, as `generate` compiles the model anew for each length.
         """
         longest = -(-max(e.prompt for e in examples) // MULTIPLE) * MULTIPLE
         rows = [[*[self.given.chat.end] * (longest - e.prompt), *e.tokens[: e.prompt]] for e in examples]
@@ -141,7 +142,7 @@ class Conventional:
 
 
 def _model(transformers: Any, given: Given, dtype: torch.dtype, device: torch.device) -> Any:
-    """The model of the folder, or one of the same size whose weights are drawn."""
+    """Return the model of the folder, or a model of the named size with random weights."""
     if given.model not in SHAPES:
         loaded = transformers.AutoModelForCausalLM.from_pretrained(given.model, dtype=dtype, attn_implementation="sdpa")
         return loaded.to(device)
@@ -163,7 +164,7 @@ def _model(transformers: Any, given: Given, dtype: torch.dtype, device: torch.de
 
 
 def _compiled(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """The block's forward by torch.compile where no cache is given; with one `generate` compiles the whole model.
+    """Compile a block's forward for calls without a cache. With a cache, `generate` compiles the whole model.
 
     One compilation serves all blocks. Compiling the whole model for training, too, takes more than five minutes.
     """

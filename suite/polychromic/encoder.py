@@ -45,7 +45,7 @@ class Embeddings(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Every token attends to the tokens that the mask lets it see."""
+    """Self-attention of each token to the tokens that the mask allows."""
 
     def __init__(self, shape: EncoderShape) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class SelfAttention(nn.Module):
 
 
 class Output(nn.Module):
-    """A projection that is added to what came in before the sublayer, and then normed."""
+    """A projection that is added to the sublayer's input and then normed."""
 
     def __init__(self, inner: int, shape: EncoderShape) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class Layers(nn.Module):
 
 
 class SentenceEncoder(nn.Module):
-    """The embedding of a sentence: the mean of the last layer over its tokens. Not normalised; without dropout.
+    """Computes the embedding of a sentence: the mean of the last layer over its tokens, not normalised. No dropout.
 
     A row's embedding depends on the other rows and on its padding only by rounding. Weights are drawn as transformers
     draws them: normal, of standard deviation 0.02, with biases of 0.
@@ -146,7 +146,7 @@ class SentenceEncoder(nn.Module):
     def forward(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """Return embeddings [B, width].
 
-        tokens   int64 [B, T], no more than there are positions; behind a row's length any token of the vocabulary
+        tokens   int64 [B, T], T at most the number of positions; after a row's length any token of the vocabulary
         lengths  int64 [B], 1 or more
         """
         inside = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]

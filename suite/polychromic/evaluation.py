@@ -17,19 +17,19 @@ from suite.polychromic.sentences import Sentences
 from suite.techniques import implementation
 
 REPLIES = 5
-"""Replies drawn to each prompt."""
+"""Number of replies drawn to each prompt."""
 PROMPTS = 64
-"""Most prompts that the model replies to."""
+"""Largest number of prompts that the model replies to."""
 EXAMPLES = 8
-"""Examples of a batch."""
+"""Number of examples in a batch."""
 
 
 def quality(trainer: Any, given: Given) -> Mapping[str, float]:
-    """Quality on the validation examples; empty without any.
+    """Return the metrics on the validation examples; empty if there are none.
 
     held_out_loss   mean cross-entropy of their replies' tokens
-    diversity       mean distance of two of five replies to the same prompt
-    log_likelihood  mean of those replies' tokens under the model without its adapters: of gibberish it is low
+    diversity       mean distance between two of five drawn replies to the same prompt
+    log_likelihood  mean over the drawn replies' tokens under the model without its adapters; low for gibberish
     """
     if not given.validation:
         return {}
@@ -54,7 +54,7 @@ def quality(trainer: Any, given: Given) -> Mapping[str, float]:
 
 @torch.no_grad()
 def held_out_loss(model: Llama, examples: Sequence[Encoded], end: int) -> float:
-    """The mean cross-entropy of the examples' replies, over all their tokens."""
+    """Return the mean cross-entropy over all tokens of the examples' replies."""
     cross_entropy = implementation("losses.chunked_cross_entropy", "chunked_cross_entropy", optimized=True)
     device = model.lm_head.weight.device
     total, count = torch.zeros((), dtype=torch.float64, device=device), 0
@@ -80,7 +80,7 @@ def replies_to(
     end: int,
     seed: int,
 ) -> tuple[Prompts, torch.Tensor]:
-    """Draw `replies` replies to each prompt; (the prompts, the replies' tokens [prompts, replies, new_tokens])."""
+    """Draw `replies` replies to each prompt. Return (prompts, replies' tokens [prompts, replies, new_tokens])."""
     generate = implementation("generation.batched_generation", "batched_generation", optimized=True)
     device = model.lm_head.weight.device
     prompts = prompts_of(examples, end, device)
@@ -90,7 +90,7 @@ def replies_to(
 
 @torch.no_grad()
 def log_likelihood(model: Llama, prompts: Prompts, drawn: torch.Tensor, end: int) -> tuple[float, int]:
-    """(The sum of the log-probabilities of the replies' tokens, each up to its end; how many these are)."""
+    """Return (sum of the log-probabilities of the replies' tokens, up to the end of each; number of these tokens)."""
     cross_entropy = implementation("losses.chunked_cross_entropy", "chunked_cross_entropy", optimized=True)
     rows = rows_of(prompts, drawn, end)
     hidden = model.hidden(rows.tokens)
@@ -103,7 +103,7 @@ def log_likelihood(model: Llama, prompts: Prompts, drawn: torch.Tensor, end: int
 
 
 def distances_of(sentences: Sentences, said: list[str], replies: int, device: torch.device) -> list[float]:
-    """The mean distance of two replies of each set."""
+    """Return the mean distance between two replies of each set."""
     embed = implementation("diversity.encoder_batching", "encoder_batching", optimized=True)
     mean = implementation("diversity.mean_pairwise_cosine", "mean_pairwise_cosine", optimized=True)
     return [float(mean(of_set)) for of_set in embed(sentences.encoder, *sets_of(sentences, said, replies, device))]

@@ -50,7 +50,10 @@ def widened(x: torch.Tensor) -> torch.Tensor:
 
 
 def rotation(shape: Shape, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines of the rotary embedding, [..., D] for positions [...]; of float32 angles, as transformers'."""
+    """Return cosines and sines of the rotary embedding, [..., D] for positions [...].
+
+    The angles are computed in float32, as in transformers.
+    """
     steps = torch.arange(0, shape.head_width, 2, dtype=torch.float32, device=positions.device)
     angles = positions[..., None].float() * (1.0 / shape.rope_theta ** (steps / shape.head_width))
     angles = torch.cat((angles, angles), -1)
@@ -64,7 +67,7 @@ def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 
 
 def repeated(x: torch.Tensor, times: int) -> torch.Tensor:
-    """[B, K, T, D] → [B, K · times, T, D], each head so many times in a row."""
+    """Repeat each head `times` times in a row: [B, K, T, D] → [B, K · times, T, D]."""
     return x if times == 1 else x.repeat_interleave(times, 1)
 
 
@@ -83,7 +86,10 @@ class Attention(nn.Module):
     def heads(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries [B, H, T, D], keys and values [B, K, T, D] of x [B, T, width], rotated to their positions."""
+        """Return queries [B, H, T, D], keys and values [B, K, T, D] of x [B, T, width].
+
+        Queries and keys are rotated to their positions.
+        """
         q, k, v = (
             project(x).unflatten(-1, (-1, self.shape.head_width)).transpose(1, 2)
             for project in (self.q_proj, self.k_proj, self.v_proj)
@@ -102,7 +108,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU."""
+    """SwiGLU feed-forward layer."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -116,7 +122,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each after a norm and added to what came in."""
+    """Attention and MLP, each after a norm and with a residual connection."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -132,7 +138,7 @@ class Block(nn.Module):
 
 
 class Body(nn.Module):
-    """All but the last projection."""
+    """The layers of the model except for the last projection."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -147,7 +153,7 @@ def _called(block: nn.Module, *arguments: torch.Tensor) -> torch.Tensor:
 
 
 class Llama(nn.Module):
-    """The model: the logits of the next token at each position.
+    """The model. It computes the logits of the next token at each position.
 
     Weights are drawn as transformers draws them: normal, of standard deviation 0.02.
     """
@@ -166,7 +172,7 @@ class Llama(nn.Module):
     def hidden(self, tokens: torch.Tensor, run: Callable[..., torch.Tensor] = _called) -> torch.Tensor:
         """Compute the final hidden states [B, T, width] of tokens [B, T], with causal attention.
 
-        `run` calls a block with its arguments, e.g. so that it is computed again in the backward.
+        `run` calls a block with its arguments, e.g. so that the backward pass recomputes it.
         """
         x = self.model.embed_tokens(tokens)
         positions = torch.arange(tokens.shape[1], device=tokens.device)
@@ -178,5 +184,5 @@ class Llama(nn.Module):
         return normed
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits [B, T, V] for tokens [B, T]. Rows are padded at their end: no token sees those after it."""
+        """Return logits [B, T, V] for tokens [B, T]. Rows are padded at their end, as no token sees those after it."""
         return linear(self.hidden(tokens), self.lm_head.weight)

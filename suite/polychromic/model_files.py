@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 def check_folder(folder: Path, content: str) -> None:
-    """Raise PerfsuiteError where it is no folder; `content` names what the folder must have."""
+    """Raise PerfsuiteError if `folder` is no folder; `content` says what it must contain."""
     if not os.path.isdir(folder):  # Path.is_dir raises for a name that is too long
         raise PerfsuiteError(f"{shown(folder)} is no folder; name one that has {content}")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read the object in a file; PerfsuiteError where there is none."""
+    """Read a JSON object from a file; PerfsuiteError if there is none."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -35,7 +35,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_tensors(path: Path, remedy: str = "") -> dict[str, torch.Tensor]:
-    """Read a safetensors file, name → tensor; PerfsuiteError, with the remedy, where it is missing or damaged."""
+    """Read a safetensors file, name → tensor; PerfsuiteError, with the remedy, if it is missing or damaged."""
     try:
         from safetensors.torch import load_file
     except ImportError:
@@ -44,13 +44,13 @@ def read_tensors(path: Path, remedy: str = "") -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = load_file(path)
     except FileNotFoundError:
         raise PerfsuiteError(f"{shown(path)} is missing{remedy}") from None
-    except Exception as error:  # besides SafetensorError, whatever torch raises for a dtype that it does not have
+    except Exception as error:  # SafetensorError, or any error of torch for a dtype that it lacks
         raise PerfsuiteError(f"{shown(path)} is damaged: {error}{remedy}") from None
     return found
 
 
 def read_tokenizer(folder: Path) -> Any:
-    """Read the folder's tokenizer, of the package tokenizers; PerfsuiteError where it is missing or damaged."""
+    """Read the folder's tokenizer with the package tokenizers; PerfsuiteError if it is missing or damaged."""
     try:
         from tokenizers import Tokenizer
     except ImportError:
@@ -63,6 +63,6 @@ def read_tokenizer(folder: Path) -> Any:
 
 
 def package_folders(package: str) -> list[Path]:
-    """Find the folders of an installed package without importing it; none where it is not installed."""
+    """Return the folders of an installed package without importing it; an empty list if it is not installed."""
     found = importlib.util.find_spec(package)
     return [] if found is None else [Path(p) for p in found.submodule_search_locations or ()]

@@ -1,4 +1,4 @@
-"""Weights of 4 bits, NF4 (Dettmers et al., 2023, QLoRA): 16 values, and a factor for each block of 64 weights."""
+"""4-bit weights, NF4 (Dettmers et al., 2023, QLoRA): 16 values, and a factor for each block of 64 weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NF4 = (
     0.7229568362236023,
     1.0,
 )
-"""Quantiles of a normal distribution, scaled to [−1, 1], as bitsandbytes has them in float32."""
+"""Quantiles of a normal distribution, scaled to [−1, 1]: the float32 values of bitsandbytes."""
 
 
 def quantised(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -35,7 +35,7 @@ def quantised(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     Returns codes, uint8 [outputs, inputs / 2], with the first of two weights in the upper four bits, and absmax,
     float32 [outputs, inputs / 64]. A block of zeros has absmax 0.
 
-    ValueError for another number of inputs.
+    ValueError if the number of inputs is no multiple of 64.
     """
     outputs, inputs = weight.shape
     if inputs % BLOCK:

@@ -12,15 +12,17 @@ from suite.polychromic.sentences import Sentences
 
 
 def widened_loss(hidden: torch.Tensor) -> torch.autocast:
-    """Autocast for the cross-entropy of half-precision hidden states: products stay in half precision, and the
-    cross-entropy is computed in float32."""
+    """Return an autocast context for the cross-entropy of half-precision hidden states.
+
+    Products stay in half precision, and the cross-entropy is computed in float32. It is off for wider hidden states.
+    """
     half = hidden.dtype.itemsize == 2
     return torch.autocast(hidden.device.type, hidden.dtype if half else torch.bfloat16, enabled=half)
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Prompts with their replies, [prompts · replies, length] tokens, and where the replies' tokens are predicted.
+    """Prompts with their replies, tokens [prompts · replies, length], and the positions that predict the replies.
 
     before   int64 [rows, new tokens]: position of the token before each token of the reply
     drawn    int64 [rows, new tokens]: the reply
@@ -34,10 +36,10 @@ class Rows:
 
 
 def rows_of(prompts: Prompts, drawn: torch.Tensor, end: int) -> Rows:
-    """Replies int64 [prompts, replies, tokens] behind their prompts, without a gap.
+    """Append replies, int64 [prompts, replies, tokens], to their prompts without a gap.
 
-    What comes after a reply's end is padding, which a causal model's earlier tokens do not see. A token of −1, drawn
-    from logits that are NaN, is taken for token 0: the loss is NaN then, too.
+    Everything after a reply's end is padding, which earlier tokens of a causal model do not see. A token of −1, drawn
+    from NaN logits, is replaced by token 0; the loss is NaN then, too.
     """
     drawn = drawn.clamp(min=0)
     count, replies, new = drawn.shape
@@ -54,16 +56,16 @@ def rows_of(prompts: Prompts, drawn: torch.Tensor, end: int) -> Rows:
 
 
 def nucleus(logits: torch.Tensor, drawn: torch.Tensor, temperature: float, top_p: float) -> torch.Tensor:
-    """The logits of the distribution that was drawn from, but for a constant: divided by the temperature, −inf outside
-    the nucleus.
+    """Return the logits of the sampled distribution, up to a constant.
 
-    What was drawn is in it, also where the logits come out otherwise by rounding than when it was drawn.
+    They are divided by the temperature, and −inf outside the nucleus. The drawn tokens are always inside, even if the
+    logits now differ by rounding from those at the draw.
 
     logits  [..., vocabulary]
     drawn   int64 [...]
     """
     wide = logits.float() if logits.dtype.itemsize == 2 else logits
-    # As they are drawn: of a low temperature the quotients themselves would overflow.
+    # The maximum is subtracted, as in the draw: with a low temperature the quotients would overflow.
     scaled = (wide - wide.detach().amax(-1, keepdim=True)) / temperature
     with torch.no_grad():
         ordered, order = scaled.softmax(-1).sort(dim=-1, descending=True, stable=True)
@@ -82,6 +84,6 @@ def texts(chat: Chat, drawn: torch.Tensor) -> list[str]:
 def sets_of(
     sentences: Sentences, said: list[str], replies: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The encoder's tokens [sets, replies, longest] of what replies say, and their numbers [sets, replies]."""
+    """Return the encoder's tokens [sets, replies, longest] of the replies' texts, and their counts [sets, replies]."""
     tokens, lengths = sentences.tokenized(said, device)
     return tokens.unflatten(0, (-1, replies)), lengths.unflatten(0, (-1, replies))

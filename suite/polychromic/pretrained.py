@@ -22,11 +22,11 @@ ASSUMED: Mapping[str, tuple[object, ...]] = {
     "mlp_bias": (False, None),
     "quantization_config": (None,),
 }
-"""Fields of a configuration → the values that `Llama` computes; None where the field may be missing."""
+"""Field of a configuration → values that `Llama` supports; None among them: the field may be missing."""
 
 
 def shape_of(folder: Path) -> Shape:
-    """The sizes of the model in the folder; PerfsuiteError where its architecture is another one."""
+    """Return the sizes of the model in the folder; PerfsuiteError if its architecture is another one."""
     path = folder / "config.json"
     check_folder(folder, "a model as transformers stores it")
     config = read_json(path)
@@ -68,14 +68,14 @@ def shape_of(folder: Path) -> Shape:
 
 
 def _rotation(config: Mapping[str, Any]) -> tuple[float, str | None]:
-    """The base of the rotary embedding and its type, by the new fields' names or the old ones."""
+    """Return the base of the rotary embedding and its type, from the new or the old field names."""
     found = config.get("rope_parameters") or config.get("rope_scaling") or {}
     theta = found.get("rope_theta", config.get("rope_theta", 10_000.0))
     return float(theta), found.get("rope_type", found.get("type"))
 
 
 def load(folder: Path, dtype: torch.dtype, device: torch.device | str) -> Llama:
-    """Read the model; PerfsuiteError where a file is missing, damaged, or of another model than the configuration."""
+    """Read the model; PerfsuiteError if a file is missing, damaged, or does not match the configuration."""
     shape = shape_of(folder)
     state: dict[str, torch.Tensor] = {}
     for path in _files(folder):
@@ -84,7 +84,7 @@ def load(folder: Path, dtype: torch.dtype, device: torch.device | str) -> Llama:
         state["lm_head.weight"] = state.get("model.embed_tokens.weight", torch.empty(0))
     with torch.device("meta"):
         model = Llama(shape)
-    state = {name: t for name, t in state.items() if not name.endswith("rotary_emb.inv_freq")}  # of older files
+    state = {name: t for name, t in state.items() if not name.endswith("rotary_emb.inv_freq")}  # older files have it
     expected = {name: tuple(t.shape) for name, t in model.state_dict().items()}
     found = {name: tuple(t.shape) for name, t in state.items()}
     for name in (n for n in {**expected, **found} if expected.get(n) != found.get(n)):
@@ -99,7 +99,7 @@ def load(folder: Path, dtype: torch.dtype, device: torch.device | str) -> Llama:
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files of the weights: one, or those that an index names."""
+    """Return the weight files: a single one, or those that an index lists."""
     if (folder / WEIGHTS).is_file() or not (folder / INDEX).is_file():
         return [folder / WEIGHTS]
     names = read_json(folder / INDEX).get("weight_map")

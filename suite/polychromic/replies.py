@@ -1,7 +1,7 @@
 """Prompts with their replies, in JSON lines.
 
-A line is `{"prompt": text, "reply": text}`, or `{"messages": [{"role": …, "content": text}, …]}` as chat models have
-it, with an assistant's message at the end.
+A line is `{"prompt": text, "reply": text}`, or `{"messages": [{"role": …, "content": text}, …]}` as for chat models,
+with an assistant's message at the end.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ class Example:
     reply: str
 
     def line(self) -> str:
-        """The example as a JSON line, without the line break."""
+        """Return the example as a JSON line, without the line break."""
         messages = [*self.prompt, Message(ASSISTANT, self.reply)]
         return json.dumps({"messages": [{"role": m.role, "content": m.content} for m in messages]}, ensure_ascii=False)
 
 
 def single_turn(prompt: str, reply: str) -> Example:
-    """An example whose prompt is one message of the user."""
+    """Return an example whose prompt is one message of the user."""
     return Example((Message(USER, prompt),), reply)
 
 
 def read(path: Path) -> list[Example]:
-    """Read a file of JSON lines; PerfsuiteError names the first line that is wrong, and why."""
+    """Read a file of JSON lines; a PerfsuiteError names the first invalid line and the reason."""
     try:
         content = path.read_text(encoding="utf-8-sig")
     except OSError as error:
@@ -82,7 +82,7 @@ def _example(line: str, where: str) -> Example:
 
 
 def _messages(found: Any, where: str) -> list[Message]:
-    """The messages: perhaps the system's, then the user's and the assistant's in turn, the assistant's last."""
+    """Check and return the messages: perhaps the system's, then user's and assistant's in turn, an assistant's last."""
     if not isinstance(found, list) or not all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in found):
         raise PerfsuiteError(f"{where}: {FORMS}")
     messages = []
@@ -120,9 +120,9 @@ def _is_text(found: str) -> bool:
 
 
 def chatterbot(option: str = "--from") -> list[Example]:
-    """The English conversations of the package chatterbot-corpus: each line is the reply to the one before it.
+    """Return the English conversations of the package chatterbot-corpus: each line is the reply to the one before it.
 
-    `option` names JSON lines instead, where the package is missing.
+    `option` is the command's option for JSON lines, which the error for a missing package suggests.
     """
     try:
         import chatterbot_corpus
@@ -143,12 +143,15 @@ def chatterbot(option: str = "--from") -> list[Example]:
 
 
 def distinct(examples: Iterable[Example]) -> list[Example]:
-    """The examples without repetitions, in their order."""
+    """Return the examples without repetitions, in their order."""
     return list(dict.fromkeys(examples))
 
 
 def split(examples: Sequence[Example], validation: float, seed: int) -> tuple[list[Example], list[Example]]:
-    """Those to train on and those to validate, about that share of them. All replies to one prompt are on one side."""
+    """Split into (training, validation) examples, about `validation` of them in the second.
+
+    All replies to one prompt are in the same part.
+    """
     sides: tuple[list[Example], list[Example]] = ([], [])
     for example in examples:
         sides[_place(example, seed) < validation].append(example)
@@ -156,11 +159,11 @@ def split(examples: Sequence[Example], validation: float, seed: int) -> tuple[li
 
 
 def _place(example: Example, seed: int) -> float:
-    """A number in [0, 1) that follows from the prompt and the seed."""
+    """Return a number in [0, 1) that depends on the user's messages of the prompt and the seed."""
     text = json.dumps([seed, *(m.content.casefold() for m in example.prompt if m.role == USER)])
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big") / 2**48
 
 
 def lines_of(examples: Iterable[Example]) -> Iterator[str]:
-    """The content of a file of these examples."""
+    """Yield the lines of a file of these examples."""
     return (f"{example.line()}\n" for example in examples)

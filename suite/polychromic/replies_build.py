@@ -1,4 +1,4 @@
-"""Makes the data set of prompts and replies."""
+"""Builds the data set of prompts and replies."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Built:
 
 
 def build(out: Path, sources: Sequence[Path], *, overwrite: bool) -> Built:
-    """Write the examples of these files, or those of chatterbot-corpus, into the file `out`, without repetitions."""
+    """Write the examples of `sources`, or those of chatterbot-corpus, into the file `out`, without repetitions."""
     found = [example for path in sources for example in replies.read(path)] if sources else replies.chatterbot()
     examples = replies.distinct(found)
     content = "".join(replies.lines_of(examples))
@@ -42,7 +42,7 @@ def build(out: Path, sources: Sequence[Path], *, overwrite: bool) -> Built:
 
 
 def _write(out: Path, content: str, *, overwrite: bool) -> bool:
-    """Write the file as a whole or not at all; return whether it had this content before."""
+    """Write the file completely or not at all. Return whether it had this content already."""
     try:
         if out.is_file() and out.read_bytes() == content.encode():
             return True

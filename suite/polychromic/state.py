@@ -1,4 +1,4 @@
-"""The adapters with which both trainers begin, and the state that both keep in a checkpoint, under the same names."""
+"""The first adapters of both trainers, and their checkpoint state, which has the same names for both."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def adapted(
     dtype: torch.dtype,
     layer: Callable[..., LoRALinear] = LoRALinear,
 ) -> dict[str, LoRALinear]:
-    """Give the model adapters whose first weights follow from the seed alone; return them by name."""
+    """Give the model adapters whose first weights depend on the seed only. Return them by name."""
     adapters = attach(model, settings, layer)
     generator = torch.Generator().manual_seed(seed)
     for adapter in adapters.values():
@@ -33,7 +33,7 @@ def adapted(
 
 
 def drop(adapters: Mapping[str, LoRALinear], dropout: Dropout | None) -> None:
-    """Set the adapters' dropout; None: nothing is dropped."""
+    """Set the adapters' dropout; None drops nothing."""
     for adapter in adapters.values():
         adapter.dropout = dropout
 
@@ -46,12 +46,14 @@ def weights_of(adapters: Mapping[str, LoRALinear]) -> dict[str, torch.Tensor]:
 
 
 def state_of(trainer: Any) -> dict[str, Any]:
-    """All that a trainer's next step depends on, its configuration, and where its models are from.
+    """Return all that a trainer's next step depends on, its configuration, and the source of its models.
 
-    weights    name → tensor, of the adapters
-    optimizer  of the scaler's step: moments, steps, scale
-    steps      made so far, which everything random follows from
-    model      a folder, or the size of a drawn one, and a digest of it; encoder: a folder, or "" for the drawn one
+    weights       name → tensor, of the adapters
+    optimizer     state of the scaler's step: moments, steps, scale
+    steps         number of steps made so far, on which all random numbers depend
+    model         a folder, or the size of a model with random weights
+    model_digest  digest of the model
+    encoder       a folder, or "" for the one with random weights
     """
     return {
         "weights": copies(trainer.weights),
@@ -67,7 +69,8 @@ def state_of(trainer: Any) -> dict[str, Any]:
 def restore(trainer: Any, state: Mapping[str, Any]) -> None:
     """Copy weights and the optimizer's state into a trainer's own tensors.
 
-    ValueError where a shape is another, or a weight is missing; `steps` the trainer sets itself.
+    ValueError if a shape differs, a weight is missing, or the model is another one. The trainer sets its `steps`
+    itself.
     """
     whole(state, "steps")
     check_weights(trainer.weights, state["weights"])

@@ -1,4 +1,4 @@
-"""What the pairs of polychromic share: models of any size, and the sizes of real ones."""
+"""Parts that the pairs of polychromic share: models of any size, and the sizes of real ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SMOLLM2 = {"vocabulary": 49152, "layers": 30, "groups": 3, "kv_heads": 3, "pairs
 
 
 def language_model(vocabulary: int, layers: int, groups: int, kv_heads: int, pairs: int) -> Llama:
-    """Build a model with `groups` query heads for each of the key heads, twice `pairs` wide.
+    """Build a model with `groups` query heads for each key head. A head is 2 · `pairs` wide.
 
     Weights are drawn wider than those of a model that is to be trained, so that attention is far from uniform.
     """
