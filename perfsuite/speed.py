@@ -76,7 +76,8 @@ class SpeedItem(pytest.Function):
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
         if isinstance(excinfo.value, (SpeedFailure, PerfsuiteError)):
-            return str(excinfo.value)
+            # pytest's summary cuts a line at the terminal's width, and names the item before it.
+            return str(excinfo.value).replace(f" {self.nodeid}: ", ": ", 1)
         return super().repr_failure(excinfo)
 
     def reportinfo(self) -> tuple[Path, int, str]:
