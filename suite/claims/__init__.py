@@ -1,1 +1,1 @@
-"""What the sources claim, measured: `perfsuite claims` writes docs/claims.md."""
+"""Measurements of the sources' claims, which `perfsuite claims` makes; docs/claims.md has the results."""

@@ -48,9 +48,9 @@ SOURCE = TrainConfig(accumulation=1)
 STEP, STEP_BEFORE = 0.37, 17.0
 """Seconds of a step, as the source gives them."""
 RATE, RATE_BEFORE = 22_089, 50
-"""Tokens a second, likewise."""
+"""Tokens per second, as the source gives them."""
 HOURS, HOURS_BEFORE = 1.7, 92.0
-"""Of a run, likewise."""
+"""Hours of a run, as the source gives them."""
 TIMES = 53.9
 CACHED = 256
 """Chunks in the source's cache."""
@@ -59,13 +59,13 @@ EVERY = 10
 PREFETCH, PREFETCH_MORE = 2, (4, 8)
 CHUNKS = (1, 16, 64, 256)
 TOLERANCE = 0.1
-"""What is claimed as a figure may be off by as much."""
+"""A measured figure may differ by this share of the claimed one."""
 NOTHING = 0.05
-"""A gain below that is none."""
+"""A gain below this share counts as none."""
 QUALITY = 0.01
-"""A loss that is higher by as much is another."""
+"""A loss that is higher by more than this share is worse."""
 ROUNDING = 1e-5
-"""Of float32 sums over thousands of steps, relative to float64: less is rounding."""
+"""Largest relative error, against float64, that is rounding of float32 sums over thousands of steps."""
 EPS = torch.finfo(torch.float32).eps
 MB, GB = 1e6, 1e9
 PRECISIONS: Mapping[str, Mapping[str, bool]] = {
@@ -86,43 +86,43 @@ TINY = TrainConfig(
     dropout=0.0,
     use_compile=False,
 )
-"""As configs/eigenstate_lm/tiny.yaml has it, uncompiled: kernels as small as these gain nothing that pays for it."""
+"""The settings of configs/eigenstate_lm/tiny.yaml, uncompiled: compiling does not pay for kernels as small as these."""
 TINY_VOCABULARY = 2048
 ENDS = 8
-"""Last steps whose mean is the loss that a run ends at."""
+"""Number of last steps whose mean loss is the final loss of a run."""
 CHECKS = Checks()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Where and at what size."""
+    """Device and sizes of the measurements."""
 
     device: torch.device
     config: TrainConfig = SOURCE
-    """Of the steps that are timed."""
+    """Configuration of the timed steps."""
     vocabulary: int = VOCABULARY
     cached: int = CACHED
-    """Sequences of the text."""
+    """Number of sequences in the text."""
     rounds: int = 4
     reference: tuple[int, int] = (512, 2048)
-    """Lengths at which the reference trainer is timed."""
+    """Sequence lengths at which the reference trainer is timed."""
     loop: tuple[int, ...] = (512, 1024, 2048)
-    """Lengths at which the recurrence is taken step by step, with a gradient."""
+    """Sequence lengths at which the recurrence runs step by step, with a gradient."""
     scanned: int = 32768
-    """The length of what is scanned."""
+    """Sequence length of the scan."""
     reach: int = 32768
-    """Tokens back that a gradient is looked for."""
+    """Number of tokens over which a gradient is followed back."""
     rows: int = 131072
-    """Of the loss."""
+    """Rows for which the loss is computed; fewer where these do not fit into memory."""
     trained: TrainConfig = TINY
-    """Of the runs whose losses are compared."""
+    """Configuration of the runs whose losses are compared."""
     trained_vocabulary: int = TINY_VOCABULARY
     seeds: int = 3
     workers: int = 4
 
 
 def setting(device: torch.device) -> Setting:
-    """The source's size on a GPU; elsewhere one that takes seconds."""
+    """Return the source's size on a GPU, and elsewhere one that takes seconds."""
     if device.type == "cuda":
         return Setting(device=device)
     small = TrainConfig(
@@ -154,11 +154,11 @@ def setting(device: torch.device) -> Setting:
 
 
 class _UncompiledError(RuntimeError):
-    """What was to be measured compiled runs as it is; it says why."""
+    """Raised where something to be measured compiled runs uncompiled; the message says why."""
 
 
 def _alone(measure: Measure) -> Measure:
-    """The claim begins with the memory that others have left, and cannot be measured where there is too little."""
+    """Free unused memory before the measurement; return UNMEASURED where it does not compile or runs out of memory."""
 
     @functools.wraps(measure)
     def answer(s: Setting) -> Answer:
@@ -451,7 +451,7 @@ def prefetch(s: Setting) -> Answer:
     except RuntimeError as error:
         if "DataLoader worker" not in str(error):
             raise
-        return UNMEASURED, " ".join(str(error).split())  # of too little shared memory, mostly
+        return UNMEASURED, " ".join(str(error).split())  # mostly for lack of shared memory
     finally:
         for loader in loaders.values():
             loader.close()
@@ -497,42 +497,48 @@ def half(s: Setting) -> Answer:
     return verdict, ("on what float32's products are: " * (verdict == DEPENDS)) + told
 
 
-# --- what is judged -------------------------------------------------------------------------------------------------
+# --- verdicts -------------------------------------------------------------------------------------------------------
 
 
 def extrapolated(short: tuple[int, float], longer: tuple[int, float], length: int) -> float:
-    """What a length takes by the line through (length, seconds) of two others."""
+    """Extrapolate linearly from two pairs (length, seconds) to the seconds at `length`."""
     slope = (longer[1] - short[1]) / (longer[0] - short[0])
     return longer[1] + slope * (length - longer[0])
 
 
 def error(found: Sequence[torch.Tensor], truth: Sequence[torch.Tensor]) -> float:
-    """The largest distance of a tensor from the true one, of that one's norm."""
+    """Return the largest relative error of a tensor: the norm of its difference over the true tensor's norm."""
     return max(float((a.double() - b).norm() / b.norm()) for a, b in zip(found, truth, strict=True))
 
 
 def horizon(influence: torch.Tensor) -> int | None:
-    """After how many tokens an influence [distance] is below float32's epsilon of the first for good; None: never."""
+    """Return the distance in tokens from which an influence [distance] stays below float32's epsilon times the first.
+
+    None where it does not.
+    """
     there = (influence.double() >= EPS * influence[0].double()).nonzero()
     after = int(there[-1]) + 1 if len(there) else 0
     return after if after < len(influence) else None
 
 
 def _reached(seconds: Sequence[float]) -> str:
-    """Whether a step takes no longer than the source's."""
+    """Return the verdict on whether the steps take no longer than the source's."""
     within = [t <= (1 + TOLERANCE) * STEP for t in seconds]
     return CONFIRMED if within and all(within) else DEPENDS if any(within) else REFUTED
 
 
 def _meets(found: Sequence[float], claimed: float) -> str:
-    """Whether figures are what is claimed, or lie to either side of it."""
+    """Return the verdict on whether all figures are the claimed one: DEPENDS where only their range includes it."""
     if all(_near(f, claimed) for f in found):
         return CONFIRMED
     return DEPENDS if min(found) <= (1 + TOLERANCE) * claimed and max(found) >= (1 - TOLERANCE) * claimed else REFUTED
 
 
 def _in_turn(furthest: float, scan: float, loop: float) -> str:
-    """Whether steps have to be taken in turn: not where a scan has the same results in much less time."""
+    """Return the verdict on whether the steps must run one after another.
+
+    It is REFUTED where a scan has the same results, but for rounding, in less than half the time.
+    """
     if furthest > ROUNDING:
         return CONFIRMED
     return REFUTED if 2 * scan < loop else UNMEASURED
@@ -545,7 +551,7 @@ def _only_speed(errors: Sequence[float], peaks: Sequence[float]) -> str:
 
 
 def _spans(horizons: Sequence[int | None], length: int) -> str:
-    """Of the first λ, and of the largest."""
+    """Return the verdict from the horizons for the first λ and for the largest; None counts as `length`."""
     first, most = (length if h is None else h for h in horizons)
     return CONFIRMED if first >= length else DEPENDS if most >= length else REFUTED
 
@@ -558,13 +564,17 @@ def _between(found: Sequence[float], least: float, most: float) -> str:
 
 
 def _fits(peaks: Sequence[float], claimed: float) -> str:
-    """Whether no more is taken."""
+    """Return the verdict on whether the peaks are at most what is claimed."""
     enough = [p <= (1 + TOLERANCE) * claimed for p in peaks]
     return CONFIRMED if all(enough) else DEPENDS if any(enough) else REFUTED
 
 
 def _helps(low: float, high: float, growth: float) -> str:
-    """By how many percent longer it takes, and by how much more memory is held after some steps without it."""
+    """Return the verdict on whether emptying the cache helps.
+
+    low, high  interval of the percent that steps take longer with it
+    growth     share by which the reserved memory grows in some steps without it
+    """
     if high < 0:
         return CONFIRMED
     if growth > TOLERANCE:
@@ -573,7 +583,11 @@ def _helps(low: float, high: float, growth: float) -> str:
 
 
 def _loads_faster(gains: Sequence[Ratio], batch: float) -> str:
-    """How many times as fast more are, and the seconds of a batch with few; a step waits for none that is shorter."""
+    """Return the verdict on whether loading is faster with more prefetched batches.
+
+    gains  how many times as fast it is with more
+    batch  seconds of a batch with few; a step waits for its batch only if this is longer than the step
+    """
     faster = [r.low > 1 for r in gains]
     if not any(faster):
         return UNMEASURED if any(r.high >= 1 + NOTHING for r in gains) else REFUTED
@@ -595,11 +609,11 @@ def _near(found: float, claimed: float) -> bool:
     return abs(found - claimed) <= TOLERANCE * claimed
 
 
-# --- how ------------------------------------------------------------------------------------------------------------
+# --- helpers --------------------------------------------------------------------------------------------------------
 
 
 def _pack(s: Setting) -> PackedText:
-    """Random tokens."""
+    """Return a pack of random tokens."""
     given = Data(synthetic=s.cached, vocabulary=s.vocabulary, sequence_length=s.config.sequence_length)
     return text_of(given).pack
 
@@ -615,7 +629,7 @@ def _steps(trainer: Any) -> Callable[[], None]:
 
 
 def _compiled(call: Callable[[], object]) -> None:
-    """Call it, which may compile something first; _UncompiledError where that was not possible."""
+    """Make a call that may compile something; raise _UncompiledError where that fails."""
     notes: list[str] = []
     with ablation.noting(notes):
         call()
@@ -626,7 +640,7 @@ def _compiled(call: Callable[[], object]) -> None:
 
 @functools.cache
 def _timed(s: Setting) -> Mapping[str, list[float]]:
-    """Seconds of a step by round in each precision that fits into the device's memory."""
+    """Return the seconds of a step by round, for each precision that fits into the device's memory."""
     calls = {}
     for name, on in PRECISIONS.items():
         trainer = _trainer(s, **on)
@@ -645,7 +659,7 @@ def _timed(s: Setting) -> Mapping[str, list[float]]:
 
 
 def _drawn(s: Setting, length: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """(β, λ and the first states of a block; gradients of its results), the same at each call."""
+    """Return ([β, λ, first states] of a block, gradients of its results), the same at each call."""
     generator = torch.Generator().manual_seed(0)
     B, K = s.config.batch_size, s.config.cells * s.config.eigenstates
     turning = eigenvalues(_decays(s)[0][0]).flatten(0, 1)
@@ -657,14 +671,14 @@ def _drawn(s: Setting, length: int) -> tuple[list[torch.Tensor], list[torch.Tens
 def _differentiated(
     scan: Callable[..., Any], given: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """The scan's results, and the gradients by all that it is given."""
+    """Return the scan's results and the gradients by all its inputs."""
     leaves = [t.detach().requires_grad_() for t in given]
     found = scan(*leaves)
     return [*(t.detach() for t in found), *torch.autograd.grad(found, leaves, grads)]
 
 
 def _truth(given: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The same in float64."""
+    """Return results and gradients computed in float64."""
     chunked = implementation("recurrence.eigenstate_scan", "eigenstate_scan_chunked", optimized=True)
     return _differentiated(chunked, [t.double() for t in given], [t.double() for t in grads])
 
@@ -674,7 +688,7 @@ def _named(calls: Mapping[int, Callable[[], object]]) -> dict[str, Callable[[], 
 
 
 def _decays(s: Setting) -> tuple[torch.Tensor, torch.Tensor]:
-    """α [layers, cells, K] on the CPU: as training begins, and with the largest |λ| that there is."""
+    """Return α [layers, cells, K] on the CPU: as at the start of training, and with the largest possible |λ|."""
     config = s.config
     sizes = Sizes(vocabulary=1, width=1, layers=config.layers, eigenstates=config.eigenstates, cells=config.cells)
     weights = make_weights(0, sizes)
@@ -683,7 +697,7 @@ def _decays(s: Setting) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _influence_of_scan(s: Setting, decay: torch.Tensor) -> torch.Tensor:
-    """[distance]: the largest |dRe(c_last)/dβ| of all eigenstates, by how far back β is."""
+    """Return [distance]: the largest |dRe(c_last)/dβ| of all eigenstates, for a β so many tokens back."""
     scan = implementation("recurrence.eigenstate_scan", "eigenstate_scan", optimized=True)
     turning = eigenvalues(decay).flatten(0, -2).to(s.device)
     beta = torch.zeros(1, s.reach, len(turning), device=s.device, requires_grad=True)
@@ -693,7 +707,7 @@ def _influence_of_scan(s: Setting, decay: torch.Tensor) -> torch.Tensor:
 
 
 def _influence(s: Setting, decay: torch.Tensor | None) -> torch.Tensor:
-    """[distance]: the norm of the gradient of the network's last output by what it was given so far back."""
+    """Return [distance]: the norm of the gradient of the network's last output by its input so many tokens back."""
     config = s.config
     sizes = config.sizes(vocabulary=1)
     first = make_weights(0, sizes)
@@ -728,7 +742,7 @@ def _whole_loss(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor
 
 
 def _kept_loss(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """In as many chunks as `_freed_loss`, plainly, so that each keeps its logits for the backward."""
+    """Compute the loss in the chunks of `_freed_loss`, but let each keep its logits for the backward."""
     parts = [slice(start, start + _rows(hidden)) for start in range(0, len(hidden), _rows(hidden))]
     losses = [functional.cross_entropy(functional.linear(hidden[p], weight), labels[p], reduction="sum") for p in parts]
     return torch.stack(losses).sum() / len(hidden)
@@ -742,12 +756,15 @@ def _freed_loss(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor
 
 
 def _rows(hidden: torch.Tensor) -> int:
-    """Of a chunk: of the source's batch the 4096 that the optimized loss takes."""
+    """Return the rows of a chunk, 1/32 of all: for the source's batch, the 4096 that the optimized loss takes."""
     return max(1, len(hidden) // 32)
 
 
 def _peak_of_loss(s: Setting, form: Callable[..., torch.Tensor], wide: bool) -> tuple[float, int]:
-    """(bytes of forward and backward at the source's batch, rows that were measured): fewer where all do not fit."""
+    """Return (peak bytes of forward and backward, scaled to the source's batch; rows that were measured).
+
+    The rows are halved until they fit into memory.
+    """
     rows = s.rows
     while (found := _peak_of_rows(s, form, wide, rows)) is None:
         rows //= 2
@@ -758,7 +775,7 @@ def _peak_of_loss(s: Setting, form: Callable[..., torch.Tensor], wide: bool) -> 
 
 
 def _peak_of_rows(s: Setting, form: Callable[..., torch.Tensor], wide: bool, rows: int) -> int | None:
-    """None where they do not fit."""
+    """Return the peak bytes of this many rows; None where they do not fit into memory."""
     dtype = torch.float32 if wide else torch.bfloat16
     try:
         hidden, weight = (
@@ -778,12 +795,12 @@ def _peak_of_rows(s: Setting, form: Callable[..., torch.Tensor], wide: bool, row
 
 
 def _peak_of_step(s: Setting, **on: bool) -> int:
-    """Bytes of a trainer and of a step of its."""
+    """Return the peak bytes of a trainer and one of its steps."""
 
     def call() -> None:
         trainer = _trainer(s, **on)
         _compiled(_steps(trainer))
-        if s.device.type == "cuda":  # what compiling took is none of a step's
+        if s.device.type == "cuda":  # exclude the memory that compiling took
             torch.cuda.synchronize(s.device)
             torch.cuda.reset_peak_memory_stats(s.device)
         trainer.train_window({})
@@ -794,7 +811,7 @@ def _peak_of_step(s: Setting, **on: bool) -> int:
 
 
 def _ends(s: Setting) -> tuple[list[tuple[float, float]], int]:
-    """((the loss in float32 that a run ends at, and in float16) by seed, steps that float16 left out)."""
+    """Return ([(final loss in float32, in float16) by seed], number of steps whose gradient's norm was not finite)."""
     given = text_of(Data(synthetic=200, vocabulary=s.trained_vocabulary, sequence_length=s.trained.sequence_length))
     make = implementation("trainers.eigenstate_lm", "Trainer", optimized=True)
     found, left_out = [], 0
@@ -813,7 +830,7 @@ def _ends(s: Setting) -> tuple[list[tuple[float, float]], int]:
 
 
 def _empty() -> None:
-    """Give back all that nothing uses, of trainers that are gone, too: they are cycles."""
+    """Free all unused memory, also that of trainers that are gone: they are reference cycles."""
     gc.collect()
     torch.cuda.empty_cache()
 
@@ -831,7 +848,7 @@ def _allocated(device: torch.device) -> int:
 
 
 def amount(size: float) -> str:
-    """Bytes, in words, by thousands as the source has them."""
+    """Format bytes in decimal units, MB or GB, as the source does."""
     return f"{units.significant(size / GB)} GB" if size >= GB else f"{units.significant(size / MB)} MB"
 
 
@@ -849,7 +866,7 @@ def _times(r: Ratio) -> str:
 
 
 def _listed(parts: Sequence[str], between: str = ", ") -> str:
-    """One after the other, with an "and" before the last where commas part them."""
+    """Join the parts; between commas, the last one is joined by "and"."""
     if between != ", " or len(parts) < 2:
         return between.join(parts)
     return f"{', '.join(parts[:-1])} and {parts[-1]}"

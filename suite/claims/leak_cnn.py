@@ -45,51 +45,51 @@ from suite.leak_cnn.step import training_loss, with_gradients
 from suite.techniques import implementation
 
 EPOCH = 60.0
-"""Seconds of one, as the source gives it."""
+"""Seconds of an epoch, as the source gives them."""
 STEPS = 7
-"""Of an epoch, as the source counts them."""
+"""Steps of an epoch, as the source counts them."""
 VALIDATION = 10_000
-"""Segments of it, as the source counts them."""
+"""Segments of the validation set, as the source counts them."""
 TOGETHER = 20
 """Steps that are timed in a row."""
 TOLERANCE = 0.1
-"""What is claimed as a figure without a range may be off by as much."""
+"""A measured figure may differ by this share of one that is claimed without a range."""
 MB = 1e6
 FEW = Data(train_files=10, validation_files=5)
 FEW_BATCH = 112
-"""Of the 800 segments of ten files: seven batches, and something left over, as of 5632 in 40,000."""
+"""Batch size for the 800 segments of ten files: seven batches and a remainder, as 5632 gives for 40,000 segments."""
 CHECKS = Checks()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Where and at what size; the network always has the source's."""
+    """Device and sizes of the measurements; the network always has the source's size."""
 
     device: torch.device
     batch_size: int = BATCH
     workers: int = 8
     compiled: bool = True
-    """Whether what torch.compile makes of something is looked at, too."""
+    """Whether compiled forms are measured, too."""
     rounds: int = 7
     data: Data = dataclasses.field(default_factory=Data)
-    """What whole epochs are of."""
+    """Data of the epochs that are timed."""
     few: Data = FEW
-    """What epochs are of whose steps or syncs are counted."""
+    """Data of the epochs whose steps or syncs are counted."""
 
 
 def setting(device: torch.device) -> Setting:
-    """The source's size on a GPU; elsewhere small batches, and nothing that takes a compiler or a GPU's clock."""
+    """Return the source's size on a GPU, and elsewhere small batches that need neither a compiler nor a GPU's clock."""
     if device.type == "cuda":
         return Setting(device=device)
     return Setting(device=device, batch_size=32, workers=0, compiled=False, rounds=3)
 
 
 class _UncompiledError(RuntimeError):
-    """What was to be measured compiled runs as it is; it says why."""
+    """Raised where something to be measured compiled runs uncompiled; the message says why."""
 
 
 def _compiles(measure: Measure) -> Measure:
-    """The claim cannot be measured where nothing can be compiled, which is told."""
+    """Return UNMEASURED, with the reason, where something cannot be compiled."""
 
     @functools.wraps(measure)
     def answer(s: Setting) -> Answer:
@@ -234,7 +234,7 @@ def syncs(s: Setting) -> Answer:
         "all": _trained(config, audio, s.device),
     }
     for call in made.values():
-        for _ in range(3):  # the last of them captures nothing any more
+        for _ in range(3):  # from the third call on, no graph is captured any more
             call()
     counted = count_calls({name: (lambda: None, call) for name, call in made.items()})
     found = {name: number for name, (number, _) in counted.items()}
@@ -372,7 +372,7 @@ def bfloat16(s: Setting) -> Answer:
     return (REFUTED if finite and times.low > 1 else UNMEASURED), told
 
 
-# --- how ------------------------------------------------------------------------------------------------------------
+# --- helpers --------------------------------------------------------------------------------------------------------
 
 _OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {
     "one by one": {"foreach": False},
@@ -388,11 +388,14 @@ _IMPLEMENTED = (
     "cudnn_autotune",
     "fullgraph_model",
 )
-"""What the source says that it has done; file_level_eval is of validation, and the loader is on before, too."""
+"""Techniques that the source says it has implemented.
+
+Two are left out: file_level_eval concerns validation alone, and the loader is on before, too.
+"""
 
 
 def _launches(s: Setting, call: Callable[[], object]) -> int:
-    """Of a call on a GPU; its operations elsewhere."""
+    """Count the launches of a call on a GPU, and its operations elsewhere."""
     if s.device.type == "cuda":
         return counts(call)[1]
     call()
@@ -407,11 +410,11 @@ class _Memory:
     """Bytes at the source's batch."""
 
     kept: float
-    """For the backward, after the forward."""
+    """Bytes that are kept for the backward after the forward."""
     forward: float
-    """At the forward's peak."""
+    """Peak of the forward."""
     step: float
-    """At the peak of forward and backward."""
+    """Peak of forward and backward."""
 
 
 @functools.cache
@@ -425,7 +428,7 @@ def _memory(s: Setting, activation: Activation, compiled: bool) -> _Memory:
 
 
 def _on_a_gpu(s: Setting, call: Callable[..., torch.Tensor], given: Any, leaves: Any) -> tuple[int, int, int]:
-    torch.autograd.grad(call(*given), leaves)  # libraries keep memory of their own
+    torch.autograd.grad(call(*given), leaves)  # warms up: libraries keep memory of their own
     gc.collect()
     torch.cuda.synchronize(s.device)
     torch.cuda.reset_peak_memory_stats(s.device)
@@ -445,7 +448,7 @@ def _anywhere(call: Callable[..., torch.Tensor], given: Any, leaves: Any) -> tup
 
 
 def _given(s: Setting) -> tuple[tuple[Any, ...], list[torch.Tensor]]:
-    """(what `training_loss` takes, of the source's network and the setting's batch; the weights among it)."""
+    """Return (the arguments of `training_loss`: the source's network, the setting's batch; the weights among them)."""
     generator = torch.Generator().manual_seed(0)
     weights = {name: w.to(s.device).requires_grad_() for name, w in make_weights(0).items()}
     segments = (8 * torch.randn(s.batch_size, 1, MELS, 1, generator=generator) - 30).to(s.device)
@@ -454,7 +457,7 @@ def _given(s: Setting) -> tuple[tuple[Any, ...], list[torch.Tensor]]:
 
 
 def _step(s: Setting) -> Callable[[], torch.Tensor]:
-    """A training step that never waits; its loss."""
+    """Return a training step that never waits for the device and returns its loss."""
     (weights, *batch), leaves = _given(s)
     optimizer = torch.optim.AdamW(leaves, fused=True)
 
@@ -471,7 +474,7 @@ def _step(s: Setting) -> Callable[[], torch.Tensor]:
 def _gradients(
     s: Setting, low: torch.dtype | None, channels_last: bool
 ) -> Callable[[], tuple[torch.Tensor, dict[str, torch.Tensor]]]:
-    """What gives the loss and its gradients under autocast."""
+    """Return a function that computes the loss and its gradients, under autocast to `low` unless that is None."""
     (weights, segments, *rest), _ = _given(s)
     if channels_last:
         segments = segments.contiguous(memory_format=torch.channels_last)
@@ -488,7 +491,10 @@ def _gradients(
 
 
 def _tuned(s: Setting, on: bool, low: torch.dtype | None, channels_last: bool) -> Callable[[], object]:
-    """In a process of its own: cuDNN keeps what it has found without regard to the setting."""
+    """Return a function that computes the gradients TOGETHER times and waits for the device.
+
+    It needs a process of its own: cuDNN keeps the algorithms that it has found, whatever the setting is.
+    """
     call = _gradients(s, low, channels_last)
 
     def several() -> None:
@@ -501,7 +507,10 @@ def _tuned(s: Setting, on: bool, low: torch.dtype | None, channels_last: bool) -
 
 
 def _trained(config: TrainConfig, audio: LeakAudio, device: torch.device, optimized: bool = True) -> Callable[[], None]:
-    """What trains an epoch more; it does not wait for its end. _UncompiledError where the network runs as it is."""
+    """Return a function that trains one more epoch and does not wait for its end on the device.
+
+    It raises _UncompiledError where the network runs uncompiled.
+    """
     trainer = implementation("trainers.leak_cnn", "Trainer", optimized=optimized)(config, audio, device)
     numbers = itertools.count()
 
@@ -517,7 +526,7 @@ def _trained(config: TrainConfig, audio: LeakAudio, device: torch.device, optimi
 
 
 def _epochs(config: TrainConfig, audio: LeakAudio, device: torch.device) -> Callable[[], None]:
-    """What trains an epoch more, to its end on the device."""
+    """Return a function that trains one more epoch and waits for its end on the device."""
     train = _trained(config, audio, device)
 
     def epoch() -> None:
@@ -535,9 +544,9 @@ def _wait(device: torch.device) -> None:
 def _rounds(
     made: Mapping[str, Make], rounds: int, enough: Callable[[dict[str, list[float]]], bool] | None = None
 ) -> tuple[dict[str, float], dict[str, list[float]]]:
-    """(seconds of the first call, seconds by round), each in a process of its own and no two at a time.
+    """Return (seconds of the first call, seconds by round), each in a process of its own and no two at a time.
 
-    Where the seconds are not `enough` there are as many rounds again, PASSES times at most.
+    As long as `enough` does not accept the seconds, as many rounds again are timed, PASSES times in all.
     """
     with apart(made) as calls:
         first = {name: call() for name, call in calls.items()}
@@ -555,20 +564,20 @@ def _rounds(
 def _first_batch(way: str) -> None:
     """Start a worker, take a batch from it, and end it."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a fork beside threads, which is what is measured
+        warnings.simplefilter("ignore")  # about a fork beside threads, which is what is measured
         loader = DataLoader(TensorDataset(torch.zeros(4)), 4, num_workers=1, multiprocessing_context=way)
         next(iter(loader))
 
 
 def _breaks(*given: Any) -> torch.Tensor:
-    """The network with a break in its graph."""
+    """Compute twice the training loss, with a graph break before the product."""
     loss = training_loss(*given)
     torch._dynamo.graph_break()
     return 2 * loss
 
 
 def _graphs(function: Callable[..., torch.Tensor], whole: bool, s: Setting) -> list[str]:
-    """The code of each graph that torch.compile makes of it."""
+    """Return the code of each graph that torch.compile makes of a function."""
     (weights, segments, labels, balance), _ = _given(dataclasses.replace(s, batch_size=2))
     found: list[str] = []
 
@@ -577,14 +586,14 @@ def _graphs(function: Callable[..., torch.Tensor], whole: bool, s: Setting) -> l
         return graph.forward
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what the compiler's modules import
+        warnings.simplefilter("ignore")  # about what the compiler's modules import
         compiled = torch.compile(_renewed(function), backend=note, fullgraph=whole, dynamic=False)
         compiled(weights, segments, labels, balance)
     return found
 
 
 def _compiled_step(s: Setting, whole: bool) -> Callable[[], object]:
-    """A step under torch.compile with CUDA graphs of its own, as the source compiles it."""
+    """Return a step under torch.compile with CUDA graphs of its own, as the source compiles it."""
     given, leaves = _given(s)
     options = {"triton.cudagraphs": True} if s.device.type == "cuda" else None
     replay_begins = implementation("compilation.compiled_function", "replay_begins", optimized=True)
@@ -595,7 +604,7 @@ def _compiled_step(s: Setting, whole: bool) -> Callable[[], object]:
         torch.autograd.grad(call(*given), leaves)
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of graphs that are empty
+        warnings.simplefilter("ignore")  # about empty graphs
         for _ in range(3):  # compiled, captured, replayed
             step()
     return step
@@ -608,7 +617,7 @@ def _compile_quietly(function: Callable[..., torch.Tensor], **options: Any) -> C
 
 
 def _renewed(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """The same under a code of its own, so that nothing compiled before counts."""
+    """Return the function with a code object of its own, so that nothing compiled before is reused."""
 
     def call(*given: Any) -> torch.Tensor:
         return function(*given)
@@ -618,7 +627,7 @@ def _renewed(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
 
 
 def _together(answers: Sequence[Answer], on: str) -> Answer:
-    """One verdict of several; of those that are too noisy the others decide."""
+    """Return one verdict from several answers; UNMEASURED ones count only if there are no others."""
     told = _join([said for _, said in answers])
     clear = {verdict for verdict, _ in answers if verdict != UNMEASURED}
     if len(clear) > 1:

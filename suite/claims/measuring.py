@@ -1,4 +1,4 @@
-"""What claims are measured with, of whatever trainer: times, counts and memory of calls, and what an interval says."""
+"""Measurements for the claims of any trainer: times, counts and memory of calls, and verdicts on intervals."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from suite.ablation import Ratio
 from suite.claims.record import CONFIRMED, EXCEEDED, REFUTED, UNMEASURED, Answer
 
 Make = tuple[Callable[..., Callable[[], object]], tuple[Any, ...]]
-"""A function of a module, and what it is given, in another process: it gives what is timed there."""
+"""A function of a module and its arguments. Called in another process, it returns the function to be timed there."""
 PATIENCE = 10.0
-"""Seconds that a process has to end by itself."""
+"""Seconds that a process has to end by itself before it is killed."""
 PASSES = 4
-"""A measurement that is too noisy for a verdict is continued, up to so many times as long."""
+"""Times that a measurement is made at most, while it is too noisy for a verdict."""
 
 
 def counts(call: Callable[[], object]) -> tuple[int, int]:
-    """(host syncs, launches) of a call on a GPU, after one that is not counted."""
+    """Return (host syncs, launches) of a call on a GPU, after one call that is not counted."""
     call()
     return count_calls({"call": (lambda: None, call)})["call"]
 
@@ -39,7 +39,7 @@ def counts(call: Callable[[], object]) -> tuple[int, int]:
 def interleaved(
     device: torch.device, rounds: int, calls: Mapping[str, Callable[[], object]], *, count: int = 20
 ) -> dict[str, list[float]]:
-    """Seconds a call by round; a round times `count` calls of each in a row."""
+    """Return the seconds of a call by round; a round times `count` calls of each in a row."""
     wait: Callable[[], object] = (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else (lambda: None)
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(rounds + 1):
@@ -56,9 +56,10 @@ def interleaved(
 
 @contextmanager
 def apart(made: Mapping[str, Make]) -> Iterator[dict[str, Callable[[], float]]]:
-    """Name → what times a call and gives its seconds, each in a process of its own, that ends with the block.
+    """Yield functions by name, each of which times a call in a process of its own and returns its seconds.
 
-    What is timed has to wait for the device by itself. What is raised there is raised here, at the first call after.
+    The processes end with the block. A timed function must wait for the device by itself. What is raised in a process
+    is raised here by the next call.
     """
     context = multiprocessing.get_context("spawn")
     ends: dict[str, Connection] = {}
@@ -68,7 +69,7 @@ def apart(made: Mapping[str, Make]) -> Iterator[dict[str, Callable[[], float]]]:
             ends[name], theirs = context.Pipe()
             children.append(context.Process(target=_serve, args=(theirs, make, given)))
             children[-1].start()
-            theirs.close()  # else its end would not be noticed here
+            theirs.close()  # else the end of the process would not be noticed here
         yield {name: partial(_asked, end) for name, end in ends.items()}
     finally:
         for end in ends.values():
@@ -81,13 +82,16 @@ def apart(made: Mapping[str, Make]) -> Iterator[dict[str, Callable[[], float]]]:
 
 
 class Operations(TorchDispatchMode):
-    """Counts operations, and the bytes that live at once of what they return, but for what was `known` before."""
+    """Count operations, and the bytes of the tensors that they return, as far as these are alive at once.
+
+    Tensors that were `known` before are left out.
+    """
 
     def __init__(self, known: Sequence[torch.Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has not typed it
         self.count: int = 0
         self.peak: int = 0
-        self._known = {t.untyped_storage()._cdata for t in known}  # of which an operation may return a view
+        self._known = {t.untyped_storage()._cdata for t in known}  # an operation may return a view of one of these
         self._living: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -102,15 +106,16 @@ class Operations(TorchDispatchMode):
         return found
 
     def live(self) -> int:
-        """Bytes of what has been made and not freed yet."""
+        """Return the bytes of the returned tensors that are not freed yet."""
         self._living = {key: own for key, own in self._living.items() if not own[0].expired()}
         return sum(size for _, size in self._living.values())
 
 
 def peak_bytes(device: torch.device, call: Callable[[], object], known: Sequence[torch.Tensor] = ()) -> int:
-    """The most bytes that a call has at once beyond those before it.
+    """Return the most bytes that a call has at once, beyond those before it.
 
-    On a GPU all that its allocator hands out, elsewhere what operations return; `known` is what was there already.
+    On a GPU these are all bytes that the allocator hands out, elsewhere those of the tensors that operations return.
+    `known` are the tensors that were there before.
     """
     gc.collect()
     if device.type == "cuda":
@@ -126,12 +131,15 @@ def peak_bytes(device: torch.device, call: Callable[[], object], known: Sequence
 
 
 def saved(ratio: Ratio) -> tuple[float, float]:
-    """The interval of the time saved, in percent, of how many times as long it takes without."""
+    """Return the interval of the time saved, in percent, given the time without over the time with something."""
     return 100 * (1 - 1 / ratio.low), 100 * (1 - 1 / ratio.high)
 
 
 def within(low: float, high: float, least: float, most: float, told: str) -> Answer:
-    """Whether an interval and what is claimed have anything in common; one that holds 0 as well tells nothing."""
+    """Return the verdict on whether the interval [low, high] overlaps the claimed one, [least, most].
+
+    An interval that overlaps it and contains 0 is UNMEASURED. `told` describes the measurement.
+    """
     if low > most:
         return EXCEEDED, told
     if high < least:
@@ -140,12 +148,12 @@ def within(low: float, high: float, least: float, most: float, told: str) -> Ans
 
 
 def percent(low: float, high: float) -> str:
-    """An interval, in words."""
+    """Format an interval of percentages: its middle, and its ends in brackets."""
     return f"{(low + high) / 2:.3g}% ({low:.3g} to {high:.3g})"
 
 
 def typical(seconds: list[float]) -> str:
-    """Their median, in words."""
+    """Format the median of the seconds."""
     return units.seconds(median(seconds))
 
 

@@ -33,7 +33,7 @@ LENGTHS = (128, 512, 2048)
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Where, with what model, and how a step is made."""
+    """Device, model and configuration of the measurements."""
 
     device: torch.device
     model: str = "135m"
@@ -42,13 +42,13 @@ class Setting:
     steps: int = 3
     """Steps of a run whose weights are compared."""
     prompts: int = 64
-    """To which replies are drawn in both ways, three to each."""
+    """Prompts; both implementations draw three replies to each."""
     drawn_tokens: int = 20
     """Tokens of each of these replies."""
 
 
 def setting(device: torch.device) -> Setting:
-    """The source's step with a model of 135 million parameters on a GPU; a tiny one elsewhere."""
+    """Return the source's step with a model of 135 million parameters on a GPU, and with a tiny model elsewhere."""
     if device.type == "cuda":
         return Setting(device=device)
     small = TrainConfig(length=48, batch_size=2, accumulation=2, prompts=2, new_tokens=6, rank=4, learning_rate=5e-3)
@@ -200,7 +200,7 @@ def same_replies(s: Setting) -> Answer:
     return (CONFIRMED if apart["drawn"] <= count // 1000 else DEPENDS), text
 
 
-# --- how ------------------------------------------------------------------------------------------------------------
+# --- helpers --------------------------------------------------------------------------------------------------------
 
 
 def _trainer(s: Setting, config: TrainConfig, *, optimized: bool = True) -> Any:
@@ -222,7 +222,7 @@ def _weights_after(s: Setting, config: TrainConfig) -> dict[str, torch.Tensor]:
 
 
 def _furthest(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> float:
-    """The largest difference of two weights."""
+    """Return the largest absolute difference between two sets of weights."""
     return max(float((some[name] - others[name]).abs().max()) for name in some)
 
 
@@ -248,14 +248,14 @@ def _both_ways(call: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> None
 
 
 def _sets(config: TrainConfig, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random tokens of as many sets as a step has, [sets, replies, tokens], and their lengths."""
+    """Return random tokens [sets, replies, tokens] of as many sets as a step has, and their lengths [sets, replies]."""
     shape = (config.prompts, config.replies, config.new_tokens)
     tokens = torch.randint(MINILM["vocabulary"], shape, generator=torch.Generator().manual_seed(0))
     return tokens.to(device), torch.full(shape[:2], config.new_tokens, device=device)
 
 
 def _diversity(encoder: Any, tokens: torch.Tensor, lengths: torch.Tensor) -> list[float]:
-    """The reference's diversity of each set, which the host reads."""
+    """Compute the reference's diversity of each set, which the host reads."""
     embed = implementation("diversity.encoder_batching", "encoder_batching", optimized=False)
     distances = implementation("diversity.pairwise_cosine", "pairwise_cosine", optimized=False)
     count = tokens.shape[1]
@@ -263,7 +263,7 @@ def _diversity(encoder: Any, tokens: torch.Tensor, lengths: torch.Tensor) -> lis
 
 
 def _losses_in_evaluation() -> int:
-    """How often transformers' Trainer calls compute_loss to evaluate four examples one by one."""
+    """Return how often transformers' Trainer calls compute_loss to evaluate four examples singly."""
     import transformers
 
     class Counting(transformers.Trainer):  # type: ignore[misc]  # it may not be installed

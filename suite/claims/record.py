@@ -21,7 +21,7 @@ VERDICTS = (CONFIRMED, EXCEEDED, REFUTED, DEPENDS, UNMEASURED)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Claim:
-    """What was said, and what was found. `found` has the figures, in words."""
+    """A claim and its verdict. `found` describes the measured figures in words."""
 
     id: str
     trainer: str
@@ -41,9 +41,9 @@ class Claim:
 
 
 Answer = tuple[str, str]
-"""(verdict, what was found)."""
+"""(verdict, description of what was found)."""
 Measure = Callable[[Any], Answer]
-"""Gets the trainer's setting, which has a device."""
+"""Measures a claim, given the trainer's setting, which has a device."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,10 +54,10 @@ class Check:
     said: str
     measure: Measure
     gpu: bool
-    """Whether it says something of a GPU."""
+    """Whether the claim is about a GPU."""
 
     def answer(self, setting: Any) -> Answer:
-        """The verdict on this device."""
+        """Return the verdict on this device."""
         if self.gpu and setting.device.type != "cuda":
             return UNMEASURED, "there is no GPU"
         return self.measure(setting)
@@ -79,7 +79,7 @@ class Checks:
         return keep
 
     def chosen(self, only: Iterable[str]) -> list[Check]:
-        """Those of these ids, or all where none is named; PerfsuiteError for one that there is not."""
+        """Return the checks with these ids, or all if none is named. PerfsuiteError for an unknown id."""
         wanted = list(only)
         for name in wanted:
             if name not in self.all:
@@ -88,7 +88,7 @@ class Checks:
 
 
 def load(path: Path) -> dict[str, Claim]:
-    """Id → claim; none where there is no file. PerfsuiteError where it is something else."""
+    """Read id → claim; empty where there is no file. PerfsuiteError where it cannot be read or holds no claims."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         if data["schema"] != SCHEMA:
@@ -107,13 +107,13 @@ def load(path: Path) -> dict[str, Claim]:
 
 
 def save(claims: Mapping[str, Claim], path: Path) -> None:
-    """As JSON, whole or not at all, in the order of their numbers."""
+    """Write the claims as JSON, in the order of their numbers; the file is written whole or not at all."""
     ordered = [dataclasses.asdict(claims[name]) for name in sorted(claims, key=_number)]
     write(path, json.dumps({"schema": SCHEMA, "claims": ordered}, indent=1, ensure_ascii=False) + "\n")
 
 
 def page(claims: Mapping[str, Claim]) -> str:
-    """The claims as a page of Markdown."""
+    """Return the claims as a page of Markdown."""
     lines = ["# What the sources claim, and what was measured", ""]
     lines += [
         "Written by `perfsuite claims TRAINER`. *depends* says on what; *not measurable here*, why.",

@@ -31,7 +31,7 @@ CHECKS = Checks()
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Where and at what size; `techniques` are those that count as all."""
+    """Device and sizes of the measurements; `techniques` are those that count as all."""
 
     device: torch.device
     config: TrainConfig = dataclasses.field(default_factory=TrainConfig)
@@ -41,7 +41,7 @@ class Setting:
 
 
 def setting(device: torch.device) -> Setting:
-    """The trainer's own size on a GPU; a small one elsewhere, where what a GPU would show is not claimed anyway."""
+    """Return the trainer's own size on a GPU, and elsewhere a small one: claims about a GPU are not measured there."""
     if device.type == "cuda":
         return Setting(device=device)
     small = TrainConfig(batch_size=2, sequence_length=8, blocks=1, lattice=3, memory_slots=16, window=2)
@@ -147,7 +147,7 @@ def stall(s: Setting) -> Answer:
     times: dict[int, list[float]] = {}
     for _ in range(s.rounds):
         for count in (16, 256):
-            _empty()  # of what the other count has left, too
+            _empty()  # also frees what the other count has left
             blocks = _blocks(s.device, count)
             torch.cuda.synchronize(s.device)
             blocks.clear()
@@ -218,7 +218,7 @@ def together(s: Setting) -> Answer:
 
 
 def launch_verdict(eager: float, replayed: float) -> Answer:
-    """The verdict on the µs that a launch takes, and a node of a graph."""
+    """Return the verdict from the µs of an eager launch and of a node of a graph."""
     told = (
         f"an in-place addition to one element takes {eager:.2f} µs eagerly, and {replayed:.2f} µs as a node of a graph"
     )
@@ -304,7 +304,7 @@ def curves(s: Setting) -> Answer:
     return (CONFIRMED if furthest <= 1e-4 else REFUTED), told
 
 
-# --- how ------------------------------------------------------------------------------------------------------------
+# --- helpers --------------------------------------------------------------------------------------------------------
 
 
 def _trainer(s: Setting, on: tuple[str, ...] | None) -> Any:
@@ -315,7 +315,7 @@ def _trainer(s: Setting, on: tuple[str, ...] | None) -> Any:
 
 @functools.cache
 def _window(s: Setting) -> Mapping[str, Timed]:
-    """A window of the reference, of all techniques, of all but graphs, and of these with metrics one at a time."""
+    """Time a window of the reference, of all techniques, of all but CUDA graphs, and of these less metric batching."""
     eager = tuple(t for t in s.techniques if t != GRAPHS)
     chosen = [
         Arm(name=ablation.REFERENCE, on=None),
@@ -337,16 +337,16 @@ def _window(s: Setting) -> Mapping[str, Timed]:
 
 
 def _empty() -> None:
-    """Give back all that nothing uses, of trainers that are gone, too: they are cycles."""
+    """Free all unused memory, also that of trainers that are gone: they are reference cycles."""
     gc.collect()
     torch.cuda.empty_cache()
 
 
 def _blocks(device: torch.device, count: int) -> list[torch.Tensor]:
-    """Blocks of 64 MiB, each with memory of its own."""
+    """Allocate blocks of 64 MiB, each with memory of its own."""
     return [torch.empty(1 << 26, dtype=torch.uint8, device=device) for _ in range(count)]
 
 
 def _refused(notes: Iterable[str]) -> str | None:
-    """Why there was no graph where one was asked for; None where there was."""
+    """Return why there was no CUDA graph where one was asked for; None where there was one."""
     return next((note for note in notes if note.startswith("cuda_graph_step runs eagerly")), None)

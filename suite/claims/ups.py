@@ -42,12 +42,12 @@ QUERIES = SOURCE.num_queries
 PHASES = {"1": 1.36, "2": 1.45, "3": 1.31, "4": 1.07, "5": 1.23, "6": 1.10, "7": 1.18, "8": 1.13}
 """The source's speedup of each phase."""
 NEEDS = {"1": "a compiler", "4": "workers", "7": "several GPUs"}
-"""What a phase takes that is left out here."""
+"""Phase → what it needs on this machine; without it, the phase is left out."""
 CHECKS = Checks()
 
 
 def _alone(measure: Measure) -> Measure:
-    """Begin with the memory that other checks have left; say so where nothing can be compiled, or a rank fails."""
+    """Free unused memory before the measurement; return UNMEASURED where nothing can be compiled or a rank fails."""
 
     @functools.wraps(measure)
     def answer(s: Setting) -> Answer:

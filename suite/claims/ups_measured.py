@@ -1,4 +1,4 @@
-"""What the checks of the claims of ups measure, in one process and by starting several."""
+"""Measurements in one process for the claims of ups."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ TOGETHER = 4
 
 
 def inverse(tasks: Sequence[InverseTask], *, shared: bool) -> torch.Tensor:
-    """Both inverse losses, [2]; the first reads the decoded grid if `shared`, and decodes its query points if not."""
+    """Compute both inverse losses, [2]; the first reads the decoded grid if `shared`, and else decodes query points."""
     function = implementation("losses.inverse_losses", "inverse_losses", optimized=True)
     sample = implementation("losses.query_sampling", "query_sampling", optimized=True)
     return torch.stack(function(tasks, 0, 1, None if shared else sample))
 
 
 def first_loss(task: InverseTask) -> torch.Tensor:
-    """The error at the query points, decoded there alone, 0-d."""
+    """Compute the error at the query points, 0-d; only these are decoded."""
     sample = implementation("losses.query_sampling", "query_sampling", optimized=True)
     found: torch.Tensor = sample(task.decode, task.latents, task.field, task.points, task.queries)
     return found
 
 
 def differentiated(task: InverseTask, *, both: bool) -> None:
-    """Forward and backward under autocast to bfloat16: of both losses from one decoded grid, or of the first alone."""
+    """Run forward and backward in bfloat16 autocast: of both losses from one decoded grid, or of the first alone."""
     leaves = [*task.decode.parameters(), *task.encode.parameters()]  # type: ignore[attr-defined]  # they are modules
     with torch.enable_grad(), torch.autocast(task.latents.device.type, torch.bfloat16):
         loss = inverse([task], shared=True).sum() if both else first_loss(task)
@@ -46,10 +46,10 @@ def differentiated(task: InverseTask, *, both: bool) -> None:
 
 
 def flops(names: Sequence[str], asked: int, which: Literal["first", "apart", "shared"]) -> float:
-    """Operations of a micro-batch's inverse losses at the source's sizes, forward and backward, by their shapes.
+    """Count the FLOPs of a micro-batch's inverse losses, forward and backward, by their shapes at the source's sizes.
 
-    names  of its tasks
-    asked  query points
+    names  names of its tasks
+    asked  number of query points
     which  the first loss alone, at its query points; both apart, as the source has them; or both from one decoded grid
     """
     tasks = []
@@ -75,7 +75,7 @@ def flops(names: Sequence[str], asked: int, which: Literal["first", "apart", "sh
 
 
 def operator_after(s: Setting, config: Any) -> list[torch.Tensor]:
-    """The operator's weights after some steps."""
+    """Return the operator's weights after `s.steps` steps."""
     trainer = make_trainer(s, config)
     for _ in range(s.steps):
         trainer.train_window({})
@@ -84,12 +84,12 @@ def operator_after(s: Setting, config: Any) -> list[torch.Tensor]:
 
 
 def apart(found: Sequence[torch.Tensor], known: Sequence[torch.Tensor]) -> float:
-    """The largest distance of a tensor from the known one, as a share of the known one's norm."""
+    """Return the largest distance of a tensor from the known one, as a share of the known one's norm."""
     return max(float((a - b).norm() / b.norm().clamp_min(1e-30)) for a, b in zip(found, known, strict=True))
 
 
 def state_rates(trainer: Any) -> tuple[float, float]:
-    """Bytes of the optimizers' state for each element of a matrix, and for each of the other weights."""
+    """Return the bytes of the optimizers' state for each element of a matrix, and for each of the other weights."""
     states = [optimizer.state_dict() for optimizer in trainer.optimizers.values()]
     weights = list(trainer.weights.values())
     matrices = sum(w.numel() for w in weights if w.dim() == 2)
@@ -101,7 +101,7 @@ def state_rates(trainer: Any) -> tuple[float, float]:
 
 @functools.cache
 def source_sizes(s: Setting, *, whole: bool) -> tuple[int, int]:
-    """(elements of all matrices, of all other weights) of the source's operator, and of all its networks if `whole`."""
+    """Return (elements of matrices, of other weights) of the source's operator, or of every network if `whole`."""
     with torch.device("meta"):
         networks: list[torch.nn.Module] = [make_operator(SOURCE)]
         if whole:
@@ -114,7 +114,7 @@ def source_sizes(s: Setting, *, whole: bool) -> tuple[int, int]:
 
 
 def peak_of_steps(s: Setting, config: Any) -> int:
-    """The most bytes at once of a trainer and three of its steps."""
+    """Return the peak bytes of a trainer and three of its steps."""
 
     def call() -> None:
         trainer = make_trainer(s, config)
@@ -129,9 +129,10 @@ def peak_of_steps(s: Setting, config: Any) -> int:
 
 
 def by_kind(first: Sequence[torch.Tensor], count: int) -> dict[str, float]:
-    """How far the offloaded optimizer ends from the one on the device, as a share of what these steps have changed.
+    """Return how far the offloaded optimizer ends from the one on the device, as a share of the change by these steps.
 
-    Both start from the weights `first`, and are given the same gradients in `count` steps.
+    Both start from the weights `first`, and are given the same gradients in `count` steps. The result has the largest
+    share among the weights of Muon and among those of AdamW.
     """
     generator = torch.Generator().manual_seed(0)
     grads = [[torch.randn(w.shape, generator=generator).to(w.device) for w in first] for _ in range(count)]
@@ -155,7 +156,7 @@ def by_kind(first: Sequence[torch.Tensor], count: int) -> dict[str, float]:
 
 
 def predicted(trainer: Any) -> torch.Tensor:
-    """What the trainer's operator gives for its first micro-batch."""
+    """Return the operator's output for the first part of the trainer's first micro-batch."""
     part = trainer.maker[0].parts[0]
     with torch.no_grad():
         found: torch.Tensor = trainer.networks.operator(part.before.to(trainer.device), part.dt.to(trainer.device))
@@ -163,7 +164,7 @@ def predicted(trainer: Any) -> torch.Tensor:
 
 
 def same_forward(s: Setting) -> bool:
-    """Whether the checkpointed operator has the same output, with sublayers dropped."""
+    """Return whether the checkpointed operator has the same output, bit for bit, with sublayers dropped."""
     checkpointed = implementation("memory.activation_checkpoint", "activation_checkpoint_operator", optimized=True)
     trainer = make_trainer(s, tuned(s))
     part, scales = trainer.maker[0].parts[0], trainer.maker[0].scales
@@ -175,26 +176,26 @@ def same_forward(s: Setting) -> bool:
 
 
 def modes(s: Setting) -> dict[str, bool]:
-    """How a step runs → `compile`."""
+    """Return how a step runs → `compile`."""
     return {"eager": False, "compiled": True} if s.compiled else {"eager": False}
 
 
 def later_batch(s: Setting) -> int:
-    """The batch of the source's later phases, 20."""
+    """Return the batch size of the source's later phases: 20 at the source's size."""
     return s.batches[-2]
 
 
 def timed(s: Setting, configs: Mapping[str, Any]) -> dict[str, list[float]]:
-    """Seconds of a step by round, by configuration."""
+    """Return the seconds of a step by round, for each configuration."""
     calls: dict[str, Callable[[], object]] = {n: steps(make_trainer(s, config)) for n, config in configs.items()}
     return interleaved(s.device, s.rounds, calls, count=TOGETHER)
 
 
 def phases(s: Setting) -> dict[str, Any]:
-    """Each of the source's phases alone, and all of them together, on one GPU.
+    """Return each of the source's phases alone, and all of them together, on one GPU.
 
     before    the source's settings before, with its workers
-    resident  the same with latents on the device; the phases but that of the loader are held against it
+    resident  the same with latents on the device; all phases but that of the loader are compared with it
     together  all phases, with the workers of the loader's
 
     A phase that changes the batch changes it by the same factor as the source's.
@@ -224,9 +225,9 @@ def phases(s: Setting) -> dict[str, Any]:
 
 
 def timed_phases(s: Setting) -> tuple[dict[str, Any], dict[str, list[float]]]:
-    """(name → configuration, name → seconds of a step by round).
+    """Return (name → configuration, name → seconds of a step by round).
 
-    The phase of the loader is left out where a worker ends, as it does without enough shared memory.
+    The phase of the loader is left out where a worker dies, as it does without enough shared memory.
     """
     configs = phases(s)
     try:
@@ -238,7 +239,7 @@ def timed_phases(s: Setting) -> tuple[dict[str, Any], dict[str, list[float]]]:
 
 
 _SCHEDULED = {"inverse_losses": True, "query_sampling": True}
-"""Compute what the schedule asks for, and nothing else."""
+"""Techniques that compute only what the schedule asks for."""
 
 
 def empty() -> None:

@@ -64,7 +64,7 @@ def accumulation(s: Setting) -> Answer:
 
 
 def four(s: Setting) -> Answer:
-    """Answer C61 on four GPUs, or from what is measured on two."""
+    """Answer C61 on four GPUs, or from figures of two."""
     if s.gpus < 2:
         return UNMEASURED, _too_few(s, 2)
     return data_parallel(s, ranks=4 if s.gpus >= 4 else 2)
@@ -115,7 +115,7 @@ def data_parallel(s: Setting, *, ranks: int) -> Answer:
     return verdict, ("on the batch, and on what the backward hides: " * (verdict == DEPENDS)) + told
 
 
-# --- how ------------------------------------------------------------------------------------------------------------
+# --- helpers --------------------------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -126,13 +126,13 @@ def two_ranks(s: Setting) -> dict[str, Any]:
 
 
 def replays(row: Mapping[str, Any], eager: Mapping[str, Any]) -> bool:
-    """Whether a compiled network has the right gradients, in far fewer launches where they are counted."""
+    """Return whether a compiled network has the right gradients, in less than half the launches where counted."""
     fewer = "launches" not in row or 2 * row["launches"] < eager["launches"]
     return bool(row["right"]) and fewer
 
 
 def where(s: Setting) -> str:
-    """Say where the ranks of `two_ranks` are."""
+    """Return a phrase that says where the ranks of `two_ranks` are."""
     return "" if s.gpus >= 2 else " on the CPU"
 
 

@@ -1,4 +1,4 @@
-"""What the claims of ups on several processes measure: how these are started, and what each of them does.
+"""Measurements in several processes for the claims of ups: how these are started, and what each of them does.
 
 The network is the operator of ups by itself, with a step of AdamW, so that DistributedDataParallel and `fully_shard`
 are measured as torch has them.
@@ -36,7 +36,7 @@ from suite.ups.config import TrainConfig
 from suite.ups.model import Block, Operator, make_operator, parameters
 
 TIMEOUT = timedelta(seconds=120)
-"""After which a collective gives up that another rank does not come to."""
+"""Time after which a collective fails if another rank has not joined it."""
 KINDS = ("DistributedDataParallel", "fully_shard")
 ORDERS = ("before", "after")
 """When the optimizer is built: before the network is wrapped, or after."""
@@ -47,7 +47,7 @@ class RankError(RuntimeError):
 
 
 def launched(work: Callable[..., Any], ranks: int, gpus: int, *given: Any) -> list[Any]:
-    """Call `work(device, *given)` in each of several new processes; the results by rank.
+    """Call `work(device, *given)` in each of several new processes, and return the results by rank.
 
     work  a function of a module
     gpus  rank i gets GPU i modulo this number; 0: all ranks are on the CPU
@@ -79,7 +79,7 @@ def launched(work: Callable[..., Any], ranks: int, gpus: int, *given: Any) -> li
 
 
 def wrapped_weights(device: torch.device, config: TrainConfig) -> dict[str, bool]:
-    """Whether a step changes what the network computes, by how it is wrapped and when the optimizer was built."""
+    """Return whether a step changes the network's output, by how it is wrapped and when the optimizer was built."""
     return {
         f"{kind}, optimizer built {order} wrapping": _moves(device, config, kind, order)
         for kind in KINDS
@@ -90,7 +90,7 @@ def wrapped_weights(device: torch.device, config: TrainConfig) -> dict[str, bool
 def held(device: torch.device, config: TrainConfig, batch: int) -> dict[str, dict[str, int]]:
     """Measure what a rank holds after steps of AdamW, by how the network is wrapped.
 
-    parameters  of the network
+    parameters  number of parameters of the network
     own         bytes of its weights, gradients and moments
     peak        most bytes at once of a step, with its activations, beyond what was there before; on a GPU alone
     """
@@ -120,11 +120,11 @@ def held(device: torch.device, config: TrainConfig, batch: int) -> dict[str, dic
 
 
 def reductions(device: torch.device, config: TrainConfig) -> dict[str, int]:
-    """How many all-reduces a step has, and their bytes, by what it is.
+    """Count the all-reduces of a step, and their bytes, for three kinds of step.
 
-    one              of one micro-batch
-    without no_sync  of several micro-batches
-    with no_sync     of several micro-batches, all but the last within `no_sync`
+    one              a step of one micro-batch
+    without no_sync  a step of several micro-batches
+    with no_sync     a step of several micro-batches, all but the last within `no_sync`
     """
     sent: list[int] = []
     network = DistributedDataParallel(make_network(config, device), device_ids=_ids(device))
@@ -147,7 +147,7 @@ def reductions(device: torch.device, config: TrainConfig) -> dict[str, int]:
 
 
 def counted_and_held(device: torch.device, config: TrainConfig) -> dict[str, Any]:
-    """All that needs no time to be measured."""
+    """Measure all that needs no timing."""
     return {
         "moved": wrapped_weights(device, config),
         "held": held(device, config, config.batch_size if device.type == "cuda" else 2),
@@ -156,11 +156,11 @@ def counted_and_held(device: torch.device, config: TrainConfig) -> dict[str, Any
 
 
 def graphed(device: torch.device, config: TrainConfig, rounds: int) -> dict[str, dict[str, Any]]:
-    """Steps of a network compiled by mode="reduce-overhead", inside DistributedDataParallel and around it.
+    """Measure steps of a network compiled by mode="reduce-overhead", inside DistributedDataParallel and around it.
 
     right     whether the gradients are those of the eager network
-    launches  of a step
-    seconds   of a step, by round
+    launches  launches of a step
+    seconds   seconds of a step, by round
     error     why it failed, in a line
     """
     eager = DistributedDataParallel(make_network(config, device), device_ids=_ids(device), gradient_as_bucket_view=True)
@@ -190,9 +190,9 @@ def graphed(device: torch.device, config: TrainConfig, rounds: int) -> dict[str,
 def all_reduce_times(
     device: torch.device, elements: int, rounds: int, count: int, variables: Mapping[str, str]
 ) -> tuple[list[float], list[float]]:
-    """Seconds of an all-reduce by round, with these environment variables and without, in turns.
+    """Return the seconds of an all-reduce by round, with these environment variables and without, in turns.
 
-    NCCL reads its variables once a process. So the processes are two halves with the same devices and a group each:
+    NCCL reads its variables once per process. So the processes are two halves with the same devices and a group each:
     only the first half has the variables. One half waits while the other is timed.
     """
     half, rank = dist.get_world_size() // 2, dist.get_rank()
@@ -220,11 +220,11 @@ def all_reduce_times(
 def scaling(
     device: torch.device, config: TrainConfig, batches: Sequence[int], rounds: int
 ) -> dict[int, dict[str, list[float]]]:
-    """Batch of a GPU → seconds of the slowest rank, by round.
+    """Return batch size of a GPU → seconds of the slowest rank, by round.
 
-    alone       of a step of each rank by itself
-    together    of a step by DistributedDataParallel
-    all-reduce  of the gradients, by itself
+    alone       a step of each rank by itself
+    together    a step by DistributedDataParallel
+    all-reduce  an all-reduce of the gradients, by itself
     """
     found: dict[int, dict[str, list[float]]] = {}
     for batch in batches:
@@ -252,14 +252,14 @@ ROUNDING_BF16 = 0.05
 
 
 def make_network(config: TrainConfig, device: torch.device) -> Operator:
-    """Build the operator; the same weights in every rank."""
+    """Build the operator, with the same weights in every rank."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return make_operator(config).to(device)
 
 
 def wrapped(network: Operator, kind: str) -> nn.Module:
-    """The network as a rank trains it."""
+    """Wrap the network as a rank trains it."""
     device = next(network.parameters()).device
     if kind == "DistributedDataParallel":
         return DistributedDataParallel(network, device_ids=_ids(device), gradient_as_bucket_view=True)
@@ -273,12 +273,12 @@ def wrapped(network: Operator, kind: str) -> nn.Module:
 
 
 def loss_of(network: nn.Module, config: TrainConfig, batch: int, device: torch.device) -> torch.Tensor:
-    """The mean squared output for latents that are the same at each call, other ones in each rank."""
+    """Compute the mean squared output for latents that are the same at each call, but other ones in each rank."""
     return _loss(network, *_given(config, batch, device))
 
 
 def _given(config: TrainConfig, batch: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """(latents [B, T, latent width], time steps [B])."""
+    """Return (latents [B, T, latent width], time steps [B])."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     latents = torch.randn(batch, config.tokens, config.latent_width, generator=generator)
     return latents.to(device), torch.full((batch,), 0.01, device=device)
@@ -302,7 +302,7 @@ def _moves(device: torch.device, config: TrainConfig, kind: str, order: str) -> 
 
 
 def _step(network: nn.Module, config: TrainConfig, batch: int, device: torch.device) -> Callable[[], None]:
-    """A step of fused AdamW on a batch that is on the device."""
+    """Return a step of fused AdamW on a batch that is on the device."""
     optimizer = torch.optim.AdamW(network.parameters(), fused=True)
     given = _given(config, batch, device)
 
@@ -344,7 +344,7 @@ def _compiled_around(network: Operator, device: torch.device) -> nn.Module:
 
 
 def _counted(sent: list[int], bucket: Any) -> torch.futures.Future[torch.Tensor]:
-    """Average over the ranks as torch does, and count it."""
+    """Average a bucket over the ranks as torch does, and record its bytes."""
     sent.append(bucket.buffer().nbytes)
     assert dist.group.WORLD is not None
     return allreduce_hook(dist.group.WORLD, bucket)
@@ -365,7 +365,7 @@ def _handlers_kept() -> Iterator[None]:
 
 
 def _in_rank(work: Callable[..., Any], gpus: int, given: tuple[Any, ...]) -> Any:
-    """In a process that `launched` has started."""
+    """Call `work` in a process that `launched` has started."""
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device("cuda", rank % gpus) if gpus else torch.device("cpu")
     if gpus:

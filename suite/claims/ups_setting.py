@@ -1,4 +1,4 @@
-"""Where, and at what size, the claims of ups are measured; the data and trainers that they are measured with."""
+"""Device and sizes at which the claims of ups are measured, with the data and the trainers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from suite.ups.trial import LINE, PLANE
 SOURCE = without_techniques(TrainConfig(precision="fp16"))
 """The source's settings before its first phase, for each GPU."""
 FEW_QUERIES, RARE = 1024, 4
-"""Query points, and micro-batches from one with the inverse losses to the next, after its third phase."""
+"""Query points, and micro-batches from one with the inverse losses to the next, after the source's third phase."""
 GB = 1e9
 MOST_HALVINGS = 30
 """Steps that the scale of a loss may take until the gradients are finite."""
@@ -32,36 +32,36 @@ MOST_HALVINGS = 30
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Where and at what size."""
+    """Device and sizes of the measurements."""
 
     device: torch.device
     config: TrainConfig = SOURCE
-    """Before the first phase."""
+    """Settings before the source's first phase."""
     cells: tuple[int, int] = (LINE, PLANE)
-    """Of advection's grid, and along each dimension of Darcy flow's."""
+    """Cells of advection's grid, and along each dimension of Darcy flow's."""
     samples: int = 16
-    """Of each task, made in memory."""
+    """Samples of each task, made in memory."""
     frames: int = 11
     rounds: int = 5
     batches: tuple[int, ...] = (8, 16, 20, 24)
-    """Examples of a micro-batch that are compared."""
+    """Batch sizes that are compared, in examples of a micro-batch."""
     compiled: bool = True
     """Whether compiled steps are timed, too."""
     workers: tuple[int, int] = (8, 12)
-    """Before and after the source's phase of the loader; (0, 0) leaves the phase out."""
+    """Loader workers before and after the source's loader phase; (0, 0) leaves the phase out."""
     steps: int = 4
-    """Of runs whose weights are compared."""
+    """Steps of the runs whose weights are compared."""
     graphed_depth: int = 4
     """Blocks of the network that is compiled inside DistributedDataParallel."""
 
     @property
     def gpus(self) -> int:
-        """GPUs that processes may use; 0 on a CPU."""
+        """Number of GPUs that processes may use; 0 on a CPU."""
         return torch.cuda.device_count() if self.device.type == "cuda" else 0
 
 
 def setting(device: torch.device) -> Setting:
-    """The source's size on a GPU; elsewhere one that takes seconds."""
+    """Return the source's size on a GPU, and elsewhere one that takes seconds."""
     if device.type == "cuda":
         return Setting(device=device)
     small = dataclasses.replace(
@@ -92,12 +92,12 @@ def setting(device: torch.device) -> Setting:
 
 
 class UncompiledError(RuntimeError):
-    """What was to be measured compiled runs as it is; the message says why."""
+    """Raised where something to be measured compiled runs uncompiled; the message says why."""
 
 
 @functools.cache
 def mixture(s: Setting) -> Mixture:
-    """Both tasks, in equal shares."""
+    """Return both tasks, in equal shares."""
     tasks = []
     for task, cells in zip(TASKS, s.cells, strict=True):
         fields = synthetic(task, samples=s.samples, cells=cells, frames=s.frames, validation=0.1, seed=0)
@@ -107,7 +107,7 @@ def mixture(s: Setting) -> Mixture:
 
 
 def tuned(s: Setting, **on: Any) -> TrainConfig:
-    """The settings after phases 3, 6 and 8, with latents on the device; eager unless `on` says otherwise."""
+    """Return the settings after phases 3, 6 and 8, with latents on the device; eager unless `on` says otherwise."""
     after: Mapping[str, Any] = {
         "precision": "bf16",
         "accumulation": 2,
@@ -122,12 +122,12 @@ def tuned(s: Setting, **on: Any) -> TrainConfig:
 
 
 def make_trainer(s: Setting, config: TrainConfig) -> Any:
-    """The optimized trainer of a configuration."""
+    """Build the optimized trainer of a configuration."""
     return implementation("trainers.ups", "Trainer", optimized=True)(config, mixture(s), s.device)
 
 
 def steps(trainer: Any) -> Callable[[], None]:
-    """A step of it, after some that compile, capture and find the scale of a loss in float16.
+    """Return a step of the trainer, after steps that compile, capture and find the scale of a loss in float16.
 
     UncompiledError where it cannot be compiled.
     """
@@ -138,7 +138,7 @@ def steps(trainer: Any) -> Callable[[], None]:
         for _ in range(MOST_HALVINGS):
             if not trainer.scale.active or trainer.scale.growth:
                 break
-            trainer.train_window({})  # a step that is left out takes less time
+            trainer.train_window({})  # a step that is skipped takes less time
         trainer.last_report()
     for note in notes:
         if "runs uncompiled" in note:
@@ -147,7 +147,7 @@ def steps(trainer: Any) -> Callable[[], None]:
 
 
 def inverse_tasks(trainer: Any, number: int = 0) -> list[InverseTask]:
-    """What the trainer gives the inverse losses of a micro-batch, which has them."""
+    """Return the inputs of the inverse losses, for a micro-batch that has these losses."""
     parts: Sequence[TaskPart] = [sent(part, trainer.device) for part in trainer.maker[number].parts]
     networks, points = trainer.networks, trainer.points
     return [networks.inverse_task(p.task, p.before, p.field, p.queries, points[p.task]) for p in parts]

@@ -1,4 +1,4 @@
-"""How the figures that are measured of the claims of ups become verdicts."""
+"""Verdicts on the claims of ups from measured figures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TOLERANCE = 0.1
 GAIN_TOLERANCE = 0.5
 """A gain or a cost in time may differ by this share of the claimed one: 1.10 times is 1.05 to 1.15 times."""
 NOTHING = 0.02
-"""A change of time below this share is none."""
+"""A change of time below this share counts as none."""
 CHAOS = 10
 """Two pairs of runs that differ in their rounding alone may end this many times as far apart."""
 SAME = 1e-3
@@ -20,12 +20,12 @@ SAME = 1e-3
 
 
 def near(found: float, claimed: float) -> bool:
-    """Whether a figure is the claimed one within the tolerance."""
+    """Return whether a figure is the claimed one within the tolerance."""
     return abs(found - claimed) <= TOLERANCE * abs(claimed)
 
 
 def regularises(gradient: float, changed: float, repeated: float) -> str:
-    """Judge whether the inverse losses act on the operator.
+    """Return the verdict on whether the inverse losses act on the operator.
 
     gradient  norm of their gradient by the operator's weights
     changed   distance of the operator's weights after training with and without these losses
@@ -37,13 +37,13 @@ def regularises(gradient: float, changed: float, repeated: float) -> str:
 
 
 def is_multiple(ratios: Sequence[Ratio], claimed: float) -> str:
-    """Judge whether each ratio is the claimed one: DEPENDS where some are."""
+    """Return the verdict on whether each ratio is the claimed one: DEPENDS where some are."""
     least, most = (1 - TOLERANCE) * claimed, (1 + TOLERANCE) * claimed
     return _of_all([r.low <= most and r.high >= least for r in ratios])
 
 
 def has_gain(ratios: Sequence[Ratio], claimed: float) -> str:
-    """Judge whether each ratio is a gain of about the claimed size.
+    """Return the verdict on whether each ratio is a gain of about the claimed size.
 
     An interval that holds the claimed gain and none at all, or all sizes that count as the claimed one, says nothing.
     """
@@ -56,12 +56,12 @@ def has_gain(ratios: Sequence[Ratio], claimed: float) -> str:
 
 
 def is_amount(found: Sequence[float], claimed: float) -> str:
-    """Judge whether each amount is the claimed one."""
+    """Return the verdict on whether each amount is the claimed one."""
     return _of_all([near(f, claimed) for f in found])
 
 
 def both_tasks(norms: Mapping[str, float], difference: float) -> str:
-    """Judge whether a mixed batch has the inverse losses of all its tasks.
+    """Return the verdict on whether a mixed batch has the inverse losses of all its tasks.
 
     norms       task → norm of the gradient by its encoder's and decoder's weights
     difference  of the losses from the mean of the tasks' own losses, relative
@@ -72,12 +72,12 @@ def both_tasks(norms: Mapping[str, float], difference: float) -> str:
 
 
 def updates(moved: Sequence[bool], distances: Sequence[float]) -> str:
-    """Judge whether an optimizer moves all weights, and as far as the other one does."""
+    """Return the verdict on whether an optimizer moves all weights, and as far as the other one does."""
     return CONFIRMED if all(moved) and max(distances) <= SAME else REFUTED
 
 
 def frees(freed: Sequence[float], most: float, claimed: float) -> str:
-    """Judge whether an amount is freed.
+    """Return the verdict on whether an amount is freed.
 
     freed  measured, in one or more ways
     most   what could be freed at all
@@ -88,54 +88,57 @@ def frees(freed: Sequence[float], most: float, claimed: float) -> str:
 
 
 def moves(found: Mapping[str, bool]) -> str:
-    """Judge whether the weights move in every way of building the optimizer."""
+    """Return the verdict on whether the weights move in every way of building the optimizer."""
     return _of_all(list(found.values()))
 
 
 def works(works_so: Mapping[str, bool], ranks: int) -> str:
-    """Judge whether something works in several ranks; success in one rank alone does not show it."""
+    """Return the verdict on whether something works in several ranks; success in one rank alone does not show it."""
     if ranks < 2:
         return REFUTED if not any(works_so.values()) else UNMEASURED
     return _of_all(list(works_so.values()))
 
 
 def helps(times: Ratio) -> str:
-    """Judge whether something makes a call faster, from its interval."""
+    """Return the verdict on whether something makes a call faster, from its interval."""
     if times.low > 1:
         return CONFIRMED
     return REFUTED if times.high < 1 + NOTHING else UNMEASURED
 
 
 def cuts(plain: int, with_no_sync: int, without_no_sync: int) -> str:
-    """Judge whether accumulation has fewer all-reduces than `plain`, those of as many steps of a micro-batch each."""
+    """Return the verdict on whether accumulation needs fewer all-reduces than `plain`.
+
+    `plain` is the number for as many steps of one micro-batch each.
+    """
     return _of_all([with_no_sync < plain, without_no_sync < plain])
 
 
 def faster(ratios: Sequence[Ratio]) -> str:
-    """Judge whether each change makes it faster: DEPENDS where some do."""
+    """Return the verdict on whether each change makes it faster: DEPENDS where some do."""
     if all(r.low <= 1 <= r.high for r in ratios) and any(r.high >= 1 + NOTHING for r in ratios):
         return UNMEASURED
     return _of_all([r.low > 1 for r in ratios])
 
 
 def multiply(together: Ratio, product: float, claimed: float) -> str:
-    """Judge whether all phases together, and the product of each alone, are the claimed multiple."""
+    """Return the verdict on whether all phases together, and the product of each alone, are the claimed multiple."""
     right = is_multiple([together], claimed) == CONFIRMED
     return _of_all([right, near(product, claimed)])
 
 
 def costs(longer: Sequence[Ratio], claimed: float, *, unchanged: bool) -> str:
-    """Judge whether something costs the claimed share of time and leaves the result as it is."""
+    """Return the verdict on whether something costs the claimed share of time and leaves the result as it is."""
     return has_gain(longer, 1 + claimed) if unchanged else REFUTED
 
 
 def scales(speedups: Sequence[float], claimed: float) -> str:
-    """Judge whether each speedup is the claimed one, or more."""
+    """Return the verdict on whether each speedup is the claimed one, or more."""
     return _of_all([s >= (1 - TOLERANCE) * claimed for s in speedups])
 
 
 def of_four(one: float, two: float, reduced: float) -> tuple[float, float]:
-    """The least and largest speedup of four GPUs, from figures of two.
+    """Return the least and the largest speedup of four GPUs, from figures of two.
 
     one, two  seconds of a step on one GPU and on two
     reduced   seconds of an all-reduce of the gradients on two, by itself

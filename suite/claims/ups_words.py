@@ -1,4 +1,4 @@
-"""Figures of the claims of ups, in words."""
+"""Figures of the claims of ups, formatted as words."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from suite.claims.eigenstate_lm import amount
 
 
 def ratio(r: Ratio) -> str:
-    """A ratio and its interval."""
+    """Format a ratio and its interval."""
     return f"{r.value:.3g} ({r.low:.3g} to {r.high:.3g})"
 
 
 def times(r: Ratio) -> str:
-    """How many times as fast something is."""
+    """Format how many times as fast something is."""
     return f"{r.value:.3g} times as fast ({r.low:.3g} to {r.high:.3g})"
 
 
 def longer(r: Ratio) -> str:
-    """How much longer something takes, in percent."""
+    """Format how much longer something takes, in percent."""
     return f"{100 * (r.value - 1):.3g}% ({100 * (r.low - 1):.3g} to {100 * (r.high - 1):.3g}) longer"
 
 
 def less(size: float) -> str:
-    """How many bytes less something takes."""
+    """Format how many bytes less something takes."""
     return f"{amount(abs(size))} {'less' if size >= 0 else 'more'}"
 
 
 def differ(distance: float) -> str:
-    """By what share two tensors differ."""
+    """Format the share by which two tensors differ."""
     return f"differ by {distance:.2g}" if distance else "are equal to the bit"
